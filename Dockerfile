@@ -38,12 +38,15 @@ COPY launch launch
 COPY benchmarks benchmarks
 # What benchmarks/on_gpu.sh checks before it takes times.
 COPY tests tests
+# The base image has Ubuntu's Python: its pip refuses to install (PEP 668), and it has no ensurepip, so no `venv` with pip.
+ENV PIP_BREAK_SYSTEM_PACKAGES=1
 # The image's own torch stays; constraints.txt is for CPU installs. flash-attn and Transformer Engine build from source.
-RUN pip install --no-cache-dir "setuptools>=77" wheel ninja packaging pybind11 "pytest>=8" "pytest-timeout>=2.3" \
- && pip install --no-cache-dir . \
- && MAX_JOBS=8 pip install --no-cache-dir --no-build-isolation ".[gpu,encoders]" \
- && python -m venv /tmp/sbom && /tmp/sbom/bin/pip install --no-cache-dir cyclonedx-bom==7.5.0 \
- && /tmp/sbom/bin/cyclonedx-py environment --output-format JSON --output-file /sbom.cdx.json "$(command -v python)" \
+RUN python3 -m pip install --no-cache-dir "setuptools>=77" wheel ninja packaging pybind11 "pytest>=8" "pytest-timeout>=2.3" \
+ && python3 -m pip install --no-cache-dir . \
+ && MAX_JOBS=8 python3 -m pip install --no-cache-dir --no-build-isolation ".[gpu,encoders]" \
+ && python3 -m venv --without-pip /tmp/sbom \
+ && python3 -m pip --python /tmp/sbom/bin/python install --no-cache-dir cyclonedx-bom==7.5.0 \
+ && /tmp/sbom/bin/cyclonedx-py environment --output-format JSON --output-file /sbom.cdx.json "$(command -v python3)" \
  && rm -r /tmp/sbom
 ENV OMP_NUM_THREADS=1 \
     TQDM_DISABLE=1

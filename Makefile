@@ -6,6 +6,8 @@ VENV ?= .venv
 TORCH_PIP ?=
 DEMO ?= runs/letters_dit
 STEPS ?= 2100
+# Share of letters that must be read correctly.
+MINIMUM ?= 0.9
 DEMO_TEXT ?= runs/letters_text
 DEMO_VIDEO ?= runs/moving_letters_dit
 DEMO_LATENT ?= runs/pictograms_latent
@@ -18,7 +20,7 @@ PICTOGRAMS = pictograms --size 64 --blocks pictographs transport supplemental ex
 export OMP_NUM_THREADS ?= 1
 export TQDM_DISABLE ?= 1
 
-.PHONY: demo demo-text demo-video demo-latent demo-cascade demo-pictograms test lint test-parallel test-faults benchmark hashes clean help
+.PHONY: demo demo-text demo-video demo-latent demo-cascade demo-pictograms test lint test-parallel test-faults test-slurm benchmark hashes clean help
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -48,7 +50,7 @@ demo: $(VENV)/.installed data/letters/dataset.json ## train letters on two ranks
 	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m launch.train --yes --factory letters_dit \
 	  training.run_dir=$(DEMO) training.num_steps=$(STEPS)
 	$(VENV)/bin/python -m launch.sample --checkpoint $(DEMO) --out samples.png
-	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO) --minimum 0.9
+	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO) --minimum $(MINIMUM)
 
 data/letters_text/dataset.json: | $(VENV)/.installed
 	$(VENV)/bin/python -m energon_data.prepare letters --text-encoder all-minilm-l6-v2 --out data/letters_text
@@ -135,6 +137,9 @@ test-parallel: $(VENV)/.installed ## the long tests: full runs, every layout, up
 
 test-faults: $(VENV)/.installed ## the long tests of faults: kills, damage, restarts, bad numbers, hangs
 	$(VENV)/bin/python -m pytest tests/faults -m matrix -n 2 --dist loadfile --no-loadscope-reorder
+
+test-slurm: $(VENV)/.installed ## launch/train.sh and nemo-run on a Slurm of this machine (root; apt-get install slurm-wlm munge)
+	$(VENV)/bin/python -m pytest tests/slurm -m matrix
 
 benchmark: $(VENV)/.installed ## step time of the tiny recipe on this machine
 	$(VENV)/bin/python -m benchmarks.step --factory tiny_dit

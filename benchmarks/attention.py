@@ -24,6 +24,7 @@ from dit.backends.device import describe, local_device, synchronize, use_cuda
 from dit.errors import EXIT_OK
 from dit.kernels.attention import Attention, reference_attention, segment_sdpa, varlen_attention
 from dit.layout import SequenceLayout
+from dit.terminal import echo
 
 CUDA_CASES = {
     "dense 256 x 64, head 72": ([256] * 64, 16, 72),
@@ -102,16 +103,16 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--out", type=Path, help="append one JSON line per row to this file")
     args = parser.parse_args(argv)
     torch.manual_seed(time.time_ns() % 2**31)
-    print(f"{'case':<36}{'path':<34}{'error':>10}{'fwd ms':>10}{'fwd+bwd ms':>12}{'TFLOP/s':>10}")
+    echo(f"{'case':<36}{'path':<34}{'error':>10}{'fwd ms':>10}{'fwd+bwd ms':>12}{'TFLOP/s':>10}")
     for case, (lengths, heads, head_size) in (CUDA_CASES if use_cuda() else CPU_CASES).items():
         for name, attention, context in paths():
             row = measure(attention, context, lengths, heads, head_size, args.repeats)
             if row["status"] == "ok":
                 error = "" if row["relative_error"] is None else f"{row['relative_error']:.1e}"
                 numbers = f"{row['forward_ms']:>10.3f}{row['forward_backward_ms']:>12.3f}"
-                print(f"{case:<36}{name:<34}{error:>10}{numbers}{row['forward_backward_tflops']:>10.3f}")
+                echo(f"{case:<36}{name:<34}{error:>10}{numbers}{row['forward_backward_tflops']:>10.3f}")
             else:
-                print(f"{case:<36}{name:<34}refused: {row['why']}")
+                echo(f"{case:<36}{name:<34}refused: {row['why']}")
             if args.out:
                 head = {"case": case, "path": name, "device": describe(), "revision": revision()}
                 args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from benchmarks.step import config_of, revision, table
 from dit.errors import one_line_errors
+from dit.terminal import echo
 from launch import environment
 
 if TYPE_CHECKING:
@@ -167,8 +168,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         record = {"recipe": args.factory, "overrides": args.overrides}
         record |= measure(config_of(args, run_dir), args.rounds, folder)
     if int(os.environ.get("RANK", "0")) == 0:
-        print(table(record))
-        print(json.dumps(record))
+        echo(table(record))
+        echo(json.dumps(record))
     return 0
 
 

@@ -28,6 +28,7 @@ from benchmarks.prediction import device_of
 from dit.backends.device import describe, device_seconds, local_device, use_cuda
 from dit.errors import EXIT_OK, one_line_errors
 from dit.planner.devices import B200, H100, H200
+from dit.terminal import echo
 from dit.tracing.passes import WRITTEN_ALONE
 from dit.tracing.repeats import tensors_in
 
@@ -282,10 +283,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             for call in calls:
                 file.write(json.dumps({**place, **asdict(call)}) + "\n")
     if args.json:
-        print(json.dumps({"calls": [asdict(call) for call in calls], "kernels": [asdict(row) for row in rows]}))
+        echo(json.dumps({"calls": [asdict(call) for call in calls], "kernels": [asdict(row) for row in rows]}))
         return EXIT_OK
-    print(f"modelled for {device} ({chip.bandwidth / 1e9:.0f} GB/s attainable), not measured, unless it says so")
-    print(table(calls, rows, chip))
+    echo(f"modelled for {device} ({chip.bandwidth / 1e9:.0f} GB/s attainable), not measured, unless it says so")
+    echo(table(calls, rows, chip))
     return EXIT_OK
 
 

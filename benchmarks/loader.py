@@ -29,6 +29,7 @@ from dit.condition_table import CONTEXT, LABEL
 from dit.data_api import BatchSpec
 from dit.errors import EXIT_OK
 from dit.patchify import patchify
+from dit.terminal import echo
 from energon_data.dataset import EnergonData
 from energon_data.prepare import shards
 
@@ -291,7 +292,7 @@ def main(argv: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="dit-loader-") as folder:
         rows = [row for name in args.samples for row in measure(name, Path(folder), args.rounds)]
-    print(table(rows))
+    echo(table(rows))
     if args.out:
         args.out.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     return EXIT_OK

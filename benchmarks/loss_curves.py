@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Optional
 
-from dit.errors import EXIT_OK, EXIT_UNEXPECTED
+from dit.errors import EXIT_OK, EXIT_UNEXPECTED, DataError
 from dit.monitoring.sinks import LOSS, METRICS_FILE, read_records, scalars_by_step
-from dit.verify.ranks import ROOT
+from dit.safe_files import read_json
+from dit.terminal import echo
 
 RECIPES = (
     "tiny_dit_pack",
@@ -50,7 +51,7 @@ def losses(recipe: str, ranks: int, settings: Sequence[str], run_dir: Path) -> l
     words = [f"training.run_dir={run_dir}", f"training.num_steps={STEPS}", "training.log_interval=1", *quiet]
     command = [sys.executable, "-m", *torchrun, "--yes", "--factory", recipe, *words, "checkpoint.interval=0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DIT_DEVICE": "cpu"}
-    done = subprocess.run([*command, *settings], env=environment, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([*command, *settings], env=environment, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{recipe} on {ranks} ranks ended with {done.returncode}:\n{done.stderr[-2000:]}")
     by_step = scalars_by_step(read_records(run_dir / METRICS_FILE))
@@ -66,7 +67,7 @@ def curves(recipes: Sequence[str], layouts: Sequence[str]) -> Curves:
             for i, name in enumerate(layouts):
                 ranks, settings = LAYOUTS[name]
                 found[recipe][name] = losses(recipe, ranks, settings, Path(folder) / f"{recipe}_{i}")
-                print(f"{recipe}, {name}: {found[recipe][name][0]} ... {found[recipe][name][-1]}", flush=True)
+                echo(f"{recipe}, {name}: {found[recipe][name][0]} ... {found[recipe][name][-1]}", flush=True)
     return found
 
 
@@ -97,8 +98,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         args.out.write_text(json.dumps(found, indent=1) + "\n")
     if args.compare is None:
         return EXIT_OK
-    differences = compare(json.loads(args.compare.read_text()), found)
-    print("\n".join(differences) or f"all {len(found)} recipes equal {args.compare} to the bit")
+    differences = compare(read_json(args.compare, DataError, "give a file that --out wrote"), found)
+    echo("\n".join(differences) or f"all {len(found)} recipes equal {args.compare} to the bit")
     return EXIT_UNEXPECTED if differences else EXIT_OK
 
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from benchmarks import buckets
 from dit.errors import EXIT_OK
+from dit.terminal import echo
 from energon_data.packing import CostLimit, balanced_packs, greedy_knapsack
 
 Bins = list[list[int]]
@@ -190,10 +191,10 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     lost = buckets.measure(args.pictures or PICTURES)
     if args.pictures is not None:
-        print(buckets.table(lost))
+        echo(buckets.table(lost))
         return EXIT_OK
     rows = [row for mix in MIXES for row in measure(mix, args.buffer, args.buffers, args.ranks, args.attention)]
-    print(table(rows, args.ranks), buckets.table(lost), sep="\n\n")
+    echo(table(rows, args.ranks), buckets.table(lost), sep="\n\n")
     if args.out:
         args.out.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     return EXIT_OK

@@ -22,11 +22,12 @@ from torch import Tensor
 
 from benchmarks.parallel_world import run_world
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED
+from dit.terminal import echo
 from dit.verify.compare import BOUNDS, Comparison, compare_training, largest_error
-from dit.verify.ranks import FORKS, ROOT
+from dit.verify.ranks import FORKS
 
 STEPS = 3
-PAGE = ROOT / "docs" / "parallelism.md"
+PAGE = Path(__file__).parents[1] / "docs" / "parallelism.md"
 ERROR_COLUMNS = {
     "gradients": "largest gradient error",
     "grad_norms": "gradient norms",
@@ -237,8 +238,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         outcomes = run(rows, Path(folder))
     text = table(rows, outcomes)
-    print(text)
-    print(f"{len(rows)} layouts, dense and packed, in {time.perf_counter() - started:.0f} s")
+    echo(text)
+    echo(f"{len(rows)} layouts, dense and packed, in {time.perf_counter() - started:.0f} s")
     if args.write:
         write_page(text)
     if args.out:

@@ -38,6 +38,7 @@ from dit.parallel.build import TracedBuild, build_model, build_optimizer, megatr
 from dit.parallel.dims import ParallelConfig
 from dit.parallel.implementations import DTYPES
 from dit.settings import OptimizerConfig, TrainingConfig
+from dit.terminal import echo
 from dit.tracing.passes import LayerTraffic, Passes, layer_traffic, traffic
 from dit.tracing.world import fake_world
 
@@ -285,16 +286,16 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     updates |= {name: count() for name, count in OUTSIDE.items()}
     if args.json:
         rows = {name: asdict(row) for name, row in found.items()} | {name: asdict(row) for name, row in updates.items()}
-        print(json.dumps(rows))
+        echo(json.dumps(rows))
         return EXIT_OK
-    print(table(found))
+    echo(table(found))
     for name, passes in updates.items():
-        print(f"{name}: {passes.passes:.2f} passes of 4 bytes per parameter in {passes.kernels} kernels")
+        echo(f"{name}: {passes.passes:.2f} passes of 4 bytes per parameter in {passes.kernels} kernels")
     if args.by_operation:
         for name, row in found.items():
             for direction in ("forward", "backward"):
                 parts = getattr(row, direction).largest
-                print(f"{name}, {direction}: " + ", ".join(f"{op} {n:.2f}" for op, n in parts if n >= 0.005))
+                echo(f"{name}, {direction}: " + ", ".join(f"{op} {n:.2f}" for op, n in parts if n >= 0.005))
     return EXIT_OK
 
 

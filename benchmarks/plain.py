@@ -25,6 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from benchmarks.step import build_parser as step_parser
 from benchmarks.step import config_of, revision
 from dit.errors import EXIT_OK, ConfigError, one_line_errors
+from dit.terminal import echo
 from launch import environment
 
 if TYPE_CHECKING:
@@ -199,7 +200,7 @@ def ragged(case: Case) -> dict[str, Any]:
     """Return data settings: sides of a half, three quarters and all, in packs padded to the tokens of the batch."""
     sides = [case.side * share // 4 * PATCH for share in (2, 3, 4)]
     shapes = [f"1x{height}x{width}" for height in sides for width in sides]
-    return {"shapes": shapes, "max_tokens_per_pack": case.batch * case.side**2}
+    return {"shapes": shapes, "max_tokens_per_pack": case.batch * case.side**2, "pack_multiple_of": 1}
 
 
 def measure(case: Case, rounds: int, warmup: int, *, compiled: bool = False) -> dict[str, Any]:
@@ -289,7 +290,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         for i, case in enumerate(CASES)
         if i in args.only
     ]
-    print(table(rows))
+    echo(table(rows))
     if args.out:
         with open(args.out, "a", encoding="utf-8") as file:
             file.write(json.dumps({"revision": revision(), "torch": torch.__version__, "rows": rows}) + "\n")

@@ -34,6 +34,7 @@ from dit.planner.time import (
     cost_of,
     step_time,
 )
+from dit.terminal import echo
 from launch import cli, environment
 
 if TYPE_CHECKING:
@@ -258,7 +259,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     argparse.ArgumentParser(prog="python -m benchmarks.planned", description=__doc__).parse_args(argv)
     environment.prepare()
     environment.quiet_libraries()
-    print(table([traced(row) for row in ROWS]))
+    echo(table([traced(row) for row in ROWS]))
     return EXIT_OK
 
 

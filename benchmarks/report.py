@@ -16,6 +16,7 @@ from benchmarks.step import OK
 from benchmarks.sweep import read_rows
 from dit.durable_files import write_atomic
 from dit.errors import EXIT_OK, ConfigError, one_line_errors
+from dit.terminal import echo
 from launch import environment
 
 DENSE_BF16 = {"H100": 989.0, "GB200": 2500.0, "A100": 312.0}
@@ -235,9 +236,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     text = page([row for path in args.rows for row in read_rows(path)])
     if args.out:
         write_atomic(args.out, text)
-        print(args.out)
+        echo(args.out)
     else:
-        print(text)
+        echo(text)
     return EXIT_OK
 
 

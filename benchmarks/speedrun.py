@@ -25,6 +25,9 @@ from typing import TYPE_CHECKING, Any, Optional
 from benchmarks.step import revision, where
 from dit.durable_files import write_atomic
 from dit.errors import EXIT_OK, ConfigError, DataError, one_line_errors
+from dit.monitoring.sinks import read_records
+from dit.safe_files import parse_json, read_bytes
+from dit.terminal import echo
 from launch import cli, environment
 
 if TYPE_CHECKING:
@@ -111,7 +114,7 @@ class Record:
             DataError: the file is none.
         """
         try:
-            return cls(**json.loads(path.read_text()))
+            return cls(**parse_json(read_bytes(path)))
         except (OSError, ValueError, TypeError) as error:
             raise DataError(f"{path} is no record of this race: {error}; give a {FILE} that it wrote") from error
 
@@ -184,13 +187,13 @@ def digest_of_data(folder: Path) -> str:
     shards = sorted(folder.rglob("*.tar"))
     if not shards:
         raise DataError(f"{folder} has no shards; render the letters: python -m energon_data.prepare letters")
-    return digest(hashlib.sha256(path.read_bytes()).digest() for path in shards)
+    return digest(hashlib.sha256(read_bytes(path, 1 << 32)).digest() for path in shards)
 
 
 def losses_of(run: Path) -> list[str]:
     """Return every loss that a run has logged, in hexadecimal."""
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
-    return [f"{line['step']} {line['loss_hex']}" for line in lines if "loss_hex" in line]
+    records = read_records(run / "metrics.jsonl")
+    return [f"{record['step']} {record['loss_hex']}" for record in records if "loss_hex" in record]
 
 
 def weights_of(run: Path) -> dict[str, "Tensor"]:
@@ -214,7 +217,7 @@ def letters_read(run: Path) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise DataError(f"the letters were not read: {done.stderr.strip().splitlines()[-1:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = parse_json(done.stdout.splitlines()[-1])
     return found
 
 
@@ -260,7 +263,7 @@ def run_race(factory: str, overrides: Sequence[str], ranks: int, out: Path) -> R
         wall_s=wall,
         steps=int(losses[-1].split()[0]),
         data_sha256=before,
-        reader_sha256=hashlib.sha256((data / READER).read_bytes()).hexdigest(),
+        reader_sha256=hashlib.sha256(read_bytes(data / READER)).hexdigest(),
         losses_sha256=digest(line.encode() for line in losses),
         weights_sha256=digest_of_tensors(weights_of(out / RUN)),
         read=letters["correct"],
@@ -318,7 +321,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         args.factory, args.overrides, args.ranks = claimed.factory, claimed.overrides, claimed.ranks
     found = run_race(args.factory, args.overrides, args.ranks, args.out)
     write_atomic(args.out / FILE, json.dumps(asdict(found), indent=1) + "\n")
-    print(found.row())
+    echo(found.row())
     if claimed is None:
         return EXIT_OK
     lines = differences(claimed, found)
@@ -326,7 +329,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     times = f"{found.process_s:,.0f} s of process time where {claimed.process_s:,.0f} s are claimed"
     if found.machine != claimed.machine:
         times += f", not compared, for those are of {claimed.machine}"
-    print(f"{args.check}: {verdict}; {times}", *lines, sep="\n")
+    echo(f"{args.check}: {verdict}; {times}", *lines, sep="\n")
     return EXIT_DIFFERS if lines else EXIT_OK
 
 

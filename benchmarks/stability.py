@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from benchmarks.step import revision
 from dit.errors import EXIT_OK, ConfigError, NotFiniteError, one_line_errors
+from dit.terminal import echo
 from launch import cli, environment
 from launch.train import resolve
 
@@ -191,7 +192,7 @@ def study(args: argparse.Namespace) -> list[tuple[Arm, Curve]]:
             config = config_of(args.factory, args.overrides, arm, steps, f"{folder}/{i}")
             curve = train(config, groups, arm, args.scale)
             found.append((arm, curve))
-            print(row(arm, curve), flush=True)
+            echo(row(arm, curve), flush=True)
     process_groups.destroy()
     return found
 
@@ -313,7 +314,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         lines = [json.dumps({**asdict(arm), **asdict(curve)}) + "\n" for arm, curve in found]
         args.record.write_text("".join(lines), encoding="utf-8")
     plot(found, args.out / "stability.png")
-    print(page)
+    echo(page)
     return EXIT_OK
 
 

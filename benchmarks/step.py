@@ -17,6 +17,7 @@ from statistics import quantiles
 from typing import TYPE_CHECKING, Any, Optional
 
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, one_line_errors
+from dit.terminal import echo
 from launch import cli, environment
 from launch.train import resolve
 
@@ -204,9 +205,9 @@ def write(record: dict[str, Any], out: Optional[Path]) -> None:
     """Print a record on rank 0, and append its line to a file."""
     if int(os.environ.get("RANK", "0")):
         return
-    print(table(record))
+    echo(table(record))
     line = json.dumps(record)
-    print(line)
+    echo(line)
     if out:
         out.parent.mkdir(parents=True, exist_ok=True)
         with open(out, "a") as file:

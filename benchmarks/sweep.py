@@ -24,6 +24,8 @@ from benchmarks import prediction
 from benchmarks.step import OK, OUT_OF_MEMORY, where
 from dit.durable_files import write_atomic
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, one_line_errors
+from dit.safe_files import parse_json, read_bytes
+from dit.terminal import echo
 from launch import environment, experiment, grid
 
 if TYPE_CHECKING:
@@ -113,9 +115,9 @@ def result_of(file: Path, log: Path, in_time: bool) -> dict[str, Any]:
         in_time: whether it ended by itself.
     """
     if file.exists():
-        record: dict[str, Any] = json.loads(file.read_text().splitlines()[0])
+        record: dict[str, Any] = parse_json(read_bytes(file).splitlines()[0])
         return record
-    text = log.read_text(errors="replace") if log.exists() else ""
+    text = read_bytes(log).decode(errors="replace") if log.exists() else ""
     if OUT_OF_MEMORY in text.lower():  # of another rank than the first, which alone writes
         return {"status": OUT_OF_MEMORY, **where()}
     errors = [line.strip() for line in text.splitlines() if "error:" in line.lower()]
@@ -127,8 +129,8 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a sweep; a line that was cut while it was written does not count."""
     if not path.exists():
         return []
-    complete = path.read_text().rpartition("\n")[0]
-    return [json.loads(line) for line in complete.splitlines()]
+    complete = read_bytes(path).rpartition(b"\n")[0]
+    return [parse_json(line) for line in complete.splitlines()]
 
 
 def append(path: Path, row: dict[str, Any]) -> None:
@@ -216,7 +218,7 @@ def take(args: argparse.Namespace, cell: grid.Cell, result: dict[str, Any]) -> N
     """Append the row of a cell, with what the planner says of it, and print it in a line."""
     row = {**result, **planned(cell, args, result), **asked(cell, args)}
     append(args.out / ROWS, row)
-    print(line_of(row), flush=True)
+    echo(line_of(row), flush=True)
 
 
 def planned(cell: grid.Cell, args: argparse.Namespace, result: dict[str, Any]) -> dict[str, Any]:
@@ -244,12 +246,12 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         args.ranks = executor.nnodes() * executor.nproc_per_node()
     have = read_rows(args.out / ROWS)
     missing = [cell for cell in cells if not any(is_row_of(row, cell, args) for row in have)]
-    print(f"{len(missing)} of {len(cells)} cells to measure")
+    echo(f"{len(missing)} of {len(cells)} cells to measure")
     if executor is not None:
         measure_there(args, missing, executor)
     elif args.dryrun:
         for cell in missing:
-            print(shlex.join(command_of(words_of(cell, args, args.out / "cells" / f"{cell.name}.jsonl"), args.ranks)))
+            echo(shlex.join(command_of(words_of(cell, args, args.out / "cells" / f"{cell.name}.jsonl"), args.ranks)))
     else:
         measure_here(args, missing)
     if args.dryrun:
@@ -257,7 +259,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     rows = read_rows(args.out / ROWS)
     write_atomic(args.out / PAGE, page(rows, f"Sweep {args.out.name}"))
     plot(rows, args.out / PLOT)
-    print(f"{args.out / PAGE}, {args.out / PLOT}")
+    echo(f"{args.out / PAGE}, {args.out / PLOT}")
     return EXIT_UNEXPECTED if any(row["status"] in (FAILED, TIMED_OUT) for row in rows) else EXIT_OK
 
 

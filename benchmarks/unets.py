@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 from benchmarks.step import revision
 from dit.errors import EXIT_OK, ConfigError, one_line_errors
+from dit.terminal import echo
 from launch import environment
 
 if TYPE_CHECKING:
@@ -314,7 +315,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     groups = process_groups.initialize(ParallelConfig())
     rows = measure([*imagen_arms(groups), *latent_arms(groups)], made_up(args.side, args.batch), args.rounds)
     process_groups.destroy()
-    print(table(rows))
+    echo(table(rows))
     if args.out:
         where = {"device": describe(), "revision": revision(), "torch": torch.__version__}
         record = where | {"side": args.side, "batch": args.batch, "rows": [asdict(row) for row in rows]}

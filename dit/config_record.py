@@ -17,6 +17,8 @@ TRUST_VARIABLE = "DIT_PACKAGES"
 """Environment variable: packages of the user's own, separated by commas, whose settings records may name."""
 MOVED = {"dit.training.settings": "dit.settings"}
 """Modules in older records, and their present names."""
+REMOVED = {"validation_micro_batches"}
+"""Settings of older records that no longer exist and changed no weights."""
 FORMER_SCHEDULES = {"constant": "Constant", "cosine": "Cosine", "one_cycle": "OneCycle"}
 """Schedules were one class before; the present classes by its setting `kind`."""
 
@@ -34,7 +36,7 @@ def current_module(name: str) -> str:
 
 def current(part: Mapping[str, Any]) -> dict[str, Any]:
     """Return the record of one part in the format of this version."""
-    found = dict(part)
+    found = {name: value for name, value in part.items() if name not in REMOVED}
     module, _, name = str(part.get(CLASS_KEY, "")).rpartition(".")
     if current_module(module) == "dit.settings" and name == "ScheduleConfig":
         kind = str(found.pop("kind", "constant"))

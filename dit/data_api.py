@@ -2,8 +2,9 @@
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn, Optional, Protocol
 
 from dit.batch import PackedBatch
@@ -64,6 +65,36 @@ class OnlineEncoding:
     max_text_tokens: Optional[int] = None
 
 
+@dataclass
+class SampleCounts:
+    """Samples that were read so far, by kind: `image`, or `clip` for those longer than a patch in time.
+
+    Attributes:
+        used: number by kind.
+        dropped: number by reason and kind; the kind is empty if the sample was not decoded.
+        examples: the first dropped sample of each reason, in words.
+    """
+
+    used: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[tuple[str, str]] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+
+    def __add__(self, other: "SampleCounts") -> "SampleCounts":
+        return SampleCounts(self.used + other.used, self.dropped + other.dropped, other.examples | self.examples)
+
+    def by_reason(self) -> dict[str, int]:
+        """Return the number of dropped samples by reason."""
+        return self._dropped_by(0)
+
+    def dropped_by_kind(self) -> dict[str, int]:
+        """Return the number of dropped samples by kind."""
+        return self._dropped_by(1)
+
+    def _dropped_by(self, part: int) -> dict[str, int]:
+        names = sorted({key[part] for key in self.dropped})
+        return {name: sum(n for key, n in self.dropped.items() if key[part] == name) for name in names}
+
+
 class DataStream(Protocol):
     """An endless, resumable sequence of micro-batches for one data-parallel rank.
 
@@ -79,8 +110,8 @@ class DataStream(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a union of `state_dict`s; called before the first `next`."""
 
-    def skipped(self) -> dict[str, int]:
-        """Return how many samples were lost or dropped so far, by reason."""
+    def sample_counts(self) -> SampleCounts:
+        """Return how many samples were used and dropped so far; none of streams that another rank counts."""
 
     def samples_per_s(self) -> float:
         """Return how many samples this rank's loader makes in a second of work, since the last call."""
@@ -122,7 +153,7 @@ class DataConfig(ABC):
         log_dir: Optional[str],
         micro_batches_per_step: int = 1,
     ) -> DataStream:
-        """Build this rank's endless stream; lost samples are logged to `log_dir` if it is given.
+        """Build this rank's endless stream; dropped samples are logged to `log_dir` if it is given.
 
         Args:
             micro_batches_per_step: as in `validate`.
@@ -139,6 +170,10 @@ class DataConfig(ABC):
     @abstractmethod
     def class_names(self) -> Optional[list[str]]:
         """Return the name of each class, or None for an unlabelled source."""
+
+    def remarks(self, spec: BatchSpec) -> list[str]:
+        """Return which samples the settings will drop and which settings have no effect, one line each; reads a few."""
+        return []
 
     def stored_conditions(self) -> Optional[Collection[str]]:
         """Return the names under which samples store values; None if they have all conditions of the model."""

@@ -1,10 +1,8 @@
 """Small files that are replaced atomically: after a crash a file has its old or its new content."""
 
-import errno
 import json
 import math
 import os
-import stat
 from contextlib import suppress
 from pathlib import Path
 
@@ -27,24 +25,21 @@ def write_all(descriptor: int, data: bytes | memoryview) -> None:
         view = view[os.write(descriptor, view) :]
 
 
-def read_regular(path: Path) -> bytes:
-    """Read a regular file.
-
-    Raises:
-        OSError: it cannot be read, or is not a regular file: a pipe would block, a device may have no end.
-    """
-    # Without O_NONBLOCK, opening a pipe waits for a writer.
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
-        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        return file.read()
+def create(path: Path) -> int:
+    """Create a file and return its descriptor for writing; a file or link of that name is deleted first."""
+    with suppress(FileNotFoundError):
+        path.unlink()
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
 
 
-def write_atomic(path: Path, text: str, *, part: Path | None = None) -> None:
+def write_atomic(path: Path, content: str | bytes, *, part: Path | None = None, flush: bool = True) -> None:
     """Replace the file at `path` atomically and durably: write a temporary file, flush it, rename it, flush the folder.
+
+    A link at `path` is replaced, not followed.
 
     Args:
         part: the temporary file, on the same disk; None for one next to `path`.
+        flush: False for a file that need not survive a power loss.
 
     Raises:
         OSError: one of these steps failed; the old file is then still there (the new one if only the last step failed).
@@ -52,10 +47,11 @@ def write_atomic(path: Path, text: str, *, part: Path | None = None) -> None:
     # With the process id, ranks that write the same file on one machine have different temporary files.
     part = path.with_name(f"{path.name}.{os.getpid()}.part") if part is None else part
     try:
-        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        descriptor = create(part)
         try:
-            write_all(descriptor, text.encode())
-            os.fsync(descriptor)
+            write_all(descriptor, content if isinstance(content, bytes) else content.encode())
+            if flush:
+                os.fsync(descriptor)
         finally:
             os.close(descriptor)
         os.rename(part, path)
@@ -63,7 +59,8 @@ def write_atomic(path: Path, text: str, *, part: Path | None = None) -> None:
         with suppress(OSError):
             part.unlink()
         raise
-    fsync_dir(path.parent)
+    if flush:
+        fsync_dir(path.parent)
 
 
 def write_record(path: Path, text: str) -> None:

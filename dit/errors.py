@@ -16,6 +16,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ParamSpec
 
+from dit.terminal import echo, log_to_stderr, printable
+
 Arguments = ParamSpec("Arguments")
 
 LONGEST_MESSAGE = 2000
@@ -54,7 +56,7 @@ class ConfigError(UserError):
 
 
 class DataError(UserError):
-    """Data is missing, unreadable, refused, or lost beyond the budget."""
+    """Data is missing, unreadable, refused, or damaged beyond the budget."""
 
     exit_code = EXIT_DATA
 
@@ -79,6 +81,12 @@ class MachineError(UserError):
     """A step that was computed again from the same data and weights has other numbers."""
 
     exit_code = EXIT_MACHINE
+
+
+class BusyError(UserError):
+    """The run folder is in use by processes that will stop; a later start can use it."""
+
+    exit_code = EXIT_UNEXPECTED
 
 
 class SaveError(CheckpointError):
@@ -109,12 +117,15 @@ def exit_code(error: BaseException) -> int:
 
 
 def on_a_screen(message: str, longest: int = LONGEST_MESSAGE) -> str:
-    """Shorten a message that fills a screen: words such as a value of ten thousand digits, then its middle."""
+    """Shorten a message that fills a screen: words such as a value of ten thousand digits, then its middle.
+
+    What a terminal would execute is replaced, see `printable`.
+    """
 
     def shortened(word: re.Match[str]) -> str:
         return f"{word[0][: LONGEST_WORD // 2]}...({len(word[0]):,} characters)"
 
-    short = re.sub(rf"\S{{{LONGEST_WORD},}}", shortened, message)
+    short = re.sub(rf"\S{{{LONGEST_WORD},}}", shortened, printable(message))
     if len(short) <= longest:
         return short
     half = longest // 2  # the end has the cure
@@ -125,10 +136,12 @@ def one_line_errors(command: Callable[Arguments, int]) -> Callable[Arguments, in
     """Make a command print an error that a user can cause as one line and return its exit code, instead of raising it.
 
     These are `UserError`, `DISK_ERRORS` and Ctrl-C. If the reader of the output ends (`| head`), nothing is printed.
+    Warnings of the log go to stderr.
     """
 
     @functools.wraps(command)
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
+        log_to_stderr()
         try:
             with flushed_output():
                 return command(*args, **kwargs)
@@ -142,14 +155,14 @@ def one_line_errors(command: Callable[Arguments, int]) -> Callable[Arguments, in
             file = "" if error.filename is None else f"{error.filename}: "
             return _report(f"{file}{error.strerror}; {DISK_ERRORS[error.errno]}", EXIT_CONFIG)
         except KeyboardInterrupt as error:
-            print("interrupted", file=sys.stderr)
+            echo("interrupted", file=sys.stderr)
             return exit_code(error)
 
     return run
 
 
 def _report(message: str, code: int) -> int:
-    print(line := on_a_screen(f"error: {message}"), file=sys.stderr)
+    echo(line := on_a_screen(f"error: {message}"), file=sys.stderr)
     name_root_cause(line)
     return code
 
@@ -165,12 +178,13 @@ def flushed_output() -> Iterator[None]:
 
 def discard_output() -> int:
     """Discard what is left to print after `BrokenPipeError`, and return the exit code."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), sys.stdout.fileno())
     return EXIT_BROKEN_PIPE
 
 
-def name_root_cause(line: str) -> None:
-    """Put this line at the end of torchrun's report of a failed rank; does nothing without torchrun.
+def name_root_cause(line: str, *, failed: bool = True) -> None:
+    """Put this line into torchrun's report of this rank, at its end if it `failed` first; nothing without torchrun.
 
     Writes the file of `torch.distributed.elastic.multiprocessing.errors.record`. That function would write a traceback,
     and importing it, with torch, would delay the command line.
@@ -178,7 +192,7 @@ def name_root_cause(line: str) -> None:
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is None:
         return
-    # torchrun takes the earliest second as the root cause. Ranks that it stops because of this one must be later.
-    cause = {"message": line, "extraInfo": {"timestamp": str(int(time.time()) - 1)}}
+    # torchrun takes the earliest second as the root cause. Ranks that it stops because of a failure must be later.
+    cause = {"message": line, "extraInfo": {"timestamp": str(int(time.time()) - failed)}}
     with suppress(OSError):  # the line was already printed to stderr
         Path(file).write_text(json.dumps({"message": cause}), encoding="utf-8")

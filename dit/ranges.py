@@ -5,12 +5,16 @@ a dry run.
 """
 
 import math
+import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import get_args
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import TYPE_CHECKING, get_args
 
 from dit.errors import ConfigError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://[^:@]+")
 
@@ -58,6 +62,7 @@ COUNT_OR_NONE = whole(0, 2**31 - 1)
 SEED = whole(0, 2**63 - 1)
 RANKS = whole(1, 2**20)
 LAYERS = whole(1, 1000)
+MOST_POSITIONS = 1 << 24  # of a latent or a picture in pixels: frames x height x width
 EXPERTS = whole(1, 4096)
 WIDTH = whole(1, 2**20)
 PATCHES = whole(1, 2**16)
@@ -88,6 +93,30 @@ def check_ranges(part: str, config: object, ranges: Mapping[str, Range]) -> None
             raise ConfigError(f"{part}.{name}={value} must be {kind}{allowed}")
 
 
+def check_unused(part: str, config: "DataclassInstance", names: Sequence[str], where: str, cure: str) -> None:
+    """Check that settings without effect have their default values.
+
+    Args:
+        part: name of the configuration in overrides, such as `training`.
+        names: fields of `config`.
+        where: under which circumstances they have no effect.
+        cure: what gives them one.
+
+    Raises:
+        ConfigError: a value is not the default.
+    """
+    by_name = {field.name: field for field in fields(config)}
+    values, defaults = [], []
+    for field in (by_name[name] for name in names):
+        value = getattr(config, field.name)
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if value != default:
+            values.append(f"{part}.{field.name}={value}")
+            defaults.append(f"{part}.{field.name}={default}")
+    if values:
+        raise ConfigError(f"{', '.join(values)} has no effect {where}; {cure}, or leave {', '.join(defaults)}")
+
+
 def check_choice(name: str, value: str, choices: object) -> None:
     """Check that the setting `name` has a value of the `Literal` type `choices`.
 
@@ -102,8 +131,10 @@ def check_path(key: str, path: str) -> None:
     """Check that a text is a possible path.
 
     Raises:
-        ConfigError: it is empty, or has a character that no file system allows.
+        ConfigError: it is empty, starts with `~`, or has a character that no file system allows.
     """
+    if path.startswith("~"):
+        raise ConfigError(f"{key}={path!r} would be a folder called ~; write {os.path.expanduser(path)}")
     if not path.strip() or "\0" in path:
         raise ConfigError(f"{key}={path!r} names no folder; give a path such as runs/mine")
 

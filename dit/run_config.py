@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any, Optional, Self
 
 from dit.condition_table import AUGMENTATION, match_conditions
@@ -13,6 +14,7 @@ from dit.models.base import Ability, ModelConfig
 from dit.objectives.base import Objective
 from dit.optimizer.schedules import Constant, Schedule
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel, fewest_ranks
+from dit.ranges import check_unused
 from dit.settings import (
     CheckpointConfig,
     LoggingConfig,
@@ -93,6 +95,7 @@ class RunConfig:
         check_recompute(self.training.recompute, self.training.recompute_layers)
         self.schedule.check(self.training.num_steps, self.optimizer.lr)
         check_outputs(self.objective, self.model)
+        self._check_unused()
         if self.model.adapters is not None and self.checkpoint.start_from is None:
             raise ConfigError(
                 "model.lora trains adapters beside the weights of a trained model, and checkpoint.start_from names "
@@ -111,6 +114,46 @@ class RunConfig:
             cure = "data of one shape, or data.bucket_by_shape=True without data.max_tokens_per_pack"
             self.model.check_supports(Ability.MIXED_SHAPES, f"data={type(self.data).__name__}", cure)
         return dims, spec
+
+    def _check_unused(self) -> None:
+        """Refuse settings that settings of other parts leave without effect."""
+        model, training, stop = self.model, self.training, self.training.stop_at_step
+        guided = any(condition.dropout is not None for condition in model.conditions())
+        interval = "training.validation_interval"
+        groups = (
+            ("checkpoint", training.validation_interval == 0, "keep_best", f"with {interval}=0", f"set {interval}"),
+            (
+                "training",
+                stop is not None and stop > training.num_steps,
+                "stop_at_step",
+                f"with training.num_steps={training.num_steps}",
+                "set a step up to that",
+            ),
+            (
+                "model",
+                model.num_classes is None and model.class_dropout > 0,
+                "class_dropout",
+                "without model.num_classes",
+                "set model.num_classes",
+            ),
+            (
+                "model",
+                model.context_size is None and model.context_dropout > 0,
+                "context_dropout",
+                "without model.context_size",
+                "set model.context_size",
+            ),
+            (
+                "sampling",
+                not guided and self.sampling.guidance_scale != 1,
+                "guidance_scale",
+                "for a model without classes and texts",
+                "set sampling.guidance_scale=1, or model.num_classes or model.context_size",
+            ),
+        )
+        for part, is_unused, name, where, cure in groups:
+            if is_unused:
+                check_unused(part, getattr(self, part), [name], where, cure)
 
     def check_here(self) -> tuple[ParallelDims, BatchSpec]:
         """Check the settings, also against the started ranks, the installed libraries, and the data.
@@ -137,7 +180,7 @@ class RunConfig:
         return match_conditions(self.model.conditions(), self.data.stored_conditions())
 
     def adaptations(self, dims: ParallelDims) -> list[str]:
-        """Return which settings were adapted to the run's size, one line each."""
+        """Return which settings were adapted to the run's size or length, or are not reached, one line each."""
         training, lines = self.training, list[str]()
         if dims.micro_batch_size < training.micro_batch_size:
             lines.append(
@@ -145,6 +188,15 @@ class RunConfig:
                 f"a global batch of {training.global_batch_size} is split over {dims.data_parallel_size} replicas in "
                 f"{dims.micro_batches} micro-batch{'es' if dims.micro_batches > 1 else ''} each"
             )
+        unreached = {
+            "training.validation_interval": (training.validation_interval, "no held-out loss is measured"),
+            "training.sample_interval": (training.sample_interval, "no samples are drawn"),
+            "training.recheck_interval": (training.recheck_interval, "no step is computed twice"),
+            "logging.profile_steps": (self.logging.profile_steps, "not all of them are traced"),
+        }
+        for name, (value, consequence) in unreached.items():
+            if (max(value) if isinstance(value, list) else value or 0) > training.num_steps:
+                lines.append(f"{name}={value} is above training.num_steps={training.num_steps}, so {consequence}")
         return lines + self.schedule.adapted(training.num_steps)
 
 
@@ -180,6 +232,9 @@ def check_sampling(sampling: SamplingConfig, objective: Objective, model: ModelC
     Raises:
         ConfigError: with the numbers and the cure.
     """
+    vae = sampling.vae
+    if vae is not None and vae.startswith(("/", "./", "../", "~")) and not Path(vae).expanduser().is_dir():
+        raise ConfigError(f"sampling.vae={vae!r} is no folder; name that of an autoencoder in diffusers' layout")
     # A table of noise levels has no more of them than the network was trained with.
     objective.sampling_grid(sampling.num_steps)
     if sampling.variance != "small" and sampling.solver != "ancestral":

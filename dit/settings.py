@@ -18,6 +18,7 @@ from dit.ranges import (
     check_choice,
     check_path,
     check_ranges,
+    check_unused,
     duration_s,
     whole,
 )
@@ -74,11 +75,11 @@ class TrainingConfig:
             is no multiple of it, the largest smaller divisor is used. Results do not depend on it.
         global_batch_size: samples (or packs) per optimizer step over all ranks.
         precision: `bf16` or `fp16` (both with fp32 master weights and gradients), or `fp32`.
-        loss_scale: fp16 only: a constant factor of the loss, taken out of the fp32 gradients; None for a dynamic one.
-        initial_loss_scale: fp16 only: the dynamic factor of step 1. Where a gradient overflows, the step makes no
-            update and the factor is halved.
-        min_loss_scale: fp16 only: an overflow with this factor stops the run. The factor multiplies the sum of the
-            loss over the tokens of a micro-batch, so it can be below 1.
+        loss_scale: fp16 only: a constant factor of a micro-batch's mean loss, taken out of the fp32 gradients; None for
+            a dynamic one.
+        initial_loss_scale: fp16 only: the dynamic factor at step 1. If a gradient overflows, the step makes no update
+            and the factor is halved.
+        min_loss_scale: fp16 only: an overflow with this factor stops the run.
         loss_scale_window: fp16 only: after this many steps without an overflow the dynamic factor is doubled.
         attention: implementation of attention; `auto` selects torch's varlen kernel for bf16 on CUDA, and
             scaled-dot-product attention elsewhere. `megatron-dit kernels` says which can run here.
@@ -137,7 +138,7 @@ class TrainingConfig:
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     loss_scale: Optional[float] = None
     initial_loss_scale: float = 2.0**16
-    min_loss_scale: float = 2.0**-10
+    min_loss_scale: float = 1.0
     loss_scale_window: int = 1000
     attention: Literal["auto", "sdpa", "varlen", "flash_attn", "transformer_engine"] = "auto"
     linears: Literal["auto", "megatron", "transformer_engine"] = "auto"
@@ -209,16 +210,53 @@ class TrainingConfig:
         )
         check_choice("training.on_bad_numbers", self.on_bad_numbers, get_type_hints(TrainingConfig)["on_bad_numbers"])
         self._check_deterministic()
-        if self.loss_scale is not None and self.precision != "fp16":
-            raise ConfigError(
-                f"training.loss_scale={self.loss_scale:g} scales the loss of fp16 training, and training.precision="
-                f"{self.precision}; remove it, or set training.precision=fp16"
-            )
+        self._check_unused()
         if self.min_loss_scale > self.initial_loss_scale:
             raise ConfigError(
                 f"training.min_loss_scale={self.min_loss_scale:g} is above training.initial_loss_scale="
                 f"{self.initial_loss_scale:g}; lower the first or raise the second"
             )
+
+    def _check_unused(self) -> None:
+        """Refuse settings that other settings leave without effect."""
+        dynamic = ("initial_loss_scale", "min_loss_scale", "loss_scale_window")
+        average = ("ema_start_step", "ema_interval", "ema_offload", "validate_raw_weights")
+        groups = (
+            (self.ema_decay is None, average, "with training.ema_decay=None", "set training.ema_decay"),
+            (
+                not self.validation_interval,
+                ("validate_raw_weights",),
+                "with training.validation_interval=0",
+                "set training.validation_interval",
+            ),
+            (
+                self.on_bad_numbers == "stop",
+                ("max_bad_steps", "bad_steps_within"),
+                "with training.on_bad_numbers=stop, which ends the run at the first bad step",
+                "set training.on_bad_numbers=skip or rewind",
+            ),
+            (
+                self.spike_threshold is None,
+                ("spike_window",),
+                "with training.spike_threshold=None",
+                "set training.spike_threshold",
+            ),
+            (
+                self.precision != "fp16",
+                ("loss_scale", *dynamic),
+                f"with training.precision={self.precision}",
+                "set training.precision=fp16",
+            ),
+            (
+                self.loss_scale is not None,
+                dynamic,
+                f"with the constant training.loss_scale={self.loss_scale}",
+                "set training.loss_scale=None",
+            ),
+        )
+        for is_unused, names, where, cure in groups:
+            if is_unused:
+                check_unused("training", self, names, where, cure)
 
     def _check_deterministic(self) -> None:
         """Refuse kernels whose bits nobody has checked to be the same in every run."""

@@ -142,8 +142,8 @@ class StagedSource:
         if ends != list(self._ends):
             raise ConfigError(
                 f"a stage of data.blend_steps ends after {list(self._ends)} micro-batches of a stream, and ended after "
-                f"{ends} when the position in the data was saved; set training.micro_batch_size and the number of "
-                "ranks so that micro-batches have as many samples as then"
+                f"{ends} when the position in the data was saved; set training.micro_batch_size so that micro-batches "
+                "have as many samples as then"
             )
         self._delivered = state["delivered"]
         self.close()

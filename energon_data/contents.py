@@ -1,11 +1,11 @@
 """What a prepared folder says of itself, for a recipe that takes its sizes from the data."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
 
 from dit.errors import DataError
+from dit.safe_files import parse_json, read_bytes
 
 Shape = tuple[int, int, int, int]
 
@@ -46,7 +46,7 @@ class Contents:
         file = folder / "dataset.json"
         again = "make the folder with `python -m energon_data.prepare`, or name all sizes in a recipe of your own"
         try:
-            found: Any = json.loads(file.read_text())
+            found: Any = parse_json(read_bytes(file))
             named = [[int(side) for side in shape.split("x")] for shape in found.get("shapes", ())]
             shapes = [(c, t, h, w) for c, t, h, w in named or [found["latent_shape"]]]
             counts = found.get("samples", {})

@@ -4,7 +4,7 @@ import logging
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional
@@ -16,28 +16,19 @@ from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import Geometry
 from dit.errors import ConfigError, DataError
 from dit.patchify import Grid
-from dit.ranges import (
-    COUNT,
-    COUNT_OR_NONE,
-    FINITE,
-    NOT_NEGATIVE,
-    POSITIVE,
-    RANKS,
-    SHARE,
-    Range,
-    check_choice,
-    check_ranges,
-)
 from energon_data.blend import Member, StagedSource, metadataset, read_blend
 from energon_data.changes import ChangesOfPixels, check_changes
 from energon_data.folder import SplitInfo, check_dataset, identity, stored_names
 from energon_data.held_out import share_validation
 from energon_data.online import check_online_texts, check_vae, embedded_widths
 from energon_data.packing import CostLimit, check_pack_multiple
+from energon_data.samples import CAPTIONS
 from energon_data.skip_log import SkipLog
 from energon_data.streams import Source, StreamGroup, automatic_streams, check_streams, streams_of
+from energon_data.values import check_values
 
 if TYPE_CHECKING:
+    from energon_data.energon_source import EnergonSource
     from energon_data.task_encoder import EncoderOptions
 
 logger = logging.getLogger(__name__)
@@ -86,7 +77,7 @@ class EnergonData(DataConfig):
         corrupt_low_resolution: blur, resize and noise the small pictures that are made for a super-resolution model;
             not those that are stored, and never in held-out data.
         vary_captions: draw one of a sample's captions each time it is read; else, and in held-out data, the first.
-        max_lost_samples: damaged samples the streams of one data-parallel rank may lose before the run ends.
+        max_lost_samples: damaged samples that the streams of one data-parallel rank may drop before the run ends.
         require_checksums: samples whose metadata does not name the CRC32 of every part count as damaged. Existing
             checksums are always verified.
         online_vae: an autoencoder (`--vae` of `energon_data.prepare`) that encodes the stored pixels on the training
@@ -204,38 +195,13 @@ class EnergonData(DataConfig):
         Raises:
             ConfigError: settings are outside their ranges, or do not fit each other or the layout.
         """
-        counts = ("max_samples_per_sequence", "max_tokens_per_pack", "pack_multiple_of", "pack_cost_tokens")
-        more = ("packing_buffer_size", "max_text_tokens", "max_tokens_per_sample", "validation_samples")
-        check_ranges(
-            "data",
-            self,
-            {
-                **dict.fromkeys(("shuffle_buffer", "max_lost_samples"), COUNT_OR_NONE),
-                **dict.fromkeys((*counts, *more), COUNT),
-                "num_streams": RANKS,
-                "max_abs_latent": POSITIVE,
-                "min_aesthetic_score": FINITE,
-                **dict.fromkeys(("blend_steps", "min_side", "max_side", "resize_side", "crop_size"), COUNT),
-                **dict.fromkeys(("min_caption_length", "max_caption_length"), COUNT_OR_NONE),
-                **dict.fromkeys(("min_seconds", "max_seconds"), NOT_NEGATIVE),
-                "max_aspect_ratio": Range(1, math.inf, open_high=True),
-                "flip": SHARE,
-            },
-        )
-        for what in ("side", "seconds", "caption_length"):
-            low, high = getattr(self, f"min_{what}"), getattr(self, f"max_{what}")
-            if low is not None and high is not None and low > high:
-                raise ConfigError(f"data.min_{what}={low} is above data.max_{what}={high}, so no sample is left")
+        check_values(self)
         self._check_changes(spec, spec.patch_spatial)
-        check_choice("data.online_precision", self.online_precision, Literal["fp32", "bf16"])
         check_streams(self.num_streams, micro_batches_per_step)
         if self.blend is None and self.blend_steps:
             raise ConfigError("data.blend_steps changes the weights of data.blend, which is not set")
         self._members()
         if self.max_tokens_per_pack is None:
-            for name in ("pad_packs", "pack_cost_tokens"):
-                if getattr(self, name):
-                    raise ConfigError(f"data.{name} needs data.max_tokens_per_pack")
             return
         if spec.micro_batch_size != 1:
             raise ConfigError(
@@ -244,7 +210,7 @@ class EnergonData(DataConfig):
             )
         if self.bucket_by_shape:
             raise ConfigError("data.bucket_by_shape and data.max_tokens_per_pack exclude each other; choose one")
-        check_pack_multiple(self.max_tokens_per_pack, self.pack_multiple_of, spec.multiple_of)
+        check_pack_multiple(self.max_tokens_per_pack, self.pack_multiple_of, spec.multiple_of, self.pack_cost_tokens)
 
     @property
     def origin(self) -> str:
@@ -354,7 +320,7 @@ class EnergonData(DataConfig):
         log_dir: Optional[str],
         micro_batches_per_step: int = 1,
     ) -> StreamGroup:
-        """Build this rank's streams; skipped samples are appended to `log_dir/data_skipped.jsonl`.
+        """Build this rank's streams; dropped samples are appended to `log_dir/data_skipped.jsonl`.
 
         Raises:
             ConfigError: the stream count does not fit the data-parallel size.
@@ -376,9 +342,7 @@ class EnergonData(DataConfig):
         for stream in streams:
             opens = partial(self._open, spec, stream, num_streams, seed, micro_batches_per_step)
             sources[stream] = read_ahead(opens, f"stream {stream} of {self.origin}") if self.background else opens()
-        # Of the ranks that share streams, the first writes the file.
-        file = Path(log_dir) / SKIP_FILE if log_dir is not None and dp_rank == streams.start else None
-        log = SkipLog(self.max_lost_samples, file)
+        log = SkipLog(self.max_lost_samples, Path(log_dir) / SKIP_FILE if log_dir is not None else None)
         return StreamGroup(
             sources, num_streams=num_streams, dp_rank=dp_rank, dp_size=dp_size, log=log, origin=self.origin
         )
@@ -387,14 +351,18 @@ class EnergonData(DataConfig):
         """Open one global stream, with a stage for each set of weights."""
         steps = self.blend_steps or []
 
-        def open_stage(stage: int) -> Source:
+        def open_stage(stage: int, spec: BatchSpec = spec, pack_multiple_of: Optional[int] = None) -> "EnergonSource":
             from energon_data.energon_source import EnergonSource
 
+            options = self._options(spec)
+            if pack_multiple_of is not None:
+                options = replace(options, pack_multiple_of=pack_multiple_of)
             with self._read_as(self.train_split, stage) as path:
                 return EnergonSource(
                     path,
                     spec,
-                    self._options(spec),
+                    options,
+                    reopen=partial(open_stage, stage),
                     split=self.train_split,
                     stream=stream,
                     num_streams=num_streams,
@@ -417,7 +385,7 @@ class EnergonData(DataConfig):
         `share_validation`.
 
         Raises:
-            DataError: the split is missing or damaged, or a sample is lost beyond the budget.
+            DataError: the split is missing, or more of it is damaged than the budget allows.
         """
         from energon_data.energon_source import validation_pass
 
@@ -433,6 +401,31 @@ class EnergonData(DataConfig):
                 packing_buffer_size=self.packing_buffer_size,
             )
         return share_validation(deliveries, dp_rank, dp_size, SkipLog(self.max_lost_samples), self.origin)
+
+    def remarks(self, spec: BatchSpec) -> list[str]:
+        """Return which samples the settings will drop and which settings have no effect, one line each; reads a few."""
+        return [*self._expected_drops(spec), *self._unused_captions()]
+
+    def _unused_captions(self) -> list[str]:
+        stored = None if self.vary_captions else stored_names(self.folders(self.train_split))
+        if stored is None or CAPTIONS in stored:
+            return []
+        return [
+            f"data.vary_captions=False has no effect: no sample of {self.origin} that was read has several captions"
+        ]
+
+    def _expected_drops(self, spec: BatchSpec) -> list[str]:
+        from energon_data.survey import expected_drops
+
+        options = self._options(spec)
+        if not options.filters.limits and options.filters.max_tokens is None:
+            return []
+        names = ("max_tokens_per_pack", "max_tokens_per_sample", "pack_cost_tokens")
+        limits = [
+            f"data.{name}={limit}" for name in names if (limit := getattr(self, name)) == options.filters.max_tokens
+        ]
+        infos = self.folders(self.train_split)
+        return [line for info in infos for line in expected_drops(info, spec, options, limits[0])]
 
     def stored_conditions(self) -> Optional[set[str]]:
         """Return the names of parts and metadata in the first samples, and of what is made of them online.

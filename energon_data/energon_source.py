@@ -5,7 +5,6 @@ import tarfile
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -47,7 +46,7 @@ class _Deliveries(BaseWrapperDataset):
                 yield Delivery(batch, self.ledger.drain())
             return
         except GiveUp:
-            failure, is_bug = "too many samples were skipped", False
+            failure, is_bug = "too many samples were dropped", False
         except _DATA_ERRORS as error:
             failure, is_bug = f"{type(error).__name__}: {error}", False
         except Exception:
@@ -82,7 +81,7 @@ def _opened(get_dataset: Callable[..., SavableDataset], path: str, **options: An
 
 
 def _with_unselected(state: Any) -> Any:
-    """Return the state of a data set with the samples of packs that were selected, but not delivered, not selected."""
+    """Move the samples of packs that were selected but not delivered back to the reading buffer, in a saved state."""
     if "_pre_packing_lengths" in state:
         keys = [*state["_pre_packing_buffer"]["_restore_keys"], *state["_reading_buffer"]["_restore_keys"]]
         state["_reading_buffer"]["_restore_keys"] = keys
@@ -98,10 +97,11 @@ class EnergonSource:
 
     Args:
         path: data set folder or metadataset file, already checked.
+        reopen: opens the same stream with another `BatchSpec` and another `pack_multiple_of`.
         split: split of the data.
         stream: global number of the stream.
         num_streams: global streams of the run.
-        budget: number of lost samples that ends the stream.
+        budget: number of damaged samples that ends the stream.
         shuffle_buffer: samples shuffled before batching.
         max_samples_per_sequence: split shards into runs of about this many samples and shuffle those; None for
             complete shards.
@@ -114,6 +114,7 @@ class EnergonSource:
         spec: BatchSpec,
         options: EncoderOptions,
         *,
+        reopen: Callable[[BatchSpec, int], "EnergonSource"],
         split: str,
         stream: int,
         num_streams: int,
@@ -126,19 +127,7 @@ class EnergonSource:
         ledger = Ledger(budget)
         packed = options.max_tokens_per_pack is not None
         self._batch_size = None if packed else spec.micro_batch_size
-        self._spec, self._options = spec, options
-        self._reopen = partial(
-            EnergonSource,
-            path,
-            split=split,
-            stream=stream,
-            num_streams=num_streams,
-            seed=seed,
-            budget=budget,
-            shuffle_buffer=shuffle_buffer,
-            max_samples_per_sequence=max_samples_per_sequence,
-            packing_buffer_size=packing_buffer_size,
-        )
+        self._spec, self._options, self._reopen = spec, options, reopen
         self._encoder = DiffusionTaskEncoder(spec, options, ledger)
         dataset = _opened(
             get_train_dataset,
@@ -188,6 +177,7 @@ class EnergonSource:
 
         Raises:
             ConfigError: the state was made with other data settings.
+            DataError: a delivery cannot be read again.
         """
         saved = self._settings | position.state["settings"]  # older versions stored fewer
         changed = [k for k, v in self._settings.items() if saved[k] != v]
@@ -200,13 +190,12 @@ class EnergonSource:
                 "them back, or start a new run from these weights: another training.run_dir and "
                 "checkpoint.start_from=this one"
             )
-        former = self._reopen(
-            replace(self._spec, micro_batch_size=saved["micro_batch_size"] or 1, multiple_of=1),
-            replace(self._options, pack_multiple_of=saved["pack_multiple_of"] or 1),
-        )
+        former_spec = replace(self._spec, micro_batch_size=saved["micro_batch_size"] or 1, multiple_of=1)
+        former = self._reopen(former_spec, saved["pack_multiple_of"] or 1)
         former.load(position.state)
         for _ in range(position.behind):
-            former.next()
+            if (delivery := former.next()).batch is None:
+                raise DataError(f"the stream cannot be read up to the saved position: {delivery.failure}")
         state = former.state().state
         former.close()
         dataset = _with_unselected(from_plain(state["dataset"]))

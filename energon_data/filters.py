@@ -10,6 +10,9 @@ from torch import Tensor
 
 from energon_data.samples import Clip, SampleError, finite_number
 
+TOO_LONG = "too_long"
+"""Reason under which samples of too many tokens are counted."""
+
 
 class FilteredOutError(Exception):
     """A valid sample that the settings exclude.
@@ -118,7 +121,7 @@ class Filters:
     Attributes:
         max_abs: largest valid absolute value of a latent.
         limits: by name of a measure; a sample without the number is dropped.
-        max_tokens: longest sample in tokens, its own padding included; None for any.
+        max_tokens: longest sample in tokens, without padding; None for any.
     """
 
     max_abs: float = 1e3
@@ -151,11 +154,11 @@ class Filters:
             if value not in limits:
                 raise FilteredOutError(name, f"{what} {value:g}, asked for {limits}")
 
-    def check_length(self, padded_tokens: int) -> None:
-        """Compare the number of tokens, with padding, with the limit.
+    def check_length(self, tokens: int) -> None:
+        """Compare the number of tokens with the limit.
 
         Raises:
             FilteredOutError: the sample is too long.
         """
-        if self.max_tokens is not None and padded_tokens > self.max_tokens:
-            raise FilteredOutError("too_long", f"{padded_tokens} tokens with padding, at most {self.max_tokens} fit")
+        if self.max_tokens is not None and tokens > self.max_tokens:
+            raise FilteredOutError(TOO_LONG, f"{tokens} tokens, at most {self.max_tokens} fit")

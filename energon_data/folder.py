@@ -12,10 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Optional
 
-import yaml
-
-from dit.durable_files import read_regular
 from dit.errors import ConfigError, DataError, page_of
+from dit.safe_files import open_binary, read_json, read_yaml
 from energon_data.samples import META_PART, SampleError, unseal
 from energon_data.tar_index import first_samples
 
@@ -51,11 +49,7 @@ class SplitInfo:
 
 def _load(file: Path) -> Any:
     """Parse a YAML or JSON file without executing code."""
-    try:
-        text = read_regular(file).decode()
-        return json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise DataError(f"cannot read {file}: {' '.join(str(error).split())}; {_ADVICE}") from error
+    return (read_json if file.suffix == ".json" else read_yaml)(file, DataError, _ADVICE)
 
 
 def _count_of(entry: str) -> int:
@@ -105,7 +99,7 @@ def _check_shard(path: Path, count: int, written_bytes: int | None) -> None:
     entries, rest = divmod(index.stat().st_size, 8)
     if rest or entries != count + 1:
         raise DataError(f"index {index} lists {entries - 1} samples, the metadata {count}; {_ADVICE}")
-    with index.open("rb") as f:
+    with open_binary(index) as f:
         f.seek(-8, 2)
         end = int.from_bytes(f.read(8), "little")
     size = path.stat().st_size

@@ -22,15 +22,19 @@ def share_validation(
     """
     number = -1
     for number, delivery in enumerate(deliveries):
-        log.record(0, delivery.skips)
+        log.record(0, delivery.skips, delivery.batch)
         if delivery.is_bug:
             raise RuntimeError(f"reading {origin} failed:\n{delivery.failure}")
         if delivery.batch is None:
-            raise DataError(f"validation on {origin} ended: {delivery.failure}; skipped: {log.counts() or 'nothing'}")
+            raise DataError(
+                f"validation on {origin} ended: {delivery.failure}; dropped: {log.counts().by_reason() or 'nothing'}"
+            )
         batch = delivery.batch
         if number % dp_size == dp_rank:
             yield batch
     if number < 0:
-        raise DataError(f"validation on {origin} gives no micro-batch; skipped: {log.counts() or 'nothing'}")
+        raise DataError(
+            f"validation on {origin} gives no micro-batch; dropped: {log.counts().by_reason() or 'nothing'}"
+        )
     if number % dp_size < dp_rank:
         yield replace(batch, repeated=True)

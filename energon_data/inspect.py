@@ -15,6 +15,7 @@ from typing import Optional
 from torch import Tensor
 
 from dit.errors import EXIT_OK, ConfigError, one_line_errors
+from dit.terminal import echo
 from energon_data.false_colours import coloured, middle_frame
 from energon_data.folder import check_dataset
 from energon_data.survey import Survey, expected_packing, survey
@@ -182,7 +183,7 @@ def token_lines(
     yield from bars(histogram(known))
     if pack is not None:
         packing = expected_packing(known, pack, buffer=buffer, multiple_of=multiple_of)
-        longer = f"; {packing.too_long:.1%} of the samples are longer and left out" if packing.too_long else ""
+        longer = f"; {packing.too_long:.1%} of the samples are longer and dropped" if packing.too_long else ""
         yield (
             f"packs       of {pack:,} tokens: {packing.real:.2%} real, {packing.samples / packing.packs:.1f} samples "
             f"each, from a buffer of {buffer:,}{longer}"
@@ -245,7 +246,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     for number, info in enumerate(infos):
         sheet = args.sheet if args.sheet is None or number == 0 else args.sheet.with_stem(f"{args.sheet.stem}_{number}")
         if number:
-            print()
+            echo()
         found = survey(
             info,
             limit=args.samples or None,
@@ -254,11 +255,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             require_checksums=not args.no_checksums,
         )
         surveys.append(found)
-        print(inspected(found, args, patch, sheet, colour(found, args.vae)), flush=True)
+        echo(inspected(found, args, patch, sheet, colour(found, args.vae)), flush=True)
     if args.wandb:
         from energon_data.wandb_table import log_table
 
-        print(f"wandb       {log_table(surveys, args.wandb, patch, Path())}")
+        echo(f"wandb       {log_table(surveys, args.wandb, patch, Path())}")
     return EXIT_OK
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from dit.errors import DataError
+from dit.safe_files import open_binary
 from energon_data.decoder import decode_sample
 from energon_data.folder import check_folder
 from energon_data.samples import META_PART, SampleError
@@ -33,7 +34,9 @@ def load_clips(folder: str | Path, split: str) -> list[tuple[Tensor, dict[str, A
     info = check_folder(folder, split)
     clips: list[tuple[Tensor, dict[str, Any]]] = []
     for shard in info.shards:
-        data, offsets = shard.read_bytes(), read_offsets(shard).tolist()
+        offsets = read_offsets(shard).tolist()
+        with open_binary(shard) as file:
+            data = file.read(offsets[-1])
         for start, end in pairwise(offsets):
             try:
                 key, parts = group_members(parse_members(data[start:end]))

@@ -14,7 +14,7 @@ from dit.conditions import Condition, Value
 from dit.data_api import BatchSpec, DataConfig, sample_id
 from dit.errors import ConfigError, DataError
 from dit.patchify import Grid, frames_to_patch
-from dit.ranges import COUNT, PATCHES, POSITIVE, RANKS, check_ranges
+from dit.ranges import COUNT, PATCHES, POSITIVE, RANKS, check_ranges, check_unused
 from energon_data.held_out import share_validation
 from energon_data.packing import check_pack_multiple, collate, padded_length
 from energon_data.samples import Clip
@@ -112,6 +112,7 @@ class MockData(DataConfig):
                 )
         pack = self.max_tokens_per_pack
         if pack is None:
+            check_unused("data", self, ["pack_multiple_of"], "without data.max_tokens_per_pack", "set it")
             return
         if spec.micro_batch_size != 1:
             raise ConfigError(

@@ -28,6 +28,8 @@ from contextlib import suppress
 from functools import lru_cache
 from typing import NamedTuple, Optional
 
+from dit.terminal import echo
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _REQUEST = struct.Struct("<iq")  # _START or _KILL, and the number of the worker
 _START, _KILL = 0, 1
@@ -162,7 +164,7 @@ def _fork(channel: socket.socket, control: socket.socket) -> int:
             work(channel)
         code = 0
     except BaseException:
-        traceback.print_exc()
+        echo(traceback.format_exc(), end="", file=sys.stderr)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()

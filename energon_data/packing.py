@@ -1,8 +1,8 @@
 """Select the samples of each pack, and concatenate them as a `PackedBatch`.
 
 Samples are selected by lengths that are rounded up to `data.pack_multiple_of`, so that every layout selects the same
-packs. The padding that a layout needs (`BatchSpec.multiple_of`, a divisor of it) is added afterwards. Three clips of 5,
-2 and 3 tokens, with `multiple_of` 2 and a pack length of 14 (`.` is padding):
+packs. The padding of the layout is added afterwards: `BatchSpec.multiple_of`, which divides `data.pack_multiple_of`.
+Three clips of 5, 2 and 3 tokens, with `multiple_of` 2 and a pack length of 14 (`.` is padding):
 
     a0 a1 a2 a3 a4 . | b0 b1 | c0 c1 c2 . | . .      lengths (5, 2, 3), padded_lengths (6, 2, 4), total_tokens 14
 """
@@ -122,11 +122,13 @@ def _check_longest(longest: Sequence[int], most: int) -> None:
         raise ValueError(f"an item of {longest[0]} tokens does not fit into a pack of {most}; drop it before packing")
 
 
-def check_pack_multiple(max_tokens_per_pack: int, pack_multiple_of: int, layout_multiple: int) -> None:
-    """Check that a layout can pad the packs that are selected.
+def check_pack_multiple(
+    max_tokens_per_pack: int, pack_multiple_of: int, layout_multiple: int, pack_cost_tokens: Optional[int] = None
+) -> None:
+    """Check that the layout's multiple divides `pack_multiple_of`, and that this divides the limits of a pack.
 
     Args:
-        max_tokens_per_pack, pack_multiple_of: settings of the data.
+        max_tokens_per_pack, pack_multiple_of, pack_cost_tokens: settings of the data.
         layout_multiple: the layout pads every sample to a multiple of this many tokens.
 
     Raises:
@@ -138,11 +140,13 @@ def check_pack_multiple(max_tokens_per_pack: int, pack_multiple_of: int, layout_
             f"of {layout_multiple}, to which this layout pads each sample (context and sequence parallel); set "
             f"data.pack_multiple_of={math.lcm(pack_multiple_of, layout_multiple)}, which a resumed run may change"
         )
-    if max_tokens_per_pack % pack_multiple_of:
-        raise ConfigError(
-            f"data.max_tokens_per_pack={max_tokens_per_pack} must be a multiple of data.pack_multiple_of="
-            f"{pack_multiple_of}; use {padded_length(max_tokens_per_pack, pack_multiple_of)}"
-        )
+    for name, limit in (("max_tokens_per_pack", max_tokens_per_pack), ("pack_cost_tokens", pack_cost_tokens)):
+        if limit is not None and limit % pack_multiple_of:
+            larger, divisor = padded_length(limit, pack_multiple_of), math.gcd(limit, pack_multiple_of)
+            raise ConfigError(
+                f"data.{name}={limit} must be a multiple of data.pack_multiple_of={pack_multiple_of}; use {larger}, or "
+                f"data.pack_multiple_of={divisor}"
+            )
 
 
 @lru_cache(maxsize=512)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dit.conditions import Condition, Value
 from dit.errors import DataError, page_of
+from dit.safe_files import parse_json
 
 try:
     from isal.isal_zlib import crc32  # the same numbers, up to thirty times as fast; not on every machine
@@ -123,7 +124,7 @@ def unseal(raw: bytes) -> dict[str, Any]:
         SampleError: the text is no JSON object, or its checksum differs.
     """
     try:
-        metadata = json.loads(raw)
+        metadata = parse_json(raw)
     except ValueError as error:
         raise SampleError("bad_json", f"the metadata is no JSON: {error}") from error
     if not isinstance(metadata, dict):

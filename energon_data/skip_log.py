@@ -1,7 +1,7 @@
-"""Count skipped samples by reason, and end the run if too many were lost.
+"""Count dropped samples by reason, and end the run if too many of them are damaged.
 
-There are two kinds. A *lost* sample is damaged (unreadable, wrong checksum, refused format, not finite) and counts
-against the budget; a *dropped* sample is filtered out by the settings (too long, low score) and does not.
+A sample is dropped because it is damaged (unreadable, wrong checksum, refused format, not finite), which counts against
+`data.max_lost_samples`, or because the settings exclude it (too long, low score), which does not.
 
 The worker that reads such a sample adds it to its `Ledger`. The entries are sent to the main process with the next
 micro-batch, and `SkipLog` counts them there. Counts are therefore exact on every layout, with and without background
@@ -10,24 +10,29 @@ workers, and after every resume; and the run ends at the same step in all of the
 
 import json
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Optional
 
+from dit.batch import PackedBatch
+from dit.data_api import SampleCounts
 from dit.errors import DataError
+from dit.safe_files import open_to_append
 
 GIVE_UP_AFTER = 10_000
-"""Number of consecutive skipped samples after which the data count as unusable."""
+"""Number of consecutive dropped samples after which the data count as unusable."""
 
 
 @dataclass(frozen=True)
 class Skip:
-    """One sample that was not used.
+    """One dropped sample.
 
     Attributes:
         reason: the word under which it is counted.
-        lost: damaged, rather than filtered out.
+        lost: damaged, rather than excluded by the settings.
+        kind: as in `SampleCounts`.
+        tokens: its number without padding; 0 if it was not cut into patches.
     """
 
     reason: str
@@ -35,6 +40,8 @@ class Skip:
     shard: str
     detail: str
     lost: bool
+    kind: str = ""
+    tokens: int = 0
 
     def __str__(self) -> str:
         return f"sample {self.key!r} in shard {self.shard!r}: {self.reason}: {self.detail}"
@@ -45,10 +52,10 @@ class GiveUp(BaseException):
 
 
 class Ledger:
-    """The samples skipped since the last micro-batch, in the process that reads them.
+    """The samples dropped since the last micro-batch, in the process that reads them.
 
     Args:
-        budget: number of lost samples that ends the stream.
+        budget: number of damaged samples that ends the stream.
     """
 
     def __init__(self, budget: int) -> None:
@@ -62,10 +69,10 @@ class Ledger:
         self._in_a_row = 0
 
     def skip(self, skip: Skip) -> None:
-        """Record a skipped sample.
+        """Record a dropped sample.
 
         Raises:
-            GiveUp: the budget is exceeded, or too many consecutive samples were skipped.
+            GiveUp: the budget is exceeded, or too many consecutive samples were dropped.
         """
         self._skips.append(skip)
         self._lost += skip.lost
@@ -80,51 +87,71 @@ class Ledger:
 
 
 class SkipLog:
-    """Skipped samples of all streams of one rank, in the main process.
+    """Used and dropped samples of all streams of one rank, in the main process.
 
     Args:
-        budget: lost samples allowed.
-        file: to which every skipped sample is appended as one JSON line; None for none.
+        budget: damaged samples allowed.
+        file: to which every dropped sample is appended as one JSON line; None for none.
     """
 
     def __init__(self, budget: int, file: Optional[Path] = None) -> None:
         self.budget, self.file = budget, file
-        self._by_stream: dict[int, Counter[str]] = {}
+        self._by_stream: dict[int, SampleCounts] = {}
+        self._reported = SampleCounts()
         self._lost: Counter[int] = Counter()
 
-    def record(self, stream: int, skips: Iterable[Skip]) -> None:
-        """Add the entries that came with a micro-batch.
+    def record(
+        self, stream: int, skips: Sequence[Skip], batch: Optional[PackedBatch], *, is_reported: bool = True
+    ) -> None:
+        """Add a micro-batch and the entries that came with it.
+
+        Args:
+            is_reported: whether this rank reports them; False for a micro-batch of a rank that shares the stream.
 
         Raises:
-            DataError: more samples are lost than the budget allows.
+            DataError: more samples are damaged than the budget allows.
         """
+        all_counts = self._by_stream.setdefault(stream, SampleCounts())
+        kinds = ["clip" if grid[0] > 1 else "image" for grid in (() if batch is None else batch.grids)]
+        for counts in (all_counts, self._reported) if is_reported else (all_counts,):
+            counts.used.update(kinds)
+            counts.dropped.update((skip.reason, skip.kind) for skip in skips)
+            for skip in skips:
+                counts.examples.setdefault(skip.reason, f"the first {skip}")
         over = None
         lines = []
         for skip in skips:
-            self._by_stream.setdefault(stream, Counter())[skip.reason] += 1
             self._lost[stream] += skip.lost
             lines.append(json.dumps({"stream": stream, **asdict(skip)}) + "\n")
             if over is None and skip.lost and self._lost.total() > self.budget:
                 over = skip
-        if lines and self.file is not None:
+        if lines and self.file is not None and is_reported:
             self.file.parent.mkdir(parents=True, exist_ok=True)
-            with self.file.open("a") as f:
-                f.write("".join(lines))
+            with open_to_append(self.file) as file:
+                file.write("".join(lines).encode())
         if over is not None:
             raise DataError(
-                f"lost {over}. Samples lost: {self._lost.total()}, allowed: {self.budget}; repair the shard or write "
-                "the data set again; if only some samples are affected, data.max_lost_samples=N trains without them"
+                f"dropped the damaged {over}. Damaged samples: {self._lost.total()}, allowed: {self.budget}; repair "
+                "the shard or write the data set again; if only some samples are affected, data.max_lost_samples=N "
+                "trains without them"
             )
 
-    def counts(self) -> dict[str, int]:
-        """Return skipped samples by reason."""
-        return dict(sorted(sum(self._by_stream.values(), Counter()).items()))
+    def counts(self) -> SampleCounts:
+        """Return the counts that this rank reports, over all streams."""
+        return self._reported
 
     def state(self, stream: int) -> dict[str, Any]:
         """Return the counts of one stream in plain containers."""
-        return {"reasons": dict(self._by_stream.get(stream, {})), "lost": self._lost[stream]}
+        counts = self._by_stream.get(stream, SampleCounts())
+        dropped = [[reason, kind, n] for (reason, kind), n in counts.dropped.items()]
+        return {"dropped": dropped, "used": dict(counts.used), "lost": self._lost[stream]}
 
-    def load(self, stream: int, state: dict[str, Any]) -> None:
-        """Continue the counts of one stream."""
-        self._by_stream[stream] = Counter(state["reasons"])
+    def load(self, stream: int, state: dict[str, Any], *, is_reported: bool = True) -> None:
+        """Continue the counts of one stream, which one of the ranks that share it reports."""
+        # Older states have the dropped samples by reason only.
+        dropped = state.get("dropped") or [[reason, "", n] for reason, n in state.get("reasons", {}).items()]
+        by_reason_and_kind = {(reason, kind): n for reason, kind, n in dropped}
+        self._by_stream[stream] = SampleCounts(Counter(state.get("used", {})), Counter(by_reason_and_kind))
+        if is_reported:
+            self._reported += self._by_stream[stream]
         self._lost[stream] = int(state["lost"])

@@ -9,7 +9,7 @@ A run reads `num_streams` streams. Micro-batch `j` of the run comes from stream 
     dp_size 4       r0  r1  r2  r3  r0  r1  r2  r3       rank r reads s_r
     dp_size 8       r0  r1  r2  r3  r4  r5  r6  r7       ranks r and r + 4 read s_r; each uses every other micro-batch
 
-Ranks that share a stream read all of it, so a run on more ranks than streams reads its data several times.
+Each rank that shares a stream reads all of its micro-batches and discards those of the other ranks.
 
 Every draw of a sample has a unique number: the k-th sample of stream `s` is draw `k * num_streams + s`. If a step is
 larger than the data, copies of a sample have different numbers, and therefore different noise.
@@ -24,6 +24,7 @@ from typing import Any, NamedTuple, Optional, Protocol
 import torch
 
 from dit.batch import PackedBatch
+from dit.data_api import SampleCounts
 from dit.errors import ConfigError, DataError
 from energon_data.skip_log import Skip, SkipLog
 
@@ -33,7 +34,7 @@ class Delivery:
     """One item of a stream: a micro-batch, or the reason why there is none, and the samples skipped before it.
 
     Attributes:
-        seconds: that it took to make, where it was made in a worker process; None if it was made while training waited.
+        seconds: time that a worker process took to make it; None if it was made while training waited.
         late: whether training asked for it before it was made.
     """
 
@@ -45,8 +46,8 @@ class Delivery:
     late: bool = True
 
 
-MOST_STREAMS = 8
-"""Most streams of a run that does not set their number: one for each replica of a usual node."""
+MAX_DEFAULT_STREAMS = 8
+"""Largest default of `data.num_streams`: one stream for each replica of a usual node."""
 
 
 class Position(NamedTuple):
@@ -65,7 +66,7 @@ class Source(Protocol):
         """Return the position after the last delivery."""
 
     def adapt(self, position: Position) -> Position:
-        """Return an equal position for the present settings, where those that group samples have changed."""
+        """Convert a position that was saved with other settings that group samples; the next sample stays the same."""
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from the state of a position; called before the first `next`."""
@@ -74,15 +75,15 @@ class Source(Protocol):
 
 
 def automatic_streams(micro_batches_per_step: int) -> int:
-    """Return the default number of global streams: at most `MOST_STREAMS`, and a divisor of a step's micro-batches."""
-    return max(n for n in range(1, MOST_STREAMS + 1) if micro_batches_per_step % n == 0)
+    """Return the default number of streams: the largest divisor of a step's micro-batches up to a limit."""
+    return max(n for n in range(1, MAX_DEFAULT_STREAMS + 1) if micro_batches_per_step % n == 0)
 
 
 def check_streams(num_streams: Optional[int], micro_batches_per_step: int) -> int:
     """Return the number of global streams; None selects `automatic_streams`.
 
     Raises:
-        ConfigError: it does not divide the micro-batches of a step, so that steps would differ in their streams.
+        ConfigError: it does not divide the micro-batches of a step, so that steps would use the streams unequally.
     """
     n = automatic_streams(micro_batches_per_step) if num_streams is None else num_streams
     if micro_batches_per_step % n:
@@ -109,7 +110,7 @@ class StreamGroup:
     Args:
         sources: the rank's streams by global number, see `streams_of`.
         num_streams: global streams of the run.
-        log: counts skipped samples.
+        log: counts dropped samples.
         origin: name of the data, for messages.
     """
 
@@ -126,12 +127,10 @@ class StreamGroup:
         self._sources = dict(sorted(sources.items()))
         self._num_streams, self._dp_rank, self._dp_size = num_streams, dp_rank, dp_size
         self._log, self._origin = log, origin
-        # Ranks that share a stream count its skipped samples alike; the first of them reports them.
-        self._reports = dp_rank == min(self._sources)
-        self._consumed = 0  # micro-batches that all ranks have consumed, without complete rounds
+        self._consumed = 0  # micro-batches of all ranks; a state has it modulo lcm(num_streams, dp_size)
         self._read = dict.fromkeys(self._sources, 0)  # deliveries by stream
         self._drawn = dict.fromkeys(self._sources, 0)  # samples by stream
-        self._offset: dict[int, int] = {}  # deliveries by stream between a loaded state and its position
+        self._to_discard: dict[int, int] = {}  # deliveries by stream that follow a loaded state, up to its position
         self._made, self._made_in_s, self._at_once, self._late = 0, 0.0, 1, 0
 
     def __iter__(self) -> "StreamGroup":
@@ -141,43 +140,43 @@ class StreamGroup:
         number = self._consumed + self._dp_rank
         stream, index = number % self._num_streams, number // self._num_streams
         while self._read[stream] < index:
-            self._read_one(stream)  # a micro-batch of another rank
-        batch = self._read_one(stream)
+            self._read_one(stream, is_own=False)  # a micro-batch of another rank
+        batch = self._read_one(stream, is_own=True)
         self._consumed += self._dp_size
         return batch
 
-    def _read_one(self, stream: int) -> PackedBatch:
+    def _read_one(self, stream: int, *, is_own: bool) -> PackedBatch:
         source = self._sources[stream]
         began = time.perf_counter()
         delivery = source.next()
-        for _ in range(self._offset.pop(stream, 0)):
+        for _ in range(self._to_discard.pop(stream, 0)):
             if delivery.batch is not None:
                 delivery = source.next()
         waited = time.perf_counter() - began
-        self._late += delivery.late
-        self._log.record(stream, delivery.skips)
+        self._log.record(stream, delivery.skips, delivery.batch, is_reported=is_own)
         if delivery.is_bug:
             raise RuntimeError(f"reading stream {stream} of {self._origin} failed:\n{delivery.failure}")
         if delivery.batch is None:
             raise DataError(
                 f"stream {stream} of {self._origin} ended: {delivery.failure or 'there is no more data'}; "
-                f"skipped so far: {self._log.counts() or 'nothing'}"
+                f"dropped so far: {self._log.counts().by_reason() or 'nothing'}"
             )
         count = delivery.batch.layout.num_samples
         draws_S = (torch.arange(count) + self._drawn[stream]) * self._num_streams + stream
         self._read[stream] += 1
         self._drawn[stream] += count
-        self._made += count
+        self._late += delivery.late and is_own
+        self._made += count * is_own
         self._made_in_s += waited if delivery.seconds is None else delivery.seconds
         self._at_once = 1 if delivery.seconds is None else len(self._sources)
         return replace(delivery.batch, draws_S=draws_S)
 
-    def _deliveries(self, stream: int) -> int:
+    def _consumed_of(self, stream: int) -> int:
         """Return how many of the consumed micro-batches came from a stream."""
         return (self._consumed - stream - 1) // self._num_streams + 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of every stream of which this rank consumed the last delivery, in plain containers."""
+        """Return, in plain containers, the positions of the streams whose last consumed micro-batch this rank used."""
         return {
             "format": 1,
             "num_streams": self._num_streams,
@@ -186,12 +185,12 @@ class StreamGroup:
             "streams": {
                 s: {
                     "position": position.state,
-                    "behind": position.behind + self._offset.get(s, 0),
+                    "behind": position.behind + self._to_discard.get(s, 0),
                     "skipped": self._log.state(s),
                     "drawn": self._drawn[s],
                 }
                 for s, position in ((s, source.state()) for s, source in self._sources.items())
-                if self._read[s] == self._deliveries(s)
+                if self._read[s] == self._consumed_of(s)
             },
         }
 
@@ -207,8 +206,9 @@ class StreamGroup:
         if state["num_streams"] != self._num_streams:
             raise DataError(
                 f"the data state has {state['num_streams']} streams, this run reads {self._num_streams}, which would "
-                f"repeat some samples and lose others; set data.num_streams={state['num_streams']}, which works on any "
-                "number of ranks"
+                f"repeat some samples and lose others; set data.num_streams={state['num_streams']}, which suits any "
+                "number of ranks, and a training.micro_batch_size with which a step has a multiple of "
+                f"{state['num_streams']} micro-batches"
             )
         if state["next"] % self._dp_size:
             raise DataError(
@@ -223,9 +223,10 @@ class StreamGroup:
         for s, source in self._sources.items():
             position = source.adapt(Position(streams[s]["position"], streams[s].get("behind", 0)))
             source.load(position.state)
-            self._read[s] = self._deliveries(s)
-            self._offset[s] = position.behind
-            self._log.load(s, streams[s]["skipped"])
+            self._read[s] = self._consumed_of(s)
+            self._to_discard[s] = position.behind
+            is_first = s % math.gcd(self._num_streams, self._dp_size) == self._dp_rank  # of those that share it
+            self._log.load(s, streams[s]["skipped"], is_reported=is_first)
             # Older states have no count; any other number is valid for the noise.
             self._drawn[s] = streams[s].get("drawn", 0)
 
@@ -240,9 +241,9 @@ class StreamGroup:
         late, self._late = self._late, 0
         return late
 
-    def skipped(self) -> dict[str, int]:
-        """Return how many samples were lost or dropped so far, by reason; empty where another rank reports them."""
-        return self._log.counts() if self._reports else {}
+    def sample_counts(self) -> SampleCounts:
+        """Return how many samples were used and dropped so far in the micro-batches of this rank."""
+        return self._log.counts()
 
     def close(self) -> None:
         """Stop all workers."""

@@ -2,25 +2,34 @@
 
 import io
 import tarfile
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from torch import Tensor
 
 from dit.condition_table import CONTEXT, FPS
+from dit.data_api import BatchSpec, sample_id
 from dit.errors import DataError
 from dit.patchify import frames_to_patch
+from dit.safe_files import open_binary
 from dit.sampling.grid import spread
 from energon_data.decoder import decode_sample
 from energon_data.false_colours import middle_frame
+from energon_data.filters import TOO_LONG
 from energon_data.folder import SplitInfo
 from energon_data.latent_scale import Moments
 from energon_data.packing import greedy_knapsack, padded_length
 from energon_data.samples import LATENT, META_PART, Clip, SampleError
-from energon_data.tar_index import UnusualTarError, group_members, parse_members, read_offsets
+from energon_data.skip_log import Ledger, Skip
+from energon_data.tar_index import UnusualTarError, group_members, parse_members, read_offsets, read_tar
+
+if TYPE_CHECKING:
+    from energon_data.task_encoder import EncoderOptions
 
 CAPTIONS = ("caption", "text", "prompt")
 """Metadata that holds a caption, or else a part called `txt`."""
@@ -146,7 +155,7 @@ def _read(shards: Sequence[Path], indices: Sequence[int]) -> Iterator[tuple[Path
     index = next(wanted, None)
     for shard in shards:
         offsets = read_offsets(shard).tolist()
-        with shard.open("rb") as file:
+        with open_binary(shard) as file:
             while index is not None and index - first < len(offsets) - 1:
                 start, end = offsets[index - first : index - first + 2]
                 file.seek(start)
@@ -161,9 +170,7 @@ def _parts(data: bytes) -> tuple[str, dict[str, bytes]]:
         try:
             members = parse_members(data)
         except UnusualTarError:
-            with tarfile.open(fileobj=io.BytesIO(data)) as tar:
-                files = [(member.name, tar.extractfile(member)) for member in tar if member.isfile()]
-                members = [(name, file.read()) for name, file in files if file is not None]
+            members = [(member.name, read()) for member, read in read_tar(io.BytesIO(data))]
         return group_members(members)
     except (ValueError, tarfile.TarError) as error:
         raise SampleError("unreadable", str(error)) from error
@@ -192,6 +199,57 @@ def _caption(sample: dict[str, Any]) -> Optional[str]:
     if "txt" in sample:
         stated.append(sample["txt"].decode(errors="replace"))
     return next((text.strip() for text in stated if text.strip()), None)
+
+
+MOST_BEFORE_TRAINING, ROUNDS, SECONDS = 256, 8, 10.0
+"""Samples that are read before step 1, in rounds that are distributed evenly over the data, and the time for them."""
+
+
+def expected_drops(info: SplitInfo, spec: BatchSpec, options: "EncoderOptions", limit: str) -> list[str]:
+    """Return which samples the settings will drop, one line for each reason and kind; reads some of them.
+
+    Args:
+        limit: name and value of the setting that limits the tokens of a sample, such as `data.max_tokens_per_pack=64`.
+    """
+    from energon_data.augment import Visit
+    from energon_data.cookers import cook_clip
+    from energon_data.task_encoder import DiffusionTaskEncoder
+
+    encoder = DiffusionTaskEncoder(spec, options, Ledger(MOST_BEFORE_TRAINING))
+    indices, read = spread(info.samples, MOST_BEFORE_TRAINING), Counter[str]()
+    began = time.monotonic()
+    for first in range(ROUNDS):
+        round_of = indices[first::ROUNDS]
+        for index, (shard, data) in zip(round_of, _read(info.shards, round_of), strict=True):
+            with suppress(SampleError):  # damage is reported when the data are read
+                key, parts = _parts(data)
+                sample = {"__key__": key, "__shard__": shard.name, "__restore_key__": (), "__sources__": None, **parts}
+                clip = encoder.clip_of(sample, Visit(0, 0, index, sample_id(key)), cook=cook_clip)
+                read[""] += 1
+                if clip is not None:
+                    read["clip" if clip.grid[0] > 1 else "image"] += 1
+        if time.monotonic() - began > SECONDS:
+            break
+    skips = encoder.ledger.drain()
+    read.update(skip.kind for skip in skips if skip.kind)
+    groups: dict[tuple[str, str], list[Skip]] = {}
+    for skip in skips:
+        if not skip.lost:
+            groups.setdefault((skip.reason, skip.kind), []).append(skip)
+    looked_at = "" if read[""] == info.samples else f", {read['']:,} of {info.samples:,} samples"
+    multiple = 1 if options.max_tokens_per_pack is None else options.pack_multiple_of
+    lines = []
+    for (reason, kind), dropped in groups.items():
+        which = f"{info.path}{looked_at}: {len(dropped):,} of {read[kind]:,} {kind or 'sample'}s"
+        if reason == TOO_LONG:
+            longest = max(skip.tokens for skip in dropped)
+            cure = f"{limit.partition('=')[0]} to {padded_length(longest, multiple)}"
+            lines.append(
+                f"{which} have more than {limit} tokens (the longest {longest:,}) and are dropped; raise {cure}"
+            )
+        else:
+            lines.append(f"{which} are dropped ({reason}), the first: {dropped[0].detail}")
+    return lines
 
 
 @dataclass(frozen=True)

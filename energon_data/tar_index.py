@@ -5,17 +5,19 @@ takes a few microseconds. Energon reads shards that are not local, or that use t
 """
 
 import os
+import tarfile
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeVar
 
 import numpy as np
 
-from dit.durable_files import read_regular
 from dit.errors import DataError
+from dit.safe_files import open_binary, open_regular, read_bytes
 
 if TYPE_CHECKING:
     from megatron.energon.flavors.webdataset.itar_reader import ShardInfosITarReader
@@ -26,6 +28,9 @@ READ_ERROR = "__read_error__"
 """Part name of the reason why a sample could not be read."""
 
 _OPEN_SHARDS = 32
+_LONGEST_HEADER = 1 << 20  # bytes of a long name or of a pax header
+_LONG_HEADERS = (tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE, tarfile.GNUTYPE_LONGNAME,
+                 tarfile.GNUTYPE_LONGLINK)  # fmt: skip
 
 
 class UnusualTarError(Exception):
@@ -65,6 +70,40 @@ def parse_members(data: Bytes) -> list[tuple[str, Bytes]]:
     return members
 
 
+class _Member(tarfile.TarInfo):
+    """A member whose headers are of bounded size: `tarfile` reads them into memory."""
+
+    def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
+        if self.type in _LONG_HEADERS and self.size > _LONGEST_HEADER:
+            raise tarfile.ReadError(f"a header of {self.size:,} bytes, at most {_LONGEST_HEADER:,}")
+        member: tarfile.TarInfo = super()._proc_member(archive)  # type: ignore[misc]
+        return member
+
+
+def read_tar(file: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, Callable[[], bytes]]]:
+    """Yield the regular files of a tar archive in its order, each with a function that reads its content.
+
+    Raises:
+        tarfile.TarError, OSError, EOFError, ValueError: the archive is cut short or damaged, or has a sparse file.
+    """
+    end = file.seek(0, os.SEEK_END)
+    file.seek(0)
+    with tarfile.open(fileobj=file, mode="r:", tarinfo=_Member) as archive:
+        while (member := archive.next()) is not None:
+            archive.members = []  # type: ignore[attr-defined]  # tarfile would list all of them
+            if member.issparse():
+                raise tarfile.ReadError(f"{member.name!r} is a sparse file, which is not read")
+            if member.isfile():
+                yield member, partial(_content, archive, member, end)
+
+
+def _content(archive: tarfile.TarFile, member: tarfile.TarInfo, end: int) -> bytes:
+    if member.offset_data + member.size > end:
+        raise tarfile.ReadError(f"{member.name!r} has {member.size:,} bytes, which is more than the archive holds")
+    content = archive.extractfile(member)
+    return b"" if content is None else content.read()
+
+
 def group_members(members: Sequence[tuple[str, Bytes]]) -> tuple[str, dict[str, Bytes]]:
     """Return the sample's name and its parts by extension (all that follows the first dot of the file name).
 
@@ -97,7 +136,7 @@ def read_offsets(shard: Path) -> np.ndarray:
     if not file.is_file():
         raise DataError(f"shard {shard} has no index {file.name}; run `energon prepare` on its folder again")
     try:
-        raw = read_regular(file)
+        raw = read_bytes(file)
     except OSError as error:
         raise DataError(f"index {file} cannot be read: {error.strerror}; restore the file") from error
     if len(raw) % 8 or len(raw) < 16:
@@ -115,7 +154,7 @@ def first_samples(shard: Path, count: int) -> Iterator[dict[str, bytes]]:
         count: maximal number of samples.
     """
     offsets = read_offsets(shard)[: count + 1].tolist()
-    with shard.open("rb") as file:
+    with open_binary(shard) as file:
         for start, end in pairwise(offsets):
             file.seek(start)
             try:
@@ -151,7 +190,7 @@ class SampleReader:
         entry = self._open.get(number)
         if entry is None:
             path = Path(self._shards[number].path.local_path())
-            entry = (os.open(path, os.O_RDONLY), read_offsets(path))
+            entry = (open_regular(path), read_offsets(path))
             self._open[number] = entry
             if len(self._open) > _OPEN_SHARDS:
                 os.close(self._open.popitem(last=False)[1][0])

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import islice
 from typing import Any, Optional, Protocol
 
 from megatron.energon import (
@@ -90,13 +91,20 @@ class _Packing(PackingDataset):
         return super()._fill_reading_buffer(source_iter, log_progress=False)
 
 
+class _First(LimitDataset):
+    """The first samples of a pass; Energon's own limit reads one more, which may be damaged."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return islice(self.dataset, self.length)
+
+
 class DiffusionTaskEncoder(DefaultTaskEncoder):
     """Turns raw samples into `PackedBatch`es; has no state but the ledger.
 
     Args:
         spec: the properties of micro-batches that the model and the layout require.
         options: filters and packing.
-        ledger: records skipped samples.
+        ledger: records dropped samples.
     """
 
     cookers = COOKERS
@@ -134,10 +142,36 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         """Decode, augment, cook, filter and encode one sample.
 
         Raises:
-            SkipSample: the sample is not used; the ledger has the reason.
+            SkipSample: the sample is dropped; the ledger has the reason.
         """
         sample = raw.data[0]
+        # Energon restores the number of a sample with the sample, so a resumed run draws alike.
+        number = worker_config.active_worker_sample_index
+        visit = Visit(worker_config.seed_offset, worker_config.rank, number, sample_id(sample["__key__"]))
+        clip = self.clip_of(sample, visit, cook=cook)
+        if clip is None:
+            raise SkipSample
+        return clip
+
+    def clip_of(self, sample: dict[str, Any], visit: Visit, *, cook: Callable[..., Clip]) -> Optional[Clip]:
+        """Decode, augment, cook, filter and encode one sample.
+
+        Args:
+            sample: as `RawSample.data`.
+
+        Returns:
+            None if the sample is dropped; the ledger has the reason.
+        """
         key, shard = sample["__key__"], sample["__shard__"]
+        clip: Optional[Clip] = None
+
+        def drop(reason: str, detail: str, *, damaged: bool) -> None:
+            kind, tokens = "", 0
+            if clip is not None:
+                kind = "clip" if clip.latent.shape[1] > self.spec.patch_temporal else "image"
+                tokens = clip.num_tokens
+            self.ledger.skip(Skip(reason, key, shard, detail, lost=damaged, kind=kind, tokens=tokens))
+
         try:
             if READ_ERROR in sample:
                 raise SampleError("unreadable", sample[READ_ERROR])
@@ -145,9 +179,6 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             decoded = decode_sample(key, parts, require_checksums=self.options.require_checksums)
             for name in ("__key__", "__shard__", "__restore_key__", "__sources__"):
                 decoded[name] = sample[name]
-            # Energon restores the number of a sample with the sample, so a resumed run draws alike.
-            number = worker_config.active_worker_sample_index
-            visit = Visit(worker_config.seed_offset, worker_config.rank, number, sample_id(key))
             augmentation = self.options.augmentation
             change = None if augmentation is None else partial(augmentation, visit=visit)
             clip = cook(decoded, vae=self.options.vae, change=change)
@@ -157,17 +188,17 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             if self.options.corruption is not None:
                 clip.corrupt = partial(self.options.corruption, random=visit.generator("/corruption"))
             self.options.filters.check(clip)
-            clip = self.encode_sample(clip)
+            encoded = self.encode_sample(clip)
         except SampleError as error:
-            self.ledger.skip(Skip(error.reason, key, shard, error.detail, lost=True))
+            drop(error.reason, error.detail, damaged=True)
         except FilteredOutError as error:
-            self.ledger.skip(Skip(error.reason, key, shard, error.detail, lost=False))
+            drop(error.reason, error.detail, damaged=False)
         except Exception as error:
-            self.ledger.skip(Skip("error", key, shard, f"{type(error).__name__}: {error}", lost=True))
+            drop("error", f"{type(error).__name__}: {error}", damaged=True)
         else:
             self.ledger.used()
-            return clip
-        raise SkipSample
+            return encoded
+        return None
 
     @stateless
     def encode_sample(self, clip: Clip) -> Clip:
@@ -192,7 +223,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             )
         clip.grid = (frames // spec.patch_temporal, height // spec.patch_spatial, width // spec.patch_spatial)
         filters = self.options.filters
-        filters.check_length(self._selection_length(clip))
+        filters.check_length(clip.num_tokens)
         filters.check_values(clip.latent, "latent values")
         for condition in spec.conditions:
             value = read_condition(condition, clip)
@@ -221,7 +252,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
     ) -> SavableDataset:
         """Pack, bucket, or batch."""
         if self.options.max_samples is not None:
-            dataset = LimitDataset(dataset, self.options.max_samples, worker_config=worker_config)
+            dataset = _First(dataset, self.options.max_samples, worker_config=worker_config)
         if packing_buffer_size is not None:
             return _Packing(
                 dataset,
@@ -243,7 +274,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         """Fill packs from a full buffer; no pack exceeds the limit, every sample is in exactly one."""
         capacity, limit = self.options.max_tokens_per_pack, self.options.cost_limit
         assert capacity is not None
-        lengths = [self._selection_length(c) for c in samples]
+        lengths = [padded_length(c.num_tokens, self.options.pack_multiple_of) for c in samples]
         bins = greedy_knapsack(lengths, capacity) if limit is None else balanced_packs(lengths, capacity, limit)
         packs = [[samples[i] for i in items] for items in bins]
         # Packs of long samples come first; an order by sample id removes this trend from the stream. A large buffer of
@@ -256,11 +287,6 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             order.append((sample_id(f"{pack_id}/{seen[members]}") if seen[members] else pack_id, members[0], i))
             seen[members] += 1
         return [packs[i] for _, _, i in sorted(order)]
-
-    def _selection_length(self, clip: Clip) -> int:
-        """Return the tokens that a sample occupies in a pack; they do not depend on the layout."""
-        packed = self.options.max_tokens_per_pack is not None
-        return padded_length(clip.num_tokens, self.options.pack_multiple_of if packed else 1)
 
     @stateless
     def pack_selected_samples(self, samples: list[Clip]) -> PackedBatch:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dit.condition_table import LOW_RESOLUTION
 from dit.errors import ConfigError
+from dit.safe_files import read_array
 
 if TYPE_CHECKING:
     from dit.inference.drawing import Request
@@ -112,7 +112,7 @@ def read_pictures(path: Path) -> list[Tensor]:
         ConfigError: the file cannot be read, or has another shape.
     """
     try:
-        array = np.load(path, allow_pickle=False)
+        array = read_array(path)
     except (OSError, ValueError) as error:
         raise ConfigError(f"--low-resolution {path} cannot be read: {error}; save it with numpy.save") from error
     if array.ndim != 4:

@@ -20,9 +20,9 @@ from nemo_run.config import Config, Partial
 
 from dit.checkpoint.records import CONFIG_FILE
 from dit.config_record import CLASS_KEY, TRUST_VARIABLE, current, current_module, trusted_packages
-from dit.durable_files import read_regular
 from dit.errors import ConfigError
 from dit.run_config import RunConfig
+from dit.safe_files import read_yaml
 from launch.overrides import annotation_of, component_types, normalise, parameters, parse_value, value_of
 from recipes.registry import TRAINING_FUNCTION
 
@@ -115,14 +115,7 @@ def load(path: str | Path, function: Callable[..., object], load_component: Call
     path = Path(path)
     if path.is_dir():
         path /= CONFIG_FILE
-    try:
-        raw = yaml.safe_load(read_regular(path).decode())
-    except OSError as error:
-        raise ConfigError(f"cannot read --yaml {path}: {error.strerror}; --to-yaml FILE writes one") from error
-    except RecursionError as error:
-        raise ConfigError(f"{path} is nested too deeply for settings; --to-yaml FILE writes such a file") from error
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}; --to-yaml FILE writes one") from error
+    raw = read_yaml(path, ConfigError, "--to-yaml FILE writes one")
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds a {type(raw).__name__}, not settings; --to-yaml FILE writes such a file")
     target = raw.pop(CLASS_KEY, f"{function.__module__}.{function.__qualname__}")

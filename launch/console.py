@@ -12,6 +12,7 @@ from typing import Optional
 
 from dit import __version__
 from dit.errors import EXIT_CONFIG, EXIT_OK, one_line_errors
+from dit.terminal import echo
 
 
 @dataclass(frozen=True)
@@ -76,14 +77,14 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run a command and return its exit code."""
     name, *words = (sys.argv[1:] if argv is None else argv) or [""]
     if name in ("-h", "--help", "help"):
-        print(help_page(), end="")
+        echo(help_page(), end="")
         return EXIT_OK
     if name == "--version":
-        print(f"megatron-dit {__version__}")
+        echo(f"megatron-dit {__version__}")
         return EXIT_OK
     command = COMMANDS.get(name)
     if command is None:
-        print(f"error: {_unknown(name)}", file=sys.stderr)
+        echo(f"error: {_unknown(name)}", file=sys.stderr)
         return EXIT_CONFIG
     # A user's own recipes are importable from the current folder, but a folder there never hides a package of ours.
     for package in PACKAGES:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Optional
 
 from dit.errors import CheckpointError, one_line_errors
+from dit.terminal import echo
 from launch import environment
 
 DESCRIPTION = """\
@@ -45,9 +46,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         lock.check()
         rewritten = rewrite_run(run_dir)
     for folder in rewritten:
-        print(folder)
+        echo(folder)
     if not rewritten:
-        print(f"nothing to do: the checkpoints of {run_dir} are in the current format", file=sys.stderr)
+        echo(f"nothing to do: the checkpoints of {run_dir} are in the current format", file=sys.stderr)
     return 0
 
 

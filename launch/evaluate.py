@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Optional
 
 from dit.errors import ConfigError, one_line_errors
+from dit.terminal import echo
 from launch import environment, held_out, letter_score, loss_score, pictograms, picture_scores, sharpness
 from launch.cascade import read_stages
 from launch.measurement import Measurement
@@ -131,10 +132,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if environment.rank() > 0:
             continue
         if args.json:
-            print(json.dumps({"stage": name} | result.record if name else result.record))
+            echo(json.dumps({"stage": name} | result.record if name else result.record))
         else:
-            print(*([f"stage {name}"] if name else []), *result.lines, sep="\n")
-        print(*result.missed, sep="\n", end="\n" if result.missed else "", file=sys.stderr)
+            echo(*([f"stage {name}"] if name else []), *result.lines, sep="\n")
+        echo(*result.missed, sep="\n", end="\n" if result.missed else "", file=sys.stderr)
     return EXIT_BELOW_MINIMUM if missed else 0
 
 

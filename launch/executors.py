@@ -5,17 +5,24 @@ executor can be set as `executor.FIELD=value`. The package is installed wherever
 sent but for SkyPilot, whose executor takes a git archive alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Optional
 
 import nemo_run as run
+from nemo_run.config import RUNDIR_NAME
+from nemo_run.core.execution.base import Executor
 from nemo_run.core.execution.docker import DockerExecutor
 from nemo_run.core.execution.kubeflow import KubeflowExecutor
 from nemo_run.core.execution.skypilot import SkypilotExecutor
 
+from dit.errors import ConfigError
+
 SAVE_S = 170
 """Seconds that torchrun waits for ranks which save; Slurm's signal comes 10 s earlier before the limit."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVE_S), "LOGLEVEL": "WARNING"}
+EXPERIMENTS = "experiments"
+"""Folder below nemo-run's own into which it writes experiments."""
 
 
 @run.cli.factory
@@ -58,9 +65,10 @@ def slurm(
     ranks: int = 8,
     time: str = "04:00:00",
 ) -> run.Config[run.SlurmExecutor]:
-    """Jobs of Slurm, submitted from a login node; `job_dir` is absolute, on a disk that all nodes see.
+    """Jobs of Slurm, submitted from a login node.
 
-    A failed job is requeued three times, 75 or not; launch/train.sh tells them apart.
+    `job_dir` is the absolute path of the folder of nemo-run's scripts and logs, on a disk that all nodes see. A failed
+    job is requeued three times, 75 or not; launch/train.sh tells them apart.
     """
     return run.Config(
         run.SlurmExecutor,
@@ -73,7 +81,7 @@ def slurm(
         launcher="torchrun",  # one task per node, whatever ntasks_per_node says
         signal=f"TERM@{SAVE_S + 10}",  # nemo-run's torchrun has no --signals-to-handle; SIGTERM is passed on without
         retries=3,
-        tunnel=run.Config(run.LocalTunnel, job_dir=job_dir),
+        tunnel=run.Config(run.LocalTunnel, job_dir=f"{job_dir}/{EXPERIMENTS}"),
         packager=run.Config(run.Packager),
         env_vars=dict(ENVIRONMENT),
     )
@@ -115,3 +123,33 @@ def kubeflow(image: str, ranks: int = 8, nodes: int = 1, namespace: str = "defau
 EXECUTORS: dict[str, Callable[..., run.Config]] = {
     factory.__name__: factory for factory in (local, torchrun, docker, slurm, skypilot, kubeflow)
 }
+
+
+def folder_of(executor: Executor, folder: Optional[Path], words: Iterable[str] = ()) -> Optional[Path]:
+    """Return the folder of nemo-run's scripts and logs; None for its default.
+
+    Args:
+        executor: where runs are started.
+        folder: requested by the user.
+        words: of all runs.
+
+    Raises:
+        ConfigError: nemo-run would write scripts to one folder and submit those of another one, or change a path.
+    """
+    tunnel = getattr(executor, "tunnel", None)
+    if not isinstance(tunnel, run.LocalTunnel):
+        return folder
+    submitted = Path(tunnel.job_dir)
+    written = (folder or submitted.parent).absolute() / EXPERIMENTS
+    if written != submitted:
+        raise ConfigError(
+            f"nemo-run would write scripts to {written} and submit those in {submitted}; give slurm(job_dir=...) as an "
+            "absolute path, and leave out --folder"
+        )
+    for word in (str(submitted), *words):
+        if f"/{RUNDIR_NAME}" in word:
+            raise ConfigError(
+                f"{word}: nemo-run replaces every '/{RUNDIR_NAME}' in a Slurm script by a folder of its own; "
+                "choose a path without it"
+            )
+    return submitted.parent

@@ -12,24 +12,26 @@ import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, one_line_errors
+from dit.terminal import echo
 from launch import environment, grid
 
 if TYPE_CHECKING:
     from nemo_run.core.execution.base import Executor as Executor
     from torchx.specs import AppDryRunInfo
 
-SUCCEEDED = "SUCCEEDED"
+SUCCEEDED, UNKNOWN = "SUCCEEDED", "UNKNOWN"
 EXECUTOR = "executor."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments that say where an experiment runs."""
     parser.add_argument("--name", help="of the experiment (default: the first recipe)")
-    parser.add_argument("--folder", type=Path, help="of nemo-run's scripts and logs (NEMORUN_HOME, or ~/.nemo_run)")
+    parser.add_argument("--folder", type=Path, help="of nemo-run's scripts and logs (slurm: job_dir; else ~/.nemo_run)")
     parser.add_argument("--dryrun", action="store_true", help="print what would be started, and start nothing")
 
 
@@ -100,12 +102,17 @@ def execute(
         module: with its own command line, such as `launch.train`.
         tasks: words by the name of a task.
         executor: where they run; on this machine one after the other.
-        folder: of scripts and logs; None for nemo-run's own.
+        folder: of scripts and logs; None for that of the executor, or nemo-run's own.
         detach: return once submitted, with the states of that moment.
         dryrun: print the scripts; no task has a state.
+
+    Raises:
+        ConfigError: nemo-run's Slurm scripts cannot be in this folder, or cannot have such a word.
     """
     import nemo_run as run
     from nemo_run.core.execution.docker import DockerExecutor
+
+    from launch.executors import folder_of
 
     own, start = isinstance(executor, run.LocalExecutor), [module]
     if own:  # python of this installation, also where its folder is not on PATH
@@ -116,16 +123,18 @@ def execute(
         executor.launcher = None
         ranks = str(executor.nproc_per_node())
         start = ["torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "-m", module]
-    base = None if folder is None else str(folder)
+    base = folder_of(executor, folder, chain.from_iterable(tasks.values()))
+    if dryrun:
+        base = folder  # it needs no disk that all nodes see
     quiet = {"skip_status_at_exit": True, "enable_goodbye_message": False, "log_level": "WARN"}
-    with run.Experiment(title, base_dir=base, **quiet) as experiment:
+    with run.Experiment(title, base_dir=None if base is None else str(base), **quiet) as experiment:
         for name, words in tasks.items():
             script = run.Script(path=start[0], m=True, args=[*start[1:], *words], entrypoint="python")
             experiment.add(script, executor=executor, name=name)
         if dryrun:
             experiment.dryrun(log=False)
             for job in experiment.jobs:
-                print(f"# {job.id}\n{_script(job._dryrun_info)}\n")  # nemo-run has no public name for it
+                echo(f"# {job.id}\n{_script(job._dryrun_info)}\n")  # nemo-run has no public name for it
             return {}
         one_by_one = own or isinstance(executor, DockerExecutor)
         experiment.run(sequential=one_by_one and len(tasks) > 1, detach=detach, tail_logs=not detach)
@@ -142,11 +151,13 @@ def _script(planned: "AppDryRunInfo[Any]") -> str:
 def conclude(states: Mapping[str, str], detached: bool) -> int:
     """Print the states of the tasks, and return the exit code: 0 if all succeeded, or were submitted."""
     for name, state in states.items():
-        print(f"{state:<10} {name}")
+        echo(f"{state:<10} {name}")
     failed = [name for name, state in states.items() if state != SUCCEEDED]
     if not failed or detached:
         return EXIT_OK
-    print(f"error: {len(failed)} of {len(states)} runs did not succeed: {', '.join(failed)}", file=sys.stderr)
+    hint = "; without Slurm's accounting (sacct) only exit.json in each run's folder says how it ended"
+    hint = hint if UNKNOWN in states.values() else ""
+    echo(f"error: {len(failed)} of {len(states)} runs did not succeed: {', '.join(failed)}{hint}", file=sys.stderr)
     return EXIT_UNEXPECTED
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from dit.errors import CheckpointError, ConfigError, one_line_errors
+from dit.terminal import echo
 from launch import environment
 
 if TYPE_CHECKING:
@@ -263,8 +264,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)
     for note in run(args):
-        print(f"note: {note}", file=sys.stderr)
-    print(args.out)
+        echo(f"note: {note}", file=sys.stderr)
+    echo(args.out)
     return 0
 
 

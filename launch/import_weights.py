@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
 from dit.errors import ConfigError, one_line_errors
+from dit.safe_files import parse_json
+from dit.terminal import echo
 from launch import environment
 from launch.argument_types import at_least_one
 from launch.export import FORMATS, original_rules
@@ -215,8 +217,8 @@ def read_diffusers_folder(source: Path) -> Found:
     if CONFIG_KEY in settings:
         recorded = from_record(settings[CONFIG_KEY], form.config_class)
         written, _ = form.write_settings(recorded.model, recorded.latent_size)
-        plain = json.loads(json.dumps({**form.defaults, **settings}))
-        changed = [n for n in form.defaults if plain[n] != json.loads(json.dumps(written[n]))]
+        plain = parse_json(json.dumps({**form.defaults, **settings}))
+        changed = [n for n in form.defaults if plain[n] != parse_json(json.dumps(written[n]))]
         if changed:
             changes = ", ".join(f"{n}={plain[n]!r} (recorded: {written[n]!r})" for n in changed)
             raise ConfigError(
@@ -234,8 +236,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)
     for note in run(args):
-        print(f"note: {note}", file=sys.stderr)
-    print(args.out)
+        echo(f"note: {note}", file=sys.stderr)
+    echo(args.out)
     return 0
 
 

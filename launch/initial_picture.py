@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
 from dit.errors import ConfigError
+from dit.safe_files import read_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,7 +44,7 @@ def read_initial(path: Path, latent_size: tuple[int, int, int], channels: int, d
             "name the autoencoder with --vae"
         )
     try:
-        picture = open_picture(path.read_bytes())
+        picture = open_picture(read_bytes(path))
     except (OSError, SampleError) as error:
         raise ConfigError(f"--init {path} cannot be read: {error}") from error
     if decoder.geometry is not None:

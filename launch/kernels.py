@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Optional
 
 from dit.errors import EXIT_OK, one_line_errors
+from dit.terminal import echo
 from launch import environment
 
 
@@ -39,7 +40,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     for op, selected in table(OPS, Target(local_device(), DTYPES[args.precision], args.head_size), {}).items():
         rows.append((op, selected.name, "selected"))
         rows += [("", name, why) for name, why in selected.others.items()]
-    print(f"{describe()}, {args.precision}\n{in_columns(rows)}")
+    echo(f"{describe()}, {args.precision}\n{in_columns(rows)}")
     return EXIT_OK
 
 

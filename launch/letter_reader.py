@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dit.errors import one_line_errors
+from dit.safe_files import check_regular
+from dit.terminal import echo
 
 FILE = "letter_reader.safetensors"
 VERSION = "1"  # of the network and its training; increase it to train again
@@ -185,6 +187,7 @@ def _read_network(path: Path, digest: str, num_classes: int) -> Optional[nn.Modu
     from safetensors import SafetensorError, safe_open
 
     try:
+        check_regular(path)
         with safe_open(path, framework="pt") as file:
             if (file.metadata() or {}).get("digest") != digest:
                 return None
@@ -220,9 +223,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m launch.letter_reader", description=main.__doc__)
     parser.add_argument("--data", default="data/letters", help="letters data set (%(default)s)")
     args = parser.parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    logger.setLevel(logging.INFO)
     reader = load_reader(args.data)
-    print(f"letters of held-out families read correctly: {reader.accuracy:.1%} of {reader.num_held_out}")
+    echo(f"letters of held-out families read correctly: {reader.accuracy:.1%} of {reader.num_held_out}")
     return 0
 
 

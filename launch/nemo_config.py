@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 import nemo_run as run
-import yaml
 
-from dit.durable_files import read_regular
 from dit.errors import ConfigError
 from dit.models.efficient_unet.config import EfficientUNetConfig
 from dit.models.unet.config import UNetConfig
@@ -21,6 +19,7 @@ from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
 from dit.optimizer.schedules import Constant
 from dit.parallel.dims import ParallelConfig
+from dit.safe_files import DEEPEST, read_yaml
 from dit.settings import CheckpointConfig, LoggingConfig, OptimizerConfig, SamplingConfig, TrainingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
@@ -31,6 +30,8 @@ from recipes import registry
 
 OPEN = "???"
 """OmegaConf's value of a key that somebody has to fill in."""
+LONGEST_VALUE = 10_000
+"""Characters of a value whose references were replaced."""
 _REFERENCE = re.compile(r"\$\{([\w.]+)\}")
 
 
@@ -62,14 +63,7 @@ def load(path: str | Path, load_component: Callable[[str], None]) -> tuple[run.P
     Raises:
         ConfigError: the file cannot be read, or keys of it are refused; one line for each of them.
     """
-    try:
-        document = yaml.safe_load(read_regular(Path(path)).decode())
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read --nemo-config {path}: {error.strerror}; write the path of a YAML file"
-        ) from error
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}; correct it") from error
+    document = read_yaml(Path(path), ConfigError, "write the path of a YAML file after --nemo-config")
     if not isinstance(document, dict) or not isinstance(document.get("model"), dict):
         raise ConfigError(f"{path} has no section `model`; --nemo-config reads a training document of NeMo's Imagen")
     problems: list[str] = []
@@ -113,17 +107,30 @@ def leaves(node: Mapping[Any, Any], section: str = "") -> Iterator[tuple[str, An
 
 def _resolved(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
     """Replace `${key}` by the value of that key."""
+    resolved: dict[str, Any] = {}
 
     def value_of(key: str, seen: tuple[str, ...]) -> Any:
+        if key not in resolved:
+            resolved[key] = resolve(key, seen)
+        return resolved[key]
+
+    def resolve(key: str, seen: tuple[str, ...]) -> Any:
         value = values[key]
         if not isinstance(value, str):
             return value
-        for name in _REFERENCE.findall(value):
+        names = _REFERENCE.findall(value)
+        for name in names:
             if name not in values or name in seen:
                 raise ConfigError(f"{key}={value}: {name} is {'its own value' if name in seen else 'no key'}")
-        if alone := _REFERENCE.fullmatch(value):
-            return value_of(alone[1], (*seen, alone[1]))
-        return _REFERENCE.sub(lambda found: str(value_of(found[1], (*seen, found[1]))), value)
+        if len(seen) > DEEPEST:
+            raise ConfigError(f"{key}={value}: references are nested deeper than {DEEPEST} levels")
+        parts = {name: value_of(name, (*seen, name)) for name in names}
+        if _REFERENCE.fullmatch(value):
+            return parts[names[0]]
+        texts = {name: str(part) for name, part in parts.items()}
+        if sum(len(texts[name]) for name in names) > LONGEST_VALUE:
+            raise ConfigError(f"{key}={value}: its references become a text of more than {LONGEST_VALUE:,} characters")
+        return _REFERENCE.sub(lambda found: texts[found[1]], value)
 
     found: dict[str, Any] = {}
     for key in values:

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any, Literal, Optional, TypeAlias, Union, get_args, get_origin
 
 import catalogue
-import yaml
 from nemo_run.cli.cli_parser import CLIException, Operation, PythonicParser, TypeParser
 from nemo_run.config import Config, Partial, get_type_namespace
 
 from dit.errors import ConfigError
+from dit.safe_files import parse_yaml
 from recipes import registry
 
 Node: TypeAlias = Config | Partial
@@ -189,8 +189,8 @@ def _is_list_of_mappings(annotation: object) -> bool:
 def _list_of_mappings(text: str, key: str) -> Optional[list[dict[str, Any]]]:
     """Read `[{name: value}, ...]`, a YAML list, or none."""
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = parse_yaml(text)
+    except ValueError:
         value = text
     if str(value).lower() == "none":
         return None

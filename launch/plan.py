@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from dit.errors import EXIT_CONFIG, EXIT_OK, ConfigError, one_line_errors
+from dit.terminal import echo
 from launch import cli, environment
 
 if TYPE_CHECKING:
@@ -281,9 +282,9 @@ def searched(problem: "Problem", sample: "Sample") -> Report:
         return Report(problem, rates(problem, sample), found, judged(problem, []), (0.0, 0.0), None, None)
     started, needed, traced = time.perf_counter(), shapes(found.found), {}
     for number, shape in enumerate(needed, 1):
-        print(f"\rtracing stage shape {number} of {len(needed)}", end="", file=sys.stderr, flush=True)
+        echo(f"tracing stage shape {number} of {len(needed)}", end="\r", file=sys.stderr, flush=True)
         traced[shape] = costs(problem, shape, found.found)
-    print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
+    echo(" " * 40, end="\r", file=sys.stderr)
     between = time.perf_counter()
     prices = Prices(problem, traced)
     verdict = judged(problem, [prices.of(candidate, dims) for candidate, dims in found.found])
@@ -310,7 +311,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         importlib.import_module("dit.training.pretrain")  # and Megatron-Core
     problem, sample = problem_of(args)
     report = searched(problem, sample)
-    print("\n".join(report.lines(args.top)))
+    echo("\n".join(report.lines(args.top)))
     if args.json:
         args.json.write_text(json.dumps(report.record(), indent=1))
     if args.out and report.step is not None:

@@ -1,27 +1,25 @@
 """What the files of a run folder say of the run: read at any time, also while it runs or after a crash."""
 
 import fcntl
-import json
 import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any, Optional
 
-import yaml
-
-from dit.durable_files import read_regular
 from dit.errors import ConfigError
 from dit.monitoring.exit_record import read_outcome
 from dit.monitoring.heartbeat import read_beats
 from dit.monitoring.progress import format_duration
 from dit.monitoring.run_lock import LOCK_FILE
-from dit.monitoring.sinks import METRICS_FILE, current_records
+from dit.monitoring.sinks import METRICS_FILE, as_number, current_records, read_records
+from dit.safe_files import open_regular, parse_json, parse_yaml, read_bytes
+from dit.terminal import printable
 
 HELD_OUT = "held_out/loss"
 RECENT = 50  # log lines of which "now" is the mean or median
@@ -100,11 +98,11 @@ def read_status(run_dir: Path) -> RunStatus:
             f"{run_dir} is no run folder: it has neither {METRICS_FILE} nor exit.json; give training.run_dir"
         )
     status = RunStatus(run_dir)
-    with suppress(OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
-        status.num_steps = int(yaml.safe_load(read_regular(run_dir / "config.yaml"))["training"]["num_steps"])
-    for record in current_records(_records(metrics)):
-        with suppress(AttributeError, KeyError, TypeError):  # its entries are of wrong kinds
-            _add(status, record)
+    with suppress(OSError, ValueError, TypeError, KeyError):
+        num_steps = parse_yaml(read_bytes(run_dir / "config.yaml"))["training"]["num_steps"]
+        status.num_steps = num_steps if isinstance(num_steps, int) else None
+    for record in current_records(read_records(metrics) if metrics.is_file() else ()):
+        _add(status, record)
     status.running, status.holder = _lock(run_dir)
     status.beat = max((beat.time for beat in read_beats(run_dir).values() if _is_number(beat.time)), default=None)
     for folder in (run_dir / "checkpoints").glob("iter_*"):
@@ -114,33 +112,22 @@ def read_status(run_dir: Path) -> RunStatus:
     return status
 
 
-def _records(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a `metrics.jsonl`; lines that a crash or an editor damaged are left out."""
-    with suppress(OSError):
-        for line in read_regular(path).split(b"\n"):
-            with suppress(ValueError, RecursionError):
-                record = json.loads(line)
-                if isinstance(record, dict) and "kind" in record:
-                    yield record
-
-
 def _add(status: RunStatus, record: Mapping[str, Any]) -> None:
-    """Take in a record; parts of it that a crash or an editor damaged are left out."""
-    attempt, step = record.get("attempt"), record.get("step")
-    if isinstance(attempt, int) and attempt > status.attempt:
+    """Take in a record of `read_records`; values of wrong kinds are left out."""
+    attempt, step = record["attempt"], record["step"]
+    if attempt > status.attempt:
         status.attempt = attempt
         status.times.clear()
     if record["kind"] == "incident":
         status.incidents.append(dict(record))
         if record.get("incident") == "rewind":
             status.times.clear()
-    elif record["kind"] == "scalars" and isinstance(step, int):
-        if "samples_per_s" in record and _is_number(record.get("time")):
+    elif record["kind"] == "scalars":
+        if "samples_per_s" in record:
             status.times[step] = record["time"]
         for name, value in record.items():
-            if name not in ("kind", "step", "time", "attempt", "loss_hex"):
-                with suppress(TypeError, ValueError, OverflowError):  # "NaN" and "Infinity" are numbers, too
-                    status.series.setdefault(name, {})[step] = float(value)
+            if name not in ("kind", "step", "time", "attempt", "loss_hex") and (number := as_number(value)) is not None:
+                status.series.setdefault(name, {})[step] = number
 
 
 def _is_number(value: object) -> bool:
@@ -150,7 +137,7 @@ def _is_number(value: object) -> bool:
 def _lock(run_dir: Path) -> tuple[Optional[bool], str]:
     """Return whether a process has the lock of a run folder (None: the disk has no locks), and which."""
     try:
-        descriptor = os.open(run_dir / LOCK_FILE, os.O_RDONLY)
+        descriptor = open_regular(run_dir / LOCK_FILE)
     except FileNotFoundError:
         return False, ""
     except OSError:
@@ -160,7 +147,7 @@ def _lock(run_dir: Path) -> tuple[Optional[bool], str]:
         return False, ""
     except BlockingIOError:
         with suppress(OSError, ValueError):
-            who = json.loads(os.pread(descriptor, 4096, 0))
+            who = parse_json(os.pread(descriptor, 4096, 0))
             return True, f"process {who['pid']} on {who['host']}" + (f", job {who['job']}" if who.get("job") else "")
         return True, ""
     except OSError:
@@ -183,8 +170,7 @@ def lines(status: RunStatus) -> list[str]:
         f"checkpoint  {_checkpoint(status)}",
         f"incidents   {_incidents(status)}",
     ]
-    # What a record says may hold line ends and orders to the terminal.
-    return ["".join(letter if letter.isprintable() else " " for letter in line) for line in found]
+    return [printable(line, kept="") for line in found]
 
 
 def _state(status: RunStatus) -> str:
@@ -263,10 +249,10 @@ def _data(status: RunStatus) -> str:
     waits = status.recent("data_wait_share")
     if not waits:
         return "unknown yet"
-    (lost,) = status.recent("skipped_samples")[-1:] or [0.0]
+    (dropped,) = status.recent("dropped_samples")[-1:] or [0.0]
     made = status.recent("loader_samples_per_s")
     rate = f"{median(made):,.0f} samples/s" if made else "an unknown number"
-    return f"waits {_mean(waits):.1%} of the time, the loaders make {rate}, {lost:.0f} samples lost"
+    return f"waits {_mean(waits):.1%} of the time, the loaders make {rate}, {dropped:,.0f} samples dropped"
 
 
 def _ranks(status: RunStatus) -> str:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dit.errors import CheckpointError, ConfigError, one_line_errors
 from dit.settings import SamplingConfig
+from dit.terminal import echo
 from launch import environment
 from launch.argument_types import at_least_one, frame_rate, height_and_width
 from launch.cascade import Stage, add_cascade_arguments, read_pictures, read_stages, with_pictures
@@ -245,7 +246,7 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
     channels = generator.config.model.in_channels
     name, note = find_autoencoder(channels, args.vae, generator.autoencoder, "--vae PATH")
     if note and rank == 0:
-        print(note, file=sys.stderr)
+        echo(note, file=sys.stderr)
     decode = Decoder(name, local_device())
     settings = sampling_settings(args) | read_size(args, generator, decode.geometry)
     requests, size = with_pictures(generator, what_to_draw(args, generator), pictures, args.augmentation)
@@ -290,12 +291,12 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
         gallery.save_latents(args.save_latents, {} if name is None else {"autoencoder": name})
     gallery.save_grid(out, args.columns, args.count if args.count > 1 else None)
     shown = "" if gallery.shown == len(requests) else f", the first {gallery.shown} shown"
-    print(f"{out}: {len(requests)} samples in {seconds:.1f} s{shown}")
+    echo(f"{out}: {len(requests)} samples in {seconds:.1f} s{shown}")
     for path in (args.files, args.save_latents):
         if path is not None:
-            print(f"{path}: all {len(requests)}")
+            echo(f"{path}: all {len(requests)}")
     for line in generator.attributions:
-        print(f"trained on {line}")
+        echo(f"trained on {line}")
     return made
 
 

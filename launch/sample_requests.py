@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from dit.errors import ConfigError
+from dit.safe_files import read_array
 from dit.sampling.grid import spread
 from dit.sampling.prompt_file import Prompt, read_prompts
 from launch.argument_types import at_least_one
@@ -92,7 +92,7 @@ def read_embedding(path: str, context_size: int) -> Tensor:
         ConfigError: the file is missing, is no array, or does not fit the model.
     """
     try:
-        array = np.load(path, allow_pickle=False)
+        array = read_array(Path(path))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--text-embedding {path} cannot be read: {error}; save it with numpy.save") from error
     if array.ndim != 2 or array.shape[1] != context_size:
@@ -127,7 +127,7 @@ def _read_value(name: str, word: str) -> Any:
     except ValueError:
         pass
     try:
-        return torch.from_numpy(np.load(word, allow_pickle=False)).float()
+        return torch.from_numpy(read_array(Path(word))).float()
     except (OSError, ValueError) as error:
         raise ConfigError(
             f"--condition {name} {word} is no number and cannot be read: {error}; save it with numpy.save"

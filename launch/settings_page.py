@@ -17,6 +17,7 @@ from typing import Optional, get_type_hints
 from dit.errors import EXIT_OK
 from dit.models.registry import BACKBONES
 from dit.objectives import OBJECTIVES
+from dit.terminal import echo
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 PARTS = {
@@ -43,7 +44,8 @@ HEAD = """# Settings
 
 `key.path=value` on the command line, an attribute of the recipe in Python, a key of `config.yaml`. A part is swapped by
 name or with its fields (`objective=edm`, `objective=ddpm(prediction='v')`); `--dryrun` prints what a run resolves to. A
-value out of its range is refused before anything is built, with the range.
+value out of its range is refused before anything is built, with the range. So is a value other than the default that
+has no effect because of other settings. Intervals above `training.num_steps` are reported by the dry run and the log.
 """
 _ENTRY = re.compile(r"^([a-z_0-9]+(?:, [a-z_0-9]+)*): (.*)$")
 
@@ -121,7 +123,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if args.write:
         PAGE.write_text(text)
     else:
-        print(text)
+        echo(text)
     return EXIT_OK
 
 

@@ -12,6 +12,7 @@ from typing import Optional
 
 from dit.durable_files import write_atomic
 from dit.errors import EXIT_OK, ConfigError, one_line_errors
+from dit.terminal import echo
 from launch.run_status import HELD_OUT, RunStatus, describe, lines, read_status
 
 # Title, scalar, logarithmic.
@@ -105,7 +106,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)
     runs = [read_status(run_dir) for run_dir in args.runs]
-    print("\n\n".join("\n".join(lines(run)) for run in runs))
+    echo("\n\n".join("\n".join(lines(run)) for run in runs))
     if args.png is not None:
         _write(args.png, lambda: args.png.write_bytes(figure_bytes(runs)))
     if args.html is not None:

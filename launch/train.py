@@ -27,6 +27,7 @@ from dit.errors import (
     on_a_screen,
 )
 from dit.ranges import check_path
+from dit.terminal import echo, log_to_stderr
 from launch import cli, environment
 from recipes import registry
 
@@ -54,31 +55,31 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return exit_code(error)
     except SystemExit as leave:
         if leave.code == EXIT_PREEMPTED:
-            name_root_cause("stopped early: the same command goes on")
+            name_root_cause("stopped on request; after a preemption, the same command goes on", failed=False)
         if isinstance(leave.code, str):
-            print(leave.code, file=sys.stderr)
+            echo(leave.code, file=sys.stderr)
         return exit_code(leave)
     except KeyboardInterrupt as interrupt:
-        print("interrupted", file=sys.stderr)
+        echo("interrupted", file=sys.stderr)
         return exit_code(interrupt)
     except BaseException as error:  # some libraries derive errors from it; Python itself would exit with 1
         from dit.monitoring.exit_record import is_peer_lost
 
         if is_peer_lost(error) and not verbose:
-            print(f"rank {environment.rank()}: stopped because another rank ended; see its error", file=sys.stderr)
+            echo(f"rank {environment.rank()}: stopped because another rank ended; see its error", file=sys.stderr)
             return EXIT_UNEXPECTED
-        print(f"rank {environment.rank()}: unexpected error", file=sys.stderr)
-        traceback.print_exc()
+        echo(f"rank {environment.rank()}: unexpected error", file=sys.stderr)
+        echo(traceback.format_exc(), end="", file=sys.stderr)
         name_root_cause(f"unexpected error {type(error).__name__}: {error}")
         return EXIT_UNEXPECTED
 
 
 def _execute(options: cli.Options) -> int:
     if options.help:
-        print(cli.HELP, end="")
+        echo(cli.HELP, end="")
         return EXIT_OK
     if options.list_recipes:
-        print(registry.listing())
+        echo(registry.listing())
         return EXIT_OK
     _check(options)
     environment.prepare()
@@ -93,14 +94,14 @@ def _execute(options: cli.Options) -> int:
     shows = environment.rank() == 0
     if options.to_yaml and shows:
         config_file.write(task, options.to_yaml)
-        print(f"configuration written to {options.to_yaml}")
+        echo(f"configuration written to {options.to_yaml}")
     if options.print_config and shows:
-        print(config_file.dump(task), end="")
+        echo(config_file.dump(task), end="")
     if options.dryrun and shows:
         from launch import dry_run
 
         world_size = options.world_size or (environment.world_size() if environment.is_launched() else None)
-        print(dry_run.report(task, world_size, options.tokens, options.text_tokens, options.device))
+        echo(dry_run.report(task, world_size, options.tokens, options.text_tokens, options.device))
     if not options.starts_training:
         return EXIT_OK
     environment.prepare_layout(task.parallel)
@@ -108,7 +109,7 @@ def _execute(options: cli.Options) -> int:
 
     if shows:
         _check_run(task)
-        print(config_file.summary(task), flush=True)
+        echo(config_file.summary(task), flush=True)
     if not options.yes:
         _ask(options)
 
@@ -185,7 +186,7 @@ def resolve(options: cli.Options) -> "run.Partial":
 
         task, rows = nemo_config.load(options.nemo_config, load_component)
         if environment.rank() == 0:
-            print(nemo_config.table(rows), flush=True)
+            echo(nemo_config.table(rows), flush=True)
     else:
         task = call_recipe(str(options.factory))
     overrides.apply_overrides(task, options.overrides, load_component)
@@ -237,7 +238,7 @@ def load_component(name: str) -> None:
 
 def _configure_logging(verbose: bool) -> None:
     """Log this project's messages; those of other libraries only as warnings, or with --verbose."""
-    logging.basicConfig(level=logging.INFO if verbose else logging.WARNING, format="%(message)s")
+    log_to_stderr(logging.INFO if verbose else logging.WARNING)
     for package in ("dit", "energon_data", "launch"):
         logging.getLogger(package).setLevel(logging.DEBUG if verbose else logging.INFO)
 
@@ -255,9 +256,9 @@ def _report(error: UserError, verbose: bool) -> None:
     several = environment.world_size() > 1
     # Errors that are equal on all ranks are printed once; other errors may be of one rank.
     if not several or environment.rank() == 0 or exit_code(error) not in SAME_ON_ALL_RANKS:
-        print(f"{f'rank {environment.rank()}: ' if several else ''}error: {message}", file=sys.stderr)
+        echo(f"{f'rank {environment.rank()}: ' if several else ''}error: {message}", file=sys.stderr)
     if verbose:
-        traceback.print_exc()
+        echo(traceback.format_exc(), end="", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@
 # One task per node, which is torchrun; all meet at the first node. The command line is resolved before any of them
 # starts. The exit code is that of the run (docs/runs.md): a preempted run (75) is requeued and resumes, a lost peer or an
 # unexpected error (70) too, MAX_RESTARTS times, which a file in the run's folder counts; everything else ends the job.
+# Ranks that were killed before they could write a record, such as by a preemption while Python imports, count as 70.
 # `scancel` ends this script, so that a cancelled run is not requeued.
 #
 # Flags of sbatch's command line win over those below. Read from the environment:
@@ -57,7 +58,7 @@ code=$?
 
 # torchrun ends with 1 for every failure; the record has the code of the rank that failed first.
 recorded=$(sed -n 's/^ *"code": \([0-9]*\),$/\1/p' "$run_dir/exit.json" 2>/dev/null)
-code=${recorded:-$code}
+if ((code != 0)); then code=${recorded:-70}; fi
 again=false
 if ((code == 75)); then
   again=true

@@ -10,10 +10,12 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, name_root_cause, one_line_errors
+from dit.terminal import echo
 from launch import cli, environment
 
 MOST_RANKS = 16
@@ -24,10 +26,13 @@ if TYPE_CHECKING:
     from dit.backends.sharding import AxisSizes
     from dit.batch import PackedBatch
     from dit.data_api import BatchSpec, DataConfig
+    from dit.models.base import ModelConfig
     from dit.parallel.dims import ParallelConfig
     from dit.run_config import RunConfig
+    from dit.verify.laws import Check
     from dit.verify.report import Verdict
     from dit.verify.trial import Trial
+    from energon_data.samples import Clip
 
 DESCRIPTION = "Train two steps of a recipe's tiny form on one rank and under its parallel layout, and compare."
 EXAMPLES = """\
@@ -90,6 +95,40 @@ class MockStream:
 
 
 @dataclass(frozen=True)
+class MockPacks:
+    """Synthetic packs of numbered samples, whose shapes differ if the model allows it; picklable, for the ranks."""
+
+    model: "ModelConfig"
+    text_tokens: int = 5
+
+    def sample(self, number: int, spec: "BatchSpec") -> "Clip":
+        """Return the sample of a number."""
+        from dit.verify.tiny import tiny_grids
+        from energon_data.mock import MockData, MockSource
+
+        t, s = self.model.patch_temporal, self.model.patch_spatial
+        shapes = [f"{frames * t}x{height * s}x{width * s}" for frames, height, width in tiny_grids(self.model)]
+        data = MockData(shapes=shapes, text_tokens=self.text_tokens)
+        return MockSource(data, spec, seed=0, split="train", stream=0, num_streams=1).sample(number)
+
+    def __call__(self, numbers: Sequence[int], *, multiple_of: int = 1, tail: int = 0) -> "PackedBatch":
+        """Lay samples side by side, each padded to a multiple, with more padding after the last one."""
+        from energon_data.packing import collate, padded_length
+
+        spec = self.model.batch_spec(multiple_of=multiple_of)
+        clips = [self.sample(number, spec) for number in numbers]
+        padded = sum(padded_length(clip.num_tokens, multiple_of) for clip in clips)
+        return collate(clips, spec, total_tokens=padded + tail)
+
+    def square(self) -> int:
+        """Return the number of a sample of the first shape, a square picture."""
+        from dit.verify.tiny import tiny_grids
+
+        spec = self.model.batch_spec()
+        return next(number for number in count() if self.sample(number, spec).grid == tiny_grids(self.model)[0])
+
+
+@dataclass(frozen=True)
 class Pair:
     """A layout and the one rank that it is compared with."""
 
@@ -137,6 +176,8 @@ def pair_of(config: "RunConfig", world_size: int) -> Pair:
         ConfigError: the layout cannot run, for the reasons for which training would refuse it.
     """
     from dit.parallel.dims import ParallelConfig
+    from dit.run_config import RunConfig
+    from dit.settings import CheckpointConfig, TrainingConfig
     from dit.verify.report import axis_sizes
     from dit.verify.tiny import multiple_of, pack_tokens, tiny_grids
     from dit.verify.trial import SEED, Trial
@@ -158,17 +199,17 @@ def pair_of(config: "RunConfig", world_size: int) -> Pair:
         pack_multiple_of=multiple,
         num_streams=micro_batches,
     )
-    training = replace(
-        config.training,
-        micro_batch_size=1,
-        global_batch_size=micro_batches,
-        precision="fp32",
-        attention="auto",
-        linears="auto",
-        kernels="auto",
-        recompute_layers=None,
-    )
-    dims, spec = replace(config, data=data, training=training).check(world_size)
+    recompute = config.training.recompute
+    dims, spec = RunConfig(
+        model=model,
+        data=data,
+        objective=config.objective,
+        parallel=parallel,
+        training=TrainingConfig(
+            global_batch_size=micro_batches, precision="fp32", recompute=recompute, compile=config.training.compile
+        ),
+        checkpoint=CheckpointConfig(start_from=config.checkpoint.start_from),
+    ).check(world_size)
     stream = MockStream(data, spec, SEED)
     many = Trial(
         model=model,
@@ -176,7 +217,7 @@ def pair_of(config: "RunConfig", world_size: int) -> Pair:
         stream=stream,
         objective=config.objective,
         micro_batches=micro_batches,
-        recompute={"recompute": training.recompute},
+        recompute={"recompute": recompute},
         by_rank=True,
     )
     one = replace(many, parallel=ParallelConfig(data_parallel="ddp"), by_rank=False)
@@ -215,6 +256,23 @@ def verify(pair: Pair, folder: Path) -> "Verdict":
     return compare(pair, one, many)
 
 
+def check_case(trial: "Trial") -> dict[str, Any]:
+    """Return the case of `run_world` that runs the absolute checks of a model."""
+    packs = MockPacks(trial.model)
+    return {"task": "dit.verify.laws:run_case", "trial": trial, "packs": packs, "square": packs.square()}
+
+
+def check_one_rank(trial: "Trial", folder: Path) -> "dict[str, Check]":
+    """Run the absolute checks of `dit.verify.laws` on one rank of this machine.
+
+    Raises:
+        RuntimeError: the rank failed; the message holds the end of its output.
+    """
+    from dit.verify.ranks import run_world
+
+    return run_world(1, [check_case(trial)], folder)[0]
+
+
 def verify_full(config: "RunConfig", scratch: Optional[str]) -> Optional["Verdict"]:
     """Compare the full-size model on the ranks that torchrun started; every rank calls this, rank 0 gets the verdict.
 
@@ -241,7 +299,7 @@ def verify_full(config: "RunConfig", scratch: Optional[str]) -> Optional["Verdic
     memory, disk = reference_bytes(trained, count - trained)
     with reference_folder(scratch, disk) as folder:
         if os.environ["RANK"] == "0":
-            print(
+            echo(
                 f"{world_size} ranks against one, {changed(config.parallel)}; the one has all of the model in fp32, "
                 f"{memory / 2**30:.2f} GiB besides activations; meanwhile {folder} holds {disk / 2**30:.2f} GiB",
                 flush=True,
@@ -278,28 +336,32 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         cli.check_factory(args.factory)
     environment.prepare()
     environment.quiet_libraries()
+    from dit.verify.laws import text
     from launch.config_file import built
     from launch.train import resolve
 
     config = built(resolve(cli.Options(factory=args.factory, yaml=args.yaml, overrides=args.overrides)))
     if args.explain:
-        print(explain_layout(config, args.world_size))
+        echo(explain_layout(config, args.world_size))
         return EXIT_OK
     began = time.perf_counter()
     if args.full:
         found = verify_full(config, args.scratch)
         if found is None:
             return EXIT_OK
-        print(found.text(), f"in {time.perf_counter() - began:.0f} s", sep="\n")
+        echo(found.text(), f"in {time.perf_counter() - began:.0f} s", sep="\n")
         if not found.is_equal:
             name_root_cause("error: the layout differs from one rank; rank 0 has said where")
         return EXIT_OK if found.is_equal else EXIT_UNEXPECTED
     pair = tiny_pair(config, world_size_of(config.parallel, args.world_size))
-    print(f"{changed(pair.many.model)}\n{pair.world_size} ranks against one, {changed(pair.many.parallel)}", flush=True)
+    echo(f"{changed(pair.many.model)}\n{pair.world_size} ranks against one, {changed(pair.many.parallel)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
+        checks = check_one_rank(pair.one, Path(folder) / "checks")
+        echo(text(checks), flush=True)
         verdict = verify(pair, Path(folder))
-    print(verdict.text(), f"in {time.perf_counter() - began:.0f} s", sep="\n")
-    return EXIT_OK if verdict.is_equal else EXIT_UNEXPECTED
+    echo(verdict.text(), f"in {time.perf_counter() - began:.0f} s", sep="\n")
+    is_right = verdict.is_equal and not any(check.wrong for check in checks.values())
+    return EXIT_OK if is_right else EXIT_UNEXPECTED
 
 
 if __name__ == "__main__":

@@ -95,7 +95,8 @@ def bench_dit7b_8k_1gpu() -> run.Partial:
     """
     recipe = _measured("bench_dit7b_8k_1gpu", dit_cross_7b(), CLIP_8K)
     recipe.training.global_batch_size = 16
-    recipe.training.recompute, recipe.training.ema_offload = "full", True
+    recipe.training.recompute = "full"
+    recipe.training.ema_decay, recipe.training.ema_offload = 0.9999, True
     recipe.optimizer.offload = True
     recipe.parallel = run.Config(ParallelConfig, data_parallel="ddp")
     return recipe

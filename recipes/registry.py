@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from dit.terminal import echo
+
 FOLDER = Path(__file__).parent
 README = FOLDER / "README.md"
 TRAINING_FUNCTION = "pretrain"
@@ -176,7 +178,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if parser.parse_args(argv).write:
         README.write_text(page(), encoding="utf-8")
     else:
-        sys.stdout.write(page())
+        echo(page(), end="")
     return 0
 
 

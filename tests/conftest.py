@@ -1,6 +1,8 @@
 """Fixtures shared by the CPU tests: one Megatron-Core world of a single rank, and models built on it."""
 
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +12,29 @@ from dit.models.base import Backbone, ModelConfig
 from dit.models.registry import build_backbone
 from dit.verify.ranks import FORKS
 from tests.left_out import pytest_deselected, pytest_terminal_summary, pytest_testnodedown  # noqa: F401
+from tests.support.repository import REPOSITORY, outputs
 
 FORKS.set_forkserver_preload(["tests.preload"])
 
 BuildModel = Callable[..., Backbone]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _session_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Run fixtures of modules in a temporary folder; fail if the clone has new outputs at the end."""
+    before = outputs(REPOSITORY)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("session"))
+        patch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)
+        yield
+    new = sorted(outputs(REPOSITORY) - before)
+    assert not new, f"{new} appeared in {REPOSITORY} during the tests: a test wrote there, or a command of yours"
+
+
+@pytest.fixture(autouse=True)
+def _working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run each test in its own folder: relative paths such as `data/letters` do not reach the clone."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="session")

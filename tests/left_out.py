@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 LEFT_OUT = pytest.StashKey[int]()
-MESSAGE = "{} tests were left out by their mark: `make test-parallel` and `make test-faults` run the long ones"
+MESSAGE = "{} tests were left out by their mark: `make test-parallel`, `test-faults` and `test-slurm` run the long ones"
 
 
 def pytest_deselected(items: Sequence[pytest.Item]) -> None:

@@ -17,10 +17,12 @@ FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT 
 
 # What each part may import besides itself. Imports go one way: the table has no cycle.
 MAY_IMPORT = {
-    "dit.errors": set(),
+    "dit.terminal": set(),
+    "dit.errors": {"dit.terminal"},
     "dit.philox": set(),
     "dit.heap": set(),
     "dit.durable_files": {"dit.errors"},
+    "dit.safe_files": {"dit.errors"},
     "dit.config_record": {"dit.errors"},
     "dit.ranges": {"dit.errors"},
     "dit.patchify": {"dit.errors"},
@@ -39,11 +41,11 @@ MAY_IMPORT = {
     },
     "dit.sampling": {
         *("dit.errors", "dit.philox", "dit.layout", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives"),
-        *("dit.conditions", "dit.media"),
+        *("dit.conditions", "dit.durable_files", "dit.safe_files", "dit.media"),
     },
     "dit.kernels": {"dit.errors", "dit.layout"},
     "dit.context_parallel": {"dit.errors", "dit.layout", "dit.joint_layout", "dit.batch", "dit.kernels"},
-    "dit.backends": {"dit.errors", "dit.philox", "dit.kernels"},
+    "dit.backends": {"dit.errors", "dit.safe_files", "dit.philox", "dit.kernels"},
     "dit.layers": {
         "dit.errors",
         "dit.philox",
@@ -78,15 +80,17 @@ MAY_IMPORT = {
     "dit.optimizer": {"dit.errors", "dit.ranges", "dit.settings", "dit.kernels", "dit.backends", "dit.parallel"},
     "dit.run_config": {
         *("dit.errors", "dit.settings", "dit.config_record", "dit.condition_table", "dit.data_api", "dit.objectives"),
-        *("dit.kernels", "dit.backends", "dit.models", "dit.parallel", "dit.optimizer"),
+        *("dit.kernels", "dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.ranges"),
     },
     "dit.encoders": {
         *("dit.errors", "dit.backends", "dit.conditions", "dit.condition_table", "dit.layout", "dit.batch"),
-        *("dit.data_api", "dit.patchify"),
+        *("dit.safe_files", "dit.data_api", "dit.patchify"),
     },
-    "dit.evaluation": {"dit.errors", "dit.backends", "dit.convert", "dit.encoders"},
+    "dit.evaluation": {"dit.errors", "dit.safe_files", "dit.backends", "dit.convert", "dit.encoders"},
     "dit.convert": {
         "dit.errors",
+        "dit.ranges",
+        "dit.safe_files",
         "dit.layout",
         "dit.batch",
         "dit.patchify",
@@ -95,13 +99,14 @@ MAY_IMPORT = {
         "dit.models",
     },
     "dit.checkpoint": {
-        *("dit.errors", "dit.settings", "dit.durable_files", "dit.config_record", "dit.data_api"),
-        *("dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.run_config", "dit.convert"),
+        *("dit.errors", "dit.ranges", "dit.settings", "dit.durable_files", "dit.safe_files", "dit.config_record"),
+        *("dit.data_api", "dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.run_config"),
+        *("dit.convert", "dit.terminal"),
     },
     "dit.monitoring": {
-        *("dit.errors", "dit.settings", "dit.durable_files", "dit.layout", "dit.kernels", "dit.backends"),
-        *("dit.layers", "dit.models", "dit.parallel", "dit.run_config", "dit.checkpoint", "dit.patchify"),
-        *("dit.tracing", "dit.ranges", "dit.media"),
+        *("dit.errors", "dit.settings", "dit.durable_files", "dit.safe_files", "dit.terminal", "dit.layout"),
+        *("dit.kernels", "dit.backends", "dit.layers", "dit.models", "dit.parallel", "dit.run_config"),
+        *("dit.checkpoint", "dit.patchify", "dit.tracing", "dit.ranges", "dit.media", "dit.data_api"),
     },
     "dit.inference": {
         *("dit.errors", "dit.settings", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives", "dit.sampling"),
@@ -109,7 +114,15 @@ MAY_IMPORT = {
         *("dit.conditions", "dit.condition_table", "dit.resize"),
     },
     "dit.training": {
-        *("dit.errors", "dit.ranges", "dit.settings", "dit.durable_files", "dit.config_record", "dit.layout"),
+        *(
+            "dit.errors",
+            "dit.ranges",
+            "dit.settings",
+            "dit.durable_files",
+            "dit.safe_files",
+            "dit.config_record",
+            "dit.layout",
+        ),
         *("dit.batch", "dit.patchify", "dit.data_api", "dit.objectives", "dit.kernels", "dit.context_parallel"),
         *("dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.checkpoint"),
         *("dit.run_config", "dit.monitoring", "dit.inference", "dit.conditions", "dit.condition_table"),
@@ -118,7 +131,7 @@ MAY_IMPORT = {
     "dit.verify": {
         *("dit.errors", "dit.settings", "dit.batch", "dit.data_api", "dit.objectives", "dit.context_parallel"),
         *("dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.monitoring", "dit.training"),
-        "dit.patchify",
+        *("dit.patchify", "dit.layout", "dit.conditions", "dit.convert"),
     },
     # Above training: it traces the step that training makes.
     "dit.planner": {
@@ -128,6 +141,8 @@ MAY_IMPORT = {
     "energon_data": {
         "dit.errors",
         "dit.durable_files",
+        "dit.safe_files",
+        "dit.terminal",
         "dit.heap",
         "dit.media",
         "dit.ranges",
@@ -384,7 +399,7 @@ def test_importing_defines_names_and_does_nothing_else():
 def test_importing_a_package_imports_nothing_heavy(module: str):
     heavy = {"torch", "megatron", "numpy", "nemo_run", "wandb"}
     program = f"import sys, {module}; print(*sorted({heavy} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
 
 

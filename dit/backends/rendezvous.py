@@ -17,6 +17,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from dit.safe_files import parse_json
+
 ATTEMPT = "dit/attempt"
 LOOK_S = 0.5
 
@@ -58,7 +60,7 @@ def _follow(store: dist.Store, rank: int, timeout_s: float) -> str:
             store.wait([f"dit/{named}/go"], timedelta(seconds=LOOK_S))
         except dist.DistStoreError:
             continue
-        nonces = json.loads(store.get(f"dit/{named}/go"))
+        nonces = parse_json(store.get(f"dit/{named}/go"))
         if rank <= len(nonces) and nonces[rank - 1] == nonce:  # an attempt that is over may have had fewer ranks
             return named
         time.sleep(LOOK_S / 10)  # an attempt that is over; rank 0 has not begun the next one

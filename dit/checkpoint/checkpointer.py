@@ -35,6 +35,7 @@ from dit.checkpoint.verify_together import newest_valid_together, on_first_rank
 from dit.data_api import check_resumed_streams, merge_states
 from dit.errors import CheckpointError, ConfigError, DataError, on_a_screen
 from dit.run_config import RunConfig
+from dit.safe_files import read_torch
 
 logger = logging.getLogger(__name__)
 
@@ -261,7 +262,7 @@ def read_loader_state(folder: Path) -> dict[str, Any]:
     parts = []
     for path in sorted((folder / "loader").glob("dp_*.pt")):
         try:
-            parts.append(torch.load(path, weights_only=True))
+            parts.append(read_torch(path))
         except (OSError, ValueError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{path} cannot be read: {str(error).splitlines()[0]}; {CURE}") from error
     if not parts:

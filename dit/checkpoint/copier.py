@@ -5,7 +5,6 @@ run makes it again.
 """
 
 import json
-import logging
 import os
 import select
 import socket
@@ -15,12 +14,12 @@ import time
 from contextlib import suppress
 from typing import Any
 
-import yaml
-
 from dit.checkpoint.remote import Owner, RemoteStore, copy_all
 from dit.checkpoint.store import CheckpointStore
 from dit.errors import CheckpointError
+from dit.safe_files import parse_json, parse_yaml
 from dit.settings import CheckpointConfig
+from dit.terminal import log_to_stderr
 
 ATTEMPTS, FIRST_WAIT_S = 3, 2.0
 """A copy that fails is tried again, after a wait that doubles."""
@@ -67,12 +66,12 @@ def end_with(control: socket.socket) -> None:
 def main() -> None:
     """Execute orders until the training process closes its end, or is gone."""
     control, root = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
-    config, owner = CheckpointConfig(**json.loads(sys.argv[3])), Owner(**yaml.safe_load(sys.argv[4]))
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    config, owner = CheckpointConfig(**parse_json(sys.argv[3])), Owner(**parse_yaml(sys.argv[4]))
+    log_to_stderr()
     threading.Thread(target=end_with, args=(control,), daemon=True).start()
     with suppress(OSError), control.makefile("rb") as orders:
         for line in orders:
-            control.sendall((json.dumps(execute(json.loads(line), root, config, owner)) + "\n").encode())
+            control.sendall((json.dumps(execute(parse_json(line), root, config, owner)) + "\n").encode())
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from dit.errors import CheckpointError
+from dit.safe_files import parse_json
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
@@ -90,7 +91,7 @@ class HelperProcess:
         *lines, self._replies = self._replies.split(b"\n")
         if gone and not lines:
             raise CheckpointError(self.ended())
-        return [json.loads(line) for line in lines]
+        return [parse_json(line) for line in lines]
 
     def ended(self) -> str:
         """Wait until the process has ended, and say how."""

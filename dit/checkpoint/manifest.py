@@ -5,7 +5,6 @@ in any file, the manifest included, is detected before anything is loaded.
 """
 
 import hashlib
-import json
 import os
 import re
 import stat
@@ -13,11 +12,12 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Optional
 
-from dit.durable_files import read_regular, strict_json
+from dit.durable_files import strict_json
 from dit.errors import CheckpointError, ConfigError
+from dit.safe_files import parse_json, read_bytes
 
 MANIFEST = "manifest.json"
 FORMAT = 1
@@ -28,6 +28,7 @@ RUN = "run"
 DATA = "data"
 """Entry of the metadata: identity of the data, see `DataConfig.identity`."""
 CHUNK_BYTES = 1 << 20
+MOST_FILES = 100_000  # a checkpoint has two of each rank
 HASH_THREADS = 8  # hashlib releases the GIL; one core hashes 1-2 GiB/s
 NUM_DIFFERENCES = 5  # differences listed in a message; the others are counted
 CURE = "delete or restore the folder; an older valid checkpoint is used if there is one"
@@ -106,8 +107,17 @@ class Manifest:
 
     @property
     def base(self) -> Optional[Mapping[str, str]]:
-        """The checkpoint that has the other weights, where this one has adapters alone; None for a full model."""
-        return self.meta.get(BASE)
+        """The checkpoint that has the other weights, where this one has adapters alone; None for a full model.
+
+        Raises:
+            CheckpointError: the entry is no such record.
+        """
+        base = self.meta.get(BASE)
+        if base is None:
+            return None
+        if not isinstance(base, dict) or not all(isinstance(base.get(name), str) for name in ("folder", "digest")):
+            raise CheckpointError(f"the manifest of step {self.step} names no checkpoint as its base: {base!r}; {CURE}")
+        return base
 
     def to_text(self) -> str:
         """Return the canonical text of this manifest, with its own digest."""
@@ -128,13 +138,15 @@ class Manifest:
         Raises:
             ValueError: the text is not equal, to the byte, to that of `to_text`.
         """
-        raw = json.loads(text)
+        raw = parse_json(text)
         try:
             found_format = raw["format"]
             files = {name: FileRecord(int(size), str(digest)) for name, (size, digest) in raw["files"].items()}
             manifest = cls(step=int(raw["step"]), files=files, meta=dict(raw["meta"]), created=raw["created"])
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"field missing or of a wrong kind ({error!r})") from error
+        if len(files) > MOST_FILES:
+            raise ValueError(f"it lists {len(files):,} files, at most {MOST_FILES:,}")
         if found_format != FORMAT:
             raise ValueError(f"format {found_format!r}, this version reads {FORMAT}")
         if manifest.to_text() != text:
@@ -277,10 +289,10 @@ def read_manifest(folder: Path) -> Manifest:
     if folder.is_symlink() or path.is_symlink():
         raise CheckpointError(f"{folder} or its {MANIFEST} is a link, refused in a checkpoint; give the real folder")
     try:
-        manifest = Manifest.from_text(read_regular(path).decode())
+        manifest = Manifest.from_text(read_bytes(path).decode())
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing, the checkpoint was never finished; {CURE}") from error
-    except (OSError, ValueError, RecursionError) as error:  # UnicodeDecodeError and JSONDecodeError are ValueErrors
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {error}; {CURE}") from error
     promised = step_of_folder(folder.name)
     if promised is not None and promised != manifest.step:
@@ -300,8 +312,7 @@ def verify_folder(folder: Path, *, hashes: bool = True, share: tuple[int, int] =
     """
     manifest = read_manifest(folder)
     for name in manifest.files:
-        parts = PurePosixPath(name).parts
-        if not parts or name.startswith("/") or ".." in parts or str(PurePosixPath(name)) != name:
+        if any(part in ("", ".", "..") for part in name.split("/")):
             raise CheckpointError(f"{folder / MANIFEST} lists {name!r}, a path outside the checkpoint; {CURE}")
     try:
         present = set(tree_files(folder)) - {MANIFEST}

@@ -1,6 +1,5 @@
 """The records in a checkpoint that sampling and other runs read: the settings, and what else sampling needs."""
 
-import json
 import math
 import reprlib
 from collections.abc import Callable, Iterator, Sequence
@@ -8,11 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from dit.checkpoint.manifest import CURE
-from dit.durable_files import read_regular
 from dit.errors import CheckpointError, UserError
+from dit.ranges import MOST_POSITIONS
+from dit.safe_files import read_json, read_yaml
 
 CONFIG_FILE = "config.yaml"
 METADATA_FILE = "facts.json"
@@ -41,7 +39,8 @@ def read_record(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is missing or is no such record.
     """
-    return _read_table(folder / CONFIG_FILE, yaml.safe_load, ("model", "objective", "training", "sampling"))
+    record = read_yaml(folder / CONFIG_FILE, CheckpointError, CURE)
+    return _checked(folder / CONFIG_FILE, record, ("model", "objective", "training", "sampling"))
 
 
 def read_metadata(folder: Path) -> dict[str, Any]:
@@ -50,7 +49,8 @@ def read_metadata(folder: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is missing or is no such record.
     """
-    table = _read_table(folder / METADATA_FILE, json.loads, ("class_names", "latent_size"))
+    record = read_json(folder / METADATA_FILE, CheckpointError, CURE)
+    table = _checked(folder / METADATA_FILE, record, ("class_names", "latent_size"))
     for name, (is_sound, kind) in _METADATA.items():
         if table.get(name) is not None and not is_sound(table[name]):
             raise CheckpointError(f"{folder / METADATA_FILE}: {name}={reprlib.repr(table[name])} is no {kind}; {CURE}")
@@ -58,7 +58,9 @@ def read_metadata(folder: Path) -> dict[str, Any]:
 
 
 def _is_size(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 3 and all(type(n) is int and 0 < n < 2**31 for n in value)
+    if not isinstance(value, list) or len(value) != 3 or not all(type(n) is int and n > 0 for n in value):
+        return False
+    return math.prod(value) <= MOST_POSITIONS
 
 
 def _is_texts(value: object) -> bool:
@@ -66,7 +68,7 @@ def _is_texts(value: object) -> bool:
 
 
 _METADATA: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "latent_size": (_is_size, "list of three sizes"),
+    "latent_size": (_is_size, f"list of three sizes with a product of at most {MOST_POSITIONS:,}"),
     "class_names": (_is_texts, "list of names"),
     "attributions": (_is_texts, "list of lines"),
     "text_encoder": (lambda value: isinstance(value, str), "name"),
@@ -76,12 +78,8 @@ _METADATA: dict[str, tuple[Callable[[Any], bool], str]] = {
 """What entries of the metadata have to be, where they are not None."""
 
 
-def _read_table(path: Path, parse: Callable[[str], Any], required: Sequence[str]) -> dict[str, Any]:
-    try:
-        table = parse(read_regular(path).decode())
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}; {CURE}") from error
-    missing = [name for name in required if not isinstance(table, dict) or name not in table]
+def _checked(path: Path, record: Any, required: Sequence[str]) -> dict[str, Any]:
+    missing = [name for name in required if not isinstance(record, dict) or name not in record]
     if missing:
         raise CheckpointError(f"{path} has no {', '.join(missing)}; {CURE}")
-    return table
+    return dict(record)

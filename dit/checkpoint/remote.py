@@ -10,6 +10,7 @@ region and endpoint are those of the protocol's own client: for `s3`, AWS_ACCESS
 like. This module needs no torch.
 """
 
+import errno
 import logging
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -25,6 +26,7 @@ from dit.checkpoint.reader_lock import being_read
 from dit.checkpoint.records import CONFIG_FILE, usable
 from dit.checkpoint.store import CheckpointStore
 from dit.errors import CheckpointError
+from dit.safe_files import LONGEST_FILE, parse_yaml, read_bytes
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -149,7 +151,7 @@ class RemoteStore:
         found = {}
         for step in self.steps():
             with suppress(FileNotFoundError):
-                text = self._try(partial(self._files.cat_file, self._path(step, MANIFEST)))
+                text = self._try(partial(self._read, self._path(step, MANIFEST)))
                 try:
                     manifest = Manifest.from_text(text.decode())
                 except ValueError as error:
@@ -169,7 +171,7 @@ class RemoteStore:
             CheckpointError: the folder was deleted, changed, or the store cannot be written.
         """
         with being_read(folder):
-            text = (folder / MANIFEST).read_bytes()
+            text = read_bytes(folder / MANIFEST)
             manifest = Manifest.from_text(text.decode())
             names = set(tree_files(folder)) - {MANIFEST}
             if names != manifest.files.keys():
@@ -192,10 +194,16 @@ class RemoteStore:
         manifest = self.manifests().get(step)
         if manifest is None:
             raise CheckpointError(f"{self.address}/{_folder(step)} is not complete")
-        for name in manifest.files:
+        for name, record in manifest.files.items():
             target = folder / name
             if folder.resolve() not in target.resolve().parents:
                 raise CheckpointError(f"{self.address}/{_folder(step)} lists {name!r}, a path outside the checkpoint")
+            about = self._try(partial(self._files.info, self._path(step, name)))
+            if about["type"] != "file" or about["size"] != record.size_bytes:
+                raise CheckpointError(
+                    f"{self.address}/{_folder(step)}/{name} is a {about['type']} of {about['size']} bytes, its "
+                    f"{MANIFEST} says {record.size_bytes}; copy the checkpoint again"
+                )
             target.parent.mkdir(parents=True, exist_ok=True)
             self._try(partial(self._files.get_file, self._path(step, name), str(target)))
 
@@ -217,11 +225,23 @@ class RemoteStore:
             FileNotFoundError: there is no such object.
             CheckpointError: it cannot be read.
         """
-        text = self._try(partial(self._files.cat_file, f"{self._root}/{name}"))
+        text = self._try(partial(self._read, f"{self._root}/{name}"))
         try:
-            return yaml.safe_load(text.decode())
-        except (ValueError, RecursionError, yaml.YAMLError) as error:
+            return parse_yaml(text)
+        except ValueError as error:
             raise CheckpointError(f"{self.address}/{name} is damaged: {error}") from error
+
+    def _read(self, path: str) -> bytes:
+        """Read an object; one that is longer than `LONGEST_FILE` is cut off there, so that it is damaged."""
+        if self.address.startswith("file://") and not Path(path).is_file():  # a pipe would block
+            raise FileNotFoundError(path)
+        try:
+            data: bytes = self._files.cat_file(path, start=0, end=LONGEST_FILE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return b""  # S3 refuses a range of an empty object
+        return data
 
     def _path(self, step: int, name: str = "") -> str:
         return f"{self._root}/{_folder(step)}/{name}".rstrip("/")

@@ -18,9 +18,9 @@ from dit.checkpoint.records import usable
 from dit.checkpoint.remote import OWNER, Owner, RemoteStore, fetch_newer
 from dit.checkpoint.resume_check import Change, changes
 from dit.checkpoint.store import CheckpointStore
-from dit.durable_files import read_regular
 from dit.errors import CheckpointError, ConfigError
 from dit.run_config import RunConfig
+from dit.safe_files import read_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def _is_same_folder(change: Change) -> bool:
 def _stored_id(store: CheckpointStore) -> Optional[str]:
     """Return the id in the run folder, else that in its newest checkpoint."""
     with suppress(OSError):
-        if run := read_regular(store.root.parent / RUN_FILE).decode(errors="replace").strip():
+        if run := read_bytes(store.root.parent / RUN_FILE, follow=False).decode(errors="replace").strip():
             return run
     manifests = store.complete()
     return manifests[max(manifests)].run if manifests else None

@@ -12,6 +12,7 @@ import hashlib
 import json
 import math
 import os
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,12 +24,15 @@ from torch import Tensor
 
 from dit.checkpoint.boxes import Box
 from dit.checkpoint.manifest import CURE, FileRecord
-from dit.durable_files import read_regular, write_all, write_atomic
+from dit.durable_files import write_all, write_atomic
 from dit.errors import CheckpointError
+from dit.safe_files import parse_json, read_bytes
 
 INDEX = "state.json"
 FORMAT = 2  # 1 was Megatron-Core's `torch_dist`
 STAGING_BYTES = 64 << 20  # copied from a device to the host at a time
+LONGEST_INDEX = 1 << 30  # bytes; a box takes about 100
+MOST_PAIRS = 1 << 21  # of boxes of one tensor that are compared; comparing as many takes seconds
 ITEM_BYTES = 4  # all state is float32
 
 Boxes = Mapping[str, Sequence[Box]]
@@ -174,18 +178,32 @@ def _finite(value: object) -> float:
 def _check_complete(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
     """Check that boxes cover a tensor exactly: inside it, without overlap, and with all elements."""
     full = Box.of(shape)
-    ordered = sorted(boxes, key=lambda box: box.offsets)
-    for i, box in enumerate(ordered):
+    for box in boxes:
         if len(box.sizes) != len(shape) or min(box.sizes, default=1) < 1 or box.overlap(full) != box:
             raise CheckpointError(f"{name} of shape {list(shape)} has a box outside of it: {box}; {CURE}")
-        for other in ordered[i + 1 :]:
-            if shape and other.offsets[0] >= box.offsets[0] + box.sizes[0]:
-                break  # sorted by the first dimension: no later one can overlap
-            if box.overlap(other):
+    scalars = boxes, [len(boxes)] * len(boxes)  # all boxes of a tensor without dimensions are the same
+    ordered, ends = min((_sweep(boxes, dim) for dim in range(len(shape))), key=_num_pairs, default=scalars)
+    if _num_pairs((ordered, ends)) > MOST_PAIRS:
+        raise CheckpointError(f"{name} of shape {list(shape)} has {len(boxes)} boxes, too many side by side; {CURE}")
+    for i, box in enumerate(ordered):
+        for j in range(i + 1, ends[i]):
+            if box.overlap(other := ordered[j]):
                 raise CheckpointError(f"{name} of shape {list(shape)} is stored twice in part: {box}, {other}; {CURE}")
-    stored = sum(box.numel for box in ordered)
+    stored = sum(box.numel for box in boxes)
     if stored != math.prod(shape):
         raise CheckpointError(f"{name} has {math.prod(shape)} elements, {stored} of them are stored; {CURE}")
+
+
+def _sweep(boxes: Sequence[Box], dim: int) -> tuple[Sequence[Box], list[int]]:
+    """Return the boxes in the order of a dimension, and for each the index of the first one that begins after it."""
+    ordered = sorted(boxes, key=lambda box: box.offsets[dim])
+    starts = [box.offsets[dim] for box in ordered]
+    return ordered, [bisect_left(starts, box.offsets[dim] + box.sizes[dim]) for box in ordered]
+
+
+def _num_pairs(sweep: tuple[Sequence[Box], list[int]]) -> int:
+    """Return the pairs of boxes that share an index of the dimension."""
+    return sum(end - i - 1 for i, end in enumerate(sweep[1]))
 
 
 class StateReader:
@@ -208,7 +226,7 @@ class StateReader:
                 f"checkpoints with: python -m launch.convert_checkpoints {folder.parent.parent}"
             )
         try:
-            body = json.loads(read_regular(folder / INDEX))
+            body = parse_json(read_bytes(folder / INDEX, LONGEST_INDEX))
             if body["format"] != FORMAT:
                 raise CheckpointError(f"{folder / INDEX} is of format {body['format']!r}, this version reads {FORMAT}")
             self.scalars: dict[str, float] = {str(name): _finite(value) for name, value in body["scalars"].items()}
@@ -217,7 +235,7 @@ class StateReader:
                 name: [(_plain(file), Box(tuple(map(int, o)), tuple(map(int, s)))) for file, o, s in entry["boxes"]]
                 for name, entry in body["tensors"].items()
             }
-        except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        except (OSError, KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, CheckpointError):
                 raise
             raise CheckpointError(f"{folder / INDEX} cannot be read: {error!r}; {CURE}") from error

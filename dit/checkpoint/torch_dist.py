@@ -20,6 +20,7 @@ from dit.checkpoint.sharded_state import ADAM_STEP
 from dit.checkpoint.state_files import INDEX, write_full_state
 from dit.checkpoint.store import CheckpointStore
 from dit.errors import CheckpointError
+from dit.safe_files import open_binary, read_torch
 from dit.settings import CheckpointConfig
 
 METADATA, COMMON = ".metadata", "common.pt"
@@ -79,7 +80,7 @@ def read_metadata(folder: Path) -> Metadata:
     """
     path = folder / METADATA
     try:
-        with path.open("rb") as file:
+        with open_binary(path) as file:
             metadata = _KnownClasses(file).load()
         files = {info.relative_path for info in metadata.storage_data.values()}
         if not all(Path(name).name == name for name in files):
@@ -134,5 +135,5 @@ def _tensors(reader: _Reader, shapes: dict[str, tuple[int, ...]]) -> Iterator[Te
 
 
 def _scalars(folder: Path) -> dict[str, int]:
-    common = torch.load(folder / COMMON, weights_only=True) if (folder / COMMON).exists() else {}
+    common = read_torch(folder / COMMON) if (folder / COMMON).exists() else {}
     return {ADAM_STEP: int(common[ADAM_STEP])} if ADAM_STEP in common else {}

@@ -22,7 +22,6 @@ attempt waits for the lock of the run folder, which the writer of rank 0 has inh
 
 import hashlib
 import json
-import logging
 import mmap
 import os
 import select
@@ -38,9 +37,11 @@ from typing import Any, Optional
 
 from dit.checkpoint.manifest import FileRecord
 from dit.checkpoint.store import CheckpointStore
-from dit.durable_files import read_regular, write_all
+from dit.durable_files import write_all, write_atomic
 from dit.errors import CheckpointError
+from dit.safe_files import parse_json, read_bytes
 from dit.settings import CheckpointConfig
+from dit.terminal import log_to_stderr
 
 ORDER = "order"
 CHUNK_BYTES = 4 << 20
@@ -112,8 +113,8 @@ class Writer:
         step = order["step"]
         folder = self.store.begin(step)
         with self.store.writing(step):
-            _leave(folder / ORDER, order["token"])
-            meta = json.loads(self._staged(*order["meta"]).tobytes())
+            write_atomic(folder / ORDER, order["token"], flush=False)
+            meta = parse_json(self._staged(*order["meta"]).tobytes())
             records = dict(self._write(folder, order))
             records |= self._parts(folder, order)
             for name in (ORDER, *map(part_file, range(1, self.settings.world_size))):
@@ -127,7 +128,7 @@ class Writer:
         while missing:
             present = set(os.listdir(folder))
             for rank in sorted(rank for rank in missing if part_file(rank) in present):
-                note = json.loads(read_regular(folder / part_file(rank)))
+                note = parse_json(read_bytes(folder / part_file(rank)))
                 if note["token"] != order["token"]:
                     continue
                 if note["error"] is not None:
@@ -161,7 +162,7 @@ class Writer:
                 "earlier checkpoints are intact"
             )
         with suppress(FileNotFoundError):  # the folder, if rank 0 has given up
-            _leave(folder / part_file(rank), json.dumps(note))
+            write_atomic(folder / part_file(rank), json.dumps(note), flush=False)
         if note["error"] is not None:
             raise CheckpointError(note["error"])
 
@@ -218,31 +219,24 @@ class Writer:
         return memoryview(self._mapped)[start : start + size]
 
 
-def _leave(path: Path, text: str) -> None:
-    """Leave a note that a reader finds in full or not at all; it need not survive a crash."""
-    part = path.with_name(f".{path.name}.new")
-    part.write_text(text)
-    os.rename(part, path)
-
-
 def _is_ordered(folder: Path, token: str) -> bool:
     try:
-        return read_regular(folder / ORDER).decode() == token
+        return read_bytes(folder / ORDER).decode() == token
     except OSError:
         return False
 
 
 def main() -> None:
     """Execute orders until the training process closes its end, or is gone."""
-    control, memory, settings = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), json.loads(sys.argv[3])
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    control, memory, settings = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), parse_json(sys.argv[3])
+    log_to_stderr()
     writer = Writer(Settings(**settings), control, memory)
     # A reset: it ended before it had read all replies.
     with suppress(ConnectionResetError), control, control.makefile("rb") as orders:
         for line in orders:
             if not line.endswith(b"\n"):
                 return  # cut off by the end of the training process
-            reply = json.dumps(writer.execute(json.loads(line))) + "\n"
+            reply = json.dumps(writer.execute(parse_json(line))) + "\n"
             with suppress(OSError):  # finish what was ordered, also if nobody listens
                 control.sendall(reply.encode())
 

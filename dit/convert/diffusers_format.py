@@ -1,6 +1,7 @@
 """What is common to the model classes of diffusers: settings on both sides, the rules between the weights."""
 
 import importlib
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -8,9 +9,10 @@ from typing import Any, Generic, Optional, TypeVar
 
 from dit.convert import DIFFUSERS
 from dit.convert.rules import RuleBook, Shape
-from dit.errors import ConfigError
+from dit.errors import ConfigError, UserError
 from dit.models.base import ModelConfig
 from dit.objectives.base import Objective
+from dit.ranges import MOST_POSITIONS
 
 VERSION = "0.38.0"
 """The release of diffusers that exports are compared with."""
@@ -42,6 +44,13 @@ class TrainedModel:
     text_encoder: Optional[str] = None
     fps: Optional[float] = None
     notes: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if math.prod(self.latent_size) > MOST_POSITIONS:
+            raise ConfigError(
+                f"latents of {' x '.join(map(str, self.latent_size))} (frames x height x width) have more than "
+                f"{MOST_POSITIONS:,} positions; correct sample_size in config.json"
+            )
 
 
 class DiffusersFormat(ABC, Generic[Model]):
@@ -117,7 +126,14 @@ class DiffusersFormat(ABC, Generic[Model]):
             raise ConfigError(
                 f"{self.class_name} with settings that {self.config_class.__name__} cannot follow; {faults}"
             )
-        return self.read(complete)
+        try:
+            return self.read(complete)
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            if isinstance(error, UserError):
+                raise
+            raise ConfigError(
+                f"config.json of {self.class_name} has a setting that cannot be used: {error!r:.200}; fetch it again"
+            ) from error
 
     def write_settings(self, model: Model, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         """Return a complete `config.json` and the notes of `write`."""

@@ -6,7 +6,6 @@ its own way. The values may be a stranger's: they only fill the fields of known 
 """
 
 import importlib
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from typing import Any, Literal, Optional, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -16,6 +15,7 @@ from dit.errors import ConfigError
 from dit.models.base import ModelConfig
 from dit.objectives import OBJECTIVES
 from dit.objectives.base import Objective
+from dit.safe_files import parse_json
 
 METADATA_KEY = "megatron_dit"
 CONFIG_KEY = f"_{METADATA_KEY}"  # diffusers passes over keys that start so
@@ -82,8 +82,8 @@ def read_json_record(text: str, model_class: type[ModelConfig]) -> TrainedModel:
         ConfigError: it is not JSON, or as in `from_record`.
     """
     try:
-        record = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        record = parse_json(text)
+    except ValueError as error:
         raise ConfigError(f"the record in the file's metadata is not JSON: {error}; export the run again") from error
     return from_record(record, model_class)
 

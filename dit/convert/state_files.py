@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from dit import safe_files
 from dit.errors import ConfigError
 
 CONFIG = "config.json"
@@ -37,6 +38,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     if path.suffix not in (".safetensors", *PICKLES):
         raise ConfigError(f"{path} is no file of weights that is read; use .safetensors, {', '.join(PICKLES)}")
     try:
+        safe_files.check_regular(path)
         loaded = load_file(path) if path.suffix == ".safetensors" else _read_pickle(path)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -64,7 +66,7 @@ def _read_pickle(path: Path) -> Any:
     # The published training script stores its command line with the weights: a Namespace of plain values.
     with torch.serialization.safe_globals([argparse.Namespace]):
         try:
-            return torch.load(path, map_location="cpu", weights_only=True)
+            return safe_files.read_torch(path)
         except OSError:
             raise
         except Exception as error:  # a damaged or hostile pickle fails in any way it likes
@@ -82,12 +84,7 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file is missing or holds something else.
     """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; give a folder in the diffusers layout") from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON: {error}") from error
+    value = safe_files.read_json(path, ConfigError, "give a folder in the diffusers layout")
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds a {type(value).__name__}, not settings by name")
     return value

@@ -22,6 +22,7 @@ from dit.encoders.pretrained import load_network, load_without_code
 from dit.encoders.text_config import ENCODERS, TextEncoderConfig, check_text_encoder, source_of
 from dit.encoders.vae import DTYPES, Precision
 from dit.errors import ConfigError
+from dit.safe_files import read_bytes
 
 MAX_BATCH_TOKENS = 4096
 END = 256
@@ -125,7 +126,7 @@ def _check_weights(name: str) -> None:
     if name not in ENCODERS:
         return
     folder, expected = ENCODERS[name].folder, ENCODERS[name].sha256
-    found = hashlib.sha256((folder / "model.safetensors").read_bytes()).hexdigest()
+    found = hashlib.sha256(read_bytes(folder / "model.safetensors", 1 << 30)).hexdigest()
     if found != expected:
         raise ConfigError(
             f"the weights of text encoder {name!r} in {folder} have SHA-256 {found[:12]}, not {expected[:12]}; "

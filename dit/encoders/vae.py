@@ -5,7 +5,7 @@ What an autoencoder does to sizes and numbers stands in its `config.json`; `Geom
     pixels [3, T, H, W] in [-1, 1]  -- encoder, posterior mean -->  z  -- (z - mean) / std -->  latent [C, t, h, w]
 """
 
-import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +18,7 @@ from torch import Tensor
 from dit.encoders.batching import in_batches
 from dit.encoders.pretrained import check_hub, load_network
 from dit.errors import ConfigError
+from dit.safe_files import parse_json, read_bytes
 
 Precision = Literal["fp32", "bf16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -64,13 +65,28 @@ class Geometry:
         """Interpret the content of `config.json`; fields that it leaves out have diffusers' defaults.
 
         Raises:
-            ConfigError: the class is none of `KINDS`.
+            ConfigError: the class is none of `KINDS`, or an entry cannot be used.
         """
-        kind = config.get("_class_name")
+        try:
+            geometry = cls._of(config, name)
+        except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"the config.json of {name} has an entry that cannot be used: {error!r}") from error
+        if not all(map(math.isfinite, (*geometry.mean, *geometry.std))):
+            raise ConfigError(f"the config.json of {name} has a scale or a shift that is not finite")
+        if not all(1 <= size <= 2**16 for size in (geometry.channels, geometry.time, geometry.space)):
+            raise ConfigError(f"the config.json of {name} describes no autoencoder: its sizes must be 1 to 65,536")
+        return geometry
+
+    @classmethod
+    def _of(cls, config: dict[str, Any], name: str) -> "Geometry":
+        kind = str(config.get("_class_name"))
         if kind not in KINDS:
-            what = "has no _class_name in its config.json" if kind is None else f"is a {kind}"
+            missing = config.get("_class_name") is None
+            what = "has no _class_name in its config.json" if missing else f"is a {kind}"
             raise ConfigError(f"{name} {what}; autoencoders of the classes {', '.join(KINDS)} are read")
-        entry = {**_defaults(str(kind)), **config}
+        entry = {**_defaults(kind), **config}
         if kind == "AutoencoderKL":
             channels, time, space = entry["latent_channels"], 1, 2 ** (len(entry["block_out_channels"]) - 1)
         elif kind == "AutoencoderKLWan":
@@ -85,7 +101,7 @@ class Geometry:
         else:
             mean = (float(entry.get("shift_factor") or 0.0),)
             std = (1.0 / float(entry["scaling_factor"]),)
-        return cls(kind=str(kind), channels=int(channels), time=int(time), space=int(space), mean=mean, std=std)
+        return cls(kind=kind, channels=int(channels), time=int(time), space=int(space), mean=mean, std=std)
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """Return (C, t, h, w) of the latent of a picture (one frame) or clip.
@@ -121,7 +137,7 @@ def config_of(name: str) -> dict[str, Any]:
     folder = _folder(name)
     try:
         if folder is not None:
-            return dict(json.loads((folder / "config.json").read_text()))
+            return dict(parse_json(read_bytes(folder / "config.json")))
         from diffusers import AutoencoderKL
 
         check_hub(name)
@@ -130,7 +146,7 @@ def config_of(name: str) -> dict[str, Any]:
         raise _not_installed(name) from error
     except ConfigError:
         raise
-    except (OSError, ValueError) as error:
+    except (OSError, TypeError, ValueError) as error:
         raise ConfigError(
             f"no autoencoder at {name!r}: {error}; name a folder in diffusers' layout (config.json and "
             "diffusion_pytorch_model.safetensors), or a name on the Hugging Face hub"

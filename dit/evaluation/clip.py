@@ -4,7 +4,6 @@ Source: Radford et al. 2021, arXiv:2103.00020; the score, Hessel et al. 2021, ar
 of its factor 2.5, as is usual for generated pictures.
 """
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch.nn import functional
 
 from dit.encoders.pretrained import load_network, load_without_code
 from dit.errors import ConfigError
+from dit.safe_files import parse_json, read_bytes
 
 
 class ClipModel:
@@ -37,7 +37,7 @@ class ClipModel:
         try:
             model: Any = load_network(CLIPModel, "the network", **source)
             self._tokenizer: Any = load_without_code(AutoTokenizer, "the tokenizer", **source)
-            self._pixels = json.loads((Path(folder) / "preprocessor_config.json").read_text())
+            self._pixels = parse_json(read_bytes(Path(folder) / "preprocessor_config.json"))
         except (ConfigError, OSError, ValueError) as error:
             raise ConfigError(
                 f"no CLIP model at {folder}: {error}; give a local folder that transformers' save_pretrained wrote, "

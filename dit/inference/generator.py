@@ -157,6 +157,7 @@ class Generator:
                 f"variance={sampling.variance!r} is of noise that solver={sampling.solver!r} does not draw; "
                 "use solver='ancestral'"
             )
+        sampling.validate()
         return sampling
 
     def generate_pack(

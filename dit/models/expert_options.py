@@ -7,7 +7,7 @@ from typing import Any, Literal, Optional, get_args
 from dit.errors import ConfigError
 from dit.layers.routing import expert_capacity
 from dit.models.base import TransformerSizes
-from dit.models.transformer_config import check_unused
+from dit.ranges import check_unused
 
 Router = Literal["expert_choice", "top_k"]
 
@@ -37,16 +37,16 @@ class ExpertOptions:
         experts = self.num_experts
         if experts is None:
             names = [field.name for field in fields(ExpertOptions)]
-            check_unused(self, names, "without experts", "set model.num_experts too")
+            check_unused("model", self, names, "without experts", "set model.num_experts too")
             return
         if self.moe_router not in get_args(Router):
             raise ConfigError(f"model.moe_router={self.moe_router!r} is unknown; use 'expert_choice' or 'top_k'")
         if self.moe_router == "expert_choice":
             names = ["moe_top_k", "moe_aux_loss_coeff"]
-            check_unused(self, names, "where experts choose tokens", "use model.moe_router=top_k")
+            check_unused("model", self, names, "where experts choose tokens", "use model.moe_router=top_k")
         else:
             names = ["moe_capacity_factor"]
-            check_unused(self, names, "where tokens choose experts", "use model.moe_router=expert_choice")
+            check_unused("model", self, names, "where tokens choose experts", "use model.moe_router=expert_choice")
         if self.moe_router == "expert_choice" and not 0 < self.moe_capacity_factor <= experts:
             raise ConfigError(
                 f"model.moe_capacity_factor={self.moe_capacity_factor} is the mean number of experts per token "

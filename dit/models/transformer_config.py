@@ -1,8 +1,7 @@
 """Settings that all transformer backbones share, and their checks."""
 
 from abc import abstractmethod
-from collections.abc import Sequence
-from dataclasses import MISSING, dataclass, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Literal, Optional, Self, get_type_hints
 
 from dit.errors import ConfigError
@@ -20,12 +19,11 @@ from dit.ranges import (
     Range,
     check_choice,
     check_ranges,
+    check_unused,
     whole,
 )
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
     from dit.layers.positions import RotaryPositions
 
 CONDITION_FEATURES = 256
@@ -165,9 +163,11 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
         check_scaling(self.rope_scaling)
         if kind != "rope_3d" and not turns_in_time:
             names = [field.name for field in fields(RotarySettings)]
-            check_unused(self, names, f"with model.position_embedding={kind!r}", "use 'rope_3d'")
+            check_unused("model", self, names, f"with model.position_embedding={kind!r}", "use 'rope_3d'")
         elif set(self.rope_factors or [1.0]) == {1.0}:
-            check_unused(self, ["rope_scaling"], "where nothing is stretched", "say how far in model.rope_factors")
+            check_unused(
+                "model", self, ["rope_scaling"], "where nothing is stretched", "say how far in model.rope_factors"
+            )
         if kind == "rope_3d":
             self.rotary(axes)
         elif kind in ("sincos_2d", "sincos_3d"):
@@ -198,28 +198,6 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
             ffn_hidden_size=self.ffn_size,
             layernorm_epsilon=self.layernorm_epsilon,
         )
-
-
-def check_unused(config: "DataclassInstance", names: Sequence[str], where: str, cure: str) -> None:
-    """Check that settings which nothing reads are left at their defaults.
-
-    Args:
-        names: fields of `config`.
-        where: under what circumstances they have no effect.
-        cure: what would give them one.
-
-    Raises:
-        ConfigError: one was given.
-    """
-    by_name = {field.name: field for field in fields(config)}
-    given, usual = [], []
-    for field in (by_name[name] for name in names):
-        default = field.default if field.default_factory is MISSING else field.default_factory()
-        if getattr(config, field.name) != default:
-            given.append(f"model.{field.name}={getattr(config, field.name)}")
-            usual.append(f"model.{field.name}={default}")
-    if given:
-        raise ConfigError(f"{', '.join(given)} has no effect {where}; {cure}, or leave {', '.join(usual)}")
 
 
 def check_numbers(config: ModelConfig) -> None:

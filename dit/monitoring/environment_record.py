@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, Optional
 
 from dit.backends.device import accelerator_versions, describe
-from dit.durable_files import read_regular, write_record
+from dit.durable_files import write_record
 from dit.kernels.choice import Selection
 from dit.monitoring.run_lock import job_id
+from dit.safe_files import parse_json, read_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -80,7 +81,7 @@ def append_attempt(path: Path, record: dict[str, Any]) -> None:
     attempts: list[Any] = []
     if path.exists():
         try:
-            found = json.loads(read_regular(path))
+            found = parse_json(read_bytes(path, follow=False))
             attempts = found if isinstance(found, list) else [found]  # one attempt, by an older version
         except (OSError, ValueError) as error:
             logger.warning("%s is damaged (%s); its entries of earlier attempts are lost", path, error)

@@ -5,7 +5,6 @@ torchrun replaces every worker's exit code by 1, so the code is stored in a file
 `exit.json` is missing, the run is still running or was killed without a signal that it could handle.
 """
 
-import json
 import logging
 import sys
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Optional
 
-from dit.durable_files import read_regular, strict_json, write_atomic
+from dit.durable_files import strict_json, write_atomic
 from dit.errors import (
     EXIT_CHECKPOINT,
     EXIT_CONFIG,
@@ -32,6 +31,8 @@ from dit.errors import (
     UserError,
     exit_code,
 )
+from dit.safe_files import parse_json, read_bytes
+from dit.terminal import echo
 
 logger = logging.getLogger(__name__)
 
@@ -197,7 +198,7 @@ def write_outcome(run_dir: Path, outcome: Outcome) -> None:
             shown = best
     except OSError as error:
         logger.error("cannot write %s: %s", run_dir / EXIT_FILE, error)
-        sys.stderr.write(text)
+        echo(text, end="", file=sys.stderr)
 
 
 def read_outcome(run_dir: Path | str) -> Optional[Outcome]:
@@ -212,8 +213,8 @@ def _root_outcome(run_dir: Path) -> Optional[Outcome]:
 
 def _read(path: Path) -> Optional[Outcome]:
     try:
-        outcome = Outcome(**json.loads(read_regular(path)))
-    except (OSError, RecursionError, TypeError, ValueError):
+        outcome = Outcome(**parse_json(read_bytes(path, follow=False)))
+    except (OSError, TypeError, ValueError):
         return None  # deleted, or not one of our records
     texts = outcome.reason, outcome.error or "", outcome.traceback or ""
     whole = outcome.code, outcome.rank, outcome.step or 0

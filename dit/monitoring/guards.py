@@ -1,6 +1,7 @@
 """Guards of a run: preemption, whom to suspect of non-finite values, and hangs."""
 
 import faulthandler
+import os
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,6 +12,7 @@ from typing import Any, Optional
 
 from dit.errors import EXIT_PREEMPTED
 from dit.monitoring.exit_record import is_peer_lost
+from dit.safe_files import make_folder, open_regular
 
 NUM_NAMES = 8  # samples or ranks listed in a message; the others are counted
 SIGNAL_SKEW_S = 3.0  # between the first and the last rank that a scheduler's signal reaches
@@ -124,9 +126,8 @@ class StackWatchdog:
 
     def __init__(self, path: Path | str, timeout_s: float) -> None:
         self.timeout_s = timeout_s
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        # faulthandler has only the descriptor: the file must stay open while the timer runs.
-        self._file = open(path, "a")  # noqa: SIM115
+        make_folder(Path(path).parent)
+        self._descriptor = open_regular(Path(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND, follow=False)
 
     def __enter__(self) -> "StackWatchdog":
         self.beat()
@@ -136,8 +137,8 @@ class StackWatchdog:
         self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
     ) -> None:
         faulthandler.cancel_dump_traceback_later()
-        self._file.close()
+        os.close(self._descriptor)
 
     def beat(self) -> None:
         """Restart the timer, since this rank still makes progress; takes some tens of microseconds."""
-        faulthandler.dump_traceback_later(self.timeout_s, repeat=True, file=self._file)
+        faulthandler.dump_traceback_later(self.timeout_s, repeat=True, file=self._descriptor)

@@ -1,14 +1,16 @@
-"""Which rank holds up a run: each writes what it does to a file, and says who is to blame when it waits too long.
+"""Detection of hangs and of a dead launcher.
 
-A thread of every rank rewrites `run_dir/heartbeats/rank_N.json` every few seconds. A process that is stopped, dead or
-cut off from the disk falls silent; one that hangs does not, but its step and phase stay behind those of the others,
-which wait for it in a collective. A rank that waited too long writes its verdict to `exit.json` and ends, so that the
-launcher ends the run: its main thread cannot, for a collective does not return.
+A thread of every rank rewrites `run_dir/heartbeats/rank_N.json` every few seconds. The file of a process that is
+stopped, dead or cut off from the disk no longer changes; that of a rank that hangs does, but its step and phase stay
+behind those of the others, which wait for it in a collective. A rank that waited too long writes its verdict to
+`exit.json` and ends, so that the launcher ends the run: its main thread cannot, because a collective does not return.
+
+If torchrun dies, nobody can stop its ranks or start them again. Each rank then sends itself SIGTERM: all save and stop.
 """
 
-import json
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -20,11 +22,12 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, Optional, Self
 
-from dit.durable_files import read_regular, strict_json
+from dit.durable_files import strict_json, write_atomic
 from dit.errors import EXIT_UNEXPECTED
 from dit.monitoring.exit_record import Outcome, write_outcome
 from dit.monitoring.progress import format_duration
-from dit.monitoring.sinks import METRICS_FILE, TAIL_BYTES
+from dit.monitoring.sinks import METRICS_FILE, TAIL_BYTES, newest_attempt
+from dit.safe_files import make_folder, open_to_append, parse_json, read_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +74,7 @@ class Beat:
         since: when its phase began.
         where: the innermost functions of its main thread, and the collective that it is in.
         machine: in which `pid` is the number of the process, see `machine`.
+        is_orphan: its launcher is dead; it saves and stops.
     """
 
     rank: int
@@ -82,6 +86,7 @@ class Beat:
     time: float
     where: str
     machine: str = ""
+    is_orphan: bool = False
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -94,13 +99,21 @@ class Beat:
 
 
 def read_beats(run_dir: Path | str) -> dict[int, Beat]:
-    """Return what the ranks of a run wrote last, by rank; files of other forms are left out."""
-    found = {}
-    for path in Path(run_dir).glob(f"{FOLDER}/rank_*.json"):
-        with suppress(OSError, ValueError, TypeError):
-            beat = Beat(**json.loads(read_regular(path)))
-            found[beat.rank] = beat
-    return found
+    """Return the newest beat of each rank of a run; files of other forms are left out."""
+    beats = map(_read, Path(run_dir).glob(f"{FOLDER}/rank_*.json"))
+    return {beat.rank: beat for beat in beats if beat is not None}
+
+
+def read_beat(run_dir: Path | str, rank: int) -> Optional[Beat]:
+    """Return the newest beat of a rank; None if there is none."""
+    return _read(Path(run_dir) / FOLDER / f"rank_{rank}.json")
+
+
+def _read(path: Path) -> Optional[Beat]:
+    try:
+        return Beat(**parse_json(read_bytes(path, follow=False)))
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 class Heartbeat:
@@ -127,13 +140,18 @@ class Heartbeat:
         self._run_dir, self._rank, self._world_size = Path(run_dir), rank, world_size
         self._timeout_s, self._is_ours, self._end = timeout_s, is_ours, end
         self._interval_s = INTERVAL_S if timeout_s is None else min(INTERVAL_S, timeout_s / 6)
+        self._limit_s = min(SILENT_S, timeout_s or SILENT_S)  # of waiting for a silent rank
+        self._silent_s = max(3 * self._interval_s, self._limit_s / 2)  # several beats
+        self._first_read: dict[int, tuple[float, float]] = {}  # of each rank's newest beat: its time, and when
+        self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
+        self._is_orphan = False
         self._done = threading.Event()
         self._main = threading.get_ident()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Self:
         with suppress(OSError):
-            (self._run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
+            make_folder(self._run_dir / FOLDER)
             for path in self._run_dir.glob(f"{FOLDER}/rank_*.json") if self._rank == 0 else ():
                 rank = path.stem.rpartition("_")[2]
                 if rank.isdecimal() and int(rank) >= self._world_size:
@@ -149,23 +167,43 @@ class Heartbeat:
         self._thread.join(timeout=10 * self._interval_s)
 
     def explain(self) -> str:
-        """Return which rank holds up the others, for this rank lost a peer or waited too long."""
-        return verdict(read_beats(self._run_dir), self._rank, self._world_size, self._silent_s())[0]
+        """Return which rank the others wait for; call this after a peer was lost."""
+        return self._judge()[0]
 
-    def _silent_s(self) -> float:
-        """Return the seconds after which a rank counts as silent; they are several beats."""
-        return max(3 * self._interval_s, min(SILENT_S, self._timeout_s or SILENT_S) / 2)
+    def _judge(self) -> tuple[str, list[int], bool]:
+        """Read all beats and return the verdict.
+
+        A beat's own time is that of its machine's clock, which may be wrong. So a rank is silent for the time since
+        this process first read its newest beat, by the clock of this process.
+        """
+        beats, now = read_beats(self._run_dir), time.monotonic()
+        for rank, beat in beats.items():
+            if rank not in self._first_read or self._first_read[rank][0] != beat.time:
+                self._first_read[rank] = beat.time, now
+        unchanged_s = {rank: now - self._first_read[rank][1] for rank in beats}
+        return verdict(beats, unchanged_s, self._rank, self._world_size, self._silent_s)
 
     def _run(self) -> None:
         while not self._sleep():
+            self._check_launcher()
             self._write()
             waited = time.time() - self.phase.since
-            if self._timeout_s is None or waited < min(SILENT_S, self._timeout_s):
+            if waited < self._limit_s - self._silent_s - self._interval_s:
+                continue
+            text, blamed, silent = self._judge()
+            if self._timeout_s is None or waited < self._limit_s:
                 continue
             starts = self.phase.name == PHASES[0]  # reading and hashing a large checkpoint may take long
-            text, blamed, silent = verdict(read_beats(self._run_dir), self._rank, self._world_size, self._silent_s())
             if silent or (waited >= self._timeout_s and not starts):
                 self._give_up(waited, text, blamed)
+
+    def _check_launcher(self) -> None:
+        """Ask this process to save and stop if its launcher has died."""
+        if self._launcher in (None, os.getppid()) or self._is_orphan:
+            return
+        self._is_orphan = True
+        logger.error("rank %d: its launcher, process %d, is dead; it saves and stops", self._rank, self._launcher)
+        signal.pthread_kill(self._main, signal.SIGTERM)
 
     def _sleep(self) -> bool:
         """Wait until the next beat; return whether the run is over.
@@ -201,44 +239,45 @@ class Heartbeat:
             name = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
             with suppress(AttributeError, OSError, RuntimeError):  # of a torch without it
                 path = self._run_dir / FOLDER / f"collectives_{self._rank}.json"
-                path.write_bytes(getattr(records, name)())
+                write_atomic(path, getattr(records, name)(), flush=False)
 
     def _tell(self, error: str, blamed: list[int]) -> None:
         """Append the incident to the record of the run: the rank that writes it may be the one to blame."""
         details = {"blamed": blamed, "text": error, "beats": [asdict(b) for b in read_beats(self._run_dir).values()]}
         record = {"kind": "incident", "step": self.phase.step, "time": time.time(), "incident": HANG}
         path = self._run_dir / METRICS_FILE
-        with suppress(OSError, ValueError), open(path, "ab+") as file:
+        with suppress(OSError, ValueError), open_to_append(path) as file:
             file.seek(max(0, file.tell() - TAIL_BYTES))
             tail = file.read()
             if tail and not tail.endswith(b"\n"):
                 return  # the rank that writes it was stopped inside a line
-            attempt = json.loads(tail.splitlines()[-1]).get("attempt", 1) if tail else 1
+            attempt = max(1, newest_attempt(tail))
             file.write(strict_json({**record, "attempt": attempt, "details": details}).encode() + b"\n")
 
     def _write(self) -> None:
         phase = self.phase
         where = _where(sys._current_frames().get(self._main))
         host, pid, now = socket.gethostname(), os.getpid(), time.time()
-        beat = Beat(self._rank, host, pid, phase.step, phase.name, phase.since, now, where, machine())
+        beat = Beat(self._rank, host, pid, phase.step, phase.name, phase.since, now, where, machine(), self._is_orphan)
         path = self._run_dir / FOLDER / f"rank_{self._rank}.json"
-        part = path.with_suffix(".part")
         with suppress(OSError):  # a disk that fails ends the run elsewhere, with a better message
-            part.write_text(strict_json(asdict(beat)))
-            part.replace(path)
+            write_atomic(path, strict_json(asdict(beat)), part=path.with_suffix(".part"), flush=False)
 
 
-def verdict(beats: dict[int, Beat], rank: int, world_size: int, silent_s: float) -> tuple[str, list[int], bool]:
-    """Say which ranks hold up a run.
+def verdict(
+    beats: dict[int, Beat], unchanged_s: dict[int, float], rank: int, world_size: int, silent_s: float
+) -> tuple[str, list[int], bool]:
+    """Return which ranks hold up a run.
 
     Args:
-        beats: what was read by `rank` just now.
-        silent_s: a rank whose last beat is older is silent.
+        beats: the newest of each rank, read by `rank`.
+        unchanged_s: seconds for which each of them has been the newest.
+        rank, world_size: of this process.
+        silent_s: a rank without a new beat for longer is silent.
 
     Returns:
         The text, the ranks to blame, and whether these are silent.
     """
-    now = time.time()
     gone = {r: f"rank {r} never wrote a heartbeat" for r in range(world_size) if r not in beats}
     for other, beat in beats.items():
         if other == rank or other >= world_size:
@@ -246,8 +285,8 @@ def verdict(beats: dict[int, Beat], rank: int, world_size: int, silent_s: float)
         state = _process_state(beat)
         if state is not None:
             gone[other] = f"{beat} is {state}"
-        elif now - beat.time > silent_s:
-            gone[other] = f"{beat} has been silent for {format_duration(now - beat.time)}: stopped, dead or cut off"
+        elif unchanged_s[other] >= silent_s:
+            gone[other] = f"{beat} has been silent for {format_duration(unchanged_s[other])}: stopped, dead or cut off"
     if gone:
         return "; ".join(text for _, text in sorted(gone.items())), sorted(gone), True
     present = [beat for r, beat in beats.items() if r < world_size]

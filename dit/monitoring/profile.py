@@ -1,11 +1,15 @@
 """A trace of a few training steps, for chrome://tracing or Perfetto."""
 
 import logging
+import os
 from pathlib import Path
 from types import TracebackType
 from typing import Optional, Self
 
 from torch.profiler import profile
+
+from dit.durable_files import create
+from dit.safe_files import make_folder
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +52,8 @@ class StepProfile:
             return
         self._profile.stop()
         self._running = False
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._profile.export_chrome_trace(str(self.path))
+        part = make_folder(self.path.parent) / f"part_{self.path.name}"  # torch compresses files that end with .gz
+        os.close(create(part))
+        self._profile.export_chrome_trace(str(part))
+        part.replace(self.path)
         logger.info("trace of steps %d to %d: %s", self.first, self.last, self.path)

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from dit.terminal import echo
+
 SMOOTHING = 0.3  # weight of the newest interval in the mean seconds per step, for the remaining time
 
 # name in the scalars -> (label, format)
@@ -111,7 +113,7 @@ class ConsoleProgress:
 
     def _print(self, line: str) -> None:
         # Flushed, so that a job's log file can be followed.
-        print(line, file=self._stream, flush=True)
+        echo(line, file=self._stream, flush=True)
 
     def _remaining_s(self, step: int) -> Optional[float]:
         now = self._clock()

@@ -3,8 +3,9 @@
 Rank 0 locks the file with `flock`. The kernel releases the lock when the process ends in any way, so there is never a
 stale lock to remove; the content of the file is valid only while it is locked. Linux implements `flock` over NFS as a
 lock on the server (NFSv4; NFSv3 with lockd), so runs on other machines are detected too; the lock of a crashed machine
-is released when the server's lease expires. On a disk without locks (Lustre mounted without `flock`) there is a
-warning. Loader workers are no forks of rank 0, so they do not share the lock.
+is released when the server's lease expires. A start waits for a holder that is about to stop. On a disk without locks
+(Lustre mounted without `flock`) there is a warning. Loader workers are no forks of rank 0, so they do not share the
+lock.
 """
 
 import errno
@@ -22,15 +23,17 @@ from typing import Any, Optional
 
 import torch.distributed as dist
 
-from dit.durable_files import read_regular
-from dit.errors import ConfigError
+from dit.errors import BusyError, ConfigError, UserError
+from dit.monitoring.heartbeat import read_beat
+from dit.safe_files import open_regular, parse_json, read_bytes, refuse_links
 
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
+LINKS = ("checkpoints",)  # names of links that a run folder may have: checkpoints are often on a larger disk
 WAIT_S = 30.0  # the grace period of Slurm and torchrun between SIGTERM and SIGKILL
 POLL_S = 0.2
-WRITER_WAIT_S = 900.0  # for the writer of a checkpoint whose training process is gone
+ENDING_WAIT_S = 900.0  # for a run whose training process or launcher is gone, and that still writes a checkpoint
 READ_S = 30.0  # until all ranks have read that they are refused
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
@@ -60,13 +63,14 @@ class RunLock:
         self._descriptor = -1
         self._holder: Optional[dict[str, Any]] = None
         self._refusal: Optional[str] = None
+        self._is_busy = False
 
     def __enter__(self) -> "RunLock":
         if self.rank == 0:
             try:
                 self._take()
-            except ConfigError as error:
-                self._refusal = str(error)
+            except UserError as error:
+                self._refusal, self._is_busy = str(error), isinstance(error, BusyError)
         return self
 
     def __exit__(
@@ -88,13 +92,14 @@ class RunLock:
 
         Raises:
             ConfigError: the folder is in use by another process, or cannot be used at all.
+            BusyError: it is in use by a process that will stop.
         """
         store = dist.distributed_c10d._get_default_store()
         key = LOCK_FILE  # the store is of this attempt alone
         if self.rank == 0:
-            store.set(key, json.dumps([self._holder, self._refusal]))
+            store.set(key, json.dumps([self._holder, self._refusal, self._is_busy]))
         else:
-            self._holder, self._refusal = json.loads(store.get(key))
+            self._holder, self._refusal, self._is_busy = parse_json(store.get(key))
         if self._refusal is not None:
             self._leave_together(store, key)
         self.check()
@@ -112,9 +117,10 @@ class RunLock:
 
         Raises:
             ConfigError: the folder is in use by another process, or cannot be used at all.
+            BusyError: it is in use by a process that will stop.
         """
         if self._refusal is not None:
-            raise ConfigError(self._refusal)
+            raise (BusyError if self._is_busy else ConfigError)(self._refusal)
 
     def is_ours(self) -> bool:
         """Return whether this attempt may write into the folder: it has the lock, and no other process took it."""
@@ -123,7 +129,8 @@ class RunLock:
     def _take(self) -> None:
         try:
             self.run_dir.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            refuse_links(self.run_dir, allowed=LINKS)
+            self._descriptor = open_regular(self.path, os.O_RDWR | os.O_CREAT, follow=False)
             self._wait()
             started = datetime.now(UTC).isoformat(sep=" ")
             self._holder = {"host": socket.gethostname(), "pid": os.getpid(), "started": started, "job": job_id()}
@@ -131,7 +138,7 @@ class RunLock:
             os.pwrite(self._descriptor, text, 0)
             os.ftruncate(self._descriptor, len(text))
             os.fsync(self._descriptor)  # else ranks on other nodes read the former owner
-        except ConfigError:
+        except UserError:
             raise
         except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
             self._holder = None
@@ -143,24 +150,23 @@ class RunLock:
 
         Raises:
             ConfigError: another process still has the lock.
+            BusyError: the same, and that process will stop.
         """
-        deadline: Optional[float] = None
+        began, reported = time.monotonic(), ""
         while True:
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
-                now = time.monotonic()
-                if deadline is None:
-                    orphan = self._is_gone()
-                    patience_s = WRITER_WAIT_S if orphan else WAIT_S
-                    deadline = now + patience_s
-                    what = ", which is gone; what it was saving is still being written" if orphan else ""
-                    logger.warning("%s%s; waiting up to %.0f s for its end", self._in_use(), what, patience_s)
-                if now >= deadline:
-                    raise ConfigError(
-                        f"{self._in_use()}; stop that run, wait for its end, or choose another folder"
-                    ) from None
+                in_use, ends = self._in_use()
+                patience_s = ENDING_WAIT_S if ends else WAIT_S
+                if in_use != reported:
+                    logger.warning("%s; waiting up to %.0f s for its end", in_use, patience_s)
+                    reported = in_use
+                if time.monotonic() >= began + patience_s:
+                    if ends:
+                        raise BusyError(f"{in_use}; give the same command again after its end") from None
+                    raise ConfigError(f"{in_use}; stop that run, wait for its end, or choose another folder") from None
                 time.sleep(POLL_S)
             except OSError as error:
                 if error.errno not in WITHOUT_LOCKS:
@@ -172,21 +178,24 @@ class RunLock:
                 )
                 return
 
-    def _is_gone(self) -> bool:
-        """Return whether the process that took the lock is known to have ended: then its writer alone has the lock."""
+    def _in_use(self) -> tuple[str, bool]:
+        """Return which process has the lock, and whether it or its writer of checkpoints is about to end."""
         holder = self._read() or {}
-        return holder.get("host") == socket.gethostname() and not Path(f"/proc/{holder['pid']}").exists()
-
-    def _in_use(self) -> str:
-        holder = self._read() or {}
+        host, pid = holder.get("host"), holder.get("pid")
         who = "process {pid} on {host}, started {started}".format_map(holder) if holder else "another process"
         job = f", job {holder['job']}" if holder.get("job") else ""
-        return f"{self._named} is in use by {who}{job}"
+        in_use = f"{self._named} is in use by {who}{job}"
+        if host == socket.gethostname() and not Path(f"/proc/{pid}").exists():
+            return f"{in_use}, which is gone; what it was saving is still being written", True
+        beat = read_beat(self.run_dir, 0)
+        if beat is not None and beat.is_orphan and (beat.host, beat.pid) == (host, pid):
+            return f"{in_use}, whose launcher is dead; it saves and will stop", True
+        return in_use, False
 
     def _read(self) -> Optional[dict[str, Any]]:
         """Return the content of the file; None if it is missing or not ours."""
         try:
-            found = json.loads(read_regular(self.path))
+            found = parse_json(read_bytes(self.path, follow=False))
         except (OSError, ValueError):
             return None
         return found if isinstance(found, dict) and {"host", "pid", "started"} <= found.keys() else None

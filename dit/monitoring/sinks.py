@@ -3,8 +3,8 @@
 Sinks exist on rank 0 and get host values only. Names are not changed; the training loss is called `loss`.
 """
 
-import json
 import logging
+import math
 import netrc
 import os
 import secrets
@@ -18,9 +18,10 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from dit.durable_files import read_regular, strict_json, write_all, write_atomic
+from dit.durable_files import strict_json, write_all, write_atomic
 from dit.errors import CheckpointError
 from dit.media import open_image
+from dit.safe_files import make_folder, open_binary, open_regular, parse_json, read_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ METRICS_FILE = "metrics.jsonl"
 LOSS = "loss"
 RECORD_FIELDS = ("kind", "step", "consumed_samples", "time", "attempt", "loss_hex")
 TAIL_BYTES = 1 << 16
+LONGEST_LINE = 16 << 20  # bytes
 
 Picture = Union[Path, str, np.ndarray]
 """A picture file, uint8 `[height, width, 3]`, or an animated `.gif`."""
@@ -81,19 +83,18 @@ class JsonlSink(Sink):
 
     Raises:
         CheckpointError: the file cannot be written (exit code 5), or it was moved or deleted.
+        ConfigError: it is a link.
     """
 
     def __init__(self, path: Path | str) -> None:
         self.path = Path(path)
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
-            last = _cut_torn_line(self._descriptor)
+            self._descriptor = open_regular(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, follow=False)
+            tail = _cut_torn_line(self._descriptor)
         except OSError as error:
             raise self._failed(error) from error
-        self.attempt = 1
-        with suppress(ValueError, TypeError, KeyError):
-            self.attempt = int(json.loads(last)["attempt"]) + 1
+        self.attempt = newest_attempt(tail) + 1
 
     def scalars(self, step: int, values: Mapping[str, float], consumed_samples: int) -> None:
         clash = sorted(values.keys() & set(RECORD_FIELDS))
@@ -167,7 +168,7 @@ class TensorBoardSink(Sink):
         from torch.utils.tensorboard import SummaryWriter  # slow to import, only rank 0 needs it
 
         purge = None if resumed_step is None else resumed_step + 1
-        self._writer = SummaryWriter(str(folder), purge_step=purge)
+        self._writer = SummaryWriter(str(make_folder(Path(folder))), purge_step=purge)
 
     def scalars(self, step: int, values: Mapping[str, float], consumed_samples: int) -> None:
         for name, value in {**values, "consumed_samples": consumed_samples}.items():
@@ -184,7 +185,7 @@ class TensorBoardSink(Sink):
 
         with open_image(clip) as opened:
             width, height = opened.size
-        encoded = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=clip.read_bytes())
+        encoded = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=read_bytes(clip))
         self._writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=name, image=encoded)]), step)
 
     def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
@@ -221,8 +222,7 @@ class WandbSink(Sink):
         group: Optional[str] = None,
         artifacts: bool = False,
     ) -> None:
-        folder = Path(run_dir).resolve() / "wandb"
-        folder.mkdir(parents=True, exist_ok=True)
+        folder = make_folder(Path(run_dir).resolve() / "wandb")
         # wandb takes these three folders from the environment only; by default they are in the home directory.
         for kind in ("DATA", "CACHE", "CONFIG"):
             os.environ.setdefault(f"WANDB_{kind}_DIR", str(folder / kind.lower()))
@@ -329,31 +329,74 @@ class FanOut(Sink):
 
 
 def read_records(path: Path | str) -> list[dict[str, Any]]:
-    """Read all complete records of a `metrics.jsonl`."""
-    lines = read_regular(Path(path)).split(b"\n")
-    return [json.loads(line) for line in lines[:-1]]
+    """Read all records of a `metrics.jsonl`; a line that is damaged or not yet complete is skipped.
+
+    Raises:
+        ConfigError: the file is a link.
+        OSError: it cannot be read.
+    """
+    records, num_lines = [], 0
+    with open_binary(Path(path), follow=False) as file:
+        while line := file.readline(LONGEST_LINE):
+            if not line.endswith(b"\n") and len(line) < LONGEST_LINE:
+                break  # it is being written
+            num_lines += 1
+            if (record := _parse_record(line)) is not None:
+                records.append(record)
+    if len(records) < num_lines:
+        logger.warning("%s: skipped %d damaged lines of %d", path, num_lines - len(records), num_lines)
+    return records
+
+
+def newest_attempt(tail: bytes) -> int:
+    """Return the attempt of the last record in the last lines of a `metrics.jsonl`; 0 if there is none."""
+    records = map(_parse_record, reversed(tail.splitlines()))
+    return next((record["attempt"] for record in records if record is not None), 0)
+
+
+def _parse_record(line: bytes) -> Optional[dict[str, Any]]:
+    """Return the record in a line; None if a crash or an editor damaged the line."""
+    try:
+        record = parse_json(line)
+    except ValueError:
+        return None
+    if not isinstance(record, dict):
+        return None
+    kind, step, when, attempt = (record.get(name) for name in ("kind", "step", "time", "attempt"))
+    has_step = isinstance(step, int) or (step is None and kind != "scalars")
+    has_time = isinstance(when, int | float) and math.isfinite(when)
+    is_sound = isinstance(kind, str) and has_step and has_time and isinstance(attempt, int)
+    return record if is_sound else None
+
+
+def as_number(value: object) -> Optional[float]:
+    """Return the value of a scalar, which may be the word "NaN" or "Infinity"; None if it is no number."""
+    try:
+        return float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
 
 
 def current_records(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Drop the scalars of steps that the run lost: those after the step that a resume or a rewind went back to.
 
-    Records with entries of wrong kinds are dropped, too.
+    Args:
+        records: of `read_records`.
     """
     current: list[Mapping[str, Any]] = []
     started = 0
     for record in records:
-        with suppress(AttributeError, KeyError, TypeError):
-            kind, step, back_to = record["kind"], record["step"], None
-            if kind == "start":
-                back_to, started = int(step), record["attempt"]
-            elif kind == "scalars" and record["attempt"] > started:  # older versions recorded no start
-                back_to, started = int(step) - 1, record["attempt"]
-            elif kind == "incident" and record["incident"] == "rewind":
+        kind, step, back_to = record["kind"], record["step"], None
+        if kind == "start" and step is not None:
+            back_to, started = step, record["attempt"]
+        elif kind == "scalars" and record["attempt"] > started:  # older versions recorded no start
+            back_to, started = step - 1, record["attempt"]
+        elif kind == "incident" and record.get("incident") == "rewind":
+            with suppress(KeyError, TypeError, ValueError):  # damaged details
                 back_to = int(record["details"]["to_step"])
-            if back_to is not None:
-                current = [r for r in current if r["kind"] != "scalars" or r["step"] <= back_to]
-            if kind != "scalars" or isinstance(step, int):
-                current.append(record)
+        if back_to is not None:
+            current = [r for r in current if r["kind"] != "scalars" or r["step"] <= back_to]
+        current.append(record)
     return current
 
 
@@ -367,7 +410,7 @@ def scalars_by_step(records: Iterable[Mapping[str, Any]]) -> dict[int, dict[str,
 
 
 def _cut_torn_line(descriptor: int) -> bytes:
-    """Truncate after the last newline; return the last complete line, empty if there is none."""
+    """Truncate after the last newline; return the last complete lines, at least one if there is one."""
     end = os.lseek(descriptor, 0, os.SEEK_END)
     start = max(0, end - TAIL_BYTES)
     tail = os.pread(descriptor, end - start, start)
@@ -377,7 +420,7 @@ def _cut_torn_line(descriptor: int) -> bytes:
     complete = tail.rfind(b"\n") + 1
     if complete < len(tail):
         os.ftruncate(descriptor, start + complete)
-    return tail[:complete].rstrip(b"\n").rsplit(b"\n", 1)[-1]
+    return tail[:complete]
 
 
 def _clip_file(picture: Picture) -> Optional[Path]:
@@ -396,8 +439,8 @@ def _pixels(picture: Picture) -> np.ndarray:
 
 def _wandb_id(path: Path) -> str:
     """Return the id of this run's page, created at the first call."""
-    if path.exists():
-        return read_regular(path).decode().strip()
+    if os.path.lexists(path):
+        return read_bytes(path, follow=False).decode().strip()
     run_id = os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
     write_atomic(path, run_id + "\n")
     return run_id

@@ -1,11 +1,12 @@
 """The last two lines of a run: its result, and the command that samples from it or exports it."""
 
+import math
 import shlex
 from pathlib import Path
 from typing import Optional
 
 from dit.monitoring.progress import format_duration
-from dit.monitoring.sinks import read_records, scalars_by_step
+from dit.monitoring.sinks import LOSS, as_number, read_records, scalars_by_step
 
 HELD_OUT = "held_out/loss"
 
@@ -19,14 +20,15 @@ def how_it_went(metrics: Path, step: int, num_steps: int, seconds: float) -> str
         seconds: of this attempt.
     """
     steps = scalars_by_step(read_records(metrics))
-    losses = {done: values["loss"] for done, values in steps.items() if "loss" in values}
-    # A value that is not finite is written as a word; comparing with itself drops nan.
-    held_out = {done: float(values[HELD_OUT]) for done, values in steps.items() if HELD_OUT in values}
-    held_out = {done: value for done, value in held_out.items() if value == value}
+    losses, held_out = (
+        {done: number for done, values in steps.items() if (number := as_number(values.get(name))) is not None}
+        for name in (LOSS, HELD_OUT)
+    )
+    held_out = {done: value for done, value in held_out.items() if not math.isnan(value)}
     ended = "finished" if step >= num_steps else "stopped at"
     parts = [f"{ended} step {step} of {num_steps} after {format_duration(seconds)}"]
     if losses:
-        parts.append(f"loss {float(losses[max(losses)]):.4f}")
+        parts.append(f"loss {losses[max(losses)]:.4f}")
     if held_out:
         best = min(held_out, key=lambda done: held_out[done])
         parts.append(f"best held-out loss {held_out[best]:.4f} at step {best}")

@@ -4,8 +4,13 @@ fp16 has numbers from 6e-8 to 65504. Gradients of small activations would vanish
 before the backward pass, and the fp32 gradients are divided by it. Where a gradient overflows, the update is skipped on
 all ranks and the scale is halved; after enough updates without an overflow it is doubled.
 
-The scale multiplies the sum of the loss over the tokens of a micro-batch; gradients are divided by the number of tokens
-of the global batch in fp32.
+The scale is that of the mean loss over the tokens of a micro-batch. The schedules take the sum over these tokens, so
+the sum is multiplied by
+
+    scale / tokens of the first micro-batch of the run, rounded up to a power of two
+
+a constant, because micro-batches of a step must weigh the same. Gradients are divided by the number of tokens of the
+global batch in fp32.
 
 Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2.
 """
@@ -15,6 +20,7 @@ from functools import partial
 from typing import Any, Optional
 
 import torch
+import torch.distributed as dist
 from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from torch import Tensor
 
@@ -22,7 +28,8 @@ from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import any_rank
 from dit.parallel.fsdp import local
 
-SCALE, TRACKERS, OVERFLOWS = "loss_scale", ("growth_tracker", "hysteresis_tracker"), "overflowed_steps"
+SCALE, TOKENS, OVERFLOWS = "loss_scale", "loss_scale_tokens", "overflowed_steps"
+TRACKERS = ("growth_tracker", "hysteresis_tracker")
 
 
 class LossScale:
@@ -36,6 +43,7 @@ class LossScale:
         scaler: Megatron-Core's, dynamic or constant.
 
     Attributes:
+        tokens: divisor of the scale; None until `start` or `load`.
         overflowed_steps: steps without an update so far, since a gradient overflowed.
         shrank: whether the newest step lowered the scale.
     """
@@ -43,26 +51,37 @@ class LossScale:
     def __init__(self, scaler: MegatronGradScaler) -> None:
         self._scaler = scaler
         self._found = False
+        self.tokens: Optional[int] = None
         self.overflowed_steps = 0
         self.shrank = False
 
-    def __call__(self, loss: Tensor) -> Tensor:
+    def start(self, tokens: int) -> None:
+        """Set the divisor of a new run; every rank calls this before the first step.
+
+        Args:
+            tokens: real tokens of the first micro-batch. Those of rank 0 count, which are the same in every layout.
+        """
+        of_rank_0 = [tokens]
+        dist.broadcast_object_list(of_rank_0, src=0)
+        self.tokens = 1 << (of_rank_0[0] - 1).bit_length()
+
+    def __call__(self, loss_sum: Tensor) -> Tensor:
         """Return the scaled loss; Megatron-Core's schedules call this before the backward pass."""
-        return loss * self._scaler.scale
+        return loss_sum * self.scale
 
     @property
     def scale(self) -> Tensor:
-        """`[1]`, float32."""
-        return self._scaler.scale
+        """Factor of the loss summed over tokens, `[1]`, float32."""
+        return self._scaler.scale / (self.tokens or 1)
 
     @property
     def inv_scale(self) -> Tensor:
-        """`[1]`, float32: what Megatron-Core's optimizers multiply the gradients by."""
-        return self._scaler.inv_scale
+        """`[1]`, float32: Megatron-Core's optimizers multiply the gradients by it."""
+        return self._scaler.inv_scale * (self.tokens or 1)
 
     @property
     def value(self) -> float:
-        """The scale on the host."""
+        """The scale of the mean loss, on the host."""
         return float(self._scaler.scale.item())
 
     def update(self, found_inf: bool) -> None:
@@ -100,11 +119,14 @@ class LossScale:
         """Return the state for a checkpoint."""
         state = self._scaler.state_dict()
         trackers = {name: state[name] for name in TRACKERS if name in state}
-        return {SCALE: self.value, OVERFLOWS: self.overflowed_steps, **trackers}
+        tokens = {} if self.tokens is None else {TOKENS: self.tokens}
+        return {SCALE: self.value, OVERFLOWS: self.overflowed_steps, **tokens, **trackers}
 
     def load(self, scalars: Mapping[str, float]) -> None:
-        """Restore what `scalars` returned; one of another precision has nothing, and a constant scale stays."""
+        """Restore the result of `scalars`; a state of another precision has none of it, and a constant scale stays."""
         self.overflowed_steps = int(scalars.get(OVERFLOWS, 0))
+        if SCALE in scalars:
+            self.tokens = int(scalars.get(TOKENS, 1))  # earlier versions scaled the sum
         if SCALE in scalars and all(name in scalars for name in TRACKERS):
             scale = torch.full_like(self._scaler.scale, scalars[SCALE])
             self._scaler.load_state_dict({"scale": scale, **{name: int(scalars[name]) for name in TRACKERS}})

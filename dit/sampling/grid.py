@@ -1,7 +1,6 @@
 """Picture grids: tiles with a caption above each, written atomically."""
 
 import math
-import os
 from collections.abc import Callable, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Optional
 import torch
 from torch import Tensor
 
+from dit.durable_files import write_atomic
 from dit.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -149,13 +149,5 @@ def write_complete(path: str | Path, data: bytes) -> Path:
     """Write a file atomically; its folder is created if missing."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomic(path, data)
     return path

@@ -1,11 +1,11 @@
 """Files of prompts: one text per line, or one JSON object per line."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Optional
 
 from dit.errors import ConfigError
+from dit.safe_files import parse_json, read_bytes
 
 FIELDS = {"prompt": str, "negative": str, "seed": int}
 EXAMPLE = '{"prompt": "a cat", "seed": 7}'
@@ -39,7 +39,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     """
     path = Path(path)
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_bytes(path).decode().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
             f"--prompts {path} cannot be read: {error}; give a text file of one prompt per line"
@@ -53,7 +53,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 
 def _from_json(line: str, where: str) -> Prompt:
     try:
-        found = json.loads(line)
+        found = parse_json(line)
     except ValueError as error:
         raise ConfigError(f"{where} is no JSON: {error}; write an object such as {EXAMPLE}") from error
     if not isinstance(found, dict) or "prompt" not in found:

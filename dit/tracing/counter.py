@@ -323,46 +323,41 @@ def _sent(kind: str, args: Any, group: Any) -> int:
 
 
 def flop_formulas() -> dict[Any, Callable[..., int]]:
-    """Return torch's formulas of operations, and those of the attention kernels that it does not know."""
+    """Return FLOP formulas by operation: those of torch and, for attention kernels, our own.
+
+    torch's formulas of packed attention go through its segments one by one, and torch 2.11 has none for varlen.
+    """
     from torch.nn.attention import varlen  # noqa: F401  registers its operators
     from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
-    aten = torch.ops.aten
+    aten, attention = torch.ops.aten, torch.ops.torch_attn
 
     def of_shapes(formula: Callable[..., int]) -> Callable[..., int]:
         return lambda *args, **_: formula(*(x.shape for x in args if isinstance(x, Tensor)))
 
-    attention = torch.ops.torch_attn
     return {
         **flop_registry,
-        **{op: _of_segments(flop_registry[op], 3) for op in (aten._flash_attention_forward, attention._varlen_attn)},
-        **{
-            op: _of_segments(flop_registry[op], 6)
-            for op in (aten._flash_attention_backward, attention._varlen_attn_backward)
-        },
+        aten._flash_attention_forward: _packed_forward,
+        aten._flash_attention_backward: _packed_backward,
+        attention._varlen_attn: _packed_forward,
+        attention._varlen_attn_backward: _packed_backward,
         aten._scaled_dot_product_flash_attention_for_cpu: of_shapes(sdpa_flop),
         aten._scaled_dot_product_flash_attention_for_cpu_backward: of_shapes(sdpa_backward_flop),
     }
 
 
-def _of_segments(formula: Callable[..., int], at: int) -> Callable[..., int]:
-    """Return a formula of packed attention that takes as long for thousands of segments as for one.
+def _packed_forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **_: Any) -> int:
+    """Count q k^T and p v; the next arguments are cu_seqlens and the longest segments, of queries and of keys."""
+    return 2 * query.shape[1] * _pairs(*args[:4]) * (key.shape[2] + value.shape[2])
 
-    The cost is proportional to the pairs of a query and a key, and torch's formula adds it up segment by segment:
 
-        queries 0 2 5 6, keys 0 1 3 7  ->  2 * 1 + 3 * 2 + 1 * 4 = 12 pairs  ->  queries 0 12, keys 0 1
+def _packed_backward(_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **_: Any) -> int:
+    """Count q k^T again and the gradients of p, q, k and v; out and lse stand before the segments."""
+    return 2 * query.shape[1] * _pairs(*args[2:6]) * (3 * key.shape[2] + 2 * value.shape[2])
 
-    Args:
-        formula: torch's.
-        at: index of the arguments cu_seqlens_q and cu_seqlens_k.
-    """
 
-    def flops(*args: Any, **kwargs: Any) -> int:
-        ends = args[at : at + 2]
-        if any(type(x) is not Tensor or x.is_meta for x in ends):  # no segments, or no values
-            return formula(*args, **kwargs)
-        pairs = math.prod(x.diff().long() for x in ends).sum()
-        one_segment = torch.tensor([0, pairs]), torch.tensor([0, 1])
-        return formula(*args[:at], *one_segment, *args[at + 2 :], **kwargs)
-
-    return flops
+def _pairs(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> int:
+    """Return the pairs of a query and a key in one segment; if segments have no values, take the longest for all."""
+    if any(type(x) is not Tensor or x.is_meta for x in (cu_seqlens_q, cu_seqlens_k)):
+        return (len(cu_seqlens_q) - 1) * max_seqlen_q * max_seqlen_k
+    return int((cu_seqlens_q.diff().long() * cu_seqlens_k.diff()).sum())

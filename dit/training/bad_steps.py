@@ -30,6 +30,7 @@ from dit.monitoring.numbers import Bad, NumberGuard
 from dit.monitoring.run_log import RunLog
 from dit.objectives.base import Objective
 from dit.run_config import RunConfig
+from dit.safe_files import make_folder
 from dit.training.culprit import Probe, find_culprit
 from dit.training.step import ForwardStep, find_suspects
 
@@ -195,8 +196,7 @@ class BadSteps:
 
     def _write(self, step: int, report: dict[str, Any]) -> None:
         if self.groups.rank == 0:
-            folder = Path(self.config.training.run_dir) / FOLDER
-            folder.mkdir(parents=True, exist_ok=True)
+            folder = make_folder(Path(self.config.training.run_dir) / FOLDER)
             write_record(folder / f"step_{step:07d}.json", strict_json(report, indent=1))
 
 

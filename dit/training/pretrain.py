@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Literal, Optional
 
@@ -33,6 +33,7 @@ from dit.encoders.online import batch_encoder
 from dit.errors import EXIT_PREEMPTED, NotFiniteError
 from dit.inference.preview import PictureWriter
 from dit.models.base import ModelConfig
+from dit.monitoring.dropped import DropReport
 from dit.monitoring.exit_record import ExitRecord
 from dit.monitoring.expert_load import expert_load
 from dit.monitoring.flops import PackFlops
@@ -49,18 +50,13 @@ from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.parallel.schedule import FullNetwork
 from dit.ranges import check_path
 from dit.run_config import RunConfig
-from dit.settings import (
-    CheckpointConfig,
-    LoggingConfig,
-    OptimizerConfig,
-    SamplingConfig,
-    TrainingConfig,
-)
+from dit.safe_files import make_folder
+from dit.settings import CheckpointConfig, LoggingConfig, OptimizerConfig, SamplingConfig, TrainingConfig
 from dit.training.bad_steps import BadSteps, MeanLoss
 from dit.training.device_batches import DeviceBatches
 from dit.training.first_steps import FirstSteps
 from dit.training.hooks import load_hooks
-from dit.training.rates import counters, is_due, mean_terms, rank_times, rates, report_lost, watch
+from dit.training.rates import counters, is_due, mean_terms, rank_times, rates, report_drops, watch
 from dit.training.recheck import StepGradients
 from dit.training.step import noise_kernel, training_forward_step
 from dit.training.validate import held_out_loss, named_losses
@@ -89,7 +85,7 @@ def pretrain(
     Raises:
         ConfigError: the settings contradict each other, or the checkpoint to resume (no record is overwritten); or
             another process writes to the run folder (nothing is written).
-        DataError: data are missing, unreadable or lost beyond the budget.
+        DataError: data are missing or unreadable, or more of them are damaged than the budget allows.
         NotFiniteError: the loss or the gradient norm is not finite; the weights are those before the step.
         CheckpointError: there is no valid checkpoint but one is required, or writing failed.
         SystemExit: with code 75 if stopped early, after a checkpoint or before the first step.
@@ -119,8 +115,9 @@ def pretrain(
             process_groups.connect(timeout_s=training.collective_timeout_s)
             lock.agree()
             dims, spec = config.check_here()
-            for line in (*config.adaptations(dims), *config.unused_conditions()) if rank == 0 else ():
-                logger.info(line)
+            if rank == 0:
+                for line in chain(config.adaptations(dims), config.unused_conditions(), data.remarks(spec)):
+                    logger.info(line)
         with (
             StackWatchdog(Path(training.run_dir) / "stacks" / f"rank_{rank}.txt", STACK_DUMP_AFTER_S) as watchdog,
             Heartbeat(training.run_dir, rank, dist.get_world_size(), training.hang_timeout_s, lock.is_ours) as heart,
@@ -236,13 +233,12 @@ class Run:
         last_action: what the newest `step` did with its gradients: `update`, `skip`, `rewind`, or
             `overflow`: nothing, but that the loss scale of an fp16 run is lower now.
         grad_norm: of the newest update.
-        lost: samples lost or dropped so far on all ranks, as reported.
+        drops: what was reported of dropped samples.
         first_steps: the checks of the first steps, if there are any.
     """
 
     last_action: Literal["update", "skip", "rewind", "overflow"] = "update"
     grad_norm = 0.0
-    lost = 0
     first_steps: Optional[FirstSteps] = None
 
     def __init__(
@@ -260,6 +256,7 @@ class Run:
         self.config, self.dims, self.spec, self.groups = config, dims, spec, groups
         self.hooks = load_hooks(config.training.hooks)
         self.began = time.monotonic()
+        self.drops = DropReport()
         self.device = local_device()
         self.mix = noise_kernel(config.model, config.training)
         # The members of a blend need to agree only on conditions of the model.
@@ -313,6 +310,7 @@ class Run:
         if self.state.step < self.config.training.num_steps:
             self.first_steps = FirstSteps(self.state.shards, self.groups)
             self.first_steps.check_inputs(self.batches.peek(), self.state.step + 1, self.log)
+            self.batches.consumed.waited_s = 0.0  # the clock of the first step has not started
 
     def shard(self, batch: PackedBatch) -> PackedBatch:
         """Return the local part of a full pack on this context-parallel rank."""
@@ -413,7 +411,7 @@ class Run:
             **rank_times(self.timer.take(), self.groups, self.device),
             **expert_load(state.chunks, self.device),
         }
-        self.lost = report_lost(state, int(counted["skipped_samples"]), self.lost, self.log)
+        report_drops(state, int(counted["dropped_samples"]), self.drops, self.groups, self.log)
         state.training_loss = values.get("loss", state.training_loss)
         self.log.scalars(state, values)
 
@@ -483,7 +481,8 @@ class Run:
                 network, self.batches.latent_size(self.spec), fps, self.device, lay_out=not self.log.is_silent
             )
         if frames:
-            folder = Path(self.config.training.run_dir) / "samples" / f"step_{state.step:07d}"
+            samples = make_folder(Path(self.config.training.run_dir) / "samples")
+            folder = make_folder(samples / f"step_{state.step:07d}")
             path = self.pictures.save(frames, folder / ("ema.png" if state.ema else "raw.png"), fps)
             self.log.samples(state, path)
 

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from dit.backends.device import StepTimer
 from dit.backends.process_groups import ProcessGroups
 from dit.checkpoint.train_state import TrainState
-from dit.data_api import DataStream
+from dit.data_api import DataStream, SampleCounts
+from dit.monitoring.dropped import DropReport
 from dit.monitoring.heartbeat import Phase
 from dit.monitoring.run_log import RunLog
 from dit.objectives.base import Objective
@@ -36,18 +37,18 @@ def rates(
     Returns:
         The samples of all ranks, and the values to log.
     """
-    lost, ranks = sum(stream.skipped().values()), groups.world_size
-    made = [lost, stream.samples_per_s(), stream.late()]
+    dropped, ranks = stream.sample_counts().dropped.total(), groups.world_size
+    made = [dropped, stream.samples_per_s(), stream.late()]
     counts = torch.tensor(
         [mine.samples, mine.valid_tokens, mine.padded_tokens, sum(mine.flops), *made],
         dtype=torch.float64,
         device=device,
     )
     dist.all_reduce(counts, group=groups.dp)
-    samples, valid, padded, flops, skipped, made_per_s, late = counts.tolist()
+    samples, valid, padded, flops, all_dropped, made_per_s, late = counts.tolist()
     # Replicas wait for each other at the end of each step: the step lasts as long as the most work of one of them.
     steps = torch.tensor(mine.flops, dtype=torch.float64, device=device).view(-1, micro_batches)
-    slowest = torch.cat([steps.sum(1), steps.new_tensor([mine.waited_s])])
+    slowest = torch.cat([steps.sum(1), steps.new_tensor([mine.waited_s / seconds])])
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=groups.dp)
     return int(samples), {
         "samples_per_s": samples / seconds,
@@ -56,10 +57,10 @@ def rates(
         "tflops_per_rank": flops / seconds / ranks / 1e12,
         "padding_share": 1 - valid / padded,
         "work_imbalance": slowest[:-1].sum().item() * groups.dp_size / flops,
-        "data_wait_share": slowest[-1].item() / seconds,
+        "data_wait_share": slowest[-1].item(),
         "late_micro_batches": late,
         "loader_samples_per_s": made_per_s,
-        "skipped_samples": skipped,
+        "dropped_samples": all_dropped,
     }
 
 
@@ -100,12 +101,22 @@ def counters(state: TrainState, skipped_updates: int) -> dict[str, float]:
     return values
 
 
-def report_lost(state: TrainState, lost: int, known: int, log: RunLog) -> int:
-    """Record an incident if samples were lost since the last line; return how many are lost so far on all ranks."""
-    if lost > known:
-        reasons = state.stream.skipped()
-        log.incident("data_skipped", state.step, samples=lost - known, total=lost, of_rank_0=reasons)
-    return lost
+def report_drops(state: TrainState, total: int, drops: DropReport, groups: ProcessGroups, log: RunLog) -> None:
+    """Record an incident and print lines if samples were dropped since the last report; every rank calls this.
+
+    Args:
+        total: samples dropped so far, the same on all ranks.
+        drops: of earlier reports of this process.
+    """
+    if total == drops.total:
+        return
+    gathered = [SampleCounts() for _ in range(groups.dp_size)]
+    dist.all_gather_object(gathered, state.stream.sample_counts(), group=groups.dp)
+    counts = sum(gathered, SampleCounts())
+    log.incident("samples_dropped", state.step, samples=total - drops.total, total=total, by_reason=counts.by_reason())
+    drops.total = total
+    for line in drops.lines(counts):
+        log.message(f"step {state.step}: {line}")
 
 
 def watch(wrapped: Sequence[Any], timer: StepTimer, phase: Phase) -> None:

@@ -66,7 +66,9 @@ class StepGradients:
         Raises:
             MachineError: two results on a rank differ, and a third one is neither.
         """
-        step = self._state.step + 1
+        step, scale = self._state.step + 1, self._state.loss_scale
+        if scale is not None and scale.tokens is None:
+            scale.start(batches.peek().layout.valid_tokens)
         if not is_due(step, self._interval):
             return self._once(forward_step, batches)
         marks: list[list[int]] = []

@@ -19,6 +19,9 @@ SUM_RTOL = 1e-5
 WEIGHT_RTOL = 1e-4
 """Of parameters after the last step: Adam divides by the root of small squared gradients."""
 
+FLOOR = 1e-2
+"""Share of the largest norm, see `tensor_errors`."""
+
 BOUNDS = {"losses": SUM_RTOL, "grad_norms": SUM_RTOL, "gradients": SUM_RTOL, "parameters": WEIGHT_RTOL}
 """What is compared, and the largest relative error of one step or one parameter."""
 
@@ -77,6 +80,24 @@ def relative_errors(expected: Values, given: Values) -> dict[str, float]:
     if not names:
         raise ValueError("0 values to compare; record at least one step and one parameter")
     return {name: _relative_error(expected_by_name.get(name), given_by_name.get(name)) for name in names}
+
+
+def tensor_errors(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return `|given - expected| / |expected|` by name; 0 for equal bits.
+
+    A norm below `FLOOR` of the largest one counts as that much, because it may be a rounding error of zero: so is the
+    gradient of a bias of keys. A value that only one side has differs by infinity.
+    """
+    floor = FLOOR * max(float(x.norm()) for x in expected.values())
+    errors = {}
+    for name in {**expected, **given}:
+        one, other = expected.get(name), given.get(name)
+        if one is None or other is None or one.shape != other.shape:
+            errors[name] = math.inf
+        else:
+            same = torch.equal(one, other)
+            errors[name] = 0.0 if same else float((other - one).norm()) / max(float(one.norm()), floor)
+    return errors
 
 
 def largest_error(errors: Iterable[float]) -> float:

@@ -19,7 +19,6 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["dit.verify.preload"])  # benchmarks and tests have longer lists
 
@@ -40,7 +39,6 @@ def _rank(main: Callable[[Path, int], None], folder: Path, rank: int, device: st
     log = os.open(folder / f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for stream in (1, 2):
         os.dup2(log, stream)
-    os.chdir(ROOT)
     for name in [name for name in os.environ if name.startswith(("WANDB", "TORCHELASTIC"))]:
         del os.environ[name]
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", "DIT_DEVICE": device, "WANDB_MODE": "offline"}

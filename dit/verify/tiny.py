@@ -41,13 +41,14 @@ def tiny_model(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
     exchanged = parallel.context_parallel_size if parallel.context_comm.startswith("a2a") else 1
     unit = parallel.tensor_model_parallel_size * exchanged  # heads are split by this
     grouped = given.get("num_query_groups") not in (None, given.get("num_attention_heads"))
+    is_fourfold = given.get("ffn_hidden_size") == 4 * given.get("hidden_size", 0)  # public classes have no other
     groups = multiple_of(unit, 2)
     heads = 2 * groups if grouped else multiple_of(unit, 4)
     sizes: dict[str, Any] = {
         "hidden_size": heads * HEAD_SIZE,
         "num_attention_heads": heads,
         "num_query_groups": groups if grouped else None,
-        "ffn_hidden_size": 12 * heads,
+        "ffn_hidden_size": 4 * HEAD_SIZE * heads if is_fourfold else 12 * heads,
         "moe_ffn_hidden_size": 12 * heads,
         "in_channels": 4,
         "num_classes": 5,
@@ -58,8 +59,8 @@ def tiny_model(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
         "norm_num_groups": HEAD_SIZE // 2,
         **_levels(),
         "adaln_lora_rank": 4,
-        "class_dropout": 0.3,
-        "context_dropout": 0.5,
+        "class_dropout": model.class_dropout if model.num_classes is None else 0.3,
+        "context_dropout": model.context_dropout if model.context_size is None else 0.5,
         **_depth(given, parallel),
         **_experts(given, parallel),
     }

@@ -3,6 +3,7 @@
 `dit.verify.compare` compares what two layouts report.
 """
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -149,19 +150,30 @@ def disturb_constants(chunks: Sequence[nn.Module], groups: ProcessGroups) -> Non
             parameter.add_(values)
 
 
-def build(trial: Trial) -> Built:
-    """Build the groups, the model and the optimizer of a trial on this rank."""
-    model, parallel = trial.model, trial.parallel
-    world_size = dist.get_world_size() if dist.is_initialized() else process_groups.world_size_from_environment()
-    training = TrainingConfig(
+def training_of(trial: Trial) -> TrainingConfig:
+    """Return the training settings of a trial."""
+    return TrainingConfig(
         global_batch_size=trial.micro_batches, precision=trial.precision, seed=SEED, **trial.recompute
     )
-    dims = check_parallel(model, parallel, training, world_size)
+
+
+def build_chunks(trial: Trial) -> tuple[ProcessGroups, list[Backbone]]:
+    """Build the groups and the model of a trial on this rank, in which nothing is zero."""
+    model, parallel, training = trial.model, trial.parallel, training_of(trial)
     groups = process_groups.initialize(parallel)
     chunks = build_model(model, parallel, training, groups, uncertainty=trial.objective.learns_uncertainty)
     disturb_constants(chunks, groups)
     if trial.alter is not None:
         trial.alter(chunks)
+    return groups, chunks
+
+
+def build(trial: Trial) -> Built:
+    """Build the groups, the model and the optimizer of a trial on this rank."""
+    model, parallel, training = trial.model, trial.parallel, training_of(trial)
+    world_size = dist.get_world_size() if dist.is_initialized() else process_groups.world_size_from_environment()
+    dims = check_parallel(model, parallel, training, world_size)
+    groups, chunks = build_chunks(trial)
     wrapped = wrap(chunks, parallel, groups)
     optimizer = build_optimizer(wrapped, OPTIMIZER, parallel, training, groups)
     shards, target = master_shards(optimizer, chunks), target_of(model, trial.precision)
@@ -216,7 +228,11 @@ def train(
     report = report or Report()
     it = build(trial)
     groups, optimizer = it.groups, it.optimizer
-    packs = trial.stream(groups.dp_rank, groups.dp_size, it.dims.token_multiple)
+    packs, scale = trial.stream(groups.dp_rank, groups.dp_size, it.dims.token_multiple), loss_scale_of(optimizer)
+    if scale is not None:
+        first = next(packs)
+        scale.start(first.layout.valid_tokens)
+        packs = itertools.chain([first], packs)
     batches = (shard(pack, groups.cp.rank(), groups.cp.size(), trial.parallel.context_split) for pack in packs)
     result: dict[str, Any] = {"losses": [], "grad_norms": [], "loss_scales": []}
     for step in range(trial.steps):
@@ -231,7 +247,6 @@ def train(
         dist.all_reduce(sums, group=groups.pp)
         result["losses"].append((sums[: len(trial.objective.terms)].sum() / sums[-1]).item())
         result["grad_norms"].append(optim.gradient_norm(optimizer))
-        scale = loss_scale_of(optimizer)
         result["loss_scales"].append(1.0 if scale is None else scale.value)
         overflowed = scale is not None and scale.settle()
         if step == 0:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from dit.errors import ConfigError, one_line_errors
+from dit.terminal import echo, printable
 
 if TYPE_CHECKING:
     from energon_data.prepare.build import UnitRecord
@@ -28,20 +29,20 @@ def _text_encoder(args: argparse.Namespace) -> Optional[str]:
 def _letters(args: argparse.Namespace) -> None:
     from energon_data.prepare.letters import prepare_letters
 
-    print(prepare_letters(args.out, **_common(args)).summary())
+    echo(prepare_letters(args.out, **_common(args)).summary())
 
 
 def _moving_letters(args: argparse.Namespace) -> None:
     from energon_data.prepare.moving_letters import prepare_moving_letters
 
-    print(prepare_moving_letters(args.out, frames=args.frames, stills=args.stills, **_common(args)).summary())
+    echo(prepare_moving_letters(args.out, frames=args.frames, stills=args.stills, **_common(args)).summary())
 
 
 def _cifar10(args: argparse.Namespace) -> None:
     from energon_data.prepare.cifar10 import prepare_cifar10
 
     counts = prepare_cifar10(args.source, args.out, samples_per_shard=args.samples_per_shard, force=args.force)
-    print(f"{args.out}: {', '.join(f'{split}: {count:,} pictures' for split, count in counts.items())}")
+    echo(f"{args.out}: {', '.join(f'{split}: {count:,} pictures' for split, count in counts.items())}")
 
 
 def _media(args: argparse.Namespace) -> None:
@@ -85,9 +86,9 @@ def _media(args: argparse.Namespace) -> None:
     if total is not None and Ranks().is_first:
         count = total.shapes.total()
         if total.without_caption:
-            print(f"  without a caption: {total.without_caption:,} of {count:,}")
+            echo(f"  without a caption: {total.without_caption:,} of {count:,}")
         if 0 < total.labelled < count:
-            print(f"  without a class: {count - total.labelled:,} of {count:,}")
+            echo(f"  without a class: {count - total.labelled:,} of {count:,}")
 
 
 def _pictograms(args: argparse.Namespace) -> None:
@@ -96,7 +97,7 @@ def _pictograms(args: argparse.Namespace) -> None:
     names = ("size", "blocks", "count", "wordings", "vae", "samples_per_shard", "validation")
     settings = {name: getattr(args, name) for name in names}
     _make(prepare_pictograms(args.out, text_encoder=_text_encoder(args), **settings), args)
-    print(ATTRIBUTION)
+    echo(ATTRIBUTION)
 
 
 def _tensors(args: argparse.Namespace) -> None:
@@ -112,12 +113,12 @@ def _make(preparation: "Preparation", args: argparse.Namespace) -> Optional["Uni
     first = Ranks().is_first
     if args.dry_run:
         if first:
-            print(_forecast(preparation))
+            echo(_forecast(preparation))
         return None
     began = time.monotonic()
     total = _run_with_progress(preparation, args, shown=first)
     if first:
-        print(_media_summary(args.out, total, time.monotonic() - began))
+        echo(_media_summary(args.out, total, time.monotonic() - began))
     return total
 
 
@@ -133,7 +134,7 @@ def _run_with_progress(preparation: "Preparation", args: argparse.Namespace, *, 
             work = preparation.units[number]
             bar.update(len(work) if isinstance(work, list) else 1)
             if record.skipped:
-                bar.write("; ".join(f"{texts[0]}" for texts in record.examples.values()), file=sys.stderr)
+                bar.write(printable("; ".join(texts[0] for texts in record.examples.values())), file=sys.stderr)
 
         def resume(finished: int) -> None:
             if shown:

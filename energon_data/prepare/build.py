@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Optional
 from dit.data_api import sample_id
 from dit.durable_files import write_atomic
 from dit.errors import ConfigError, DataError
+from dit.safe_files import open_binary, parse_json, read_bytes
 from energon_data.latent_scale import Moments
 from energon_data.prepare.listing import Source
 from energon_data.prepare.ranks import Ranks
@@ -221,7 +222,7 @@ def _make_unit(job: Job, number: int, sources: Iterable[Any]) -> UnitRecord:
     for writer in writers.values():
         writer.close()
         for name in writer.shards:
-            with (job.data / name).open("rb") as shard:
+            with open_binary(job.data / name) as shard:
                 os.fsync(shard.fileno())
         record.shards |= writer.shards
     write_atomic(_record_file(job, number), json.dumps(vars(record)))
@@ -235,7 +236,7 @@ def _record_file(job: Job, number: int) -> Path:
 def _finished(job: Job, number: int) -> Optional[UnitRecord]:
     """Return the record of a finished unit whose shards are there in full."""
     try:
-        body = json.loads(_record_file(job, number).read_text())
+        body = parse_json(read_bytes(_record_file(job, number)))
         typed = {
             "shapes": Counter(body["shapes"]),
             "skips": [Skipped(*skip) for skip in body["skips"]],
@@ -355,11 +356,11 @@ def _records(job: Job, units: Sequence[Any], todo: Sequence[int], processes: int
 
 def _open_partial(job: Job, plan: dict[str, Any], force: bool) -> None:
     """Make the folder of unfinished work, or recognise it as this plan's own."""
-    plan = json.loads(json.dumps(plan))  # as it reads back
+    plan = parse_json(json.dumps(plan))  # as it reads back
     file = job.partial / PLAN
     if job.partial.exists():
         try:
-            known = json.loads(file.read_text())
+            known = parse_json(read_bytes(file))
         except (OSError, ValueError):
             known = None
         if known == plan:

@@ -20,6 +20,7 @@ import numpy as np
 from PIL import Image
 
 from dit.errors import DataError
+from dit.safe_files import read_bytes
 from energon_data.media_files import picture_bytes
 from energon_data.prepare.safe_pickle import read_pickle
 from energon_data.prepare.shards import ShardWriter, published_folder, write_dataset_file, write_energon_metadata
@@ -47,7 +48,7 @@ def read_batch(folder: Path, name: str) -> Batch:
     binary = folder / f"{name}.bin"
     path = binary if binary.is_file() else folder / name
     try:
-        data = path.read_bytes()
+        data = read_bytes(path)
         pixels, labels = _records(data) if path is binary else _pickled(data)
     except (OSError, SampleError) as error:
         detail = error.detail if isinstance(error, SampleError) else error
@@ -86,9 +87,9 @@ def read_class_names(folder: Path) -> list[str]:
     plain, pickled = folder / "batches.meta.txt", folder / "batches.meta"
     try:
         if plain.is_file():
-            names: Any = plain.read_text().split()
+            names: Any = read_bytes(plain).decode().split()
         else:
-            found = read_pickle(pickled.read_bytes())
+            found = read_pickle(read_bytes(pickled))
             names = found.get("label_names") if isinstance(found, dict) else None
     except (OSError, UnicodeDecodeError, SampleError) as error:
         detail = error.detail if isinstance(error, SampleError) else error

@@ -9,8 +9,9 @@ sample is called by the archive's path within the folder and its own name there.
 """
 
 import csv
+import errno
 import hashlib
-import json
+import io
 import os
 import re
 import tarfile
@@ -19,8 +20,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Optional, Protocol, TypeVar
 
-from dit.durable_files import read_regular
 from dit.errors import ConfigError, DataError
+from dit.safe_files import open_binary, parse_json, read_bytes
+from energon_data import tar_index
 from energon_data.media_files import PICTURES, VIDEOS
 from energon_data.prepare import walk
 from energon_data.prepare.walk import COMPANIONS, FOLLOW, Skipped
@@ -148,11 +150,10 @@ def _read(path: Path, root: Optional[Path]) -> bytes:
     try:
         if root is not None and _leaves(path, root):
             raise SampleError("path_escape", f"{path.name} is a link to a file outside of {root}; {FOLLOW}")
-        if path.stat().st_size > MAX_FILE_BYTES:
-            raise SampleError("too_large", f"{path.stat().st_size} bytes, at most {MAX_FILE_BYTES}")
-        return read_regular(path)
+        return read_bytes(path, MAX_FILE_BYTES)
     except OSError as error:
-        raise SampleError("unreadable", f"cannot read: {error}") from error
+        reason = "too_large" if error.errno == errno.EFBIG else "unreadable"
+        raise SampleError(reason, f"cannot read: {error}") from error
 
 
 def read_text(data: bytes, what: str) -> str:
@@ -174,8 +175,8 @@ def read_object(data: bytes, what: str) -> dict[str, Any]:
         SampleError: it is none.
     """
     try:
-        value = json.loads(data)
-    except (ValueError, RecursionError) as error:
+        value = parse_json(data)
+    except ValueError as error:
         raise SampleError("bad_json", f"{what} is no JSON: {error}") from error
     if not isinstance(value, dict):
         raise SampleError("bad_json", f"{what} is a {type(value).__name__}, not an object")
@@ -262,7 +263,7 @@ def list_stamp(folder: Path) -> Optional[list[str]]:
     """Return name and SHA-256 of the list of files that a folder has, None without one."""
     for path in (folder / name for name in LISTS):
         if path.is_file():
-            with path.open("rb") as file:
+            with open_binary(path) as file:
                 return [path.name, hashlib.file_digest(file, "sha256").hexdigest()]
     return None
 
@@ -321,7 +322,7 @@ def _parsed(path: Path) -> Iterator[dict[str, Any]]:
         yield from _parquet(path)
         return
     try:
-        with path.open(encoding="utf-8-sig", newline="") as lines:
+        with io.TextIOWrapper(open_binary(path), encoding="utf-8-sig", newline="") as lines:
             if path.suffix == ".csv":
                 for row in csv.DictReader(lines):
                     given = {k: v for k, v in row.items() if k is not None and v not in (None, "")}
@@ -438,10 +439,10 @@ def _members_by_sample(
 ) -> Iterator[Source | tuple[str, SampleError]]:
     name, parts = "", dict[str, bytes]()
     try:
-        with tarfile.open(path, "r|") as archive:
-            for member in archive:
+        with open_binary(path) as archive:
+            for member, read in tar_index.read_tar(archive):
                 place = PurePosixPath(member.name)
-                if not member.isfile() or place.name.startswith("."):
+                if place.name.startswith("."):
                     continue
                 stem, _, part = place.name.partition(".")
                 sample, part = str(place.with_name(stem)), part.lower()
@@ -453,11 +454,10 @@ def _members_by_sample(
                     if member.size > MAX_FILE_BYTES:
                         yield f"{where}/{member.name}", SampleError("too_large", f"{member.size} bytes")
                         continue
-                    content = archive.extractfile(member)
-                    parts[part] = content.read() if content is not None else b""
+                    parts[part] = read()
         if not _has_end(path):
             raise tarfile.ReadError("it has no end marker")
-    except (tarfile.TarError, OSError, EOFError) as error:
+    except (tarfile.TarError, OSError, EOFError, ValueError) as error:
         yield f"{where}/{name}", SampleError("bad_tar", f"the archive is cut short or damaged here: {error}")
         return
     if parts:
@@ -466,7 +466,7 @@ def _members_by_sample(
 
 def _has_end(path: Path) -> bool:
     """Tell whether an archive ends with two empty blocks; one that is cut between two members does not."""
-    with path.open("rb") as file:
+    with open_binary(path) as file:
         file.seek(-min(1024, path.stat().st_size), os.SEEK_END)
         return file.read() == bytes(1024)
 

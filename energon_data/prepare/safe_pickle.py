@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dit.safe_files import read_torch
 from energon_data.samples import SampleError
 
 MAX_BYTES = 1 << 32
@@ -22,7 +23,7 @@ MAX_BYTES = 1 << 32
 
 def _storage(data: bytes) -> Any:
     """Stand in for `torch.storage._load_from_bytes`, which would run the pickle inside."""
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    return read_torch(data)
 
 
 def _array(kind: object, shape: object, code: object) -> np.ndarray:
@@ -97,7 +98,7 @@ def read_torch_file(data: bytes) -> Any:
     Raises:
         SampleError: it holds anything else, is damaged, or is larger than `MAX_BYTES`.
     """
-    return _read(data, lambda: torch.load(io.BytesIO(data), map_location="cpu", weights_only=True))
+    return _read(data, lambda: read_torch(data))
 
 
 def _read(data: bytes, read: Callable[[], Any]) -> Any:

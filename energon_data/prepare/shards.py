@@ -17,6 +17,7 @@ from unittest import mock
 import numpy as np
 
 from dit.errors import ConfigError, DataError
+from dit.safe_files import open_binary
 from energon_data.samples import META_PART, seal
 
 DATASET_FILE = "dataset.json"
@@ -76,7 +77,7 @@ class ShardWriter:
         if self._tar is None:
             return
         self._tar.close()
-        with (self.folder / self._name).open("rb") as shard:
+        with open_binary(self.folder / self._name) as shard:
             digest = hashlib.file_digest(shard, "sha256").hexdigest()
             size = shard.tell()
         self.shards[self._name] = {"samples": self._count, "bytes": size, "sha256": digest}

@@ -25,6 +25,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from dit.errors import ConfigError, DataError
+from dit.safe_files import open_binary, read_bytes
 from energon_data.latent_scale import Moments
 from energon_data.media_files import PICTURES, open_picture
 from energon_data.prepare.build import Job, Sample, UnitRecord
@@ -43,6 +44,7 @@ from energon_data.prepare.listing import (
 from energon_data.prepare.media import Options, Preparation
 from energon_data.prepare.safe_pickle import as_tensor, read_pickle, read_torch_file
 from energon_data.samples import LATENT, PIXELS, SampleError
+from energon_data.tar_index import read_tar
 
 _PARTS = frozenset({"pth", "pt", "pickle", "pkl", "json", "txt", "cls"}) | PICTURES
 _NAMES = {"framerate": "fps", "image_height": "height", "image_width": "width"}
@@ -67,7 +69,7 @@ def list_archives(path: Path) -> list[Path]:
     if not (path.is_file() and path.suffix in (".pkl", ".pickle")):
         return list_tars(path)[0]
     try:
-        listed = read_pickle(path.read_bytes())
+        listed = read_pickle(read_bytes(path))
     except SampleError as error:
         raise DataError(f"{path}: {error.detail}; list the archives by naming their folder") from error
     names = listed.get("tar_files") if isinstance(listed, dict) else None
@@ -95,11 +97,11 @@ def read_archive(root: Path, path: Path) -> Iterator[Archived | tuple[str, Sampl
 def _members_by_sample(path: Path, where: str) -> Iterator[Archived | tuple[str, SampleError]]:
     name, parts = "", dict[str, bytes]()
     try:
-        with tarfile.open(path, "r|") as archive:
-            for member in archive:
+        with open_binary(path) as archive:
+            for member, read in read_tar(archive):
                 place = PurePosixPath(member.name)
                 stem, _, part = place.name.partition(".")
-                if not member.isfile() or part.lower() not in _PARTS:
+                if part.lower() not in _PARTS:
                     continue
                 sample = f"{where}/{place.with_name(stem)}"
                 if parts and (sample != name or part.lower() in parts):
@@ -109,9 +111,8 @@ def _members_by_sample(path: Path, where: str) -> Iterator[Archived | tuple[str,
                 if member.size > MAX_FILE_BYTES:
                     yield f"{name}.{part}", SampleError("too_large", f"{member.size} bytes")
                     continue
-                content = archive.extractfile(member)
-                parts[part.lower()] = b"" if content is None else content.read()
-    except (tarfile.TarError, OSError, EOFError) as error:
+                parts[part.lower()] = read()
+    except (tarfile.TarError, OSError, EOFError, ValueError) as error:
         yield name or where, SampleError("bad_tar", f"the archive is cut short or damaged here: {error}")
         return
     if parts:

@@ -28,11 +28,12 @@ from typing import Any, Optional
 from unittest import mock
 
 from dit.checkpoint.writer import ORDER
-from dit.verify.ranks import FORKS, ROOT, free_port
+from dit.verify.ranks import FORKS, free_port
 from tests.integration import actions
 from tests.integration.runs import assert_same_bits, checkpoint, losses, read_tensors
 from tests.integration.test_kill_nine import arguments, prepare_media
 from tests.support import faults
+from tests.support.repository import REPOSITORY
 
 RANKS, NUM_STEPS, KILLS, SEED = 2, 120, 68, 14
 SETTINGS = {
@@ -133,7 +134,6 @@ def _train(words: list[str], files: Files, rank: int, world: dict[str, str]) -> 
     out = os.open(files.of("log", rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(out, stream)
-    os.chdir(ROOT)
     os.environ |= {"DIT_DEVICE": "cpu", "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", **world}
     noted = partial(faults.samples_noted, files.of("steps", rank)), partial(phases_noted, files.of("phases", rank))
     sys.exit(actions.train(words, partial(faults.together, *noted)).code)
@@ -308,7 +308,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-PAGE = ROOT / "docs" / "killed-runs.md"
+PAGE = REPOSITORY / "docs" / "killed-runs.md"
 BEGIN, END = "<!-- campaign -->", "<!-- end -->"
 
 

@@ -1,4 +1,4 @@
-"""A rank that dies under `torchrun --max-restarts`: all ranks are started again by themselves, and resume; how fast."""
+"""Deaths under torchrun: of a rank, after which `--max-restarts` starts all again, and of torchrun."""
 
 import json
 import os
@@ -10,11 +10,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from dit.monitoring.sinks import read_records
 from dit.monitoring.time_limit import started_at
-from tests.integration.runs import losses, mock, outcome, started, steps_logged, wait_for
+from tests.integration.runs import checkpoint, checkpoints, losses, mock, outcome, started, steps_logged, wait_for
 
 pytestmark = pytest.mark.matrix
 
@@ -75,3 +76,29 @@ def test_a_killed_rank_costs_the_steps_since_the_last_checkpoint(calm: Path, tmp
     stages = {"until_started": spawned - killed, "imports": locked - spawned, "until_step": again["time"] - locked}
     print(json.dumps({"rank": rank, "restart_s": again["time"] - killed, **stages, "killed_at": died_at}))
     assert again["time"] - killed < SLOWEST_S
+
+
+def test_ranks_save_and_stop_when_torchrun_is_killed(tmp_path: Path) -> None:
+    """The same command goes on where they stopped: no step is lost or repeated."""
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    words = [*arguments(run_dir, is_async=True), "checkpoint.interval=1000", "training.num_steps=100000"]
+    with started(words, log, ranks=2) as process:
+        wait_for(process, lambda: steps_logged(run_dir) >= 3, log)
+        ranks = [psutil.Process(pid) for pid in ranks_of(process).values()]
+        try:
+            os.kill(process.pid, signal.SIGKILL)
+            assert psutil.wait_procs(ranks, timeout=120)[1] == [], log.read_text()
+        finally:
+            for rank in ranks:
+                with suppress(psutil.NoSuchProcess):
+                    rank.kill()
+    assert log.read_text().count(f"its launcher, process {process.pid}, is dead; it saves and stops") == 2
+    record = outcome(run_dir)
+    assert (record["code"], record["reason"]) == (75, "preempted")
+    assert checkpoints(run_dir) == [checkpoint(run_dir, record["step"]).name]
+
+    with started([*words, f"training.stop_at_step={record['step'] + 2}"], log, ranks=2) as process:
+        process.wait(300)
+    scalars = [r for r in read_records(run_dir / "metrics.jsonl") if r["kind"] == "scalars"]
+    assert [r["step"] for r in scalars] == list(range(1, record["step"] + 3)), log.read_text()
+    assert [r["attempt"] for r in scalars].count(2) == 2

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 from dit.monitoring.sinks import read_records
-from dit.verify.ranks import ROOT
+from tests.support.repository import REPOSITORY
 
 TINY = {
     "model.hidden_size": 32,
@@ -79,7 +79,7 @@ def environment(**changes: str) -> dict[str, str]:
     inherited = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "TORCHELASTIC"))}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         inherited.pop(name, None)
-    own = {"OMP_NUM_THREADS": "1", "DIT_DEVICE": "cpu", "PYTHONPATH": str(ROOT), "WANDB_MODE": "offline"}
+    own = {"OMP_NUM_THREADS": "1", "DIT_DEVICE": "cpu", "PYTHONPATH": str(REPOSITORY), "WANDB_MODE": "offline"}
     return {**inherited, **own, **changes}
 
 
@@ -98,7 +98,6 @@ def started(
         process = subprocess.Popen(
             [*command, "launch.train", *arguments],
             env=environment(),
-            cwd=ROOT,
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -8,6 +8,7 @@ import subprocess
 import tarfile
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,16 @@ def one_bad_sample(folder: Path, metadata: dict[str, Any], parts: dict[str, byte
             yield f"s{i:02d}", {"label": i % 26, **(metadata if bad else {})}, {**latent, **(parts if bad else {})}
 
     return write_dataset(folder, {"train": samples(), "val": samples()})
+
+
+def stills_and_clips(folder: Path) -> Path:
+    """Write 24 stills of 16 tokens and 12 clips of 128 tokens, with patches of 2 x 2."""
+    frames = [8 if i % 3 == 0 else 1 for i in range(36)]
+    samples = [
+        (f"s{i:02d}", {"label": i % 26}, {"latent.npy": npy(np.zeros((1, n, 8, 8), np.float32))})
+        for i, n in enumerate(frames)
+    ]
+    return write_dataset(folder, {"train": samples, "val": samples[1:3]})
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +148,9 @@ def ended(letters_data: Path, folder: Path, damaged: tuple[Path, str, str], smal
     sweep = mock(folder / "sweep", training__num_steps=20, **at_once)
     jobs["sweep"] = Job(actions.full_disk, {"arguments": sweep, "limits": LIMITS})
     add("budget", damaged[0], ranks=2, data__max_lost_samples=1000, training__num_steps=2)
+    packs = {"data__max_tokens_per_pack": 64, "data__num_streams": 2, "data__packing_buffer_size": 12}
+    one = {"training__micro_batch_size": 1, "training__global_batch_size": 2}
+    add("long clips", stills_and_clips(folder / "clips"), ranks=2, **packs, **one)
     add("nan on one rank", ranks=2, fault=nan(3, 1, folder / "nan_2.pt"), checkpoint__interval=1)
     add("disk of rank 0", ranks=2, fault=partial(faults.saving_fails, 500, 0), at="sound")
     halves = {"parallel__tensor_model_parallel_size": 2}
@@ -215,7 +229,38 @@ def test_lost_samples_within_the_budget_are_counted_wherever_they_were_met(
     assert [run.code for run in ended["budget"]] == [0, 0]
     skipped = [json.loads(line) for line in (folder / "budget" / "data_skipped.jsonl").read_text().splitlines()]
     assert {(entry["stream"], entry["key"], entry["shard"]) for entry in skipped} == {(1, key, shard)}
-    assert scalars(folder / "budget", "skipped_samples")[2] == len(skipped)
+    assert scalars(folder / "budget", "dropped_samples")[2] == len(skipped)
+
+
+def test_clips_longer_than_a_pack_are_announced_and_counted(ended: dict[str, Any], folder: Path) -> None:
+    """A line before step 1 with the setting to raise, then one for each doubling, over both ranks; rank 0 prints."""
+    assert [run.code for run in ended["long clips"]] == [0, 0]
+    log = (folder / "world" / "rank_0.log").read_text()
+    assert (
+        f"{folder / 'clips'}: 12 of 12 clips have more than data.max_tokens_per_pack=64 tokens (the longest 128) and "
+        "are dropped; raise data.max_tokens_per_pack to 128"
+    ) in log
+    out, quiet = (run.out for run in ended["long clips"])
+    lines = [line for line in out.splitlines() if "samples dropped so far" in line]
+    assert lines
+    assert all("too_long" in line and "no clip was used" in line for line in lines)
+    counts = [int(line.split(": ")[1].split()[0].replace(",", "")) for line in lines]
+    assert all(later >= 2 * former for former, later in pairwise(counts))
+    assert "dropped" not in quiet
+    incidents = [r["details"] for r in read_records(folder / "long clips" / "metrics.jsonl") if r["kind"] == "incident"]
+    assert incidents[0]["by_reason"] == {"too_long": incidents[0]["samples"]} == {"too_long": counts[0]}
+    skipped = (folder / "long clips" / "data_skipped.jsonl").read_text().splitlines()
+    assert {(entry["stream"], entry["kind"], entry["tokens"]) for entry in map(json.loads, skipped)} == {
+        (0, "clip", 128),
+        (1, "clip", 128),
+    }
+    assert incidents[-1]["total"] == len(skipped)
+
+
+def test_waiting_for_data_takes_at_most_the_time_of_the_steps(ended: dict[str, Any], folder: Path) -> None:
+    """Reading the first micro-batch, which builds the loader, is not in the time of step 1."""
+    shares = [share for name in ("sound", "long clips") for share in scalars(folder / name, "data_wait_share").values()]
+    assert 0 < max(shares) <= 1
 
 
 @pytest.mark.matrix
@@ -229,7 +274,7 @@ def test_torchrun_fails_and_the_record_keeps_the_true_code(folder: Path, damaged
     assert (record["code"], record["reason"]) == (3, "data")
     assert key in record["error"]
     assert shard in record["error"]
-    assert f"rank {record['rank']}: error: lost sample '{key}'" in log.read_text()
+    assert f"rank {record['rank']}: error: dropped the damaged sample '{key}'" in log.read_text()
     assert f"rank {1 - record['rank']}: unexpected error" not in log.read_text()
 
 

@@ -61,7 +61,7 @@ def done(folder: Path) -> dict[str, Any]:
     looked_at = {"training__validate_raw_weights": True, "training__sanity_micro_batches": 2}
     add("options", fault=partial(faults.hooked, folder / "hooks.jsonl"), **LOOP, **looked_at, **hooks)
     add("fsdp", ranks=2, **LOOP, **looked_at, parallel__data_parallel="fsdp")
-    add("no average", training__ema_decay=None, training__validate_raw_weights=True)
+    add("no average", training__ema_decay=None)
     add("stopped", **LOOP, training__stop_at_step=4)
     add("goes on", at="stopped", **LOOP, training__ema_offload=True)
     named = checkpoint(folder / "options", 4)

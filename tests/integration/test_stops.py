@@ -47,7 +47,17 @@ def packs(run_dir: Path, **settings: Any) -> list[str]:
         "model__num_attention_heads": 2,
         "logging__tensorboard": 0,
     }
-    words = overrides(run_dir, **{**small, "data__shapes": shapes, "data__max_tokens_per_pack": 32, **LOOP, **settings})
+    words = overrides(
+        run_dir,
+        **{
+            **small,
+            "data__shapes": shapes,
+            "data__max_tokens_per_pack": 32,
+            "data__pack_multiple_of": 4,
+            **LOOP,
+            **settings,
+        },
+    )
     return [
         "--yes",
         "--factory",

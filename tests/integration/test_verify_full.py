@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.runs import environment
-from tests.unit.launch.pages import ROOT, shown_commands
+from tests.unit.launch.pages import shown_commands
 
 PAGE = Path("docs/debugging-a-wrong-gradient.md")
 
@@ -22,7 +22,6 @@ def test_the_documented_torchrun_names_the_parameter_that_is_stated_wrongly(tmp_
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", *words[1:], *flags],
         env=environment(),
-        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=300,

@@ -15,11 +15,10 @@ from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
 from dit.run_config import RunConfig
-from dit.verify.tiny import tiny_grids, tiny_model
-from energon_data.mock import MockData, MockSource
-from energon_data.packing import collate
+from dit.verify.tiny import tiny_model
 from launch.config_file import built
 from launch.train import call_recipe
+from launch.verify import MockPacks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,12 +262,5 @@ def config_of(name: str) -> ModelConfig:
 def pack(
     config: ModelConfig, numbers: list[int], *, multiple_of: int = 1, tail: int = 0, text_tokens: int = 5
 ) -> PackedBatch:
-    """Lay synthetic samples side by side, padding behind them; the grids of successive numbers differ, if they may."""
-    t, s = config.patch_temporal, config.patch_spatial
-    shapes = [f"{frames * t}x{height * s}x{width * s}" for frames, height, width in tiny_grids(config)]
-    spec = config.batch_spec(multiple_of=multiple_of)
-    data = MockData(shapes=shapes, text_tokens=text_tokens)
-    source = MockSource(data, spec, seed=0, split="train", stream=0, num_streams=1)
-    clips = [source.sample(number) for number in numbers]
-    padded = sum(-(-clip.num_tokens // multiple_of) * multiple_of for clip in clips)
-    return collate(clips, spec, total_tokens=padded + tail)
+    """Lay synthetic samples side by side, with padding after them."""
+    return MockPacks(config, text_tokens)(numbers, multiple_of=multiple_of, tail=tail)

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
-from dit.conditions import per_text_token
 from dit.errors import ConfigError
-from dit.layout import SequenceLayout
 from dit.models.base import Backbone, ModelConfig
+from dit.models.stdit.config import STDiTConfig
 from dit.objectives.base import Objective
 from dit.parallel.build import build_model as build_on_one_rank
 from dit.parallel.build import count_parameters
@@ -22,10 +21,13 @@ from dit.parallel.dims import ParallelConfig
 from dit.settings import TrainingConfig
 from dit.training.step import training_forward_step
 from dit.verify.compare import BOUNDS, compare_training
+from dit.verify.laws import Check
 from dit.verify.ranks import run_world
 from dit.verify.report import Verdict
 from dit.verify.trial import Trial, disturb_constants
-from launch.verify import Pair, compare, tiny_pair
+from launch.config_file import built
+from launch.train import call_recipe
+from launch.verify import Pair, check_case, compare, tiny_pair
 from tests.conftest import BuildModel
 from tests.laws.backbones import BACKBONES, CONDITIONED, GIVEN, NAMES, OTHER, config_of, pack, run_of
 from tests.support.ranks import rows, selected
@@ -51,53 +53,64 @@ def times(batch: PackedBatch) -> Tensor:
     return torch.linspace(0.1, 0.9, len(SAMPLES))[: batch.layout.num_samples]
 
 
-def half_dropped(config: ModelConfig, batch: PackedBatch) -> PackedBatch:
-    """Drop the conditions of every second sample."""
-    draw_S = torch.arange(batch.layout.num_samples) % 2.0
-    return replace(batch, conditions=batch.conditions.drop(config.conditions(), lambda _: draw_S, batch.layout))
+PIXART = STDiTConfig(
+    **{"hidden_size": 32, "num_layers": 2, "num_attention_heads": 4, "in_channels": 4, "context_size": 12},
+    **{"layer_pattern": ["full"], "qk_layernorm": False, "fps_conditioning": False, "temporal_rope": False},
+)
+"""The form of STDiT that diffusers has."""
 
 
-def padded_texts(batch: PackedBatch, fill: float) -> PackedBatch:
-    """Pad every text to a multiple of four tokens."""
-    texts = {}
-    for name, entry in batch.conditions.items():
-        if entry.layout is not None:
-            layout = SequenceLayout.from_lengths(entry.layout.lengths, multiple_of=4)
-            values = layout.insert_padding(entry.values).masked_fill(~layout.valid_T[:, None], fill)
-            texts[name] = per_text_token(values, layout, entry.dropped_S)
-    return replace(batch, conditions=batch.conditions | texts)
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_padding_may_hold_anything(build: Any, name: str) -> None:
-    """Outputs of real tokens and every gradient are the same to the bit, whatever padding of tokens and texts holds."""
-    config, found = config_of(name), []
-    batch = half_dropped(config, pack(config, SAMPLES, multiple_of=10, tail=16))
-    valid_T = batch.layout.valid_T
-    assert not valid_T.all()
-    for fill in (0.0, float("nan"), 1e30):
-        model = build(config)
-        inputs_TC = batch.latents_TC.masked_fill(~valid_T[:, None], fill)
-        out_TC = model(inputs_TC, times(batch), padded_texts(batch, fill))[valid_T]
-        out_TC.square().sum().backward()
-        found.append({"output": out_TC.detach(), **{n: p.grad for n, p in model.named_parameters()}})
-    for n, expected in found[0].items():
-        assert expected.isfinite().all(), n
-        assert all(torch.equal(expected, other[n]) for other in found[1:]), n
+@pytest.fixture(scope="module")
+def checks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Check]]:
+    """The absolute checks of every backbone, in one start of a rank."""
+    models = {name: tiny_pair(replace(run_of(name), parallel=ParallelConfig()), 2).one for name in NAMES}
+    classes = tiny_pair(built(call_recipe("dit_xl2_imagenet")), 2).one
+    models["published dit"] = classes
+    models["dit of classes"] = replace(classes, model=replace(classes.model, time_frequency_shift=1))
+    models["pixart"] = replace(models["stdit"], model=PIXART)
+    found = run_world(1, [check_case(trial) for trial in models.values()], tmp_path_factory.mktemp("checks"))
+    return dict(zip(models, found, strict=True))
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_packed_is_alone(build: Any, name: str) -> None:
-    """No sample feels another one of its pack, nor the padding between."""
+def test_padding_packs_their_order_and_accumulation_change_nothing(checks: Any, name: str) -> None:
+    """Outputs, gradients and losses; shapes in a pack differ if the backbone takes such packs."""
     config = config_of(name)
-    model, batch = build(config), pack(config, SAMPLES, multiple_of=10, tail=16)
-    together_TC = model(batch.latents_TC, times(batch), batch)
-    assert len(set(batch.grids)) > 1 or not config.supports.mixed_shapes
-    for i, (number, start, length) in enumerate(zip(SAMPLES, batch.layout.starts, batch.layout.lengths)):
-        alone = pack(config, [number])
-        alone_TC = model(alone.latents_TC, times(batch)[i : i + 1], alone)
-        torch.testing.assert_close(together_TC[start : start + length], alone_TC, rtol=1e-4, atol=1e-5)
-        assert alone_TC.abs().max() > 1e-2
+    assert len(set(pack(config, SAMPLES).grids)) > 1 or not config.supports.mixed_shapes
+    for check in ("padding", "packed", "order", "accumulated"):
+        assert checks[name][check].wrong == [], checks[name][check].line(check)
+        assert len(checks[name][check].errors) > 20
+
+
+PUBLIC = {
+    "dit of classes": "DiTTransformer2DModel",
+    "pixart": "PixArtTransformer2DModel",
+    "flux": "FluxTransformer2DModel",
+    "wan": "WanTransformer3DModel",
+    "ldm_unet": "UNet2DConditionModel",
+    "sdxl_unet": "UNet2DConditionModel",
+    "autoencoder": "AutoencoderKL",
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_the_public_class_has_the_same_output_and_gradients(checks: Any, name: str) -> None:
+    check = checks[name]["diffusers"]
+    assert (check.note, check.wrong) == (PUBLIC[name], []), check.line(name)
+    assert len(check.errors) > 30
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("moviegen", "no class of diffusers: diffusers 0.38.0 has no model like MovieGenConfig"),
+        ("published dit", "DiTTransformer2DModel computes otherwise: .*time_frequency_shift=0"),
+    ],
+)
+def test_a_model_without_a_public_class_says_why(checks: Any, name: str, why: str) -> None:
+    check = checks[name]["diffusers"]
+    assert check.wrong == []
+    assert re.search(f"not compared: {why}", check.line("diffusers"))
 
 
 @pytest.mark.parametrize("name", CONDITIONED)

@@ -41,7 +41,9 @@ def config_of(case: dict) -> RunConfig:
     sizes = {"hidden_size": 32, "num_layers": 2, "num_attention_heads": 2, "position_embedding": "sincos_3d"}
     return RunConfig(
         model=part("model", DiTConfig, **sizes, num_classes=3),
-        data=MockData(shapes=["1x8x8", "1x4x8"], num_streams=4, max_tokens_per_pack=40),
+        data=part(
+            "data", MockData, shapes=["1x8x8", "1x4x8"], num_streams=4, max_tokens_per_pack=40, pack_multiple_of=8
+        ),
         objective=FlowMatching(),
         optimizer=part("optimizer", OptimizerConfig, lr=1e-2, weight_decay=0.1),
         schedule=case.get("schedule", Constant()),

@@ -166,7 +166,9 @@ def run_legs(case: dict) -> dict:
     for parallel, num_steps in case["legs"]:
         config = RunConfig(
             model=tiny_model(),
-            data=MockData(shapes=["1x8x8", "1x4x8"], text_tokens=5, max_tokens_per_pack=40, num_streams=1),
+            data=MockData(
+                shapes=["1x8x8", "1x4x8"], text_tokens=5, max_tokens_per_pack=40, pack_multiple_of=8, num_streams=1
+            ),
             objective=EDM(uncertainty=True),
             optimizer=OptimizerConfig(lr=1e-3),
             parallel=ParallelConfig(**parallel),

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks.parallel_world import run_world
+from dit.settings import TrainingConfig
 
 DDP, DISTRIBUTED, FSDP = ({"data_parallel": kind} for kind in ("ddp", "distributed_optimizer", "fsdp"))
 KINDS = {
@@ -20,6 +21,12 @@ TRAINING = {
     "loss_scale_window": WINDOW,
 }
 SUBNORMAL = 2.0**-24
+FIRST = 12
+SETTINGS = ("initial_loss_scale", "min_loss_scale", "loss_scale_window")
+LARGE = {
+    "data": {"shapes": ["1x32x64", "1x32x32"], "max_tokens_per_pack": 1280},
+    "training": {name: getattr(TrainingConfig, name) for name in SETTINGS},
+}
 BAD_STEP, STEPS, SAVED_AT = 2, 6, 3
 ON_RANK_1 = {"steps": [BAD_STEP], "rank": 1}
 
@@ -29,7 +36,9 @@ def results(tmp_path_factory):
     folder = tmp_path_factory.mktemp("loss_scale")
 
     def case(parallel, steps=STEPS, run_dir="none", **options):
-        training = {**TRAINING, **options.pop("training", {})}
+        changes = options.pop("training", {})
+        dynamic = () if "loss_scale" not in changes else SETTINGS  # they do not apply to a constant scale
+        training = {name: value for name, value in {**TRAINING, **changes}.items() if name not in dynamic}
         task = "tests.parallel.loss_scale_worker:train"
         shared = {"task": task, "parallel": parallel, "precision": "fp16", "run_dir": folder / run_dir}
         return {**shared, "training": training, "steps": steps, **options}
@@ -37,6 +46,7 @@ def results(tmp_path_factory):
     two = {
         **{(name, "good"): case(kind, BAD_STEP - 1) for name, kind in KINDS.items()},
         **{(name, "bad"): case(kind, BAD_STEP, fault=ON_RANK_1) for name, kind in KINDS.items()},
+        **{(name, "large"): case(KINDS[name], FIRST, **LARGE) for name in ("distributed", "tp2_sp")},
         "experts": case({**DISTRIBUTED, "expert_model_parallel_size": 2}, STEPS, model=EXPERTS, fault=ON_RANK_1),
         "long": case(DISTRIBUTED, fault=ON_RANK_1),
         "saved": case(DISTRIBUTED, SAVED_AT, run_dir="stopped", fault=ON_RANK_1, save=True),
@@ -48,6 +58,7 @@ def results(tmp_path_factory):
     one = {
         # Scales that differ by a power of two: fp16 rounds the same digits.
         **{scale: case(DDP, 1, training={"loss_scale": scale}) for scale in (1.0, 4.0, 64.0)},
+        ("one rank", "large"): case(DDP, FIRST, **LARGE),
         "huge": case(DDP, STEPS, training={"initial_loss_scale": 2.0**32, "min_loss_scale": 1.0}),
     }
     found = {}
@@ -60,6 +71,15 @@ def assert_same_state(found, expected):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
+
+
+@pytest.mark.parametrize("layout", ["one rank", "distributed", "tp2_sp"])
+def test_packs_of_a_thousand_tokens_lose_at_most_one_of_the_first_updates(results, layout):
+    """The default scale is that of the mean loss, not of a sum over tokens; every layout starts with the same one."""
+    run, one = results[layout, "large"], results["one rank", "large"]
+    assert run["skips"][-1] <= 1
+    assert run["scales"] == one["scales"]
+    assert run["norms"] == pytest.approx(one["norms"], rel=1e-2)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -29,11 +29,7 @@ SETTINGS = {
     "optimizer": {"lr": 2e-2, "beta1": 0.8, "beta2": 0.95, "eps": 1e-3, "weight_decay": 0.5, "clip_grad": 0.5},
     # Both the rate and beta1 rise and fall; the first update has a third of the peak.
     "schedule": TorchOneCycle(pct_start=0.5, div_factor=3.0, final_div_factor=4.0, cycle_momentum=True),
-    # The scale counts in fp16 alone; a power of two, within the range of the gradients.
-    "training": {
-        **{"num_steps": NUM_STEPS, "global_batch_size": 4, "ema_decay": 0.7, "ema_start_step": 2},
-        "initial_loss_scale": 64.0,
-    },
+    "training": {"num_steps": NUM_STEPS, "global_batch_size": 4, "ema_decay": 0.7, "ema_start_step": 2},
 }
 OFFLOADED = {**SETTINGS, "optimizer": {**SETTINGS["optimizer"], "offload": True}}
 EXPERTS = {**SETTINGS, "model": {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}}
@@ -48,6 +44,8 @@ def results(tmp_path_factory):
 
     def case(task, parallel, precision, settings=SETTINGS, **options):
         run_dir = folder / options.pop("run_dir", "none")
+        if precision == "fp16":  # a power of two, within the range of the gradients
+            settings = {**settings, "training": {**settings.get("training", {}), "initial_loss_scale": 64.0}}
         return {"task": task, "parallel": parallel, "precision": precision, "run_dir": run_dir, **settings, **options}
 
     def run(*args, steps=NUM_STEPS, **options):

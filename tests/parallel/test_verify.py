@@ -7,8 +7,11 @@ from typing import Any, Optional
 from unittest import mock
 
 import pytest
+import torch
 
+import dit.verify.trial
 from dit.errors import EXIT_CONFIG, EXIT_OK, EXIT_UNEXPECTED
+from dit.layout import SequenceLayout
 from dit.models.lora_config import LoRAConfig
 from dit.parallel.build import build_on_meta, count_parameters
 from dit.parallel.dims import ParallelConfig
@@ -104,6 +107,80 @@ def forget_the_parts_of_adapters(chunks: list) -> None:
         for name, parameter in chunk.named_parameters():
             if "lora_" in name:
                 parameter.sequence_parallel = False
+
+
+def without_mask(chunks: list) -> None:
+    """As if attention read all samples of the pack as one."""
+    for layer in chunks[0].layers.values():
+
+        def over_the_pack(q, k, v, layout_q, layout_k, attention=layer.attention.attention):
+            pack = SequenceLayout.from_lengths([layout_q.total_tokens])
+            return attention(q, k, v, pack, pack)
+
+        layer.attention.attention = over_the_pack
+
+
+def padding_adds(chunks: list) -> None:
+    """As if a mean over tokens counted the padding, too."""
+    forward = chunks[0].forward
+
+    def with_padding(inputs_TC, time_S, batch):
+        return forward(inputs_TC, time_S, batch) + inputs_TC[~batch.layout.valid_T].sum()
+
+    chunks[0].forward = with_padding
+
+
+def place_in_pack_matters(chunks: list) -> None:
+    """As if an embedding of the place in the pack had been added."""
+    forward = chunks[0].forward
+
+    def with_place(inputs_TC, time_S, batch):
+        places_S = 1 + 0.01 * torch.arange(batch.layout.num_samples)
+        return forward(inputs_TC, time_S, batch) * batch.layout.per_token(places_S)
+
+    chunks[0].forward = with_place
+
+
+def mean_of_means(chunks: list) -> None:
+    """As if each micro-batch counted alike, whatever its number of tokens."""
+
+    def wrong(*arguments):
+        step = training_forward_step(*arguments)
+
+        def forward_step(batches, network):
+            prediction, loss_function = step(batches, network)
+
+            def mean(output):
+                total, count, logged = loss_function(output)
+                return 100 * total / count, torch.full_like(count, 100), logged
+
+            return prediction, mean
+
+        return forward_step
+
+    dit.verify.trial.training_forward_step = wrong  # this process is a rank of one check
+
+
+MODEL_FAULTS = {
+    without_mask: ("packed", {"packed", "accumulated", "padding"}),
+    padding_adds: ("padding", {"padding", "packed", "accumulated"}),
+    place_in_pack_matters: ("order", {"order", "packed", "accumulated"}),
+    mean_of_means: ("accumulated", {"accumulated"}),
+}
+"""Each fault, the check that is about it, and all checks that may find it."""
+
+
+@pytest.mark.parametrize("fault", MODEL_FAULTS, ids=lambda fault: fault.__name__)
+def test_a_fault_that_every_layout_has_is_found(capsys, fault):
+    """The comparison with one rank finds it equal."""
+    pair, (check, allowed) = pair_of("tiny_dit_pack", data_parallel="ddp"), MODEL_FAULTS[fault]
+    broken = replace(pair, one=replace(pair.one, alter=fault), many=replace(pair.many, alter=fault))
+    with mock.patch("launch.verify.tiny_pair", return_value=broken):
+        assert main(["--factory", "tiny_dit_pack", "--world-size", "2"]) == EXIT_UNEXPECTED
+    out = capsys.readouterr().out
+    wrong = {line.split()[0] for line in out.splitlines() if " differ: " in line}
+    assert check in wrong <= allowed, out
+    assert "equal: 36 gradients, losses, weights and their copies" in out
 
 
 FAULTS = {

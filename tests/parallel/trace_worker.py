@@ -43,12 +43,15 @@ def job(case: dict[str, Any], world_size: int, rank: int = 0) -> Job:
     parallel = ParallelConfig(**case["parallel"])
     ranks = parallel.pipeline_model_parallel_size * parallel.context_parallel_size
     replicas = world_size // (ranks * parallel.tensor_model_parallel_size)
+    precision = case.get("precision", "fp32")
+    # Steps in fp16 must not overflow.
+    scale = {"initial_loss_scale": 64.0} if precision == "fp16" else {}
     training = TrainingConfig(
-        precision=case.get("precision", "fp32"),
+        **scale,
+        precision=precision,
         ema_decay=0.9,
         global_batch_size=MICRO_BATCHES * replicas,
         recompute=case.get("recompute", "none"),
-        initial_loss_scale=64.0,  # of fp16, whose steps must not overflow
     )
     return Job(
         model,

@@ -11,6 +11,7 @@ from dit.convert.diffusers_flux import DiffusersFlux
 from dit.errors import ConfigError
 from dit.models.flux.config import FluxConfig
 from dit.parallel.build import parameter_shapes
+from dit.verify.public import call_flux
 from tests.conftest import BuildModel
 from tests.parity.convert_cases import assert_same_bits, load, random_weights, relative_error, run
 
@@ -34,16 +35,9 @@ def diffusers_model(**changes) -> FluxTransformer2DModel:
 
 @torch.no_grad()
 def predict(module: FluxTransformer2DModel, images: Tensor, texts: Tensor, pooled: Tensor, **others: Tensor) -> Tensor:
-    """Cut patches, number them, run their network and put the patches together, as their pipeline does."""
-    count, channels, height, width = images.shape
-    h, w = height // 2, width // 2
-    tokens = images.view(count, channels, h, 2, w, 2).permute(0, 2, 4, 1, 3, 5).reshape(count, h * w, channels * 4)
-    ids = torch.zeros(h, w, 3)
-    ids[..., 1], ids[..., 2] = torch.arange(h)[:, None], torch.arange(w)[None]
-    out = module(
-        tokens, texts, pooled, TIME, img_ids=ids.reshape(-1, 3), txt_ids=torch.zeros(texts.shape[1], 3), **others
-    ).sample
-    return out.view(count, h, w, -1, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(count, -1, height, width)
+    """Run their network on images."""
+    (prediction,) = call_flux(module, images[:, :, None], 1000 * TIME, {"context": texts, "pooled": pooled, **others})
+    return prediction[:, :, 0]
 
 
 @pytest.mark.parametrize("guided", [False, True], ids=["schnell", "dev"])

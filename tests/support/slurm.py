@@ -12,9 +12,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from dit.verify.ranks import ROOT
+from tests.support.repository import REPOSITORY
 
-SCRIPT = ROOT / "launch" / "train.sh"
+SCRIPT = REPOSITORY / "launch" / "train.sh"
 JOB_ID = 4711
 
 SRUN = """#!{python}

@@ -2,9 +2,9 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+from tests.support.repository import REPOSITORY
+
 FOUR = """
 import pytest
 
@@ -25,7 +25,7 @@ def test_the_number_is_said_also_where_workers_collect(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "-n", "2", "-m", "not slow", "."],
         cwd=tmp_path,
-        env={"PATH": "", "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        env={"PATH": "", "PYTHONPATH": str(REPOSITORY), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
         capture_output=True,
         text=True,
     )

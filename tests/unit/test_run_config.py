@@ -1,6 +1,7 @@
 """One run, typed: the parts are `pretrain`'s arguments, and a record is read back as the run that wrote it."""
 
 import dataclasses
+import re
 import typing
 from dataclasses import fields, replace
 
@@ -29,6 +30,14 @@ RUN = RunConfig(
     training=TrainingConfig(run_dir="runs/x", precision="fp32", global_batch_size=8, micro_batch_size=4),
     sampling=SamplingConfig(prompts=["a", "b"]),
 )
+
+
+def changed(run: RunConfig, settings: dict[str, typing.Any]) -> RunConfig:
+    """Return the run with other settings, by their names in overrides."""
+    for name, value in settings.items():
+        part, field = name.split(".")
+        run = replace(run, **{part: replace(getattr(run, part), **{field: value})})
+    return run
 
 
 def test_the_parts_are_the_arguments_of_pretrain_with_their_types():
@@ -86,6 +95,82 @@ def test_every_part_is_checked_by_itself_or_against_the_others(part, changes, sa
     RUN.check()
     with pytest.raises(ConfigError, match=says):
         replace(RUN, **{part: replace(getattr(RUN, part), **changes)}).check()
+
+
+FP16 = {"training.precision": "fp16"}
+
+
+@pytest.mark.parametrize(
+    ("unused", "needs"),
+    [
+        ({"checkpoint.keep_best": 2}, {"training.validation_interval": 100}),
+        ({"training.validate_raw_weights": True}, {"training.validation_interval": 100}),
+        ({"training.max_bad_steps": 5}, {"training.on_bad_numbers": "skip"}),
+        ({"training.bad_steps_within": 5}, {"training.on_bad_numbers": "skip"}),
+        ({"training.spike_window": 64}, {"training.spike_threshold": 20.0}),
+        ({"training.loss_scale": 8.0}, FP16),
+        ({"training.initial_loss_scale": 8.0}, FP16),
+        ({"training.min_loss_scale": 8.0}, FP16),
+        ({"training.loss_scale_window": 8}, FP16),
+        ({**FP16, "training.loss_scale_window": 8, "training.loss_scale": 4.0}, {"training.loss_scale": None}),
+        ({"model.context_dropout": 0.3}, {"model.context_size": 8}),
+        ({"model.num_classes": None, "model.class_dropout": 0.3}, {"model.num_classes": 3}),
+        ({"model.num_classes": None, "sampling.guidance_scale": 4.0}, {"model.num_classes": 3}),
+        ({"training.ema_decay": None, "training.ema_start_step": 9}, {"training.ema_decay": 0.9}),
+        ({"training.ema_decay": None, "training.ema_interval": 9}, {"training.ema_decay": 0.9}),
+        ({"training.ema_decay": None, "training.ema_offload": True}, {"training.ema_decay": 0.9}),
+    ],
+    ids=lambda settings: ",".join(f"{name.partition('.')[2]}={value}" for name, value in settings.items()),
+)
+def test_a_setting_without_effect_is_refused(unused, needs):
+    """By name and value, with the cure; what gives it an effect is accepted, and so is the default."""
+    with pytest.raises(ConfigError) as refusal:
+        changed(RUN, unused).check()
+    *_, (name, value) = [item for item in unused.items() if item[0] not in needs]
+    assert f"{name}={value} has no effect" in str(refusal.value)
+    assert any(setting in str(refusal.value) for setting in needs)
+    changed(RUN, unused | needs).check()
+
+
+def test_no_guidance_is_accepted_for_a_model_that_cannot_be_guided():
+    changed(RUN, {"model.num_classes": None, "sampling.guidance_scale": 1.0}).check()
+
+
+def test_a_stop_after_the_last_step_is_refused():
+    with pytest.raises(ConfigError, match=r"training\.stop_at_step=1001 has no effect.*training\.num_steps=1000"):
+        changed(RUN, {"training.stop_at_step": 1001}).check()
+    changed(RUN, {"training.stop_at_step": 1000}).check()
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        ({"training.validation_interval": 1001}, "training.validation_interval=1001 .* no held-out loss is measured"),
+        ({"training.sample_interval": 1001}, "training.sample_interval=1001 .* no samples are drawn"),
+        ({"logging.profile_steps": [10, 1001]}, r"logging.profile_steps=\[10, 1001\] .* not all of them are traced"),
+    ],
+)
+def test_a_shortened_run_says_what_it_does_not_reach(settings, line):
+    """A line and no refusal, because a recipe's intervals are those of its full length."""
+    dims, _ = changed(RUN, settings).check()
+    (found,) = changed(RUN, settings).adaptations(dims)
+    assert re.fullmatch(line, found)
+    assert changed(RUN, settings | {"training.num_steps": 1001}).adaptations(dims) == []
+
+
+def test_an_autoencoder_that_is_no_folder_is_refused(tmp_path):
+    """A name on a hub is not looked up, and a relative path may be made later."""
+    for missing in (tmp_path / "vae", "~/no such folder"):
+        with pytest.raises(ConfigError, match=r"sampling\.vae='.*' is no folder"):
+            changed(RUN, {"sampling.vae": str(missing)}).check()
+    for name in (str(tmp_path), "models/vae", "stabilityai/sd-vae-ft-ema"):
+        changed(RUN, {"sampling.vae": name}).check()
+
+
+def test_a_folder_called_tilde_is_refused():
+    for name in ("training.run_dir", "checkpoint.start_from", "checkpoint.resume_from"):
+        with pytest.raises(ConfigError, match=f"{name}='~/x' would be a folder called ~; write /"):
+            changed(RUN, {name: "~/x"}).check()
 
 
 def test_what_was_adapted_is_said():

@@ -7,7 +7,8 @@ from dit.condition_table import POOLED
 from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.models.base import TransformerSizes
-from dit.models.transformer_config import TransformerModelConfig, check_unused
+from dit.models.transformer_config import TransformerModelConfig
+from dit.ranges import check_unused
 
 Positions = Literal["rope_3d", "sincos_3d"]
 
@@ -68,7 +69,7 @@ class FluxConfig(TransformerModelConfig):
         self.check_positions(self.rope_axes)
         if self.position_embedding != "rope_3d":
             where = f"with model.position_embedding={self.position_embedding!r}"
-            check_unused(self, ["rope_axes"], where, "use 'rope_3d'")
+            check_unused("model", self, ["rope_axes"], where, "use 'rope_3d'")
 
     def megatron_sizes(self) -> TransformerSizes:
         return replace(super().megatron_sizes(), qk_layernorm=True)

@@ -7,7 +7,7 @@ from dit.errors import ConfigError
 from dit.models.base import TransformerSizes
 from dit.models.cross_config import CrossAttentionModelConfig
 from dit.models.expert_options import ExpertOptions
-from dit.models.transformer_config import check_unused
+from dit.ranges import check_unused
 
 Positions = Literal["learned_3d", "sincos_3d", "rope_3d"]
 
@@ -48,7 +48,7 @@ class MovieGenConfig(ExpertOptions, CrossAttentionModelConfig):
             )
         if self.position_embedding != "learned_3d":
             where = f"with model.position_embedding={self.position_embedding!r}"
-            check_unused(self, ["max_grid"], where, "use 'learned_3d'")
+            check_unused("model", self, ["max_grid"], where, "use 'learned_3d'")
 
     @property
     def largest_grid(self) -> Optional[tuple[int, int, int]]:

@@ -91,7 +91,7 @@ MUTANTS = (
     Mutant(
         "status: steps of an attempt that was killed count",
         "dit/monitoring/sinks.py",
-        "back_to, started = int(step), record",
+        "back_to, started = step, record",
         "started = record",
         (STATUS,),
     ),

@@ -347,8 +347,22 @@ MUTANTS = (
     Mutant(
         "what a dead process was saving is not waited for",
         "dit/monitoring/run_lock.py",
-        "patience_s = WRITER_WAIT_S if orphan else WAIT_S",
+        "patience_s = ENDING_WAIT_S if ends else WAIT_S",
         "patience_s = WAIT_S",
+        (LOCK,),
+    ),
+    Mutant(
+        "lock: a holder whose launcher is dead is like any other",
+        "dit/monitoring/run_lock.py",
+        'whose launcher is dead; it saves and will stop", True',
+        'whose launcher is dead; it saves and will stop", False',
+        (LOCK,),
+    ),
+    Mutant(
+        "lock: the heartbeat of any process counts",
+        "dit/monitoring/run_lock.py",
+        "if beat is not None and beat.is_orphan and (beat.host, beat.pid) == (host, pid):",
+        "if beat is not None and beat.is_orphan:",
         (LOCK,),
     ),
     Mutant(
@@ -389,8 +403,36 @@ MUTANTS = (
     Mutant(
         "heartbeats: a silent rank is not blamed",
         "dit/monitoring/heartbeat.py",
-        "elif now - beat.time > silent_s:",
-        "elif now - beat.time > silent_s * 1000:",
+        "elif unchanged_s[other] >= silent_s:",
+        "elif unchanged_s[other] >= silent_s * 1000:",
+        (HEARTBEAT,),
+    ),
+    Mutant(
+        "heartbeats: the clocks of two machines are compared",
+        "dit/monitoring/heartbeat.py",
+        "unchanged_s = {rank: now - self._first_read[rank][1] for rank in beats}",
+        "unchanged_s = {rank: time.time() - beat.time for rank, beat in beats.items()}",
+        (HEARTBEAT,),
+    ),
+    Mutant(
+        "heartbeats: files are first read when the limit has passed",
+        "dit/monitoring/heartbeat.py",
+        "if waited < self._limit_s - self._silent_s - self._interval_s:",
+        "if waited < self._limit_s:",
+        (HEARTBEAT,),
+    ),
+    Mutant(
+        "heartbeats: a rank whose launcher died trains on",
+        "dit/monitoring/heartbeat.py",
+        "signal.pthread_kill(self._main, signal.SIGTERM)",
+        "pass",
+        (HEARTBEAT,),
+    ),
+    Mutant(
+        "heartbeats: a process that no launcher started ends with its shell",
+        "dit/monitoring/heartbeat.py",
+        'os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None',
+        "os.getppid()",
         (HEARTBEAT,),
     ),
 )

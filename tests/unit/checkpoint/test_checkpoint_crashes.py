@@ -9,14 +9,12 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from dit.errors import CheckpointError
 from tests.unit.checkpoint.checkpoints import fill, leftovers, make_store, newest_step, save
 
-REPOSITORY = Path(__file__).parents[3]
 NUM_KILLS = 10
 
 KILLED_CHILD = """
@@ -210,7 +208,7 @@ def test_kill_during_save_leaves_a_valid_checkpoint(tmp_path):
     rng = random.Random(1)
     last = 0
     for _ in range(NUM_KILLS):
-        child = subprocess.Popen([sys.executable, "-c", KILLED_CHILD, str(store.root)], cwd=REPOSITORY)
+        child = subprocess.Popen([sys.executable, "-c", KILLED_CHILD, str(store.root)])
         deadline = time.monotonic() + 30
         while max(store.steps(), default=0) <= last and time.monotonic() < deadline:
             time.sleep(0.005)

@@ -20,7 +20,6 @@ from dit.checkpoint.store import check_same_model, model_fingerprint
 from dit.errors import CheckpointError, ConfigError
 from tests.unit.checkpoint.checkpoints import FILES, leftovers, make_store, newest_step, save
 
-REPOSITORY = Path(__file__).parents[3]
 NUM_FLIPS = 60
 
 
@@ -44,7 +43,7 @@ def test_published_folder_is_what_was_written(tmp_path):
 def test_importing_the_store_needs_no_torch():
     """A tool that only looks at checkpoints starts in milliseconds."""
     code = "import sys, dit.checkpoint.store; sys.exit('torch' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=True)
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # --- damage ---------------------------------------------------------------------------------------------------------
@@ -372,7 +371,7 @@ def test_a_checkpoint_that_is_read_is_deleted_when_its_readers_have_ended(tmp_pa
     code = "import sys, time; from dit.checkpoint.reader_lock import being_read; from pathlib import Path\n"
     code += "with being_read(Path(sys.argv[1])): print('reads', flush=True); time.sleep(60)"
     words = [sys.executable, "-c", code, str(store.path(1))]
-    with subprocess.Popen(words, cwd=REPOSITORY, stdout=subprocess.PIPE) as other, being_read(store.path(1)):
+    with subprocess.Popen(words, stdout=subprocess.PIPE) as other, being_read(store.path(1)):
         assert other.stdout.readline() == b"reads\n"
         save(store, 2)
         assert store.steps() == [1, 2]

@@ -5,6 +5,7 @@ import os
 import pickle
 import re
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from dit.checkpoint.state_files import StateReader
 from dit.checkpoint.store import CheckpointStore
 from dit.checkpoint.torch_dist import read_metadata, rewrite_run
 from dit.convert.diffusers_format import TrainedModel
-from dit.errors import CheckpointError, UserError, exit_code
+from dit.errors import CheckpointError, ConfigError, UserError, exit_code
 from dit.inference.generator import load_generator
 from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
@@ -127,6 +128,35 @@ def test_weights_that_are_not_finite_are_refused_by_name(run_dir, tmp_path, caps
             rf"error: {stored.partition('@')[0]} in .* has 1 NaN or infinite values of \d+; .*", said[-1]
         )
     assert not list(tmp_path.glob("x*"))
+
+
+@pytest.mark.parametrize("base", ["text", {"folder": 3, "digest": "a"}, {"folder": "a"}, [1]])
+def test_the_base_of_adapters_is_a_record(run_dir, base):
+    """Of a checkpoint with adapters, the manifest names the checkpoint that has the other weights."""
+    folder = run_dir / "checkpoints" / "iter_0000000"
+    manifest = read_manifest(folder)
+    (folder / MANIFEST).write_text(replace(manifest, meta={**manifest.meta, "base": base}).to_text())
+    with pytest.raises(CheckpointError, match="names no checkpoint as its base"):
+        _ = read_manifest(folder).base
+    with suppress(UserError):
+        load_generator(run_dir)
+
+
+def test_the_number_of_samples_is_one_of_64_bits(run_dir):
+    folder = run_dir / "checkpoints" / "iter_0000000"
+    manifest = read_manifest(folder)
+    (folder / MANIFEST).write_text(replace(manifest, meta={"consumed_samples": 10**400}).to_text())
+    with pytest.raises(CheckpointError, match="an integer of 401 digits"):
+        read_manifest(folder)
+
+
+def test_recorded_settings_of_sampling_are_checked_before_use(run_dir):
+    folder = run_dir / "checkpoints" / "iter_0000000"
+    settings = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(settings.replace("num_steps: 30", f"num_steps: {10**12}"))
+    seal(folder)
+    with pytest.raises(ConfigError, match=r"sampling\.num_steps=1000000000000 must be"):
+        load_generator(run_dir).sampling()
 
 
 def test_an_old_checkpoint_whose_description_holds_code_is_refused(run_dir, tmp_path):

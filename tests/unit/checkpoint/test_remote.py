@@ -1,7 +1,6 @@
 """Copies of checkpoints in an object store: complete or not there, to the bit, and no run ends because of them."""
 
 import json
-import os
 import shutil
 import time
 from dataclasses import replace
@@ -257,7 +256,6 @@ class Failures(list):
 @pytest.fixture
 def copying(bucket, tmp_path, monkeypatch):
     """Return a store, its copies and their failures; the process tries once."""
-    monkeypatch.setenv("PYTHONPATH", os.getcwd())
     made = []
 
     def make(**config):

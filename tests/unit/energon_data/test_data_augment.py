@@ -1,6 +1,7 @@
 """Laws of augmentation: windows of the resized picture, drawn evenly and by address; and of limits: exact counts."""
 
 from collections import Counter
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def read(folder: Path, batches: int, *, held_out: bool = False, **settings: Any)
         return list(data.build_validation(asked, dp_rank=0, dp_size=1)), Counter()
     stream = data.build_train(asked, dp_rank=0, dp_size=1, seed=5, log_dir=None)
     try:
-        return [next(stream) for _ in range(batches)], Counter(stream.skipped())
+        return [next(stream) for _ in range(batches)], Counter(stream.sample_counts().by_reason())
     finally:
         stream.close()
 
@@ -168,7 +169,7 @@ def test_limits_of_captions_and_durations(picture_folder: Path, monkeypatch: pyt
     batches, skipped = read(picture_folder, 60, max_seconds=0.5)  # a picture lasts no time
     assert not skipped
     monkeypatch.setattr("energon_data.skip_log.GIVE_UP_AFTER", 70)
-    with pytest.raises(DataError, match="too many samples were skipped"):
+    with pytest.raises(DataError, match="too many samples were dropped"):
         read(picture_folder, 1, min_seconds=0.5)
 
 
@@ -200,3 +201,29 @@ def test_a_picture_beside_the_picture_is_not_left_unchanged_in_silence() -> None
     with_mask = type(asked)(**{**vars(asked), "conditions": (*asked.conditions, MASK)})
     with pytest.raises(ConfigError, match="and not the mask that the model takes beside it"):
         EnergonData(path="x", flip=0.5).check_settings(with_mask, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "needed"),
+    [
+        ({"packing_buffer_size": 8}, {"max_tokens_per_pack": 64}),
+        ({"pack_multiple_of": 8}, {"max_tokens_per_pack": 64}),
+        ({"pad_packs": True}, {"max_tokens_per_pack": 64}),
+        ({"pack_cost_tokens": 64}, {"max_tokens_per_pack": 64}),
+        ({"random_crop": False}, {"crop_size": [16, 16]}),
+        ({"online_precision": "bf16"}, {"online_vae": "identity"}),
+    ],
+    ids=lambda settings: ",".join(settings),
+)
+def test_settings_without_what_they_modify_are_refused(settings, needed):
+    ((name, value),) = settings.items()
+    with pytest.raises(ConfigError, match=rf"data\.{name}={value} has no effect without data\.{next(iter(needed))}"):
+        EnergonData(path="x", **settings).check_settings(spec(micro_batch_size=1), 1, 1)
+    EnergonData(path="x", **settings, **needed).check_settings(spec(micro_batch_size=1), 1, 1)
+
+
+def test_one_caption_of_each_sample_is_reported_if_captions_are_not_to_vary(mixed_folder: Path) -> None:
+    """What the data hold is no reason to refuse a recipe."""
+    line = f"data.vary_captions=False has no effect: no sample of {mixed_folder} that was read has several captions"
+    data = EnergonData(path=str(mixed_folder))
+    assert (data.remarks(spec()), replace(data, vary_captions=False).remarks(spec())) == ([], [line])

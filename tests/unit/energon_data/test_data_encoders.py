@@ -142,7 +142,7 @@ def test_what_cannot_be_encoded_is_skipped_by_its_reason(folder, tmp_path):
     data.path = str(write_dataset(tmp_path / "data", {"train": samples}))
     stream = data.build_train(spec(), dp_rank=0, dp_size=1, seed=0, log_dir=None)
     assert next(stream).keys[0] == "train_sound"
-    assert stream.skipped().keys() == {"missing_part", "wrong_shape", "no_caption"}
+    assert stream.sample_counts().by_reason().keys() == {"missing_part", "wrong_shape", "no_caption"}
     stream.close()
 
 

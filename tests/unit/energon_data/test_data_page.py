@@ -231,13 +231,13 @@ def test_the_limits_and_their_defaults_are_those_of_the_loader():
     assert f"{GIVE_UP_AFTER:,} in a row" in LOADER_PAGE.read_text()
 
 
-def test_every_reason_of_a_lost_sample_is_explained():
+def test_every_reason_of_a_damaged_sample_is_explained():
     """As the code spells them; one reason is the condition's own name."""
     calls = [
         node
         for file in (ROOT / "energon_data").rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("SampleError", "Skip")
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("SampleError", "drop")
     ]
     reasons = {call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)}
     table = LOADER_PAGE.read_text().partition("| reason |")[2].partition("\n\n")[0]

@@ -3,6 +3,7 @@
 import io
 import json
 import shutil
+import tarfile
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -179,13 +180,17 @@ def test_every_layout_trains_on_the_same_packs(
         assert len({len(pack.keys) for pack in packs[1]}) > 1, "packs of several sizes"
 
 
+@pytest.mark.parametrize("source", ["folder", "blend"])
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("steps", [1, 5, 9])
 def test_packs_in_flight_are_selected_again_for_another_multiple(
-    mixed_folder: Path, background: bool, steps: int
+    mixed_folder: Path, source: str, background: bool, steps: int
 ) -> None:
     """A resumed run may raise `pack_multiple_of`: every sample is used once, and no pack is above the limit."""
-    one = {"path": str(mixed_folder), "shuffle_buffer": 0, "num_streams": 1, **PACKED, "pad_packs": False}
+    data_set = {"path": str(mixed_folder)} if source == "folder" else {"blend": [{"path": str(mixed_folder)}]}
+    # 12 is the longest sample, also where a pack has more room for it.
+    limits = {"pad_packs": False, "max_tokens_per_sample": 12}
+    one = {**data_set, "shuffle_buffer": 0, "num_streams": 1, **PACKED, **limits}
     before = EnergonData(**one | {"pack_multiple_of": 1}, background=background)
     after = EnergonData(**one | {"pack_multiple_of": 8}, background=background)
     stream, resumed = build(before, mbs=1), build(after, mbs=1, multiple_of=8)
@@ -202,7 +207,7 @@ def test_packs_in_flight_are_selected_again_for_another_multiple(
     finally:
         stream.close()
         resumed.close()
-    dense = EnergonData(path=str(mixed_folder), shuffle_buffer=0, num_streams=1, background=False)
+    dense = EnergonData(**data_set, shuffle_buffer=0, num_streams=1, background=False)
     order = [key for batch in take(build(dense, mbs=1), len(read) + 24) for key in batch.keys]
     # All samples that were read from disk, except for the buffer of 24, and each as often as it was read.
     assert Counter(order[: len(read) - 24]) <= Counter(read) <= Counter(order)
@@ -320,6 +325,79 @@ def test_validation_is_the_same_pass_on_any_layout(mixed_folder: Path, dp: int, 
     same(full, dealt[: len(full)])
     same([full[-1]] * (count * dp - len(full)), dealt[len(full) :])
     same(dealt, [list(data.build_validation(s, dp_rank=j % dp, dp_size=dp))[j // dp] for j in range(count * dp)])
+
+
+def test_a_position_that_cannot_be_read_again_is_not_converted(damaged_after: Callable[[int], Path]) -> None:
+    """The deliveries between a state and its position are read once more; none of them may be missing."""
+    folder = damaged_after(0)
+    before, after = (
+        EnergonData(
+            path=str(folder), shuffle_buffer=0, num_streams=1, background=False, **PACKED | {"pack_multiple_of": m}
+        )
+        for m in (1, 8)
+    )
+    state = build(before, mbs=1).state_dict()
+    state["streams"][0]["behind"] = 3
+    with pytest.raises(DataError, match="cannot be read up to the saved position: too many"):
+        build(after, mbs=1).load_state_dict(state)
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4, 8])
+def test_ranks_that_share_a_stream_report_its_samples_once(
+    damaged_after: Callable[[int], Path], tmp_path: Path, dp: int
+) -> None:
+    """Also after resumes: the counts of all ranks add up to those of one rank, and so do the lines of the file."""
+    data = EnergonData(
+        path=str(damaged_after(60)), shuffle_buffer=0, num_streams=2, max_lost_samples=100, background=False
+    )
+    state, used = None, 0
+    for _ in range(3):
+        ranks = [data.build_train(spec(), dp_rank=r, dp_size=dp, seed=5, log_dir=str(tmp_path)) for r in range(dp)]
+        for rank in ranks:
+            if state is not None:
+                rank.load_state_dict(state)
+        used += sum(next(ranks[j % dp]).layout.num_samples for j in range(8))
+        state = through_disk(merge_states([rank.state_dict() for rank in ranks]))
+    counts = [rank.sample_counts() for rank in ranks]
+    assert sum(sum(c.used.values()) for c in counts) == used == 3 * 8 * 4
+    dropped = sum(sum(c.by_reason().values()) for c in counts)
+    assert dropped == len((tmp_path / "data_skipped.jsonl").read_text().splitlines()) > 10
+    assert dropped == sum(n for s in state["streams"].values() for *_, n in s["skipped"]["dropped"])
+
+
+@pytest.fixture
+def damaged_after(mixed_folder: Path, tmp_path: Path) -> Callable[[int], Path]:
+    """Copy a data set, and damage every other sample of the training shards from a number on."""
+
+    def copied(first: int) -> Path:
+        folder = tmp_path / "damaged"
+        shutil.copytree(mixed_folder, folder)
+        number = 0
+        for shard in sorted(folder.rglob("train*.tar")):
+            data = bytearray(shard.read_bytes())
+            with tarfile.open(shard) as tar:
+                for member in tar:
+                    if member.name.endswith("latent.npy"):
+                        if number >= first and number % 2 == 0:
+                            data[member.offset_data + member.size - 1] ^= 0xFF
+                        number += 1
+            shard.write_bytes(data)
+        return folder
+
+    return copied
+
+
+def test_the_held_out_pass_reads_no_sample_after_its_limit(mixed_folder: Path, tmp_path: Path) -> None:
+    """The sixth sample is damaged."""
+    folder = Path(shutil.copytree(mixed_folder, tmp_path / "data"))
+    (shard, *_) = sorted(folder.rglob("val*.tar"))
+    data = bytearray(shard.read_bytes())
+    with tarfile.open(shard) as tar:
+        member = [m for m in tar if m.name.endswith("latent.npy")][5]
+    data[member.offset_data + member.size - 1] ^= 0xFF
+    shard.write_bytes(data)
+    passed = EnergonData(path=str(folder), validation_samples=5).build_validation(spec(), dp_rank=0, dp_size=1)
+    assert sum(batch.layout.num_samples for batch in passed) == 5
 
 
 @pytest.mark.parametrize("limit", [5, 12, 21, 100])

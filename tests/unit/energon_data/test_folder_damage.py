@@ -37,7 +37,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a shard that links to itself": (linked(SHARD, SHARD), rf"{SHARD} is missing"),
     "metadata without end": (
         linked(".nv-meta/dataset.yaml", "/dev/zero"),
-        r"cannot read .*dataset\.yaml.*regular file",
+        r"dataset\.yaml cannot be read.*regular file",
     ),
     "an index without end": (linked(f"{SHARD}.idx", "/dev/zero"), rf"{SHARD} has no index"),
     "numbers for names": (

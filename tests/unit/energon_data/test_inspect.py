@@ -5,12 +5,13 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from small_data import npy, spec, write_dataset
+from small_data import clips, npy, spec, write_dataset
 
 from dit.encoders.vae import load_vae
 from dit.errors import DataError
@@ -308,3 +309,58 @@ def test_pixels_have_no_scale_of_latents(tmp_path: Path, capsys: pytest.CaptureF
     assert prepare(["images", "--in", str(tmp_path / "in"), "--out", str(tmp_path / "out"), *words]) == 0
     assert "latents" not in capsys.readouterr().out
     assert "latents" not in page(capsys, str(tmp_path / "out"))
+
+
+LONG_AND_SHORT = [(1, 4, 4), (4, 8, 8), (1, 4, 4), (8, 8, 8)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "lines"),
+    [
+        (
+            {"max_tokens_per_pack": 64},
+            [
+                "12 of 24 clips have more than data.max_tokens_per_pack=64 tokens (the longest 128) and are dropped; "
+                "raise data.max_tokens_per_pack to 128"
+            ],
+        ),
+        (
+            {"max_tokens_per_pack": 1024, "max_tokens_per_sample": 63},
+            [
+                "24 of 24 clips have more than data.max_tokens_per_sample=63 tokens (the longest 128) and are dropped; "
+                "raise data.max_tokens_per_sample to 128"
+            ],
+        ),
+        (
+            {"min_aesthetic_score": 0.75},
+            [
+                "18 of 24 images are dropped (aesthetic_score), the first: aesthetic score 0, asked for at least 0.75",
+                "18 of 24 clips are dropped (aesthetic_score), the first: aesthetic score 0.0208333, asked for at "
+                "least 0.75",
+            ],
+        ),
+        (
+            {"max_caption_length": 9},
+            [
+                "24 of 24 images are dropped (caption_length), the first: no caption length, asked for at most 9",
+                "24 of 24 clips are dropped (caption_length), the first: no caption length, asked for at most 9",
+            ],
+        ),
+        ({"max_tokens_per_pack": 128}, []),
+        ({}, []),
+    ],
+)
+def test_drops_are_expected_before_training(tmp_path: Path, settings: dict[str, Any], lines: list[str]) -> None:
+    folder = write_dataset(tmp_path / "data", {"train": clips(48, sizes=LONG_AND_SHORT)})
+    data = EnergonData(path=str(folder), **settings)
+    assert data.remarks(spec(micro_batch_size=1)) == [f"{folder}: {line}" for line in lines]
+
+
+def test_few_of_many_samples_are_read_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are evenly distributed, and fewer if they take long."""
+    monkeypatch.setattr("energon_data.survey.MOST_BEFORE_TRAINING", 16)
+    folder = write_dataset(tmp_path / "data", {"train": clips(48, sizes=[(4, 8, 8)] + [(1, 4, 4)] * 3)})
+    data = EnergonData(path=str(folder), max_tokens_per_pack=32)
+    assert data.remarks(spec(micro_batch_size=1))[0].startswith(f"{folder}, 16 of 48 samples: 4 of 4 clips have")
+    monkeypatch.setattr("energon_data.survey.SECONDS", 0.0)
+    assert data.remarks(spec(micro_batch_size=1))[0].startswith(f"{folder}, 2 of 48 samples: 2 of 2 clips")

@@ -3,7 +3,6 @@
 import re
 from dataclasses import fields, replace
 from importlib.util import find_spec
-from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
@@ -17,6 +16,7 @@ from dit.models.dit.config import DiTConfig
 from dit.parallel.implementations import OPS, implementations, target_of
 from dit.settings import TrainingConfig
 from launch.kernels import main
+from tests.support.repository import REPOSITORY
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 HALF, FULL = torch.bfloat16, torch.float32
@@ -120,7 +120,7 @@ def test_settings_name_the_implementations():
 
 def test_every_function_that_layers_call_is_an_op():
     """What layers and models take from this room by name are types; functions come with the set that a run selects."""
-    sources = [path.read_text() for room in ("layers", "models") for path in Path("dit", room).rglob("*.py")]
+    sources = [path.read_text() for room in ("layers", "models") for path in (REPOSITORY / "dit" / room).rglob("*.py")]
     lines = [
         line for text in sources for line in re.findall(r"from dit\.kernels\.(?:modulation|rope) import (.*)", text)
     ]

@@ -183,8 +183,8 @@ def test_a_documented_grid_dry_runs(line, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.stdin", io.StringIO())
     _, _, module, *words = shlex.split(line)
-    folder = [] if "--folder" in words else ["--folder", str(tmp_path / "nemo_run")]
-    assert import_module(module).main([*words, *folder, *(["--dryrun"] if "--dryrun" not in words else [])]) == 0
+    monkeypatch.setattr("nemo_run.config._NEMORUN_HOME", str(tmp_path / "nemo_run"))
+    assert import_module(module).main([*words, *(["--dryrun"] if "--dryrun" not in words else [])]) == 0
     out = capsys.readouterr().out
     started = re.findall(r"--nproc-per-node (\d+) .*?-m (?:launch\.train|benchmarks\.step) (.*--factory .*)", out)
     assert started

@@ -2,6 +2,7 @@
 
 import argparse
 import io
+import re
 import shlex
 import subprocess
 from dataclasses import fields
@@ -14,7 +15,7 @@ from dit.errors import EXIT_CONFIG, EXIT_OK, EXIT_UNEXPECTED, ConfigError
 from dit.parallel.dims import ParallelConfig
 from launch import cli, executors, experiment, grid, train
 
-SLURM = "slurm(account='lab', partition='gpu', nodes=4, job_dir='/shared/nemo_run')"
+SLURM = "slurm(account='lab', partition='gpu', nodes=4, job_dir='/shared/scripts')"
 
 
 def parallel(layout: str) -> ParallelConfig:
@@ -75,8 +76,13 @@ def test_a_grid_that_cannot_run_is_refused(words, message):
         parsed(*words)
 
 
+@pytest.fixture(autouse=True)
+def nemo_run_home(tmp_path, monkeypatch):
+    monkeypatch.setattr("nemo_run.config._NEMORUN_HOME", str(tmp_path / "home"))
+
+
 def dry_run(tmp_path: Path, capsys: pytest.CaptureFixture, *words: str) -> str:
-    where = ["--folder", str(tmp_path / "nemo_run"), "--runs", str(tmp_path / "runs"), "--dryrun"]
+    where = ["--runs", str(tmp_path / "runs"), "--dryrun"]
     code = experiment.main([*words, *where, "--factory", "tiny_dit", "--layouts", "ddp", "tp2", *OVERRIDES])
     out, err = capsys.readouterr()
     assert (code, err) == (EXIT_OK, "")
@@ -115,6 +121,37 @@ def test_a_dry_run_for_slurm_prints_scripts(tmp_path, capsys, monkeypatch):
         seconds = int(next(line for line in asked if line.startswith("signal=TERM@")).partition("@")[2])
         assert 30 < executors.SAVE_S < seconds
         assert "--nnodes 4 --nproc-per-node 8" in script
+        (output,) = [line.removeprefix("output=") for line in asked if line.startswith("output=")]
+        assert re.fullmatch(r"/shared/scripts/experiments/tiny_dit/tiny_dit_\d+/tiny_dit\.\w+/sbatch_\S+\.out", output)
+
+
+@pytest.mark.parametrize("folder", [None, "", "/shared/scripts"])
+def test_scripts_are_written_where_slurm_reads_them(tmp_path, monkeypatch, folder):
+    """In `job_dir`, which `--folder` may repeat; other executors have the folder that is requested."""
+    monkeypatch.chdir("/")
+    executor = experiment.executor_of(SLURM)
+    requested = None if folder is None else Path(folder or "shared/scripts")
+    executor.tunnel._set_job_dir("title_1")
+    submitted = Path(executor.tunnel.job_dir)
+    folder = executors.folder_of(experiment.executor_of(SLURM), requested)
+    assert folder / "experiments" / "title" / "title_1" == submitted
+    assert executors.folder_of(experiment.executor_of("local"), tmp_path) == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("executor", "words", "message"),
+    [
+        (SLURM, ["--folder", "/other"], "write scripts to /other/experiments and submit those in /shared/scripts/exp"),
+        (SLURM.replace("/shared", "shared"), [], "give slurm(job_dir=...) as an absolute path, and leave out --folder"),
+        (SLURM.replace("scripts", "nemo_run"), [], "/shared/nemo_run/experiments: nemo-run replaces every '/nemo_run'"),
+        (SLURM, ["data.path=/data/nemo_runs"], "data.path=/data/nemo_runs: nemo-run replaces every '/nemo_run' in a"),
+    ],
+)
+def test_folders_that_nemo_run_would_confuse_are_refused(capsys, executor, words, message):
+    code = experiment.main(["--executor", executor, "--factory", "tiny_dit", "--runs", "/runs", "--dryrun", *words])
+    [line] = capsys.readouterr().err.splitlines()
+    assert code == EXIT_CONFIG
+    assert message in line
 
 
 @pytest.mark.parametrize(
@@ -139,6 +176,6 @@ def test_one_failed_run_fails_the_command(capsys):
     """A submitted one has not failed yet."""
     states = {"a": "SUCCEEDED", "b": "FAILED", "c": "UNKNOWN"}
     assert experiment.conclude(states, detached=False) == EXIT_UNEXPECTED
-    assert "2 of 3 runs did not succeed: b, c" in capsys.readouterr().err
+    assert "2 of 3 runs did not succeed: b, c; without Slurm's accounting (sacct) only" in capsys.readouterr().err
     assert experiment.conclude({"a": "SUCCEEDED"}, detached=False) == EXIT_OK
     assert experiment.conclude({"a": "SUBMITTED"}, detached=True) == EXIT_OK

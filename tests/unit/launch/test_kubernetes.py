@@ -14,11 +14,11 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from dit.errors import EXIT_CHECKPOINT, EXIT_CONFIG, EXIT_DATA, EXIT_NOT_FINITE, EXIT_PREEMPTED, EXIT_SAVE
-from dit.verify.ranks import ROOT
 from launch import cli, train
 from launch.config_file import built
+from tests.support.repository import REPOSITORY
 
-SERVICE, JOB = yaml.safe_load_all((ROOT / "launch" / "kubernetes.yaml").read_text())
+SERVICE, JOB = yaml.safe_load_all((REPOSITORY / "launch" / "kubernetes.yaml").read_text())
 POD = JOB["spec"]["template"]["spec"]
 [CONTAINER] = POD["containers"]
 ENVIRONMENT = {entry["name"]: entry["value"] for entry in CONTAINER["env"]}

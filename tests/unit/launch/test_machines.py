@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -50,6 +51,36 @@ def test_the_image_alone_lists_the_recipes(capsys: pytest.CaptureFixture):
     module, _, function = scripts[program].partition(":")
     assert getattr(import_module(module), function)(arguments) == 0
     assert "dit_xl2_imagenet" in capsys.readouterr().out
+
+
+BASE_PYTHON = """#!/bin/sh
+case "$*" in
+  "-m pip --python "*)
+    printf '#!/bin/sh\\ntouch "$5"' >"${4%/python}/cyclonedx-py"
+    chmod +x "${4%/python}/cyclonedx-py" ;;
+  "-m pip install "*) [ "$PIP_BREAK_SYSTEM_PACKAGES" = 1 ] || { echo "externally-managed-environment" >&2; exit 1; } ;;
+  "-m venv --without-pip "*) mkdir -p "$4/bin" ;;
+  *) echo "the base image's Python cannot: $*" >&2; exit 1 ;;
+esac
+"""
+"""What Ubuntu's Python 3.12 permits without the package python3-venv; the base image has it since torch 2.10."""
+
+
+def test_the_python_of_the_cuda_image_can_do_what_its_build_runs(tmp_path: Path):
+    """Its pip refuses to install outside of a virtual environment, and `venv` has no pip to put into one."""
+    for name in ("mkdir", "chmod", "rm", "touch"):
+        (tmp_path / name).symlink_to(str(shutil.which(name)))
+    (tmp_path / "python3").write_text(BASE_PYTHON)
+    (tmp_path / "python3").chmod(0o755)
+    before, _, rest = IMAGE.partition("\nFROM ${BASE} AS cuda\n")[2].partition("\nRUN ")
+    assert rest.count("\nRUN ") == 0, "the build has further commands"
+    command = rest.partition("\n")[0].replace("/tmp/sbom", f"{tmp_path}/venv")
+    command = command.replace("/sbom.cdx", f"{tmp_path}/sbom.cdx")
+    environ = {"PATH": str(tmp_path), **dict(re.findall(r"^ENV (\w+)=(\S+)$", before, re.MULTILINE))}
+    ended = subprocess.run(["/bin/sh", "-c", command], env=environ, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "sbom.cdx.json").is_file()
+    assert not (tmp_path / "venv").exists()
 
 
 def test_on_gpu_is_refused_at_once_without_a_gpu(tmp_path: Path):

@@ -538,7 +538,7 @@ def test_each_refused_key_has_a_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", ["[1, 2]", "a: [", "model: 3", "model: !!python/object/apply:os.getcwd []"])
 def test_a_file_that_is_no_such_document_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "nemo.yaml").write_text(text)
-    with pytest.raises(ConfigError, match=r"is not YAML|has no section `model`"):
+    with pytest.raises(ConfigError, match=r"cannot be read|has no section `model`"):
         nemo_config.load(tmp_path / "nemo.yaml", load_component)
 
 
@@ -566,7 +566,7 @@ def test_one_source_selects_the_run(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert train.main(["--nemo-config", "a.yaml", "--yaml", "b.yaml", "--yes"]) == 2
     assert "--yaml and --nemo-config both select the run" in capsys.readouterr().err
     assert train.main(["--nemo-config", str(tmp_path / "none.yaml"), "--yes"]) == 2
-    assert "cannot read --nemo-config" in capsys.readouterr().err
+    assert "none.yaml cannot be read: No such file" in capsys.readouterr().err
     assert train.main(["--nemo-config", "a.yaml", "--yes", "optimizer.lrr=1"]) == 2
     assert "did you mean optimizer.lr?" in capsys.readouterr().err
 

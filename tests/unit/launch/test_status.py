@@ -27,7 +27,7 @@ def record(kind: str, step: int, **values: Any) -> dict[str, Any]:
 
 
 def scalars(step: int, loss: Any = 1.0, **values: Any) -> dict[str, Any]:
-    rates = {"samples_per_s": 32.0, "data_wait_share": 0.25, "loader_samples_per_s": 90.0, "skipped_samples": 3}
+    rates = {"samples_per_s": 32.0, "data_wait_share": 0.25, "loader_samples_per_s": 90.0, "dropped_samples": 3}
     ranks = {"rank_s_median": 0.5, "rank_s_slowest": 1.0, "slowest_rank": 5}
     more = {"grad_norm": 0.1 * step, "consumed_samples": 64 * step, **rates, **ranks, **values}
     return record("scalars", step, loss=loss, **more)
@@ -68,7 +68,7 @@ def test_ten_lines_of_a_run_that_was_killed(half_done: Path) -> None:
     assert said["loss"] == "1.0000, mean of the last 10 lines 1.0000, before them 2.0000: falling 50%"
     assert said["held-out"] == "0.7500 at step 20, best 0.5000 at step 10"
     assert said["grad"].endswith("2, of the last 20 lines the median 1.05, the largest 2")
-    assert said["data"] == "waits 25.0% of the time, the loaders make 90 samples/s, 3 samples lost"
+    assert said["data"] == "waits 25.0% of the time, the loaders make 90 samples/s, 3 samples dropped"
     assert said["ranks"] == "compute 0.5 s of a step, the slowest 2.00 times the median (most often rank 5)"
     assert said["checkpoint"] == "step 16, 3m00s old; 4 steps since, 1 kept"
     assert said["incidents"] == "1 spike; the newest: step 7 spike (reason: grad_norm=9; action: skip)"
@@ -240,11 +240,14 @@ def test_texts_of_records_break_no_line(tmp_path: Path) -> None:
     assert "first second" in found[-1]
 
 
-def test_damaged_lines_words_for_numbers_and_repeated_steps_are_read(tmp_path: Path) -> None:
+def test_damaged_lines_words_for_numbers_and_repeated_steps_are_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     folder = run_folder(tmp_path / "run", scalars(1), scalars(2, loss="NaN"), {**scalars(2, loss=3.0), "attempt": 2})
     with (folder / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "scalars", "st\n[1]\nnull\n\xff\n{"torn')
     status = read_status(folder)
+    assert "skipped 4 damaged lines of 7" in caplog.text
     assert status.attempt == 2
     assert status.series["loss"] == {1: 1.0, 2: 3.0}
     assert list(status.times) == [2]

@@ -1,6 +1,7 @@
 """The training command: correct exit codes, and mistakes with their cure."""
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -35,6 +36,21 @@ def test_the_exit_code_is_that_of_the_training(outcome, code, capsys):
     out, err = capsys.readouterr()
     assert ("trained" in out) == (code == 0)
     assert ("Traceback" in err) == (code == 70)
+
+
+@pytest.mark.parametrize(
+    ("outcome", "age_s", "message"),
+    [("data", 1, "error: shard 7 is gone"), ("preempted", 0, "stopped on request; after a preemption, the same")],
+)
+def test_torchrun_reports_a_failure_before_the_ranks_that_it_stops(tmp_path, monkeypatch, outcome, age_s, message):
+    """Its root cause is the earliest second: a rank that fails states an earlier one than ranks that are stopped."""
+    report = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
+    monkeypatch.setattr("time.time", lambda: 1000.5)
+    train.main(["--factory", OWN, "--yes", f"training.run_dir={outcome}"])
+    written = json.loads(report.read_text())["message"]
+    assert written["message"].startswith(message)
+    assert int(written["extraInfo"]["timestamp"]) == 1000 - age_s
 
 
 @pytest.mark.parametrize(

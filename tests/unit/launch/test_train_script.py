@@ -76,11 +76,13 @@ def ends_with(folder: Path, code: int, recorded: Optional[int]) -> None:
         (1, 70, 5, 70, True),
         (1, 3, 0, 3, False),
         (1, 5, 0, 5, False),
-        (9, None, 0, 9, False),
+        (0, None, 0, 0, False),
+        (1, None, 0, 70, True),
+        (137, None, 0, 70, True),
     ],
 )
 def test_a_job_ends_with_the_code_of_its_run(tmp_path, torchrun, recorded, restarts, code, requeued):
-    """What goes on is requeued, whatever Slurm has counted; torchrun's code counts where there is no record."""
+    """What goes on is requeued, whatever Slurm has counted; ranks that end without a record were killed, so retry."""
     ends_with(tmp_path, torchrun, recorded)
     ended = job(tmp_path, "--factory", "tiny_dit", restarts=restarts)
     assert (ended.code, ended.requeued) == (code, requeued), ended.log
@@ -105,7 +107,7 @@ def test_errors_of_another_job_in_the_folder_do_not_count(tmp_path):
 
 def test_an_error_before_there_is_a_folder_is_counted_and_one_that_cannot_be_is_not_requeued(tmp_path):
     """A job that cannot keep its count would be requeued for ever."""
-    ends_with(tmp_path, 70, None)
+    ends_with(tmp_path, 1, None)
     assert job(tmp_path, "--factory", "tiny_dit", make_run=False).requeued
     assert (tmp_path / "run" / f"restarts.{slurm.JOB_ID}").read_text() == "1\n"
     (tmp_path / "run" / f"restarts.{slurm.JOB_ID}").unlink()
@@ -115,11 +117,11 @@ def test_an_error_before_there_is_a_folder_is_counted_and_one_that_cannot_be_is_
 
 
 def test_the_record_of_an_earlier_attempt_does_not_count(tmp_path):
-    ends_with(tmp_path, 9, None)
+    ends_with(tmp_path, 1, None)
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "exit.json").write_text(json.dumps({"code": 75, "reason": "preempted"}, indent=1))
+    (tmp_path / "run" / "exit.json").write_text(json.dumps({"code": 3, "reason": "data"}, indent=1))
     ended = job(tmp_path, "--factory", "tiny_dit")
-    assert (ended.code, ended.requeued) == (9, False), ended.log
+    assert (ended.code, ended.requeued) == (70, True), ended.log
 
 
 def test_every_node_starts_a_torchrun_that_takes_the_words(tmp_path):

@@ -6,14 +6,11 @@ import subprocess
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
 from dit.monitoring import guards
 from dit.monitoring.guards import PreemptionFlag, StackWatchdog, suspicion
-
-REPOSITORY = Path(__file__).parents[3]
 
 PREEMPTED_CHILD = """
 import time
@@ -32,7 +29,7 @@ with PreemptionFlag() as flag:
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_signal_is_honoured_at_the_end_of_the_step(number):
     """The process lives on, finishes its step, and knows which signal came."""
-    child = subprocess.Popen([sys.executable, "-c", PREEMPTED_CHILD], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    child = subprocess.Popen([sys.executable, "-c", PREEMPTED_CHILD], stdout=subprocess.PIPE, text=True)
     assert child.stdout.readline() == "ready False\n"
     child.send_signal(number)
     out, _ = child.communicate(timeout=20)

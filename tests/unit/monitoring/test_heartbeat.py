@@ -2,13 +2,16 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
@@ -16,32 +19,34 @@ from dit.monitoring.exit_record import Outcome, read_outcome
 from dit.monitoring.heartbeat import Beat, Heartbeat, machine, read_beats, verdict
 
 
-def beats(*phases: tuple[int, str], silent: int = -1) -> dict[int, Beat]:
-    """Return what ranks of other machines wrote, given their steps and phases; one of them long ago."""
+def beats(*phases: tuple[int, str]) -> dict[int, Beat]:
+    """Return what ranks of other machines wrote, given their steps and phases."""
     now = time.time()
-    return {
-        rank: Beat(rank, f"node{rank}", 1, step, phase, now, now - 100 * (rank == silent), "")
-        for rank, (step, phase) in enumerate(phases)
-    }
+    return {rank: Beat(rank, f"node{rank}", 1, step, phase, now, now, "") for rank, (step, phase) in enumerate(phases)}
+
+
+def judge(found: dict[int, Beat], world_size: int, silent_s: float = 50, silent: int = -1) -> tuple:
+    """Return the verdict of rank 0; one rank has been silent for 100 s."""
+    return verdict(found, {rank: 100.0 * (rank == silent) for rank in found}, 0, world_size, silent_s)
 
 
 def test_a_silent_rank_is_blamed_before_one_that_is_behind():
-    found = beats((7, "reduces the gradient"), (6, "reads data"), (7, "reduces the gradient"), silent=2)
-    text, blamed, silent = verdict(found, 0, 3, silent_s=50)
+    found = beats((7, "reduces the gradient"), (6, "reads data"), (7, "reduces the gradient"))
+    text, blamed, silent = judge(found, 3, silent=2)
     assert (blamed, silent) == ([2], True)
     assert "rank 2 (node2, process 1) reduces the gradient after step 7" in text
     assert "has been silent for 1m40s" in text
-    assert verdict(found, 0, 3, silent_s=500)[1:] == ([1], False)
-    assert verdict(found, 0, 4, silent_s=500)[0] == "rank 3 never wrote a heartbeat"
+    assert judge(found, 3, silent_s=500, silent=2)[1:] == ([1], False)
+    assert judge(found, 4, silent_s=500, silent=2)[0] == "rank 3 never wrote a heartbeat"
 
 
 @pytest.mark.parametrize("late", [(6, "saves"), (7, "reads data")])
 def test_the_earliest_phase_of_the_earliest_step_is_late(late):
-    assert verdict(beats((7, "reduces the gradient"), late, (7, "updates")), 0, 3, 50)[1:] == ([1], False)
+    assert judge(beats((7, "reduces the gradient"), late, (7, "updates")), 3)[1:] == ([1], False)
 
 
 def test_nobody_is_blamed_if_all_are_alike():
-    text, blamed, silent = verdict(beats((7, "saves"), (7, "saves")), 0, 2, 50)
+    text, blamed, silent = judge(beats((7, "saves"), (7, "saves")), 2)
     assert (blamed, silent) == ([], False)
     assert "all 2 ranks are in the same phase" in text
 
@@ -51,14 +56,14 @@ def test_a_process_of_this_machine_that_is_stopped_or_dead_is_known_at_once():
     found = beats((7, "updates"), (7, "updates"))
     found[1] = replace(found[1], host=socket.gethostname(), machine=machine(), pid=child.pid)
     try:
-        assert verdict(found, 0, 2, 50)[1] == []
+        assert judge(found, 2)[1] == []
         os.kill(child.pid, signal.SIGSTOP)
         os.waitpid(child.pid, os.WUNTRACED)
-        assert "stopped (SIGSTOP" in verdict(found, 0, 2, 50)[0]
+        assert "stopped (SIGSTOP" in judge(found, 2)[0]
     finally:
         child.kill()
         child.wait()
-    assert verdict(found, 0, 2, 50)[0].endswith("is dead")
+    assert judge(found, 2)[0].endswith("is dead")
 
 
 def test_a_rank_without_progress_ends_with_a_verdict_and_one_with_progress_does_not(tmp_path):
@@ -92,13 +97,13 @@ def test_a_process_of_another_container_of_this_host_is_not_looked_up():
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
     found[1] = replace(found[1], host=socket.gethostname(), machine=machine(), pid=gone.pid)
-    assert verdict(found, 0, 2, 50)[1] == [1]
+    assert judge(found, 2)[1] == [1]
     boot, _, namespace = machine().partition(" ")
     assert boot
     assert namespace
     for other in (f"{boot} pid:[1]", f"another {namespace}", ""):
         found[1] = replace(found[1], machine=other)
-        assert verdict(found, 0, 2, 50)[1] == []
+        assert judge(found, 2)[1] == []
 
 
 def test_the_machine_is_in_the_beat_and_files_of_others_do_not_matter(tmp_path):
@@ -135,6 +140,74 @@ def test_the_time_in_which_a_process_was_stopped_is_no_hang(tmp_path, hangs):
             child.stdin.write(b"\n")
             child.stdin.flush()
         assert child.wait(20) == (70 if hangs else 0)
+
+
+def write_beat(folder: Path, at: float) -> None:
+    """Write the heartbeat of rank 1 on another machine, whose clock shows `at`."""
+    (folder / "heartbeats").mkdir(exist_ok=True)
+    beat = Beat(1, "node1", 1, 3, "computes", at, at, "", "another machine")
+    (folder / "heartbeats" / "rank_1.json").write_text(json.dumps(asdict(beat)))
+
+
+@pytest.mark.parametrize("skew_s", [-3600, 3600])
+def test_the_clock_of_another_machine_does_not_matter(tmp_path, skew_s):
+    """A rank that writes is not silent, and one that does not is, whatever time its files state."""
+    heart = Heartbeat(tmp_path, 0, 2, 0.6)
+    for _ in range(8):
+        write_beat(tmp_path, time.time() + skew_s)
+        assert "silent" not in heart.explain()
+        time.sleep(0.06)
+    time.sleep(0.4)
+    assert "rank 1 (node1, process 1) computes after step 3 () has been silent for " in heart.explain()
+
+
+def test_a_rank_of_another_machine_that_fell_silent_ends_the_start(tmp_path):
+    """Only silence ends a rank that starts: not before its limit of 6 s, and not another 3 s of silence after it."""
+    write_beat(tmp_path, time.time() + 3600)
+    ended = threading.Event()
+    with Heartbeat(tmp_path, 0, 2, 6.0, end=lambda code: ended.set()):
+        assert ended.wait(30)
+    error = read_outcome(tmp_path).error
+    assert "has been silent for " in error
+    assert 6 <= int(re.search(r"rank 0 starts for (\d+)s", error)[1]) < 9
+
+
+LAUNCHER = "import subprocess, sys; subprocess.run([sys.executable, '-c', *sys.argv[1:]])"
+RANK = """
+import os, sys, time
+from dit.monitoring.guards import PreemptionFlag
+from dit.monitoring.heartbeat import Heartbeat
+with PreemptionFlag() as flag, Heartbeat(sys.argv[1], 0, 1, 1.2) as heart:
+    print(os.getpid(), flush=True)
+    for _ in range(2000):
+        if flag.requested:
+            break
+        heart.phase.go_on()
+        time.sleep(0.01)
+    print(flag.signal_name, flush=True)
+"""
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_a_rank_whose_launcher_died_is_asked_to_stop(tmp_path, launched):
+    """A process that no launcher started outlives its shell."""
+    environ = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC")}
+    environ |= {"TORCHELASTIC_RUN_ID": "1"} if launched else {}
+    command = [sys.executable, "-c", LAUNCHER, RANK, str(tmp_path)]
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, text=True) as launcher:
+        rank = int(launcher.stdout.readline())
+        try:
+            launcher.kill()
+            launcher.wait()
+            if launched:
+                assert launcher.stdout.readline() == "SIGTERM\n"
+            else:
+                time.sleep(1.0)
+                os.kill(rank, 0)
+            assert read_beats(tmp_path)[0].is_orphan == launched
+        finally:
+            with suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL)
 
 
 def test_without_a_limit_the_file_is_written_and_nothing_ends(tmp_path):

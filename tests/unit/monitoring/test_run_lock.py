@@ -8,12 +8,14 @@ import signal
 import socket
 import subprocess
 import threading
+from dataclasses import asdict
 
 import pytest
 import torch.distributed as dist
 
-from dit.errors import ConfigError
+from dit.errors import BusyError, ConfigError, exit_code
 from dit.monitoring import run_lock
+from dit.monitoring.heartbeat import Beat
 from dit.monitoring.run_lock import LOCK_FILE, RunLock
 
 
@@ -102,6 +104,42 @@ def test_what_a_dead_process_was_saving_is_waited_for(tmp_path, no_wait, caplog)
     with caplog.at_level(logging.WARNING):
         take(tmp_path).__exit__(None, None, None)
     assert "which is gone; what it was saving is still being written; waiting up to 900 s" in caplog.text
+
+
+@pytest.fixture
+def orphaned(tmp_path):
+    """The lock of a process whose launcher is dead, as its heartbeat states."""
+    lock = take(tmp_path)
+    beat = Beat(0, socket.gethostname(), os.getpid(), 3, "computes", 0.0, 0.0, "", is_orphan=True)
+    (tmp_path / "heartbeats").mkdir()
+    (tmp_path / "heartbeats" / "rank_0.json").write_text(json.dumps(asdict(beat)))
+    yield lock
+    lock.__exit__(None, None, None)
+
+
+def test_a_holder_whose_launcher_is_dead_is_waited_for(tmp_path, no_wait, orphaned, caplog):
+    """It saves, which may take longer than the wait for a run that was stopped."""
+    ending = threading.Timer(0.5, orphaned.__exit__, (None, None, None))
+    ending.start()
+    with caplog.at_level(logging.WARNING):
+        take(tmp_path).__exit__(None, None, None)
+    ending.join()
+    assert f"is in use by process {os.getpid()} on" in caplog.text
+    assert "whose launcher is dead; it saves and will stop; waiting up to 900 s" in caplog.text
+
+
+def test_a_holder_whose_launcher_is_dead_is_a_reason_to_try_again(tmp_path, monkeypatch, orphaned):
+    monkeypatch.setattr(run_lock, "ENDING_WAIT_S", 0.0)
+    with pytest.raises(BusyError, match=r"whose launcher is dead; .* give the same command again after") as raised:
+        take(tmp_path)
+    assert exit_code(raised.value) == 70
+
+
+def test_the_heartbeat_of_an_earlier_attempt_says_nothing_of_the_holder(tmp_path, no_wait, orphaned):
+    path = tmp_path / "heartbeats" / "rank_0.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pid": 1}))
+    with pytest.raises(ConfigError, match="stop that run"):
+        take(tmp_path)
 
 
 @pytest.mark.parametrize("place", ["/proc/nope", "file/run", "bad\0name"])

@@ -10,7 +10,6 @@ import signal
 import struct
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -33,8 +32,6 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.run_config import RunConfig
 from dit.settings import LoggingConfig
 from energon_data.mock import MockData
-
-REPOSITORY = Path(__file__).parents[3]
 
 KILLED_CHILD = """
 import os, sys
@@ -124,17 +121,20 @@ def test_steps_after_a_start_or_a_rewind_are_dropped_before_they_are_logged_agai
     assert [r["kind"] for r in current_records(read_records(path))].count("incident") == 1
 
 
-def test_records_with_entries_of_wrong_kinds_are_dropped():
-    start = {"kind": "start", "step": 2, "attempt": 2}
-    sound = [{"kind": "scalars", "step": step, "attempt": 1} for step in (1, 2, 3)]
-    damaged = [{"kind": "scalars", "step": "x", "attempt": 1}, {"step": 1}, {"kind": "start", "step": None}, [1]]
-    assert current_records([*sound, *damaged, start]) == [*sound[:2], start]
+def test_records_with_entries_of_wrong_kinds_are_dropped(tmp_path):
+    start = {"kind": "start", "step": 2, "attempt": 2, "time": 4}
+    sound = [{"kind": "scalars", "step": step, "attempt": 1, "time": step} for step in (1, 2, 3)]
+    rewind = {"kind": "incident", "incident": "rewind", "details": [1], "step": 3, "attempt": 1, "time": 3}
+    damaged = [{**sound[0], "step": "x"}, {"step": 1}, {**start, "attempt": None}, [1]]
+    path = tmp_path / "metrics.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in (*sound, *damaged, rewind, start)))
+    assert current_records(read_records(path)) == [*sound[:2], rewind, start]
 
 
 def test_jsonl_survives_kill_up_to_the_last_line(tmp_path):
     """Every record whose call returned before `kill -9` is there, exact, and the file can be continued."""
     path = tmp_path / "metrics.jsonl"
-    child = subprocess.Popen([sys.executable, "-c", KILLED_CHILD, str(path)], cwd=REPOSITORY, stdout=subprocess.PIPE)
+    child = subprocess.Popen([sys.executable, "-c", KILLED_CHILD, str(path)], stdout=subprocess.PIPE)
     child.stdout.read(8 * 500)
     child.send_signal(signal.SIGKILL)
     rest = child.stdout.read()
@@ -320,7 +320,6 @@ def test_wandb_offline_stays_in_the_run_folder_and_keeps_its_id(tmp_path):
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "NETRC", "XDG"))}
     subprocess.run(
         [sys.executable, "-c", WANDB_CHILD, str(run_dir), str(home)],
-        cwd=REPOSITORY,
         env=environment | {"HOME": str(home)},
         check=True,
         timeout=120,

@@ -39,6 +39,44 @@ def test_losses_of_steps_that_were_lost_do_not_count(tmp_path):
     )
 
 
+DAMAGED = {
+    "zeros": b"\0" * 200,
+    "no table": b"[1]",
+    "no step": b'{"kind": "scalars"}',
+    "deep": b"[" * 100_000,
+    "not UTF-8": b'{"kind": "\xff"}',
+    "step of 400 digits": b'{"kind": "scalars", "step": 1' + b"0" * 400 + b', "time": 1, "attempt": 1}',
+}
+
+
+@pytest.mark.parametrize("name", DAMAGED)
+@pytest.mark.parametrize("place", ["first", "middle", "last"])
+def test_a_damaged_line_ends_no_run(tmp_path, name, place, caplog):
+    """The line is skipped and counted; the next attempt still has the next number."""
+    path = tmp_path / "metrics.jsonl"
+    for step in (4, 8):
+        if place == ("first" if step == 4 else "middle"):
+            path.write_bytes((path.read_bytes() if path.exists() else b"") + DAMAGED[name] + b"\n")
+        sink = JsonlSink(path)
+        assert sink.attempt == step // 4
+        sink.scalars(step, {"loss": step / 16, "held_out/loss": 1 / step}, 8 * step)
+        sink.close()
+    if place == "last":
+        path.write_bytes(path.read_bytes() + DAMAGED[name] + b"\n")
+    sink = JsonlSink(path)
+    assert sink.attempt == 3
+    sink.close()
+    losses = "loss 0.5000, best held-out loss 0.1250 at step 8"
+    assert how_it_went(path, 8, 8, 1.0) == f"finished step 8 of 8 after 1s, {losses}"
+    assert "skipped 1 damaged lines of 3" in caplog.text
+
+
+def test_a_loss_that_is_no_number_is_skipped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"kind": "scalars", "step": 9, "time": 1, "attempt": 1, "loss": [], "held_out/loss": "x"}\n')
+    assert how_it_went(path, 9, 9, 1.0) == "finished step 9 of 9 after 1s"
+
+
 def test_a_run_without_lines_has_no_losses_to_tell(tmp_path):
     JsonlSink(tmp_path / "metrics.jsonl").close()
     assert how_it_went(tmp_path / "metrics.jsonl", 4, 4, 1.0) == "finished step 4 of 4 after 1s"

@@ -23,7 +23,7 @@ def optimizer_of(one_rank_world, **training):
     ("settings", "says"),
     [
         ({"min_loss_scale": 2.0, "initial_loss_scale": 1.0}, "min_loss_scale=2 is above training.initial_loss_scale=1"),
-        ({"loss_scale": 8.0, "precision": "bf16"}, "loss_scale=8 scales the loss of fp16 training"),
+        ({"loss_scale": 8.0, "precision": "bf16"}, "loss_scale=8.0 has no effect with training.precision=bf16"),
         ({"initial_loss_scale": 2.0**40}, "initial_loss_scale"),
         ({"min_loss_scale": 0.0}, "min_loss_scale"),
         ({"loss_scale_window": 0}, "loss_scale_window"),
@@ -78,6 +78,7 @@ def test_the_state_comes_back(one_rank_world):
     """A scale that is no power of two too, and the steps towards the next doubling."""
     settings = {"precision": "fp16", "initial_loss_scale": 1000.3, "loss_scale_window": 2}
     one, other = (loss_scale_of(optimizer_of(one_rank_world, **settings)) for _ in range(2))
+    one.start(24)
     for overflow in (True, False):
         one.update(overflow)
         one.settle()
@@ -85,7 +86,24 @@ def test_the_state_comes_back(one_rank_world):
     for scale in (one, other):
         scale.settle()
     assert one.scalars() == other.scalars()
+    assert other.tokens == 32
     assert one.value == float(torch.tensor(1000.3))
+
+
+@pytest.mark.parametrize(("tokens", "divisor"), [(1, 1), (1000, 1024), (1024, 1024), (1025, 2048)])
+def test_the_scale_is_that_of_the_mean_loss(one_rank_world, tokens, divisor):
+    """Up to the rounding to a power of two, which changes no digit of a gradient."""
+    scale = loss_scale_of(optimizer_of(one_rank_world, precision="fp16", initial_loss_scale=512.0))
+    scale.start(tokens)
+    assert scale(torch.tensor(3.0)).item() == 3.0 * 512 / divisor
+    assert scale.scale.item() * scale.inv_scale.item() == 1
+    assert scale.value == 512
+
+
+def test_a_state_of_an_earlier_version_scales_the_sum(one_rank_world):
+    scale = loss_scale_of(optimizer_of(one_rank_world, precision="fp16"))
+    scale.load({"loss_scale": 8.0, "overflowed_steps": 13, "growth_tracker": 1, "hysteresis_tracker": 1})
+    assert (scale.tokens, scale.scale.item()) == (1, 8)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -1,5 +1,7 @@
 """Pixels have the positions of the layout, and a file is complete or missing."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -86,7 +88,7 @@ def test_a_failed_write_leaves_the_old_picture_and_no_remains(tmp_path, monkeypa
     def full_disk(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(grid.os, "fsync", full_disk)
+    monkeypatch.setattr(os, "fsync", full_disk)
     with pytest.raises(OSError, match="No space left"):
         grid.save_png(image, path)
     assert path.read_bytes() == before

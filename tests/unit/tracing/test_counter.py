@@ -1,4 +1,4 @@
-"""Formulas of operations that torch's own take long for, and tables that are sorted again."""
+"""FLOP formulas of packed attention, and tables that are sorted again."""
 
 import pytest
 import torch
@@ -18,29 +18,38 @@ OPS = {
 }
 
 
-def packed(backward):
-    """Return the arguments of a packed attention: 4 heads of queries, 2 of keys, more pairs than an int32 counts."""
-    query, key = torch.empty(70_006, 4, 8, device="meta"), torch.empty(60_009, 2, 8, device="meta")
+def packed(backward, key_heads=2):
+    """Return the arguments of a packed attention with 4 heads of queries and more pairs than an int32 counts."""
+    query, key = torch.empty(70_006, 4, 8, device="meta"), torch.empty(60_009, key_heads, 8, device="meta")
     grads = [query] if backward else []
     outputs = [query, query[..., 0]] if backward else []
     return [*grads, query, key, key, *outputs, *CU_SEQLENS, 70_000, 60_000]
 
 
-@pytest.mark.parametrize("name", OPS)
-def test_packed_attention_is_counted_as_by_torch(name, monkeypatch):
-    """And its segments are not gone through one by one: of two or of thousands, one is counted."""
-    formulas, op, args = counter.flop_formulas(), OPS[name](), packed("backward" in name)
-    assert formulas[op](*args) == flop_registry[op](*args) > 0
-    products = []
-    monkeypatch.setattr("torch.utils.flop_counter.bmm_flop", lambda *_: products.append(1) or 1)
-    formulas[op](*args)
-    assert len(products) == (5 if "backward" in name else 2)
+def flops(name, pairs):
+    """Two matrix products forward, five backward, for 4 heads of 8 channels."""
+    return (5 if "backward" in name else 2) * 2 * pairs * 4 * 8
 
 
 @pytest.mark.parametrize("name", OPS)
-def test_segments_without_values_are_taken_as_torch_takes_them(name):
+def test_packed_attention_is_counted_by_pairs_of_query_and_key(name):
+    op, args = OPS[name](), packed("backward" in name)
+    assert counter.flop_formulas()[op](*args) == flops(name, 3 * 5 + 69_997 * 60_000 + 1 * 4)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_segments_without_values_count_as_the_longest(name):
     args = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in packed("backward" in name)]
-    assert counter.flop_formulas()[OPS[name]()](*args) == flop_registry[OPS[name]()](*args) > 0
+    assert counter.flop_formulas()[OPS[name]()](*args) == flops(name, 4 * 70_000 * 60_000)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_packed_attention_is_counted_as_by_torch(name):
+    """Where this version has a formula: 2.11 has none for varlen, and none for fewer heads of keys than of queries."""
+    op, args = OPS[name](), packed("backward" in name, key_heads=4)
+    if op not in flop_registry:
+        pytest.skip(f"torch {torch.__version__} has no formula for {op}")
+    assert counter.flop_formulas()[op](*args) == flop_registry[op](*args)
 
 
 def test_equal_tables_are_sorted_once_and_counted_each_time():

@@ -89,7 +89,7 @@ def model(kind: str, layers: int) -> ModelConfig:
 
 PACKS = {
     "dense": {"shapes": ["1x8x8"]},
-    "ragged": {"shapes": ["1x8x8", "1x8x12", "1x4x4", "1x20x20"], "max_tokens_per_pack": 160},
+    "ragged": {"shapes": ["1x8x8", "1x8x12", "1x4x4", "1x20x20"], "max_tokens_per_pack": 160, "pack_multiple_of": 4},
 }
 
 

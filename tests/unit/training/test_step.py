@@ -133,7 +133,9 @@ class Seen:
 
 GLOBAL_BATCH, PICTURES, NUM_STEPS = 32, 5, 2
 FEW = MockData(dataset_size=PICTURES, height=4, width=4)
-PACKS = MockData(dataset_size=PICTURES, shapes=["1x4x4", "1x4x8"], num_streams=4, max_tokens_per_pack=24)
+PACKS = MockData(
+    dataset_size=PICTURES, shapes=["1x4x4", "1x4x8"], num_streams=4, max_tokens_per_pack=24, pack_multiple_of=4
+)
 
 
 def trained_on(data: MockData, dp: int, micro_batch: int, resumed_on: Optional[int] = None) -> list[list[tuple]]:

@@ -53,7 +53,13 @@ class Compiled:
 
 
 def compiled(
-    kernel: Any, types: Mapping[str, str], flags: Mapping[str, object], *, num_warps: int, capability: int
+    kernel: Any,
+    types: Mapping[str, str],
+    flags: Mapping[str, object],
+    *,
+    capability: int,
+    num_warps: int,
+    maxnreg: Optional[int] = None,
 ) -> Compiled:
     """Compile a kernel ahead of time, with all sizes and addresses multiples of 16.
 
@@ -62,6 +68,7 @@ def compiled(
         types: of each tensor by its name (`POINTERS`); "none" for one that is left out, "number" for a float32.
         flags: the constants.
         capability: 90 for H100 and H200, 100 for B200.
+        maxnreg: limit of registers per thread.
     """
     signature, constants, aligned = {}, {}, {}
     for i, parameter in enumerate(kernel.params):
@@ -75,7 +82,9 @@ def compiled(
         else:
             signature[name], aligned[(i,)] = "i32", [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, aligned)
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps})
+    made = triton.compile(
+        source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps, "maxnreg": maxnreg}
+    )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
         file.flush()
@@ -105,7 +114,7 @@ class Launch:
 
     Attributes:
         grid: programs.
-        types, flags, num_warps: as `compiled` takes them.
+        types, flags, num_warps, maxnreg: arguments of `compiled`.
     """
 
     kernel: Any
@@ -113,6 +122,7 @@ class Launch:
     num_warps: int
     types: Mapping[str, str] = field(default_factory=dict)
     flags: Mapping[str, object] = field(default_factory=dict)
+    maxnreg: Optional[int] = None
 
     @property
     def name(self) -> str:
@@ -121,7 +131,8 @@ class Launch:
 
     def compiled(self, capability: int) -> Compiled:
         """Compile the kernel for what it was called with."""
-        return compiled(self.kernel, self.types, self.flags, num_warps=self.num_warps, capability=capability)
+        options: dict[str, Any] = {"num_warps": self.num_warps, "maxnreg": self.maxnreg}
+        return compiled(self.kernel, self.types, self.flags, capability=capability, **options)
 
 
 @contextmanager
@@ -131,14 +142,14 @@ def noted_launches() -> Iterator[list[Launch]]:
     original: Callable[..., Any] = JITFunction.run
 
     def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
-        num_warps = options.pop("num_warps", 4)
+        num_warps, maxnreg = options.pop("num_warps", 4), options.pop("maxnreg", None)
         given = dict(zip(kernel.arg_names, arguments)) | options
         programs = 1
         for size in grid:
             programs *= size
         types = {name: kind for name, value in given.items() if (kind := _kind(value)) is not None}
         flags = {p.name: given[p.name] for p in kernel.params if p.is_constexpr}
-        launches.append(Launch(kernel, programs, num_warps, types, flags))
+        launches.append(Launch(kernel, programs, num_warps, types, flags, maxnreg))
 
     JITFunction.run = run
     try:

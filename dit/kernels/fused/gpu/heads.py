@@ -19,6 +19,8 @@ from dit.kernels.fused.blocks import GROUPS, cdiv
 
 TOKENS = 16
 """Tokens of a head that are in registers at once."""
+MAX_REGISTERS = 128
+"""Registers of a thread of the backward kernel. Without a limit, ptxas of some versions spills to stay below 96."""
 
 
 @triton.jit
@@ -241,6 +243,7 @@ def heads_backward(
         NORM=x_TGMH is not None,
         ROPE=rotation[0] is not None,
         BIAS=bias,
+        maxnreg=MAX_REGISTERS,
         **_sizes(size),
     )
 

@@ -1,0 +1,243 @@
+"""Read files that a stranger may have written: regular files of bounded size and depth; in run folders, no links."""
+
+import errno
+import io
+import json
+import os
+import stat
+import zipfile
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from dit.errors import ConfigError, UserError
+
+LONGEST_FILE = 64 << 20  # bytes; records of a run or a data set have fewer
+DEEPEST = 100  # lists and tables inside of each other
+LONGEST_INTEGER = 20  # characters; all integers of 64 bits have at most as many
+LONGEST_YAML = 1 << 20  # bytes; the reader takes seconds for as many
+LONGEST_NUMBER = 100  # characters in YAML, which has binary numbers, too
+MOST_NODES = 1 << 20  # of a YAML document
+TOO_DEEP = f"nested deeper than {DEEPEST} levels"
+
+
+def open_regular(path: Path, flags: int = os.O_RDONLY, *, follow: bool = True) -> int:
+    """Open a regular file and return its descriptor; a file that `flags` create gets mode 644.
+
+    Args:
+        follow: also open the target of a link. Files in a run folder are opened without: a link there could make the
+            run read or overwrite any other file of its user.
+
+    Raises:
+        ConfigError: it is a link, and `follow` is False.
+        OSError: it cannot be opened, or is not a regular file: a pipe would block, a device may have no end.
+    """
+    if not follow:
+        refuse_link(path)
+        flags |= os.O_NOFOLLOW
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o644)  # without it, opening a pipe waits for the other end
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return descriptor
+
+
+def open_binary(path: Path, *, follow: bool = True) -> io.BufferedReader:
+    """Open a regular file for reading; see `open_regular`."""
+    return open(open_regular(path, follow=follow), "rb")
+
+
+def open_to_append(path: Path) -> BinaryIO:
+    """Open a file of a run folder for reading and appending; it is created if it does not exist.
+
+    Raises:
+        ConfigError: it is a link.
+        OSError: see `open_regular`.
+    """
+    return open(open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, follow=False), "ab+")
+
+
+def read_bytes(path: Path, limit: int = LONGEST_FILE, *, follow: bool = True) -> bytes:
+    """Read a regular file of at most `limit` bytes; see `open_regular`.
+
+    Raises:
+        OSError: it cannot be read, is not a regular file, or is longer.
+    """
+    with open_binary(path, follow=follow) as file:
+        data = file.read(limit + 1)
+    if len(data) > limit:
+        raise OSError(errno.EFBIG, f"longer than {limit:,} bytes", str(path))
+    return data
+
+
+def refuse_link(path: Path) -> None:
+    """Refuse a link in a run folder.
+
+    Raises:
+        ConfigError: `path` is a link.
+    """
+    if path.is_symlink():
+        raise ConfigError(
+            f"{path} is a link to {os.readlink(path)}, and a run reads and writes only inside of its own folder; "
+            "delete the link, then start the run again"
+        )
+
+
+def refuse_links(folder: Path, allowed: Collection[str] = ()) -> None:
+    """Refuse links among the entries of a run folder, except those with an allowed name.
+
+    Raises:
+        ConfigError: an entry is a link.
+    """
+    for entry in os.scandir(folder):
+        if entry.name not in allowed:
+            refuse_link(Path(entry.path))
+
+
+def make_folder(path: Path) -> Path:
+    """Create a folder inside of a run folder, if it does not exist, and return it.
+
+    Raises:
+        ConfigError: it is a link.
+        OSError: it cannot be created.
+    """
+    refuse_link(path)
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def check_regular(path: Path) -> None:
+    """Check that a path is a regular file, before a library opens it.
+
+    Raises:
+        OSError: it is not.
+    """
+    os.close(open_regular(path))
+
+
+def read_json(path: Path, error: type[UserError], cure: str, limit: int = LONGEST_FILE) -> Any:
+    """Return the value of a JSON file, see `parse_json`; `error` is raised in one line that ends with the cure."""
+    return _read(path, parse_json, error, cure, limit)
+
+
+def read_yaml(path: Path, error: type[UserError], cure: str) -> Any:
+    """Return the value of a YAML file, see `parse_yaml`; `error` is raised in one line that ends with the cure."""
+    return _read(path, parse_yaml, error, cure, LONGEST_YAML)
+
+
+def _read(path: Path, parse: Callable[[bytes], Any], error: type[UserError], cure: str, limit: int) -> Any:
+    try:
+        return parse(read_bytes(path, limit))
+    except OSError as problem:
+        raise error(f"{path} cannot be read: {problem.strerror}; {cure}") from problem
+    except ValueError as problem:
+        raise error(f"{path} cannot be read: {' '.join(str(problem).split())}; {cure}") from problem
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return the value of a JSON text whose nesting and integers are bounded.
+
+    Raises:
+        ValueError: it is no JSON, is nested deeper than `DEEPEST` levels, or has an integer of more than 64 bits.
+    """
+    try:
+        value = json.loads(text, parse_int=_integer)
+    except RecursionError:
+        raise ValueError(TOO_DEEP) from None
+    level, depth = [value], 0
+    while level := [node for node in level if isinstance(node, (dict, list))]:
+        depth += 1
+        if depth > DEEPEST:
+            raise ValueError(TOO_DEEP)
+        level = [child for node in level for child in (node.values() if isinstance(node, dict) else node)]
+    return value
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > LONGEST_INTEGER:
+        raise ValueError(f"an integer of {len(digits)} digits, more than any of 64 bits")
+    return int(digits)
+
+
+def parse_yaml(text: str | bytes) -> Any:
+    """Return the plain value of a YAML text whose nesting, numbers and repeated parts are bounded.
+
+    Raises:
+        ValueError: it is no YAML, or is nested deeper than `DEEPEST` levels, has a number of more than
+            `LONGEST_NUMBER` characters, or becomes larger than `MOST_NODES` by its aliases.
+    """
+    import yaml  # the process that writes checkpoints reads JSON only
+
+    class Loader(yaml.SafeLoader):
+        depth = 0
+        sizes: dict[int, int]  # nodes of each node, by its id, with those that aliases repeat
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            is_alias = self.check_event(yaml.AliasEvent)
+            self.depth += 1
+            if self.depth > DEEPEST:
+                raise ValueError(TOO_DEEP)
+            node = super().compose_node(parent, index)
+            self.depth -= 1
+            if is_alias and id(node) not in self.sizes:
+                raise ValueError("an alias inside of its own anchor")
+            if is_alias:
+                return node
+            children = node.value if isinstance(node, yaml.CollectionNode) else []
+            flat = [child for entry in children for child in (entry if isinstance(entry, tuple) else (entry,))]
+            self.sizes[id(node)] = 1 + sum(self.sizes[id(child)] for child in flat)
+            if self.sizes[id(node)] > MOST_NODES:
+                raise ValueError(f"more than {MOST_NODES} values, repeated by aliases")
+            return node
+
+        def construct_scalar(self, node: Any) -> Any:
+            is_number = node.tag.endswith((":int", ":float"))
+            if is_number and len(node.value) > LONGEST_NUMBER:
+                raise ValueError(f"a number of {len(node.value)} characters")
+            return super().construct_scalar(node)
+
+    try:
+        loader = Loader(text)
+        loader.sizes = {}
+        return loader.get_single_data()
+    except (yaml.YAMLError, ArithmeticError, AttributeError, LookupError, RecursionError, TypeError) as error:
+        raise ValueError(str(error)) from error
+
+
+def read_torch(source: Path | bytes) -> Any:
+    """Return what `torch.save` wrote, tensors and plain containers only, on the host.
+
+    Raises:
+        ValueError: the archive is damaged, or compressed, which torch never does: a small file could fill the memory.
+        OSError: it cannot be read.
+        Exception: torch raises errors of many kinds if the file is damaged or names anything else.
+    """
+    import torch
+
+    with io.BytesIO(source) if isinstance(source, bytes) else open_binary(source) as file:
+        if zipfile.is_zipfile(file):
+            try:
+                with zipfile.ZipFile(file) as archive:
+                    stored = sum(member.file_size for member in archive.infolist())
+            except zipfile.BadZipFile as error:
+                raise ValueError(str(error)) from error
+            if stored > file.seek(0, os.SEEK_END):
+                raise ValueError(f"an archive of {file.tell():,} bytes that becomes {stored:,} bytes")
+        file.seek(0)
+        return torch.load(file, map_location="cpu", weights_only=True)
+
+
+def read_array(path: Path) -> Any:
+    """Return the numbers of a `.npy` file as a NumPy array.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no array of numbers, or is shorter than its header says.
+    """
+    import numpy as np
+
+    check_regular(path)
+    try:
+        return np.array(np.lib.format.open_memmap(path, mode="r"))  # mapping checks the size before memory is allocated
+    except OverflowError as error:
+        raise ValueError(str(error)) from error

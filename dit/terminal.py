@@ -1,0 +1,37 @@
+"""Print text on a terminal without the control characters that names, errors and records of strangers may have."""
+
+import logging
+import sys
+from typing import Optional, TextIO
+
+KEPT = "\n\t"
+"""Control characters that are printed."""
+
+
+def printable(text: str, kept: str = KEPT) -> str:
+    """Replace characters that a terminal executes or hides, such as escape sequences: spaces by " ", others by "?".
+
+    Args:
+        kept: control characters that stay.
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in kept else " " if c.isspace() else "?" for c in text)
+
+
+def echo(*values: object, sep: str = " ", end: str = "\n", file: Optional[TextIO] = None, flush: bool = False) -> None:
+    """Print values as `print` does, after `printable`."""
+    print(printable(sep.join(map(str, values))), end=end, file=file, flush=flush)
+
+
+class _Stderr(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            echo(self.format(record), file=sys.stderr, flush=True)
+        except Exception:  # as every handler of `logging`: a message that cannot be printed ends no run
+            self.handleError(record)
+
+
+def log_to_stderr(level: int = logging.WARNING) -> None:
+    """Print the messages of the log from this level on; does nothing if the log already has a destination."""
+    logging.basicConfig(level=level, format="%(message)s", handlers=[_Stderr()])

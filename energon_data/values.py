@@ -1,0 +1,63 @@
+"""Checks of single settings of `EnergonData`: their ranges, and settings that have no effect."""
+
+import math
+from typing import Any, Literal
+
+from dit.errors import ConfigError
+from dit.ranges import (
+    COUNT,
+    COUNT_OR_NONE,
+    FINITE,
+    NOT_NEGATIVE,
+    POSITIVE,
+    RANKS,
+    SHARE,
+    Range,
+    check_choice,
+    check_ranges,
+    check_unused,
+)
+
+
+def check_values(data: Any) -> None:
+    """Check settings that need nothing else.
+
+    Args:
+        data: an `EnergonData`, which imports this module.
+
+    Raises:
+        ConfigError: a setting is outside its range, has no effect, or leaves no sample.
+    """
+    counts = ("max_samples_per_sequence", "max_tokens_per_pack", "pack_multiple_of", "pack_cost_tokens")
+    more = ("packing_buffer_size", "max_text_tokens", "max_tokens_per_sample", "validation_samples")
+    check_ranges(
+        "data",
+        data,
+        {
+            **dict.fromkeys(("shuffle_buffer", "max_lost_samples"), COUNT_OR_NONE),
+            **dict.fromkeys((*counts, *more), COUNT),
+            "num_streams": RANKS,
+            "max_abs_latent": POSITIVE,
+            "min_aesthetic_score": FINITE,
+            **dict.fromkeys(("blend_steps", "min_side", "max_side", "resize_side", "crop_size"), COUNT),
+            **dict.fromkeys(("min_caption_length", "max_caption_length"), COUNT_OR_NONE),
+            **dict.fromkeys(("min_seconds", "max_seconds"), NOT_NEGATIVE),
+            "max_aspect_ratio": Range(1, math.inf, open_high=True),
+            "flip": SHARE,
+        },
+    )
+    for what in ("side", "seconds", "caption_length"):
+        low, high = getattr(data, f"min_{what}"), getattr(data, f"max_{what}")
+        if low is not None and high is not None and low > high:
+            raise ConfigError(f"data.min_{what}={low} is above data.max_{what}={high}, so no sample is left")
+    check_choice("data.online_precision", data.online_precision, Literal["fp32", "bf16"])
+    packs = ("pad_packs", "pack_cost_tokens", "packing_buffer_size", "pack_multiple_of")
+    encoders = data.online_vae, data.online_text_encoder
+    groups = (
+        (data.max_tokens_per_pack is None, packs, "max_tokens_per_pack"),
+        (data.crop_size is None, ["random_crop"], "crop_size"),
+        (encoders == (None, None), ["online_precision"], "online_vae or online_text_encoder"),
+    )
+    for is_unused, settings, needed in groups:
+        if is_unused:
+            check_unused("data", data, settings, f"without data.{needed}", f"set data.{needed}")

@@ -1,0 +1,89 @@
+"""Links in a run folder lead to no file outside of it: a resumed run refuses or replaces them."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integration import actions
+from tests.integration.runs import mock
+from tests.support.ranks import Job, run_jobs
+
+CONTENT = "a file that no run may change\n"
+REPLACED = ["heartbeats/rank_0.json", "heartbeats/rank_0.part", "profile/rank_0.json.gz"]
+"""Links with these names are replaced."""
+REFUSED = ["stacks/rank_0.txt", "samples/step_0000006"]
+"""Links below the top of the folder that end the run; at the top, any link does."""
+
+
+def resumed_with_link(run_dir: Path, name: str, arguments: list[str]) -> dict[str, Any]:
+    """Put a link to a file, or to a folder, at `name`, and resume the run; the run folder is restored after that."""
+    place, victim = run_dir / name, run_dir.parent / "victim"
+    is_folder = place.is_dir()
+    if is_folder:
+        victim.mkdir()
+    else:
+        victim.write_text(CONTENT)
+    if os.path.lexists(place):
+        place.rename(run_dir.parent / "original")
+    place.symlink_to(victim)
+    ended = actions.train(arguments)
+    after = sorted(victim.rglob("*")) if is_folder else victim.read_text()
+    place.unlink(missing_ok=True)
+    if (run_dir.parent / "original").exists():
+        (run_dir.parent / "original").rename(place)
+    victim.rmdir() if is_folder else victim.unlink()
+    return {"ended": ended, "unchanged": after == ([] if is_folder else CONTENT), "place": place}
+
+
+def every_name(run_dir: Path, arguments: list[str]) -> dict[str, dict[str, Any]]:
+    """Resume with a link in the place of each entry of the run folder but `checkpoints`."""
+    names = sorted(path.name for path in run_dir.iterdir() if path.name != "checkpoints")
+    return {name: resumed_with_link(run_dir, name, arguments) for name in names}
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("links")
+    settings: dict[str, Any] = {
+        "training__log_interval": 1,
+        "training__sample_interval": 2,
+        "sampling__num_steps": 1,
+        "schedule__warmup_steps": 0,
+        "logging__tensorboard": True,
+        "logging__profile_steps": "[1,9]",
+    }
+    first = mock(folder / "run", **settings, training__num_steps=2)
+    jobs = {
+        "first": Job(actions.train, {"arguments": first}),
+        "top": Job(every_name, {"run_dir": folder / "run", "arguments": first}),
+    }
+    for number, name in enumerate([*REFUSED, *REPLACED]):  # each trains two steps more
+        arguments = mock(folder / "run", **settings, training__num_steps=4 + 2 * number)
+        jobs[name] = Job(resumed_with_link, {"run_dir": folder / "run", "name": name, "arguments": arguments})
+    return run_jobs(folder / "world", jobs)
+
+
+def test_every_name_at_the_top_is_refused_as_a_link(done: dict[str, Any]) -> None:
+    """The message names the link and the cure, and neither file nor folder outside is touched."""
+    assert done["first"].code == 0, done["first"].err
+    assert {"run.lock", "metrics.jsonl", "heartbeats", "stacks", "samples", "profile", "events"} <= done["top"].keys()
+    for name, result in done["top"].items():
+        assert result["unchanged"], name
+        assert result["ended"].code == 2, (name, result["ended"].err)
+        assert f"{result['place']} is a link" in result["ended"].err
+        assert "delete the link" in result["ended"].err
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_links_below_the_top_are_refused(done: dict[str, Any], name: str) -> None:
+    result = done[name]
+    assert (result["unchanged"], result["ended"].code) == (True, 2), result["ended"].err
+    assert f"{result['place']} is a link" in result["ended"].err
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_other_links_are_replaced(done: dict[str, Any], name: str) -> None:
+    result = done[name]
+    assert (result["unchanged"], result["ended"].code) == (True, 0), result["ended"].err

@@ -1,0 +1,49 @@
+"""Run an action with bounded time and memory."""
+
+import multiprocessing
+import resource
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+SECONDS = 60.0  # what the tests run takes a second or two; without its bound it takes minutes or does not end
+MEMORY_BYTES = 1 << 30
+
+
+def bounded(action: Callable[[], Any], *, memory_bytes: int = MEMORY_BYTES) -> Any:
+    """Return what `action` returns, or raise what it raises; it runs in a fork of this process.
+
+    Args:
+        memory_bytes: that it may allocate.
+
+    Raises:
+        TimeoutError: it takes longer than `SECONDS`.
+        MemoryError: it needs more memory.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(action, memory_bytes, sender))
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(SECONDS):
+            raise TimeoutError(f"it takes longer than {SECONDS} s")
+        result, error = receiver.recv()
+    finally:
+        process.kill()
+        process.join()
+    if error is not None:
+        raise error
+    return result
+
+
+def _run(action: Callable[[], Any], memory_bytes: int, sender: Connection) -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limit = pages * resource.getpagesize() + memory_bytes
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    try:
+        reply = action(), None
+    except BaseException as error:
+        reply = None, error
+    sender.send(reply)

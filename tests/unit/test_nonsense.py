@@ -1,0 +1,314 @@
+"""Nonsense in files of strangers ends in one line, within seconds and a GiB."""
+
+import io
+import json
+import os
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dit.checkpoint.checkpointer import read_loader_state
+from dit.checkpoint.manifest import MANIFEST, read_manifest, verify_folder
+from dit.checkpoint.records import read_metadata, read_record
+from dit.checkpoint.remote import RemoteStore, copy_all, fetch_newer
+from dit.checkpoint.state_files import StateReader
+from dit.convert.diffusers_format import format_of_settings
+from dit.convert.state_files import read_diffusers, read_tensors
+from dit.encoders.vae import Geometry
+from dit.errors import CheckpointError, ConfigError, DataError, UserError
+from dit.safe_files import parse_yaml, read_array
+from dit.sampling.prompt_file import read_prompts
+from energon_data.contents import Contents
+from energon_data.folder import check_folder
+from energon_data.prepare.listing import list_folder, read_tar
+from energon_data.prepare.tensors import read_archive
+from energon_data.samples import SampleError, unseal
+from launch import nemo_config
+from launch.config_file import load
+from launch.run_status import read_status
+from tests.support.bounded import bounded
+from tests.unit.checkpoint.checkpoints import leftovers, make_store, save
+
+DEEP = "[" * 100_000
+GIB = 1 << 30
+
+
+def written(path: Path, content: str | bytes) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def nothing(component: str) -> None:
+    """Load no component."""
+
+
+def function(model: int) -> None:
+    """Stand in for the training function."""
+
+
+JSON_READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "facts.json": ("facts.json", lambda file: read_metadata(file.parent)),
+    "state.json": ("state.json", lambda file: StateReader(file.parent)),
+    "manifest": (MANIFEST, lambda file: read_manifest(file.parent)),
+    "config of diffusers": ("config.json", lambda file: read_diffusers(file.parent)),
+    "config of an autoencoder": ("config.json", lambda file: Geometry.read(str(file.parent))),
+    "prompts": ("prompts.jsonl", read_prompts),
+    "contents": ("dataset.json", lambda file: Contents.read(file.parent)),
+    "data set": (".nv-meta/.info.json", lambda file: check_folder(file.parents[1], "train")),
+    "list of files": ("metadata.jsonl", lambda file: list_folder(file.parent, frozenset({"png"}))),
+}
+YAML_READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "config.yaml": ("config.yaml", lambda file: read_record(file.parent)),
+    "--yaml": ("config.yaml", lambda file: load(file, function, nothing)),
+    "--nemo-config": ("nemo.yaml", lambda file: nemo_config.load(file, nothing)),
+}
+
+
+@pytest.mark.parametrize("name", [*JSON_READERS, *YAML_READERS])
+@pytest.mark.parametrize("content", [DEEP.encode(), b"\0" * 200, b"\xff\xfe\xfd", b'{"a": 1' + b"0" * 400 + b"}", b""])
+def test_deep_texts_and_large_numbers_end_in_one_line(tmp_path: Path, name: str, content: bytes) -> None:
+    file, read = {**JSON_READERS, **YAML_READERS}[name]
+    path = written(tmp_path / file, content)
+    if name == "data set":
+        written(tmp_path / ".nv-meta" / "split.yaml", "split_parts: {train: [a.tar]}")
+        written(tmp_path / "dataset.json", "{}")
+    with pytest.raises(UserError) as caught:
+        bounded(lambda: read(path))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", [*JSON_READERS, *YAML_READERS])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    file, read = {**JSON_READERS, **YAML_READERS}[name]
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    os.mkfifo(tmp_path / file)
+    with pytest.raises((UserError, SampleError)):
+        bounded(lambda: read(tmp_path / file))
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt"])
+def test_a_pipe_in_place_of_weights_is_not_waited_for(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(ConfigError, match="not a regular file"):
+        bounded(lambda: read_tensors(tmp_path / name))
+
+
+def test_the_metadata_of_a_sample_may_be_nonsense() -> None:
+    for content in (DEEP.encode(), b'{"label": 1' + b"0" * 5000 + b"}"):
+        with pytest.raises(SampleError, match="no JSON"):
+            unseal(content)
+
+
+def test_a_status_needs_no_sound_file(tmp_path: Path) -> None:
+    """A pipe as the lock, and a number of steps that is infinite."""
+    written(tmp_path / "metrics.jsonl", '{"kind": "scalars", "step": 3, "time": 1, "attempt": 1, "samples_per_s": 1}\n')
+    os.mkfifo(tmp_path / "run.lock")
+    for steps in (".inf", "1" + "0" * 400, DEEP, "[1]"):
+        written(tmp_path / "config.yaml", f"training: {{num_steps: {steps}}}")
+        status = bounded(lambda: read_status(tmp_path))
+        assert (status.step, status.num_steps, status.running) == (3, None, None)
+
+
+def nine_aliases(number: int) -> str:
+    return ", ".join([f"*a{number}"] * 9)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "\n".join(["a0: &a0 [x, x]", *(f"a{i}: &a{i} [{nine_aliases(i - 1)}]" for i in range(1, 12))]),
+        "\n".join(["a0: &a0 {k: v}", *(f"a{i}: &a{i} {{<<: [{nine_aliases(i - 1)}]}}" for i in range(1, 12))]),
+        "&a [*a]",
+        "a: " + ":".join(["1"] * 300_000),
+        "a: 0x" + "f" * 900_000,
+    ],
+    ids=["aliases", "merged aliases", "an alias of itself", "a number to base 60", "a hexadecimal number"],
+)
+def test_yaml_that_expands_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"aliases|alias inside|a number of"):
+        bounded(lambda: parse_yaml(text))
+
+
+@pytest.mark.parametrize(
+    "text", ["!!bool x", '!!int ""', "!!float x", "!!timestamp x", "!!binary é", "!!map [1]", "{[1]: 2}"]
+)
+def test_yaml_with_impossible_tags_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        parse_yaml(text)
+
+
+def test_yaml_may_repeat_parts_by_aliases() -> None:
+    assert parse_yaml("a: &a {k: [1]}\nb: *a\nc: {<<: *a, d: 2.5}") == {
+        "a": {"k": [1]},
+        "b": {"k": [1]},
+        "c": {"k": [1], "d": 2.5},
+    }
+
+
+def test_references_of_a_nemo_document_expand_to_a_bounded_text(tmp_path: Path) -> None:
+    lines = [f"k{i}: '{('${k' + str(i + 1) + '}') * 10}'" for i in range(12)]
+    document = "\n".join(["model: {unet_type: base}", *lines, "k12: text"])
+    with pytest.raises(ConfigError, match="become a text of more than 10,000 characters"):
+        bounded(lambda: nemo_config.load(written(tmp_path / "nemo.yaml", document), nothing))
+
+
+def index(folder: Path, shape: list[int], boxes: list[list[Any]]) -> Path:
+    tensors = {"weight": {"shape": shape, "boxes": [["rank_00000.safetensors", *box] for box in boxes]}}
+    written(folder / "state.json", json.dumps({"format": 2, "scalars": {}, "tensors": tensors}))
+    return folder
+
+
+@pytest.mark.parametrize("shape", [[40_000, 1], [1, 40_000]])
+def test_many_boxes_of_a_tensor_are_checked_in_seconds(tmp_path: Path, shape: list[int]) -> None:
+    boxes = [[[i, 0] if shape[0] > 1 else [0, i], [1, 1]] for i in range(40_000)]
+    folder = index(tmp_path, shape, boxes)
+    assert bounded(lambda: list(StateReader(folder).shapes)) == ["weight"]
+    boxes[1] = boxes[0]
+    folder = index(tmp_path, shape, boxes)
+    with pytest.raises(CheckpointError, match="stored twice"):
+        bounded(lambda: StateReader(folder))
+
+
+def test_a_scalar_is_stored_once(tmp_path: Path) -> None:
+    assert StateReader(index(tmp_path, [], [[[], []]])).shapes == {"weight": ()}
+    for boxes, problem in (([[[], []]] * 2, "stored twice"), ([], "has 1 elements, 0 of them are stored")):
+        with pytest.raises(CheckpointError, match=problem):
+            StateReader(index(tmp_path, [], boxes))
+
+
+def test_boxes_that_all_overlap_are_not_compared_in_pairs(tmp_path: Path) -> None:
+    folder = index(tmp_path, [40_000], [[[0], [1]]] * 40_000)
+    with pytest.raises(CheckpointError, match="40000 boxes, too many side by side"):
+        bounded(lambda: StateReader(folder))
+
+
+def test_a_manifest_of_too_many_names_is_refused(tmp_path: Path) -> None:
+    files = {f"file{i}": [1, "0" * 64] for i in range(100_001)}
+    written(tmp_path / MANIFEST, json.dumps({"format": 1, "step": 1, "created": 0, "meta": {}, "files": files}))
+    with pytest.raises(CheckpointError, match="lists 100,001 files"):
+        bounded(lambda: verify_folder(tmp_path))
+
+
+def test_a_compressed_loader_position_is_refused(tmp_path: Path) -> None:
+    """Half a megabyte that becomes half a gigabyte."""
+    path = tmp_path / "loader" / "dp_00000.pt"
+    path.parent.mkdir()
+    torch.save({"next": torch.zeros(4)}, path)
+    with zipfile.ZipFile(path) as archive:
+        members = {info.filename: archive.read(info) for info in archive.infolist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            with archive.open(name, "w", force_zip64=True) as member:
+                member.write(content)
+                for _ in range(16 if name.endswith("/data/0") else 0):
+                    member.write(bytes(32 << 20))
+    assert path.stat().st_size < 1 << 20
+    with pytest.raises(CheckpointError, match=r"an archive of .* that becomes"):
+        bounded(lambda: read_loader_state(tmp_path), memory_bytes=256 << 20)
+
+
+def archive_of(path: Path, member: tarfile.TarInfo, length: int) -> Path:
+    """Write a sound picture's name, then a header without its content, in a file that is `length` bytes long."""
+    with tarfile.open(path, "w") as archive:
+        archive.addfile(tarfile.TarInfo("a.txt"), io.BytesIO())
+    with path.open("r+b") as file:
+        file.seek(512)
+        file.write(member.tobuf(tarfile.GNU_FORMAT))
+        file.truncate(length)
+    return path
+
+
+def archives(folder: Path) -> dict[str, Path]:
+    large, pax, sparse = tarfile.TarInfo("b.png"), tarfile.TarInfo("b"), tarfile.TarInfo("b.png")
+    large.size, pax.size, pax.type = 1 << 50, 3 * GIB, tarfile.XHDTYPE
+    sparse.type, sparse.size = tarfile.GNUTYPE_SPARSE, 0
+    beyond = tarfile.TarInfo("b.png")
+    beyond.size = 6 * GIB
+    return {
+        "a member of 1 PiB": archive_of(folder / "large.tar", large, 4096),
+        "a header of 3 GiB": archive_of(folder / "pax.tar", pax, 3 * GIB + 4096),
+        "a sparse file": archive_of(folder / "sparse.tar", sparse, 4096),
+        "a member beyond the end": archive_of(folder / "beyond.tar", beyond, 4096),
+    }
+
+
+@pytest.mark.parametrize("name", ["a member of 1 PiB", "a header of 3 GiB", "a sparse file", "a member beyond the end"])
+@pytest.mark.parametrize("read", [lambda p: read_tar(p, frozenset({"png"})), lambda p: read_archive(p.parent, p)])
+def test_an_archive_with_impossible_sizes_ends_there(tmp_path: Path, name: str, read: Callable[[Path], Any]) -> None:
+    path = archives(tmp_path)[name]
+    *_, last = bounded(lambda: [(item[1].reason, item[1].detail) for item in read(path) if isinstance(item, tuple)])
+    assert last[0] == "bad_tar"
+
+
+def test_an_array_is_as_long_as_its_header_says(tmp_path: Path) -> None:
+    header = str({"descr": "<f8", "fortran_order": False, "shape": (10**12,)}).encode().ljust(117) + b"\n"
+    path = written(tmp_path / "array.npy", b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+    with pytest.raises((OSError, ValueError)):
+        bounded(lambda: read_array(path))
+
+
+def test_copies_that_are_no_checkpoints_are_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """At the address: a file longer than its record, a manifest nested too deeply, a pipe."""
+    store = make_store(tmp_path / "a" / "checkpoints", keep_last=9)
+    for step in (1, 2, 3, 4):
+        save(store, step)
+    remote = RemoteStore(f"file://{tmp_path}/copies")
+    copy_all(store, remote)
+    copies = {step: tmp_path / "copies" / f"iter_{step:07d}" for step in (2, 3, 4)}
+    written(copies[2] / MANIFEST, DEEP)
+    (copies[3] / MANIFEST).unlink()
+    os.mkfifo(copies[3] / MANIFEST)
+    with (copies[4] / "state.json").open("ab") as file:
+        file.truncate(64 * GIB)
+
+    def fetch() -> tuple[int | None, list[str]]:
+        other = make_store(tmp_path / "b" / "checkpoints")
+        return fetch_newer(other, remote), leftovers(other)
+
+    assert bounded(fetch) == (1, [])
+    assert sorted(path.name for path in (tmp_path / "b" / "checkpoints").iterdir()) == ["iter_0000001"]
+
+
+def test_sizes_of_a_checkpoints_samples_are_bounded(tmp_path: Path) -> None:
+    for size in ([1, 20_000, 20_000], [1, 2**30, 2**30], [1, 10**18, 1]):
+        written(tmp_path / "facts.json", json.dumps({"class_names": None, "latent_size": size}))
+        with pytest.raises(CheckpointError, match="latent_size="):
+            read_metadata(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"scaling_factor": 0},
+        {"scaling_factor": float("nan")},
+        {"scaling_factor": []},
+        {"block_out_channels": "text", "latent_channels": "many"},
+        {"block_out_channels": 3},
+        {"block_out_channels": [8] * 100_000},
+        {"latents_mean": "text", "latents_std": [0.5]},
+        {"latent_channels": 10**18},
+    ],
+)
+def test_the_settings_of_an_autoencoder_are_checked(tmp_path: Path, entries: dict[str, Any]) -> None:
+    written(tmp_path / "config.json", json.dumps({"_class_name": "AutoencoderKL", **entries}))
+    with pytest.raises(ConfigError, match=r"has an entry that cannot be used|describes no autoencoder|is not finite"):
+        bounded(lambda: Geometry.read(str(tmp_path)))
+
+
+@pytest.mark.parametrize("size", [10**9, [1, 10**9]])
+def test_the_sample_size_of_an_import_is_bounded(tmp_path: Path, size: Any) -> None:
+    settings = {"_class_name": "DiTTransformer2DModel", "sample_size": size}
+    with pytest.raises(ConfigError):
+        bounded(lambda: format_of_settings(settings).read_settings(settings))
+
+
+def test_the_list_of_a_data_set_may_be_nonsense(tmp_path: Path) -> None:
+    written(tmp_path / "metadata.csv", "file_name,caption\n" + "a" * (1 << 20) + ",b\n")
+    with pytest.raises(DataError, match=r"metadata.csv: field larger than field limit"):
+        list_folder(tmp_path, frozenset({"png"}))

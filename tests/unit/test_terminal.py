@@ -1,0 +1,124 @@
+"""Text of strangers is printed without what a terminal executes: file names, class names, settings, errors, the log."""
+
+import json
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from dit.errors import ConfigError, one_line_errors
+from dit.terminal import echo, log_to_stderr, printable
+from energon_data.inspect import main as inspect
+from energon_data.prepare.__main__ import main as prepare
+from launch.train import main as train
+from tests.support.repository import REPOSITORY
+
+ATTACK = "\x1b]0;title\x07\x1b[2J\x9b31m\u202e"
+"""Set the title, clear the screen, change the colour, reverse the direction of writing."""
+
+
+def is_safe(text: str) -> bool:
+    return all(line.isprintable() for line in text.split("\n"))
+
+
+def test_only_what_is_visible_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert printable("line\n\tÄ 漢字 🙂") == "line\n\tÄ 漢字 🙂"
+    assert printable(f"a{ATTACK}b\r\udcff\u2028c") == "a?]0;title??[2J?31m?b ? c"
+    assert printable("two\nlines", kept="") == "two lines"
+    echo("a\x1b", 1, Path("b\x07"), sep="\n")
+    assert capsys.readouterr().out == "a?\n1\nb?\n"
+
+
+def test_an_error_is_printed_without_orders_to_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    @one_line_errors
+    def command() -> int:
+        raise ConfigError(f"{ATTACK} is no setting")
+
+    assert command() == 2
+    assert capsys.readouterr().err == "error: ?]0;title??[2J?31m? is no setting\n"
+
+
+def test_the_log_is_printed_without_orders_to_the_terminal() -> None:
+    """In a process of its own: pytest has the log of this one."""
+    program = (
+        "import logging; from dit.terminal import log_to_stderr; log_to_stderr()\n"
+        "logging.getLogger('any').warning('a %s', '\\x1b[2J')\n"
+        "try: raise ValueError('\\x1b[2J')\n"
+        "except ValueError: logging.getLogger('any').exception('b')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    assert done.stderr.startswith("a ?[2J\nb\nTraceback")
+    assert done.stderr.endswith("ValueError: ?[2J\n")
+
+
+@pytest.fixture
+def root_log() -> Iterator[logging.Logger]:
+    root = logging.getLogger()
+    handlers = root.handlers[:]
+    yield root
+    root.handlers[:] = handlers
+
+
+def test_a_log_with_a_destination_keeps_it(root_log: logging.Logger) -> None:
+    before = root_log.handlers[:]
+    log_to_stderr()
+    assert root_log.handlers == before
+
+
+def pictures(folder: Path) -> Path:
+    folder.mkdir()
+    for number in range(4):
+        Image.new("RGB", (32, 32), (60 * number, 0, 0)).save(folder / f"{ATTACK}{number}.png".replace("\x9b", ""))
+    (folder / f"broken{ATTACK}.png").write_bytes(b"no picture")
+    return folder
+
+
+def test_names_of_files_reach_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source, out = pictures(tmp_path / "in"), tmp_path / "out"
+    words = ["--in", str(source), "--out", str(out), "--size", "32", "--processes", "1"]
+    assert prepare(["images", *words]) == 0
+    shown = "".join(capsys.readouterr())
+    assert "broken?]0;title" in shown
+    assert is_safe(shown)
+
+
+def test_entries_of_a_data_set_reach_no_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out"
+    words = ["--in", str(pictures(tmp_path / "in")), "--out", str(out), "--size", "32", "--processes", "1"]
+    assert prepare(["images", *words]) == 0
+    described = json.loads((out / "dataset.json").read_text())
+    described |= {"class_names": [ATTACK], "text_encoder": ATTACK, "latent_shape": ATTACK}
+    (out / "dataset.json").write_text(json.dumps(described))
+    capsys.readouterr()
+    inspect([str(out)])
+    shown = "".join(capsys.readouterr())
+    assert "?]0;title" in shown
+    assert is_safe(shown)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        lambda file: ["--yes", "--factory", "tiny_dit", f"training.run_dir{ATTACK}=x"],
+        lambda file: ["--yes", "--factory", "tiny_dit", f"training.num_steps={ATTACK}"],
+        lambda file: ["--yes", "--yaml", file('{"_target_": "pretrain", "model\\e[2J": 1}')],
+        lambda file: ["--yes", "--yaml", file('{"_target_": "pretrain", "model": "\\e[2J"}')],
+        lambda file: ["--yes", "--nemo-config", file('{"model": {"unet_type": "\\e[2J", "\\e]0;": "\\e[2J"}}')],
+    ],
+    ids=["name of an override", "value of an override", "name in --yaml", "value in --yaml", "--nemo-config"],
+)
+def test_settings_in_errors_reach_no_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: Callable[[Callable[[str], str]], list[str]]
+) -> None:
+    def file(text: str) -> str:
+        (tmp_path / "settings.yaml").write_text(text)
+        return str(tmp_path / "settings.yaml")
+
+    assert train(words(file)) == 2
+    shown = "".join(capsys.readouterr())
+    assert "error: " in shown
+    assert is_safe(shown)
