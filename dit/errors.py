@@ -4,14 +4,15 @@ Code 17 is also that of Megatron-Core's rerun state machine for results that do 
 that end in order to compute a step again on another machine.
 """
 
+import errno
 import functools
 import json
 import os
 import re
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ParamSpec
 
@@ -31,6 +32,15 @@ EXIT_MACHINE = 17
 EXIT_UNEXPECTED = 70
 EXIT_PREEMPTED = 75
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
+EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
+DISK_ERRORS = {
+    errno.ENOSPC: "make room",
+    errno.EDQUOT: "make room",
+    errno.EROFS: "name another folder",
+    errno.EACCES: "change the permissions, or name another folder",
+    errno.EPERM: "change the permissions, or name another folder",
+}
+"""Errors of files that a user can cause, and their cures."""
 
 
 class UserError(ValueError):
@@ -123,8 +133,9 @@ def on_a_screen(message: str, longest: int = LONGEST_MESSAGE) -> str:
 
 
 def one_line_errors(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
-    """Make a command print a `UserError` as one line and return its exit code, instead of raising it.
+    """Make a command print an error that a user can cause as one line and return its exit code, instead of raising it.
 
+    These are `UserError`, `DISK_ERRORS` and Ctrl-C. If the reader of the output ends (`| head`), nothing is printed.
     Warnings of the log go to stderr.
     """
 
@@ -132,13 +143,44 @@ def one_line_errors(command: Callable[Arguments, int]) -> Callable[Arguments, in
     def run(*args: Arguments.args, **kwargs: Arguments.kwargs) -> int:
         log_to_stderr()
         try:
-            return command(*args, **kwargs)
+            with flushed_output():
+                return command(*args, **kwargs)
         except UserError as error:
-            echo(line := on_a_screen(f"error: {error}"), file=sys.stderr)
-            name_root_cause(line)
+            return _report(str(error), exit_code(error))
+        except BrokenPipeError:
+            return discard_output()
+        except OSError as error:
+            if error.errno not in DISK_ERRORS:
+                raise
+            file = "" if error.filename is None else f"{error.filename}: "
+            return _report(f"{file}{error.strerror}; {DISK_ERRORS[error.errno]}", EXIT_CONFIG)
+        except KeyboardInterrupt as error:
+            echo("interrupted", file=sys.stderr)
             return exit_code(error)
 
     return run
+
+
+def _report(message: str, code: int) -> int:
+    echo(line := on_a_screen(f"error: {message}"), file=sys.stderr)
+    name_root_cause(line)
+    return code
+
+
+@contextmanager
+def flushed_output() -> Iterator[None]:
+    """Raise `BrokenPipeError` at the end of the block, not when Python exits, if the reader of stdout has ended."""
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+
+
+def discard_output() -> int:
+    """Discard what is left to print after `BrokenPipeError`, and return the exit code."""
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), sys.stdout.fileno())
+    return EXIT_BROKEN_PIPE
 
 
 def name_root_cause(line: str, *, failed: bool = True) -> None:

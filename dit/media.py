@@ -4,6 +4,7 @@ Pillow and FFmpeg choose a reader by the content of a file, not by its name. Som
 (PostScript), open network ports (SDP) or read further files (playlists), so other formats than these are refused.
 """
 
+import functools
 from collections.abc import Sequence
 from fractions import Fraction
 from io import BytesIO
@@ -17,9 +18,10 @@ from dit.errors import ConfigError
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 """Formats of Pillow. Its JPEG reader also reads MPO, the several JPEGs in one file that phones write."""
-CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi"
+HEIC_IS_MISSING = "HEIC needs pillow-heif, which is not installed: pip install -e '.[heic]' in the repository's folder"
+CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif"
 """Containers of FFmpeg; the first six names are one reader."""
 
 
@@ -27,11 +29,23 @@ def open_image(file: Path | BinaryIO) -> "Image":
     """Open a picture; its pixels are decoded when they are used.
 
     Raises:
-        PIL.UnidentifiedImageError: it has none of `IMAGE_FORMATS`.
+        PIL.UnidentifiedImageError: it has none of `IMAGE_FORMATS`, nor is it HEIC with `reads_heic()`.
     """
     from PIL import Image
 
-    return Image.open(file, formats=IMAGE_FORMATS)
+    formats = (*IMAGE_FORMATS, "HEIF") if reads_heic() else IMAGE_FORMATS
+    return Image.open(file, formats=formats)
+
+
+@functools.cache
+def reads_heic() -> bool:
+    """Return whether pillow-heif is installed, and register it with Pillow."""
+    try:
+        import pillow_heif
+    except ImportError:
+        return False
+    pillow_heif.register_heif_opener()
+    return True
 
 
 def open_video(file: BinaryIO) -> Any:

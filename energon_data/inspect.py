@@ -141,6 +141,8 @@ def content_lines(found: Survey) -> Iterator[str]:
     stated = [name if n == len(seen) else f"{name} ({n / len(seen):.0%})" for name, n in sorted(names.items())]
     yield f"holds       {', '.join(stated)}"
     yield f"channels    {', '.join(map(str, sorted({one.size[0] for one in seen})))}"
+    if found.latents.number:
+        yield f"latents     {found.latents.line()}"
     yield "sizes       T x H x W"
     yield from counted(Counter(" x ".join(map(str, one.size[1:])) for one in seen))
     clips = [one for one in seen if one.size[1] > 1]

@@ -3,6 +3,7 @@
 import io
 import time
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from typing import Any, Literal, Optional, TypeVar
 
 import numpy as np
@@ -11,10 +12,11 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from dit.errors import ConfigError
-from dit.media import IMAGE_FORMATS, mp4_bytes, open_image, open_video
+from dit.media import HEIC_IS_MISSING, IMAGE_FORMATS, mp4_bytes, open_image, open_video, reads_heic
 from energon_data.samples import SampleError
 
-PICTURES = frozenset({"jpg", "jpeg", "png", "webp", "bmp", "tif", "tiff", "gif"})
+HEIC = frozenset({"heic", "heif"})
+PICTURES = frozenset({"jpg", "jpeg", "png", "webp", "bmp", "tif", "tiff", "gif", "avif"}) | HEIC
 VIDEOS = frozenset({"mp4", "webm", "mov", "mkv", "avi", "m4v"})
 """Extensions of files that are read."""
 
@@ -74,7 +76,8 @@ def open_picture(data: bytes) -> Image.Image:
         data: a file in one of the image formats of `dit.media`.
 
     Returns:
-        The picture; `info["original"]` names the format of `data` if its pixels were taken as they are.
+        The picture; `info["turned"]` states whether its EXIF orientation was applied, `info["original"]` names the
+        format of `data` if its pixels were taken as they are.
 
     Raises:
         SampleError: it is damaged, no picture, takes too long, or is larger than `MAX_PIXELS` or `MAX_SIDE`. The
@@ -89,13 +92,24 @@ def open_picture(data: bytes) -> Image.Image:
     except SampleError:
         raise
     except UnidentifiedImageError as error:  # its own text has an address in memory, other in every run
+        if data[4:12] in (b"ftypheic", b"ftypheix", b"ftypmif1") and not reads_heic():
+            raise SampleError("bad_image", HEIC_IS_MISSING) from error
         raise SampleError(
             "bad_image", f"{len(data)} bytes in none of the formats {', '.join(IMAGE_FORMATS)}"
         ) from error
     except Exception as error:
         raise SampleError("bad_image", f"unreadable picture: {error}") from error
-    picture.info = {"original": original}
+    picture.info = {"original": original, "turned": turned}
     return picture
+
+
+def is_animated(data: bytes) -> bool:
+    """Return whether a picture file holds several frames; False if it is damaged."""
+    try:
+        with open_image(_TimedFile(data)) as picture:
+            return bool(getattr(picture, "is_animated", False))
+    except Exception:  # as in `open_picture`, which reports the damage
+        return False
 
 
 def _rgb(picture: Image.Image) -> Image.Image:
@@ -114,14 +128,15 @@ def _rgb(picture: Image.Image) -> Image.Image:
 
 
 def sampled_frames(data: bytes, fps: Optional[float], deadline: Deadline) -> Iterator[tuple[Image.Image, float]]:
-    """Decode the frames of a video's first video stream.
+    """Decode the frames of a video's first video stream as players display them: turned, with square pixels.
 
     Args:
         data: a file in one of the containers of `dit.media`.
         fps: frames per second to yield; None for all.
 
     Yields:
-        A frame as RGB, and the frames per second of what is yielded.
+        A frame as RGB, and the frames per second of what is yielded. `info["turned"]` states whether the frame was
+        turned, mirrored or stretched.
 
     Raises:
         SampleError: it is damaged, holds no video, takes too long, or is beyond `MAX_FRAMES`, `MAX_PIXELS` or
@@ -138,10 +153,11 @@ def sampled_frames(data: bytes, fps: Optional[float], deadline: Deadline) -> Ite
             native = float(stream.average_rate or stream.guessed_rate or 0)
             if not native > 0:
                 raise SampleError("bad_video", "the video does not state its frame rate")
+            aspect = stream.sample_aspect_ratio or Fraction(1)
             # Processes work in parallel instead, and `Deadline` counts the time of one thread.
             stream.codec_context.thread_count = 1
             decoded = _at_most_frames(_decoded(container, stream, deadline))
-            yield from _at_most_frames(_at_rate(decoded, fps, native))
+            yield from _at_most_frames(_at_rate(decoded, fps, native, aspect))
     except (ConfigError, SampleError):
         raise
     except Exception as error:  # PyAV raises errors of many kinds for a damaged file
@@ -166,20 +182,52 @@ def _at_most_frames(frames: Iterator[AnyFrame]) -> Iterator[AnyFrame]:
         yield frame
 
 
-def _at_rate(frames: Iterator[Any], fps: Optional[float], native: float) -> Iterator[tuple[Image.Image, float]]:
+def _displayed(frame: Any, aspect: Fraction) -> Image.Image:
+    """Return a frame as players display it.
+
+    Args:
+        frame: of PyAV, maybe with a display matrix [[a, b], [c, d]]: x' = a x + c y, y' = b x + d y.
+        aspect: width of a pixel by its height.
+    """
+    if any(component.is_alpha for component in frame.format.components):
+        picture = _rgb(Image.fromarray(frame.to_ndarray(format="rgba")))
+    else:
+        picture = frame.to_image()
+    if aspect != 1:
+        width = max(1, round(picture.width * aspect))
+        _check_size(width, picture.height)
+        picture = picture.resize((width, picture.height), Image.Resampling.LANCZOS)
+    side_data = frame.side_data.get("DISPLAYMATRIX")
+    matrix = np.eye(3) if side_data is None else np.frombuffer(bytes(side_data), np.int32).reshape(3, 3)
+    (a, b), (c, d) = np.round(matrix[:2, :2] / max(1, np.abs(matrix[:2, :2]).max()), 2)
+    if (transposed := a == d == 0) == (b == c == 0):
+        raise SampleError("bad_video", "its display matrix does not turn it by a right angle; encode it upright")
+    if transposed:
+        picture = picture.transpose(Image.Transpose.TRANSPOSE)
+    if (c if transposed else a) < 0:
+        picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+    if (b if transposed else d) < 0:
+        picture = picture.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+    picture.info["turned"] = aspect != 1 or (a, b, c, d) != (1, 0, 0, 1)
+    return picture
+
+
+def _at_rate(
+    frames: Iterator[Any], fps: Optional[float], native: float, aspect: Fraction
+) -> Iterator[tuple[Image.Image, float]]:
     """Yield for each instant the frame on display; all frames without a rate."""
     shown: Optional[Image.Image] = None
     count, start = 0, 0.0
     for number, frame in enumerate(frames):
         if fps is None:
-            yield frame.to_image(), native
+            yield _displayed(frame, aspect), native
             continue
         instant = frame.time if frame.time is not None else number / native
         start = instant if number == 0 else start
         while shown is not None and start + count / fps < instant - 1e-6:
             yield shown, fps
             count += 1
-        shown = frame.to_image()
+        shown = _displayed(frame, aspect)
     end = 0.0 if shown is None else instant + 1 / native
     while fps is not None and shown is not None and start + count / fps < end - 1e-6:
         yield shown, fps

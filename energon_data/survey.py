@@ -22,9 +22,10 @@ from energon_data.decoder import decode_sample
 from energon_data.false_colours import middle_frame
 from energon_data.filters import TOO_LONG
 from energon_data.folder import SplitInfo, stored_names
+from energon_data.latent_scale import Moments
 from energon_data.packing import greedy_knapsack, padded_length
 from energon_data.samples import CAPTIONS as SEVERAL_CAPTIONS
-from energon_data.samples import META_PART, Clip, SampleError
+from energon_data.samples import LATENT, META_PART, Clip, SampleError
 from energon_data.skip_log import Ledger, Skip
 from energon_data.tar_index import UnusualTarError, group_members, parse_members, read_offsets, read_tar
 
@@ -85,6 +86,7 @@ class Survey:
         seen: those that training can read.
         lost: how many it cannot, by reason, and the first of each.
         shown: a frame `[C, H, W]` of some, for a contact sheet.
+        latents: moments of the latents; of no values for pixels.
     """
 
     info: SplitInfo
@@ -93,6 +95,7 @@ class Survey:
     lost: Counter[str] = field(default_factory=Counter)
     examples: dict[str, str] = field(default_factory=dict)
     shown: list[tuple[Seen, Tensor]] = field(default_factory=list)
+    latents: Moments = field(default_factory=Moments)
 
     @property
     def num_read(self) -> int:
@@ -137,6 +140,8 @@ def survey(
             found.examples.setdefault(error.reason, f"{shard.name}/{key}: {error.detail}")
             continue
         found.seen.append(_seen(clip, sample))
+        if LATENT in found.seen[-1].names:
+            found.latents = found.latents.plus(Moments.of(clip.latent.double().numpy()))
         if index in shown:
             found.shown.append((found.seen[-1], show(clip.latent)))  # the clip itself is freed
     if not found.seen:

@@ -92,7 +92,7 @@ class Options:
 
     @property
     def starts_training(self) -> bool:
-        return not (self.dryrun or self.print_config or self.to_yaml)
+        return not (self.help or self.list_recipes or self.dryrun or self.print_config or self.to_yaml)
 
 
 _FLAGS = {"--" + f.name.replace("_", "-"): f.name for f in fields(Options) if f.name != "overrides"}

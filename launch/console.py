@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Optional
 
 from dit import __version__
-from dit.errors import EXIT_CONFIG, EXIT_OK
+from dit.errors import EXIT_CONFIG, EXIT_OK, one_line_errors
 from dit.terminal import echo
 
 
@@ -72,6 +72,7 @@ def help_page() -> str:
     )
 
 
+@one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run a command and return its exit code."""
     name, *words = (sys.argv[1:] if argv is None else argv) or [""]

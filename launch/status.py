@@ -6,7 +6,7 @@ import html
 import io
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Optional
 
@@ -107,14 +107,18 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     args = build_parser().parse_args(argv)
     runs = [read_status(run_dir) for run_dir in args.runs]
     echo("\n\n".join("\n".join(lines(run)) for run in runs))
-    try:
-        if args.png is not None:
-            args.png.write_bytes(figure_bytes(runs))
-        if args.html is not None:
-            write_atomic(args.html, page(runs))
-    except OSError as error:
-        raise ConfigError(f"{error.filename} cannot be written: {error.strerror}; choose another file") from error
+    if args.png is not None:
+        _write(args.png, lambda: args.png.write_bytes(figure_bytes(runs)))
+    if args.html is not None:
+        _write(args.html, lambda: write_atomic(args.html, page(runs)))
     return EXIT_OK
+
+
+def _write(path: Path, write: Callable[[], object]) -> None:
+    try:
+        write()
+    except OSError as error:  # of a failed write, it does not name the file
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; choose another file") from error
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ from dit.errors import (
     EXIT_UNEXPECTED,
     ConfigError,
     UserError,
+    discard_output,
     exit_code,
+    flushed_output,
     name_root_cause,
     on_a_screen,
 )
@@ -41,7 +43,13 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     try:
         options = cli.parse(sys.argv[1:] if argv is None else argv)
         verbose = options.verbose
-        return _execute(options)
+        if options.starts_training:
+            return _execute(options)
+        try:
+            with flushed_output():
+                return _execute(options)
+        except BrokenPipeError:
+            return discard_output()
     except UserError as error:
         _report(error, verbose)
         return exit_code(error)

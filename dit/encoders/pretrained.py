@@ -5,11 +5,38 @@ refused if a weight is missing: the libraries would use random numbers in its pl
 """
 
 import logging
+import ssl
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 from dit.errors import ConfigError
 
 _NAMED = 3  # weights that a message names
+
+
+def check_hub(repository: str, file: str = "config.json") -> None:
+    """Check that a file of a repository can be had, without the minute of retries of huggingface_hub.
+
+    Raises:
+        ConfigError: it is not in the local cache, and the Hugging Face hub cannot be reached.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(repository, file), str):
+        return
+    try:
+        urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=10).close()
+    except HTTPError:  # it answers
+        return
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        if isinstance(reason, ssl.SSLError):  # it answers, with a certificate that huggingface_hub may know
+            return
+        raise ConfigError(
+            f"{repository} is neither a folder nor in the cache of this machine, and {constants.ENDPOINT} cannot be "
+            f"reached ({reason}); copy the folder to this machine and name it, or connect to the network"
+        ) from error
 
 
 def load_without_code(kind: Any, what: str, **options: Any) -> Any:

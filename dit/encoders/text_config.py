@@ -22,7 +22,7 @@ from typing import Any, Literal, Optional, TypeVar
 
 from dit.condition_table import CONTEXT, CONTEXT_2, POOLED
 from dit.conditions import Condition
-from dit.encoders.pretrained import load_without_code
+from dit.encoders.pretrained import check_hub, load_without_code
 from dit.errors import ConfigError
 
 Made = TypeVar("Made")
@@ -282,6 +282,9 @@ def config_of(name: str) -> Any:
     _check_installed(name, "transformers")
     from transformers import AutoConfig
 
+    if "local_files_only" not in source:
+        folder = source.get("subfolder")
+        check_hub(source["pretrained_model_name_or_path"], f"{folder}/config.json" if folder else "config.json")
     try:
         return load_without_code(AutoConfig, f"the configuration of text encoder {name!r}", **source)
     except ConfigError as error:

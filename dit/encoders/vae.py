@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dit.encoders.batching import in_batches
-from dit.encoders.pretrained import load_network
+from dit.encoders.pretrained import check_hub, load_network
 from dit.errors import ConfigError
 from dit.safe_files import parse_json, read_bytes
 
@@ -83,7 +83,9 @@ class Geometry:
     def _of(cls, config: dict[str, Any], name: str) -> "Geometry":
         kind = str(config.get("_class_name"))
         if kind not in KINDS:
-            raise ConfigError(f"{name} is a {kind}; autoencoders of the classes {', '.join(KINDS)} are read")
+            missing = config.get("_class_name") is None
+            what = "has no _class_name in its config.json" if missing else f"is a {kind}"
+            raise ConfigError(f"{name} {what}; autoencoders of the classes {', '.join(KINDS)} are read")
         entry = {**_defaults(kind), **config}
         if kind == "AutoencoderKL":
             channels, time, space = entry["latent_channels"], 1, 2 ** (len(entry["block_out_channels"]) - 1)
@@ -138,9 +140,12 @@ def config_of(name: str) -> dict[str, Any]:
             return dict(parse_json(read_bytes(folder / "config.json")))
         from diffusers import AutoencoderKL
 
+        check_hub(name)
         return dict(AutoencoderKL.load_config(name))
     except ImportError as error:
         raise _not_installed(name) from error
+    except ConfigError:
+        raise
     except (OSError, TypeError, ValueError) as error:
         raise ConfigError(
             f"no autoencoder at {name!r}: {error}; name a folder in diffusers' layout (config.json and "

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from dit.errors import one_line_errors
+from dit.errors import ConfigError, one_line_errors
 from dit.terminal import echo, printable
 
 if TYPE_CHECKING:
@@ -55,7 +55,13 @@ def _media(args: argparse.Namespace) -> None:
     if args.command != "images":
         cut = Cut(fps=args.fps, frames=args.frames, multiple_of=args.frames_multiple_of, clips=args.clips)
     options = Options(
-        fit=Fit(size=args.size, aspect=args.aspect, multiple_of=args.multiple_of),
+        fit=Fit(
+            size=args.size,
+            aspect=args.aspect,
+            multiple_of=args.multiple_of,
+            enlarge=args.enlarge,
+            max_cut=args.max_cut,
+        ),
         cut=cut,
         image_format=args.format,
         quality=args.quality,
@@ -72,6 +78,7 @@ def _media(args: argparse.Namespace) -> None:
         args.out,
         options,
         labels=getattr(args, "labels", False),
+        follow_links=args.follow_links,
         samples_per_shard=args.samples_per_shard,
         validation=args.validation,
     )
@@ -82,9 +89,6 @@ def _media(args: argparse.Namespace) -> None:
             echo(f"  without a caption: {total.without_caption:,} of {count:,}")
         if 0 < total.labelled < count:
             echo(f"  without a class: {count - total.labelled:,} of {count:,}")
-    if Ranks().is_first:
-        for line in preparation.not_read:
-            echo(f"  {line}")
 
 
 def _pictograms(args: argparse.Namespace) -> None:
@@ -132,7 +136,21 @@ def _run_with_progress(preparation: "Preparation", args: argparse.Namespace, *, 
             if record.skipped:
                 bar.write(printable("; ".join(texts[0] for texts in record.examples.values())), file=sys.stderr)
 
-        return preparation.run(processes=args.processes, force=args.force, on_unit=show)
+        def resume(finished: int) -> None:
+            if shown:
+                units = f"{finished:,} of {len(preparation.units):,} parts"
+                bar.write(f"{args.out}: goes on after {units}, which are in {preparation.job.partial}", file=sys.stderr)
+
+        work = {"processes": args.processes, "force": args.force, "on_unit": show, "on_resume": resume}
+        try:
+            return preparation.run(**work)
+        except BaseException as error:
+            partial = preparation.job.partial
+            if isinstance(error, OSError) and error.filename is None:  # a failed write does not name its file
+                error.filename = str(partial)
+            if shown and partial.exists() and not isinstance(error, ConfigError):
+                bar.write(f"the same command goes on from {partial}", file=sys.stderr)
+            raise
 
 
 def _entry(preparation: "Preparation") -> str:
@@ -142,18 +160,35 @@ def _entry(preparation: "Preparation") -> str:
     )
 
 
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def _media_summary(out: Path, total: "UnitRecord", seconds: float) -> str:
     """Describe a finished data set in a few lines."""
+    from energon_data.prepare.build import SKIPPED
+
     size = sum(facts["bytes"] for facts in total.shards.values())
-    lines = [f"{out}: {total.shapes.total():,} samples in {len(total.shards)} shards, {size:,} bytes, {seconds:.0f} s"]
+    samples, shards = _counted(total.shapes.total(), "sample"), _counted(len(total.shards), "shard")
+    lines = [f"{out}: {samples} in {shards}, {size:,} bytes, {seconds:.0f} s"]
     for split in ("train", "val"):
         count = sum(facts["samples"] for facts in total.of(split).values())
         hint = "" if count else " (train with training.validation_interval=0, or raise --validation)"
-        lines.append(f"  {split}: {count:,} samples{hint}")
+        lines.append(f"  {split}: {_counted(count, 'sample')}{hint}")
     shapes = ", ".join(f"{count:,} of {shape}" for shape, count in total.shapes.most_common(5))
     lines.append(f"  shapes (C x T x H x W): {shapes}" + (", ..." if len(total.shapes) > 5 else ""))
+    if total.latents.number:
+        lines.append(f"  latents: {total.latents.line()}")
+    if total.files:
+        lines.append(f"  taken: {total.files:,} of {_counted(total.files + len(total.skips), 'file')}")
+        lines.append(f"  turned as the file states: {_counted(total.turned, 'sample')}")
+        share, name = total.largest_cut
+        lines.append(f"  cropped: {f'by at most {share:.0%} ({name})' if share else 'none'}")
+        lines.append(f"  enlarged: {_counted(total.enlarged, 'sample')}")
     for reason, count in total.skipped.most_common():
         lines.append(f"  skipped, {reason}: {count:,}; {total.examples[reason][0]}")
+    if total.skips:
+        lines.append(f"  every skipped file and its reason: {out / SKIPPED}")
     return "\n".join(lines)
 
 
@@ -171,7 +206,7 @@ def _forecast(preparation: "Preparation") -> str:
     for reason, texts in record.examples.items():
         lines.append(f"  skipped, {reason}: {texts[0]}")
     if samples and what != "archives":
-        tried = len(samples) + record.skipped.total()
+        tried = len(samples) + len(record.skips) - len(preparation.skipped)
         mean = sum(sum(map(len, sample.parts.values())) for sample in samples) / tried
         lines.append(f"  about {mean * preparation.entries / 2**20:,.1f} MiB in all, by these {tried} samples")
     return "\n".join(lines)
@@ -185,7 +220,11 @@ def _add_media(parser: argparse.ArgumentParser, command: str) -> None:
         "--aspect",
         choices=("keep", "square", "buckets"),
         default="keep",
-        help="keep the ratio of the sides, cut squares of N x N, or cut to the nearest aspect bucket (%(default)s)",
+        help="the nearest size with at most this area, squares of N x N, or the nearest aspect bucket (%(default)s)",
+    )
+    parser.add_argument("--enlarge", action="store_true", help="scale smaller pictures up to --size")
+    parser.add_argument(
+        "--max-cut", type=float, default=0.5, metavar="SHARE", help="skip what would lose more of it (%(default)s)"
     )
     parser.add_argument(
         "--multiple-of", type=int, default=16, metavar="N", help="of both sides, in pixels (%(default)s)"
@@ -197,6 +236,9 @@ def _add_media(parser: argparse.ArgumentParser, command: str) -> None:
         parser.add_argument("--clips", type=int, metavar="N", help="most clips of one video (all)")
     if command != "webdataset":
         parser.add_argument("--labels", action="store_true", help="the folders right below --in are classes")
+    parser.add_argument(
+        "--follow-links", action="store_true", help="also read files and folders outside of --in to which links lead"
+    )
     parser.add_argument("--caption", metavar="TEXT", help="of every file without one of its own")
     parser.add_argument(
         "--format", choices=("png", "webp", "jpg"), default="png", help="of stored pixels (%(default)s)"

@@ -7,7 +7,7 @@ is made by rank n modulo their number; rank 0 opens the folder and publishes it.
 
     .OUT.partial/plan.json           what the result depends on: another command does not go on with this folder
     .OUT.partial/unit-000012.json    this unit is finished: its shards with their SHA-256, what was skipped and why
-    .OUT.partial/data/               becomes OUT by one rename
+    .OUT.partial/data/               becomes OUT by one rename; its skipped.jsonl names what was skipped
 """
 
 import hashlib
@@ -20,12 +20,13 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, fields
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from dit.data_api import sample_id
 from dit.durable_files import write_atomic
 from dit.errors import ConfigError, DataError
 from dit.safe_files import open_binary, parse_json, read_bytes
+from energon_data.latent_scale import Moments
 from energon_data.prepare.listing import Source
 from energon_data.prepare.ranks import Ranks
 from energon_data.prepare.shards import (
@@ -35,12 +36,28 @@ from energon_data.prepare.shards import (
     write_dataset_file,
     write_energon_metadata,
 )
+from energon_data.prepare.walk import Skipped, reasons
 from energon_data.samples import SampleError
 
 TRAIN, VALIDATION = "train", "val"
 PLAN = "plan.json"
+SKIPPED = "skipped.jsonl"
 EXAMPLES = 3  # skipped samples that are named per reason
 CAPTIONS = 16  # captions that a data set names as examples
+
+
+class Changes(NamedTuple):
+    """What preparation did to the pixels of a sample.
+
+    Attributes:
+        turned: an orientation, or pixels that are not square, were applied as the file states them.
+        cut: share of the picture that was cut off.
+        enlarged: the picture was scaled up.
+    """
+
+    turned: bool = False
+    cut: float = 0.0
+    enlarged: bool = False
 
 
 @dataclass(frozen=True)
@@ -52,6 +69,8 @@ class Sample:
         origin: name of the file that it is from; all samples of a file go to one split.
         parts: bytes by part name.
         shape: of its pixels or latent.
+        changes: what was done to its pixels.
+        latent: moments of its latent; of no values for pixels.
     """
 
     key: str
@@ -59,6 +78,8 @@ class Sample:
     metadata: dict[str, Any]
     parts: dict[str, bytes]
     shape: tuple[int, ...]
+    changes: Changes = field(default_factory=Changes)
+    latent: Moments = field(default_factory=Moments)
 
 
 Raw = Source | tuple[str, SampleError]
@@ -73,23 +94,30 @@ class UnitRecord:
 
     Attributes:
         shards: samples, bytes and SHA-256 of each shard by its name.
-        skipped: samples by reason.
-        examples: a few skipped samples by reason, with the detail.
+        files: files with a sample, of pictures and videos.
+        skips: files and samples that are not used.
         shapes: samples by the shape of their pixels or latent.
         captions: examples of them, at random: of all different ones, those whose hashes are the smallest.
         num_classes: one more than the largest label; 0 without labels.
         labelled: samples with a label.
         without_caption: samples without a caption.
+        turned, enlarged: samples with these `Changes`.
+        largest_cut: share of a picture, and the name of its file.
+        latents: moments of all latents.
     """
 
     shards: dict[str, dict[str, Any]] = field(default_factory=dict)
-    skipped: Counter[str] = field(default_factory=Counter)
-    examples: dict[str, list[str]] = field(default_factory=dict)
+    files: int = 0
+    skips: list[Skipped] = field(default_factory=list)
     shapes: Counter[str] = field(default_factory=Counter)
     captions: list[str] = field(default_factory=list)
     num_classes: int = 0
     labelled: int = 0
     without_caption: int = 0
+    turned: int = 0
+    enlarged: int = 0
+    largest_cut: tuple[float, str] = (0.0, "")
+    latents: Moments = field(default_factory=Moments)
 
     def made(self, sample: Sample) -> None:
         """Count a sample that is written."""
@@ -99,7 +127,15 @@ class UnitRecord:
         else:
             self.without_caption += 1
         self.labelled += "label" in sample.metadata
+        self.turned += sample.changes.turned
+        self.enlarged += sample.changes.enlarged
+        self.latents = self.latents.plus(sample.latent)
+        self._cut(sample.changes.cut, sample.metadata.get("source", sample.key))
         self.num_classes = max(self.num_classes, sample.metadata.get("label", -1) + 1)
+
+    def _cut(self, share: float, name: str) -> None:
+        if share > self.largest_cut[0]:
+            self.largest_cut = share, name
 
     def _take(self, captions: Iterable[str]) -> None:
         different = {*self.captions, *captions}
@@ -107,10 +143,21 @@ class UnitRecord:
 
     def skip(self, name: str, error: SampleError) -> None:
         """Count a sample that cannot be used."""
-        self.skipped[error.reason] += 1
-        named = self.examples.setdefault(error.reason, [])
-        if len(named) < EXAMPLES:
-            named.append(f"{name}: {error.detail}")
+        self.skips.append(Skipped.of(name, error))
+
+    @property
+    def skipped(self) -> Counter[str]:
+        """Number of skips by reason."""
+        return Counter(skip.reason for skip in self.skips)
+
+    @property
+    def examples(self) -> dict[str, list[str]]:
+        """The first skips of each reason."""
+        examples: dict[str, list[str]] = {}
+        for name, reason, detail in self.skips:
+            if len(named := examples.setdefault(reason, [])) < EXAMPLES:
+                named.append(f"{name}: {detail}")
+        return examples
 
     def of(self, split: str) -> dict[str, dict[str, Any]]:
         """Return the shards of a split by name, sorted."""
@@ -119,14 +166,17 @@ class UnitRecord:
     def add(self, other: "UnitRecord") -> None:
         """Add another unit's counts to this one."""
         self.shards |= other.shards
-        self.skipped += other.skipped
+        self.files += other.files
+        self.skips += other.skips
         self.shapes += other.shapes
         self._take(other.captions)
         self.num_classes = max(self.num_classes, other.num_classes)
         self.labelled += other.labelled
         self.without_caption += other.without_caption
-        for reason, named in other.examples.items():
-            self.examples[reason] = [*self.examples.get(reason, []), *named][:EXAMPLES]
+        self.turned += other.turned
+        self.enlarged += other.enlarged
+        self._cut(*other.largest_cut)
+        self.latents = self.latents.plus(other.latents)
 
 
 def is_held_out(origin: str, share: float) -> bool:
@@ -187,8 +237,12 @@ def _finished(job: Job, number: int) -> Optional[UnitRecord]:
     """Return the record of a finished unit whose shards are there in full."""
     try:
         body = parse_json(read_bytes(_record_file(job, number)))
-        counters = {name: Counter(body[name]) for name in ("skipped", "shapes")}
-        record = UnitRecord(**{field.name: body[field.name] for field in fields(UnitRecord)} | counters)
+        typed = {
+            "shapes": Counter(body["shapes"]),
+            "skips": [Skipped(*skip) for skip in body["skips"]],
+            "latents": Moments(*body["latents"]),
+        }
+        record = UnitRecord(**{field.name: body[field.name] for field in fields(UnitRecord)} | typed)
         complete = all((job.data / name).stat().st_size == facts["bytes"] for name, facts in record.shards.items())
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -209,8 +263,11 @@ def build(
     force: bool,
     ranks: Ranks,
     on_unit: Callable[[int, UnitRecord], None] = lambda *_: None,
+    on_resume: Callable[[int], None] = lambda _: None,
 ) -> UnitRecord:
     """Write all shards, going on with what an interrupted run of the same plan finished.
+
+    If it fails, `job.partial` remains only if it holds finished units, from which the same call goes on.
 
     Args:
         units: what `job.sources` reads, one after the other.
@@ -219,6 +276,7 @@ def build(
         force: replace an older data set, and do not go on with the unfinished work of another plan.
         ranks: the processes that call this together; all get the counts.
         on_unit: called with the number of every finished unit and its record, also of those finished earlier.
+        on_resume: called with the number of units that an interrupted run finished, unless it is 0.
 
     Returns:
         The counts of all units.
@@ -231,8 +289,33 @@ def build(
         check_replaceable(job.out, force=force)
         _open_partial(job, plan, force)
     ranks.wait()
+    try:
+        total = _build(job, units, processes, ranks, on_unit, on_resume)
+    except BaseException:
+        if ranks.count == 1 and not any(_finished(job, number) for number in range(len(units))):
+            shutil.rmtree(job.partial)
+        raise
+    if not total.of(TRAIN):
+        if ranks.is_first:
+            shutil.rmtree(job.partial)
+        why = reasons(total.skips) or "the input holds none, or all are held out"
+        raise DataError(f"no sample is left for training: {why}")
+    return total
+
+
+def _build(
+    job: Job,
+    units: Sequence[Any],
+    processes: int,
+    ranks: Ranks,
+    on_unit: Callable[[int, UnitRecord], None],
+    on_resume: Callable[[int], None],
+) -> UnitRecord:
+    """Make the units that are not finished and return the counts of all; see `build`."""
     numbers = range(len(units))
     records = {number: record for number in numbers if (record := _finished(job, number)) is not None}
+    if records:
+        on_resume(len(records))
     for number, record in records.items():
         on_unit(number, record)
     todo = [number for number in numbers[ranks.rank :: ranks.count] if number not in records]
@@ -253,10 +336,6 @@ def build(
     total = UnitRecord()
     for _, record in sorted(records.items()):
         total.add(record)
-    if not total.of(TRAIN):
-        counts = total.skipped.most_common(3)
-        why = "; ".join(f"{count} {reason} ({total.examples[reason][0]})" for reason, count in counts)
-        raise DataError(f"no sample is left for training: {why or 'the input holds none, or all are held out'}")
     return total
 
 
@@ -295,7 +374,11 @@ def _open_partial(job: Job, plan: dict[str, Any], force: bool) -> None:
             )
         shutil.rmtree(job.partial)
     job.data.mkdir(parents=True)
-    write_atomic(file, json.dumps(plan))
+    try:
+        write_atomic(file, json.dumps(plan))
+    except OSError:
+        shutil.rmtree(job.partial)
+        raise
 
 
 def finish(job: Job, total: UnitRecord, description: dict[str, Any]) -> None:
@@ -309,6 +392,8 @@ def finish(job: Job, total: UnitRecord, description: dict[str, Any]) -> None:
     for path in job.data.glob("*.tar"):
         if path.name not in shards:  # of a unit that was interrupted, by a listing with more units
             path.unlink()
+    lines = [json.dumps({"file": skip.name, "reason": skip.reason, "detail": skip.detail}) for skip in total.skips]
+    (job.data / SKIPPED).write_text("".join(f"{line}\n" for line in lines))
     write_energon_metadata(job.data, shards, by_split)
     write_dataset_file(
         job.data,
@@ -320,6 +405,10 @@ def finish(job: Job, total: UnitRecord, description: dict[str, Any]) -> None:
             "captions": total.captions,
             "num_classes": total.num_classes,
             "labelled": total.labelled,
+            "turned": total.turned,
+            "enlarged": total.enlarged,
+            "largest_cut": total.largest_cut[0],
+            **({"latent_mean": total.latents.mean, "latent_std": total.latents.std} if total.latents.number else {}),
             "skipped": dict(total.skipped),
             "skipped_examples": total.examples,
             "shards": shards,

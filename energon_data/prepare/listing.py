@@ -14,26 +14,23 @@ import hashlib
 import io
 import os
 import re
-import stat
 import tarfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, Optional, Protocol, TypeVar
+from typing import Any, NamedTuple, Optional, Protocol, TypeVar
 
 from dit.errors import ConfigError, DataError
 from dit.safe_files import open_binary, parse_json, read_bytes
 from energon_data import tar_index
 from energon_data.media_files import PICTURES, VIDEOS
+from energon_data.prepare import walk
+from energon_data.prepare.walk import COMPANIONS, FOLLOW, Skipped
 from energon_data.samples import SampleError
 
 CAPTION_NAMES = ("caption", "text", "prompt")
 LISTS = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
-KINDS = {"pictures": PICTURES, "videos": VIDEOS}
-COMPANIONS = ("json", "txt")
-"""Extensions of what lies beside a file of the same name, in either case."""
 MAX_FILE_BYTES = 8 << 30
-_COPY = "to use it, copy the folder with the files themselves (cp -rL)"
 _TEXTS = frozenset({"file_name", *CAPTION_NAMES})  # also where they spell a number
 _RESERVED = frozenset({"crc32", "file_name", "label", *CAPTION_NAMES})
 
@@ -92,30 +89,33 @@ class Entry:
         """By which an interrupted preparation notices another file, caption or metadata under an old name."""
         return [self.name, self.size, self.mtime_ns, *self.beside]
 
-    def source(self, folder: Path) -> Source:
+    def source(self, folder: Path, *, follow_links: bool = False) -> Source:
         """Read the caption and metadata that lie beside the file.
+
+        Args:
+            follow_links: also read files outside of the folder to which links lead.
 
         Raises:
             SampleError: they are damaged, or a link that leaves the folder.
         """
-        path = folder / self.name
-        row = dict(self.row) if self.row is not None else self._beside(folder)
+        path, root = folder / self.name, None if follow_links else folder
+        row = dict(self.row) if self.row is not None else self._beside(folder, root)
         captions = captions_of(row)
         metadata = scalars_of(row)
         label = row.get("label") if self.label is None else self.label
         return Source(
             name=self.name,
-            read=lambda: _read(path, folder),
+            read=lambda: _read(path, root),
             captions=captions,
             label=class_of(label),
             metadata=metadata,
         )
 
-    def _beside(self, folder: Path) -> dict[str, Any]:
+    def _beside(self, folder: Path, root: Optional[Path]) -> dict[str, Any]:
         """Return what the files beside this one say."""
         found: dict[str, Any] = {}
         for name, _, _ in self.beside:
-            data = _read((folder / self.name).with_name(name), folder)
+            data = _read((folder / self.name).with_name(name), root)
             found |= read_object(data, name) if name.lower().endswith(".json") else {"caption": read_text(data, name)}
         return found
 
@@ -145,10 +145,11 @@ def _leaves(path: Path, root: Path) -> bool:
     return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
 
 
-def _read(path: Path, root: Path) -> bytes:
+def _read(path: Path, root: Optional[Path]) -> bytes:
+    """Return the bytes of a file, which links may not lead out of `root`."""
     try:
-        if _leaves(path, root):
-            raise SampleError("path_escape", f"{path.name} is a link to a file outside of {root}; {_COPY}")
+        if root is not None and _leaves(path, root):
+            raise SampleError("path_escape", f"{path.name} is a link to a file outside of {root}; {FOLLOW}")
         return read_bytes(path, MAX_FILE_BYTES)
     except OSError as error:
         reason = "too_large" if error.errno == errno.EFBIG else "unreadable"
@@ -199,15 +200,29 @@ def captions_of(row: Mapping[str, Any]) -> tuple[str, ...]:
     return ()
 
 
-def list_folder(folder: Path, extensions: frozenset[str], *, labels: bool = False) -> tuple[list[Entry], list[str]]:
+class Listing(NamedTuple):
+    """The files of a folder.
+
+    Attributes:
+        entries: those that are read, by name.
+        classes: names of the classes; empty without labels.
+        skipped: the others.
+    """
+
+    entries: list[Entry]
+    classes: list[str]
+    skipped: list[Skipped]
+
+
+def list_folder(
+    folder: Path, extensions: frozenset[str], *, labels: bool = False, follow_links: bool = False
+) -> Listing:
     """List the files of a folder and of those below it, sorted by name.
 
     Args:
         extensions: which files are samples.
         labels: the folders right below are classes, numbered by name.
-
-    Returns:
-        The files, and the names of the classes (empty without `labels`).
+        follow_links: also list folders to which links lead, and accept a list of files that is a link.
 
     Raises:
         ConfigError: the folder does not exist.
@@ -215,39 +230,33 @@ def list_folder(folder: Path, extensions: frozenset[str], *, labels: bool = Fals
     """
     if not folder.is_dir():
         raise ConfigError(f"{folder} is no folder; --in names the folder that holds the files")
-    rows = _rows(folder)
-    found = _walk(folder, extensions)
+    rows = _rows(folder, follow_links)
+    entries, skipped = _walk(folder, extensions, follow_links)
     if rows is not None:
-        known = {entry.name: entry for entry in found}
+        known = {entry.name: entry for entry in entries}
+        listed = next(name for name in LISTS if (folder / name).is_file())
+        skipped = [skip for skip in skipped if skip.reason != "no_picture" and skip.name not in rows]
+        unlisted = SampleError("not_listed", f"not in {listed}")
+        skipped += [Skipped.of(name, unlisted) for name in known if name not in rows]
         # What the list names and the folder lacks stays in: it is counted as a sample that cannot be read.
-        found = [
+        entries = [
             replace(known.get(name, Entry(name=name, size=-1)), row=row, beside=())
             for name, row in sorted(rows.items())
         ]
-    if not found:
-        raise DataError(
-            f"{folder} holds no file that ends in {', '.join(sorted(extensions))}, also not in the folders below it"
-        )
+    skipped.sort()
+    if not entries:
+        why = f"; {walk.reasons(skipped)}" if skipped else ""
+        endings = ", ".join(sorted(extensions))
+        raise DataError(f"{folder} holds no file that ends in {endings}, also not in the folders below it{why}")
     if not labels:
-        return found, []
-    classes = sorted({entry.name.partition("/")[0] for entry in found if "/" in entry.name})
-    outside = [entry.name for entry in found if "/" not in entry.name]
+        return Listing(entries, [], skipped)
+    classes = sorted({entry.name.partition("/")[0] for entry in entries if "/" in entry.name})
+    outside = [entry.name for entry in entries if "/" not in entry.name]
     if outside:
         raise DataError(f"{folder / outside[0]} lies in no class folder, and {len(outside) - 1} other files; move them")
     number = {name: i for i, name in enumerate(classes)}
-    return [replace(entry, label=number[entry.name.partition("/")[0]]) for entry in found], classes
-
-
-def files_not_read(folder: Path, extensions: frozenset[str]) -> list[str]:
-    """Return how many pictures and videos of a folder a command does not read and why, one line each."""
-    rows = _rows(folder)
-    if rows is not None:
-        read = {kind: of_kind & extensions for kind, of_kind in KINDS.items()}
-        counts = {kind: sum(entry.name not in rows for entry in _walk(folder, read[kind])) for kind in KINDS}
-        listed = next(name for name in LISTS if (folder / name).is_file())
-        return [f"{n:,} {kind} are not in {listed}" for kind, n in counts.items() if n]
-    others = {kind: len(_walk(folder, of_kind - extensions)) for kind, of_kind in KINDS.items()}
-    return [f"left out: {n:,} {kind} in {folder}; `prepare folder` takes both" for kind, n in others.items() if n]
+    labelled = [replace(entry, label=number[entry.name.partition("/")[0]]) for entry in entries]
+    return Listing(labelled, classes, skipped)
 
 
 def list_stamp(folder: Path) -> Optional[list[str]]:
@@ -259,50 +268,40 @@ def list_stamp(folder: Path) -> Optional[list[str]]:
     return None
 
 
-def _walk(folder: Path, extensions: frozenset[str]) -> list[Entry]:
-    """Return every file of these kinds, by name; hidden ones are left out."""
-    found = []
-
-    def refuse(error: OSError) -> None:
-        raise DataError(f"cannot list {error.filename}: {error.strerror}; make the folder readable, or move it away")
-
-    for place, below, names in os.walk(folder, onerror=refuse):
-        below[:] = sorted(name for name in below if not name.startswith("."))
+def _walk(folder: Path, extensions: frozenset[str], follow_links: bool) -> tuple[list[Entry], list[Skipped]]:
+    """Return every file of these kinds by name, and what else lies in the folder."""
+    entries: list[Entry] = []
+    skipped: list[Skipped] = []
+    for place, names in walk.folders_below(folder, follow_links, skipped):
         companions: dict[tuple[str, str], str] = {}
-        for name in sorted(names, reverse=True):  # of cat.txt and cat.TXT the first
-            stem, _, extension = name.rpartition(".")
-            if extension.lower() in COMPANIONS:
-                companions.setdefault((stem, extension.lower()), name)
+        for name in reversed(names):  # of cat.txt and cat.TXT the first
+            if (extension := walk.extension_of(name)) in COMPANIONS:
+                companions.setdefault((walk.stem_of(name), extension), name)
+        media = {walk.stem_of(name) for name in names if walk.extension_of(name) in PICTURES | VIDEOS}
         for name in names:
-            path = Path(place, name)
-            if name.rpartition(".")[2].lower() not in extensions or name.startswith("."):
+            path = place / name
+            full_name = path.relative_to(folder).as_posix()
+            if full_name in LISTS or (walk.extension_of(name) in COMPANIONS and walk.stem_of(name) in media):
                 continue
-            if not path.is_file():
+            if (why := walk.not_read(path, extensions)) is not None:
+                skipped.append(Skipped.of(full_name, why))
                 continue
-            names_beside = [companions.get((name.rpartition(".")[0], extension)) for extension in COMPANIONS]
-            beside = tuple(seen for other in names_beside if other is not None and (seen := _seen(Path(place, other))))
+            names_beside = [companions.get((walk.stem_of(name), extension)) for extension in COMPANIONS]
+            beside = tuple(
+                seen for other in names_beside if other is not None and (seen := walk.seen_file(place / other))
+            )
             about = path.stat()
-            name = path.relative_to(folder).as_posix()
-            found.append(Entry(name=name, size=about.st_size, mtime_ns=about.st_mtime_ns, beside=beside))
-    return sorted(found, key=lambda entry: entry.name)
+            entries.append(Entry(name=full_name, size=about.st_size, mtime_ns=about.st_mtime_ns, beside=beside))
+    return sorted(entries, key=lambda entry: entry.name), skipped
 
 
-def _seen(path: Path) -> Optional[tuple[str, int, int]]:
-    """Return name, size and time of a file, None if it is none."""
-    try:
-        about = path.stat()
-    except OSError:
-        return None
-    return (path.name, about.st_size, about.st_mtime_ns) if stat.S_ISREG(about.st_mode) else None
-
-
-def _rows(folder: Path) -> Optional[dict[str, dict[str, Any]]]:
+def _rows(folder: Path, follow_links: bool) -> Optional[dict[str, dict[str, Any]]]:
     """Return the rows of the first of `LISTS` by file name; None if the folder has none."""
     present = [folder / name for name in LISTS if (folder / name).is_file()]
     if not present:
         return None
-    if _leaves(present[0], folder):
-        raise DataError(f"{present[0]} is a link to a file outside of {folder}; {_COPY}")
+    if not follow_links and _leaves(present[0], folder):
+        raise DataError(f"{present[0]} is a link to a file outside of {folder}; {FOLLOW}")
     rows: dict[str, dict[str, Any]] = {}
     for number, row in enumerate(_parsed(present[0]), 1):
         name = row.get("file_name")
@@ -362,21 +361,24 @@ def _scalar(text: str) -> Any:
     return text
 
 
-def list_tars(folder: Path) -> list[Path]:
-    """List the tar files of a WebDataset, sorted.
+def list_tars(folder: Path, *, follow_links: bool = False) -> tuple[list[Path], list[Skipped]]:
+    """List the tar files of a WebDataset, sorted, and links to folders that are not read.
 
     Raises:
         ConfigError: the path does not exist.
         DataError: there is none.
     """
     if folder.is_file():
-        return [folder]
+        return [folder], []
     if not folder.is_dir():
         raise ConfigError(f"{folder} is neither a folder nor a file; --in names a folder of .tar files, or one of them")
-    found = sorted(path for path in folder.rglob("*.tar") if path.is_file())
-    if not found:
-        raise DataError(f"{folder} holds no .tar file; for single pictures use `prepare images`")
-    return found
+    skipped: list[Skipped] = []
+    paths = [place / name for place, names in walk.folders_below(folder, follow_links, skipped) for name in names]
+    tars = sorted(path for path in paths if path.suffix == ".tar" and path.is_file())
+    if not tars:
+        links = f" ({walk.reasons(skipped)})" if skipped else ""
+        raise DataError(f"{folder} holds no .tar file{links}; for single pictures use `prepare images`")
+    return tars, skipped
 
 
 def tar_stamp(path: Path) -> list[Any]:

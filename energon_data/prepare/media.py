@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal, Optional
 
 import numpy as np
@@ -14,21 +14,24 @@ from dit.encoders.text import load_text_encoders
 from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import Geometry, Precision, encode_together, load_vae
 from dit.errors import ConfigError
+from dit.media import HEIC_IS_MISSING, reads_heic
+from energon_data.latent_scale import Moments
 from energon_data.media_files import (
+    HEIC,
     PICTURES,
     VIDEOS,
     Format,
     check_same_size,
+    is_animated,
     open_picture,
     picture_bytes,
     pixels_of,
     video_bytes,
 )
-from energon_data.prepare.build import Job, Raw, Sample, UnitRecord, build, finish
+from energon_data.prepare.build import Changes, Job, Raw, Sample, UnitRecord, build, finish
 from energon_data.prepare.listing import (
     Entry,
     Source,
-    files_not_read,
     list_folder,
     list_stamp,
     list_tars,
@@ -40,10 +43,16 @@ from energon_data.prepare.ranks import Ranks
 from energon_data.prepare.shards import npy_bytes
 from energon_data.prepare.texts import caption_parts, text_record
 from energon_data.prepare.videos import Cut, clips_of
+from energon_data.prepare.walk import Skipped
 from energon_data.samples import SampleError
 
 Command = Literal["images", "videos", "folder", "webdataset"]
-EXTENSIONS = {"images": PICTURES, "videos": VIDEOS, "folder": PICTURES | VIDEOS, "webdataset": PICTURES | VIDEOS}
+EXTENSIONS = {
+    "images": PICTURES,
+    "videos": VIDEOS | {"gif"},
+    "folder": PICTURES | VIDEOS,
+    "webdataset": PICTURES | VIDEOS,
+}
 TRY_OUT = 8  # samples that a dry run makes
 
 
@@ -84,6 +93,7 @@ class _Decoded:
     frames: list[Image.Image]
     fps: Optional[float]
     file: Optional[tuple[str, bytes]]
+    changes: Changes
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -93,9 +103,14 @@ class _Decoded:
 
 @dataclass(frozen=True)
 class MakeSamples:
-    """Turns sources into samples; a value, so that it can be sent to other processes."""
+    """Turns sources into samples; a value, so that it can be sent to other processes.
+
+    Attributes:
+        gifs: those that become clips; others are pictures, of their first frame.
+    """
 
     options: Options
+    gifs: Literal["all", "animated", "none"] = "none"
 
     def __call__(self, sources: Iterable[Raw], record: UnitRecord) -> Iterator[Sample]:
         """Yield the samples of one unit in order, and count what is skipped."""
@@ -118,34 +133,46 @@ class MakeSamples:
                 if self.options.text_encoder is not None and not source.captions:
                     raise SampleError("no_caption", "it has no caption, and --text-encoder needs one; see --caption")
                 yield from self._clips(source)
+                record.files += 1
             except SampleError as error:
                 record.skip(source.name, error)
 
     def _clips(self, source: Source) -> Iterator[_Decoded]:
         fit, data = self.options.fit, source.read()
-        if source.extension not in VIDEOS:
+        if not self._is_clip(source, data):
             opened = open_picture(data)
-            fitted = fit.apply(opened)
+            fitted, target = fit.apply(opened), fit.target(*opened.size)
             original = opened.info["original"] if fitted is opened else None
-            yield _Decoded(source.key, source, [fitted], None, None if original is None else (original, data))
+            file = None if original is None else (original, data)
+            changes = Changes(opened.info["turned"], target.cut, target.enlarges(*opened.size))
+            yield _Decoded(source.key, source, [fitted], None, file, changes)
             return
         cut = self.options.cut
         for number, (frames, fps) in enumerate(clips_of(data, cut)):
             fitted_frames = [fit.apply(frame) for frame in frames]
             check_same_size(fitted_frames)
-            untouched = cut == Cut() and all(a is b for a, b in zip(frames, fitted_frames))
+            turned = frames[0].info["turned"]
+            untouched = cut == Cut() and not turned and all(a is b for a, b in zip(frames, fitted_frames))
             file = ("mp4", data) if untouched and source.extension in ("mp4", "m4v") else None
-            yield _Decoded(f"{source.key}-{number:03d}", source, fitted_frames, fps, file)
+            target = fit.target(*frames[0].size)
+            changes = Changes(turned, target.cut, target.enlarges(*frames[0].size))
+            yield _Decoded(f"{source.key}-{number:03d}", source, fitted_frames, fps, file, changes)
+
+    def _is_clip(self, source: Source, data: bytes) -> bool:
+        if source.extension != "gif":
+            return source.extension in VIDEOS
+        return self.gifs == "all" or (self.gifs == "animated" and is_animated(data))
 
     def _samples(self, clips: list[_Decoded]) -> Iterator[Sample]:
         if not clips:
             return
         media = self._latents(clips) if self.options.vae is not None else [self._pixels(clip) for clip in clips]
         texts = self._texts(clips)
-        for clip, (shape, parts), text in zip(clips, media, texts, strict=True):
-            yield Sample(clip.key, clip.source.key, _metadata(clip), {**parts, **text}, shape)
+        for clip, (shape, parts, moments), text in zip(clips, media, texts, strict=True):
+            parts = {**parts, **text}
+            yield Sample(clip.key, clip.source.key, _metadata(clip), parts, shape, clip.changes, moments)
 
-    def _pixels(self, clip: _Decoded) -> tuple[tuple[int, ...], dict[str, bytes]]:
+    def _pixels(self, clip: _Decoded) -> tuple[tuple[int, ...], dict[str, bytes], Moments]:
         if clip.file is not None:
             extension, data = clip.file
         elif clip.fps is not None:
@@ -153,14 +180,15 @@ class MakeSamples:
         else:
             extension = self.options.image_format
             data = picture_bytes(clip.frames[0], self.options.image_format, self.options.quality)
-        return clip.shape, {f"pixels.{extension}": data}
+        return clip.shape, {f"pixels.{extension}": data}, Moments()
 
-    def _latents(self, clips: list[_Decoded]) -> list[tuple[tuple[int, ...], dict[str, bytes]]]:
+    def _latents(self, clips: list[_Decoded]) -> list[tuple[tuple[int, ...], dict[str, bytes], Moments]]:
         options = self.options
         assert options.vae is not None
         pixels = [pixel_values(pixels_of(clip.frames)) for clip in clips]
-        latents = encode_together(load_vae(options.vae, options.device, options.precision), pixels, options.batch)
-        return [(tuple(z.shape), {"latent.npy": npy_bytes(z.numpy().astype(np.float16))}) for z in latents]
+        encoded = encode_together(load_vae(options.vae, options.device, options.precision), pixels, options.batch)
+        latents = [latent.numpy().astype(np.float16) for latent in encoded]
+        return [(latent.shape, {"latent.npy": npy_bytes(latent)}, Moments.of(latent)) for latent in latents]
 
     def _texts(self, clips: list[_Decoded]) -> list[dict[str, bytes]]:
         if self.options.text_encoder is None:
@@ -186,10 +214,10 @@ def _metadata(clip: _Decoded) -> dict[str, Any]:
     }
 
 
-def _sources_of_folder(folder: Path, unit: list[Entry]) -> Iterator[Raw]:
+def _sources_of_folder(folder: Path, follow_links: bool, unit: list[Entry]) -> Iterator[Raw]:
     for entry in unit:
         try:
-            yield entry.source(folder)
+            yield entry.source(folder, follow_links=follow_links)
         except SampleError as error:
             yield entry.name, error
 
@@ -207,7 +235,7 @@ class Preparation:
         classes: names of the classes; empty without labels.
         plan: what the result depends on.
         about: further entries of `dataset.json`.
-        not_read: lines about pictures and videos of the input that are not read.
+        skipped: files of the input that are not read.
     """
 
     job: Job
@@ -217,7 +245,7 @@ class Preparation:
     plan: dict[str, Any]
     options: Options
     about: dict[str, Any] = field(default_factory=dict)
-    not_read: Sequence[str] = ()
+    skipped: Sequence[Skipped] = ()
 
     @classmethod
     def of(
@@ -228,6 +256,7 @@ class Preparation:
         options: Options,
         *,
         labels: bool = False,
+        follow_links: bool = False,
         samples_per_shard: int = 1000,
         validation: float = 0.02,
     ) -> "Preparation":
@@ -236,6 +265,7 @@ class Preparation:
         Args:
             source: the user's folder (or tar file).
             labels: the folders right below are classes.
+            follow_links: also read files and folders outside of `source` to which links lead.
             samples_per_shard: files that are read for one shard.
             validation: share of the files that is held out.
 
@@ -245,29 +275,31 @@ class Preparation:
         """
         _check(options, samples_per_shard, validation)
         extensions = EXTENSIONS[command]
+        gifs: dict[Command, Literal["all", "animated", "none"]] = {"images": "none", "videos": "all"}
+        work = MakeSamples(options, gifs.get(command, "animated"))
         classes: list[str] = []
         units: list[Any]
-        not_read: Sequence[str] = ()
         if command == "webdataset":
-            tars = list_tars(source)
+            tars, skipped = list_tars(source, follow_links=follow_links)
             units, listed = list(tars), [tar_stamp(path) for path in tars]
-            job = Job(out, partial(_sources_of_tar, extensions, source), MakeSamples(options), validation)
+            job = Job(out, partial(_sources_of_tar, extensions, source), work, validation)
         else:
-            entries, classes = list_folder(source, extensions, labels=labels)
-            not_read = files_not_read(source, extensions)
+            entries, classes, skipped = list_folder(source, extensions, labels=labels, follow_links=follow_links)
+            _check_heic(entries)
             units = [entries[i : i + samples_per_shard] for i in range(0, len(entries), samples_per_shard)]
             listed = [entry.stamp for entry in entries]
-            job = Job(out, partial(_sources_of_folder, source), MakeSamples(options), validation)
+            job = Job(out, partial(_sources_of_folder, source, follow_links), work, validation)
         plan = {
             "command": command,
             "in": str(source.resolve()),
             "options": asdict(options),
             "labels": labels,
+            "follow_links": follow_links,
             "samples_per_shard": samples_per_shard,
             "validation": validation,
             "files": {"list": None if command == "webdataset" else list_stamp(source), "each": listed},
         }
-        return cls(job, units, len(listed), classes, plan, options, not_read=not_read)
+        return cls(job, units, len(listed), classes, plan, options, skipped=skipped)
 
     @classmethod
     def generated(
@@ -305,16 +337,35 @@ class Preparation:
         }
         return cls(job, units, len(entries), [], plan, options, about)
 
-    def run(self, *, processes: int, force: bool, on_unit: Any = lambda *_: None) -> UnitRecord:
+    def run(
+        self,
+        *,
+        processes: int,
+        force: bool,
+        on_unit: Callable[[int, UnitRecord], None] = lambda *_: None,
+        on_resume: Callable[[int], None] = lambda _: None,
+    ) -> UnitRecord:
         """Make the data set; of several ranks, all call this, and all get the counts.
+
+        Args:
+            processes, force, on_unit, on_resume: as in `build`.
 
         Raises:
             ConfigError: the folder exists, or unfinished work is of another command, and `force` is not set.
             DataError: no sample could be used.
         """
         ranks = Ranks()
-        work = {"processes": processes, "force": force, "ranks": ranks, "on_unit": on_unit}
-        total = build(self.job, self.units, self.plan, **work)
+        total = build(
+            self.job,
+            self.units,
+            self.plan,
+            processes=processes,
+            force=force,
+            ranks=ranks,
+            on_unit=on_unit,
+            on_resume=on_resume,
+        )
+        total.skips = [*self.skipped, *total.skips]
         if ranks.is_first:
             finish(self.job, total, self._description(total))
         return total
@@ -334,13 +385,20 @@ class Preparation:
 
     def try_out(self) -> tuple[list[Sample], UnitRecord]:
         """Make a few samples in memory, for a dry run."""
-        record, found = UnitRecord(), []
+        record, found = UnitRecord(skips=list(self.skipped)), []
         for unit in self.units:
             for sample in self.job.work(self.job.sources(unit), record):
                 found.append(sample)
                 if len(found) == TRY_OUT:
                     return found, record
         return found, record
+
+
+def _check_heic(entries: Sequence[Entry]) -> None:
+    """Raise `ConfigError` if there are HEIC files and no reader of them."""
+    heic = [entry.name for entry in entries if PurePosixPath(entry.name).suffix[1:].lower() in HEIC]
+    if heic and not reads_heic():
+        raise ConfigError(f"{heic[0]} and {len(heic) - 1:,} other files: {HEIC_IS_MISSING}, or move them away")
 
 
 def _check(options: Options, samples_per_shard: int, validation: float) -> None:

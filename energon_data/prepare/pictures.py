@@ -1,8 +1,8 @@
 """The sizes that pictures and frames are brought to."""
 
-import math
 from dataclasses import dataclass
-from typing import Literal, Optional
+from functools import lru_cache
+from typing import Literal, NamedTuple, Optional
 
 from PIL import Image
 
@@ -12,63 +12,111 @@ from energon_data.samples import SampleError
 Aspect = Literal["keep", "square", "buckets"]
 
 
+class Target(NamedTuple):
+    """Width and height that a picture is scaled to, then width and height that the cut leaves."""
+
+    wide: int
+    high: int
+    cut_wide: int
+    cut_high: int
+
+    @property
+    def cut(self) -> float:
+        """Share of the picture that is cut off."""
+        return 1 - self.cut_wide * self.cut_high / (self.wide * self.high)
+
+    def enlarges(self, width: int, height: int) -> bool:
+        """Return whether a picture of this size is scaled up."""
+        return self.wide > width or self.high > height
+
+
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Which size a picture is brought to. Pictures are only ever made smaller, except to fill a square or a bucket.
+    """Which size a picture is brought to.
+
+    With `size`, it is scaled to cover one of the sizes that `aspect` allows, and its middle is cut out. Of these sizes
+    the one with the largest area * (share of the picture that is left)**4 is selected: near in ratio, and not small.
 
     Attributes:
-        size: side of a square, in pixels, whose area is the largest that a picture may have; None for native sizes.
-        aspect: `keep` scales both sides alike, until the area fits; `square` scales the shorter side to `size` and cuts
-            the middle out; `buckets` does so with the closest in ratio of `buckets(size, multiple_of)`.
-        multiple_of: both sides become multiples of it by cutting the borders evenly (VAE compression times patch).
+        size: side of a square, in pixels, whose area is the largest that a picture may have; None for native sizes,
+            which are cut only.
+        aspect: `keep` allows the sizes of which a side cannot be longer, `square` only `size` x `size`, `buckets` those
+            of `buckets(size, multiple_of)`.
+        multiple_of: both sides become multiples of it (VAE compression times patch).
+        enlarge: scale small pictures up; otherwise a size that is larger than the picture on a side is not allowed.
+        max_cut: largest share of a picture that may be cut off.
     """
 
     size: Optional[int] = None
     aspect: Aspect = "keep"
     multiple_of: int = 16
+    enlarge: bool = False
+    max_cut: float = 0.5
 
     def __post_init__(self) -> None:
         if self.multiple_of < 1:
             raise ConfigError(f"sides must be multiples of a positive number, got {self.multiple_of}")
-        if self.size is None and self.aspect != "keep":
-            raise ConfigError(f"--aspect {self.aspect} needs --size: the side of the square in pixels")
+        if self.size is None and (self.aspect != "keep" or self.enlarge):
+            flag = "--enlarge" if self.aspect == "keep" else f"--aspect {self.aspect}"
+            raise ConfigError(f"{flag} needs --size: the side of the square in pixels")
         if self.size is not None and (self.size < 1 or self.size % self.multiple_of):
             raise ConfigError(f"--size {self.size} must be a positive multiple of --multiple-of {self.multiple_of}")
+        if not 0 <= self.max_cut <= 1:
+            raise ConfigError(f"--max-cut {self.max_cut:g} must be a share of the picture, from 0 to 1")
 
-    def target(self, width: int, height: int) -> tuple[int, int, int, int]:
+    @lru_cache(maxsize=1024)  # noqa: B019, for the frames of a clip; a value
+    def target(self, width: int, height: int) -> Target:
         """Return how a picture is scaled and cut.
 
         Args:
             width, height: in pixels.
 
-        Returns:
-            Width and height it is scaled to, then width and height that the cut leaves.
-
         Raises:
-            SampleError: the picture is smaller than one multiple on a side.
+            SampleError: the picture is smaller than every allowed size on a side, or too much would be cut.
         """
+        sizes = [c for c in self._sizes(width, height) if self.enlarge or (c[0] <= width and c[1] <= height)]
+        if not sizes:
+            side = self.size if self.aspect == "square" else self.multiple_of
+            cure = "; --enlarge scales it up" if self.size is not None else ""
+            least = f"the least is {side} x {side}" if self.aspect != "buckets" else "no bucket is as small"
+            raise SampleError("too_small", f"{width} x {height} pixels; {least}{cure}")
+
+        def score(size: tuple[int, int]) -> float:
+            ratio = size[0] / size[1] * height / width
+            return size[0] * size[1] * min(ratio, 1 / ratio) ** 4
+
+        wide, high = max(sizes, key=score)
+        scale = 1.0 if self.size is None else max(wide / width, high / height)
+        target = Target(max(wide, round(width * scale)), max(high, round(height * scale)), wide, high)
+        if target.cut > self.max_cut:
+            raise SampleError(
+                "cut_too_much",
+                f"{width} x {height} pixels become {wide} x {high}, without {target.cut:.0%} of the picture; "
+                f"--max-cut {self.max_cut:g} is the limit",
+            )
+        return target
+
+    def _sizes(self, width: int, height: int) -> list[tuple[int, int]]:
+        """Return width and height of the sizes that `aspect` allows."""
         m = self.multiple_of
         if self.size is None:
-            wide, high = width, height
-        elif self.aspect == "keep":
-            shrink = min(1.0, self.size / math.sqrt(width * height))
-            wide, high = (max(1, math.floor(side * shrink + 1e-9)) for side in (width, height))
-        else:
-            choices = [(self.size, self.size)] if self.aspect == "square" else buckets(self.size, m)
-            cut = min(choices, key=lambda c: abs(math.log(c[0] / c[1] * height / width)))
-            grow = max(cut[0] / width, cut[1] / height)
-            return max(cut[0], round(width * grow)), max(cut[1], round(height * grow)), *cut
-        cut = (wide // m * m, high // m * m)
-        if 0 in cut:
-            scaled = "" if (wide, high) == (width, height) else f" scaled to {wide} x {high}"
-            raise SampleError("too_small", f"{width} x {height} pixels{scaled}; the least is {m} x {m}")
-        return wide, high, *cut
+            return [(width // m * m, height // m * m)] if min(width, height) >= m else []
+        if self.aspect == "square":
+            return [(self.size, self.size)]
+        if self.aspect == "buckets":
+            return buckets(self.size, m)
+        area = self.size**2
+        most_wide, most_high = (area // m, area // m) if self.enlarge else (width, height)
+        # The highest of each width and the widest of each height.
+        highest = [(w, min(most_high, area // w) // m * m) for w in range(m, min(most_wide, area // m) + 1, m)]
+        widest = [(min(most_wide, area // h) // m * m, h) for h in range(m, min(most_high, area // m) + 1, m)]
+        return [size for size in (*highest, *widest) if 0 not in size]
 
     def apply(self, picture: Image.Image) -> Image.Image:
         """Scale and cut a picture around its middle; the very same object if it fits already.
 
         Raises:
-            SampleError: it is too small.
+            SampleError: as `target`.
         """
         wide, high, cut_wide, cut_high = self.target(*picture.size)
         if (wide, high) == (cut_wide, cut_high) == picture.size:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from dit.errors import ConfigError, DataError
 from dit.safe_files import open_binary, read_bytes
+from energon_data.latent_scale import Moments
 from energon_data.media_files import PICTURES, open_picture
 from energon_data.prepare.build import Job, Sample, UnitRecord
 from energon_data.prepare.listing import (
@@ -66,7 +67,7 @@ def list_archives(path: Path) -> list[Path]:
         DataError: there is none, or the list cannot be read.
     """
     if not (path.is_file() and path.suffix in (".pkl", ".pickle")):
-        return list_tars(path)
+        return list_tars(path)[0]
     try:
         listed = read_pickle(read_bytes(path))
     except SampleError as error:
@@ -150,7 +151,7 @@ class Rewrite:
         if "txt" in parts:
             row["caption"] = read_text(parts["txt"], "txt")
         label = class_of(read_text(parts["cls"], "cls") if "cls" in parts else row.get("label"))
-        made, shape = self._media(parts)
+        made, shape, moments = self._media(parts)
         pickled = parts.get("pickle", parts.get("pkl"))
         if pickled is not None:
             made[f"{TEXT}.safetensors"] = save({TEXT: self._text(read_pickle(pickled))})
@@ -162,10 +163,10 @@ class Rewrite:
             **({"label": label} if label is not None else {}),
         }
         key = Source(name=archived.name, read=bytes).key
-        return Sample(key, archived.name, metadata, made, shape)
+        return Sample(key, archived.name, metadata, made, shape, latent=moments)
 
-    def _media(self, parts: Mapping[str, bytes]) -> tuple[dict[str, bytes], tuple[int, ...]]:
-        """Return the part of the latent or the picture, and its shape."""
+    def _media(self, parts: Mapping[str, bytes]) -> tuple[dict[str, bytes], tuple[int, ...], Moments]:
+        """Return the part of the latent or the picture, its shape, and the moments of the latent."""
         stored = parts.get("pth", parts.get("pt"))
         if stored is not None:
             latent = as_tensor(read_torch_file(stored))
@@ -176,12 +177,13 @@ class Rewrite:
                 latent = latent[:, None]
             if latent.dim() != 4:
                 raise SampleError("wrong_shape", f"the latent has shape {list(latent.shape)}, wanted [C, T, H, W]")
-            return {f"{LATENT}.safetensors": save({LATENT: latent})}, tuple(latent.shape)
+            moments = Moments.of(latent.double().numpy())
+            return {f"{LATENT}.safetensors": save({LATENT: latent})}, tuple(latent.shape), moments
         pictures = [part for part in parts if part in PICTURES]
         if len(pictures) != 1:
             raise SampleError("missing_part", f"neither a latent (.pth) nor a picture among {sorted(parts)}")
         width, height = open_picture(parts[pictures[0]]).size
-        return {f"{PIXELS}.{pictures[0]}": parts[pictures[0]]}, (3, 1, height, width)
+        return {f"{PIXELS}.{pictures[0]}": parts[pictures[0]]}, (3, 1, height, width), Moments()
 
     def _text(self, value: Any) -> Tensor:
         """Return the text `[K, W]` of a pickle, without padding."""

@@ -1,8 +1,24 @@
-"""What is printed of an error fits on a screen."""
+"""How commands end: with one line on a screen, or silently if the reader of their output has ended."""
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
-from dit.errors import LONGEST_MESSAGE, LONGEST_WORD, ConfigError, on_a_screen, one_line_errors
+from dit.errors import (
+    DISK_ERRORS,
+    EXIT_BROKEN_PIPE,
+    EXIT_CONFIG,
+    EXIT_INTERRUPTED,
+    LONGEST_MESSAGE,
+    LONGEST_WORD,
+    ConfigError,
+    on_a_screen,
+    one_line_errors,
+)
 
 
 def test_long_words_alone_are_shortened():
@@ -28,3 +44,63 @@ def test_a_command_prints_an_error_on_a_screen(capsys: pytest.CaptureFixture[str
 
     assert command() == 2
     assert len(capsys.readouterr().err) < LONGEST_WORD
+
+
+def raised(error: BaseException) -> int:
+    """Return the exit code of a command that raises `error`."""
+
+    @one_line_errors
+    def command() -> int:
+        raise error
+
+    return command()
+
+
+@pytest.mark.parametrize("number", DISK_ERRORS)
+def test_a_full_or_read_only_disk_is_one_line_with_the_file_and_the_cure(
+    capsys: pytest.CaptureFixture[str], number: int
+):
+    assert raised(OSError(number, os.strerror(number), "data/mine")) == EXIT_CONFIG
+    assert capsys.readouterr().err == f"error: data/mine: {os.strerror(number)}; {DISK_ERRORS[number]}\n"
+    assert raised(OSError(number, os.strerror(number))) == EXIT_CONFIG
+    assert capsys.readouterr().err == f"error: {os.strerror(number)}; {DISK_ERRORS[number]}\n"
+
+
+def test_ctrl_c_is_one_word_and_other_errors_keep_their_traceback(capsys: pytest.CaptureFixture[str]):
+    assert raised(KeyboardInterrupt()) == EXIT_INTERRUPTED
+    assert capsys.readouterr().err == "interrupted\n"
+    with pytest.raises(OSError, match="not allowed here"):
+        raised(OSError(errno.EBADF, "not allowed here"))
+
+
+LONG_OUTPUT = """
+from dit.errors import one_line_errors
+
+@one_line_errors
+def main():
+    for _ in range(9999):
+        print("x" * 99)
+
+raise SystemExit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("-m", "launch.train", "--list"),
+        ("-m", "launch.train", "--help"),
+        ("-m", "launch.console", "--help"),
+        ("-c", LONG_OUTPUT),
+    ],
+)
+def test_a_reader_that_ends_early_ends_the_command_silently(command: tuple[str, ...]):
+    """As `| head` does; outputs smaller than a buffer are written when the command ends."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as output:
+        process = [sys.executable, *command]
+        root = Path(__file__).parents[2]
+        ended = subprocess.run(process, stdout=output, stderr=subprocess.PIPE, text=True, cwd=root, timeout=120)
+    assert ended.stderr == ""
+    assert ended.returncode == EXIT_BROKEN_PIPE

@@ -356,7 +356,7 @@ MUTANTS = (
     Mutant(
         "media: a picture is opened in any format of Pillow",
         "dit/media.py",
-        "Image.open(file, formats=IMAGE_FORMATS)",
+        "Image.open(file, formats=formats)",
         "Image.open(file)",
         (MEDIA,),
     ),
@@ -377,7 +377,7 @@ MUTANTS = (
     Mutant(
         "prepare: a caption is read through a link",
         "energon_data/prepare/listing.py",
-        "if _leaves(path, root):",
+        "if root is not None and _leaves(path, root):",
         "if False:",
         (PREPARE,),
     ),

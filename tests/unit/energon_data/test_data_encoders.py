@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 
 from dit.encoders.text import TextEncoders
+from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import VAE, Geometry
 from dit.errors import BatchError, ConfigError
 from dit.models.flux.config import FluxConfig
@@ -222,3 +223,19 @@ def test_each_reading_draws_one_of_the_captions(folder, several, kind):
     assert all(abs(count - 80 / 3) < 17 for count in drawn.values())  # four standard deviations
     for first_only in (read_captions(data, 6, held_out=True), read_captions(replace(data, vary_captions=False), 24)):
         assert {caption[2:] for _, caption in first_only} == {CAPTIONS[0]}
+
+
+@pytest.mark.parametrize("read", [Geometry.read, check_text_encoder])
+def test_a_hub_that_cannot_be_reached_is_said_at_once(monkeypatch, capsys, read):
+    """Not after a minute of retries, and not as a missing config.json."""
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    with pytest.raises(ConfigError, match=r"owner/model is neither a folder nor .* cannot be reached \(.*refused\)"):
+        read("owner/model")
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_folder_of_something_else_than_an_autoencoder_is_named(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "t5"}')
+    with pytest.raises(ConfigError, match=r"has no _class_name in its config\.json"):
+        Geometry.read(str(tmp_path))

@@ -21,6 +21,7 @@ from energon_data.dataset import EnergonData
 from energon_data.false_colours import DEVIATIONS, coloured
 from energon_data.folder import check_dataset
 from energon_data.inspect import histogram, main
+from energon_data.prepare.__main__ import main as prepare
 from energon_data.survey import expected_packing, survey
 from energon_data.wandb_table import COLUMNS
 from tests.support.encoders import prepare_twice
@@ -277,6 +278,37 @@ def test_the_samples_are_a_table_of_wandb(
         assert (data, caption, seconds) == (str(picture_folder), one.caption, None)
         assert (frames, height, width, tokens) == (*one.size[1:], one.tokens((1, 2, 2)))
         assert picture == "Image"
+
+
+@pytest.mark.parametrize(("scale", "warns"), [(255, False), (60, True)])
+def test_the_scale_of_latents_is_said_and_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture, scale: int, warns: bool
+):
+    """By the preparation and by `inspect`, as numpy computes it. The autoencoder `identity` returns the pixels."""
+    source, out = tmp_path / "in", tmp_path / "out"
+    source.mkdir()
+    pixels = np.random.default_rng(0).integers(0, 2, (4, 16, 16, 3)) * scale
+    for i, picture in enumerate(pixels.astype(np.uint8)):
+        Image.fromarray(picture).save(source / f"{i}.png")
+    words = ["--vae", "identity", "--validation", "0", "--processes", "1", "--samples-per-shard", "3"]
+    assert prepare(["images", "--in", str(source), "--out", str(out), *words]) == 0
+    latents = (pixels / 127.5 - 1).astype(np.float16).astype(np.float64)
+    expected = f"mean {latents.mean():.3g}, standard deviation {latents.std():.3g}"
+    expected += "; warning: training expects about 1 (0.5 to 2), check scaling_factor" if warns else ""
+    said = capsys.readouterr().out
+    assert f"  latents: {expected}" in said
+    assert ("warning" in said) == warns
+    assert json.loads((out / "dataset.json").read_text())["latent_std"] == pytest.approx(latents.std())
+    assert page(capsys, str(out))["latents"][0].startswith(expected)
+
+
+def test_pixels_have_no_scale_of_latents(tmp_path: Path, capsys: pytest.CaptureFixture):
+    (tmp_path / "in").mkdir()
+    Image.new("RGB", (16, 16)).save(tmp_path / "in" / "0.png")
+    words = ["--validation", "0", "--processes", "1"]
+    assert prepare(["images", "--in", str(tmp_path / "in"), "--out", str(tmp_path / "out"), *words]) == 0
+    assert "latents" not in capsys.readouterr().out
+    assert "latents" not in page(capsys, str(tmp_path / "out"))
 
 
 LONG_AND_SHORT = [(1, 4, 4), (4, 8, 8), (1, 4, 4), (8, 8, 8)]

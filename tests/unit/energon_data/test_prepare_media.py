@@ -11,12 +11,14 @@ import sys
 import tarfile
 import time
 import zlib
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 import pyarrow
 import pytest
 import torch
+from awkward_media import EXIF_ORIENTATION, MATRICES, jpeg, marked, marked_corner, mp4, turned_mp4
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -91,27 +93,70 @@ def samples(folder: Path):
     st.sampled_from([8, 16, 24]),
     st.sampled_from([1, 4, 16]),
     st.sampled_from(["keep", "square", "buckets"]),
+    st.booleans(),
 )
-def test_sizes_are_multiples_within_the_area_and_only_cut_what_was_scaled(width, height, m, times, aspect):
+def test_sizes_are_multiples_within_the_area_and_cover_without_enlarging(width, height, m, times, aspect, enlarge):
     size = m * times
-    fit = Fit(size=size, aspect=aspect, multiple_of=m)
-    shrink = min(1, size / (width * height) ** 0.5)
-    if aspect == "keep" and min(int(side * shrink + 1e-9) for side in (width, height)) < m:
-        with pytest.raises(SampleError, match="the least is"):
+    fit = Fit(size=size, aspect=aspect, multiple_of=m, enlarge=enlarge, max_cut=1)
+    if not enlarge and min(width, height) < (m if aspect == "keep" else size if aspect == "square" else 0):
+        with pytest.raises(SampleError, match="--enlarge scales it up"):
             fit.target(width, height)
+        return
+    if aspect == "buckets" and not enlarge and all(w > width or h > height for w, h in buckets(size, m)):
         return
     wide, high, cut_wide, cut_high = fit.target(width, height)
     assert cut_wide % m == cut_high % m == 0
     assert 0 < cut_wide <= wide
     assert 0 < cut_high <= high
     assert cut_wide * cut_high <= size * size
-    if aspect == "keep":
-        assert wide <= width
-        assert high <= height
-        assert wide - cut_wide < m
-        assert high - cut_high < m
-    else:  # one side is filled exactly, to a pixel of rounding
-        assert min(wide - cut_wide, high - cut_high) <= 1
+    assert min(wide - cut_wide, high - cut_high) <= 1  # one side is filled exactly, to a pixel of rounding
+    scale = max(cut_wide / width, cut_high / height)
+    assert abs(wide - width * scale) <= 1
+    assert abs(high - height * scale) <= 1
+    assert enlarge or (wide <= width and high <= height)
+    if aspect == "keep":  # of sizes with a side that cannot be longer, it has the largest area * kept**4
+
+        def is_allowed(w: int, h: int) -> bool:
+            return w * h <= size * size and (enlarge or (w <= width and h <= height))
+
+        def score(w: int, h: int) -> float:
+            return w * h * min(w / h * height / width, h / w * width / height) ** 4
+
+        for w in range(m, size * size // m + 1, m):
+            for h in range(m, size * size // w + 1, m):
+                if is_allowed(w, h) and not (is_allowed(w + m, h) and is_allowed(w, h + m)):
+                    assert score(cut_wide, cut_high) >= score(w, h) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("picture", "stored", "cut"),
+    [
+        ((200, 100), (80, 48), 0.17),  # once 80 x 32: 29 % lost
+        ((96, 64), (80, 48), 0.09),
+        ((256, 144), (80, 48), 0.06),
+        ((64, 64), (64, 64), 0),
+        ((40, 40), (32, 32), 0),
+    ],
+)
+def test_little_is_cut_at_small_sizes(picture, stored, cut):
+    target = Fit(size=64).target(*picture)
+    assert target[2:] == stored
+    assert target.cut == pytest.approx(cut, abs=0.01)
+
+
+@pytest.mark.parametrize("aspect", ["square", "buckets"])
+def test_nothing_is_enlarged_or_cut_to_a_sliver_unless_a_flag_allows_it(aspect):
+    options = {"size": 128, "aspect": aspect}
+    for picture in ((64, 64), (1, 5000)):
+        with pytest.raises(SampleError, match="--enlarge scales it up") as caught:
+            Fit(**options).target(*picture)
+        assert caught.value.reason == "too_small"
+    assert Fit(**options, enlarge=True).target(64, 64) == (128, 128, 128, 128)
+    with pytest.raises(SampleError, match=r"--max-cut 0\.5 is the limit") as caught:
+        Fit(**options, enlarge=True).target(1, 5000)
+    assert caught.value.reason == "cut_too_much"
+    assert Fit(**options, enlarge=True, max_cut=1).target(1, 5000).cut > 0.95
+    assert Fit(**options).target(400, 300).cut < 0.26
 
 
 def test_native_sizes_lose_less_than_a_multiple():
@@ -134,7 +179,16 @@ def test_the_middle_is_cut_out():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"size": 100}, {"size": 0}, {"multiple_of": 0}, {"aspect": "square"}, {"aspect": "buckets"}]
+    "wrong",
+    [
+        {"size": 100},
+        {"size": 0},
+        {"multiple_of": 0},
+        {"aspect": "square"},
+        {"aspect": "buckets"},
+        {"enlarge": True},
+        {"max_cut": 1.5},
+    ],
 )
 def test_impossible_sizes_are_refused(wrong):
     with pytest.raises(ConfigError):
@@ -228,7 +282,7 @@ def test_every_file_is_a_sample_and_the_folder_passes_the_checks_of_training(tmp
     every = {f"p{i:02d}.png" for i in range(12)}
     assert {m["source"] for _, m, _, _ in samples(tmp_path / "out")} == every
     assert total.shapes == {"3x1x32x16": 6, "3x1x32x32": 6}
-    entries, _ = list_folder(tmp_path / "in", frozenset({"png"}))
+    entries = list_folder(tmp_path / "in", frozenset({"png"})).entries
     assert held_out == {e.name for e in entries if is_held_out(e.source(tmp_path / "in").key, 0.3)}
     for split, count in (("train", 12 - len(held_out)), ("val", len(held_out))):
         info = check_folder(tmp_path / "out", split)
@@ -281,7 +335,7 @@ def test_a_list_of_files_names_captions_and_what_it_lacks_is_counted(tmp_path, k
     total = prepare(source, tmp_path / "out", validation=0)
     found = {m["source"]: (m["caption"], m["label"]) for _, m, _, _ in samples(tmp_path / "out")}
     assert found == {"a.png": ("first, with comma", 3), "b.png": ("second", 4)}
-    assert dict(total.skipped) == {"unreadable": 1}
+    assert dict(total.skipped) == {"unreadable": 1, "not_listed": 1}
 
 
 @pytest.mark.parametrize(
@@ -304,7 +358,7 @@ def test_a_wrong_list_of_files_is_one_line_with_its_row(tmp_path, row, said):
 def test_hidden_files_are_no_samples(tmp_path):
     source = folder_of_pictures(tmp_path / "in", 1)
     (source / ".hidden.png").write_bytes(b"")
-    assert [entry.name for entry in list_folder(source, frozenset({"png"}))[0]] == ["p00.png"]
+    assert [entry.name for entry in list_folder(source, frozenset({"png"})).entries] == ["p00.png"]
 
 
 def test_links_that_leave_the_folder_are_not_followed(tmp_path):
@@ -337,11 +391,11 @@ def test_a_list_of_files_does_not_lead_out_of_the_folder(tmp_path):
     (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     shutil.copy(tmp_path / "metadata.jsonl", source)
     total = prepare(source, tmp_path / "out", validation=0)
-    assert dict(total.skipped) == {"path_escape": 2}
+    assert dict(total.skipped) == {"path_escape": 2, "linked_folder": 1, "not_listed": 1}
     assert [metadata["source"] for _, metadata, _, _ in samples(tmp_path / "out")] == ["p00.png"]
     (source / "metadata.jsonl").unlink()
     (source / "metadata.jsonl").symlink_to(tmp_path / "metadata.jsonl")
-    with pytest.raises(DataError, match=r"metadata\.jsonl is a link to a file outside of .*cp -rL"):
+    with pytest.raises(DataError, match=r"metadata\.jsonl is a link to a file outside of .*--follow-links"):
         prepare(source, tmp_path / "again")
 
 
@@ -413,6 +467,36 @@ def test_videos_become_clips_that_training_reads(tmp_path):
     assert torch.allclose(red, expected, atol=0.02)  # of lossy colours
 
 
+@pytest.mark.parametrize("how", MATRICES)
+def test_clips_and_pictures_of_a_phone_are_stored_as_they_are_displayed(tmp_path, how):
+    """A mark in one corner is where players show it, and the picture of the same orientation agrees."""
+    source = tmp_path / "in"
+    source.mkdir()
+    (source / "clip.mp4").write_bytes(turned_mp4(mp4(marked()), MATRICES[how]))
+    (source / "photo.jpg").write_bytes(jpeg(marked(), EXIF_ORIENTATION[how]))
+    total = prepare(source, tmp_path / "out", command="folder", validation=0)
+    clip, photo = (((c.latent + 1) * 127.5).round() for _, _, c, _ in samples(tmp_path / "out"))
+    assert clip.shape[2:] == photo.shape[2:] == ((96, 64) if how in ("90", "270", "transposed") else (64, 96))
+    corner = {"90": "top right", "180": "bottom right", "270": "bottom left", "mirrored": "top right"}
+    for sample in (clip, photo):
+        assert marked_corner(sample[:, 0].permute(1, 2, 0).numpy()) == corner.get(how, "top left")
+    assert total.turned == (0 if how == "as stored" else 2)
+
+
+def test_a_clip_that_is_turned_by_another_angle_is_refused():
+    slanted = turned_mp4(mp4(marked()), (0.7071, 0.7071, -0.7071, 0.7071))
+    with pytest.raises(SampleError, match="right angle"):
+        list(clips_of(slanted, Cut()))
+
+
+def test_pixels_of_a_clip_that_are_not_square_are_made_square():
+    for aspect, width in ((Fraction(2), 128), (Fraction(1, 2), 32)):
+        [(frames, _)] = clips_of(mp4(marked(64, 64), aspect=aspect), Cut())
+        assert {frame.size for frame in frames} == {(width, 64)}
+        [(frames, _)] = clips_of(turned_mp4(mp4(marked(64, 64), aspect=aspect), MATRICES["90"]), Cut())
+        assert {frame.size for frame in frames} == {(64, width)}
+
+
 # Damage, restarts, repetition.
 
 
@@ -425,8 +509,8 @@ def test_bad_files_are_counted_by_reason_and_nothing_else_is_lost(tmp_path):
     os.unlink(source / "p07.png")
     os.mkfifo(source / "p07.png")  # is no file
     total = prepare(source, tmp_path / "out")
-    assert total.skipped.total() == 4
-    assert set(total.skipped) <= {"bad_image", "too_large", "bad_caption", "too_small"}
+    assert total.skipped.total() == 5
+    assert set(total.skipped) <= {"bad_image", "too_large", "bad_caption", "too_small", "not_a_file"}
     assert {m["source"] for _, m, _, _ in samples(tmp_path / "out")} == {
         f"p{i:02d}.png" for i in (0, 1, 2, 8, 9, 10, 11)
     }
@@ -534,7 +618,7 @@ def test_the_summary_counts_samples_shapes_and_skips(tmp_path, capsys):
         == 0
     )
     said = capsys.readouterr().out
-    assert "11 samples in 1 shards" in said
+    assert "11 samples in 1 shard," in said
     assert "6 of 3x1x32x16, 5 of 3x1x32x32" in said
     assert "skipped, too_small: 1; p03.png" in said
 

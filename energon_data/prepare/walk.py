@@ -1,0 +1,94 @@
+"""Folders of a user: the files in them, and those that preparation does not take."""
+
+import os
+import stat
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+from dit.errors import DataError
+from energon_data.media_files import PICTURES, VIDEOS
+from energon_data.samples import SampleError
+
+COMPANIONS = ("json", "txt")
+"""Extensions of what lies beside a file of the same name, in either case."""
+FOLLOW = "--follow-links reads it"
+"""What a user can do about a link."""
+
+
+class Skipped(NamedTuple):
+    """A file or sample that is not used."""
+
+    name: str
+    reason: str
+    detail: str
+
+    @classmethod
+    def of(cls, name: str, error: SampleError) -> "Skipped":
+        """Return the record of a file that is skipped because of an error."""
+        return cls(name, error.reason, error.detail)
+
+
+def reasons(skipped: Sequence[Skipped], most: int = 3) -> str:
+    """Return the most frequent reasons with their counts, and the first file of each."""
+    counts = Counter(skip.reason for skip in skipped).most_common(most)
+    first = {skip.reason: f"{skip.name}: {skip.detail}" for skip in reversed(skipped)}
+    return "; ".join(f"{count:,} {reason} ({first[reason]})" for reason, count in counts)
+
+
+def folders_below(folder: Path, follow_links: bool, skipped: list[Skipped]) -> Iterator[tuple[Path, list[str]]]:
+    """Yield a folder and those below it, each with the names of its files; hidden folders and files are left out.
+
+    Args:
+        skipped: links to folders that are not read are appended to it.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"cannot list {error.filename}: {error.strerror}; make the folder readable, or move it away")
+
+    for place, below, names in os.walk(folder, onerror=refuse, followlinks=follow_links):
+        below[:] = sorted(name for name in below if not name.startswith("."))
+        above = [Path(place), *Path(place).parents][: len(Path(place).relative_to(folder).parts) + 1]
+        for path in [Path(place, name) for name in below if Path(place, name).is_symlink()]:
+            target = path.resolve()
+            is_loop = any(parent.resolve().is_relative_to(target) for parent in above)
+            if is_loop or not follow_links:
+                below.remove(path.name)
+                detail = "a link to a folder that contains it" if is_loop else f"a link to a folder; {FOLLOW}"
+                skipped.append(Skipped.of(path.relative_to(folder).as_posix(), SampleError("linked_folder", detail)))
+        yield Path(place), sorted(name for name in names if not name.startswith("."))
+
+
+def stem_of(name: str) -> str:
+    """Return a name without its last extension."""
+    return name.rpartition(".")[0]
+
+
+def extension_of(name: str) -> str:
+    """Return the last extension in lower case, without the dot; empty if there is none."""
+    return name.rpartition(".")[2].lower() if "." in name else ""
+
+
+def not_read(path: Path, extensions: frozenset[str]) -> Optional[SampleError]:
+    """Return why a command that takes `extensions` does not read a file; None if it does."""
+    extension = extension_of(path.name)
+    if extension in COMPANIONS:
+        return SampleError("no_picture", "no picture or video has its name")
+    if extension not in PICTURES | VIDEOS:
+        ending = f"names that end in .{extension} are" if extension else "a name without an extension is"
+        return SampleError("other_format", f"{ending} not read")
+    if extension not in extensions:
+        return SampleError("other_kind", "`prepare folder` takes pictures and videos")
+    if not path.is_file():
+        return SampleError("not_a_file", "a broken link, or not a regular file")
+    return None
+
+
+def seen_file(path: Path) -> Optional[tuple[str, int, int]]:
+    """Return name, size and time of a file, None if it is none."""
+    try:
+        about = path.stat()
+    except OSError:
+        return None
+    return (path.name, about.st_size, about.st_mtime_ns) if stat.S_ISREG(about.st_mode) else None

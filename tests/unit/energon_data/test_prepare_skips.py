@@ -1,0 +1,163 @@
+"""Every file of a folder becomes a sample, or is named with the reason why it does not."""
+
+import errno
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from awkward_media import AWKWARD, FOLLOWED, GREY, TAKEN, animated_gif, awkward_folder, encoded, marked
+from PIL import Image
+
+from dit import media
+from dit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_INTERRUPTED, EXIT_OK
+from energon_data import media_files
+from energon_data.media_files import open_picture
+from energon_data.prepare import build
+from energon_data.prepare import media as prepare_media
+from energon_data.prepare.__main__ import main
+from energon_data.prepare.videos import Cut, clips_of
+from energon_data.samples import SampleError
+
+
+def prepare(source: Path, out: Path, *words: str, command: str = "folder") -> int:
+    return main([command, "--in", str(source), "--out", str(out), "--validation", "0", "--processes", "1", *words])
+
+
+def outcomes(out: Path) -> dict[str, str]:
+    """Return the reason of every skipped file, from `skipped.jsonl`."""
+    return {line["file"]: line["reason"] for line in map(json.loads, (out / "skipped.jsonl").open())}
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_every_file_of_an_awkward_folder_is_a_sample_or_named_with_its_reason(tmp_path, capsys, follow):
+    source = awkward_folder(tmp_path)
+    expected = dict(AWKWARD)
+    if follow:
+        del expected["more"]
+        expected |= FOLLOWED
+    assert prepare(source, tmp_path / "out", "--size", "64", *["--follow-links"] * follow) == EXIT_OK
+    skipped = {name: reason for name, reason in expected.items() if reason != TAKEN}
+    assert outcomes(tmp_path / "out") == skipped
+    description = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    assert description["skipped"] == Counter(skipped.values())
+    num_taken = len(expected) - len(skipped)
+    assert description["samples"]["train"] == num_taken
+    summary = capsys.readouterr().out
+    assert f"taken: {num_taken} of {len(expected)} files" in summary
+    assert "turned as the file states: 3 samples" in summary
+    assert "cropped: by at most 17% (wide_pixels.mp4)" in summary
+    assert "enlarged: 0 samples" in summary
+    assert f"every skipped file and its reason: {tmp_path / 'out' / 'skipped.jsonl'}" in summary
+
+
+def test_a_folder_of_links_is_read_with_follow_links_and_named_without(tmp_path, capsys):
+    for i in range(4):
+        Image.new("RGB", (32, 32), (i, 0, 0)).save(tmp_path / f"{i}.png")
+        (tmp_path / f"{i}.txt").write_text(f"number {i}")
+    links = tmp_path / "links"
+    links.mkdir()
+    for path in [*tmp_path.glob("?.png"), *tmp_path.glob("?.txt")]:
+        (links / path.name).symlink_to(path)
+    assert prepare(links, tmp_path / "out", command="images") == EXIT_DATA
+    assert "4 path_escape (0.png: 0.txt is a link to a file outside of" in (said := capsys.readouterr().err)
+    assert "--follow-links reads it" in said
+    assert prepare(links, tmp_path / "out", "--follow-links", command="images") == EXIT_OK
+    description = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    assert description["samples"] == {"train": 4}
+    assert sorted(description["captions"]) == [f"number {i}" for i in range(4)]
+
+
+@pytest.mark.parametrize("command", ["images", "webdataset"])
+def test_a_folder_with_only_a_linked_folder_is_refused_by_its_name(tmp_path, capsys, command):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "in" / "photos").symlink_to(tmp_path / "photos")
+    assert prepare(tmp_path / "in", tmp_path / "out", command=command) == EXIT_DATA
+    assert "1 linked_folder (photos: a link to a folder; --follow-links reads it)" in capsys.readouterr().err
+
+
+def test_an_animated_gif_is_a_clip_of_its_frames_on_white(tmp_path):
+    [(frames, rate)] = clips_of(animated_gif(), Cut(fps=10.0))
+    assert rate == 10.0
+    corners = [np.asarray(frame)[8, 8::16] for frame in frames]
+    for i, shades in enumerate(corners):
+        assert shades.tolist() == [list(GREY) if place == i else [255] * 3 for place in range(6)]
+    source = tmp_path / "in"
+    source.mkdir()
+    (source / "moving.gif").write_bytes(animated_gif())
+    (source / "still.gif").write_bytes(encoded(marked(), "GIF"))
+    for command, shapes in (
+        ("images", {"3x1x64x96": 2}),
+        ("folder", {"3x1x64x96": 1, "3x4x64x96": 1}),
+        ("videos", {"3x1x64x96": 1, "3x4x64x96": 1}),
+    ):
+        assert prepare(source, tmp_path / command, command=command) == EXIT_OK
+        assert json.loads((tmp_path / command / "dataset.json").read_text())["shapes"] == shapes
+
+
+def test_heic_without_its_reader_is_refused_with_the_command_that_installs_it(tmp_path, capsys, monkeypatch):
+    for module in (media, media_files, prepare_media):
+        monkeypatch.setattr(module, "reads_heic", lambda: False)
+    data = b"\0\0\0\x1cftypheic" + bytes(100)
+    source = tmp_path / "in"
+    source.mkdir()
+    (source / "IMG_1.HEIC").write_bytes(data)
+    assert prepare(source, tmp_path / "out", command="images") == EXIT_CONFIG
+    assert "IMG_1.HEIC and 0 other files: HEIC needs pillow-heif" in (said := capsys.readouterr().err)
+    assert "pip install -e '.[heic]'" in said
+    assert said.count("\n") == 1
+    with pytest.raises(SampleError, match="needs pillow-heif"):
+        open_picture(data)
+
+
+# Failures and restarts.
+
+
+def pictures(folder: Path, count: int = 6) -> Path:
+    folder.mkdir()
+    for i in range(count):
+        Image.new("RGB", (32, 32), (i, 0, 0)).save(folder / f"{i}.png")
+    return folder
+
+
+def fail_at(monkeypatch, number: int, error: BaseException) -> None:
+    """Let the unit of this number raise an error instead of writing its shards."""
+    make_unit = build._make_unit
+
+    def make(job, unit, sources):
+        if unit == number:
+            raise error
+        return make_unit(job, unit, sources)
+
+    monkeypatch.setattr(build, "_make_unit", make)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), KeyboardInterrupt()])
+def test_a_preparation_that_fails_goes_on_from_where_it_was_and_says_so(tmp_path, capsys, monkeypatch, error):
+    source, out, partial = pictures(tmp_path / "in"), tmp_path / "out", tmp_path / ".out.partial"
+    with monkeypatch.context() as patch:
+        fail_at(patch, 2, error)
+        code = EXIT_CONFIG if isinstance(error, OSError) else EXIT_INTERRUPTED
+        assert prepare(source, out, "--samples-per-shard", "2") == code
+    said = capsys.readouterr().err
+    assert f"the same command goes on from {partial}" in said
+    assert "Traceback" not in said
+    if isinstance(error, OSError):
+        assert f"error: {partial}: No space left on device" in said
+    assert prepare(source, out, "--samples-per-shard", "2") == EXIT_OK
+    assert f"{out}: goes on after 2 of 3 parts, which are in {partial}" in capsys.readouterr().err
+    assert not partial.exists()
+
+
+def test_a_preparation_that_fails_before_its_first_shard_leaves_nothing(tmp_path, capsys, monkeypatch):
+    source = pictures(tmp_path / "in")
+    with monkeypatch.context() as patch:
+        fail_at(patch, 0, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+        assert prepare(source, tmp_path / "out") == EXIT_CONFIG
+    (source / "0.png").write_bytes(b"")
+    assert prepare(source, tmp_path / "none", "--size", "64", "--aspect", "square") == EXIT_DATA
+    assert "goes on" not in capsys.readouterr().err
+    assert {path.name for path in tmp_path.iterdir()} == {"in"}
