@@ -472,7 +472,8 @@ def test_clips_and_pictures_of_a_phone_are_stored_as_they_are_displayed(tmp_path
     """A mark in one corner is where players show it, and the picture of the same orientation agrees."""
     source = tmp_path / "in"
     source.mkdir()
-    (source / "clip.mp4").write_bytes(turned_mp4(mp4(marked()), MATRICES[how]))
+    original = turned_mp4(mp4(marked()), MATRICES[how])
+    (source / "clip.mp4").write_bytes(original)
     (source / "photo.jpg").write_bytes(jpeg(marked(), EXIF_ORIENTATION[how]))
     total = prepare(source, tmp_path / "out", command="folder", validation=0)
     clip, photo = (((c.latent + 1) * 127.5).round() for _, _, c, _ in samples(tmp_path / "out"))
@@ -481,6 +482,8 @@ def test_clips_and_pictures_of_a_phone_are_stored_as_they_are_displayed(tmp_path
     for sample in (clip, photo):
         assert marked_corner(sample[:, 0].permute(1, 2, 0).numpy()) == corner.get(how, "top left")
     assert total.turned == (0 if how == "as stored" else 2)
+    [stored] = [raw["pixels.mp4"] for _, _, _, raw in samples(tmp_path / "out") if "pixels.mp4" in raw]
+    assert (stored == original) == (how == "as stored")  # else it is encoded upright, for other readers
 
 
 def test_a_clip_that_is_turned_by_another_angle_is_refused():
