@@ -88,11 +88,12 @@ class Cluster:
         return dict(re.findall(r"(\S+?)=(\S*)", self.command("scontrol", "show", "job", number)))
 
     def processes(self) -> list[psutil.Process]:
-        """Return all processes of this Slurm: daemons, steps, and what jobs have started."""
+        """Return all processes of this Slurm: daemons and steps, which have its folder, and those of jobs."""
         processes = []
         for process in psutil.process_iter():
             with suppress(psutil.Error):
-                if process.environ().get("SLURM_CONF") == self.environ["SLURM_CONF"]:
+                is_daemon = process.cwd() == str(self.folder)
+                if is_daemon or process.environ().get("SLURM_CONF") == self.environ["SLURM_CONF"]:
                     processes.append(process)
         return processes
 
@@ -129,18 +130,20 @@ def running(folder: Path) -> Iterator[Cluster]:
         for words in (munged, ["slurmctld", "-D"], *(["slurmd", "-D", "-N", node] for node in NODES)):
             with open(folder / f"daemon{len(daemons)}.log", "w") as log:
                 environ = {**os.environ, **cluster.environ}
-                daemons.append(psutil.Popen(words, env=environ, stdout=log, stderr=subprocess.STDOUT))
+                daemons.append(psutil.Popen(words, env=environ, cwd=folder, stdout=log, stderr=subprocess.STDOUT))
             if len(daemons) == 1:
                 cluster.wait_for((folder / "munge.socket").exists, timeout_s=30)
         cluster.wait_for(lambda: cluster.states() == ["idle"] * len(NODES), timeout_s=60)
         yield cluster
     finally:
-        with suppress(FileNotFoundError, subprocess.TimeoutExpired):
+        with suppress(TimeoutError, subprocess.TimeoutExpired):
             cluster.command("scancel", "--user=root", check=False)
+            cluster.wait_for(lambda: not cluster.command("squeue", "--noheader", check=False), timeout_s=30)
         for daemon in reversed(daemons):
             daemon.terminate()
         psutil.wait_procs(cluster.processes(), timeout=15)
-        for process in cluster.processes():
+        for process in (stuck := cluster.processes()):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(daemons, timeout=15)
+        psutil.wait_procs([*daemons, *stuck], timeout=15)
+        assert not cluster.processes()
