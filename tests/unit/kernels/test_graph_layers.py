@@ -179,10 +179,10 @@ def test_selective_recompute_of_a_compiled_layer_repeats_no_product(
             step(network, model, batch_of(model, "padded"))
         calls = {event.key: event.count for event in run.key_averages()}
         products = sum(calls.get(f"aten::{name}", 0) for name in ("mm", "addmm", "bmm"))
-        attention = calls["dit::packed_attention"], calls["dit::packed_attention_backward"]
+        attention = calls["aten::_softmax"], calls["aten::_softmax_backward_data"]  # torch 2.15 does not name our ops
         counts.append((products, attention, calls["aten::sigmoid"], counter.frame_count - before))
     products, attention, *_ = counts[0]
-    assert attention == (3, 3)
+    assert attention == (6, 6)  # two groups of segments in each layer
     assert counts == [
         (products, attention, 3, 1),
         (products, attention, 6, 1),

@@ -18,7 +18,7 @@ from launch import cli
 from tests.support import slurm
 
 TORCHRUN = """#!/bin/bash
-printf '%q ' "$@" >>"{folder}/started"; echo >>"{folder}/started"
+printf '%s\\n' "$(printf '%q ' "$@")" >>"{folder}/started"  # one write: nodes start at the same time
 echo "$TORCH_ELASTIC_SHUTDOWN_TIMEOUT" >"{folder}/timeout"
 cp "{folder}/record.json" "{folder}/run/exit.json" 2>/dev/null
 exit "$(cat "{folder}/code")"

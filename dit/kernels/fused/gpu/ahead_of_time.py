@@ -131,8 +131,14 @@ class Launch:
 
     def compiled(self, capability: int) -> Compiled:
         """Compile the kernel for what it was called with."""
-        options: dict[str, Any] = {"num_warps": self.num_warps, "maxnreg": self.maxnreg}
-        return compiled(self.kernel, self.types, self.flags, capability=capability, **options)
+        return compiled(
+            self.kernel,
+            self.types,
+            self.flags,
+            capability=capability,
+            num_warps=self.num_warps,
+            maxnreg=self.maxnreg,
+        )
 
 
 @contextmanager
