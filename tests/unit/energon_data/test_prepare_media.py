@@ -18,7 +18,6 @@ import numpy as np
 import pyarrow
 import pytest
 import torch
-from awkward_media import EXIF_ORIENTATION, MATRICES, jpeg, marked, marked_corner, mp4, turned_mp4
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
@@ -36,6 +35,15 @@ from energon_data.prepare.media import Options, Preparation
 from energon_data.prepare.pictures import Fit, buckets
 from energon_data.prepare.videos import Cut, clips_of
 from energon_data.samples import SampleError
+from tests.unit.energon_data.awkward_media import (
+    EXIF_ORIENTATION,
+    MATRICES,
+    jpeg,
+    marked,
+    marked_corner,
+    mp4,
+    turned_mp4,
+)
 
 SIDES = st.integers(1, 3000)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from awkward_media import AWKWARD, FOLLOWED, GREY, TAKEN, animated_gif, awkward_folder, encoded, marked
 from PIL import Image
 
 from dit import media
@@ -20,6 +19,16 @@ from energon_data.prepare import media as prepare_media
 from energon_data.prepare.__main__ import main
 from energon_data.prepare.videos import Cut, clips_of
 from energon_data.samples import SampleError
+from tests.unit.energon_data.awkward_media import (
+    AWKWARD,
+    FOLLOWED,
+    GREY,
+    TAKEN,
+    animated_gif,
+    awkward_folder,
+    encoded,
+    marked,
+)
 
 
 def prepare(source: Path, out: Path, *words: str, command: str = "folder") -> int:
