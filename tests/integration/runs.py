@@ -120,6 +120,7 @@ def kill_session(process: subprocess.Popen) -> None:
         with suppress(psutil.NoSuchProcess):
             child.kill()
     process.wait()
+    psutil.wait_procs(below, timeout=30)
 
 
 def wait_for(process: subprocess.Popen, moment: Callable[[], bool], log: Path, *, timeout_s: float = 240.0) -> None:
