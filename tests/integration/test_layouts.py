@@ -176,7 +176,7 @@ def test_a_data_source_whose_state_follows_the_ranks_is_refused(tmp_path: Path) 
     """It would repeat samples or lose them on another number of ranks, and would not say so."""
     jobs = {}
     for name, ranks, stop in (("two", 2, 1), ("two again", 2, 2), ("four", 4, 3), ("one", 1, 3)):
-        words = mock(tmp_path / "run", training__stop_at_step=stop, data__num_streams=4)
+        words = mock(tmp_path / "run", training__stop_at_step=stop, data__num_streams=4, training__micro_batch_size=2)
         jobs[name] = Job(actions.train, {"arguments": words, "fault": faults.data_state_by_rank}, ranks)
     results = run_jobs(tmp_path / "world", jobs)
     ended = {name: result if jobs[name].ranks > 1 else [result] for name, result in results.items()}
