@@ -33,7 +33,7 @@ from energon_data.decoder import decode_sample
 from energon_data.filters import FilteredOutError, Filters
 from energon_data.packing import CostLimit, balanced_packs, collate, greedy_knapsack, padded_length
 from energon_data.samples import CAPTIONS, Clip, SampleError
-from energon_data.skip_log import Ledger, Skip
+from energon_data.skip_log import Skip, SkipCounter
 from energon_data.tar_index import READ_ERROR, SampleReader
 
 
@@ -111,7 +111,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
     decoder = None  # `load_clip` decodes; Energon's own decoder would run pickles.
     __default_failure_tolerance__ = 0  # Energon's own limit is off: the ledger has the budget.
 
-    def __init__(self, spec: BatchSpec, options: EncoderOptions, ledger: Ledger) -> None:
+    def __init__(self, spec: BatchSpec, options: EncoderOptions, ledger: SkipCounter) -> None:
         super().__init__()
         stored = tuple(c for c in spec.conditions if c.name not in options.embedded)
         self.spec, self.options, self.ledger = replace(spec, conditions=stored), options, ledger
