@@ -20,7 +20,6 @@ from dit.terminal import echo
 FOLDER = Path(__file__).parent
 README = FOLDER / "README.md"
 TRAINING_FUNCTION = "pretrain"
-_FORMER_SETTINGS = {"schedule.kind": "a schedule is selected by its name: schedule=constant, cosine or one_cycle"}
 _SKIPPED_FILES = {"__init__.py", "registry.py"}
 
 
@@ -121,7 +120,7 @@ def no_such_setting(owner: Callable[..., object], path: str, name: str, known: I
     at, known = f"{path}." if path else "", list(known)
     near = [at + key for key in closest(name, known)]
     hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known)}"
-    return f"{at}{name}: {owner.__name__} has no setting {name!r}; {_FORMER_SETTINGS.get(at + name, hint)}"
+    return f"{at}{name}: {owner.__name__} has no setting {name!r}; {hint}"
 
 
 def listing() -> str:
