@@ -82,6 +82,12 @@ def test_an_epoch_has_every_sample_once_in_an_order_of_its_own() -> None:
     assert labels(next(stream(data, spec, seed=6))) != epochs[0]
 
 
+def test_the_streams_of_a_run_share_an_epoch() -> None:
+    batches = list(islice(stream(Numbers(), replace(SPEC, micro_batch_size=1)), 2 * COUNT))
+    seen = [label for batch in batches for label in labels(batch)]
+    assert sorted(seen[:COUNT]) == sorted(seen[COUNT:]) == list(range(COUNT))
+
+
 def test_packs_stay_below_their_limit_and_have_every_sample_once() -> None:
     data = Numbers(**PACKS, num_streams=1)
     batches = list(islice(stream(data, PACK_SPEC), 40))
