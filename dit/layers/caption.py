@@ -1,4 +1,4 @@
-"""The text of a picture in pixel-space UNets: tokens for attention, and a vector beside that of the time.
+"""Text conditioning of pixel-space UNets: tokens for attention, and a vector added to the time embedding.
 
 Shape suffixes: K text tokens of the pack, D width, S samples.
 """
@@ -28,7 +28,7 @@ def mean_of_texts(x_KD: Tensor, layout: SequenceLayout) -> Tensor:
 
 
 class AttentionPooling(nn.Module):
-    """A weighted mean of the tokens of each text, with weights by a softmax over them, normed and projected.
+    """The mean of each text's tokens, weighted by a learned softmax over the tokens, then normalised and projected.
 
     Args:
         context_size: width of the text embeddings.
@@ -38,8 +38,8 @@ class AttentionPooling(nn.Module):
     def __init__(self, context_size: int, outputs: int, provider: LayerProvider) -> None:
         super().__init__()
         init = torch_init(context_size)
-        # A linear layer to one score, its bias in the last column: a parameter by itself would have a gradient of zero
-        # in exact arithmetic, because a softmax does not depend on what all scores have in common.
+        # A linear layer to one score with the bias in the last column. As a separate parameter, the bias would have a
+        # gradient of zero in exact arithmetic, because softmax is invariant to a constant added to all scores.
         self.to_score = provider.parameter((1, context_size + 1), init)
         self.norm = LayerNorm(context_size, provider, eps=1e-5)
         self.to_out = provider.replicated_linear(context_size, outputs, bias=True, init=init)
@@ -48,24 +48,24 @@ class AttentionPooling(nn.Module):
         """Return `[S, outputs]`."""
         weight_1D, bias_11 = self.to_score[:, :-1], self.to_score[:, -1:]
         score_K = (context_KD @ weight_1D.T + bias_11)[:, 0].float().masked_fill(~layout.valid_T, -torch.inf)
-        most_S = score_K.new_full((layout.num_samples,), -torch.inf)
-        most_S = most_S.scatter_reduce(0, layout.segment_ids_T, score_K.detach(), "amax")
-        weight_K1 = (score_K - most_S[layout.segment_ids_T]).exp()[:, None]
+        max_S = score_K.new_full((layout.num_samples,), -torch.inf)
+        max_S = max_S.scatter_reduce(0, layout.segment_ids_T, score_K.detach(), "amax")
+        weight_K1 = (score_K - max_S[layout.segment_ids_T]).exp()[:, None]
         pooled_SD = layout.sum_per_sample(weight_K1 * context_KD.float()) / layout.sum_per_sample(weight_K1)
         return self.to_out(self.norm(pooled_SD.to(context_KD.dtype)))
 
 
 class Caption(nn.Module):
-    """Text embeddings as the attention of a UNet reads them, and pooled to a vector.
+    """Projects text embeddings to tokens for the attention of a UNet, and pools them to a conditioning vector.
 
-    Deviation from NeMo's Imagen, whose pooling counts padding in: only real tokens count.
+    Deviation from NeMo's Imagen, whose pooling includes padding: only real tokens are pooled.
 
     Args:
         context_size: width of the text embeddings.
-        condition_size: width of the tokens that attention reads.
+        condition_size: width of the tokens for attention.
         vector_size: width of the conditioning vector.
-        pooling: of the tokens to a vector: `attention`, of the embeddings, or `mean`, of the projected tokens.
-        null_token: append a learned token to every text, which attention may read instead of the text.
+        pooling: `attention` pools the embeddings, `mean` averages the projected tokens.
+        null_token: append a learned token to every text, so that attention can ignore the text.
 
     Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, section 2.4; NVIDIA NeMo's Imagen for the modules.
     """
