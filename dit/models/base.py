@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from dit.backends.provider import LayerProvider
 
 UNCERTAINTY = "uncertainty."
-"""How the parameters begin that an objective adds to a model, and that no one needs to sample from it."""
+"""Name prefix of parameters that an objective adds to a model; unused in sampling."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Stage:
     """The part of a model on one pipeline rank (or virtual chunk).
 
     Attributes:
-        layers: global indices of its layers.
-        first: it embeds the input.
-        last: it has the head.
+        layers: global indices of the layers.
+        first: whether the stage embeds the input.
+        last: whether the stage has the output layer.
     """
 
     layers: range
@@ -41,13 +41,13 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerSizes:
-    """The sizes of a model for Megatron-Core's `TransformerConfig`, with its names.
+    """Sizes of a model under the names of Megatron-Core's `TransformerConfig`.
 
     `check_parallel` checks that a layout can split these layers, heads and experts.
 
     Attributes:
-        num_query_groups: heads of keys and values; None for the number of query heads.
-        num_moe_experts: experts of each layer; None for a model without experts, as the other sizes of experts.
+        num_query_groups: key and value heads; None for the number of query heads.
+        num_moe_experts: experts of each layer; this and the other expert settings are None without experts.
     """
 
     num_layers: int
@@ -66,12 +66,12 @@ class TransformerSizes:
     moe_expert_capacity_factor: Optional[float] = None
 
     def arguments(self) -> dict[str, object]:
-        """Return the arguments of `TransformerConfig`; None means its own default."""
+        """Return the arguments of `TransformerConfig`, without values that are None."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 class Ability(Enum):
-    """A feature of a backbone besides plain data parallelism in fp32, with its description for messages."""
+    """A feature of a backbone other than data parallelism in fp32, with its description for messages."""
 
     TENSOR = "tensor parallelism"
     SEQUENCE = "sequence parallelism"
@@ -86,14 +86,14 @@ class Ability(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Supports:
-    """Features of a backbone besides plain data parallelism in fp32; a feature that is False is refused by name.
+    """Features of a backbone other than data parallelism in fp32; settings that need a False feature raise an error.
 
     Attributes:
         tensor: linear layers and heads split over tensor-parallel ranks.
         sequence: activations between the linear layers split over the tensor-parallel ranks.
         pipeline: layers split over pipeline stages.
         context: tokens of a sample split over context-parallel ranks.
-        expert: experts split over expert-parallel ranks, where the backbone has any.
+        expert: experts split over expert-parallel ranks, if the backbone has experts.
         fsdp: weights, gradients and optimizer sharded by Megatron-FSDP.
         bf16: bf16 weights with fp32 masters.
         fp16: fp16 weights with fp32 masters and a loss scale.
@@ -131,26 +131,25 @@ class Supports:
 
 @dataclass(kw_only=True)
 class ModelConfig(ABC):
-    """Sizes of a backbone, as recipes write them. Subclasses add their own fields.
-
-    A backbone that does not support everything states it in `supports`.
+    """Settings of a backbone in recipes. Subclasses add their own fields, and list unsupported features in `supports`.
 
     Attributes:
         in_channels: channels of a latent before patchifying.
         patch_spatial, patch_temporal: patch sizes.
-        num_classes: classes the model is conditioned on; None for none.
-        class_dropout: share of samples trained without their class, for guidance; 0.1 as in DiT (Peebles and Xie 2023).
-        context_size: width of the text embeddings; None if the model takes no text.
-        context_dropout: share of samples trained without their text, for guidance; 0.1 as in Open-Sora, where NeMo's
-            recipes have 0.2. Of a model with classes and texts, the smaller of the two shares is trained without both.
-        model_path: `module:Class` of the network, for a backbone outside this repository; those inside have a line in
-            `dit.models.registry`.
+        num_classes: number of classes that the model is conditioned on; None for none.
+        class_dropout: fraction of samples trained without their class, for guidance; 0.1 as in DiT (Peebles and Xie
+            2023).
+        context_size: width of the text embeddings; None for a model without text.
+        context_dropout: fraction of samples trained without their text, for guidance; 0.1 as in Open-Sora, compared
+            with 0.2 in NeMo's recipes. With classes and texts, the smaller fraction is trained without both.
+        model_path: `module:Class` of the network, for a backbone outside this repository; backbones inside it have a
+            line in `dit.models.registry`.
     """
 
     model_path: ClassVar[Optional[str]] = None
     supports: ClassVar[Supports] = Supports()
     compiles: ClassVar[bool] = False
-    """Whether the network names `Backbone.compiled_units`."""
+    """Whether the network has `Backbone.compiled_units`."""
     layers_in_graph: ClassVar[bool] = False
     """Whether each of its layers runs as one compiled graph (`training.kernels=compile`)."""
 
@@ -162,19 +161,19 @@ class ModelConfig(ABC):
     context_size: Optional[int] = None
     context_dropout: float = 0.1
 
-    def check_supports(self, ability: Ability, asked: str, cure: str) -> None:
+    def check_supports(self, ability: Ability, setting: str, cure: str) -> None:
         """Check that the backbone supports a feature.
 
         Args:
-            asked: the setting that needs it, with its value.
-            cure: settings that do not need it.
+            setting: the setting that requires the feature, with its value.
+            cure: settings that do not require it.
 
         Raises:
-            ConfigError: it does not support it.
+            ConfigError: the backbone does not support the feature.
         """
         if not self.supports.abilities()[ability]:
             raise ConfigError(
-                f"{type(self).__name__} does not support {ability.value}, which {asked} asks for; "
+                f"{type(self).__name__} does not support {ability.value}, which {setting} requires; "
                 f"it supports {self.supports}. Use {cure}"
             )
 
@@ -185,7 +184,7 @@ class ModelConfig(ABC):
 
     @property
     def activation_dropout(self) -> float:
-        """Share of activations that the network drops in training."""
+        """Dropout rate of activations in training."""
         return 0.0
 
     @property
@@ -195,12 +194,12 @@ class ModelConfig(ABC):
 
     @property
     def posterior_features(self) -> int:
-        """Numbers per token, among `output_features`, that describe the posterior of an autoencoder; 0 for others."""
+        """Features per token, among `output_features`, for an autoencoder's posterior; 0 for other models."""
         return 0
 
     @property
     def adapters(self) -> Optional[LoRAConfig]:
-        """Low-rank adapters, which alone are trained; None where all parameters are."""
+        """Settings of low-rank adapters; None if all parameters are trained."""
         return None
 
     def without_adapters(self) -> Self:
@@ -208,23 +207,23 @@ class ModelConfig(ABC):
         return self
 
     def conditions(self) -> tuple[Condition, ...]:
-        """Return the conditions of each sample: the inputs of the model besides the noised latent.
+        """Return the conditions of each sample, i.e. the inputs of the model other than the noised latent.
 
-        The frame rate is among them for every model, because samples are played at the rate of the data.
+        Every model has the frame rate, because samples are played at the frame rate of the data.
         """
-        wanted = [FPS]
+        conditions = [FPS]
         if self.num_classes is not None:
-            wanted.append(replace(LABEL, num_classes=self.num_classes, dropout=self.class_dropout))
+            conditions.append(replace(LABEL, num_classes=self.num_classes, dropout=self.class_dropout))
         if self.context_size is not None:
-            wanted.append(replace(CONTEXT, shape=(self.context_size,), dropout=self.context_dropout))
-        return tuple(wanted)
+            conditions.append(replace(CONTEXT, shape=(self.context_size,), dropout=self.context_dropout))
+        return tuple(conditions)
 
     def batch_spec(self, *, micro_batch_size: int = 1, multiple_of: int = 1) -> BatchSpec:
         """Return the properties of micro-batches that this model requires.
 
         Args:
-            micro_batch_size: samples per micro-batch when not packing.
-            multiple_of: every sample is padded to a multiple of this many tokens.
+            micro_batch_size: samples per micro-batch without packing.
+            multiple_of: every sample is padded to a multiple of this number of tokens.
         """
         return BatchSpec(
             patch_temporal=self.patch_temporal,
@@ -238,17 +237,17 @@ class ModelConfig(ABC):
 
     @property
     def attention_tokens(self) -> int:
-        """Tokens of a sample whose attention costs about as much as the other work on them, for balanced packs.
+        """Sample length at which attention costs about as much as the other operations, for balanced packs.
 
         Per layer and token, the projections of attention cost 8 H^2 and the MLP 4 H F operations, and attention to n
-        tokens 4 H n. Gates, text and experts are left out: a factor of two changes no balance by much.
+        tokens 4 H n. Gates, text and experts are ignored, because balance is not sensitive to a factor of two.
         """
         sizes = self.megatron_sizes()
         return 2 * sizes.hidden_size + (sizes.ffn_hidden_size or 4 * sizes.hidden_size)
 
     @abstractmethod
     def validate(self) -> None:
-        """Check the sizes against each other; raise `ConfigError` with the numbers."""
+        """Check the settings; raise `ConfigError` with the numbers."""
 
     @abstractmethod
     def megatron_sizes(self) -> TransformerSizes:
@@ -256,19 +255,19 @@ class ModelConfig(ABC):
 
     @property
     def largest_grid(self) -> Optional[tuple[int, int, int]]:
-        """Most patches of a sample along t, h and w; None where the positions have no end."""
+        """Largest numbers of patches along t, h and w; None for no limit."""
         return None
 
     @property
     def halvings(self) -> int:
-        """How often the backbone halves the sides of a sample; its smallest picture has a side of 2**-halvings."""
+        """Number of times the backbone halves the sides of a sample."""
         return 0
 
     def layer_kind(self, layer: int) -> Hashable:
-        """Return a key of a layer's cost: layers with the same key cost the same.
+        """Return a key that is equal for layers of equal cost.
 
         Args:
-            layer: its global index.
+            layer: global index of the layer.
         """
         return None
 
@@ -283,12 +282,12 @@ class Backbone(nn.Module, ABC):
     model_type: "MegatronModelType"
     share_embeddings_and_output_weights = False
     fsdp_units: tuple[type[nn.Module], ...] = ()
-    """Classes of layers that Megatron-FSDP gathers and frees as one unit, and that recompute treats as one unit.
+    """Classes of layers that Megatron-FSDP gathers and frees, and that recompute handles, as one unit.
 
     Their weights are used only inside their own `forward`.
     """
     compiled_units: tuple[type[nn.Module], ...] = ()
-    """Classes of layers that `training.compile` compiles one by one; they take and return tensors, and no layouts."""
+    """Classes of layers that `training.compile` compiles separately; inputs and outputs are tensors, not layouts."""
 
     def __init__(self, stage: Stage) -> None:
         super().__init__()
@@ -297,11 +296,11 @@ class Backbone(nn.Module, ABC):
         self.input_tensor: Optional[Tensor] = None
 
     def learn_uncertainty(self, provider: "LayerProvider") -> None:
-        """Add the head u(sigma) to the stage that has the model's head; its predictions get u as a last column.
+        """Add the head u(sigma) to the last stage; u becomes the last column of the predictions.
 
-        In the forward pass, because there the data-parallel wrappers have its weights at hand.
+        A forward hook computes u, because data-parallel wrappers gather its weights only in the forward pass.
         """
-        from dit.layers.uncertainty import Uncertainty  # configs import this file, and layers Megatron-Core
+        from dit.layers.uncertainty import Uncertainty  # configs import this file and must not import Megatron-Core
 
         if self.stage.last:
             self.uncertainty = Uncertainty(provider)
@@ -312,7 +311,7 @@ class Backbone(nn.Module, ABC):
         self.input_tensor = input_tensor[0] if isinstance(input_tensor, list) else input_tensor
 
     def units(self) -> Iterator[nn.Module]:
-        """List the layers of these kinds, first to last."""
+        """Iterate over the layers in `fsdp_units`, first to last."""
         return (module for module in self.modules() if isinstance(module, self.fsdp_units))
 
     @abstractmethod
@@ -322,14 +321,14 @@ class Backbone(nn.Module, ABC):
         Args:
             inputs_TC: noised latents of the pack (the local tokens under context parallelism), float32.
             time_S: the objective's time per sample, float32.
-            batch: positions, layout and conditions; its latents are not read.
+            batch: positions, layout and conditions; its latents are not used.
 
         Returns:
-            `[T, out_channels]` on the last stage, else the activations for the next one.
+            `[T, out_channels]` on the last stage, the activations for the next stage on others.
         """
 
 
-def _append_uncertainty(backbone: Backbone, given: tuple[Tensor, Tensor, PackedBatch], prediction_TC: Tensor) -> Tensor:
-    """Append u of each token's sample to a prediction, as a column; float32."""
-    _, time_S, batch = given
+def _append_uncertainty(backbone: Backbone, args: tuple[Tensor, Tensor, PackedBatch], prediction_TC: Tensor) -> Tensor:
+    """Append u of each token's sample as a column to a prediction; float32."""
+    _, time_S, batch = args
     return torch.cat([prediction_TC.float(), batch.layout.per_token(backbone.uncertainty(time_S))], 1)

@@ -1,4 +1,4 @@
-"""Settings that the backbones with text cross-attention share, and their checks."""
+"""Settings common to the backbones with text cross-attention, and their checks."""
 
 from dataclasses import dataclass, replace
 from typing import Optional
@@ -10,16 +10,16 @@ from dit.models.transformer_config import TransformerModelConfig
 
 @dataclass(kw_only=True)
 class CrossAttentionModelConfig(TransformerModelConfig):
-    """What the backbones with text cross-attention have in common.
+    """Settings of a backbone with text cross-attention.
 
     Attributes:
-        context_size: width of the text embeddings; required, for every layer reads the text.
-        num_layers: blocks.
-        num_query_groups: heads of keys and values in self- and cross-attention, each shared by several query heads;
-            one per query head if None.
+        context_size: width of the text embeddings; required, because every layer attends to the text.
+        num_layers: number of blocks.
+        num_query_groups: key and value heads in self- and cross-attention, each shared by several query heads; one per
+            query head if None.
         qk_layernorm: RMSNorm on queries and keys per head, in self- and cross-attention.
-        fps_conditioning: the frame rate joins the conditioning vector; samples that name none count as 30.
-        size_conditioning: height, width and duration join the conditioning vector.
+        fps_conditioning: condition on the frame rate, with 30 for samples without a frame rate.
+        size_conditioning: condition on height, width and duration.
     """
 
     in_channels: int = 16
@@ -45,8 +45,8 @@ class CrossAttentionModelConfig(TransformerModelConfig):
             )
         if self.context_size is None:
             raise ConfigError(
-                "model.context_size=None: every layer of this backbone reads text; give the width of the text "
-                "embeddings (1024 for T5-large), or use the DiT backbone, which needs no text"
+                "model.context_size=None, but every layer of this backbone attends to text; set it to the width of the "
+                "text embeddings (1024 for T5-large), or use the DiT backbone, which needs no text"
             )
 
     def megatron_sizes(self) -> TransformerSizes:

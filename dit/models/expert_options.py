@@ -1,4 +1,4 @@
-"""Sizes of a mixture of experts, for any backbone whose layers may have one."""
+"""Settings of a mixture of experts, for backbones whose layers may have one."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -14,11 +14,11 @@ Router = Literal["expert_choice", "top_k"]
 
 @dataclass(kw_only=True)
 class ExpertOptions:
-    """Fields that turn the MLP of every layer into a mixture of experts; a backbone's config inherits them.
+    """Settings that replace the MLP of every layer by a mixture of experts; inherited by the backbone's config.
 
     Attributes:
-        num_experts: experts of each layer; None for a plain MLP.
-        moe_ffn_hidden_size: inner width of one expert; that of the plain MLP if None.
+        num_experts: experts of each layer; None for a dense MLP.
+        moe_ffn_hidden_size: inner width of one expert; the width of the dense MLP if None.
         moe_router: `expert_choice` (experts select tokens of each sample, EC-DiT) or `top_k` (tokens select experts).
         moe_capacity_factor: mean number of experts per token (`expert_choice`).
         moe_top_k: experts per token (`top_k`).
@@ -33,7 +33,7 @@ class ExpertOptions:
     moe_aux_loss_coeff: float = 0.01
 
     def validate_experts(self) -> None:
-        """Check the fields against each other; raise `ConfigError` with the numbers."""
+        """Check the settings; raise `ConfigError` with the numbers."""
         experts = self.num_experts
         if experts is None:
             names = [field.name for field in fields(ExpertOptions)]
@@ -43,10 +43,10 @@ class ExpertOptions:
             raise ConfigError(f"model.moe_router={self.moe_router!r} is unknown; use 'expert_choice' or 'top_k'")
         if self.moe_router == "expert_choice":
             names = ["moe_top_k", "moe_aux_loss_coeff"]
-            check_unused("model", self, names, "where experts choose tokens", "use model.moe_router=top_k")
+            check_unused("model", self, names, "with model.moe_router=expert_choice", "use model.moe_router=top_k")
         else:
             names = ["moe_capacity_factor"]
-            check_unused("model", self, names, "where tokens choose experts", "use model.moe_router=expert_choice")
+            check_unused("model", self, names, "with model.moe_router=top_k", "use model.moe_router=expert_choice")
         if self.moe_router == "expert_choice" and not 0 < self.moe_capacity_factor <= experts:
             raise ConfigError(
                 f"model.moe_capacity_factor={self.moe_capacity_factor} is the mean number of experts per token "
@@ -62,16 +62,16 @@ class ExpertOptions:
         """Return the inner width of one expert.
 
         Args:
-            dense_size: inner width of the plain MLP.
+            dense_size: inner width of the dense MLP.
         """
         return dense_size if self.moe_ffn_hidden_size is None else self.moe_ffn_hidden_size
 
     def with_experts(self, sizes: TransformerSizes, dense_size: int) -> TransformerSizes:
-        """Add the sizes of the experts for Megatron-Core, if there are any.
+        """Add the sizes of the experts, if any, to the sizes for Megatron-Core.
 
         Args:
-            sizes: of the backbone with a plain MLP.
-            dense_size: inner width of that MLP.
+            sizes: sizes of the backbone with a dense MLP.
+            dense_size: inner width of the dense MLP.
         """
         if self.num_experts is None:
             return sizes
@@ -82,8 +82,8 @@ class ExpertOptions:
             moe_router_topk=self.moe_top_k,
             moe_router_pre_softmax=True,
             moe_router_dtype="fp32",
-            # Means that the number of selected pairs varies: padding is never selected, and expert choice varies per
-            # token.
+            # Tells the dispatcher to count the selected pairs, whose number varies: padding is never selected, and with
+            # expert choice the number of experts varies per token.
             moe_expert_capacity_factor=self.moe_capacity_factor,
         )
 

@@ -1,4 +1,4 @@
-"""Settings that the two UNets of Imagen share."""
+"""Settings common to Imagen's two UNets."""
 
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Optional
@@ -11,40 +11,40 @@ from dit.ranges import COUNT, LAYERS, SHARE, WIDTH, check_choice, check_ranges, 
 from dit.resize import Kernel, LowResolution
 
 SAMPLING_AUGMENTATION = 0.002
-"""Noise level of a low-resolution picture that is given to sample from it, as in NeMo's Imagen."""
+"""Default noise level of the low-resolution picture in sampling, as in NeMo's Imagen."""
 
 AttentionType = Literal["self", "cross", "fused", "stacked"]
 
 
 @dataclass(kw_only=True)
 class ImagenConfig(ModelConfig):
-    """A UNet on pixels, conditioned on text, and, for super-resolution, on a low-resolution picture.
+    """A UNet on pixels, conditioned on text and, for super-resolution, on a low-resolution picture.
 
-    Level i works on pictures of 1 / 2^i of the size, the Efficient UNet's one later.
+    Level i has pictures of 1 / 2^i of the full size; in the Efficient UNet, 1 / 2^(i + 1).
 
     Attributes:
-        hidden_size: channels that the multipliers multiply; the conditioning vector is four times as wide.
+        hidden_size: base number of channels; the conditioning vector is four times as wide.
         channel_multipliers: channels of each level, the full size first, as multiples of `hidden_size`.
         num_res_blocks: residual blocks of each level on the way down.
         attention_levels: levels with attention, counted from 0 at the full size.
-        attention_type: of positions to each other (`self`), to the text (`cross`), to both at once (`fused`), or a
-            block of self-attention, cross-attention and a feed-forward (`stacked`).
-        head_size: channels of a head of attention; None to have `num_attention_heads` of them.
-        num_attention_heads: read where `head_size` is None.
+        attention_type: attention of positions to each other (`self`), to the text (`cross`), to both at once (`fused`),
+            or a block of self-attention, cross-attention and feed-forward (`stacked`).
+        head_size: channels per attention head; None to set `num_attention_heads` instead.
+        num_attention_heads: attention heads if `head_size` is None.
         norm_num_groups: groups of the group norms.
-        init_kernel_size: of the first convolution, odd.
-        text_pooling: how the text joins the conditioning vector: by attention pooling or by its mean.
+        init_kernel_size: kernel size of the first convolution, odd.
+        text_pooling: pooling of the text to the conditioning vector: attention pooling or the mean.
         null_token: append a learned token to every text.
         learned_time_features: features of a time embedding with learned frequencies, even; None for fixed sinusoids.
-        scale_shift_norm: the conditioning vector scales and shifts behind a norm; else it is added before.
-        stable_attention: attention with a backward pass that neither overflows nor underflows in half precision, in
-            place of `training.attention`.
-        low_resolution_factor: condition on a picture this many times smaller, enlarged bicubically; None for none. It
-            is made from the data where they store no `low_resolution`.
-        low_resolution_kernel: bicubic kernel that enlarges it: `pil` (a = -0.5), or `opencv` (a = -0.75), as in NeMo.
-        noise_augmentation: noise the low-resolution picture, in training at a level of its own for each sample, and
+        scale_shift_norm: the conditioning vector scales and shifts the output of a norm; False adds it before the norm.
+        stable_attention: use attention whose backward pass neither overflows nor underflows in half precision, instead
+            of `training.attention`.
+        low_resolution_factor: condition on a picture smaller by this factor, enlarged bicubically; None for none. It is
+            computed from the data if they do not contain `low_resolution`.
+        low_resolution_kernel: bicubic kernel for enlarging: `pil` (a = -0.5), or `opencv` (a = -0.75), as in NeMo.
+        noise_augmentation: add noise to the low-resolution picture, in training at a random level for each sample, and
             condition on the level.
-        channels_last: pictures are channels-last in memory, as tokens are, without a copy; else they are copied.
+        channels_last: keep pictures channels-last in memory, like tokens, which avoids a copy.
     """
 
     supports: ClassVar[Supports] = Supports(
@@ -81,7 +81,7 @@ class ImagenConfig(ModelConfig):
 
     @property
     def text_width(self) -> Optional[int]:
-        """Width of the text tokens that attention reads; None without text."""
+        """Width of the text tokens for attention; None without text."""
         return self.context_size
 
     @property
@@ -91,26 +91,26 @@ class ImagenConfig(ModelConfig):
 
     @property
     def attended_channels(self) -> set[int]:
-        """Numbers of channels at which there is attention."""
+        """Channel counts of the levels with attention."""
         return {self.channels[level] for level in self.attention_levels}
 
     @property
     def size_multiple(self) -> int:
-        """Sides of a picture must be multiples of this many tokens."""
+        """Number of tokens of which the sides of a picture must be multiples."""
         return 2 ** (len(self.channel_multipliers) - 1)
 
     def heads(self, channels: int) -> int:
-        """Return the heads of attention over so many channels."""
+        """Return the number of attention heads for this number of channels."""
         return self.num_attention_heads if self.head_size is None else channels // self.head_size
 
     def conditions(self) -> tuple[Condition, ...]:
-        wanted = [replace(c, null=0.0) if c.name == "context" else c for c in super().conditions()]
+        conditions = [replace(c, null=0.0) if c.name == "context" else c for c in super().conditions()]
         if self.low_resolution_factor is not None:
             derive = LowResolution(self.low_resolution_factor, self.low_resolution_kernel)
-            wanted.append(replace(LOW_RESOLUTION, shape=(self.in_channels,), derive=derive))
+            conditions.append(replace(LOW_RESOLUTION, shape=(self.in_channels,), derive=derive))
         if self.noise_augmentation:
-            wanted.append(replace(AUGMENTATION, default=SAMPLING_AUGMENTATION, limits=(1e-4, 80.0)))
-        return tuple(wanted)
+            conditions.append(replace(AUGMENTATION, default=SAMPLING_AUGMENTATION, limits=(1e-4, 80.0)))
+        return tuple(conditions)
 
     def megatron_sizes(self) -> TransformerSizes:
         return TransformerSizes(num_layers=1, hidden_size=self.hidden_size, num_attention_heads=1)
@@ -134,7 +134,7 @@ class ImagenConfig(ModelConfig):
         check_choice("model.low_resolution_kernel", self.low_resolution_kernel, Kernel)
         check_choice("model.text_pooling", self.text_pooling, Literal["attention", "mean"])
         if self.patch_temporal != 1:
-            raise ConfigError(f"model.patch_temporal={self.patch_temporal}: this UNet takes pictures; set it to 1")
+            raise ConfigError(f"model.patch_temporal={self.patch_temporal}, but this UNet is for pictures; set it to 1")
         self._check_levels()
         self._check_conditions()
 
@@ -153,9 +153,9 @@ class ImagenConfig(ModelConfig):
                 kind = "odd" if name == "init_kernel_size" else "even"
                 raise ConfigError(f"model.{name}={value} must be {kind}; use {value + 1}")
         groups = self.norm_num_groups
-        if wrong := [count for count in {*self.channels, *self.attended_channels} if count % groups]:
+        if indivisible := [count for count in {*self.channels, *self.attended_channels} if count % groups]:
             raise ConfigError(
-                f"a level of {wrong[0]} channels (model.hidden_size={self.hidden_size}) is no multiple of "
+                f"a level has {indivisible[0]} channels (model.hidden_size={self.hidden_size}), not a multiple of "
                 f"model.norm_num_groups={groups}"
             )
         for count in sorted(self.attended_channels):
@@ -170,16 +170,16 @@ class ImagenConfig(ModelConfig):
     def _check_conditions(self) -> None:
         if self.text_width is not None and self.attention_type != "self" and self.text_width % self.norm_num_groups:
             raise ConfigError(
-                f"text tokens of width {self.text_width} are no multiple of model.norm_num_groups="
-                f"{self.norm_num_groups}, by which attention norms them"
+                f"the width {self.text_width} of the text tokens is not a multiple of model.norm_num_groups="
+                f"{self.norm_num_groups}, which attention needs to normalise them; change one of them"
             )
         if self.context_size is None and self.attention_type != "self":
             raise ConfigError(
-                f"model.attention_type={self.attention_type!r} reads a text, and model.context_size is None; use "
-                "attention_type='self', or give the width of the text embeddings"
+                f"model.attention_type={self.attention_type!r} needs text, but model.context_size is None; use "
+                "attention_type='self', or set context_size to the width of the text embeddings"
             )
         if self.noise_augmentation and self.low_resolution_factor is None:
             raise ConfigError(
-                "model.noise_augmentation=True noises the low-resolution picture, and there is none; set "
+                "model.noise_augmentation=True adds noise to the low-resolution picture, but there is none; set "
                 "model.low_resolution_factor"
             )

@@ -1,4 +1,4 @@
-"""What the two UNets of Imagen do alike: conditions to a vector and to tokens, packs to pictures and back."""
+"""Common base of Imagen's two UNets: conditioning, and conversion of packs to pictures and back."""
 
 from abc import abstractmethod
 
@@ -14,16 +14,16 @@ from dit.kernels.stable_attention import stable_attention
 from dit.layers.caption import Caption
 from dit.layers.convolution import Convolution
 from dit.layers.embeddings import LabelEmbedder, TimeEmbedder
-from dit.layers.picture_blocks import Given
+from dit.layers.picture_blocks import BlockConditions
 from dit.models.base import Backbone, Stage
 from dit.models.imagen_config import ImagenConfig
 
 
 class ImagenNetwork(Backbone):
-    """A UNet on pixels: the conditioning vector is the sum of time, text, class and noise level of the low resolution.
+    """A UNet on pixels. The conditioning vector sums time, text, class and noise level of the low-resolution picture.
 
     Args:
-        condition_size: width of the text tokens that attention reads.
+        condition_size: width of the text tokens for attention.
     """
 
     def __init__(self, config: ImagenConfig, condition_size: int, provider: LayerProvider, stage: Stage) -> None:
@@ -55,18 +55,18 @@ class ImagenNetwork(Backbone):
         t, height, width = batch.grids[0]
         if t != 1 or height % self.size_multiple or width % self.size_multiple:
             raise BatchError(
-                f"this UNet takes pictures whose sides are multiples of {self.size_multiple} (two to the power of its "
-                f"levels less one), got {t} x {height} x {width} tokens (t x h x w); change the data or the levels"
+                f"this UNet requires pictures whose sides are multiples of {self.size_multiple} (2 to the power of its "
+                f"levels minus 1), got {t} x {height} x {width} tokens (t x h x w); change the data or the levels"
             )
         if self.reads_low_resolution:
             inputs_TC = torch.cat([inputs_TC, batch.conditions[LOW_RESOLUTION.name].values], 1)
         x_NCHW = batch.dense(inputs_TC.to(self.first.weight.dtype))[:, 0].permute(0, 3, 1, 2)
         if not self.channels_last:
             x_NCHW = x_NCHW.contiguous()
-        out_NCHW = self.predict(self.first(x_NCHW), self._given(time_S, batch))
+        out_NCHW = self.predict(self.first(x_NCHW), self._conditions(time_S, batch))
         return batch.layout.insert_padding(out_NCHW.permute(0, 2, 3, 1).flatten(0, 2))
 
-    def _given(self, time_S: Tensor, batch: PackedBatch) -> Given:
+    def _conditions(self, time_S: Tensor, batch: PackedBatch) -> BlockConditions:
         vector_SE, context_KD, texts = self.time(time_S), None, None
         if self.augmentation is not None:
             vector_SE = vector_SE + self.augmentation(batch.conditions[AUGMENTATION.name].values.log() / 4)
@@ -74,18 +74,18 @@ class ImagenNetwork(Backbone):
             context_KD, texts, text_SE = self.caption(batch)
             vector_SE = vector_SE + text_SE
             if not self.attends_to_text:
-                # The published sizes have the tokens' projection in them, read or not. Its gradient is zero, not
-                # absent: data parallelism with overlapped reductions waits for every parameter.
+                # The published sizes include the projection of the tokens even if attention ignores them. Its gradient
+                # must be zero, not missing, because overlapped reductions wait for every parameter.
                 vector_SE = vector_SE + 0.0 * context_KD.sum()
         if self.label is not None:
             vector_SE = vector_SE + self.label(batch.conditions[LABEL.name].values)
-        return Given(vector_SE, context_KD, texts, batch.dropout_S)
+        return BlockConditions(vector_SE, context_KD, texts, batch.dropout_S)
 
     @abstractmethod
-    def predict(self, x_NCHW: Tensor, given: Given) -> Tensor:
+    def predict(self, x_NCHW: Tensor, conditions: BlockConditions) -> Tensor:
         """Return the prediction `[N, token_channels, H, W]` from the first convolution's output."""
 
 
 def select_attention(config: ImagenConfig, attention: Attention) -> Attention:
-    """Return the attention of the run, or the stable one if the model is set to it."""
+    """Return the attention of the run, or stable attention if the model's settings select it."""
     return stable_attention if config.stable_attention else attention

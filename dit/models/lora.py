@@ -1,13 +1,13 @@
-"""Low-rank adapters (LoRA) beside the linear layers of any backbone.
+"""Low-rank adapters (LoRA) on the linear layers of any backbone.
 
-An adapter is two linears, `lora_A` and `lora_B`, below the layer that it changes. The names of the layer's own
-parameters stay, so a base model's weights are read under the names that they were saved with:
+An adapter is two linears, `lora_A` and `lora_B`, as submodules of the layer that it changes. The names of the layer's
+parameters do not change, so weights of the base model load under their saved names:
 
     layers.0.attention.linear_qkv.weight            frozen
     layers.0.attention.linear_qkv.lora_A.weight     [rank, in], uniform in +-1 / sqrt(in)
     layers.0.attention.linear_qkv.lora_B.weight     [out, rank], zeros: the first prediction is the base model's
 
-`dit.backends.sharding.adapter_shardings` states how they are split.
+`dit.backends.sharding.adapter_shardings` returns their shardings.
 """
 
 from collections.abc import Mapping
@@ -23,18 +23,18 @@ from dit.models.lora_config import LoRAConfig
 
 A_WEIGHT, B_WEIGHT = ".lora_A.weight", ".lora_B.weight"
 UNUSED_FORWARD = "*.router"
-"""Linears whose weight is used without their `forward`, where an adapter would have no effect."""
+"""Linears whose weight is used without calling `forward`, so an adapter would have no effect."""
 
 
 def add_adapters(backbone: nn.Module, lora: LoRAConfig, provider: LayerProvider) -> None:
-    """Add an adapter to every linear layer that a pattern names, and freeze all other parameters.
+    """Add an adapter to every linear layer that matches a pattern, and freeze all other parameters.
 
     Args:
         backbone: the part of a model on this rank, with global parameter names.
-        provider: that built its linear layers.
+        provider: the provider that built its linear layers.
 
     Raises:
-        ConfigError: no linear layer here has such a name.
+        ConfigError: no linear layer on this rank matches.
     """
     linears = {
         name: module
@@ -45,7 +45,7 @@ def add_adapters(backbone: nn.Module, lora: LoRAConfig, provider: LayerProvider)
     targets = [layer for name, layer in linears.items() if any(fnmatchcase(name, p) for p in lora.targets)]
     if not targets:
         raise ConfigError(
-            f"model.lora.targets={lora.targets} names no linear layer of {type(backbone).__name__} on this pipeline "
+            f"model.lora.targets={lora.targets} matches no linear layer of {type(backbone).__name__} on this pipeline "
             f"stage, which would have nothing to train; its linear layers are {', '.join(linears) or 'none'}"
         )
     for layer in targets:
@@ -54,14 +54,14 @@ def add_adapters(backbone: nn.Module, lora: LoRAConfig, provider: LayerProvider)
         layer.register_forward_hook(_add_low_rank)
 
 
-def _add_low_rank(layer: Any, given: tuple[Tensor], output: Tensor) -> Tensor:
+def _add_low_rank(layer: Any, args: tuple[Tensor], output: Tensor) -> Tensor:
     """Add (alpha / rank) B A x to the output W x of a layer."""
-    return output + layer.lora_scale * layer.lora_B(layer.lora_A(given[0]))
+    return output + layer.lora_scale * layer.lora_B(layer.lora_A(args[0]))
 
 
 @torch.no_grad()
 def merge_adapters(base: Mapping[str, Tensor], adapters: Mapping[str, Tensor], lora: LoRAConfig) -> dict[str, Tensor]:
-    """Return W + (alpha / rank) B A for every weight that has an adapter, and the other parameters as they are.
+    """Return W + (alpha / rank) B A for every weight with an adapter, and the other parameters unchanged.
 
     Args:
         base: parameters of the base model, by global name.
@@ -74,6 +74,6 @@ def merge_adapters(base: Mapping[str, Tensor], adapters: Mapping[str, Tensor], l
 
 
 def adapter_pairs(adapters: Mapping[str, Tensor]) -> dict[str, tuple[Tensor, Tensor]]:
-    """Return A `[rank, in]` and B `[out, rank]` by the name of the layer beside which they are."""
+    """Return A `[rank, in]` and B `[out, rank]` by the name of their layer."""
     layers = [name.removesuffix(A_WEIGHT) for name in adapters if name.endswith(A_WEIGHT)]
     return {layer: (adapters[layer + A_WEIGHT], adapters[layer + B_WEIGHT]) for layer in layers}

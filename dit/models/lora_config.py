@@ -7,21 +7,21 @@ from dit.errors import ConfigError
 from dit.ranges import POSITIVE, WIDTH, check_ranges
 
 BLOCK_LINEARS = "layers.*.linear_*"
-"""The linear layers of attention and MLP, experts included, in every block of every transformer, no modulations."""
+"""Linear layers of attention, MLP and experts in the blocks of all transformers, without modulations."""
 UNET_LINEARS = "*.transformer_blocks.*"
-"""The linear layers of attention and MLP in every transformer of a latent-diffusion UNet."""
+"""Linear layers of attention and MLP in the transformers of a latent-diffusion UNet."""
 
 
 @dataclass(kw_only=True)
 class LoRAConfig:
-    """Low-rank adapters: y = W x + (alpha / rank) B A x; only A and B are trained.
+    """Low-rank adapters: y = W x + (alpha / rank) B A x, where only A and B are trained.
 
     Attributes:
         rank: rows of A and columns of B.
-        alpha: sets the scale alpha / rank of the adapters' output; the rank if None, so that the scale is 1.
-        targets: patterns of the names of the linear layers that get an adapter; `*` stands for any text. The default is
-            attention and MLP of every block; `layers.*` adds the modulations, and in a UNet `*.attentions.*` the
-            projections around its transformers.
+        alpha: numerator of the scale alpha / rank of the adapters' output; the rank if None, which gives a scale of 1.
+        targets: name patterns of the linear layers with an adapter; `*` matches any text. The default is attention and
+            MLP of every block; `layers.*` adds the modulations, and in a UNet `*.attentions.*` the projections around
+            its transformers.
 
     Source: Hu et al. 2021, arXiv:2106.09685, section 4.1.
     """
@@ -32,11 +32,11 @@ class LoRAConfig:
 
     @property
     def scale(self) -> float:
-        """Factor on the output of B A."""
+        """Factor of the output of B A."""
         return 1.0 if self.alpha is None else self.alpha / self.rank
 
     def validate(self) -> None:
-        """Check every field by itself."""
+        """Check the range of every field."""
         check_ranges("model.lora", self, {"rank": WIDTH, "alpha": POSITIVE})
         if not self.targets:
             raise ConfigError(f"model.lora.targets is empty; name linear layers, such as [{BLOCK_LINEARS}]")

@@ -1,6 +1,6 @@
-"""Backbones by name: one folder each, one line here each, naming its settings and its model.
+"""Backbones by name. Each has a folder and a line in `BACKBONES` with its settings and its network.
 
-Classes are imported by name when needed, so that configs and models do not import each other in a cycle.
+Classes are imported by name when needed, which avoids import cycles between configs and models.
 """
 
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from dit.models.lora import add_adapters
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a backbone is, as `module:Class`.
+    """Import paths of a backbone, as `module:Class`.
 
     Attributes:
-        config: its settings.
-        model: its network, built from (config, provider, attention, stage).
+        config: settings class.
+        model: network class, built from (config, provider, attention, stage).
     """
 
     config: str
@@ -55,25 +55,25 @@ def config_class(name: str) -> type[ModelConfig]:
 
 
 def build_backbone(config: ModelConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> Backbone:
-    """Build the part of a backbone of one stage, with its adapters.
+    """Build one stage of a backbone, with its adapters.
 
     Args:
-        config: its settings; their class, or the nearest base class of it in the table, selects the backbone.
-        provider: of parallel linears, for this rank.
+        config: settings; their class, or its nearest base class in `BACKBONES`, selects the backbone.
+        provider: builds the parallel linears of this rank.
         attention: the attention of this run.
 
     Raises:
-        ConfigError: neither a line of `BACKBONES` nor the settings themselves name a model.
+        ConfigError: neither `BACKBONES` nor `config.model_path` names a network.
     """
     models = {entry.config: entry.model for entry in BACKBONES.values()}
     paths = [f"{kind.__module__}:{kind.__qualname__}" for kind in type(config).__mro__]
-    found = config.model_path or next((models[path] for path in paths if path in models), None)
-    if found is None:
+    path = config.model_path or next((models[path] for path in paths if path in models), None)
+    if path is None:
         raise ConfigError(
-            f"{paths[0]} is in no line of dit/models/registry.py ({', '.join(BACKBONES)}); add one that names its "
-            "model, or give the class a `model_path`"
+            f"{paths[0]} is not listed in dit/models/registry.py ({', '.join(BACKBONES)}); add a line with its "
+            "network, or set `model_path` in the class"
         )
-    backbone: Backbone = _load(found)(config, provider, attention, stage)
+    backbone: Backbone = _load(path)(config, provider, attention, stage)
     if config.adapters is not None:
         add_adapters(backbone, config.adapters, provider)
     return backbone

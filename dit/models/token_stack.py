@@ -1,7 +1,7 @@
-"""The forward pass that backbones of one token stream share: embed, blocks, head, under sequence and pipeline parallel.
+"""Forward pass of backbones with one token stream, under sequence and pipeline parallelism.
 
 inputs_TC --shard--> embed --> layer 0 --> layer 1 --> ... --> head --gather--> prediction
-             (SP)     first stage   |  or received / sent at a pipeline stage's ends
+             (SP)     first stage   |  or received from / sent to other pipeline stages
                                     +-- layer_inputs: conditioning, text, layout, rotation
 """
 
@@ -25,7 +25,7 @@ Config = TypeVar("Config", bound=TransformerModelConfig)
 
 
 def cross_conditioner(config: CrossAttentionModelConfig, provider: LayerProvider) -> Conditioner:
-    """Build the conditioning vector of a backbone that reads its text by cross-attention."""
+    """Build the conditioning vector of a backbone with text cross-attention."""
     side = config.patch_spatial
     return Conditioner(
         config.hidden_size,
@@ -38,10 +38,10 @@ def cross_conditioner(config: CrossAttentionModelConfig, provider: LayerProvider
 
 
 class TokenStack(Backbone, Generic[Config]):
-    """A backbone whose tokens go through one stack of blocks.
+    """A backbone with one stack of blocks.
 
     A subclass builds `conditioner`, `embed` (first stage), `layers` (global index to block) and `head` (last stage),
-    and says in `layer_inputs` what its blocks take besides the tokens.
+    and returns the other inputs of its blocks from `layer_inputs`.
     """
 
     conditioner: nn.Module
@@ -60,12 +60,12 @@ class TokenStack(Backbone, Generic[Config]):
     def layer_inputs(
         self, cond_SD: Tensor, positions_T3: Tensor, layout: SequenceLayout, batch: PackedBatch
     ) -> tuple[Any, ...]:
-        """Return what every block takes after the tokens.
+        """Return the inputs of every block after the tokens.
 
         Args:
-            cond_SD: the conditioning vector of each sample.
+            cond_SD: conditioning vector of each sample.
             positions_T3: (t, h, w) patch index of each local token.
-            layout: of the local tokens.
+            layout: layout of the local tokens.
             batch: the micro-batch, with the positions before sequence parallelism splits them.
         """
 
@@ -78,7 +78,7 @@ class TokenStack(Backbone, Generic[Config]):
         return positions_T3
 
     def rotation(self, batch: PackedBatch) -> Optional[Rotation]:
-        """Return the rotation of queries and keys; attention gets the tokens of all tensor-parallel ranks."""
+        """Return the rotation of queries and keys, for the tokens of all tensor-parallel ranks."""
         return None if self.rotary is None else self.rotary(batch.positions_T3)
 
     def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:

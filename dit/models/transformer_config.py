@@ -1,4 +1,4 @@
-"""Settings that all transformer backbones share, and their checks."""
+"""Settings common to all transformer backbones, and their checks."""
 
 from abc import abstractmethod
 from dataclasses import dataclass, fields, replace
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from dit.layers.positions import RotaryPositions
 
 CONDITION_FEATURES = 256
-"""Width of the sinusoid of the time and of every other number a network is conditioned on."""
+"""Width of the sinusoid of the time and of every other scalar condition."""
 
 
 RANGES: dict[str, Range] = {
@@ -50,12 +50,12 @@ RANGES: dict[str, Range] = {
     "time_frequency_shift": whole(0, 1),
     "guidance": NOT_NEGATIVE,
 }
-"""What the numbers of any backbone may be, by the names that backbones share."""
+"""Valid ranges of the numeric settings of all backbones, by name."""
 
 Positions = Literal["sincos_2d", "sincos_3d", "rope_3d"]
-"""Positions of the backbones that take any that are computed from the indices."""
+"""Position embeddings that are computed from the patch indices."""
 KnownPositions = Literal["sincos_2d", "sincos_3d", "rope_3d", "learned_3d"]
-"""Those of any backbone; a subclass names its own."""
+"""Position embeddings of all backbones; a subclass narrows the choice."""
 
 
 @dataclass(kw_only=True)
@@ -64,9 +64,9 @@ class RotarySettings:
 
     Attributes:
         rope_theta: ratio of the shortest to the longest wavelength.
-        rope_scaling: how the axes are stretched beyond the training length: `ntk` raises theta, `linear` divides the
+        rope_scaling: extension of the axes beyond the training length: `ntk` increases theta, `linear` divides the
             index.
-        rope_factors: stretch along t, h and w, such as `[2, 1, 1]` for clips of twice the length; None for none.
+        rope_factors: extension along t, h and w, such as `[2, 1, 1]` for clips of twice the length; None for none.
     """
 
     rope_theta: float = 10000.0
@@ -76,18 +76,18 @@ class RotarySettings:
 
 @dataclass(kw_only=True)
 class TransformerModelConfig(ModelConfig, RotarySettings):
-    """Sizes that every transformer backbone has. A subclass adds `num_layers` and its own.
+    """Sizes of every transformer backbone. A subclass adds `num_layers` and its own sizes.
 
     Attributes:
         hidden_size: width of the tokens.
         num_attention_heads: heads of every attention.
         ffn_hidden_size: inner width of the MLP; 4 * hidden_size if None.
         out_channels: channels predicted per latent position; `in_channels` if None (twice that for a learned variance).
-        layernorm_epsilon: of all norms.
-        position_embedding: where the tokens are; a subclass annotates the kinds that it has.
-        time_scale: factor on the objective's time before its sinusoid.
-        lora: train low-rank adapters beside linear layers of a model that `checkpoint.start_from` names, and nothing
-            else; None trains all parameters.
+        layernorm_epsilon: epsilon of all norms.
+        position_embedding: kind of position embedding; a subclass annotates its choices.
+        time_scale: factor of the objective's time before its sinusoid.
+        lora: train only low-rank adapters on linear layers of the model in `checkpoint.start_from`; None trains all
+            parameters.
     """
 
     hidden_size: int = 384
@@ -109,7 +109,7 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
     @property
     @abstractmethod
     def num_layers(self) -> int:
-        """Blocks, of all kinds together."""
+        """Number of blocks of all kinds."""
 
     @property
     def ffn_size(self) -> int:
@@ -118,12 +118,12 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
 
     @property
     def head_size(self) -> int:
-        """Features of one head."""
+        """Features per head."""
         return self.hidden_size // self.num_attention_heads
 
     @property
     def output_features(self) -> int:
-        """Width of the head: predicted channels of one patch."""
+        """Width of the output layer: predicted channels per patch."""
         return self.token_channels // self.in_channels * (self.out_channels or self.in_channels)
 
     def validate(self) -> None:
@@ -131,10 +131,10 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
         self.check_positions()
 
     def check_sizes(self) -> None:
-        """Check every number by itself, and the heads against the width.
+        """Check the range of every number, and that the heads divide the width.
 
         Raises:
-            ConfigError: one lies outside its range, or they do not fit each other.
+            ConfigError: a number is outside its range, or the heads do not divide the width.
         """
         check_numbers(self)
         if self.lora is not None:
@@ -147,14 +147,15 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
             )
 
     def check_positions(self, axes: Optional[list[int]] = None, *, turns_in_time: bool = False) -> None:
-        """Check the kind of positions, the sizes that it needs, and that no rotary setting is given in vain.
+        """Check the kind of positions, the sizes for it, and that every changed rotary setting has an effect.
 
         Args:
-            axes: features of a head that turn with t, h and w; None for a third each.
-            turns_in_time: attention through time is rotary, whatever the kind.
+            axes: features of a head that rotate with t, h and w; None for a third each.
+            turns_in_time: whether temporal attention is rotary for any kind of positions.
 
         Raises:
-            ConfigError: the backbone has no such positions, its sizes do not fit them, or a setting has no effect.
+            ConfigError: the backbone does not support the positions, the sizes do not suit them, or a setting has no
+                effect.
         """
         from dit.layers.positions import check_scaling, check_size
 
@@ -165,23 +166,21 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
             names = [field.name for field in fields(RotarySettings)]
             check_unused("model", self, names, f"with model.position_embedding={kind!r}", "use 'rope_3d'")
         elif set(self.rope_factors or [1.0]) == {1.0}:
-            check_unused(
-                "model", self, ["rope_scaling"], "where nothing is stretched", "say how far in model.rope_factors"
-            )
+            check_unused("model", self, ["rope_scaling"], "without model.rope_factors", "set model.rope_factors")
         if kind == "rope_3d":
             self.rotary(axes)
         elif kind in ("sincos_2d", "sincos_3d"):
             check_size(self.hidden_size, kind)
 
     def rotary(self, axes: Optional[list[int]] = None, *, time_only: bool = False) -> "RotaryPositions":
-        """Return the rotary embedding of these settings, checked.
+        """Return the validated rotary embedding of these settings.
 
         Args:
             axes: features of t, h and w; None for a third each.
-            time_only: for attention through time, whose head turns with t alone.
+            time_only: whether all features of a head rotate with t, for temporal attention.
 
         Raises:
-            ConfigError: a setting is impossible, or the head has no pair of features for each axis.
+            ConfigError: a setting is invalid, or the head has no pair of features for each axis.
         """
         from dit.layers.positions import RotaryPositions, check_rope
 
@@ -201,15 +200,15 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
 
 
 def check_numbers(config: ModelConfig) -> None:
-    """Check every number of a backbone's settings by itself.
+    """Check the range of every number of a backbone's settings.
 
     Raises:
-        ConfigError: one lies outside its range.
+        ConfigError: a number is outside its range.
     """
-    named = {field.name for field in fields(config)}
-    check_ranges("model", config, {name: allowed for name, allowed in RANGES.items() if name in named})
+    names = {field.name for field in fields(config)}
+    check_ranges("model", config, {name: allowed for name, allowed in RANGES.items() if name in names})
     if config.token_channels not in WIDTH:
         raise ConfigError(
             f"model.in_channels={config.in_channels} x patch_temporal={config.patch_temporal} x patch_spatial="
-            f"{config.patch_spatial} squared are {config.token_channels:,} features of a token, which must be {WIDTH}"
+            f"{config.patch_spatial} squared gives {config.token_channels:,} features per token, which must be {WIDTH}"
         )

@@ -244,12 +244,12 @@ def test_models_that_theirs_cannot_hold_are_refused(changes: dict, message: str)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_classes": 3}, "num_classes=3: this UNet takes a text and no class"),
+        ({"num_classes": 3}, "num_classes=3, but this UNet is conditioned on text"),
         ({"context_size": None}, "context_size=None"),
         ({"head_size": 5}, "model.head_size=5"),
         ({"transformer_layers": [1, 1]}, "one number for each resolution"),
         ({"norm_num_groups": 3}, "multiples of model.norm_num_groups=3"),
-        ({"transformer_layers": [0] * 3, "mid_transformer_layers": 0}, "nothing reads the text"),
+        ({"transformer_layers": [0] * 3, "mid_transformer_layers": 0}, "no layer attends to the text"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changes: dict, message: str):

@@ -1,4 +1,4 @@
-"""Sizes of the KL autoencoder."""
+"""Settings of the KL autoencoder."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Optional
@@ -10,21 +10,20 @@ from dit.ranges import FINITE, LAYERS, POSITIVE, SHARE, WIDTH, check_ranges
 
 @dataclass(kw_only=True)
 class AutoencoderConfig(ModelConfig):
-    """A convolutional autoencoder of pictures; each frame of a clip is a picture of its own.
+    """A convolutional autoencoder of pictures; each frame of a clip is a separate picture.
 
-    A token is one position of the latent: the compression is a factor of 2 for each step between two entries of
-    `block_out_channels`.
+    A token is one position of the latent. Each step between two entries of `block_out_channels` compresses by 2.
 
     Attributes:
         in_channels: channels of the pictures.
-        patch_spatial: the compression: pixels on a side that become one position of the latent.
+        patch_spatial: spatial compression factor.
         latent_channels: channels of the latent.
         block_out_channels: channels at each resolution, the full one first.
         layers_per_block: residual blocks of the encoder at each resolution; the decoder has one more.
         norm_num_groups: groups of the group norms.
-        mid_block_add_attention: attention over the positions of the latent, in encoder and decoder.
-        scaling_factor, shift_factor: others train on (z - shift_factor) * scaling_factor; measured when the weights are
-            exported (None), and not used by the network.
+        mid_block_add_attention: use attention over the positions of the latent, in encoder and decoder.
+        scaling_factor, shift_factor: normalisation (z - shift_factor) * scaling_factor for models that train on the
+            latents, unused by the network; None measures them when the weights are exported.
     """
 
     supports: ClassVar[Supports] = Supports(
@@ -53,7 +52,7 @@ class AutoencoderConfig(ModelConfig):
         for name in ("num_classes", "context_size"):
             if getattr(self, name) is not None:
                 raise ConfigError(
-                    f"model.{name}={getattr(self, name)}: an autoencoder takes no condition; set it to null"
+                    f"model.{name}={getattr(self, name)}, but an autoencoder has no conditions; set it to null"
                 )
         check_ranges(
             "model",
@@ -68,14 +67,14 @@ class AutoencoderConfig(ModelConfig):
         )
         if self.patch_temporal != 1:
             raise ConfigError(
-                f"model.patch_temporal={self.patch_temporal}: each frame is encoded by itself; set it to 1"
+                f"model.patch_temporal={self.patch_temporal}, but each frame is encoded separately; set it to 1"
             )
         compression = 2 ** (len(self.block_out_channels) - 1)
         if self.patch_spatial != compression:
             raise ConfigError(
                 f"model.patch_spatial={self.patch_spatial}: {len(self.block_out_channels)} resolutions "
                 f"(model.block_out_channels={self.block_out_channels}) compress {compression} times; set it to "
-                f"{compression}, or give another number of resolutions"
+                f"{compression}, or change the number of resolutions"
             )
         groups = self.norm_num_groups
         if groups < 1 or any(count < 1 or count % groups for count in self.block_out_channels):
@@ -85,8 +84,9 @@ class AutoencoderConfig(ModelConfig):
             )
         if self.posterior_features >= self.token_channels:
             raise ConfigError(
-                f"model.latent_channels={self.latent_channels}: mean and variance of a latent are no fewer numbers "
-                f"than its {self.token_channels} pixel values; use at most {(self.token_channels - 1) // 2}"
+                f"model.latent_channels={self.latent_channels} gives {self.posterior_features} numbers of mean and "
+                f"variance for {self.token_channels} pixel values, so nothing is compressed; use at most "
+                f"{(self.token_channels - 1) // 2}"
             )
 
     def megatron_sizes(self) -> TransformerSizes:

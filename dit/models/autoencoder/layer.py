@@ -1,6 +1,6 @@
 """Convolutions, residual blocks and attention of the autoencoder, on pictures `[N, C, H, W]`.
 
-Parameters are named as in diffusers, but for what `dit.convert.diffusers_autoencoder` lists.
+Parameters have diffusers' names, except those listed in `dit.convert.diffusers_autoencoder`.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ NORM_EPSILON = 1e-6
 
 
 class ResidualBlock(nn.Module):
-    """Two normed convolutions beside a shortcut, which projects where the channels change."""
+    """Two convolutions after norms, plus a shortcut, which is a projection if the number of channels changes."""
 
     def __init__(self, inputs: int, outputs: int, groups: int, provider: LayerProvider) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class ResidualBlock(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """Attention of one head over all positions of a picture."""
+    """Single-head attention over all positions of a picture."""
 
     def __init__(self, channels: int, groups: int, provider: LayerProvider) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class AttentionBlock(nn.Module):
     def forward(self, x_NCHW: Tensor) -> Tensor:
         pictures, _, height, width = x_NCHW.shape
         y_TC = self.group_norm(x_NCHW).permute(0, 2, 3, 1).flatten(0, 2)
-        # Pictures of a batch are equally large: dense attention, for whose one wide head other kernels have no form.
+        # Pictures of a batch have equal sizes, so attention is dense; other kernels do not support one wide head.
         layout = SequenceLayout.from_lengths([height * width] * pictures, device=x_NCHW.device)
         q_T1C, k_T1C, v_T1C = (linear(y_TC)[:, None] for linear in (self.to_q, self.to_k, self.to_v))
         y_TC = self.to_out(segment_sdpa(q_T1C, k_T1C, v_T1C, layout, layout)[:, 0])
@@ -58,7 +58,7 @@ class AttentionBlock(nn.Module):
 
 
 class MidBlock(nn.Module):
-    """A residual block, attention if asked for, and a residual block, at the resolution of the latent."""
+    """A residual block, optional attention, and a residual block, at the resolution of the latent."""
 
     def __init__(self, channels: int, groups: int, provider: LayerProvider, *, attention: bool) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ Resample = Literal["down", "up"]
 
 
 class Resolution(nn.Module):
-    """The residual blocks of one resolution, then half of it (encoder), twice it (decoder), or the same (the last)."""
+    """The residual blocks of one resolution, then optional downsampling (encoder) or upsampling (decoder)."""
 
     def __init__(
         self, inputs: int, outputs: int, layers: int, groups: int, provider: LayerProvider, resample: Optional[Resample]
@@ -104,9 +104,9 @@ def resolutions(
     """Build the resolutions of an encoder or a decoder.
 
     Args:
-        channels: of each, the first one first.
-        layers: residual blocks of each.
-        resample: between two of them.
+        channels: channels of each resolution, in order.
+        layers: residual blocks of each resolution.
+        resample: direction of resampling between two resolutions.
     """
     steps = [(channels[0], channels[0]), *pairwise(channels)]
     last = len(steps) - 1

@@ -19,11 +19,11 @@ from dit.models.autoencoder.layer import (
 from dit.models.base import Backbone, Stage
 
 LOG_VARIANCE_RANGE = (-30.0, 20.0)
-"""Of a posterior, so that its variance neither vanishes nor overflows (as diffusers clamps it)."""
+"""Range to which the posterior's log variance is clamped, as in diffusers."""
 
 
 class Encoder(nn.Module):
-    """From pictures to mean and log variance of their latents, before the last projection."""
+    """Maps pictures to mean and log variance of their latents, before the last projection."""
 
     def __init__(self, config: AutoencoderConfig, provider: LayerProvider) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Encoder(nn.Module):
 
 
 class Decoder(nn.Module):
-    """From latents, projected once, to pictures."""
+    """Maps latents, after the first projection, to pictures."""
 
     def __init__(self, config: AutoencoderConfig, provider: LayerProvider) -> None:
         super().__init__()
@@ -63,8 +63,8 @@ class Decoder(nn.Module):
 class Autoencoder(Backbone):
     """Encoder, a normal posterior for each position of the latent, and decoder.
 
-    The input of a token is its pixels and, behind them, noise: the decoder gets mean + exp(log variance / 2) * noise,
-    or the mean where there is no noise. The output is the reconstruction and, behind it, mean and log variance.
+    The input of a token is its pixels, optionally followed by noise: the decoder gets mean + exp(log variance / 2) *
+    noise, or the mean without noise. The output is the reconstruction, followed by mean and log variance.
 
     pixels --> encoder --> quant_conv --> mean, log variance --> z --> post_quant_conv --> decoder --> pixels
 
@@ -82,7 +82,7 @@ class Autoencoder(Backbone):
         self.to_latent = Encoder(config, provider)
         self.quant_conv = Convolution(2 * config.latent_channels, 2 * config.latent_channels, provider, size=1)
         self.post_quant_conv = Convolution(config.latent_channels, config.latent_channels, provider, size=1)
-        self.to_pixels = Decoder(config, provider)  # Megatron-Core takes a `decoder` for a stack of its own layers
+        self.to_pixels = Decoder(config, provider)  # Megatron-Core treats an attribute `decoder` as its own layers
 
     def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
         pixels_NhwC = batch.dense(inputs_TC).flatten(0, 1)
@@ -98,7 +98,7 @@ class Autoencoder(Backbone):
         """Return mean and log variance of latents, `[N, latent_channels, h, w]`, float32.
 
         Args:
-            pixels_NhwC: patches of pictures.
+            pixels_NhwC: patches of the pictures.
         """
         p = self.patch
         x_NCHW = rearrange(pixels_NhwC, "n h w (ph pw c) -> n c (h ph) (w pw)", ph=p, pw=p)

@@ -1,4 +1,4 @@
-"""Sizes of the conditional DDPM UNet."""
+"""Settings of the conditional DDPM UNet."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Optional
@@ -10,15 +10,16 @@ from dit.models.transformer_config import check_numbers
 
 @dataclass(kw_only=True)
 class DDPMUNetConfig(ModelConfig):
-    """A small UNet of pictures, conditioned on time and class; each frame of a clip is a picture of its own.
+    """A small UNet for pictures, conditioned on time and class; each frame of a clip is a separate picture.
 
     Attributes:
-        num_classes: classes; one more learned vector stands for "no class". None for a model without classes.
+        num_classes: number of classes, in addition to a learned vector for the unconditional case. None for a model
+            without classes.
         hidden_size: width of the conditioning vector: a sinusoid of the time, plus the vector of the class.
         block_out_channels: channels at each resolution, the full one first.
-        mid_out_channels: channels of each pair of convolutions at the lowest resolution. [256, 256] makes the model of
-            15.66 M parameters, [512, 512, 256] that of 23.34 M.
-        num_attention_heads: of the attention behind every block down and up.
+        mid_out_channels: channels of each pair of convolutions at the lowest resolution. [256, 256] gives the model of
+            15.66 M parameters, [512, 512, 256] the model of 23.34 M.
+        num_attention_heads: heads of the attention after every block on the way down and up.
     """
 
     supports: ClassVar[Supports] = Supports(
@@ -40,18 +41,19 @@ class DDPMUNetConfig(ModelConfig):
     def validate(self) -> None:
         if self.context_size is not None:
             raise ConfigError(
-                f"model.context_size={self.context_size}: this UNet takes a class and no text; set it to null, or use "
-                "another backbone"
+                f"model.context_size={self.context_size}, but this UNet is conditioned on classes, not on text; set it "
+                "to null, or use another backbone"
             )
         check_numbers(self)
         if self.hidden_size % 2:
             raise ConfigError(
-                f"model.hidden_size={self.hidden_size}: half of it are sines, half cosines; use an even number"
+                f"model.hidden_size={self.hidden_size} must be even, half for sines and half for cosines; use "
+                f"{self.hidden_size + 1}"
             )
         if len(self.block_out_channels) < 2 or not self.mid_out_channels:
             raise ConfigError(
                 f"model.block_out_channels={self.block_out_channels}, model.mid_out_channels={self.mid_out_channels}: "
-                "a UNet has at least two resolutions and one pair of convolutions in the middle"
+                "the UNet needs at least two resolutions and one pair of convolutions in the middle"
             )
         if any(count % self.num_attention_heads for count in self.block_out_channels):
             raise ConfigError(

@@ -19,8 +19,8 @@ class DoubleConvolution(nn.Module):
     """Convolution, norm over all channels, GELU, convolution, norm; with a residual, GELU of the sum.
 
     Args:
-        middle: channels between the two; `outputs` if None.
-        residual: add the input.
+        middle: channels between the two convolutions. Default: `outputs`.
+        residual: whether to add the input.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class DoubleConvolution(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """A transformer layer over all positions of a picture, with an MLP of its own width."""
+    """A transformer layer over all positions of a picture, whose MLP keeps the width."""
 
     def __init__(self, channels: int, heads: int, provider: LayerProvider, attention: Attention) -> None:
         super().__init__()
@@ -69,12 +69,12 @@ class SelfAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Two pairs of convolutions, the conditioning vector added behind them, and attention.
+    """Two pairs of convolutions, addition of the conditioning vector, and attention.
 
     Args:
         condition_size: width of the conditioning vector.
-        middle: channels inside the second pair; `outputs` if None.
-        heads: of the attention.
+        middle: channels inside the second pair. Default: `outputs`.
+        heads: attention heads.
     """
 
     def __init__(
@@ -100,11 +100,11 @@ class Block(nn.Module):
 
 
 def halved(x_NCHW: Tensor) -> Tensor:
-    """Return the largest values of squares of 2 x 2; an odd side is rounded up."""
+    """Return 2 x 2 max pooling of pictures; odd sides are rounded up."""
     return max_pool2d(x_NCHW, 2, ceil_mode=True)
 
 
-def beside(x_NCHW: Tensor, skip_NCHW: Tensor) -> Tensor:
-    """Enlarge pictures to the size of others, between the centres of corner pixels, and stand them behind these."""
+def concat_skip(x_NCHW: Tensor, skip_NCHW: Tensor) -> Tensor:
+    """Resize pictures bilinearly (aligned corners) to the size of the skip connection, and concatenate both."""
     enlarged_NCHW = interpolate(x_NCHW, skip_NCHW.shape[-2:], mode="bilinear", align_corners=True)
     return torch.cat([skip_NCHW, enlarged_NCHW], 1)

@@ -12,28 +12,28 @@ from dit.layers.convolution import Convolution, as_pictures, as_tokens
 from dit.layers.embeddings import LabelEmbedder, timestep_features
 from dit.models.base import Backbone, Stage
 from dit.models.ddpm_unet.config import DDPMUNetConfig
-from dit.models.ddpm_unet.layer import Block, DoubleConvolution, SelfAttention, beside, halved
+from dit.models.ddpm_unet.layer import Block, DoubleConvolution, SelfAttention, concat_skip, halved
 
 TIME_SCALE = 1000.0
-"""Steps between time 0 and 1."""
+"""Number of timesteps between time 0 and 1."""
 
 
 class DDPMUNet(Backbone):
-    """Blocks with attention down and up, the pictures on the way down beside those on the way up.
+    """Blocks with attention on the way down and up, with skip connections at every resolution.
 
     channels 64-128-256-256 with a middle of 256-256:
 
-        32 x 32   first 64 ----------------------------------------------------- beside 128 --> up 64 --> last
-        16 x 16     '--> down 128 ------------------------------- beside 256 --> up 64 --'
-        8 x 8              '--> down 256 --------- beside 512 --> up 128 --'
+        32 x 32   first 64 ----------------------------------------------------- concat 128 --> up 64 --> last
+        16 x 16     '--> down 128 ------------------------------- concat 256 --> up 64 --'
+        8 x 8              '--> down 256 --------- concat 512 --> up 128 --'
         4 x 4                     '--> down 256 --> middle 256 --'
 
-    Every block adds a projection of the conditioning vector: the sinusoid of the step, plus a learned vector of the
-    class, or of no class.
+    Every block adds a projection of the conditioning vector: the sinusoid of the step plus a learned vector of the
+    class or of the unconditional case.
 
-    Source: the UNet of github.com/dome272/Diffusion-Models-pytorch, whose parameters, shapes and sums it has, after Ho
-    et al. 2020, arXiv:2006.11239. Deviations: a learned vector for no class, where that code adds nothing; cosines
-    stand before sines; biases of linear layers start at zero.
+    Source: the UNet of github.com/dome272/Diffusion-Models-pytorch, with its parameters, shapes and formulas, after Ho
+    et al. 2020, arXiv:2006.11239. Deviations: a learned vector for the unconditional case, for which that code adds
+    nothing; cosines come before sines; biases of linear layers are zero-initialised.
     """
 
     fsdp_units = (DoubleConvolution, SelfAttention)
@@ -66,7 +66,7 @@ class DDPMUNet(Backbone):
         self.up_blocks, width = nn.ModuleList(), middle[-1]
         for level in reversed(range(len(channels) - 1)):
             inputs = channels[level] + width
-            width = channels[max(level - 1, 0)]  # as wide as the picture that the next block has beside it
+            width = channels[max(level - 1, 0)]  # the width of the next block's skip connection
             self.up_blocks.append(block(inputs, width, inputs // 2))
         self.last = Convolution(width, config.output_features, provider, size=1)
 
@@ -83,5 +83,5 @@ class DDPMUNet(Backbone):
         for block in self.mid_blocks:
             x_NCHW = block(x_NCHW)
         for block in self.up_blocks:
-            x_NCHW = block(beside(x_NCHW, skips.pop()), cond_ND)
+            x_NCHW = block(concat_skip(x_NCHW, skips.pop()), cond_ND)
         return as_tokens(self.last(x_NCHW), batch)

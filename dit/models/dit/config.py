@@ -1,4 +1,4 @@
-"""Sizes of the original DiT."""
+"""Settings of the original DiT."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -10,14 +10,14 @@ from dit.models.transformer_config import Positions, TransformerModelConfig
 
 @dataclass(kw_only=True)
 class DiTConfig(ExpertOptions, TransformerModelConfig):
-    """DiT with adaLN-Zero, conditioned on class and/or pooled text; its MLPs may be mixtures of experts.
+    """DiT with adaLN-Zero, conditioned on class, pooled text or both; its MLPs may be mixtures of experts.
 
     Attributes:
-        num_layers: blocks.
+        num_layers: number of blocks.
         qk_layernorm: RMSNorm on queries and keys per head.
-        add_bias: biases in attention, MLP and modulation.
+        add_bias: use biases in attention, MLP and modulation.
         position_embedding: fixed sine-cosine over (h, w) as in the paper, or over (t, h, w); or rotary over (t, h, w).
-        time_frequency_shift: 1 lets the sinusoid's last frequency be 1 / 10000 (DDPM, diffusers); 0 as in DiT.
+        time_frequency_shift: 1 sets the sinusoid's last frequency to 1 / 10000 (DDPM, diffusers); 0 as in DiT.
     """
 
     layers_in_graph: ClassVar[bool] = True

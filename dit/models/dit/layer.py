@@ -16,7 +16,7 @@ from dit.models.dit.config import DiTConfig
 
 
 class DiTLayer(nn.Module):
-    """Self-attention and MLP or mixture of experts, each behind its own modulated norm and gate.
+    """Self-attention and MLP (or mixture of experts), each with a modulated norm and a gate.
 
     Source: Peebles and Xie 2023, arXiv:2212.09748, section 3.2, "DiT block with adaLN-Zero".
     """

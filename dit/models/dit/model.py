@@ -21,10 +21,10 @@ from dit.models.token_stack import TokenStack
 class DiT(TokenStack[DiTConfig]):
     """DiT with adaLN-Zero: patch embedding, blocks, modulated zero-initialised head.
 
-    Positions are computed from the patch indices instead of being stored in a table: the number of parameters is that
-    of the paper's code minus its frozen table. Labels equal to `num_classes` mean "no class".
+    Positions are computed from the patch indices instead of stored in a table, so the model has the parameters of the
+    paper's code without its frozen table. The label `num_classes` is the unconditional case.
 
-    Source: Peebles and Xie 2023, arXiv:2212.09748. Deviations: text may join the conditioning vector (mean-pooled);
+    Source: Peebles and Xie 2023, arXiv:2212.09748. Deviations: mean-pooled text in the conditioning vector,
     QK-layernorm, (t, h, w) positions and rotary positions are options.
     """
 

@@ -1,4 +1,4 @@
-"""Sizes of the DiT with text cross-attention."""
+"""Settings of the DiT with text cross-attention."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar, Optional
@@ -10,10 +10,10 @@ from dit.models.transformer_config import Positions
 
 @dataclass(kw_only=True)
 class DiTCrossConfig(CrossAttentionModelConfig):
-    """DiT whose blocks read text by cross-attention, conditioned on time, frame rate, size and class by adaLN-Zero.
+    """DiT with text cross-attention, conditioned on time, frame rate, size and class by adaLN-Zero.
 
     Attributes:
-        add_bias: biases in attention, MLP and modulation.
+        add_bias: use biases in attention, MLP and modulation.
         adaln_lora_rank: factor each block's modulation through this many features; None for full matrices.
         position_embedding: fixed sine-cosine over (h, w) or (t, h, w) added to the tokens, or rotary over (t, h, w).
     """

@@ -15,10 +15,10 @@ from dit.models.dit_cross.config import DiTCrossConfig
 
 
 class DiTCrossLayer(nn.Module):
-    """Self-attention, cross-attention to the text, and MLP, each behind its own modulated norm and gate.
+    """Self-attention, cross-attention to the text, and MLP, each with a modulated norm and a gate.
 
-    Source: adaLN-Zero of Peebles and Xie 2023, arXiv:2212.09748, section 3.2, with a third sub-layer between the two,
-    as in NeMo's diffusion transformer: one projection of the conditioning to 9 chunks.
+    Source: adaLN-Zero of Peebles and Xie 2023, arXiv:2212.09748, section 3.2, with a third sub-layer as in NeMo's
+    diffusion transformer, which projects the conditioning to 9 chunks.
     """
 
     def __init__(self, config: DiTCrossConfig, provider: LayerProvider, attention: Attention) -> None:

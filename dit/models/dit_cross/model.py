@@ -20,11 +20,10 @@ from dit.models.token_stack import TokenStack, cross_conditioner
 class DiTCross(TokenStack[DiTCrossConfig]):
     """DiT with cross-attention: patch embedding, blocks of three sub-layers, modulated zero-initialised head.
 
-    Source: Peebles and Xie 2023, arXiv:2212.09748; the sizes and the cross-attention are those of NeMo's diffusion
-    collection. Deviations from NeMo: the head is modulated and starts at zero, as in the paper; the conditioning vector
-    is not normalised; positions are computed instead of read from a table that can alias; the text has its true length
-    and, where it is dropped, a learned null token instead of zeros; each sample of a pack has its own time, frame rate
-    and size.
+    Source: Peebles and Xie 2023, arXiv:2212.09748; sizes and cross-attention of NeMo's diffusion collection. Deviations
+    from NeMo: the head is modulated and zero-initialised, as in the paper; the conditioning vector is not normalised;
+    positions are computed instead of read from a table that can alias; texts have their true lengths; a learned null
+    token instead of zeros replaces dropped texts; each sample of a pack has its own time, frame rate and size.
     """
 
     fsdp_units = (DiTCrossLayer,)

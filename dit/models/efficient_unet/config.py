@@ -1,4 +1,4 @@
-"""Sizes of Imagen's Efficient UNet."""
+"""Settings of Imagen's Efficient UNet."""
 
 from dataclasses import dataclass, field
 from typing import Optional
@@ -8,13 +8,13 @@ from dit.models.imagen_config import ImagenConfig
 
 @dataclass(kw_only=True)
 class EfficientUNetConfig(ImagenConfig):
-    """The Efficient UNet for super-resolution: more blocks at low resolution, sizes changed before and after them.
+    """The Efficient UNet for super-resolution, with more blocks at low resolution and resampling outside the blocks.
 
-    Each level but the last halves the size before its blocks, so that level 0 already works on half of it. On the way
-    up the blocks of a level have the channels of the one above, and there is attention over these, too.
+    Each level except the last downsamples before its blocks, so level 0 has half the full size. On the way up, the
+    blocks and the attention of a level have the channels of the level above.
 
     Attributes:
-        skip_scaling: shortcuts of residual blocks are divided by sqrt(2).
+        skip_scaling: divide the shortcuts of residual blocks by sqrt(2).
     """
 
     channel_multipliers: list[int] = field(default_factory=lambda: [1, 2, 4, 8, 8])

@@ -8,12 +8,12 @@ from torch import Tensor, nn
 from dit.backends.provider import LayerProvider
 from dit.kernels.attention import Attention
 from dit.layers.convolution import Convolution, TransposedConvolution
-from dit.layers.picture_blocks import AttentionBlock, ConditionedBranch, Given
+from dit.layers.picture_blocks import AttentionBlock, BlockConditions, ConditionedBranch
 from dit.models.efficient_unet.config import EfficientUNetConfig
 
 
 class ResidualBlock(nn.Module):
-    """A conditioned branch beside a projection, which may be divided by sqrt(2)."""
+    """A conditioned branch plus a projection of the input, optionally divided by sqrt(2)."""
 
     def __init__(self, inputs: int, outputs: int, config: EfficientUNetConfig, provider: LayerProvider) -> None:
         super().__init__()
@@ -36,9 +36,9 @@ class Level(nn.Module):
     """The blocks of one level, on the way down or up.
 
     Args:
-        inputs, outputs: channels; the first block changes them.
-        level: counted from 0 at the full size.
-        before, after: change the size; None for not.
+        inputs, outputs: channels; the first block changes their number.
+        level: number of the level, from 0 at the full size.
+        before, after: resampling before and after the blocks, or None.
     """
 
     def __init__(
@@ -66,18 +66,18 @@ class Level(nn.Module):
                 config.attention_type, outputs, config.text_width, heads, groups, provider, attention
             )
 
-    def forward(self, x_NCHW: Tensor, given: Given) -> Tensor:
+    def forward(self, x_NCHW: Tensor, conditions: BlockConditions) -> Tensor:
         if self.before is not None:
             x_NCHW = self.before(x_NCHW)
         for block in self.blocks:
-            x_NCHW = block(x_NCHW, given.vector_NE)
+            x_NCHW = block(x_NCHW, conditions.vector_NE)
         if self.attention is not None:
-            x_NCHW = self.attention(x_NCHW, given.context_KD, given.texts)
+            x_NCHW = self.attention(x_NCHW, conditions.context_KD, conditions.texts)
         return x_NCHW if self.after is None else self.after(x_NCHW)
 
 
 def down_level(level: int, config: EfficientUNetConfig, provider: LayerProvider, attention: Attention) -> Level:
-    """Build a level of the way down: half the size first, by a convolution of 4 x 4; the last one keeps the size."""
+    """Build a level on the way down, which first downsamples by a 4 x 4 convolution, except at the last level."""
     inputs = config.channels[max(level - 1, 0)]
     last = level + 1 == len(config.channels)
     before = None if last else Convolution(inputs, inputs, provider, size=4, stride=2)
@@ -85,7 +85,7 @@ def down_level(level: int, config: EfficientUNetConfig, provider: LayerProvider,
 
 
 def up_level(level: int, config: EfficientUNetConfig, provider: LayerProvider, attention: Attention) -> Level:
-    """Build a level of the way up: twice the size behind it, by a transposed convolution, but for the last one."""
+    """Build a level on the way up, which ends with a transposed convolution, except at the last level."""
     outputs, last = config.outputs_up[level], level + 1 == len(config.channels)
     after = None if last else TransposedConvolution(outputs, outputs, provider)
     return Level(config.channels[level], outputs, level, config, provider, attention, after=after)

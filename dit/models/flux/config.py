@@ -15,19 +15,18 @@ Positions = Literal["rope_3d", "sincos_3d"]
 
 @dataclass(kw_only=True)
 class FluxConfig(TransformerModelConfig):
-    """FLUX.1: blocks in which text and image are two streams, then blocks in which they are one. The defaults are 12B.
+    """FLUX.1: blocks with text and image as two streams, then blocks with one stream. The defaults are the 12B model.
 
     Attributes:
         context_size: width of the text embeddings (T5-XXL).
         pooled_size: width of the pooled text embedding (CLIP).
-        num_joint_layers: blocks with two streams, and one attention over both.
-        num_single_layers: blocks behind them, with one stream.
-        position_embedding: rotary over (t, h, w), as in FLUX, or fixed sine-cosine over (t, h, w) added to the image's
-            tokens; the text has no positions of its own.
-        rope_axes: features of a head that turn with t, h and w; t of an image is 0.
-        guidance: the guidance scale that a guidance-distilled network is conditioned on, the same for all samples; None
-            for a network without it.
-        time_scale: factor on the objective's time, and on the guidance scale, before their sinusoids.
+        num_joint_layers: blocks with two streams and joint attention.
+        num_single_layers: blocks with one stream, after the joint blocks.
+        position_embedding: rotary over (t, h, w), as in FLUX, or fixed sine-cosine over (t, h, w) added to the image
+            tokens; the text has no positions.
+        rope_axes: features of a head that rotate with t, h and w; t of an image is 0.
+        guidance: guidance scale as a condition of a guidance-distilled network, the same for all samples, or None.
+        time_scale: factor of the objective's time, and of the guidance scale, before their sinusoids.
     """
 
     in_channels: int = 16
@@ -47,13 +46,13 @@ class FluxConfig(TransformerModelConfig):
 
     @property
     def num_layers(self) -> int:
-        """Blocks of both kinds."""
+        """Number of blocks of both kinds."""
         return self.num_joint_layers + self.num_single_layers
 
     def validate(self) -> None:
         self.check_sizes()
         if self.context_size is None:
-            raise ConfigError("model.context_size=None: FLUX reads text; give the width of its embeddings (4096)")
+            raise ConfigError("model.context_size=None, but FLUX needs text; set it to the embeddings' width (4096)")
         if self.num_classes is not None:
             raise ConfigError(
                 f"model.num_classes={self.num_classes}: FLUX is conditioned on text, not on classes; leave it None, or "
@@ -63,8 +62,8 @@ class FluxConfig(TransformerModelConfig):
             nearest = max(1, round(self.ffn_hidden_size / self.num_attention_heads)) * self.num_attention_heads
             raise ConfigError(
                 f"model.ffn_hidden_size={self.ffn_hidden_size} is not a multiple of "
-                f"model.num_attention_heads={self.num_attention_heads}, with whose heads a single-stream block's MLP "
-                f"is split; use {nearest}"
+                f"model.num_attention_heads={self.num_attention_heads}, but a single-stream block splits its MLP over "
+                f"the heads; use {nearest}"
             )
         self.check_positions(self.rope_axes)
         if self.position_embedding != "rope_3d":

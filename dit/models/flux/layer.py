@@ -1,4 +1,4 @@
-"""FLUX's two kinds of blocks: text and image as two streams, and as one."""
+"""FLUX's two kinds of blocks, with text and image as two streams or as one."""
 
 from collections.abc import Sequence
 from typing import Optional
@@ -19,7 +19,7 @@ from dit.models.flux.config import FluxConfig
 
 
 class Stream(nn.Module):
-    """The separate layers of one of the two streams: all but the attention.
+    """The layers of one of the two streams, without the attention.
 
     The output features of the fused projection are ordered by head: query, key, value of head 0, of head 1, ...
     """
@@ -73,8 +73,8 @@ class JointLayer(nn.Module):
         """Return text and image.
 
         Args:
-            text_layout, layout: of the local text and image tokens.
-            joint: of the tokens in attention.
+            text_layout, layout: layouts of the local text and image tokens.
+            joint: layout of the tokens in attention.
         """
         text_mods, image_mods = self.text.modulation(cond_SD), self.image.modulation(cond_SD)
         text_KD, y_KD = text_mods[0].norm_modulate(text_KD, text_layout)
@@ -101,17 +101,17 @@ class JointLayer(nn.Module):
 
 
 class SingleLayer(nn.Module):
-    """One stream; attention and MLP in parallel, with one norm, one gate and one projection at each end.
+    """One stream, with attention and MLP in parallel, which share norm, gate, input and output projection.
 
     Both fused projections are ordered by head, so that tensor parallelism splits attention and MLP in the same way, and
-    one sum over ranks combines both. For each head, `linear_in` has its query, key, value and its part of the MLP's
-    inner features as outputs, and `linear_out` has its attention output and that part as inputs:
+    one sum over ranks combines both. The outputs of `linear_in` are, for each head, query, key, value and a part of the
+    MLP's inner features; the inputs of `linear_out` are, for each head, the attention output and the same part:
 
         linear_in:   | q k v mlp | q k v mlp | ...        linear_out:   | out mlp | out mlp | ...
                        head 0      head 1                                 head 0    head 1
 
     Source: Dehghani et al. 2023, arXiv:2302.05442, section 2 (parallel layers); black-forest-labs/flux
-    `SingleStreamBlock`, whose fused projections have all of attention first, then all of the MLP.
+    `SingleStreamBlock`, whose fused projections are ordered by attention, then MLP.
     """
 
     def __init__(self, config: FluxConfig, provider: LayerProvider, attention: Attention) -> None:
@@ -145,8 +145,8 @@ class SingleLayer(nn.Module):
         """Return the local joint tokens.
 
         Args:
-            layout: of the local joint tokens.
-            joint: of the tokens in attention.
+            layout: layout of the local joint tokens.
+            joint: layout of the tokens in attention.
         """
         (mod,) = self.modulation(cond_SD)
         x_JD, y_JD = mod.norm_modulate(x_JD, layout)

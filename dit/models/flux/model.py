@@ -28,18 +28,18 @@ from dit.models.flux.layer import JointLayer, SingleLayer
 
 
 class Flux(Backbone):
-    """FLUX.1: text and image as two streams with one attention, then as one stream; a modulated head for the image.
+    """FLUX.1: text and image as two streams with joint attention, then as one stream; a modulated head for the image.
 
-    The text is a second stream and is split as the image is: its tokens are split under sequence parallelism, and sent
-    from stage to stage with the image tokens. Under context parallelism it is replicated (see `ContextAttention`).
+    The text stream is handled like the image stream: under sequence parallelism its tokens are split, and pipeline
+    stages send them with the image tokens. Under context parallelism it is replicated (see `ContextAttention`).
 
-    A dropped text has its length, as null tokens. Joint attention attends to all of them, so it differs from a missing
-    text, which is one null token. Guidance drops texts in the same way as training. A missing pooled text is a learned
-    vector.
+    A dropped text keeps its length, as null tokens. Joint attention attends to all of them, so it differs from a
+    missing text, which is one null token. Guidance drops texts in the same way as training. A learned vector replaces a
+    missing pooled text.
 
     Source: black-forest-labs/flux, `model.py`; sizes and defaults of FLUX.1-dev. Deviations: packs of any lengths
-    instead of texts padded to 512 tokens that attention reads; the modulations, gates and head start at zero; the image
-    may have sine-cosine positions instead of rotary ones.
+    instead of texts padded to 512 tokens that are attended to; modulations, gates and head are zero-initialised; sine-
+    cosine positions of the image are an option.
     """
 
     fsdp_units = (JointLayer, SingleLayer)
@@ -73,13 +73,13 @@ class Flux(Backbone):
         joint = joint_layout(texts, batch.layout)
         rotation_J = None
         if self.rotary is not None:
-            # Attention gets the tokens of all tensor-parallel ranks. The text is at the origin: no rotation.
+            # Attention gets the tokens of all tensor-parallel ranks. The text is at the origin, without rotation.
             origin_K3 = batch.positions_T3.new_zeros(texts.total_tokens, 3)
             rotation_J = self.rotary(joint.join(origin_K3, batch.positions_T3))
         cond_SD = self.conditioner(time_S, batch)
         layout, (inputs_TC, positions_T3) = shard_tokens(batch.layout, provider, inputs_TC, batch.positions_T3)
-        own_texts, _ = shard_tokens(texts, provider)
-        own_joint, _ = shard_tokens(joint, provider)
+        local_texts, _ = shard_tokens(texts, provider)
+        local_joint, _ = shard_tokens(joint, provider)
         single = max(self.stage.layers.start, self.model_config.num_joint_layers)
         if self.stage.layers.start > self.model_config.num_joint_layers:
             x_JD = from_previous_stage(self.input_tensor)
@@ -89,26 +89,26 @@ class Flux(Backbone):
                 x_TD = add_sincos(self.embed(inputs_TC, layout), positions_T3, self.model_config.position_embedding)
             else:
                 rows_D = from_previous_stage(self.input_tensor)
-                text_KD, x_TD = rows_D.split([own_texts.num_local_tokens, layout.num_local_tokens])
+                text_KD, x_TD = rows_D.split([local_texts.num_local_tokens, layout.num_local_tokens])
             for i in range(self.stage.layers.start, min(single, self.stage.layers.stop)):
                 layer = self.layers[str(i)]
-                text_KD, x_TD = layer(text_KD, x_TD, cond_SD, own_texts, layout, joint, rotation_J)
+                text_KD, x_TD = layer(text_KD, x_TD, cond_SD, local_texts, layout, joint, rotation_J)
             if single >= self.stage.layers.stop:
                 return to_next_stage(torch.cat([text_KD, x_TD]))
-            # Under sequence parallelism, tokens change ranks here.
+            # Under sequence parallelism, tokens are redistributed over the ranks here.
             x_JD = joint.join(unshard_tokens(text_KD, provider), unshard_tokens(x_TD, provider))
             _, (x_JD,) = shard_tokens(joint, provider, x_JD)
         for i in range(single, self.stage.layers.stop):
-            x_JD = self.layers[str(i)](x_JD, cond_SD, own_joint, joint, rotation_J)
+            x_JD = self.layers[str(i)](x_JD, cond_SD, local_joint, joint, rotation_J)
         if not self.post_process:
             return to_next_stage(x_JD)
-        # The head also computes the text tokens: they are few, and dropping them first would send wider tensors.
-        out_JC = gather_tokens(self.head(x_JD, cond_SD, own_joint), provider)
+        # The head also processes the few text tokens; dropping them first would communicate wider tensors.
+        out_JC = gather_tokens(self.head(x_JD, cond_SD, local_joint), provider)
         return joint.split(out_JC)[1]
 
     def _embed_text(self, batch: PackedBatch, texts: SequenceLayout) -> Tensor:
         """Return the local tokens of the text stream."""
         context_KC, _ = self.text(batch)
         padded_KC = nn.functional.pad(context_KC, (0, 0, 0, texts.total_tokens - len(context_KC)))
-        _, (own_KC,) = shard_tokens(texts, self.provider, padded_KC)
-        return self.embed_text(own_KC)
+        _, (local_KC,) = shard_tokens(texts, self.provider, padded_KC)
+        return self.embed_text(local_KC)

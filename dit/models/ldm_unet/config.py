@@ -17,35 +17,35 @@ NULLS: dict[NullText, float | Literal["learned", "empty text"]] = {
     "empty": "empty text",
     "zeros": 0.0,
 }
-"""The null of the text by the setting."""
+"""Null value of the text by `null_text`."""
 
 
 @dataclass(kw_only=True)
 class LDMUNetConfig(ModelConfig):
-    """The UNet of latent diffusion, conditioned on time and text; each frame of a clip is a picture of its own.
+    """The UNet of latent diffusion, conditioned on time and text; each frame of a clip is a separate picture.
 
-    The default sizes are those of Stable Diffusion v1: 859,520,964 parameters, and a learned null token unless
-    `null_text` is another. Those of Stable Diffusion XL, 2,567,463,684 parameters, are `model=sdxl_unet` of recipes.
+    The default sizes are those of Stable Diffusion v1: 859,520,964 parameters, plus a learned null token unless
+    `null_text` selects another null. Stable Diffusion XL, 2,567,463,684 parameters, is `model=sdxl_unet` in recipes.
 
     Attributes:
         block_out_channels: channels at each resolution, the full one first; the conditioning vector is four times as
             wide as the first.
         layers_per_block: residual blocks at each resolution on the way down; one more on the way up.
-        transformer_layers: layers of the transformer behind each residual block of a resolution; 0 for none.
-        mid_transformer_layers: layers of the transformer at the bottom; 0 for none.
-        num_attention_heads: heads of every attention, unless `head_size` is given.
-        head_size: features of a head: wider resolutions have more heads, and the projections around a transformer are
-            linear layers in diffusers' files. None for as many heads everywhere, and convolutions there.
-        pooled_size: width of a pooled text embedding, which is embedded with six lengths: of the original picture, of
-            the corner that it was cut at, and of what is asked for. None for neither.
+        transformer_layers: layers of the transformer after each residual block of a resolution; 0 for none.
+        mid_transformer_layers: layers of the transformer at the lowest resolution; 0 for none.
+        num_attention_heads: heads of every attention if `head_size` is None.
+        head_size: features per head. With it, the number of heads grows with the channels, and diffusers' files have
+            linear layers for the projections around a transformer; None gives convolutions there.
+        pooled_size: width of a pooled text embedding, which is embedded together with six lengths: original size, crop
+            position and target size. None for neither.
         norm_num_groups: groups of the group norms.
-        control_channels: channels of a control picture of the latent's size, such as a semantic map with a channel for
-            each class; it stands behind the latent in the input. None for none.
-        null_text: replaces a dropped text, and is what guidance leads away from: a `learned` token, the embedding of
-            the `empty` text (Stable Diffusion v1 and v2), which needs texts of one length (`:padded` encoders), or
+        control_channels: channels of a control picture of the latent's size, such as a semantic map with one channel
+            per class, concatenated to the latent at the input. None for none.
+        null_text: replacement of a dropped text, also the negative input of guidance: a `learned` token, the embedding
+            of the `empty` text (Stable Diffusion v1 and v2), which needs texts of one length (`:padded` encoders), or
             `zeros` (Stable Diffusion XL).
-        lora: train low-rank adapters beside linear layers of a model that `checkpoint.start_from` names, and nothing
-            else; None trains all parameters.
+        lora: train only low-rank adapters on linear layers of the model in `checkpoint.start_from`; None trains all
+            parameters.
 
     Source of the control picture: Rombach et al. 2022, arXiv:2112.10752, section 4.3.2 (semantic synthesis); of the
     pooled text and the lengths: Podell et al. 2023 (SDXL), arXiv:2307.01952, sections 2.1 and 2.2.
@@ -78,22 +78,22 @@ class LDMUNetConfig(ModelConfig):
 
     @property
     def input_features(self) -> int:
-        """Channels of the input of the network: those of a latent and of a control picture."""
+        """Input channels of the network: latent plus control picture."""
         return (self.in_channels + (self.control_channels or 0)) * self.patch_temporal * self.patch_spatial**2
 
     def conditions(self) -> tuple[Condition, ...]:
         null = NULLS[self.null_text]
-        wanted = tuple(replace(c, null=null) if c.name == CONTEXT.name else c for c in super().conditions())
+        conditions = tuple(replace(c, null=null) if c.name == CONTEXT.name else c for c in super().conditions())
         if self.pooled_size is not None:
             # SDXL's empty text is zeros.
             pooled = replace(POOLED, shape=(self.pooled_size,), dropout=self.context_dropout, null=0.0)
-            wanted = (*wanted, pooled, SIZE_AND_CROP)
+            conditions = (*conditions, pooled, SIZE_AND_CROP)
         if self.control_channels is not None:
-            wanted = (*wanted, replace(CONTROL, shape=(self.control_channels,)))
-        return wanted
+            conditions = (*conditions, replace(CONTROL, shape=(self.control_channels,)))
+        return conditions
 
     def heads(self, channels: int) -> int:
-        """Return the heads of an attention over so many channels."""
+        """Return the number of attention heads for this number of channels."""
         return self.num_attention_heads if self.head_size is None else channels // self.head_size
 
     @property
@@ -108,11 +108,13 @@ class LDMUNetConfig(ModelConfig):
     def validate(self) -> None:
         if self.num_classes is not None:
             raise ConfigError(
-                f"model.num_classes={self.num_classes}: this UNet takes a text and no class; set it to null, or use "
-                "another backbone"
+                f"model.num_classes={self.num_classes}, but this UNet is conditioned on text, not on classes; set it "
+                "to null, or use another backbone"
             )
         if self.context_size is None:
-            raise ConfigError("model.context_size=None: this UNet attends to texts; give the width of their embeddings")
+            raise ConfigError(
+                "model.context_size=None, but this UNet attends to text; set it to the width of the text embeddings"
+            )
         check_numbers(self)
         check_choice("model.null_text", self.null_text, NullText)
         if self.lora is not None:
@@ -133,8 +135,8 @@ class LDMUNetConfig(ModelConfig):
             )
         if not any(self.transformer_layers) and not self.mid_transformer_layers:
             raise ConfigError(
-                f"model.transformer_layers={self.transformer_layers} and model.mid_transformer_layers=0: nothing reads "
-                "the text; give some resolution a transformer"
+                f"with model.transformer_layers={self.transformer_layers} and model.mid_transformer_layers=0 no layer "
+                "attends to the text; set one of them above 0"
             )
 
     def megatron_sizes(self) -> TransformerSizes:

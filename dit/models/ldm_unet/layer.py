@@ -1,6 +1,6 @@
 """Residual blocks and transformers of the latent-diffusion UNet, on pictures `[N, C, H, W]`.
 
-Parameters are named as in diffusers, but for what `dit.convert.diffusers_unet` lists.
+Parameters have diffusers' names, except those listed in `dit.convert.diffusers_unet`.
 """
 
 from typing import Optional
@@ -17,17 +17,17 @@ from dit.kernels.attention import Attention
 from dit.layers.adaln import LayerNorm
 from dit.layers.convolution import Convolution, GroupNorm, picture_layout, torch_init
 from dit.layers.embeddings import timestep_features
-from dit.layers.picture_blocks import Given
+from dit.layers.picture_blocks import BlockConditions
 from dit.layout import SequenceLayout
 from dit.models.ldm_unet.config import LDMUNetConfig
 
 NORM_EPSILON, TRANSFORMER_NORM_EPSILON = 1e-5, 1e-6
 LENGTHS, LENGTH_FEATURES = 6, 256
-"""Lengths that join the conditioning vector, and the width of the sinusoid of each."""
+"""Number of lengths in the conditioning vector, and width of the sinusoid of each."""
 
 
 class AddedEmbedding(nn.Module):
-    """A pooled text and six lengths, each as a sinusoid, through Linear-SiLU-Linear; joins the conditioning vector.
+    """Linear-SiLU-Linear on a pooled text and sinusoids of six lengths, added to the conditioning vector.
 
     Source: Podell et al. 2023 (SDXL), arXiv:2307.01952, sections 2.1 and 2.2; diffusers' `text_time`.
     """
@@ -39,13 +39,13 @@ class AddedEmbedding(nn.Module):
         self.linear_2 = provider.replicated_linear(outputs, outputs, bias=True, init=normal(0.02))
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        """Return `[S, outputs]`; lengths that are not given are those of the latents, uncut."""
+        """Return `[S, outputs]`; without the size condition, the size of the uncropped latents is used."""
         pooled_SD = batch.conditions[POOLED.name].values
-        given = batch.conditions.get(SIZE_AND_CROP.name)
-        if given is None:
+        size = batch.conditions.get(SIZE_AND_CROP.name)
+        if size is None:
             lengths_SL = torch.stack([size_and_crop(height, width) for _, height, width in batch.grids])
         else:
-            lengths_SL = given.values
+            lengths_SL = size.values
         lengths_R = lengths_SL.to(pooled_SD.device).flatten().double()
         features_SD = timestep_features(lengths_R, LENGTH_FEATURES).view(len(pooled_SD), -1)
         x_SD = torch.cat([pooled_SD.to(features_SD.dtype), features_SD], 1).to(self.linear_1.weight.dtype)
@@ -53,7 +53,10 @@ class AddedEmbedding(nn.Module):
 
 
 class ResidualBlock(nn.Module):
-    """Two normed convolutions, the conditioning vector added between, beside a shortcut; starts as the shortcut."""
+    """Two convolutions after norms, with the conditioning vector added between them, plus a shortcut.
+
+    The second convolution is zero-initialised, so the block starts as the shortcut.
+    """
 
     def __init__(self, inputs: int, outputs: int, config: LDMUNetConfig, provider: LayerProvider) -> None:
         super().__init__()
@@ -74,7 +77,7 @@ class ResidualBlock(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Attention among the positions of a picture; queries, keys and values in one projection without biases."""
+    """Self-attention over the positions of a picture, with one projection for queries, keys and values, no biases."""
 
     def __init__(self, channels: int, heads: int, provider: LayerProvider, attention: Attention) -> None:
         super().__init__()
@@ -110,7 +113,7 @@ class CrossAttention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """Four times the width, times GELU of as many gates (GEGLU, Shazeer 2020, arXiv:2002.05202)."""
+    """MLP with inner width 4 x channels, gated by GELU (GEGLU, Shazeer 2020, arXiv:2002.05202)."""
 
     def __init__(self, channels: int, provider: LayerProvider) -> None:
         super().__init__()
@@ -123,11 +126,11 @@ class GatedMLP(nn.Module):
 
 
 class TransformerLayer(nn.Module):
-    """Self-attention, cross-attention and a gated MLP, each behind a layer norm and beside a residual."""
+    """Self-attention, cross-attention and gated MLP, each with a layer norm before it and a residual."""
 
     def __init__(self, channels: int, config: LDMUNetConfig, provider: LayerProvider, attention: Attention) -> None:
         super().__init__()
-        assert config.context_size is not None  # validate refuses it
+        assert config.context_size is not None  # checked in validate
         heads = config.heads(channels)
         self.norm1 = LayerNorm(channels, provider, eps=NORM_EPSILON)
         self.attn1 = SelfAttention(channels, heads, provider, attention)
@@ -136,16 +139,18 @@ class TransformerLayer(nn.Module):
         self.norm3 = LayerNorm(channels, provider, eps=NORM_EPSILON)
         self.ff = GatedMLP(channels, provider)
 
-    def forward(self, x_TC: Tensor, pictures: SequenceLayout, samples: SequenceLayout, given: Given) -> Tensor:
-        assert given.context_KD is not None  # a model without text is refused
-        assert given.texts is not None
+    def forward(
+        self, x_TC: Tensor, pictures: SequenceLayout, samples: SequenceLayout, conditions: BlockConditions
+    ) -> Tensor:
+        assert conditions.context_KD is not None  # the config requires text
+        assert conditions.texts is not None
         x_TC = x_TC + self.attn1(self.norm1(x_TC), pictures)
-        x_TC = x_TC + self.attn2(self.norm2(x_TC), given.context_KD, samples, given.texts)
+        x_TC = x_TC + self.attn2(self.norm2(x_TC), conditions.context_KD, samples, conditions.texts)
         return x_TC + self.ff(self.norm3(x_TC))
 
 
 class SpatialTransformer(nn.Module):
-    """Transformer layers over the positions of a picture, between two projections; starts as the identity.
+    """Transformer layers over the positions of a picture between two projections, initialised to the identity.
 
     Source: Rombach et al. 2022, arXiv:2112.10752, appendix E.2.1.
     """
@@ -161,26 +166,26 @@ class SpatialTransformer(nn.Module):
         )
         self.proj_out = provider.replicated_linear(channels, channels, bias=True, init=ZEROS)
 
-    def forward(self, x_NCHW: Tensor, given: Given) -> Tensor:
+    def forward(self, x_NCHW: Tensor, conditions: BlockConditions) -> Tensor:
         pictures = picture_layout(x_NCHW)
         samples = SequenceLayout.from_lengths(
-            [given.frames * pictures.max_seqlen] * (len(x_NCHW) // given.frames), device=x_NCHW.device
+            [conditions.frames * pictures.max_seqlen] * (len(x_NCHW) // conditions.frames), device=x_NCHW.device
         )
         y_NhwC = self.norm(x_NCHW).permute(0, 2, 3, 1)
         y_TC = self.proj_in(y_NhwC.flatten(0, 2))
         for layer in self.transformer_blocks:
-            y_TC = layer(y_TC, pictures, samples, given)
+            y_TC = layer(y_TC, pictures, samples, conditions)
         return x_NCHW + self.proj_out(y_TC).view(y_NhwC.shape).permute(0, 3, 1, 2)
 
 
 class Blocks(nn.Module):
-    """Residual blocks of one resolution, each with a transformer behind it if there are layers of these.
+    """Residual blocks of one resolution, each followed by a transformer unless `transformer_layers` is 0.
 
     Args:
-        inputs: channels that each residual block is given.
-        outputs: channels.
-        transformer_layers: of each transformer.
-        transformers: how many of the first blocks have one; None for all.
+        inputs: input channels of each residual block.
+        outputs: output channels of all blocks.
+        transformer_layers: layers of each transformer.
+        transformers: number of blocks, from the first, with a transformer; None for all.
     """
 
     def __init__(
@@ -201,7 +206,7 @@ class Blocks(nn.Module):
             SpatialTransformer(outputs, transformer_layers, config, provider, attention) for _ in range(count)
         )
 
-    def block(self, i: int, x_NCHW: Tensor, given: Given) -> Tensor:
+    def block(self, i: int, x_NCHW: Tensor, conditions: BlockConditions) -> Tensor:
         """Run one residual block and its transformer."""
-        x_NCHW = self.resnets[i](x_NCHW, given.vector_NE)
-        return self.attentions[i](x_NCHW, given) if i < len(self.attentions) else x_NCHW
+        x_NCHW = self.resnets[i](x_NCHW, conditions.vector_NE)
+        return self.attentions[i](x_NCHW, conditions) if i < len(self.attentions) else x_NCHW

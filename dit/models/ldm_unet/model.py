@@ -13,18 +13,18 @@ from dit.condition_table import CONTROL
 from dit.kernels.attention import Attention
 from dit.layers.convolution import Convolution, GroupNorm, as_pictures, as_tokens
 from dit.layers.embeddings import TimestepEmbedder
-from dit.layers.picture_blocks import Given
+from dit.layers.picture_blocks import BlockConditions
 from dit.layers.text import TextTokens
 from dit.models.base import Backbone, Stage
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.ldm_unet.layer import NORM_EPSILON, AddedEmbedding, Blocks, ResidualBlock, SpatialTransformer
 
 TIME_SCALE = 1000.0
-"""Steps between time 0 and 1."""
+"""Number of timesteps between time 0 and 1."""
 
 
 class Down(Blocks):
-    """The blocks of a resolution, then half of it, unless it is the lowest."""
+    """The blocks of one resolution on the way down, then downsampling except at the lowest resolution."""
 
     def __init__(
         self, inputs: int, level: int, config: LDMUNetConfig, provider: LayerProvider, attention: Attention
@@ -36,18 +36,18 @@ class Down(Blocks):
         if level < len(config.block_out_channels) - 1:
             self.downsampler = Convolution(outputs, outputs, provider, stride=2)
 
-    def forward(self, x_NCHW: Tensor, given: Given) -> list[Tensor]:
-        """Return the pictures behind every block, and the halved one."""
-        found = [x_NCHW]
+    def forward(self, x_NCHW: Tensor, conditions: BlockConditions) -> list[Tensor]:
+        """Return the output of every block, and the downsampled output."""
+        outputs = [x_NCHW]
         for i in range(len(self.resnets)):
-            found.append(self.block(i, found[-1], given))
+            outputs.append(self.block(i, outputs[-1], conditions))
         if self.downsampler is not None:
-            found.append(self.downsampler(found[-1]))
-        return found[1:]
+            outputs.append(self.downsampler(outputs[-1]))
+        return outputs[1:]
 
 
 class Up(Blocks):
-    """The blocks of a resolution, each with a picture of the way down behind its own, then twice the resolution."""
+    """The blocks of one resolution on the way up, each with a concatenated skip input, then upsampling."""
 
     def __init__(
         self,
@@ -59,27 +59,28 @@ class Up(Blocks):
         attention: Attention,
     ) -> None:
         outputs, layers = config.block_out_channels[level], config.transformer_layers[level]
-        widths = [own + skip for own, skip in zip([inputs, *[outputs] * config.layers_per_block], skips, strict=True)]
+        main = [inputs, *[outputs] * config.layers_per_block]
+        widths = [width + skip for width, skip in zip(main, skips, strict=True)]
         super().__init__(widths, outputs, layers, config, provider, attention)
         self.upsampler = Convolution(outputs, outputs, provider) if level else None
 
-    def forward(self, x_NCHW: Tensor, skips: list[Tensor], given: Given) -> Tensor:
-        """Take as many pictures from the end of `skips` as there are blocks."""
+    def forward(self, x_NCHW: Tensor, skips: list[Tensor], conditions: BlockConditions) -> Tensor:
+        """Run the blocks; each removes its skip input from the end of `skips`."""
         for i in range(len(self.resnets)):
-            x_NCHW = self.block(i, torch.cat([x_NCHW, skips.pop()], 1), given)
+            x_NCHW = self.block(i, torch.cat([x_NCHW, skips.pop()], 1), conditions)
         if self.upsampler is None:
             return x_NCHW
         return self.upsampler(interpolate(x_NCHW, skips[-1].shape[-2:]))
 
 
 class LDMUNet(Backbone):
-    """Residual blocks and transformers down, at the bottom and up, every picture of the way down joined on the way up.
+    """Residual blocks and transformers, with skip connections from every output on the way down to the way up.
 
     Two resolutions with one block each (layers_per_block=1):
 
         conv_in -+-> block -+-------------------------------------> block --> block --> norm, SiLU, conv_out
                  |          |                                         ^         ^
-                 |          '-> half -+-> block -+-> middle           | twice   | conv_in's
+                 |          '-> down -+-> block -+-> middle           | up      | conv_in's
                  |                    |          |     v              |         |
                  |                    |          '-> block --> block -'         |
                  |                    '------------------^                      |
@@ -87,7 +88,7 @@ class LDMUNet(Backbone):
 
     Source: Rombach et al. 2022, arXiv:2112.10752, in the sizes of github.com/CompVis/stable-diffusion
     (`v1-inference.yaml`). Deviations: a learned null token replaces dropped texts, unless `null_text=empty`, as in that
-    code; a text has its own length unless its padding is stored; biases of linear layers start at zero.
+    code; texts have their true lengths unless their padding is stored; biases of linear layers are zero-initialised.
     """
 
     fsdp_units = (ResidualBlock, SpatialTransformer)
@@ -95,7 +96,7 @@ class LDMUNet(Backbone):
     def __init__(self, config: LDMUNetConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
         super().__init__(stage)
         self.config = provider.config
-        assert config.context_size is not None  # validate refuses it
+        assert config.context_size is not None  # checked in validate
         channels, levels = config.block_out_channels, range(len(config.block_out_channels))
         first, last, layers = channels[0], channels[-1], config.layers_per_block
         self.time = TimestepEmbedder(config.condition_size, provider, time_scale=TIME_SCALE, features=first)
@@ -115,8 +116,8 @@ class LDMUNet(Backbone):
         )
         self.up_blocks, width = nn.ModuleList(), last
         for level in reversed(levels):
-            beside = [skips.pop() for _ in range(layers + 1)]
-            self.up_blocks.append(Up(width, beside, level, config, provider, attention))
+            level_skips = [skips.pop() for _ in range(layers + 1)]
+            self.up_blocks.append(Up(width, level_skips, level, config, provider, attention))
             width = channels[level]
         self.conv_norm_out = GroupNorm(first, config.norm_num_groups, provider, epsilon=NORM_EPSILON)
         self.conv_out = Convolution(first, config.output_features, provider, init=ZEROS)
@@ -130,13 +131,13 @@ class LDMUNet(Backbone):
         cond_SD = self.time(time_S)
         if self.added is not None:
             cond_SD = cond_SD + self.added(batch)
-        given = Given(cond_SD.repeat_interleave(frames, 0), context_KD, texts, frames=frames)
+        conditions = BlockConditions(cond_SD.repeat_interleave(frames, 0), context_KD, texts, frames=frames)
         skips = [self.conv_in(x_NCHW)]
         for down in self.down_blocks:
-            skips += down(skips[-1], given)
+            skips += down(skips[-1], conditions)
         x_NCHW = skips[-1]
         for i in range(len(self.mid_block.resnets)):
-            x_NCHW = self.mid_block.block(i, x_NCHW, given)
+            x_NCHW = self.mid_block.block(i, x_NCHW, conditions)
         for up in self.up_blocks:
-            x_NCHW = up(x_NCHW, skips, given)
+            x_NCHW = up(x_NCHW, skips, conditions)
         return as_tokens(self.conv_out(self.conv_norm_out(x_NCHW, activate=True)), batch)

@@ -14,17 +14,17 @@ Positions = Literal["learned_3d", "sincos_3d", "rope_3d"]
 
 @dataclass(kw_only=True)
 class MovieGenConfig(ExpertOptions, CrossAttentionModelConfig):
-    """A Llama-shaped diffusion transformer: RMSNorm, SwiGLU, grouped queries, no biases in its blocks.
+    """A diffusion transformer with Llama blocks: RMSNorm, SwiGLU, grouped-query attention, no biases.
 
-    Its feed-forwards may be mixtures of SwiGLU experts; with expert choice this is NeMo's shape of EC-DiT.
+    The feed-forwards may be mixtures of SwiGLU experts; with expert choice, this is NeMo's variant of EC-DiT.
 
     Attributes:
         num_query_groups: 8, as in Llama 3.
-        qk_layernorm: as in the other backbones with text, and as NeMo's DiT. A deviation: neither the paper's block
-            (that of Llama 3) nor NeMo's Movie Gen normalises queries and keys; False gives theirs.
+        qk_layernorm: RMSNorm on queries and keys, as in the other backbones with text and in NeMo's DiT. Use False for
+            the paper's Llama 3 block and for NeMo's Movie Gen.
         position_embedding: `learned_3d` adds three learned vectors (t, h, w) at every layer, as in the paper;
             `sincos_3d` adds fixed sine-cosine over (t, h, w) to the tokens once, `rope_3d` rotates queries and keys.
-        max_grid: patches along t, h and w that the learned positions cover; larger samples are refused.
+        max_grid: largest numbers of patches along t, h and w for learned positions; larger samples raise an error.
     """
 
     layers_in_graph: ClassVar[bool] = True
@@ -44,7 +44,7 @@ class MovieGenConfig(ExpertOptions, CrossAttentionModelConfig):
         self.validate_experts()
         if len(self.max_grid) != 3 or min(self.max_grid) < 1:
             raise ConfigError(
-                f"model.max_grid={self.max_grid} must be three numbers of at least 1: the most patches along t, h and w"
+                f"model.max_grid={self.max_grid} must be three numbers of at least 1: the largest t, h and w in patches"
             )
         if self.position_embedding != "learned_3d":
             where = f"with model.position_embedding={self.position_embedding!r}"

@@ -16,13 +16,13 @@ from dit.models.moviegen.config import MovieGenConfig
 
 
 class MovieGenLayer(nn.Module):
-    """Positions, modulated self-attention, cross-attention to the text, modulated SwiGLU; each sub-layer a residual.
+    """Positions, modulated self-attention, cross-attention to the text, modulated SwiGLU; each sub-layer is a residual.
 
     Source: Polyak et al. 2024 (Movie Gen), arXiv:2410.13720, section 3.1.2: a Llama 3 block with full attention, a
     cross-attention between self-attention and feed-forward, adaLN for the time, and the positional embedding added to
-    the input of every layer. The time gates self-attention and feed-forward only; the cross-attention starts at zero by
-    its output projection (PixArt-alpha), so the block starts as the addition of the positions. NeMo's version feeds the
-    cross-attention's output to the feed-forward in place of the tokens, without a norm; this one does not.
+    the input of every layer. The time gates only self-attention and feed-forward. The output projection of the
+    cross-attention is zero-initialised (PixArt-alpha), so the block initially only adds the positions. Deviation from
+    NeMo, whose feed-forward reads the cross-attention's output instead of the normalised tokens.
     """
 
     def __init__(self, config: MovieGenConfig, provider: LayerProvider, attention: Attention) -> None:

@@ -22,13 +22,13 @@ from dit.models.token_stack import TokenStack, cross_conditioner
 class MovieGen(TokenStack[MovieGenConfig]):
     """Movie Gen's transformer: patch embedding, Llama-shaped blocks, modulated RMSNorm, zero-initialised head.
 
-    The learned position tables are replicated over pipeline stages, because every layer adds them; the gradients of the
-    copies are summed.
+    The learned position tables are replicated over pipeline stages, because every layer adds them; gradients are summed
+    over the stages.
 
     Source: Polyak et al. 2024, arXiv:2410.13720, section 3.1.2. Deviations from the paper: one text encoder instead of
-    three, read without a projection; queries and keys are normalised unless `qk_layernorm=False`; sine-cosine and
-    rotary positions are options; frame rate and size may join the time. From NeMo's version: the cross-attention is a
-    residual of its own, every sub-layer has its own norm, queries and keys are normalised, and the head is modulated.
+    three, without a projection; queries and keys are normalised unless `qk_layernorm=False`; sine-cosine and rotary
+    positions, and conditioning on frame rate and size, are options. Deviations from NeMo: the cross-attention is a
+    separate residual, every sub-layer has its own norm, queries and keys are normalised, and the head is modulated.
     """
 
     fsdp_units = (MovieGenLayer,)

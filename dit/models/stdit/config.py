@@ -1,4 +1,4 @@
-"""Sizes of the spatial-temporal DiT."""
+"""Settings of the spatial-temporal DiT."""
 
 from dataclasses import dataclass, field, replace
 from typing import Optional, get_args
@@ -12,18 +12,19 @@ from dit.models.transformer_config import Positions
 
 @dataclass(kw_only=True)
 class STDiTConfig(CrossAttentionModelConfig):
-    """DiT with adaLN-single whose layers attend inside samples, frames, or columns through time.
+    """DiT with adaLN-single and full, spatial (within a frame) or temporal (at one position of all frames) attention.
 
     Attributes:
-        layer_pattern: the self-attentions of each layer, in order and joined by `+`, repeated over the depth:
-            `["spatial", "temporal"]` alternates layers (Open-Sora), `["spatial+full+temporal"]` has all in each layer,
-            `["full"]` is PixArt-alpha. Cross-attention and MLP follow in every layer.
-        num_layers: whole repeats of the pattern: a "pair" of spatial and temporal layer counts as two.
-        add_bias: biases in attention and MLP.
+        layer_pattern: self-attentions of each layer, in order and joined by `+`, repeated over the depth:
+            `["spatial", "temporal"]` alternates layers (Open-Sora), `["spatial+full+temporal"]` has all three in each
+            layer, `["full"]` is PixArt-alpha. Cross-attention and MLP follow in every layer.
+        num_layers: number of layers, a multiple of the length of `layer_pattern`; a pair of a spatial and a temporal
+            layer counts as two.
+        add_bias: use biases in attention and MLP.
         position_embedding: fixed sine-cosine over (h, w) or (t, h, w) added to the tokens, or rotary over (t, h, w).
-        position_span: fixed positions span this many indices over the height and width of every sample, whatever its
-            resolution; None takes the indices as they are.
-        temporal_rope: the whole head turns with the frame in temporal attention.
+        position_span: number of position indices over the height and width of every sample at any resolution; None
+            uses the patch indices.
+        temporal_rope: rotate all features of a head with the frame index in temporal attention.
     """
 
     in_channels: int = 4
@@ -51,8 +52,8 @@ class STDiTConfig(CrossAttentionModelConfig):
         if self.position_embedding != "rope_3d" and self.rope_factors and self.rope_factors[1:] != [1.0, 1.0]:
             raise ConfigError(
                 f"model.rope_factors={self.rope_factors} has no effect along h and w with "
-                f"model.position_embedding={self.position_embedding!r}, for attention through time turns with t alone; "
-                "use 'rope_3d', or 1 for h and w"
+                f"model.position_embedding={self.position_embedding!r}, because temporal attention rotates only with "
+                "t; use 'rope_3d', or 1 for h and w"
             )
         if self.position_span is not None and (self.position_embedding == "rope_3d" or self.position_span <= 0):
             raise ConfigError(
@@ -62,7 +63,7 @@ class STDiTConfig(CrossAttentionModelConfig):
             )
 
     def _check_pattern(self) -> None:
-        known = get_args(AttentionKind)
+        choices = get_args(AttentionKind)
         if not self.layer_pattern or self.num_layers % len(self.layer_pattern):
             raise ConfigError(
                 f"model.num_layers={self.num_layers} is not a multiple of the {len(self.layer_pattern)} layers of "
@@ -70,15 +71,15 @@ class STDiTConfig(CrossAttentionModelConfig):
             )
         layers = [self.kinds(i) for i in range(len(self.layer_pattern))]
         for kinds in layers:
-            if len(set(kinds)) != len(kinds) or not set(kinds) <= set(known):
+            if len(set(kinds)) != len(kinds) or not set(kinds) <= set(choices):
                 raise ConfigError(
-                    f"model.layer_pattern has the layer {'+'.join(kinds)!r}; join some of {', '.join(known)} by '+', "
+                    f"model.layer_pattern has the layer {'+'.join(kinds)!r}; join some of {', '.join(choices)} by '+', "
                     "each at most once"
                 )
         if len({len(kinds) for kinds in layers}) > 1:
             raise ConfigError(
                 f"model.layer_pattern={self.layer_pattern} has layers with {sorted({len(k) for k in layers})} "
-                "self-attentions, but one modulation serves all layers; give each layer equally many"
+                "self-attentions, but all layers share one modulation; use the same number in each layer"
             )
 
     def megatron_sizes(self) -> TransformerSizes:

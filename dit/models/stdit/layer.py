@@ -20,11 +20,11 @@ from dit.models.stdit.config import STDiTConfig
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """How one kind of self-attention runs in this step.
+    """Plan of one kind of self-attention in this step.
 
     Attributes:
-        segments: the exchange of tokens, and the attention inside segments.
-        rotation: rotary positions of the tokens after that exchange; None without rotary positions.
+        segments: exchange of tokens, and attention within segments.
+        rotation: rotary positions of the tokens after the exchange, or None.
     """
 
     segments: SegmentAttentionPlan
@@ -32,10 +32,10 @@ class AttentionPlan:
 
 
 class STDiTLayer(nn.Module):
-    """One or more modulated self-attentions, cross-attention to the text, modulated MLP; each sub-layer a residual.
+    """One or more modulated self-attentions, cross-attention to the text, modulated MLP; each sub-layer is a residual.
 
-    The conditioning gates self-attention and MLP; the cross-attention reads the tokens as they are, without norm or
-    gate, and starts at zero by its output projection.
+    The conditioning gates self-attention and MLP. The cross-attention has no norm and no gate, and its output
+    projection is zero-initialised.
 
     Source: Chen et al. 2023 (PixArt-alpha), arXiv:2310.00426, section 2.3 (adaLN-single, cross-attention); Zheng et al.
     2024 (Open-Sora), arXiv:2412.20404 (spatial and temporal layers).

@@ -23,13 +23,13 @@ from dit.models.token_stack import TokenStack, cross_conditioner
 class STDiT(TokenStack[STDiTConfig]):
     """ST-DiT: patch embedding, blocks of spatial, temporal or full attention, zero-initialised head, adaLN-single.
 
-    With full attention alone this is PixArt-alpha.
+    With only full attention, this is PixArt-alpha.
 
     Source: Zheng et al. 2024 (Open-Sora), arXiv:2412.20404, and its ST-DiT 3; Chen et al. 2023 (PixArt-alpha),
-    arXiv:2310.00426. Deviations from Open-Sora: the tables of shift, scale and gate start at zero, as in adaLN-Zero; so
-    does the output projection of every cross-attention, in place of all of a temporal block; `qk_layernorm` holds for
-    cross-attention, too, there for self-attention alone; images and clips share a pack; a dropped text is one null
-    token.
+    arXiv:2310.00426. Deviations from Open-Sora: the tables of shift, scale and gate are zero-initialised, as in
+    adaLN-Zero; so are the output projections of all cross-attentions, instead of all output projections of temporal
+    blocks; `qk_layernorm` also applies to cross-attention; images and clips share a pack; a learned null token replaces
+    dropped texts.
     """
 
     fsdp_units = (STDiTLayer,)
@@ -70,7 +70,7 @@ class STDiT(TokenStack[STDiTConfig]):
         for kind in {kind for i in range(len(self.model_config.layer_pattern)) for kind in self.model_config.kinds(i)}:
             segments = plan_segment_attention(kind, self.attention, batch.layout, batch.grids, *tensor_ranks)
             rotary = self.rotary_time if kind == "temporal" else self.rotary
-            # Attention gets the tokens of all tensor-parallel ranks: these positions are not split over them.
+            # Attention gets the tokens of all tensor-parallel ranks, so these positions are not split.
             positions_T3 = batch.positions_T3 if segments.positions_T3 is None else segments.positions_T3
             plans[kind] = AttentionPlan(segments, None if rotary is None else rotary(positions_T3))
         return plans

@@ -1,4 +1,4 @@
-"""Sizes of Imagen's regular UNet."""
+"""Settings of Imagen's regular UNet."""
 
 from dataclasses import dataclass
 from typing import Optional
@@ -9,15 +9,15 @@ from dit.ranges import SHARE_BELOW_1, WIDTH, check_ranges
 
 @dataclass(kw_only=True)
 class UNetConfig(ImagenConfig):
-    """The regular UNet: each level's outputs go to the same level on the way up, and there is attention in the middle.
+    """The regular UNet, with skip connections from every output and attention in the middle.
 
     Attributes:
-        condition_size: width of the projected text tokens that attention reads.
-        dropout: share of activations that are dropped in residual blocks in training; counter-based.
-        resample_with_conv: halve the size by a convolution, else by average pooling; it is doubled by a transposed
+        condition_size: width of the projected text tokens for attention.
+        dropout: dropout rate in residual blocks; counter-based.
+        resample_with_conv: downsample by a convolution instead of average pooling; upsampling is a transposed
             convolution in both cases.
-        resample_blocks: the size changes in residual blocks, by average pooling and transposed convolutions on both of
-            their branches, in place of `resample_with_conv`.
+        resample_blocks: resample in residual blocks, by average pooling and transposed convolutions on both branches;
+            `resample_with_conv` is then ignored.
     """
 
     condition_size: int = 512

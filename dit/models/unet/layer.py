@@ -1,4 +1,4 @@
-"""Residual blocks and changes of size of Imagen's regular UNet, on pictures `[N, C, H, W]`."""
+"""Residual blocks and resampling of Imagen's regular UNet, on pictures `[N, C, H, W]`."""
 
 from typing import Literal, Optional
 
@@ -15,18 +15,18 @@ Resample = Literal["down", "up"]
 
 
 class Halve(nn.Module):
-    """Average pooling of 2 x 2."""
+    """2 x 2 average pooling."""
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         return avg_pool2d(x_NCHW, 2)
 
 
 class ResidualBlock(nn.Module):
-    """A conditioned branch beside a shortcut, which projects where the channels change.
+    """A conditioned branch plus a shortcut, which is a projection if the number of channels changes.
 
     Args:
-        place: number of this block in its network.
-        resample: how both branches change the size; None for not.
+        number: number of this block in its network, for dropout.
+        resample: direction of resampling on both branches, or None.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class ResidualBlock(nn.Module):
         config: UNetConfig,
         provider: LayerProvider,
         *,
-        place: int,
+        number: int,
         resample: Optional[Resample] = None,
     ) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class ResidualBlock(nn.Module):
             provider,
             scale_shift=config.scale_shift_norm,
             resample=resampled(),
-            dropout=Dropout(config.dropout, place),
+            dropout=Dropout(config.dropout, number),
         )
         self.resample = resampled()
         self.shortcut = None if inputs == outputs else Convolution(inputs, outputs, provider, size=1)
@@ -67,7 +67,7 @@ class ResidualBlock(nn.Module):
 
 
 class Downsample(nn.Module):
-    """Half the size: a convolution of 3 x 3 with stride 2, or average pooling."""
+    """Downsampling by 2: a 3 x 3 convolution with stride 2, or average pooling."""
 
     def __init__(self, channels: int, config: UNetConfig, provider: LayerProvider) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Downsample(nn.Module):
 
 
 class Upsample(nn.Module):
-    """Twice the size: a transposed convolution of 4 x 4 with stride 2."""
+    """Upsampling by 2: a 4 x 4 transposed convolution with stride 2."""
 
     def __init__(self, channels: int, provider: LayerProvider) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ from dit.backends.init import ZEROS
 from dit.backends.provider import LayerProvider
 from dit.kernels.attention import Attention
 from dit.layers.convolution import Convolution, GroupNorm
-from dit.layers.picture_blocks import AttentionBlock, Given
+from dit.layers.picture_blocks import AttentionBlock, BlockConditions
 from dit.models.base import Stage
 from dit.models.imagen_network import ImagenNetwork, select_attention
 from dit.models.unet.config import UNetConfig
@@ -17,7 +17,7 @@ from dit.models.unet.layer import Downsample, Resample, ResidualBlock, Upsample
 
 
 class Step(nn.Module):
-    """A residual block, attention behind it, and a change of the size; each of them may be missing."""
+    """A residual block, attention and resampling, each optional."""
 
     def __init__(
         self,
@@ -28,24 +28,24 @@ class Step(nn.Module):
         super().__init__()
         self.block, self.attention, self.resample = block, attention, resample
 
-    def forward(self, x_NCHW: Tensor, given: Given) -> Tensor:
+    def forward(self, x_NCHW: Tensor, conditions: BlockConditions) -> Tensor:
         if self.block is not None:
-            x_NCHW = self.block(x_NCHW, given.vector_NE, given.dropout_N)
+            x_NCHW = self.block(x_NCHW, conditions.vector_NE, conditions.dropout_N)
         if self.attention is not None:
-            x_NCHW = self.attention(x_NCHW, given.context_KD, given.texts)
+            x_NCHW = self.attention(x_NCHW, conditions.context_KD, conditions.texts)
         if isinstance(self.resample, ResidualBlock):
-            return self.resample(x_NCHW, given.vector_NE, given.dropout_N)
+            return self.resample(x_NCHW, conditions.vector_NE, conditions.dropout_N)
         return x_NCHW if self.resample is None else self.resample(x_NCHW)
 
 
 class UNet(ImagenNetwork):
     """Imagen's regular UNet, the base model and the smaller super-resolution model.
 
-    first --> blocks, attention --> half size --> ... --> middle --> blocks, attention --> twice the size --> last
-                    '--------------- every output joins one step on the way up -----------'
+    first --> blocks, attention --> downsample --> ... --> middle --> blocks, attention --> upsample --> last
+                    '-------- every output is a skip connection of one step on the way up ------'
 
     Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, appendix F; Dhariwal and Nichol 2021, arXiv:2105.05233;
-    sizes and modules as of NVIDIA NeMo's Imagen.
+    sizes and modules as in NVIDIA NeMo's Imagen.
     """
 
     fsdp_units = (ResidualBlock, AttentionBlock)
@@ -53,10 +53,10 @@ class UNet(ImagenNetwork):
 
     def __init__(self, config: UNetConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
         super().__init__(config, config.condition_size, provider, stage)
-        selected, places = select_attention(config, attention), iter(range(10_000))
+        selected, numbers = select_attention(config, attention), iter(range(10_000))
 
         def block(inputs: int, outputs: int, resample: Optional[Resample] = None) -> ResidualBlock:
-            return ResidualBlock(inputs, outputs, config, provider, place=next(places), resample=resample)
+            return ResidualBlock(inputs, outputs, config, provider, number=next(numbers), resample=resample)
 
         def attend(channels: int) -> nn.Module:
             heads, groups = config.heads(channels), config.norm_num_groups
@@ -84,19 +84,19 @@ class UNet(ImagenNetwork):
             attended = level in config.attention_levels
             for i in range(config.num_res_blocks[level] + 1):
                 last = level > 0 and i == config.num_res_blocks[level]
-                made = block(x + skips.pop(), outputs), attend(outputs) if attended else None
-                self.up.append(Step(*made, resample("up", outputs) if last else None))
+                layers = block(x + skips.pop(), outputs), attend(outputs) if attended else None
+                self.up.append(Step(*layers, resample("up", outputs) if last else None))
                 x = outputs
         self.norm = GroupNorm(x, config.norm_num_groups, provider, fp32=True)
         self.last = Convolution(x, config.output_features, provider, size=config.init_kernel_size, init=ZEROS)
 
-    def predict(self, x_NCHW: Tensor, given: Given) -> Tensor:
+    def predict(self, x_NCHW: Tensor, conditions: BlockConditions) -> Tensor:
         skips = [x_NCHW]
         for step in self.down:
-            skips.append(step(skips[-1], given))
+            skips.append(step(skips[-1], conditions))
         x_NCHW = skips[-1]
         for step in self.middle:
-            x_NCHW = step(x_NCHW, given)
+            x_NCHW = step(x_NCHW, conditions)
         for step in self.up:
-            x_NCHW = step(torch.cat([x_NCHW, skips.pop()], 1), given)
+            x_NCHW = step(torch.cat([x_NCHW, skips.pop()], 1), conditions)
         return self.last(self.norm(x_NCHW, activate=True))

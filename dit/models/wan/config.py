@@ -11,13 +11,13 @@ Positions = Literal["rope_3d", "sincos_3d"]
 
 @dataclass(kw_only=True)
 class WanConfig(CrossAttentionModelConfig):
-    """Wan 2.1's text-to-video transformer: one modulation for all layers, norms over the whole width. Default: 1.3B.
+    """Wan 2.1's text-to-video transformer, with one modulation for all layers. The defaults are the 1.3B model.
 
-    Classes, frame rate and size can join the time; Wan itself has none of them.
+    Conditioning on class, frame rate and size is optional; Wan has none of them.
 
     Attributes:
         context_size: width of the text embeddings (UMT5-XXL), which are projected once for all layers.
-        qk_layernorm: RMSNorm on queries and keys, over all heads together.
+        qk_layernorm: RMSNorm on queries and keys over the full width of all heads.
         position_embedding: rotary over (t, h, w), as in Wan, or fixed sine-cosine over (t, h, w) added to the tokens.
     """
 
@@ -32,5 +32,5 @@ class WanConfig(CrossAttentionModelConfig):
     position_embedding: Positions = "rope_3d"
 
     def megatron_sizes(self) -> TransformerSizes:
-        # The norms of queries and keys are split with the heads: no gradient of theirs is summed over ranks.
+        # The query and key norms are split with the heads, so their gradients are not summed over ranks.
         return replace(super().megatron_sizes(), qk_layernorm=False)

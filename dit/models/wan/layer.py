@@ -15,10 +15,10 @@ from dit.models.wan.config import WanConfig
 
 
 class WanLayer(nn.Module):
-    """Modulated self-attention, cross-attention behind an affine norm and without a gate, modulated MLP.
+    """Modulated self-attention, cross-attention after an affine norm and without a gate, modulated MLP.
 
     Source: Wan Team 2025, arXiv:2503.20314, section 4.2.1 and figure 10, and its published code. Deviation: tables and
-    the cross-attention's output projection start at zero, so the block starts as the identity.
+    the cross-attention's output projection are zero-initialised, so the block starts as the identity.
     """
 
     def __init__(self, config: WanConfig, provider: LayerProvider, attention: Attention) -> None:

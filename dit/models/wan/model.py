@@ -22,8 +22,8 @@ class Wan(TokenStack[WanConfig]):
     """Wan 2.1's transformer: patch embedding, blocks with rotary positions, a head modulated by a table and the time.
 
     Source: Wan Team 2025, arXiv:2503.20314, section 4.2.1, and its published code; sizes of its text-to-video models.
-    Deviations: packs of any lengths; a text has its true length instead of 512 tokens of which attention reads the
-    padding, and a dropped one is a learned null token; sine-cosine positions are an option.
+    Deviations: packs of any lengths; texts have their true lengths instead of 512 tokens whose padding is attended to;
+    a learned null token replaces dropped texts; sine-cosine positions are an option.
     """
 
     fsdp_units = (WanLayer,)

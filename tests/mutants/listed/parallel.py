@@ -128,14 +128,14 @@ MUTANTS = (
     Mutant(
         "FSDP: walks over units are made again and again",
         "dit/parallel/fsdp_walks.py",
-        "if parent_module not in below:",
+        "if parent_module not in submodules:",
         "if True:",
         (GROWTH,),
     ),
     Mutant(
         "FSDP: a layer's own gradients are summed first",
         "dit/parallel/fsdp.py",
-        "    release_without_a_node()",
+        "    release_by_hook()",
         "    pass",
         (FSDP,),
     ),
@@ -149,8 +149,8 @@ MUTANTS = (
     Mutant(
         "loss scale: each rank follows its own overflows",
         "dit/parallel/loss_scale.py",
-        "found = any_rank(self._found)",
-        "found = self._found",
+        "overflowed = any_rank(self._overflowed)",
+        "overflowed = self._overflowed",
         (LOSS_SCALE,),
     ),
     Mutant(
@@ -164,7 +164,7 @@ MUTANTS = (
         "loss scale: a step whose loss is not finite changes it",
         "dit/parallel/loss_scale.py",
         "if not adapt:",
-        "if not adapt and not found:",
+        "if not adapt and not overflowed:",
         ("tests/unit/parallel/test_loss_scale.py",),
     ),
     Mutant(

@@ -79,7 +79,7 @@ def test_only_adapters_are_trained_and_those_named(build_model: BuildModel) -> N
 
 
 def test_names_that_nothing_has_are_refused(build_model: BuildModel) -> None:
-    with pytest.raises(ConfigError, match=r"to_q.* names no linear layer.*layers\.0\.attention\.linear_qkv"):
+    with pytest.raises(ConfigError, match=r"to_q.* matches no linear layer.*layers\.0\.attention\.linear_qkv"):
         build_model(tiny_model(lora=LoRAConfig(targets=["*.to_q"])))
 
 
