@@ -1,11 +1,11 @@
-"""Attention over tokens that are split over context-parallel ranks: four communication schemes.
+"""Attention over tokens that are split over context-parallel ranks, with four communication schemes.
 
-| scheme | what is sent | elements sent per rank, forward | backward |
+| scheme | communication | elements sent per rank, forward | backward |
 |---|---|---|---|
 | `p2p` | keys and values, to the next rank while a block is computed (ring) | 2 (T/c) h (c-1) | 2 x |
-| `all_gather` | the same, all at once; again in the backward pass, so that they are not saved | 2 (T/c) h (c-1) | 2 x |
-| `a2a` | queries, keys, values, outputs: tokens against heads (Ulysses) | 4 (T/c) h (c-1)/c | 1 x |
-| `a2a+p2p` | tokens against heads among a adjacent ranks, | 4 (T/c) h (a-1)/a | 1 x |
+| `all_gather` | all keys and values; again in the backward pass, so that they are not saved | 2 (T/c) h (c-1) | 2 x |
+| `a2a` | queries, keys, values, outputs: tokens exchanged for heads (Ulysses) | 4 (T/c) h (c-1)/c | 1 x |
+| `a2a+p2p` | tokens exchanged for heads among a adjacent ranks, | 4 (T/c) h (a-1)/a | 1 x |
 | | then a ring across these groups | 2 (T/c) h (c/a-1) | 2 x |
 
 T tokens in the pack, c ranks, h = heads x head size (the same for keys and queries).
@@ -47,21 +47,21 @@ Order = Optional[tuple[Tensor, Tensor]]
 
 @dataclass(frozen=True)
 class ContextAttention:
-    """Self-attention over a context-parallel group, in place of the attention path of one device.
+    """Self-attention over a context-parallel group, in place of the attention of one device.
 
     Replicated keys (text) need no communication. In joint attention over text and image (`JointLayout`) the text is
     replicated and the image is split. On every rank, text and image queries attend to the rank's copy of the text, and
-    to all image keys by the scheme. Only its own rank uses the outputs of a copy; where heads are exchanged,
-    their gradients are sent back to it. The sum of the parameter gradients over ranks is therefore exact.
+    to all image keys by the scheme. A rank uses only the text outputs of its own copy, and an exchange of heads sends
+    their gradients back to it, so the sum of the parameter gradients over ranks is exact.
 
     Attributes:
-        local: the attention path of this device, for full samples and for text.
-        kernel: its block kernel, for parts of samples.
-        comm: the scheme.
-        split: which chunks of a sample a rank has.
+        local: the attention of this device, for full samples and for text.
+        kernel: block kernel of this device, for parts of samples.
+        comm: the communication scheme.
+        split: assignment of chunks to ranks.
         group: all context-parallel ranks.
         inner, outer: for `a2a+p2p`, adjacent ranks that exchange heads, and the ring across them.
-        segment_comm: the scheme for segments finer than samples (see `segment_attention`).
+        segment_comm: the scheme for segments smaller than samples (see `segment_attention`).
     """
 
     local: Attention
@@ -88,25 +88,25 @@ class ContextAttention:
         """Attend inside segments that are split over the ranks.
 
         Args:
-            q_TNH, k_KNH, v_KNH: of the local tokens, in ascending order.
-            partition: which tokens of the segments are local to each rank.
+            q_TNH, k_KNH, v_KNH: tensors of the local tokens, in ascending order.
+            partition: local tokens of each rank.
         """
-        own = partition.blocks()[self.group.rank()]
+        queries = partition.blocks()[self.group.rank()]
         if self.comm == "p2p":
-            return _Ring.apply(_Plan(own, partition.blocks(), self.group, self.kernel), q_TNH, k_KNH, v_KNH)
+            return _Ring.apply(_Plan(queries, partition.blocks(), self.group, self.kernel), q_TNH, k_KNH, v_KNH)
         if self.comm == "all_gather":
-            return _GatheredKeys.apply(self._gathering(own, partition), q_TNH, k_KNH, v_KNH)
+            return _GatheredKeys.apply(self._gathering(queries, partition), q_TNH, k_KNH, v_KNH)
         return self._by_heads(q_TNH, k_KNH, v_KNH, partition)
 
     def _gathering(
-        self, own: SequenceLayout, partition: TokenPartition, here: Optional[SequenceLayout] = None
+        self, queries: SequenceLayout, partition: TokenPartition, replicated: Optional[SequenceLayout] = None
     ) -> "_Plan":
-        """Return how the local queries attend to the gathered keys of all ranks."""
+        """Return the plan of attention of the local queries to the gathered keys of all ranks."""
         all_keys, order = partition.blocks(partition.size)[:1], partition.order(0, partition.size)
-        return _Plan(own, all_keys, self.group, self.kernel, order, here)
+        return _Plan(queries, all_keys, self.group, self.kernel, order, replicated)
 
     def _inner(self) -> tuple[ProcessGroup, int]:
-        """Return the ranks that exchange heads, and the index of this group among all such groups."""
+        """Return the group that exchanges heads, and the index of this group among all such groups."""
         if self.comm == "a2a":
             return self.group, 0
         assert self.inner is not None
@@ -114,11 +114,11 @@ class ContextAttention:
         return self.inner, self.outer.rank()
 
     def _across(
-        self, own: SequenceLayout, partition: TokenPartition, size: int, here: Optional[SequenceLayout] = None
+        self, queries: SequenceLayout, partition: TokenPartition, size: int, replicated: Optional[SequenceLayout] = None
     ) -> "_Plan":
-        """Return how tokens of `size` ranks, after their exchange of heads, are sent around the outer ring."""
+        """Return the plan of the outer ring for the tokens of `size` ranks, after their exchange of heads."""
         assert self.outer is not None
-        return _Plan(own, partition.blocks(size), self.outer, self.kernel, here=here)
+        return _Plan(queries, partition.blocks(size), self.outer, self.kernel, replicated=replicated)
 
     def _by_heads(self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, partition: TokenPartition) -> Tensor:
         """Exchange tokens for heads, attend with all tokens of the inner group, and exchange back."""
@@ -132,12 +132,13 @@ class ContextAttention:
         return heads_for_tokens(out, inner, order)
 
     def _joint(self, q_JNH: Tensor, k_JNH: Tensor, v_JNH: Tensor, joint: JointLayout) -> Tensor:
-        """Attend with the text and the local image queries to the text and to the image keys of all ranks."""
+        """Attend from the text and the local image queries to the text and to the image keys of all ranks."""
         partition = context_partition(joint.image, self.group.size(), self.split)
         (text_k, image_k), (text_v, image_v) = joint.split(k_JNH), joint.split(v_JNH)
         tensors = (q_JNH, image_k, image_v, text_k, text_v)
         if self.comm == "p2p":
-            return _Ring.apply(_Plan(joint, partition.blocks(), self.group, self.kernel, here=joint.text), *tensors)
+            plan = _Plan(joint, partition.blocks(), self.group, self.kernel, replicated=joint.text)
+            return _Ring.apply(plan, *tensors)
         if self.comm == "all_gather":
             return _GatheredKeys.apply(self._gathering(joint, partition, joint.text), *tensors)
         return self._joint_by_heads(joint.split(q_JNH), (text_k, image_k), (text_v, image_v), joint, partition)
@@ -150,10 +151,10 @@ class ContextAttention:
         joint: JointLayout,
         partition: TokenPartition,
     ) -> Tensor:
-        """As `_by_heads`; of its copy of the text, a rank attends with its own heads only, then gathers all heads.
+        """Attend as in `_by_heads`; a rank processes only some heads of its text copy, then gathers all heads.
 
         Args:
-            q, k, v: of text and image.
+            q, k, v: tensors of text and image.
         """
         inner, index = self._inner()
         order, blocks = partition.order(index, inner.size()), partition.blocks(inner.size())
@@ -171,7 +172,7 @@ class ContextAttention:
 
 
 class _RingStep:
-    """An asynchronous send to the next rank of a ring and receive from the previous rank."""
+    """An asynchronous send to the next rank of a ring, and receive from the previous rank."""
 
     def __init__(self, x: Tensor, group: ProcessGroup) -> None:
         rank, size = group.rank(), group.size()
@@ -200,22 +201,22 @@ def merge(joined: Attended, part: Attended) -> Attended:
     Source: Liu et al. 2023, arXiv:2310.01889; see `dit.kernels.attention_blocks`.
     """
     lse_TN = torch.logaddexp(joined.lse_TN, part.lse_TN)
-    # exp(-inf - -inf) is NaN: such a query has no keys, and both weights are 0.
+    # exp(-inf - -inf) is NaN for a query without keys, whose weights are both 0.
     keep, add = ((x - lse_TN).exp().nan_to_num(0.0)[..., None] for x in (joined.lse_TN, part.lse_TN))
     return Attended(keep * joined.out_TNH + add * part.out_TNH.float(), lse_TN)
 
 
 @dataclass(frozen=True)
 class _Plan:
-    """How the local queries attend to all keys: all arguments of an exchange besides its tensors.
+    """Arguments of an exchange other than its tensors.
 
     Attributes:
         queries: layout of the local queries.
-        blocks: layouts of the keys: of each rank of a ring, or of all ranks together if they are gathered.
+        blocks: layouts of the keys of each rank of a ring; if keys are gathered, the layout of all keys.
         group: the ranks.
         kernel: the block kernel.
         order: the permutation from rank-by-rank to ascending order, and its inverse, if keys are gathered.
-        here: layout of the replicated keys; None for none.
+        replicated: layout of the replicated keys, or None.
     """
 
     queries: SequenceLayout
@@ -223,20 +224,20 @@ class _Plan:
     group: ProcessGroup
     kernel: BlockAttention
     order: Order = None
-    here: Optional[SequenceLayout] = None
+    replicated: Optional[SequenceLayout] = None
 
 
 class _Context(FunctionCtx):
-    """What the forward pass of `_Ring` and of `_GatheredKeys` saves."""
+    """Autograd context of `_Ring` and `_GatheredKeys`."""
 
     plan: _Plan
     saved_tensors: tuple[Tensor, ...]
 
 
 class _Ring(torch.autograd.Function):
-    """Ring attention: blocks of keys and values are sent from rank to rank.
+    """Ring attention, which sends blocks of keys and values from rank to rank.
 
-    `kv_here` are replicated keys and values (text): one more block, which is not sent.
+    `replicated_kv` are replicated keys and values (text), an additional block that is not sent.
     """
 
     @staticmethod
@@ -246,7 +247,7 @@ class _Ring(torch.autograd.Function):
         q_TNH: Tensor,
         k_TNH: Tensor,
         v_TNH: Tensor,
-        *kv_here: Tensor,
+        *replicated_kv: Tensor,
     ) -> Tensor:
         rank, size, kernel = plan.group.rank(), plan.group.size(), plan.kernel
         kv = torch.stack([k_TNH, v_TNH])
@@ -258,24 +259,24 @@ class _Ring(torch.autograd.Function):
             joined = merge(joined, kernel.forward(block))
             if incoming is not None:
                 kv = incoming.wait()
-        here = _block_here(plan, q_TNH, kv_here)
-        if here is not None:
-            joined = merge(joined, kernel.forward(here))
+        replicated = _replicated_block(plan, q_TNH, replicated_kv)
+        if replicated is not None:
+            joined = merge(joined, kernel.forward(replicated))
         out = joined.out_TNH.to(q_TNH.dtype)
-        ctx.save_for_backward(q_TNH, k_TNH, v_TNH, out, joined.lse_TN, *kv_here)
+        ctx.save_for_backward(q_TNH, k_TNH, v_TNH, out, joined.lse_TN, *replicated_kv)
         ctx.plan = plan
         return out
 
     @staticmethod
     def backward(ctx: _Context, *grads: Tensor) -> tuple[Optional[Tensor], ...]:
-        q_TNH, k_TNH, v_TNH, out_TNH, lse_TN, *kv_here = ctx.saved_tensors
+        q_TNH, k_TNH, v_TNH, out_TNH, lse_TN, *replicated_kv = ctx.saved_tensors
         plan, joined = ctx.plan, Attended(out_TNH, lse_TN)
         rank, size, kernel = plan.group.rank(), plan.group.size(), plan.kernel
         kv, grad_TNH = torch.stack([k_TNH, v_TNH]), grads[0].contiguous()
         dq_TNH = torch.zeros_like(q_TNH, dtype=torch.float32)
-        # The gradient of a block is sent after it from the second hop on. It reaches the owner, which adds its own
-        # part, with the last exchange: size - 1 hops, like the block itself.
-        own, returning = torch.zeros_like(kv, dtype=torch.float32), None
+        # From the second hop, the gradient of a block follows the block. After size - 1 hops, like the block itself, it
+        # reaches the owner, which adds its part.
+        dkv, returning = torch.zeros_like(kv, dtype=torch.float32), None
         for hop in range(size):
             incoming = _RingStep(kv, plan.group) if hop < size - 1 else None
             block = Block(q_TNH, kv[0], kv[1], plan.queries, plan.blocks[(rank - hop) % size])
@@ -283,7 +284,7 @@ class _Ring(torch.autograd.Function):
             dq_TNH += dq
             part = torch.stack(parts).float()
             if hop == 0:
-                own = part
+                dkv = part
             else:
                 if returning is not None:
                     part += returning.wait()
@@ -291,33 +292,35 @@ class _Ring(torch.autograd.Function):
             if incoming is not None:
                 kv = incoming.wait()
         if returning is not None:
-            own += returning.wait()
-        dk_TNH, dv_TNH = own.to(kv.dtype)
-        more, dkv_here = _backward_here(grad_TNH, _block_here(plan, q_TNH, kv_here), joined, kernel)
+            dkv += returning.wait()
+        dk_TNH, dv_TNH = dkv.to(kv.dtype)
+        more, replicated_dkv = _replicated_backward(
+            grad_TNH, _replicated_block(plan, q_TNH, replicated_kv), joined, kernel
+        )
         dq_TNH = dq_TNH if more is None else dq_TNH + more
-        return None, dq_TNH.to(q_TNH.dtype), dk_TNH, dv_TNH, *dkv_here
+        return None, dq_TNH.to(q_TNH.dtype), dk_TNH, dv_TNH, *replicated_dkv
 
 
-def _block_here(plan: _Plan, q_TNH: Tensor, kv_here: Sequence[Tensor]) -> Optional[Block]:
-    """Return the replicated block; None if there is none."""
-    if plan.here is None:
+def _replicated_block(plan: _Plan, q_TNH: Tensor, replicated_kv: Sequence[Tensor]) -> Optional[Block]:
+    """Return the replicated block, or None."""
+    if plan.replicated is None:
         return None
-    k_here, v_here = kv_here
-    return Block(q_TNH, k_here, v_here, plan.queries, plan.here)
+    k_KNH, v_KNH = replicated_kv
+    return Block(q_TNH, k_KNH, v_KNH, plan.queries, plan.replicated)
 
 
-def _backward_here(
-    grad_TNH: Tensor, here: Optional[Block], joined: Attended, kernel: BlockAttention
+def _replicated_backward(
+    grad_TNH: Tensor, replicated: Optional[Block], joined: Attended, kernel: BlockAttention
 ) -> tuple[Optional[Tensor], tuple[Tensor, ...]]:
-    """Return the parts of dq and of (dk, dv) of the replicated block; None and () if there is none."""
-    if here is None:
+    """Return the parts of dq and of (dk, dv) of the replicated block; None and () without it."""
+    if replicated is None:
         return None, ()
-    dq, dk, dv = kernel.backward(grad_TNH, here, joined)
-    return dq, (dk.to(here.k_KNH.dtype), dv.to(here.v_KNH.dtype))
+    dq, dk, dv = kernel.backward(grad_TNH, replicated, joined)
+    return dq, (dk.to(replicated.k_KNH.dtype), dv.to(replicated.v_KNH.dtype))
 
 
 class _GatheredKeys(torch.autograd.Function):
-    """Every rank attends with its queries to all keys and values, gathered in forward and in backward."""
+    """Attention of the local queries to all keys and values, which are gathered in forward and in backward."""
 
     @staticmethod
     def forward(
@@ -326,21 +329,21 @@ class _GatheredKeys(torch.autograd.Function):
         q_TNH: Tensor,
         k_TNH: Tensor,
         v_TNH: Tensor,
-        *kv_here: Tensor,
+        *replicated_kv: Tensor,
     ) -> Tensor:
         k, v = (_gather(x, plan.group, plan.order) for x in (k_TNH, v_TNH))
         joined = plan.kernel.forward(Block(q_TNH, k, v, plan.queries, plan.blocks[0]))
-        here = _block_here(plan, q_TNH, kv_here)
-        if here is not None:
-            joined = merge(Attended(joined.out_TNH.float(), joined.lse_TN), plan.kernel.forward(here))
+        replicated = _replicated_block(plan, q_TNH, replicated_kv)
+        if replicated is not None:
+            joined = merge(Attended(joined.out_TNH.float(), joined.lse_TN), plan.kernel.forward(replicated))
         out = joined.out_TNH.to(q_TNH.dtype)
-        ctx.save_for_backward(q_TNH, k_TNH, v_TNH, out, joined.lse_TN, *kv_here)
+        ctx.save_for_backward(q_TNH, k_TNH, v_TNH, out, joined.lse_TN, *replicated_kv)
         ctx.plan = plan
         return out
 
     @staticmethod
     def backward(ctx: _Context, *grads: Tensor) -> tuple[Optional[Tensor], ...]:
-        q_TNH, k_TNH, v_TNH, out_TNH, lse_TN, *kv_here = ctx.saved_tensors
+        q_TNH, k_TNH, v_TNH, out_TNH, lse_TN, *replicated_kv = ctx.saved_tensors
         plan, joined, grad_TNH = ctx.plan, Attended(out_TNH, lse_TN), grads[0].contiguous()
         k, v = (_gather(x, plan.group, plan.order) for x in (k_TNH, v_TNH))
         dq, *parts = plan.kernel.backward(grad_TNH, Block(q_TNH, k, v, plan.queries, plan.blocks[0]), joined)
@@ -349,9 +352,11 @@ class _GatheredKeys(torch.autograd.Function):
             rank_by_rank = part if plan.order is None else part[plan.order[1]]
             dkv.append(torch.empty_like(k_TNH, memory_format=torch.contiguous_format))
             dist.reduce_scatter_tensor(dkv[-1], rank_by_rank.to(k_TNH.dtype).contiguous(), group=plan.group)
-        more, dkv_here = _backward_here(grad_TNH, _block_here(plan, q_TNH, kv_here), joined, plan.kernel)
+        more, replicated_dkv = _replicated_backward(
+            grad_TNH, _replicated_block(plan, q_TNH, replicated_kv), joined, plan.kernel
+        )
         dq = dq if more is None else dq.float() + more
-        return None, dq.to(q_TNH.dtype), *dkv, *dkv_here
+        return None, dq.to(q_TNH.dtype), *dkv, *replicated_dkv
 
 
 def _gather(x_TNH: Tensor, group: ProcessGroup, order: Order) -> Tensor:
@@ -362,13 +367,13 @@ def _gather(x_TNH: Tensor, group: ProcessGroup, order: Order) -> Tensor:
 
 
 class _GroupContext(FunctionCtx):
-    """What an exchange saves: the ranks of the backward exchange."""
+    """Autograd context of an exchange, with the group of the backward exchange."""
 
     group: ProcessGroup
 
 
 class _GatherHeads(torch.autograd.Function):
-    """Gather heads: every rank has some heads of the same tokens and gets all heads."""
+    """Gather the heads of the same tokens from all ranks."""
 
     @staticmethod
     def forward(ctx: _GroupContext, x_KNH: Tensor, group: ProcessGroup) -> Tensor:
@@ -391,9 +396,9 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: _GroupContext, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        arrived = torch.empty_like(x, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(arrived, x.contiguous(), group=group)
-        return arrived
+        received = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(received, x.contiguous(), group=group)
+        return received
 
     @staticmethod
     def backward(ctx: _GroupContext, *grads: Tensor) -> tuple[Tensor, None]:
@@ -409,12 +414,12 @@ def tokens_for_heads(xs_TNH: list[Tensor], group: ProcessGroup, order: Order) ->
         rank 1: x2 x3 y2 y3  --->  y0 y1 y2 y3
 
     Args:
-        xs_TNH: tensors of the local tokens, sent together; they may differ in heads.
+        xs_TNH: tensors of the local tokens, which may differ in the number of heads; sent together.
         group: the ranks.
         order: the permutation from rank-by-rank to ascending order, and its inverse; None for the identity.
 
     Returns:
-        For each `[T, N, H]` the tokens of all ranks in ascending order, `[T * size, N / size, H]`.
+        For each tensor `[T, N, H]`, the tokens of all ranks in ascending order, `[T * size, N / size, H]`.
 
     Raises:
         ConfigError: the heads cannot be split evenly.
@@ -427,13 +432,13 @@ def tokens_for_heads(xs_TNH: list[Tensor], group: ProcessGroup, order: Order) ->
                 "parallel.context_comm=p2p or all_gather, or fewer ranks (parallel.context_a2a_size)"
             )
     shares = [x.unflatten(1, (size, -1)) for x in xs_TNH]
-    arrived = _AllToAll.apply(torch.cat([x.transpose(0, 1) for x in shares], 2), group).flatten(0, 1)
-    joined = arrived if order is None else arrived[order[0]]
+    received = _AllToAll.apply(torch.cat([x.transpose(0, 1) for x in shares], 2), group).flatten(0, 1)
+    joined = received if order is None else received[order[0]]
     return list(joined.split([x.shape[2] for x in shares], 1))
 
 
 def heads_for_tokens(x_TNH: Tensor, group: ProcessGroup, order: Order) -> Tensor:
-    """Undo `tokens_for_heads` for one tensor: `[T * size, N / size, H]` becomes `[T, N, H]`."""
+    """Invert `tokens_for_heads` for one tensor: `[T * size, N / size, H]` becomes `[T, N, H]`."""
     rank_by_rank = x_TNH if order is None else x_TNH[order[1]]
-    arrived = _AllToAll.apply(rank_by_rank.unflatten(0, (group.size(), -1)), group)
-    return arrived.transpose(0, 1).flatten(1, 2)
+    received = _AllToAll.apply(rank_by_rank.unflatten(0, (group.size(), -1)), group)
+    return received.transpose(0, 1).flatten(1, 2)

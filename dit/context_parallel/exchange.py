@@ -12,11 +12,11 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True, eq=False)
 class ExchangePlan:
-    """Which tokens are sent and where received tokens are placed. No token goes to two places.
+    """Tokens to send, and positions of the received tokens.
 
         local tokens --send_index--> send buffer --all-to-all--> receive buffer --receive_index--> new local tokens
 
-    Each token has one destination, so the inverse exchange is also the backward pass.
+    Each token has at most one destination, so the inverse exchange is also the backward pass.
 
     Attributes:
         send_index: local indices of the tokens to send, ordered by destination rank, int64; None for all, in order.
@@ -35,7 +35,7 @@ class ExchangePlan:
 
     @property
     def inverse(self) -> "ExchangePlan":
-        """The plan that sends every token back to where it came from."""
+        """The plan that sends every token back."""
         return ExchangePlan(
             self.receive_index,
             self.send_index,
@@ -76,9 +76,9 @@ def exchange(x: Tensor, plan: Optional[ExchangePlan], group: Optional[ProcessGro
     Args:
         x: `[tokens_in, ...]`.
         plan: None returns `x` itself.
-        group: the ranks of the all-to-all; unused by a plan without counts.
+        group: the ranks of the all-to-all; unused if the plan has no counts.
 
     Returns:
-        `[tokens_out, ...]`, in the dtype of `x`.
+        `[tokens_out, ...]` in the dtype of `x`.
     """
     return x if plan is None else _Exchange.apply(x, plan, group)

@@ -1,4 +1,4 @@
-"""The context-parallel partition of a pack: which tokens are local to each rank.
+"""The context-parallel partition of a pack, which assigns tokens to ranks.
 
 Every sample is split into equal chunks, padding included. With c ranks, `contiguous` assigns the r-th of c chunks to
 rank r. `load_balanced` assigns chunks r and 2c - 1 - r of 2c chunks to it (the order of Megatron-Core and Transformer
@@ -14,7 +14,7 @@ Two samples of 8 and 5 tokens, each padded to 8, on c = 4 ranks (`.` is padding)
                    local to rank 2: a4 a5 b4 .         lengths (2, 1), each padded to 2
     load_balanced, local to rank 0: a0 a7 b0 .         lengths (2, 1)
 
-Local tokens stay in ascending order. Of each sample, real tokens therefore come before padding, and the local tokens
+Local tokens stay in ascending order, so the real tokens of each sample come before its padding, and the local tokens
 are again a pack, with shorter samples (some may be empty).
 
 Shape suffixes: T tokens, S samples (or finer segments), R context-parallel ranks, B blocks of adjacent ranks.
@@ -41,7 +41,7 @@ def check_split(layout: SequenceLayout, size: int, split: ContextSplit) -> None:
     """Check that every sample and the tail pad can be split into equal chunks.
 
     Raises:
-        BatchError: one cannot.
+        BatchError: a sample or the tail pad cannot be split.
     """
     chunks, tail = chunks_per_sample(size, split), layout.total_tokens - sum(layout.padded_lengths)
     uneven = sorted({n for n in layout.padded_lengths if n % chunks})
@@ -54,13 +54,13 @@ def check_split(layout: SequenceLayout, size: int, split: ContextSplit) -> None:
 
 
 class TokenPartition:
-    """The tokens of a pack that are local to each rank, and the packs that they form.
+    """Local tokens of each rank, and their layouts as packs.
 
     Args:
         indices_RT: global indices of each rank's tokens, ascending, int64; every rank has the same number.
         counts_SR: number of real tokens of each sample (or finer segment) on each rank, int64.
-        padded_lengths: tokens of each sample including its own padding; None if all padding is behind the last sample.
-        device: of the index tensors.
+        padded_lengths: tokens of each sample including its padding; None if all padding is after the last sample.
+        device: device of the index tensors.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class TokenPartition:
         return self.indices_RT[rank].to(self._device)
 
     def blocks(self, ranks_per_block: int = 1) -> tuple[SequenceLayout, ...]:
-        """Return the layout of each block of adjacent ranks: their tokens as one pack; samples may be empty."""
+        """Return, for each block of adjacent ranks, the layout of their tokens as one pack; samples may be empty."""
         if ranks_per_block not in self._blocks:
             count, tokens = self.size // ranks_per_block, self.indices_RT.numel()
             lengths_BS = self._counts_SR.unflatten(1, (count, ranks_per_block)).sum(-1).T.tolist()
@@ -106,12 +106,12 @@ class TokenPartition:
 
 
 class ContextPartition(TokenPartition):
-    """The partition of one pack: every rank gets the same number of tokens of every sample, padding included.
+    """The partition of one pack, which gives every rank the same number of tokens of every sample, padding included.
 
     Args:
         layout: the global pack.
         size: number of context-parallel ranks.
-        split: which chunks a rank gets.
+        split: assignment of chunks to ranks.
 
     Raises:
         BatchError: the pack cannot be split into equal parts.

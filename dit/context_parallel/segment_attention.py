@@ -2,21 +2,21 @@
 
 | | before the projections | in attention |
 |---|---|---|
-| one context rank | nothing | tokens are permuted to segment order |
+| one context rank | - | tokens are permuted to segment order |
 | `hybrid` | one all-to-all dispatches complete segments to their owners, one combines the results | as on one rank |
-| `context` | nothing | segments are split; keys and values are exchanged as in full attention (see `attention`) |
+| `context` | - | segments are split; keys and values are exchanged as in full attention (see `attention`) |
 
 `hybrid`, two ranks, a clip of 2 frames (a, b) with 2 patches, temporal attention (columns a0 b0 and a1 b1):
 
     rank 0: a0 a1 --dispatch--> a0 b0 --projections, attention--> a0 b0 --combine--> a0 a1
     rank 1: b0 b1 --dispatch--> a1 b1 --projections, attention--> a1 b1 --combine--> b0 b1
 
-Elements sent per rank and forward pass, with T tokens, c ranks, width D: hybrid 2 (T/c) D (c-1)/c, the ring c times as
-many. A segment whose tokens are all local to one rank stays there: spatial attention sends nothing if the number of
-frames of every sample is a multiple of c, under the contiguous split. Under sequence parallelism each tensor-parallel
-rank exchanges its own tokens, in a context-parallel group of its own; without it each of them exchanges all tokens.
+Elements sent per rank and forward pass, with T tokens, c ranks, width D: 2 (T/c) D (c-1)/c for hybrid, c times that for
+the ring. A segment whose tokens are all local to one rank is not sent, so spatial attention sends nothing under the
+contiguous split if the number of frames of every sample is a multiple of c. Under sequence parallelism each
+tensor-parallel rank exchanges its own tokens in its own context-parallel group; without it, each exchanges all tokens.
 
-Shape suffixes: T tokens, N heads, H head size, D hidden size; V real tokens of the pack, segment by segment;
+Shape suffixes: T tokens, N heads, H head size, D hidden size; V real tokens of the pack, ordered by segment;
 K segments; R context-parallel ranks.
 """
 
@@ -38,13 +38,13 @@ from dit.layout import SequenceLayout
 
 @dataclass(frozen=True)
 class SegmentAttentionPlan:
-    """How one kind of self-attention runs: which tokens are exchanged, and what is called between the projections.
+    """Plan of one kind of self-attention: the exchange of tokens, and the attention between the projections.
 
     Attributes:
-        attend: what to call between the projections; None for the attention over samples.
-        exchange: sends tokens to the rank that attends to them, before the projections; None if they stay.
-        group: the ranks of that exchange.
-        positions_T3: (t, h, w) patch index of the tokens after the exchange; None if they stay.
+        attend: attention between the projections; None for the attention over samples.
+        exchange: exchange that sends tokens to the rank that attends to them, before the projections, or None.
+        group: the ranks of the exchange.
+        positions_T3: (t, h, w) patch index of the tokens after the exchange; None without an exchange.
     """
 
     attend: Optional[Attention] = None
@@ -67,13 +67,13 @@ def plan_segment_attention(
     """Plan one kind of attention for one pack; the plans are cached, so that all layers of a step share them.
 
     Args:
-        attention: the attention path of this process.
-        layout: the local tokens of this context-parallel rank.
+        attention: the attention of this process.
+        layout: layout of the local tokens of this context-parallel rank.
         grids: (t, h, w) of every sample of the global pack.
         tp_rank, tp_size: tensor-parallel rank and size under sequence parallelism; 0 and 1 without it.
 
     Raises:
-        BatchError: a grid has another number of patches than its sample has tokens.
+        BatchError: the number of patches of a grid differs from the number of tokens of its sample.
     """
     if kind == "full":
         return SegmentAttentionPlan()
@@ -94,8 +94,8 @@ class _LocalSegments:
     """Complete segments that one rank attends to.
 
     Attributes:
-        layout: the segments as a pack; None if the rank has none.
-        order: permutes the tokens that attention gets to segment order; None if they are in that order.
+        layout: layout of the segments as a pack; None if the rank has no segments.
+        order: permutation of the gathered tokens to segment order; None for the identity.
         exchange, positions_T3: as in `SegmentAttentionPlan`.
     """
 
@@ -111,7 +111,7 @@ class _SplitSegments:
 
     Attributes:
         orders: for each rank, the permutation of its tokens to segment order.
-        partition: which tokens of the permuted pack are local to each rank.
+        partition: local tokens of each rank in the permuted pack.
     """
 
     orders: tuple[ExchangePlan, ...]
@@ -143,7 +143,7 @@ def _attend_split(
 
 
 def _order(indices: Tensor, tokens_in: int, device: torch.device) -> Optional[ExchangePlan]:
-    """Return the plan that selects the tokens `indices` out of `tokens_in` ones, in this order; None if it is all."""
+    """Return the plan that selects `indices` of `tokens_in` tokens, in this order; None for the identity."""
     if torch.equal(indices, torch.arange(tokens_in)):
         return None
     return ExchangePlan(indices.to(device), None, tokens_in, len(indices))
@@ -161,9 +161,9 @@ def _one_rank_segments(pack: SequenceLayout, grids: Grids, kind: AttentionKind) 
 def _split_segments(
     pack: SequenceLayout, grids: Grids, kind: AttentionKind, size: int, split: ContextSplit
 ) -> _SplitSegments:
-    """Plan segments that stay split over ranks: local tokens in segment order, padding behind."""
+    """Plan segments that stay split over ranks, with local tokens in segment order and padding at the end."""
     segments, indices_RT = segments_of(pack, grids, kind), context_partition(pack, size, split).indices_RT
-    index_T = torch.full((pack.total_tokens,), -1)  # of each token in the permuted pack
+    index_T = torch.full((pack.total_tokens,), -1)  # index of each token in the permuted pack
     index_T[segments.indices_V] = torch.arange(len(segments.indices_V))
     index_T[index_T < 0] = torch.arange(len(segments.indices_V), pack.total_tokens)
     sorted_RT, order_RT = index_T[indices_RT].sort(1)
@@ -199,9 +199,9 @@ def _owned_segments(
 ) -> _LocalSegments:
     """Plan the exchange that completes segments on their owners, for one rank.
 
-    Every rank plans from the same pack and therefore finds the same owners. Tokens are sent from tensor-parallel rank i
-    of one context-parallel rank to rank i of another. The tensor-parallel ranks of an owner may receive different
-    numbers of tokens; shorter ones are padded with zeros. The projection gathers them, then `order` sorts them:
+    Every rank plans from the same pack and therefore computes the same owners. Tokens are sent from tensor-parallel
+    rank i of one context-parallel rank to rank i of another. The tensor-parallel ranks of an owner may receive
+    different numbers of tokens, which are padded with zeros. The projection gathers them, then `order` sorts them:
 
         tensor rank 0 received: s t .      tensor rank 1 received: u v w      (`.` is padding)
         gathered:               s t . u v w    --order-->    s u t v w        (segment order)
@@ -219,7 +219,7 @@ def _owned_segments(
     part_V = index_V // tokens_in
     sent = ((rank_V == rank) & (part_V == tp_rank)).nonzero()[:, 0]
     sent = sent[owner_V[sent].argsort(stable=True)]
-    # A rank without segments gets one token of zeros: some libraries do not multiply empty matrices.
+    # A rank without segments gets one token of zeros, because some libraries do not support empty matrices.
     tokens_out = max(1, int(part_V[owned].bincount(minlength=tp_size).max()))
     received_V = owned & (part_V == tp_rank)
     receive_index = rank_V[received_V].argsort(stable=True)
@@ -234,8 +234,8 @@ def _owned_segments(
     # Indices of this owner's tokens after its tensor-parallel ranks have gathered them.
     gathered = torch.empty(int(owned.sum()), dtype=torch.int64)
     for part in range(tp_size):
-        mine = part_V[owned] == part
-        gathered[mine] = part * tokens_out + torch.arange(int(mine.sum()))
+        in_part = part_V[owned] == part
+        gathered[in_part] = part * tokens_out + torch.arange(int(in_part.sum()))
     positions_T3 = torch.zeros(tp_size * tokens_out, 3, dtype=torch.int64)
     positions_T3[gathered] = segments.positions_V3[owned]
     order = _order(gathered, tp_size * tokens_out, pack.device)

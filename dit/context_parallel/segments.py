@@ -1,4 +1,4 @@
-"""Attention segments finer than samples: the frames of a clip (spatial attention), its columns in time (temporal).
+"""Attention segments smaller than samples: frames of a clip (spatial attention), or columns in time (temporal).
 
 The tokens of a sample of (t, h, w) patches are ordered with time slowest. Spatial attention has t segments of h * w
 adjacent tokens. Temporal attention has h * w segments of t tokens with a stride of h * w. A clip of t = 3 frames with
@@ -11,7 +11,7 @@ h * w = 2 patches:
 
 Both are variable-length attention over a permuted pack. Padding belongs to no segment.
 
-Shape suffixes: V real tokens of the pack, segment by segment; K segments; R context-parallel ranks.
+Shape suffixes: V real tokens of the pack, ordered by segment; K segments; R context-parallel ranks.
 """
 
 import heapq
@@ -34,10 +34,10 @@ class Segments:
     """The segments of one pack, on the host, all int64.
 
     Attributes:
-        indices_V: indices of the real tokens in the pack, segment by segment.
-        segment_V: segment of each of them.
-        positions_V3: (t, h, w) patch index of each of them.
-        lengths_K: tokens of each segment.
+        indices_V: indices of the real tokens in the pack, ordered by segment.
+        segment_V: segment of each token.
+        positions_V3: (t, h, w) patch index of each token.
+        lengths_K: number of tokens of each segment.
     """
 
     indices_V: Tensor
@@ -67,56 +67,56 @@ def segments_of(layout: SequenceLayout, grids: Grids, kind: AttentionKind) -> Se
     """Return the segments of the global pack that `layout` belongs to; cached, so that all layers share one object.
 
     Raises:
-        BatchError: a grid has another number of patches than its sample has tokens.
+        BatchError: the number of patches of a grid differs from the number of tokens of its sample.
     """
     return _segments(layout.lengths, layout.starts, grids, kind)
 
 
 def assign_owners(lengths_K: Tensor, counts_KR: Tensor) -> Tensor:
-    """Select the rank that attends to each segment: balance the tokens first, then send few of them.
+    """Select the rank that attends to each segment, which balances the tokens first and then minimises communication.
 
     A greedy assignment, longest segment first (longest processing time first, LPT). A segment goes to the rank that has
-    most of its tokens, if that rank stays within an equal part of all tokens; otherwise to the next such rank; if no
-    rank has room, to the least loaded one. Identical segments assigned to the same rank stay contiguous.
+    most of its tokens, if that rank stays within an equal part of all tokens; otherwise to the rank with the next
+    largest number; if no rank has room, to the least loaded rank. Identical segments on the same rank stay contiguous.
 
     Args:
-        lengths_K: tokens of each segment, int64.
-        counts_KR: number of them that are local to each rank, int64.
+        lengths_K: number of tokens of each segment, int64.
+        counts_KR: number of tokens of each segment that are local to each rank, int64.
 
     Returns:
-        The rank of each segment, int64 `[K]`; the same on every rank, because it depends on the pack alone.
+        The rank of each segment, int64 `[K]`; equal on every rank, because it depends only on the pack.
 
-    Source: Graham 1969, "Bounds on multiprocessing timing anomalies" (LPT); the preference for local tokens is ours.
+    Source: Graham 1969, "Bounds on multiprocessing timing anomalies" (LPT), with a preference for local tokens added.
     """
     size = counts_KR.shape[1]
     share = -(-int(lengths_K.sum()) // size)
     owner_K, load = torch.empty_like(lengths_K), [0] * size
     groups = sorted(_identical_segments(lengths_K, counts_KR), key=lambda group: (-group[0], -max(group[1])))
-    for length, local, own in groups:
+    for length, local, members in groups:
         assigned = [0] * size
-        left = len(own)
+        left = len(members)
         for count in sorted(set(local), reverse=True):
             ranks = [r for r in range(size) if local[r] == count]
             left = _assign_least_loaded(left, length, ranks, load, assigned, share)
         _assign_least_loaded(left, length, sorted(range(size), key=lambda r: -local[r]), load, assigned, None)
-        owner_K[own] = torch.repeat_interleave(torch.arange(size), torch.tensor(assigned))
+        owner_K[members] = torch.repeat_interleave(torch.arange(size), torch.tensor(assigned))
     return owner_K
 
 
 def _identical_segments(lengths_K: Tensor, counts_KR: Tensor) -> list[tuple[int, list[int], Tensor]]:
     """Group segments of equal length and equal local counts: (length, tokens on each rank, segments)."""
     group_K = torch.zeros_like(lengths_K)
-    for number_K in counts_KR.T:  # the length is their sum, so it needs no comparison
-        # Column by column: packs have tens of thousands of segments, and `unique` over matrix rows is slow.
+    for number_K in counts_KR.T:  # the length is the sum of the counts and need not be compared
+        # Column by column, because `unique` over matrix rows is slow for tens of thousands of segments.
         _, group_K = (group_K * (int(number_K.max()) + 1) + number_K).unique(return_inverse=True)
-    members = group_K.argsort(stable=True).split(group_K.bincount().tolist())
-    return [(int(lengths_K[own[0]]), counts_KR[own[0]].tolist(), own) for own in members]
+    groups = group_K.argsort(stable=True).split(group_K.bincount().tolist())
+    return [(int(lengths_K[members[0]]), counts_KR[members[0]].tolist(), members) for members in groups]
 
 
 def _assign_least_loaded(
     count: int, length: int, ranks: list[int], load: list[int], assigned: list[int], share: int | None
 ) -> int:
-    """Assign up to `count` segments to the least loaded of `ranks`, none above `share`; return how many are left."""
+    """Assign up to `count` segments to the least loaded of `ranks`, up to `share`; return the number left."""
     if share is not None and len(ranks) == 1:
         fits = min(count, max(0, share - load[ranks[0]]) // length)
         load[ranks[0]] += fits * length

@@ -1,7 +1,7 @@
 """Context parallelism around the network: select this rank's tokens of a pack, and gather a prediction.
 
 Every context-parallel rank reads the full pack. Per-token tensors are split: latents, positions, conditions per latent
-token, and all that is computed from the layout (noise, time, loss). Per-sample tensors and texts are replicated.
+token, and tensors computed from the layout (noise, time, loss). Per-sample tensors and texts are replicated.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ Network = Callable[[Tensor, Tensor, PackedBatch], Tensor]
 
 
 def shard(batch: PackedBatch, cp_rank: int, cp_size: int, split: ContextSplit) -> PackedBatch:
-    """Return the local part of a full pack: the same number of tokens of every sample, padding included.
+    """Return the local part of a full pack, with the same number of tokens of every sample, padding included.
 
     Raises:
         BatchError: a sample or the tail pad cannot be split into equal parts.
@@ -37,7 +37,7 @@ def shard(batch: PackedBatch, cp_rank: int, cp_size: int, split: ContextSplit) -
 
 
 def on_full_packs(network: Network, group: dist.ProcessGroup, split: ContextSplit) -> Network:
-    """Wrap a network of local tokens so that it takes and returns the tokens of full packs, for sampling.
+    """Wrap a network on local tokens so that its input and output are the tokens of full packs, for sampling.
 
     Solver, guidance and thresholding then run identically on every rank, as without context parallelism. The wrapped
     network computes no gradients.
