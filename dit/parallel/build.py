@@ -1,4 +1,4 @@
-"""From a model configuration to a trainable model on this rank: build, initialise weights, wrap, build optimizer."""
+"""Build a trainable model on this rank from its configuration: modules, initial weights, wrappers, optimizer."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,11 +37,11 @@ from dit.settings import OptimizerConfig, TrainingConfig
 
 @dataclass(frozen=True)
 class TracedBuild:
-    """How to build a model that is traced on fake tensors; its weights are not initialised.
+    """Options to build a model for tracing on fake tensors, without initial weights.
 
     Attributes:
-        stages: the stages to build, one per chunk; None for those of the layout.
-        device: for which the attention kernels are selected.
+        stages: the stages to build, one per chunk; None for the stages of the layout.
+        device: device for which attention kernels are selected.
     """
 
     stages: Optional[Sequence[Stage]]
@@ -54,7 +54,7 @@ def megatron_config(
     """Return Megatron-Core's config for a model, a layout and a precision.
 
     Args:
-        meta: parameters go to torch's default device instead of this rank's, for builds under `torch.device("meta")`.
+        meta: create parameters on torch's default device instead of this rank's, to build in `torch.device("meta")`.
     """
     dtype = DTYPES[precision]
     pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
@@ -69,8 +69,8 @@ def megatron_config(
         pipeline_model_parallel_size=pp,
         virtual_pipeline_model_parallel_size=vpp,
         pipeline_model_parallel_layout=layout,
-        # With batched sends the interleaved schedule would confuse activations and gradients between two ranks, where
-        # the next rank is also the previous one. Single sends also overlap with computation.
+        # With batched sends, the interleaved schedule would mix up activations and gradients on two ranks, where the
+        # next rank is also the previous rank. Single sends also overlap with computation.
         overlap_p2p_comm=vpp is not None,
         batch_p2p_comm=vpp is None,
         # The interleaved schedule of Megatron-Core 0.16 frees outputs that are still being sent (Megatron-LM #4047).
@@ -82,7 +82,7 @@ def megatron_config(
         pipeline_dtype=dtype,
         bf16=precision == "bf16",
         fp16=precision == "fp16",
-        # Losses are (sum, count), and gradients are divided once, by the global count of real tokens.
+        # Losses are (sum, count) pairs, and gradients are divided once by the global count of real tokens.
         calculate_per_token_loss=True,
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",
@@ -104,26 +104,26 @@ def build_on_meta(model: ModelConfig, stage: Optional[Stage] = None, *, uncertai
     """Build the full model, or one stage of it, on the meta device (no memory), for counting and planning.
 
     Args:
-        uncertainty: the objective learns one, see `Backbone.learn_uncertainty`.
+        uncertainty: whether to add the head of `Backbone.learn_uncertainty`.
     """
     model.validate()
+    stage = stage or Stage(range(model.megatron_sizes().num_layers))
     with torch.device("meta"):
-        backbone = build_alone(model, stage or Stage(range(model.megatron_sizes().num_layers)), uncertainty=uncertainty)
-    return backbone
+        return build_on_one_rank(model, stage, uncertainty=uncertainty)
 
 
-def build_alone(
+def build_on_one_rank(
     model: ModelConfig,
     stage: Stage,
     provider: Callable[[TransformerConfig], LayerProvider] = LayerProvider,
     *,
     uncertainty: bool = False,
 ) -> Backbone:
-    """Build a stage of the model for one rank, in fp32 and without initial weights, on torch's default device.
+    """Build a stage of the model without parallelism, in fp32 and without initial weights, on torch's default device.
 
     Args:
-        provider: makes its linears; those of `LayerProvider` without groups can be looked at, not run.
-        uncertainty: the objective learns one, see `Backbone.learn_uncertainty`.
+        provider: builds the linears; without groups, linears of `LayerProvider` can be inspected but not run.
+        uncertainty: whether to add the head of `Backbone.learn_uncertainty`.
     """
     config = megatron_config(model, ParallelConfig(), "fp32", meta=True)
     attention = choose(ATTENTION, target_of(model, "fp32", torch.device("cpu"))).load()
@@ -140,18 +140,18 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def count_parameters(model: ModelConfig, *, trained: bool = False) -> int:
-    """Count the parameters of the full model; with `trained` those that are not frozen."""
+    """Count the parameters of the full model, without frozen parameters if `trained`."""
     return sum(p.numel() for p in build_on_meta(model).parameters() if p.requires_grad or not trained)
 
 
-def attention_path(parallel: ParallelConfig, groups: ProcessGroups, target: Target, asked: str = AUTO) -> Attention:
-    """Return the attention of this process, over context-parallel ranks if there are any.
+def attention_path(parallel: ParallelConfig, groups: ProcessGroups, target: Target, requested: str = AUTO) -> Attention:
+    """Return the attention of this process, with context parallelism if the layout has it.
 
     Args:
-        target: for which the kernels are selected.
-        asked: `training.attention`.
+        target: device and dtype for the selection of kernels.
+        requested: `training.attention`.
     """
-    attention = choose(ATTENTION, target, asked).load()
+    attention = choose(ATTENTION, target, requested).load()
     if parallel.context_parallel_size == 1:
         return attention
     inner, outer = groups.collection.hcp if parallel.context_comm == "a2a+p2p" else (None, None)
@@ -168,7 +168,7 @@ def attention_path(parallel: ParallelConfig, groups: ProcessGroups, target: Targ
 
 
 def graph_attention() -> Attention:
-    """Return the attention of layers that run as one graph."""
+    """Return the attention for layers that run as one compiled graph."""
     from dit.kernels import graph_kernels  # registers its operators
 
     return graph_kernels.graph_attention
@@ -186,9 +186,9 @@ def build_model(
     """Build this rank's part of the model, one chunk per virtual pipeline stage, with counter-based initial weights.
 
     Args:
-        training: has precision, seed, recompute, attention, linears and kernels.
-        uncertainty: the objective learns one, see `Backbone.learn_uncertainty`.
-        traced: builds for tracing; None for training.
+        training: precision, seed, recompute, attention, linears and kernels.
+        uncertainty: whether to add the head of `Backbone.learn_uncertainty`.
+        traced: options for tracing; None for training.
 
     Raises:
         ConfigError: the backbone does not support the layout or the training settings.
@@ -204,14 +204,14 @@ def build_model(
     path = attention_path(parallel, groups, target, training.attention)
     if kernels.in_graph:
         path = graph_attention()
-    own = stages(
+    local_stages = stages(
         config.num_layers,
         groups.pp.size(),
         groups.pp.rank(),
         parallel.virtual_pipeline_model_parallel_size,
         parallel.pipeline_layers,
     )
-    chunks = [build_backbone(model, provider, path, stage) for stage in (traced and traced.stages) or own]
+    chunks = [build_backbone(model, provider, path, stage) for stage in (traced and traced.stages) or local_stages]
     for chunk in chunks:
         if uncertainty:
             chunk.learn_uncertainty(provider)
@@ -228,11 +228,11 @@ def build_model(
         if training.compile:
             compile_layers(module for module in chunk.modules() if isinstance(module, chunk.compiled_units))
         layers = list(chunk.units())
-        again = layers[: training.recompute_layers]
+        recomputed = layers[: training.recompute_layers]
         if kernels.in_graph:
-            compile_transformer_layers(layers, selective=len(again) if training.recompute == "selective" else 0)
-        if not kernels.in_graph or training.recompute != "selective":  # what a graph saves, the compiler must know
-            for layer in again:
+            compile_transformer_layers(layers, selective=len(recomputed) if training.recompute == "selective" else 0)
+        if not kernels.in_graph or training.recompute != "selective":  # in a graph, the compiler handles selective
+            for layer in recomputed:
                 recompute_activations(layer, training.recompute)
     return chunks
 
@@ -240,7 +240,7 @@ def build_model(
 def wrap(chunks: Sequence[Backbone], parallel: ParallelConfig, groups: ProcessGroups) -> list[Any]:
     """Wrap a model's chunks for data parallelism: DDP, distributed optimizer or FSDP, with fp32 gradient reduction.
 
-    Forward passes must call the wrappers: under FSDP the unwrapped chunks have no full weights.
+    Forward passes must call the wrappers, because under FSDP the unwrapped chunks lack the unsharded weights.
     """
     config = chunks[0].config
     config.finalize_model_grads_func = finalize_gradients
@@ -266,7 +266,7 @@ def wrap(chunks: Sequence[Backbone], parallel: ParallelConfig, groups: ProcessGr
     )
     config.no_sync_func = no_sync if interleaved else no_sync[0]
     if parallel.overlap_grad_reduce and groups.pp.size() > 1:
-        # All stages reduce at the same time, in the bubble of the later ones, so that none delays its neighbours.
+        # All stages reduce at the same time, in the bubble of the later stages, so that none delays its neighbours.
         config.grad_sync_func = grad_sync if interleaved else grad_sync[0]
     if parallel.overlap_param_gather:
         config.param_sync_func = param_sync if interleaved else param_sync[0]
@@ -280,9 +280,9 @@ def build_optimizer(
     training: TrainingConfig,
     groups: ProcessGroups,
 ) -> MegatronOptimizer:
-    """Build Megatron-Core's AdamW over the wrapped chunks of the model; in fp16 with a loss scale (`loss_scale_of`).
+    """Build Megatron-Core's AdamW for the wrapped chunks of the model; in fp16 with a loss scale (`loss_scale_of`).
 
-    Its weight decay is set here once: neither `set_rates` nor loading a checkpoint touches it.
+    Weight decay is set only here; neither `set_rates` nor loading a checkpoint changes it.
     """
     foreach.install()
     precision = training.precision
@@ -302,7 +302,7 @@ def build_optimizer(
         loss_scale_window=training.loss_scale_window,
         hysteresis=1,  # the first overflow halves the scale
         params_dtype=DTYPES[precision],
-        use_distributed_optimizer=parallel.data_parallel != "ddp",  # also for FSDP in Megatron-Core
+        use_distributed_optimizer=parallel.data_parallel != "ddp",  # Megatron-Core requires it for FSDP too
         overlap_param_gather=parallel.overlap_param_gather,
     )
     optimizer = get_megatron_optimizer(
@@ -310,7 +310,7 @@ def build_optimizer(
     )
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if parallel.data_parallel != "fsdp" and any(group["is_expert_parallel"] for group in part.param_groups):
-            # The gradient norm counts an unsharded parameter on the first tensor-parallel rank only. Tensor-parallel
+            # The gradient norm counts an unsharded parameter only on the first tensor-parallel rank. Tensor-parallel
             # ranks have copies of a dense parameter, but different experts.
             part.tp_group = groups.collection.expt_tp
         if parallel.data_parallel == "fsdp" and isinstance(part.optimizer, torch.optim.Adam):
@@ -318,15 +318,15 @@ def build_optimizer(
         if parallel.data_parallel == "distributed_optimizer":
             share_main_gradients(part)
         if parallel.data_parallel == "distributed_optimizer" and precision == "fp32":
-            # What it updates are views of the model's own parameters, which Megatron-Core copies onto themselves.
+            # The optimizer updates views of the model's parameters, which Megatron-Core would copy onto themselves.
             part._copy_main_params_to_model_params = lambda: None
     for group in optimizer.param_groups:
-        # Megatron-Core marks biases and one-dimensional parameters, but only its own scheduler applies these marks.
+        # Megatron-Core sets `wd_mult` of biases and one-dimensional parameters, but only its scheduler applies it.
         group["weight_decay"] = settings.weight_decay * group["wd_mult"]
         if "fused" in group:  # torch's AdamW (without Transformer Engine): one kernel instead of nine
             group["fused"], group["foreach"] = True, False
     if precision == "fp16":
         share_loss_scale(optimizer, wrapped)
-    # All chunks have the same; Megatron-FSDP's gradients are multiplied already.
+    # All chunks have equal factors; Megatron-FSDP's gradients are already scaled.
     optimizer.gradient_factor = getattr(wrapped[0], "factor", GradientFactor())
     return optimizer

@@ -23,22 +23,23 @@ class ParallelConfig:
         pipeline_model_parallel_size: ranks over which the layers are split.
         virtual_pipeline_model_parallel_size: model chunks per pipeline rank (interleaved schedule).
         pipeline_layers: layers of each stage in the order of the network, one number per pipeline rank (times virtual
-            chunks); None for equal stages. Stages with the embedding or the head may take fewer.
+            chunks); None for equal stages. Stages with the embedding or the head may have fewer layers.
         context_parallel_size: ranks over which the tokens of every sample are split.
-        context_comm: how attention exchanges keys and values under context parallelism: `p2p` (ring), `all_gather`,
-            `a2a` (Ulysses), or `a2a+p2p` (all-to-all among adjacent ranks, a ring across these groups).
+        context_comm: communication of keys and values under context parallelism: `p2p` (ring), `all_gather`, `a2a`
+            (Ulysses), or `a2a+p2p` (all-to-all among adjacent ranks, a ring across these groups).
         context_a2a_size: ranks of an all-to-all under `a2a+p2p`; None for the other schemes.
         context_split: each rank gets one contiguous chunk of each sample, or two chunks that balance a causal mask
-            (Transformer Engine's order). Our attention is bidirectional, so `contiguous` is balanced too.
+            (Transformer Engine's order). Attention here is bidirectional, so `contiguous` is balanced too.
         spatial_temporal_comm: attention inside frames and columns under context parallelism: `hybrid` (one all-to-all
             dispatches complete segments, one combines the results) or `context` (split segments, as `context_comm`).
         expert_model_parallel_size: ranks over which the experts of a layer are split, taken from the tensor-, context-
             and data-parallel ranks of a pipeline stage.
-        expert_tensor_parallel_size: ranks over which one expert is split; experts are not split here, so 1.
-        data_parallel: what data-parallel ranks shard: nothing, the optimizer, or everything (FSDP).
-        fsdp_sharding: what Megatron-FSDP shards: the optimizer and its fp32 weights, the gradients too, or all three.
-        overlap_grad_reduce: reduce gradients while the backward pass runs; FSDP with sharded gradients always does.
-        overlap_param_gather: gather parameters while the forward pass runs (distributed optimizer); FSDP with sharded
+        expert_tensor_parallel_size: ranks over which one expert is split; must be 1, because experts are not split.
+        data_parallel: state that data-parallel ranks shard: nothing, the optimizer, or everything (FSDP).
+        fsdp_sharding: state that Megatron-FSDP shards: the optimizer and its fp32 weights, also the gradients, or also
+            the model's weights.
+        overlap_grad_reduce: reduce gradients during the backward pass; FSDP with sharded gradients always does.
+        overlap_param_gather: gather parameters during the forward pass (distributed optimizer); FSDP with sharded
             weights always does.
     """
 
@@ -60,10 +61,10 @@ class ParallelConfig:
     overlap_param_gather: bool = False
 
     def validate(self) -> None:
-        """Check every size by itself; `check_parallel` checks them against each other, the model and the job.
+        """Check the range of every size; `check_parallel` checks the sizes against each other, the model and the job.
 
         Raises:
-            ConfigError: one is outside its range.
+            ConfigError: a size is outside its range.
         """
         sizes = (
             *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
@@ -75,14 +76,14 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Checked sizes of one job.
+    """Validated sizes of one job.
 
     Attributes:
         world_size: ranks of the job.
         data_parallel_size: replicas that read different samples.
         micro_batch_size: samples (or packs) per forward pass of one replica.
         micro_batches: micro-batches per optimizer step on one replica.
-        token_multiple: every sample is padded to a multiple of this many tokens.
+        token_multiple: every sample is padded to a multiple of this number of tokens.
     """
 
     world_size: int
@@ -103,7 +104,7 @@ def fewest_ranks(parallel: ParallelConfig) -> int:
 
 
 def fitting_micro_batch(at_most: int, share: int) -> int:
-    """Return the largest micro-batch of up to `at_most` samples that divides `share`, a replica's samples per step."""
+    """Return the largest micro-batch size up to `at_most` that divides `share`, the samples per step and replica."""
     return next(size for size in range(min(at_most, share), 0, -1) if share % size == 0)
 
 
@@ -115,8 +116,8 @@ def _check_fsdp(parallel: ParallelConfig) -> None:
         )
     if pp > 1:
         raise ConfigError(
-            f"parallel.data_parallel=fsdp cannot run with pipeline_model_parallel_size={pp}: Megatron-FSDP lays its "
-            "shards over a mesh of data and tensor parallel ranks that must be all ranks; use "
+            f"parallel.data_parallel=fsdp cannot run with pipeline_model_parallel_size={pp}: Megatron-FSDP requires "
+            "that its mesh of data and tensor parallel ranks contains all ranks; use "
             "data_parallel=distributed_optimizer, or pipeline_model_parallel_size=1"
         )
     overlaps = {
@@ -124,8 +125,8 @@ def _check_fsdp(parallel: ParallelConfig) -> None:
         "overlap_param_gather": parallel.overlap_param_gather,
     }
     legal = {"optim": (), "optim_grads": ("overlap_grad_reduce",), "optim_grads_params": tuple(overlaps)}[sharding]
-    for name, wanted in overlaps.items():
-        if wanted and name not in legal:
+    for name, enabled in overlaps.items():
+        if enabled and name not in legal:
             raise ConfigError(
                 f"parallel.{name}=True is not available with fsdp_sharding={sharding!r}; switch it off or use "
                 "fsdp_sharding='optim_grads_params', which always overlaps both"
@@ -175,7 +176,7 @@ def check_supported(model: ModelConfig, parallel: ParallelConfig, training: Trai
     Training, the dry run and sampling call this before anything is built.
 
     Raises:
-        ConfigError: it does not; the message names the backbone, the setting, and what it supports.
+        ConfigError: a setting is not supported; the message lists the supported features of the backbone.
     """
     for ability, name, size in (
         (Ability.TENSOR, "tensor_model_parallel_size", parallel.tensor_model_parallel_size),
@@ -192,9 +193,9 @@ def check_supported(model: ModelConfig, parallel: ParallelConfig, training: Trai
         model.check_supports(Ability.FSDP, "parallel.data_parallel=fsdp", cure)
     if training.compile and (not model.compiles or parallel.data_parallel == "fsdp"):
         raise ConfigError(
-            "training.compile=True compiles blocks of pictures, whose weights stay where they are; "
+            "training.compile=True compiles UNet blocks whose weights stay allocated; "
             f"model={type(model).__name__} with parallel.data_parallel={parallel.data_parallel} "
-            f"{'gathers and frees them' if model.compiles else 'has no such blocks'}; use training.compile=False"
+            f"{'gathers and frees the weights' if model.compiles else 'has no such blocks'}; use training.compile=False"
             f"{' and training.kernels=compile' if model.layers_in_graph else ''}"
         )
     if training.kernels == "compile":
@@ -205,20 +206,20 @@ def check_supported(model: ModelConfig, parallel: ParallelConfig, training: Trai
 
 
 def _check_layers_in_graph(model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig) -> None:
-    """Check that each layer can be one compiled graph."""
+    """Check that each layer can be compiled to one graph."""
     name, cp = type(model).__name__, parallel.context_parallel_size
     experts = model.megatron_sizes().num_moe_experts
     for refused, why in (
-        (not model.layers_in_graph, f"model={name} has layers that read more of a pack than a compiled graph can"),
+        (not model.layers_in_graph, f"the layers of model={name} need layouts that a compiled graph does not support"),
         (
             experts is not None,
-            f"model.num_experts={experts}: how many tokens an expert gets depends on their values, "
-            "which no graph knows",
+            f"with model.num_experts={experts} the number of tokens per expert depends on the data, which a compiled "
+            "graph does not support",
         ),
-        (cp > 1, f"parallel.context_parallel_size={cp} sends keys and values inside attention"),
+        (cp > 1, f"parallel.context_parallel_size={cp} communicates keys and values inside attention"),
         (parallel.data_parallel == "fsdp", "parallel.data_parallel=fsdp gathers and frees the weights of a layer"),
-        (training.attention not in ("auto", "sdpa"), f"training.attention={training.attention} is not the compiler's"),
-        (training.linears == "transformer_engine", "training.linears=transformer_engine are not the compiler's"),
+        (training.attention not in ("auto", "sdpa"), f"training.attention={training.attention} cannot be compiled"),
+        (training.linears == "transformer_engine", "training.linears=transformer_engine cannot be compiled"),
     ):
         if refused:
             raise ConfigError(f"training.kernels=compile is not available: {why}; use training.kernels=auto")
@@ -233,7 +234,7 @@ def check_parallel(
         world_size: ranks of the job.
 
     Raises:
-        ConfigError: the sizes do not fit; the message names the numbers and the nearest legal choice.
+        ConfigError: the sizes are inconsistent; the message includes the numbers and the nearest valid choice.
     """
     parallel.validate()
     check_supported(model, parallel, training)
@@ -319,7 +320,7 @@ def _check_expert_ranks(parallel: ParallelConfig, num_experts: Optional[int], dp
     sharded_gradients = parallel.data_parallel == "fsdp" and parallel.fsdp_sharding != "optim"
     if sharded_gradients and ep > 1 and tp * cp * dp == ep and cp * dp > 1:
         raise ConfigError(
-            f"parallel.fsdp_sharding={parallel.fsdp_sharding!r} cannot shard experts that are on one rank each, "
+            f"parallel.fsdp_sharding={parallel.fsdp_sharding!r} cannot shard experts that are each on only one rank, "
             f"as with expert_model_parallel_size={ep} on TP {tp} x CP {cp} x DP {dp} ranks: Megatron-FSDP counts their "
             "gradients twice; use a smaller expert_model_parallel_size, fsdp_sharding='optim' or "
             "data_parallel=distributed_optimizer"
@@ -338,7 +339,7 @@ def _micro_batches(parallel: ParallelConfig, training: TrainingConfig, dp: int) 
 
 
 def _uneven_batch(global_batch_size: int, dp: int, pp: int, interleaved: bool) -> str:
-    """Return why a global batch cannot be split over replicas, and which size can."""
+    """Return the message for a global batch that cannot be split over replicas, with sizes that can."""
     parts = dp * pp if interleaved else dp
     below = global_batch_size // parts * parts
     sizes = f"use {f'{below} or ' if below else ''}{below + parts}"
@@ -356,7 +357,7 @@ def _uneven_batch(global_batch_size: int, dp: int, pp: int, interleaved: bool) -
 
 
 def _token_multiple(parallel: ParallelConfig) -> int:
-    """Return the number that must divide every sample's length, so that all ranks get equally many tokens."""
+    """Return the number that must divide every sample's length, so that all ranks get the same number of tokens."""
     cp = parallel.context_parallel_size
     chunks = 2 * cp if cp > 1 and parallel.context_split == "load_balanced" else cp
     return chunks * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
@@ -383,7 +384,7 @@ def _check_context(parallel: ParallelConfig, kv_heads: int) -> None:
     elif inner is not None:
         raise ConfigError(
             f"parallel.context_a2a_size={inner} belongs to context_comm='a2a+p2p', but context_comm is {comm!r}; "
-            "leave it out"
+            "set it to None"
         )
     if comm == "a2a" and heads % cp:
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""Megatron-FSDP around a backbone: wrapping, the local range of each parameter, and writing new values.
+"""Wrapping of a backbone with Megatron-FSDP, local ranges of its parameters, and updates of their values.
 
-Megatron-FSDP replaces the parameters of the model. Between steps `named_parameters` returns DTensors with the local
+Megatron-FSDP replaces the parameters of the model. Between steps, `named_parameters` returns DTensors with the local
 shards. During a forward or backward pass it returns the unsharded ("raw") parameters, whose memory is allocated and
 freed as needed. Three parameters a, b, c of one bucket on 2 ranks:
 
@@ -27,17 +27,17 @@ from dit.backends.sharding import sharding_of, write_shard_attributes
 from dit.errors import ConfigError
 from dit.models.base import Backbone
 from dit.parallel.dims import FSDPSharding
-from dit.parallel.fsdp_release import release_without_a_node
+from dit.parallel.fsdp_release import release_by_hook
 from dit.parallel.fsdp_rows import shard_between_rows
-from dit.parallel.fsdp_walks import each_walk_once
+from dit.parallel.fsdp_walks import memoise_module_walks
 
-BUCKET_ELEMENTS = 40_000_000  # for parameters outside of FSDP units; Megatron-Core's size for data parallelism
+BUCKET_ELEMENTS = 40_000_000  # for parameters outside FSDP units; Megatron-Core's bucket size for data parallelism
 
 
 class _Nested(nn.Module):
-    """Nest the backbone one level below the module that Megatron-FSDP wraps.
+    """Nests the backbone one level below the module that Megatron-FSDP wraps.
 
-    Megatron-FSDP calls `forward` of the wrapped module directly, which skips the forward hooks of that module: its own
+    Megatron-FSDP calls `forward` of the wrapped module directly, which skips the forward hooks of that module: the
     all-gather hook, and the hook that registers the post-backward callback. One level below, the hooks run.
     """
 
@@ -52,30 +52,29 @@ class _Nested(nn.Module):
 _PREFIX = "module."
 
 
-@each_walk_once()
+@memoise_module_walks()
 def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups) -> FullyShardedDataParallel:
     """Shard a model's optimizer, gradients and weights over data-parallel ranks (fp32 gradient reduction).
 
     Args:
-        sharding: what is sharded; with one data-parallel rank, nothing is.
+        sharding: state to shard; one data-parallel rank shards nothing.
 
     Raises:
-        ConfigError: the backbone does not name the layers that are gathered and freed as one.
+        ConfigError: `sharding` includes the weights, but the backbone has no `fsdp_units`.
     """
     if sharding == "optim_grads_params" and not backbone.fsdp_units:
         raise ConfigError(
-            f"parallel.fsdp_sharding={sharding!r} needs layers to gather and free one by one, but "
-            f"{type(backbone).__name__}.fsdp_units names none; name them or use fsdp_sharding='optim_grads'"
+            f"parallel.fsdp_sharding={sharding!r} gathers and frees weights layer by layer, but "
+            f"{type(backbone).__name__}.fsdp_units is empty; set it or use fsdp_sharding='optim_grads'"
         )
     if groups.dp_cp.size() == 1:
-        # On one rank all kinds give the same numbers, but the others would count gradients twice (see
-        # `reduces_in_backward`).
+        # On one rank all choices are equivalent, but others would count gradients twice (see `reduces_in_backward`).
         sharding = "optim"
     if not isinstance(mcore_fsdp_adapter.TELinear, type):
         # Without Transformer Engine this is a mock, which the adapter passes to `isinstance` under tensor parallelism.
         mcore_fsdp_adapter.TELinear = type("TELinear", (), {})
     shard_between_rows()
-    release_without_a_node()
+    release_by_hook()
     _prepare_frozen(backbone)
     wrapped = FullyShardedDataParallel(
         backbone.config,
@@ -84,7 +83,7 @@ def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups)
             data_parallel_sharding_strategy=sharding,
             use_distributed_optimizer=True,
             grad_reduce_in_fp32=True,
-            # fp32 weights are their own masters.
+            # fp32 weights need no separate master weights.
             preserve_fp32_weights=backbone.config.params_dtype != torch.float32,
             overlap_grad_reduce=sharding != "optim",
             overlap_param_gather=sharding == "optim_grads_params",
@@ -100,11 +99,11 @@ def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups)
 
 
 def _prepare_frozen(backbone: Backbone) -> None:
-    """Make a backbone with frozen parameters ready for Megatron-FSDP 0.16.1.
+    """Prepare a backbone with frozen parameters for Megatron-FSDP 0.16.1.
 
-    It registers a hook for the gradient of every parameter, which torch refuses for frozen ones. And it frees the
-    gathered weights of a unit when the gradient of its input is there: behind a frozen embedding there would be none,
-    and the next step would compute with the adapters of the step before.
+    Megatron-FSDP registers a gradient hook on every parameter, which torch does not allow for frozen parameters. It
+    frees the gathered weights of a unit when the gradient of its input is computed; after a frozen embedding there
+    would be no such gradient, and the next step would use stale adapters.
     """
     frozen = [parameter for parameter in backbone.parameters() if not parameter.requires_grad]
     for parameter in frozen:
@@ -114,7 +113,7 @@ def _prepare_frozen(backbone: Backbone) -> None:
 
 
 def _differentiable_input(unit: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Let the first input of a unit have a gradient."""
+    """Make the first input of a unit require a gradient."""
     first, *others = args
     if torch.is_grad_enabled() and not first.requires_grad:
         first = first.detach().requires_grad_()
@@ -122,16 +121,16 @@ def _differentiable_input(unit: nn.Module, args: tuple[Any, ...]) -> tuple[Any, 
 
 
 def reduces_in_backward(wrapped: FullyShardedDataParallel) -> bool:
-    """Return whether gradients are reduced during the backward pass, rather than after it.
+    """Return whether gradients are reduced during the backward pass instead of after it.
 
-    Unsharded gradients must not be: Megatron-FSDP then adds the reduced shard to the local gradient, which counts the
-    local gradient twice, and reduces again when gradients are finished.
+    Unsharded gradients must be reduced after it. Otherwise Megatron-FSDP adds the reduced shard to the local gradient,
+    which counts the local gradient twice, and reduces again when gradients are finalised.
     """
     return wrapped.ddp_config.data_parallel_sharding_strategy != "optim"
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the local shard of a DTensor; a plain tensor is returned as it is."""
+    """Return the local shard of a DTensor; return other tensors unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad():
@@ -139,23 +138,23 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def update_locally(optimizer: Adam) -> None:
-    """Let torch's Adam update the local shards of DTensors.
+    """Make torch's Adam update the local shards of DTensors.
 
-    The update goes element by element. As one operation on DTensors it is checked in time that is quadratic in their
-    number: minutes for thousands of experts.
+    The update is elementwise. As one operation on DTensors, its dispatch takes time quadratic in their number, minutes
+    for thousands of experts.
 
     Args:
-        optimizer: over DTensors.
+        optimizer: optimizer of DTensors.
     """
-    listed = optimizer._init_group
+    init_group = optimizer._init_group
 
-    def locally(group: dict[str, Any], *lists: list[Tensor]) -> bool:
-        has_complex = listed(group, *lists)
+    def init_local_group(group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        has_complex = init_group(group, *lists)
         for tensors in lists:
             tensors[:] = map(local, tensors)
         return has_complex
 
-    optimizer._init_group = locally  # type: ignore[method-assign]
+    optimizer._init_group = init_local_group  # type: ignore[method-assign]
 
 
 @dataclass(frozen=True)
@@ -163,11 +162,11 @@ class ShardedParameter:
     """One parameter under Megatron-FSDP.
 
     Attributes:
-        name: its name in the backbone.
-        raw: the parameter that the forward pass uses; its shape and attributes are valid at all times.
+        name: name in the backbone.
+        raw: the parameter in the forward pass; its shape and attributes are always valid.
         owner: the DTensor that the optimizer updates.
-        start, stop: range of the flattened `raw` that is local to this rank.
-        group: the ranks over which it is sharded.
+        start, stop: local range of the flattened `raw`.
+        group: the ranks over which the parameter is sharded.
     """
 
     name: str
@@ -179,14 +178,14 @@ class ShardedParameter:
 
 
 def sharded_parameters(wrapped: FullyShardedDataParallel) -> Iterator[ShardedParameter]:
-    """List the parameters of a wrapped model, in Megatron-FSDP's order."""
+    """Iterate over the parameters of a wrapped model in Megatron-FSDP's order."""
     for name, owner in wrapped.param_and_grad_buffer.optimizer_named_parameters:
         span, group = owner.megatron_fsdp_slice, owner.device_mesh.get_group("dp_cp")
         yield ShardedParameter(name.removeprefix(_PREFIX), owner.orig_param, owner, span.start, span.stop, group)
 
 
 def use_updated_weights(wrapped: FullyShardedDataParallel) -> None:
-    """Copy the optimizer's present values into the weights that the next forward pass uses."""
+    """Copy the optimizer's current values to the weights of the next forward pass."""
     fsdp = wrapped.module
     gathering = fsdp.all_gather_pipeline
     # A prefetch may still read the shards that are overwritten next; its result is discarded.

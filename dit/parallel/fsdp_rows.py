@@ -1,9 +1,9 @@
-"""A patch of Megatron-FSDP: no shard may end inside a row of a matrix.
+"""A patch of Megatron-FSDP that prevents shards from ending inside a row of a matrix.
 
 Shards of a bucket end at multiples of its chunk size, and parameters are placed in the bucket so that no row crosses
-such a boundary. Parameters smaller than a chunk fill gaps. Those without a gap are placed at the end, one after the
-other (megatron-core 0.16.1). A boundary may then be inside a row, which fails with "shape '[-1, n]' is invalid". The
-patch moves them. Chunks of 4 elements; a and b are matrices of one row of 3 elements:
+such a boundary. Parameters smaller than a chunk fill gaps; those that fit no gap are appended at the end
+(megatron-core 0.16.1). A boundary may then be inside a row, which fails with "shape '[-1, n]' is invalid". The patch
+moves these parameters. Chunks of 4 elements; a and b are matrices of one row of 3 elements:
 
     before   ... | a a a b | b b      b crosses a boundary
     after    ... | a a a . | b b b

@@ -1,8 +1,8 @@
-"""A patch of Megatron-FSDP: wrapping a model takes time linear in the number of its modules.
+"""A patch of Megatron-FSDP that makes the time to wrap a model linear in the number of its modules.
 
-To find out in which unit a module lies, it walks over the units, module by module; and it walks over all parameters of
-the model for every module (megatron-core 0.16.1). For thousands of experts these walks take minutes. Modules and
-parameters stay what they are while the hooks are registered, so each walk is made once.
+To find the unit of a module, Megatron-FSDP walks over the modules of all units, and for every module it walks over all
+parameters of the model (megatron-core 0.16.1). For thousands of experts, these walks take minutes. Modules and
+parameters do not change while the hooks are registered, so the patch caches each walk.
 """
 
 from collections.abc import Iterator
@@ -13,20 +13,20 @@ from torch import nn
 
 
 @contextmanager
-def each_walk_once() -> Iterator[None]:
-    """Let Megatron-FSDP remember its walks over a model that is wrapped meanwhile."""
-    below: dict[nn.Module, set[nn.Module]] = {}
+def memoise_module_walks() -> Iterator[None]:
+    """Cache Megatron-FSDP's walks over a model that is wrapped in this context."""
+    submodules: dict[nn.Module, set[nn.Module]] = {}
     hooks = megatron_fsdp.MegatronFSDP._register_fsdp_hooks
     searches = {module: module.is_submodule for module in (megatron_fsdp, param_and_grad_buffer)}
 
     def is_submodule(module: nn.Module, parent_module: nn.Module, strict: bool = True) -> bool:
-        if parent_module not in below:
-            below[parent_module] = set(parent_module.modules())
-        return module in below[parent_module] and not (strict and module is parent_module)
+        if parent_module not in submodules:
+            submodules[parent_module] = set(parent_module.modules())
+        return module in submodules[parent_module] and not (strict and module is parent_module)
 
     def register_hooks(fsdp: nn.Module, root: nn.Module) -> None:
-        walk, listed = root.parameters, list(root.parameters())
-        root.parameters = lambda recurse=True: iter(listed) if recurse else walk(recurse)  # type: ignore[method-assign]
+        walk, cached = root.parameters, list(root.parameters())
+        root.parameters = lambda recurse=True: iter(cached) if recurse else walk(recurse)  # type: ignore[method-assign]
         try:
             hooks(fsdp, root)
         finally:

@@ -1,16 +1,16 @@
-"""The loss scale of fp16 training: Megatron-Core's scaler, one for all optimizers of a run.
+"""The loss scale of fp16 training, one scaler of Megatron-Core for all optimizers of a run.
 
-fp16 has numbers from 6e-8 to 65504. Gradients of small activations would vanish, so the loss is multiplied by a scale
-before the backward pass, and the fp32 gradients are divided by it. Where a gradient overflows, the update is skipped on
-all ranks and the scale is halved; after enough updates without an overflow it is doubled.
+fp16 represents numbers from 6e-8 to 65504. Small gradients would underflow, so the loss is multiplied by a scale before
+the backward pass, and the fp32 gradients are divided by it. If a gradient overflows, the update is skipped on all ranks
+and the scale is halved; after enough updates without an overflow it is doubled.
 
-The scale is that of the mean loss over the tokens of a micro-batch. The schedules take the sum over these tokens, so
-the sum is multiplied by
+The scale applies to the mean loss over the tokens of a micro-batch. The schedules use the sum over these tokens, so the
+sum is multiplied by
 
     scale / tokens of the first micro-batch of the run, rounded up to a power of two
 
-a constant, because micro-batches of a step must weigh the same. Gradients are divided by the number of tokens of the
-global batch in fp32.
+which is constant, because all micro-batches of a step must have the same weight. Gradients are divided by the number of
+tokens of the global batch in fp32.
 
 Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2.
 """
@@ -33,37 +33,37 @@ TRACKERS = ("growth_tracker", "hysteresis_tracker")
 
 
 class LossScale:
-    """The loss scale that all optimizers of a run share.
+    """The loss scale of all optimizers of a run.
 
-    Megatron-Core builds a scaler for each optimizer of a chain (dense and expert parameters have one each), and each
-    follows the overflows of its own gradients: the scales would drift apart. Here they all see this object, and it
-    asks one scaler, once a step, with the overflows of all optimizers and ranks.
+    Megatron-Core builds a scaler for each optimizer of a chain (dense and expert parameters), and each tracks the
+    overflows of its own gradients, so the scales would diverge. Here all optimizers use this object, which updates one
+    scaler once per step with the overflows of all optimizers and ranks.
 
     Args:
-        scaler: Megatron-Core's, dynamic or constant.
+        scaler: Megatron-Core's scaler, dynamic or constant.
 
     Attributes:
         tokens: divisor of the scale; None until `start` or `load`.
-        overflowed_steps: steps without an update so far, since a gradient overflowed.
-        shrank: whether the newest step lowered the scale.
+        overflowed_steps: number of steps without an update, because a gradient overflowed.
+        shrank: whether the latest step lowered the scale.
     """
 
     def __init__(self, scaler: MegatronGradScaler) -> None:
         self._scaler = scaler
-        self._found = False
+        self._overflowed = False
         self.tokens: Optional[int] = None
         self.overflowed_steps = 0
         self.shrank = False
 
     def start(self, tokens: int) -> None:
-        """Set the divisor of a new run; every rank calls this before the first step.
+        """Set the divisor of a new run, before the first step (collective).
 
         Args:
-            tokens: real tokens of the first micro-batch. Those of rank 0 count, which are the same in every layout.
+            tokens: real tokens of the first micro-batch. The value of rank 0 is used, which is equal in every layout.
         """
-        of_rank_0 = [tokens]
-        dist.broadcast_object_list(of_rank_0, src=0)
-        self.tokens = 1 << (of_rank_0[0] - 1).bit_length()
+        rank_0_tokens = [tokens]
+        dist.broadcast_object_list(rank_0_tokens, src=0)
+        self.tokens = 1 << (rank_0_tokens[0] - 1).bit_length()
 
     def __call__(self, loss_sum: Tensor) -> Tensor:
         """Return the scaled loss; Megatron-Core's schedules call this before the backward pass."""
@@ -76,40 +76,40 @@ class LossScale:
 
     @property
     def inv_scale(self) -> Tensor:
-        """`[1]`, float32: Megatron-Core's optimizers multiply the gradients by it."""
+        """Factor of the gradients in Megatron-Core's optimizers, `[1]`, float32."""
         return self._scaler.inv_scale * (self.tokens or 1)
 
     @property
     def value(self) -> float:
-        """The scale of the mean loss, on the host."""
+        """Scale of the mean loss, on the host."""
         return float(self._scaler.scale.item())
 
     def update(self, found_inf: bool) -> None:
-        """Note whether the gradients of one optimizer have overflowed; its `prepare_grads` calls this."""
-        self._found |= found_inf
+        """Record whether the gradients of one optimizer overflowed; called by its `prepare_grads`."""
+        self._overflowed |= found_inf
 
     def settle(self, *, adapt: bool = True) -> bool:
-        """Adapt the scale to this step's gradients; every rank calls this once a step, after `gradient_norm`.
+        """Adapt the scale to this step's gradients, once per step after `gradient_norm` (collective).
 
         Args:
-            adapt: False only forgets what was found: the gradients of a loss that is not finite say nothing of the
-                scale. The same on every rank.
+            adapt: False only resets the recorded overflows, because the gradients of a loss that is not finite do not
+                depend on the scale. Equal on every rank.
 
         Returns:
-            Whether the update must be skipped, on every rank the same: a gradient overflowed on one of them.
+            Whether a gradient overflowed on any rank, so that the update must be skipped; equal on every rank.
         """
-        found = any_rank(self._found)
+        overflowed = any_rank(self._overflowed)
         if not adapt:
-            self._found = self.shrank = False
-            return found
-        before = self.value if found else 0.0
-        self._scaler.update(found)
-        self._found, self.shrank = False, found and self.value < before
-        self.overflowed_steps += found
-        return found
+            self._overflowed = self.shrank = False
+            return overflowed
+        before = self.value if overflowed else 0.0
+        self._scaler.update(overflowed)
+        self._overflowed, self.shrank = False, overflowed and self.value < before
+        self.overflowed_steps += overflowed
+        return overflowed
 
     def exhausted(self) -> str:
-        """Say why an overflow did not lower the scale, and the cure."""
+        """Return the reason why an overflow did not lower the scale, and the cure."""
         return (
             f"with a loss scale of {self.value:g}, the smallest that the settings allow (lower training.min_loss_scale "
             "or training.loss_scale, or train with training.precision=bf16)"
@@ -123,7 +123,7 @@ class LossScale:
         return {SCALE: self.value, OVERFLOWS: self.overflowed_steps, **tokens, **trackers}
 
     def load(self, scalars: Mapping[str, float]) -> None:
-        """Restore the result of `scalars`; a state of another precision has none of it, and a constant scale stays."""
+        """Restore the result of `scalars`; ignore states of other precisions, and keep a constant scale."""
         self.overflowed_steps = int(scalars.get(OVERFLOWS, 0))
         if SCALE in scalars:
             self.tokens = int(scalars.get(TOKENS, 1))  # earlier versions scaled the sum
@@ -137,7 +137,7 @@ def _parts(optimizer: MegatronOptimizer) -> list[Any]:
 
 
 def share_loss_scale(optimizer: MegatronOptimizer, wrapped: Sequence[Any]) -> None:
-    """Let the optimizers of a chain share one loss scale, and the schedules multiply the loss by it.
+    """Make the optimizers of a chain use one loss scale, and the schedules multiply the loss by it.
 
     Args:
         wrapped: the model's chunks in their data-parallel wrappers.
@@ -152,11 +152,11 @@ def share_loss_scale(optimizer: MegatronOptimizer, wrapped: Sequence[Any]) -> No
 
 
 def _local_gradients(optimizer: MegatronOptimizer) -> list[Tensor]:
-    """Return the master weights' gradients on this rank; torch's unscaling takes no DTensors."""
+    """Return the local gradients of the master weights, because torch's unscaling does not support DTensors."""
     return [local(p.grad) for p in optimizer.get_parameters() if p.grad is not None]
 
 
 def loss_scale_of(optimizer: MegatronOptimizer) -> Optional[LossScale]:
-    """Return the loss scale of a run; None unless it trains in fp16."""
+    """Return the loss scale of a run, or None if the run does not train in fp16."""
     scale = getattr(_parts(optimizer)[0], "grad_scaler", None)
     return scale if isinstance(scale, LossScale) else None

@@ -1,8 +1,8 @@
-"""The layers of each pipeline stage: arithmetic without ranks.
+"""Assignment of layers to pipeline stages.
 
 The network is split into `pipeline ranks x virtual chunks` consecutive stages. Rank `r` of `p` has the stages `r`,
 `r + p`, `r + 2 p`, ..., one model chunk each (Megatron-Core's interleaving). The first rank has the embedding, the last
-one the head. 8 layers, 2 ranks, 2 chunks per rank:
+rank the head. 8 layers, 2 ranks, 2 chunks per rank:
 
     layers   embedding 0 1 | 2 3 | 4 5 | 6 7 head
     stage         0           1     2       3
@@ -25,32 +25,32 @@ def split_layers(
 
     Args:
         vpp_size: chunks per rank; None for one.
-        layers: layers of each stage, to be checked; None for equal stages.
+        layers: layers of each stage, which are checked; None for equal stages.
 
     Raises:
-        ConfigError: equal stages are not possible, or the list does not add up to the model.
+        ConfigError: equal stages are not possible, or `layers` does not add up to the model.
     """
     count = pp_size * (vpp_size or 1)
-    asked = f"pipeline_model_parallel_size={pp_size}" + (
+    requested = f"pipeline_model_parallel_size={pp_size}" + (
         f" x virtual_pipeline_model_parallel_size={vpp_size} = {count} stages" if vpp_size else ""
     )
     if layers is None:
         if num_layers % count:
             share, rest = divmod(num_layers, count)
-            # The last stage also has the head and the first one the embedding: the middle stages get the remainder.
+            # The first stage also has the embedding and the last stage the head, so middle stages get the remainder.
             order = sorted(range(count), key=lambda i: (i == count - 1, i == 0, i))
             uneven = [share + (i in order[:rest]) for i in range(count)]
             cure = f"use parallel.pipeline_layers={uneven}, or " if share else ""
             fits = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
             raise ConfigError(
-                f"num_layers={num_layers} cannot be split evenly over parallel.{asked}; {cure}"
+                f"num_layers={num_layers} cannot be split evenly over parallel.{requested}; {cure}"
                 f"change the number of stages (to one of {fits})"
             )
         return [num_layers // count] * count
     if len(layers) != count:
         raise ConfigError(
-            f"parallel.pipeline_layers={list(layers)} names {len(layers)} stages but parallel.{asked} has {count}; "
-            "give one number per stage, in the order of the network"
+            f"parallel.pipeline_layers={list(layers)} has {len(layers)} stages but parallel.{requested} has {count}; "
+            "use one number per stage, in the order of the network"
         )
     if min(layers) < 1 or sum(layers) != num_layers:
         raise ConfigError(
@@ -82,7 +82,7 @@ def stages(
 
 
 def layers_in_flight(split: Sequence[float], pp_size: int, pp_rank: int, micro_batches: int) -> float:
-    """Count the layers whose activations rank `pp_rank` saves at most, once per micro-batch.
+    """Return the largest number of layers whose activations rank `pp_rank` saves at once, per micro-batch.
 
     1F1B runs `pp_size - pp_rank` forward passes before the first backward pass. The interleaved schedule runs
     `2 (pp_size - pp_rank - 1) + (chunks - 1) pp_size + 1`. 1F1B on 2 ranks (F forward, B backward, by micro-batch):
@@ -92,17 +92,17 @@ def layers_in_flight(split: Sequence[float], pp_size: int, pp_rank: int, micro_b
 
     Args:
         split: layers of every stage, from `split_layers`; or the bytes that each stage saves per micro-batch.
-        micro_batches: of one step.
+        micro_batches: micro-batches per step.
 
     Returns:
         The sum of `split` over the forward passes in flight.
 
     Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2; the schedules of Megatron-Core.
     """
-    mine = list(split[pp_rank::pp_size])
-    if len(mine) == 1:
-        return min(pp_size - pp_rank, micro_batches) * mine[0]
-    passes = 2 * (pp_size - pp_rank - 1) + (len(mine) - 1) * pp_size + 1
+    local = list(split[pp_rank::pp_size])
+    if len(local) == 1:
+        return min(pp_size - pp_rank, micro_batches) * local[0]
+    passes = 2 * (pp_size - pp_rank - 1) + (len(local) - 1) * pp_size + 1
     # Each chunk runs `pp_size` micro-batches before the next chunk.
-    turns = [layers for _ in range(micro_batches // pp_size) for layers in mine for _ in range(pp_size)]
+    turns = [layers for _ in range(micro_batches // pp_size) for layers in local for _ in range(pp_size)]
     return sum(turns[:passes])

@@ -1,7 +1,7 @@
-"""Run micro-batches through all pipeline stages: training steps on Megatron-Core's schedules, and plain predictions.
+"""Forward and backward passes through all pipeline stages, by Megatron-Core's schedules, and inference.
 
-Every stage reads the same micro-batches: it needs the conditions and the layout, and counter-based noise is the same on
-all stages. Only activations are sent, with their shapes, so packs may differ in length.
+Every stage reads the same micro-batches, because it needs the conditions and the layout; counter-based noise is the
+same on all stages. Only activations are sent, with their shapes, so packs may differ in length.
 """
 
 import itertools
@@ -30,7 +30,7 @@ def forward_backward(
     """Run one optimizer step's micro-batches forward and backward, and finish the gradients.
 
     Args:
-        forward_step: as Megatron-Core's schedules call it.
+        forward_step: forward step function for Megatron-Core's schedules.
         batches: this replica's micro-batches, the same on every stage.
         wrapped: this rank's model chunks in their data-parallel wrappers.
 
@@ -53,15 +53,15 @@ def forward_backward(
 
 
 class FullNetwork:
-    """The full model as one function on every pipeline layout, for sampling and held-out losses.
+    """The full model as one function under every pipeline layout, for sampling and validation losses.
 
-    All ranks of a pipeline must call it with the same inputs. All get the same prediction, to the bit, so that solvers
-    take the same steps on every rank. One micro-batch is in flight at a time.
+    All ranks of a pipeline must call it with the same inputs. They get bitwise equal predictions, so that solvers take
+    the same steps on every rank. One micro-batch is in flight at a time.
 
     Args:
-        networks: this rank's model chunks, in their data-parallel wrappers if they have any: under FSDP an unwrapped
-            chunk has no full weights.
-        groups: has the pipeline group.
+        networks: this rank's model chunks, in their data-parallel wrappers, if any; under FSDP an unwrapped chunk does
+            not have the unsharded weights.
+        groups: process groups with the pipeline group.
     """
 
     def __init__(self, networks: Sequence[nn.Module], groups: ProcessGroups) -> None:
@@ -71,18 +71,18 @@ class FullNetwork:
 
     @torch.no_grad()
     def __call__(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
-        """Predict as `Backbone.forward` does on one rank; float32 if there are several stages."""
+        """Return the result of `Backbone.forward` on one rank; float32 if there are several stages."""
         if self.group.size() == 1:
             return self.networks[0](inputs_TC, time_S, batch)
         out: Optional[Tensor] = None
         for network, chunk in zip(self.networks, self.chunks, strict=True):
-            # This shape is a placeholder: the sender sends the real one.
+            # The shape is a placeholder; the sender sends the actual shape.
             chunk.set_input_tensor(self._neighbours.recv_forward((1, 1, 1), chunk.stage.first))
             out = network(inputs_TC, time_S, batch)
             chunk.set_input_tensor(None)
             self._neighbours.send_forward(out, chunk.stage.last)
-        predicted = None if out is None or not self.chunks[-1].stage.last else out.float()
-        return self._broadcast(predicted, inputs_TC.device)
+        prediction = None if out is None or not self.chunks[-1].stage.last else out.float()
+        return self._broadcast(prediction, inputs_TC.device)
 
     def _broadcast(self, prediction: Optional[Tensor], device: torch.device) -> Tensor:
         """Broadcast the last stage's prediction to all stages."""

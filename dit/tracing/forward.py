@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_iter, tree_map
 
 from dit.models.base import ModelConfig, Stage
 from dit.models.expert_options import ExpertOptions
-from dit.parallel.build import build_alone
+from dit.parallel.build import build_on_one_rank
 from dit.patchify import Grid
 from dit.tracing.counter import flop_formulas
 from dit.tracing.packs import PackShape, batch_of
@@ -204,10 +204,10 @@ class _Shortened:
         runs = (range(i, i + length) for length in lengths for i in range(len(every) - length + 1))
         part = next((run for run in runs if set(every[run.start : run.stop]) == set(every)), range(len(every)))
         with torch.device("meta"):
-            self._network = build_alone(model, Stage(part), LocalProvider)
+            self._network = build_on_one_rank(model, Stage(part), LocalProvider)
             if len(list(self._network.units())) != len(part):
                 part = range(len(every))
-                self._network = build_alone(model, Stage(part), LocalProvider)
+                self._network = build_on_one_rank(model, Stage(part), LocalProvider)
         layers = list(self._network.units())
         # How often the model has a layer like this one; the first of a kind stands for all.
         kinds = every[part.start : part.stop] if len(layers) == len(part) else list(range(len(layers)))
