@@ -40,27 +40,27 @@ def test_what_cannot_be_compiled_is_refused(model: ModelConfig, data_parallel: A
 @pytest.mark.parametrize(
     ("model", "parallel", "training", "says"),
     [
-        (CONFIG, {}, {}, "model=UNetConfig has layers that read more of a pack than a compiled graph can"),
-        (FluxConfig(), {}, {}, "model=FluxConfig has layers that read more of a pack"),
+        (CONFIG, {}, {}, "the layers of model=UNetConfig need layouts that a compiled graph does not support"),
+        (FluxConfig(), {}, {}, "the layers of model=FluxConfig need layouts"),
         (
             DiTConfig(num_experts=4),
             {},
             {},
-            "model.num_experts=4: how many tokens an expert gets",
+            "with model.num_experts=4 the number of tokens per expert",
         ),
         (
             DiTConfig(),
             {"context_parallel_size": 2},
             {},
-            "parallel.context_parallel_size=2 sends keys",
+            "parallel.context_parallel_size=2 communicates keys",
         ),
         (DiTConfig(), {"data_parallel": "fsdp"}, {}, "parallel.data_parallel=fsdp gathers and frees the weights"),
-        (DiTConfig(), {}, {"attention": "varlen"}, "training.attention=varlen is not the compiler's"),
+        (DiTConfig(), {}, {"attention": "varlen"}, "training.attention=varlen cannot be compiled"),
         (
             DiTConfig(),
             {},
             {"linears": "transformer_engine"},
-            "training.linears=transformer_engine are not the compiler's",
+            "training.linears=transformer_engine cannot be compiled",
         ),
     ],
 )

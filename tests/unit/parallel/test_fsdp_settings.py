@@ -78,7 +78,7 @@ def test_a_backbone_without_units_says_so(one_rank_world: ProcessGroups):
             raise NotImplementedError
 
     with pytest.raises(
-        ConfigError, match=r"Plain\.fsdp_units names none; name them or use fsdp_sharding='optim_grads'"
+        ConfigError, match=r"Plain\.fsdp_units is empty; set it or use fsdp_sharding='optim_grads'"
     ):
         wrap([Plain()], ParallelConfig(data_parallel="fsdp"), one_rank_world)
     wrap([Plain()], ParallelConfig(data_parallel="fsdp", fsdp_sharding="optim_grads"), one_rank_world)

@@ -35,7 +35,7 @@ def test_the_stages_in_a_row_are_the_network(num_layers, pp, vpp, layers):
         ((7, 4), r"num_layers=7.*size=4; use parallel.pipeline_layers=\[2, 2, 2, 1\]"),
         ((6, 2, 2), r"num_layers=6.*2 x .*=2 = 4 stages; use parallel.pipeline_layers=\[1, 2, 2, 1\]"),
         ((3, 4), r"num_layers=3.*size=4; change the number of stages \(to one of \[1, 3\]\)"),
-        ((8, 2, None, [3, 3, 2]), "names 3 stages but .* has 2"),
+        ((8, 2, None, [3, 3, 2]), "has 3 stages but .* has 2"),
         ((8, 2, None, [3, 4]), "adds up to 7 .* num_layers=8"),
         ((8, 2, None, [8, 0]), "smallest stage 0"),
     ],
