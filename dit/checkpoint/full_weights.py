@@ -24,7 +24,7 @@ from dit.settings import CheckpointConfig, SamplingConfig, TrainingConfig
 
 
 def read_full_weights(folder: Path, slot: str) -> dict[str, Tensor]:
-    """Read every parameter of a verified checkpoint in full, float32, on this one process; without an uncertainty.
+    """Read every parameter of a verified checkpoint, unsharded, in float32; parameters of an uncertainty are skipped.
 
     Args:
         slot: `ema` or `weight`.
@@ -50,7 +50,7 @@ def write_imported(
         weights: every parameter of `trained.model`, by global name.
         trained: the model, its objective, and the metadata for sampling.
         sampling: defaults of the sample command.
-        source: where they came from, for the record.
+        source: origin of the weights, recorded in the manifest.
 
     Returns:
         The checkpoint's folder.
