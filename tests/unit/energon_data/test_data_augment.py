@@ -224,6 +224,6 @@ def test_settings_without_what_they_modify_are_refused(settings, needed):
 
 def test_one_caption_of_each_sample_is_reported_if_captions_are_not_to_vary(mixed_folder: Path) -> None:
     """What the data hold is no reason to refuse a recipe."""
-    line = f"data.vary_captions=False has no effect: no sample of {mixed_folder} that was read has several captions"
+    line = f"data.vary_captions=False has no effect: none of the samples read from {mixed_folder} has several captions"
     data = EnergonData(path=str(mixed_folder))
     assert (data.remarks(spec()), replace(data, vary_captions=False).remarks(spec())) == ([], [line])

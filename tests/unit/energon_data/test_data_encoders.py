@@ -112,7 +112,7 @@ def test_the_identity_stores_and_sends_pixels_as_they_are(folder):
         ({}, {"pooled_size": 8}, r"makes a pooled text of 12 features, the model takes \[8\]"),
         ({"online_vae": "/"}, {}, "no autoencoder at"),
         ({"online_text_encoder": "nowhere"}, {}, "is unknown"),
-        ({"online_text_encoder": "text_2=identity"}, {}, "makes nothing that the model takes"),
+        ({"online_text_encoder": "text_2=identity"}, {}, "makes no condition of the model"),
         ({"online_precision": "fp16"}, {}, "online_precision='fp16'"),
     ],
 )

@@ -201,5 +201,5 @@ def test_samples_of_one_shape_are_promised() -> None:
     assert Numbers().mixes_shapes(SPEC)
     data = Numbers(same_shape=True)
     assert not data.mixes_shapes(SPEC)
-    with pytest.raises(DataError, match=r"the latent is .* and others are .*; resize it"):
+    with pytest.raises(DataError, match=r"the latent is .* but others are .*; resize it"):
         list(islice(stream(data), 9))
