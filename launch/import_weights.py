@@ -31,11 +31,13 @@ EXAMPLES = """\
 examples
   python -m launch.import_weights --from DiT-XL-2-256x256.pt --format dit --out runs/dit_xl2
   python -m launch.sample --checkpoint runs/dit_xl2 --label 207
+  python -m launch.import_weights --from stable-diffusion-xl-base-1.0 --format diffusers --out runs/sdxl
   python -m launch.import_weights --from PixArt-XL-2/transformer --format diffusers --drop-variance --out runs/pixart
   torchrun ... -m launch.train ... checkpoint.start_from=runs/pixart        (docs/fine-tuning.md)
 
 Objective, class names, latent size and sampling defaults are read from files of launch.export; otherwise
-defaults are assumed and printed.
+defaults are assumed and printed. A pipeline of Stable Diffusion v1, v2 or XL (a folder with model_index.json) also
+states its text encoders, its autoencoder and its noise schedule.
 
 Nothing in the files is executed; pickles with anything but tensors are refused.
 """
@@ -62,8 +64,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--text-encoder",
+        action="append",
         metavar="[ENTRY=]NAME",
-        help="encoder of prompts, as energon_data.prepare takes it, if the files do not state it",
+        help="encoder of prompts, as energon_data.prepare takes it, if the files do not state it; again for others",
     )
     parser.add_argument(
         "--objective",
@@ -106,15 +109,16 @@ def run(args: argparse.Namespace) -> list[str]:
         found = replace(found, trained=mean)
     trained, notes = settle(found, objective)
     if args.text_encoder is not None:
-        trained = replace(trained, text_encoder=check_text_encoder(args.text_encoder).recorded)
+        trained = replace(trained, text_encoder=check_text_encoder(",".join(args.text_encoder)).recorded)
     elif trained.text_encoder is None and any(c.null == "empty text" for c in trained.model.conditions()):
         notes.append("guidance leads away from the embedding of the empty text: give --text-encoder, or sample without")
     sampling = build(SamplingConfig, trained.sampling, "the record's sampling")
     with RunLock(args.out, setting="--out") as lock:
         lock.check()
-        write_imported(Path(args.out), weights, trained, sampling, f"{args.format}: {source.resolve()}")
+        origin = f"{args.format}: {source.resolve()}"
+        write_imported(Path(args.out), weights, trained, sampling, origin, found.autoencoder)
     zeros = [f"{name} is imported as zeros: {why}" for name, why in found.rules.only_ours.items()]
-    return [*trained.notes, *zeros, *notes]
+    return [*trained.notes, *zeros, *found.notes, *notes]
 
 
 @dataclass(frozen=True)
@@ -126,12 +130,18 @@ class Found:
         rules: between the weights.
         tensors: theirs, by name.
         recorded: the files have the record of `launch.export`, so nothing is assumed.
+        stated: a pipeline around the network states its objective.
+        autoencoder: folder of the pipeline's autoencoder; None without.
+        notes: what the pipeline does otherwise, a sentence each.
     """
 
     trained: "TrainedModel"
     rules: "RuleBook"
     tensors: dict[str, "Tensor"]
     recorded: bool
+    stated: bool = False
+    autoencoder: Optional[str] = None
+    notes: Sequence[str] = ()
 
 
 def settle(found: Found, objective: Optional["Objective"]) -> tuple["TrainedModel", list[str]]:
@@ -143,11 +153,12 @@ def settle(found: Found, objective: Optional["Objective"]) -> tuple["TrainedMode
     """
     trained = found.trained
     whose = "recorded at export" if found.recorded else "that of the published weights of this class"
+    whose = "stated by its pipeline" if found.stated else whose
     notes = []
     if objective is None:
-        verb = "read" if found.recorded else "assumed"
+        verb = "read" if found.recorded or found.stated else "assumed"
         notes.append(f"{verb} objective: {trained.objective} ({whose})")
-        if not found.recorded:
+        if verb == "assumed":
             notes[-1] += "; give --objective if these were trained by another"
     elif objective != trained.objective:
         notes.append(f"--objective: {objective} is used, not {trained.objective} ({whose})")
@@ -204,16 +215,18 @@ def read_original(source: Path, args: argparse.Namespace) -> Found:
 
 
 def read_diffusers_folder(source: Path) -> Found:
-    """Read a folder in the diffusers layout.
+    """Read a folder in the diffusers layout: of a network, or of a pipeline of Stable Diffusion.
 
     Raises:
         ConfigError: also where the record of the export and the settings beside it describe different models.
     """
     from dit.convert.diffusers_format import format_of_settings
+    from dit.convert.diffusers_pipeline import complete, network_folder
     from dit.convert.run_record import CONFIG_KEY, from_record
     from dit.convert.state_files import read_diffusers
     from dit.parallel.build import parameter_shapes
 
+    source = network_folder(source)
     settings, theirs = read_diffusers(source)
     form = format_of_settings(settings)
     trained = form.read_settings(settings)
@@ -229,9 +242,21 @@ def read_diffusers_folder(source: Path) -> Found:
                 "--objective"
             )
         trained = recorded
+    of_pipeline = complete(trained, source)
+    if CONFIG_KEY not in settings:
+        trained = of_pipeline.trained
     trained.model.validate()
     rules = form.rules(trained.model, parameter_shapes(trained.model), trained.latent_size)
-    return Found(trained, rules, theirs, CONFIG_KEY in settings)
+    recorded_at_export = CONFIG_KEY in settings
+    return Found(
+        trained,
+        rules,
+        theirs,
+        recorded_at_export,
+        stated=of_pipeline.has_schedule and not recorded_at_export,
+        autoencoder=of_pipeline.autoencoder,
+        notes=of_pipeline.notes,
+    )
 
 
 @one_line_errors
