@@ -67,6 +67,37 @@ def prepare_twice(root: Path) -> Path:
     return root
 
 
+SDXL_PICTURES = {
+    "wide": ((64, 32), 1, [32, 64, 0, 8, 16, 16]),
+    "turned": ((64, 32), 6, [64, 32, 8, 0, 16, 16]),
+    "square": ((48, 48), 1, [48, 48, 0, 0, 16, 16]),
+    "odd": ((17, 16), 1, [16, 17, 0, 0, 16, 16]),
+}
+"""Width and height as stored, EXIF orientation, and the six lengths after `--size 16 --aspect square`, by name."""
+SDXL_OPTIONS = "layer=penultimate:padded"
+
+
+def prepare_sdxl(root: Path) -> Path:
+    """Make encoders as those of Stable Diffusion XL, and of `SDXL_PICTURES` the data `joined`, `first` and `pixels`."""
+    save_vae(root / "vae"), save_clip(root / "clip"), save_clip(root / "projected", projected=True)
+    (root / "in").mkdir()
+    rng = np.random.default_rng(1)
+    for i, (name, ((width, height), orientation, _)) in enumerate(SDXL_PICTURES.items()):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8)).save(root / f"in/{name}.png", exif=exif)
+        (root / f"in/{name}.txt").write_text(" ".join(WORDS[: 1 + i]))
+    common = ["images", "--in", str(root / "in"), "--size", "16", "--aspect", "square", "--multiple-of", "8"]
+    common += ["--validation", "0", "--processes", "1"]
+    first = ["--text-encoder", f"text={root}/clip:{SDXL_OPTIONS}"]
+    second = ["--text-encoder", f"text+pooled={root}/projected:{SDXL_OPTIONS}:joined"]
+    latents = ["--vae", str(root / "vae")]
+    assert prepare([*common, "--out", str(root / "pixels")]) == 0
+    assert prepare([*common, "--out", str(root / "first"), *latents, *first]) == 0
+    assert prepare([*common, "--out", str(root / "joined"), *latents, *first, *second]) == 0
+    return root
+
+
 def save_vae(folder: Path) -> Path:
     """Save an image autoencoder of 4 channels that compresses 4 x 4 pixels."""
     torch.manual_seed(3)

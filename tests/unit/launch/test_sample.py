@@ -121,6 +121,8 @@ def test_settings_reach_the_generator(generator, tmp_path):
             "--thresholding",
             "static",
             *("--tile", "24", "--tile-overlap", "8"),
+            *("--guidance-rescale", "0.7", "--guidance-interval", "0.2", "5"),
+            *("--s-churn", "4", "--s-tmin", "0.1", "--s-tmax", "50", "--s-noise", "1.003"),
         )
         == 0
     )
@@ -135,6 +137,12 @@ def test_settings_reach_the_generator(generator, tmp_path):
         "variance": "large",
         "guidance_scale": 0.0,
         "guidance_channels": 3,
+        "guidance_rescale": 0.7,
+        "guidance_interval": [0.2, 5.0],
+        "s_churn": 4.0,
+        "s_tmin": 0.1,
+        "s_tmax": 50.0,
+        "s_noise": 1.003,
         "thresholding": "static",
         "seed": 0,
         "tile": 24,
