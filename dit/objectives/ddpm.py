@@ -25,7 +25,7 @@ from dit.objectives.base import (
 )
 from dit.objectives.noise_levels import ScheduleName, TableSchedule, make_schedule
 from dit.objectives.variational_bound import VariationalBound
-from dit.ranges import INSIDE_0_1, NOT_NEGATIVE, POSITIVE, check_choice, check_ranges, whole
+from dit.ranges import INSIDE_0_1, NOT_NEGATIVE, POSITIVE, SHARE, check_choice, check_ranges, whole
 
 Prediction = Literal["noise", "x0", "v"]
 NetworkTime = Literal["time", "log_snr"]
@@ -105,7 +105,7 @@ class DDPM(Objective):
         check_choice("loss_kind", self.loss_kind, LossKind)
         check_choice("network_time", self.network_time, NetworkTime)
         ranges = {"discrete_steps": whole(1, 1_000_000), "min_snr_gamma": POSITIVE, "vlb_weight": NOT_NEGATIVE}
-        ranges["noise_offset"] = NOT_NEGATIVE
+        ranges["noise_offset"] = SHARE
         check_ranges("objective", self, {**ranges, **dict.fromkeys(("beta_start", "beta_end"), INSIDE_0_1)})
         if self.zero_terminal_snr and (self.discrete_steps is None or self.prediction == "noise"):
             raise ConfigError(

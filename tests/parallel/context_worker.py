@@ -21,6 +21,7 @@ from dit.kernels.choice import Target
 from dit.layout import SequenceLayout
 from dit.models.base import Backbone
 from dit.objectives.ddpm import DDPM
+from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import attention_path, build_model
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
@@ -122,7 +123,20 @@ def sample_and_validate(case: dict) -> dict:
         packs = (micro_batch(i, packed=True, multiple_of=max(4, multiple_of)) for i in range(3))
         share = partial(shard, cp_rank=groups.cp.rank(), cp_size=groups.cp.size(), split=split)
         losses = held_out_loss(backbone, packs, FlowMatching(), model, torch.device("cpu"), groups, share)
-        found[split] = {"latents": latents, "losses": losses}
+        methods = SamplingConfig(
+            solver="heun", num_steps=3, seed=7, s_churn=2.0, guidance_rescale=0.5, guidance_interval=[0.1, 3.0]
+        )
+        churned = generate(network, EDM(sigma_max=5.0), pack, spec, methods)
+        offset = held_out_loss(
+            backbone,
+            (micro_batch(i, packed=True, multiple_of=max(4, multiple_of)) for i in range(3)),
+            DDPM(noise_offset=0.5),
+            model,
+            torch.device("cpu"),
+            groups,
+            share,
+        )
+        found[split] = {"latents": latents, "losses": losses, "churned": churned, "offset": offset}
     process_groups.release()
     return found
 

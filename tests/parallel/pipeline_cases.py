@@ -86,12 +86,14 @@ def predict(case: dict) -> dict:
         losses = held_out_loss(network, batches, FlowMatching(), tiny_model(), torch.device("cpu"), groups)
         options = {"solver": "heun", "num_steps": 2, "guidance_scale": 2.0, "seed": 3}
         samples = generate(network, FlowMatching(), pack, spec, SamplingConfig(**options))
+        churned = generate(network, EDM(), pack, spec, SamplingConfig(**options, s_churn=1.5, guidance_rescale=0.5))
     after = [p for chunk in it.chunks for p in chunk.parameters()]
     _, differ = of_all_stages([("samples", samples), ("loss", torch.tensor(losses["loss"]))], groups)
     process_groups.release()
     return {
         "losses": losses,
         "samples": samples,
+        "churned": churned,
         "differ_between_stages": differ,
         "weights_back": all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),
     }
