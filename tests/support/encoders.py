@@ -38,7 +38,7 @@ def save_t5(folder: Path, tokenizer: Optional[Path] = None) -> Path:
 
 def save_clip(folder: Path, tokenizer: Optional[Path] = None, *, projected: bool = False) -> Path:
     """Save a CLIP text model of three layers with its tokenizer; with `projected` as SDXL's second encoder."""
-    torch.manual_seed(2)
+    torch.manual_seed(4 if projected else 2)
     sizes = {"hidden_size": CLIP_WIDTH, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3}
     marks = {"vocab_size": 80, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
     config = CLIPTextConfig(max_position_embeddings=CLIP_TOKENS, projection_dim=PROJECTION, **sizes, **marks)
