@@ -64,8 +64,8 @@ def complete(trained: TrainedModel, folder: Path) -> Completed:
     Raises:
         ConfigError: a file of the pipeline is damaged, or its noise schedule has no counterpart.
     """
-    root = folder.resolve().parent
-    if not isinstance(trained.model, LDMUNetConfig) or folder.resolve().name != PART or not (root / INDEX).exists():
+    root, model = folder.resolve().parent, trained.model
+    if not isinstance(model, LDMUNetConfig) or folder.resolve().name != PART or not (root / INDEX).exists():
         return Completed(trained)
     index = read_json(root / INDEX)
     lines = TEXT_ENCODERS.get(str(index.get("_class_name")), {})
@@ -74,8 +74,8 @@ def complete(trained: TrainedModel, folder: Path) -> Completed:
     if all((root / name / CONFIG).exists() for name in lines):
         line = ",".join(form.format(root / name) for name, form in lines.items())
         trained = replace(trained, text_encoder=line)
-    if trained.model.pooled_size is not None and not index.get("force_zeros_for_empty_prompt", True):
-        trained = replace(trained, model=replace(trained.model, null_text="empty"))
+    if model.pooled_size is not None and not index.get("force_zeros_for_empty_prompt", True):
+        trained = replace(trained, model=replace(model, null_text="empty"))
     path, vae, notes = root / "scheduler" / SCHEDULER_CONFIG, root / "vae", []
     if path.exists():
         settings = read_json(path)
@@ -98,25 +98,21 @@ def read_schedule(settings: Mapping[str, Any], where: str) -> DDPM:
     Raises:
         ConfigError: its betas or its prediction have no counterpart.
     """
-    steps, name = settings.get("num_train_timesteps", 1000), settings.get("beta_schedule", "linear")
-    schedules = {theirs: ours for ours, theirs in BETA_SCHEDULES.items()}
-    predictions = {theirs: ours for ours, theirs in PREDICTIONS.items()}
-    predicted = settings.get("prediction_type", "epsilon")
-    if settings.get("trained_betas") is not None or name not in schedules or predicted not in predictions:
+    steps, name = settings.get("num_train_timesteps", 1000), str(settings.get("beta_schedule", "linear"))
+    schedules = {theirs: own for own, theirs in BETA_SCHEDULES.items()}
+    predictions = {theirs: own for own, theirs in PREDICTIONS.items()}
+    predicted = str(settings.get("prediction_type", "epsilon"))
+    betas = [settings.get(key, default) for key, default in (("beta_start", 1e-4), ("beta_end", 0.02))]
+    odd = settings.get("trained_betas") is not None or name not in schedules or predicted not in predictions
+    if odd or type(steps) is not int or not all(isinstance(beta, float) for beta in betas):
         raise ConfigError(
-            f"{where}: beta_schedule={name!r}, prediction_type={predicted!r}, trained_betas="
-            f"{settings.get('trained_betas')!r:.40} have no counterpart; import the network from a folder of its own "
-            "and give --objective"
+            f"{where}: num_train_timesteps={steps!r:.20}, beta_schedule={name!r:.40}, beta_start and beta_end "
+            f"{betas!r:.60}, prediction_type={predicted!r:.40}, trained_betas={settings.get('trained_betas')!r:.40} have "
+            "no counterpart; import the network from a folder of its own and give --objective"
         )
-    ends: dict[str, Any] = {}
+    ours: dict[str, Any] = {"schedule": schedules[name], "prediction": predictions[predicted]}
     if (published := PUBLISHED_BETAS.get(schedules[name])) is not None:
-        for key, default, usual in zip(("beta_start", "beta_end"), (1e-4, 0.02), published):
-            beta = settings.get(key, default) * steps / REFERENCE_STEPS
-            ends[key] = None if abs(beta / usual - 1) < 1e-9 else beta
-    return DDPM(
-        schedule=schedules[name],
-        discrete_steps=steps,
-        prediction=predictions[predicted],
-        zero_terminal_snr=bool(settings.get("rescale_betas_zero_snr", False)),
-        **ends,
-    )
+        for key, stated, usual in zip(("beta_start", "beta_end"), betas, published):
+            beta = stated * steps / REFERENCE_STEPS
+            ours[key] = None if abs(beta / usual - 1) < 1e-9 else beta
+    return DDPM(discrete_steps=steps, zero_terminal_snr=bool(settings.get("rescale_betas_zero_snr", False)), **ours)

@@ -194,7 +194,7 @@ class Generator:
             batch,
             self.spec,
             sampling,
-            seed=seed.to(batch.layout.device),
+            seeds_S=seed.to(batch.layout.device),
             guide=None if self.guide is None else self._in_tiles(self.guide, tile, tile_overlap),
             negative=negative,
             strength=strength,

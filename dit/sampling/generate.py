@@ -147,7 +147,7 @@ def generate_each(
     spec: BatchSpec,
     sampling: SamplingConfig,
     *,
-    seed: Optional[Tensor] = None,
+    seeds_S: Optional[Tensor] = None,
     guide: Optional[ConditionalNetwork] = None,
     negative: Optional[Mapping[str, Sequence[Value]]] = None,
     strength: Optional[float] = None,
@@ -159,7 +159,7 @@ def generate_each(
 
     Args:
         sampling: solver, steps, guidance, thresholding, and the seed of all samples.
-        seed: of each sample, int64 `[S]`; None for that of `sampling`.
+        seeds_S: of each sample, int64; None for that of `sampling`.
         guide: a weaker network of the same objective, on the same conditions, that guidance leads away from; None for
             the network without its conditions. Karras et al. 2024, arXiv:2406.02507, Eq. 4.
         negative: conditions of the unconditional branch, by name, a value for each sample; for the others it is their
@@ -176,7 +176,7 @@ def generate_each(
             there are not so many channels.
     """
     layout, channels, num_steps = batch.layout, batch.latents_TC.shape[1], sampling.num_steps
-    seed = sampling.seed if seed is None else seed
+    seed: int | Tensor = sampling.seed if seeds_S is None else seeds_S
     learned = sampling.solver == "ancestral" and sampling.variance == "learned"
     num_outputs = 2 if learned else 1  # a variance that the network also predicts is cut off
 

@@ -260,7 +260,7 @@ def solve(
         raise ConfigError(f"eta={eta} does not fit solver={name!r}; only 'ddim' takes one, between 0 and 1")
     if churn is not None and (name != "heun" or not isinstance(path, VarianceExplodingPath)):
         raise ConfigError(
-            f"s_churn raises sigma of EDM's path, before steps of heun, and the solver is {name!r} on a "
+            f"s_churn raises sigma of EDM's path, before steps of heun, got solver={name!r} on "
             f"{type(path).__name__}; use solver='heun' with objective=edm, or s_churn=0"
         )
     if noise_at is None and (SOLVERS[name].stochastic or eta or churn is not None):
