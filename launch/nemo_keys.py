@@ -462,7 +462,8 @@ def leaves(node: Mapping[Any, Any], section: str = "") -> Iterator[tuple[str, An
 
 def network_rules(unet_type: UNetType, preconditioning: Preconditioning) -> list[Rule]:
     """Return the rules of the keys that the network, its objective and sampling follow."""
-    return [*_network(unet_type), *_objective(preconditioning), *_CONDITIONS]
+    length = maps("model.conditioning.token_length", "model.padded_text_tokens", required=True)
+    return [*_network(unet_type), *_objective(preconditioning), *_CONDITIONS, length]
 
 
 def rules(unet_type: UNetType, preconditioning: Preconditioning, *, synthetic: bool) -> list[Rule]:

@@ -125,7 +125,7 @@ def test_nemos_network_and_ours_compute_the_same(case: str, build_model: BuildMo
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, generator=generator)
 
-    pictures, time, lengths = draw(3, 3, 16, 16), torch.tensor([-1.1, 0.2, 0.9]), (TOKENS, TOKENS, TOKENS)
+    pictures, time, lengths = draw(3, 3, 16, 16), torch.tensor([-1.1, 0.2, 0.9]), (3, TOKENS, 5)
     mask = torch.tensor([[i < length for i in range(TOKENS)] for length in lengths])
     text = draw(3, TOKENS, TEXT) * mask[..., None]
     low, level, given, others = None, None, {}, {}

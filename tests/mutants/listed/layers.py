@@ -183,9 +183,9 @@ MUTANTS = (
     ),
     Mutant(
         "Imagen: the norm of a text counts its padding",
-        "dit/layers/picture_blocks.py",
-        "count_S1 = torch.tensor(layout.lengths",
-        "count_S1 = torch.tensor(layout.padded_lengths",
+        "dit/layers/caption.py",
+        "count_S1 = (torch.tensor(layout.lengths",
+        "count_S1 = (torch.tensor(layout.padded_lengths",
         (IMAGEN,),
     ),
     Mutant(
