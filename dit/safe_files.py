@@ -11,7 +11,7 @@ import zipfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from dit.errors import ConfigError, UserError
 
@@ -209,7 +209,7 @@ def parse_yaml(text: str | bytes) -> Any:
 
 
 @contextmanager
-def open_tar(path: Path) -> Iterator[dict[str, BinaryIO]]:
+def open_tar(path: Path) -> Iterator[dict[str, IO[bytes]]]:
     """Yield the regular files in an uncompressed tar archive by name, open for reading; nothing is extracted.
 
     Raises:
@@ -217,7 +217,7 @@ def open_tar(path: Path) -> Iterator[dict[str, BinaryIO]]:
         ValueError: it is damaged, compressed, or has more than `MOST_MEMBERS` members.
     """
     with open_binary(path) as file:
-        members: dict[str, BinaryIO] = {}
+        members: dict[str, IO[bytes]] = {}
         try:
             archive = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115 (it owns nothing)
             for count, member in enumerate(archive, 1):
@@ -231,7 +231,7 @@ def open_tar(path: Path) -> Iterator[dict[str, BinaryIO]]:
         yield members
 
 
-def read_torch(source: Path | bytes | BinaryIO) -> Any:
+def read_torch(source: Path | bytes | IO[bytes]) -> Any:
     """Return what `torch.save` wrote, tensors and plain containers only, on the host.
 
     Args:
@@ -245,7 +245,7 @@ def read_torch(source: Path | bytes | BinaryIO) -> Any:
     import torch
 
     if isinstance(source, Path):
-        opened: BinaryIO = open_binary(source)
+        opened: IO[bytes] = open_binary(source)
     else:
         opened = io.BytesIO(source) if isinstance(source, bytes) else source
     with opened as file:

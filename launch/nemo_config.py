@@ -129,6 +129,7 @@ def load_network(
         _apply(rule, values, task, problems, load_component)
     if problems:
         raise _refused(source, problems)
+    assert size is not None
     return task, size
 
 

@@ -296,7 +296,8 @@ _TRAINER = [
 _RESUME = [
     only(
         f"{part}.resume_from_checkpoint",
-        why="checkpoints of NeMo are not read; training.run_dir is resumed, and checkpoint.start_from takes weights",
+        why="checkpoints of NeMo are not resumed; their weights are imported by launch.import_weights, for "
+        "checkpoint.start_from",
     )
     for part in ("trainer", "exp_manager", "model")
 ]

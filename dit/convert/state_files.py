@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -103,7 +103,7 @@ def read_metadata(path: Path) -> dict[str, str]:
         return file.metadata() or {}
 
 
-def _read_pickle(source: Path | BinaryIO, path: Path, cure: str) -> Any:
+def _read_pickle(source: Path | IO[bytes], path: Path, cure: str) -> Any:
     # The published training script stores its command line with the weights: a Namespace of plain values.
     with torch.serialization.safe_globals([argparse.Namespace]):
         try:
@@ -113,6 +113,7 @@ def _read_pickle(source: Path | BinaryIO, path: Path, cure: str) -> Any:
         except Exception as error:  # a damaged or hostile pickle fails in any way it likes
             reason = str(error).strip().splitlines()
             named = next((line for line in reason if "GLOBAL" in line or "global" in line), reason[0] if reason else "")
+            named = named.partition(" was not an allowed")[0].strip()  # the rest advises to allow it
             raise ConfigError(
                 f"{path} is damaged or holds more than tensors and is not loaded, because a pickle can run code "
                 f"({named}); {cure}"

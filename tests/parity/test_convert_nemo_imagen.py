@@ -25,6 +25,7 @@ from tests.conftest import BuildModel
 from tests.parity.convert_cases import assert_same_bits, load, random_weights, run
 from tests.parity.reference_nemo_imagen import EfficientUNetModel, UNetModel
 from tests.support.reference import RTOL, relative_error
+from tests.unit.launch.pages import run_line, shown_commands
 
 TEXT, TOKENS = 64, 8
 REGULAR: dict[str, Any] = {
@@ -302,3 +303,12 @@ def test_archives_that_are_no_nemo_files_are_refused(tmp_path: Path, capsys: pyt
         assert printed.count("\n") == 1
     (tmp_path / "link").mkdir()
     assert importing(tmp_path / "link", tmp_path / "run") == 2
+
+
+def test_the_commands_of_the_page_run(tmp_path: Path) -> None:
+    weights, config = stored(network("base fused")), settings("base fused")
+    nemo_file(tmp_path / "imagen.nemo", config, weights)
+    torch.save(weights, tmp_path / "weights.pt")
+    (tmp_path / "imagen.yaml").write_text(yaml.safe_dump({"model": config}))
+    imports = [line for line in shown_commands(Path("docs/nemo.md")) if "import_weights" in line]
+    assert [run_line(line, tmp_path).code for line in imports] == [0, 0]
