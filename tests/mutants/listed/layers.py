@@ -130,8 +130,8 @@ MUTANTS = (
     Mutant(
         "pipeline: labels' gradients not summed over stages",
         "dit/layers/conditioner.py",
-        "state_every_stage(self.parameters())",
-        "state_every_stage([])",
+        "replicate_on_all_stages(self.parameters())",
+        "replicate_on_all_stages([])",
         (BACKBONES,),
     ),
     Mutant(
@@ -201,14 +201,14 @@ MUTANTS = (
         "dit/convert/nemo_imagen.py",
         '(f"{module}{Q}.{kind}", tensor[:third]), (f"{module}{KV}.{kind}", tensor[third:])',
         '(f"{module}{Q}.{kind}", tensor[-third:]), (f"{module}{KV}.{kind}", tensor[:-third])',
-        (NEMO_WEIGHTS,),
+        (f"{NEMO_WEIGHTS}::test_nemos_network_and_ours_compute_the_same",),
     ),
     Mutant(
         "convert: another tensor of NeMo's under the same name overwrites the first",
         "dit/convert/nemo_imagen.py",
         "            if part in tensors:",
         "            if part is tensors:",
-        (NEMO_WEIGHTS,),
+        (f"{NEMO_WEIGHTS}::test_weights_that_do_not_fit_are_refused_by_name",),
     ),
     Mutant(
         "Imagen: shift and scale exchanged",
