@@ -99,7 +99,7 @@ class ConditionedBranch(nn.Module):
         return self.convolution_2(y_NCHW)
 
 
-class TextAffine(nn.Module):
+class TextNormAffine(nn.Module):
     """Learned scale and shift of the normed text tokens, in float32; `dit.layers.caption` norms them once.
 
     Args:
@@ -169,7 +169,7 @@ class PictureAttention(nn.Module):
             self.norm_kv = GroupNorm(channels, groups, provider, fp32=True)
         if kind != "self":
             assert context_size is not None
-            self.norm_context = TextAffine(context_size, provider)
+            self.norm_context = TextNormAffine(context_size, provider)
             self.context_to_kv = linear(context_size, 2 * channels)
         self.to_out = provider.replicated_linear(channels, channels, bias=True, init=ZEROS)
 
