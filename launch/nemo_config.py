@@ -5,7 +5,7 @@ key is mapped, named as without effect here, or refused; none is passed over.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -24,7 +24,8 @@ from dit.settings import CheckpointConfig, LoggingConfig, OptimizerConfig, Sampl
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from launch import nemo_keys
-from launch.nemo_keys import Preconditioning, Rule, UNetType
+from launch.nemo_keys import Preconditioning, UNetType
+from launch.nemo_rules import Rule
 from launch.overrides import apply_overrides
 from recipes import registry
 
@@ -67,17 +68,73 @@ def load(path: str | Path, load_component: Callable[[str], None]) -> tuple[run.P
     if not isinstance(document, dict) or not isinstance(document.get("model"), dict):
         raise ConfigError(f"{path} has no section `model`; --nemo-config reads a training document of NeMo's Imagen")
     problems: list[str] = []
-    values = _resolved(dict(leaves(document)), problems)
+    if "optim" in document and "optim" not in document["model"]:  # some documents have the section at the top
+        document["model"]["optim"] = document.pop("optim")
+    values = dict(nemo_keys.leaves(document))
+    values = _resolved(values, problems, values)
     unet_type: UNetType = _selected(values, "model.unet_type", problems)
     preconditioning: Preconditioning = _selected(values, "model.preconditioning_type", problems)
-    rules = nemo_keys.rules(unet_type, preconditioning)
+    rules = nemo_keys.rules(unet_type, preconditioning, synthetic=values.get("model.data.synthetic_data") is True)
+    open_keys = {key for key, value in values.items() if value == OPEN}
+    open_keys -= {key for rule in rules if rule.has_no_effect for key in rule.keys}
+    for key in sorted(open_keys):
+        problems.append(f"{key}={OPEN} is left open; fill it in, or remove it")
+        values[key] = None
     problems += _unknown(values, [*nemo_keys.KINDS, *(key for rule in rules for key in rule.keys)])
     task = _start(unet_type, preconditioning, values)
     rows = [row for rule in rules if (row := _apply(rule, values, task, problems, load_component))]
     problems += _contradictions(rows)
     if problems:
-        raise ConfigError(f"{path}: {len(problems)} refused\n  " + "\n  ".join(problems))
+        raise _refused(path, problems)
     return task, rows
+
+
+def load_network(
+    document: object, source: str | Path, load_component: Callable[[str], None]
+) -> tuple[run.Partial, int]:
+    """Read the network, its objective and sampling from a training document, or from the settings in a `.nemo` file.
+
+    Keys of the data and of the training are not read.
+
+    Args:
+        document: its section `model`, or all of it.
+        source: for messages.
+        load_component: see `apply_overrides`.
+
+    Returns:
+        A run with model, objective and sampling, and the side of the pictures in pixels.
+
+    Raises:
+        ConfigError: there are no such settings, or keys of them are refused; one line for each of them.
+    """
+    if isinstance(document, dict) and "model" not in document:
+        document = {"model": document}
+    if not isinstance(document, dict) or not isinstance(document["model"], dict) or "unet" not in document["model"]:
+        raise ConfigError(f"{source} has no section `unet`; give the document of the training by --nemo-config")
+    problems: list[str] = []
+    values = dict(nemo_keys.leaves(document))
+    unet_type: UNetType = _selected(values, "model.unet_type", problems)
+    preconditioning: Preconditioning = _selected(values, "model.preconditioning_type", problems)
+    rules = nemo_keys.network_rules(unet_type, preconditioning)
+    known = {key for rule in rules for key in rule.keys}
+    network = ("model.unet.", "model.preconditioning.")
+    read = [key for key in values if key in known or key.startswith(network)]
+    values = _resolved(values, problems, read)
+    problems += _unknown(values, sorted(known))
+    size = values.get("model.unet.image_size")
+    if not isinstance(size, int) or size < 1:
+        problems.append(f"model.unet.image_size={size} is no number of pixels")
+    task = _start(unet_type, preconditioning, values)
+    for rule in rules:
+        _apply(rule, values, task, problems, load_component)
+    if problems:
+        raise _refused(source, problems)
+    assert size is not None
+    return task, size
+
+
+def _refused(source: str | Path, problems: Sequence[str]) -> ConfigError:
+    return ConfigError(f"{source}: {len(problems)} refused\n  " + "\n  ".join(problems))
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -92,21 +149,15 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _shown(row: Row) -> str:
-    return ", ".join(f"{key}={value}" for key, value in row.given.items()) or "NeMo's default"
+    return _text_of(row.given) or "NeMo's default"
 
 
-def leaves(node: Mapping[Any, Any], section: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of a document by their dotted keys."""
-    for name, value in node.items():
-        key = f"{section}.{name}" if section else str(name)
-        if isinstance(value, dict) and value:
-            yield from leaves(value, key)
-        else:
-            yield key, None if value == {} else value
+def _text_of(values: Mapping[str, object]) -> str:
+    return ", ".join(key if isinstance(value, dict) else f"{key}={value}" for key, value in values.items())
 
 
-def _resolved(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Replace `${key}` by the value of that key."""
+def _resolved(values: Mapping[str, Any], problems: list[str], keys: Iterable[str]) -> dict[str, Any]:
+    """Return the values of some keys, with `${key}` replaced by the value of that key."""
     resolved: dict[str, Any] = {}
 
     def value_of(key: str, seen: tuple[str, ...]) -> Any:
@@ -133,14 +184,11 @@ def _resolved(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
         return _REFERENCE.sub(lambda found: texts[found[1]], value)
 
     found: dict[str, Any] = {}
-    for key in values:
+    for key in keys:
         try:
             found[key] = value_of(key, (key,))
         except ConfigError as error:
             problems.append(str(error))
-            found[key] = None
-        if found[key] == OPEN:
-            problems.append(f"{key}={OPEN} is left open; fill it in, or remove it")
             found[key] = None
     return found
 
@@ -156,9 +204,7 @@ def _selected(values: Mapping[str, Any], key: str, problems: list[str]) -> Any:
 
 def _unknown(values: Mapping[str, Any], known: Sequence[str]) -> Iterator[str]:
     for key, value in values.items():
-        if key.startswith(f"{nemo_keys.CORRUPTIONS}.") and key not in known:
-            yield f"{key}: blur, resize, noise and JPEG of the small picture are in no release of NeMo; remove the key"
-        elif key not in known and not (value is None and any(other.startswith(f"{key}.") for other in known)):
+        if key not in known and not (value is None and any(other.startswith(f"{key}.") for other in known)):
             yield f"{key}={value}: no such key is known{_did_you_mean(key, known)}"
 
 
@@ -207,7 +253,7 @@ def _apply(
 ) -> Row | None:
     """Apply a rule to the run; return its row if the document has one of its keys or a default of NeMo's is ours."""
     given = {key: value for key, value in values.items() if key in rule.keys and value is not None}
-    shown = ", ".join(f"{key}={value}" for key, value in given.items()) or ", ".join(rule.keys)
+    shown = _text_of(given) or ", ".join(rule.keys)
     missing = [key for key in rule.keys if key not in given]
     if rule.required and missing:
         problems.append(f"{missing[0]} is missing, and NeMo has no default for it")

@@ -107,8 +107,8 @@ def read_schedule(settings: Mapping[str, Any], where: str) -> DDPM:
     if odd or type(steps) is not int or not all(isinstance(beta, float) for beta in betas):
         raise ConfigError(
             f"{where}: num_train_timesteps={steps!r:.20}, beta_schedule={name!r:.40}, beta_start and beta_end "
-            f"{betas!r:.60}, prediction_type={predicted!r:.40}, trained_betas={settings.get('trained_betas')!r:.40} have "
-            "no counterpart; import the network from a folder of its own and give --objective"
+            f"{betas!r:.60}, prediction_type={predicted!r:.40}, trained_betas={settings.get('trained_betas')!r:.40} "
+            "have no counterpart; import the network from a folder of its own and give --objective"
         )
     ours: dict[str, Any] = {"schedule": schedules[name], "prediction": predictions[predicted]}
     if (published := PUBLISHED_BETAS.get(schedules[name])) is not None:

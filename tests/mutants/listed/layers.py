@@ -14,6 +14,7 @@ from tests.mutants.listed.paths import (
     LORA,
     MOE,
     MOE_PARITY,
+    NEMO_WEIGHTS,
     ROTARY,
     RULES,
     UNCERTAINTY,
@@ -129,8 +130,8 @@ MUTANTS = (
     Mutant(
         "pipeline: labels' gradients not summed over stages",
         "dit/layers/conditioner.py",
-        "state_every_stage(self.parameters())",
-        "state_every_stage([])",
+        "replicate_on_all_stages(self.parameters())",
+        "replicate_on_all_stages([])",
         (BACKBONES,),
     ),
     Mutant(
@@ -183,10 +184,31 @@ MUTANTS = (
     ),
     Mutant(
         "Imagen: the norm of a text counts its padding",
-        "dit/layers/picture_blocks.py",
-        "count_S1 = torch.tensor(layout.lengths",
-        "count_S1 = torch.tensor(layout.padded_lengths",
+        "dit/layers/caption.py",
+        "count_S1 = (torch.tensor(layout.lengths",
+        "count_S1 = (torch.tensor(layout.padded_lengths",
         (IMAGEN,),
+    ),
+    Mutant(
+        "Imagen: the pooling of a text counts no padding",
+        "dit/layers/caption.py",
+        "missing_tokens(layout, self.padded) * (score",
+        "0 * (score",
+        (IMAGEN,),
+    ),
+    Mutant(
+        "convert: k and v of NeMo's attention exchanged with q",
+        "dit/convert/nemo_imagen.py",
+        '(f"{module}{Q}.{kind}", tensor[:third]), (f"{module}{KV}.{kind}", tensor[third:])',
+        '(f"{module}{Q}.{kind}", tensor[-third:]), (f"{module}{KV}.{kind}", tensor[:-third])',
+        (f"{NEMO_WEIGHTS}::test_nemos_network_and_ours_compute_the_same",),
+    ),
+    Mutant(
+        "convert: another tensor of NeMo's under the same name overwrites the first",
+        "dit/convert/nemo_imagen.py",
+        "            if part in tensors:",
+        "            if part is tensors:",
+        (f"{NEMO_WEIGHTS}::test_weights_that_do_not_fit_are_refused_by_name",),
     ),
     Mutant(
         "Imagen: shift and scale exchanged",
