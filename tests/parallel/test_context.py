@@ -10,7 +10,7 @@ from tests.support.reference import assert_equal_training
 from tests.unit.kernels.attention_cases import AttentionCase
 
 ATTENTION_RTOL = 2e-6  # fp32 sums of up to 33 terms in another order
-SAMPLING_ATOL = 1e-5  # the network's fp32 rounding through four guided solver steps
+SAMPLING_ATOL = 1e-5  # of the largest value: the network's fp32 rounding through a few guided solver steps
 WORKER = "tests.parallel.context_worker"
 TWO_LEVEL = {"context_comm": "a2a+p2p", "context_a2a_size": 2}
 SPLITS = ("contiguous", "load_balanced")
@@ -121,7 +121,7 @@ def test_sampling_equals_one_rank(results, split):
     for name in ("latents", "churned"):
         one, two = (results["sampling", n][key][name] for n, key in ((1, SPLITS[0]), (2, split)))
         assert one.std() > 0.1
-        torch.testing.assert_close(two, one, rtol=0, atol=SAMPLING_ATOL)
+        torch.testing.assert_close(two, one, rtol=0, atol=SAMPLING_ATOL * float(one.abs().max()))
 
 
 @pytest.mark.parametrize("split", SPLITS)
