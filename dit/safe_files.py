@@ -87,7 +87,7 @@ def refuse_link(path: Path) -> None:
     """
     if path.is_symlink():
         raise ConfigError(
-            f"{path} is a link to {os.readlink(path)}, and a run reads and writes only inside of its own folder; "
+            f"{path} is a link to {os.readlink(path)}, and a run reads and writes only inside its own folder; "
             "delete the link, then start the run again"
         )
 

@@ -89,8 +89,8 @@ class BackgroundSource:
         """Return the last position received, and the number of items since."""
         if self._base is None:
             return self._source.state()
-        state, behind = pickle.loads(self._base)
-        return Position(state, behind + self._since)
+        state, offset = pickle.loads(self._base)
+        return Position(state, offset + self._since)
 
     def adapt(self, position: Position) -> Position:
         """Convert a position to one that is equal under the current settings."""

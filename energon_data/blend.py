@@ -128,8 +128,8 @@ class StagedSource:
 
     def state(self) -> Position:
         """Return the number of items, and the state of the stage."""
-        state, behind = self._open().state()
-        return Position({"delivered": self._num_items, "ends": list(self._ends), "stage": state}, behind)
+        state, offset = self._open().state()
+        return Position({"delivered": self._num_items, "ends": list(self._ends), "stage": state}, offset)
 
     def adapt(self, position: Position) -> Position:
         """Convert a position to one that is equal under the current settings.
@@ -147,11 +147,11 @@ class StagedSource:
             )
         self._num_items = state["delivered"]
         self.close()
-        saved = Position(state["stage"], position.behind)
+        saved = Position(state["stage"], position.offset)
         adapted = self._open().adapt(saved)
         if adapted is saved:
             return position
-        num_items = self._num_items + position.behind
+        num_items = self._num_items + position.offset
         if any(self._num_items < end <= num_items for end in self._ends):
             raise ConfigError(
                 "data.pack_multiple_of changes a few micro-batches before a step of data.blend_steps; resume with the "

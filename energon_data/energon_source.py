@@ -193,7 +193,7 @@ class EnergonSource:
         former_spec = replace(self._spec, micro_batch_size=saved["micro_batch_size"] or 1, multiple_of=1)
         former = self._reopen(former_spec, saved["pack_multiple_of"] or 1)
         former.load(position.state)
-        for _ in range(position.behind):
+        for _ in range(position.offset):
             if (delivery := former.next()).batch is None:
                 raise DataError(f"the stream cannot be read up to the saved position: {delivery.failure}")
         state = former.state().state

@@ -51,10 +51,10 @@ MAX_DEFAULT_STREAMS = 8
 
 
 class Position(NamedTuple):
-    """A position in a stream: `behind` items after `state`, which consists of plain containers."""
+    """A position in a stream: `offset` items after `state`, which consists of plain containers."""
 
     state: dict[str, Any]
-    behind: int = 0
+    offset: int = 0
 
 
 class Source(Protocol):
@@ -185,7 +185,7 @@ class StreamGroup:
             "streams": {
                 s: {
                     "position": position.state,
-                    "behind": position.behind + self._to_discard.get(s, 0),
+                    "behind": position.offset + self._to_discard.get(s, 0),
                     "skipped": self._log.state(s),
                     "drawn": self._drawn[s],
                 }
@@ -224,7 +224,7 @@ class StreamGroup:
             position = source.adapt(Position(streams[s]["position"], streams[s].get("behind", 0)))
             source.load(position.state)
             self._read[s] = self._consumed_of(s)
-            self._to_discard[s] = position.behind
+            self._to_discard[s] = position.offset
             is_first = s % math.gcd(self._num_streams, self._dp_size) == self._dp_rank  # of the ranks that share it
             self._log.load(s, streams[s]["skipped"], is_reported=is_first)
             # Older states have no count; any number gives valid noise.

@@ -122,7 +122,7 @@ class RemoteStore:
         if present is not None and present.run != owner.run:
             raise CheckpointError(
                 f"{self.address} has the copies of {present}, and this is {owner}; nothing was copied; give each run a "
-                "checkpoint.copy_to of its own"
+                "separate checkpoint.copy_to"
             )
         if present != owner:
             self.put_owner(owner)

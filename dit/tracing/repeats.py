@@ -26,7 +26,7 @@ class _Output:
     """One output of an operation.
 
     Attributes:
-        given: index of the argument that is returned as this output; None for a new tensor.
+        argument: index of the argument that is returned as this output; None for a new tensor.
         strided: shape, strides and dtype; None if the output is not a tensor.
         offset: storage offset relative to the first argument if the output is a view of it; None for a tensor with new
             memory.

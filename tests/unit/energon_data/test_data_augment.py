@@ -96,9 +96,9 @@ def test_all_frames_of_a_clip_are_cut_alike() -> None:
 def test_borders_are_cut_to_the_patch_and_what_is_too_small_is_left_out() -> None:
     cut = Augmentation(multiple_of=4)(ramp(7, 13), Visit(0, 0, 0, 0))
     assert torch.equal(cut, ramp(7, 13)[:, :, 2:6, 1:13])  # (7 - 4 + 1) / 2 and (13 - 12 + 1) / 2
-    with pytest.raises(FilteredOutError, match="3 x 13 pixels, cut to multiples of 4"):
+    with pytest.raises(FilteredOutError, match="3 x 13 pixels, cropped to multiples of 4"):
         Augmentation(multiple_of=4)(ramp(3, 13), Visit(0, 0, 0, 0))
-    with pytest.raises(FilteredOutError, match="7 x 13 pixels, cut to 8 x 8"):
+    with pytest.raises(FilteredOutError, match="7 x 13 pixels, cropped to 8 x 8"):
         Augmentation(crop=(8, 8))(ramp(7, 13), Visit(0, 0, 0, 0))
 
 
@@ -199,7 +199,7 @@ def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], message:
 def test_a_picture_beside_the_picture_is_not_left_unchanged_in_silence() -> None:
     asked = spec(latent_channels=3)
     with_mask = type(asked)(**{**vars(asked), "conditions": (*asked.conditions, MASK)})
-    with pytest.raises(ConfigError, match="and not the mask that the model takes beside it"):
+    with pytest.raises(ConfigError, match="and not the mask that the model takes in addition"):
         EnergonData(path="x", flip=0.5).check_settings(with_mask, 1, 1)
 
 

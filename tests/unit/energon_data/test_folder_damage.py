@@ -58,11 +58,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no description": (
         lambda folder: (folder / "dataset.json").write_text("[]"),
-        r"dataset\.json is no description of a data set",
+        r"dataset\.json is not a valid description of a data set",
     ),
     "a shard of no size": (
         lambda folder: restate(folder / "dataset.json", shards={SHARD: 3}),
-        rf"dataset\.json does not say what shard '{SHARD}' is",
+        rf"dataset\.json has no valid entry for shard '{SHARD}'",
     ),
 }
 

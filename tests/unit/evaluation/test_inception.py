@@ -191,7 +191,7 @@ def test_other_tensors_are_named(tmp_path: Path) -> None:
         return str(caught.value)
 
     trunk = {name: x for name, x in weights.items() if not name.startswith("fc.")}
-    assert "with no head: which pools it has is unknown" in refusal(trunk)
+    assert "with no head, so the kind of its pools is unknown" in refusal(trunk)
     assert "a head of 10 classes" in refusal(trunk | {"fc.weight": torch.zeros(10, 2048)})
     name = "Mixed_6b.branch7x7_2.conv.weight"
     assert f"1 tensors differ, such as {name} is missing" in refusal({k: x for k, x in weights.items() if k != name})
