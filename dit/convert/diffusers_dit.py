@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dit.convert.class_dit import check_expressible, position_table, published_sampling, trained_objective
-from dit.convert.diffusers_format import VERSION, DiffusersFormat, LatentSize, TrainedModel
+from dit.convert.diffusers_format import VERSION, DiffusersFormat, LatentSize, TrainedModel, square_side
 from dit.convert.rules import Axes, ByHead, Copies, Rule, RuleBook, Shape, with_bias
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
@@ -83,21 +83,18 @@ class DiffusersDiT(DiffusersFormat[DiTConfig]):
 
     def write(self, model: DiTConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         check_expressible(model, self.class_name, ffn_size=4 * model.hidden_size)
-        frames, height, width = latent_size
-        if frames != 1 or height != width:
-            raise ConfigError(f"latents of {frames} x {height} x {width}: {self.class_name} knows square images only")
+        side, notes = square_side(self.class_name, latent_size, model.patch_spatial)
         settings = {
             "num_attention_heads": model.num_attention_heads,
             "attention_head_dim": model.hidden_size // model.num_attention_heads,
             "in_channels": model.in_channels,
             "out_channels": model.in_channels if model.out_channels is None else model.out_channels,
             "num_layers": model.num_layers,
-            "sample_size": height,
+            "sample_size": side,
             "patch_size": model.patch_spatial,
             "num_embeds_ada_norm": model.num_classes,
             "norm_eps": model.layernorm_epsilon,
         }
-        notes = []
         if model.time_frequency_shift != 1:
             notes.append(
                 "the model was trained with time_frequency_shift=0, diffusers computes the time's sinusoid with 1 "
@@ -153,5 +150,6 @@ class DiffusersDiT(DiffusersFormat[DiTConfig]):
             found += with_bias(f"{ours}.mlp.linear_fc1", f"{theirs}.ff.net.0.proj")
             found += with_bias(f"{ours}.mlp.linear_fc2", f"{theirs}.ff.net.2")
             found += with_bias(f"{ours}.modulation.linear", f"{theirs}.norm1.linear")
-        table = position_table(model, latent_size[1] // model.patch_spatial)
+        side, _ = square_side(self.class_name, latent_size, model.patch_spatial)
+        table = position_table(model, side // model.patch_spatial)
         return RuleBook(shapes, found, tables={"pos_embed.pos_embed": table})

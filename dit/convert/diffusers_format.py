@@ -54,6 +54,34 @@ class TrainedModel:
             )
 
 
+NULLS = ("text.null", "conditioner.pooled.null")
+"""Our learned parameters for a dropped text."""
+
+
+def learned_nulls(shapes: Mapping[str, Shape]) -> dict[str, str]:
+    """Return the parameters for a dropped text, which no class of diffusers has, and why they stay behind."""
+    why = "their pipelines embed the empty text for no text; train with model.null_text=empty for the same samples"
+    return {name: why for name in NULLS if name in shapes}
+
+
+def square_side(class_name: str, latent_size: LatentSize, multiple: int) -> tuple[int, list[str]]:
+    """Return the `sample_size` of a class that has one for both sides: that of a square of the same area; and a note.
+
+    Args:
+        multiple: of the side.
+
+    Raises:
+        ConfigError: the model was trained on clips.
+    """
+    frames, height, width = latent_size
+    if frames != 1:
+        raise ConfigError(f"latents of {frames} x {height} x {width}: {class_name} draws pictures and no clips")
+    if height == width:
+        return height, []
+    side = max(1, math.isqrt(height * width) // multiple) * multiple
+    return side, [f"sample_size={side} is the square of the area of {height} x {width}, the largest sample"]
+
+
 class DiffusersFormat(ABC, Generic[Model]):
     """One model class of diffusers.
 
