@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Optional, TypeVar
 
+from torch import Tensor
+
 from dit.convert import DIFFUSERS
 from dit.convert.rules import RuleBook, Shape
 from dit.errors import ConfigError, UserError
@@ -121,16 +123,9 @@ class DiffusersFormat(ABC, Generic[Model]):
             shapes: of our parameters, by global name.
         """
 
-    def pipeline_index(self, trained: TrainedModel) -> dict[str, Any]:
-        """Return the `model_index.json` of the pipeline that samples from `transformer/` and `scheduler/`.
-
-        Raises:
-            ConfigError: diffusers' pipeline cannot run the model as it was trained.
-        """
-        raise ConfigError(
-            f"--pipeline: diffusers' pipeline of {self.class_name} also holds text encoders, which a run does not; "
-            "leave the flag out and build the pipeline of the exported transformer and scheduler"
-        )
+    def for_pipeline(self, trained: TrainedModel, weights: dict[str, Tensor]) -> tuple[TrainedModel, dict[str, Tensor]]:
+        """Return a model and its weights, our names, in the sizes that diffusers' pipeline of the class takes."""
+        return trained, weights
 
     def lora_pipeline(self, model: Model) -> Optional[str]:
         """Return the pipeline whose `load_lora_weights` reads adapters of the model; None if only peft reads them."""
@@ -187,6 +182,8 @@ NEAREST: Mapping[str, str] = {
     "block: Kandinsky5Transformer3DModel has such blocks and normalises every text token before them, "
     "CosmosTransformer3DModel modulates by the sinusoids of time and one shift, scale and gate for all blocks, "
     "PixArtTransformer2DModel does not modulate cross-attention",
+    "DDPMUNetConfig": "norms over all channels, GELU and max-pooling; UNet2DModel normalises groups of channels, with "
+    "SiLU and strided convolutions",
 }
 """Why the networks of diffusers that come nearest to one of ours cannot hold its weights."""
 
