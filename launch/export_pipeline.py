@@ -49,6 +49,10 @@ def write_pipeline(
     settings, notes = form.write_settings(trained.model, trained.latent_size)
     scheduler = scheduler_config(trained.objective)
     assert scheduler is not None  # `pipeline_of`
+    if pipeline.note is not None:
+        notes.append(pipeline.note)
+    if pipeline.flow and trained.sampling.get("guidance_scale", 1.0) != 1:
+        notes.append(f"{pipeline.class_name} is called without guidance by texts, as launch.sample --guidance-scale 1")
     solver, own = EXACT[scheduler["_class_name"]], trained.sampling.get("solver")
     if own not in (None, solver):
         notes.append(f"the scheduler is that of solver={solver}; the run samples by {own}, which differs slightly")
@@ -127,8 +131,8 @@ def check_encoders(pipeline: Pipeline, line: Optional[str]) -> list[TextEncoderC
         )
         if encoder is None or not fits:
             raise ConfigError(
-                f"--format pipeline: {pipeline.class_name} needs {needs}; the texts of this run are of {line!r}. Prepare "
-                "the data with such an encoder, or use --format diffusers for the model without a pipeline"
+                f"--format pipeline: {pipeline.class_name} needs {needs}; the texts of this run are of {line!r}; "
+                "prepare the data with such an encoder, or use --format diffusers for the model without a pipeline"
             )
         encoders.append(encoder)
     return encoders
