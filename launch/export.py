@@ -65,7 +65,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--out",
         required=True,
         metavar="PATH",
-        help="new folder (diffusers, pipeline, diffusers-lora), .safetensors file (comfyui-lora, dit) or .pt file (dit)",
+        help="new folder (diffusers, pipeline, diffusers-lora), .safetensors (comfyui-lora, dit) or .pt file (dit)",
     )
     parser.add_argument("--vae", metavar="PATH", help="autoencoder of a pipeline, if not that of the run's data")
     parser.add_argument(

@@ -225,3 +225,13 @@ def format_of_model(model: ModelConfig) -> DiffusersFormat[ModelConfig]:
     name = type(model).__name__
     why = f" ({NEAREST[name]})" if name in NEAREST else ""
     raise ConfigError(f"diffusers {VERSION} has no model like {name}{why}; those with one are {known}")
+
+
+def export_line(model: ModelConfig) -> tuple[bool, str]:
+    """Return whether diffusers has a class for a model of square pictures, and a line that names it or says why not."""
+    try:
+        form = format_of_model(model)
+        form.write_settings(model.without_adapters(), (1, *[model.patch_spatial * 2**12] * 2))
+    except ConfigError as error:
+        return False, f"no export to diffusers: {re.split(r' [(]|; ', str(error))[0]}"
+    return True, f"diffusers' {form.class_name}"
