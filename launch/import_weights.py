@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
-from dit.errors import ConfigError, one_line_errors
+from dit.errors import CheckpointError, ConfigError, one_line_errors
 from dit.safe_files import parse_json
 from dit.terminal import echo
 from launch import environment
 from launch.argument_types import at_least_one
-from launch.export import FORMATS, original_rules
+from launch.export import FORMATS, original_rules, trained_model
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,13 +26,18 @@ if TYPE_CHECKING:
     from dit.convert.rules import RuleBook
     from dit.objectives.base import Objective
 
-DESCRIPTION = "Write a run folder of weights from facebookresearch/DiT or diffusers, to sample from or to start from."
+LORA = "lora"
+DESCRIPTION = (
+    "Write a run folder of weights from facebookresearch/DiT or diffusers, or of adapters (LoRA) that were made "
+    "elsewhere, to sample from or to start from."
+)
 EXAMPLES = """\
 examples
   python -m launch.import_weights --from DiT-XL-2-256x256.pt --format dit --out runs/dit_xl2
   python -m launch.sample --checkpoint runs/dit_xl2 --label 207
   python -m launch.import_weights --from PixArt-XL-2/transformer --format diffusers --drop-variance --out runs/pixart
   torchrun ... -m launch.train ... checkpoint.start_from=runs/pixart        (docs/fine-tuning.md)
+  python -m launch.import_weights --from my-lora --format lora --base runs/pixart --out runs/lora
 
 Objective, class names, latent size and sampling defaults are read from files of launch.export; otherwise
 defaults are assumed and printed.
@@ -50,9 +55,10 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--from", dest="source", required=True, metavar="PATH", help="folder (diffusers), or .safetensors or .pt (dit)"
+        "--from", dest="source", required=True, metavar="PATH", help="folder (diffusers, lora), .safetensors or .pt"
     )
-    parser.add_argument("--format", required=True, choices=FORMATS, help="format of the files")
+    parser.add_argument("--format", required=True, choices=(*FORMATS, LORA), help="format of the files")
+    parser.add_argument("--base", metavar="RUN", help="run of the model that the adapters of --format lora change")
     parser.add_argument("--out", required=True, metavar="DIR", help="run folder to create")
     parser.add_argument(
         "--drop-variance", action="store_true", help="drop a learned variance: train and sample without it"
@@ -89,8 +95,12 @@ def run(args: argparse.Namespace) -> list[str]:
         raise ConfigError(f"--from {source} does not exist; give a file of weights or a folder in the diffusers layout")
     if args.format == "diffusers" and args.num_attention_heads is not None:
         raise ConfigError("--num-attention-heads is for --format dit; a config.json states it")
+    if (args.format == LORA) != (args.base is not None):
+        raise ConfigError(f"--format {LORA} and --base RUN belong together: adapters change the model of a run")
     environment.prepare()
     environment.quiet_libraries()
+    if args.format == LORA:
+        return write_adapter_run(source, args)
     from dit.checkpoint.full_weights import write_imported
     from dit.convert.run_record import build
     from dit.convert.variance import drop_variance
@@ -115,6 +125,50 @@ def run(args: argparse.Namespace) -> list[str]:
         write_imported(Path(args.out), weights, trained, sampling, f"{args.format}: {source.resolve()}")
     zeros = [f"{name} is imported as zeros: {why}" for name, why in found.rules.only_ours.items()]
     return [*trained.notes, *zeros, *notes]
+
+
+def write_adapter_run(source: Path, args: argparse.Namespace) -> list[str]:
+    """Write a run folder of adapters that were made elsewhere, beside the weights of a run here; return the notes.
+
+    Raises:
+        CheckpointError: `--base` has no valid checkpoint.
+        ConfigError: the adapters cannot be read or are not of that model, or `--base` has adapters itself.
+    """
+    from dit.checkpoint.base_model import digest_of
+    from dit.checkpoint.full_weights import write_imported
+    from dit.checkpoint.manifest import read_manifest
+    from dit.checkpoint.reading import find_checkpoint, read_settings
+    from dit.convert.diffusers_format import format_of_model
+    from dit.convert.lora_import import read_adapters
+    from dit.models.lora import A_WEIGHT
+    from dit.models.lora_config import LoRAConfig
+    from dit.monitoring.run_lock import RunLock
+    from dit.parallel.build import parameter_shapes
+
+    flags = ("drop_variance", "num_attention_heads", "text_encoder", "objective")
+    if given := [name for name in flags if getattr(args, name)]:
+        raise ConfigError(f"--{given[0].replace('_', '-')} is of the model, and --base has that; leave it out")
+    if not Path(args.base).is_dir():
+        raise CheckpointError(f"--base {args.base} is no folder; give a run folder, or one checkpoint folder in it")
+    folder, _ = find_checkpoint(args.base)
+    config, metadata = read_settings(folder)
+    if config.model.adapters is not None:
+        raise ConfigError(f"--base {args.base} has adapters itself; give the run of the full model")
+    form, trained = format_of_model(config.model), trained_model(config, metadata)
+    rules = form.rules(config.model, parameter_shapes(config.model), trained.latent_size)
+    every = parameter_shapes(replace(config.model, lora=LoRAConfig(rank=1, targets=["*"])))
+    linears = [name.removesuffix(A_WEIGHT) for name in every if name.endswith(A_WEIGHT)]
+    adapters = read_adapters(source, form, config.model, rules, linears)
+    trained = replace(trained, model=replace(config.model, lora=adapters.config))
+    base = {"folder": str(folder.resolve()), "digest": digest_of(read_manifest(folder))}
+    with RunLock(args.out, setting="--out") as lock:
+        lock.check()
+        write_imported(
+            *(Path(args.out), adapters.tensors, trained, config.sampling, f"lora: {source.resolve()}"),
+            base=base,
+            autoencoder=config.sampling.vae or metadata.get("autoencoder"),
+        )
+    return adapters.notes
 
 
 @dataclass(frozen=True)

@@ -136,6 +136,10 @@ class DiffusersFormat(ABC, Generic[Model]):
         matches = ((re.fullmatch(pattern, layer), name) for pattern, name in self.comfyui)
         return next((f"diffusion_model.{match.expand(name)}" for match, name in matches if match), None)
 
+    def other_names(self, layer: str, model: Model) -> list[str]:
+        """Return further names that files of adapters have for a layer of diffusers."""
+        return []
+
     def reads(self, settings: Mapping[str, Any]) -> bool:
         """Tell whether a `config.json` is of this class."""
         name = settings.get("_class_name")

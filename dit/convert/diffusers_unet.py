@@ -117,6 +117,21 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         """Return the name of kohya-ss, which ComfyUI reads for this model."""
         return f"lora_unet_{layer.replace('.', '_')}"
 
+    def other_names(self, layer: str, model: LDMUNetConfig) -> list[str]:
+        """Return the name of kohya-ss of a layer of SDXL, whose blocks it numbers as the original code does."""
+        if layer.startswith("mid_block.attentions.0."):
+            block = "middle_block_1"
+        elif match := re.match(r"(down|up)_blocks\.(\d+)\.attentions\.(\d+)\.", layer):
+            resolution, place = int(match[2]), int(match[3])
+            if match[1] == "down":  # the first convolution, then the blocks and the downsampler of each resolution
+                block = f"input_blocks_{1 + resolution * (model.layers_per_block + 1) + place}_1"
+            else:
+                block = f"output_blocks_{resolution * (model.layers_per_block + 1) + place}_1"
+        else:
+            return []
+        rest = re.sub(r"^(mid_block|\w+_blocks\.\d+)\.attentions\.\d+\.", "", layer)
+        return [f"lora_unet_{block}_{rest.replace('.', '_')}"]
+
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
         channels, down = list(published["block_out_channels"]), list(published["down_block_types"])
         depths = published["transformer_layers_per_block"]
