@@ -110,7 +110,10 @@ class TextEncoder:
         """
         if cut:
             self._tokenizer.model_max_length = self.geometry.max_tokens
-        self._model.save_pretrained(encoder)
+        state, size = dict(self._model.state_dict()), self.geometry.width
+        if self.geometry.kind == "sentence":  # the pooling layer that is not loaded: no reader uses its output
+            state |= {"pooler.dense.weight": torch.zeros(size, size), "pooler.dense.bias": torch.zeros(size)}
+        self._model.save_pretrained(encoder, state_dict=state)
         self._tokenizer.save_pretrained(tokenizer)
         return type(self._model).__name__, type(self._tokenizer).__name__
 

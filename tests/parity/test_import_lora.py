@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import FluxPipeline, StableDiffusionPipeline, UNet2DConditionModel
-from diffusers.loaders.lora_conversion_utils import _convert_unet_lora_key, _maybe_map_sgm_blocks_to_diffusers
+from diffusers.loaders.lora_conversion_utils import _maybe_map_sgm_blocks_to_diffusers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -167,7 +167,9 @@ def test_blocks_of_sdxl_are_numbered_as_kohya_numbers_them() -> None:
 
     for name, layer in [*numbered.items(), *((n, f[0]) for n, f in names.items() if "middle_block_1" in n)]:
         [there] = _maybe_map_sgm_blocks_to_diffusers({f"{name}.alpha": torch.ones(1)}, Config())
-        assert _convert_unet_lora_key(there.removesuffix(".alpha")) == layer
+        for old, new in (("input_blocks", "down_blocks"), ("output_blocks", "up_blocks"), ("middle_", "mid_")):
+            there = there.replace(old, new)
+        assert there == f"lora_unet_{layer.replace('.', '_')}.alpha"
 
 
 Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
