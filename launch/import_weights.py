@@ -156,10 +156,10 @@ def write_adapter_run(source: Path, args: argparse.Namespace) -> list[str]:
         raise ConfigError(f"--base {args.base} has adapters itself; give the run of the full model")
     form, trained = format_of_model(config.model), trained_model(config, metadata)
     rules = form.rules(config.model, parameter_shapes(config.model), trained.latent_size)
-    every = parameter_shapes(replace(config.model, lora=LoRAConfig(rank=1, targets=["*"])))
+    every = parameter_shapes(config.model.with_adapters(LoRAConfig(rank=1, targets=["*"])))
     linears = [name.removesuffix(A_WEIGHT) for name in every if name.endswith(A_WEIGHT)]
     adapters = read_adapters(source, form, config.model, rules, linears)
-    trained = replace(trained, model=replace(config.model, lora=adapters.config))
+    trained = replace(trained, model=config.model.with_adapters(adapters.config))
     base = {"folder": str(folder.resolve()), "digest": digest_of(read_manifest(folder))}
     with RunLock(args.out, setting="--out") as lock:
         lock.check()

@@ -235,7 +235,8 @@ def export_line(model: ModelConfig) -> tuple[bool, str]:
     """Return whether diffusers has a class for a model of square pictures, and a line that names it or says why not."""
     try:
         form = format_of_model(model)
-        form.write_settings(model.without_adapters(), (1, *[model.patch_spatial * 2**12] * 2))
+        side = model.patch_spatial << 12  # a multiple of every halving
+        form.write_settings(model.without_adapters(), (1, side, side))
     except ConfigError as error:
         return False, f"no export to diffusers: {re.split(r' [(]|; ', str(error))[0]}"
     return True, f"diffusers' {form.class_name}"

@@ -137,8 +137,8 @@ def _pairs(tensors: Mapping[str, Tensor], settings: Mapping[str, Any], file: Pat
     Raises:
         ConfigError: they are of another kind, incomplete, or not of numbers.
     """
-    for kind, parts in OTHER_KINDS.items():
-        if odd := [name for name in tensors if any(part in name for part in parts)]:
+    for kind, words in OTHER_KINDS.items():
+        if odd := [name for name in tensors if any(word in name for word in words)]:
             raise ConfigError(f"{file} has {kind} ({some_of(odd)}); only LoRA of two matrices is read")
     if settings.get("use_dora"):
         raise ConfigError(f"{file} has DoRA (use_dora in its settings); only LoRA of two matrices is read")
@@ -159,8 +159,10 @@ def _pairs(tensors: Mapping[str, Tensor], settings: Mapping[str, Any], file: Pat
     adapters = {}
     for stem, parts in found.items():
         a, b, alpha = parts["a"], parts["b"], parts.get("alpha")
-        if a.dim() != b.dim() or a.dim() not in (2, 4) or a.shape[0] != b.shape[1]:
+        if a.dim() != b.dim() or a.dim() not in (2, 4) or a.shape[0] != b.shape[1] or 0 in (*a.shape, *b.shape):
             raise ConfigError(f"{file}: {stem} has A {list(a.shape)} and B {list(b.shape)}, which have no product")
+        if alpha is not None and alpha.numel() != 1:
+            raise ConfigError(f"{file}: alpha of {stem} is {list(alpha.shape)}, not one number")
         scale = _scale(stem, len(a), settings) if alpha is None else float(alpha) / len(a)
         adapters[stem] = Adapter(a, b if scale == 1 else scale * b)
     return adapters
@@ -168,9 +170,20 @@ def _pairs(tensors: Mapping[str, Tensor], settings: Mapping[str, Any], file: Pat
 
 def _scale(stem: str, rank: int, settings: Mapping[str, Any]) -> float:
     """Return alpha / rank of a layer by the settings of peft; 1 if there are none."""
+    alpha = settings.get("lora_alpha", rank)
     patterns = settings.get("alpha_pattern") or {}
-    named = [value for key, value in patterns.items() if re.fullmatch(rf"(.*\.)?({key})", stem)]
-    alpha = named[0] if named else settings.get("lora_alpha", rank)
+    if not isinstance(patterns, dict):
+        raise ConfigError(f"the settings of the adapters have alpha_pattern={patterns!r:.40}, not numbers by layer")
+    for key, value in patterns.items():
+        # A pattern may be any regular expression, and that of a stranger may take forever: names only.
+        name = str(key).removeprefix("^").removesuffix("$").replace("\\.", ".")
+        if not re.fullmatch(r"[\w.-]+", name):
+            raise ConfigError(
+                f"the settings of the adapters have alpha_pattern {key!r:.60}; only names of layers are read"
+            )
+        if f".{stem}".endswith(f".{name}"):
+            alpha = value
+            break
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise ConfigError(f"the settings of the adapters have alpha={alpha!r:.40} for {stem}, which is no number")
     return float(alpha) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
@@ -239,6 +252,7 @@ def _join_all(theirs: Mapping[str, Adapter], rules: RuleBook, linears: Collectio
         ConfigError: a layer of theirs is none that has an adapter here.
     """
     found: dict[str, Adapter] = {}
+    shapes = rules.their_shapes()
     for rule in rules.rules:
         parts = [theirs.get(name.removesuffix(WEIGHT)) for name in rule.theirs]
         if not any(parts):
@@ -250,25 +264,29 @@ def _join_all(theirs: Mapping[str, Adapter], rules: RuleBook, linears: Collectio
                 "with an adapter here"
             )
         try:
-            found[layer] = _joined(rule, parts)
+            found[layer] = _joined(rule, parts, [shapes[name][0] for name in rule.theirs])
         except ConfigError as error:
             raise ConfigError(f"the adapters of {', '.join(rule.theirs)} cannot be one of {layer}: {error}") from error
     return found
 
 
-def _joined(rule: Rule, parts: Sequence[Optional[Adapter]]) -> Adapter:
-    """Return one adapter with the products of several, in our form; None is none."""
-    [first, *_] = given = [part for part in parts if part is not None]
+def _joined(rule: Rule, parts: Sequence[Optional[Adapter]], outputs: Sequence[int]) -> Adapter:
+    """Return one adapter with the products of several, in our form.
+
+    Args:
+        parts: of each layer of theirs; None for none.
+        outputs: features of each.
+    """
+    [first, *_] = present = [part for part in parts if part is not None]
     if isinstance(rule.form, Pointwise):
         return Adapter(rule.form.to_ours([first.a]), rule.form.to_ours([first.b]))
     if rule.form.axis == 1:
         return Adapter(rule.form.to_ours([first.a]), first.b)
     different: list[Tensor] = []
-    for part in given:
-        if not any(torch.equal(part.a, other) for other in different):
-            different.append(part.a)
-    rows = len(first.b)
-    columns = [[torch.zeros(rows if part is None else len(part.b), len(a)) for a in different] for part in parts]
+    for adapter in present:
+        if not any(torch.equal(adapter.a, other) for other in different):
+            different.append(adapter.a)
+    columns = [[torch.zeros(size, len(a)) for a in different] for size in outputs]
     for part, own in zip(parts, columns, strict=True):
         if part is not None:
             own[next(i for i, a in enumerate(different) if torch.equal(part.a, a))] = part.b

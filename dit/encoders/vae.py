@@ -291,6 +291,7 @@ def identity_convolution(channels: int) -> nn.Conv2d:
     """Return a convolution of 1 x 1 that changes nothing."""
     convolution = nn.Conv2d(channels, channels, 1)
     nn.init.dirac_(convolution.weight)
+    assert convolution.bias is not None
     nn.init.zeros_(convolution.bias)
     return convolution
 

@@ -84,6 +84,16 @@ def test_adapters_of_peft(build_model: BuildModel, tmp_path: Path, name: str, se
     same_prediction(build_model, case, adapters, base, there.base_model.model)
 
 
+def test_an_adapter_of_the_wide_part_of_a_fused_layer_alone(build_model: BuildModel, tmp_path: Path) -> None:
+    """FLUX's single-stream blocks: the MLP has more features than queries, keys and values, which have none."""
+    case, base = CASES["flux"], a_base(CASES["flux"])
+    there = with_peft(base[0], "flux", target_modules=["proj_mlp"])
+    there.save_pretrained(tmp_path)
+    adapters = imported_from(tmp_path, case, base[1], base[2])
+    assert adapters.config.rank == 3
+    same_prediction(build_model, case, adapters, base, there.base_model.model)
+
+
 @pytest.mark.parametrize(("name", "pipeline"), [("flux", FluxPipeline), ("unet", StableDiffusionPipeline)])
 def test_adapters_of_diffusers_pipelines(build_model: BuildModel, tmp_path: Path, name: str, pipeline: Any) -> None:
     """`save_lora_weights` with its metadata, and `save_lora_adapter` of the model, which has no prefix."""
@@ -198,8 +208,12 @@ def cut(part: str, axis: int) -> Change:
         (lambda t: {**t, "other": torch.ones(1)}, "other are no tensors of LoRA"),
         (renamed("lora_unet", "lora_te_text_model"), "has no adapter of UNet2DConditionModel"),
         (cut("lora_up", 1), "which have no product"),
+        (
+            lambda t: {n: x.repeat(2) if "alpha" in n else x for n, x in t.items()},
+            r"alpha of .* is .2., not one number",
+        ),
     ],
-    ids=["dora", "loha", "half", "layer", "size", "nan", "unknown", "text", "product"],
+    ids=["dora", "loha", "half", "layer", "size", "nan", "unknown", "text", "product", "alpha"],
 )
 def test_what_has_no_counterpart_is_refused(tmp_path: Path, change: Change, message: str) -> None:
     case, (theirs, model, rules, _) = CASES["unet"], a_base(CASES["unet"])
@@ -230,7 +244,11 @@ def test_settings_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     case, (theirs, model, rules, _) = CASES["pixart"], a_base(CASES["pixart"])
     with_peft(theirs, "pixart").save_pretrained(tmp_path)
     settings = json.loads((tmp_path / "adapter_config.json").read_text())
-    for change, message in (({"lora_alpha": "5"}, "alpha='5'"), ({"use_dora": True}, "DoRA")):
+    for change, message in (
+        ({"lora_alpha": "5"}, "alpha='5'"),
+        ({"use_dora": True}, "DoRA"),
+        ({"alpha_pattern": {"(a+)+": 3}}, "only names"),
+    ):
         (tmp_path / "adapter_config.json").write_text(json.dumps({**settings, **change}))
         with pytest.raises(ConfigError, match=message):
             imported_from(tmp_path, case, model, rules)
