@@ -69,7 +69,8 @@ class RunConfig:
         for name, part in parts.items():
             if not isinstance(part, kinds[name]):
                 raise CheckpointError(
-                    f"the record's {name} is {reprlib.repr(part)}, not settings of {kinds[name].__name__}; restore the file"
+                    f"the record's {name} is {reprlib.repr(part)}, not settings of {kinds[name].__name__}; "
+                    "restore the file"
                 )
         return cls(**{"data": NoData(), **parts})
 
