@@ -18,6 +18,7 @@ class Contents:
         shapes: (C, T, H, W) of latents or pixels, each different one once.
         is_latent: an autoencoder made them.
         context_size: width of the text embeddings; None without.
+        text_encoder: what made them, as in `dit.encoders.text_config`; None where the file does not say.
         num_classes: 0 unless every sample has a class.
         captions: a few of them.
         num_train, num_held_out: samples; None where the file does not say.
@@ -26,6 +27,7 @@ class Contents:
     shapes: tuple[Shape, ...]
     is_latent: bool
     context_size: Optional[int]
+    text_encoder: Optional[str] = None
     num_classes: int
     captions: tuple[str, ...]
     num_train: Optional[int]
@@ -55,6 +57,7 @@ class Contents:
                 shapes=tuple(shapes),
                 is_latent=found.get("vae") is not None,
                 context_size=found.get("context_size"),
+                text_encoder=found.get("text_encoder"),
                 num_classes=(len(found.get("class_names") or ()) or found.get("num_classes", 0)) if all_labelled else 0,
                 captions=tuple(found.get("captions", ())),
                 num_train=counts.get("train"),

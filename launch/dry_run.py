@@ -155,6 +155,7 @@ def report(
     Raises:
         ConfigError: the settings do not fit together, or there is no such device.
     """
+    from dit.convert.diffusers_format import export_line
     from launch.config_file import built, summary
 
     on = None if device is None else named_device(device)
@@ -162,4 +163,5 @@ def report(
     dims, _ = config.check(world_size)
     sample = planned_sample(task, config.model, tokens, text_tokens)
     layout = layout_lines(config, dims, packed=sample.pack is not None, given=world_size is not None)
+    layout.append(f"export      {export_line(config.model)[1]}")
     return "\n".join([summary(task), "", *layout, *cost_lines(config, dims, sample, on)])

@@ -113,6 +113,7 @@ def _execute(options: cli.Options) -> int:
     if shows:
         _check_run(task)
         echo(config_file.summary(task), flush=True)
+        _note_export(task)
     if not options.yes:
         _ask(options)
 
@@ -168,6 +169,17 @@ def _check_run(task: "run.Partial") -> None:
     except UserError:
         with RunLock(run_dir, environment.rank()) as lock, ExitRecord(run_dir, environment.rank(), lock.is_ours):
             raise
+
+
+def _note_export(task: "run.Partial") -> None:
+    """Say that a model cannot leave to diffusers before it is trained, not after."""
+    import fiddle
+
+    from dit.convert.diffusers_format import export_line
+
+    leaves, line = export_line(fiddle.build(task.model))
+    if not leaves:
+        echo(line, flush=True)
 
 
 def resolve(options: cli.Options) -> "run.Partial":

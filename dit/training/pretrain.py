@@ -263,7 +263,7 @@ class Run:
         self.checkpointer = Checkpointer(store, config)
         self.bad_steps = BadSteps(config, self.state, groups)
         resumed = self.checkpointer.resume(self.state, config.checkpoint.resume)
-        if not resumed and config.checkpoint.start_from is not None and self.state.base is None:
+        if not resumed and config.checkpoint.start_from is not None:
             start_from(config.checkpoint.start_from, self.state)
         flops = PackFlops(config.model)
         nulls = null_texts(config.data, spec.conditions, self.device)

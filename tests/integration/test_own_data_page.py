@@ -19,7 +19,7 @@ from tests.unit.launch.pages import run_line, shown_commands
 
 LINES = [line for line in shown_commands(Path("docs/own-data.md")) if line.startswith("python")]
 TRAINING = "training.num_steps=2 logging.tensorboard=False schedule.warmup_steps=0"
-OWN = f"{TRAINING} training.sample_interval=2 sampling.num_steps=2 model.hidden_size=24 model.num_layers=1"
+OWN = f"{TRAINING} training.sample_interval=2 sampling.num_steps=2 model.hidden_size=48 model.num_layers=1"
 AUTOENCODER = f"{TRAINING} model.block_out_channels=[8,8,8,8] model.norm_num_groups=2"
 SHORT = {"launch.sample": "--steps 2", "energon_data.prepare": "--processes 1 --size 64"}
 """What a command gets besides: later words win."""
@@ -78,9 +78,10 @@ def test_every_command_of_the_page_works(tmp_path):
     own_files(tmp_path)
     begin = next(i for i, line in enumerate(LINES) if "data/squares" in line)
     follow(tmp_path, LINES[begin:] + LINES[:begin])
-    assert len(LINES) == 13
+    assert len(LINES) == 14
     for name in ("runs/mine/samples/step_0000002/ema.png", "red.png", "mine.png", "still.png"):
         assert grid(tmp_path, name).format == "PNG"
+    assert (tmp_path / "my-pipeline" / "model_index.json").is_file()
     assert grid(tmp_path, "runs/theirs/samples/step_0000002/ema.png").format == "PNG"
     for name in ("runs/both/samples/step_0000002/ema.gif", "moving.gif"):
         assert grid(tmp_path, name).n_frames == 8

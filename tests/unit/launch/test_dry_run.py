@@ -167,3 +167,16 @@ def test_a_plan_refuses_more_sampling_steps_than_the_objective_has():
     task.sampling.num_steps = 31
     with pytest.raises(ConfigError, match="31 sampling steps"):
         dry_run.report(task, None)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "line"),
+    [
+        ("own_data", "export      diffusers' PixArtTransformer2DModel"),
+        ("own_data(backbone='dit')", "no export to diffusers: diffusers 0.38.0 has no model like DiTCrossConfig"),
+        ("tiny_stdit", "PixArtTransformer2DModel cannot hold this model: layer_pattern=['spatial', 'temporal']"),
+    ],
+)
+def test_the_report_says_whether_the_model_leaves_to_diffusers(recipe: str, line: str):
+    [found] = [row for row in dry_run.report(call_recipe(recipe), 1).splitlines() if row.startswith("export")]
+    assert found.endswith(line)
