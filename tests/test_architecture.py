@@ -111,7 +111,7 @@ MAY_IMPORT = {
     "dit.inference": {
         *("dit.errors", "dit.settings", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives", "dit.sampling"),
         *("dit.backends", "dit.models", "dit.parallel", "dit.run_config", "dit.checkpoint", "dit.encoders"),
-        *("dit.conditions", "dit.condition_table", "dit.resize"),
+        *("dit.conditions", "dit.condition_table", "dit.resize", "dit.safe_files"),
     },
     "dit.training": {
         *(

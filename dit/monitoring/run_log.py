@@ -68,10 +68,10 @@ class RunLog:
             self.message(f"step {state.step}: held-out loss {losses['loss']:.4f}{of_weights}")
             self._sinks.sync()
 
-    def samples(self, state: TrainState, path: Path) -> None:
-        """Report a file of samples."""
+    def samples(self, state: TrainState, path: Path, name: str = "samples") -> None:
+        """Report a file of samples, under a name for those of the same weights."""
         if self._sinks is not None:
-            self._sinks.image("samples", state.step, path, "one sample per class or prompt")
+            self._sinks.image(name, state.step, path, "one sample per class or prompt")
             self.message(f"step {state.step}: samples {path}")
 
     def checkpoint(self, step: int, path: Path, held_out: Mapping[str, Any]) -> None:
