@@ -178,7 +178,7 @@ HEAVY_HOMES = {
     ),
     "megatron.energon": ("energon_data/", "benchmarks/loader.py"),
     "nemo_run": ("recipes/", "launch/"),
-    "wandb": ("dit/monitoring/sinks.py", "energon_data/wandb_table.py"),
+    "wandb": ("dit/monitoring/wandb_sink.py", "energon_data/wandb_table.py"),
 }
 
 
