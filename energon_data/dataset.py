@@ -237,7 +237,7 @@ class EnergonData(DataConfig):
 
     def epoch_samples(self) -> Optional[int]:
         """Return the samples of the training split; None for a blend, whose members are read in other proportions."""
-        infos = [info for path in self._paths() for info in check_dataset(path, self.train_split)]
+        infos = self.folders(self.train_split)
         return infos[0].samples if len(infos) == 1 else None
 
     def _read_as(self, split: str, stage: Optional[int]) -> AbstractContextManager[str]:

@@ -66,7 +66,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         from dit.monitoring.exit_record import is_peer_lost
 
         if is_peer_lost(error) and not verbose:
-            echo(f"rank {environment.rank()}: stopped because another rank ended; see its error", file=sys.stderr)
+            line = "stopped because another rank ended; see its error"
+            echo(f"rank {environment.rank()}: {line}", file=sys.stderr)
+            name_root_cause(line, failed=False)
             return EXIT_UNEXPECTED
         echo(f"rank {environment.rank()}: unexpected error", file=sys.stderr)
         echo(traceback.format_exc(), end="", file=sys.stderr)
