@@ -19,6 +19,11 @@ def printable(text: str, kept: str = KEPT) -> str:
     return "".join(c if c.isprintable() or c in kept else " " if c.isspace() else "?" for c in text)
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number of things: "1 sample", "1,200 samples"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def echo(*values: object, sep: str = " ", end: str = "\n", file: Optional[TextIO] = None, flush: bool = False) -> None:
     """Print values as `print` does, after `printable`."""
     print(printable(sep.join(map(str, values))), end=end, file=file, flush=flush)

@@ -204,7 +204,7 @@ def write_sheet(found: Survey, path: Path, colours: str) -> str:
         for one, frame in found.shown
     ]
     save_png(contact_sheet(tiles), path)
-    return f"sheet       {path}: {len(tiles)} samples{f'; {colours}' if colours else ''}"
+    return f"sheet       {path}: {len(tiles)} {'sample' if len(tiles) == 1 else 'samples'}{f'; {colours}' if colours else ''}"
 
 
 def colour(found: Survey, vae: Optional[str]) -> str:
