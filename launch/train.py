@@ -27,7 +27,7 @@ from dit.errors import (
     on_a_screen,
 )
 from dit.ranges import check_path
-from dit.terminal import echo, log_to_stderr
+from dit.terminal import announce, echo, log_to_stderr
 from launch import cli, environment
 from recipes import registry
 
@@ -84,6 +84,8 @@ def _execute(options: cli.Options) -> int:
         echo(registry.listing())
         return EXIT_OK
     _check(options)
+    if options.dryrun:
+        announce(f"{options.source}: importing torch and Megatron-Core")
     environment.prepare()
     if not options.verbose:
         environment.quiet_libraries()

@@ -84,7 +84,7 @@ MAY_IMPORT = {
     },
     "dit.encoders": {
         *("dit.errors", "dit.backends", "dit.conditions", "dit.condition_table", "dit.layout", "dit.batch"),
-        *("dit.safe_files", "dit.data_api", "dit.patchify"),
+        *("dit.safe_files", "dit.data_api", "dit.patchify", "dit.terminal"),
     },
     "dit.evaluation": {"dit.errors", "dit.safe_files", "dit.backends", "dit.convert", "dit.encoders"},
     "dit.convert": {

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from dit.errors import ConfigError, one_line_errors
-from dit.terminal import counted, echo, printable
+from dit.terminal import announce, counted, echo, printable
 
 if TYPE_CHECKING:
     from energon_data.prepare.build import UnitRecord
@@ -198,7 +198,8 @@ def _forecast(preparation: "Preparation") -> str:
         num_bytes = sum(map(len, sample.parts.values()))
         named = sample.metadata.get("caption", "no caption")
         lines.append(
-            f"  {sample.key}: {'x'.join(map(str, sample.shape))}, {', '.join(sample.parts)}, {num_bytes:,} bytes; {named}"
+            f"  {sample.key}: {'x'.join(map(str, sample.shape))}, {', '.join(sample.parts)}, {num_bytes:,} bytes; "
+            f"{named}"
         )
     for reason, texts in record.examples.items():
         lines.append(f"  skipped, {reason}: {texts[0]}")
@@ -357,6 +358,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)
+    announce(f"preparing {args.out}" + (f" from {args.source}" if "source" in args else ""))
     args.run(args)
     return 0
 
