@@ -13,6 +13,7 @@ from typing import Any, BinaryIO
 from dit.errors import ConfigError, UserError
 
 LONGEST_FILE = 64 << 20  # bytes; records of a run or a data set have fewer
+PIECE = 1 << 20  # bytes read at a time
 DEEPEST = 100  # lists and tables inside of each other
 LONGEST_INTEGER = 20  # characters; all integers of 64 bits have at most as many
 LONGEST_YAML = 1 << 20  # bytes; the reader takes seconds for as many
@@ -64,10 +65,13 @@ def read_bytes(path: Path, limit: int = LONGEST_FILE, *, follow: bool = True) ->
         OSError: it cannot be read, is not a regular file, or is longer.
     """
     with open_binary(path, follow=follow) as file:
-        data = file.read(limit + 1)
+        data = bytearray()
+        # In pieces, because `read(n)` allocates n bytes at once.
+        while len(data) <= limit and (piece := file.read(min(PIECE, limit + 1 - len(data)))):
+            data += piece
     if len(data) > limit:
         raise OSError(errno.EFBIG, f"longer than {limit:,} bytes", str(path))
-    return data
+    return bytes(data)
 
 
 def refuse_link(path: Path) -> None:

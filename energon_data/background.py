@@ -17,7 +17,7 @@ from typing import Any, Optional
 
 from energon_data.messages import Ahead, GoneError, Inbox, send_pickle
 from energon_data.nursery import Worker, nursery_of
-from energon_data.streams import Delivery, Position, Source
+from energon_data.streams import Position, Source, StreamItem
 from energon_data.worker import Job, Message
 
 POSITION_EVERY = 32
@@ -55,7 +55,7 @@ class BackgroundSource:
         with suppress(GoneError):  # said by `next`
             send_pickle(self._channel, job)
 
-    def next(self) -> Delivery:
+    def next(self) -> StreamItem:
         """Return the next delivery; do not call after a failure.
 
         Raises:

@@ -19,7 +19,7 @@ import yaml
 
 from dit.errors import ConfigError
 from dit.ranges import NOT_NEGATIVE
-from energon_data.streams import Delivery, Position, Source
+from energon_data.streams import Position, Source, StreamItem
 
 _KEYS = {"path", "weight"}
 
@@ -117,7 +117,7 @@ class StagedSource:
             self._source = self._stages[self._stage]()
         return self._source
 
-    def next(self) -> Delivery:
+    def next(self) -> StreamItem:
         """Return the next delivery; do not call after a failure."""
         delivery = self._open().next()
         before = self._stage

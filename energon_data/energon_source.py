@@ -15,9 +15,9 @@ from megatron.energon.wrappers.base import BaseWrapperDataset
 
 from dit.data_api import BatchSpec
 from dit.errors import ConfigError, DataError, UserError
-from energon_data.skip_log import GiveUp, Ledger
+from energon_data.skip_log import SkipCounter, TooManyDroppedError
 from energon_data.state_codec import from_plain, to_plain
-from energon_data.streams import Delivery, Position
+from energon_data.streams import Position, StreamItem
 from energon_data.task_encoder import DiffusionTaskEncoder, EncoderOptions, worker_config
 
 _DATA_ERRORS = (OSError, EOFError, ValueError, tarfile.TarError, struct.error)
@@ -27,7 +27,7 @@ _OUTER = "SimpleSavableDatasetWrapper"
 class _Deliveries(BaseWrapperDataset):
     """Outermost dataset: sends the ledger's entries with each micro-batch, and errors as data."""
 
-    def __init__(self, dataset: SavableDataset, ledger: Ledger) -> None:
+    def __init__(self, dataset: SavableDataset, ledger: SkipCounter) -> None:
         super().__init__(dataset, worker_config=dataset.worker_config)
         self.ledger = ledger
 
@@ -40,21 +40,21 @@ class _Deliveries(BaseWrapperDataset):
     def config(self) -> dict[str, Any]:
         return self.dataset.config()
 
-    def __iter__(self) -> Iterator[Delivery]:
+    def __iter__(self) -> Iterator[StreamItem]:
         try:
             for batch in self.dataset:
-                yield Delivery(batch, self.ledger.drain())
+                yield StreamItem(batch, self.ledger.drain())
             return
-        except GiveUp:
+        except TooManyDroppedError:
             failure, is_bug = "too many samples were dropped", False
         except _DATA_ERRORS as error:
             failure, is_bug = f"{type(error).__name__}: {error}", False
         except Exception:
             failure, is_bug = traceback.format_exc(), True
-        yield Delivery(None, self.ledger.drain(), failure, is_bug)
+        yield StreamItem(None, self.ledger.drain(), failure, is_bug)
 
 
-def _loader(dataset: SavableDataset, ledger: Ledger) -> SavableDataLoader:
+def _loader(dataset: SavableDataset, ledger: SkipCounter) -> SavableDataLoader:
     loader = SavableDataLoader(_Deliveries(dataset, ledger), watchdog_timeout_seconds=None, gc_collect_every_n_steps=0)
     # Energon enables pinning, which warns without a GPU; `DeviceBatches` moves batches. Without its own generator the
     # loader would draw its base seed from the global one, and so change later draws from it.
@@ -124,7 +124,7 @@ class EnergonSource:
         max_samples_per_sequence: Optional[int],
         packing_buffer_size: Optional[int],
     ) -> None:
-        ledger = Ledger(budget)
+        ledger = SkipCounter(budget)
         packed = options.max_tokens_per_pack is not None
         self._batch_size = None if packed else spec.micro_batch_size
         self._spec, self._options, self._reopen = spec, options, reopen
@@ -152,13 +152,13 @@ class EnergonSource:
             "seed": seed,
         }
         self._loader = _loader(dataset, ledger)
-        self._iterator: Optional[Iterator[Delivery]] = None
+        self._iterator: Optional[Iterator[StreamItem]] = None
 
-    def next(self) -> Delivery:
+    def next(self) -> StreamItem:
         """Return the next delivery; do not call after a failure."""
         if self._iterator is None:
             self._iterator = iter(self._loader)
-        return next(self._iterator, Delivery(None, [], None))
+        return next(self._iterator, StreamItem(None, [], None))
 
     def state(self) -> Position:
         """Return the position."""
@@ -227,12 +227,12 @@ class EnergonSource:
 
 def validation_pass(
     path: str, spec: BatchSpec, options: EncoderOptions, *, split: str, budget: int, packing_buffer_size: Optional[int]
-) -> Iterator[Delivery]:
+) -> Iterator[StreamItem]:
     """Read a split once, in the order of its shards, which are closed at the end.
 
     It is opened at once, so that the path may be gone when it is read.
     """
-    ledger = Ledger(budget)
+    ledger = SkipCounter(budget)
     packed = options.max_tokens_per_pack is not None
     encoder = DiffusionTaskEncoder(spec, options, ledger)
     dataset = _opened(
@@ -246,7 +246,7 @@ def validation_pass(
         task_encoder=encoder,
     )
 
-    def read() -> Iterator[Delivery]:
+    def read() -> Iterator[StreamItem]:
         try:
             yield from _loader(dataset, ledger)
         finally:

@@ -6,11 +6,11 @@ from dataclasses import replace
 from dit.batch import PackedBatch
 from dit.errors import DataError
 from energon_data.skip_log import SkipLog
-from energon_data.streams import Delivery
+from energon_data.streams import StreamItem
 
 
 def share_validation(
-    deliveries: Iterable[Delivery], dp_rank: int, dp_size: int, log: SkipLog, origin: str
+    deliveries: Iterable[StreamItem], dp_rank: int, dp_size: int, log: SkipLog, origin: str
 ) -> Iterator[PackedBatch]:
     """Split a finite pass over the data-parallel ranks: rank `r` gets the micro-batches `r`, `r + dp_size`, ...
 

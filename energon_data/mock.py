@@ -20,9 +20,9 @@ from energon_data.packing import check_pack_multiple, collate, padded_length
 from energon_data.samples import Clip
 from energon_data.skip_log import SkipLog
 from energon_data.streams import (
-    Delivery,
     Position,
     StreamGroup,
+    StreamItem,
     automatic_streams,
     check_streams,
     streams_of,
@@ -192,7 +192,7 @@ class MockSource:
         self._cache: dict[int, Clip] = {}
         self._patterns: dict[tuple[int, int, int, int], Tensor] = {}
 
-    def next(self) -> Delivery:
+    def next(self) -> StreamItem:
         """Return the next micro-batch."""
         pack = self._data.max_tokens_per_pack
         clips: list[Clip] = []
@@ -200,9 +200,9 @@ class MockSource:
         while self._taken < self._last and (need := self._needed()) <= room:
             room -= need
             clips.append(self._take())
-        return Delivery(collate(clips, self._spec, total_tokens=pack), [])
+        return StreamItem(collate(clips, self._spec, total_tokens=pack), [])
 
-    def remaining(self) -> Iterator[Delivery]:
+    def remaining(self) -> Iterator[StreamItem]:
         """Return the micro-batches up to the last sample."""
         while self._taken < self._last:
             yield self.next()

@@ -3,7 +3,7 @@
 A sample is dropped because it is damaged (unreadable, wrong checksum, refused format, not finite), which counts against
 `data.max_lost_samples`, or because the settings exclude it (too long, low score), which does not.
 
-The worker that reads such a sample adds it to its `Ledger`. The entries are sent to the main process with the next
+The worker that reads such a sample adds it to its `SkipCounter`. The entries are sent to the main process with the next
 micro-batch, and `SkipLog` counts them there. Counts are therefore exact on every layout, with and without background
 workers, and after every resume; and the run ends at the same step in all of these cases.
 """
@@ -20,6 +20,8 @@ from dit.data_api import SampleCounts
 from dit.errors import DataError
 from dit.safe_files import open_to_append
 
+SKIP_FILE = "data_skipped.jsonl"
+"""Dropped samples, in the folder of a run's logs."""
 GIVE_UP_AFTER = 10_000
 """Number of consecutive dropped samples after which the data count as unusable."""
 
@@ -47,11 +49,11 @@ class Skip:
         return f"sample {self.key!r} in shard {self.shard!r}: {self.reason}: {self.detail}"
 
 
-class GiveUp(BaseException):
+class TooManyDroppedError(BaseException):
     """Ends a stream from inside Energon, whose error handling swallows every `Exception`."""
 
 
-class Ledger:
+class SkipCounter:
     """The samples dropped since the last micro-batch, in the process that reads them.
 
     Args:
@@ -72,13 +74,13 @@ class Ledger:
         """Record a dropped sample.
 
         Raises:
-            GiveUp: the budget is exceeded, or too many consecutive samples were dropped.
+            TooManyDroppedError: the budget is exceeded, or too many consecutive samples were dropped.
         """
         self._skips.append(skip)
         self._lost += skip.lost
         self._in_a_row += 1
         if self._lost > self.budget or self._in_a_row >= GIVE_UP_AFTER:
-            raise GiveUp
+            raise TooManyDroppedError
 
     def drain(self) -> list[Skip]:
         """Return the entries since the last call."""

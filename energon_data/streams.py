@@ -30,7 +30,7 @@ from energon_data.skip_log import Skip, SkipLog
 
 
 @dataclass
-class Delivery:
+class StreamItem:
     """One item of a stream: a micro-batch, or the reason why there is none, and the samples skipped before it.
 
     Attributes:
@@ -60,7 +60,7 @@ class Position(NamedTuple):
 class Source(Protocol):
     """One global stream."""
 
-    def next(self) -> Delivery: ...
+    def next(self) -> StreamItem: ...
 
     def state(self) -> Position:
         """Return the position after the last delivery."""

@@ -26,7 +26,7 @@ from energon_data.latent_scale import Moments
 from energon_data.packing import greedy_knapsack, padded_length
 from energon_data.samples import CAPTIONS as SEVERAL_CAPTIONS
 from energon_data.samples import LATENT, META_PART, Clip, SampleError
-from energon_data.skip_log import Ledger, Skip
+from energon_data.skip_log import Skip, SkipCounter
 from energon_data.tar_index import UnusualTarError, group_members, parse_members, read_offsets, read_tar
 
 if TYPE_CHECKING:
@@ -226,7 +226,7 @@ def expected_drops(
     from energon_data.cookers import cook_clip
     from energon_data.task_encoder import DiffusionTaskEncoder
 
-    encoder = DiffusionTaskEncoder(spec, options, Ledger(MOST_BEFORE_TRAINING))
+    encoder = DiffusionTaskEncoder(spec, options, SkipCounter(MOST_BEFORE_TRAINING))
     indices, read = spread(info.samples, MOST_BEFORE_TRAINING), Counter[str]()
     began = time.monotonic()
     for first in range(ROUNDS):

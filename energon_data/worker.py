@@ -13,7 +13,7 @@ import torch
 
 from dit.heap import keep_freed_memory
 from energon_data.messages import Ahead, GoneError, Outbox, receive_pickle
-from energon_data.streams import Delivery, Position, Source
+from energon_data.streams import Position, Source, StreamItem
 
 
 class Job(NamedTuple):
@@ -35,7 +35,7 @@ class Job(NamedTuple):
 class Message(NamedTuple):
     """A delivery, and the pickled position behind it, if it is sent along."""
 
-    delivery: Delivery
+    delivery: StreamItem
     state: Optional[bytes]
 
 
@@ -48,7 +48,7 @@ def _messages(channel: socket.socket, outbox: Outbox) -> Iterator[Message]:
         source = job.open_source()
         position: Position = receive_pickle(channel)
         source.load(position.state)
-        count, delivery = 0, Delivery(None, [])
+        count, delivery = 0, StreamItem(None, [])
         while count == 0 or delivery.batch is not None:
             began = time.perf_counter()
             delivery = source.next()
@@ -59,7 +59,7 @@ def _messages(channel: socket.socket, outbox: Outbox) -> Iterator[Message]:
     except GoneError:
         raise
     except Exception:
-        yield Message(Delivery(None, [], traceback.format_exc(), is_bug=True), None)
+        yield Message(StreamItem(None, [], traceback.format_exc(), is_bug=True), None)
 
 
 def work(channel: socket.socket) -> None:

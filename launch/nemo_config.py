@@ -24,7 +24,8 @@ from dit.settings import CheckpointConfig, LoggingConfig, OptimizerConfig, Sampl
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from launch import nemo_keys
-from launch.nemo_keys import Preconditioning, Rule, UNetType
+from launch.nemo_keys import Preconditioning, UNetType
+from launch.nemo_rules import Rule
 from launch.overrides import apply_overrides
 from recipes import registry
 
@@ -67,10 +68,17 @@ def load(path: str | Path, load_component: Callable[[str], None]) -> tuple[run.P
     if not isinstance(document, dict) or not isinstance(document.get("model"), dict):
         raise ConfigError(f"{path} has no section `model`; --nemo-config reads a training document of NeMo's Imagen")
     problems: list[str] = []
-    values = _resolved(dict(leaves(document)), problems)
+    if "optim" in document and "optim" not in document["model"]:  # some documents have the section at the top
+        document["model"]["optim"] = document.pop("optim")
+    values = _resolved(dict(nemo_keys.leaves(document)), problems)
     unet_type: UNetType = _selected(values, "model.unet_type", problems)
     preconditioning: Preconditioning = _selected(values, "model.preconditioning_type", problems)
-    rules = nemo_keys.rules(unet_type, preconditioning)
+    rules = nemo_keys.rules(unet_type, preconditioning, synthetic=values.get("model.data.synthetic_data") is True)
+    open_keys = {key for key, value in values.items() if value == OPEN}
+    open_keys -= {key for rule in rules if rule.has_no_effect for key in rule.keys}
+    for key in sorted(open_keys):
+        problems.append(f"{key}={OPEN} is left open; fill it in, or remove it")
+        values[key] = None
     problems += _unknown(values, [*nemo_keys.KINDS, *(key for rule in rules for key in rule.keys)])
     task = _start(unet_type, preconditioning, values)
     rows = [row for rule in rules if (row := _apply(rule, values, task, problems, load_component))]
@@ -92,17 +100,11 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def _shown(row: Row) -> str:
-    return ", ".join(f"{key}={value}" for key, value in row.given.items()) or "NeMo's default"
+    return _text_of(row.given) or "NeMo's default"
 
 
-def leaves(node: Mapping[Any, Any], section: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of a document by their dotted keys."""
-    for name, value in node.items():
-        key = f"{section}.{name}" if section else str(name)
-        if isinstance(value, dict) and value:
-            yield from leaves(value, key)
-        else:
-            yield key, None if value == {} else value
+def _text_of(values: Mapping[str, object]) -> str:
+    return ", ".join(key if isinstance(value, dict) else f"{key}={value}" for key, value in values.items())
 
 
 def _resolved(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
@@ -139,9 +141,6 @@ def _resolved(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
         except ConfigError as error:
             problems.append(str(error))
             found[key] = None
-        if found[key] == OPEN:
-            problems.append(f"{key}={OPEN} is left open; fill it in, or remove it")
-            found[key] = None
     return found
 
 
@@ -156,9 +155,7 @@ def _selected(values: Mapping[str, Any], key: str, problems: list[str]) -> Any:
 
 def _unknown(values: Mapping[str, Any], known: Sequence[str]) -> Iterator[str]:
     for key, value in values.items():
-        if key.startswith(f"{nemo_keys.CORRUPTIONS}.") and key not in known:
-            yield f"{key}: blur, resize, noise and JPEG of the small picture are in no release of NeMo; remove the key"
-        elif key not in known and not (value is None and any(other.startswith(f"{key}.") for other in known)):
+        if key not in known and not (value is None and any(other.startswith(f"{key}.") for other in known)):
             yield f"{key}={value}: no such key is known{_did_you_mean(key, known)}"
 
 
@@ -207,7 +204,7 @@ def _apply(
 ) -> Row | None:
     """Apply a rule to the run; return its row if the document has one of its keys or a default of NeMo's is ours."""
     given = {key: value for key, value in values.items() if key in rule.keys and value is not None}
-    shown = ", ".join(f"{key}={value}" for key, value in given.items()) or ", ".join(rule.keys)
+    shown = _text_of(given) or ", ".join(rule.keys)
     missing = [key for key in rule.keys if key not in given]
     if rule.required and missing:
         problems.append(f"{missing[0]} is missing, and NeMo has no default for it")

@@ -3,98 +3,20 @@
 The keys are those of NeMo 2.0, `examples/multimodal/text_to_image/imagen/conf`; defaults are those of its constructors.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, Optional
 
 from dit.errors import ConfigError
+from launch.nemo_rules import Rule, Settings, maps, nothing, one_of, only, switch, unused
 
 UNetType = Literal["base", "sr-unet", "sr"]
 Preconditioning = Literal["EDM", "DDPM"]
-Settings = Mapping[str, object]
-"""Values of our settings by their dotted path."""
-
 T5 = "google-t5/t5-11b"
 PRECISIONS = {
     **{"bf16": "bf16", "bf16-mixed": "bf16", "16": "fp16", "16-mixed": "fp16"},
     **{"32": "fp32", "32-true": "fp32"},
 }
 PREDICTIONS = {"noise": "noise", "x_start": "x0"}
-
-
-@dataclass(frozen=True)
-class Rule:
-    """What keys that are read together become.
-
-    Attributes:
-        keys: dotted.
-        settings: called with those that the document has, by the last part of their names and in its order.
-        note: how we deviate; where there is no setting, why.
-        required: the document must have all of the keys.
-    """
-
-    keys: tuple[str, ...]
-    settings: Callable[..., Settings]
-    note: str = ""
-    required: bool = False
-
-
-def maps(
-    key: str,
-    setting: str,
-    read: Callable[[Any], object] = lambda value: value,
-    *,
-    default: object = None,
-    note: str = "",
-    required: bool = False,
-) -> Rule:
-    """Return the rule of a key that is one setting.
-
-    Args:
-        read: NeMo's value as ours.
-        default: NeMo's value where the document has none; None leaves our default.
-        note, required: see `Rule`.
-    """
-
-    def settings(**given: object) -> Settings:
-        value = next(iter(given.values()), default)
-        return {} if value is None else {setting: read(value)}
-
-    return Rule((key,), settings, note, required)
-
-
-def only(key: str, *allowed: object, why: str) -> Rule:
-    """Return the rule of a key that is refused unless it is absent or has one of these values."""
-
-    def settings(**given: object) -> Settings:
-        for value in given.values():
-            if value not in allowed:
-                raise ConfigError(f"{why}; remove the key" + (f" or set it to {allowed[0]}" if allowed else ""))
-        return {}
-
-    return Rule((key,), settings, why)
-
-
-def unused(keys: str, why: str) -> list[Rule]:
-    """Return the rules of keys, separated by spaces, that may have any value and change nothing here."""
-    return [Rule((key,), lambda **_: {}, why) for key in keys.split()]
-
-
-def one_of(choices: Mapping[str, str]) -> Callable[[object], str]:
-    """Return a reader of NeMo's names."""
-
-    def read(value: object) -> str:
-        if str(value) not in choices:
-            raise ConfigError(f"{value} is not offered here; use one of {', '.join(choices)}")
-        return choices[str(value)]
-
-    return read
-
-
-def _switch(value: object) -> bool:
-    if not isinstance(value, bool):
-        raise ConfigError(f"{value!r} is neither true nor false")
-    return value
 
 
 def _resolutions(value: object) -> list[int]:
@@ -132,7 +54,7 @@ def _heads(per_head_channels: int = 64, num_attn_heads: int = 4) -> Settings:
 
 
 def _attention_kernel(*, stable_attention: object = True, flash_attention: object = False) -> Settings:
-    if _switch(stable_attention) and _switch(flash_attention):
+    if switch(stable_attention) and switch(flash_attention):
         raise ConfigError("stable and flash attention exclude each other; set one of them to False")
     return {"model.stable_attention": stable_attention}
 
@@ -146,7 +68,7 @@ def _dropout(value: object) -> object:
 def _low_resolution(
     target_resolutions: object = None, target_resolution: object = None, low_res_cond: object = True
 ) -> Settings:
-    if not _switch(low_res_cond):
+    if not switch(low_res_cond):
         raise ConfigError("a super-resolution model has low_res_cond: True; unet_type: base has no small picture")
     if target_resolutions is None and target_resolution is None:
         raise ConfigError("the sides of the small and the large picture are missing, such as [64, 256]")
@@ -157,7 +79,7 @@ def _low_resolution(
 
 
 def _no_low_resolution(low_res_cond: object = False, noise_cond_aug: object = False) -> Settings:
-    if _switch(low_res_cond) or _switch(noise_cond_aug):
+    if switch(low_res_cond) or switch(noise_cond_aug):
         raise ConfigError("unet_type: base has no small picture; use sr-unet or sr")
     return {}
 
@@ -173,7 +95,7 @@ def _augmentations(**steps: object) -> Settings:
     if {"center_crop_h_w", "random_crop_h_w"} <= set(names):
         raise ConfigError("one crop is made, at the centre or at random; remove one of the two")
     crop = steps.get("center_crop_h_w") or steps.get("random_crop_h_w")
-    found: dict[str, object] = {"data.flip": 0.5 if _switch(steps.get("horizontal_flip") or False) else 0.0}
+    found: dict[str, object] = {"data.flip": 0.5 if switch(steps.get("horizontal_flip") or False) else 0.0}
     if "resize_smallest_side" in names:
         found["data.resize_side"] = steps["resize_smallest_side"]
     if crop:
@@ -188,8 +110,42 @@ def _filter(method: Optional[str] = None, value: object = None) -> Settings:
     return {} if method is None else {one_of(limits)(method): value}
 
 
+def _corruption(**section: object) -> Settings:
+    """Read the corruption of the small picture, which is drawn here with the published probabilities and ranges."""
+    published = dict(leaves(PUBLISHED_CORRUPTION))
+    values = dict(leaves(section))
+    different = [key for key, value in published.items() if values.get(key) != value]
+    if different:
+        key = different[0]
+        raise ConfigError(
+            f"data.corrupt_low_resolution draws with the published values, of which {len(different)} of "
+            f"{len(published)} differ, {key}={values.get(key, 'missing')} first; write {key}={published[key]}, "
+            "or remove the section"
+        )
+    return {"data.corrupt_low_resolution": True}
+
+
+def _synthetic(
+    *,
+    synthetic_data: object = True,
+    synthetic_data_length: object = None,
+    center_crop_h_w: object = None,
+    random_crop_h_w: object = None,
+    token_length: object = 128,
+) -> Settings:
+    crop = center_crop_h_w or random_crop_h_w
+    height, width = _resolutions(crop) if crop else (64, 64)
+    return {
+        "data": "mock",
+        "data.height": height,
+        "data.width": width,
+        "data.text_tokens": token_length,
+        "data.dataset_size": synthetic_data_length,
+    }
+
+
 def _average(enable: object = False, decay: object = 0.9999) -> Settings:
-    return {"training.ema_decay": decay if _switch(enable) else None}
+    return {"training.ema_decay": decay if switch(enable) else None}
 
 
 def _run_dir(exp_dir: str = "nemo_experiments", name: str = "default") -> Settings:
@@ -206,7 +162,7 @@ def _best(save_top_k: object = None, monitor: str = "val_loss") -> Settings:
 
 
 def _checkpoints(*, create_checkpoint_callback: object = True, every_n_train_steps: object = None) -> Settings:
-    if not _switch(create_checkpoint_callback):
+    if not switch(create_checkpoint_callback):
         return {"checkpoint.interval": 0}
     return {} if every_n_train_steps is None else {"checkpoint.interval": every_n_train_steps}
 
@@ -214,9 +170,9 @@ def _checkpoints(*, create_checkpoint_callback: object = True, every_n_train_ste
 def _resume(*, resume_if_exists: object = None, resume_ignore_no_checkpoint: object = False) -> Settings:
     if resume_if_exists is None:
         return {}
-    if not _switch(resume_if_exists):
+    if not switch(resume_if_exists):
         return {"checkpoint.resume": "never"}
-    return {"checkpoint.resume": "auto" if _switch(resume_ignore_no_checkpoint) else "must"}
+    return {"checkpoint.resume": "auto" if switch(resume_ignore_no_checkpoint) else "must"}
 
 
 def _betas(betas: Sequence[float] = (0.9, 0.999)) -> Settings:
@@ -226,7 +182,7 @@ def _betas(betas: Sequence[float] = (0.9, 0.999)) -> Settings:
 
 
 def _online(online_encoding: object = False, encoder_path: Optional[str] = None) -> Settings:
-    if not _switch(online_encoding):
+    if not switch(online_encoding):
         return {}
     return {"data.online_text_encoder": f"text={encoder_path or T5}", "data.online_precision": "bf16"}
 
@@ -248,7 +204,7 @@ def _network(unet_type: UNetType) -> list[Rule]:
         maps(
             f"{unet}.gradient_checkpointing",
             "training.recompute",
-            lambda on: "full" if _switch(on) else "none",
+            lambda on: "full" if switch(on) else "none",
             default=False,
         ),
         maps(f"{unet}.scale_shift_norm", "model.scale_shift_norm", default=True),
@@ -332,7 +288,10 @@ _TRAINER = [
     maps("trainer.log_every_n_steps", "training.log_interval"),
     only("trainer.accumulate_grad_batches", 1, why="micro-batches follow from micro_batch_size and the ranks"),
     maps("trainer.gradient_clip_val", "optimizer.clip_grad", default=0.0),
-    *unused("trainer.num_sanity_val_steps", "NeMo's Imagen has no validation; training.sanity_micro_batches for ours"),
+    *unused(
+        "trainer.num_sanity_val_steps trainer.limit_val_batches trainer.val_check_interval",
+        "NeMo's Imagen has no validation; training.validation_interval and sanity_micro_batches for ours",
+    ),
 ]
 _RESUME = [
     only(
@@ -383,7 +342,6 @@ _ENGINE = [
 ]
 _CONDITIONING = [
     maps("model.conditioning.embed_dim", "model.context_size", required=True),
-    maps("model.conditioning.token_length", "data.max_text_tokens", note="shorter texts are not padded"),
     maps("model.conditioning.drop_rate", "model.context_dropout", default=0.0),
     *unused(
         "model.conditioning.precached_key model.conditioning.out_key",
@@ -395,8 +353,41 @@ _CONDITIONING = [
         "without online encoding the data have the embeddings",
     ),
 ]
+CORRUPTION = "model.data.train.corruption_aug"
+PUBLISHED_CORRUPTION: dict[str, dict[str, Any]] = {
+    "blur": {"add_random_blur": True, "blur_prob1": 0.2, "blur_prob2": 0.2},
+    "resize": {
+        "add_random_resize": True,
+        **{f"resize_prob{i}": {"up": 0.2, "down": 0.2, "keep": 0.6} for i in (1, 2)},
+        **{f"resize_range{i}": [0.8, 1.2] for i in (1, 2)},
+    },
+    "noise": {
+        "add_random_noise": True,
+        **{f"gaussian_noise_prob{i}": 1.0 for i in (1, 2)},
+        **{f"gray_noise_prob{i}": 0.0 for i in (1, 2)},
+        "gaussian_sigma_range1": [0, 3],
+        "gaussian_sigma_range2": [0, 2.5],
+        "poisson_scale_range1": [0.005, 3],
+        "poisson_scale_range2": [0.005, 2.5],
+    },
+    "jpeg": {"add_random_compression": False},
+}
+"""The values of the published documents that `energon_data.corruption.Corruption` has."""
 _DATA = [
+    maps("model.conditioning.token_length", "data.max_text_tokens", note="shorter texts are not padded"),
+    *unused("model.data.synthetic_data model.data.synthetic_data_length", "data.path names the data"),
     *unused("model.data.num_workers", "data.background reads every stream in a process of its own"),
+    *unused(
+        "model.data.validation model.data.test",
+        "energon_data.prepare splits the data; training.validation_interval measures the loss of the split val",
+    ),
+    Rule(
+        tuple(f"{CORRUPTION}.{section}" for section in PUBLISHED_CORRUPTION),
+        lambda **sections: _corruption(**sections) if sections else {},
+        "probabilities and ranges are NeMo's; the order and what a radius means are ours, since no release of NeMo has "
+        "the code (docs/data.md)",
+    ),
+    *unused(f"{CORRUPTION}.kernel_radius_dict", "a blur has a radius of 1 to 3 pixels"),
     *unused(
         "model.data.train.dataset_path",
         "pickled lists of shards are not read: energon_data.prepare webdataset, then data.path=FOLDER or data.blend",
@@ -435,13 +426,38 @@ _OPTIMIZER = [
     maps("model.optim.sched.warmup_steps", "schedule.warmup_steps"),
     only("model.optim.sched.warmup_ratio", why="a warm-up has warmup_steps"),
 ]
-CORRUPTIONS = "model.data.train.corruption_aug"
-"""A section of which no release of NeMo has an implementation; its keys are refused together."""
+_SYNTHETIC = "model.data.synthetic_data"
+_CROPS = [f"model.data.train.augmentations.{name}" for name in ("center_crop_h_w", "random_crop_h_w")]
+_SYNTHETIC_KEYS = (_SYNTHETIC, f"{_SYNTHETIC}_length", *_CROPS, "model.conditioning.token_length")
+_SYNTHETIC_DATA = [
+    Rule(_SYNTHETIC_KEYS, _synthetic, "random pictures"),
+    *(
+        Rule((key,), nothing, "the data are synthetic")
+        for rule in _DATA
+        for key in rule.keys
+        if key not in _SYNTHETIC_KEYS
+    ),
+]
+SECTIONS = (
+    *("model.data.validation", "model.data.test"),
+    *(f"{CORRUPTION}.{part}" for part in (*PUBLISHED_CORRUPTION, "kernel_radius_dict")),
+)
+"""Keys whose values are read as a whole."""
 KINDS = {"model.unet_type": UNetType, "model.preconditioning_type": Preconditioning}
 """The keys that select the network and the objective, and their values."""
 
 
-def rules(unet_type: UNetType, preconditioning: Preconditioning) -> list[Rule]:
+def leaves(node: Mapping[Any, Any], section: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of a document by their dotted keys."""
+    for name, value in node.items():
+        key = f"{section}.{name}" if section else str(name)
+        if isinstance(value, dict) and value and key not in SECTIONS:
+            yield from leaves(value, key)
+        else:
+            yield key, None if value == {} else value
+
+
+def rules(unet_type: UNetType, preconditioning: Preconditioning, *, synthetic: bool) -> list[Rule]:
     """Return the rules of every key of a document, in the order of its sections."""
     return [
         *_TRAINER,
@@ -451,6 +467,6 @@ def rules(unet_type: UNetType, preconditioning: Preconditioning) -> list[Rule]:
         *_network(unet_type),
         *_objective(preconditioning),
         *_CONDITIONING,
-        *_DATA,
+        *(_SYNTHETIC_DATA if synthetic else _DATA),
         *_OPTIMIZER,
     ]

@@ -83,6 +83,9 @@ def _execute(options: cli.Options) -> int:
     if options.list_recipes:
         echo(registry.listing())
         return EXIT_OK
+    if options.describe:
+        echo(registry.description(options.describe))
+        return EXIT_OK
     _check(options)
     if options.dryrun:
         announce(f"{options.source}: importing torch and Megatron-Core")

@@ -40,7 +40,7 @@ class OfRanks:
 class GraphColumnLinear(ColumnParallelLinear):
     """See `dit.backends.provider.ColumnLinear`."""
 
-    sums_bias = True
+    adds_bias = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

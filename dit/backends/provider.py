@@ -22,7 +22,7 @@ from dit.backends.expert_dispatch import ExpertDispatch
 from dit.backends.gathered_linear import GatheredLinear
 from dit.backends.graph_linears import GraphColumnLinear, GraphRowLinear, SumOverRanks
 from dit.backends.init import ZEROS, Init, uniform, with_init
-from dit.backends.sharding import GradientCovers, ParameterSharding, adapter_shardings, sharding_of, state
+from dit.backends.sharding import GradientCovers, ParameterSharding, adapter_shardings, set_sharding, sharding_of
 from dit.errors import ConfigError
 from dit.kernels.choice import UNTRIED, Implementation, Op, Target, choose, installed, on_cuda
 from dit.kernels.layer_kernels import EAGER, LayerKernels
@@ -35,17 +35,17 @@ class ColumnLinear(ColumnParallelLinear):
 
     Attributes:
         alone: no other rank has features of this layer: it is one call of torch.
-        bias_apart: whether the output lacks the bias.
-        sums_bias: whether this layer computes the gradient of its bias.
+        skip_bias_add: whether the output lacks the bias.
+        adds_bias: whether this layer computes the gradient of its bias.
     """
 
-    alone, bias_apart, sums_bias = False, False, True
+    alone, skip_bias_add, adds_bias = False, False, True
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        if not self.sums_bias:
+        if not self.adds_bias:
             return nn.functional.linear(x_TD, self.weight, self.bias.detach())
         if self.alone:
-            return nn.functional.linear(x_TD, self.weight, None if self.bias_apart else self.bias)
+            return nn.functional.linear(x_TD, self.weight, None if self.skip_bias_add else self.bias)
         return super().forward(x_TD)[0]
 
 
@@ -53,20 +53,20 @@ class RowLinear(RowParallelLinear):
     """y = x W^T + b with the input features split over tensor-parallel ranks; scatters the tokens under SP.
 
     Attributes:
-        alone, bias_apart: as in `ColumnLinear`.
+        alone, skip_bias_add: as in `ColumnLinear`.
     """
 
-    alone, bias_apart = False, False
+    alone, skip_bias_add = False, False
 
     def forward(self, x_TD: Tensor) -> Tensor:
         if self.alone:
-            return nn.functional.linear(x_TD, self.weight, None if self.bias_apart else self.bias)
+            return nn.functional.linear(x_TD, self.weight, None if self.skip_bias_add else self.bias)
         return super().forward(x_TD)[0]
 
 
-def missing_bias(layer: nn.Module) -> Optional[Tensor]:
+def unadded_bias(layer: nn.Module) -> Optional[Tensor]:
     """Return what the output of a parallel linear lacks, for the operation behind it: its bias, or None."""
-    return layer.bias if layer.bias_apart else None  # type: ignore[return-value]
+    return layer.bias if layer.skip_bias_add else None  # type: ignore[return-value]
 
 
 def _transformer_engine() -> tuple[Any, Any]:
@@ -137,7 +137,7 @@ class LayerProvider:
     @property
     def _leaves_bias(self) -> bool:
         """Whether an operation behind a linear adds its bias: a fused one does on its way, or no matrix product can."""
-        return self.kernels.sums_bias or self.tp_size > 1
+        return self.kernels.adds_bias or self.tp_size > 1
 
     def split(self, count: int, what: str) -> int:
         """Return how many of `count` equal parts are local to this rank.
@@ -160,17 +160,17 @@ class LayerProvider:
         bias: bool,
         init: Init,
         replicated_input: bool = False,
-        bias_apart: bool = False,
+        skip_bias_add: bool = False,
     ) -> ColumnLinear:
         """Build a linear layer whose output features are split.
 
         Args:
-            bias_apart: the layer need not add its bias: the operation behind it adds `missing_bias`.
+            skip_bias_add: the layer need not add its bias: the operation behind it adds `unadded_bias`.
             replicated_input: the input is replicated over tensor-parallel ranks, under sequence parallelism too (text):
                 nothing is gathered, and the input's gradient is complete on every rank.
         """
         self.split(out_features, "output features")
-        config, bias_apart = self.config, bias_apart and self._leaves_bias
+        config, skip_bias_add = self.config, skip_bias_add and self._leaves_bias
         if replicated_input:
             config = copy(config)
             config.sequence_parallel = False
@@ -181,14 +181,14 @@ class LayerProvider:
             init_method=None,
             bias=bias,
             gather_output=False,
-            skip_bias_add=bias_apart,
+            skip_bias_add=skip_bias_add,
             is_expert=False,
             tp_group=self.tp_group,
         )
         sharding = ParameterSharding(
             split_dim=0, gradient_covers="all_tokens" if replicated_input else "sequence_shard"
         )
-        layer.alone, layer.bias_apart = self.tp_size == 1, bias_apart
+        layer.alone, layer.skip_bias_add = self.tp_size == 1, skip_bias_add
         _start(layer, sharding, sharding, init)
         return layer
 
@@ -204,20 +204,20 @@ class LayerProvider:
             The layer, and whether `split_heads` computes the gradient of its bias.
         """
         layer = self.column_linear(in_features, out_features, bias=bias, init=init, replicated_input=replicated_input)
-        apart = bias and self.kernels.sums_bias and self.tp_size == 1 and isinstance(layer, ColumnLinear)
-        layer.sums_bias = not apart
+        apart = bias and self.kernels.adds_bias and self.tp_size == 1 and isinstance(layer, ColumnLinear)
+        layer.adds_bias = not apart
         return layer, apart
 
     def row_linear(
-        self, in_features: int, out_features: int, *, bias: bool, init: Init, bias_apart: bool = False
+        self, in_features: int, out_features: int, *, bias: bool, init: Init, skip_bias_add: bool = False
     ) -> RowLinear:
         """Build a linear layer whose input features are split.
 
         Args:
-            bias_apart: the layer need not add its bias: the operation behind it adds `missing_bias`.
+            skip_bias_add: the layer need not add its bias: the operation behind it adds `unadded_bias`.
         """
         self.split(in_features, "input features")
-        bias_apart = bias_apart and self._leaves_bias
+        skip_bias_add = skip_bias_add and self._leaves_bias
         layer = self._row(
             in_features,
             out_features,
@@ -225,11 +225,11 @@ class LayerProvider:
             init_method=None,
             bias=bias,
             input_is_parallel=True,
-            skip_bias_add=bias_apart,
+            skip_bias_add=skip_bias_add,
             is_expert=False,
             tp_group=self.tp_group,
         )
-        layer.alone, layer.bias_apart = self.tp_size == 1, bias_apart
+        layer.alone, layer.skip_bias_add = self.tp_size == 1, skip_bias_add
         # The bias is added to this rank's tokens, after the sum over ranks.
         _start(layer, ParameterSharding(split_dim=1), REPLICATED, init)
         return layer
@@ -306,7 +306,7 @@ class LayerProvider:
             layer = self.row_linear(in_features, out_features, bias=False, init=init)
         else:
             layer = self.replicated_linear(in_features, out_features, bias=False, init=init, gradient_covers=covers)
-        state(layer.get_parameter("weight"), sharding)
+        set_sharding(layer.get_parameter("weight"), sharding)
         return layer
 
     def local_experts(self, num_experts: int) -> range:
@@ -362,7 +362,7 @@ class LayerProvider:
     def split_vector(self, size: int, init: Init) -> nn.Parameter:
         """Build a vector that is split over tensor-parallel ranks."""
         empty = torch.empty(self.split(size, "features"), dtype=self.config.params_dtype, device=self._device)
-        return with_init(state(nn.Parameter(empty), ParameterSharding(split_dim=0)), init)
+        return with_init(set_sharding(nn.Parameter(empty), ParameterSharding(split_dim=0)), init)
 
     def parameter(
         self,
@@ -379,11 +379,11 @@ class LayerProvider:
             dtype: None for that of the model's weights.
         """
         empty = torch.empty(shape, dtype=dtype or self.config.params_dtype, device=self._device)
-        return with_init(state(nn.Parameter(empty), ParameterSharding(gradient_covers=gradient_covers)), init)
+        return with_init(set_sharding(nn.Parameter(empty), ParameterSharding(gradient_covers=gradient_covers)), init)
 
 
 def _start(layer: nn.Module, weight: ParameterSharding, bias: ParameterSharding, init: Init) -> None:
     """Set sharding and initialisation of the weight and the bias of a linear layer; biases start at zero."""
-    with_init(state(layer.get_parameter("weight"), weight), init)
+    with_init(set_sharding(layer.get_parameter("weight"), weight), init)
     if isinstance(layer.bias, nn.Parameter):
-        with_init(state(layer.bias, bias), ZEROS)
+        with_init(set_sharding(layer.bias, bias), ZEROS)

@@ -115,16 +115,16 @@ def adapter_shardings(base: ParameterSharding) -> tuple[ParameterSharding, Param
     return a, b
 
 
-def state(parameter: nn.Parameter, sharding: ParameterSharding) -> nn.Parameter:
+def set_sharding(parameter: nn.Parameter, sharding: ParameterSharding) -> nn.Parameter:
     """Set the sharding of a parameter; it replaces an earlier one."""
     parameter.sharding = sharding  # type: ignore[attr-defined]
     return parameter
 
 
-def state_every_stage(parameters: Iterable[nn.Parameter]) -> None:
+def replicate_on_all_stages(parameters: Iterable[nn.Parameter]) -> None:
     """Add to the statements of these parameters that every pipeline stage has a copy."""
     for parameter in parameters:
-        state(parameter, replace(sharding_of(parameter), every_stage=True))
+        set_sharding(parameter, replace(sharding_of(parameter), every_stage=True))
 
 
 def sharding_of(parameter: Tensor, name: str = "") -> ParameterSharding:
@@ -141,7 +141,7 @@ def sharding_of(parameter: Tensor, name: str = "") -> ParameterSharding:
         raise ConfigError(
             f"parameter {name or 'without a name'} of shape {tuple(parameter.shape)} has no statement of its sharding, "
             "so it is unknown over which ranks to sum its gradient; build it with the LayerProvider, or call "
-            "dit.backends.sharding.state(parameter, ParameterSharding(...))"
+            "dit.backends.sharding.set_sharding(parameter, ParameterSharding(...))"
         )
     return sharding
 

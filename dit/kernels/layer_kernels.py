@@ -53,7 +53,7 @@ class LayerKernels:
         norm_modulate, residual, residual_norm_modulate, gelu_tanh, swiglu: see `dit.kernels.modulation`.
         split_heads: see `dit.kernels.rope`.
         norm_groups: see `dit.kernels.group_norm`.
-        sums_bias: `split_heads` computes the gradient of the projection's bias, and the others add the bias of the
+        adds_bias: `split_heads` computes the gradient of the projection's bias, and the others add the bias of the
             linear before them; otherwise that is cheaper inside the linear.
         in_graph: the layer runs as one compiled graph, and these read a `dit.kernels.graph_layout.GraphLayout`.
     """
@@ -67,7 +67,7 @@ class LayerKernels:
     gelu_tanh: Activation
     swiglu: Activation
     norm_groups: NormGroups
-    sums_bias: bool
+    adds_bias: bool
     in_graph: bool = False
 
 
@@ -79,7 +79,7 @@ EAGER = LayerKernels(
     modulation.gelu_tanh,
     modulation.swiglu,
     group_norm.norm_groups,
-    sums_bias=False,
+    adds_bias=False,
 )
 
 
@@ -95,7 +95,7 @@ def fused() -> LayerKernels:
         activations.gelu_tanh,
         activations.swiglu,
         group_norm.norm_groups,
-        sums_bias=True,
+        adds_bias=True,
     )
 
 
@@ -111,6 +111,6 @@ def compiled() -> LayerKernels:
         graph_kernels.gelu_tanh,
         graph_kernels.swiglu,
         group_norm.norm_groups,
-        sums_bias=False,
+        adds_bias=False,
         in_graph=True,
     )

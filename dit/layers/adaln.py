@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from dit.backends.init import ONES, ZEROS, xavier_uniform
 from dit.backends.provider import LayerProvider
-from dit.backends.sharding import state_every_stage
+from dit.backends.sharding import replicate_on_all_stages
 from dit.kernels.layer_kernels import LayerKernels
 from dit.kernels.modulation import NormModulation
 from dit.layout import SequenceLayout
@@ -46,10 +46,11 @@ class LayerNorm(nn.Module):
 class SublayerModulation:
     """The modulation of one sub-layer: shift and scale before it, a gate after it, `[S, D]` each.
 
-    Where two sub-layers meet, one call ends the first and begins the second (see `dit.kernels.modulation`):
+    Between two sub-layers f and g, one call adds the gated output of f to the residual and modulates it for g (see
+    `dit.kernels.modulation`):
 
-        x ------------+---- x ------------+---- x ------------+---- x
-        '- enter - f -' '- leave_for - g -' ...      - h - leave
+        x ----------------------+---- x ------------------------------+---- x
+        '- norm_modulate - f ---'  '- gated_residual_then_norm - g ---'  gated_residual
     """
 
     shift_SD: Tensor
@@ -61,22 +62,20 @@ class SublayerModulation:
 
     @property
     def norm(self) -> NormModulation:
-        """What is before the sub-layer: the norm, its shift and its scale."""
+        """The norm before the sub-layer, with its shift and scale."""
         return NormModulation(self.shift_SD, self.scale_SD, self.eps, self.weight_D)
 
-    def norm_and_modulate(self, x_TD: Tensor, layout: SequenceLayout) -> Tensor:
-        """Return norm(x) * (1 + scale) + shift, the input of the sub-layer."""
-        return self.enter(x_TD, layout)[1]
-
-    def enter(self, x_TD: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
-        """Return x, which goes on as the residual, and the input of the sub-layer."""
+    def norm_modulate(self, x_TD: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
+        """Return x as the residual, and norm(x) * (1 + scale) + shift as the input of the sub-layer."""
         return self.kernels.norm_modulate(x_TD, self.norm, layout)
 
-    def leave(self, x_TD: Tensor, y_TD: Tensor, layout: SequenceLayout, bias_D: Optional[Tensor] = None) -> Tensor:
+    def gated_residual(
+        self, x_TD: Tensor, y_TD: Tensor, layout: SequenceLayout, bias_D: Optional[Tensor] = None
+    ) -> Tensor:
         """Return x + gate * (y + bias)."""
         return self.kernels.residual(x_TD, y_TD, self.gate_SD, bias_D, layout)
 
-    def leave_for(
+    def gated_residual_then_norm(
         self,
         following: "SublayerModulation",
         x_TD: Tensor,
@@ -138,7 +137,7 @@ class SharedModulation(nn.Module):
     def __init__(self, hidden_size: int, num_sublayers: int, provider: LayerProvider) -> None:
         super().__init__()
         self.linear = provider.replicated_linear(hidden_size, 3 * num_sublayers * hidden_size, bias=True, init=ZEROS)
-        state_every_stage(self.parameters())
+        replicate_on_all_stages(self.parameters())
 
     def forward(self, cond_SD: Tensor) -> Tensor:
         """Return `[S, 3 * num_sublayers * D]`: shift, scale and gate of each sub-layer in turn."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dit.backends.init import ONES, ZEROS, xavier_uniform
-from dit.backends.provider import LayerProvider, missing_bias
+from dit.backends.provider import LayerProvider, unadded_bias
 from dit.kernels.attention import Attention
 from dit.kernels.layer_kernels import LayerKernels
 from dit.kernels.rope import HeadNorm, Heads, Rotation
@@ -21,7 +21,7 @@ class AttentionOptions(TypedDict, total=False):
     qk_layernorm: bool
     norm_full_width: bool
     eps: float
-    bias_apart: bool
+    skip_bias_add: bool
 
 
 class HeadRMSNorm(nn.Module):
@@ -114,7 +114,7 @@ class SelfAttention(nn.Module):
         qk_layernorm: normalise queries and keys per head.
         norm_full_width: normalise them over the full width instead. Megatron-Core's `qk_layernorm` must then be False,
             because these weights are split over ranks.
-        bias_apart: the output may lack its bias, `output_bias`, which the residual adds.
+        skip_bias_add: the output may lack its bias, `output_bias`, which the residual adds.
         attention: the attention path of this process.
     """
 
@@ -130,7 +130,7 @@ class SelfAttention(nn.Module):
         qk_layernorm: bool = False,
         norm_full_width: bool = False,
         eps: float = 1e-6,
-        bias_apart: bool = False,
+        skip_bias_add: bool = False,
     ) -> None:
         super().__init__()
         self.attention, self.kernels = attention, provider.kernels
@@ -148,7 +148,7 @@ class SelfAttention(nn.Module):
             hidden_size,
             bias=bias,
             init=xavier_uniform(hidden_size, hidden_size),
-            bias_apart=bias_apart,
+            skip_bias_add=skip_bias_add,
         )
         norms: tuple[nn.Module, nn.Module] = (nn.Identity(), nn.Identity())
         if qk_layernorm:
@@ -178,7 +178,7 @@ class SelfAttention(nn.Module):
     @property
     def output_bias(self) -> Optional[Tensor]:
         """What the output lacks."""
-        return missing_bias(self.linear_proj)
+        return unadded_bias(self.linear_proj)
 
 
 class CrossAttention(nn.Module):
@@ -195,7 +195,7 @@ class CrossAttention(nn.Module):
         bias: whether the projections have biases.
         qk_layernorm: normalise queries and keys per head.
         norm_full_width: normalise them over the full width instead, as in `SelfAttention`.
-        bias_apart: the output may lack its bias, `output_bias`, as in `SelfAttention`.
+        skip_bias_add: the output may lack its bias, `output_bias`, as in `SelfAttention`.
         zero_output: zero-initialise the output projection, for a residual without gate (PixArt-alpha, Chen et al. 2023,
             section 2.3).
         attention: the attention path of this process; replicated keys need no communication.
@@ -215,7 +215,7 @@ class CrossAttention(nn.Module):
         norm_full_width: bool = False,
         zero_output: bool = False,
         eps: float = 1e-6,
-        bias_apart: bool = False,
+        skip_bias_add: bool = False,
     ) -> None:
         super().__init__()
         self.attention, self.kernels = attention, provider.kernels
@@ -229,7 +229,7 @@ class CrossAttention(nn.Module):
             context_size, rows, bias=bias, init=xavier_uniform(context_size, rows), replicated_input=True
         )
         self.linear_proj = provider.row_linear(
-            hidden_size, hidden_size, bias=bias, init=ZEROS if zero_output else square, bias_apart=bias_apart
+            hidden_size, hidden_size, bias=bias, init=ZEROS if zero_output else square, skip_bias_add=skip_bias_add
         )
         norms: tuple[nn.Module, nn.Module] = (nn.Identity(), nn.Identity())
         if qk_layernorm:
@@ -251,4 +251,4 @@ class CrossAttention(nn.Module):
     @property
     def output_bias(self) -> Optional[Tensor]:
         """What the output lacks."""
-        return missing_bias(self.linear_proj)
+        return unadded_bias(self.linear_proj)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dit.backends.provider import LayerProvider
-from dit.backends.sharding import state_every_stage
+from dit.backends.sharding import replicate_on_all_stages
 from dit.batch import PackedBatch
 from dit.condition_table import DEFAULT_FPS, FPS, LABEL, POOLED
 from dit.layers.embeddings import (
@@ -61,7 +61,7 @@ class Conditioner(nn.Module):
         self.pooled = None if pooled_size is None else VectorEmbedder(POOLED.name, pooled_size, hidden_size, provider)
         self.fps = ScalarEmbedder(1, hidden_size, provider) if fps else None
         self.size = None if size_patch is None else ScalarEmbedder(3, hidden_size, provider)
-        state_every_stage(self.parameters())
+        replicate_on_all_stages(self.parameters())
 
     def forward(self, time_S: Tensor, batch: PackedBatch) -> Tensor:
         cond_SD = self.time(time_S)

@@ -5,14 +5,14 @@ from typing import Optional
 from torch import Tensor, nn
 
 from dit.backends.init import xavier_uniform
-from dit.backends.provider import LayerProvider, missing_bias
+from dit.backends.provider import LayerProvider, unadded_bias
 
 
 class MLP(nn.Module):
     """Linear, tanh-GELU, Linear (DiT).
 
     Args:
-        bias_apart: the output may lack its bias, `output_bias`, which the residual adds.
+        skip_bias_add: the output may lack its bias, `output_bias`, which the residual adds.
     """
 
     def __init__(
@@ -22,21 +22,23 @@ class MLP(nn.Module):
         provider: LayerProvider,
         *,
         bias: bool = True,
-        bias_apart: bool = False,
+        skip_bias_add: bool = False,
     ) -> None:
         super().__init__()
         init = xavier_uniform(hidden_size, ffn_hidden_size)
         self.activation = provider.kernels.gelu_tanh
-        self.linear_fc1 = provider.column_linear(hidden_size, ffn_hidden_size, bias=bias, init=init, bias_apart=True)
-        self.linear_fc2 = provider.row_linear(ffn_hidden_size, hidden_size, bias=bias, init=init, bias_apart=bias_apart)
+        self.linear_fc1 = provider.column_linear(hidden_size, ffn_hidden_size, bias=bias, init=init, skip_bias_add=True)
+        self.linear_fc2 = provider.row_linear(
+            ffn_hidden_size, hidden_size, bias=bias, init=init, skip_bias_add=skip_bias_add
+        )
 
     @property
     def output_bias(self) -> Optional[Tensor]:
         """What the output lacks."""
-        return missing_bias(self.linear_fc2)
+        return unadded_bias(self.linear_fc2)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.linear_fc2(self.activation(self.linear_fc1(x_TD), missing_bias(self.linear_fc1)))
+        return self.linear_fc2(self.activation(self.linear_fc1(x_TD), unadded_bias(self.linear_fc1)))
 
 
 class SwiGLU(nn.Module):
@@ -53,9 +55,9 @@ class SwiGLU(nn.Module):
         init = xavier_uniform(hidden_size, ffn_hidden_size)
         self.activation = provider.kernels.swiglu
         self.linear_fc1 = provider.column_linear(
-            hidden_size, 2 * ffn_hidden_size, bias=bias, init=init, bias_apart=True
+            hidden_size, 2 * ffn_hidden_size, bias=bias, init=init, skip_bias_add=True
         )
         self.linear_fc2 = provider.row_linear(ffn_hidden_size, hidden_size, bias=bias, init=init)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.linear_fc2(self.activation(self.linear_fc1(x_TD), missing_bias(self.linear_fc1)))
+        return self.linear_fc2(self.activation(self.linear_fc1(x_TD), unadded_bias(self.linear_fc1)))

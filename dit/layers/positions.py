@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dit.backends.init import normal
 from dit.backends.provider import LayerProvider
-from dit.backends.sharding import state_every_stage
+from dit.backends.sharding import replicate_on_all_stages
 from dit.errors import BatchError, ConfigError
 from dit.kernels.rope import Rotation
 from dit.layout import SequenceLayout
@@ -200,7 +200,7 @@ class LearnedPositions(nn.Module):
         super().__init__()
         self.max_grid = tuple(max_grid)
         self.t, self.h, self.w = (provider.parameter((n, hidden_size), normal(0.02)) for n in max_grid)
-        state_every_stage(self.parameters())
+        replicate_on_all_stages(self.parameters())
 
     def check(self, grids: Sequence[tuple[int, int, int]], keys: Sequence[str]) -> None:
         """Check that every position is in the tables, on the host, without a host sync.

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dit.backends.init import normal, xavier_uniform
 from dit.backends.provider import LayerProvider
-from dit.backends.sharding import GradientCovers, state_every_stage
+from dit.backends.sharding import GradientCovers, replicate_on_all_stages
 from dit.batch import PackedBatch
 from dit.condition_table import CONTEXT
 from dit.layout import SequenceLayout
@@ -57,7 +57,7 @@ class TextTokens(nn.Module):
         covers: GradientCovers = "sequence_shard" if stream else "all_tokens"
         self.null = provider.parameter((context_size,), normal(0.02), gradient_covers=covers)
         if not stream:
-            state_every_stage([self.null])  # each stage reads it in its own layers
+            replicate_on_all_stages([self.null])  # each stage reads it in its own layers
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, SequenceLayout]:
         """Return the text tokens `[K, context_size]` and their layout."""
@@ -95,7 +95,7 @@ class TextProjection(nn.Module):
         self.linear_2 = provider.replicated_linear(
             hidden_size, hidden_size, bias=True, init=square, gradient_covers=covers
         )
-        state_every_stage(self.parameters())
+        replicate_on_all_stages(self.parameters())
 
     def forward(self, context_KD: Tensor) -> Tensor:
         return self.linear_2(nn.functional.gelu(self.linear_1(context_KD), approximate="tanh"))

@@ -146,7 +146,7 @@ class Verdict:
         if first.num_stages > 1 and not first.sharding.every_stage:
             return (
                 f"{first.num_stages} pipeline stages have a copy, whose gradients are not summed: call "
-                "state_every_stage(module.parameters()) (dit/backends/sharding.py) where it is built"
+                "replicate_on_all_stages(module.parameters()) (dit/backends/sharding.py) where it is built"
             )
         axes: tuple[Axis, ...] = ("tp", "pp", first.sharding.data_axis)
         fitting = [axis for axis in axes if math.isclose(first.ratio, self.sizes.ranks[axis], rel_tol=0.02)]

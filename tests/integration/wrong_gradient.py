@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Optional
 import nemo_run as run
 
 from dit.backends.provider import LayerProvider
-from dit.backends.sharding import ParameterSharding, state
+from dit.backends.sharding import ParameterSharding, set_sharding
 from dit.models.base import Stage
 from dit.models.dit.config import DiTConfig
 from dit.models.dit.model import DiT
@@ -26,7 +26,7 @@ class Wrong(DiT):
     def __init__(self, config: WrongConfig, provider: LayerProvider, attention: Any, stage: Stage) -> None:
         super().__init__(config, provider, attention, stage)
         if stage.last:
-            state(self.head.linear.bias, ParameterSharding(gradient_covers="all_tokens"))
+            set_sharding(self.head.linear.bias, ParameterSharding(gradient_covers="all_tokens"))
 
 
 def tiny() -> run.Partial:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from dit.backends import process_groups
-from dit.backends.sharding import ParameterSharding, state
+from dit.backends.sharding import ParameterSharding, set_sharding
 from dit.models.base import Backbone, Stage
 from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
@@ -136,7 +136,7 @@ class Awkward(Backbone):
         self.unused = nn.Linear(8, 8)
         self.embed = nn.Linear(4, 8)
         for parameter in self.parameters():
-            state(parameter, ParameterSharding())
+            set_sharding(parameter, ParameterSharding())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x) * self.scale
@@ -171,7 +171,7 @@ class Joined(Backbone):
         self.embed, self.head = nn.Linear(4, 8), nn.Linear(8, 4)
         self.layers = nn.ModuleList(ConditionedUnit() for _ in self.stage.layers)
         for parameter in self.parameters():
-            state(parameter, ParameterSharding())
+            set_sharding(parameter, ParameterSharding())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         cond = self.embed(x)

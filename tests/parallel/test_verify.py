@@ -328,7 +328,7 @@ def test_a_doubled_loss_is_no_fault_of_a_parameter(verdicts):
 def test_a_copy_on_every_stage_that_nobody_stated_is_named(verdicts):
     verdict = verdicts["no sum"]
     first = replace(verdict.wrong[0], by_rank={"tp 0 pp 0": 0.4, "tp 0 pp 1": 0.9})
-    assert "state_every_stage(module.parameters())" in replace(verdict, wrong=(first,)).reading()
+    assert "replicate_on_all_stages(module.parameters())" in replace(verdict, wrong=(first,)).reading()
     stated = replace(first, sharding=replace(first.sharding, every_stage=True))
     assert "a part is missing" in replace(verdict, wrong=(stated,)).reading()
 

@@ -7,7 +7,7 @@ from typing import Any, Optional
 
 from dit.data_api import BatchSpec
 from energon_data.mock import MockData, MockSource
-from energon_data.streams import Delivery, Position
+from energon_data.streams import Position, StreamItem
 
 
 class Watched:
@@ -35,7 +35,7 @@ class Watched:
         self.made, self.fails_at, self.seconds, self.collects = made, fails_at, seconds, collects
         self.count = 0
 
-    def next(self) -> Delivery:
+    def next(self) -> StreamItem:
         self.count += 1
         if self.made is not None:
             with self.made.open("ab") as file:

@@ -53,7 +53,7 @@ def function(model: int) -> None:
 
 
 JSON_READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
-    "facts.json": ("facts.json", lambda file: read_metadata(file.parent)),
+    "metadata.json": ("metadata.json", lambda file: read_metadata(file.parent)),
     "state.json": ("state.json", lambda file: StateReader(file.parent)),
     "manifest": (MANIFEST, lambda file: read_manifest(file.parent)),
     "config of diffusers": ("config.json", lambda file: read_diffusers(file.parent)),
@@ -277,7 +277,7 @@ def test_copies_that_are_no_checkpoints_are_skipped(tmp_path: Path, caplog: pyte
 
 def test_sizes_of_a_checkpoints_samples_are_bounded(tmp_path: Path) -> None:
     for size in ([1, 20_000, 20_000], [1, 2**30, 2**30], [1, 10**18, 1]):
-        written(tmp_path / "facts.json", json.dumps({"class_names": None, "latent_size": size}))
+        written(tmp_path / "metadata.json", json.dumps({"class_names": None, "latent_size": size}))
         with pytest.raises(CheckpointError, match="latent_size="):
             read_metadata(tmp_path)
 

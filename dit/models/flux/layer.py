@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dit.backends.init import xavier_uniform
-from dit.backends.provider import LayerProvider, missing_bias
+from dit.backends.provider import LayerProvider, unadded_bias
 from dit.joint_layout import JointLayout
 from dit.kernels.attention import Attention
 from dit.kernels.rope import HeadNorm, Heads, Rotation
@@ -33,10 +33,12 @@ class Stream(nn.Module):
         self.linear_qkv, self.bias_to_heads = provider.heads_linear(
             size, 3 * size, bias=True, init=xavier_uniform(size, 3 * size)
         )
-        self.linear_proj = provider.row_linear(size, size, bias=True, init=xavier_uniform(size, size), bias_apart=True)
+        self.linear_proj = provider.row_linear(
+            size, size, bias=True, init=xavier_uniform(size, size), skip_bias_add=True
+        )
         self.q_layernorm = HeadRMSNorm(config.head_size, provider, eps=eps)
         self.k_layernorm = HeadRMSNorm(config.head_size, provider, eps=eps)
-        self.mlp = MLP(size, config.ffn_hidden_size, provider, bias_apart=True)
+        self.mlp = MLP(size, config.ffn_hidden_size, provider, skip_bias_add=True)
 
     def qkv(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and keys, both normalised, and values, each `[T, N, H]`."""
@@ -75,8 +77,8 @@ class JointLayer(nn.Module):
             joint: of the tokens in attention.
         """
         text_mods, image_mods = self.text.modulation(cond_SD), self.image.modulation(cond_SD)
-        text_KD, y_KD = text_mods[0].enter(text_KD, text_layout)
-        x_TD, y_TD = image_mods[0].enter(x_TD, layout)
+        text_KD, y_KD = text_mods[0].norm_modulate(text_KD, text_layout)
+        x_TD, y_TD = image_mods[0].norm_modulate(x_TD, layout)
         q, k, v = (joint.join(*pair) for pair in zip(self.text.qkv(y_KD), self.image.qkv(y_TD)))
         out_JNH = self.attention(self._rotated(q, rotation_J), self._rotated(k, rotation_J), v, joint, joint)
         text_out, image_out = joint.split(out_JNH.flatten(1))
@@ -92,8 +94,10 @@ class JointLayer(nn.Module):
     ) -> Tensor:
         attention_mod, mlp_mod = mods
         y_TD = stream.linear_proj(attended)
-        x_TD, y_TD = attention_mod.leave_for(mlp_mod, x_TD, y_TD, layout, missing_bias(stream.linear_proj))
-        return mlp_mod.leave(x_TD, stream.mlp(y_TD), layout, stream.mlp.output_bias)
+        x_TD, y_TD = attention_mod.gated_residual_then_norm(
+            mlp_mod, x_TD, y_TD, layout, unadded_bias(stream.linear_proj)
+        )
+        return mlp_mod.gated_residual(x_TD, stream.mlp(y_TD), layout, stream.mlp.output_bias)
 
 
 class SingleLayer(nn.Module):
@@ -125,7 +129,7 @@ class SingleLayer(nn.Module):
         self.modulation = Modulation(size, 1, provider, eps=eps)
         self.linear_in = provider.column_linear(size, wide, bias=True, init=xavier_uniform(size, wide))
         self.linear_out = provider.row_linear(
-            size + ffn, size, bias=True, init=xavier_uniform(size + ffn, size), bias_apart=True
+            size + ffn, size, bias=True, init=xavier_uniform(size + ffn, size), skip_bias_add=True
         )
         self.q_layernorm = HeadRMSNorm(config.head_size, provider, eps=eps)
         self.k_layernorm = HeadRMSNorm(config.head_size, provider, eps=eps)
@@ -145,10 +149,10 @@ class SingleLayer(nn.Module):
             joint: of the tokens in attention.
         """
         (mod,) = self.modulation(cond_SD)
-        x_JD, y_JD = mod.enter(x_JD, layout)
+        x_JD, y_JD = mod.norm_modulate(x_JD, layout)
         qkv, mlp = self.linear_in(y_JD).unflatten(-1, (self.local_heads, -1)).split(self.shares, -1)
         norm = HeadNorm(self.q_layernorm.weight, self.k_layernorm.weight, self.q_layernorm.eps)
         q, k, v = self.kernels.split_heads(qkv.unflatten(-1, (3, -1)), Heads(1), norm, rotation_J)
         attended = self.attention(q, k, v, joint, joint)
         both = torch.cat([attended, self.kernels.gelu_tanh(mlp, None)], -1)
-        return mod.leave(x_JD, self.linear_out(both.flatten(1)), layout, missing_bias(self.linear_out))
+        return mod.gated_residual(x_JD, self.linear_out(both.flatten(1)), layout, unadded_bias(self.linear_out))

@@ -65,9 +65,9 @@ class MovieGenLayer(nn.Module):
         attention_mod, mlp_mod = self.attention_norm.before(attention_mod), self.mlp_norm.before(mlp_mod)
         if positions_TD is not None:
             x_TD = x_TD + positions_TD
-        x_TD, y_TD = attention_mod.enter(x_TD, layout)
-        x_TD = attention_mod.leave(x_TD, self.attention(y_TD, layout, rotation), layout)
+        x_TD, y_TD = attention_mod.norm_modulate(x_TD, layout)
+        x_TD = attention_mod.gated_residual(x_TD, self.attention(y_TD, layout, rotation), layout)
         y_TD = self.cross_attention(self.cross_norm(x_TD), context_KD, layout, context_layout)
         x_TD, y_TD = self.kernels.residual_norm_modulate(x_TD, y_TD, None, None, mlp_mod.norm, layout)
         y_TD = self.mlp(y_TD, layout) if isinstance(self.mlp, MoE) else self.mlp(y_TD)
-        return mlp_mod.leave(x_TD, y_TD, layout)
+        return mlp_mod.gated_residual(x_TD, y_TD, layout)

@@ -51,7 +51,7 @@ class STDiTLayer(nn.Module):
             "bias": config.add_bias,
             "qk_layernorm": config.qk_layernorm,
             "eps": eps,
-            "bias_apart": True,
+            "skip_bias_add": True,
         }
         self.kernels = provider.kernels
         self.modulation = TableModulation(size, len(kinds) + 1, provider, eps=eps)
@@ -59,7 +59,7 @@ class STDiTLayer(nn.Module):
             {kind: SelfAttention(size, heads, provider, attention, **options) for kind in kinds}
         )
         self.cross_attention = CrossAttention(size, size, heads, provider, attention, zero_output=True, **options)
-        self.mlp = MLP(size, config.ffn_size, provider, bias=config.add_bias, bias_apart=True)
+        self.mlp = MLP(size, config.ffn_size, provider, bias=config.add_bias, skip_bias_add=True)
 
     def forward(
         self,
@@ -73,10 +73,10 @@ class STDiTLayer(nn.Module):
         *attention_mods, mlp_mod = self.modulation(shared_SD)
         for (kind, attention), mod in zip(self.attentions.items(), attention_mods):
             segments, rotation = plans[kind].segments, plans[kind].rotation
-            x_TD, y_TD = mod.enter(x_TD, layout)
+            x_TD, y_TD = mod.norm_modulate(x_TD, layout)
             y_TD = attention(segments.dispatch(y_TD), layout, rotation, attend=segments.attend)
-            x_TD = mod.leave(x_TD, segments.combine(y_TD), layout, attention.output_bias)
+            x_TD = mod.gated_residual(x_TD, segments.combine(y_TD), layout, attention.output_bias)
         y_TD = self.cross_attention(x_TD, context_KD, layout, context_layout)
         bias_D = self.cross_attention.output_bias
         x_TD, y_TD = self.kernels.residual_norm_modulate(x_TD, y_TD, None, bias_D, mlp_mod.norm, layout)
-        return mlp_mod.leave(x_TD, self.mlp(y_TD), layout, self.mlp.output_bias)
+        return mlp_mod.gated_residual(x_TD, self.mlp(y_TD), layout, self.mlp.output_bias)

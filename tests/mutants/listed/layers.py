@@ -129,8 +129,8 @@ MUTANTS = (
     Mutant(
         "pipeline: labels' gradients not summed over stages",
         "dit/layers/conditioner.py",
-        "state_every_stage(self.parameters())",
-        "state_every_stage([])",
+        "replicate_on_all_stages(self.parameters())",
+        "replicate_on_all_stages([])",
         (BACKBONES,),
     ),
     Mutant(

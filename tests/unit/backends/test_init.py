@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from dit.backends import init as addressed_init
 from dit.backends.init import ONES, ZEROS, Init, draw, initialize_weights, normal, with_init, xavier_uniform
-from dit.backends.sharding import ParameterSharding, state
+from dit.backends.sharding import ParameterSharding, set_sharding
 from dit.errors import ConfigError
 
 CPU = torch.device("cpu")
@@ -88,7 +88,7 @@ class Shard(nn.Module):
 
     @staticmethod
     def _split(x: Tensor, dim: int | None, init: Init = normal(1.0)) -> nn.Parameter:  # noqa: B008 (frozen)
-        return state(with_init(nn.Parameter(x), init), ParameterSharding(split_dim=dim))
+        return set_sharding(with_init(nn.Parameter(x), init), ParameterSharding(split_dim=dim))
 
 
 @pytest.mark.parametrize("tp_size", [2, 3, 8])
@@ -126,7 +126,7 @@ def test_lower_precision_is_the_rounded_start():
 def test_a_parameter_that_does_not_say_how_it_starts_is_refused_by_name():
     layer = nn.Linear(2, 2)
     for parameter in layer.parameters():
-        state(parameter, ParameterSharding())
+        set_sharding(parameter, ParameterSharding())
     with_init(layer.weight, ZEROS)
     with pytest.raises(ConfigError, match=r"parameter bias of shape \(2,\) does not say how it starts"):
         initialize_weights(layer, 1, tp_rank=0, tp_size=1)

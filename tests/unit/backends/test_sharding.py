@@ -9,9 +9,9 @@ from dit.backends.sharding import (
     ParameterSharding,
     explain,
     megatron_attributes,
+    replicate_on_all_stages,
+    set_sharding,
     sharding_of,
-    state,
-    state_every_stage,
     write_attributes,
 )
 from dit.errors import ConfigError
@@ -63,13 +63,13 @@ def test_one_copy_of_several_stages_enters_the_gradient_norm(pipeline, first, sh
 
 def test_a_parameter_without_a_statement_is_named():
     model = nn.ModuleDict({"stem": nn.Conv2d(3, 8, 3)})
-    state(model["stem"].weight, ParameterSharding())
+    set_sharding(model["stem"].weight, ParameterSharding())
     options = {"sequence_parallel": False, "pipeline": False, "first_stage": True, "sums_head_norms": False}
     with pytest.raises(ConfigError, match=r"parameter stem\.bias of shape \(8,\) has no statement"):
         write_attributes(model, **options)
     with pytest.raises(ConfigError, match=r"stem\.bias"):
         explain(model, AxisSizes())
-    state_every_stage([model["stem"].weight])
+    replicate_on_all_stages([model["stem"].weight])
     assert sharding_of(model["stem"].weight) == ParameterSharding(every_stage=True)
 
 
@@ -77,7 +77,7 @@ def test_a_parameter_without_a_statement_is_named():
     ("name", "summed", "fits"), [("q_layernorm", True, True), ("q_layernorm", False, False), ("norm", True, False)]
 )
 def test_a_norm_of_heads_must_have_the_name_that_megatron_sums(name, summed, fits):
-    model = nn.ParameterDict({name: state(nn.Parameter(torch.ones(4)), HEADS)})
+    model = nn.ParameterDict({name: set_sharding(nn.Parameter(torch.ones(4)), HEADS)})
     options = {"sequence_parallel": False, "pipeline": False, "first_stage": True, "sums_head_norms": summed}
     if fits:
         write_attributes(model, **options)

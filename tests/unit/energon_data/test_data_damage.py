@@ -19,7 +19,7 @@ from energon_data.decoder import decode_sample, read_npy
 from energon_data.folder import check_dataset
 from energon_data.prepare.shards import ShardWriter, write_energon_metadata
 from energon_data.samples import SampleError, checksum, seal, unseal
-from energon_data.skip_log import GiveUp, Ledger, Skip
+from energon_data.skip_log import Skip, SkipCounter, TooManyDroppedError
 
 Copy = Callable[[Path], Path]
 
@@ -396,14 +396,14 @@ def test_dropping_everything_ends_instead_of_looping(mixed_folder: Path, monkeyp
 
 
 def test_ledger_hands_out_each_entry_once() -> None:
-    ledger = Ledger(1)
+    ledger = SkipCounter(1)
     drop = Skip("too_long", "k", "s", "d", lost=False)
     loss = Skip("checksum", "k", "s", "d", lost=True)
     ledger.skip(drop)
     ledger.skip(loss)
     assert ledger.drain() == [drop, loss]
     assert ledger.drain() == []
-    with pytest.raises(GiveUp):
+    with pytest.raises(TooManyDroppedError):
         ledger.skip(loss)
 
 

@@ -19,7 +19,7 @@ from dit.patchify import grid_positions, patchify
 from dit.tracing.forward import ForwardCost
 from energon_data.packing import CostLimit, balanced_packs, collate, greedy_knapsack, padded_length
 from energon_data.samples import Clip
-from energon_data.skip_log import Ledger
+from energon_data.skip_log import SkipCounter
 from energon_data.task_encoder import DiffusionTaskEncoder, EncoderOptions
 from recipes import components
 
@@ -173,7 +173,7 @@ def test_copies_of_a_pack_are_apart_when_a_buffer_holds_few_samples_many_times()
     clips = [_clip(i % 6, (1, 4, 4), 1) for i in range(240)]
     for clip in clips:
         clip.grid, clip.id = (1, 4, 4), sample_id(clip.__key__)
-    encoder = DiffusionTaskEncoder(spec(), EncoderOptions(max_tokens_per_pack=16), Ledger(budget=0))
+    encoder = DiffusionTaskEncoder(spec(), EncoderOptions(max_tokens_per_pack=16), SkipCounter(budget=0))
     packs = encoder.select_samples_to_pack(clips)
     assert sorted(pack[0].__key__ for pack in packs) == sorted(clip.__key__ for clip in clips)
     runs = [len(list(group)) for _, group in groupby(pack[0].__key__ for pack in packs)]

@@ -183,6 +183,6 @@ def test_the_auto_setting_runs_eager_everywhere_until_a_gpu_has_passed():
     for device in ("cpu", "cuda"):
         target = Target(torch.device(device), torch.bfloat16)
         assert choose(LAYERS, target).name == "eager"
-        assert choose(LAYERS, replace(target, device=torch.device("cuda")), "triton").load().sums_bias
+        assert choose(LAYERS, replace(target, device=torch.device("cuda")), "triton").load().adds_bias
     with pytest.raises(ConfigError, match="='triton' needs CUDA, not cpu"):
         choose(LAYERS, Target(torch.device("cpu"), torch.bfloat16), "triton")

@@ -14,10 +14,12 @@ from launch.verify import Pair, build_parser, compare, tiny_pair, world_size_of
 from tests.support.ranks import Job, run_jobs
 from tests.unit.launch import pages
 
-PAGES = [Path(f"docs/adding-{what}.md") for what in ("a-backbone", "an-objective", "a-condition")]
+PAGES = [Path(f"docs/adding-{what}.md") for what in ("a-backbone", "an-objective", "a-condition", "a-data-source")]
 LINES = [line for page in PAGES for line in pages.shown_commands(page)]
 VERIFY = "python -m launch.verify "
-STATED = "        state_every_stage(self.parameters())  # every pipeline stage has a copy: add up their gradients\n"
+STATED = (
+    "        replicate_on_all_stages(self.parameters())  # every pipeline stage has a copy: add up their gradients\n"
+)
 
 
 @pytest.fixture(scope="module")
@@ -92,4 +94,4 @@ def test_a_copy_on_every_stage_that_is_not_stated_is_named_with_its_cure(verdict
     (verdict,) = (verdicts[line] for line in verdicts if "not_stated" in line)
     assert verdict.wrong[0].row.name == "conditioner.label.weight"
     assert "2 pipeline stages have a copy" in verdict.reading()
-    assert "state_every_stage(module.parameters())" in verdict.reading()
+    assert "replicate_on_all_stages(module.parameters())" in verdict.reading()

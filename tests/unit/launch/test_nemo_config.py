@@ -13,7 +13,8 @@ import yaml
 
 from dit.config_record import to_record
 from dit.errors import ConfigError
-from launch import nemo_config, train
+from energon_data.mock import MockData
+from launch import nemo_config, nemo_keys, train
 from launch.config_file import built
 from launch.train import call_recipe, load_component
 from tests.parity.test_imagen import num_parameters
@@ -170,9 +171,51 @@ CROSS = {
     "model.data.train.augmentations.resize_smallest_side": 1024,
     "model.data.train.filterings.resolution.value": 1024,
 }
+CORRUPTION = "model.data.train.corruption_aug"
+CORRUPTED: Changes = {
+    "model.data.train.target_resolutions": ABSENT,
+    CORRUPTION: {
+        "target_resolution": [64, 256],
+        "kernel_radius_dict": {8: 1, 16: 2, 32: 3, 64: 6},
+        "blur": {
+            "add_random_blur": True,
+            "blur_prob1": 0.2,
+            "blur_prob2": 0.2,
+            "blur_sigma_dict": {8: 0.25, 16: 0.5, 32: 0.75, 64: 1.5},
+        },
+        "resize": {
+            "add_random_resize": True,
+            "resize_prob1": {"up": 0.2, "down": 0.2, "keep": 0.6},
+            "resize_prob2": {"up": 0.2, "down": 0.2, "keep": 0.6},
+            "resize_range1": [0.8, 1.2],
+            "resize_range2": [0.8, 1.2],
+        },
+        "noise": {
+            "add_random_noise": True,
+            "gaussian_noise_prob1": 1.0,
+            "gaussian_noise_prob2": 1.0,
+            "gray_noise_prob1": 0.0,
+            "gray_noise_prob2": 0.0,
+            "gaussian_sigma_range1": [0, 3],
+            "gaussian_sigma_range2": [0, 2.5],
+            "poisson_scale_range1": [0.005, 3],
+            "poisson_scale_range2": [0.005, 2.5],
+        },
+        "jpeg": {"add_random_compression": False, "jpeg_range1": [75, 95], "jpeg_range2": [75, 95]},
+    },
+}
 LAST_LEVEL = {"model.unet.atnn_enabled_at": [0, 0, 0, 0, 1]}
 DOCUMENTS: dict[str, tuple[Changes, Optional[str], int]] = {
-    "base64-500m": (REGULAR, "imagen_500m_res_64", 524_897_540),
+    "base64-500m": (
+        {
+            **REGULAR,
+            "trainer.limit_val_batches": 0,
+            "model.data.synthetic_data": False,
+            "model.data.synthetic_data_length": 800_000,
+        },
+        "imagen_500m_res_64",
+        524_897_540,
+    ),
     "base64-500m-edm": (
         {**REGULAR, "model.unet.flash_attention": False, "model.channels_last": ABSENT, "model.ddp_overlap": ABSENT},
         "imagen_500m_res_64_edm",
@@ -202,11 +245,22 @@ DOCUMENTS: dict[str, tuple[Changes, Optional[str], int]] = {
         "imagen_400m_res_256_doc429m",
         428_948_228,
     ),
-    "sr256-450m-edm": ({**SR_UNET, **STACKED}, "imagen_450m_res_256_stacked", 568_675_844),
+    "sr256-400m-edm": ({**SR_UNET, **CORRUPTED}, None, 408_021_764),
+    "sr256-450m-edm": ({**SR_UNET, **STACKED, **CORRUPTED}, "imagen_450m_res_256_stacked", 568_675_844),
     "sr256-600m": ({**EFFICIENT, **NOISED}, "imagen_600m_res_256", 646_023_428),
     "sr256-600m without noise": (EFFICIENT, None, 645_694_724),
-    "sr256-600m-edm": ({**EFFICIENT, **STACKED}, "imagen_600m_res_256_stacked", 700_281_604),
-    "sr256-600m-edm-noise": ({**EFFICIENT, **STACKED, **NOISED}, None, 700_610_308),
+    "sr256-600m-edm": ({**EFFICIENT, **STACKED, **CORRUPTED}, "imagen_600m_res_256_stacked", 700_281_604),
+    "sr256-600m-edm-noise": (
+        {
+            **EFFICIENT,
+            **STACKED,
+            **NOISED,
+            "model.data.train.target_resolutions": ABSENT,
+            CORRUPTION: {"target_resolution": [64, 256]},
+        },
+        None,
+        700_610_308,
+    ),
     "sr1024-600m": ({**CROSS, **NOISED}, "imagen_600m_res_1024", 639_193_348),
     "400m_res_1024": (
         {
@@ -293,8 +347,9 @@ def test_a_published_document_gives_the_published_network(name: str, tmp_path: P
         heads = {"num_attention_heads": same.model.num_attention_heads}  # which are not read: there is a head size
         assert replace(config.model, **heads) == same.model
         assert (config.objective, config.optimizer, config.schedule) == (same.objective, same.optimizer, same.schedule)
-        cut = {"data.random_crop"}  # the recipes of super-resolution take random crops
-        data = {key: value for key, value in flat(same).items() if key.startswith("data.") and key not in cut}
+        data = {key: value for key, value in flat(same).items() if key.startswith("data.")}
+        if CORRUPTION in changes:  # which no release of NeMo has, nor the recipes
+            data["data.corrupt_low_resolution"] = True
         assert {key: flat(config)[key] for key in data} == data
 
 
@@ -404,6 +459,7 @@ MAPPED: list[tuple[str, str, Any, dict[str, Any]]] = [
     ("base", f"{CUT}.center_crop_h_w", "32, 48", {"data.crop_size": [32, 48]}),
     ("base", CUT, {"resize_smallest_side": 64, "random_crop_h_w": "64, 64"}, {"data.random_crop": True}),
     ("base", f"{CUT}.horizontal_flip", True, {"data.flip": 0.5}),
+    ("sr", CORRUPTION, CORRUPTED[CORRUPTION], {"data.corrupt_low_resolution": True}),
     ("sr", f"{FILTER}.value", 300, {"data.min_side": 300}),
     ("sr", f"{FILTER}.method", "smaller", {"data.min_side": None, "data.max_side": 256}),
     ("base", "model.optim.lr", "2e-4", {"optimizer.lr": 2e-4}),
@@ -433,12 +489,13 @@ def test_every_key_that_is_mapped_is_changed_by_a_test(tmp_path: Path) -> None:
         values = document(changes)
         path.write_text(yaml.safe_dump(values, sort_keys=False))
         _, rows = nemo_config.load(path, load_component)
-        leaves = dict(nemo_config.leaves(values))
+        leaves = dict(nemo_keys.leaves(values))
         selects = {"model.unet_type", "model.preconditioning_type"}
         nulls = {key for key, value in leaves.items() if value is None or "resume_from_checkpoint" in key}
         assert {key for row in rows for key in row.given} == leaves.keys() - selects - nulls
         mapped |= {key for row in rows for key in row.given if row.settings}
     implied = {"model.precision", "model.unet.flash_attention", "model.unet.low_res_cond"}
+    implied |= {key for key in mapped if key.startswith(f"{CORRUPTION}.")}
     assert mapped - implied <= {key for _, key, _, _ in MAPPED}
 
 
@@ -485,6 +542,7 @@ def test_every_key_that_is_mapped_is_changed_by_a_test(tmp_path: Path) -> None:
         ),
         ({"exp_manager.name": "${nam}"}, "exp_manager.name=${nam}: nam is no key"),
         ({"exp_manager.name": "${exp_manager.name}"}, "exp_manager.name is its own value"),
+        ({"optim": {"lr": 1.0}}, "optim.lr=1.0: no such key is known; did you mean model.optim.lr?"),
         ({"model.conditioning.encoder_path": "???"}, "model.conditioning.encoder_path=??? is left open"),
         ({CUT: {"horizontal_flip": True, "resize_smallest_side": 64}}, "resized, then cut, then mirrored"),
         ({f"{CUT}.random_crop_h_w": "64, 64"}, "one crop is made"),
@@ -517,14 +575,53 @@ def test_a_key_that_cannot_be_read_is_refused_by_name(changes: Changes, says: st
         (EFFICIENT, {"model.unet.cond_dim": 512}, "it is of unet_type base and sr-unet, not of sr"),
         (EFFICIENT, {"model.unet.stride": 1}, "each level but the last halves the size; remove the key or set it to 2"),
         (EFFICIENT, {"model.unet.atnn_enabled_at": [0, 1]}, "2 entries for the 5 levels"),
-        (EFFICIENT, {"model.data.train.corruption_aug": {"blur": {"add_random_blur": True}}}, "in no release of NeMo"),
+        (
+            {**EFFICIENT, **CORRUPTED},
+            {f"{CORRUPTION}.jpeg.add_random_compression": True},
+            "1 of 22 differ, jpeg.add_random_compression=True first; write jpeg.add_random_compression=False",
+        ),
+        (
+            {**EFFICIENT, **CORRUPTED},
+            {f"{CORRUPTION}.noise": ABSENT},
+            "9 of 22 differ, noise.add_random_noise=missing first; write noise.add_random_noise=True",
+        ),
     ],
-    ids=str,
+    ids=lambda part: part if isinstance(part, str) else "",
 )
 def test_super_resolution_is_refused_likewise(base: Changes, changes: Changes, says: str, tmp_path: Path) -> None:
     text = refusal(tmp_path, base, changes)
     assert text.splitlines()[0].endswith("1 refused")
     assert says in text
+
+
+def test_sections_of_other_documents_are_read(tmp_path: Path) -> None:
+    """The optimizer at the top of the document, held-out data, and open values that have no effect."""
+    values = document(REGULAR)
+    section = {"dataset_path": ["held_out.pkl"], "filterings": {"resolution": {"method": "larger", "value": 64}}}
+    values["model"]["data"] |= {"validation": section, "test": section}
+    values["model"]["data"]["webdataset"]["local_root_path"] = "???"
+    values["trainer"]["val_check_interval"] = 500
+    values["optim"] = values["model"].pop("optim")
+    values["optim"]["lr"] = 3e-4
+    path = tmp_path / "nemo.yaml"
+    path.write_text(yaml.safe_dump(values, sort_keys=False))
+    task, rows = nemo_config.load(path, load_component)
+    assert flat(built(task)) == {**record(tmp_path, REGULAR), "optimizer.lr": 3e-4}
+    assert "  model.data.test: energon_data.prepare splits the data" in nemo_config.table(rows)
+
+
+@pytest.mark.parametrize("changes", [REGULAR, SR_UNET], ids=["base", "sr"])
+def test_synthetic_data_are_those_of_this_project(changes: Changes, tmp_path: Path) -> None:
+    """Of the size and text length of the document; other keys of the data have no effect."""
+    path = tmp_path / "nemo.yaml"
+    synthetic = {"model.data.synthetic_data": True, "model.data.synthetic_data_length": 800}
+    path.write_text(yaml.safe_dump(document(changes, synthetic, {"model.conditioning.token_length": 9})))
+    task, rows = nemo_config.load(path, load_component)
+    data = built(task).data
+    side = changes.get("model.unet.image_size", 64)
+    assert data == MockData(height=side, width=side, text_tokens=9, dataset_size=800)
+    built(task).check()
+    assert "synthetic_data=True" in nemo_config.table(rows)
 
 
 def test_each_refused_key_has_a_line(tmp_path: Path) -> None:

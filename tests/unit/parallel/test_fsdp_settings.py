@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 from dit.backends.process_groups import ProcessGroups
-from dit.backends.sharding import ParameterSharding, state
+from dit.backends.sharding import ParameterSharding, set_sharding
 from dit.errors import ConfigError
 from dit.models.base import Backbone, Stage
 from dit.models.dit.config import DiTConfig
@@ -72,7 +72,7 @@ def test_a_backbone_without_units_says_so(one_rank_world: ProcessGroups):
             self.config = megatron_config(DiTConfig(hidden_size=8, num_attention_heads=1), ParallelConfig(), "fp32")
             self.linear = nn.Linear(8, 8)
             for parameter in self.parameters():
-                state(parameter, ParameterSharding())
+                set_sharding(parameter, ParameterSharding())
 
         def forward(self, *_):
             raise NotImplementedError
