@@ -27,7 +27,7 @@ from dit.errors import (
     on_a_screen,
 )
 from dit.ranges import check_path
-from dit.terminal import echo, log_to_stderr
+from dit.terminal import announce, echo, log_to_stderr
 from launch import cli, environment
 from recipes import registry
 
@@ -66,7 +66,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         from dit.monitoring.exit_record import is_peer_lost
 
         if is_peer_lost(error) and not verbose:
-            echo(f"rank {environment.rank()}: stopped because another rank ended; see its error", file=sys.stderr)
+            line = "stopped because another rank ended; see its error"
+            echo(f"rank {environment.rank()}: {line}", file=sys.stderr)
+            name_root_cause(line, failed=False)
             return EXIT_UNEXPECTED
         echo(f"rank {environment.rank()}: unexpected error", file=sys.stderr)
         echo(traceback.format_exc(), end="", file=sys.stderr)
@@ -85,6 +87,8 @@ def _execute(options: cli.Options) -> int:
         echo(registry.description(options.describe))
         return EXIT_OK
     _check(options)
+    if options.dryrun:
+        announce(f"{options.source}: importing torch and Megatron-Core")
     environment.prepare()
     if not options.verbose:
         environment.quiet_libraries()

@@ -27,6 +27,7 @@ from dit.objectives.base import Objective
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer import master_weights as optim
 from dit.optimizer.master_weights import MasterShard, master_shards
+from dit.optimizer.part_norms import PartNorms
 from dit.optimizer.update import Update, build_update
 from dit.parallel.build import build_model, build_optimizer, wrap
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
@@ -223,7 +224,7 @@ def train(
         report: of the gradients and the weights; `Report` if None.
 
     Returns:
-        `losses`, `grad_norms` and `loss_scales` of every step, and what is reported.
+        `losses`, `grad_norms` and `loss_scales` of every step, `part_norms` of the first, and what is reported.
     """
     report = report or Report()
     it = build(trial)
@@ -250,6 +251,9 @@ def train(
         result["loss_scales"].append(1.0 if scale is None else scale.value)
         overflowed = scale is not None and scale.settle()
         if step == 0:
+            norms = PartNorms(optimizer, it.shards)
+            norms.measure(step)
+            result["part_norms"] = norms.take()
             result |= report.gradients(it)
         if not overflowed:
             it.update(result["grad_norms"][-1], step + 1)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from dit.errors import ConfigError, one_line_errors
-from dit.terminal import echo, printable
+from dit.terminal import announce, counted, echo, printable
 
 if TYPE_CHECKING:
     from energon_data.prepare.build import UnitRecord
@@ -42,7 +42,8 @@ def _cifar10(args: argparse.Namespace) -> None:
     from energon_data.prepare.cifar10 import prepare_cifar10
 
     counts = prepare_cifar10(args.source, args.out, samples_per_shard=args.samples_per_shard, force=args.force)
-    echo(f"{args.out}: {', '.join(f'{split}: {count:,} pictures' for split, count in counts.items())}")
+    splits = ", ".join(f"{split}: {counted(count, 'picture')}" for split, count in counts.items())
+    echo(f"{args.out}: {splits}")
 
 
 def _media(args: argparse.Namespace) -> None:
@@ -160,31 +161,27 @@ def _entry(preparation: "Preparation") -> str:
     )
 
 
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def _media_summary(out: Path, total: "UnitRecord", seconds: float) -> str:
     """Describe a finished data set in a few lines."""
     from energon_data.prepare.build import SKIPPED
 
     size = sum(facts["bytes"] for facts in total.shards.values())
-    samples, shards = _counted(total.shapes.total(), "sample"), _counted(len(total.shards), "shard")
+    samples, shards = counted(total.shapes.total(), "sample"), counted(len(total.shards), "shard")
     lines = [f"{out}: {samples} in {shards}, {size:,} bytes, {seconds:.0f} s"]
     for split in ("train", "val"):
         count = sum(facts["samples"] for facts in total.of(split).values())
         hint = "" if count else " (train with training.validation_interval=0, or raise --validation)"
-        lines.append(f"  {split}: {_counted(count, 'sample')}{hint}")
+        lines.append(f"  {split}: {counted(count, 'sample')}{hint}")
     shapes = ", ".join(f"{count:,} of {shape}" for shape, count in total.shapes.most_common(5))
     lines.append(f"  shapes (C x T x H x W): {shapes}" + (", ..." if len(total.shapes) > 5 else ""))
     if total.latents.number:
         lines.append(f"  latents: {total.latents.line()}")
     if total.files:
-        lines.append(f"  taken: {total.files:,} of {_counted(total.files + len(total.skips), 'file')}")
-        lines.append(f"  turned as the file states: {_counted(total.turned, 'sample')}")
+        lines.append(f"  taken: {total.files:,} of {counted(total.files + len(total.skips), 'file')}")
+        lines.append(f"  turned as the file states: {counted(total.turned, 'sample')}")
         share, name = total.largest_cut
         lines.append(f"  cropped: {f'by at most {share:.0%} ({name})' if share else 'none'}")
-        lines.append(f"  enlarged: {_counted(total.enlarged, 'sample')}")
+        lines.append(f"  enlarged: {counted(total.enlarged, 'sample')}")
     for reason, count in total.skipped.most_common():
         lines.append(f"  skipped, {reason}: {count:,}; {total.examples[reason][0]}")
     if total.skips:
@@ -195,20 +192,23 @@ def _media_summary(out: Path, total: "UnitRecord", seconds: float) -> str:
 def _forecast(preparation: "Preparation") -> str:
     """Say what would be made, from a few samples made in memory."""
     samples, record = preparation.try_out()
-    what = f"{_entry(preparation)}s"
-    lines = [f"{preparation.job.out}: nothing is written; {preparation.entries:,} {what} were found"]
+    what = _entry(preparation)
+    lines = [f"{preparation.job.out}: nothing is written; found {counted(preparation.entries, what)}"]
     for sample in samples:
-        size = sum(map(len, sample.parts.values()))
+        num_bytes = sum(map(len, sample.parts.values()))
         named = sample.metadata.get("caption", "no caption")
         lines.append(
-            f"  {sample.key}: {'x'.join(map(str, sample.shape))}, {', '.join(sample.parts)}, {size:,} bytes; {named}"
+            f"  {sample.key}: {'x'.join(map(str, sample.shape))}, {', '.join(sample.parts)}, {num_bytes:,} bytes; "
+            f"{named}"
         )
     for reason, texts in record.examples.items():
         lines.append(f"  skipped, {reason}: {texts[0]}")
-    if samples and what != "archives":
+    if samples and what != "archive":
         tried = len(samples) + len(record.skips) - len(preparation.skipped)
         mean = sum(sum(map(len, sample.parts.values())) for sample in samples) / tried
-        lines.append(f"  about {mean * preparation.entries / 2**20:,.1f} MiB in all, by these {tried} samples")
+        lines.append(
+            f"  about {mean * preparation.entries / 2**20:,.1f} MiB in all, estimated from {counted(tried, 'sample')}"
+        )
     return "\n".join(lines)
 
 
@@ -358,6 +358,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)
+    announce(f"preparing {args.out}" + (f" from {args.source}" if "source" in args else ""))
     args.run(args)
     return 0
 

@@ -615,7 +615,7 @@ def test_a_dry_run_says_what_would_be_made_and_writes_nothing(tmp_path, capsys):
     source = folder_of_pictures(tmp_path / "in")
     assert main(["images", "--in", str(source), "--out", str(tmp_path / "out"), "--dry-run"]) == 0
     said = capsys.readouterr().out
-    assert "12 files were found" in said
+    assert "nothing is written; found 12 files" in said
     assert "3x1x32x16, pixels.png" in said
     assert "MiB in all" in said
     assert os.listdir(tmp_path) == ["in"]

@@ -23,10 +23,11 @@ def laid_out(task, world_size=None):
     return "\n".join(dry_run.layout_lines(config, dims, packed=False, given=world_size is not None))
 
 
-def test_the_report_says_what_was_asked_for():
+def test_the_report_says_what_was_asked_for(capsys):
     """Operations of the very sample, read from the program; state as a hand counts it: fp32 and Adam on one rank."""
     task = call_recipe("tiny_dit")
     text = dry_run.report(task, world_size=1, tokens=(4, 4, 2), text_tokens=3)
+    assert capsys.readouterr().err == "tracing a step: 1 rank = tensor 1 x data 1\n"
     assert "8 samples = 2 micro-batches x 4 x 1 replicas" in text
     assert "32 to a sample of 4x4x2 patches, 3 of text)" in text
     count = int(re.search(r"parameters +([\d,]+)", text)[1].replace(",", ""))
