@@ -27,7 +27,6 @@ from dit.durable_files import write_atomic
 from dit.errors import ConfigError, DataError
 from dit.safe_files import open_binary, parse_json, read_bytes
 from energon_data.latent_scale import Moments
-from energon_data.prepare.listing import Source
 from energon_data.prepare.ranks import Ranks
 from energon_data.prepare.shards import (
     ShardWriter,
@@ -36,6 +35,7 @@ from energon_data.prepare.shards import (
     write_dataset_file,
     write_energon_metadata,
 )
+from energon_data.prepare.sources import Source
 from energon_data.prepare.walk import Skipped, reasons
 from energon_data.samples import SampleError
 

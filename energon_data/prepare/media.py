@@ -28,19 +28,14 @@ from energon_data.media_files import (
     pixels_of,
     video_bytes,
 )
+from energon_data.prepare.archives import list_tars, read_tar, tar_stamp
 from energon_data.prepare.build import Changes, Job, Raw, Sample, UnitRecord, build, finish
-from energon_data.prepare.listing import (
-    Entry,
-    Source,
-    list_folder,
-    list_stamp,
-    list_tars,
-    read_tar,
-    tar_stamp,
-)
+from energon_data.prepare.folders import Entry, list_folder
+from energon_data.prepare.lists import list_stamp
 from energon_data.prepare.pictures import Fit
 from energon_data.prepare.ranks import Ranks
 from energon_data.prepare.shards import npy_bytes
+from energon_data.prepare.sources import Source
 from energon_data.prepare.texts import caption_parts, text_record
 from energon_data.prepare.videos import Cut, clips_of
 from energon_data.prepare.walk import Skipped

@@ -28,21 +28,18 @@ from dit.errors import ConfigError, DataError
 from dit.safe_files import open_binary, read_bytes
 from energon_data.latent_scale import Moments
 from energon_data.media_files import PICTURES, open_picture
+from energon_data.prepare.archives import first_of_each_name, list_tars, name_within, tar_stamp
 from energon_data.prepare.build import Job, Sample, UnitRecord
-from energon_data.prepare.listing import (
+from energon_data.prepare.media import Options, Preparation
+from energon_data.prepare.safe_pickle import as_tensor, read_pickle, read_torch_file
+from energon_data.prepare.sources import (
     MAX_FILE_BYTES,
     Source,
     class_of,
-    first_of_each_name,
-    list_tars,
-    name_within,
     read_object,
     read_text,
     scalars_of,
-    tar_stamp,
 )
-from energon_data.prepare.media import Options, Preparation
-from energon_data.prepare.safe_pickle import as_tensor, read_pickle, read_torch_file
 from energon_data.samples import LATENT, PIXELS, SampleError
 from energon_data.tar_index import read_tar
 

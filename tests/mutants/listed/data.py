@@ -320,14 +320,14 @@ MUTANTS = (
     ),
     Mutant(
         "prepare: archives of one name in two folders are one",
-        "energon_data/prepare/listing.py",
+        "energon_data/prepare/archives.py",
         "return path.relative_to(root).as_posix() if",
         "return path.name if",
         (FOLDER,),
     ),
     Mutant(
         "prepare: another caption under an old name goes unnoticed",
-        "energon_data/prepare/listing.py",
+        "energon_data/prepare/folders.py",
         "self.mtime_ns, *self.beside]",
         "self.mtime_ns]",
         (FOLDER,),
@@ -341,7 +341,7 @@ MUTANTS = (
     ),
     Mutant(
         "prepare: a caption that spells a number is one",
-        "energon_data/prepare/listing.py",
+        "energon_data/prepare/lists.py",
         "v if k in _TEXTS else _scalar(v)",
         "_scalar(v)",
         (FOLDER,),
@@ -376,8 +376,8 @@ MUTANTS = (
     ),
     Mutant(
         "prepare: a caption is read through a link",
-        "energon_data/prepare/listing.py",
-        "if root is not None and _leaves(path, root):",
+        "energon_data/prepare/sources.py",
+        "if root is not None and leaves(path, root):",
         "if False:",
         (PREPARE,),
     ),

@@ -30,7 +30,7 @@ from energon_data.folder import check_folder
 from energon_data.media_files import open_picture, picture_bytes, pixels_of, video_bytes
 from energon_data.prepare.__main__ import main
 from energon_data.prepare.build import is_held_out
-from energon_data.prepare.listing import list_folder
+from energon_data.prepare.folders import list_folder
 from energon_data.prepare.media import Options, Preparation
 from energon_data.prepare.pictures import Fit, buckets
 from energon_data.prepare.videos import Cut, clips_of

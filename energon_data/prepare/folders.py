@@ -1,0 +1,159 @@
+"""The files of a user's folder, with their captions, classes and metadata from the usual conventions.
+
+cats/1.jpg  cats/1.txt                 a caption beside each file (.txt), or a .json object with `caption` and more
+cats/1.jpg  dogs/7.png                 one folder per class (`labels=True`)
+metadata.jsonl  .csv  .parquet         one row per file, see `energon_data.prepare.lists`
+"""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+from dit.errors import ConfigError, DataError
+from energon_data.media_files import PICTURES, VIDEOS
+from energon_data.prepare import walk
+from energon_data.prepare.lists import LISTS, rows_of
+from energon_data.prepare.sources import Source, captions_of, class_of, read_file, read_object, read_text, scalars_of
+from energon_data.prepare.walk import COMPANIONS, Skipped
+from energon_data.samples import SampleError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One file of a folder, small enough to be listed by the million; `source` opens what lies beside it.
+
+    Attributes:
+        name: path within the folder, with `/`.
+        size: bytes; -1 if the file does not exist.
+        mtime_ns: when it was last written, nanoseconds since the epoch.
+        beside: name, size and time of each of its `COMPANIONS`; none are looked for where a list has the rows.
+        row: of `metadata.jsonl`, `.csv` or `.parquet`, None if there is no such file.
+    """
+
+    name: str
+    size: int
+    mtime_ns: int = 0
+    beside: tuple[tuple[str, int, int], ...] = ()
+    label: Optional[int] = None
+    row: Optional[dict[str, Any]] = None
+
+    @property
+    def stamp(self) -> list[Any]:
+        """By which an interrupted preparation notices another file, caption or metadata under an old name."""
+        return [self.name, self.size, self.mtime_ns, *self.beside]
+
+    def source(self, folder: Path, *, follow_links: bool = False) -> Source:
+        """Read the caption and metadata that lie beside the file.
+
+        Args:
+            follow_links: also read files outside of the folder to which links lead.
+
+        Raises:
+            SampleError: they are damaged, or a link that leaves the folder.
+        """
+        path, root = folder / self.name, None if follow_links else folder
+        row = dict(self.row) if self.row is not None else self._beside(folder, root)
+        captions = captions_of(row)
+        metadata = scalars_of(row)
+        label = row.get("label") if self.label is None else self.label
+        return Source(
+            name=self.name,
+            read=lambda: read_file(path, root),
+            captions=captions,
+            label=class_of(label),
+            metadata=metadata,
+        )
+
+    def _beside(self, folder: Path, root: Optional[Path]) -> dict[str, Any]:
+        """Return what the files beside this one say."""
+        found: dict[str, Any] = {}
+        for name, _, _ in self.beside:
+            data = read_file((folder / self.name).with_name(name), root)
+            found |= read_object(data, name) if name.lower().endswith(".json") else {"caption": read_text(data, name)}
+        return found
+
+
+class Listing(NamedTuple):
+    """The files of a folder.
+
+    Attributes:
+        entries: those that are read, by name.
+        classes: names of the classes; empty without labels.
+        skipped: the others.
+    """
+
+    entries: list[Entry]
+    classes: list[str]
+    skipped: list[Skipped]
+
+
+def list_folder(
+    folder: Path, extensions: frozenset[str], *, labels: bool = False, follow_links: bool = False
+) -> Listing:
+    """List the files of a folder and of those below it, sorted by name.
+
+    Args:
+        extensions: which files are samples.
+        labels: the folders right below are classes, numbered by name.
+        follow_links: also list folders to which links lead, and accept a list of files that is a link.
+
+    Raises:
+        ConfigError: the folder does not exist.
+        DataError: it has no such file, one lies outside of every class, or a list of files is damaged.
+    """
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is no folder; --in names the folder that holds the files")
+    rows = rows_of(folder, follow_links)
+    entries, skipped = _walk(folder, extensions, follow_links)
+    if rows is not None:
+        known = {entry.name: entry for entry in entries}
+        listed = next(name for name in LISTS if (folder / name).is_file())
+        skipped = [skip for skip in skipped if skip.reason != "no_picture" and skip.name not in rows]
+        unlisted = SampleError("not_listed", f"not in {listed}")
+        skipped += [Skipped.of(name, unlisted) for name in known if name not in rows]
+        # What the list names and the folder lacks stays in: it is counted as a sample that cannot be read.
+        entries = [
+            replace(known.get(name, Entry(name=name, size=-1)), row=row, beside=())
+            for name, row in sorted(rows.items())
+        ]
+    skipped.sort()
+    if not entries:
+        why = f"; {walk.reasons(skipped)}" if skipped else ""
+        endings = ", ".join(sorted(extensions))
+        raise DataError(f"{folder} holds no file that ends in {endings}, also not in the folders below it{why}")
+    if not labels:
+        return Listing(entries, [], skipped)
+    classes = sorted({entry.name.partition("/")[0] for entry in entries if "/" in entry.name})
+    outside = [entry.name for entry in entries if "/" not in entry.name]
+    if outside:
+        raise DataError(f"{folder / outside[0]} lies in no class folder, and {len(outside) - 1} other files; move them")
+    number = {name: i for i, name in enumerate(classes)}
+    labelled = [replace(entry, label=number[entry.name.partition("/")[0]]) for entry in entries]
+    return Listing(labelled, classes, skipped)
+
+
+def _walk(folder: Path, extensions: frozenset[str], follow_links: bool) -> tuple[list[Entry], list[Skipped]]:
+    """Return every file of these kinds by name, and what else lies in the folder."""
+    entries: list[Entry] = []
+    skipped: list[Skipped] = []
+    for place, names in walk.folders_below(folder, follow_links, skipped):
+        companions: dict[tuple[str, str], str] = {}
+        for name in reversed(names):  # of cat.txt and cat.TXT the first
+            if (extension := walk.extension_of(name)) in COMPANIONS:
+                companions.setdefault((walk.stem_of(name), extension), name)
+        media = {walk.stem_of(name) for name in names if walk.extension_of(name) in PICTURES | VIDEOS}
+        for name in names:
+            path = place / name
+            full_name = path.relative_to(folder).as_posix()
+            if full_name in LISTS or (walk.extension_of(name) in COMPANIONS and walk.stem_of(name) in media):
+                continue
+            if (why := walk.not_read(path, extensions)) is not None:
+                skipped.append(Skipped.of(full_name, why))
+                continue
+            names_beside = [companions.get((walk.stem_of(name), extension)) for extension in COMPANIONS]
+            beside = tuple(
+                seen for other in names_beside if other is not None and (seen := walk.seen_file(place / other))
+            )
+            about = path.stat()
+            entries.append(Entry(name=full_name, size=about.st_size, mtime_ns=about.st_mtime_ns, beside=beside))
+    return sorted(entries, key=lambda entry: entry.name), skipped
