@@ -3,17 +3,12 @@
 import argparse
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import Any, Optional
 
-from dit.errors import ConfigError, one_line_errors
-from dit.terminal import echo, printable
-
-if TYPE_CHECKING:
-    from energon_data.prepare.build import UnitRecord
-    from energon_data.prepare.media import Preparation
+from dit.errors import one_line_errors
+from dit.terminal import echo
 
 
 def _common(args: argparse.Namespace) -> dict[str, Any]:
@@ -46,9 +41,9 @@ def _cifar10(args: argparse.Namespace) -> None:
 
 
 def _media(args: argparse.Namespace) -> None:
+    from energon_data.prepare.console import make_captioned
     from energon_data.prepare.media import Options, Preparation
     from energon_data.prepare.pictures import Fit
-    from energon_data.prepare.ranks import Ranks
     from energon_data.prepare.videos import Cut
 
     cut = Cut()
@@ -82,134 +77,25 @@ def _media(args: argparse.Namespace) -> None:
         samples_per_shard=args.samples_per_shard,
         validation=args.validation,
     )
-    total = _make(preparation, args)
-    if total is not None and Ranks().is_first:
-        count = total.shapes.total()
-        if total.without_caption:
-            echo(f"  without a caption: {total.without_caption:,} of {count:,}")
-        if 0 < total.labelled < count:
-            echo(f"  without a class: {count - total.labelled:,} of {count:,}")
+    make_captioned(preparation, args)
 
 
 def _pictograms(args: argparse.Namespace) -> None:
+    from energon_data.prepare.console import make
     from energon_data.prepare.pictograms import ATTRIBUTION, prepare_pictograms
 
     names = ("size", "blocks", "count", "wordings", "vae", "samples_per_shard", "validation")
     settings = {name: getattr(args, name) for name in names}
-    _make(prepare_pictograms(args.out, text_encoder=_text_encoder(args), **settings), args)
+    make(prepare_pictograms(args.out, text_encoder=_text_encoder(args), **settings), args)
     echo(ATTRIBUTION)
 
 
 def _tensors(args: argparse.Namespace) -> None:
+    from energon_data.prepare.console import make
     from energon_data.prepare.tensors import prepare_tensors
 
-    names = ("text_key", "text_encoder", "vae", "validation")
-    _make(prepare_tensors(args.source, args.out, **{name: getattr(args, name) for name in names}), args)
-
-
-def _make(preparation: "Preparation", args: argparse.Namespace) -> Optional["UnitRecord"]:
-    from energon_data.prepare.ranks import Ranks
-
-    first = Ranks().is_first
-    if args.dry_run:
-        if first:
-            echo(_forecast(preparation))
-        return None
-    began = time.monotonic()
-    total = _run_with_progress(preparation, args, shown=first)
-    if first:
-        echo(_media_summary(args.out, total, time.monotonic() - began))
-    return total
-
-
-def _run_with_progress(preparation: "Preparation", args: argparse.Namespace, *, shown: bool) -> "UnitRecord":
-    """Make the data set beside a progress bar in files (archives, of a WebDataset) with rate and time left."""
-    from tqdm import tqdm
-
-    hidden = None if shown else True  # None: where there is no terminal
-    name = f"preparing {args.out}"
-    with tqdm(total=preparation.entries, unit=_entry(preparation), desc=name, disable=hidden) as bar:
-
-        def show(number: int, record: "UnitRecord") -> None:
-            work = preparation.units[number]
-            bar.update(len(work) if isinstance(work, list) else 1)
-            if record.skipped:
-                bar.write(printable("; ".join(texts[0] for texts in record.examples.values())), file=sys.stderr)
-
-        def resume(finished: int) -> None:
-            if shown:
-                units = f"{finished:,} of {len(preparation.units):,} parts"
-                bar.write(f"{args.out}: goes on after {units}, which are in {preparation.job.partial}", file=sys.stderr)
-
-        work = {"processes": args.processes, "force": args.force, "on_unit": show, "on_resume": resume}
-        try:
-            return preparation.run(**work)
-        except BaseException as error:
-            partial = preparation.job.partial
-            if isinstance(error, OSError) and error.filename is None:  # a failed write does not name its file
-                error.filename = str(partial)
-            if shown and partial.exists() and not isinstance(error, ConfigError):
-                bar.write(f"the same command goes on from {partial}", file=sys.stderr)
-            raise
-
-
-def _entry(preparation: "Preparation") -> str:
-    """Return the word for what the input consists of."""
-    return {"webdataset": "archive", "tensors": "archive", "pictograms": "drawing"}.get(
-        preparation.plan["command"], "file"
-    )
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def _media_summary(out: Path, total: "UnitRecord", seconds: float) -> str:
-    """Describe a finished data set in a few lines."""
-    from energon_data.prepare.build import SKIPPED
-
-    size = sum(facts["bytes"] for facts in total.shards.values())
-    samples, shards = _counted(total.shapes.total(), "sample"), _counted(len(total.shards), "shard")
-    lines = [f"{out}: {samples} in {shards}, {size:,} bytes, {seconds:.0f} s"]
-    for split in ("train", "val"):
-        count = sum(facts["samples"] for facts in total.of(split).values())
-        hint = "" if count else " (train with training.validation_interval=0, or raise --validation)"
-        lines.append(f"  {split}: {_counted(count, 'sample')}{hint}")
-    shapes = ", ".join(f"{count:,} of {shape}" for shape, count in total.shapes.most_common(5))
-    lines.append(f"  shapes (C x T x H x W): {shapes}" + (", ..." if len(total.shapes) > 5 else ""))
-    if total.latents.number:
-        lines.append(f"  latents: {total.latents.line()}")
-    if total.files:
-        lines.append(f"  taken: {total.files:,} of {_counted(total.files + len(total.skips), 'file')}")
-        lines.append(f"  turned as the file states: {_counted(total.turned, 'sample')}")
-        share, name = total.largest_cut
-        lines.append(f"  cropped: {f'by at most {share:.0%} ({name})' if share else 'none'}")
-        lines.append(f"  enlarged: {_counted(total.enlarged, 'sample')}")
-    for reason, count in total.skipped.most_common():
-        lines.append(f"  skipped, {reason}: {count:,}; {total.examples[reason][0]}")
-    if total.skips:
-        lines.append(f"  every skipped file and its reason: {out / SKIPPED}")
-    return "\n".join(lines)
-
-
-def _forecast(preparation: "Preparation") -> str:
-    """Say what would be made, from a few samples made in memory."""
-    samples, record = preparation.try_out()
-    what = f"{_entry(preparation)}s"
-    lines = [f"{preparation.job.out}: nothing is written; {preparation.entries:,} {what} were found"]
-    for sample in samples:
-        size = sum(map(len, sample.parts.values()))
-        named = sample.metadata.get("caption", "no caption")
-        lines.append(
-            f"  {sample.key}: {'x'.join(map(str, sample.shape))}, {', '.join(sample.parts)}, {size:,} bytes; {named}"
-        )
-    for reason, texts in record.examples.items():
-        lines.append(f"  skipped, {reason}: {texts[0]}")
-    if samples and what != "archives":
-        tried = len(samples) + len(record.skips) - len(preparation.skipped)
-        mean = sum(sum(map(len, sample.parts.values())) for sample in samples) / tried
-        lines.append(f"  about {mean * preparation.entries / 2**20:,.1f} MiB in all, by these {tried} samples")
-    return "\n".join(lines)
+    names = ("text_key", "text_encoder", "vae", "follow_links", "validation")
+    make(prepare_tensors(args.source, args.out, **{name: getattr(args, name) for name in names}), args)
 
 
 def _add_media(parser: argparse.ArgumentParser, command: str) -> None:
@@ -290,6 +176,7 @@ def _add_tensors(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text-key", metavar="NAME", help="which of the encoders in a pickle (embeddings_t5_xxl)")
     parser.add_argument("--text-encoder", metavar="NAME", help="what made the texts, recorded for prompts")
     parser.add_argument("--vae", metavar="NAME", help="what made the latents, recorded for decoding")
+    parser.add_argument("--follow-links", action="store_true", help="also read folders to which links lead")
     _add_work(parser, validation=0.02)
     parser.set_defaults(run=_tensors, command="tensors")
 
