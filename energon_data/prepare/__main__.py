@@ -5,10 +5,16 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Optional
+from typing import TYPE_CHECKING, Any, Optional
 
 from dit.errors import one_line_errors
 from dit.terminal import echo
+
+if TYPE_CHECKING:
+    from energon_data.prepare.media import Options
+
+OF_FOLDERS = ("images", "videos", "folder")
+WITH_VIDEOS = ("videos", "folder", "webdataset")
 
 
 def _common(args: argparse.Namespace) -> dict[str, Any]:
@@ -40,16 +46,16 @@ def _cifar10(args: argparse.Namespace) -> None:
     echo(f"{args.out}: {', '.join(f'{split}: {count:,} pictures' for split, count in counts.items())}")
 
 
-def _media(args: argparse.Namespace) -> None:
-    from energon_data.prepare.console import make_captioned
-    from energon_data.prepare.media import Options, Preparation
+def _options(args: argparse.Namespace) -> "Options":
+    from energon_data.prepare.media import Options
     from energon_data.prepare.pictures import Fit
     from energon_data.prepare.videos import Cut
+    from energon_data.prepare.wording import Wording
 
     cut = Cut()
-    if args.command != "images":
+    if args.command in WITH_VIDEOS:
         cut = Cut(fps=args.fps, frames=args.frames, multiple_of=args.frames_multiple_of, clips=args.clips)
-    options = Options(
+    return Options(
         fit=Fit(
             size=args.size,
             aspect=args.aspect,
@@ -65,19 +71,43 @@ def _media(args: argparse.Namespace) -> None:
         device=args.device,
         text_encoder=_text_encoder(args),
         batch=args.batch,
-        caption=args.caption,
+        wording=Wording(
+            default=args.caption,
+            prefix=args.caption_prefix,
+            suffix=args.caption_suffix,
+            tag_orders=args.shuffle_tags,
+            keep_tags=args.keep_tags,
+        ),
     )
+
+
+def _media(args: argparse.Namespace) -> None:
+    from energon_data.prepare.console import make_captioned
+    from energon_data.prepare.preparation import Preparation
+
     preparation = Preparation.of(
         args.command,
         args.source,
         args.out,
-        options,
+        _options(args),
         labels=getattr(args, "labels", False),
+        repeats=getattr(args, "repeats", False),
+        list_file=getattr(args, "list", None),
         follow_links=args.follow_links,
         samples_per_shard=args.samples_per_shard,
         validation=args.validation,
     )
     make_captioned(preparation, args)
+
+
+def _huggingface(args: argparse.Namespace) -> None:
+    from energon_data.prepare.console import make_captioned
+    from energon_data.prepare.huggingface import Table, prepare_huggingface
+
+    names = ("split", "config", "image_column", "caption_column", "label_column")
+    common = {name: getattr(args, name) for name in ("follow_links", "samples_per_shard", "validation")}
+    table = Table(**{name: getattr(args, name) for name in names})
+    make_captioned(prepare_huggingface(args.source, args.out, _options(args), table, **common), args)
 
 
 def _pictograms(args: argparse.Namespace) -> None:
@@ -100,6 +130,50 @@ def _tensors(args: argparse.Namespace) -> None:
 
 def _add_media(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument("--in", dest="source", type=Path, required=True, metavar="PATH", help="folder that is read")
+    if command in OF_FOLDERS:
+        _add_folder(parser)
+    _add_samples(parser, command)
+    parser.set_defaults(run=_media)
+
+
+def _add_huggingface(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--in",
+        dest="source",
+        required=True,
+        metavar="NAME",
+        help="of a data set on the Hugging Face hub, a folder with parquet files or of save_to_disk, or a parquet file",
+    )
+    parser.add_argument("--split", default="train", metavar="NAME", help="(%(default)s)")
+    parser.add_argument("--config", metavar="NAME", help="of a data set with several configurations")
+    parser.add_argument("--image-column", metavar="NAME", help="files of pictures (the only such column, or image)")
+    parser.add_argument(
+        "--caption-column", metavar="NAME", help="a text, or a list of them (caption, text, prompt or txt)"
+    )
+    parser.add_argument("--label-column", metavar="NAME", help="class numbers (label)")
+    _add_samples(parser, "huggingface")
+    parser.set_defaults(run=_huggingface)
+
+
+def _add_folder(parser: argparse.ArgumentParser) -> None:
+    groups = parser.add_mutually_exclusive_group()
+    groups.add_argument("--labels", action="store_true", help="the folders right below --in are classes")
+    groups.add_argument(
+        "--repeats",
+        action="store_true",
+        help="the folders right below --in are called N_NAME: read N times as often; NAME is the caption of files "
+        "without one",
+    )
+    parser.add_argument(
+        "--list",
+        type=Path,
+        metavar="FILE",
+        help=".jsonl, .csv or .parquet with file_name and text, or the .tsv of Conceptual Captions (that of --in: "
+        "metadata.jsonl, .csv or .parquet)",
+    )
+
+
+def _add_samples(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to make")
     parser.add_argument("--size", type=int, metavar="N", help="pixels: N x N is the largest area (native sizes)")
     parser.add_argument(
@@ -115,17 +189,25 @@ def _add_media(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument(
         "--multiple-of", type=int, default=16, metavar="N", help="of both sides, in pixels (%(default)s)"
     )
-    if command != "images":
+    if command in WITH_VIDEOS:
         parser.add_argument("--fps", type=float, help="frames per second that are taken (all)")
         parser.add_argument("--frames", type=int, metavar="N", help="cut videos into clips of N frames (one clip)")
         parser.add_argument("--frames-multiple-of", type=int, default=1, metavar="N", help="of a clip (%(default)s)")
         parser.add_argument("--clips", type=int, metavar="N", help="most clips of one video (all)")
-    if command != "webdataset":
-        parser.add_argument("--labels", action="store_true", help="the folders right below --in are classes")
     parser.add_argument(
         "--follow-links", action="store_true", help="also read files and folders outside of --in to which links lead"
     )
     parser.add_argument("--caption", metavar="TEXT", help="of every file without one of its own")
+    parser.add_argument("--caption-prefix", default="", metavar="TEXT", help="before every caption")
+    parser.add_argument("--caption-suffix", default="", metavar="TEXT", help="after every caption")
+    parser.add_argument(
+        "--shuffle-tags",
+        type=int,
+        default=1,
+        metavar="N",
+        help="store N orders of the comma-separated tags of a caption; training draws one at each reading",
+    )
+    parser.add_argument("--keep-tags", type=int, default=0, metavar="N", help="first tags that are not shuffled")
     parser.add_argument(
         "--format", choices=("png", "webp", "jpg"), default="png", help="of stored pixels (%(default)s)"
     )
@@ -138,7 +220,7 @@ def _add_media(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument("--device", default="cpu", help="of the encoders (%(default)s)")
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="samples encoded together (%(default)s)")
     _add_work(parser, validation=0.02)
-    parser.set_defaults(run=_media, command=command)
+    parser.set_defaults(command=command)
 
 
 def _add_work(parser: argparse.ArgumentParser, *, validation: float) -> None:
@@ -225,6 +307,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_media(commands.add_parser("videos", help="a folder of videos with captions or classes"), "videos")
     _add_media(commands.add_parser("folder", help="a folder of both"), "folder")
     _add_media(commands.add_parser("webdataset", help="tar files of pictures or videos with captions"), "webdataset")
+    _add_huggingface(
+        commands.add_parser("huggingface", help="a data set of the Hugging Face hub, or parquet files with pictures")
+    )
     _add_tensors(commands.add_parser("tensors", help="tar files of older systems: .pth latents, .pickle texts"))
     _add_pictograms(commands.add_parser("pictograms", help="colour pictograms of Unicode characters, with their names"))
     _add_cifar10(commands.add_parser("cifar10", help="CIFAR-10 from its own files, for Python or binary"))

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from dit.errors import ConfigError
 from dit.terminal import echo, printable
 from energon_data.prepare.build import SKIPPED, UnitRecord
-from energon_data.prepare.media import Preparation
+from energon_data.prepare.preparation import Preparation
 from energon_data.prepare.ranks import Ranks
 
 
@@ -78,7 +78,7 @@ def _run_with_progress(preparation: Preparation, args: argparse.Namespace, *, sh
 
 def _entry(preparation: Preparation) -> str:
     """Return the word for what the input consists of."""
-    return {"webdataset": "archive", "tensors": "archive", "pictograms": "drawing"}.get(
+    return {"webdataset": "archive", "tensors": "archive", "pictograms": "drawing", "huggingface": "row"}.get(
         preparation.plan["command"], "file"
     )
 
@@ -95,7 +95,9 @@ def _summary(out: Path, total: UnitRecord, seconds: float) -> str:
     for split in ("train", "val"):
         count = sum(facts["samples"] for facts in total.of(split).values())
         hint = "" if count else " (train with training.validation_interval=0, or raise --validation)"
-        lines.append(f"  {split}: {_counted(count, 'sample')}{hint}")
+        reads = sum(facts["samples"] * facts.get("repeats", 1) for facts in total.of(split).values())
+        repeats = f", read {reads:,} times in one pass (repeats)" if reads > count else ""
+        lines.append(f"  {split}: {_counted(count, 'sample')}{repeats}{hint}")
     shapes = ", ".join(f"{count:,} of {shape}" for shape, count in total.shapes.most_common(5))
     lines.append(f"  shapes (C x T x H x W): {shapes}" + (", ..." if len(total.shapes) > 5 else ""))
     if total.latents.number:
@@ -121,6 +123,8 @@ def _forecast(preparation: Preparation) -> str:
     for sample in samples:
         size = sum(map(len, sample.parts.values()))
         named = sample.metadata.get("caption", "no caption")
+        if (others := len(sample.metadata.get("captions", ())) - 1) > 0:
+            named += f" (and {_counted(others, 'other caption')})"
         lines.append(
             f"  {sample.key}: {'x'.join(map(str, sample.shape))}, {', '.join(sample.parts)}, {size:,} bytes; {named}"
         )

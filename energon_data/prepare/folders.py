@@ -1,10 +1,15 @@
 """The files of a user's folder, with their captions, classes and metadata from the usual conventions.
 
-cats/1.jpg  cats/1.txt                 a caption beside each file (.txt), or a .json object with `caption` and more
-cats/1.jpg  dogs/7.png                 one folder per class (`labels=True`)
-metadata.jsonl  .csv  .parquet         one row per file, see `energon_data.prepare.lists`
+    cats/1.jpg  cats/1.txt                 a caption beside each file (.txt, .caption), or a .json object with more
+    cats/1.jpg  dogs/7.png                 one folder per class (`labels`)
+    10_sks dog/1.jpg                       read 10 times as often; caption "sks dog" if it has none (`repeats`)
+    metadata.jsonl  .csv  .parquet         one row per file
+
+`energon_data.prepare.lists` has the lists.
 """
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, Optional
@@ -12,10 +17,21 @@ from typing import Any, NamedTuple, Optional
 from dit.errors import ConfigError, DataError
 from energon_data.media_files import PICTURES, VIDEOS
 from energon_data.prepare import walk
-from energon_data.prepare.lists import LISTS, rows_of
-from energon_data.prepare.sources import Source, captions_of, class_of, read_file, read_object, read_text, scalars_of
+from energon_data.prepare.lists import LISTS, Rows, find_list, read_list
+from energon_data.prepare.sources import (
+    Source,
+    captions_of,
+    class_of,
+    read_file,
+    read_object,
+    read_text,
+    scalars_of,
+    span_of,
+)
 from energon_data.prepare.walk import COMPANIONS, Skipped
 from energon_data.samples import SampleError
+
+MAX_REPEATS = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +43,9 @@ class Entry:
         size: bytes; -1 if the file does not exist.
         mtime_ns: when it was last written, nanoseconds since the epoch.
         beside: name, size and time of each of its `COMPANIONS`; none are looked for where a list has the rows.
-        row: of `metadata.jsonl`, `.csv` or `.parquet`, None if there is no such file.
+        row: of a list of files, None if there is no such list.
+        repeats: how often it is read in one pass over the data.
+        caption: of its folder, for a file without one.
     """
 
     name: str
@@ -36,6 +54,13 @@ class Entry:
     beside: tuple[tuple[str, int, int], ...] = ()
     label: Optional[int] = None
     row: Optional[dict[str, Any]] = None
+    repeats: int = 1
+    caption: Optional[str] = None
+
+    @property
+    def group(self) -> str:
+        """Name of the folder right below the user's folder; empty for a file outside of any."""
+        return self.name.rpartition("/")[0].partition("/")[0]
 
     @property
     def stamp(self) -> list[Any]:
@@ -53,15 +78,16 @@ class Entry:
         """
         path, root = folder / self.name, None if follow_links else folder
         row = dict(self.row) if self.row is not None else self._beside(folder, root)
-        captions = captions_of(row)
-        metadata = scalars_of(row)
+        is_still = walk.extension_of(self.name) in PICTURES - {"gif"}
         label = row.get("label") if self.label is None else self.label
         return Source(
             name=self.name,
             read=lambda: read_file(path, root),
-            captions=captions,
+            captions=captions_of(row) or (() if self.caption is None else (self.caption,)),
             label=class_of(label),
-            metadata=metadata,
+            metadata=scalars_of(row),
+            span=None if is_still else span_of(row),
+            repeats=self.repeats,
         )
 
     def _beside(self, folder: Path, root: Optional[Path]) -> dict[str, Any]:
@@ -80,56 +106,104 @@ class Listing(NamedTuple):
         entries: those that are read, by name.
         classes: names of the classes; empty without labels.
         skipped: the others.
+        list_file: the list of files that was read, if there is one.
     """
 
     entries: list[Entry]
     classes: list[str]
     skipped: list[Skipped]
+    list_file: Optional[Path] = None
 
 
 def list_folder(
-    folder: Path, extensions: frozenset[str], *, labels: bool = False, follow_links: bool = False
+    folder: Path,
+    extensions: frozenset[str],
+    *,
+    labels: bool = False,
+    repeats: bool = False,
+    list_file: Optional[Path] = None,
+    follow_links: bool = False,
 ) -> Listing:
     """List the files of a folder and of those below it, sorted by name.
 
     Args:
         extensions: which files are samples.
         labels: the folders right below are classes, numbered by name.
+        repeats: the folders right below are called `N_NAME`.
+        list_file: a list of files, see `energon_data.prepare.lists`; None for that of the folder, if it has one.
         follow_links: also list folders to which links lead, and accept a list of files that is a link.
 
     Raises:
-        ConfigError: the folder does not exist.
+        ConfigError: the folder or the list does not exist.
         DataError: it has no such file, one lies outside of every class, or a list of files is damaged.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder; --in names the folder that holds the files")
-    rows = rows_of(folder, follow_links)
+        hint = "; `prepare huggingface` reads parquet files" if folder.suffix == ".parquet" else ""
+        raise ConfigError(f"{folder} is no folder; --in names the folder that holds the files{hint}")
+    list_file = find_list(folder, list_file, follow_links=follow_links)
     entries, skipped = _walk(folder, extensions, follow_links)
-    if rows is not None:
-        known = {entry.name: entry for entry in entries}
-        listed = next(name for name in LISTS if (folder / name).is_file())
-        skipped = [skip for skip in skipped if skip.reason != "no_picture" and skip.name not in rows]
-        unlisted = SampleError("not_listed", f"not in {listed}")
-        skipped += [Skipped.of(name, unlisted) for name in known if name not in rows]
-        # What the list names and the folder lacks stays in: it is counted as a sample that cannot be read.
-        entries = [
-            replace(known.get(name, Entry(name=name, size=-1)), row=row, beside=())
-            for name, row in sorted(rows.items())
-        ]
+    if list_file is not None:
+        rows, missing = read_list(list_file, [entry.name for entry in entries])
+        entries, skipped = _listed(entries, skipped, rows, list_file)
+        skipped += missing
     skipped.sort()
     if not entries:
         why = f"; {walk.reasons(skipped)}" if skipped else ""
+        hint = "; `prepare huggingface` reads .parquet" if any(s.name.endswith(".parquet") for s in skipped) else ""
         endings = ", ".join(sorted(extensions))
-        raise DataError(f"{folder} holds no file that ends in {endings}, also not in the folders below it{why}")
-    if not labels:
-        return Listing(entries, [], skipped)
-    classes = sorted({entry.name.partition("/")[0] for entry in entries if "/" in entry.name})
+        raise DataError(f"{folder} holds no file that ends in {endings}, also not in the folders below it{why}{hint}")
+    if labels:
+        classes = _groups(folder, entries, "class folder")
+        number = {name: i for i, name in enumerate(classes)}
+        return Listing([replace(entry, label=number[entry.group]) for entry in entries], classes, skipped, list_file)
+    if repeats:
+        counts = {name: _repeats(folder / name) for name in _groups(folder, entries, "folder N_NAME")}
+        entries = [replace(entry, repeats=counts[entry.group][0], caption=counts[entry.group][1]) for entry in entries]
+    return Listing(entries, [], skipped, list_file)
+
+
+def _listed(
+    entries: Sequence[Entry], skipped: Sequence[Skipped], rows: Rows, list_file: Path
+) -> tuple[list[Entry], list[Skipped]]:
+    """Return the files that a list names, in the order of their names, and what else the folder holds."""
+    existing = {entry.name: entry for entry in entries}
+    unlisted = SampleError("not_listed", f"not in {list_file.name}")
+    others = [skip for skip in skipped if skip.reason != "no_picture" and skip.name not in rows]
+    others += [Skipped.of(name, unlisted) for name in existing if name not in rows]
+    # What the list names and the folder lacks stays in: it is counted as a sample that cannot be read.
+    entries = [
+        replace(existing.get(name, Entry(name=name, size=-1)), row=row, beside=())
+        for name, of_file in sorted(rows.items())
+        for row in of_file
+    ]
+    return entries, others
+
+
+def _groups(folder: Path, entries: Sequence[Entry], what: str) -> list[str]:
+    """Return the folders right below, sorted.
+
+    Raises:
+        DataError: a file lies in none of them.
+    """
     outside = [entry.name for entry in entries if "/" not in entry.name]
     if outside:
-        raise DataError(f"{folder / outside[0]} lies in no class folder, and {len(outside) - 1} other files; move them")
-    number = {name: i for i, name in enumerate(classes)}
-    labelled = [replace(entry, label=number[entry.name.partition("/")[0]]) for entry in entries]
-    return Listing(labelled, classes, skipped)
+        raise DataError(f"{folder / outside[0]} lies in no {what}, and {len(outside) - 1} other files; move them")
+    return sorted({entry.group for entry in entries})
+
+
+def _repeats(folder: Path) -> tuple[int, str]:
+    """Return the repeats and the caption that the name of a folder states.
+
+    Raises:
+        DataError: it states none, or too many.
+    """
+    match = re.fullmatch(r"(\d+)_(.+)", folder.name)
+    if match is None or not 1 <= int(match[1]) <= MAX_REPEATS:
+        raise DataError(
+            f"{folder} is not called N_NAME with N from 1 to {MAX_REPEATS}, such as 10_sks dog; rename it, or "
+            "leave out --repeats"
+        )
+    return int(match[1]), match[2]
 
 
 def _walk(folder: Path, extensions: frozenset[str], follow_links: bool) -> tuple[list[Entry], list[Skipped]]:

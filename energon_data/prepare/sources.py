@@ -2,12 +2,13 @@
 
 import errno
 import hashlib
+import math
 import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 from dit.safe_files import parse_json, read_bytes
 from energon_data.prepare.walk import FOLLOW
@@ -16,6 +17,16 @@ from energon_data.samples import SampleError
 CAPTION_NAMES = ("caption", "text", "prompt")
 MAX_FILE_BYTES = 8 << 30
 _RESERVED = frozenset({"crc32", "file_name", "label", *CAPTION_NAMES})
+
+
+class Span(NamedTuple):
+    """Start and end in seconds from the first frame of a video; the end may be open."""
+
+    start: float
+    end: Optional[float]
+
+    def __str__(self) -> str:
+        return f"{self.start}" if self.end is None else f"{self.start},{self.end}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +39,8 @@ class Source:
         captions: in the order given; empty if there is none.
         label: class number.
         metadata: further scalars that go with the sample.
+        span: start and end in seconds of a clip of a video; None for all of it.
+        repeats: how often it is read in one pass over the data.
     """
 
     name: str
@@ -35,12 +48,27 @@ class Source:
     captions: tuple[str, ...] = ()
     label: Optional[int] = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    span: Optional[Span] = None
+    repeats: int = 1
+
+    @property
+    def address(self) -> str:
+        """Name of the file and, after `#t=`, the span, for messages."""
+        return self.name if self.span is None else f"{self.name}#t={self.span}"
 
     @property
     def key(self) -> str:
-        """The sample's name inside a shard: readable, without dots, and of its own for every path."""
+        """The sample's name inside a shard: readable, without dots, and of its own for every address."""
+        return self._key(self.address)
+
+    @property
+    def origin(self) -> str:
+        """The key of the file, which all of its clips have in common."""
+        return self._key(self.name)
+
+    def _key(self, address: str) -> str:
         slug = re.sub(r"[^A-Za-z0-9]+", "-", str(PurePosixPath(self.name).with_suffix(""))).strip("-")[-40:]
-        return f"{slug}-{hashlib.sha256(self.name.encode()).hexdigest()[:16]}"
+        return f"{slug}-{hashlib.sha256(address.encode()).hexdigest()[:16]}"
 
     @property
     def extension(self) -> str:
@@ -51,6 +79,25 @@ class Source:
 def scalars_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries of a row that go along with the sample."""
     return {k: v for k, v in row.items() if k not in _RESERVED and isinstance(v, (str, int, float, bool))}
+
+
+def span_of(row: Mapping[str, Any]) -> Optional[Span]:
+    """Return the span that `start` and `end` of a row state, None without them.
+
+    Raises:
+        SampleError: one is no number of seconds from 0, or the end is not after the start.
+    """
+    start, end = row.get("start"), row.get("end")
+    if start is None and end is None:
+        return None
+    for name, value in (("start", start), ("end", end)):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 <= value < math.inf):
+            raise SampleError("metadata", f"{name} is {value!r:.40}, not a number of seconds from 0")
+    span = Span(float(start or 0), None if end is None else float(end))
+    if span.end is not None and span.end <= span.start:
+        raise SampleError("metadata", f"the end, {span.end} s, is not after the start, {span.start} s")
+    return span
 
 
 def class_of(value: Any) -> Optional[int]:

@@ -30,7 +30,8 @@ from energon_data.latent_scale import Moments
 from energon_data.media_files import PICTURES, open_picture
 from energon_data.prepare.archives import first_of_each_name, list_tars, name_within, tar_stamp
 from energon_data.prepare.build import Job, Sample, UnitRecord
-from energon_data.prepare.media import Options, Preparation
+from energon_data.prepare.media import Options
+from energon_data.prepare.preparation import Preparation
 from energon_data.prepare.safe_pickle import as_tensor, read_pickle, read_torch_file
 from energon_data.prepare.sources import (
     MAX_FILE_BYTES,

@@ -334,8 +334,8 @@ MUTANTS = (
     ),
     Mutant(
         "prepare: a changed list of files goes unnoticed",
-        "energon_data/prepare/media.py",
-        'None if command == "webdataset" else list_stamp(source)',
+        "energon_data/prepare/preparation.py",
+        "list_stamp(list_file)",
         "None",
         (FOLDER,),
     ),
