@@ -32,7 +32,8 @@ def make(preparation: Preparation, args: argparse.Namespace) -> Optional[UnitRec
     began = time.monotonic()
     total = _run_with_progress(preparation, args, shown=first)
     if first:
-        echo(_summary(args.out, total, time.monotonic() - began))
+        noun = "row" if _entry(preparation) == "row" else "file"
+        echo(_summary(args.out, total, time.monotonic() - began, noun))
     return total
 
 
@@ -87,8 +88,8 @@ def _counted(count: int, noun: str) -> str:
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
-def _summary(out: Path, total: UnitRecord, seconds: float) -> str:
-    """Describe a finished data set in a few lines."""
+def _summary(out: Path, total: UnitRecord, seconds: float, noun: str) -> str:
+    """Describe a finished data set in a few lines; `noun` is what a sample is made of."""
     size = sum(facts["bytes"] for facts in total.shards.values())
     samples, shards = _counted(total.shapes.total(), "sample"), _counted(len(total.shards), "shard")
     lines = [f"{out}: {samples} in {shards}, {size:,} bytes, {seconds:.0f} s"]
@@ -103,7 +104,7 @@ def _summary(out: Path, total: UnitRecord, seconds: float) -> str:
     if total.latents.number:
         lines.append(f"  latents: {total.latents.line()}")
     if total.files:
-        lines.append(f"  taken: {total.files:,} of {_counted(total.files + len(total.skips), 'file')}")
+        lines.append(f"  taken: {total.files:,} of {_counted(total.files + len(total.skips), noun)}")
         lines.append(f"  turned as the file states: {_counted(total.turned, 'sample')}")
         share, name = total.largest_cut
         lines.append(f"  cropped: {f'by at most {share:.0%} ({name})' if share else 'none'}")
@@ -111,7 +112,7 @@ def _summary(out: Path, total: UnitRecord, seconds: float) -> str:
     for reason, count in total.skipped.most_common():
         lines.append(f"  skipped, {reason}: {count:,}; {total.examples[reason][0]}")
     if total.skips:
-        lines.append(f"  every skipped file and its reason: {out / SKIPPED}")
+        lines.append(f"  every skipped {noun} and its reason: {out / SKIPPED}")
     return "\n".join(lines)
 
 

@@ -174,7 +174,7 @@ def _open(source: str, table: Table) -> tuple["Dataset", Path]:
         raise ConfigError(
             "this needs the library datasets, which is not installed: pip install 'megatron-dit[huggingface]'"
         ) from error
-    datasets.logging.set_verbosity_error()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised, too
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     path = Path(source)
