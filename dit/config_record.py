@@ -7,7 +7,6 @@ and of packages that the user names in `DIT_PACKAGES` are instantiated, so readi
 import dataclasses
 import importlib
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from dit.errors import CheckpointError
@@ -15,35 +14,12 @@ from dit.errors import CheckpointError
 CLASS_KEY = "_target_"
 TRUST_VARIABLE = "DIT_PACKAGES"
 """Environment variable: packages of the user's own, separated by commas, whose settings records may name."""
-MOVED = {"dit.training.settings": "dit.settings"}
-"""Modules in older records, and their present names."""
-REMOVED = {"validation_micro_batches"}
-"""Settings of older records that no longer exist and changed no weights."""
-FORMER_SCHEDULES = {"constant": "Constant", "cosine": "Cosine", "one_cycle": "OneCycle"}
-"""Schedules were one class before; the present classes by its setting `kind`."""
 
 
 def trusted_packages() -> tuple[str, ...]:
     """Return the packages whose classes a record may name, and which are imported for it."""
     own = os.environ.get(TRUST_VARIABLE, "").split(",")
     return ("dit", "energon_data", *(name.strip() for name in own if name.strip()))
-
-
-def current_module(name: str) -> str:
-    """Return the present name of a module in a record."""
-    return MOVED.get(name, name)
-
-
-def current(part: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the record of one part in the format of this version."""
-    found = {name: value for name, value in part.items() if name not in REMOVED}
-    module, _, name = str(part.get(CLASS_KEY, "")).rpartition(".")
-    if current_module(module) == "dit.settings" and name == "ScheduleConfig":
-        kind = str(found.pop("kind", "constant"))
-        if kind == "constant":
-            found.pop("min_lr", None)  # unused by this kind
-        found[CLASS_KEY] = f"dit.optimizer.schedules.{FORMER_SCHEDULES.get(kind, kind)}"
-    return found
 
 
 def to_record(value: object) -> Any:
@@ -70,7 +46,6 @@ def from_record(record: object) -> Any:
         return [from_record(v) for v in record]
     if not isinstance(record, dict):
         return record
-    record = current(record)
     name = record.get(CLASS_KEY)
     values = {k: from_record(v) for k, v in record.items() if k != CLASS_KEY}
     if name is None:
@@ -83,7 +58,7 @@ def from_record(record: object) -> Any:
             f"is a package of your own, set the environment variable {TRUST_VARIABLE}={package}"
         )
     try:
-        found = getattr(importlib.import_module(current_module(module)), qualname)
+        found = getattr(importlib.import_module(module), qualname)
     except (ImportError, AttributeError) as error:
         raise CheckpointError(f"the record names {name!r}, which this version does not have ({error})") from error
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)):

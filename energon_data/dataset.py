@@ -22,7 +22,7 @@ from energon_data.folder import SplitInfo, check_dataset, identity, stored_names
 from energon_data.held_out import share_validation
 from energon_data.online import check_online_texts, check_vae, embedded_widths
 from energon_data.packing import CostLimit, check_pack_multiple
-from energon_data.skip_log import SkipLog
+from energon_data.skip_log import SKIP_FILE, SkipLog
 from energon_data.streams import Source, StreamGroup, automatic_streams, check_streams, streams_of
 from energon_data.values import check_values
 
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SKIP_FILE = "data_skipped.jsonl"
 PIXEL_CHANNELS = 3
 _SEEDS_APART = 1_000_003  # between the stages of a blend
 

@@ -20,6 +20,8 @@ from dit.data_api import SampleCounts
 from dit.errors import DataError
 from dit.safe_files import open_to_append
 
+SKIP_FILE = "data_skipped.jsonl"
+"""Dropped samples, in the folder of a run's logs."""
 GIVE_UP_AFTER = 10_000
 """Number of consecutive dropped samples after which the data count as unusable."""
 

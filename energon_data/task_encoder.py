@@ -162,7 +162,18 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         Returns:
             None if the sample is dropped; the ledger has the reason.
         """
-        key, shard = sample["__key__"], sample["__shard__"]
+        make = partial(self._cooked, sample, visit, cook)
+        return self.encoded_clip(sample["__key__"], sample["__shard__"], make)
+
+    def encoded_clip(self, key: str, shard: str, make: Callable[[], Clip]) -> Optional[Clip]:
+        """Make, filter and encode one sample.
+
+        Args:
+            make: returns the clip, or raises any error.
+
+        Returns:
+            None if the sample is dropped; the ledger has the reason.
+        """
         clip: Optional[Clip] = None
 
         def drop(reason: str, detail: str, *, damaged: bool) -> None:
@@ -173,20 +184,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             self.ledger.skip(Skip(reason, key, shard, detail, lost=damaged, kind=kind, tokens=tokens))
 
         try:
-            if READ_ERROR in sample:
-                raise SampleError("unreadable", sample[READ_ERROR])
-            parts = {name: data for name, data in sample.items() if name[:2] != "__"}
-            decoded = decode_sample(key, parts, require_checksums=self.options.require_checksums)
-            for name in ("__key__", "__shard__", "__restore_key__", "__sources__"):
-                decoded[name] = sample[name]
-            augmentation = self.options.augmentation
-            change = None if augmentation is None else partial(augmentation, visit=visit)
-            clip = cook(decoded, vae=self.options.vae, change=change)
-            captions = clip.metadata.get(CAPTIONS)
-            if self.options.vary_captions and isinstance(captions, list) and captions:
-                clip.wording = visit.caption(len(captions))
-            if self.options.corruption is not None:
-                clip.corrupt = partial(self.options.corruption, random=visit.generator("/corruption"))
+            clip = make()
             self.options.filters.check(clip)
             encoded = self.encode_sample(clip)
         except SampleError as error:
@@ -199,6 +197,24 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             self.ledger.used()
             return encoded
         return None
+
+    def _cooked(self, sample: dict[str, Any], visit: Visit, cook: Callable[..., Clip]) -> Clip:
+        """Decode, augment and cook one sample."""
+        if READ_ERROR in sample:
+            raise SampleError("unreadable", sample[READ_ERROR])
+        parts = {name: data for name, data in sample.items() if name[:2] != "__"}
+        decoded = decode_sample(sample["__key__"], parts, require_checksums=self.options.require_checksums)
+        for name in ("__key__", "__shard__", "__restore_key__", "__sources__"):
+            decoded[name] = sample[name]
+        augmentation = self.options.augmentation
+        change = None if augmentation is None else partial(augmentation, visit=visit)
+        clip = cook(decoded, vae=self.options.vae, change=change)
+        captions = clip.metadata.get(CAPTIONS)
+        if self.options.vary_captions and isinstance(captions, list) and captions:
+            clip.wording = visit.caption(len(captions))
+        if self.options.corruption is not None:
+            clip.corrupt = partial(self.options.corruption, random=visit.generator("/corruption"))
+        return clip
 
     @stateless
     def encode_sample(self, clip: Clip) -> Clip:

@@ -55,6 +55,7 @@ flags
       --print-config       print the complete configuration as YAML
       --to-yaml FILE       write it to FILE (readable by --yaml)
   -l, --list               list the recipes
+      --describe NAME      print the full description of a recipe or component
   -v, --verbose            debug messages, and tracebacks of usage errors
   -h, --help               this page
 
@@ -81,6 +82,7 @@ class Options:
     print_config: bool = False
     to_yaml: Optional[str] = None
     list_recipes: bool = False
+    describe: Optional[str] = None
     verbose: bool = False
     help: bool = False
     overrides: list[str] = field(default_factory=list)
@@ -92,7 +94,7 @@ class Options:
 
     @property
     def starts_training(self) -> bool:
-        return not (self.help or self.list_recipes or self.dryrun or self.print_config or self.to_yaml)
+        return not (self.help or self.list_recipes or self.describe or self.dryrun or self.print_config or self.to_yaml)
 
 
 _FLAGS = {"--" + f.name.replace("_", "-"): f.name for f in fields(Options) if f.name != "overrides"}
@@ -104,7 +106,17 @@ _ALIASES = {
     "-h": "help",
     "--dry-run": "dryrun",
 }
-_TAKES_VALUE = {"factory", "yaml", "nemo_config", "to_yaml", "world_size", "tokens", "text_tokens", "device"}
+_TAKES_VALUE = {
+    "factory",
+    "describe",
+    "yaml",
+    "nemo_config",
+    "to_yaml",
+    "world_size",
+    "tokens",
+    "text_tokens",
+    "device",
+}
 _NUMBERS = {"world_size", "text_tokens"}
 # nemo-run's own flags, refused with their replacement here.
 _ELSEWHERE = {

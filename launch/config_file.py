@@ -19,15 +19,12 @@ import yaml
 from nemo_run.config import Config, Partial
 
 from dit.checkpoint.records import CONFIG_FILE
-from dit.config_record import CLASS_KEY, TRUST_VARIABLE, current, current_module, trusted_packages
+from dit.config_record import CLASS_KEY, TRUST_VARIABLE, trusted_packages
 from dit.errors import ConfigError
 from dit.run_config import RunConfig
 from dit.safe_files import read_yaml
 from launch.overrides import annotation_of, component_types, normalise, parameters, parse_value, value_of
 from recipes.registry import TRAINING_FUNCTION
-
-# A run folder's config.yaml also holds these, which are not settings.
-RECORDED_FACTS = ("class_names", "latent_size")
 
 
 def complete(node: Config | Partial) -> dict[str, Any]:
@@ -122,8 +119,6 @@ def load(path: str | Path, function: Callable[..., object], load_component: Call
     raw.pop("_partial_", None)
     if str(target).rpartition(".")[2] != TRAINING_FUNCTION:
         raise ConfigError(f"{path} configures {target}, not a training run; save one with --to-yaml")
-    for fact in RECORDED_FACTS:
-        raw.pop(fact, None)
     task = Partial(function)
     try:
         _fill(task, raw, "", load_component)
@@ -144,7 +139,7 @@ def _fill(node: Config | Partial, raw: dict[str, Any], path: str, load_component
 def _read(value: object, annotation: object, key: str, load_component: Callable[[str], None]) -> object:
     targets = component_types(annotation)
     if isinstance(value, dict) and (targets or CLASS_KEY in value):
-        settings = current(value)
+        settings = dict(value)
         config = Config(_target(settings.pop(CLASS_KEY, None), targets, key))
         _fill(config, settings, key, load_component)
         return config
@@ -176,7 +171,7 @@ def _target(name: object, wanted: list[type], key: str) -> type:
             f"{TRUST_VARIABLE}=PACKAGE in the environment trusts a package of your own"
         )
     try:
-        found = getattr(importlib.import_module(current_module(module)), attribute)
+        found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{key}: there is no {name!r}; write the class as package.module.Class") from error
     if not inspect.isclass(found) or not issubclass(found, tuple(wanted)):

@@ -42,7 +42,6 @@ COMMANDS = {
     "evaluate": Command("launch.evaluate", "letters read correctly and other measurements of a checkpoint"),
     "export": Command("launch.export", "write a run's weights for diffusers or facebookresearch/DiT"),
     "import": Command("launch.import_weights", "write a run folder of such weights"),
-    "convert": Command("launch.convert_checkpoints", "rewrite the checkpoints of an earlier version's run"),
     "kernels": Command("launch.kernels", "which implementation of each op this machine uses, and why not the others"),
     "prepare": Command("energon_data.prepare.__main__", "write a data set"),
     "inspect": Command("energon_data.inspect", "say what a data set holds, with a contact sheet of its samples"),

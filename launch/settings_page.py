@@ -9,10 +9,11 @@ import inspect
 import re
 import sys
 import typing
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from pathlib import Path
-from typing import Optional, get_type_hints
+from typing import NamedTuple, Optional, get_type_hints
 
 from dit.errors import EXIT_OK
 from dit.models.registry import BACKBONES
@@ -80,25 +81,40 @@ def _type(annotation: object) -> str:
     return str(annotation).replace("typing.", "")
 
 
-def rows(kind: type) -> Iterator[str]:
-    """Yield the table of a class.
+SHARED = 3
+"""A setting that this many classes of a part have, with the same type and meaning, is described once."""
+
+
+class Row(NamedTuple):
+    """A setting of a class."""
+
+    name: str
+    kind: str
+    default: str
+    meaning: str
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """Everything except the default."""
+        return self.name, self.kind, self.meaning
+
+
+def rows(kind: type) -> Iterator[Row]:
+    """Yield the settings of a class.
 
     Raises:
         ValueError: a field has no description.
     """
-    said, types = meanings(kind), get_type_hints(kind)
-    yield "| setting | type | default | meaning |"
-    yield "| --- | --- | --- | --- |"
+    descriptions, types = meanings(kind), get_type_hints(kind)
     for field in dataclasses.fields(kind):
-        if field.name not in said:
+        if field.name not in descriptions:
             raise ValueError(f"{kind.__name__}.{field.name} has no line under `Attributes` or `Args` of its docstring")
         default: object = field.default
         if default is dataclasses.MISSING:
             factory = field.default_factory
             default = "required" if factory is dataclasses.MISSING else factory()
         shown = "required" if default == "required" else f"`{default}`"
-        meaning = said[field.name].replace("|", "\\|")
-        yield f"| `{field.name}` | {_type(types[field.name])} | {shown} | {meaning} |"
+        yield Row(field.name, _type(types[field.name]), shown, descriptions[field.name].replace("|", "\\|"))
 
 
 def page() -> str:
@@ -106,11 +122,23 @@ def page() -> str:
     blocks = [HEAD]
     for part, paths in PARTS.items():
         blocks.append(f"## {part}\n")
-        for path in paths:
-            module, _, name = path.partition(":")
-            kind = getattr(import_module(module), name)
-            summary = inspect.cleandoc(kind.__doc__).partition("\n")[0]
-            blocks.append(f"### {name}\n\n{summary}\n\n" + "\n".join(rows(kind)) + "\n")
+        names = [path.split(":") for path in paths]
+        tables = {kind: list(rows(kind)) for kind in (getattr(import_module(module), name) for module, name in names)}
+        counts = Counter(row.key for table in tables.values() for row in table)
+        shared = [key for key, count in counts.items() if count >= SHARED]
+        if shared:
+            header = ["| setting | type | meaning |", "| --- | --- | --- |"]
+            lines = [f"| `{name}` | {kind} | {meaning} |" for name, kind, meaning in shared]
+            blocks.append("### Shared settings\n\n" + "\n".join([*header, *lines]) + "\n")
+        for kind, table in tables.items():
+            summary = inspect.cleandoc(kind.__doc__ or "").partition("\n")[0]
+            blocks.append(f"### {kind.__name__}\n\n{summary}\n")
+            if inherited := [f"`{row.name}` ({row.default})" for row in table if row.key in shared]:
+                blocks.append(f"Shared settings and their defaults: {', '.join(inherited)}.\n")
+            if own := [row for row in table if row.key not in shared]:
+                header = ["| setting | type | default | meaning |", "| --- | --- | --- | --- |"]
+                lines = [f"| `{row.name}` | {row.kind} | {row.default} | {row.meaning} |" for row in own]
+                blocks.append("\n".join([*header, *lines]) + "\n")
     return "\n".join(blocks)
 
 

@@ -81,6 +81,9 @@ def _execute(options: cli.Options) -> int:
     if options.list_recipes:
         echo(registry.listing())
         return EXIT_OK
+    if options.describe:
+        echo(registry.description(options.describe))
+        return EXIT_OK
     _check(options)
     environment.prepare()
     if not options.verbose:

@@ -3,24 +3,33 @@
 `launch.train --list` must answer at once, and importing a recipe costs seconds (torch, Megatron-Core, nemo-run). So the
 names and one-line descriptions are taken from the syntax tree: a module-level function under `@run.cli.factory(...)`.
 
-`python -m recipes.registry --write` renews `recipes/README.md`; without `--write` it prints the page.
+`python -m recipes.registry --write` writes `recipes/README.md`; without `--write` it prints the page.
 """
 
 import argparse
 import ast
 import difflib
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from dit.errors import ConfigError
 from dit.terminal import echo
 
 FOLDER = Path(__file__).parent
 README = FOLDER / "README.md"
 TRAINING_FUNCTION = "pretrain"
-_FORMER_SETTINGS = {"schedule.kind": "a schedule is selected by its name: schedule=constant, cosine or one_cycle"}
+SECTIONS = {
+    "Start here": r"tiny_dit|letters_dit|own_data",
+    "Your own data and open weights": r"own_.*|finetune.*|dreambooth",
+    "On two CPU cores": r"tiny_.*|.*letters.*|.*pictogram.*|ddpm_fonts.*",
+    "Measuring systems": r"(bench|matrix|stage|mock|train_mock).*|.*_mock.*",
+    "Published and larger models": r".*",
+}
+"""The sections of the page and the list, by patterns of recipe names; the first match counts."""
 _SKIPPED_FILES = {"__init__.py", "registry.py"}
 
 
@@ -121,21 +130,38 @@ def no_such_setting(owner: Callable[..., object], path: str, name: str, known: I
     at, known = f"{path}." if path else "", list(known)
     near = [at + key for key in closest(name, known)]
     hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known)}"
-    return f"{at}{name}: {owner.__name__} has no setting {name!r}; {_FORMER_SETTINGS.get(at + name, hint)}"
+    return f"{at}{name}: {owner.__name__} has no setting {name!r}; {hint}"
+
+
+def sections() -> dict[str, list[Entry]]:
+    """Return the recipes by section; measuring comes last."""
+    groups: dict[str, list[Entry]] = {title: [] for title in SECTIONS}
+    for entry in recipes():
+        groups[next(title for title, names in SECTIONS.items() if re.fullmatch(names, entry.name))].append(entry)
+    groups["Measuring systems"] = groups.pop("Measuring systems")
+    return groups
 
 
 def listing() -> str:
     """Return every recipe with its line, as plain text for the console."""
-    found = recipes()
-    width = max(len(e.name) for e in found)
-    families: dict[str, list[Entry]] = {}
-    for entry in found:
-        families.setdefault(entry.module, []).append(entry)
+    width = max(len(e.name) for e in recipes())
     blocks = [
-        "\n".join([f"{module.replace('.', '/')}.py", *(f"  {e.name:<{width}}  {e.line}" for e in group)])
-        for module, group in families.items()
+        "\n".join([title, *(f"  {e.name:<{width}}  {e.line}" for e in group)]) for title, group in sections().items()
     ]
     return "\n\n".join(blocks)
+
+
+def description(name: str) -> str:
+    """Return the docstring of a recipe or component and the file that defines it.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    by_name = {entry.name: entry for entry in entries()}
+    if name not in by_name:
+        raise ConfigError(f"--describe {name}: no such recipe or component{did_you_mean(name, by_name)}; see --list")
+    entry = by_name[name]
+    return f"{entry.name} ({entry.module.replace('.', '/')}.py)\n\n{entry.docstring}"
 
 
 def page() -> str:
@@ -152,22 +178,18 @@ def page() -> str:
         "torchrun --standalone --nproc-per-node 8 -m launch.train --yes --factory NAME key.path=value ...",
         "```",
         "",
-        "and look at it first with `--dryrun` (no GPU, no data needed). `--list` prints this table.",
-        "[energon_data/README.md](../energon_data/README.md) says what each recipe's data folder must hold and how to",
-        "write one.",
-        "",
-        "| recipe | what it is | file |",
-        "| --- | --- | --- |",
+        "`--dryrun` prints its settings, parameters and memory without GPU or data, `--describe NAME` its full",
+        "description, and `--list` these tables. [energon_data/README.md](../energon_data/README.md) describes the",
+        "data folder that each recipe reads.",
     ]
-    for entry in recipes():
-        file = entry.module.split(".")[-1] + ".py"
-        lines.append(f"| `{entry.name}` | {entry.line} | [{file}]({file}) |")
+    for title, group in sections().items():
+        lines += ["", f"## {title}", "", "| recipe | description | file |", "| --- | --- | --- |"]
+        for entry in group:
+            file = entry.module.split(".")[-1] + ".py"
+            lines.append(f"| `{entry.name}` | {entry.line} | [{file}]({file}) |")
     lines += ["", "## Components", "", "Named parts for overrides: `objective=edm objective.p_mean=-0.4`.", ""]
-    lines += ["| component | for | what it is |", "| --- | --- | --- |"]
+    lines += ["| component | part | description |", "| --- | --- | --- |"]
     lines += [f"| `{e.name}` | {e.target} | {e.line} |" for e in components()]
-    lines += ["", "## In detail", ""]
-    for entry in recipes():
-        lines += [f"### {entry.name}", "", entry.docstring, ""]
     return "\n".join(lines).rstrip() + "\n"
 
 

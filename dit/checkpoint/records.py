@@ -13,7 +13,7 @@ from dit.ranges import MOST_POSITIONS
 from dit.safe_files import read_json, read_yaml
 
 CONFIG_FILE = "config.yaml"
-METADATA_FILE = "facts.json"
+METADATA_FILE = "metadata.json"
 
 
 @contextmanager

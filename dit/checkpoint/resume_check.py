@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dit.config_record import CLASS_KEY, current, to_record
+from dit.config_record import CLASS_KEY, to_record
 from dit.errors import ConfigError
 from dit.run_config import RunConfig
 
@@ -110,7 +110,6 @@ def changes(saved: Mapping[str, Any], config: RunConfig) -> list[Change]:
 
 
 def _part_changes(name: str, saved: Mapping[str, Any], part: "DataclassInstance") -> Iterator[Change]:
-    saved = current(saved)
     # Compare the class without its module: files move between versions.
     old_class, new_class = saved.get(CLASS_KEY, type(part).__name__).rpartition(".")[2], type(part).__name__
     if old_class != new_class:

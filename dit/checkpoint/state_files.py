@@ -29,7 +29,7 @@ from dit.errors import CheckpointError
 from dit.safe_files import parse_json, read_bytes
 
 INDEX = "state.json"
-FORMAT = 2  # 1 was Megatron-Core's `torch_dist`
+FORMAT = 2
 STAGING_BYTES = 64 << 20  # copied from a device to the host at a time
 LONGEST_INDEX = 1 << 30  # bytes; a box takes about 100
 MOST_PAIRS = 1 << 21  # of boxes of one tensor that are compared; comparing as many takes seconds
@@ -220,11 +220,6 @@ class StateReader:
     def __init__(self, folder: Path, *, finite: bool = False) -> None:
         self.folder, self._finite = folder, finite
         self._files: dict[str, Any] = {}
-        if (folder / ".metadata").exists() and not (folder / INDEX).exists():
-            raise CheckpointError(
-                f"{folder} is in the format of an earlier version (Megatron-Core's torch_dist); rewrite the run's "
-                f"checkpoints with: python -m launch.convert_checkpoints {folder.parent.parent}"
-            )
         try:
             body = parse_json(read_bytes(folder / INDEX, LONGEST_INDEX))
             if body["format"] != FORMAT:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.matrix
 STEPS, BEFORE = 6, 4
 FILES = (
     *("rank_00000.safetensors", "rank_00001.safetensors", "state.json", "manifest.json"),
-    *("config.yaml", "facts.json", "loader/dp_00000.pt", "loader/dp_00001.pt"),
+    *("config.yaml", "metadata.json", "loader/dp_00000.pt", "loader/dp_00001.pt"),
 )
 
 
@@ -55,7 +55,7 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
     "hostile": lambda path: path.write_bytes(pickle.dumps(Trap(marker_of(path)))),
     "a folder": lambda path: (path.unlink(), path.mkdir()),
 }
-SAME_IN_BOTH = ("config.yaml", "facts.json")  # of two steps of one run
+SAME_IN_BOTH = ("config.yaml", "metadata.json")  # of two steps of one run
 
 
 def marker_of(path: Path) -> Path:

@@ -272,7 +272,7 @@ def test_the_history_of_the_guard_survives_a_resume(endings: dict[str, Any], fol
     assert [run.code for run in (*endings["one go"], *endings["resumed"])] == [0] * 4, endings["one go"][0].err
     last = SPIKE_AT + 5
     assert_same_bits(*(read_tensors(checkpoint(folder / name, last)) for name in ("one go", "resumed")))
-    facts = [(checkpoint(folder / name, last) / "facts.json").read_text() for name in ("one go", "resumed")]
+    facts = [(checkpoint(folder / name, last) / "metadata.json").read_text() for name in ("one go", "resumed")]
     assert facts[0] == facts[1]
     assert len(json.loads(facts[0])["guard"]["loss"]) == 16
     assert json.loads(facts[0])["guard"]["bad_steps"] == [5, SPIKE_AT]

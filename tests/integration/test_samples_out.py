@@ -99,7 +99,7 @@ def test_pictures_are_the_decoded_latents_and_the_same_on_two_ranks(done: dict[s
 
 def test_a_run_keeps_its_autoencoder_and_decodes_what_it_shows(done: dict[str, Any], folder: Path) -> None:
     """The grid while training has the size of decoded samples, 32 pixels a side, 64 enlarged; no line on colours."""
-    metadata = json.loads(next((folder / "run").rglob("facts.json")).read_text())
+    metadata = json.loads(next((folder / "run").rglob("metadata.json")).read_text())
     assert metadata["autoencoder"] == str(folder / "vae")
     assert "false colours" not in done["train"].out + done["train"].err
     (record,) = (r for r in read_records(folder / "run" / "metrics.jsonl") if r["kind"] == "image")

@@ -113,7 +113,7 @@ def ended(folder: Path) -> dict[str, Any]:
 def described(checkpoint_folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the metadata of a checkpoint: that of its manifest, and that for sampling."""
     return {**read_manifest(checkpoint_folder).meta, "run": ""}, json.loads(
-        (checkpoint_folder / "facts.json").read_text()
+        (checkpoint_folder / "metadata.json").read_text()
     )
 
 

@@ -92,7 +92,7 @@ def clips(font: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, d
 def test_clips_are_drawn_as_a_film_and_as_a_row_of_frames(clips: tuple[Path, dict[str, Any]]) -> None:
     folder, done = clips
     assert {name: ended.code for name, ended in done.items()} == dict.fromkeys(done, 0), done
-    metadata = json.loads(next((folder / "run").rglob("facts.json")).read_text())
+    metadata = json.loads(next((folder / "run").rglob("metadata.json")).read_text())
     assert metadata.pop("guard")["bad_steps"] == []
     # Stills and clips share packs; what is sampled is a clip.
     unnamed = {"text_encoder": None, "autoencoder": None, "attributions": []}
@@ -176,7 +176,7 @@ def test_images_and_clips_of_one_pack_train_alike_on_one_rank_and_two(mixed: tup
     assert two == pytest.approx(one, rel=ROUNDING)
     assert len(loss_values(folder / "blend.yaml_2")) == STEPS
     for name in ("moving_1", "blend.yaml_2"):
-        metadata = json.loads(next((folder / name).rglob("facts.json")).read_text())
+        metadata = json.loads(next((folder / name).rglob("metadata.json")).read_text())
         assert metadata["class_names"] is None
         assert metadata["latent_size"] == [4, 8, 8]
 
@@ -227,7 +227,7 @@ def test_prompts_are_drawn_while_training_and_on_command(font: Path, tmp_path: P
     pictures = {name: (tmp_path / f"{name}.png").read_bytes() for name in "abcd"}
     assert len({pictures[name] for name in "abc"}) == 3
     assert pictures["d"] == pictures["a"]  # nothing asked for: the run's own prompts
-    metadata = json.loads(next(run_dir.rglob("facts.json")).read_text())
+    metadata = json.loads(next(run_dir.rglob("metadata.json")).read_text())
     assert metadata["text_encoder"] == ENCODER
     (path,) = (run_dir / "samples").rglob("ema.png")
     with Image.open(path) as grid:

@@ -1,4 +1,4 @@
-"""Which tests see which mistakes: `python -m tests.mutants [--only TEXT] [--write docs/mutants.md]`.
+"""Which tests see which mistakes: `python -m tests.mutants [--only TEXT] [--write tests/mutants/README.md]`.
 
 Each mutant changes one line of the source in a temporary copy of the tree; its tests run there up to the first failure.
 A mutant that no test sees is a gap in the suite. Takes about half an hour on one core.
@@ -16,7 +16,8 @@ from tests.mutants.runner import Mutant, Verdict, copy_tree, judge, run_tests
 TITLE = """# Mutants
 
 One wrong line at a time in the core, the first test that fails because of it, and the seconds that took. Written by
-`python -m tests.mutants --write docs/mutants.md`; after a change of a test or a line, `--only` runs a part again.
+`python -m tests.mutants --write tests/mutants/README.md`; after a change of a test or a line, `--only` runs a part
+again.
 
 {counts}
 

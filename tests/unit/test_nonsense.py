@@ -18,7 +18,7 @@ from dit.checkpoint.records import read_metadata, read_record
 from dit.checkpoint.remote import RemoteStore, copy_all, fetch_newer
 from dit.checkpoint.state_files import StateReader
 from dit.convert.diffusers_format import format_of_settings
-from dit.convert.state_files import read_diffusers, read_tensors
+from dit.convert.state_files import read_diffusers, read_nemo, read_tensors
 from dit.encoders.vae import Geometry
 from dit.errors import CheckpointError, ConfigError, DataError, UserError
 from dit.safe_files import parse_yaml, read_array
@@ -54,7 +54,7 @@ def function(model: int) -> None:
 
 
 JSON_READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
-    "facts.json": ("facts.json", lambda file: read_metadata(file.parent)),
+    "metadata.json": ("metadata.json", lambda file: read_metadata(file.parent)),
     "state.json": ("state.json", lambda file: StateReader(file.parent)),
     "manifest": (MANIFEST, lambda file: read_manifest(file.parent)),
     "config of diffusers": ("config.json", lambda file: read_diffusers(file.parent)),
@@ -93,11 +93,11 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) 
         bounded(lambda: read(tmp_path / file))
 
 
-@pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt"])
+@pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt", "weights.nemo"])
 def test_a_pipe_in_place_of_weights_is_not_waited_for(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
     with pytest.raises(ConfigError, match="not a regular file"):
-        bounded(lambda: read_tensors(tmp_path / name))
+        bounded(lambda: (read_nemo if name.endswith("nemo") else read_tensors)(tmp_path / name))
 
 
 def test_the_metadata_of_a_sample_may_be_nonsense() -> None:
@@ -278,7 +278,7 @@ def test_copies_that_are_no_checkpoints_are_skipped(tmp_path: Path, caplog: pyte
 
 def test_sizes_of_a_checkpoints_samples_are_bounded(tmp_path: Path) -> None:
     for size in ([1, 20_000, 20_000], [1, 2**30, 2**30], [1, 10**18, 1]):
-        written(tmp_path / "facts.json", json.dumps({"class_names": None, "latent_size": size}))
+        written(tmp_path / "metadata.json", json.dumps({"class_names": None, "latent_size": size}))
         with pytest.raises(CheckpointError, match="latent_size="):
             read_metadata(tmp_path)
 

@@ -6,7 +6,6 @@ from tests.mutants.listed.paths import (
     FLOPS,
     FUSED_UPDATE,
     HEARTBEAT,
-    HOSTILE,
     LIMIT,
     LOCK,
     LOSS_SCALE,
@@ -203,13 +202,6 @@ MUTANTS = (
         "if stored != math.prod(shape):",
         "if stored > math.prod(shape):",
         (STATE_FILES,),
-    ),
-    Mutant(
-        "checkpoints: a description may name any function",
-        "dit/checkpoint/torch_dist.py",
-        "if (module, name) not in KNOWN:",
-        "if not module:",
-        (HOSTILE,),
     ),
     Mutant(
         "resume: another experiment passes",

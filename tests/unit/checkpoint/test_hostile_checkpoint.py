@@ -17,19 +17,17 @@ from dit.checkpoint.checkpointer import read_loader_state
 from dit.checkpoint.full_weights import read_full_weights, write_imported
 from dit.checkpoint.manifest import MANIFEST, Manifest, hash_tree, read_manifest
 from dit.checkpoint.state_files import StateReader
-from dit.checkpoint.store import CheckpointStore
-from dit.checkpoint.torch_dist import read_metadata, rewrite_run
 from dit.convert.diffusers_format import TrainedModel
 from dit.errors import CheckpointError, ConfigError, UserError, exit_code
 from dit.inference.generator import load_generator
 from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
-from dit.settings import CheckpointConfig, SamplingConfig
+from dit.settings import SamplingConfig
 from launch import evaluate, export, sample
 
 MODEL = {"hidden_size": 8, "num_layers": 1, "num_attention_heads": 1, "num_classes": 2}
-FILES = ("config.yaml", "facts.json", "loader/dp_00000.pt", "rank_00000.safetensors", "state.json")
-PLANTED = (".metadata", "common.pt", "metadata.json", "__0_0.distcp", "rank_00001.safetensors")
+FILES = ("config.yaml", "metadata.json", "loader/dp_00000.pt", "rank_00000.safetensors", "state.json")
+PLANTED = (".metadata", "common.pt", "__0_0.distcp", "rank_00001.safetensors")
 
 
 class Trap:
@@ -84,7 +82,6 @@ def use(run_dir: Path) -> None:
         lambda: read_full_weights(folder, "weight"),
         lambda: read_loader_state(folder),
         lambda: StateReader(folder),
-        lambda: rewrite_run(run_dir),
     ):
         with suppress(UserError):  # one line, with a code
             read()
@@ -157,68 +154,6 @@ def test_recorded_settings_of_sampling_are_checked_before_use(run_dir):
     seal(folder)
     with pytest.raises(ConfigError, match=r"sampling\.num_steps=1000000000000 must be"):
         load_generator(run_dir).sampling()
-
-
-def test_an_old_checkpoint_whose_description_holds_code_is_refused(run_dir, tmp_path):
-    """The index is gone, so that `.metadata` is what describes it, as in a checkpoint of an earlier version."""
-    folder, marker = run_dir / "checkpoints" / "iter_0000000", tmp_path / "sprung"
-    (folder / "state.json").unlink()
-    (folder / ".metadata").write_bytes(payloads(marker)["pickle"])
-    seal(folder)
-    with pytest.raises(CheckpointError, match=r"earlier version.*launch.convert_checkpoints"):
-        load_generator(run_dir)
-    with pytest.raises(CheckpointError, match=r"names .*mkdir, which is no part"):
-        rewrite_run(run_dir)
-    assert not marker.exists()
-    pickle.loads((folder / ".metadata").read_bytes())
-    assert marker.exists()  # the trap works
-
-
-@pytest.mark.parametrize("data", [b"", b"garbage", pickle.dumps({"a": 1}), pickle.dumps(None)])
-def test_a_damaged_description_is_refused(tmp_path, data):
-    (tmp_path / ".metadata").write_bytes(data)
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        read_metadata(tmp_path)
-
-
-def test_checkpoints_of_an_earlier_version_are_rewritten_to_the_bit(run_dir, tmp_path):
-    """Written by Megatron-Core as the earlier version did: several slots, a tensor in two parts, Adam's step count."""
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing import ShardedTensor
-
-    store = CheckpointStore(run_dir / "checkpoints", CheckpointConfig())
-    expected = {
-        name: torch.randn(shape) for name, shape in {"weight.a": (4, 6), "ema.a": (4, 6), "weight.b": ()}.items()
-    }
-    folder = store.begin(30)
-    state = {name: ShardedTensor.from_rank_offsets(name, tensor, replica_id=0) for name, tensor in expected.items()}
-    dist_checkpointing.save({**state, "adam_step": 29}, str(folder))
-    for name in ("config.yaml", "facts.json"):
-        (folder / name).write_text(name)
-    (folder / "loader").mkdir()
-    torch.save({"streams": {3: 4}}, folder / "loader" / "dp_00000.pt")
-    store.publish(30, {"consumed_samples": 240, "held_out_loss": 0.5})
-
-    # As a process leaves it that dies between the two renames of its `publish`.
-    store.path(30).rename(store.path(30).with_suffix(".replaced"))
-    assert rewrite_run(run_dir) == [store.path(30)]
-    reader = StateReader(store.path(30))
-    assert reader.scalars == {"adam_step": 29}
-    assert reader.shapes.keys() == expected.keys()
-    for name, tensor in expected.items():
-        assert torch.equal(reader.read_full(name), tensor)
-    manifest = store.verify(store.path(30))
-    assert manifest.meta == {"consumed_samples": 240, "held_out_loss": 0.5}
-    assert set(manifest.files) == {
-        "config.yaml",
-        "facts.json",
-        "loader/dp_00000.pt",
-        "rank_00000.safetensors",
-        "state.json",
-    }
-    assert read_loader_state(store.path(30)) == {"streams": {3: 4}}
-    assert rewrite_run(run_dir) == []
-    assert read_manifest(store.path(0)).step == 0
 
 
 def test_positions_that_do_not_belong_together_are_refused(tmp_path):

@@ -137,13 +137,6 @@ def test_settings_of_another_version():
     assert check_same_experiment(FOLDER, record, config_of(), ["training.former"]) == [change]
 
 
-def test_a_removed_setting_is_neither_a_change_nor_an_error():
-    record = config_of().to_record()
-    record["data"]["validation_micro_batches"] = 4
-    assert changes(record, config_of()) == []
-    assert RunConfig.from_record(record) == config_of()
-
-
 def test_the_message_names_all_refused_settings_and_what_is_accepted_already():
     record = config_of().to_record()
     config = config_of(optimizer=OptimizerConfig(beta1=0.5, beta2=0.5, lr=1.0), objective=EDM())

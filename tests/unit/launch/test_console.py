@@ -52,7 +52,7 @@ def test_every_command_is_one_that_python_m_starts():
     for command in console.COMMANDS.values():
         assert callable(import_module(command.module).main), command
     assert " ".join(sorted(console.COMMANDS)) == (
-        "bench convert evaluate export import inspect kernels layouts plan prepare sample status train verify"
+        "bench evaluate export import inspect kernels layouts plan prepare sample status train verify"
     )
     assert [f"{name}*" for name in sorted(console.PACKAGES)] == sorted(SETUPTOOLS["packages"]["find"]["include"])
 

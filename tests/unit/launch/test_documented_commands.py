@@ -302,6 +302,7 @@ RUNS_THE_PYTHON = {
     "docs/runs.md": "test_loop_options.py",
     "docs/adding-an-objective.md": "test_extending_pages.py",
     "docs/adding-a-condition.md": "test_extending_pages.py",
+    "docs/adding-a-data-source.md": "test_extending_pages.py",
 }
 """Which test runs the Python blocks of a page."""
 

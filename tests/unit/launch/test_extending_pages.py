@@ -14,7 +14,7 @@ from launch.verify import Pair, build_parser, compare, tiny_pair, world_size_of
 from tests.support.ranks import Job, run_jobs
 from tests.unit.launch import pages
 
-PAGES = [Path(f"docs/adding-{what}.md") for what in ("a-backbone", "an-objective", "a-condition")]
+PAGES = [Path(f"docs/adding-{what}.md") for what in ("a-backbone", "an-objective", "a-condition", "a-data-source")]
 LINES = [line for page in PAGES for line in pages.shown_commands(page)]
 VERIFY = "python -m launch.verify "
 STATED = (

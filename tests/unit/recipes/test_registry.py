@@ -10,7 +10,7 @@ import pytest
 from nemo_run.config import get_type_namespace
 
 from dit.models.base import ModelConfig
-from launch import dry_run
+from launch import dry_run, train
 from launch.config_file import built
 from launch.train import call_recipe
 from recipes import registry
@@ -62,6 +62,26 @@ def test_write_renews_the_page(tmp_path, monkeypatch, capsys):
     assert registry.main([]) == 0
     assert registry.main(["--write"]) == 0
     assert (tmp_path / "README.md").read_text(encoding="utf-8") == capsys.readouterr().out
+
+
+def test_every_recipe_is_in_one_section_and_measuring_comes_last():
+    sections = registry.sections()
+    assert sorted(entry.name for group in sections.values() for entry in group) == sorted(RECIPES)
+    titles = list(sections)
+    assert (titles[0], titles[-1]) == ("Start here", "Measuring systems")
+    assert {entry.name for entry in sections["Start here"]} == {"tiny_dit", "letters_dit", "own_data"}
+    assert "dit_xl2_imagenet" in {entry.name for entry in sections["Published and larger models"]}
+    assert "train_mock" in {entry.name for entry in sections["Measuring systems"]}
+
+
+def test_a_recipe_or_component_is_described(capsys):
+    assert train.main(["--describe", "letters_dit"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("letters_dit (recipes/letters.py)\n\nCapital letters")
+    assert "nine of ten samples" in out
+    assert registry.description("edm").startswith("edm (recipes/components.py)\n\nEDM")
+    assert train.main(["--describe", "leters_dit"]) == 2
+    assert "did you mean letters_dit?" in capsys.readouterr().err
 
 
 def test_every_factory_has_one_line_of_its_own():

@@ -1,0 +1,305 @@
+"""Data with random access: a class of your own with `__len__` and `__getitem__`.
+
+`Samples` decides the order, splits off the held-out samples, packs, shares the samples among ranks, and resumes:
+
+    permutation of epoch e     7 2 9 | 0 4 1 | 3 8 5 ...      draw d of the run is entry d % n of epoch d // n
+    stream s of 3              draws s, s + 3, s + 6, ...      on any number of ranks (see `energon_data.streams`)
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dit.batch import PackedBatch
+from dit.data_api import BatchSpec, DataConfig
+from dit.errors import ConfigError, DataError
+from dit.ranges import COUNT, COUNT_OR_NONE, RANKS, check_ranges, check_unused
+from energon_data.cookers import cook_clip
+from energon_data.filters import Filters
+from energon_data.held_out import share_validation
+from energon_data.packing import check_pack_multiple
+from energon_data.samples import Clip, SampleError
+from energon_data.skip_log import SKIP_FILE, SkipCounter, SkipLog, TooManyDroppedError
+from energon_data.streams import Position, Source, StreamGroup, StreamItem, automatic_streams, check_streams, streams_of
+from energon_data.task_encoder import DiffusionTaskEncoder, EncoderOptions
+
+HELD_OUT_SEED = 0
+
+
+@dataclass
+class Sample:
+    """A sample of `Samples`.
+
+    Attributes:
+        latent: `[C, H, W]` of an image or `[C, T, H, W]` of a clip; pixels in [-1, 1] for a model of pixels.
+        conditions: values by name: a class or number, or an array, such as `label=3` and `text=[K, D]`.
+    """
+
+    latent: Tensor | np.ndarray
+    conditions: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class Samples(DataConfig):
+    """A data source with random access; a subclass adds its fields, `__len__` and `__getitem__`.
+
+    `__getitem__` may raise any exception for a damaged sample, which is then dropped and counted.
+
+    Attributes:
+        max_tokens_per_pack: as of `EnergonData`.
+        pack_multiple_of: as of `EnergonData`.
+        packing_buffer_size: samples from which packs are filled.
+        max_text_tokens: longer texts are truncated; None for no limit.
+        same_shape: all samples have the shape of the first, as convolutional networks need.
+        max_lost_samples: damaged samples that may be dropped before the run ends.
+        validation_samples: samples held out of training, selected at random; 0 for none.
+        num_streams: as of `EnergonData`.
+        background: read each stream in a process of its own.
+    """
+
+    max_tokens_per_pack: Optional[int] = None
+    pack_multiple_of: int = 16
+    packing_buffer_size: int = 64
+    max_text_tokens: Optional[int] = None
+    same_shape: bool = False
+    max_lost_samples: int = 0
+    validation_samples: int = 0
+    num_streams: Optional[int] = None
+    background: bool = True
+
+    def __len__(self) -> int:
+        raise NotImplementedError(f"{type(self).__name__} needs __len__")
+
+    def __getitem__(self, index: int) -> Sample:
+        raise NotImplementedError(f"{type(self).__name__} needs __getitem__")
+
+    @property
+    def origin(self) -> str:
+        """Name of the data, for messages."""
+        return type(self).__name__
+
+    def mixes_shapes(self, spec: BatchSpec) -> bool:
+        """Return whether samples of different shapes may share a micro-batch."""
+        return not self.same_shape and (self.max_tokens_per_pack is not None or spec.micro_batch_size > 1)
+
+    def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
+        """Check ranges, streams and pack length.
+
+        Raises:
+            ConfigError: a setting is out of range, or settings contradict each other.
+        """
+        counts = ("max_tokens_per_pack", "pack_multiple_of", "packing_buffer_size", "max_text_tokens")
+        ranges = dict.fromkeys(counts, COUNT) | dict.fromkeys(("max_lost_samples", "validation_samples"), COUNT_OR_NONE)
+        check_ranges("data", self, {**ranges, "num_streams": RANKS})
+        check_streams(self.num_streams, micro_batches_per_step)
+        if self.max_tokens_per_pack is None:
+            names = ["pack_multiple_of", "packing_buffer_size"]
+            check_unused("data", self, names, "without data.max_tokens_per_pack", "set it")
+            return
+        if spec.micro_batch_size != 1:
+            raise ConfigError(
+                f"with data.max_tokens_per_pack a micro-batch is one pack, but micro_batch_size is "
+                f"{spec.micro_batch_size}; set it to 1"
+            )
+        check_pack_multiple(self.max_tokens_per_pack, self.pack_multiple_of, spec.multiple_of)
+
+    def validate(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
+        """Check the settings, the number of samples, and the first sample.
+
+        Raises:
+            ConfigError: a setting is out of range, or no sample is left for training.
+            DataError: the first sample does not fit the model.
+        """
+        self.check_settings(spec, dp_size, micro_batches_per_step)
+        if len(self) <= self.validation_samples:
+            raise ConfigError(
+                f"{self.origin} has {len(self)} samples and data.validation_samples={self.validation_samples} leaves "
+                "none for training; use fewer"
+            )
+        counter = SkipCounter(1)
+        if self._encoder(spec, counter).encoded_clip("0", self.origin, partial(_clip, self, 0)) is None:
+            raise DataError(f"{counter.drain()[0]}; correct {self.origin}.__getitem__")
+
+    def _encoder(self, spec: BatchSpec, counter: SkipCounter) -> DiffusionTaskEncoder:
+        options = EncoderOptions(
+            filters=Filters(max_tokens=self.max_tokens_per_pack),
+            max_text_tokens=self.max_text_tokens,
+            max_tokens_per_pack=self.max_tokens_per_pack,
+            pack_multiple_of=self.pack_multiple_of,
+        )
+        return DiffusionTaskEncoder(spec, options, counter)
+
+    def build_train(
+        self,
+        spec: BatchSpec,
+        *,
+        dp_rank: int,
+        dp_size: int,
+        seed: int,
+        log_dir: Optional[str],
+        micro_batches_per_step: int = 1,
+    ) -> StreamGroup:
+        """Build this rank's endless streams; dropped samples are appended to `log_dir/data_skipped.jsonl`."""
+        from energon_data.background import read_ahead
+
+        num_streams = self.num_streams or automatic_streams(micro_batches_per_step)
+        sources: dict[int, Source] = {}
+        for stream in streams_of(dp_rank, dp_size, num_streams):
+            opens = partial(IndexedSource, self, spec, seed=seed, stream=stream, num_streams=num_streams)
+            sources[stream] = read_ahead(opens, f"stream {stream} of {self.origin}") if self.background else opens()
+        log = SkipLog(self.max_lost_samples, Path(log_dir) / SKIP_FILE if log_dir is not None else None)
+        return StreamGroup(
+            sources, num_streams=num_streams, dp_rank=dp_rank, dp_size=dp_size, log=log, origin=self.origin
+        )
+
+    def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
+        """Build a finite pass over the held-out samples; see `share_validation`.
+
+        Raises:
+            ConfigError: no sample is held out.
+        """
+        if not self.validation_samples:
+            raise ConfigError(f"{self.origin} holds out no sample; set data.validation_samples")
+        source = IndexedSource(self, spec, seed=0, stream=0, num_streams=1, held_out=True)
+        return share_validation(source.remaining(), dp_rank, dp_size, SkipLog(self.max_lost_samples), self.origin)
+
+    def stored_conditions(self) -> set[str]:
+        """Return the names of the first sample's conditions."""
+        return set(self[0].conditions)
+
+    def class_names(self) -> Optional[list[str]]:
+        """Return None; a subclass may return the names of its classes."""
+        return None
+
+
+def _clip(samples: Samples, index: int) -> Clip:
+    """Return a sample as the decoder of shards would: numbers in the metadata, arrays as parts."""
+    sample = samples[index]
+    numbers, parts = {}, {"latent.npy": _array(sample.latent)}
+    for name, value in sample.conditions.items():
+        if isinstance(value, (Tensor, np.ndarray)) and value.ndim:
+            parts[f"{name}.npy"] = _array(value)
+        else:
+            numbers[name] = value if isinstance(value, (int, float)) else value.item()
+    source = {"__key__": str(index), "__shard__": samples.origin, "__restore_key__": (), "__sources__": None}
+    return cook_clip({"json": numbers, **parts, **source})
+
+
+def _array(value: Tensor | np.ndarray) -> np.ndarray:
+    if isinstance(value, Tensor):
+        return (value.float() if value.dtype == torch.bfloat16 else value).cpu().numpy()
+    return value
+
+
+class IndexedSource:
+    """One global stream of `Samples`.
+
+    Args:
+        held_out: read the held-out samples once, in place of the others for ever.
+    """
+
+    def __init__(
+        self, samples: Samples, spec: BatchSpec, *, seed: int, stream: int, num_streams: int, held_out: bool = False
+    ) -> None:
+        self._samples, self._spec, self._seed = samples, spec, seed
+        self._stream, self._num_streams = stream, num_streams
+        self._counter = SkipCounter(samples.max_lost_samples)
+        self._encoder = samples._encoder(spec, self._counter)
+        shuffled = _permutation(HELD_OUT_SEED, len(samples))
+        count = samples.validation_samples
+        self._indices = shuffled[:count] if held_out else shuffled[count:]
+        self._last = len(self._indices) if held_out else math.inf
+        self._taken = self._before = self._delivered = 0  # samples, samples before the open buffer, its batches
+        self._batches: deque[list[Clip]] = deque()
+        self._shape: Optional[torch.Size] = None
+
+    def next(self) -> StreamItem:
+        """Return the next micro-batch; do not call after a failure."""
+        try:
+            while not self._batches and self._taken < self._last:
+                self._read()
+        except TooManyDroppedError:
+            return StreamItem(None, self._counter.drain(), "too many samples were dropped")
+        if not self._batches:
+            return StreamItem(None, self._counter.drain(), "no sample is left")
+        self._delivered += 1
+        return StreamItem(self._encoder.batch(self._batches.popleft()), self._counter.drain())
+
+    def remaining(self) -> Iterator[StreamItem]:
+        """Yield the micro-batches up to the last sample, and a failure if there is one."""
+        while (item := self.next()).batch is not None:
+            yield item
+        if self._taken < self._last:
+            yield item
+
+    def _read(self) -> None:
+        """Read samples for some packs, or for one dense batch."""
+        self._before, self._delivered = self._taken, 0
+        is_packed, clips = self._samples.max_tokens_per_pack is not None, list[Clip]()
+        size = self._samples.packing_buffer_size if is_packed else self._spec.micro_batch_size
+        while len(clips) < size and self._taken < self._last:
+            draw = self._taken * self._num_streams + self._stream
+            epoch, position = divmod(draw, len(self._indices))
+            order = _permutation(self._seed + 1 + epoch, len(self._indices))
+            index = int(self._indices[order[position]])
+            self._taken += 1
+            clip = self._encoder.encoded_clip(str(index), self._samples.origin, partial(self._clip, index))
+            clips += [] if clip is None else [clip]
+        if clips:
+            self._batches.extend(self._encoder.select_samples_to_pack(clips) if is_packed else [clips])
+
+    def _clip(self, index: int) -> Clip:
+        clip = _clip(self._samples, index)
+        self._shape = self._shape or clip.latent.shape
+        if self._samples.same_shape and clip.latent.shape != self._shape:
+            raise SampleError(
+                "wrong_shape",
+                f"the latent is {list(clip.latent.shape)} and others are {list(self._shape)}; resize it, or set "
+                "data.same_shape=False for a network that takes several shapes",
+            )
+        return clip
+
+    def _settings(self) -> dict[str, Any]:
+        """Return what decides which samples follow a position."""
+        names = ("max_tokens_per_pack", "pack_multiple_of", "packing_buffer_size", "validation_samples")
+        return {name: getattr(self._samples, name) for name in names} | {"seed": self._seed, "size": len(self._samples)}
+
+    def state(self) -> Position:
+        """Return the number of samples before the open buffer and the micro-batches that were delivered from it."""
+        taken, delivered = (self._before, self._delivered) if self._batches else (self._taken, 0)
+        return Position({"taken": taken, "settings": self._settings()}, delivered)
+
+    def adapt(self, position: Position) -> Position:
+        """Return the position, which counts samples and, of packs, micro-batches.
+
+        Raises:
+            ConfigError: it was saved with other settings or another number of samples.
+        """
+        saved, settings = position.state["settings"], self._settings()
+        changed = [f"{name} was {saved[name]} and is {now}" for name, now in settings.items() if saved[name] != now]
+        if changed:
+            raise ConfigError(
+                f"the position in {self._samples.origin} was saved with other data ({', '.join(changed)}), where it "
+                "means other samples; set them back, or start a new run with checkpoint.start_from"
+            )
+        return position
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from `state`; called before the first `next`."""
+        self._taken = state["taken"]
+
+    def close(self) -> None:
+        """Do nothing: there is no file."""
+
+
+@lru_cache(maxsize=4)
+def _permutation(seed: int, count: int) -> np.ndarray:
+    return np.random.default_rng(seed).permutation(count)

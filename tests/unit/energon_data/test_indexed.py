@@ -1,0 +1,205 @@
+"""A data source with random access: its order, packs, held-out samples and positions on any number of ranks."""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import pytest
+import torch
+
+from dit.batch import PackedBatch
+from dit.condition_table import LABEL
+from dit.data_api import BatchSpec, check_resumed_streams, merge_states
+from dit.errors import ConfigError, DataError
+from energon_data.indexed import Sample, Samples
+
+COUNT = 23
+SPEC = BatchSpec(
+    patch_temporal=1,
+    patch_spatial=2,
+    latent_channels=1,
+    conditions=(replace(LABEL, num_classes=COUNT),),
+    micro_batch_size=3,
+)
+PACKS = {"max_tokens_per_pack": 32, "pack_multiple_of": 4, "packing_buffer_size": 7}
+PACK_SPEC = replace(SPEC, micro_batch_size=1)
+
+
+@dataclass(kw_only=True)
+class Numbers(Samples):
+    """Sample i has the value and the class i; every third one is a larger picture.
+
+    Attributes:
+        count: samples.
+        damaged: indices of samples that cannot be read.
+    """
+
+    count: int = COUNT
+    damaged: tuple[int, ...] = ()
+    background: bool = False
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Sample:
+        if index in self.damaged:
+            raise ValueError(f"sample {index} is broken")
+        side = 8 if index % 3 == 0 else 4
+        return Sample(torch.full((1, side, 4), float(index)), {"label": index})
+
+
+def stream(data: Samples, spec: BatchSpec = SPEC, *, rank: int = 0, ranks: int = 1, seed: int = 5) -> Iterator:
+    return data.build_train(spec, dp_rank=rank, dp_size=ranks, seed=seed, log_dir=None, micro_batches_per_step=4)
+
+
+def labels(batch: PackedBatch) -> list[int]:
+    found = batch.conditions["label"].values.tolist()
+    ends = [int(batch.latents_TC[start, 0]) for start in batch.layout.cu_seqlens_padded[:-1].tolist()]
+    assert found == ends  # values and conditions belong together
+    return found
+
+
+@pytest.mark.parametrize(("settings", "spec"), [({}, SPEC), (PACKS, PACK_SPEC)], ids=["dense", "packs"])
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_share_the_micro_batches_of_one(settings: dict, spec: BatchSpec, ranks: int) -> None:
+    data = Numbers(**settings)
+    one = [labels(batch) for batch in islice(stream(data, spec), 32)]
+    for rank in range(ranks):
+        shared = stream(data, spec, rank=rank, ranks=ranks)
+        assert [labels(batch) for batch in islice(shared, 32 // ranks)] == one[rank::ranks]
+
+
+def test_an_epoch_has_every_sample_once_in_an_order_of_its_own() -> None:
+    data = Numbers(validation_samples=5, num_streams=1)
+    spec = replace(SPEC, micro_batch_size=18)
+    epochs = [labels(batch) for batch in islice(stream(data, spec), 3)]
+    held_out = [label for batch in data.build_validation(SPEC, dp_rank=0, dp_size=1) for label in labels(batch)]
+    assert len(held_out) == len(set(held_out)) == 5
+    assert held_out != sorted(held_out)
+    assert all(sorted(epoch + held_out) == list(range(COUNT)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+    assert labels(next(stream(data, spec, seed=6))) != epochs[0]
+
+
+def test_the_streams_of_a_run_share_an_epoch() -> None:
+    batches = list(islice(stream(Numbers(), replace(SPEC, micro_batch_size=1)), 2 * COUNT))
+    seen = [label for batch in batches for label in labels(batch)]
+    assert sorted(seen[:COUNT]) == sorted(seen[COUNT:]) == list(range(COUNT))
+
+
+def test_packs_stay_below_their_limit_and_have_every_sample_once() -> None:
+    data = Numbers(**PACKS, num_streams=1)
+    batches = list(islice(stream(data, PACK_SPEC), 40))
+    assert all(batch.layout.total_tokens <= 32 for batch in batches)
+    assert max(len(labels(batch)) for batch in batches) > 2
+    seen = [label for batch in batches for label in labels(batch)]
+    counts = Counter(seen[: COUNT * (len(seen) // COUNT)])
+    assert max(counts.values()) - min(counts.values()) <= 2  # buffers reach across the end of an epoch
+    assert len(counts) == COUNT
+
+
+@pytest.mark.parametrize(("settings", "spec"), [({}, SPEC), (PACKS, PACK_SPEC)], ids=["dense", "packs"])
+@pytest.mark.parametrize("taken", [3, 4, 13])
+def test_a_resumed_run_continues_on_another_number_of_ranks(settings: dict, spec: BatchSpec, taken: int) -> None:
+    """From a position inside a packing buffer, too; draws of repeated samples keep their numbers."""
+    data = Numbers(**settings)
+    whole = list(islice(stream(data, spec), 4 * taken + 16))
+    before = [stream(data, spec, rank=rank, ranks=4) for rank in range(4)]
+    for rank in before:
+        list(islice(rank, taken))
+    state = merge_states([rank.state_dict() for rank in before])
+    for ranks in (1, 2, 4, 8):
+        resumed = [stream(data, spec, rank=rank, ranks=ranks) for rank in range(ranks)]
+        for rank in resumed:
+            rank.load_state_dict(state)
+        check_resumed_streams(state, [rank.state_dict()["streams"] for rank in resumed])
+        for number, expected in enumerate(whole[4 * taken :]):
+            batch = next(resumed[number % ranks])
+            assert labels(batch) == labels(expected)
+            assert torch.equal(batch.draws_S, expected.draws_S)
+
+
+def test_a_position_of_other_data_is_refused() -> None:
+    first = stream(Numbers())
+    next(first)
+    state = first.state_dict()
+    for data, seed in ((Numbers(count=24), 5), (Numbers(validation_samples=2), 5), (Numbers(), 6)):
+        with pytest.raises(ConfigError, match=r"was saved with other data \((size|validation_samples|seed) was"):
+            stream(data, seed=seed).load_state_dict(state)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize(("settings", "spec"), [({}, SPEC), (PACKS, PACK_SPEC)], ids=["dense", "packs"])
+def test_held_out_samples_are_the_same_on_any_number_of_ranks(settings: dict, spec: BatchSpec, ranks: int) -> None:
+    data = Numbers(validation_samples=7, **settings)
+    one = [labels(batch) for batch in data.build_validation(spec, dp_rank=0, dp_size=1)]
+    assert sum(map(len, one)) == 7
+    shared = [list(data.build_validation(spec, dp_rank=rank, dp_size=ranks)) for rank in range(ranks)]
+    assert len({len(batches) for batches in shared}) == 1
+    counted = [labels(batch) for batches in zip(*shared) for batch in batches if not batch.repeated]
+    assert counted == one
+
+
+def test_a_damaged_sample_is_dropped_within_the_budget() -> None:
+    data = Numbers(damaged=(4, 9), max_lost_samples=4, num_streams=1)
+    damaged = stream(data, replace(SPEC, micro_batch_size=7))
+    seen = [label for batch in islice(damaged, 3) for label in labels(batch)]
+    assert not {4, 9} & set(seen)
+    assert damaged.sample_counts().by_reason() == {"error": 2}
+    with pytest.raises(DataError, match=r"sample 4 is broken|sample 9 is broken"):
+        list(islice(stream(Numbers(damaged=(4, 9)), replace(SPEC, micro_batch_size=7)), 9))
+
+
+@pytest.mark.parametrize("budget", [0, COUNT])
+def test_a_held_out_pass_drops_damaged_samples_within_the_budget(budget: int) -> None:
+    data = Numbers(validation_samples=7, max_lost_samples=budget)
+    (kept, *_), *_rest = [labels(batch) for batch in data.build_validation(SPEC, dp_rank=0, dp_size=1)]
+    damaged = replace(data, damaged=tuple(set(range(COUNT)) - {kept}))
+    if budget:
+        assert [labels(batch) for batch in damaged.build_validation(SPEC, dp_rank=0, dp_size=1)] == [[kept]]
+    else:
+        with pytest.raises(DataError, match=r"dropped the damaged sample .* is broken"):
+            list(damaged.build_validation(SPEC, dp_rank=0, dp_size=1))
+
+
+def test_workers_read_what_this_process_reads() -> None:
+    data = Numbers(**PACKS)
+    expected = [labels(batch) for batch in islice(stream(data, PACK_SPEC), 12)]
+    background = stream(replace(data, background=True), PACK_SPEC)
+    assert [labels(batch) for batch in islice(background, 12)] == expected
+    background.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"count": 5, "validation_samples": 5},
+            "Numbers has 5 samples and data.validation_samples=5 leaves none",
+        ),
+        ({"max_tokens_per_pack": 32}, "micro_batch_size is 3; set it to 1"),
+        ({"packing_buffer_size": 3}, "data.packing_buffer_size=3 .* without data.max_tokens_per_pack"),
+        ({"num_streams": 3}, "must be a multiple of data.num_streams=3"),
+        ({"max_lost_samples": -1}, "max_lost_samples=-1"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings: dict, says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        Numbers(**settings).validate(SPEC, 1, 4)
+
+
+def test_a_first_sample_that_does_not_fit_the_model_is_refused() -> None:
+    Numbers().validate(SPEC, 1, 4)
+    with pytest.raises(DataError, match=r"the latent has 1 channels, the model 4; correct Numbers.__getitem__"):
+        Numbers().validate(replace(SPEC, latent_channels=4), 1, 4)
+    with pytest.raises(DataError, match="sample 0 is broken"):
+        Numbers(damaged=(0,)).validate(SPEC, 1, 4)
+
+
+def test_samples_of_one_shape_are_promised() -> None:
+    assert Numbers().mixes_shapes(SPEC)
+    data = Numbers(same_shape=True)
+    assert not data.mixes_shapes(SPEC)
+    with pytest.raises(DataError, match=r"the latent is .* and others are .*; resize it"):
+        list(islice(stream(data), 9))
