@@ -117,8 +117,8 @@ def _numbered_rows(path: Path, names: Collection[str]) -> tuple[Rows, list[Skipp
                     f"{path}, row {number}: {fields[:2]!r:.120} is no caption and URL with a tab between them; other "
                     "lists are .csv or .jsonl with file_name and text"
                 )
-            if (name := by_number.get(number)) is not None:
-                rows[name] = [{"caption": fields[is_url.index(False)], "url": fields[is_url.index(True)]}]
+            if number in by_number:
+                rows[by_number[number]] = [{"caption": fields[is_url.index(False)], "url": fields[is_url.index(True)]}]
     beyond = [name for number, name in by_number.items() if number >= count]
     if beyond:
         raise DataError(
