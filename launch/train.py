@@ -5,6 +5,7 @@ with 0 and ignores unknown flags. This one returns the exit codes of `dit.errors
 """
 
 import importlib
+import inspect
 import logging
 import sys
 import traceback
@@ -235,8 +236,15 @@ def call_recipe(text: str) -> "run.Partial":
             raise
         raise ConfigError(f"--factory {name}: {error}; write package.module.function, or a name of --list") from error
     if has_arguments:
+        given = split_arguments(arguments.removesuffix(")"))
+        known = list(inspect.signature(factory).parameters)
+        for argument in (words.partition("=")[0].strip() for words in given):
+            if argument not in known:
+                takes = f"takes {', '.join(known)}" if known else "takes no arguments; its settings can be overridden"
+                hint = registry.did_you_mean(argument, known)
+                raise ConfigError(f"--factory {text}: {attribute} has no argument {argument!r}, it {takes}{hint}")
         try:
-            call = parse_cli_args(factory, split_arguments(arguments.removesuffix(")")), output_type=run.Partial)
+            call = parse_cli_args(factory, given, output_type=run.Partial)
         except CLIException as error:
             raise ConfigError(f"--factory {text}: {error.args[0]}; its settings can be overridden instead") from error
         import fiddle

@@ -27,6 +27,20 @@ def check_hub(repository: str, file: str = "config.json") -> None:
 
     if constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(repository, file), str):
         return
+    check_reachable(repository)
+
+
+def check_reachable(repository: str) -> None:
+    """Check that the Hugging Face hub can be reached.
+
+    Args:
+        repository: name of what is needed of it, for the message.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    from huggingface_hub import constants
+
     try:
         urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=10).close()
     except HTTPError:  # it answers

@@ -3,13 +3,17 @@
 The first two are in the quick suite; all of them are run with the autoencoder that the page trains.
 """
 
+import json
 import shlex
+import shutil
 import tarfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 from PIL import Image
+from pyarrow import parquet
 
 from energon_data.media_files import video_bytes
 from tests.integration.actions import Ended
@@ -26,9 +30,9 @@ SHORT = {"launch.sample": "--steps 2", "energon_data.prepare": "--processes 1 --
 
 
 def own_files(folder: Path) -> None:
-    """Write what the page's reader has: pictures and clips with captions, and a WebDataset of jpg and txt."""
-    (folder / "pictures").mkdir()
-    (folder / "tars").mkdir()
+    """Write what the page's reader has: pictures and clips with captions, and the same in the forms of other tools."""
+    for name in ("pictures", "tars", "hub", "kohya/10_sks dog", "films"):
+        (folder / name).mkdir(parents=True)
     rng = np.random.default_rng(0)
     for i in range(12):
         size = ((80, 96), (72, 64), (64, 64))[i % 3]
@@ -42,6 +46,14 @@ def own_files(folder: Path) -> None:
         frames = [Image.new("RGB", (64, 64), (10 * t, 80 * i, 0)) for t in range(8)]
         (folder / "pictures" / f"clip{i}.mp4").write_bytes(video_bytes(frames, 8.0))
         (folder / "pictures" / f"clip{i}.txt").write_text("a red square")
+    rows = []
+    for path in sorted((folder / "pictures").glob("*.jpg")):
+        shutil.copy(path, folder / "kohya" / "10_sks dog")
+        (folder / "kohya" / "10_sks dog" / f"{path.stem}.txt").write_text("sks dog, red, circle")
+        rows.append({"image": {"bytes": path.read_bytes(), "path": path.name}, "text": "a red circle"})
+    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "hub" / "train.parquet")
+    shutil.copy(folder / "pictures" / "clip0.mp4", folder / "films" / "a.mp4")
+    (folder / "clips.jsonl").write_text('{"file_name": "a.mp4", "start": 0, "end": 1, "caption": "a wave"}')
 
 
 def follow(folder: Path, lines: list[str]) -> dict[str, Ended]:
@@ -78,7 +90,11 @@ def test_every_command_of_the_page_works(tmp_path):
     own_files(tmp_path)
     begin = next(i for i, line in enumerate(LINES) if "data/squares" in line)
     follow(tmp_path, LINES[begin:] + LINES[:begin])
-    assert len(LINES) == 14
+    assert len(LINES) == 17
+    described = {
+        name: json.loads((tmp_path / "data" / name / "dataset.json").read_text()) for name in ("hub", "dog", "films")
+    }
+    assert [found["skipped"] for found in described.values()] == [{}, {}, {}]
     for name in ("runs/mine/samples/step_0000002/ema.png", "red.png", "mine.png", "still.png"):
         assert grid(tmp_path, name).format == "PNG"
     assert (tmp_path / "my-pipeline" / "model_index.json").is_file()

@@ -62,6 +62,8 @@ def test_torchrun_reports_a_failure_before_the_ranks_that_it_stops(tmp_path, mon
         (["--factory", "zzz", "--yes"], ["zzz", "--list"]),
         (["--factory", "no_such_package.recipe", "--yes"], ["no_such_package"]),
         (["--factory", "tests.unit.launch.recipes_for_tests.not_a_recipe", "--yes"], ["int", "run.Partial"]),
+        (["--factory", "own_data(dta='x')", "--yes"], ["own_data has no argument 'dta'", "; did you mean data?"]),
+        (["--factory", "tiny_dit(size=1)", "--yes"], ["tiny_dit has no argument 'size', it takes no arguments"]),
         (["--factory", OWN, "--badflag", "--yes"], ["--badflag", "--help"]),
         (["--factory", OWN, "--yess"], ["--yess", "--yes"]),
         (["--factory", OWN, "--yes=1"], ["switch"]),
