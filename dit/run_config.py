@@ -1,14 +1,15 @@
 """The settings of one run: ten typed parts, checked together before anything is built."""
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Optional, Self
+from typing import Any, Optional, Self, get_type_hints
 
 from dit.condition_table import AUGMENTATION, match_conditions
 from dit.config_record import CLASS_KEY, from_record, to_record
 from dit.data_api import BatchSpec, DataConfig, NoData
-from dit.errors import ConfigError
+from dit.errors import CheckpointError, ConfigError
 from dit.kernels.recompute import check_recompute
 from dit.models.base import Ability, ModelConfig
 from dit.objectives.base import Objective
@@ -55,14 +56,22 @@ class RunConfig:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
-        """Rebuild a run from the plain values of `to_record`, also from those of earlier versions.
+        """Rebuild a run from the plain values of `to_record`.
 
         A missing part gets its defaults; imported weights have no data.
 
         Raises:
-            CheckpointError: a part names a class that is not one of this project's, or its settings changed.
+            CheckpointError: a part is not a configuration of its kind, names a class that is not one of this project's,
+                or its settings changed.
         """
         parts = {name: from_record(record[name]) for name in PARTS if record.get(name) is not None}
+        kinds = get_type_hints(cls)
+        for name, part in parts.items():
+            if not isinstance(part, kinds[name]):
+                raise CheckpointError(
+                    f"the record's {name} is {reprlib.repr(part)}, not settings of {kinds[name].__name__}; "
+                    "restore the file"
+                )
         return cls(**{"data": NoData(), **parts})
 
     def to_record(self) -> dict[str, Any]:

@@ -4,11 +4,14 @@ import errno
 import io
 import json
 import os
+import posixpath
 import stat
+import tarfile
 import zipfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from dit.errors import ConfigError, UserError
 
@@ -19,6 +22,7 @@ LONGEST_INTEGER = 20  # characters; all integers of 64 bits have at most as many
 LONGEST_YAML = 1 << 20  # bytes; the reader takes seconds for as many
 LONGEST_NUMBER = 100  # characters in YAML, which has binary numbers, too
 MOST_NODES = 1 << 20  # of a YAML document
+MOST_MEMBERS = 1000  # of a tar archive
 TOO_DEEP = f"nested deeper than {DEEPEST} levels"
 
 
@@ -208,8 +212,34 @@ def parse_yaml(text: str | bytes) -> Any:
         raise ValueError(str(error)) from error
 
 
-def read_torch(source: Path | bytes) -> Any:
+@contextmanager
+def open_tar(path: Path) -> Iterator[dict[str, IO[bytes]]]:
+    """Yield the regular files in an uncompressed tar archive by name, open for reading; nothing is extracted.
+
+    Raises:
+        OSError: the archive cannot be read.
+        ValueError: it is damaged, compressed, or has more than `MOST_MEMBERS` members.
+    """
+    with open_binary(path) as file:
+        members: dict[str, IO[bytes]] = {}
+        try:
+            archive = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115 (it owns nothing)
+            for count, member in enumerate(archive, 1):
+                if count > MOST_MEMBERS:
+                    raise ValueError(f"an archive of more than {MOST_MEMBERS} members")
+                part = archive.extractfile(member) if member.isreg() and not member.issparse() else None
+                if part is not None:
+                    members[posixpath.normpath(member.name)] = part
+        except (tarfile.TarError, ArithmeticError, LookupError, RecursionError) as error:
+            raise ValueError(str(error) or type(error).__name__) from error
+        yield members
+
+
+def read_torch(source: Path | bytes | IO[bytes]) -> Any:
     """Return what `torch.save` wrote, tensors and plain containers only, on the host.
+
+    Args:
+        source: a path, the content of a file, or a file that is open for reading.
 
     Raises:
         ValueError: the archive is damaged, or compressed, which torch never does: a small file could fill the memory.
@@ -218,7 +248,11 @@ def read_torch(source: Path | bytes) -> Any:
     """
     import torch
 
-    with io.BytesIO(source) if isinstance(source, bytes) else open_binary(source) as file:
+    if isinstance(source, Path):
+        opened: IO[bytes] = open_binary(source)
+    else:
+        opened = io.BytesIO(source) if isinstance(source, bytes) else source
+    with opened as file:
         if zipfile.is_zipfile(file):
             try:
                 with zipfile.ZipFile(file) as archive:

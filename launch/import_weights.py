@@ -26,12 +26,18 @@ if TYPE_CHECKING:
     from dit.convert.rules import RuleBook
     from dit.objectives.base import Objective
 
-DESCRIPTION = "Write a run folder of weights from facebookresearch/DiT or diffusers, to sample from or to start from."
+IMPORT_FORMATS = (*FORMATS, "nemo_imagen")
+NEMO_ENCODER = "the files do not name the text encoder (NeMo's is google-t5/t5-11b): give --text-encoder for prompts"
+DESCRIPTION = (
+    "Write a run folder of weights from facebookresearch/DiT, diffusers or NeMo's Imagen, to sample from or to start "
+    "from."
+)
 EXAMPLES = """\
 examples
   python -m launch.import_weights --from DiT-XL-2-256x256.pt --format dit --out runs/dit_xl2
   python -m launch.sample --checkpoint runs/dit_xl2 --label 207
   python -m launch.import_weights --from PixArt-XL-2/transformer --format diffusers --drop-variance --out runs/pixart
+  python -m launch.import_weights --from imagen.nemo --format nemo_imagen --out runs/imagen    (docs/nemo.md)
   torchrun ... -m launch.train ... checkpoint.start_from=runs/pixart        (docs/fine-tuning.md)
 
 Objective, class names, latent size and sampling defaults are read from files of launch.export; otherwise
@@ -50,15 +56,22 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--from", dest="source", required=True, metavar="PATH", help="folder (diffusers), or .safetensors or .pt (dit)"
+        "--from",
+        dest="source",
+        required=True,
+        metavar="PATH",
+        help="folder (diffusers), .safetensors or .pt (dit), or .nemo, .safetensors, .pt or .ckpt (nemo_imagen)",
     )
-    parser.add_argument("--format", required=True, choices=FORMATS, help="format of the files")
+    parser.add_argument("--format", required=True, choices=IMPORT_FORMATS, help="format of the files")
     parser.add_argument("--out", required=True, metavar="DIR", help="run folder to create")
     parser.add_argument(
         "--drop-variance", action="store_true", help="drop a learned variance: train and sample without it"
     )
     parser.add_argument(
         "--num-attention-heads", type=at_least_one, metavar="N", help="of a dit file of another width than S, B, L, XL"
+    )
+    parser.add_argument(
+        "--nemo-config", metavar="FILE", help="training document of a nemo_imagen file that is no .nemo, YAML"
     )
     parser.add_argument(
         "--text-encoder",
@@ -87,8 +100,11 @@ def run(args: argparse.Namespace) -> list[str]:
     source = Path(args.source)
     if not source.exists():
         raise ConfigError(f"--from {source} does not exist; give a file of weights or a folder in the diffusers layout")
-    if args.format == "diffusers" and args.num_attention_heads is not None:
-        raise ConfigError("--num-attention-heads is for --format dit; a config.json states it")
+    if args.format != "dit" and args.num_attention_heads is not None:
+        stated = "config.json" if args.format == "diffusers" else "document of the training"
+        raise ConfigError(f"--num-attention-heads is for --format dit; a {stated} states it")
+    if args.format != "nemo_imagen" and args.nemo_config is not None:
+        raise ConfigError(f"--nemo-config is for --format nemo_imagen, not {args.format}; leave it out")
     environment.prepare()
     environment.quiet_libraries()
     from dit.checkpoint.full_weights import write_imported
@@ -99,7 +115,12 @@ def run(args: argparse.Namespace) -> list[str]:
     from dit.settings import SamplingConfig
 
     objective = None if args.objective is None else read_objective(args.objective)
-    found = read_original(source, args) if args.format == "dit" else read_diffusers_folder(source)
+    if args.format == "nemo_imagen":
+        found = read_nemo_imagen(source, args.nemo_config)
+        if args.text_encoder is None:
+            found.trained.notes.append(NEMO_ENCODER)
+    else:
+        found = read_original(source, args) if args.format == "dit" else read_diffusers_folder(source)
     weights = found.rules.to_ours(found.tensors)
     if args.drop_variance:
         mean, weights = drop_variance(found.trained, weights)
@@ -125,7 +146,7 @@ class Found:
         trained: the model, with published defaults for what the files do not state.
         rules: between the weights.
         tensors: theirs, by name.
-        recorded: the files have the record of `launch.export`, so nothing is assumed.
+        recorded: the files have the record of `launch.export`, or NeMo's settings, so nothing is assumed.
     """
 
     trained: "TrainedModel"
@@ -142,7 +163,7 @@ def settle(found: Found, objective: Optional["Objective"]) -> tuple["TrainedMode
         objective: given by the user, which takes precedence; None if not given.
     """
     trained = found.trained
-    whose = "recorded at export" if found.recorded else "that of the published weights of this class"
+    whose = "recorded with the weights" if found.recorded else "that of the published weights of this class"
     notes = []
     if objective is None:
         verb = "read" if found.recorded else "assumed"
@@ -232,6 +253,39 @@ def read_diffusers_folder(source: Path) -> Found:
     trained.model.validate()
     rules = form.rules(trained.model, parameter_shapes(trained.model), trained.latent_size)
     return Found(trained, rules, theirs, CONFIG_KEY in settings)
+
+
+def read_nemo_imagen(source: Path, document: Optional[str]) -> Found:
+    """Read a checkpoint of NeMo's Imagen.
+
+    Args:
+        source: of the weights.
+        document: of the training; None for the settings in a `.nemo` file.
+
+    Raises:
+        ConfigError: also where neither has settings.
+    """
+    import fiddle
+
+    from dit.convert import nemo_imagen
+    from dit.convert.diffusers_format import TrainedModel
+    from dit.parallel.build import parameter_shapes
+    from dit.safe_files import read_yaml
+    from launch import nemo_config
+    from launch.train import load_component
+
+    stored, tensors, notes = nemo_imagen.read(source)
+    if document is not None:
+        stored = read_yaml(Path(document), ConfigError, "write the path of a YAML file after --nemo-config")
+    elif stored is None:
+        raise ConfigError(f"{source} does not have the settings of its network; give --nemo-config FILE, or a .nemo")
+    task, size = nemo_config.load_network(stored, document or source, load_component)
+    model, objective = fiddle.build(task.model), fiddle.build(task.objective)
+    model.validate()
+    named = ("solver", "num_steps", "guidance_scale", "thresholding")
+    sampling = {name: getattr(task.sampling, name) for name in named}
+    trained = TrainedModel(model, objective, (1, size, size), sampling, notes=notes)
+    return Found(trained, nemo_imagen.rules(model, parameter_shapes(model)), tensors, recorded=True)
 
 
 @one_line_errors

@@ -29,7 +29,7 @@ class Given:
 
     Attributes:
         vector_NE: the conditioning vector of each picture.
-        context_KD: text tokens of the samples; None without text.
+        context_KD: text tokens of the samples, normed where attention of this file reads them; None without text.
         texts: their layout.
         dropout_N: key of each picture's dropout; None where nothing is dropped.
         frames: pictures of a sample.
@@ -99,28 +99,20 @@ class ConditionedBranch(nn.Module):
         return self.convolution_2(y_NCHW)
 
 
-class TextGroupNorm(nn.Module):
-    """A group norm over (the channels of a group) x (the tokens of a text), in float32; padding does not count.
+class TextNormAffine(nn.Module):
+    """Learned scale and shift of the normed text tokens, in float32; `dit.layers.caption` norms them once.
 
     Args:
         channels: width of the tokens.
-        groups: of channels that are normed together.
     """
 
-    def __init__(self, channels: int, groups: int, provider: LayerProvider, *, epsilon: float = 1e-5) -> None:
+    def __init__(self, channels: int, provider: LayerProvider) -> None:
         super().__init__()
-        self.groups, self.epsilon = groups, epsilon
         self.weight = provider.parameter((channels,), ONES, dtype=torch.float32)
         self.bias = provider.parameter((channels,), ZEROS, dtype=torch.float32)
 
-    def forward(self, x_KD: Tensor, layout: SequenceLayout) -> Tensor:
-        x_KGC = x_KD.float().unflatten(1, (self.groups, -1))
-        count_S1 = torch.tensor(layout.lengths, device=x_KD.device)[:, None] * x_KGC.shape[-1]
-        mean_SG = layout.sum_per_sample(x_KGC.sum(-1)) / count_S1
-        x_KGC = x_KGC - layout.per_token(mean_SG)[..., None]
-        variance_SG = layout.sum_per_sample(x_KGC.square().sum(-1)) / count_S1
-        x_KGC = x_KGC * layout.per_token((variance_SG + self.epsilon).rsqrt())[..., None]
-        return (x_KGC.flatten(1) * self.weight + self.bias).to(x_KD.dtype)
+    def forward(self, x_KD: Tensor) -> Tensor:
+        return x_KD.float() * self.weight + self.bias
 
 
 def tokens_of(x_NCHW: Tensor) -> Tensor:
@@ -177,7 +169,7 @@ class PictureAttention(nn.Module):
             self.norm_kv = GroupNorm(channels, groups, provider, fp32=True)
         if kind != "self":
             assert context_size is not None
-            self.norm_context = TextGroupNorm(context_size, groups, provider)
+            self.norm_context = TextNormAffine(context_size, provider)
             self.context_to_kv = linear(context_size, 2 * channels)
         self.to_out = provider.replicated_linear(channels, channels, bias=True, init=ZEROS)
 
@@ -204,7 +196,7 @@ class PictureAttention(nn.Module):
             return self.to_kv(normed_TC), layout
         assert context_KD is not None
         assert texts is not None
-        of_text_KC = self.context_to_kv(self.norm_context(context_KD, texts))
+        of_text_KC = self.context_to_kv(self.norm_context(context_KD).to(x_NCHW.dtype))
         if self.kind == "cross":
             return of_text_KC, texts
         joint = joint_layout(texts, layout)

@@ -18,7 +18,7 @@ from dit.checkpoint.records import read_metadata, read_record
 from dit.checkpoint.remote import RemoteStore, copy_all, fetch_newer
 from dit.checkpoint.state_files import StateReader
 from dit.convert.diffusers_format import format_of_settings
-from dit.convert.state_files import read_diffusers, read_tensors
+from dit.convert.state_files import read_diffusers, read_nemo, read_tensors
 from dit.encoders.vae import Geometry
 from dit.errors import CheckpointError, ConfigError, DataError, UserError
 from dit.safe_files import parse_yaml, read_array
@@ -92,11 +92,11 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) 
         bounded(lambda: read(tmp_path / file))
 
 
-@pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt"])
+@pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt", "weights.nemo"])
 def test_a_pipe_in_place_of_weights_is_not_waited_for(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
     with pytest.raises(ConfigError, match="not a regular file"):
-        bounded(lambda: read_tensors(tmp_path / name))
+        bounded(lambda: (read_nemo if name.endswith("nemo") else read_tensors)(tmp_path / name))
 
 
 def test_the_metadata_of_a_sample_may_be_nonsense() -> None:

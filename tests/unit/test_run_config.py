@@ -68,6 +68,13 @@ def test_records_of_other_versions_and_of_imported_weights_are_read():
         found.check()
 
 
+@pytest.mark.parametrize("part", [0, [], "edm", {"lr": 1}, {CLASS_KEY: "dit.settings.OptimizerConfig"}])
+def test_a_part_of_another_kind_is_refused(part):
+    record = {**RUN.to_record(), "objective": part}
+    with pytest.raises(CheckpointError, match=r"the record's objective is .*, not settings of Objective; restore"):
+        RunConfig.from_record(record)
+
+
 def test_a_record_of_foreign_classes_is_refused():
     record = RUN.to_record()
     record["objective"][CLASS_KEY] = "shutil.rmtree"
