@@ -13,6 +13,7 @@ from dit.errors import CheckpointError, ConfigError
 from dit.kernels.recompute import check_recompute
 from dit.models.base import Ability, ModelConfig
 from dit.objectives.base import Objective
+from dit.objectives.edm import VarianceExplodingPath
 from dit.optimizer.schedules import Constant, Schedule
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel, fewest_ranks
 from dit.ranges import check_unused
@@ -259,6 +260,11 @@ def check_sampling(sampling: SamplingConfig, objective: Objective, model: ModelC
         raise ConfigError(
             f"sampling.variance='learned' needs an objective that learns one, and it is {objective}; use "
             "sampling.variance=small or large, or objective=ddpm_learned_variance"
+        )
+    if sampling.s_churn and not isinstance(objective.path, VarianceExplodingPath):
+        raise ConfigError(
+            f"sampling.s_churn={sampling.s_churn:g} raises the noise level sigma of EDM's path, and the objective is "
+            f"{objective}; use objective=edm, or sampling.s_churn=0"
         )
     if (guided := sampling.guidance_channels) is not None and guided > model.in_channels:
         raise ConfigError(

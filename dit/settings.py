@@ -12,6 +12,7 @@ from dit.ranges import (
     NOT_NEGATIVE,
     POSITIVE,
     SEED,
+    SHARE,
     SHARE_BELOW_1,
     Range,
     check_address,
@@ -388,6 +389,13 @@ class SamplingConfig:
         guidance_scale: classifier-free guidance x0 = uncond + scale * (cond - uncond); 1 for none.
         guidance_channels: guide the first so many channels of a latent, the others stay those of the conditional
             network; None for all. 3 in facebookresearch/DiT, whose latents have 4.
+        guidance_rescale: share of the guided prediction that is scaled to the standard deviation of the conditional
+            one, in each sample; 0 for none, 0.7 in the paper (Lin et al. 2023, arXiv:2305.08891, section 3.4).
+        guidance_interval: least and largest noise level sigma / alpha at which samples are guided; outside, the network
+            is called without guidance. None for all (Kynkäänniemi et al. 2024, arXiv:2404.07724).
+        s_churn, s_tmin, s_tmax, s_noise: noise that `heun` adds before each of its steps for an objective of EDM, at
+            sigma from s_tmin to s_tmax (None for any), with standard deviation s_noise; s_churn is the total over all
+            steps, 0 for none (Karras et al. 2022, arXiv:2206.00364, Algorithm 2).
         thresholding: of the clean estimate at every step, for pixels: `static` clamps it to [-1, 1]; `dynamic` clamps
             each sample to its 99.5 % quantile and divides by it, if that is above 1 (Imagen, at a large scale).
         samples_per_class: rows of the grid.
@@ -402,6 +410,12 @@ class SamplingConfig:
     variance: Literal["small", "large", "learned"] = "small"
     guidance_scale: float = 2.0
     guidance_channels: Optional[int] = None
+    guidance_rescale: float = 0.0
+    guidance_interval: Optional[list[float]] = None
+    s_churn: float = 0.0
+    s_tmin: float = 0.0
+    s_tmax: Optional[float] = None
+    s_noise: float = 1.0
     thresholding: Literal["none", "static", "dynamic"] = "none"
     samples_per_class: int = 1
     prompts: Optional[list[str]] = None
@@ -417,10 +431,43 @@ class SamplingConfig:
                 "num_steps": whole(1, 10_000),
                 "guidance_scale": FINITE,
                 "guidance_channels": COUNT,
+                "guidance_rescale": SHARE,
+                **dict.fromkeys(("guidance_interval", "s_churn", "s_tmin", "s_tmax", "s_noise"), NOT_NEGATIVE),
                 "samples_per_class": COUNT,
                 "seed": SEED,
             },
         )
+        interval = self.guidance_interval
+        if interval is not None and (len(interval) != 2 or not interval[0] < interval[1]):
+            raise ConfigError(
+                f"sampling.guidance_interval={interval} must be two noise levels, low and high, such as [0.2,5]"
+            )
         hints = get_type_hints(SamplingConfig)
         for name in ("solver", "variance", "thresholding"):
             check_choice(f"sampling.{name}", getattr(self, name), hints[name])
+        for names, where, cure in self.without_effect():
+            check_unused("sampling", self, names, where, cure)
+
+    def without_effect(self) -> list[tuple[list[str], str, str]]:
+        """Return the fields that others leave without effect, each time with which others, and what gives them one."""
+        groups = [
+            (
+                self.guidance_scale == 1,
+                ["guidance_rescale", "guidance_interval"],
+                "with sampling.guidance_scale=1",
+                "set another scale",
+            ),
+            (
+                self.solver != "heun",
+                ["s_churn"],
+                f"with sampling.solver={self.solver}",
+                "use sampling.solver=heun",
+            ),
+            (
+                self.solver != "heun" or not self.s_churn,
+                ["s_tmin", "s_tmax", "s_noise"],
+                "without sampling.s_churn",
+                "set sampling.s_churn with sampling.solver=heun",
+            ),
+        ]
+        return [(names, where, cure) for unused, names, where, cure in groups if unused]

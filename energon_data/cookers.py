@@ -15,6 +15,7 @@ from megatron.energon import Cooker, stateless
 from torch import Tensor
 
 from dit.batch import pixel_values
+from dit.condition_table import SIZE_AND_CROP
 from dit.conditions import Condition, Value
 from dit.data_api import sample_id
 from dit.encoders.vae import Geometry
@@ -116,6 +117,8 @@ def _read_array(condition: Condition, clip: Clip) -> Tensor:
     stems = [stem_of_wording(name, i) for i in dict.fromkeys((clip.wording, 0)) for name in condition.stored_as]
     tensors = (_tensor(clip.parts, stem) for stem in stems)
     value = next((x for x in tensors if x is not None), None)
+    if value is None and condition.axis == "sample":
+        value = _list_of_numbers(clip.metadata, condition.stored_as)
     if value is None and condition.derive is not None:
         if clip.corrupt is not None and isinstance(condition.derive, LowResolution):
             return condition.derive(clip.latent, clip.corrupt)
@@ -136,6 +139,19 @@ def _read_array(condition: Condition, clip: Clip) -> Tensor:
     if fault := condition.wrong_shape(value, clip.latent.shape[1:]):
         raise SampleError("wrong_shape", fault)
     return value if condition.dtype is None else value.to(condition.dtype)
+
+
+def _list_of_numbers(metadata: dict[str, Any], names: tuple[str, ...]) -> Optional[Tensor]:
+    """Return the first entry of `names` that is a list, float32; None if there is none.
+
+    Raises:
+        SampleError: it holds something else than finite numbers.
+    """
+    listed = next(((name, metadata[name]) for name in names if isinstance(metadata.get(name), list)), None)
+    if listed is None:
+        return None
+    name, values = listed
+    return torch.tensor([finite_number({name: value}, name) for value in values])
 
 
 def read_caption(clip: Clip) -> str:
@@ -212,6 +228,9 @@ def cook_clip(
         latent = latent[:, None]
     if latent.dim() != 4 or 0 in latent.shape:
         raise SampleError("wrong_shape", f"the latent has shape {list(latent.shape)}, wanted [C, T, H, W]")
+    if pixel_shape not in (None, tuple((latent if pixels is None else pixels).shape[-3:])):
+        # Cut or resized while it was read: the stored lengths are those of another picture.
+        metadata = {name: value for name, value in metadata.items() if name != SIZE_AND_CROP.name}
     weight = _number(metadata, ("loss_weight",), LOSS_WEIGHT_RANGE)
     key = sample["__key__"]
     return Clip(

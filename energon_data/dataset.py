@@ -164,8 +164,8 @@ class EnergonData(DataConfig):
             width = info.description.get("context_size")
             if width and text is not None and text.shape not in (None, (width,)):
                 raise ConfigError(
-                    f"{info.path} holds text embeddings of width {width}, model.context_size is {text.shape[0]}; "
-                    f"set it to {width}"
+                    f"{info.path} holds text embeddings of width {width} (of {info.description.get('text_encoder')}), "
+                    f"model.context_size is {text.shape[0]}; {text.cure_of_width(width)}"
                 )
         if text is not None:
             self.text_encoder()

@@ -159,8 +159,8 @@ class MockData(DataConfig):
         return share_validation(source.remaining(), dp_rank, dp_size, SkipLog(0), "mock data")
 
     def empty_text(self, condition: Condition) -> Tensor:
-        """Return one token of zeros."""
-        return torch.zeros(1, *(condition.shape or ()))
+        """Return zeros: one token of a text, or a pooled text."""
+        return torch.zeros(*([1] if condition.axis == "text" else []), *(condition.shape or ()))
 
     def class_names(self) -> Optional[list[str]]:
         """Return None: mock classes have no names."""

@@ -36,7 +36,7 @@ def check_online_texts(line: str, spec: BatchSpec) -> None:
         if width is not None and condition.shape not in (None, (width,)):
             raise ConfigError(
                 f"data.online_text_encoder={line} makes a {condition.what} of {width} features, the model takes "
-                f"{list(condition.shape)}; set {condition.setting or 'its size'} to {width}"
+                f"{list(condition.shape)}; {condition.cure_of_width(width)}"
             )
 
 

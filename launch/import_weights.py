@@ -36,12 +36,14 @@ EXAMPLES = """\
 examples
   python -m launch.import_weights --from DiT-XL-2-256x256.pt --format dit --out runs/dit_xl2
   python -m launch.sample --checkpoint runs/dit_xl2 --label 207
+  python -m launch.import_weights --from stable-diffusion-xl-base-1.0 --format diffusers --out runs/sdxl
   python -m launch.import_weights --from PixArt-XL-2/transformer --format diffusers --drop-variance --out runs/pixart
   python -m launch.import_weights --from imagen.nemo --format nemo_imagen --out runs/imagen    (docs/nemo.md)
   torchrun ... -m launch.train ... checkpoint.start_from=runs/pixart        (docs/fine-tuning.md)
 
 Objective, class names, latent size and sampling defaults are read from files of launch.export; otherwise
-defaults are assumed and printed.
+defaults are assumed and printed. A pipeline of Stable Diffusion v1, v2 or XL (a folder with model_index.json) also
+states its text encoders, its autoencoder and its noise schedule.
 
 Nothing in the files is executed; pickles with anything but tensors are refused.
 """
@@ -75,8 +77,9 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--text-encoder",
+        action="append",
         metavar="[ENTRY=]NAME",
-        help="encoder of prompts, as energon_data.prepare takes it, if the files do not state it",
+        help="encoder of prompts, as energon_data.prepare takes it, if the files do not state it; again for others",
     )
     parser.add_argument(
         "--objective",
@@ -127,15 +130,16 @@ def run(args: argparse.Namespace) -> list[str]:
         found = replace(found, trained=mean)
     trained, notes = settle(found, objective)
     if args.text_encoder is not None:
-        trained = replace(trained, text_encoder=check_text_encoder(args.text_encoder).recorded)
+        trained = replace(trained, text_encoder=check_text_encoder(",".join(args.text_encoder)).recorded)
     elif trained.text_encoder is None and any(c.null == "empty text" for c in trained.model.conditions()):
         notes.append("guidance leads away from the embedding of the empty text: give --text-encoder, or sample without")
     sampling = build(SamplingConfig, trained.sampling, "the record's sampling")
     with RunLock(args.out, setting="--out") as lock:
         lock.check()
-        write_imported(Path(args.out), weights, trained, sampling, f"{args.format}: {source.resolve()}")
+        origin = f"{args.format}: {source.resolve()}"
+        write_imported(Path(args.out), weights, trained, sampling, origin, found.autoencoder)
     zeros = [f"{name} is imported as zeros: {why}" for name, why in found.rules.only_ours.items()]
-    return [*trained.notes, *zeros, *notes]
+    return [*trained.notes, *zeros, *found.notes, *notes]
 
 
 @dataclass(frozen=True)
@@ -146,13 +150,18 @@ class Found:
         trained: the model, with published defaults for what the files do not state.
         rules: between the weights.
         tensors: theirs, by name.
-        recorded: the files have the record of `launch.export`, or NeMo's settings, so nothing is assumed.
+        recorded: the files have the record of `launch.export`, NeMo's settings, or the schedule of a pipeline, so
+            nothing is assumed.
+        autoencoder: folder of the pipeline's autoencoder; None without.
+        notes: what the pipeline does otherwise, a sentence each.
     """
 
     trained: "TrainedModel"
     rules: "RuleBook"
     tensors: dict[str, "Tensor"]
     recorded: bool
+    autoencoder: Optional[str] = None
+    notes: Sequence[str] = ()
 
 
 def settle(found: Found, objective: Optional["Objective"]) -> tuple["TrainedModel", list[str]]:
@@ -225,22 +234,24 @@ def read_original(source: Path, args: argparse.Namespace) -> Found:
 
 
 def read_diffusers_folder(source: Path) -> Found:
-    """Read a folder in the diffusers layout.
+    """Read a folder in the diffusers layout: of a network, or of a pipeline of Stable Diffusion.
 
     Raises:
         ConfigError: also where the record of the export and the settings beside it describe different models.
     """
     from dit.convert.diffusers_format import format_of_settings
+    from dit.convert.diffusers_pipeline import complete, network_folder
     from dit.convert.run_record import CONFIG_KEY, from_record
     from dit.convert.state_files import read_diffusers
     from dit.parallel.build import parameter_shapes
 
+    source = network_folder(source)
     settings, theirs = read_diffusers(source)
     form = format_of_settings(settings)
     trained = form.read_settings(settings)
     if CONFIG_KEY in settings:
-        recorded = from_record(settings[CONFIG_KEY], form.config_class)
-        written, _ = form.write_settings(recorded.model, recorded.latent_size)
+        exported = from_record(settings[CONFIG_KEY], form.config_class)
+        written, _ = form.write_settings(exported.model, exported.latent_size)
         plain = parse_json(json.dumps({**form.defaults, **settings}))
         changed = [n for n in form.defaults if plain[n] != parse_json(json.dumps(written[n]))]
         if changed:
@@ -249,10 +260,14 @@ def read_diffusers_folder(source: Path) -> Found:
                 f"{source}/config.json was changed after its export: {changes}; remove {CONFIG_KEY} from it and give "
                 "--objective"
             )
-        trained = recorded
+        trained = exported
+    of_pipeline = complete(trained, source)
+    if CONFIG_KEY not in settings:
+        trained = of_pipeline.trained
     trained.model.validate()
     rules = form.rules(trained.model, parameter_shapes(trained.model), trained.latent_size)
-    return Found(trained, rules, theirs, CONFIG_KEY in settings)
+    recorded = CONFIG_KEY in settings or of_pipeline.has_schedule
+    return Found(trained, rules, theirs, recorded, of_pipeline.autoencoder, of_pipeline.notes)
 
 
 def read_nemo_imagen(source: Path, document: Optional[str]) -> Found:

@@ -7,7 +7,7 @@ resumed, because it has no optimizer state and no data position.
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import torch
 import yaml
@@ -43,6 +43,7 @@ def write_imported(
     trained: TrainedModel,
     sampling: SamplingConfig,
     source: str,
+    autoencoder: Optional[str] = None,
 ) -> Path:
     """Write a run folder of full weights, which `launch.sample` and `checkpoint.start_from` accept on any layout.
 
@@ -51,6 +52,7 @@ def write_imported(
         trained: the model, its objective, and the metadata for sampling.
         sampling: defaults of the sample command.
         source: where they came from, for the record.
+        autoencoder: decodes samples, see `dit.encoders.vae`; None if it is not known.
 
     Returns:
         The checkpoint's folder.
@@ -76,6 +78,8 @@ def write_imported(
         "latent_size": list(trained.latent_size),
         "text_encoder": trained.text_encoder,
     }
+    if autoencoder is not None:
+        metadata["autoencoder"] = autoencoder
     if trained.fps is not None:
         metadata["fps"] = trained.fps
     folder = store.begin(0)

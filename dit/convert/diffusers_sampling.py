@@ -43,6 +43,7 @@ def scheduler_config(objective: Objective) -> Optional[dict[str, Any]]:
             "timestep_spacing": "trailing",
             "set_alpha_to_one": True,
             "clip_sample": False,
+            "rescale_betas_zero_snr": objective.zero_terminal_snr,
         }
         if objective.schedule != "cosine":
             ends = beta_ends(objective.schedule, objective.beta_start, objective.beta_end)
@@ -85,7 +86,8 @@ def how_to_sample(trained: TrainedModel) -> list[str]:
             "1000 t, t from 0 (data) to 1 (noise)" if steps is None else f"1000 k / {steps} for step k, 0 the cleanest"
         )
         lines += [
-            f"x_t = alpha x0 + sigma noise, alpha**2 + sigma**2 = 1, {objective.schedule} schedule",
+            f"x_t = alpha x0 + sigma noise, alpha**2 + sigma**2 = 1, {objective.schedule} schedule"
+            + (", rescaled so that the last step is pure noise" if objective.zero_terminal_snr else ""),
             f"the network is given {time}, as its timestep and predicts {what[objective.prediction]}",
         ]
         if steps is None:

@@ -9,7 +9,7 @@ weights have one; that of a sentence encoder is the mean of its tokens, of lengt
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Optional
@@ -185,7 +185,25 @@ class TextEncoders:
 
     def encode(self, texts: Sequence[str]) -> dict[str, list[Tensor]]:
         """Embed texts by every encoder, as `TextEncoder.encode`."""
-        return {entry: rows for encoder in self.encoders for entry, rows in encoder.encode(texts).items()}
+        return join_entries(self.encoders, [encoder.encode(texts) for encoder in self.encoders])
+
+
+def join_entries(
+    encoders: Sequence[TextEncoder], made: Sequence[Mapping[str, list[Tensor]]]
+) -> dict[str, list[Tensor]]:
+    """Return what the encoders of a line made, by entry; the tokens of joined ones side by side.
+
+    Args:
+        made: by each encoder, the values of each text by entry.
+    """
+    entries: dict[str, list[Tensor]] = {}
+    for encoder, own in zip(encoders, made, strict=True):
+        beside = {"text"} if encoder.config.joined else set()
+        entries |= {
+            entry: [torch.cat(pair, -1) for pair in zip(entries[entry], rows, strict=True)] if entry in beside else rows
+            for entry, rows in own.items()
+        }
+    return entries
 
 
 @lru_cache(maxsize=1)

@@ -85,7 +85,7 @@ class PictureWriter:
             if condition.shape not in (None, (width,)):
                 raise ConfigError(
                     f"the data's text encoder {self.text_encoder!r} gives a {condition.what} of {width} features, the "
-                    f"model takes {list(condition.shape)}; set {condition.setting or 'its size'} to {width}"
+                    f"model takes {list(condition.shape)}; {condition.cure_of_width(width)}"
                 )
 
     def draw(
@@ -127,13 +127,7 @@ class PictureWriter:
             self.objective,
             batch,
             self.spec,
-            solver=self.sampling.solver,
-            num_steps=self.sampling.num_steps,
-            variance=self.sampling.variance,
-            guidance_scale=self.sampling.guidance_scale,
-            guidance_channels=self.sampling.guidance_channels,
-            thresholding=self.sampling.thresholding,
-            seed=self.sampling.seed,
+            self.sampling,
             negative=empty,
         )
         return clip_grid(self._decoder(latents), captions, columns) if lay_out else []

@@ -68,7 +68,7 @@ def loss_sums(
     sums = torch.zeros(NUM_BUCKETS, len(names) + 1, device=device)
     for batch in batches:
         batch = shard(batch).to(device)
-        noise = AddressedNoise(VALIDATION_SEED, 0, batch.sample_ids_S, batch.layout)
+        noise = AddressedNoise(VALIDATION_SEED, 0, batch.sample_ids_S, batch.layout, latent_channels=model.in_channels)
         terms = _loss_terms(network, batch, objective, model, noise)
         if batch.repeated:
             continue

@@ -10,6 +10,7 @@ import numpy as np
 from PIL import Image
 
 from dit.batch import pixel_values
+from dit.condition_table import SIZE_AND_CROP
 from dit.encoders.text import load_text_encoders
 from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import Geometry, Precision, encode_together, load_vae
@@ -38,7 +39,7 @@ from energon_data.prepare.listing import (
     read_tar,
     tar_stamp,
 )
-from energon_data.prepare.pictures import Fit
+from energon_data.prepare.pictures import Fit, Target
 from energon_data.prepare.ranks import Ranks
 from energon_data.prepare.shards import npy_bytes
 from energon_data.prepare.texts import caption_parts, text_record
@@ -94,6 +95,7 @@ class _Decoded:
     fps: Optional[float]
     file: Optional[tuple[str, bytes]]
     changes: Changes
+    size_and_crop: list[int]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -145,7 +147,7 @@ class MakeSamples:
             original = opened.info["original"] if fitted is opened else None
             file = None if original is None else (original, data)
             changes = Changes(opened.info["turned"], target.cut, target.enlarges(*opened.size))
-            yield _Decoded(source.key, source, [fitted], None, file, changes)
+            yield _Decoded(source.key, source, [fitted], None, file, changes, _lengths(opened.size, target))
             return
         cut = self.options.cut
         for number, (frames, fps) in enumerate(clips_of(data, cut)):
@@ -156,7 +158,8 @@ class MakeSamples:
             file = ("mp4", data) if untouched and source.extension in ("mp4", "m4v") else None
             target = fit.target(*frames[0].size)
             changes = Changes(turned, target.cut, target.enlarges(*frames[0].size))
-            yield _Decoded(f"{source.key}-{number:03d}", source, fitted_frames, fps, file, changes)
+            lengths = _lengths(frames[0].size, target)
+            yield _Decoded(f"{source.key}-{number:03d}", source, fitted_frames, fps, file, changes, lengths)
 
     def _is_clip(self, source: Source, data: bytes) -> bool:
         if source.extension != "gif":
@@ -197,6 +200,16 @@ class MakeSamples:
         return caption_parts(encoders, [clip.source.captions for clip in clips])
 
 
+def _lengths(size: tuple[int, int], target: Target) -> list[int]:
+    """Return `SIZE_AND_CROP` of a picture: the crop is where the scaled picture is cut.
+
+    Args:
+        size: width and height of the original.
+    """
+    (width, height), (left, top) = size, target.corner
+    return [height, width, top, left, target.cut_high, target.cut_wide]
+
+
 def _metadata(clip: _Decoded) -> dict[str, Any]:
     """Return what the shard says of a sample: the user's own entries, and what was done."""
     source = clip.source
@@ -207,6 +220,7 @@ def _metadata(clip: _Decoded) -> dict[str, Any]:
         "source": source.name,
         "height": height,
         "width": width,
+        SIZE_AND_CROP.name: clip.size_and_crop,
         **({"num_frames": frames, "fps": clip.fps} if clip.fps is not None else {}),
         **({"caption": captions[0]} if captions else {}),
         **({"captions": list(captions)} if len(captions) > 1 else {}),

@@ -21,6 +21,7 @@ from dit.settings import (
     CheckpointConfig,
     LoggingConfig,
     OptimizerConfig,
+    SamplingConfig,
     TrainingConfig,
 )
 from dit.training.pretrain import Run
@@ -81,7 +82,7 @@ def look(run: Run) -> dict:
 
     def draw() -> torch.Tensor:
         options = {"solver": "euler", "num_steps": 3, "guidance_scale": 2.0, "seed": 7}
-        return generate(run.network, FlowMatching(), pack, run.spec, **options)
+        return generate(run.network, FlowMatching(), pack, run.spec, SamplingConfig(**options))
 
     run.validate()
     with run.state.ema.applied(run.state.optimizer, run.state.wrapped):

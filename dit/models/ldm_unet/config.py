@@ -18,6 +18,11 @@ NULLS: dict[NullText, float | Literal["learned", "empty text"]] = {
     "zeros": 0.0,
 }
 """The null of the text by the setting."""
+TWO_ENCODERS = (
+    "this model reads the tokens of two encoders side by side, and the second one's features are missing: "
+    "--text-encoder text=FIRST:layer=penultimate:padded "
+    "--text-encoder text+pooled=SECOND:layer=penultimate:padded:joined (SDXL: CLIP ViT-L and OpenCLIP ViT-bigG)"
+)
 
 
 @dataclass(kw_only=True)
@@ -43,7 +48,7 @@ class LDMUNetConfig(ModelConfig):
             each class; it stands behind the latent in the input. None for none.
         null_text: replaces a dropped text, and is what guidance leads away from: a `learned` token, the embedding of
             the `empty` text (Stable Diffusion v1 and v2), which needs texts of one length (`:padded` encoders), or
-            `zeros` (Stable Diffusion XL).
+            `zeros` (Stable Diffusion XL). A pooled text is replaced in the same way, by zeros beside a learned token.
         lora: train low-rank adapters beside linear layers of a model that `checkpoint.start_from` names, and nothing
             else; None trains all parameters.
 
@@ -85,9 +90,10 @@ class LDMUNetConfig(ModelConfig):
         null = NULLS[self.null_text]
         wanted = tuple(replace(c, null=null) if c.name == CONTEXT.name else c for c in super().conditions())
         if self.pooled_size is not None:
-            # SDXL's empty text is zeros.
-            pooled = replace(POOLED, shape=(self.pooled_size,), dropout=self.context_dropout, null=0.0)
-            wanted = (*wanted, pooled, SIZE_AND_CROP)
+            pooled_null = null if self.null_text == "empty" else 0.0
+            pooled = replace(POOLED, shape=(self.pooled_size,), dropout=self.context_dropout, null=pooled_null)
+            wanted = (*(replace(c, made_with=TWO_ENCODERS) if c.name == CONTEXT.name else c for c in wanted), pooled)
+            wanted = (*wanted, SIZE_AND_CROP)
         if self.control_channels is not None:
             wanted = (*wanted, replace(CONTROL, shape=(self.control_channels,)))
         return wanted

@@ -62,11 +62,11 @@ MAY_BE_ZERO = {
     "training.recheck_interval",
     *("checkpoint.interval", "checkpoint.keep_every", "checkpoint.keep_best", "checkpoint.keep_best_training"),
     "checkpoint.failed_saves_allowed",
-    *("sampling.guidance_scale", "sampling.seed"),
+    *("sampling.guidance_scale", "sampling.seed", "sampling.guidance_rescale", "sampling.s_churn", "sampling.s_tmin"),
     *("data.shuffle_buffer", "data.max_lost_samples", "data.min_aesthetic_score", "data.flip"),
     *("data.min_seconds", "data.max_seconds", "data.min_caption_length", "data.max_caption_length"),
     *("objective.logit_mean", "objective.p_mean", "objective.vlb_weight", "objective.kl_weight"),
-    "objective.augmentation_p_mean",
+    *("objective.augmentation_p_mean", "objective.noise_offset"),
     *(
         "model.shift_factor",
         "model.class_dropout",
