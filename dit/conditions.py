@@ -179,9 +179,9 @@ class Entry:
         values: `[S, ...]`, `[K, D]` or `[T, C]`.
         layout: of the text tokens; None for the other axes.
         dropped_S: True where the model's learned null replaces the value; None for nowhere.
-        null: `[k, D]`, the embedding of the empty text, which replaces a dropped text of k tokens; one token replaces
-            every token of a text; `[D]` of a pooled text. None for zeros, as in synthetic data, which have no text
-            encoder.
+        null: `[k, D]`, the embedding of the empty text. Its tokens, over and over, replace those of a dropped text,
+            because attention over a token that is repeated is that over the token. `[D]` of a pooled text. None for
+            zeros, as in synthetic data, which have no text encoder.
     """
 
     axis: Axis
@@ -220,7 +220,8 @@ class Entry:
         if self.null is not None and self.axis == "sample":
             return replace(self, values=torch.where(mask, self.null.to(self.values.dtype), self.values))
         if self.null is not None:
-            null_KD = self.null.repeat(len(self.values) // len(self.null), 1).to(self.values.dtype)
+            assert self.layout is not None
+            null_KD = self.null.to(self.values.dtype)[self.layout.token_index_T % len(self.null)]
             return replace(self, values=torch.where(mask, null_KD, self.values))
         return replace(self, values=self.values.masked_fill(mask, condition.null_value or 0))
 
@@ -388,10 +389,10 @@ def _wrong_values(condition: Condition, entry: Entry, keys: Sequence[str], patch
         need = [volume * side for side in shape]
         yield f"condition {condition.name!r} has values of shape {list(have)}, the model takes {need}"
     elif entry.null is not None and entry.layout is not None and len(entry.null) > 1:
-        if others := sorted(set(entry.layout.padded_lengths) - {len(entry.null)}):
+        if (shortest := min(entry.layout.padded_lengths)) < len(entry.null):
             yield (
-                f"condition {condition.name!r} has texts of {others[0]} to {others[-1]} tokens, the empty text that "
-                f"replaces dropped ones has {len(entry.null)}; prepare the data with an encoder that pads (NAME:padded)"
+                f"condition {condition.name!r} has a text of {shortest} tokens, the empty text that replaces dropped "
+                f"ones has {len(entry.null)}; prepare the data with an encoder that pads (NAME:padded)"
             )
     elif condition.num_classes is not None:
         for value, key in zip(entry.values.tolist(), keys):

@@ -201,6 +201,10 @@ class DataConfig(ABC):
         """
         return {}
 
+    def epoch_samples(self) -> Optional[int]:
+        """Return the number of training samples; None where there is no such number."""
+        return None
+
     def attributions(self) -> list[str]:
         """Return the lines that name the authors of the data, to be shown with samples; none if nobody asks for one."""
         return []

@@ -130,7 +130,15 @@ class RunConfig:
         model, training, stop = self.model, self.training, self.training.stop_at_step
         guided = any(condition.dropout is not None for condition in model.conditions())
         interval = "training.validation_interval"
+        averaged_grids = training.sample_interval and training.ema_decay is not None
         groups = (
+            (
+                "sampling",
+                not averaged_grids,
+                "raw_weights",
+                "without both training.sample_interval and training.ema_decay",
+                "set training.sample_interval and training.ema_decay",
+            ),
             ("checkpoint", training.validation_interval == 0, "keep_best", f"with {interval}=0", f"set {interval}"),
             (
                 "training",

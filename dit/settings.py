@@ -354,7 +354,10 @@ class LoggingConfig:
             login`, or `WANDB_API_KEY`) and the package.
         wandb_project: project of the run.
         wandb_name, wandb_group: name of its page, and the group of pages that it belongs to; None for wandb's.
-        wandb_artifacts: log each checkpoint as an artifact that references its folder.
+        wandb_artifacts: upload each checkpoint as an artifact, named by step and epoch; offline, only refer to its
+            folder. Training waits while the files are hashed and copied to `wandb/`.
+        part_norms: also log the gradient norm of each part of the model, as `grad_norm/layers.attention`. It reads the
+            gradients once more in each step with a log line.
         profile_steps: first and last step that rank 0 traces into `profile/`, such as [10, 11]; None for no trace.
     """
 
@@ -364,6 +367,7 @@ class LoggingConfig:
     wandb_name: Optional[str] = None
     wandb_group: Optional[str] = None
     wandb_artifacts: bool = False
+    part_norms: bool = True
     profile_steps: Optional[list[int]] = None
 
     def validate(self) -> None:
@@ -399,6 +403,7 @@ class SamplingConfig:
         thresholding: of the clean estimate at every step, for pixels: `static` clamps it to [-1, 1]; `dynamic` clamps
             each sample to its 99.5 % quantile and divides by it, if that is above 1 (Imagen, at a large scale).
         samples_per_class: rows of the grid.
+        raw_weights: while training, also draw the grid of the weights, not only that of their average.
         prompts: texts to sample instead of classes, for a model of texts; None for none.
         vae: autoencoder that decodes the samples of a latent model: a folder in diffusers' layout, or a name on the
             Hugging Face hub; None for the one that the data name.
@@ -418,6 +423,7 @@ class SamplingConfig:
     s_noise: float = 1.0
     thresholding: Literal["none", "static", "dynamic"] = "none"
     samples_per_class: int = 1
+    raw_weights: bool = False
     prompts: Optional[list[str]] = None
     vae: Optional[str] = None
     seed: int = 7

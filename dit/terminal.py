@@ -1,6 +1,8 @@
 """Terminal output without control characters, which names, errors and records from untrusted sources may contain."""
 
 import logging
+import multiprocessing
+import os
 import sys
 from typing import Optional, TextIO
 
@@ -19,9 +21,20 @@ def printable(text: str, kept: str = ALLOWED_CONTROLS) -> str:
     return "".join(c if c.isprintable() or c in kept else " " if c.isspace() else "?" for c in text)
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a number of things: "1 sample", "1,200 samples"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def echo(*values: object, sep: str = " ", end: str = "\n", file: Optional[TextIO] = None, flush: bool = False) -> None:
     """Print values as `print` does, after `printable`."""
     print(printable(sep.join(map(str, values))), end=end, file=file, flush=flush)
+
+
+def announce(text: str) -> None:
+    """Print what a command does next to stderr, at once; only the main process of the first rank prints."""
+    if os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None:
+        echo(text, file=sys.stderr, flush=True)
 
 
 class _Stderr(logging.Handler):

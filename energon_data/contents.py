@@ -18,6 +18,7 @@ class Contents:
         shapes: distinct (C, T, H, W) of latents or pixels.
         is_latent: whether an autoencoder encoded the samples.
         context_size: width of the text embeddings; None without texts.
+        text_encoder: encoder of the texts, as in `dit.encoders.text_config`; None if the file does not state it.
         num_classes: number of classes; 0 unless every sample has a class.
         captions: a few captions.
         num_train, num_held_out: number of samples; None if the file does not state it.
@@ -26,6 +27,7 @@ class Contents:
     shapes: tuple[Shape, ...]
     is_latent: bool
     context_size: Optional[int]
+    text_encoder: Optional[str] = None
     num_classes: int
     captions: tuple[str, ...]
     num_train: Optional[int]
@@ -55,6 +57,7 @@ class Contents:
                 shapes=tuple(shapes),
                 is_latent=description.get("vae") is not None,
                 context_size=description.get("context_size"),
+                text_encoder=description.get("text_encoder"),
                 num_classes=(len(description.get("class_names") or ()) or description.get("num_classes", 0))
                 if all_labelled
                 else 0,

@@ -238,6 +238,11 @@ class EnergonData(DataConfig):
         train = {f"{path} ({self.train_split})": identity(path, self.train_split) for path in self._paths()}
         return {"path" if self.blend is None else "blend": train, "validation_split": held_out}
 
+    def epoch_samples(self) -> Optional[int]:
+        """Return the samples of the training split; None for a blend, whose members are read in other proportions."""
+        infos = self.folders(self.train_split)
+        return infos[0].samples if len(infos) == 1 else None
+
     def _read_as(self, split: str, stage: Optional[int]) -> AbstractContextManager[str]:
         """Return the path that Energon reads: `path`, or the blend of a stage; equal weights if `stage` is None."""
         if self.blend is None:

@@ -32,8 +32,9 @@ _RENDERED = {
     "pictograms": "pictograms --size 64",
     "pictograms_latent": "pictograms --size 64 --vae runs/pictogram_vae --text-encoder all-minilm-l6-v2",
     "moving_letters": "moving_letters --text-encoder all-minilm-l6-v2",
+    "mine": "images --in PICTURES --size 256 --text-encoder all-minilm-l6-v2",
 }
-"""Commands that render the data folders of recipes."""
+"""Commands that prepare the data folders of recipes."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +262,7 @@ def check_dataset(path: str, split: str) -> list[SplitInfo]:
     if file.exists():
         raise DataError(f"{path} is neither a data set folder nor a metadataset .yaml file")
     renders = _RENDERED.get(file.name)
-    command = f"; `python -m energon_data.prepare {renders} --out {path}` renders it" if renders else ""
+    command = f"; `python -m energon_data.prepare {renders} --out {path}` makes it" if renders else ""
     raise DataError(
         f"{path} does not exist; {page_of('energon_data')} describes each recipe's data folder and how to "
         f"write one{command}"

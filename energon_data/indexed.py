@@ -90,6 +90,10 @@ class Samples(DataConfig):
         """Return whether samples of different shapes may share a micro-batch."""
         return not self.same_shape and (self.max_tokens_per_pack is not None or spec.micro_batch_size > 1)
 
+    def epoch_samples(self) -> int:
+        """Return the number of samples that are not held out."""
+        return len(self) - self.validation_samples
+
     def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
         """Check ranges, streams and pack length.
 

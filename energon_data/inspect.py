@@ -206,7 +206,8 @@ def write_sheet(survey_result: Survey, path: Path, colours: str) -> str:
         for one, frame in survey_result.shown
     ]
     save_png(contact_sheet(tiles), path)
-    return f"sheet       {path}: {len(tiles)} samples{f'; {colours}' if colours else ''}"
+    number = "1 sample" if len(tiles) == 1 else f"{len(tiles)} samples"
+    return f"sheet       {path}: {number}{f'; {colours}' if colours else ''}"
 
 
 def colour(survey_result: Survey, vae: Optional[str]) -> str:

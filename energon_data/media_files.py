@@ -29,6 +29,7 @@ MAX_SECONDS = 300
 """Limit of CPU seconds to decode a picture or clip; it restarts for each clip of a longer video."""
 _ORIGINAL = {"PNG": "png", "JPEG": "jpg", "WEBP": "webp"}
 _WHITE = (255, 255, 255)
+_ROUNDING = 1e-6  # seconds, of the times of frames
 _CRF = 16  # of H.264: visually lossless
 
 
@@ -127,20 +128,23 @@ def _rgb(picture: Image.Image) -> Image.Image:
     return picture.convert("RGB")
 
 
-def sampled_frames(data: bytes, fps: Optional[float], deadline: Deadline) -> Iterator[tuple[Image.Image, float]]:
+def sampled_frames(
+    data: bytes, fps: Optional[float], deadline: Deadline, span: Optional[tuple[float, Optional[float]]] = None
+) -> Iterator[tuple[Image.Image, float]]:
     """Decode the frames of a video's first video stream as players display them: rotated, with square pixels.
 
     Args:
         data: a file in one of the containers of `dit.media`.
         fps: frames per second to yield; None for all.
+        span: start and end in seconds from the first frame; None for all of the video.
 
     Yields:
         A frame as RGB, and the frames per second of the output. `info["turned"]` is whether the frame was rotated,
         mirrored or stretched.
 
     Raises:
-        SampleError: it is damaged, has no video, is too slow to decode, or exceeds `MAX_FRAMES`, `MAX_PIXELS` or
-            `MAX_SIDE`.
+        SampleError: it is damaged, has no video, is too slow to decode, ends before the span starts, or exceeds
+            `MAX_FRAMES`, `MAX_PIXELS` or `MAX_SIDE`.
     """
     try:
         with open_video(io.BytesIO(data)) as container:
@@ -156,7 +160,7 @@ def sampled_frames(data: bytes, fps: Optional[float], deadline: Deadline) -> Ite
             aspect = stream.sample_aspect_ratio or Fraction(1)
             # Processes decode in parallel instead, and `Deadline` counts the time of one thread.
             stream.codec_context.thread_count = 1
-            decoded = _at_most_frames(_decoded(container, stream, deadline))
+            decoded = _at_most_frames(_decoded(container, stream, deadline, span))
             yield from _at_most_frames(_at_rate(decoded, fps, native, aspect))
     except (ConfigError, SampleError):
         raise
@@ -164,12 +168,31 @@ def sampled_frames(data: bytes, fps: Optional[float], deadline: Deadline) -> Ite
         raise SampleError("bad_video", f"unreadable video: {error}") from error
 
 
-def _decoded(container: Any, stream: Any, deadline: Deadline) -> Iterator[Any]:
+def _decoded(
+    container: Any, stream: Any, deadline: Deadline, span: Optional[tuple[float, Optional[float]]]
+) -> Iterator[Any]:
+    """Yield the frames of a span, from its start up to its end; decoding begins at the key frame before it."""
+    zero = 0.0 if stream.start_time is None else float(stream.start_time * stream.time_base)
+    start, end = (0.0, None) if span is None else span
+    if start:
+        container.seek(int((zero + start) / stream.time_base), stream=stream)
+    is_empty, last = True, 0.0
     for packet in container.demux(stream):
         deadline.check()
         for frame in packet.decode():
             _check_size(frame.width, frame.height)  # may differ from the size in the header
+            if span is not None:
+                if frame.time is None:
+                    raise SampleError("bad_video", "its frames have no times, which start and end need")
+                last = frame.time - zero
+                if end is not None and last >= end - _ROUNDING:
+                    return
+                if last < start - _ROUNDING:
+                    continue
+            is_empty = False
             yield frame
+    if span is not None and is_empty:
+        raise SampleError("too_short", f"its last frame is at {last:.2f} s, before the start at {start} s")
 
 
 AnyFrame = TypeVar("AnyFrame")

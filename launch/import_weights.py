@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
-from dit.errors import ConfigError, one_line_errors
+from dit.errors import CheckpointError, ConfigError, one_line_errors
 from dit.safe_files import parse_json
 from dit.terminal import echo
 from launch import environment
 from launch.argument_types import at_least_one
-from launch.export import FORMATS, original_rules
+from launch.export import FORMATS, original_rules, trained_model
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from dit.convert.rules import RuleBook
     from dit.objectives.base import Objective
 
-IMPORT_FORMATS = (*FORMATS, "nemo_imagen")
+LORA = "lora"
+IMPORT_FORMATS = (*FORMATS, "nemo_imagen", LORA)
 NEMO_ENCODER = "the files do not name the text encoder (NeMo's is google-t5/t5-11b): give --text-encoder for prompts"
 DESCRIPTION = (
-    "Write a run folder of weights from facebookresearch/DiT, diffusers or NeMo's Imagen, to sample from or to start "
-    "from."
+    "Write a run folder of weights from facebookresearch/DiT, diffusers or NeMo's Imagen, or of adapters (LoRA) that "
+    "were made elsewhere, to sample from or to start from."
 )
 EXAMPLES = """\
 examples
@@ -40,6 +41,7 @@ examples
   python -m launch.import_weights --from PixArt-XL-2/transformer --format diffusers --drop-variance --out runs/pixart
   python -m launch.import_weights --from imagen.nemo --format nemo_imagen --out runs/imagen    (docs/nemo.md)
   torchrun ... -m launch.train ... checkpoint.start_from=runs/pixart        (docs/fine-tuning.md)
+  python -m launch.import_weights --from my-lora --format lora --base runs/pixart --out runs/lora
 
 Objective, class names, latent size and sampling defaults are read from files of launch.export; otherwise
 defaults are assumed and printed. A pipeline of Stable Diffusion v1, v2 or XL (a folder with model_index.json) also
@@ -62,9 +64,10 @@ def build_parser() -> argparse.ArgumentParser:
         dest="source",
         required=True,
         metavar="PATH",
-        help="folder (diffusers), .safetensors or .pt (dit), or .nemo, .safetensors, .pt or .ckpt (nemo_imagen)",
+        help="folder (diffusers, lora), .safetensors or .pt, or .nemo or .ckpt (nemo_imagen)",
     )
     parser.add_argument("--format", required=True, choices=IMPORT_FORMATS, help="format of the files")
+    parser.add_argument("--base", metavar="RUN", help="run of the model that the adapters of --format lora change")
     parser.add_argument("--out", required=True, metavar="DIR", help="run folder to create")
     parser.add_argument(
         "--drop-variance", action="store_true", help="drop a learned variance: train and sample without it"
@@ -103,13 +106,17 @@ def run(args: argparse.Namespace) -> list[str]:
     source = Path(args.source)
     if not source.exists():
         raise ConfigError(f"--from {source} does not exist; give a file of weights or a folder in the diffusers layout")
-    if args.format != "dit" and args.num_attention_heads is not None:
+    if args.format not in ("dit", LORA) and args.num_attention_heads is not None:
         stated = "config.json" if args.format == "diffusers" else "document of the training"
         raise ConfigError(f"--num-attention-heads is for --format dit; a {stated} states it")
     if args.format != "nemo_imagen" and args.nemo_config is not None:
         raise ConfigError(f"--nemo-config is for --format nemo_imagen, not {args.format}; leave it out")
+    if (args.format == LORA) != (args.base is not None):
+        raise ConfigError(f"--format {LORA} and --base RUN belong together: adapters change the model of a run")
     environment.prepare()
     environment.quiet_libraries()
+    if args.format == LORA:
+        return write_adapter_run(source, args)
     from dit.checkpoint.full_weights import write_imported
     from dit.convert.run_record import build
     from dit.convert.variance import drop_variance
@@ -137,9 +144,53 @@ def run(args: argparse.Namespace) -> list[str]:
     with RunLock(args.out, setting="--out") as lock:
         lock.check()
         origin = f"{args.format}: {source.resolve()}"
-        write_imported(Path(args.out), weights, trained, sampling, origin, found.autoencoder)
+        write_imported(Path(args.out), weights, trained, sampling, origin, autoencoder=found.autoencoder)
     zeros = [f"{name} is imported as zeros: {why}" for name, why in found.rules.only_ours.items()]
     return [*trained.notes, *zeros, *found.notes, *notes]
+
+
+def write_adapter_run(source: Path, args: argparse.Namespace) -> list[str]:
+    """Write a run folder of adapters that were made elsewhere, beside the weights of a run here; return the notes.
+
+    Raises:
+        CheckpointError: `--base` has no valid checkpoint.
+        ConfigError: the adapters cannot be read or are not of that model, or `--base` has adapters itself.
+    """
+    from dit.checkpoint.base_model import digest_of
+    from dit.checkpoint.full_weights import write_imported
+    from dit.checkpoint.manifest import read_manifest
+    from dit.checkpoint.reading import find_checkpoint, read_settings
+    from dit.convert.diffusers_format import format_of_model
+    from dit.convert.lora_import import read_adapters
+    from dit.models.lora import A_WEIGHT
+    from dit.models.lora_config import LoRAConfig
+    from dit.monitoring.run_lock import RunLock
+    from dit.parallel.build import parameter_shapes
+
+    flags = ("drop_variance", "num_attention_heads", "text_encoder", "objective")
+    if given := [name for name in flags if getattr(args, name)]:
+        raise ConfigError(f"--{given[0].replace('_', '-')} is of the model, and --base has that; leave it out")
+    if not Path(args.base).is_dir():
+        raise CheckpointError(f"--base {args.base} is no folder; give a run folder, or one checkpoint folder in it")
+    folder, _ = find_checkpoint(args.base)
+    config, metadata = read_settings(folder)
+    if config.model.adapters is not None:
+        raise ConfigError(f"--base {args.base} has adapters itself; give the run of the full model")
+    form, trained = format_of_model(config.model), trained_model(config, metadata)
+    rules = form.rules(config.model, parameter_shapes(config.model), trained.latent_size)
+    every = parameter_shapes(config.model.with_adapters(LoRAConfig(rank=1, targets=["*"])))
+    linears = [name.removesuffix(A_WEIGHT) for name in every if name.endswith(A_WEIGHT)]
+    adapters = read_adapters(source, form, config.model, rules, linears)
+    trained = replace(trained, model=config.model.with_adapters(adapters.config))
+    base = {"folder": str(folder.resolve()), "digest": digest_of(read_manifest(folder))}
+    with RunLock(args.out, setting="--out") as lock:
+        lock.check()
+        write_imported(
+            *(Path(args.out), adapters.tensors, trained, config.sampling, f"lora: {source.resolve()}"),
+            base=base,
+            autoencoder=config.sampling.vae or metadata.get("autoencoder"),
+        )
+    return adapters.notes
 
 
 @dataclass(frozen=True)
@@ -240,7 +291,7 @@ def read_diffusers_folder(source: Path) -> Found:
         ConfigError: also where the record of the export and the settings beside it describe different models.
     """
     from dit.convert.diffusers_format import format_of_settings
-    from dit.convert.diffusers_pipeline import complete, network_folder
+    from dit.convert.pipeline_import import complete, network_folder
     from dit.convert.run_record import CONFIG_KEY, from_record
     from dit.convert.state_files import read_diffusers
     from dit.parallel.build import parameter_shapes

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from dit.errors import CheckpointError, ConfigError, one_line_errors
 from dit.settings import SamplingConfig
-from dit.terminal import echo
+from dit.terminal import counted, echo
 from launch import environment
 from launch.argument_types import at_least_one, frame_rate, height_and_width
 from launch.cascade import Stage, add_cascade_arguments, read_pictures, read_stages, with_pictures
@@ -228,7 +228,7 @@ def progress_bar(num_samples: int, num_batches: int, num_steps: int) -> Iterator
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    columns = (TextColumn(f"{num_samples} samples"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (TextColumn(counted(num_samples, "sample")), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=num_batches * num_steps)
@@ -332,7 +332,7 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
         gallery.save_latents(args.save_latents, {} if name is None else {"autoencoder": name})
     gallery.save_grid(out, args.columns, args.count if args.count > 1 else None)
     shown = "" if gallery.shown == len(requests) else f", the first {gallery.shown} shown"
-    echo(f"{out}: {len(requests)} samples in {seconds:.1f} s{shown}")
+    echo(f"{out}: {counted(len(requests), 'sample')} in {seconds:.1f} s{shown}")
     for path in (args.files, args.save_latents):
         if path is not None:
             echo(f"{path}: all {len(requests)}")

@@ -20,8 +20,9 @@ from recipes.components import sdxl_unet
 
 LATENT_SIDE = 256 // 8
 CLIP_TOKENS = 77
+# The first prompt is the published page's own; the others show the same subjects in words of ours.
 PROMPTS = [
-    "a woman skiing down a snowy slope",
+    "A photo of a woman skiing on a white mountain.",
     "a squirrel eating a burger",
     "a red train on its way through the mountains",
     "a dog in a green field by a lake",

@@ -43,17 +43,19 @@ def find_folder_together(
     return checkpoint[0]
 
 
-def check_start(folder: Path, fingerprint: dict[str, Any]) -> str:
+def check_start(folder: Path, fingerprint: dict[str, Any], *, adapters: bool = False) -> str:
     """Check that a run can start from a checkpoint, and return the slot to read: the average if it has one.
 
     Args:
-        fingerprint: fingerprint of the model without adapters and without parameters of a learned uncertainty.
+        fingerprint: fingerprint of the model without adapters and without parameters of a learned uncertainty, or of the
+            adapters.
+        adapters: whether the checkpoint has these adapters.
 
     Raises:
         ConfigError: it has only adapters, or belongs to another model.
     """
     manifest = read_manifest(folder)
-    if manifest.base is not None:
+    if manifest.base is not None and not adapters:
         raise ConfigError(
             f"checkpoint.start_from: {folder} has only adapters (LoRA) for the weights of "
             f"{manifest.base['folder']}; start from those, or from the merged model that launch.export --format "
@@ -80,6 +82,8 @@ def _without_uncertainty(manifest: Manifest) -> Manifest:
 def load_base(config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGroups) -> Optional[dict[str, str]]:
     """Read the frozen weights of a model with adapters from the checkpoint of `checkpoint.start_from`, on any layout.
 
+    If that checkpoint has adapters that the run continues to train, the base is the one that it names.
+
     Every rank calls this before the model is wrapped, because optimizers hold no master copy of frozen weights.
 
     Returns:
@@ -94,6 +98,13 @@ def load_base(config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGro
     assert config.checkpoint.start_from is not None  # `RunConfig.check`
     with ExitStack() as reading:
         folder = find_folder_together(config.checkpoint.start_from, groups, reading)
+        if (base := read_manifest(folder).base) is not None:  # the adapters themselves: `warm_start`
+            folder = find_folder_together(base["folder"], groups, reading, f"the base of {folder}")
+            if digest_of(read_manifest(folder)) != base["digest"]:
+                raise CheckpointError(
+                    f"checkpoint.start_from: {folder} has other weights than those that the adapters of "
+                    f"{config.checkpoint.start_from} belong to; restore them"
+                )
         frozen = [(n, p) for chunk in chunks for n, p in chunk.named_parameters() if not p.requires_grad]
         slot = check_start(folder, model_fingerprint(global_shapes(frozen, groups)))
         load_weights(folder, chunks, groups, slot=slot, frozen=True)

@@ -5,6 +5,7 @@ from contextlib import ExitStack
 import torch
 
 from dit.checkpoint.base_model import check_start, find_folder_together
+from dit.checkpoint.manifest import read_manifest
 from dit.checkpoint.sharded_state import global_shapes, load_masters, parameters_of
 from dit.checkpoint.store import model_fingerprint
 from dit.checkpoint.train_state import TrainState
@@ -16,6 +17,8 @@ from dit.optimizer.master_weights import copy_masters_to_model
 def start_from(path: str, state: TrainState) -> None:
     """Load another run's weights into master weights, average and model, under any layout; every rank calls this.
 
+    A run of adapters loads the adapters of another run. It loads nothing from a full model, which `load_base` has read.
+
     Step, optimizer state and data position do not change.
 
     Parameters of a learned uncertainty are not loaded: they belong to the objective, and are initialised again.
@@ -26,12 +29,16 @@ def start_from(path: str, state: TrainState) -> None:
 
     Raises:
         CheckpointError: there is no valid checkpoint.
-        ConfigError: it belongs to another model, or has only adapters.
+        ConfigError: it belongs to another model, has only adapters, or has adapters of another rank or other layers.
     """
     with ExitStack() as reading:
         folder = find_folder_together(path, state.groups, reading)
+        adapters = state.base is not None
+        if adapters and read_manifest(folder).base is None:
+            return
         shards = [shard for shard in state.shards if not shard.name.startswith(UNCERTAINTY)]
-        slot = check_start(folder, model_fingerprint(global_shapes(parameters_of(shards), state.groups)))
+        fingerprint = model_fingerprint(global_shapes(parameters_of(shards), state.groups))
+        slot = check_start(folder, fingerprint, adapters=adapters)
         load_masters(folder, slot, shards, state.groups)
     if state.ema is not None:
         for average, shard in zip(state.ema.values, state.shards, strict=True):

@@ -1,118 +1,202 @@
-"""The rest of a pipeline of Stable Diffusion: text encoders, autoencoder, null of the text, noise schedule.
+"""Pipelines of diffusers: which one draws from a model, the parts that it needs, and whether it draws the same.
 
-    PIPELINE/model_index.json             which parts; force_zeros_for_empty_prompt of XL
-    PIPELINE/unet/                        the network that is imported
-    PIPELINE/text_encoder[_2]/, vae/      recorded by their folders
-    PIPELINE/scheduler/                   betas and what the network predicts
+A folder that `diffusers.DiffusionPipeline.from_pretrained` opens has one folder for each part and an index:
 
-Source: diffusers 0.38, `pipelines/stable_diffusion`, `pipelines/stable_diffusion_xl` and `schedulers`.
+    model_index.json    class of the pipeline, and of every part
+    transformer/        or unet/: the trained model
+    scheduler/          of its objective
+    vae/                autoencoder of its latents
+    text_encoder/       and tokenizer/, of a model that reads texts
+
+Source: diffusers 0.38, `pipelines/`: arguments of the constructors, and the steps of `__call__`.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Optional
 
-from dit.convert.diffusers_format import TrainedModel
-from dit.convert.diffusers_sampling import BETA_SCHEDULES, PREDICTIONS, SCHEDULER_CONFIG
-from dit.convert.state_files import CONFIG, read_json
+from dit.convert.diffusers_format import NULLS, VERSION, DiffusersFormat, TrainedModel
+from dit.convert.diffusers_sampling import scheduler_config
 from dit.errors import ConfigError
-from dit.models.ldm_unet.config import LDMUNetConfig
+from dit.models.base import ModelConfig
 from dit.objectives.ddpm import DDPM
-from dit.objectives.noise_levels import PUBLISHED_BETAS, REFERENCE_STEPS
+from dit.objectives.flow_matching import FlowMatching
+from dit.objectives.noise_levels import REFERENCE_STEPS
 
-INDEX, PART = "model_index.json", "unet"
-TEXT_ENCODERS = {
-    "StableDiffusionPipeline": {"text_encoder": "{}:padded"},
-    "StableDiffusionXLPipeline": {
-        "text_encoder": "text={}:layer=penultimate:padded",
-        "text_encoder_2": "text+pooled={}:layer=penultimate:padded:joined",
-    },
-}
-"""How the encoders of a pipeline are written in a line of ours, by their folder."""
+CLIP = ("clip",)
+T5_LIKE = ("t5", "umt5", "sentence")
+"""Kinds of `dit.encoders.text_config` whose class returns the tokens of a masked text first."""
 
 
 @dataclass(frozen=True)
-class Completed:
-    """An imported network with what its pipeline states.
+class TextPart:
+    """A text encoder of a pipeline.
 
     Attributes:
-        trained: the model.
-        autoencoder: folder of the autoencoder; None if the pipeline has none here.
-        has_schedule: the objective is that of the pipeline's scheduler.
-        notes: what differs in effect, a sentence each.
+        makes: what it makes, as in `dit.encoders.text_config`.
+        kinds: of encoders that the pipeline calls in the right way.
+        known: name of these for messages.
+        suffix: of its folders, `text_encoder` and `tokenizer`.
+        padded: the model attends to padding. None where it reads a pooled vector, which padding does not change.
+        cut: the tokenizer's own longest text is that of the pipeline; otherwise the call states it.
     """
 
-    trained: TrainedModel
-    autoencoder: Optional[str] = None
-    has_schedule: bool = False
-    notes: Sequence[str] = ()
+    makes: str
+    kinds: tuple[str, ...]
+    known: str
+    suffix: str = ""
+    padded: Optional[bool] = None
+    cut: bool = False
 
 
-def network_folder(source: Path) -> Path:
-    """Return the folder of the network in a pipeline's folder; any other folder unchanged."""
-    return source / PART if (source / INDEX).exists() and (source / PART / CONFIG).exists() else source
+@dataclass(frozen=True)
+class Pipeline:
+    """A class of diffusers that draws from a model class of diffusers.
+
+    Attributes:
+        texts: its text encoders.
+        flow: runs flow matching, otherwise DDPM of `REFERENCE_STEPS` steps.
+        shift: adds the `shift_factor` of the autoencoder; the others ignore it.
+        guided_by_texts: leads away from the embedding of the empty text.
+        arguments: further arguments of its call.
+        note: what it does with a prompt that we do not.
+        index: further entries of `model_index.json`.
+    """
+
+    class_name: str
+    texts: tuple[TextPart, ...] = ()
+    flow: bool = False
+    shift: bool = False
+    guided_by_texts: bool = False
+    arguments: tuple[str, ...] = ()
+    note: Optional[str] = None
+    index: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
 
-def complete(trained: TrainedModel, folder: Path) -> Completed:
-    """Add what the pipeline around a network states.
+PIPELINES = {
+    "DiTTransformer2DModel": Pipeline("DiTPipeline"),
+    "PixArtTransformer2DModel": Pipeline(
+        "PixArtAlphaPipeline",
+        (TextPart("text", T5_LIKE, "a T5 or a BERT", padded=False),),
+        guided_by_texts=True,
+        arguments=("clean_caption=False", "use_resolution_binning=False"),
+        note="PixArtAlphaPipeline turns a prompt into lower case; captions for it are best prepared so",
+    ),
+    "UNet2DConditionModel": Pipeline(
+        "StableDiffusionPipeline",
+        (TextPart("text", CLIP, "a CLIP text model", padded=True, cut=True),),
+        guided_by_texts=True,
+        index=MappingProxyType(
+            {"safety_checker": [None, None], "feature_extractor": [None, None], "requires_safety_checker": False}
+        ),
+    ),
+    "FluxTransformer2DModel": Pipeline(
+        "FluxPipeline",
+        (
+            TextPart("pooled", CLIP, "a CLIP text model", cut=True),
+            TextPart("text", ("t5",), "a T5", suffix="_2", padded=True),
+        ),
+        flow=True,
+        shift=True,
+    ),
+}
+"""By the class of the model."""
 
-    Args:
-        trained: as read from the network's own settings.
-        folder: of the network; a pipeline has its `model_index.json` in the folder above.
+NONE: Mapping[str, str] = {
+    "WanTransformer3DModel": "WanPipeline pads texts with zeros to 512 tokens, which the model attends to there and "
+    "never saw here",
+    "AutoencoderKL": "an autoencoder is a part of the pipelines of other models",
+}
+"""Why a model class has no pipeline here."""
+
+
+def pipeline_of(form: DiffusersFormat[ModelConfig], trained: TrainedModel) -> Pipeline:
+    """Return the pipeline that draws from a model as our sampler does.
 
     Raises:
-        ConfigError: a file of the pipeline is damaged, or its noise schedule has no counterpart.
+        ConfigError: there is none, or it would draw something else.
     """
-    root, model = folder.resolve().parent, trained.model
-    if not isinstance(model, LDMUNetConfig) or folder.resolve().name != PART or not (root / INDEX).exists():
-        return Completed(trained)
-    index = read_json(root / INDEX)
-    lines = TEXT_ENCODERS.get(str(index.get("_class_name")), {})
-    if not lines:
-        return Completed(trained, notes=[f"{root / INDEX} names {index.get('_class_name')!r}, which is not read"])
-    if all((root / name / CONFIG).exists() for name in lines):
-        line = ",".join(form.format(root / name) for name, form in lines.items())
-        trained = replace(trained, text_encoder=line)
-    if model.pooled_size is not None and not index.get("force_zeros_for_empty_prompt", True):
-        trained = replace(trained, model=replace(model, null_text="empty"))
-    path, vae, notes = root / "scheduler" / SCHEDULER_CONFIG, root / "vae", []
-    if path.exists():
-        settings = read_json(path)
-        trained = replace(trained, objective=read_schedule(settings, str(path)))
-        if (spacing := settings.get("timestep_spacing", "leading")) != "trailing":
-            notes.append(
-                f"steps of sampling are spaced 'trailing', those of the pipeline's scheduler {spacing!r}: its pictures "
-                "are the same with timestep_spacing='trailing'"
-            )
-    return Completed(trained, str(vae) if (vae / CONFIG).exists() else None, path.exists(), notes)
+    pipeline = PIPELINES.get(form.class_name)
+    faults = [] if pipeline is None else [*_objective_faults(pipeline, trained), *_model_faults(pipeline, trained)]
+    if pipeline is None or faults:
+        why = NONE[form.class_name] if pipeline is None else f"{pipeline.class_name} {'; '.join(faults)}"
+        raise ConfigError(f"--format pipeline: {why}; export {form.class_name} with --format diffusers")
+    return pipeline
 
 
-def read_schedule(settings: Mapping[str, Any], where: str) -> DDPM:
-    """Return the objective whose noise a scheduler removes.
+def _objective_faults(pipeline: Pipeline, trained: TrainedModel) -> list[str]:
+    objective = trained.objective
+    if pipeline.flow:
+        runs = isinstance(objective, FlowMatching) and objective.prediction == "velocity"
+        needed = "flow matching of the velocity"
+    else:
+        # It passes the scheduler's own steps to the network.
+        runs = isinstance(objective, DDPM) and objective.discrete_steps == REFERENCE_STEPS
+        needed = f"DDPM of {REFERENCE_STEPS} steps (objective.discrete_steps={REFERENCE_STEPS})"
+    return [] if runs else [f"runs {needed}, and this model was trained by {objective}"]
 
-    Args:
-        settings: a `scheduler_config.json`.
-        where: its path, for messages.
 
-    Raises:
-        ConfigError: its betas or its prediction have no counterpart.
-    """
-    steps, name = settings.get("num_train_timesteps", 1000), str(settings.get("beta_schedule", "linear"))
-    schedules = {theirs: own for own, theirs in BETA_SCHEDULES.items()}
-    predictions = {theirs: own for own, theirs in PREDICTIONS.items()}
-    predicted = str(settings.get("prediction_type", "epsilon"))
-    betas = [settings.get(key, default) for key, default in (("beta_start", 1e-4), ("beta_end", 0.02))]
-    odd = settings.get("trained_betas") is not None or name not in schedules or predicted not in predictions
-    if odd or type(steps) is not int or not all(isinstance(beta, float) for beta in betas):
-        raise ConfigError(
-            f"{where}: num_train_timesteps={steps!r:.20}, beta_schedule={name!r:.40}, beta_start and beta_end "
-            f"{betas!r:.60}, prediction_type={predicted!r:.40}, trained_betas={settings.get('trained_betas')!r:.40} "
-            "have no counterpart; import the network from a folder of its own and give --objective"
+def _model_faults(pipeline: Pipeline, trained: TrainedModel) -> list[str]:
+    model = trained.model
+    names = {condition.name for condition in model.conditions()}
+    faults = []
+    if extra := sorted(names & {"control", "size_and_crop", "context_2"}):
+        faults.append(f"has no {', '.join(extra)}, which this model takes")
+    text = next((condition for condition in model.conditions() if condition.name == "context"), None)
+    if pipeline.guided_by_texts and text is not None and text.null != "empty text":
+        faults.append(
+            f"leads away from the embedding of the empty text, and this model learned {NULLS[0]} in its place; train "
+            "with model.null_text=empty"
         )
-    ours: dict[str, Any] = {"schedule": schedules[name], "prediction": predictions[predicted]}
-    if (published := PUBLISHED_BETAS.get(schedules[name])) is not None:
-        for key, stated, usual in zip(("beta_start", "beta_end"), betas, published):
-            beta = stated * steps / REFERENCE_STEPS
-            ours[key] = None if abs(beta / usual - 1) < 1e-9 else beta
-    return DDPM(discrete_steps=steps, zero_terminal_snr=bool(settings.get("rescale_betas_zero_snr", False)), **ours)
+    return faults
+
+
+def model_index(
+    pipeline: Pipeline, form: DiffusersFormat[ModelConfig], trained: TrainedModel, classes: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the content of `model_index.json`.
+
+    Args:
+        classes: of text encoders and tokenizers, all of transformers, by their folders.
+    """
+    scheduler = scheduler_config(trained.objective)
+    assert scheduler is not None  # `pipeline_of`
+    index: dict[str, Any] = {"_class_name": pipeline.class_name, "_diffusers_version": VERSION, **pipeline.index}
+    if trained.class_names is not None:
+        index["id2label"] = {str(i): name for i, name in enumerate(trained.class_names)}
+    return {
+        **index,
+        "scheduler": ["diffusers", scheduler["_class_name"]],
+        form.part: ["diffusers", form.class_name],
+        "vae": ["diffusers", "AutoencoderKL"],
+        **{name: ["transformers", class_name] for name, class_name in classes.items()},
+    }
+
+
+def loading_lines(pipeline: Pipeline, trained: TrainedModel, *, space: int, most_tokens: Mapping[str, int]) -> str:
+    """Return the lines of Python that load a folder and draw one picture of the size that was trained on.
+
+    Args:
+        space: pixels of each side of a latent position.
+        most_tokens: of a text, by what the encoder makes.
+    """
+    sampling, (_, height, width) = dict(trained.sampling), trained.latent_size
+    # The guidance_scale of FLUX is the number that a distilled network reads.
+    scale = getattr(trained.model, "guidance", None) if pipeline.flow else sampling.get("guidance_scale")
+    call = [f"num_inference_steps={sampling.get('num_steps', 50)}", f"guidance_scale={scale or 1.0}"]
+    if pipeline.texts:
+        prompt = repr((sampling.get("prompts") or ["a red circle"])[0])
+        call = [prompt, *call, f"height={height * space}", f"width={width * space}", *pipeline.arguments]
+        call += [f"max_sequence_length={most_tokens[t.makes]}" for t in pipeline.texts if not t.cut]
+    else:
+        call = ["class_labels=[0]", *call]
+    return "\n".join(
+        [
+            "from diffusers import DiffusionPipeline",
+            "",
+            'pipeline = DiffusionPipeline.from_pretrained("THIS_FOLDER")',
+            f"image = pipeline({', '.join(call)}).images[0]",
+            'image.save("image.png")',
+        ]
+    )

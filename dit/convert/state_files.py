@@ -9,7 +9,7 @@ import argparse
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -248,6 +248,7 @@ def write_diffusers(
     *,
     subfolder: str = ".",
     texts: Mapping[str, str] = MappingProxyType({}),
+    others: Callable[[Path], Mapping[str, str]] = lambda folder: MappingProxyType({}),
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write a folder in the diffusers layout; beyond `max_shard_bytes` in shards with an index.
@@ -256,12 +257,14 @@ def write_diffusers(
         settings: the `config.json`.
         subfolder: of `out` that holds settings and tensors; a pipeline has one per part.
         texts: further text files, by their paths in `out`.
+        others: writes further parts of a pipeline to a folder, and returns the texts that depend on them.
 
     Raises:
         ConfigError: `out` exists, or the disk refused.
     """
     with written_atomically(out) as part:
-        for name, text in {**texts, f"{subfolder}/{CONFIG}": to_json(settings)}.items():
+        part.mkdir(parents=True, exist_ok=True)
+        for name, text in {**texts, **others(part), f"{subfolder}/{CONFIG}": to_json(settings)}.items():
             (part / name).parent.mkdir(parents=True, exist_ok=True)
             (part / name).write_text(text, encoding="utf-8")
         folder = part / subfolder

@@ -102,6 +102,21 @@ class TextEncoder:
             return tokens, out.text_embeds
         return tokens, out.pooler_output if kind == "clip" else None
 
+    def save(self, encoder: Path, tokenizer: Path, *, cut: bool) -> tuple[str, str]:
+        """Write network and tokenizer in transformers' layout; return their classes.
+
+        Args:
+            cut: the tokenizer pads and cuts to `max_tokens` by itself.
+        """
+        if cut:
+            self._tokenizer.model_max_length = self.geometry.max_tokens
+        state, size = dict(self._model.state_dict()), self.geometry.width
+        if self.geometry.kind == "sentence":  # the pooling layer that is not loaded: no reader uses its output
+            state |= {"pooler.dense.weight": torch.zeros(size, size), "pooler.dense.bias": torch.zeros(size)}
+        self._model.save_pretrained(encoder, state_dict=state)
+        self._tokenizer.save_pretrained(tokenizer)
+        return type(self._model).__name__, type(self._tokenizer).__name__
+
     def batches(self, ids: Sequence[Sequence[int]]) -> list[list[int]]:
         """Group token numbers by their length, so that one group is one call of `forward`; return the indices."""
         return in_batches([len(numbers) for numbers in ids], lambda length: MAX_BATCH_TOKENS // length)

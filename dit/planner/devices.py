@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from dit.backends.device import PEAK_FLOPS
+
 
 @dataclass(frozen=True)
 class Device:
@@ -42,7 +44,7 @@ FIXED_FACTOR = 1.05
 H100 = Device(
     "h100",
     memory_bytes=80e9,
-    peak_flops=989e12,
+    peak_flops=PEAK_FLOPS["H100"],
     matmul_flops=707e12,
     attention_flops=535e12,
     memory_bandwidth=2.9e12,
@@ -52,7 +54,7 @@ H100 = Device(
 H200 = Device(
     "h200",
     memory_bytes=141e9,
-    peak_flops=989e12,
+    peak_flops=PEAK_FLOPS["H200"],
     matmul_flops=H100.matmul_flops,
     attention_flops=H100.attention_flops,
     memory_bandwidth=4.3e12,
@@ -62,7 +64,7 @@ H200 = Device(
 B200 = Device(
     "b200",
     memory_bytes=180e9,
-    peak_flops=2250e12,
+    peak_flops=PEAK_FLOPS["B200"],
     matmul_flops=H100.matmul_flops * 2250 / 989,
     attention_flops=H100.attention_flops * 2250 / 989,
     memory_bandwidth=6.9e12,

@@ -27,6 +27,7 @@ from dit.objectives.base import Objective
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer import master_weights as optim
 from dit.optimizer.master_weights import MasterShard, master_shards
+from dit.optimizer.part_norms import PartNorms
 from dit.optimizer.update import Update, build_update
 from dit.parallel.build import build_model, build_optimizer, wrap
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
@@ -224,7 +225,7 @@ def train(
         report: reports gradients and weights; `Report` if None.
 
     Returns:
-        `losses`, `grad_norms` and `loss_scales` of every step, and the results of `report`.
+        `losses`, `grad_norms` and `loss_scales` of every step, `part_norms` of the first, and the results of `report`.
     """
     report = report or Report()
     session = build(trial)
@@ -251,6 +252,9 @@ def train(
         result["loss_scales"].append(1.0 if scale is None else scale.value)
         overflowed = scale is not None and scale.settle()
         if step == 0:
+            norms = PartNorms(optimizer, session.shards)
+            norms.measure(step)
+            result["part_norms"] = norms.take()
             result |= report.gradients(session)
         if not overflowed:
             session.update(result["grad_norms"][-1], step + 1)

@@ -73,6 +73,7 @@ OTHER: dict[str, Any] = {
     "class_dropout": 0.9,
     "context_size": 20,
     "context_dropout": 0.9,
+    "null_text": "empty",
     "pooled_size": 9,
     "hidden_size": 64,
     "num_layers": lambda value: 2 * value,

@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +10,12 @@ import torch
 from diffusers import (
     AutoencoderKL,
     DDIMScheduler,
-    DiTPipeline,
     DiTTransformer2DModel,
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from dit.checkpoint.full_weights import read_full_weights
@@ -28,7 +26,6 @@ from dit.convert.diffusers_unet import DOWN, UP
 from dit.convert.run_record import objective_of
 from dit.data_api import sample_id
 from dit.encoders.text import load_text_encoders
-from dit.errors import ConfigError
 from dit.inference.drawing import draw
 from dit.inference.generator import Generator
 from dit.layout import SequenceLayout
@@ -76,12 +73,12 @@ def tiny(num_classes: int = 7, out_channels: int | None = None) -> DiTConfig:
     )
 
 
-def exported(folder: Path, model: DiTConfig, objective: Objective, **options: Any) -> tuple[TrainedModel, dict]:
+def exported(folder: Path, model: DiTConfig, objective: Objective) -> tuple[TrainedModel, dict]:
     """Export random weights; return what was said about them, and the weights under our names."""
     names = [f"class {i}" for i in range(model.num_classes or 0)]
     trained = TrainedModel(model, objective, (1, 8, 8), {}, class_names=names)
     weights = random_weights(parameter_shapes(model))
-    write_diffusers_folder(trained, lambda: weights, folder, **{"pipeline": False, **options})
+    write_diffusers_folder(trained, lambda: weights, folder)
     return trained, weights
 
 
@@ -114,45 +111,6 @@ def test_the_loop_on_the_page_draws_what_our_sampler_draws(
     found = namespace["sample"](str(folder), str(folder), LABELS, steps, 2.5, noise)
     assert relative_error(found, expected) <= RTOL
     assert relative_error(found, noise) > 0.1
-
-
-class NoVAE(nn.Module):
-    """Latents are the picture."""
-
-    config = SimpleNamespace(scaling_factor=1.0)
-
-    def decode(self, latents: Tensor) -> SimpleNamespace:
-        return SimpleNamespace(sample=latents)
-
-
-def test_dit_pipeline_runs_an_exported_folder(build_model: BuildModel, tmp_path: Path, monkeypatch: Any):
-    """DDPM of 1000 steps and classes, the numbers of DiTPipeline: guidance, variance and names included."""
-    folder = tmp_path / "pipe"
-    trained, weights = exported(folder, tiny(1000, 8), DDPM(discrete_steps=1000), pipeline=True)
-    noise, expected = ours(build_model, trained, weights, "ddim", 4, 4.0)
-    index = json.loads((folder / "model_index.json").read_text())
-    assert index["_class_name"] == "DiTPipeline"
-    parts = {
-        "transformer": DiTTransformer2DModel.from_pretrained(folder / "transformer"),
-        "scheduler": DDIMScheduler.from_pretrained(folder / "scheduler"),
-    }
-    pipe = DiTPipeline(**parts, vae=NoVAE(), id2label={int(i): name for i, name in index["id2label"].items()})
-    pipe.set_progress_bar_config(disable=True)
-    monkeypatch.setattr("diffusers.pipelines.dit.pipeline_dit.randn_tensor", lambda **_: noise)
-    labels = pipe.get_label_ids([f"class {i}" for i in LABELS])
-    found = pipe(labels, guidance_scale=4.0, num_inference_steps=4, output_type="np").images
-    pixels = (expected / 2 + 0.5).clamp(0, 1).movedim(1, -1)
-    assert pixels.std() > 0.1
-    assert relative_error(torch.from_numpy(found), pixels) <= RTOL
-
-
-@pytest.mark.parametrize(
-    ("classes", "objective"), [(7, DDPM(discrete_steps=1000)), (1000, FlowMatching()), (1000, DDPM())]
-)
-def test_a_pipeline_that_could_not_run_is_refused(tmp_path: Path, classes: int, objective: Objective):
-    with pytest.raises(ConfigError, match="--pipeline: DiTPipeline runs DDPM of 1000 steps with 1000 classes"):
-        exported(tmp_path / "out", tiny(classes), objective, pipeline=True)
-    assert not (tmp_path / "out").exists()
 
 
 def test_diffusers_takes_the_folder_without_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):

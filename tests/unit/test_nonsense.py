@@ -25,7 +25,8 @@ from dit.safe_files import parse_yaml, read_array
 from dit.sampling.prompt_file import read_prompts
 from energon_data.contents import Contents
 from energon_data.folder import check_folder
-from energon_data.prepare.listing import list_folder, read_tar
+from energon_data.prepare.archives import read_tar
+from energon_data.prepare.folders import list_folder
 from energon_data.prepare.tensors import read_archive
 from energon_data.samples import SampleError, unseal
 from launch import nemo_config

@@ -81,6 +81,9 @@ class LDMUNetConfig(ModelConfig):
     def without_adapters(self) -> Self:
         return replace(self, lora=None)
 
+    def with_adapters(self, lora: LoRAConfig) -> Self:
+        return replace(self, lora=lora)
+
     @property
     def input_features(self) -> int:
         """Channels of the input of the network: those of a latent and of a control picture."""

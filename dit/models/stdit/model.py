@@ -29,7 +29,7 @@ class STDiT(TokenStack[STDiTConfig]):
     arXiv:2310.00426. Deviations from Open-Sora: the tables of shift, scale and gate start at zero, as in adaLN-Zero; so
     does the output projection of every cross-attention, in place of all of a temporal block; `qk_layernorm` holds for
     cross-attention, too, there for self-attention alone; images and clips share a pack; a dropped text is one null
-    token.
+    token, unless `null_text=empty`.
     """
 
     fsdp_units = (STDiTLayer,)
@@ -42,7 +42,7 @@ class STDiT(TokenStack[STDiTConfig]):
         self.rotary_time = config.rotary(time_only=True) if config.temporal_rope else self.rotary
         self.conditioner = cross_conditioner(config, provider)
         self.modulation = SharedModulation(size, config.attentions_per_layer + 1, provider)
-        self.text = TextTokens(config.context_size, provider)
+        self.text = TextTokens(config.context_size, provider, learned_null=config.null_text == "learned")
         self.text_projection = TextProjection(config.context_size, size, provider)
         if stage.first:
             self.embed = PatchEmbedding(config.token_channels, size, provider)

@@ -431,7 +431,12 @@ _SAFE = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
 
 @pytest.mark.parametrize(
     ("folder", "command"),
-    [("letters", "letters"), ("letters_text", "letters --text-encoder"), ("moving_letters", "moving_letters --text")],
+    [
+        ("letters", "letters"),
+        ("letters_text", "letters --text-encoder"),
+        ("moving_letters", "moving_letters --text"),
+        ("mine", "images --in PICTURES"),
+    ],
 )
 def test_a_missing_folder_is_rendered_only_where_a_command_does(tmp_path: Path, folder: str, command: str) -> None:
     with pytest.raises(DataError, match=rf"`python -m energon_data\.prepare {command}.* --out {tmp_path}/{folder}`"):

@@ -49,6 +49,10 @@ class Numbers(Samples):
         return Sample(torch.full((1, side, 4), float(index)), {"label": index})
 
 
+def test_an_epoch_is_what_is_not_held_out() -> None:
+    assert Numbers(count=20, validation_samples=3).epoch_samples() == 17
+
+
 def stream(data: Samples, spec: BatchSpec = SPEC, *, rank: int = 0, ranks: int = 1, seed: int = 5) -> Iterator:
     return data.build_train(spec, dp_rank=rank, dp_size=ranks, seed=seed, log_dir=None, micro_batches_per_step=4)
 

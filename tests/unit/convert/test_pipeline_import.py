@@ -9,8 +9,8 @@ import torch
 from diffusers import DDIMScheduler
 
 from dit.convert.diffusers_format import TrainedModel
-from dit.convert.diffusers_pipeline import complete, network_folder, read_schedule
 from dit.convert.diffusers_sampling import scheduler_config
+from dit.convert.pipeline_import import complete, network_folder, read_schedule
 from dit.errors import ConfigError
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.objectives.ddpm import DDPM
