@@ -47,8 +47,8 @@ def check_start(folder: Path, fingerprint: dict[str, Any], *, adapters: bool = F
     """Check that a run can start from a checkpoint, and return the slot to read: the average if it has one.
 
     Args:
-        fingerprint: fingerprint of the model without adapters and without parameters of a learned uncertainty, or of the
-            adapters.
+        fingerprint: fingerprint of the model without adapters and without parameters of a learned uncertainty, or of
+            the adapters.
         adapters: whether the checkpoint has these adapters.
 
     Raises:
