@@ -1,4 +1,4 @@
-"""Print text on a terminal without the control characters that names, errors and records of strangers may have."""
+"""Terminal output without control characters, which names, errors and records from untrusted sources may contain."""
 
 import logging
 import multiprocessing
@@ -6,15 +6,15 @@ import os
 import sys
 from typing import Optional, TextIO
 
-KEPT = "\n\t"
-"""Control characters that are printed."""
+ALLOWED_CONTROLS = "\n\t"
+"""Control characters that are printed unchanged."""
 
 
-def printable(text: str, kept: str = KEPT) -> str:
-    """Replace characters that a terminal executes or hides, such as escape sequences: spaces by " ", others by "?".
+def printable(text: str, kept: str = ALLOWED_CONTROLS) -> str:
+    """Replace characters that a terminal executes or hides, such as escape sequences: whitespace by " ", others by "?".
 
     Args:
-        kept: control characters that stay.
+        kept: control characters that are not replaced.
     """
     if text.isprintable():
         return text
@@ -41,10 +41,10 @@ class _Stderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             echo(self.format(record), file=sys.stderr, flush=True)
-        except Exception:  # as every handler of `logging`: a message that cannot be printed ends no run
+        except Exception:  # as in every `logging` handler: a message that cannot be printed must not stop a run
             self.handleError(record)
 
 
 def log_to_stderr(level: int = logging.WARNING) -> None:
-    """Print the messages of the log from this level on; does nothing if the log already has a destination."""
+    """Print log messages of at least this level; does nothing if logging is already configured."""
     logging.basicConfig(level=level, format="%(message)s", handlers=[_Stderr()])

@@ -25,7 +25,7 @@ from dit.settings import CheckpointConfig, SamplingConfig, TrainingConfig
 
 
 def read_full_weights(folder: Path, slot: str) -> dict[str, Tensor]:
-    """Read every parameter of a verified checkpoint in full, float32, on this one process; without an uncertainty.
+    """Read every parameter of a verified checkpoint, unsharded, in float32; parameters of an uncertainty are skipped.
 
     Args:
         slot: `ema` or `weight`.
@@ -54,9 +54,9 @@ def write_imported(
         weights: every parameter of `trained.model`, by global name; of its adapters if it has some.
         trained: the model, its objective, and the metadata for sampling.
         sampling: defaults of the sample command.
-        source: where they came from, for the record.
+        source: origin of the weights, recorded in the manifest.
         base: of adapters, as in `Manifest.base`.
-        autoencoder: decodes samples, see `dit.encoders.vae`; None if it is not known.
+        autoencoder: decodes samples, see `dit.encoders.vae`; None if unknown.
 
     Returns:
         The checkpoint's folder.

@@ -1,4 +1,4 @@
-"""Start a new run from the weights of another one: the next stage of a training, or fine-tuning."""
+"""Start a new run from the weights of another one: for the next stage of training, or for fine-tuning."""
 
 from contextlib import ExitStack
 
@@ -15,13 +15,13 @@ from dit.optimizer.master_weights import copy_masters_to_model
 
 @torch.no_grad()
 def start_from(path: str, state: TrainState) -> None:
-    """Read another run's weights into the masters, the average and the model, on any layout; every rank calls this.
+    """Load another run's weights into master weights, average and model, under any layout; every rank calls this.
 
     A run of adapters takes those of another run. From a full model it takes none: `load_base` has read the weights.
 
     Step, optimizer state and data position do not change.
 
-    An uncertainty that one of the two runs learns is left out: it is of an objective, and starts anew.
+    Parameters of a learned uncertainty are not loaded: they belong to the objective, and are initialised again.
 
     Args:
         path: a run folder (its newest valid checkpoint is used) or one checkpoint folder; the average is read if
@@ -29,7 +29,7 @@ def start_from(path: str, state: TrainState) -> None:
 
     Raises:
         CheckpointError: there is no valid checkpoint.
-        ConfigError: it belongs to another model, has adapters alone, or has adapters of another rank or other layers.
+        ConfigError: it belongs to another model, has only adapters, or has adapters of another rank or other layers.
     """
     with ExitStack() as reading:
         folder = find_folder_together(path, state.groups, reading)

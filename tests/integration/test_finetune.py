@@ -249,10 +249,10 @@ def test_comfyui_gets_the_layers_of_the_original_code(ended: dict[str, Any], fol
     [
         ("full as adapters", ["has a full model and no adapters"]),
         ("no base", ["model.lora trains adapters beside", "checkpoint.start_from=RUN_DIR"]),
-        ("on adapters", ["has adapters (LoRA) alone", "/base/"]),
+        ("on adapters", ["has only adapters (LoRA) for the weights of", "/base/"]),
         ("other rank", ["lora_A.weight"]),
         ("lora on lora", ["has adapters itself"]),
-        ("other base", ["has adapters (LoRA) beside the weights of", "checkpoint.start_from="]),
+        ("other base", ["has adapters (LoRA) for the weights of", "checkpoint.start_from="]),
     ],
 )
 def test_what_does_not_go_together_is_refused(ended: dict[str, Any], name: str, said: list[str]) -> None:

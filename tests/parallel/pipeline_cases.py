@@ -13,7 +13,7 @@ from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
 from dit.settings import SamplingConfig
-from dit.verify.trial import Built, gathered, of_all_stages, whole
+from dit.verify.trial import Built, gathered, of_all_stages, unshard
 
 
 def forget_conditioners(chunks: list) -> None:
@@ -109,9 +109,9 @@ def _state(it: Built, ema) -> dict:
         shard.ensure_state()
         slots = {"weight": shard.main, "ema": average, **{slot: shard.state[slot] for slot in SLOTS}}
         for slot, values in slots.items():
-            named.append((f"{slot}.{shard.name}", whole(gathered(shard, values), shard.parameter, it.groups)))
+            named.append((f"{slot}.{shard.name}", unshard(gathered(shard, values), shard.parameter, it.groups)))
     for chunk in it.chunks:
-        named += [(f"model.{name}", whole(p.data, p, it.groups)) for name, p in chunk.named_parameters()]
+        named += [(f"model.{name}", unshard(p.data, p, it.groups)) for name, p in chunk.named_parameters()]
     tensors, drifted = of_all_stages(named, it.groups)
     shapes = global_shapes(parameters_of(it.shards), it.groups)
     return {"tensors": tensors, "drifted": drifted, "step": get_step_count(it.optimizer), "shapes": shapes}
@@ -151,7 +151,7 @@ def load(case: dict) -> dict:
         Path(case["save_to"]).mkdir(parents=True, exist_ok=True)
         save_state(Path(case["save_to"]), it.shards, ema, it.optimizer, it.groups)
     load_weights(Path(case["folder"]), it.chunks, it.groups, slot="ema")
-    named = [(name, whole(p.data, p, it.groups)) for chunk in it.chunks for name, p in chunk.named_parameters()]
+    named = [(name, unshard(p.data, p, it.groups)) for chunk in it.chunks for name, p in chunk.named_parameters()]
     found["ema_weights"], _ = of_all_stages(named, it.groups)
     process_groups.release()
     return found

@@ -349,8 +349,8 @@ MUTANTS = (
     Mutant(
         "own data: a class of one sample makes a model of classes",
         "energon_data/contents.py",
-        'found["labelled"] == sum(',
-        'found["labelled"] <= sum(',
+        'description["labelled"] == sum(',
+        'description["labelled"] <= sum(',
         (OWN_DATA,),
     ),
     Mutant(

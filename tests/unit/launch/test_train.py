@@ -84,7 +84,7 @@ def test_torchrun_reports_a_failure_before_the_ranks_that_it_stops(tmp_path, mon
         (["--factory", "tiny_dit", "--yes", "training.hidden_size=3"], ["did you mean model.hidden_size?"]),
         (["--factory", "tiny_dit", "--num_steps=5"], ["without dashes", "training.num_steps=VALUE"]),
         (["--factory", "tiny_dit", "--yes", "optimizer.lr=-1"], ["optimizer.lr=-1.0", "at least 0"]),
-        (["--factory", "tiny_dit", "--yes", "training.run_dir='\0'"], ["training.run_dir", "names no folder"]),
+        (["--factory", "tiny_dit", "--yes", "training.run_dir='\0'"], ["training.run_dir", "is not a path"]),
         (["--factory", OWN, "--yes", "model.hiden_size=3"], ["model.hiden_size", "model.hidden_size"]),
         (["--factory", OWN, "--yes", "modle.hidden_size=3"], ["modle", "model?"]),
         (["--factory", OWN, "--yes", "lr=3"], ["optimizer.lr?"]),
