@@ -198,4 +198,4 @@ def test_other_tensors_are_named(tmp_path: Path) -> None:
     turned = weights | {name: weights[name].transpose(2, 3).contiguous()}
     assert f"{name} is [128, 128, 7, 1], expected [128, 128, 1, 7]" in refusal(turned)
     assert "AuxLogits2.x is not a tensor of the network" in refusal(weights | {"AuxLogits2.x": torch.zeros(1)})
-    assert "holds tensors such as a, which are not those of Inception v3" in refusal({"a": torch.zeros(1)})
+    assert "has tensors such as a, which are not those of Inception v3" in refusal({"a": torch.zeros(1)})
