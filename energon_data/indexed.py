@@ -7,6 +7,7 @@
 """
 
 import math
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -75,11 +76,11 @@ class Samples(DataConfig):
     num_streams: Optional[int] = None
     background: bool = True
 
-    def __len__(self) -> int:
-        raise NotImplementedError(f"{type(self).__name__} needs __len__")
+    @abstractmethod
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Sample:
-        raise NotImplementedError(f"{type(self).__name__} needs __getitem__")
+    @abstractmethod
+    def __getitem__(self, index: int) -> Sample: ...
 
     @property
     def origin(self) -> str:
