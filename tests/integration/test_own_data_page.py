@@ -80,7 +80,7 @@ def test_two_commands_lead_to_decoded_samples(tmp_path):
     ended = follow(tmp_path, [prepare, train])
     assert "skipped, other_kind: 3; clip0.mp4: `prepare folder` takes pictures and videos" in ended[prepare].out
     drawn = grid(tmp_path, "runs/mine/samples/step_0000002/ema.png")
-    assert drawn.size == (4 + 2 * (64 + 4), 4 + 64 + 16 + 4)
+    assert drawn.size == (4 + 2 * (64 + 4), 4 + 64 + 2 * 16 + 4)  # captions of two lines
     assert np.asarray(drawn)[24:80].std() > 0
 
 

@@ -176,7 +176,7 @@ def test_rows_without_a_picture_or_with_a_damaged_one_are_named_and_the_others_s
 def test_a_column_or_split_that_does_not_exist_is_one_line(tmp_path, capsys, words, says):
     assert prepare(parquet_file(tmp_path), tmp_path / "out", *words) == EXIT_CONFIG
     assert says in (said := capsys.readouterr().err)
-    assert said.count("\n") == 1
+    assert said.count("\n") == 2  # with "preparing ..."
     assert not list(tmp_path.glob("*out*"))
 
 
@@ -195,7 +195,7 @@ def test_a_damaged_file_is_one_line(tmp_path, capsys):
     source.write_bytes(source.read_bytes()[:200])
     assert prepare(source, tmp_path / "out") in (EXIT_CONFIG, EXIT_DATA)
     said = capsys.readouterr().err
-    assert said.count("\n") == 1
+    assert said.count("\n") == 2  # with "preparing ..."
     assert "x.parquet cannot be" in said
 
 
@@ -204,7 +204,7 @@ def test_code_of_a_data_set_is_not_run(tmp_path, capsys):
     folder.mkdir()
     (folder / "scripted.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     assert prepare(folder, tmp_path / "out") == EXIT_CONFIG
-    assert capsys.readouterr().err.count("\n") == 1
+    assert capsys.readouterr().err.count("\n") == 2  # with "preparing ..."
     assert not (tmp_path / "ran").exists()
 
 
@@ -219,7 +219,7 @@ def test_a_name_on_the_hub_without_a_network_is_one_line(tmp_path, capsys, monke
     assert prepare(name, tmp_path / "out") == EXIT_CONFIG
     assert says in (said := capsys.readouterr().err)
     assert name in said
-    assert said.count("\n") == 1
+    assert said.count("\n") == 2  # with "preparing ..."
 
 
 def test_an_interrupted_preparation_goes_on_to_the_same_bytes(tmp_path):

@@ -116,7 +116,7 @@ def test_a_folder_that_states_no_repeats_is_refused_by_name(tmp_path, capsys, na
     assert prepare(tmp_path / "img", tmp_path / "out", "--repeats") == EXIT_DATA
     assert says in (said := capsys.readouterr().err)
     assert f"img/{name}" in said
-    assert said.count("\n") == 1
+    assert said.count("\n") == 2  # with "preparing ..."
 
 
 def test_a_file_outside_of_the_folders_is_refused(tmp_path, capsys):

@@ -188,7 +188,7 @@ def test_numbers_that_cannot_be_those_of_the_rows_are_refused(tmp_path, capsys, 
         file.write(line)
     assert prepare(source, tmp_path / "out", "--list", str(tmp_path / "cc3m.tsv"), command="images") == EXIT_DATA
     assert says in (said := capsys.readouterr().err)
-    assert said.count("\n") == 1
+    assert said.count("\n") == 2  # with "preparing ..."
 
 
 # Lists of other names, and hints to other commands.

@@ -116,7 +116,7 @@ def test_heic_without_its_reader_is_refused_with_the_command_that_installs_it(tm
     assert prepare(source, tmp_path / "out", command="images") == EXIT_CONFIG
     assert "IMG_1.HEIC and 0 other files: HEIC needs pillow-heif" in (said := capsys.readouterr().err)
     assert "pip install -e '.[heic]'" in said
-    assert said.count("\n") == 1
+    assert said.count("\n") == 2  # with "preparing ..."
     with pytest.raises(SampleError, match="needs pillow-heif"):
         open_picture(data)
 
