@@ -17,11 +17,11 @@ from dit.layout import SequenceLayout
 
 @dataclass(frozen=True)
 class RawSamples:
-    """What encoders on the training device turn into latents and texts: `dit.encoders.online`.
+    """Pixels and captions that `dit.encoders.online` encodes on the training device.
 
     Attributes:
-        pixels: `[3, T, H, W]` uint8 of each sample, before any repetition of an image; None if the pack has latents.
-        captions: of each sample; None if the pack has embeddings.
+        pixels: `[3, T, H, W]` uint8 of each sample, before an image is repeated in time; None if the pack has latents.
+        captions: caption of each sample; None if the pack has embeddings.
     """
 
     pixels: Optional[tuple[Tensor, ...]] = None
@@ -40,19 +40,19 @@ class PackedBatch:
     Attributes:
         latents_TC: clean latents, patchified, dimensionless after VAE scale and shift.
         positions_T3: (t, h, w) patch index of each token, int64.
-        layout: of the samples on the token axis.
-        sample_ids_S: 63-bit id of each sample, int64; a part of the counter of its noise.
-        grids: (t, h, w) in patches of each sample, on the host.
+        layout: layout of the samples on the token axis.
+        sample_ids_S: 63-bit id of each sample, int64; part of the counter from which its noise is generated.
+        grids: (t, h, w) of each sample in patches, on the host.
         keys: name of each sample, for messages.
-        conditions: the inputs of the network besides the latents, by name.
+        conditions: inputs of the network other than the latents, by name.
         loss_weight_S: weight of each sample in the loss, float32; None for ones.
-        draws_S: number of each sample's draw from the training data, int64; it is unique in a step and distinguishes
-            copies of a sample. None for data that are read once, such as held-out data.
-        dropout_S: key of each sample's dropout of activations, int64; None outside training, where nothing is dropped.
-        repeated: another rank has this micro-batch, too. Held-out passes repeat micro-batches so that all ranks run the
-            same number of forward passes; a repeated one does not count in any sum.
-        raw: what is still to be encoded; None for nothing. Until then `latents_TC` are zeros where pixels are to become
-            latents, and the texts' conditions are missing.
+        draws_S: draw number of each sample in the training data, int64. It is unique in a step and distinguishes
+            copies of a sample. None for data that are read once, such as validation data.
+        dropout_S: dropout key of each sample, int64; None outside training, which disables dropout.
+        repeated: whether another rank also has this micro-batch. Validation repeats micro-batches so that all ranks run
+            the same number of forward passes; repeated ones are excluded from all sums.
+        raw: pixels and captions that are not encoded yet; None if there are none. Before encoding, `latents_TC` is zero
+            for samples with pixels, and the text conditions are missing.
     """
 
     latents_TC: Tensor
@@ -69,14 +69,14 @@ class PackedBatch:
     raw: Optional[RawSamples] = None
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedBatch":
-        """Move every tensor to `device`; with `non_blocking` the device goes on with earlier work meanwhile.
+        """Move every tensor to `device`, asynchronously if `non_blocking` is True.
 
         Raises:
-            BatchError: the pack is still to be encoded.
+            BatchError: the pack is not encoded yet.
         """
         if self.raw is not None:
             raise BatchError(
-                f"the pack of {', '.join(self.keys[:3])}, ... holds pixels or captions; encode it first "
+                f"the pack of {', '.join(self.keys[:3])}, ... contains raw pixels or captions; encode it first "
                 "(dit.encoders.online.batch_encoder)"
             )
         parts: dict[str, Any] = {}
@@ -90,15 +90,15 @@ class PackedBatch:
                 parts[part.name] = value.to(device)
         return replace(self, **parts)
 
-    def validate(self, wanted: Sequence[Condition] = (), *, patch_volume: int = 1) -> "PackedBatch":
-        """Check the batch against its own layout and the conditions a model takes; return it.
+    def validate(self, required: Sequence[Condition] = (), *, patch_volume: int = 1) -> "PackedBatch":
+        """Check the batch against its layout and the conditions of a model, and return it.
 
         Args:
-            wanted: the model's conditions.
+            required: the model's conditions.
             patch_volume: latent positions in a patch of the model.
 
         Raises:
-            BatchError: lengths disagree, a condition is missing or of another shape, or a class is out of range.
+            BatchError: lengths disagree, a condition is missing or has the wrong shape, or a class is out of range.
         """
         S, T = self.layout.num_samples, self.layout.total_tokens
         sizes = {
@@ -112,37 +112,37 @@ class PackedBatch:
             value = getattr(self, name)
             if value is not None:
                 sizes[name] = (len(value), S)
-        wrong = [f"{k} has {have} rows, needs {need}" for k, (have, need) in sizes.items() if have != need]
+        errors = [f"{name} has {rows} rows, needs {need}" for name, (rows, need) in sizes.items() if rows != need]
         for grid, length, key in zip(self.grids, self.layout.lengths, self.keys):
             if grid[0] * grid[1] * grid[2] != length:
-                wrong.append(f"sample {key!r} has grid {grid} but {length} tokens")
-        wrong.extend(self.conditions.problems(wanted, self.layout, self.keys, patch_volume))
-        if wrong:
-            raise BatchError("; ".join(wrong))
+                errors.append(f"sample {key!r} has grid {grid} but {length} tokens")
+        errors.extend(self.conditions.problems(required, self.layout, self.keys, patch_volume))
+        if errors:
+            raise BatchError("; ".join(errors))
         return self
 
     def dense(self, x_TC: Tensor) -> Tensor:
-        """Return tokens of all samples as one dense `[S, t, h, w, C]` tensor, for convolutional backbones.
+        """Return the tokens of all samples as one dense `[S, t, h, w, C]` tensor, for convolutional backbones.
 
-        Without padding it is a view: with patch 1, `dense(x)[:, 0].permute(0, 3, 1, 2)` are channels-last pictures
-        without a copy. `layout.insert_padding(y.flatten(0, 3))` turns them into tokens again.
+        The result is a view if the pack has no padding; with patch size 1, `dense(x)[:, 0].permute(0, 3, 1, 2)` is then
+        a channels-last image batch. `layout.insert_padding(y.flatten(0, 3))` is the inverse.
 
         Args:
-            x_TC: values of all tokens of the pack; those of padding are dropped.
+            x_TC: values of all tokens of the pack, padding included.
 
         Raises:
-            BatchError: the samples differ in shape, or they are split over ranks.
+            BatchError: the samples have different shapes or are split over ranks.
         """
         if len(set(self.grids)) != 1 or self.layout.local_indices is not None:
             raise BatchError(
                 f"a convolutional backbone needs complete samples of one shape, got grids {sorted(set(self.grids))}"
-                f"{'' if self.layout.local_indices is None else ', of which this rank has a part'}; bucket the data by "
+                f"{'' if self.layout.local_indices is None else ', split over ranks'}; bucket the data by "
                 "shape (data.bucket_by_shape=True) and leave parallel.context_parallel_size at 1"
             )
         return self.layout.without_padding(x_TC).view(self.layout.num_samples, *self.grids[0], x_TC.shape[1])
 
     def unpatchified(self, x_TC: Tensor, patch_temporal: int, patch_spatial: int) -> list[Tensor]:
-        """Return the latent of each sample, `[C, T, H, W]`, from tokens of the pack."""
+        """Return the latent of each sample, `[C, T, H, W]`, from the tokens of the pack."""
         from dit.patchify import unpatchify
 
         return [

@@ -21,10 +21,10 @@ class BatchSpec:
     Attributes:
         patch_temporal, patch_spatial: patch sizes, from the model.
         latent_channels: channels of a latent before patchifying, from the model.
-        conditions: those of the model.
-        micro_batch_size: samples per micro-batch when not packing.
-        multiple_of: every sample is padded to a multiple of this many tokens (context and sequence parallel).
-        attention_tokens: tokens of a sample whose attention costs about as much as the rest of the model.
+        conditions: conditions of the model.
+        micro_batch_size: samples per micro-batch without packing.
+        multiple_of: every sample is padded to a multiple of this number of tokens (context and sequence parallelism).
+        attention_tokens: sample length at which attention costs about as much as the rest of the model.
     """
 
     patch_temporal: int
@@ -37,7 +37,7 @@ class BatchSpec:
 
     @property
     def patch(self) -> tuple[int, int]:
-        """Sides of a patch in time and in space."""
+        """(temporal, spatial) patch size."""
         return self.patch_temporal, self.patch_spatial
 
     @property
@@ -46,18 +46,18 @@ class BatchSpec:
         return self.patch_temporal * self.patch_spatial**2
 
     def condition(self, name: str) -> Optional[Condition]:
-        """Return the condition of this name, None if the model does not take it."""
+        """Return the condition of this name, or None if the model does not have it."""
         return next((condition for condition in self.conditions if condition.name == name), None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OnlineEncoding:
-    """What is encoded on the training device, between stream and objective.
+    """Encoders that run on the training device, after the data stream and before the objective.
 
     Attributes:
-        vae: autoencoder of the pixels, see `dit.encoders.vae.Geometry.read`; None if the samples hold latents.
-        text_encoder: encoders of the captions, see `dit.encoders.text_config`; None if the samples hold embeddings.
-        precision: of the encoders' weights and activations.
+        vae: autoencoder for pixels, see `dit.encoders.vae.Geometry.read`; None if the samples are latents.
+        text_encoder: encoders for captions, see `dit.encoders.text_config`; None if the samples have embeddings.
+        precision: precision of the encoders' weights and activations.
         max_text_tokens: longer texts are truncated; None for no limit.
     """
 
@@ -69,12 +69,12 @@ class OnlineEncoding:
 
 @dataclass
 class SampleCounts:
-    """Samples that were read so far, by kind: `image`, or `clip` for those longer than a patch in time.
+    """Number of samples read so far by kind: `image`, or `clip` for samples longer than one patch in time.
 
     Attributes:
         used: number by kind.
         dropped: number by reason and kind; the kind is empty if the sample was not decoded.
-        examples: the first dropped sample of each reason, in words.
+        examples: description of the first dropped sample of each reason.
     """
 
     used: Counter[str] = field(default_factory=Counter)
@@ -107,38 +107,41 @@ class DataStream(Protocol):
     def __next__(self) -> PackedBatch: ...
 
     def state_dict(self) -> dict[str, Any]:
-        """Return positions under `streams`, by global stream number, in plain containers; every stream on some rank."""
+        """Return the positions under `streams`, by global stream number, in plain containers.
+
+        The states of all ranks together must contain every stream.
+        """
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a union of `state_dict`s; called before the first `next`."""
+        """Continue from the union of all ranks' `state_dict`s; called before the first `next`."""
 
     def sample_counts(self) -> SampleCounts:
-        """Return how many samples were used and dropped so far; none of streams that another rank counts."""
+        """Return the counts of used and dropped samples so far, without streams that another rank counts."""
 
     def samples_per_s(self) -> float:
-        """Return how many samples this rank's loader makes in a second of work, since the last call."""
+        """Return the samples that this rank's loader produced per second of work since the last call."""
 
     def late(self) -> int:
-        """Return how many micro-batches since the last call were not there when they were asked for."""
+        """Return the number of micro-batches since the last call that the training loop had to wait for."""
 
     def close(self) -> None: ...
 
 
 @dataclass(kw_only=True)
 class DataConfig(ABC):
-    """A data source. `validate` and the builders raise `DataError` or `ConfigError` with the cure."""
+    """A data source. `validate` and the builders raise `DataError` or `ConfigError`; the message includes the cure."""
 
     @abstractmethod
     def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
-        """Check the settings without reading data, as a dry run does; arguments as in `validate`."""
+        """Check the settings without reading data, for dry runs; arguments as in `validate`."""
 
     def mixes_shapes(self, spec: BatchSpec) -> bool:
-        """Return whether samples of different shapes may share a micro-batch; not every backbone supports it."""
+        """Return whether samples of different shapes may share a micro-batch, which some backbones do not support."""
         return True
 
     @abstractmethod
     def validate(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
-        """Check settings, folder, sizes and stream count before anything is built.
+        """Check the settings, folder, sizes and number of streams before anything is built.
 
         Args:
             micro_batches_per_step: micro-batches of one optimizer step over all data-parallel ranks.
@@ -155,7 +158,7 @@ class DataConfig(ABC):
         log_dir: Optional[str],
         micro_batches_per_step: int = 1,
     ) -> DataStream:
-        """Build this rank's endless stream; dropped samples are logged to `log_dir` if it is given.
+        """Build this rank's endless stream; log dropped samples to `log_dir` unless it is None.
 
         Args:
             micro_batches_per_step: as in `validate`.
@@ -163,10 +166,10 @@ class DataConfig(ABC):
 
     @abstractmethod
     def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
-        """Build a finite pass over the held-out part, with the same samples at every call and on any layout.
+        """Build a finite pass over the validation samples, the same at every call and under every parallel layout.
 
-        The samples are split over the ranks. Every rank gets the same number of micro-batches; those that only make the
-        number equal are marked as `PackedBatch.repeated`.
+        The samples are split over the ranks. Every rank gets the same number of micro-batches; micro-batches that only
+        make the numbers equal have `PackedBatch.repeated` set.
         """
 
     @abstractmethod
@@ -174,30 +177,30 @@ class DataConfig(ABC):
         """Return the name of each class, or None for an unlabelled source."""
 
     def remarks(self, spec: BatchSpec) -> list[str]:
-        """Return which samples the settings will drop and which settings have no effect, one line each; reads a few."""
+        """Return warnings about samples that will be dropped and settings without effect; reads a few samples."""
         return []
 
     def stored_conditions(self) -> Optional[Collection[str]]:
-        """Return the names under which samples store values; None if they have all conditions of the model."""
+        """Return the names of the conditions in the samples; None if they have all conditions of the model."""
         return None
 
     def text_encoder(self) -> Optional[str]:
-        """Return the encoders of the texts, see `dit.encoders.text_config`, or None if they are not known."""
+        """Return the text encoders, see `dit.encoders.text_config`, or None if unknown."""
         return None
 
     def empty_text(self, condition: Condition) -> Optional[Tensor]:
-        """Return the embedding of the empty text, `[k, D]`; None if the encoders of `text_encoder` make it."""
+        """Return the embedding of the empty text, `[k, D]`; None if the encoders of `text_encoder` compute it."""
         return None
 
     def online_encoding(self) -> Optional[OnlineEncoding]:
-        """Return what the training device encodes; None if the samples hold latents and embeddings."""
+        """Return the encoders that run on the training device; None if the samples have latents and embeddings."""
         return None
 
     def identity(self) -> Mapping[str, Mapping[str, str]]:
-        """Return a text for each data set that changes with its samples, by field of this class and name of the set.
+        """Return a fingerprint of each data set's samples, by field of this class and name of the data set.
 
-        Every checkpoint stores these texts. A resume treats another text as a change of the field. Return an empty
-        dictionary if the settings determine the samples.
+        Every checkpoint stores the fingerprints. On resume, a different fingerprint counts as a change of the field.
+        Return an empty dictionary if the settings determine the samples.
         """
         return {}
 
@@ -206,25 +209,25 @@ class DataConfig(ABC):
         return None
 
     def attributions(self) -> list[str]:
-        """Return the lines that name the authors of the data, to be shown with samples; none if nobody asks for one."""
+        """Return the attribution lines to show with samples; empty if no licence requires one."""
         return []
 
     def autoencoder(self) -> Optional[str]:
-        """Return the autoencoder of `dit.encoders.vae` whose latents are trained on, or None if it is not known."""
+        """Return the autoencoder of the latents, see `dit.encoders.vae`, or None if unknown."""
         return None
 
 
 @dataclass(kw_only=True)
 class NoData(DataConfig):
-    """The data of imported weights: none."""
+    """Placeholder for imported weights, which have no data."""
 
     def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> NoReturn:
-        """Refuse to train.
+        """Raise an error, because imported weights have no data to train on.
 
         Raises:
             ConfigError: always.
         """
-        raise ConfigError("imported weights have no data; select a recipe, and start from them in another run")
+        raise ConfigError("imported weights have no data; select a recipe and start a new run from the weights")
 
     validate = check_settings
 
@@ -238,7 +241,7 @@ class NoData(DataConfig):
         log_dir: Optional[str],
         micro_batches_per_step: int = 1,
     ) -> DataStream:
-        """Never called: `check_settings` refuses to train."""
+        """Never called, because `check_settings` always raises."""
         raise AssertionError("no data to train on")
 
     def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
@@ -246,7 +249,7 @@ class NoData(DataConfig):
         return iter(())
 
     def class_names(self) -> None:
-        """Return None: the classes have no names."""
+        """Return None, because imported weights have no class names."""
 
 
 def sample_id(key: str) -> int:
@@ -255,31 +258,31 @@ def sample_id(key: str) -> int:
 
 
 def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the union of the `state_dict`s of all data-parallel ranks, to be loaded on any number of ranks.
+    """Return the union of the `state_dict`s of all data-parallel ranks, which loads on any number of ranks.
 
     Raises:
-        DataError: the states do not belong together.
+        DataError: the states differ in an entry other than `streams`.
     """
     heads = [{k: v for k, v in state.items() if k != "streams"} for state in states]
     if any(head != heads[0] for head in heads):
-        raise DataError(f"the data states of the ranks do not belong together: {heads}")
+        raise DataError(f"the data states of the ranks differ in entries other than streams: {heads}")
     return heads[0] | {"streams": {s: v for state in states for s, v in state.get("streams", {}).items()}}
 
 
 def check_resumed_streams(saved: Mapping[str, Any], resumed: Iterable[Collection[int]]) -> None:
-    """Check that the ranks of a resumed run continue the streams that were saved.
+    """Check that the ranks of a resumed run continue exactly the saved streams.
 
     Args:
-        saved: the union of the `state_dict`s that were loaded.
+        saved: the loaded state, the union of all ranks' `state_dict`s.
         resumed: streams in the `state_dict` of each rank after loading.
 
     Raises:
-        DataError: some are missing, or there are others, as when a data source has one stream for each rank.
+        DataError: the streams differ, for example because the data source has one stream per rank.
     """
     before, after = sorted(saved.get("streams", {})), sorted(set().union(*resumed))
     if before != after:
         raise DataError(
-            f"the data source saved the streams {before} and continues with {after}, so samples would be repeated or "
+            f"the data source saved the streams {before} and resumes with {after}, so samples would be repeated or "
             "lost; a data source must have the same streams on any number of ranks (see dit.data_api.DataStream), or "
-            "resume on as many ranks as before"
+            "resume on the previous number of ranks"
         )

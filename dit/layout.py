@@ -16,7 +16,7 @@ from torch.autograd.function import FunctionCtx
 from dit.errors import BatchError
 
 LONG = 128
-"""Samples of this many tokens on average are summed one by one, in many lanes; shorter ones in one call for all."""
+"""From this average sample length, `sum_tokens` makes one vectorised sum per sample; below it, one call for all."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class SequenceLayout:
     """The samples on a packed token axis (THD).
 
     Sample `i` has the tokens `[starts[i], starts[i] + padded_lengths[i])`. The first `lengths[i]` of them are real, the
-    others are its padding. Tokens behind the last sample, up to `total_tokens`, are the tail pad. Padding belongs to no
+    others are its padding. Tokens after the last sample, up to `total_tokens`, are the tail pad. Padding belongs to no
     attention segment: attention writes zeros there, and the loss ignores it. Samples a, b of 3 and 6 tokens, each
     padded to a multiple of 4, in a pack of 14 tokens (`.` is padding):
 
@@ -35,8 +35,8 @@ class SequenceLayout:
         lengths (3, 6)    padded_lengths (4, 8)    total_tokens 14    starts (0, 4)
         cu_seqlens [0, 3, 9]    cu_seqlens_padded [0, 4, 12]    segment_ids_T [0 0 0 0 1 1 1 1 1 1 1 1 1 1]
 
-    Under context or sequence parallelism a rank has only some of these tokens. Its layout has the same lengths and
-    states the local tokens in `local_indices`. Rank 1 of 2 under context parallelism (contiguous split):
+    Under context or sequence parallelism a rank has only some of these tokens. Its layout has the same lengths, and
+    `local_indices` lists the local tokens. Rank 1 of 2 under context parallelism (contiguous split):
 
         local_indices [2, 3, 8, 9, 10, 11, 13]
         local tokens   a2 .  b4 b5 .   .   .
@@ -49,12 +49,11 @@ class SequenceLayout:
         lengths: real tokens of each sample, on the host.
         padded_lengths: tokens of each sample including its own padding, on the host.
         total_tokens: tokens of the global pack, all padding included.
-        device: of the tensors that are computed from the layout.
+        device: device of the tensors that are computed from the layout.
         local_indices: global indices of the local tokens, in their local order, int64 `[T]`; None for all tokens.
-        parent: the layout that the local tokens were selected from, if the layers gather them again (sequence
-            parallelism); else None.
-        local: under context parallelism, the local tokens described as a pack of their own (samples may be empty).
-        window: first and number of the local tokens among those of `parent`, where they are a window of it.
+        parent: under sequence parallelism, the layout that the layers gather before attention; else None.
+        local: under context parallelism, the layout of the local tokens as a separate pack (samples may be empty).
+        window: index of the first local token in `parent` and number of local tokens, if they are contiguous there.
     """
 
     lengths: tuple[int, ...]
@@ -79,8 +78,8 @@ class SequenceLayout:
 
         Args:
             lengths: real tokens per sample.
-            multiple_of: every sample is padded to a multiple of this many tokens.
-            total_tokens: tokens of the pack; the sum of the padded lengths if None.
+            multiple_of: every sample is padded to a multiple of this number of tokens.
+            total_tokens: tokens of the pack. Default: the sum of the padded lengths.
 
         Raises:
             BatchError: `lengths` is empty, a sample is empty, or the samples do not fit into `total_tokens`.
@@ -151,10 +150,10 @@ class SequenceLayout:
 
     @cached_property
     def segment_runs(self) -> tuple[tuple[int, int, int], ...]:
-        """Local tokens that follow each other inside one sample: (sample, first token, number of tokens), on the host.
+        """Contiguous runs of local tokens of one sample: (sample, first token, number of tokens), on the host.
 
-        The tail pad belongs to the last sample. The host knows them without a wait, except for tokens that are selected
-        one by one on a device.
+        The tail pad belongs to the last sample. The device is synchronised only if `local_indices` is an arbitrary
+        selection (neither `window` nor `local` is set).
         """
         if self.window is not None and self.parent is not None:
             first, count = self.window
@@ -180,12 +179,12 @@ class SequenceLayout:
 
     @cached_property
     def tables(self) -> dict[Hashable, object]:
-        """What kernels compute from this layout, by what they need it for: once for all layers."""
+        """Cache of values that kernels compute from this layout, shared by all layers."""
         return {}
 
     @cached_property
     def token_index_T(self) -> Tensor:
-        """Position of each local token inside its own sample, int64."""
+        """Index of each local token within its sample, int64."""
         indices = self.local_indices
         indices_T = torch.arange(self.total_tokens, device=self.device) if indices is None else indices
         return indices_T - self.cu_seqlens_padded.long()[self.segment_ids_T]
@@ -198,7 +197,7 @@ class SequenceLayout:
 
     @cached_property
     def tokens_by_sample(self) -> tuple[Tensor, Tensor]:
-        """The local tokens, sample by sample, and where each sample's begin among them: int64 `[T]` and `[S]`."""
+        """Local token indices sorted by sample, and the offset of each sample in them: int64 `[T]` and `[S]`."""
         if self.local_indices is None:
             return torch.arange(self.total_tokens, device=self.device), self.cu_seqlens_padded[:-1].long()
         sorted_T, order_T = self.segment_ids_T.sort(stable=True)
@@ -209,19 +208,19 @@ class SequenceLayout:
         x_S = x_S[:, None] if x_S.dim() == 1 else x_S
         if not (x_S.requires_grad and torch.is_grad_enabled()):
             return x_S.index_select(0, self.segment_ids_T)
-        of_T: Tensor = _PerToken.apply(x_S, self)
-        return of_T
+        x_T: Tensor = _PerToken.apply(x_S, self)
+        return x_T
 
     def sum_tokens(self, x_TD: Tensor) -> Tensor:
         """Sum over the local tokens of each sample, padding included: `[T, ...]` becomes `[S, ...]`, in a fixed order.
 
-        This is the gradient of `per_token`. That of plain indexing adds to one row after another, which takes four
-        times as long on CPU, and a sort of all tokens in every layer on CUDA.
+        This is the gradient of `per_token`. The gradient of plain indexing adds row by row, which takes four times as
+        long on CPU, and on CUDA it sorts all tokens in every layer.
         """
         if self.local_indices is None and self.total_tokens >= LONG * self.num_samples:  # few long samples
             ends = (*self.starts[1:], self.total_tokens)
             counts = [end - start for start, end in zip(self.starts, ends)]
-            return torch.stack([own_TD.sum(0) for own_TD in x_TD.split(counts)])
+            return torch.stack([sample_TD.sum(0) for sample_TD in x_TD.split(counts)])
         order_T, starts_S = self.tokens_by_sample
         sums_SD = torch.embedding_bag(x_TD.flatten(1).contiguous(), order_T, starts_S)[0]
         return sums_SD if x_TD.dim() == 2 else sums_SD.view(-1, *x_TD.shape[1:])
@@ -243,7 +242,7 @@ class SequenceLayout:
         return out.index_copy_(0, self.real_tokens, x_R)
 
     def without_padding(self, x_T: Tensor) -> Tensor:
-        """Undo `insert_padding`: return the real tokens of the global pack; one without padding is not copied."""
+        """Return the real tokens of the global pack, the inverse of `insert_padding`; no copy without padding."""
         if self.total_tokens == self.valid_tokens:
             return x_T
         if self.lengths == self.padded_lengths:
@@ -274,7 +273,7 @@ class SequenceLayout:
 
     @property
     def gathered(self) -> "SequenceLayout":
-        """The layout of the tokens in attention: under sequence parallelism, those of all tensor-parallel ranks."""
+        """Layout of the tokens in attention; under sequence parallelism, the tokens of all tensor-parallel ranks."""
         return self if self.parent is None else self.parent
 
     def select(
@@ -288,10 +287,10 @@ class SequenceLayout:
         """Return the layout of some of the local tokens.
 
         Args:
-            indices_T: indices of these tokens among the present local tokens, int64.
-            gathered: the layers gather the local tokens again before attention (sequence parallelism).
-            local: these tokens described as a pack, if known (context parallelism).
-            window: first and number of these tokens, if they follow each other and are gathered again.
+            indices_T: indices of the selected tokens among the current local tokens, int64.
+            gathered: whether the layers gather the current local tokens before attention (sequence parallelism).
+            local: layout of the selected tokens as a separate pack (context parallelism).
+            window: index of the first selected token and their number, if they are contiguous and `gathered` is True.
         """
         selected = indices_T if self.local_indices is None else self.local_indices[indices_T]
         return replace(

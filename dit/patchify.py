@@ -1,4 +1,4 @@
-"""Latents to tokens and back; both are permutations, so the inverse is exact."""
+"""Conversion of latents to tokens and back. Both directions are permutations, so the inverse is exact."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -13,12 +13,13 @@ Grid = tuple[int, int, int]
 
 
 def frames_to_patch(frames: int, patch_temporal: int) -> int:
-    """Return the number of frames of a latent before patchifying: an image is repeated to fill one patch.
+    """Return the number of frames that `patchify` receives for a latent.
 
-    With `patch_temporal` of 2 or more, images can then be trained together with clips. Other lengths are unchanged.
+    An image is repeated to fill one temporal patch, so images and clips can share a model with `patch_temporal` > 1.
+    Other lengths are unchanged.
 
     Args:
-        frames: of the latent; 1 is an image.
+        frames: frames of the latent; 1 for an image.
     """
     return patch_temporal if frames == 1 else frames
 
@@ -52,16 +53,16 @@ def patchify(latent: Tensor, patch_temporal: int, patch_spatial: int) -> tuple[T
 
 
 def split_outputs(prediction_TC: Tensor, token_channels: int, latent_channels: int) -> Tensor:
-    """Sort a prediction by output: first the channels of the latent, then the others, such as a variance.
+    """Sort the channels of a prediction by output: first the latent, then other outputs such as a variance.
 
-    Networks predict all outputs of one position of a patch before those of the next:
+    Networks order the channels by patch position first:
 
         (mean mean var var)(mean mean var var) becomes (mean mean)(mean mean)(var var)(var var)
 
     Args:
-        prediction_TC: the network's output.
-        token_channels: channels of a patchified latent, per token.
-        latent_channels: channels of a latent, per position.
+        prediction_TC: output of the network.
+        token_channels: channels per token of a patchified latent.
+        latent_channels: channels per position of a latent.
 
     Returns:
         The same values, `[T, C]`; `prediction_TC` itself if there is one output.
@@ -69,19 +70,19 @@ def split_outputs(prediction_TC: Tensor, token_channels: int, latent_channels: i
     Source: the channel order of Nichol and Dhariwal 2021, arXiv:2102.09672, and DiT.
     """
     if prediction_TC.shape[1] < 2 * token_channels:
-        return prediction_TC  # one output, and perhaps an uncertainty or a posterior behind it
+        return prediction_TC  # one output, perhaps followed by an uncertainty or a posterior
     at_position = prediction_TC.unflatten(1, (token_channels // latent_channels, -1))
     return torch.cat([at_position[..., :latent_channels].flatten(1), at_position[..., latent_channels:].flatten(1)], 1)
 
 
 def patchify_all(latents: Sequence[Tensor], patch_temporal: int, patch_spatial: int) -> Tensor:
-    """Patchify several latents, `[sum of tokens, C]`, with one call for all of equal height and width."""
+    """Patchify several latents, `[sum of tokens, C]`, with one call per (height, width)."""
     groups: dict[tuple[int, int, int], list[int]] = {}
     for i, latent in enumerate(latents):
         groups.setdefault((latent.shape[0], latent.shape[2], latent.shape[3]), []).append(i)
     pieces = []
     for members in groups.values():
-        # Time is the slowest axis of the token order: clips concatenated in time have their tokens one after the other.
+        # Time is the slowest axis of the token order, so concatenation in time keeps each clip's tokens contiguous.
         joined = latents[members[0]] if len(members) == 1 else torch.cat([latents[i] for i in members], 1)
         pieces.append(patchify(joined, patch_temporal, patch_spatial)[0])
     tokens = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
@@ -90,7 +91,13 @@ def patchify_all(latents: Sequence[Tensor], patch_temporal: int, patch_spatial: 
 
 
 def _rows(latents: Sequence[Tensor], order: Sequence[int], tokens: Tensor) -> Tensor:
-    """Return where each token of latents one after another is, among those of the latents in another order."""
+    """Return the row of each token, in the order of `latents`, in a tensor where the latents have another order.
+
+    Args:
+        latents: all latents.
+        order: index of each latent in `tokens`, in storage order.
+        tokens: patchified latents in this order, `[T, C]`.
+    """
     counts = [latent.numel() // tokens.shape[1] for latent in latents]
     starts = dict(zip(order, accumulate((counts[i] for i in order), initial=0)))
     shifts = [starts[i] - first for i, first in enumerate(accumulate(counts[:-1], initial=0))]
@@ -99,7 +106,7 @@ def _rows(latents: Sequence[Tensor], order: Sequence[int], tokens: Tensor) -> Te
 
 
 def unpatchify(tokens: Tensor, grid: Grid, patch_temporal: int, patch_spatial: int) -> Tensor:
-    """Undo `patchify`: tokens `[(t h w), (ph pw pt C)]` become a latent `[C, T, H, W]`."""
+    """Convert tokens `[(t h w), (ph pw pt C)]` to a latent `[C, T, H, W]`, the inverse of `patchify`."""
     t, h, w = grid
     return rearrange(
         tokens,

@@ -1,7 +1,7 @@
-"""A deterministic mode: the same run on the same machines gives the same bits.
+"""Deterministic mode: repeating a run on the same machines gives bitwise equal results.
 
-Noise, initial weights and the order of the data are counter-based in every mode. What is left are kernels: some add
-in an order that differs from call to call (atomics), others are selected by measured time.
+Noise, initial weights and data order are deterministic in every mode. This mode covers kernels: some add in an order
+that differs between calls (atomics), others are selected by measured time.
 """
 
 import os
@@ -14,23 +14,23 @@ from dit.errors import ConfigError
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 WORKSPACES = (":4096:8", ":16:8")
-"""With one of these cuBLAS has the same workspaces for every stream and call."""
+"""Values for which cuBLAS uses the same workspace for every stream and call."""
 TRANSFORMER_ENGINE = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 
 
 @contextmanager
-def deterministic(wanted: bool) -> Iterator[None]:
-    """Let torch use deterministic algorithms alone inside, and fail at an operation that has none.
+def deterministic(enabled: bool) -> Iterator[None]:
+    """Enable torch's deterministic algorithms in this context; an operation without one raises an error.
 
-    Enter it before the first call of a GPU: cuBLAS reads its workspaces once.
+    Enter the context before the first GPU call, because cuBLAS reads its workspace setting only once.
 
     Args:
-        wanted: whether to; else nothing is changed.
+        enabled: if False, the context changes nothing.
 
     Raises:
-        ConfigError: the environment asks for something else.
+        ConfigError: an environment variable has a conflicting value.
     """
-    if not wanted:
+    if not enabled:
         yield
         return
     unset = {WORKSPACE, TRANSFORMER_ENGINE} - os.environ.keys()
@@ -38,8 +38,8 @@ def deterministic(wanted: bool) -> Iterator[None]:
     for name, values in required.items():
         if os.environ.setdefault(name, values[0]) not in values:
             raise ConfigError(
-                f"training.deterministic=True needs {name}={values[0]} in the environment, which has "
-                f"{os.environ[name]!r}; remove it there, or set training.deterministic=False"
+                f"training.deterministic=True needs {name}={values[0]}, but the environment has "
+                f"{os.environ[name]!r}; unset it, or set training.deterministic=False"
             )
     cudnn = torch.backends.cudnn
     before = torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark

@@ -10,7 +10,7 @@ import torch
 from torch.cuda import nccl
 
 ACCELERATOR = torch.device("cuda")
-"""The device that runs are planned for, also on machines without it."""
+"""The device that the planner assumes, even on machines without it."""
 
 PEAK_FLOPS = {
     "H100 PCIE": 756e12,
@@ -25,17 +25,17 @@ PEAK_FLOPS = {
 
 
 def is_started() -> bool:
-    """Return whether this process has initialised CUDA; its forks can then not use CUDA."""
+    """Return whether this process has initialised CUDA; processes forked from it then cannot use CUDA."""
     return torch.cuda.is_initialized()
 
 
 def use_cuda() -> bool:
-    """Return whether this process trains on CUDA; with `DIT_DEVICE=cpu` it does not, even if there is a GPU."""
+    """Return whether this process trains on CUDA; `DIT_DEVICE=cpu` disables CUDA."""
     return os.environ.get("DIT_DEVICE", "") != "cpu" and torch.cuda.is_available()
 
 
 def local_device() -> torch.device:
-    """Return the device of this process; each local rank has its own GPU."""
+    """Return the device of this process, one GPU per local rank."""
     if not use_cuda():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
@@ -53,7 +53,7 @@ def peak_flops(device: str) -> Optional[float]:
 
 
 def accelerator_versions() -> dict[str, Any]:
-    """Return the versions of the driver, CUDA, cuDNN and NCCL; None for those that this process does not use."""
+    """Return the versions of the driver, CUDA, cuDNN and NCCL; None without CUDA."""
     if not use_cuda():
         return dict.fromkeys(("driver", "cuda", "cudnn", "nccl"))
     driver = Path("/sys/module/nvidia/version")
@@ -66,11 +66,11 @@ def accelerator_versions() -> dict[str, Any]:
 
 
 def host_zeros(numbers: int, *, pinned: bool) -> torch.Tensor:
-    """Return zeros in host memory for the whole run, `[numbers]`, float32.
+    """Return zeros in host memory, `[numbers]`, float32, for use until the process ends.
 
     Args:
-        pinned: CUDA copies them without a detour. It registers the memory as it is; torch's own pinned memory is
-            rounded up to a power of two.
+        pinned: page-lock the memory for direct copies by CUDA. The memory is registered at its exact size; torch's
+            pinned allocator rounds up to a power of two.
     """
     zeros = torch.zeros(numbers, device="cpu")
     if pinned and numbers:
@@ -79,10 +79,10 @@ def host_zeros(numbers: int, *, pinned: bool) -> torch.Tensor:
 
 
 def begin_copy_to_host(values: torch.Tensor) -> Callable[[], list[float]]:
-    """Start to copy a small tensor to the host; the host goes on.
+    """Start an asynchronous copy of a small tensor to the host.
 
     Returns:
-        A function that waits for the copy and returns the values. After a later wait for the device it does not wait.
+        A function that waits for the copy and returns the values.
     """
     if not values.is_cuda:
         return values.tolist
@@ -99,7 +99,7 @@ def begin_copy_to_host(values: torch.Tensor) -> Callable[[], list[float]]:
 
 
 class StepTimer:
-    """Seconds that the device was busy between two points of each step; the host does not wait for the device."""
+    """Device seconds between two points of each step, measured without synchronising the host."""
 
     def __init__(self) -> None:
         self._began: Any = None
@@ -110,13 +110,13 @@ class StepTimer:
         self._began = self._mark()
 
     def stop(self) -> None:
-        """Mark the second one; without a first one nothing is measured."""
+        """Mark the second point; without a first point nothing is measured."""
         if self._began is not None:
             self._spans.append((self._began, self._mark()))
             self._began = None
 
     def take(self) -> list[float]:
-        """Return the seconds of the steps since the last call, which the device must have finished."""
+        """Return the seconds of each step since the last call; the device must have finished these steps."""
         spans, self._spans = self._spans, []
         if use_cuda():
             return [first.elapsed_time(last) / 1000 for first, last in spans]
@@ -132,17 +132,17 @@ class StepTimer:
 
 
 def synchronize() -> None:
-    """Wait until the device has finished its queue."""
+    """Wait until the device has finished all queued work."""
     if use_cuda():
         torch.cuda.synchronize()
 
 
 def device_seconds(call: Callable[[], object], repeats: int, cache_bytes: int = 256 << 20) -> list[float]:
-    """Time a call on the GPU, each time after its caches were overwritten; the host's own time is not in it."""
+    """Measure the GPU seconds of a call, with cold caches and without the time that the host needs to issue it."""
     flush = torch.empty(cache_bytes, dtype=torch.int8, device=local_device())
     times = []
     for _ in range(repeats):
-        flush.zero_()  # the host issues the call while the device is at it
+        flush.zero_()  # overwrites the caches; the host issues the call meanwhile
         before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         before.record()
         call()

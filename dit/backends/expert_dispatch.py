@@ -1,6 +1,6 @@
 """Dispatch of tokens to the ranks of their experts, by Megatron-Core's all-to-all dispatcher.
 
-Shape suffixes: T local tokens, E experts of the layer on all ranks, P tokens of the local experts, expert by expert.
+Shape suffixes: T local tokens, E experts of the layer on all ranks, P tokens of the local experts, grouped by expert.
 """
 
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -12,14 +12,14 @@ from torch import Tensor
 class ExpertDispatch:
     """Dispatch and combine of one forward pass.
 
-    Megatron-Core's `MoELayer` cannot express expert choice: its router fixes how many experts a token has. Its
-    dispatcher can: it takes any boolean map from tokens to experts if the config's `moe_expert_capacity_factor` is set.
-    It then counts the selected pairs; otherwise it expects tokens x `moe_router_topk` of them. The routing is therefore
-    ours (`dit.layers.routing`) and the communication is Megatron-Core's.
+    Megatron-Core's `MoELayer` cannot express expert choice, because its router fixes the number of experts per token.
+    Its dispatcher accepts any boolean map from tokens to experts if the config sets `moe_expert_capacity_factor`; it
+    then counts the selected pairs, and otherwise it expects tokens x `moe_router_topk` pairs. This project therefore
+    has its own routing (`dit.layers.routing`) and uses Megatron-Core's communication.
 
     Args:
-        config: with `num_moe_experts` and `moe_expert_capacity_factor`.
-        groups: its `ProcessGroupCollection`.
+        config: Megatron-Core's config with `num_moe_experts` and `moe_expert_capacity_factor`.
+        groups: Megatron-Core's `ProcessGroupCollection`.
         experts: global indices of the local experts.
     """
 
@@ -32,11 +32,11 @@ class ExpertDispatch:
 
         Args:
             x_TD: the local tokens.
-            selected_TE: which of all experts take which token, bool.
+            selected_TE: whether expert E takes token T, bool.
             weights_TE: weight of each pair.
 
         Returns:
-            For each local expert, the tokens of all ranks that it takes, and their weights.
+            The tokens of all ranks and their weights, for each local expert.
         """
         dispatcher = self._dispatcher
         tokens, weights = dispatcher.dispatch_preprocess(x_TD, selected_TE, weights_TE)
@@ -46,10 +46,10 @@ class ExpertDispatch:
         return list(tokens.split(sizes)), list(weights.split(sizes))
 
     def collect(self, y_PD: Tensor) -> Tensor:
-        """Combine: send the outputs of the experts back to the ranks of the tokens, and sum them per token.
+        """Combine: send the experts' outputs back to the ranks of the tokens, and sum them per token.
 
         Args:
-            y_PD: outputs of the local experts, expert by expert.
+            y_PD: outputs of the local experts, grouped by expert.
 
         Returns:
             `[T, D]`; zeros for a token that no expert took.

@@ -1,6 +1,6 @@
-"""The norm of many gradients at once, where Megatron-Core has neither Transformer Engine nor Apex for it.
+"""Gradient norm of many tensors in one call, for use without Transformer Engine and Apex.
 
-Its own fallback copies one number to the host for every parameter, which on a GPU is as many waits.
+Megatron-Core's fallback copies one number per parameter to the host, which on a GPU is one synchronisation each.
 """
 
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from torch import Tensor
 def l2_norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[Sequence[Tensor]], *args: Any
 ) -> tuple[Tensor, None]:
-    """Return the norm of all tensors together, `[1]`; the other arguments are those of Apex, and not read."""
+    """Return the norm of all tensors together, `[1]`; the other arguments belong to Apex's signature and are unused."""
     tensors = [tensor for tensors in tensor_lists for tensor in tensors]
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors))).view(1), None
 
 
 def install() -> None:
-    """Let gradient norms use it in place of the fallback, in this process."""
+    """Replace Megatron-Core's fallback in this process."""
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = l2_norm

@@ -1,15 +1,16 @@
-"""A linear layer with its output features split over tensor-parallel ranks, whose output every rank has in full.
+"""A linear layer whose output features are split over tensor-parallel ranks and then gathered on every rank.
 
-It is for what is computed per sample, such as modulations: the output is small, the weight is not.
+It computes per-sample values such as modulations, which have small outputs and large weights.
 
-    forward     c --own rows of W--> own features --gather over TP--> all features
-    backward    with sequence parallelism, a rank's gradient of the output covers the tokens of its shard: the sum over
-                TP of the own features is the gradient of all tokens (in float32). Without, every rank has it already.
+    forward     c --local rows of W--> local features --gather over TP--> all features
+    backward    With sequence parallelism, a rank's gradient of the output covers the tokens of its shard, so the local
+                features' gradients are summed over TP (in float32). Without, every rank has the gradient of all tokens.
 
-The gradient of the input comes from the own features alone. Without sequence parallelism it is summed here. With it, it
-stays as it is: the gradients of replicated parameters are summed over TP at the end of the step (`sequence_shard`).
+A rank computes the gradient of the input from its local features only. Without sequence parallelism this gradient is
+summed over TP here. With it, the sum follows at the end of the step, as for all replicated parameters
+(`sequence_shard`).
 
-Shape suffixes: S samples, F own features, D input features, TF all features.
+Shape suffixes: S samples, F local features, D input features, TF all features.
 """
 
 from typing import Any
@@ -22,17 +23,17 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from torch import Tensor, nn
 
-from dit.backends.graph_linears import OfRanks, sent
+from dit.backends.graph_linears import TensorRanks, communicate
 
 
 class GatheredLinear(nn.Linear):
-    """y = x W^T + b, see above.
+    """y = x W^T + b, described above.
 
     Args:
-        in_features, out_features: of the complete layer.
-        group: the tensor-parallel ranks; None for one.
-        sequence_parallel: each rank has other tokens of the samples.
-        in_graph: inside a compiled layer.
+        in_features, out_features: sizes of the unsharded layer.
+        group: the tensor-parallel group; None for one rank.
+        sequence_parallel: whether each rank has different tokens of the samples.
+        in_graph: whether the layer runs inside a compiled layer.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class GatheredLinear(nn.Linear):
         dtype: torch.dtype,
         device: Any,
     ) -> None:
-        self.ranks = OfRanks(group)
+        self.ranks = TensorRanks(group)
         super().__init__(in_features, out_features // self.ranks.size, bias=bias, dtype=dtype, device=device)
         self._group, self._sequence_parallel, self._in_graph = group, sequence_parallel, in_graph
 
@@ -56,7 +57,7 @@ class GatheredLinear(nn.Linear):
             return super().forward(x_SD)
         if not self._sequence_parallel:
             x_SD = (
-                sent(x_SD, "itself", self.ranks)
+                communicate(x_SD, "identity", self.ranks)
                 if self._in_graph
                 else copy_to_tensor_model_parallel_region(x_SD, group=self._group)
             )
@@ -64,8 +65,8 @@ class GatheredLinear(nn.Linear):
         if self._in_graph:
             y_FS = y_SF.t()
             if not self._sequence_parallel:
-                return sent(y_FS, "gather_for_all", self.ranks).t()
-            return sent(y_FS.float(), "gather", self.ranks).t().to(y_SF.dtype)
+                return communicate(y_FS, "gather_replicated", self.ranks).t()
+            return communicate(y_FS.float(), "gather", self.ranks).t().to(y_SF.dtype)
         if not self._sequence_parallel:
             return gather_from_tensor_model_parallel_region(y_SF, group=self._group)
         return all_gather_last_dim_from_tensor_parallel_region(y_SF.float(), group=self._group).to(y_SF.dtype)

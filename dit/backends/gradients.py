@@ -1,4 +1,4 @@
-"""Gradients on their way to the optimizer, many at once, where Megatron-Core handles one parameter at a time."""
+"""Batched accumulation, scaling and sharing of gradients; Megatron-Core handles one parameter at a time."""
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 PENDING_BYTES = 64 << 20
-"""Gradients that wait to be added; a large model adds them before its backward pass ends."""
+"""Size of pending gradients at which they are added to the main gradients before the backward pass ends."""
 
 
 @dataclass
 class GradientFactor:
-    """What the gradients of a step are still to be multiplied by: 1 / tokens of the global batch.
+    """Factor that the optimizer update still has to apply to the gradients: 1 / tokens of the global batch.
 
-    Megatron-Core multiplies all main gradients by it, on every rank those of all others too, which is a pass of its
-    own. Here the update does it, by one number with the factor of clipping, for the weights that a rank updates.
+    Megatron-Core scales all main gradients in a separate pass on every rank. Here the update applies this factor and
+    the clipping factor together, and only to the gradients of the weights that the rank updates.
     """
 
     value: float = 1.0
@@ -33,12 +33,12 @@ def finalize_gradients(
     pg_collection: Any,
     force_all_reduce: Optional[bool] = False,
 ) -> None:
-    """Reduce the gradients of a step, and note what they are to be multiplied by; the host waits for that once.
+    """Reduce the gradients of a step and set their scaling factor; synchronises the host with the device once.
 
     Args:
-        wrapped: this rank's chunks; Megatron-FSDP's are multiplied at once.
-        num_tokens: real tokens of this rank's micro-batches, `[]`, on the last pipeline stage; becomes those of all.
-            None for no division.
+        wrapped: this rank's model chunks; the gradients of Megatron-FSDP chunks are scaled immediately.
+        num_tokens: real tokens of this rank's micro-batches, `[]`, valid on the last pipeline stage; replaced in place
+            by the global number. None for no division.
         pg_collection: the groups of this rank.
     """
     finalize_model_grads(wrapped, None, pg_collection, force_all_reduce)
@@ -55,7 +55,7 @@ def finalize_gradients(
 
 
 class _Pending:
-    """Gradients of a backward pass that wait to be added to the main ones; bytes of all of them."""
+    """Gradients of a backward pass that are not yet added to the main gradients, and their size in bytes."""
 
     def __init__(self) -> None:
         self.gradients: list[tuple[nn.Parameter, Tensor]] = []
@@ -66,37 +66,37 @@ class _Pending:
         self.bytes += grad.nbytes
 
     def take(self) -> list[tuple[nn.Parameter, Tensor]]:
-        """Return them, and start anew."""
-        taken, self.gradients, self.bytes = self.gradients, [], 0
-        return taken
+        """Return and remove all pending gradients."""
+        gradients, self.gradients, self.bytes = self.gradients, [], 0
+        return gradients
 
 
 class DataParallel(DistributedDataParallel):
-    """Megatron-Core's data parallelism; gradients reach the fp32 main gradients in batches, the first as a copy.
+    """Megatron-Core's data parallelism with batched accumulation into the fp32 main gradients.
 
-    Its hook adds each gradient as it comes: a call for every parameter and micro-batch. Here they wait until they have
-    64 MiB, or until the backward pass ends.
+    Megatron-Core's hook makes one call per parameter and micro-batch. Here gradients are collected until they have
+    64 MiB or the backward pass ends:
 
         backward  g9 g8 g7 | g6 g5 g4 | g3 g2 g1 |
-        calls              add        add        add, and at each of them overlapped reductions may start
+        calls              add        add        add; overlapped reductions may start at each of them
 
-    It sets all main gradients to zero before a step, and adds to them. Here the first gradient of a step is copied over
-    what the step before has left, so that this is neither erased nor read; those that got none are set to zero before
-    the reduction. Until then a main gradient may be of the step before.
+    Megatron-Core sets all main gradients to zero before a step. Here the first gradient of a step overwrites the main
+    gradient of the previous step, which saves one write and one read. Main gradients of parameters without a gradient
+    are set to zero before the reduction; until then they are stale.
 
-    What batches save is calls from Python. On a GPU, torch adds a list by one fused kernel only if all its tensors and
-    summands have one dtype, as in fp32 training; bf16 gradients on fp32 sums are a kernel each, as without batches (not
+    Batching saves calls from Python. On a GPU, torch adds a list of tensors by one fused kernel only if all have one
+    dtype, as in fp32 training; adding bf16 gradients to fp32 sums takes one kernel per tensor, as without batching (not
     measured on a GPU).
 
     Source: `can_use_fast_route` in ATen/native/ForeachUtils.h of torch 2.13.
 
     Attributes:
-        factor: of the main gradients, which the update applies.
+        factor: factor of the main gradients, applied by the update.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.factor, self._pending = GradientFactor(), _Pending()
-        self._stale: set[nn.Parameter] = set()  # their main gradients are of the step before
+        self._stale: set[nn.Parameter] = set()  # parameters whose main gradients are of the previous step
         super().__init__(*args, **kwargs)
         assert not self.config.gradient_accumulation_fusion  # linears would add to stale main gradients
 
@@ -118,7 +118,7 @@ class DataParallel(DistributedDataParallel):
         return hook
 
     def zero_grad_buffer(self) -> None:
-        """Begin a step: forget the main gradients, and what a pass that failed has left."""
+        """Begin a step: mark all main gradients as stale, and drop pending gradients of a failed pass."""
         self._pending.take()
         self.factor.value = 1.0
         self._stale.update(self.params_with_grad)
@@ -128,22 +128,22 @@ class DataParallel(DistributedDataParallel):
             bucket_group.reset()
 
     def scale_gradients(self, scaling_factor: float) -> None:
-        """Leave it to the update to multiply the main gradients."""
+        """Multiply the factor that the update applies to the main gradients."""
         self.factor.value *= scaling_factor
 
     def start_grad_sync(self, *unused: Any) -> None:
-        """Begin to reduce the main gradients."""
+        """Start to reduce the main gradients."""
         self._zero_stale()
         super().start_grad_sync(*unused)
 
     def finish_grad_sync(self, force_all_reduce: Optional[bool] = False) -> None:
-        """Reduce the main gradients, or wait until they are."""
+        """Reduce the main gradients, or wait for a reduction that has started."""
         self._zero_stale()
         super().finish_grad_sync(force_all_reduce=force_all_reduce)
 
     @torch.no_grad()
     def _zero_stale(self, params: Optional[Sequence[nn.Parameter]] = None) -> None:
-        """Set the main gradients of the step before to zero; of all parameters, or of these."""
+        """Set stale main gradients to zero, for these parameters or for all."""
         stale = self._stale.copy() if params is None else self._stale.intersection(params)
         if stale:
             torch._foreach_zero_(_main_gradients(stale))
@@ -151,16 +151,16 @@ class DataParallel(DistributedDataParallel):
 
     @torch.no_grad()
     def _add_pending(self) -> None:
-        """Add the waiting gradients to the main ones, or copy them there."""
+        """Copy pending gradients over stale main gradients, and add them to the others."""
         pending = self._pending.take()
         first: list[tuple[nn.Parameter, Tensor]] = []
         further: list[tuple[nn.Parameter, Tensor]] = []
         for param, grad in pending:
             (first if param in self._stale else further).append((param, grad))
             self._stale.discard(param)
-        for write, given in ((torch._foreach_copy_, first), (torch._foreach_add_, further)):
-            if given:
-                write(_main_gradients(param for param, _ in given), [grad for _, grad in given])
+        for write, pairs in ((torch._foreach_copy_, first), (torch._foreach_add_, further)):
+            if pairs:
+                write(_main_gradients(param for param, _ in pairs), [grad for _, grad in pairs])
         self._reduce_if_overlapped([param for param, _ in pending])
 
     def _reduce_if_overlapped(self, ready: list[nn.Parameter]) -> None:
@@ -174,13 +174,13 @@ def _main_gradients(params: Iterable[nn.Parameter]) -> list[Tensor]:
 
 
 def share_main_gradients(optimizer: DistributedOptimizer) -> None:
-    """Give the optimizer the same views of the reduced gradients in every step, and its norm the same list of them.
+    """Reuse the optimizer's views of the reduced gradients, and the list for the gradient norm, in every step.
 
-    Where Megatron-Core copies a gradient (to another dtype), it goes on doing so.
+    Megatron-Core builds both again in every step. If it copies a gradient to another dtype, nothing is reused.
     """
     if optimizer.is_stub_optimizer:  # it has no parameters
         return
-    kind, this = type(optimizer), weakref.ref(optimizer)  # no cycle: it holds groups
+    kind, this = type(optimizer), weakref.ref(optimizer)  # a cycle would keep process groups alive
     shared: list[tuple[nn.Parameter, Tensor]] = []
     in_norm: list[Tensor] = []
 
@@ -193,17 +193,17 @@ def share_main_gradients(optimizer: DistributedOptimizer) -> None:
         assert optimizer is not None
         kind._copy_model_grads_to_main_grads(optimizer)
         groups = (*optimizer.shard_fp32_groups, *optimizer.shard_fp32_from_float16_groups)
-        found = [(main, main.grad) for group in groups for main in group]
+        pairs = [(main, main.grad) for group in groups for main in group]
         buffers = {buffer.grad_data.untyped_storage().data_ptr() for buffer in optimizer.buffers}
-        if all(grad is not None and grad.untyped_storage().data_ptr() in buffers for _, grad in found):
-            shared.extend(found)
+        if all(grad is not None and grad.untyped_storage().data_ptr() in buffers for _, grad in pairs):
+            shared.extend(pairs)
             in_norm.extend(kind.get_main_grads_for_grad_norm(optimizer))
 
     def gradients_of_norm() -> list[Tensor]:
         if in_norm:
             return in_norm
-        found: list[Tensor] = kind.get_main_grads_for_grad_norm(this())
-        return found
+        gradients: list[Tensor] = kind.get_main_grads_for_grad_norm(this())
+        return gradients
 
     optimizer._copy_model_grads_to_main_grads = copy_or_share
     optimizer.get_main_grads_for_grad_norm = gradients_of_norm

@@ -1,7 +1,7 @@
 """Counter-based initial weights: each value is a function of (seed, global parameter name, row, column).
 
-The values do not depend on the layout: every layout starts from the same model, and copies of a parameter on several
-ranks start equal.
+The values do not depend on the parallel layout, so every layout starts from the same model, and replicated parameters
+are equal.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ ONES = Init("constant", 1.0)
 
 
 def normal(std: float) -> Init:
-    """Return a normal initialisation with the given standard deviation."""
+    """Return a normal initialisation with standard deviation `std`."""
     return Init("normal", std)
 
 
@@ -51,9 +51,9 @@ def draw(init: Init, seed: int, name: str, rows: range, columns: range, device: 
 
     Args:
         init: the distribution.
-        seed: of the run.
+        seed: seed of the run.
         name: global name of the parameter.
-        rows, columns: the block, in global indices with step 1.
+        rows, columns: global indices of the block, with step 1.
     """
     if init.kind == "constant":
         return torch.full((len(rows), len(columns)), init.scale, device=device)
@@ -78,15 +78,15 @@ def with_init(parameter: nn.Parameter, init: Init) -> nn.Parameter:
 
 
 def init_of(parameter: nn.Parameter, name: str) -> Init:
-    """Return the note of `with_init`.
+    """Return the initialisation that `with_init` set.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the parameter has no initialisation.
     """
     init = getattr(parameter, "init", None)
     if not isinstance(init, Init):
         raise ConfigError(
-            f"parameter {name} of shape {tuple(parameter.shape)} does not say how it starts; build it with the "
+            f"parameter {name} of shape {tuple(parameter.shape)} has no initialisation; build it with the "
             "LayerProvider, or call dit.backends.init.with_init(parameter, Init(...))"
         )
     return init
@@ -98,11 +98,11 @@ def initialize_weights(module: nn.Module, seed: int, *, tp_rank: int, tp_size: i
 
     Args:
         module: the model; its parameter names must be global (pipeline stages number layers globally).
-        seed: of the run.
-        tp_rank, tp_size: the tensor-parallel rank and size; `dit.backends.sharding` states which part a rank has.
+        seed: seed of the run.
+        tp_rank, tp_size: the tensor-parallel rank and size, which select the rank's part of split parameters.
 
     Raises:
-        ConfigError: the sharding or the initialisation of a parameter is not stated.
+        ConfigError: a parameter has no sharding or no initialisation.
     """
     for name, parameter in module.named_parameters():
         matrix = parameter.data.view(parameter.shape[0], -1) if parameter.dim() > 1 else parameter.data[None]

@@ -1,9 +1,9 @@
-"""Run Megatron-Core 0.16 on CPU with gloo: all redirections that this needs.
+"""Patches that run Megatron-Core 0.16 on CPU with gloo.
 
 Megatron-Core assumes CUDA in five ways: it reads the current CUDA device, it creates tensors with `device="cuda"`, it
 distinguishes parameters by `tensor.type()`, it orders asynchronous collectives by CUDA streams, and its FSDP builds
-meshes of CUDA devices. `install` redirects each of these to CPU. It changes process-wide functions of torch, so it runs
-only in processes that train on CPU.
+meshes of CUDA devices. `install` redirects each of these to CPU. It replaces process-wide functions of torch, so it
+runs only in processes that train on CPU.
 """
 
 import functools
@@ -29,8 +29,13 @@ _BOUND_AT_IMPORT = {
     "dist_all_gather_func": "all_gather_into_tensor",
     "dist_reduce_scatter_func": "reduce_scatter_tensor",
 }
-_ALONE = {"all_reduce": (0, 0), "broadcast": (0, 0), "all_gather_into_tensor": (0, 1), "reduce_scatter_tensor": (0, 1)}
-"""Collectives whose result on one rank is their input: the places of the two among the arguments."""
+_IDENTITY_ON_ONE_RANK = {
+    "all_reduce": (0, 0),
+    "broadcast": (0, 0),
+    "all_gather_into_tensor": (0, 1),
+    "reduce_scatter_tensor": (0, 1),
+}
+"""Collectives that copy input to output on one rank, with the argument positions of the output and the input."""
 _MODULES_THAT_BIND = (
     "megatron.core.tensor_parallel.layers",
     "megatron.core.tensor_parallel.mappings",
@@ -43,7 +48,7 @@ _MODULES_THAT_COALESCE = (
 
 
 class _FinishedWork:
-    """The handle of a collective that already ran."""
+    """Handle of a completed collective."""
 
     def wait(self, *_: object) -> bool:
         return True
@@ -98,25 +103,25 @@ def _factory_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch
 
 
 def _address(tensor: torch.Tensor) -> tuple[object, object]:
-    """Return where a tensor lies, also a fake one."""
+    """Return the storage and offset of a tensor; works for fake tensors too."""
     return tensor.untyped_storage()._cdata, tensor.storage_offset()
 
 
 def _waiting(name: str, collective: Callable[..., Work | None]) -> Callable[..., _FinishedWork | None]:
-    """Run a collective synchronously, also with `async_op=True`; on one rank it is a copy, or nothing where in place.
+    """Return a synchronous form of a collective, even with `async_op=True`; on one rank it is at most a copy.
 
-    The streams that order asynchronous collectives on CUDA are no-ops here: gloo could read a reused buffer. On one
-    rank gloo copies a whole gradient buffer three times.
+    The streams that order asynchronous collectives on CUDA are no-ops here, so gloo could read a reused buffer. On one
+    rank, gloo itself would copy the gradient buffer three times.
     """
 
     @functools.wraps(collective)
     def run(*args: object, **kwargs: object) -> _FinishedWork | None:
         group = kwargs.get("group")
-        if name in _ALONE and isinstance(group, ProcessGroup) and group.size() == 1:
-            result, given = (args[place] if place < len(args) else None for place in _ALONE[name])
-            if isinstance(result, torch.Tensor) and isinstance(given, torch.Tensor):
-                if _address(result) != _address(given):
-                    result.copy_(given.view_as(result))
+        if name in _IDENTITY_ON_ONE_RANK and isinstance(group, ProcessGroup) and group.size() == 1:
+            output, source = (args[i] if i < len(args) else None for i in _IDENTITY_ON_ONE_RANK[name])
+            if isinstance(output, torch.Tensor) and isinstance(source, torch.Tensor):
+                if _address(output) != _address(source):
+                    output.copy_(source.view_as(output))
                 return _FinishedWork() if kwargs.get("async_op") else None
         work = collective(*args, **kwargs)
         if work is None:
@@ -133,8 +138,8 @@ def _run_at_once(*_: object, **__: object) -> Iterator[_FinishedWork]:
     yield _FinishedWork()
 
 
-def _answer(value: object) -> Callable[..., object]:
-    """Return a new function (torch.compile has a table by identity) that always returns `value`."""
+def _always(value: object) -> Callable[..., object]:
+    """Return a new function that always returns `value`; torch.compile identifies functions by identity."""
     return lambda *_, **__: value
 
 
@@ -147,18 +152,18 @@ def _replace(owner: object, **replacements: object) -> None:
 def _redirect_cuda_calls() -> None:
     nothing = ("set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all", "ipc_collect")
     for name in (*nothing, "reset_peak_memory_stats", "_lazy_init", "_lazy_call"):
-        setattr(torch.cuda, name, _answer(None))
+        setattr(torch.cuda, name, _always(None))
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
-        setattr(torch.cuda, name, _answer(0))
+        setattr(torch.cuda, name, _always(0))
     for name in ("range_push", "range_pop", "mark"):
-        setattr(torch.cuda.nvtx, name, _answer(None))
+        setattr(torch.cuda.nvtx, name, _always(None))
     _replace(
         torch.cuda,
-        current_device=_answer(0),  # an integer, because it is also used in names such as "cuda:0"
+        current_device=_always(0),  # an integer, because it is also used in names such as "cuda:0"
         Stream=type("Stream", (_NoStream,), {}),
         Event=type("Event", (_NoStream,), {}),
-        current_stream=_answer(_NoStream()),
-        default_stream=_answer(_NoStream()),
+        current_stream=_always(_NoStream()),
+        default_stream=_always(_NoStream()),
         stream=lambda *_, **__: nullcontext(),
         get_rng_state=lambda *_, **__: torch.get_rng_state(),
         set_rng_state=lambda state, *_, **__: torch.set_rng_state(state),
@@ -166,8 +171,8 @@ def _redirect_cuda_calls() -> None:
 
 
 def _redirect_tensors() -> None:
-    # `with torch.device(...)` lists the factories once, by identity. It must list the originals, or a model on the
-    # meta device would allocate memory.
+    # `with torch.device(...)` caches the factories by identity. The cache must contain the original functions;
+    # otherwise a model on the meta device would allocate memory.
     importlib.import_module("torch.utils._device")._device_constructors()
     for name in _FACTORIES:
         setattr(torch, name, _factory_on_cpu(getattr(torch, name)))
@@ -193,7 +198,7 @@ def _redirect_tensors() -> None:
     def itself(self: object, *_: object, **__: object) -> object:
         return self
 
-    _replace(torch.Tensor, type=type_like_cuda, to=to_cpu, cuda=itself, pin_memory=itself, record_stream=_answer(None))
+    _replace(torch.Tensor, type=type_like_cuda, to=to_cpu, cuda=itself, pin_memory=itself, record_stream=_always(None))
     _replace(torch.nn.Module, cuda=itself)
 
 
@@ -230,7 +235,7 @@ def _redirect_device_meshes() -> None:
 
 
 def _redirect_expert_dispatch() -> None:
-    """Let the token dispatcher's all-to-all get its split sizes on the host, for tensors that never were on CUDA."""
+    """Return the split sizes of the token dispatcher's all-to-all as NumPy arrays; Megatron-Core skips CPU tensors."""
 
     def to_host(tensor: object, as_numpy: bool = False, record_stream: bool = False) -> object:
         return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
@@ -244,10 +249,10 @@ _groups: dict[tuple[int, ...], ProcessGroup | None] = {}
 
 
 def _reuse_groups() -> None:
-    """Let Megatron-Core reuse the group of the same ranks in the same order, if it created one before.
+    """Make Megatron-Core reuse an existing group of the same ranks in the same order.
 
-    It creates two dozen groups, many of the same ranks. Each gloo group has three threads, one of which polls, and its
-    own connections. Reuse is safe, because no two collectives overlap here.
+    It creates two dozen groups, many with the same ranks, and each gloo group has connections and three threads, one of
+    which polls. Reuse is safe because collectives never overlap here.
     """
     state = importlib.import_module("megatron.core.parallel_state")
     create: Callable[..., ProcessGroup | None] = state.create_group
@@ -267,13 +272,13 @@ def _reuse_groups() -> None:
 
 
 def forget_groups() -> None:
-    """Drop the references to the groups; call this when they are destroyed."""
+    """Drop the references to the groups; call this when the groups are destroyed."""
     _groups.clear()
 
 
 @functools.cache
 def install() -> None:
-    """Redirect Megatron-Core to CPU, once per process, before its groups, modules or optimizers are built."""
+    """Redirect Megatron-Core to CPU. Runs once per process; call it before building groups, modules or optimizers."""
     _redirect_cuda_calls()
     _redirect_tensors()
     _redirect_collectives()

@@ -1,4 +1,4 @@
-"""What this project uses of Megatron-Core's objects; Megatron-Core itself says no types."""
+"""Types of the Megatron-Core objects that this project uses; Megatron-Core has no annotations for them."""
 
 from collections.abc import MutableMapping
 from typing import Any, Protocol, TypeAlias
@@ -15,12 +15,12 @@ MegatronModelType: TypeAlias = ModelType
 
 
 class MegatronOptimizer(Protocol):
-    """An optimizer of Megatron-Core: a chain of them, or one over all parameters of a kind.
+    """An optimizer of Megatron-Core, either for one kind of parameters or a chain of such optimizers.
 
     Attributes:
-        optimizer: torch's, over the master weights; a chain has none.
-        param_groups: the settings of each group of parameters, as torch has them.
-        gradient_factor: what the gradients are to be multiplied by; set by this project.
+        optimizer: the torch optimizer of the master weights; missing in a chain.
+        param_groups: parameter groups with their settings, as in torch.
+        gradient_factor: factor of the gradients; set by this project.
     """
 
     optimizer: Optimizer
@@ -28,7 +28,7 @@ class MegatronOptimizer(Protocol):
     gradient_factor: GradientFactor
 
     def prepare_grads(self) -> bool:
-        """Copy the gradients to the master weights; return whether one is not finite."""
+        """Copy the gradients to the master weights; return whether any of them is not finite."""
 
     def get_grad_norm(self) -> float:
         """Return the global norm of the gradients."""
@@ -40,7 +40,7 @@ class MegatronOptimizer(Protocol):
         """Return the parameters of all groups."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Reset the gradients."""
 
     def step_with_ready_grads(self) -> bool:
         """Update the weights."""

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class GroupSizes(Protocol):
-    """The sizes of the groups; `dit.parallel.dims.ParallelConfig` has them."""
+    """Sizes of the groups, implemented by `dit.parallel.dims.ParallelConfig`."""
 
     tensor_model_parallel_size: int
     pipeline_model_parallel_size: int
@@ -32,12 +32,13 @@ class GroupSizes(Protocol):
 
 @dataclass(frozen=True)
 class ProcessGroups:
-    """The groups of this rank.
+    """Process groups of this rank.
 
     Attributes:
         collection: Megatron-Core's `ProcessGroupCollection`, passed to its layers, optimizer and schedules.
-        world_size, rank: of the job.
-        dp_size, dp_rank: of the replicas, which read different samples (context-parallel ranks read the same ones).
+        world_size, rank: size of the job and rank in it.
+        dp_size, dp_rank: number of model replicas and index of this rank's replica. Replicas read different samples;
+            the context-parallel ranks of a replica read the same samples.
     """
 
     collection: "ProcessGroupCollection"
@@ -52,12 +53,12 @@ class ProcessGroups:
 
     @property
     def pp(self) -> dist.ProcessGroup:
-        """The pipeline stages of one replica; they read the same samples."""
+        """The pipeline stages of one replica, which read the same samples."""
         return self.collection.pp
 
     @property
     def is_data_reader(self) -> bool:
-        """Whether this is the (tp, cp, pp) = (0, 0, 0) rank of its replica, whose ranks read the same samples."""
+        """Whether this is rank (tp, cp, pp) = (0, 0, 0) of its replica."""
         return self.tp.rank() == 0 and self.pp.rank() == 0 and self.collection.cp.rank() == 0
 
     @property
@@ -72,38 +73,38 @@ class ProcessGroups:
 
     @property
     def dp(self) -> dist.ProcessGroup:
-        """Ranks that have the same part of different samples."""
+        """Ranks with the same shard of the model and different samples."""
         return self.collection.dp
 
     @property
     def dp_cp(self) -> dist.ProcessGroup:
-        """Ranks that have different tokens; gradients and losses are summed over them."""
+        """Ranks with different tokens, over which gradients and losses are summed."""
         return self.collection.dp_cp
 
     @property
     def different_parameters(self) -> dist.ProcessGroup:
-        """Ranks that together have one copy of every parameter: pipeline stages, tensor and expert parallel ranks."""
+        """Ranks with different parameters of one replica: pipeline stages, tensor and expert parallel ranks."""
         return self.collection.tp_ep_pp
 
     def along(self, axis: Axis) -> dist.ProcessGroup:
-        """Return the ranks that differ from this one in one index."""
+        """Return the ranks that differ from this one only along `axis`."""
         if axis == "expert_dp":
             return self.collection.expt_dp
         return {"tp": self.tp, "pp": self.pp, "dp_cp": self.dp_cp}[axis]
 
 
 def world_size_from_environment() -> int:
-    """Return the number of ranks that torchrun started; 1 for a plain process.
+    """Return the number of ranks that torchrun started; 1 without torchrun.
 
     Raises:
-        ConfigError: srun started several tasks and none of them through torchrun, so each would be a separate run.
+        ConfigError: srun started several tasks without torchrun, so each would be a separate run.
     """
-    # Not SLURM_NTASKS: that is the number of the allocation, which is also set in salloc shells and sbatch scripts.
+    # SLURM_NTASKS does not work: it describes the allocation and is also set in salloc shells and sbatch scripts.
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if "RANK" not in os.environ and tasks > 1:
         raise ConfigError(
-            f"srun started {tasks} tasks but no ranks (RANK is not set): {tasks} separate runs would write one run "
-            "folder; start one task per node that starts the ranks, srun --ntasks-per-node=1 torchrun ..., as in "
+            f"srun started {tasks} tasks without ranks (RANK is not set), so {tasks} separate runs would write to one "
+            "run folder; start one torchrun per node, srun --ntasks-per-node=1 torchrun ..., as in "
             f"{page_of('launch')}"
         )
     return int(os.environ.get("WORLD_SIZE", "1"))
@@ -112,10 +113,10 @@ def world_size_from_environment() -> int:
 def connect(*, timeout_s: float = 600.0) -> None:
     """Initialise torch.distributed (NCCL on CUDA, gloo on CPU) if it is not initialised yet.
 
-    A plain process becomes a world of one rank, so later code need not check whether it runs distributed.
+    Without torchrun, the process becomes a world of one rank, so no other code checks whether it runs distributed.
 
     Args:
-        timeout_s: a rank that waits longer for its peers fails.
+        timeout_s: time-out of collectives.
 
     Raises:
         ConfigError: the rendezvous port is in use.
@@ -137,7 +138,8 @@ def connect(*, timeout_s: float = 600.0) -> None:
             raise
         raise ConfigError(
             f"port {os.environ['MASTER_PORT']} of this machine ({os.environ['MASTER_ADDR']}) is in use by another run "
-            "or program; torchrun --standalone takes a free port, torchrun --master-port=N or MASTER_PORT=N another one"
+            "or program; use torchrun --standalone for a free port, or set one with torchrun --master-port=N or "
+            "MASTER_PORT=N"
         ) from error
 
 
@@ -145,8 +147,8 @@ def initialize(parallel: GroupSizes, *, timeout_s: float = 600.0) -> ProcessGrou
     """Initialise torch.distributed if it is not initialised yet, and build Megatron-Core's groups.
 
     Args:
-        parallel: checked sizes.
-        timeout_s: a rank that waits longer for its peers fails.
+        parallel: validated sizes.
+        timeout_s: time-out of collectives.
 
     Raises:
         ConfigError: the rendezvous port is in use.
@@ -168,9 +170,9 @@ def initialize(parallel: GroupSizes, *, timeout_s: float = 600.0) -> ProcessGrou
         expert_model_parallel_size=parallel.expert_model_parallel_size,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
         create_gloo_process_groups=False,
-        distributed_timeout_minutes=timeout_s / 60,  # it becomes a timedelta
+        distributed_timeout_minutes=timeout_s / 60,  # Megatron-Core passes it to timedelta, which accepts floats
     )
-    # Megatron-Core's layers need its RNG tracker; we draw no numbers from it.
+    # Megatron-Core's layers require its RNG tracker, although this project never draws from it.
     model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
     return ProcessGroups(
         collection=ProcessGroupCollection.use_mpu_process_groups(),
@@ -182,23 +184,23 @@ def initialize(parallel: GroupSizes, *, timeout_s: float = 600.0) -> ProcessGrou
 
 
 def any_rank(flag: bool) -> bool:
-    """Return on every rank whether `flag` is True on any rank; every rank calls this."""
+    """Return on every rank whether `flag` is True on any rank (collective)."""
     return any_rank_each(flag)[0]
 
 
 def any_rank_each(*flags: bool) -> list[bool]:
-    """Return on every rank which of the flags are True on any rank; every rank calls this."""
-    found = torch.tensor(flags, dtype=torch.float32, device=local_device())
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    return [bool(value) for value in found.tolist()]
+    """Return on every rank, for each flag, whether it is True on any rank (collective)."""
+    maxima = torch.tensor(flags, dtype=torch.float32, device=local_device())
+    dist.all_reduce(maxima, op=dist.ReduceOp.MAX)
+    return [bool(value) for value in maxima.tolist()]
 
 
 def raise_together(failure: Optional[BaseException], otherwise: BaseException) -> None:
-    """Raise on every rank if any rank failed; every rank calls this.
+    """Raise an error on every rank if any rank failed (collective).
 
     Args:
-        failure: the error of this rank, raised here; None if it did not fail.
-        otherwise: raised on ranks that did not fail, if another rank did.
+        failure: the error of this rank, raised again here; None if this rank did not fail.
+        otherwise: error to raise on a rank that did not fail, if another rank did.
     """
     failed = any_rank(failure is not None)
     if failure is not None:
@@ -208,9 +210,9 @@ def raise_together(failure: Optional[BaseException], otherwise: BaseException) -
 
 
 def release() -> None:
-    """Tear down Megatron-Core's groups; torch.distributed stays up for another layout.
+    """Destroy Megatron-Core's groups; torch.distributed stays initialised for another layout.
 
-    Megatron-Core only drops its references; the threads and connections of the groups would stay.
+    Megatron-Core itself only drops its references, which leaks the threads and connections of the groups.
     """
     from megatron.core import parallel_state
     from torch.distributed.distributed_c10d import _world
@@ -218,7 +220,7 @@ def release() -> None:
 
     parallel_state.destroy_model_parallel()
     megatron_cpu.forget_groups()
-    # DTensor's cache (Megatron-FSDP) identifies meshes by their ranks, even if their groups were destroyed.
+    # DTensor's cache (Megatron-FSDP) identifies meshes by their ranks, even after their groups are destroyed.
     _clear_sharding_prop_cache()
     for group in list(_world.pg_map):
         if group is not dist.group.WORLD:
@@ -226,7 +228,7 @@ def release() -> None:
 
 
 def destroy() -> None:
-    """Tear down Megatron-Core's groups and torch.distributed."""
+    """Destroy Megatron-Core's groups and torch.distributed."""
     release()
     if dist.is_initialized():
         dist.destroy_process_group()

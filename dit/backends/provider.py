@@ -34,17 +34,17 @@ class ColumnLinear(ColumnParallelLinear):
     """y = x W^T + b with the output features split over tensor-parallel ranks; gathers the tokens under SP.
 
     Attributes:
-        alone: no other rank has features of this layer: it is one call of torch.
-        skip_bias_add: whether the output lacks the bias.
+        is_unsharded: whether this rank has all features, so that the layer is a plain torch linear.
+        skip_bias_add: whether the output does not include the bias.
         adds_bias: whether this layer computes the gradient of its bias.
     """
 
-    alone, skip_bias_add, adds_bias = False, False, True
+    is_unsharded, skip_bias_add, adds_bias = False, False, True
 
     def forward(self, x_TD: Tensor) -> Tensor:
         if not self.adds_bias:
             return nn.functional.linear(x_TD, self.weight, self.bias.detach())
-        if self.alone:
+        if self.is_unsharded:
             return nn.functional.linear(x_TD, self.weight, None if self.skip_bias_add else self.bias)
         return super().forward(x_TD)[0]
 
@@ -53,19 +53,19 @@ class RowLinear(RowParallelLinear):
     """y = x W^T + b with the input features split over tensor-parallel ranks; scatters the tokens under SP.
 
     Attributes:
-        alone, skip_bias_add: as in `ColumnLinear`.
+        is_unsharded, skip_bias_add: as in `ColumnLinear`.
     """
 
-    alone, skip_bias_add = False, False
+    is_unsharded, skip_bias_add = False, False
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        if self.alone:
+        if self.is_unsharded:
             return nn.functional.linear(x_TD, self.weight, None if self.skip_bias_add else self.bias)
         return super().forward(x_TD)[0]
 
 
 def unadded_bias(layer: nn.Module) -> Optional[Tensor]:
-    """Return what the output of a parallel linear lacks, for the operation behind it: its bias, or None."""
+    """Return the bias that the operation after a parallel linear still has to add, or None."""
     return layer.bias if layer.skip_bias_add else None  # type: ignore[return-value]
 
 
@@ -87,7 +87,7 @@ LINEARS = Op[tuple[Any, Any]](
 
 
 class _OneRank:
-    """Stands for the group of a rank alone; for None, Megatron-Core's linears take the group of the process."""
+    """A group of one rank. Megatron-Core's linears replace None by the process's tensor-parallel group."""
 
     def size(self) -> int:
         return 1
@@ -101,12 +101,12 @@ class LayerProvider:
 
     Args:
         config: Megatron-Core's config of the layout and precision.
-        groups: its `ProcessGroupCollection`; None builds the full model on one rank (meta device, export).
+        groups: Megatron-Core's `ProcessGroupCollection`; None builds the full model on one rank (meta device, export).
         linears: name of one of `LINEARS`, or `auto`.
-        kernels: of the layers.
+        kernels: kernels of the layers.
 
     Raises:
-        ConfigError: the linears are unknown, not installed or not for this device.
+        ConfigError: the linears are unknown, not installed or not available on this device.
     """
 
     def __init__(
@@ -136,11 +136,17 @@ class LayerProvider:
 
     @property
     def _leaves_bias(self) -> bool:
-        """Whether an operation behind a linear adds its bias: a fused one does on its way, or no matrix product can."""
+        """Whether the operation after a linear adds the bias.
+
+        A fused operation adds it at no cost. Under tensor parallelism the matrix product cannot add it.
+        """
         return self.kernels.adds_bias or self.tp_size > 1
 
-    def split(self, count: int, what: str) -> int:
-        """Return how many of `count` equal parts are local to this rank.
+    def split(self, count: int, name: str) -> int:
+        """Return the number of `count` equal parts that are local to this rank.
+
+        Args:
+            name: name of the number, for the message.
 
         Raises:
             ConfigError: tensor parallelism cannot split them.
@@ -148,7 +154,7 @@ class LayerProvider:
         if count % self.tp_size:
             fits = [n for n in range(1, count + 1) if count % n == 0 and n <= 64]
             raise ConfigError(
-                f"{what}={count} cannot be split over tensor_model_parallel_size={self.tp_size}; use one of {fits}"
+                f"{name}={count} cannot be split over tensor_model_parallel_size={self.tp_size}; use one of {fits}"
             )
         return count // self.tp_size
 
@@ -165,9 +171,9 @@ class LayerProvider:
         """Build a linear layer whose output features are split.
 
         Args:
-            skip_bias_add: the layer need not add its bias: the operation behind it adds `unadded_bias`.
-            replicated_input: the input is replicated over tensor-parallel ranks, under sequence parallelism too (text):
-                nothing is gathered, and the input's gradient is complete on every rank.
+            skip_bias_add: whether the layer may leave its bias to the operation after it, which adds `unadded_bias`.
+            replicated_input: whether the input is replicated over tensor-parallel ranks even under sequence parallelism
+                (text). Then no tokens are gathered, and every rank computes the gradient of all tokens.
         """
         self.split(out_features, "output features")
         config, skip_bias_add = self.config, skip_bias_add and self._leaves_bias
@@ -188,25 +194,25 @@ class LayerProvider:
         sharding = ParameterSharding(
             split_dim=0, gradient_covers="all_tokens" if replicated_input else "sequence_shard"
         )
-        layer.alone, layer.skip_bias_add = self.tp_size == 1, skip_bias_add
-        _start(layer, sharding, sharding, init)
+        layer.is_unsharded, layer.skip_bias_add = self.tp_size == 1, skip_bias_add
+        _initialize(layer, sharding, sharding, init)
         return layer
 
     def heads_linear(
         self, in_features: int, out_features: int, *, bias: bool, init: Init, replicated_input: bool = False
     ) -> tuple[ColumnLinear, bool]:
-        """Build a projection to attention heads: its bias is inside the matrix product where it can be.
+        """Build a projection to attention heads; the matrix product adds the bias.
 
-        That is on one tensor-parallel rank. The fused kernel behind it writes the gradient of the projection, and adds
-        up that of the bias on the way.
+        On one tensor-parallel rank, the fused kernel after the projection writes the gradient of its output and sums
+        the gradient of its bias in the same pass.
 
         Returns:
             The layer, and whether `split_heads` computes the gradient of its bias.
         """
         layer = self.column_linear(in_features, out_features, bias=bias, init=init, replicated_input=replicated_input)
-        apart = bias and self.kernels.adds_bias and self.tp_size == 1 and isinstance(layer, ColumnLinear)
-        layer.adds_bias = not apart
-        return layer, apart
+        fused_bias = bias and self.kernels.adds_bias and self.tp_size == 1 and isinstance(layer, ColumnLinear)
+        layer.adds_bias = not fused_bias
+        return layer, fused_bias
 
     def row_linear(
         self, in_features: int, out_features: int, *, bias: bool, init: Init, skip_bias_add: bool = False
@@ -214,7 +220,7 @@ class LayerProvider:
         """Build a linear layer whose input features are split.
 
         Args:
-            skip_bias_add: the layer need not add its bias: the operation behind it adds `unadded_bias`.
+            skip_bias_add: whether the layer may leave its bias to the operation after it, which adds `unadded_bias`.
         """
         self.split(in_features, "input features")
         skip_bias_add = skip_bias_add and self._leaves_bias
@@ -229,9 +235,9 @@ class LayerProvider:
             is_expert=False,
             tp_group=self.tp_group,
         )
-        layer.alone, layer.skip_bias_add = self.tp_size == 1, skip_bias_add
-        # The bias is added to this rank's tokens, after the sum over ranks.
-        _start(layer, ParameterSharding(split_dim=1), REPLICATED, init)
+        layer.is_unsharded, layer.skip_bias_add = self.tp_size == 1, skip_bias_add
+        # The bias is added to the local tokens, after the sum over ranks.
+        _initialize(layer, ParameterSharding(split_dim=1), REPLICATED, init)
         return layer
 
     def replicated_linear(
@@ -250,11 +256,11 @@ class LayerProvider:
         """
         layer = nn.Linear(in_features, out_features, bias=bias, dtype=self.config.params_dtype, device=self._device)
         sharding = ParameterSharding(gradient_covers=gradient_covers)
-        _start(layer, sharding, sharding, init)
+        _initialize(layer, sharding, sharding, init)
         return layer
 
     def gathered_linear(self, in_features: int, out_features: int, *, bias: bool, init: Init) -> GatheredLinear:
-        """Build a linear layer of what is computed per sample: features are split, and every rank gets all of them.
+        """Build a linear layer for per-sample values, whose split output features are gathered on every rank.
 
         Raises:
             ConfigError: tensor parallelism cannot split the features.
@@ -270,18 +276,18 @@ class LayerProvider:
             dtype=self.config.params_dtype,
             device=self._device,
         )
-        _start(layer, ROWS, ROWS, init)
+        _initialize(layer, ROWS, ROWS, init)
         return layer
 
     def is_linear(self, module: nn.Module) -> bool:
-        """Return whether a module is a linear layer of a kind that this provider builds."""
+        """Return whether a module is one of this provider's linear layers."""
         return isinstance(module, (nn.Linear, self._column, self._row))
 
     def adapter(self, layer: nn.Module, rank: int) -> tuple[nn.Module, nn.Module]:
-        """Build the linears A and B of a low-rank adapter beside a linear layer, sharded as `adapter_shardings` states.
+        """Build the linears A and B of a low-rank adapter of a linear layer, sharded by `adapter_shardings`.
 
-        A starts uniform in +-1 / sqrt(in), B at zero (Hu et al. 2021, arXiv:2106.09685, section 4.1, with the uniform
-        distribution of peft).
+        A is initialised uniformly in +-1 / sqrt(in) and B to zero (Hu et al. 2021, arXiv:2106.09685, section 4.1, with
+        the uniform distribution of peft).
         """
         weight = layer.get_parameter("weight")
         base = sharding_of(weight)
@@ -293,7 +299,7 @@ class LayerProvider:
         return down, self._linear_of(b, rank, out_features, ZEROS)
 
     def _linear_of(self, sharding: ParameterSharding, in_features: int, out_features: int, init: Init) -> nn.Module:
-        """Build a linear layer without bias whose weight is sharded as stated."""
+        """Build a linear layer without bias whose weight has this sharding."""
         covers = sharding.gradient_covers
         layer: nn.Module
         if sharding.expert:
@@ -327,13 +333,13 @@ class LayerProvider:
         return range(first, first + share)
 
     def expert_linear(self, in_features: int, out_features: int, *, bias: bool, init: Init) -> nn.Linear:
-        """Build a linear layer of one expert, unsharded on this rank."""
+        """Build an unsharded linear layer of one expert."""
         layer = nn.Linear(in_features, out_features, bias=bias, dtype=self.config.params_dtype, device=self._device)
-        _start(layer, EXPERT, EXPERT, init)
+        _initialize(layer, EXPERT, EXPERT, init)
         return layer
 
     def expert_dispatch(self, experts: range) -> Optional[ExpertDispatch]:
-        """Build the `ExpertDispatch` to the experts of all ranks; None on the meta device.
+        """Build the `ExpertDispatch` to the experts of all ranks; return None on the meta device.
 
         Args:
             experts: global indices of the local experts.
@@ -343,7 +349,7 @@ class LayerProvider:
         return ExpertDispatch(self.config, self._groups, experts)
 
     def sum_over_sample_ranks(self, x: Tensor) -> Tensor:
-        """Sum a tensor over the ranks that have tokens of the same samples, in place; has no gradient."""
+        """Sum a tensor in place over the ranks that have tokens of the same samples; not differentiable."""
         group = None if self._groups is None else self._groups.tp_cp
         if group is not None and group.size() > 1:
             torch.distributed.all_reduce(x, group=group)
@@ -376,14 +382,14 @@ class LayerProvider:
 
         Args:
             gradient_covers: see `ParameterSharding`.
-            dtype: None for that of the model's weights.
+            dtype: None for the dtype of the model's weights.
         """
         empty = torch.empty(shape, dtype=dtype or self.config.params_dtype, device=self._device)
         return with_init(set_sharding(nn.Parameter(empty), ParameterSharding(gradient_covers=gradient_covers)), init)
 
 
-def _start(layer: nn.Module, weight: ParameterSharding, bias: ParameterSharding, init: Init) -> None:
-    """Set sharding and initialisation of the weight and the bias of a linear layer; biases start at zero."""
+def _initialize(layer: nn.Module, weight: ParameterSharding, bias: ParameterSharding, init: Init) -> None:
+    """Set the sharding and the initialisation of a linear layer; biases are initialised to zero."""
     with_init(set_sharding(layer.get_parameter("weight"), weight), init)
     if isinstance(layer.bias, nn.Parameter):
         with_init(set_sharding(layer.bias, bias), ZEROS)

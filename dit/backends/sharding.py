@@ -1,7 +1,7 @@
-"""One statement of sharding per parameter, and all that is derived from it.
+"""Parameter shardings, and the attributes and tables derived from them.
 
-A statement specifies over which ranks a parameter is split, over which it is replicated, and which tokens each rank's
-gradient covers. If it covers a part of the tokens, gradients are summed over the ranks that have the other parts.
+Every parameter has a `ParameterSharding`: the ranks over which it is split or replicated, and the tokens that each
+rank's gradient covers. If a gradient covers only some of the tokens, it is summed over the ranks with the other tokens.
 Four kinds of parameters on four ranks with TP 2 + SP and PP 2:
 
                         linear_qkv.weight    norm.weight     null text token   conditioner.time
@@ -11,14 +11,14 @@ Four kinds of parameters on four ranks with TP 2 + SP and PP 2:
               tp 1      rows of heads 1      of its shard    copy, all text    copy, tokens of shard 1 in layer 0
     stage 1   tp 0      (has layer 1)        (has layer 1)   copy, all text    copy, tokens of shard 0 in layer 1
               tp 1                                           copy, all text    copy, tokens of shard 1 in layer 1
-    gradient summed     nowhere              TP              PP                TP and PP
-    besides DP x CP
+    gradient summed     -                    TP              PP                TP and PP
+    over DP x CP and
 
-Before a `GatheredLinear` (modulations) a rank's gradient covers its own features instead, of all tokens: the sum over
-TP is the same.
+Parameters before a `GatheredLinear` (modulations) differ: a rank's gradient covers the local features of all tokens.
+The sum over TP is the same.
 
-Megatron-Core reads this from eight attributes of a parameter; a missing attribute means its default.
-`write_attributes` derives all of them; nothing else in this project sets one.
+Megatron-Core reads eight attributes of a parameter; a missing attribute means its default. Only `write_attributes` sets
+them.
 """
 
 import re
@@ -31,23 +31,23 @@ from torch import Tensor, nn
 from dit.errors import ConfigError
 
 Axis = Literal["tp", "pp", "dp_cp", "expert_dp"]
-"""Ranks that differ in one index: tensor parallel, pipeline, data x context parallel, those with the same experts."""
+"""Ranks that differ in one index: tensor parallel, pipeline, data x context parallel, data parallel of the experts."""
 
 GradientCovers = Literal["all_tokens", "sequence_shard", "own_heads"]
 
 
 @dataclass(frozen=True)
 class ParameterSharding:
-    """On which ranks one parameter is placed, and which tokens each rank's gradient covers.
+    """Placement of one parameter on the ranks, and the tokens that each rank's gradient covers.
 
     Attributes:
-        split_dim: dimension that is split over the tensor-parallel ranks; None if it is replicated over them.
-        expert: one expert of a layer, complete on the ranks that have it.
-        gradient_covers: of a parameter that is replicated over tensor-parallel ranks: `sequence_shard`, the tokens of
-            this rank's shard under sequence parallelism, and all tokens without it; `all_tokens`, always, because the
-            input of the parameter is never sharded (text); `own_heads`, the attention heads of this rank
-            (Megatron-Core identifies these norms of queries and keys by their names).
-        every_stage: every pipeline stage has a copy and uses it in its own layers.
+        split_dim: dimension that is split over the tensor-parallel ranks; None if the parameter is replicated.
+        expert: whether the parameter belongs to an expert, which is unsharded on the ranks that have it.
+        gradient_covers: part of the gradient on each tensor-parallel rank, for a replicated parameter.
+            `sequence_shard`: the tokens of the rank's shard under sequence parallelism, all tokens without it.
+            `all_tokens`: all tokens, because the input of the parameter is never sharded (text).
+            `own_heads`: the attention heads of the rank. Megatron-Core identifies these query and key norms by name.
+        every_stage: whether every pipeline stage has a copy, used by the layers of that stage.
     """
 
     split_dim: Optional[int] = None
@@ -60,48 +60,48 @@ class ParameterSharding:
 
     @property
     def is_split(self) -> bool:
-        """Whether each tensor-parallel rank has a part of its own."""
+        """Whether each tensor-parallel rank has a different part."""
         return self.split_dim is not None
 
     @property
     def data_axis(self) -> Axis:
-        """Ranks that have the same part and other samples or tokens."""
+        """Ranks with the same part and different samples or tokens."""
         return "expert_dp" if self.expert else "dp_cp"
 
     @property
     def replicated_over(self) -> tuple[Axis, ...]:
-        """Axes whose ranks have equal copies; `data_axis` comes first."""
+        """Axes over which the parameter is replicated; `data_axis` comes first."""
         tensor: tuple[Axis, ...] = () if self.is_split or self.expert else ("tp",)
         stages: tuple[Axis, ...] = ("pp",) if self.every_stage else ()
         return (self.data_axis, *tensor, *stages)
 
     def reduced_over(self, *, sequence_parallel: bool) -> tuple[Axis, ...]:
-        """Return the axes over which gradients are summed, because each rank's gradient covers a part."""
+        """Return the axes over which gradients are summed, because each rank's gradient is partial."""
         sharded = self.gradient_covers == "sequence_shard" and sequence_parallel
         partial = sharded or self.gradient_covers == "own_heads"
         return tuple(axis for axis in self.replicated_over if axis != "tp" or partial)
 
     def global_shape(self, shape: Sequence[int], tp_size: int) -> tuple[int, ...]:
-        """Return the shape of the complete parameter.
+        """Return the unsharded shape.
 
         Args:
-            shape: of one tensor-parallel rank's part.
+            shape: shape on one tensor-parallel rank.
         """
         return tuple(size * tp_size if i == self.split_dim else size for i, size in enumerate(shape))
 
     def origin(self, shape: Sequence[int], tp_rank: int) -> tuple[int, ...]:
-        """Return the index of a rank's first element in the complete parameter.
+        """Return the index of a rank's first element in the unsharded parameter.
 
         Args:
-            shape: of one tensor-parallel rank's part.
+            shape: shape on one tensor-parallel rank.
         """
         return tuple(size * tp_rank if i == self.split_dim else 0 for i, size in enumerate(shape))
 
 
 def adapter_shardings(base: ParameterSharding) -> tuple[ParameterSharding, ParameterSharding]:
-    """Return the statements of A `[rank, in]` and B `[out, rank]` of a low-rank adapter beside a weight `[out, in]`.
+    """Return the shardings of A `[rank, in]` and B `[out, rank]` of a low-rank adapter of a weight `[out, in]`.
 
-    A is split over what the inputs are split over, B over what the outputs are; the tokens are those of the weight:
+    A is split as the inputs of the weight are, B as its outputs are; gradients cover the same tokens:
 
         base                            A                                    B
         column parallel, split_dim=0    replicated; covers sequence shard    split_dim=0
@@ -116,31 +116,31 @@ def adapter_shardings(base: ParameterSharding) -> tuple[ParameterSharding, Param
 
 
 def set_sharding(parameter: nn.Parameter, sharding: ParameterSharding) -> nn.Parameter:
-    """Set the sharding of a parameter; it replaces an earlier one."""
+    """Set the sharding of a parameter, replacing an earlier one."""
     parameter.sharding = sharding  # type: ignore[attr-defined]
     return parameter
 
 
 def replicate_on_all_stages(parameters: Iterable[nn.Parameter]) -> None:
-    """Add to the statements of these parameters that every pipeline stage has a copy."""
+    """Set `every_stage` in the shardings of these parameters."""
     for parameter in parameters:
         set_sharding(parameter, replace(sharding_of(parameter), every_stage=True))
 
 
 def sharding_of(parameter: Tensor, name: str = "") -> ParameterSharding:
-    """Return the statement of a parameter.
+    """Return the sharding of a parameter.
 
     Args:
-        name: of the parameter, for the message.
+        name: name of the parameter, for the message.
 
     Raises:
-        ConfigError: nothing was stated.
+        ConfigError: the parameter has no sharding.
     """
     sharding = getattr(parameter, "sharding", None)
     if not isinstance(sharding, ParameterSharding):
         raise ConfigError(
-            f"parameter {name or 'without a name'} of shape {tuple(parameter.shape)} has no statement of its sharding, "
-            "so it is unknown over which ranks to sum its gradient; build it with the LayerProvider, or call "
+            f"parameter {name or '(unnamed)'} of shape {tuple(parameter.shape)} has no sharding, so the ranks over "
+            "which to sum its gradient are unknown; build it with the LayerProvider, or call "
             "dit.backends.sharding.set_sharding(parameter, ParameterSharding(...))"
         )
     return sharding
@@ -149,28 +149,28 @@ def sharding_of(parameter: Tensor, name: str = "") -> ParameterSharding:
 def megatron_attributes(
     sharding: ParameterSharding, *, sequence_parallel: bool, pipeline: bool, first_stage: bool
 ) -> dict[str, bool | int]:
-    """Return the attributes that Megatron-Core reads on a parameter.
+    """Return the attributes that Megatron-Core reads from a parameter.
 
     Args:
-        sequence_parallel: activations between the linear layers are sharded over the tensor-parallel ranks.
-        pipeline: the model has several stages.
-        first_stage: the parameter is the first stage's.
+        sequence_parallel: whether activations between the linear layers are sharded over the tensor-parallel ranks.
+        pipeline: whether the model has several stages.
+        first_stage: whether this is the first stage's copy of the parameter.
     """
     copies = pipeline and sharding.every_stage
     return {
-        # The gradient norm counts a parameter that is not split on the first tensor-parallel rank alone.
+        # The gradient norm counts a replicated parameter only on the first tensor-parallel rank.
         "tensor_model_parallel": sharding.is_split,
         "partition_dim": -1 if sharding.split_dim is None else sharding.split_dim,
         "partition_stride": 1,
         # Gradients are summed over the tensor-parallel ranks.
         "sequence_parallel": "tp" in sharding.reduced_over(sequence_parallel=sequence_parallel) and sequence_parallel,
-        # Gradients are reduced over data x context parallel ranks; else over those with the same expert, and no others.
+        # True: gradients are reduced over data x context parallel ranks; False: over the ranks with the same expert.
         "allreduce": not sharding.expert,
-        # Gradients are summed over the pipeline, where the config says `has_cond_embedder`.
+        # Gradients are summed over the pipeline, if the config has `has_cond_embedder=True`.
         "pipeline_parallel": sharding.every_stage,
         # The gradient norm does not count this copy.
         "shared": copies and not first_stage,
-        # A bucket of its own: the distributed optimizer then shards all copies in the same way. Gradients are summed
+        # A separate bucket, so that the distributed optimizer shards all copies in the same way. Gradients are summed
         # over the pipeline after reduce-scatter, so a data-parallel rank must have the same elements of every copy.
         "shared_embedding": copies,
     }
@@ -179,14 +179,14 @@ def megatron_attributes(
 def write_attributes(
     module: nn.Module, *, sequence_parallel: bool, pipeline: bool, first_stage: bool, sums_head_norms: bool
 ) -> None:
-    """Write Megatron-Core's attributes on every parameter of a model chunk, from its statement.
+    """Set Megatron-Core's attributes on every parameter of a model chunk, derived from its sharding.
 
     Args:
         sequence_parallel, pipeline, first_stage: see `megatron_attributes`.
         sums_head_norms: `qk_layernorm` of Megatron-Core's config.
 
     Raises:
-        ConfigError: the sharding of a parameter is not stated, or Megatron-Core does not support it.
+        ConfigError: a parameter has no sharding, or Megatron-Core does not support its sharding.
     """
     for name, parameter in module.named_parameters():
         sharding = sharding_of(parameter, name)
@@ -194,8 +194,9 @@ def write_attributes(
         if sharding.gradient_covers == "own_heads" and not summed_by_name:
             raise ConfigError(
                 f"the gradient of parameter {name} covers the heads of one tensor-parallel rank, but Megatron-Core "
-                "sums such gradients only under the names q_layernorm and k_layernorm, and with qk_layernorm in its "
-                "config; name it so and let megatron_sizes() say qk_layernorm=True, or split it (split_vector)"
+                "sums such gradients only for parameters named q_layernorm or k_layernorm, and only with qk_layernorm "
+                "in its config; rename it and return qk_layernorm=True from megatron_sizes(), or split it "
+                "(split_vector)"
             )
         attributes = megatron_attributes(
             sharding, sequence_parallel=sequence_parallel, pipeline=pipeline, first_stage=first_stage
@@ -207,7 +208,7 @@ def write_attributes(
 def write_shard_attributes(owner: Tensor, sharding: ParameterSharding) -> None:
     """Set the attributes of a Megatron-FSDP shard that differ from those of its parameter.
 
-    The gradient norm must count an expert on every tensor-parallel rank, because each has other experts.
+    The gradient norm must count an expert on every tensor-parallel rank, because each rank has different experts.
     """
     if sharding.expert:
         owner.tensor_model_parallel = True  # type: ignore[attr-defined]
@@ -215,12 +216,12 @@ def write_shard_attributes(owner: Tensor, sharding: ParameterSharding) -> None:
 
 @dataclass(frozen=True)
 class AxisSizes:
-    """Ranks of a layout.
+    """Numbers of ranks of a layout.
 
     Attributes:
-        ranks: by axis; an axis left out has one.
-        experts: ranks over which the experts of a layer are split.
-        sequence_parallel: activations between the linear layers are sharded over the tensor-parallel ranks.
+        ranks: number of ranks per axis; 1 for a missing axis.
+        experts: number of ranks over which the experts of a layer are split.
+        sequence_parallel: whether activations between the linear layers are sharded over the tensor-parallel ranks.
     """
 
     ranks: Mapping[Axis, int] = field(default_factory=dict)
@@ -228,7 +229,7 @@ class AxisSizes:
     sequence_parallel: bool = False
 
     def named(self, axes: Sequence[Axis], notes: Optional[Mapping[Axis, str]] = None) -> str:
-        """Name those axes that have several ranks, such as "TP 2, PP 4"; "-" for none."""
+        """Return the axes that have several ranks as text, such as "TP 2, PP 4"; "-" for none."""
         several = [axis for axis in _NAMES if axis in axes and self.ranks.get(axis, 1) > 1]
         return ", ".join(f"{_NAMES[axis]} {self.ranks[axis]}{(notes or {}).get(axis, '')}" for axis in several) or "-"
 
@@ -237,7 +238,7 @@ _NAMES: dict[Axis, str] = {"tp": "TP", "pp": "PP", "dp_cp": "DP x CP", "expert_d
 _PARTS = {"sequence_shard": " (sequence shards)", "own_heads": " (own heads)"}
 HEADS = ("parameter", "global shape", "split over", "replicated over", "gradient reduced over")
 FROZEN = "frozen"
-"""In place of a reduction: the parameter is not trained."""
+"""Shown instead of a reduction for a parameter that is not trained."""
 
 
 @dataclass(frozen=True)
@@ -256,10 +257,10 @@ class Row:
 
 
 def describe(name: str, parameter: Tensor, sizes: AxisSizes) -> Row:
-    """Return how a parameter of the full model is sharded under a layout; a frozen one has no gradient to reduce.
+    """Return the row of the sharding table for a parameter of the full model.
 
     Raises:
-        ConfigError: its sharding is not stated.
+        ConfigError: the parameter has no sharding.
     """
     sharding = sharding_of(parameter, name)
     split = "-"
@@ -279,16 +280,16 @@ def describe(name: str, parameter: Tensor, sizes: AxisSizes) -> Row:
 
 
 def explain(model: nn.Module, sizes: AxisSizes) -> str:
-    """Return a table: over which ranks each parameter is split, replicated, and reduced.
+    """Return a table of the ranks over which each parameter is split, replicated and reduced.
 
     Parameters that differ only in the number of their layer or expert share a line, `layers.0-27.mlp...`.
 
     Args:
-        model: the full model, as `build_on_meta` builds it.
-        sizes: of the layout to explain.
+        model: the full model, from `build_on_meta`.
+        sizes: sizes of the layout.
 
     Raises:
-        ConfigError: the sharding of a parameter is not stated.
+        ConfigError: a parameter has no sharding.
     """
     rows = [describe(name, parameter, sizes).cells for name, parameter in model.named_parameters()]
     return in_columns([HEADS, *_folded(rows)])
@@ -311,7 +312,7 @@ def _folded(rows: Iterable[tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
 
 
 def _ranges(numbers: Sequence[int]) -> str:
-    """Write 0, 1, 2, 5 as "0-2,5"."""
+    """Format 0, 1, 2, 5 as "0-2,5"."""
     starts = [n for n in numbers if n - 1 not in numbers]
     ends = [n for n in numbers if n + 1 not in numbers]
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends))

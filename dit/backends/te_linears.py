@@ -1,6 +1,6 @@
-"""Transformer Engine's linears, an optional choice of `training.linears`.
+"""Transformer Engine's linears, an option of `training.linears`.
 
-Not yet run in this project: Transformer Engine has no CPU wheel, and no GPU result is committed.
+This project has not run them yet: Transformer Engine has no CPU wheel, and no GPU result is committed.
 """
 
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
@@ -8,14 +8,14 @@ from torch import Tensor
 
 
 class TEColumnLinear(TEColumnParallelLinear):
-    """Transformer Engine's form of `ColumnLinear`."""
+    """`ColumnLinear` with Transformer Engine."""
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return super().forward(x_TD)[0]
 
 
 class TERowLinear(TERowParallelLinear):
-    """Transformer Engine's form of `RowLinear`."""
+    """`RowLinear` with Transformer Engine."""
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return super().forward(x_TD)[0]

@@ -204,5 +204,5 @@ def test_a_data_source_whose_state_follows_the_ranks_is_refused(tmp_path: Path) 
     ended = {name: result if jobs[name].ranks > 1 else [result] for name, result in results.items()}
     codes = {name: {e.code for e in ranks} for name, ranks in ended.items()}
     assert codes == {"two": {75}, "two again": {75}, "four": {3}, "one": {3}}
-    assert "saved the streams [0, 1] and continues with [0, 1, 2, 3]" in ended["four"][0].err
-    assert "saved the streams [0, 1] and continues with [0]" in ended["one"][0].err
+    assert "saved the streams [0, 1] and resumes with [0, 1, 2, 3]" in ended["four"][0].err
+    assert "saved the streams [0, 1] and resumes with [0]" in ended["one"][0].err

@@ -196,7 +196,7 @@ def test_dense_refuses_mixed_shapes_and_parts_of_samples():
         mixed.dense(mixed.latents_TC)
     batch = make_batch([(1, 2, 3), (1, 2, 3)])
     part = replace(batch, layout=batch.layout.select(torch.arange(6)))
-    with pytest.raises(BatchError, match="of which this rank has a part"):
+    with pytest.raises(BatchError, match="split over ranks"):
         part.dense(batch.latents_TC[:6])
 
 

@@ -46,7 +46,7 @@ def test_workspaces_that_are_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("name", "value"), [(WORKSPACE, ":0:0"), (TRANSFORMER_ENGINE, "1")])
 def test_an_environment_that_contradicts_is_refused(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=rf"needs {name}=.* which has '{value}'"), deterministic(True):
+    with pytest.raises(ConfigError, match=rf"needs {name}=.* but the environment has '{value}'"), deterministic(True):
         pass
     with deterministic(False):
         pass

@@ -128,5 +128,5 @@ def test_a_parameter_that_does_not_say_how_it_starts_is_refused_by_name():
     for parameter in layer.parameters():
         set_sharding(parameter, ParameterSharding())
     with_init(layer.weight, ZEROS)
-    with pytest.raises(ConfigError, match=r"parameter bias of shape \(2,\) does not say how it starts"):
+    with pytest.raises(ConfigError, match=r"parameter bias of shape \(2,\) has no initialisation"):
         initialize_weights(layer, 1, tp_rank=0, tp_size=1)

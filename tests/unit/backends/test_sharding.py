@@ -65,7 +65,7 @@ def test_a_parameter_without_a_statement_is_named():
     model = nn.ModuleDict({"stem": nn.Conv2d(3, 8, 3)})
     set_sharding(model["stem"].weight, ParameterSharding())
     options = {"sequence_parallel": False, "pipeline": False, "first_stage": True, "sums_head_norms": False}
-    with pytest.raises(ConfigError, match=r"parameter stem\.bias of shape \(8,\) has no statement"):
+    with pytest.raises(ConfigError, match=r"parameter stem\.bias of shape \(8,\) has no sharding"):
         write_attributes(model, **options)
     with pytest.raises(ConfigError, match=r"stem\.bias"):
         explain(model, AxisSizes())
