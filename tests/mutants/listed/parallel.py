@@ -177,8 +177,8 @@ MUTANTS = (
     Mutant(
         "gradients: a full batch of them is added, and waits on",
         "dit/backends/gradients.py",
-        "taken, self.gradients, self.bytes = self.gradients, [], 0",
-        "taken, self.bytes = list(self.gradients), 0",
+        "gradients, self.gradients, self.bytes = self.gradients, [], 0",
+        "gradients, self.bytes = list(self.gradients), 0",
         ("tests/unit/backends/test_gradients.py",),
     ),
     Mutant(
