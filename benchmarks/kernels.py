@@ -202,9 +202,9 @@ def occupancy(registers: int, shared_bytes: int, warps: int, chip: Chip) -> int:
 
 def model(case: str, call: Callable[[], object], chip: Chip) -> tuple[Call, list[Row]]:
     """Compile what a call launches for a chip, and model it; nothing runs."""
-    from dit.kernels.fused.gpu.ahead_of_time import noted_launches
+    from dit.kernels.fused.gpu.ahead_of_time import record_launches
 
-    with noted_launches() as launches, Traffic() as traffic:
+    with record_launches() as launches, Traffic() as traffic:
         call()
     rows = []
     for launch in launches:

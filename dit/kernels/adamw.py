@@ -1,10 +1,10 @@
-"""AdamW, the weight average and the copy for the model as one operation on the elements of many parameters.
+"""AdamW, the weight average and the rounded model weights as one operation on the elements of many parameters.
 
     gradient --(clip)--> moments --> master weight --+--> average
-                                                     '--> the model's own weight, rounded
+                                                     '--> model weight, rounded
 
-The function here is the reference. A training runs Megatron-Core's optimizer and torch's AdamW instead, or the fused
-form (`dit.kernels.fused.adamw`), which reads and writes every tensor once.
+The function here is the reference. Training runs Megatron-Core's optimizer with torch's AdamW, or the fused form
+(`dit.kernels.fused.adamw`), which reads and writes every tensor once.
 
 Source: Loshchilov and Hutter 2017, arXiv:1711.05101, Algorithm 2; with torch's order of operations.
 """
@@ -18,13 +18,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Elements:
-    """The tensors of one parameter, of as many elements in the same order; float32 but for `model`.
+    """The tensors of one parameter, with corresponding elements; all are float32 except `model`.
 
     Attributes:
-        gradient: read alone.
+        gradient: the gradient, which is only read.
         main, exp_avg, exp_avg_sq: master weights and Adam's moments.
-        average: of the weights; None for none.
-        model: gets a rounded copy of the master weights; None where the master weights are the model's.
+        average: weight average, or None.
+        model: model weights, a rounded copy of the master weights; None if the model uses the master weights.
     """
 
     gradient: Tensor
@@ -37,11 +37,11 @@ class Elements:
 
 @dataclass(frozen=True)
 class Rates:
-    """The numbers of one update of a group of parameters.
+    """Hyperparameters of one update of a group of parameters.
 
     Attributes:
         step: number of the update, from 1.
-        clip: factor of the gradient, of clipping and of all that was left to the update.
+        clip: factor of the gradient, which combines clipping with all other deferred factors.
         average: weight of the new weights in the average: 1 - decay, or 1 for a copy.
     """
 
@@ -56,21 +56,21 @@ class Rates:
 
     @property
     def step_size(self) -> float:
-        """The learning rate over the bias correction of the first moment."""
+        """Learning rate divided by the bias correction of the first moment."""
         return self.lr / (1 - self.beta1**self.step)
 
     @property
     def root(self) -> float:
-        """The factor of the root of the second moment that corrects its bias."""
+        """Factor of the root of the second moment that corrects its bias."""
         return float((1 - self.beta2**self.step) ** -0.5)
 
 
 AdamW = Callable[[Sequence[Elements], Rates], None]
-"""Updates some parameters in place; all have an average or none, and all have a copy for the model or none."""
+"""Updates parameters in place; either all or none have an average, and either all or none have model weights."""
 
 
 def adamw(parameters: Sequence[Elements], rates: Rates) -> None:
-    """Update parameters in place, each element by itself; in the precision of the master weights."""
+    """Update parameters in place, element by element, in the precision of the master weights."""
     for p in parameters:
         gradient = p.gradient * rates.clip
         p.main.sub_(p.main * (rates.lr * rates.weight_decay))

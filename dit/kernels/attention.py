@@ -1,11 +1,11 @@
-"""Bidirectional attention over packed sequences: an fp32 reference, and several kernels with one signature.
+"""Bidirectional attention over packed sequences: an fp32 reference and several kernels with the same signature.
 
 Tensors are THD: `[T, N, H]` tokens, heads, head size. Keys and values `[K, N, H]` may have fewer heads, each shared by
-a group of query heads. Segment i of the queries attends to segment i of the keys only. Padding belongs to no segment;
-its output is zero. Two samples a, b with texts p, q (`.` is padding):
+a group of query heads. Segment i of the queries attends only to segment i of the keys. Padding belongs to no segment,
+and its output is zero. Two samples a, b with texts p, q (`.` is padding):
 
     queries  a0 a1 a2 .  b0 b1 b2 b3          keys  p0 p1 . q0
-    mask     a0 a1 a2 see p0 p1               b0 b1 b2 b3 see q0
+    mask     a0 a1 a2 attend to p0 p1         b0 b1 b2 b3 attend to q0
 """
 
 from collections.abc import Callable
@@ -42,15 +42,15 @@ def reference_attention(
 
 
 def nothing_attends(layout_q: SequenceLayout, layout_k: SequenceLayout) -> bool:
-    """Return whether no segment has both queries and keys, as on a context-parallel rank with padding only."""
+    """Return whether no segment has both queries and keys, as on a context-parallel rank with only padding."""
     return not any(map(min, layout_q.lengths, layout_k.lengths))
 
 
 def zeros_of(q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor) -> Tensor:
-    """Return the attention of queries without keys: zeros (also for NaN inputs), with an autograd graph to q, k and v.
+    """Return zeros (even for NaN inputs) with an autograd graph to q, k and v, for queries without keys.
 
     Without the graph the projections would get no gradient on this rank, and data parallelism with overlapped
-    reductions (and FSDP) would wait for it.
+    reductions (and FSDP) would wait for it forever.
     """
     everywhere = torch.ones((), dtype=torch.bool, device=q_TNH.device)
     zero_q, zero_k, zero_v = (x.masked_fill(everywhere, 0.0) for x in (q_TNH, k_KNH, v_KNH))
@@ -62,14 +62,14 @@ def segment_sdpa(
 ) -> Tensor:
     """Run scaled-dot-product attention on groups of segments, each group as one dense batch.
 
-    Runs on every device of torch. A dense batch is one call and copies no tokens. On CPU short segments of nearly the
-    same length share a group.
+    Runs on every device of torch. A dense batch needs one call and no copy of the tokens. On CPU, short segments of
+    nearly equal length share a group.
     """
-    masks = q_TNH.device.type == "cpu"  # elsewhere a mask would exclude the fast kernels
+    masks = q_TNH.device.type == "cpu"  # on other devices a mask would exclude the fast kernels
     full_q, full_k = layout_q.gathered, layout_k.gathered
     dense = full_q.uniform_length and full_k.uniform_length
     ragged = not dense and not nothing_attends(full_q, full_k)
-    # Whoever has torch leave its flash kernel out (`sdpa_kernel`) is obeyed.
+    # Respect `sdpa_kernel` if it disables flash attention.
     if masks and ragged and q_TNH.shape[1] == k_KNH.shape[1] and torch.backends.cuda.flash_sdp_enabled():
         return grouped_sdpa(q_TNH, k_KNH, v_KNH, grouped(full_q, full_k, pads=True, dtype=q_TNH.dtype))
     return attend_densely(_grouped_sdpa, q_TNH, k_KNH, v_KNH, layout_q, layout_k, masks=masks)
@@ -88,30 +88,30 @@ def attend_densely(
     """Run a dense kernel on groups of segments, each group as one batch.
 
     Args:
-        kernel: attention of queries, keys and values `[batch, N, n, H]`; with `masks`, a fourth one is added
-            to the scores, or is left out.
-        masks: short segments share a group with others of nearly the same length.
+        kernel: attention of queries, keys and values `[batch, N, n, H]`; with `masks`, an optional fourth argument is
+            added to the scores.
+        masks: whether short segments of nearly equal length share a group.
     """
     layout_q, layout_k = layout_q.gathered, layout_k.gathered
     if layout_q.uniform_length and layout_k.uniform_length:
         return _dense(kernel, q_TNH, k_KNH, v_KNH, layout_q.num_samples)
     if nothing_attends(layout_q, layout_k):
         return zeros_of(q_TNH, k_KNH, v_KNH)
-    of = grouped(layout_q, layout_k, pads=masks, dtype=q_TNH.dtype)
-    q, (k, v) = of.queries.fill(q_TNH), (of.keys.fill(x) for x in (k_KNH, v_KNH))
+    pack = grouped(layout_q, layout_k, pads=masks, dtype=q_TNH.dtype)
+    q, (k, v) = pack.queries.gather(q_TNH), (pack.keys.gather(x) for x in (k_KNH, v_KNH))
     qs, ks, vs = (
-        x.split([group.count * n for group, n in zip(of.groups, sizes)]) if len(of.groups) > 1 else [x]
-        for x, sizes in zip((q, k, v), (of.sizes_q, of.sizes_k, of.sizes_k))
+        x.split([group.count * n for group, n in zip(pack.groups, sizes)]) if len(pack.groups) > 1 else [x]
+        for x, sizes in zip((q, k, v), (pack.sizes_q, pack.sizes_k, pack.sizes_k))
     )
     parts = [
         _dense(kernel, q_i, k_i, v_i, group.count, *([] if group.mask is None else [group.mask]))
-        for group, q_i, k_i, v_i in zip(of.groups, qs, ks, vs)
+        for group, q_i, k_i, v_i in zip(pack.groups, qs, ks, vs)
     ]
-    return of.queries.empty(parts[0] if len(parts) == 1 else torch.cat(parts))
+    return pack.queries.scatter(parts[0] if len(parts) == 1 else torch.cat(parts))
 
 
 def _dense(kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, batch: int, *mask: Tensor) -> Tensor:
-    """Attend inside `batch` equal segments; returns `[batch * n, N, H]`."""
+    """Attend inside `batch` segments of equal length; return `[batch * n, N, H]`."""
     q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q, k, v))
     return kernel(q, k, v, *mask).transpose(1, 2).flatten(0, 1)
 
@@ -123,10 +123,10 @@ def _grouped_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = None
 def varlen_attention(
     q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout
 ) -> Tensor:
-    """Run torch's varlen kernel (CUDA, half precision) on ragged packs; dense packs take `segment_sdpa`."""
+    """Run torch's varlen kernel (CUDA, half precision) on ragged packs, and `segment_sdpa` on dense packs."""
     from torch.nn.attention.varlen import varlen_attn
 
-    # The kernel always supported grouped queries; from torch 2.12 on this must be enabled.
+    # All versions support grouped queries; since torch 2.12 they must be enabled.
     grouped = q_TNH.shape[1] != k_KNH.shape[1] and "enable_gqa" in signature(varlen_attn).parameters
     kernel = partial(varlen_attn, enable_gqa=True) if grouped else varlen_attn
     return _packed(kernel, q_TNH, k_KNH, v_KNH, layout_q.gathered, layout_k.gathered)
@@ -135,10 +135,10 @@ def varlen_attention(
 def flash_attention(
     q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout
 ) -> Tensor:
-    """Run the flash-attn package's varlen kernel on ragged packs; dense packs go to scaled-dot-product attention."""
+    """Run flash-attn's varlen kernel on ragged packs, and `segment_sdpa` on dense packs."""
     from flash_attn import flash_attn_varlen_func
 
-    # Its backward pass adds with atomics otherwise. torch's own kernels ask for this themselves.
+    # The default backward pass adds with atomics. torch's kernels check the deterministic mode themselves.
     kernel = partial(flash_attn_varlen_func, deterministic=torch.are_deterministic_algorithms_enabled())
     return _packed(kernel, q_TNH, k_KNH, v_KNH, layout_q.gathered, layout_k.gathered)
 
@@ -151,7 +151,7 @@ def _packed(
     layout_q: SequenceLayout,
     layout_k: SequenceLayout,
 ) -> Tensor:
-    """Call a kernel of packed segments; dense batches take `segment_sdpa`."""
+    """Call a kernel for packed segments; dense batches use `segment_sdpa`."""
     if layout_q.uniform_length and layout_k.uniform_length:
         return segment_sdpa(q_TNH, k_KNH, v_KNH, layout_q, layout_k)
     if nothing_attends(layout_q, layout_k):  # kernels may not support zero queries
@@ -161,10 +161,10 @@ def _packed(
 
 
 def _segments_with_padding(layout_q: SequenceLayout, layout_k: SequenceLayout) -> tuple[Tensor, Tensor, int, int]:
-    """Return segments that cover all tokens: padding has its own, of queries without keys or keys without queries.
+    """Return segments that cover all tokens; padding forms segments of queries without keys or keys without queries.
 
-    A kernel writes zeros for such queries, and zeros as the gradient of such keys, so that padding needs no copy of the
-    tokens, and no wait for their number. Samples a, b with texts p, q (`.` is padding):
+    A kernel writes zeros for such queries, and zeros as the gradients of such keys, so padding requires neither a copy
+    of the tokens nor a host sync. Samples a, b with texts p, q (`.` is padding):
 
         queries   a0 a1 a2 | .  |   | b0 b1 b2 b3 |  |           keys  p0 p1 |  | . | q0 |  |
         lengths   3          1    0   4             0  0               2       0  1   1    0  0
@@ -175,8 +175,8 @@ def _segments_with_padding(layout_q: SequenceLayout, layout_k: SequenceLayout) -
     if all(layout.valid_tokens == layout.total_tokens for layout in (layout_q, layout_k)):
         return layout_q.cu_seqlens, layout_k.cu_seqlens, layout_q.max_seqlen, layout_k.max_seqlen
     key = "segments", layout_k.lengths, layout_k.padded_lengths, layout_k.total_tokens
-    known = layout_q.tables.get(key)
-    if known is None:
+    segments = layout_q.tables.get(key)
+    if segments is None:
         lengths: tuple[list[int], list[int]] = [], []
         for i, layout in enumerate((layout_q, layout_k)):
             ends = (*layout.starts[1:], layout.total_tokens)
@@ -184,6 +184,6 @@ def _segments_with_padding(layout_q: SequenceLayout, layout_k: SequenceLayout) -
                 padding = end - start - length
                 lengths[i].extend([length, 0, padding] if i else [length, padding, 0])
         cumulative = [torch.tensor((0, *accumulate(x)), dtype=torch.int32, device=layout_q.device) for x in lengths]
-        known = layout_q.tables[key] = *cumulative, max(lengths[0]), max(lengths[1])
-    assert isinstance(known, tuple)
-    return known
+        segments = layout_q.tables[key] = *cumulative, max(lengths[0]), max(lengths[1])
+    assert isinstance(segments, tuple)
+    return segments

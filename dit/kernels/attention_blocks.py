@@ -1,4 +1,4 @@
-"""Attention to one block of keys, with the log-sum-exp that is needed to merge the blocks.
+"""Attention to one block of keys, with the log-sum-exp for merging blocks.
 
 With s = q k^T / sqrt(H) over the keys of one block, out = softmax(s) v and lse = log sum exp(s). Two blocks a, b merge
 to lse = log(exp(lse_a) + exp(lse_b)), out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b. The
@@ -20,9 +20,9 @@ from dit.layout import SequenceLayout
 
 
 class Block(NamedTuple):
-    """Queries and a block of keys. The layouts describe the given tensors; segments may be empty.
+    """Queries and a block of keys, with their layouts; segments may be empty.
 
-    There may be fewer key heads than query heads, if the kernel supports it.
+    There may be fewer key heads than query heads if the kernel supports it.
     """
 
     q_TNH: Tensor
@@ -33,7 +33,7 @@ class Block(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """Attention over some keys: out `[T, N, H]`, lse `[T, N]` (float32); queries without keys have out 0, lse -inf."""
+    """Attention output `[T, N, H]` and log-sum-exp `[T, N]` (float32); 0 and -inf for queries without keys."""
 
     out_TNH: Tensor
     lse_TN: Tensor
@@ -51,13 +51,13 @@ class BlockAttention(ABC):
         """Return this block's parts of dq, dk, dv; 0 for padding.
 
         Args:
-            grad_TNH: of the output over all blocks.
+            grad_TNH: gradient of the output over all blocks.
             joined: attention over all blocks.
         """
 
 
 class EagerBlocks(BlockAttention):
-    """The formulas in float32, for every device and dtype: the reference of all kernels."""
+    """The formulas in float32 for every device and dtype, the reference of all kernels."""
 
     def forward(self, block: Block) -> Attended:
         q_TNH, k_KNH, v_KNH, layout_q, layout_k = block
@@ -142,11 +142,11 @@ class FlashBlocks(BlockAttention):
 
 
 class _Segments:
-    """The segments that have both queries and keys, without padding, as the kernel takes them.
+    """The segments with both queries and keys, without padding, as arguments of the kernel.
 
     Attributes:
         count: number of segments.
-        rows_q, rows_k: indices of their tokens, int64; None for all.
+        rows_q, rows_k: indices of their tokens, int64; None for all tokens.
         lengths: cu_seqlens of queries and of keys (int32), maximal lengths of queries and of keys.
     """
 

@@ -1,6 +1,6 @@
-"""Ops with several implementations: each says what it needs, `choose` selects one, `table` says why not the others.
+"""Selection among several implementations of an op, according to their requirements.
 
-The implementations of an op stand in the order in which `auto` prefers them. The last one needs nothing:
+The implementations of an op are listed in the order in which `auto` prefers them. The last one has no requirements:
 
     attention    transformer_engine    needs its package, CUDA, bf16 or fp16
                  varlen                needs CUDA, bf16 or fp16
@@ -20,23 +20,23 @@ from dit.errors import ConfigError
 
 AUTO = "auto"
 UNTRIED = "runs on request only: it has not passed tests/gpu on any device"
-"""Why `auto` passes over an implementation that was written and never run."""
+"""Reason to exclude an implementation from `auto`: it has never run on its device."""
 SLOW_START = "runs on request only: the first step waits for the compiler"
-"""Why `auto` passes over an implementation that is generated when it first runs."""
-OF_LAYERS = "runs on request only: layers are compiled, and this is eager"
-"""Why `auto` passes over what stands for the eager form where a setting compiles layers."""
+"""Reason to exclude an implementation from `auto`: it is compiled when it first runs."""
+LAYERS_ONLY = "runs on request only: layers are compiled, and this op is eager"
+"""Reason to exclude an implementation from `auto`: the setting compiles only layers, and this op is eager."""
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 
 @dataclass(frozen=True)
 class Target:
-    """Where an op runs, and on what.
+    """Device and tensors of an op.
 
     Attributes:
-        device: of its tensors.
-        dtype: of its tensors.
-        head_size: features of an attention head; None where it is not known yet, which refuses nothing.
+        device: device of the tensors.
+        dtype: dtype of the tensors.
+        head_size: features of an attention head; None if unknown, which satisfies every requirement.
     """
 
     device: torch.device
@@ -45,7 +45,7 @@ class Target:
 
 
 Requirement = Callable[[Target], Optional[str]]
-"""Returns what an implementation needs and a target lacks, in words that follow the implementation's name; or None."""
+"""Returns None if the target satisfies the requirement, else a reason that continues "<implementation> ..."."""
 
 
 def half_on_cuda(target: Target) -> Optional[str]:
@@ -61,18 +61,18 @@ def on_cuda(target: Target) -> Optional[str]:
 
 
 def on_cuda_or_interpreted(target: Target) -> Optional[str]:
-    """Require CUDA, or Triton's interpreter (TRITON_INTERPRET=1), which runs its kernels anywhere, for tests."""
+    """Require CUDA, or Triton's interpreter (TRITON_INTERPRET=1), which runs kernels on CPU in tests."""
     return None if os.environ.get("TRITON_INTERPRET") == "1" else on_cuda(target)
 
 
 def installed(package: str) -> Requirement:
-    """Return the requirement of a package."""
-    absent = f"needs {package}, which is not installed; pip install -e '.[gpu]' in the repository's folder"
-    return lambda _: None if find_spec(package) else absent
+    """Return the requirement that a package is installed."""
+    reason = f"needs {package}, which is not installed; pip install -e '.[gpu]' in the repository's folder"
+    return lambda _: None if find_spec(package) else reason
 
 
 def code_generator(target: Target) -> Optional[str]:
-    """Require what torch.compile generates code with: Triton on CUDA, a C++ compiler on CPU."""
+    """Require the code generator of torch.compile: Triton on CUDA, a C++ compiler on CPU."""
     if target.device.type == "cuda":
         return installed("triton")(target)
     name = os.environ.get("CXX", "g++")
@@ -80,15 +80,15 @@ def code_generator(target: Target) -> Optional[str]:
 
 
 def head_sizes(multiple_of: int, largest: int) -> Requirement:
-    """Return the requirement of attention kernels that take some head sizes only."""
+    """Return the requirement of attention kernels that support only some head sizes."""
 
-    def refuse(target: Target) -> Optional[str]:
+    def requirement(target: Target) -> Optional[str]:
         size = target.head_size
         if size is None or (size % multiple_of == 0 and size <= largest):
             return None
-        return f"needs heads of a multiple of {multiple_of} features up to {largest}, and these have {size}"
+        return f"needs a head size that is a multiple of {multiple_of} up to {largest}, not {size}"
 
-    return refuse
+    return requirement
 
 
 @dataclass(frozen=True)
@@ -96,19 +96,19 @@ class Implementation(Generic[T_co]):
     """One implementation of an op.
 
     Attributes:
-        name: as settings and records name it.
-        load: returns it; imports what it needs.
-        requires: of the target, checked in this order.
-        on_request: why `auto` passes over it; None if it does not.
+        name: name in settings and records.
+        load: returns the implementation; imports its dependencies.
+        requires: requirements, checked in this order.
+        opt_in_reason: reason to exclude the implementation from `auto`, or None.
     """
 
     name: str
     load: Callable[[], T_co]
     requires: tuple[Requirement, ...] = ()
-    on_request: Optional[str] = None
+    opt_in_reason: Optional[str] = None
 
-    def lacks(self, target: Target) -> Optional[str]:
-        """Return the first requirement that the target does not meet, in words; None if it meets all."""
+    def unmet_requirement(self, target: Target) -> Optional[str]:
+        """Return the reason of the first requirement that the target does not satisfy, or None."""
         return next(filter(None, (requirement(target) for requirement in self.requires)), None)
 
 
@@ -117,9 +117,9 @@ class Op(Generic[T_co]):
     """An operation and its implementations.
 
     Attributes:
-        name: as records name it.
-        implementations: those that `auto` prefers first; the last one requires nothing.
-        setting: that selects one; None where `auto` always does.
+        name: name in records.
+        implementations: in the order of `auto`; the last one has no requirements.
+        setting: setting that selects an implementation; None if the op always uses `auto`.
     """
 
     name: str
@@ -127,53 +127,55 @@ class Op(Generic[T_co]):
     setting: Optional[str] = None
 
 
-def choose(op: Op[T], target: Target, asked: str = AUTO) -> Implementation[T]:
-    """Select an implementation: the one asked for, or the first that the target allows and `auto` may take.
+def choose(op: Op[T], target: Target, requested: str = AUTO) -> Implementation[T]:
+    """Select the requested implementation of an op; `auto` selects the first one whose requirements are satisfied.
 
     Raises:
-        ConfigError: the one asked for is unknown, or the target lacks what it needs.
+        ConfigError: the requested implementation is unknown, or its requirements are not satisfied.
     """
-    if asked == AUTO:
-        return next(one for one in op.implementations if not (one.on_request or one.lacks(target)))
-    found = next((one for one in op.implementations if one.name == asked), None)
-    if found is None:
-        known = ", ".join([AUTO, *(one.name for one in op.implementations)])
-        raise ConfigError(f"{op.setting}={asked!r} is unknown; use one of {known}")
-    lacks = found.lacks(target)
-    if lacks:
-        raise ConfigError(f"{op.setting}={asked!r} {lacks}; or use {AUTO!r}")
-    return found
+    if requested == AUTO:
+        return next(one for one in op.implementations if not (one.opt_in_reason or one.unmet_requirement(target)))
+    selected = next((one for one in op.implementations if one.name == requested), None)
+    if selected is None:
+        names = ", ".join([AUTO, *(one.name for one in op.implementations)])
+        raise ConfigError(f"{op.setting}={requested!r} is unknown; use one of {names}")
+    reason = selected.unmet_requirement(target)
+    if reason:
+        raise ConfigError(f"{op.setting}={requested!r} {reason}; or use {AUTO!r}")
+    return selected
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The implementation of an op on a target.
+    """The selected implementation of an op.
 
     Attributes:
-        name: of the one selected.
-        others: why not, by name of each other one.
+        name: name of the selected implementation.
+        others: for each other implementation, the reason why it was not selected.
     """
 
     name: str
     others: Mapping[str, str]
 
 
-def table(ops: Iterable[Op[object]], target: Target, asked: Mapping[str, str]) -> dict[str, Selection]:
-    """Return the implementation of every op on a target, and why not the others, by the name of the op.
+def table(ops: Iterable[Op[object]], target: Target, settings: Mapping[str, str]) -> dict[str, Selection]:
+    """Return the selection for every op by op name.
 
     Args:
-        asked: values of the settings that select one, by the name of the setting.
+        settings: values of the settings that select implementations, by name of the setting.
 
     Raises:
-        ConfigError: as `choose`.
+        ConfigError: see `choose`.
     """
-    found = {}
+    selections = {}
     for op in ops:
-        wanted = asked.get(op.setting or "", AUTO)
-        selected = choose(op, target, wanted)
-        behind = f"{selected.name} comes first" if wanted == AUTO else f"{op.setting}={wanted}"
+        requested = settings.get(op.setting or "", AUTO)
+        selected = choose(op, target, requested)
+        default = f"{selected.name} comes first" if requested == AUTO else f"{op.setting}={requested}"
         others = {
-            one.name: one.lacks(target) or one.on_request or behind for one in op.implementations if one is not selected
+            one.name: one.unmet_requirement(target) or one.opt_in_reason or default
+            for one in op.implementations
+            if one is not selected
         }
-        found[op.name] = Selection(selected.name, others)
-    return found
+        selections[op.name] = Selection(selected.name, others)
+    return selections

@@ -1,7 +1,7 @@
 """Layers compiled by torch.compile.
 
-Blocks of pictures (`training.compile`) are compiled for the sizes that they meet. Transformer layers
-(`training.kernels=compile`) become one graph each, which all layers of a stack share, for packs of any lengths.
+Blocks of UNets (`training.compile`) are compiled for each input size. Transformer layers (`training.kernels=compile`)
+are compiled to one graph that all layers of a stack share and that supports packs of any lengths.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,44 +11,44 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from dit.kernels.graph_layout import GraphLayout, graph_layout, take_sizes_as_unknown
+from dit.kernels.graph_layout import GraphLayout, graph_layout, mark_dynamic_sizes
 from dit.layout import SequenceLayout
 
 BACKEND: Any = "inductor"
-"""Of transformer layers, when they first run; tests that count graphs take `aot_eager`, which generates no code."""
+"""Backend for transformer layers, read at their first run; tests that count graphs set `aot_eager`."""
 EXPENSIVE = (
     {"mm", "addmm", "bmm", "baddbmm"}
     | {f"_scaled_dot_product_{kind}_attention" for kind in ("flash", "efficient", "cudnn", "fused")}
     | {"_scaled_dot_product_flash_attention_for_cpu"}
 )
-"""Operations of aten whose outputs a layer saves under selective recompute: matrix products and attention."""
+"""ATen operations whose outputs selective recompute saves: matrix products and attention."""
 EXPENSIVE_NAMESPACES = {"dit", "_c10d_functional"}
-"""Of these, all: attention to ragged packs, and what is sent to other ranks."""
+"""Namespaces whose operations are all saved: attention to ragged packs, and communication."""
 LARGEST_COUNT = 32
-"""Graphs of a layer: by kind of pack (one sample, dense, ragged), with and without gradients, by class of layer."""
+"""Limit of graphs per layer, which differ by kind of pack (one sample, dense, ragged), gradients and class of layer."""
 
 
 def compile_layers(layers: Iterable[nn.Module]) -> None:
-    """Make layers run compiled, each for the sizes that it meets.
+    """Compile the forward pass of layers for each of their input sizes.
 
-    Layers of one class share a cache in the compiler. A UNet has blocks of more sizes than it takes by default before
-    it gives up and runs the rest as it is, so that its limit is raised, for the process.
+    Layers of one class share a compiler cache. A UNet has blocks of more sizes than the compiler's default limit, after
+    which it runs the remaining blocks eagerly, so the limit is raised for the process.
     """
     from torch._dynamo import config  # the compiler takes seconds to import
 
-    found = list(layers)
-    config.recompile_limit = max(config.recompile_limit, 2 * len(found))
-    for layer in found:
+    blocks = list(layers)
+    config.recompile_limit = max(config.recompile_limit, 2 * len(blocks))
+    for layer in blocks:
         layer.forward = torch.compile(layer.forward, dynamic=False)
 
 
 def compile_transformer_layers(layers: Iterable[nn.Module], *, selective: int = 0) -> None:
-    """Make each layer run as one compiled graph.
+    """Compile the forward pass of each layer to one graph.
 
-    A graph break, or more graphs than there are kinds of packs, is an error.
+    A graph break is an error, and so are more graphs than kinds of packs.
 
     Args:
-        selective: the first so many layers save what is expensive alone, see `dit.kernels.recompute`.
+        selective: number of layers, from the first, with selective recompute, see `dit.kernels.recompute`.
     """
     from torch._dynamo import config  # the compiler takes seconds to import
 
@@ -58,11 +58,11 @@ def compile_transformer_layers(layers: Iterable[nn.Module], *, selective: int = 
 
 
 class CompiledLayer:
-    """The compiled forward pass of a layer, which takes layouts as every layer does.
+    """The compiled forward pass of a layer, with the signature of the layer.
 
     Args:
-        forward: takes tensors, layouts, and dataclasses of tensors.
-        selective: save what is expensive alone.
+        forward: function of tensors, layouts, and dataclasses of tensors.
+        selective: whether to use selective recompute.
     """
 
     def __init__(self, forward: Callable[..., Tensor], *, selective: bool = False) -> None:
@@ -76,16 +76,17 @@ class CompiledLayer:
         )
         layouts = [x for x in inputs if isinstance(x, GraphLayout)]
         if any(x.rows == "ragged" or not x.dense for x in layouts):
-            take_sizes_as_unknown(inputs)
+            mark_dynamic_sizes(inputs)
         if self._compiled is None:
             self._compiled = torch.compile(self._forward, fullgraph=True, backend=BACKEND)
         return self._compiled(*inputs)
 
 
 class _Selective:
-    """A forward pass inside a graph that saves the outputs of expensive operations, and computes all others again.
+    """A forward pass inside a graph that saves only the outputs of expensive operations and recomputes the others.
 
-    Left to itself, the compiler saves what is cheap to keep in time, not in memory: as much as an eager layer.
+    By default, the compiler's partitioner minimises recompute time instead of memory, and saves as much as an eager
+    layer.
     """
 
     def __init__(self, forward: Callable[..., Tensor]) -> None:

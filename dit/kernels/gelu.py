@@ -1,12 +1,12 @@
-"""GELU in its tanh form on CPU, by a sigmoid: torch's own takes twice as long, most of it in its tanh.
+"""Tanh-approximated GELU on CPU, computed with a sigmoid; torch's takes twice as long, mostly in its tanh.
 
     gelu(x) = x (1 + tanh(u)) / 2 = x sigmoid(2 u),   2 u = A (x + B x^3),   A = sqrt(8 / pi),   B = 0.044715
 
-The forward pass also computes the derivative, which is saved in place of x: a backward pass is one product.
+The forward pass also computes the derivative and saves it instead of x, so the backward pass is one product.
 
     gelu'(x) = s + x s (1 - s) A (1 + 3 B x^2),   s = sigmoid(2 u)
 
-Slopes are NaN from |x| of 1e13 on, where x^3 is no number of float32.
+Derivatives are NaN from |x| = 1e13, where x^3 overflows float32.
 
 Source: Hendrycks and Gimpel 2016, arXiv:1606.08415, section 2.
 """
@@ -21,13 +21,13 @@ from torch.autograd.function import once_differentiable
 
 A, B = math.sqrt(8 / math.pi), 0.044715
 EXACT = torch.float32, torch.float64
-"""Types in which every intermediate number may be rounded; torch computes the others in float32."""
+"""Dtypes whose intermediate results may be rounded to them; torch computes other dtypes in float32."""
 
 _sigmoid_backward: Any = torch.ops.aten.sigmoid_backward.grad_input
 
 
 def gelu(x: Tensor) -> Tensor:
-    """Compute GELU(x) in its tanh form, of any shape and on any device."""
+    """Compute tanh-approximated GELU(x) on any device."""
     if x.device.type != "cpu" or x.dtype not in EXACT:
         return F.gelu(x, approximate="tanh")
     if not (torch.is_grad_enabled() and x.requires_grad):
@@ -37,7 +37,7 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def gelu_in_graph(x: Tensor) -> Tensor:
-    """Compute `gelu` in operations that a compiler fuses, and whose gradient it finds."""
+    """Compute `gelu` with operations that a compiler can fuse and differentiate."""
     if x.device.type != "cpu" or x.dtype not in EXACT:
         return F.gelu(x, approximate="tanh")
     return x * torch.sigmoid(x * (A + A * B * x * x))
@@ -53,7 +53,7 @@ class _Gelu(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor) -> Tensor:
         square = x * x
         gate = _gate(x, square)
-        # In place: on a CPU this takes as long as its memory.
+        # In place, because on a CPU this is bound by memory traffic.
         slope = torch.add(A, square, alpha=3 * A * B, out=square).mul_(x)
         _sigmoid_backward(slope, gate, grad_input=slope)
         ctx.save_for_backward(slope.add_(gate))

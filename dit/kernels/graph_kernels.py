@@ -1,8 +1,8 @@
 """The operations of a transformer layer that runs as one compiled graph.
 
-The memory-bound ones are the formulas of `dit.kernels.modulation`, which the compiler fuses. Attention to a dense batch
-is torch's own; attention to a ragged pack is one operator, `dit::packed_attention`, whose graph does not depend on the
-lengths of the samples.
+The memory-bound operations are the formulas of `dit.kernels.modulation`, which the compiler fuses. Attention to a dense
+batch is torch's; attention to a ragged pack is the operator `dit::packed_attention`, so that the graph does not depend
+on the lengths of the samples.
 
 Shape suffixes: T local tokens, K keys, N heads, H head size, S samples, D hidden size, F inner width of the MLP.
 """
@@ -28,7 +28,7 @@ from dit.kernels.segment_groups import Grouped, grouped
 from dit.layout import SequenceLayout
 
 Layout = SequenceLayout | GraphLayout
-"""A compiled layer is given the second; what runs outside, as the head, the first, and is eager."""
+"""`GraphLayout` inside a compiled layer; `SequenceLayout` in eager modules such as the output layer."""
 
 
 def norm_modulate(x_TD: Tensor, into: NormModulation, layout: Layout) -> tuple[Tensor, Tensor]:
@@ -95,7 +95,7 @@ def graph_attention(q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, of_q: Layout, o
 
 
 class SdpaBlocks(BlockAttention):
-    """Attention on CPU to all segments of a pack, see `dit.kernels.grouped_sdpa`."""
+    """Attention on CPU to all segments of a pack by `dit.kernels.grouped_sdpa`."""
 
     def forward(self, block: Block) -> Attended:
         q_TNH, k_KNH, v_KNH, layout_q, layout_k = block
@@ -109,8 +109,8 @@ class SdpaBlocks(BlockAttention):
         if nothing_attends(layout_q, layout_k):
             return torch.zeros_like(q_TNH), torch.zeros_like(k_KNH), torch.zeros_like(v_KNH)
         parts = q_TNH, *(_repeated(x, q_TNH.shape[1]) for x in (k_KNH, v_KNH))
-        dq, *of_keys = gradients(grad_TNH, parts, *joined, _grouped(block))
-        dk, dv = (x.unflatten(1, (k_KNH.shape[1], -1)).sum(2) if x.shape != k_KNH.shape else x for x in of_keys)
+        dq, *grads_kv = gradients(grad_TNH, parts, *joined, _grouped(block))
+        dk, dv = (x.unflatten(1, (k_KNH.shape[1], -1)).sum(2) if x.shape != k_KNH.shape else x for x in grads_kv)
         return dq, dk, dv
 
 
@@ -119,7 +119,7 @@ def _grouped(block: Block) -> Grouped:
 
 
 def _repeated(x_KNH: Tensor, heads: int) -> Tensor:
-    """Return each head as often as queries share it."""
+    """Repeat each key or value head for the query heads that share it."""
     return x_KNH if x_KNH.shape[1] == heads else x_KNH.repeat_interleave(heads // x_KNH.shape[1], 1)
 
 
@@ -130,7 +130,7 @@ def _blocks(target: Target) -> BlockAttention:
 
 def _block(q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, lengths: Sequence[Tensor]) -> Block:
     layouts = [
-        layout_of(lengths[i], lengths[i + 1], len(x), x.device)  # on the host, so that nothing waits
+        layout_of(lengths[i], lengths[i + 1], len(x), x.device)  # lengths are on the host, so nothing is synchronised
         for i, x in ((0, q_TNH), (2, k_KNH))
     ]
     return Block(q_TNH, k_KNH, v_KNH, *layouts)
@@ -149,7 +149,8 @@ def packed_attention(
     """Attend inside the segments of a ragged pack.
 
     Args:
-        lengths_q_S, padded_q_S, lengths_k_S, padded_k_S: of the segments of queries and of keys, as in `GraphLayout`.
+        lengths_q_S, padded_q_S, lengths_k_S, padded_k_S: real and padded lengths of the segments of queries and of
+            keys, see `GraphLayout`.
 
     Returns:
         `out_TNH` in the dtype of the queries, and `lse_TN`, float32.
@@ -180,8 +181,8 @@ def packed_attention_backward(
     """Return the gradients of queries, keys and values; 0 for padding."""
     block = _block(q_TNH, k_KNH, v_KNH, (lengths_q_S, padded_q_S, lengths_k_S, padded_k_S))
     kernel = _blocks(Target(q_TNH.device, q_TNH.dtype, q_TNH.shape[-1]))
-    found = kernel.backward(grad_TNH.contiguous(), block, Attended(out_TNH, lse_TN))
-    dq, dk, dv = (x.to(q_TNH.dtype).contiguous() for x in found)
+    grads = kernel.backward(grad_TNH.contiguous(), block, Attended(out_TNH, lse_TN))
+    dq, dk, dv = (x.to(q_TNH.dtype).contiguous() for x in grads)
     return dq, dk, dv
 
 

@@ -1,7 +1,7 @@
-"""What a layer that runs as one compiled graph sees of a pack: tensors, and nothing that changes from pack to pack.
+"""The layout of a pack for a layer that runs as one compiled graph: tensors without values that depend on the pack.
 
-A compiler makes a graph for the values of all integers that it meets on the host, so that a `SequenceLayout` would give
-it a graph per pack. Here lengths are data, and numbers of tokens and samples are sizes that it takes as unknown.
+The compiler specialises a graph on the values of host integers, so a `SequenceLayout` would need a graph per pack. Here
+lengths are tensor data, and the numbers of tokens and samples are dynamic sizes.
 
 Shape suffixes: T local tokens, S samples, D any width.
 """
@@ -22,13 +22,13 @@ class GraphLayout:
     """The layout of a pack as tensors.
 
     Attributes:
-        rows: `one` sample; a `dense` batch of samples; `ragged`: any other local tokens.
-        samples_S: its length says how many samples there are; it has no values.
-        ids_T: sample of each local token, int64; only of ragged ones.
-        one_hot_ST: 1 where a token belongs to a sample, in the dtype of the model; only of ragged ones, not on CPU.
-        order_T, starts_S: see `SequenceLayout.tokens_by_sample`; only of ragged ones on CPU.
-        dense: attention, which sees the tokens of all tensor-parallel ranks, has samples of one length and no padding.
-        lengths_S, padded_S: real and padded tokens of the samples in attention, int64 on the host.
+        rows: kind of the local tokens: `one` sample, a `dense` batch of samples, or `ragged` for all others.
+        samples_S: a tensor without values, whose length is the number of samples.
+        ids_T: sample of each local token, int64; only if ragged.
+        one_hot_ST: 1 where a token belongs to a sample, in the dtype of the model; only if ragged, not on CPU.
+        order_T, starts_S: see `SequenceLayout.tokens_by_sample`; only if ragged, on CPU.
+        dense: whether the gathered tokens in attention have samples of one length and no padding.
+        lengths_S, padded_S: real and padded lengths of the samples in attention, int64 on the host.
     """
 
     rows: Literal["one", "dense", "ragged"]
@@ -42,7 +42,7 @@ class GraphLayout:
     padded_S: Tensor
 
     def broadcast(self, x_SD: Tensor) -> tuple[Tensor, tuple[int, ...]]:
-        """Return per-sample vectors in a shape that broadcasts over tokens, and the shape in which to view the tokens.
+        """Return per-sample vectors in a shape that broadcasts over tokens, and the shape for the view of the tokens.
 
         See `dit.kernels.modulation.broadcast_per_sample`.
         """
@@ -57,7 +57,7 @@ class GraphLayout:
 class _PerToken(torch.autograd.Function):
     """Copy the vector of each sample to its tokens; the gradient is summed in a fixed order.
 
-    It is one matrix product, on CPU a sum of tokens.
+    The backward pass is a one-hot matrix product, or embedding_bag on CPU.
     """
 
     @staticmethod
@@ -74,12 +74,12 @@ class _PerToken(torch.autograd.Function):
 
 
 def graph_layout(layout: SequenceLayout, dtype: torch.dtype) -> GraphLayout:
-    """Return a layout as a compiled layer takes it; made once per pack."""
-    found = layout.tables.get(("graph", dtype))
-    if found is None:
-        found = layout.tables["graph", dtype] = _make(layout, dtype)
-    assert isinstance(found, GraphLayout)
-    return found
+    """Return the `GraphLayout` of a layout, computed once per pack."""
+    result = layout.tables.get(("graph", dtype))
+    if result is None:
+        result = layout.tables["graph", dtype] = _make(layout, dtype)
+    assert isinstance(result, GraphLayout)
+    return result
 
 
 def _make(layout: SequenceLayout, dtype: torch.dtype) -> GraphLayout:
@@ -102,7 +102,7 @@ def _make(layout: SequenceLayout, dtype: torch.dtype) -> GraphLayout:
 
 
 def layout_of(lengths_S: Tensor, padded_S: Tensor, tokens: int, device: torch.device) -> SequenceLayout:
-    """Return the layout of the tokens in attention; the same one for all layers, with the tables that they make."""
+    """Return the layout of the tokens in attention; cached, so that all layers share its tables."""
     return _layout_of(tuple(lengths_S.tolist()), tuple(padded_S.tolist()), tokens, device)
 
 
@@ -113,10 +113,10 @@ def _layout_of(
     return SequenceLayout(lengths, padded_lengths, tokens, device)
 
 
-def take_sizes_as_unknown(inputs: Iterable[object]) -> None:
-    """Tell the compiler that leading sizes of a ragged pack's tensors, and all of its layouts, change with the pack.
+def mark_dynamic_sizes(inputs: Iterable[object]) -> None:
+    """Mark the leading sizes of a ragged pack's tensors, and all sizes of its layouts, as dynamic for the compiler.
 
-    A size of one stays: a graph for one sample is another graph.
+    A size of one stays static, because one sample has its own graph.
     """
     from torch._dynamo.decorators import mark_dynamic
 

@@ -1,4 +1,4 @@
-"""The norm of groups of channels of a picture, with what follows it: the reference of `dit.kernels.fused.group_norm`.
+"""Group norm of pictures with optional scale, shift and SiLU: the reference of `dit.kernels.fused.group_norm`.
 
     x --> norm over the positions and channels of a group --> weight, bias --> [1 + scale, shift] --> [SiLU]
 
@@ -14,11 +14,11 @@ from torch.nn.functional import group_norm, silu
 
 @dataclass(frozen=True)
 class Groups:
-    """A group norm and what follows it.
+    """Parameters of a group norm.
 
     Attributes:
-        weight, bias: of each channel `[C]`; arithmetic of the norm is in their precision.
-        count: of groups.
+        weight, bias: affine parameters `[C]`; the norm is computed in their dtype.
+        count: number of groups.
         eps: added to the variance.
     """
 
@@ -36,11 +36,11 @@ def norm_groups(
     *,
     activate: bool = False,
 ) -> Tensor:
-    """Return the normed pictures in their own precision.
+    """Return SiLU(norm(x) * (1 + scale) + shift) in the dtype of `x_NCHW`.
 
     Args:
-        scale_NC, shift_NC: of each picture's channels; both or none.
-        activate: by SiLU.
+        scale_NC, shift_NC: scale and shift per picture and channel; both or neither.
+        activate: whether to apply SiLU.
     """
     weight, bias = groups.weight, groups.bias
     y_NCHW = group_norm(x_NCHW.to(weight.dtype), groups.count, weight, bias, groups.eps).to(x_NCHW.dtype)

@@ -1,6 +1,6 @@
-"""The memory-bound operations of a layer, as one set: all eager, or all fused in Triton.
+"""The memory-bound operations of a layer as one set, either eager, fused in Triton, or compiled.
 
-A layer takes them from the set that its run selected (`training.kernels`), so that its own code has no case.
+A layer calls the set that `training.kernels` selects, so the layer needs no branch.
 """
 
 from collections.abc import Callable
@@ -47,15 +47,15 @@ class NormGroups(Protocol):
 
 @dataclass(frozen=True)
 class LayerKernels:
-    """One implementation of each operation; their eager forms say what they compute.
+    """One implementation of each operation; the eager implementations define the operations.
 
     Attributes:
         norm_modulate, residual, residual_norm_modulate, gelu_tanh, swiglu: see `dit.kernels.modulation`.
         split_heads: see `dit.kernels.rope`.
         norm_groups: see `dit.kernels.group_norm`.
-        adds_bias: `split_heads` computes the gradient of the projection's bias, and the others add the bias of the
-            linear before them; otherwise that is cheaper inside the linear.
-        in_graph: the layer runs as one compiled graph, and these read a `dit.kernels.graph_layout.GraphLayout`.
+        adds_bias: whether `split_heads` computes the gradient of the projection's bias, and the other operations add
+            the bias of the linear before them. If False, the linear adds its bias, which is cheaper there.
+        in_graph: whether the layer runs as one compiled graph, with a `dit.kernels.graph_layout.GraphLayout`.
     """
 
     norm_modulate: Callable[[Tensor, NormModulation, SequenceLayout], tuple[Tensor, Tensor]]
@@ -84,7 +84,7 @@ EAGER = LayerKernels(
 
 
 def fused() -> LayerKernels:
-    """Return the Triton kernels, which are compiled when they first run."""
+    """Return the Triton kernels, which are compiled at their first run."""
     from dit.kernels.fused import activations, group_norm, heads, residual_norm
 
     return LayerKernels(
@@ -100,7 +100,7 @@ def fused() -> LayerKernels:
 
 
 def compiled() -> LayerKernels:
-    """Return the operations of layers that torch.compile fuses."""
+    """Return the operations for layers compiled by torch.compile."""
     from dit.kernels import graph_kernels
 
     return LayerKernels(

@@ -17,10 +17,10 @@ from dit.layout import SequenceLayout
 
 
 def broadcast_per_sample(x_SD: Tensor, layout: SequenceLayout) -> Tensor:
-    """Return per-sample vectors in a shape that broadcasts over `by_sample`.
+    """Return per-sample vectors in a shape that broadcasts over the result of `by_sample`.
 
-    One sample: `[1, D]` broadcasts over `[T, D]`. Dense batch: `[S, 1, D]` broadcasts over `[S, n, D]`. Both copy
-    nothing. Ragged pack: `[T, D]`, one copy per token.
+    One sample: `[1, D]` broadcasts over `[T, D]`. Dense batch: `[S, 1, D]` broadcasts over `[S, n, D]`. Both are views.
+    Ragged pack: `[T, D]`, one copy per token.
     """
     if layout.num_samples == 1:
         return x_SD
@@ -28,18 +28,18 @@ def broadcast_per_sample(x_SD: Tensor, layout: SequenceLayout) -> Tensor:
 
 
 def by_sample(x_TD: Tensor, layout: SequenceLayout) -> Tensor:
-    """Return the tokens in the shape in which per-sample vectors broadcast over them."""
+    """Return a view of the tokens over which per-sample vectors broadcast."""
     length = _batch_length(layout)
     return x_TD if length is None else x_TD.view(layout.num_samples, length, x_TD.shape[-1])
 
 
 def _tokens(x: Tensor) -> Tensor:
-    """Undo `by_sample`."""
+    """Return the result of `by_sample` as tokens again."""
     return x.flatten(0, 1) if x.dim() == 3 else x
 
 
 def _sum_tokens(x: Tensor, layout: SequenceLayout) -> Tensor:
-    """Sum what `by_sample` returns over the tokens of each sample: `[S, D]`."""
+    """Sum the result of `by_sample` over the tokens of each sample: `[S, D]`."""
     if layout.num_samples == 1:
         return x.sum(0, keepdim=True)
     return layout.sum_tokens(x) if _batch_length(layout) is None else x.sum(1)
@@ -51,27 +51,29 @@ def _batch_length(layout: SequenceLayout) -> Optional[int]:
 
 
 class _MultiplyAdd(torch.autograd.Function):
-    """added + factor * x, one factor per sample: autograd on separate operations takes more passes and calls.
+    """added + factor * x with one factor per sample, in fewer passes and calls than separate autograd operations.
 
-    What is added is one vector for `each` sample, or one for each token. The result must not be modified in place.
+    `added` is one vector per sample if `per_sample`, else one per token. The result must not be modified in place.
     """
 
     @staticmethod
-    def forward(ctx: Any, added: Tensor, factor_SD: Tensor, x_TD: Tensor, layout: SequenceLayout, each: bool) -> Tensor:
-        ctx.layout, ctx.each = layout, each
+    def forward(
+        ctx: Any, added: Tensor, factor_SD: Tensor, x_TD: Tensor, layout: SequenceLayout, per_sample: bool
+    ) -> Tensor:
+        ctx.layout, ctx.per_sample = layout, per_sample
         factor, x = broadcast_per_sample(factor_SD, layout), by_sample(x_TD, layout)
         ctx.save_for_backward(factor, x)
-        added = broadcast_per_sample(added, layout) if each else by_sample(added, layout)
+        added = broadcast_per_sample(added, layout) if per_sample else by_sample(added, layout)
         return _tokens(torch.addcmul(added, x, factor))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Optional[Tensor], ...]:
-        (factor, x), layout, wanted = ctx.saved_tensors, ctx.layout, ctx.needs_input_grad
+        (factor, x), layout, needs_grad = ctx.saved_tensors, ctx.layout, ctx.needs_input_grad
         grad = by_sample(grads[0], layout)
-        of_added = _sum_tokens(grad, layout) if ctx.each and wanted[0] else grads[0]
-        of_factor = _sum_tokens(grad * x, layout) if wanted[1] else None
-        return of_added, of_factor, _tokens(grad * factor) if wanted[2] else None, None, None
+        grad_added = _sum_tokens(grad, layout) if ctx.per_sample and needs_grad[0] else grads[0]
+        grad_factor = _sum_tokens(grad * x, layout) if needs_grad[1] else None
+        return grad_added, grad_factor, _tokens(grad * factor) if needs_grad[2] else None, None, None
 
 
 def _scale_shift(x_TD: Tensor, shift_SD: Tensor, scale_SD: Tensor, layout: SequenceLayout) -> Tensor:
@@ -101,12 +103,12 @@ def gated_residual(x_TD: Tensor, y_TD: Tensor, gate_SD: Tensor, layout: Sequence
 
 @dataclass(frozen=True)
 class NormModulation:
-    """The norm and modulation at the entry of a sub-layer.
+    """The norm and modulation before a sub-layer.
 
     Attributes:
-        shift_SD, scale_SD: of each sample.
-        eps: of the norm.
-        weight_D: of an RMS norm; None for a layer norm without affine parameters.
+        shift_SD, scale_SD: shift and scale of each sample.
+        eps: epsilon of the norm.
+        weight_D: weight of an RMS norm; None for a layer norm without affine parameters.
     """
 
     shift_SD: Tensor
@@ -116,7 +118,7 @@ class NormModulation:
 
 
 def norm_modulate(x_TD: Tensor, into: NormModulation, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
-    """Return x, to go on as the residual, and norm(x) * (1 + scale) + shift, the input of the first sub-layer."""
+    """Return x as the residual, and norm(x) * (1 + scale) + shift, the input of the first sub-layer."""
     if into.weight_D is None:
         return x_TD, layer_norm_modulate(x_TD, into.shift_SD, into.scale_SD, layout, into.eps)
     return x_TD, rms_norm_modulate(x_TD, into.weight_D, into.shift_SD, into.scale_SD, layout, into.eps)
@@ -129,8 +131,8 @@ def residual(
 
     Args:
         y_TD: output of a sub-layer's last linear.
-        gate_SD: of each sample; None for 1.
-        bias_D: of that linear; None if it has none, or has added it.
+        gate_SD: gate of each sample; None for 1.
+        bias_D: bias that the linear did not add, or None.
     """
     y_TD = y_TD if bias_D is None else y_TD + bias_D
     return x_TD + y_TD if gate_SD is None else gated_residual(x_TD, y_TD, gate_SD, layout)
@@ -150,13 +152,13 @@ def residual_norm_modulate(
 
 @recomputable
 def gelu_tanh(x_TF: Tensor, bias_F: Optional[Tensor] = None) -> Tensor:
-    """Compute GELU(x + bias) in its tanh form (Hendrycks and Gimpel 2016)."""
+    """Compute tanh-approximated GELU(x + bias) (Hendrycks and Gimpel 2016)."""
     return gelu(x_TF if bias_F is None else x_TF + bias_F)
 
 
 @recomputable
 def swiglu(x_TF: Tensor, bias_F: Optional[Tensor] = None) -> Tensor:
-    """Compute SiLU(gate) * up, whose features alternate in x + bias: `[T, 2 F]` becomes `[T, F]` (Shazeer 2020)."""
+    """Compute SiLU(gate) * up, where gate and up alternate in x + bias: `[T, 2 F]` becomes `[T, F]` (Shazeer 2020)."""
     x_TF = x_TF if bias_F is None else x_TF + bias_F
     gate_TF, up_TF = x_TF.unflatten(-1, (-1, 2)).unbind(-1)
     return F.silu(gate_TF) * up_TF

@@ -2,7 +2,7 @@
 
 `full` saves only the input of a layer and runs its forward pass again in the backward pass (Chen et al. 2016,
 arXiv:1604.06174). `selective` saves the outputs of expensive operations (matrix products, attention, communication) and
-recomputes cheap elementwise functions, those marked `recomputable`. Neither changes any number.
+recomputes cheap elementwise functions marked `recomputable`. Both give the same results as no recompute.
 
                  forward                                 backward
     none         x -> norm -> linear -> gelu -> linear   all intermediate tensors were saved
@@ -35,7 +35,7 @@ def check_recompute(choice: RecomputeChoice, layers: Optional[int]) -> None:
     """Check the settings `training.recompute` and `training.recompute_layers`.
 
     Raises:
-        ConfigError: the choice is unknown, or a number of layers has no effect.
+        ConfigError: the choice is unknown, or the number of layers is invalid or has no effect.
     """
     if choice not in get_args(RecomputeChoice):
         raise ConfigError(
@@ -44,7 +44,7 @@ def check_recompute(choice: RecomputeChoice, layers: Optional[int]) -> None:
     if layers is not None and choice == "none":
         raise ConfigError(
             f"training.recompute_layers={layers} has no effect with training.recompute='none'; "
-            "set that to 'selective' or 'full', or leave the number out"
+            "set training.recompute to 'selective' or 'full', or training.recompute_layers to None"
         )
     if layers is not None and layers < 1:
         raise ConfigError(f"training.recompute_layers={layers} must be at least 1, or None for all layers")
@@ -53,7 +53,7 @@ def check_recompute(choice: RecomputeChoice, layers: Optional[int]) -> None:
 def recompute_activations(layer: nn.Module, choice: RecomputeChoice) -> None:
     """Make a layer recompute activations in its backward pass.
 
-    Its module hooks also run around the recomputation, so that Megatron-FSDP gathers its weights again.
+    The layer's module hooks also run around the recomputation, so that Megatron-FSDP gathers its weights again.
     """
     if choice != "none":
         run = _run_selective if choice == "selective" else _run_full
@@ -64,7 +64,7 @@ _RECOMPUTING: ContextVar[bool] = ContextVar("recomputing", default=False)
 
 
 def first_run() -> bool:
-    """Return whether this is the first forward pass: counters must not count a recomputation."""
+    """Return False during a recomputation, which counters must ignore."""
     return not _RECOMPUTING.get()
 
 
@@ -87,7 +87,7 @@ def _run_full(forward: Callable[[*Arguments], Out], *args: *Arguments) -> Out:
 
 
 class _Call:
-    """One call of a recomputable function, to compute its result again.
+    """One call of a recomputable function.
 
     Args:
         function: the function.
@@ -100,7 +100,7 @@ class _Call:
         self._result: Optional[Tensor] = None
 
     def result(self) -> Tensor:
-        """Return the result with an autograd graph of its own; recomputed at the first use."""
+        """Return the result with a separate autograd graph, recomputed at the first use."""
         if self._result is None:
             self._inputs = tuple(
                 a.detach().requires_grad_(a.requires_grad) if isinstance(a, Tensor) else a for a in self.args
@@ -112,10 +112,10 @@ class _Call:
     def gradients(self, grad: Tensor) -> list[Optional[Tensor]]:
         """Return the gradient of each argument, and free the result."""
         result, inputs = self.result(), self._inputs
-        wanted = [a for a in inputs if isinstance(a, Tensor) and a.requires_grad]
-        found = iter(torch.autograd.grad(result, wanted, grad))
+        tensors = [a for a in inputs if isinstance(a, Tensor) and a.requires_grad]
+        grads = iter(torch.autograd.grad(result, tensors, grad))
         self._result, self._inputs = None, ()
-        return [next(found) if isinstance(a, Tensor) and a.requires_grad else None for a in inputs]
+        return [next(grads) if isinstance(a, Tensor) and a.requires_grad else None for a in inputs]
 
 
 class _Context(FunctionCtx):
@@ -136,13 +136,13 @@ class _Recomputed(torch.autograd.Function):
 
 
 @dataclass(frozen=True)
-class _Again:
-    """How to compute a result again whose function has its own backward pass."""
+class _Recompute:
+    """Recomputes the result of a function that has its own backward pass."""
 
     function: Callable[[], Tensor]
 
     def result(self) -> Tensor:
-        """Return the result, computed at every use: a matrix product uses its input once."""
+        """Return the result, recomputed at every use, because a matrix product uses its input only once."""
         with torch.no_grad():
             return self.function()
 
@@ -151,7 +151,7 @@ class _Again:
 class _View:
     """A tensor in the storage of a result that can be recomputed."""
 
-    call: _Call | _Again
+    call: _Call | _Recompute
     shape: torch.Size
     stride: tuple[int, ...]
     offset: int
@@ -161,15 +161,15 @@ class _View:
 
 
 class _Region:
-    """One forward pass of a layer: the results in it that need not be saved.
+    """The recomputable results in one forward pass of a layer.
 
-    `pack` and `_unpack` are the hooks of `saved_tensors_hooks`: a tensor that autograd wants to save is replaced by a
-    `_View` if it is in the storage of such a result.
+    `pack` and `_unpack` are the hooks of `saved_tensors_hooks`: they replace a saved tensor by a `_View` if it is in
+    the storage of a recomputable result.
     """
 
     def __init__(self) -> None:
-        # By address of the storage. A weak reference prevents that another storage gets the same address.
-        self._calls: dict[int, tuple[StorageWeakRef, _Call | _Again]] = {}
+        # By address of the storage. The weak reference prevents reuse of the address by another storage.
+        self._calls: dict[int, tuple[StorageWeakRef, _Call | _Recompute]] = {}
 
     def run(self, function: Callable[..., Tensor], args: tuple[object, ...]) -> Tensor:
         call = _Call(function, args)
@@ -177,17 +177,17 @@ class _Region:
         self.register(out, call)
         return out
 
-    def register(self, result: Tensor, call: _Call | _Again) -> None:
-        """Save how to compute a result wherever it would be saved."""
+    def register(self, result: Tensor, call: _Call | _Recompute) -> None:
+        """Save the call instead of the result."""
         storage = StorageWeakRef(result.untyped_storage())
         self._calls[storage.cdata] = storage, call
 
     def pack(self, tensor: Tensor) -> Tensor | _View:
         storage = StorageWeakRef(tensor.untyped_storage())
-        found = self._calls.get(storage.cdata)
-        if found is None:
+        entry = self._calls.get(storage.cdata)
+        if entry is None:
             return tensor
-        return _View(found[1], tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return _View(entry[1], tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
 
 def _unpack(saved: Tensor | _View) -> Tensor:
@@ -210,7 +210,7 @@ def _run_selective(forward: Callable[[*Arguments], Out], *args: *Arguments) -> O
 
 
 def recomputable(function: Callable[[*Arguments], Tensor]) -> Callable[[*Arguments], Tensor]:
-    """Mark a cheap function: selective recompute saves neither its result nor its intermediate tensors.
+    """Mark a cheap function, so that selective recompute saves neither its result nor its intermediate tensors.
 
     The result must be a new tensor that is never modified in place. Arguments are positional.
     """
@@ -225,13 +225,13 @@ def recomputable(function: Callable[[*Arguments], Tensor]) -> Callable[[*Argumen
 
 
 def recomputes(result: Tensor, function: Callable[[], Tensor]) -> None:
-    """Say how to compute a result again: selective recompute then saves the arguments of that, not the result.
+    """Register a function that recomputes a result, so that selective recompute does not save the result.
 
     Args:
-        result: a new tensor that is never modified in place, of a function that does not save it itself.
-        function: returns a tensor with the same storage layout. It runs without a graph, on parameters as they are:
-            FSDP may have gathered them anew.
+        result: a new tensor that is never modified in place, and whose own autograd function does not save it.
+        function: returns a tensor with the same storage layout. It runs without an autograd graph and must read
+            parameters when called, because FSDP may have gathered them again.
     """
     region = _REGION.get()
     if region is not None and result.requires_grad:
-        region.register(result, _Again(function))
+        region.register(result, _Recompute(function))

@@ -1,7 +1,7 @@
-"""The ops of this package and their implementations, of which `dit.kernels.choice.choose` selects one.
+"""The ops of this package and their implementations, for selection by `dit.kernels.choice.choose`.
 
-Each op has one file. It has an eager implementation, the reference on every device, and may have faster ones. `auto`
-takes torch's own kernels; those of other packages only once `tests/gpu` has passed with them on a device.
+Each op has an eager implementation, the reference on every device, and may have faster ones. `auto` selects kernels of
+torch; kernels of other packages are added to `auto` after `tests/gpu` has passed with them.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from dit.kernels.adamw import AdamW
 from dit.kernels.attention import Attention, flash_attention, segment_sdpa, varlen_attention
 from dit.kernels.block_choice import ATTENTION_BLOCKS, TORCH_FLASH
 from dit.kernels.choice import (
-    OF_LAYERS,
+    LAYERS_ONLY,
     SLOW_START,
     UNTRIED,
     Implementation,
@@ -77,12 +77,12 @@ NOISE = Op[Optional[Mix]](
     "noise",
     (
         Implementation("triton", _fused_mix, (on_cuda_or_interpreted, installed("triton")), UNTRIED),
-        Implementation("compile", lambda: None, (), OF_LAYERS),
+        Implementation("compile", lambda: None, (), LAYERS_ONLY),
         Implementation("eager", lambda: None),
     ),
     setting="training.kernels",
 )
-"""Noise drawn and mixed with latents in one kernel; None for `dit.philox` and what objectives make of it."""
+"""Noise generated and mixed with latents in one kernel; None for the eager code in `dit.philox` and objectives."""
 
 
 def _fused_adamw() -> AdamW:
@@ -95,12 +95,12 @@ OPTIMIZER = Op[Optional[AdamW]](
     "optimizer",
     (
         Implementation("triton", _fused_adamw, (on_cuda_or_interpreted, installed("triton")), UNTRIED),
-        Implementation("compile", lambda: None, (), OF_LAYERS),
+        Implementation("compile", lambda: None, (), LAYERS_ONLY),
         Implementation("eager", lambda: None),
     ),
     setting="training.kernels",
 )
-"""AdamW, average and copy in one pass, see `dit.kernels.adamw`; None for Megatron-Core over torch's AdamW."""
+"""AdamW, weight average and model copy in one pass, see `dit.kernels.adamw`; None for Megatron-Core with torch's."""
 
 
 OPS: tuple[Op[object], ...] = (

@@ -1,4 +1,4 @@
-"""What comes between a projection and attention: heads, their RMS norm, rotary positions; the eager implementation.
+"""Operations between a projection and attention: split into heads, QK norm, rotary positions; eager implementation.
 
 Shape suffixes: T tokens, G groups of heads, M heads of a group, N heads, H head size.
 
@@ -39,11 +39,11 @@ def rotate(x_TNH: Tensor, rotation: Optional[Rotation]) -> Tensor:
 
 @dataclass(frozen=True)
 class Heads:
-    """What the output features of a projection are, group by group: query heads, a key head, a value head.
+    """Order of a projection's output features in each group: query heads, then a key head, then a value head.
 
     Attributes:
-        queries: query heads of a group.
-        keys, values: whether a group has a key head, and a value head behind it.
+        queries: number of query heads in a group.
+        keys, values: whether a group has a key head, and a value head.
     """
 
     queries: int
@@ -51,7 +51,7 @@ class Heads:
     values: bool = True
 
     def views(self, x_TGMH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries `[T, N, H]`, keys and values `[T, G, H]`; of no heads for what there is not."""
+        """Return queries `[T, N, H]`, keys and values `[T, G, H]`; missing parts have zero heads."""
         if self.queries == 1 and self.keys and self.values:
             q, k, v = x_TGMH.unbind(2)
             return q, k, v
@@ -59,7 +59,7 @@ class Heads:
         return q.flatten(1, 2), k.flatten(1, 2), v.flatten(1, 2)
 
     def present(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Return those of queries, keys and values that there are."""
+        """Return the parts that the projection has."""
         return [part for part, has in zip(parts, (self.queries, self.keys, self.values)) if has]
 
 
@@ -68,7 +68,7 @@ class HeadNorm:
     """RMS norm over each head.
 
     Attributes:
-        weight_q, weight_k: `[H]`; None for heads that a projection has not.
+        weight_q, weight_k: weights of queries and keys, `[H]`; None if the projection does not have them.
         eps: added to the mean square.
     """
 
@@ -87,13 +87,13 @@ def split_heads(
     """Split the output of a projection into queries, keys and values; normalise and rotate queries and keys.
 
     Args:
-        x_TGMH: the projection, its bias included.
-        bias: where the projection left the gradient of its bias to this function, `[G * M * H]`; else None.
+        x_TGMH: output of the projection, including its bias.
+        bias: bias of the projection `[G * M * H]` if this function computes its gradient, else None.
 
     Returns:
-        Those of queries `[T, N, H]`, keys and values `[T, G, H]` that the projection has.
+        Queries `[T, N, H]`, keys and values `[T, G, H]`, without the parts that the projection does not have.
     """
-    assert bias is None, "the eager form has no gradient of the bias: the projection computes it"
+    assert bias is None, "the eager form does not compute the gradient of the bias; the projection does"
     q, k, v = heads.views(x_TGMH)
     if norm is not None:
         q, k = (

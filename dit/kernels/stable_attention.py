@@ -1,7 +1,7 @@
 """Attention whose backward pass neither overflows nor underflows in half precision.
 
 The gradient of the attention weights is divided by its largest absolute value, per sample and head, before the backward
-pass of the softmax, and multiplied by it behind. Signature and padding as in `dit.kernels.attention`.
+pass of the softmax, and multiplied by it afterwards. Signature and padding as in `dit.kernels.attention`.
 
 Source: NVIDIA NeMo's Imagen, option `stable_attention`.
 """
@@ -16,7 +16,7 @@ from dit.kernels.attention import attend_densely
 from dit.layout import SequenceLayout
 
 SMALLEST_SCALE = 1e-4
-"""Of a gradient: smaller ones are divided by this."""
+"""Smallest divisor of a gradient."""
 
 
 class _Context(FunctionCtx):
@@ -24,11 +24,11 @@ class _Context(FunctionCtx):
 
 
 class _StableAttention(torch.autograd.Function):
-    """softmax(q k^T / sqrt(H)) v over `[B, N, n, H]`, with a backward pass of its own."""
+    """softmax(q k^T / sqrt(H)) v over `[B, N, n, H]`, with a rescaled backward pass."""
 
     @staticmethod
     def forward(ctx: _Context, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        half = q.shape[-1] ** -0.25  # of the scale on each side, so that the product stays in range
+        half = q.shape[-1] ** -0.25  # scale both factors, so that the product stays in range
         q, k = q * half, k * half
         weights = torch.matmul(q, k.transpose(-1, -2)).float().softmax(-1).to(v.dtype)
         ctx.save_for_backward(q, k, v, weights)
@@ -54,5 +54,5 @@ class _StableAttention(torch.autograd.Function):
 def stable_attention(
     q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout
 ) -> Tensor:
-    """Attend inside segments, each group of equally long ones as one dense batch."""
+    """Attend inside segments, each group of equal length as one dense batch."""
     return attend_densely(_StableAttention.apply, q_TNH, k_KNH, v_KNH, layout_q, layout_k)

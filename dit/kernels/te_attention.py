@@ -1,6 +1,6 @@
-"""Transformer Engine's attention, an optional path of `dit.kernels.attention`.
+"""Transformer Engine's attention, an option of `training.attention`.
 
-Not yet run in this project: Transformer Engine has no CPU wheel, and no GPU result is committed.
+This project has not run it yet: Transformer Engine has no CPU wheel, and no GPU result is committed.
 """
 
 from typing import Any
@@ -13,7 +13,7 @@ from dit.layout import SequenceLayout
 
 
 class TEAttention:
-    """Transformer Engine's THD attention as a path of `dit.kernels.attention`; it selects cuDNN or flash itself."""
+    """Transformer Engine's THD attention, which selects cuDNN or flash attention itself."""
 
     def __init__(self) -> None:
         self._modules: dict[tuple[int, int, int], Any] = {}

@@ -14,7 +14,7 @@ from dit.layout import SequenceLayout
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the width of the tokens (Zhang and Sennrich 2019), alone or before a modulation."""
+    """x / rms(x) * weight over the token width (Zhang and Sennrich 2019), with or without a modulation after it."""
 
     def __init__(self, hidden_size: int, provider: LayerProvider, *, eps: float) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class RMSNorm(nn.Module):
         return nn.functional.rms_norm(x_TD, x_TD.shape[-1:], self.weight, self.eps)
 
     def before(self, modulation: "SublayerModulation") -> "SublayerModulation":
-        """Return a modulation of this norm in place of a layer norm without affine parameters."""
+        """Return `modulation` with this norm instead of a layer norm without affine parameters."""
         return replace(modulation, weight_D=self.weight, eps=self.eps)
 
 
@@ -46,8 +46,8 @@ class LayerNorm(nn.Module):
 class SublayerModulation:
     """The modulation of one sub-layer: shift and scale before it, a gate after it, `[S, D]` each.
 
-    Between two sub-layers f and g, one call adds the gated output of f to the residual and modulates it for g (see
-    `dit.kernels.modulation`):
+    Between two sub-layers f and g, one call adds the gated output of f to the residual, then normalises and modulates
+    the sum for g (see `dit.kernels.modulation`):
 
         x ----------------------+---- x ------------------------------+---- x
         '- norm_modulate - f ---'  '- gated_residual_then_norm - g ---'  gated_residual
@@ -62,7 +62,7 @@ class SublayerModulation:
 
     @property
     def norm(self) -> NormModulation:
-        """The norm before the sub-layer, with its shift and scale."""
+        """Norm before the sub-layer, with shift and scale."""
         return NormModulation(self.shift_SD, self.scale_SD, self.eps, self.weight_D)
 
     def norm_modulate(self, x_TD: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
@@ -92,12 +92,12 @@ class Modulation(nn.Module):
 
     Args:
         hidden_size: width of tokens and conditioning.
-        num_sublayers: sub-layers, each with its own shift, scale and gate.
-        eps: of the layer norm.
+        num_sublayers: number of sub-layers, each with its own shift, scale and gate.
+        eps: epsilon of the layer norm.
         rank: factor the projection through this many features (adaLN-LoRA); None for a full matrix.
 
-    Source: Peebles and Xie 2023, arXiv:2212.09748, section 3.2; adaLN-LoRA: NVIDIA 2025, arXiv:2501.03575, without the
-    full-rank part that its layers share.
+    Source: Peebles and Xie 2023, arXiv:2212.09748, section 3.2; adaLN-LoRA: NVIDIA 2025, arXiv:2501.03575, without its
+    shared full-rank part.
     """
 
     def __init__(
@@ -128,8 +128,8 @@ class Modulation(nn.Module):
 class SharedModulation(nn.Module):
     """Linear(SiLU(c)) to shift, scale and gate of all sub-layers, shared by all layers (see `TableModulation`).
 
-    Replicated over pipeline stages; the gradients of the copies are summed. It is zero-initialised, and so are the
-    tables: every gated residual starts as the identity, as in adaLN-Zero.
+    It is replicated over pipeline stages; gradients are summed over the stages. It is zero-initialised like the tables,
+    so every gated residual starts as the identity, as in adaLN-Zero.
 
     Source: adaLN-single, Chen et al. 2023 (PixArt-alpha), arXiv:2310.00426, section 2.3.
     """
@@ -147,7 +147,7 @@ class SharedModulation(nn.Module):
 class TableModulation(nn.Module):
     """One layer's learned table, added to the output of `SharedModulation`.
 
-    Source: adaLN-single, as `SharedModulation`.
+    Source: adaLN-single, see `SharedModulation`.
     """
 
     def __init__(self, hidden_size: int, num_sublayers: int, provider: LayerProvider, *, eps: float = 1e-6) -> None:

@@ -14,7 +14,7 @@ from dit.layout import SequenceLayout
 
 
 class AttentionOptions(TypedDict, total=False):
-    """What self- and cross-attention of one layer share, see `SelfAttention`."""
+    """Options common to the self- and cross-attention of a layer, see `SelfAttention`."""
 
     num_query_groups: Optional[int]
     bias: bool
@@ -25,7 +25,7 @@ class AttentionOptions(TypedDict, total=False):
 
 
 class HeadRMSNorm(nn.Module):
-    """RMSNorm over the head size, one weight vector shared by all heads (QK-layernorm)."""
+    """RMSNorm over the head size with one weight vector for all heads (QK-layernorm)."""
 
     def __init__(self, head_size: int, provider: LayerProvider, *, eps: float) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class HeadRMSNorm(nn.Module):
 
 
 class WidthRMSNorm(nn.Module):
-    """RMSNorm over the full width of all heads (those of all tensor-parallel ranks), with a weight per feature.
+    """RMSNorm over the full width, i.e. all heads of all tensor-parallel ranks, with a weight per feature.
 
     Source: Wan Team 2025, arXiv:2503.20314, and its published code (`qk_norm`).
     """
@@ -64,7 +64,7 @@ def qk_norms(
 
 
 ONE_HEAD = Heads(1, keys=False, values=False)
-"""Each head a group of its own: queries or keys alone."""
+"""Groups of one head, for a tensor with only queries or only keys."""
 
 
 def split_heads(
@@ -75,21 +75,21 @@ def split_heads(
     rotation: Optional[Rotation] = None,
     bias: Optional[Tensor] = None,
 ) -> list[Tensor]:
-    """Split a projection into queries, keys and values, those that it has; normalise and rotate queries and keys.
+    """Split a projection into its queries, keys and values; normalise and rotate queries and keys.
 
     Args:
-        norms: of queries and of keys, from `qk_norms`; identities for none.
+        norms: norms of queries and of keys, from `qk_norms`; identities for none.
         bias: see `dit.kernels.rope.split_heads`.
     """
     if isinstance(norms[1], HeadRMSNorm):
         weight_q, weight_k = (norm.get_parameter("weight") for norm in norms)
-        of_heads = HeadNorm(weight_q if heads.queries else None, weight_k if heads.keys else None, norms[1].eps)
-        return kernels.split_heads(x_TGMH, heads, of_heads, rotation, bias)
+        head_norm = HeadNorm(weight_q if heads.queries else None, weight_k if heads.keys else None, norms[1].eps)
+        return kernels.split_heads(x_TGMH, heads, head_norm, rotation, bias)
     if isinstance(norms[1], nn.Identity):
         return kernels.split_heads(x_TGMH, heads, None, rotation, bias)
     parts = kernels.split_heads(x_TGMH, heads, bias=bias)
     present = [norm for norm, has in zip(norms, (heads.queries, heads.keys)) if has]
-    for i, norm in enumerate(present):  # over the full width: its sums may be those of several ranks
+    for i, norm in enumerate(present):  # full-width norms may need sums over several ranks, so they are not fused
         parts[i] = norm(parts[i])
         if rotation is not None:
             (parts[i],) = kernels.split_heads(parts[i][:, :, None], ONE_HEAD, rotation=rotation)
@@ -99,23 +99,23 @@ def split_heads(
 class SelfAttention(nn.Module):
     """Bidirectional multi-head self-attention inside each sample of the pack.
 
-    The output features of the fused projection are ordered by group, so that every tensor-parallel rank gets complete
-    groups. With 2 query heads per group (without grouping, a group is one head):
+    The output features of the fused projection are ordered by group, so that every tensor-parallel rank has complete
+    groups. With 2 query heads per group (1 without grouped-query attention):
 
         | q0 q1 k0 v0 | q2 q3 k1 v1 | ...
           group 0       group 1
 
     Args:
         hidden_size: width of the tokens.
-        num_heads: attention heads, of all ranks.
-        num_query_groups: heads of keys and values; num_heads / num_query_groups query heads share one (grouped-query
-            attention, Ainslie et al. 2023, arXiv:2305.13245); `num_heads` if None.
+        num_heads: attention heads on all ranks.
+        num_query_groups: key and value heads; num_heads / num_query_groups query heads share one (grouped-query
+            attention, Ainslie et al. 2023, arXiv:2305.13245). Default: `num_heads`.
         bias: whether the projections have biases.
         qk_layernorm: normalise queries and keys per head.
         norm_full_width: normalise them over the full width instead. Megatron-Core's `qk_layernorm` must then be False,
             because these weights are split over ranks.
-        skip_bias_add: the output may lack its bias, `output_bias`, which the residual adds.
-        attention: the attention path of this process.
+        skip_bias_add: whether to leave the output bias to the residual, which adds `output_bias`.
+        attention: the attention implementation of this process.
     """
 
     def __init__(
@@ -166,9 +166,9 @@ class SelfAttention(nn.Module):
         """Attend inside each sample.
 
         Args:
-            layout: of the local tokens.
-            rotation: rotary positions of the tokens in attention (those of all tensor-parallel ranks); None for none.
-            attend: attention inside segments finer than samples; None for the path of this process.
+            layout: layout of the local tokens.
+            rotation: rotary positions of the gathered tokens (all tensor-parallel ranks), or None.
+            attend: attention within segments smaller than samples. Default: the implementation of this process.
         """
         x_TGMH = self.linear_qkv(x_TD).unflatten(-1, (self.local_groups, self.heads_per_group + 2, -1))
         bias, norms = self.linear_qkv.bias if self.bias_to_heads else None, (self.q_layernorm, self.k_layernorm)
@@ -177,28 +177,28 @@ class SelfAttention(nn.Module):
 
     @property
     def output_bias(self) -> Optional[Tensor]:
-        """What the output lacks."""
+        """Bias that the residual still has to add, or None."""
         return unadded_bias(self.linear_proj)
 
 
 class CrossAttention(nn.Module):
-    """Tokens attend to the real text tokens of their own sample.
+    """Tokens attend to the real text tokens of their sample.
 
-    The text is replicated over all ranks, also under sequence and context parallelism: it is short, and the queries of
-    every rank need all of it. The key and value projection is split over tensor-parallel ranks by groups.
+    The text is replicated over all ranks even under sequence and context parallelism, because it is short and the
+    queries of every rank need all of it. The key and value projection is split over tensor-parallel ranks by groups.
 
     Args:
         hidden_size: width of the tokens.
         context_size: width of the text embeddings.
-        num_heads: attention heads, of all ranks.
-        num_query_groups: heads of keys and values; `num_heads` if None.
+        num_heads: attention heads on all ranks.
+        num_query_groups: key and value heads. Default: `num_heads`.
         bias: whether the projections have biases.
         qk_layernorm: normalise queries and keys per head.
         norm_full_width: normalise them over the full width instead, as in `SelfAttention`.
-        skip_bias_add: the output may lack its bias, `output_bias`, as in `SelfAttention`.
+        skip_bias_add: as in `SelfAttention`.
         zero_output: zero-initialise the output projection, for a residual without gate (PixArt-alpha, Chen et al. 2023,
             section 2.3).
-        attention: the attention path of this process; replicated keys need no communication.
+        attention: the attention implementation of this process; replicated keys need no communication.
     """
 
     def __init__(
@@ -250,5 +250,5 @@ class CrossAttention(nn.Module):
 
     @property
     def output_bias(self) -> Optional[Tensor]:
-        """What the output lacks."""
+        """Bias that the residual still has to add, or None."""
         return unadded_bias(self.linear_proj)

@@ -1,4 +1,4 @@
-"""The conditioning vector: one module for every backbone, built of what the backbone is conditioned on."""
+"""The conditioning vector of every backbone, computed from the backbone's conditions."""
 
 from typing import Optional
 
@@ -22,20 +22,20 @@ class Conditioner(nn.Module):
     """The sum of the embeddings of time and, if configured, class, texts, guidance scale, frame rate and size.
 
     The size is (height, width, duration): height and width of the latent, and its frames divided by the frame rate,
-    which is the duration in seconds up to the autoencoder's compression of time.
+    which is the duration in seconds divided by the autoencoder's temporal compression.
 
-    Replicated over pipeline stages, which compute the same vector; the gradients of the copies are summed.
+    The module is replicated over pipeline stages, which compute the same vector; gradients are summed over the stages.
 
     Args:
         hidden_size: width of the conditioning vector.
-        time_scale: factor on the objective's time, and on the guidance scale, before their sinusoids.
-        frequency_shift: of the time's sinusoid, see `timestep_features`.
-        num_classes: classes; None for none.
-        context_size: width of the text embeddings whose mean joins the vector; None for none.
-        pooled_size: width of the pooled text embedding; None for none.
-        guidance: the guidance scale of a guidance-distilled network, the same for all samples; None for none.
-        fps: condition on the frame rate.
-        size_patch: condition on height, width and duration; latent positions per patch along (t, h, w). None for not.
+        time_scale: factor of the objective's time, and of the guidance scale, before their sinusoids.
+        frequency_shift: shift of the time's sinusoid, see `timestep_features`.
+        num_classes: number of classes, or None.
+        context_size: width of the text embeddings whose mean is added to the vector, or None.
+        pooled_size: width of the pooled text embedding, or None.
+        guidance: guidance scale of a guidance-distilled network, the same for all samples, or None.
+        fps: whether to condition on the frame rate.
+        size_patch: latent positions per patch along (t, h, w), to condition on height, width and duration, or None.
     """
 
     def __init__(

@@ -1,6 +1,6 @@
 """Convolutions and group norms on pictures `[N, C, H, W]`.
 
-Parameters have the names, the shapes and the order of torch's own modules.
+Parameters have the names, shapes and order of torch's modules.
 """
 
 from typing import Optional
@@ -17,25 +17,25 @@ from dit.layout import SequenceLayout
 
 
 def torch_init(fan_in: int) -> Init:
-    """Return the initialisation of the weights of torch's own convolutions and linear layers.
+    """Return the default weight initialisation of torch's convolutions and linear layers.
 
     Args:
-        fan_in: inputs of each output.
+        fan_in: number of inputs of each output.
     """
     return Init("uniform", fan_in**-0.5)
 
 
 class Convolution(nn.Module):
-    """A convolution that keeps the size of a picture, divided by the stride.
+    """A convolution whose padding keeps the size of a picture, up to the stride.
 
     Args:
-        inputs: channels.
-        outputs: channels.
-        size: of the kernel in pixels; odd, or even with a stride of 2.
-        stride: in pixels.
-        bias: whether a bias is added.
-        init: of the weight; as torch's if None.
-        pad_after: pad on the right and below only, as latent diffusion does where it halves a picture.
+        inputs: input channels.
+        outputs: output channels.
+        size: kernel size in pixels; odd, or even with a stride of 2.
+        stride: stride in pixels.
+        bias: whether to add a bias.
+        init: initialisation of the weight. Default: `torch_init`.
+        pad_after: pad only on the right and at the bottom, as the downsampling layers of latent diffusion do.
     """
 
     def __init__(
@@ -63,16 +63,16 @@ class Convolution(nn.Module):
 
 
 class TransposedConvolution(nn.Module):
-    """A transposed convolution of 4 x 4 with stride 2, which doubles the size of a picture.
+    """A 4 x 4 transposed convolution with stride 2, which doubles the size of a picture.
 
     Args:
-        inputs: channels.
-        outputs: channels.
+        inputs: input channels.
+        outputs: output channels.
     """
 
     def __init__(self, inputs: int, outputs: int, provider: LayerProvider) -> None:
         super().__init__()
-        # Each output sees 2 x 2 of the 4 x 4 taps; the bound of torch's own counts all of them, of the outputs.
+        # Each output depends on only 2 x 2 of the 4 x 4 taps, but torch's fan-in is all taps times output channels.
         self.weight = provider.parameter((inputs, outputs, 4, 4), torch_init(16 * outputs))
         self.bias = provider.parameter((outputs,), ZEROS)
 
@@ -84,10 +84,10 @@ class GroupNorm(nn.Module):
     """A group norm with a learned scale and shift.
 
     Args:
-        channels: of a picture.
-        groups: of channels that are normed together.
+        channels: channels of a picture.
+        groups: number of channel groups.
         epsilon: added to the variance; diffusers uses 1e-6 in autoencoders and 1e-5 in UNets.
-        fp32: weights and arithmetic are float32, also in a bf16 model.
+        fp32: whether weights and arithmetic are float32 even in a bf16 model.
     """
 
     def __init__(
@@ -107,28 +107,28 @@ class GroupNorm(nn.Module):
         *,
         activate: bool = False,
     ) -> Tensor:
-        """Return the normed pictures, times 1 + scale, plus shift, under SiLU: as far as they are asked for."""
+        """Return SiLU(norm(x) * (1 + scale) + shift); scale, shift and SiLU are optional."""
         groups = Groups(self.weight, self.bias, self.groups, self.epsilon)
         return self.kernels.norm_groups(x_NCHW, groups, scale_NC, shift_NC, activate=activate)
 
 
 def as_pictures(x_TC: Tensor, batch: PackedBatch) -> Tensor:
-    """Return the tokens of a pack as pictures `[N, C, H, W]`; each frame of a clip is one of its own.
+    """Return the tokens of a pack as pictures `[N, C, H, W]`; each frame of a clip is a separate picture.
 
-    Without padding they are a channels-last view.
+    Without padding, the result is a channels-last view.
 
     Raises:
-        BatchError: the samples differ in shape, or they are split over ranks.
+        BatchError: the samples have different shapes or are split over ranks.
     """
     return batch.dense(x_TC).flatten(0, 1).permute(0, 3, 1, 2)
 
 
 def as_tokens(x_NCHW: Tensor, batch: PackedBatch) -> Tensor:
-    """Undo `as_pictures`; padding is zeros."""
+    """Return pictures as tokens of a pack, the inverse of `as_pictures`; padding is zero."""
     return batch.layout.insert_padding(x_NCHW.permute(0, 2, 3, 1).flatten(0, 2))
 
 
 def picture_layout(x_NCHW: Tensor) -> SequenceLayout:
-    """Return the layout of all positions of pictures as tokens, row by row, one segment a picture."""
+    """Return the layout of the positions of pictures as tokens, with one segment per picture."""
     pictures, _, height, width = x_NCHW.shape
     return SequenceLayout.from_lengths([height * width] * pictures, device=x_NCHW.device)

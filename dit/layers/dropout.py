@@ -1,7 +1,7 @@
-"""Counter-based dropout of activations: what is dropped is a function of (key of the sample, layer, element).
+"""Counter-based dropout: each mask element is a function of (key of the sample, layer, element).
 
-A key stands for (seed, step, sample, draw), see `PackedBatch.dropout_S`. Masks do not depend on the layout, and are the
-same where activations are recomputed.
+A key encodes (seed, step, sample, draw), see `PackedBatch.dropout_S`. Masks do not depend on the layout, and recomputed
+activations get the same masks.
 """
 
 from typing import Optional
@@ -15,31 +15,31 @@ _PURPOSE = (0x6A09E667, 0xBB67AE85)
 
 
 class Dropout(nn.Module):
-    """Set a share of the activations to zero in training, and scale the others up.
+    """Set a fraction of the activations to zero in training, and scale the others up.
 
     Args:
-        share: of the activations that are dropped.
-        place: number of this layer in its network, so that no two layers drop alike.
+        rate: fraction of the activations that are dropped.
+        layer: number of this layer in its network, so that layers have different masks.
     """
 
-    def __init__(self, share: float, place: int) -> None:
+    def __init__(self, rate: float, layer: int) -> None:
         super().__init__()
-        self.share, self.place = share, place
+        self.rate, self.layer = rate, layer
 
     def forward(self, x_NCHW: Tensor, keys_N: Optional[Tensor]) -> Tensor:
         """Drop activations of pictures.
 
         Args:
-            keys_N: key of each picture, int64; None outside training, where nothing is dropped.
+            keys_N: key of each picture, int64; None disables dropout, outside training.
         """
-        if not self.share or keys_N is None:
+        if not self.rate or keys_N is None:
             return x_NCHW
         elements = x_NCHW[0].numel()
         blocks = torch.arange(-(-elements // 4), device=x_NCHW.device)
         words = philox(
-            # Blocks come second: in torch 2.13, compiled multiples of an arange are cut to 32 bits.
+            # Blocks come second, because torch 2.13 truncates compiled multiples of an arange to 32 bits.
             torch.broadcast_tensors(
-                torch.full_like(blocks, self.place),
+                torch.full_like(blocks, self.layer),
                 blocks,
                 (keys_N & MASK32)[:, None],
                 (keys_N >> 32 & MASK32)[:, None],
@@ -47,5 +47,5 @@ class Dropout(nn.Module):
             _PURPOSE,
         )
         uniform_NE = torch.stack([to_uniform(word) for word in words], -1).flatten(1)[:, :elements]
-        passes = uniform_NE.view(len(x_NCHW), *x_NCHW.shape[1:]) >= self.share
-        return torch.where(passes, x_NCHW / (1 - self.share), 0.0)
+        mask = uniform_NE.view(len(x_NCHW), *x_NCHW.shape[1:]) >= self.rate
+        return torch.where(mask, x_NCHW / (1 - self.rate), 0.0)

@@ -16,13 +16,13 @@ from dit.layers.convolution import torch_init
 def timestep_features(time_S: Tensor, size: int, max_period: float = 10000.0, *, shift: int = 0) -> Tensor:
     """Embed continuous times as cosines, then sines, of `size / 2` frequencies from 1 to 1 / max_period; float32.
 
-    Angles reach 1000, where float32 has an error of 6e-5; they are computed in float64, which is cheap here.
+    Angles reach 1000, where float32 has an error of 6e-5, so they are computed in float64.
 
     Args:
         time_S: float, `[S]`.
         size: features, even.
         max_period: inverse of the lowest frequency.
-        shift: 1 if the last frequency is 1 / max_period (DDPM); 0 if it would be the next one (ADM, DiT).
+        shift: 1 if the last frequency is 1 / max_period (DDPM); 0 if 1 / max_period would follow it (ADM, DiT).
 
     Returns:
         `[S, size]`, float32.
@@ -66,15 +66,15 @@ class TimestepEmbedder(nn.Module):
 
 
 class TimeEmbedder(nn.Module):
-    """A sinusoid of the time as it is, of fixed or of learned frequencies, then Linear-SiLU-Linear.
+    """A sinusoid of the unscaled time, with fixed or learned frequencies, then Linear-SiLU-Linear.
 
     Args:
         hidden_size: width of the conditioning vector.
         features: width of the fixed sinusoid.
-        learned: features by learned frequencies w, in place of the fixed ones: t, sin(2 pi w t), cos(2 pi w t); None
-            for fixed ones.
+        learned: number of features from learned frequencies w instead of the fixed sinusoid: t, sin(2 pi w t),
+            cos(2 pi w t). None for the fixed sinusoid.
 
-    Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, appendix F, as of NVIDIA NeMo.
+    Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, appendix F, as in NVIDIA NeMo.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class TimeEmbedder(nn.Module):
 
 
 class ScalarEmbedder(nn.Module):
-    """Several numbers per sample, each as a sinusoid; their concatenation through Linear-SiLU-Linear.
+    """Sinusoids of several numbers per sample, concatenated, then Linear-SiLU-Linear.
 
     Args:
         count: numbers per sample.
@@ -119,7 +119,7 @@ class ScalarEmbedder(nn.Module):
 
 
 class LabelEmbedder(nn.Module):
-    """A learned vector per class, and one for "no class" (index `num_classes`), for guidance."""
+    """A learned vector per class, and one for the unconditional case (index `num_classes`)."""
 
     def __init__(self, num_classes: int, hidden_size: int, provider: LayerProvider) -> None:
         super().__init__()
@@ -130,7 +130,7 @@ class LabelEmbedder(nn.Module):
 
 
 class PooledTextEmbedder(nn.Module):
-    """The mean of each sample's real text tokens through Linear-SiLU-Linear; a learned vector replaces a missing text.
+    """Mean of each sample's real text tokens, then Linear-SiLU-Linear; a learned vector replaces a missing text.
 
     Args:
         context_size: width of the text embeddings.
@@ -157,11 +157,11 @@ class PooledTextEmbedder(nn.Module):
 
 
 class VectorEmbedder(nn.Module):
-    """A vector per sample through Linear-SiLU-Linear; a learned vector replaces a dropped or missing one.
+    """Linear-SiLU-Linear on a vector per sample; a learned vector replaces a dropped or missing vector.
 
     Args:
-        condition: name of the vectors.
-        width: of the vectors.
+        condition: name of the condition with the vectors.
+        width: width of the vectors.
         hidden_size: width of the conditioning vector.
     """
 
@@ -174,11 +174,11 @@ class VectorEmbedder(nn.Module):
         self.linear_2 = provider.replicated_linear(hidden_size, hidden_size, bias=True, init=normal(0.02))
 
     def forward(self, batch: PackedBatch) -> Tensor:
-        given = batch.conditions.get(self.condition)
-        if given is None:
+        condition = batch.conditions.get(self.condition)
+        if condition is None:
             vectors = self.null.expand(batch.layout.num_samples, -1)
         else:
-            vectors = given.values.to(self.null.dtype)
-            if given.dropped_S is not None:
-                vectors = torch.where(given.dropped_S[:, None], self.null, vectors)
+            vectors = condition.values.to(self.null.dtype)
+            if condition.dropped_S is not None:
+                vectors = torch.where(condition.dropped_S[:, None], self.null, vectors)
         return self.linear_2(nn.functional.silu(self.linear_1(vectors)))

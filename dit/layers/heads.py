@@ -1,4 +1,4 @@
-"""Output layers: from tokens to the prediction per patch."""
+"""Output layers, which compute the prediction of each patch."""
 
 from typing import Optional
 
@@ -12,10 +12,10 @@ from dit.layout import SequenceLayout
 
 
 class FinalLayer(nn.Module):
-    """A modulated norm and a linear layer to patches, both zero-initialised: the initial prediction is zero.
+    """A modulated norm and a linear layer to patches, both zero-initialised, so that the initial prediction is zero.
 
     Args:
-        norm: an affine RMSNorm before the modulation; None for a layer norm without affine parameters.
+        norm: affine RMSNorm before the modulation. Default: a layer norm without affine parameters.
 
     Source: Peebles and Xie 2023, arXiv:2212.09748, section 3.2 ("Transformer decoder").
     """
@@ -38,12 +38,12 @@ class FinalLayer(nn.Module):
         shift_SD, scale_SD = self.modulation(nn.functional.silu(cond_SD)).chunk(2, dim=-1)
         weight_D = None if self.norm is None else self.norm.weight
         eps = self.eps if self.norm is None else self.norm.eps
-        into = NormModulation(shift_SD, scale_SD, eps, weight_D)
-        return self.linear(self.kernels.norm_modulate(x_TD, into, layout)[1])
+        norm = NormModulation(shift_SD, scale_SD, eps, weight_D)
+        return self.linear(self.kernels.norm_modulate(x_TD, norm, layout)[1])
 
 
 class TableFinalLayer(nn.Module):
-    """As `FinalLayer`, with the modulation of adaLN-single: a learned table of shift and scale plus the conditioning.
+    """`FinalLayer` with the modulation of adaLN-single: a learned table of shift and scale plus the conditioning.
 
     Source: Chen et al. 2023 (PixArt-alpha), arXiv:2310.00426, and its published code.
     """
@@ -56,5 +56,5 @@ class TableFinalLayer(nn.Module):
 
     def forward(self, x_TD: Tensor, cond_SD: Tensor, layout: SequenceLayout) -> Tensor:
         shift_SD, scale_SD = (cond_SD + row_D for row_D in self.table)
-        into = NormModulation(shift_SD, scale_SD, self.eps)
-        return self.linear(self.kernels.norm_modulate(x_TD, into, layout)[1])
+        norm = NormModulation(shift_SD, scale_SD, self.eps)
+        return self.linear(self.kernels.norm_modulate(x_TD, norm, layout)[1])

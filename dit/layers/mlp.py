@@ -1,4 +1,4 @@
-"""The feed-forward sub-layers, their inner width split over tensor-parallel ranks."""
+"""Feed-forward sub-layers, with the inner width split over tensor-parallel ranks."""
 
 from typing import Optional
 
@@ -12,7 +12,7 @@ class MLP(nn.Module):
     """Linear, tanh-GELU, Linear (DiT).
 
     Args:
-        skip_bias_add: the output may lack its bias, `output_bias`, which the residual adds.
+        skip_bias_add: whether to leave the output bias to the residual, which adds `output_bias`.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class MLP(nn.Module):
 
     @property
     def output_bias(self) -> Optional[Tensor]:
-        """What the output lacks."""
+        """Bias that the residual still has to add, or None."""
         return unadded_bias(self.linear_fc2)
 
     def forward(self, x_TD: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class SwiGLU(nn.Module):
     """Down(SiLU(gate(x)) * up(x)).
 
     The output features of the fused projection alternate (gate 0, up 0, gate 1, up 1, ...), so that every
-    tensor-parallel rank gets pairs.
+    tensor-parallel rank has complete pairs.
 
     Source: Shazeer 2020, arXiv:2002.05202, Eq. 6; Llama 3 (arXiv:2407.21783) without biases.
     """

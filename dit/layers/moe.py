@@ -1,4 +1,4 @@
-"""The feed-forward sub-layer as a mixture of experts, split over expert-parallel ranks.
+"""Mixture-of-experts feed-forward sub-layer, with the experts split over expert-parallel ranks.
 
 Shape suffixes: T local tokens, S samples, E experts, P tokens of one expert, D hidden size.
 """
@@ -17,7 +17,7 @@ from dit.layout import SequenceLayout
 
 
 class Expert(nn.Module):
-    """The dense `MLP`, or `SwiGLU` if `gated`, unsharded on one rank."""
+    """The dense `MLP`, or `SwiGLU` if `gated`, without tensor parallelism."""
 
     def __init__(
         self, hidden_size: int, ffn_hidden_size: int, provider: LayerProvider, *, bias: bool, gated: bool
@@ -40,21 +40,21 @@ class MoE(nn.Module):
     scores. The load is even without an auxiliary loss, and a token may be routed to several experts or to none.
     `top_k`: each token takes the k experts with the highest scores; no token is dropped, and a balancing loss is added.
 
-    Routing is per sample. It is therefore the same for a sample alone and in any pack, at any data-parallel size, and
-    for a sample whose tokens are split over ranks (their scores are gathered first). EC-DiT also routes within one
-    image. Padding is never selected. Scores are float32 and not renormalised over the selected experts.
+    Routing is per sample, as in EC-DiT, so it does not depend on the other samples of the pack or on the data-parallel
+    size. If the tokens of a sample are split over ranks, their scores are gathered first. Padding is never selected.
+    Scores are float32 and not renormalised over the selected experts.
 
         scores_TE --select--> selected_TE --dispatch--> tokens of each expert --experts--> combine --> y_TD
 
     Args:
         hidden_size: width of the tokens.
         ffn_hidden_size: inner width of each expert.
-        num_experts: of the layer, on all ranks; a multiple of the expert-parallel size.
+        num_experts: experts of the layer on all ranks; a multiple of the expert-parallel size.
         router: `expert_choice` or `top_k`.
         capacity_factor: mean number of experts per token (`expert_choice`).
         top_k: experts of every token (`top_k`).
         aux_loss_coeff: weight of the balancing loss relative to the main loss (`top_k`).
-        gated: experts are SwiGLU.
+        gated: whether the experts are `SwiGLU` instead of `MLP`.
 
     Source: Sun et al. 2024, arXiv:2410.02098 (EC-DiT); Zhou et al. 2022, arXiv:2202.09368 (expert choice); Fedus et al.
     2021, arXiv:2101.03961 (top-k and its loss). Deviations: the capacity is rounded up to an integer, and every
@@ -78,13 +78,13 @@ class MoE(nn.Module):
         super().__init__()
         self.provider, self.routing = provider, router
         self.capacity_factor, self.top_k, self.aux_loss_coeff = capacity_factor, top_k, aux_loss_coeff
-        mine = provider.local_experts(num_experts)
+        local_experts = provider.local_experts(num_experts)
         self.router = provider.replicated_linear(hidden_size, num_experts, bias=False, init=normal(0.02))
-        # Named by their global index, so that a name means the same expert on every layout.
+        # Named by global index, so that a name refers to the same expert under every layout.
         self.experts = nn.ModuleDict(
-            {str(i): Expert(hidden_size, ffn_hidden_size, provider, bias=bias, gated=gated) for i in mine}
+            {str(i): Expert(hidden_size, ffn_hidden_size, provider, bias=bias, gated=gated) for i in local_experts}
         )
-        self.dispatch = provider.expert_dispatch(mine)
+        self.dispatch = provider.expert_dispatch(local_experts)
         self.load = ExpertLoad(num_experts)
 
     def forward(self, x_TD: Tensor, layout: SequenceLayout) -> Tensor:
@@ -92,7 +92,7 @@ class MoE(nn.Module):
 
         Args:
             x_TD: the local tokens.
-            layout: of these tokens.
+            layout: layout of the local tokens.
 
         Returns:
             `[T, D]` in the dtype of `x_TD`.
@@ -111,9 +111,9 @@ class MoE(nn.Module):
         y_TD = self.dispatch.collect(torch.cat(outputs))
         aux_loss = None
         if self.routing == "top_k":
-            taken_SE = self.provider.sum_over_sample_ranks(layout.sum_per_sample(selected_TE.float()))
-            aux_loss = balancing_loss(scores_TE, taken_SE, layout, self.top_k)
-            # The loss function does not see it: this adds its gradient in backward, at the scale of the main loss.
+            counts_SE = self.provider.sum_over_sample_ranks(layout.sum_per_sample(selected_TE.float()))
+            aux_loss = balancing_loss(scores_TE, counts_SE, layout, self.top_k)
+            # The main loss does not include the balancing loss; this adds its gradient in the backward pass.
             y_TD = MoEAuxLossAutoScaler.apply(y_TD, self.aux_loss_coeff * aux_loss)
         if torch.is_grad_enabled() and first_run():
             self.load.count(selected_TE, layout.valid_T, aux_loss)
@@ -123,7 +123,7 @@ class MoE(nn.Module):
         """Select among all tokens of each sample; return the selection of the local tokens, bool `[T, E]`."""
         if layout.local_indices is None:
             return select_tokens(scores_TE, layout, self.capacity_factor)
-        # Each token is local to one of the ranks that split the sample: this sum of disjoint parts is a gather.
+        # Each token is local to exactly one of the ranks that split the sample, so this sum is a gather.
         all_TE = scores_TE.new_zeros(layout.total_tokens, scores_TE.shape[1])
         all_TE = self.provider.sum_over_sample_ranks(all_TE.index_copy(0, layout.local_indices, scores_TE.detach()))
         return select_tokens(all_TE, layout, self.capacity_factor)[layout.local_indices]
@@ -133,7 +133,7 @@ class ExpertLoad:
     """The load of a layer's experts on this rank since the last `take`, counted on the device during training.
 
     Args:
-        num_experts: of the layer, on all ranks.
+        num_experts: experts of the layer on all ranks.
     """
 
     def __init__(self, num_experts: int) -> None:
@@ -146,27 +146,27 @@ class ExpertLoad:
         """Add one forward pass.
 
         Args:
-            selected_TE: which experts take which local tokens, bool.
-            valid_T: real tokens among them.
-            aux_loss: this rank's part of the token-weighted balancing loss, if there is one.
+            selected_TE: whether expert E takes local token T, bool.
+            valid_T: whether a local token is real.
+            aux_loss: this rank's part of the token-weighted balancing loss, or None.
         """
-        never = valid_T & ~selected_TE.any(-1)
+        unrouted = valid_T & ~selected_TE.any(-1)
         counts = torch.zeros(self.num_experts + 3, dtype=torch.float64, device=selected_TE.device)
         counts[:-3] = selected_TE.sum(0)
-        counts[-3], counts[-2] = valid_T.sum(), never.sum()
+        counts[-3], counts[-2] = valid_T.sum(), unrouted.sum()
         if aux_loss is not None:
             counts[-1] = aux_loss
         self._counts = counts if self._counts is None else self._counts + counts
 
     def begin_step(self) -> None:
-        """Remember what was counted before a step; copies nothing."""
+        """Store a reference to the counts before a step, for `drop_step`."""
         self._before = self._counts
 
     def drop_step(self) -> None:
-        """Forget what was counted since `begin_step`: the step is not applied."""
+        """Restore the counts of `begin_step`, because the step is not applied."""
         self._counts = self._before
 
     def take(self, device: torch.device) -> Tensor:
-        """Return the counts and reset them: `[E + 3]`, tokens by expert, real tokens, unrouted tokens, loss sum."""
+        """Return and reset the counts `[E + 3]`: tokens by expert, real tokens, unrouted tokens, sum of the loss."""
         counts, self._counts = self._counts, None
         return torch.zeros(self.num_experts + 3, dtype=torch.float64, device=device) if counts is None else counts

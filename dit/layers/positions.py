@@ -37,7 +37,7 @@ def check_size(hidden_size: int, kind: str) -> None:
     """Check that the hidden size can be split over the axes, each of which needs a sine and a cosine.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the hidden size is too small or not a multiple of 4.
     """
     smallest = 4 if kind == "sincos_2d" else 12
     if hidden_size % 4 or hidden_size < smallest:
@@ -49,9 +49,9 @@ def check_size(hidden_size: int, kind: str) -> None:
 def sincos(positions_T3: Tensor, hidden_size: int, kind: SinCos) -> Tensor:
     """Embed (t, h, w) patch indices, float32 `[T, hidden_size]`.
 
-    `sincos_2d` is that of DiT: one half of the features for w, the other for h; t is ignored (MAE's order).
+    `sincos_2d` is the embedding of DiT, in MAE's order: half of the features for w, half for h; t is ignored.
     `sincos_3d` has a third of the features for each axis, in even sizes; the remainder goes to h and w.
-    Indices may be scaled, so they need not be integers.
+    Indices may be scaled and need not be integers.
     """
     t, h, w = positions_T3.unbind(-1)
     if kind == "sincos_2d":
@@ -79,8 +79,8 @@ def spanning(
 ) -> Tensor:
     """Scale h and w so that images of every resolution span `span` positions on both axes; float64 `[T, 3]`.
 
-    Source: Chen et al. 2023 (PixArt-alpha), arXiv:2310.00426, section 2.4, after Xie et al. 2023 (DiffFit): index
-    times training grid over the grid of the sample.
+    Source: Chen et al. 2023 (PixArt-alpha), arXiv:2310.00426, section 2.4, after Xie et al. 2023 (DiffFit): index x
+    training grid / grid of the sample.
     """
     scale_S3 = torch.tensor([(1.0, span / h, span / w) for _, h, w in grids], dtype=torch.float64)
     return positions_T3 * layout.per_token(scale_S3.to(positions_T3.device))
@@ -90,18 +90,17 @@ def spanning(
 class RotaryPositions:
     """Three-dimensional rotary embedding: the features of a head are split over (t, h, w).
 
-    Of the `head_size / 2` pairs of features, h and w have a third each (rounded down) and t the rest, unless `axes` is
-    given.
+    By default, h and w each have a third (rounded down) of the `head_size / 2` pairs of features, and t the rest.
 
     Attributes:
         head_size: features per head, even and at least 6.
         theta: ratio of the shortest to the longest wavelength of an axis.
-        scaling: how an axis is stretched to `factor` times the training length. `linear` divides the index (Chen et al.
-            2023, arXiv:2306.15595); `ntk` raises theta so that the longest wavelength grows by the factor and the
-            shortest stays (bloc97 2023; Cosmos uses it).
-        factors: stretch of t, h and w; 1 for none.
-        time_only: all features rotate with t, for temporal attention.
-        axes: features of t, h and w, even numbers that add up to `head_size`; None for the split above.
+        scaling: extension of an axis to `factor` times the training length. `linear` divides the index (Chen et al.
+            2023, arXiv:2306.15595); `ntk` increases theta so that the longest wavelength grows by the factor and the
+            shortest is unchanged (bloc97 2023; used by Cosmos).
+        factors: extension of t, h and w; 1 for none.
+        time_only: whether all features rotate with t, for temporal attention.
+        axes: features of t, h and w, even numbers that add up to `head_size`. Default: the split above.
 
     Source: Su et al. 2021, arXiv:2104.09864, Eq. 34, on each axis; the split of the head is that of Cosmos and Wan.
     """
@@ -114,7 +113,7 @@ class RotaryPositions:
     axes: Optional[Sequence[int]] = None
 
     def pairs(self) -> tuple[int, int, int]:
-        """Return how many pairs of features rotate with t, h and w."""
+        """Return the numbers of feature pairs that rotate with t, h and w."""
         if self.axes is not None:
             t, h, w = (size // 2 for size in self.axes)
             return t, h, w
@@ -142,10 +141,10 @@ class RotaryPositions:
 
 
 def check_scaling(scaling: str) -> None:
-    """Check that `model.rope_scaling` is known.
+    """Check `model.rope_scaling`.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the value is not one of `RopeScaling`.
     """
     if scaling not in get_args(RopeScaling):
         raise ConfigError(f"model.rope_scaling={scaling!r} is unknown; use 'ntk' or 'linear'")
@@ -155,7 +154,7 @@ def check_rope(rotary: RotaryPositions) -> None:
     """Check the sizes of a rotary embedding.
 
     Raises:
-        ConfigError: the head has no pair for each axis, or a setting is impossible.
+        ConfigError: the head size is too small, or a setting is invalid.
     """
     if rotary.axes is not None:
         if len(rotary.axes) != 3 or min(rotary.axes) < 2 or any(size % 2 for size in rotary.axes):
@@ -187,7 +186,7 @@ def check_rope(rotary: RotaryPositions) -> None:
 class LearnedPositions(nn.Module):
     """The sum of three learned vectors, one for each of t, h and w (factorised learnable positions).
 
-    Replicated over pipeline stages, because every layer adds them; the gradients of the copies are summed.
+    They are replicated over pipeline stages, because every layer adds them; gradients are summed over the stages.
 
     Args:
         max_grid: sizes of the tables: the largest number of patches along t, h and w.
@@ -203,15 +202,15 @@ class LearnedPositions(nn.Module):
         replicate_on_all_stages(self.parameters())
 
     def check(self, grids: Sequence[tuple[int, int, int]], keys: Sequence[str]) -> None:
-        """Check that every position is in the tables, on the host, without a host sync.
+        """Check that every position is in the tables, without a host sync.
 
         Raises:
             BatchError: a sample is larger than the tables.
         """
         for grid, key in zip(grids, keys):
-            if any(n > most for n, most in zip(grid, self.max_grid)):
+            if any(n > limit for n, limit in zip(grid, self.max_grid)):
                 raise BatchError(
-                    f"sample {key!r} has {grid} patches (t, h, w), the learned positions end at {self.max_grid}; "
+                    f"sample {key!r} has {grid} patches (t, h, w), but the learned positions end at {self.max_grid}; "
                     "raise model.max_grid or drop such samples"
                 )
 

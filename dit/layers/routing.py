@@ -15,28 +15,28 @@ from dit.layout import SequenceLayout
 
 
 def expert_capacity(length: int, num_experts: int, capacity_factor: float) -> int:
-    """Return how many tokens of a sample each expert computes: min(length, ceil(length x capacity factor / experts)).
+    """Return the number of tokens of a sample per expert: min(length, ceil(length x capacity factor / experts)).
 
     Args:
         length: real tokens of the sample.
         capacity_factor: mean number of experts per token.
     """
-    # Exact: in floats, 30 x 0.1 is above 3 and would be rounded up to 4.
+    # Exact arithmetic: in floats, 30 x 0.1 is above 3 and would be rounded up to 4.
     exact = Fraction(capacity_factor).limit_denominator(1 << 20) * length / num_experts
     return min(length, math.ceil(exact))
 
 
 @dataclass(frozen=True)
 class _Slots:
-    """Which tokens the experts take once a pack is sorted by sample, then by score, with padding last.
+    """Indices of the selected tokens in a pack that is sorted by sample, then by score, with padding last.
 
     Attributes:
         segment_T: sample of each token; padding counts as one more sample.
-        taken_J: indices, in the sorted order, of the first tokens of each sample, up to the capacity.
+        selected_J: indices, in the sorted order, of the first tokens of each sample, up to the capacity.
     """
 
     segment_T: Tensor
-    taken_J: Tensor
+    selected_J: Tensor
 
 
 @lru_cache(maxsize=16)
@@ -51,21 +51,21 @@ def _slots(
     full = SequenceLayout(lengths, padded_lengths, total_tokens)
     segment_T = torch.where(full.valid_T, full.segment_ids_T, full.num_samples)
     first = 0
-    taken: list[Tensor] = []
+    selected: list[Tensor] = []
     for length in lengths:
-        taken.append(torch.arange(first, first + expert_capacity(length, num_experts, capacity_factor)))
+        selected.append(torch.arange(first, first + expert_capacity(length, num_experts, capacity_factor)))
         first += length
-    return _Slots(segment_T.to(device), torch.cat(taken).to(device))
+    return _Slots(segment_T.to(device), torch.cat(selected).to(device))
 
 
 def select_tokens(scores_TE: Tensor, layout: SequenceLayout, capacity_factor: float) -> Tensor:
     """Select the tokens with the highest scores for every expert and sample (expert choice).
 
-    Expert e takes the `expert_capacity` tokens of sample s with the highest score; of equal scores, the earlier token.
+    Expert e takes the `expert_capacity` tokens of sample s with the highest scores; ties select the earlier token.
 
     Args:
-        scores_TE: of all tokens of the global pack; the scores of padding are not used.
-        layout: of the pack; which tokens are local does not matter.
+        scores_TE: scores of all tokens of the global pack; the scores of padding are ignored.
+        layout: layout of the pack; its local tokens do not matter.
         capacity_factor: mean number of experts per token.
 
     Returns:
@@ -77,20 +77,20 @@ def select_tokens(scores_TE: Tensor, layout: SequenceLayout, capacity_factor: fl
     slots = _slots(
         layout.lengths, layout.padded_lengths, layout.total_tokens, scores_TE.device, num_experts, capacity_factor
     )
-    # Two stable sorts: each column lists sample after sample, highest score first, equal scores in token order.
+    # Two stable sorts: each column is ordered by sample, then by descending score, then by token.
     best_TE = scores_TE.detach().argsort(dim=0, descending=True, stable=True)
     by_sample_TE = slots.segment_T[best_TE].argsort(dim=0, stable=True)
     best_TE = best_TE.gather(0, by_sample_TE)
-    return torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(0, best_TE[slots.taken_J], True)
+    return torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(0, best_TE[slots.selected_J], True)
 
 
 def select_experts(scores_TE: Tensor, valid_T: Tensor, top_k: int) -> Tensor:
     """Select the experts with the highest scores for every real token (token choice); no token is dropped.
 
-    Of equal scores, the expert with the lower index is selected.
+    Ties select the expert with the lower index.
 
     Args:
-        scores_TE: of the local tokens.
+        scores_TE: scores of the local tokens.
         valid_T: real tokens, bool.
         top_k: experts per token.
 
@@ -102,24 +102,24 @@ def select_experts(scores_TE: Tensor, valid_T: Tensor, top_k: int) -> Tensor:
     return selected_TE & valid_T[:, None]
 
 
-def balancing_loss(scores_TE: Tensor, taken_SE: Tensor, layout: SequenceLayout, top_k: int) -> Tensor:
+def balancing_loss(scores_TE: Tensor, counts_SE: Tensor, layout: SequenceLayout, top_k: int) -> Tensor:
     """Return this rank's part of sum_s n_s L_s, with L_s = E sum_e f_se P_se the balancing loss of sample s.
 
     f_se is the fraction of the n_s k token-expert pairs of the sample that go to expert e; P_se is the mean score of e
     over its tokens. L_s is 1 for an even load, and E / k if all tokens go to the same k experts. The sum is divided by
-    the tokens of the global batch, as the main loss is, so it does not depend on packing or layout. The gradient flows
+    the tokens of the global batch, like the main loss, so it does not depend on packing or layout. The gradient flows
     through the scores only.
 
     Args:
-        scores_TE: of the local tokens.
-        taken_SE: tokens of the full sample that each expert takes.
-        layout: of the local tokens.
+        scores_TE: scores of the local tokens.
+        counts_SE: number of tokens of the full sample that each expert takes.
+        layout: layout of the local tokens.
         top_k: experts per token.
 
     Source: Fedus et al. 2021, arXiv:2101.03961, Eq. 4-6 (Switch), for k experts as in Zoph et al. 2022,
-    arXiv:2202.08906 (ST-MoE); theirs run over the tokens of a batch.
+    arXiv:2202.08906 (ST-MoE). Deviation: both papers average over the tokens of a batch instead of a sample.
     """
     num_experts = scores_TE.shape[1]
     lengths_S1 = torch.tensor(layout.lengths, dtype=scores_TE.dtype, device=scores_TE.device)[:, None]
-    share_SE = taken_SE.to(scores_TE.dtype) / (lengths_S1 * top_k)
+    share_SE = counts_SE.to(scores_TE.dtype) / (lengths_S1 * top_k)
     return num_experts * (layout.sum_per_sample(scores_TE) * share_SE).sum()

@@ -1,4 +1,4 @@
-"""Text tokens, for cross-attention or as a stream of their own.
+"""Text tokens for cross-attention, or as a separate token stream.
 
 Shape suffixes: K text tokens of the pack, D width.
 """
@@ -17,7 +17,7 @@ from dit.layout import SequenceLayout
 
 
 def text_layout(batch: PackedBatch, condition: str = CONTEXT.name) -> SequenceLayout:
-    """Return the layout of a text condition; a missing text is one null token per sample."""
+    """Return the layout of a text condition; without the condition, one null token per sample."""
     layout = batch.conditions.layout(condition)
     if layout is not None:
         return layout
@@ -25,18 +25,19 @@ def text_layout(batch: PackedBatch, condition: str = CONTEXT.name) -> SequenceLa
 
 
 class TextTokens(nn.Module):
-    """Text embeddings, with a learned null token in place of dropped or missing texts, if there is one.
+    """Text embeddings, in which a learned null token replaces dropped or missing texts.
 
-    Every token of a dropped text is replaced by the null token. Attention over equal tokens returns that token's value,
-    so the result is that of a one-token null text. Lengths and shapes do not depend on which texts were dropped, so
-    there is no host sync.
+    The null token replaces every token of a dropped text. Attention over equal tokens returns the value of that token,
+    so the result equals that of a one-token null text. Lengths and shapes do not depend on which texts are dropped,
+    which avoids a host sync.
 
     Args:
         context_size: width of the text embeddings.
-        condition: name of the text, for a model that reads several.
-        stream: the text goes through the layers as the image does: its tokens are split under sequence parallelism, and
-            only the first pipeline stage reads them from here. Otherwise every layer reads these tokens.
-        learned_null: False for a condition with another null: dropped texts come with it, and none is missing.
+        condition: name of the text condition, for a model with several.
+        stream: whether the text passes through the layers like the image. Then its tokens are split under sequence
+            parallelism, and only the first pipeline stage uses this module. Otherwise every layer reads these tokens.
+        learned_null: whether to learn a null token. False for a condition that is always present and whose values
+            already contain its null for dropped texts.
     """
 
     def __init__(
@@ -53,7 +54,7 @@ class TextTokens(nn.Module):
         self.null: Optional[nn.Parameter] = None
         if not learned_null:
             return
-        # The text is replicated over tensor-parallel ranks; the key and value projections sum its gradient over them.
+        # The text is replicated over tensor-parallel ranks, and the key and value projections sum its gradient.
         covers: GradientCovers = "sequence_shard" if stream else "all_tokens"
         self.null = provider.parameter((context_size,), normal(0.02), gradient_covers=covers)
         if not stream:
@@ -63,7 +64,7 @@ class TextTokens(nn.Module):
         """Return the text tokens `[K, context_size]` and their layout."""
         text, layout = batch.conditions.get(self.condition), text_layout(batch, self.condition)
         if text is None:
-            assert self.null is not None  # without one, every pack has the text
+            assert self.null is not None  # otherwise every pack has the text
             return self.null.expand(layout.num_samples, -1), layout
         context_KD = text.values.to(self.dtype)
         if layout.valid_tokens < layout.total_tokens:
@@ -87,7 +88,7 @@ class TextProjection(nn.Module):
     def __init__(self, context_size: int, hidden_size: int, provider: LayerProvider) -> None:
         super().__init__()
         init, square = (xavier_uniform(size, hidden_size) for size in (context_size, hidden_size))
-        # As the null token: replicated over tensor-parallel ranks and over pipeline stages.
+        # Like the null token, replicated over tensor-parallel ranks and pipeline stages.
         covers: GradientCovers = "all_tokens"
         self.linear_1 = provider.replicated_linear(
             context_size, hidden_size, bias=True, init=init, gradient_covers=covers

@@ -1,4 +1,4 @@
-"""The ends of a token stack: sequence-parallel split and gather, patch embedding, activations between stages.
+"""Input and output of a token stack: sequence-parallel split and gather, patch embedding, pipeline activations.
 
 Under sequence parallelism with 2 tensor-parallel ranks (T local tokens of the context-parallel rank):
 
@@ -21,14 +21,14 @@ from dit.layout import SequenceLayout
 def shard_tokens(
     layout: SequenceLayout, provider: LayerProvider, *tensors_T: Tensor
 ) -> tuple[SequenceLayout, tuple[Tensor, ...]]:
-    """Split the local tokens over tensor-parallel ranks under sequence parallelism; else return all of them.
+    """Split the local tokens over tensor-parallel ranks under sequence parallelism; otherwise return all of them.
 
     Args:
-        layout: of the local tokens.
+        layout: layout of the local tokens.
         tensors_T: tensors of the local tokens, `[T, ...]`.
 
     Returns:
-        The layout of this rank's part, and the same part of each tensor.
+        The layout of this rank's shard, and the shard of each tensor.
     """
     if not provider.sequence_parallel:
         return layout, tensors_T
@@ -47,9 +47,9 @@ def pad_tokens(layout: SequenceLayout, provider: LayerProvider) -> SequenceLayou
 
 
 def unshard_tokens(x_TD: Tensor, provider: LayerProvider) -> Tensor:
-    """Undo `shard_tokens` inside the network: `[T / tp, D]` becomes `[T, D]`.
+    """Gather the shards of `shard_tokens` inside the network: `[T / tp, D]` becomes `[T, D]`.
 
-    The ranks then compute different functions of the tokens, so the backward pass sums their gradients.
+    The ranks compute different functions of the gathered tokens, so the backward pass sums their gradients.
     """
     if not provider.sequence_parallel:
         return x_TD
@@ -57,10 +57,10 @@ def unshard_tokens(x_TD: Tensor, provider: LayerProvider) -> Tensor:
 
 
 def gather_tokens(x_TD: Tensor, provider: LayerProvider) -> Tensor:
-    """Undo `shard_tokens` for the output of the network: `[T / tp, D]` becomes `[T, D]`.
+    """Gather the shards of `shard_tokens` at the output of the network: `[T / tp, D]` becomes `[T, D]`.
 
-    Every tensor-parallel rank computes the same loss from all tokens, so the backward pass sums nothing: it selects the
-    gradient of this rank's tokens.
+    Every tensor-parallel rank computes the same loss from all tokens, so the backward pass does not sum: it selects
+    the gradient of this rank's tokens.
     """
     if not provider.sequence_parallel:
         return x_TD
@@ -68,21 +68,21 @@ def gather_tokens(x_TD: Tensor, provider: LayerProvider) -> Tensor:
 
 
 def to_next_stage(x_TD: Tensor) -> Tensor:
-    """Return the activations as Megatron-Core's schedules send them, `[T, 1, D]`.
+    """Return the activations in the shape of Megatron-Core's schedules, `[T, 1, D]`.
 
-    They are not a view, because the schedules free their storage after sending.
+    The result is not a view, because the schedules free its storage after sending.
     """
     return make_viewless_tensor(x_TD[:, None], x_TD.requires_grad, keep_graph=True)
 
 
 def from_previous_stage(received_T1D: Optional[Tensor]) -> Tensor:
-    """Undo `to_next_stage`: `[T, 1, D]` becomes `[T, D]`."""
+    """Return received activations as `[T, D]`, the inverse of `to_next_stage`."""
     assert received_T1D is not None
     return received_T1D.flatten(0, 1)
 
 
 def embed_patches(linear: nn.Linear, inputs_TC: Tensor, layout: SequenceLayout) -> Tensor:
-    """Apply a linear layer to every patch, with zeros as the input of padding: `[T, C]` becomes `[T, D]`."""
+    """Apply a linear layer to every patch, with zero inputs for padding: `[T, C]` becomes `[T, D]`."""
     if layout.valid_tokens < layout.total_tokens:
         # The gradient of padding is 0, but a NaN in padding would reach the weights' gradients as 0 * NaN.
         inputs_TC = inputs_TC.masked_fill(~layout.valid_T[:, None], 0.0)

@@ -1,4 +1,4 @@
-"""A head that learns how hard each noise level is, to weigh the loss by it."""
+"""A head that learns the expected loss at each noise level, as a weight of the loss."""
 
 import math
 
@@ -8,15 +8,15 @@ from torch import Tensor, nn
 from dit.backends.init import ZEROS
 from dit.backends.provider import LayerProvider
 
-# Golden-ratio steps spread phases evenly over the circle, however many there are.
+# Golden-ratio steps spread any number of phases evenly over the circle.
 _PHASE_STEP = (math.sqrt(5) - 1) / 2
 
 
 def fourier_features(time_S: Tensor, count: int) -> Tensor:
     """Return sqrt(2) cos(2 pi (f t + phase)) of `count` frequencies f, float32 `[S, count]`.
 
-    The frequencies are the quantiles of a standard normal distribution in place of draws from it, so they are no state.
-    The angles are float64 inside, for the rows are few.
+    The frequencies are quantiles of a standard normal distribution instead of random draws, so they need not be saved.
+    Angles are float64, which is cheap because there are few samples.
 
     Source: Karras et al. 2024 (EDM2), arXiv:2312.02696, Eq. 75.
     """
@@ -26,13 +26,14 @@ def fourier_features(time_S: Tensor, count: int) -> Tensor:
 
 
 class Uncertainty(nn.Module):
-    """u(sigma), the log of the loss to be expected at a noise level: Fourier features of the time, then a linear layer.
+    """u(sigma), the log of the expected loss at a noise level: Fourier features of the time, then a linear layer.
 
-    It starts at 0, where the weighted loss is the plain one. Every tensor-parallel rank has it and sees all tokens.
+    It is initialised to u = 0, where the weighted loss equals the unweighted loss. Tensor-parallel ranks have replicas,
+    and each uses all tokens.
 
-    Source: Karras et al. 2024 (EDM2), arXiv:2312.02696, Eq. 21 (the authors' published code gives the number), after
-    Kendall et al. 2018, arXiv:1705.07115. Deviations: fixed frequencies and phases; the weights start at 0 and are not
-    normalised.
+    Source: Karras et al. 2024 (EDM2), arXiv:2312.02696, Eq. 21 (number of features from the authors' published code),
+    after Kendall et al. 2018, arXiv:1705.07115. Deviations: fixed frequencies and phases; weights are initialised to
+    zero and not normalised.
     """
 
     def __init__(self, provider: LayerProvider, *, features: int = 128) -> None:

@@ -86,12 +86,14 @@ def test_what_auto_selects_is_the_reference(case: AttentionCase, dtype: torch.dt
 
 
 @pytest.mark.parametrize("case", [*CASES, *LARGE_CASES], ids=lambda case: case.name)
-@pytest.mark.parametrize("one", [one for one in ATTENTION.implementations if one.on_request], ids=lambda one: one.name)
+@pytest.mark.parametrize(
+    "one", [one for one in ATTENTION.implementations if one.opt_in_reason], ids=lambda one: one.name
+)
 def test_what_runs_on_request_is_the_reference(one: Implementation[Attention], case: AttentionCase):
     """`auto` may select it once this has passed."""
-    lacks = one.lacks(Target(torch.device("cuda"), torch.bfloat16, case.head_size))
-    if lacks:
-        pytest.skip(f"{one.name} {lacks}")
+    reason = one.unmet_requirement(Target(torch.device("cuda"), torch.bfloat16, case.head_size))
+    if reason:
+        pytest.skip(f"{one.name} {reason}")
     check_on_cuda(one.load(), case, torch.bfloat16)
 
 

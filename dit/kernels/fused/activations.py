@@ -1,4 +1,4 @@
-"""GELU and SwiGLU with the bias of the linear before them, one kernel each way; see `dit.kernels.modulation`."""
+"""Fused GELU and SwiGLU with the bias of the linear before them; see `dit.kernels.modulation`."""
 
 from functools import partial
 from typing import Any, Optional
@@ -32,10 +32,10 @@ def _apply(x: Tensor, bias_F: Optional[Tensor], gated: bool) -> Tensor:
 
 
 def gelu_tanh(x_TF: Tensor, bias_F: Optional[Tensor] = None) -> Tensor:
-    """As `dit.kernels.modulation.gelu_tanh`."""
+    """See `dit.kernels.modulation.gelu_tanh`."""
     return _apply(x_TF, bias_F, False)
 
 
 def swiglu(x_TF: Tensor, bias_F: Optional[Tensor] = None) -> Tensor:
-    """As `dit.kernels.modulation.swiglu`."""
+    """See `dit.kernels.modulation.swiglu`."""
     return _apply(x_TF, bias_F, True)

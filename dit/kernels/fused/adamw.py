@@ -1,4 +1,4 @@
-"""AdamW, average and copy for the model as one kernel over all parameters of a group; see `dit.kernels.adamw`."""
+"""AdamW, weight average and model copy as one kernel over all parameters of a group; see `dit.kernels.adamw`."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -11,9 +11,9 @@ from dit.kernels.adamw import Elements, Rates
 from dit.kernels.fused.blocks import cdiv
 
 VECTOR_BYTES = 16
-"""Of an access of 128 bits: addresses that are multiples of it are read and written so."""
+"""Size of a vectorised memory access, which requires aligned addresses."""
 TABLES = 16
-"""Tables of addresses that are remembered; a run has one for each group of parameters."""
+"""Size of the cache of address tables; a run has one table per group of parameters."""
 
 Addresses = tuple[tuple[int, ...], ...]
 
@@ -31,24 +31,25 @@ def adamw_op(
     """Update parameters in place; each tensor is read and written once.
 
     Args:
-        averages, models: one for each parameter, or none at all.
-        rates: the numbers of the kernel, in its order.
+        averages, models: one per parameter, or empty.
+        rates: scalar arguments of the kernel, in its order.
     """
     from dit.kernels.fused.gpu import adamw as gpu
 
     columns = [gradients, mains, exp_avgs, exp_avg_sqs, averages or gradients, models or gradients]
     rows = tuple(
-        (*(tensor.data_ptr() for tensor in of_one), of_one[0].numel()) for of_one in zip(*columns, strict=True)
+        (*(tensor.data_ptr() for tensor in tensors), tensors[0].numel()) for tensors in zip(*columns, strict=True)
     )
-    whole: list[tuple[int, ...]] = []
-    odd: list[tuple[int, ...]] = []
+    aligned_rows: list[tuple[int, ...]] = []
+    unaligned_rows: list[tuple[int, ...]] = []
     for row in rows:
-        (whole if not any(address % VECTOR_BYTES for address in row[:-1]) else odd).append(row)
+        unaligned = any(address % VECTOR_BYTES for address in row[:-1])
+        (unaligned_rows if unaligned else aligned_rows).append(row)
     half = bool(models) and models[0].dtype == torch.float16
     parts = {"average": bool(averages), "model": bool(models), "half": half}
-    for aligned, some in ((True, whole), (False, odd)):
-        if some:
-            table, chunks = _tables(tuple(some), gpu.CHUNK, mains[0].device)
+    for aligned, group in ((True, aligned_rows), (False, unaligned_rows)):
+        if group:
+            table, chunks = _tables(tuple(group), gpu.CHUNK, mains[0].device)
             gpu.adamw(table, chunks, tuple(rates), **parts, aligned=aligned)
 
 
@@ -59,13 +60,13 @@ def _(gradients, mains, exp_avgs, exp_avg_sqs, averages, models, rates):  # type
 
 @lru_cache(maxsize=TABLES)
 def _tables(rows: Addresses, chunk: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the addresses of all parameters, and the chunks of all of them, on the device."""
+    """Return the tables of addresses and of chunks of all parameters, on the device."""
     counts = torch.tensor([cdiv(row[-1], chunk) for row in rows])
     owners = torch.repeat_interleave(torch.arange(len(rows)), counts)
     numbers = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
     chunks = torch.stack([owners, numbers], 1).int()
     tables = torch.tensor(rows), chunks.contiguous()
-    if device.type == "cuda":  # or the host waits for its queue
+    if device.type == "cuda":  # a pageable copy would synchronise the host
         return tables[0].pin_memory().to(device, non_blocking=True), tables[1].pin_memory().to(
             device, non_blocking=True
         )
@@ -73,12 +74,12 @@ def _tables(rows: Addresses, chunk: int, device: torch.device) -> tuple[Tensor, 
 
 
 def adamw(parameters: Sequence[Elements], rates: Rates) -> None:
-    """As `dit.kernels.adamw.adamw`, for contiguous tensors; copies for the model are bf16 or fp16."""
+    """See `dit.kernels.adamw.adamw`; tensors are contiguous, and model weights are bf16 or fp16."""
     if not parameters:
         return
     for p in parameters:
         for tensor in (p.gradient, p.main, p.exp_avg, p.exp_avg_sq, p.average, p.model):
-            assert tensor is None or tensor.is_contiguous(), "the elements of a parameter lie side by side"
+            assert tensor is None or tensor.is_contiguous(), "the tensors of a parameter must be contiguous"
     numbers = (rates.clip, rates.lr * rates.weight_decay, 1 - rates.beta1, 1 - rates.beta2)
     adamw_op(
         [p.gradient for p in parameters],
@@ -92,6 +93,6 @@ def adamw(parameters: Sequence[Elements], rates: Rates) -> None:
 
 
 def _present(tensors: Sequence[Optional[Tensor]]) -> list[Tensor]:
-    found = [tensor for tensor in tensors if tensor is not None]
-    assert len(found) in (0, len(tensors)), "all parameters have it or none has"
-    return found
+    present = [tensor for tensor in tensors if tensor is not None]
+    assert len(present) in (0, len(tensors)), "either all parameters or none must have this tensor"
+    return present

@@ -1,4 +1,4 @@
-"""Blocks of rows for kernels that add up over tokens: each lies inside one segment, so that its sums need no mask.
+"""Blocks of rows for kernels that sum over tokens. Each block is inside one segment, so its sums need no mask.
 
 Samples of 5, 2 and 4 tokens in blocks of up to 3 rows:
 
@@ -8,7 +8,7 @@ Samples of 5, 2 and 4 tokens in blocks of up to 3 rows:
     table    (0, 3, 0) (3, 2, 0) (5, 2, 1) (7, 3, 2) (10, 1, 2)      first row, rows, segment
     offsets  0 2 3 5                                                first block of each segment
 
-The sums of a segment are those of its blocks, added in the order of the table: no atomics, the same bits every time.
+The sums of a segment's blocks are added in the order of the table, without atomics, so results are deterministic.
 """
 
 from dataclasses import dataclass
@@ -21,15 +21,15 @@ from dit.layout import SequenceLayout
 
 MOST_ROWS, FEWEST_ROWS = 64, 8
 ENOUGH_BLOCKS = 128
-"""About as many as a large GPU has multiprocessors."""
+"""Approximately the number of multiprocessors of a large GPU."""
 BLOCKS_OF_PICTURE = 4
-"""Of a small picture at least, as long as its blocks have rows."""
+"""Smallest number of blocks per picture, unless blocks would have fewer than `FEWEST_ROWS` rows."""
 ROWS_OF_TILES = 128
-"""Rows of a block where a program has some columns only, so that there are enough of them."""
+"""Rows of a block in kernels that also split the columns, which gives enough programs."""
 GROUPS = 4
-"""Groups of heads of a program."""
+"""Groups of heads per program."""
 FORWARD_ROWS = 8
-"""Without sums, short blocks cost nothing."""
+"""Rows of a block without sums, where short blocks have no cost."""
 
 
 def cdiv(a: int, b: int) -> int:
@@ -38,7 +38,7 @@ def cdiv(a: int, b: int) -> int:
 
 
 def rows_of_blocks(tokens: int) -> int:
-    """Return how many rows a block of sums has: many, so that few sums are written, in enough blocks for a GPU."""
+    """Return the rows of a block with sums: the largest number that still gives enough blocks for a GPU."""
     rows = MOST_ROWS
     while rows > FEWEST_ROWS and tokens < rows * ENOUGH_BLOCKS:
         rows //= 2
@@ -46,7 +46,7 @@ def rows_of_blocks(tokens: int) -> int:
 
 
 def rows_of_pictures(positions: int) -> int:
-    """Return how many positions a block of a picture has; whatever other pictures there are, so that sums are equal."""
+    """Return the positions of a block of a picture; independent of the other pictures, so that its sums are too."""
     rows = MOST_ROWS
     while rows > FEWEST_ROWS and positions < BLOCKS_OF_PICTURE * rows:
         rows //= 2
@@ -67,16 +67,16 @@ class Blocks:
 
 
 def blocks_of(layout: SequenceLayout, rows: int) -> Blocks:
-    """Return the blocks of a layout's local tokens, computed once for each layout.
+    """Return the blocks of a layout's local tokens, computed once per layout.
 
     Args:
-        rows: of a block, at most.
+        rows: largest number of rows of a block.
     """
-    known = layout.tables.get(rows)
-    if known is None:
-        known = layout.tables[rows] = _blocks(layout, rows)
-    assert isinstance(known, Blocks)
-    return known
+    blocks = layout.tables.get(rows)
+    if blocks is None:
+        blocks = layout.tables[rows] = _blocks(layout, rows)
+    assert isinstance(blocks, Blocks)
+    return blocks
 
 
 def _blocks(layout: SequenceLayout, rows: int) -> Blocks:

@@ -1,6 +1,7 @@
-"""A group norm with scale, shift and SiLU on channels-last pictures, two passes each way; see `dit.kernels.group_norm`.
+"""Fused group norm with scale, shift and SiLU on channels-last pictures; see `dit.kernels.group_norm`.
 
-The forward pass saves x and four numbers of each channel; the normed values are computed again in the backward pass.
+Forward and backward read x twice each. The forward pass saves x and four numbers per channel; the backward pass
+recomputes the normalised values.
 """
 
 from typing import Any, Optional
@@ -14,7 +15,7 @@ from dit.kernels.group_norm import Groups
 
 
 class _NormGroups(torch.autograd.Function):
-    """The norm of pictures `[N, P, C]`."""
+    """Group norm of pictures `[N, P, C]`."""
 
     @staticmethod
     def forward(
@@ -43,13 +44,13 @@ class _NormGroups(torch.autograd.Function):
         grad, rows, activate = grad.contiguous(), ctx.rows, ctx.activate
         sums = picture_ops.group_gradient_sums(grad, x, factors, rows, activate)
         dtype = x.dtype if scale is None else scale.dtype
-        rest, of_scale, of_shift, of_weights = picture_ops.group_gradients(
+        rest, grad_scale, grad_shift, grad_weights = picture_ops.group_gradients(
             sums, factors, weight, bias, scale, x.shape[1], ctx.groups, dtype
         )
         grad_x = picture_ops.norm_groups_backward(grad, x, factors, rest, rows, activate)
-        of_weight, of_bias = ops.column_sums(of_weights.flatten(1), weight.dtype).chunk(2)
-        modulation = (None, None) if scale is None else (of_scale, of_shift)
-        return grad_x, of_weight, of_bias, *modulation, None, None, None
+        grad_weight, grad_bias = ops.column_sums(grad_weights.flatten(1), weight.dtype).chunk(2)
+        grad_modulation = (None, None) if scale is None else (grad_scale, grad_shift)
+        return grad_x, grad_weight, grad_bias, *grad_modulation, None, None, None
 
 
 def norm_groups(
@@ -60,7 +61,7 @@ def norm_groups(
     *,
     activate: bool = False,
 ) -> Tensor:
-    """As `dit.kernels.group_norm.norm_groups`; pictures that are not channels-last are copied."""
+    """See `dit.kernels.group_norm.norm_groups`; pictures that are not channels-last are copied."""
     pictures, channels, height, width = x_NCHW.shape
     x_NPC = x_NCHW.permute(0, 2, 3, 1).contiguous().view(pictures, height * width, channels)
     arguments = groups.weight, groups.bias, scale_NC, shift_NC, groups.count, groups.eps, activate

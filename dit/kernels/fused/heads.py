@@ -1,7 +1,7 @@
-"""What comes between a projection and attention as one kernel each way; see `dit.kernels.rope.split_heads`.
+"""Fused split into heads, QK norm and rotary positions; see `dit.kernels.rope.split_heads`.
 
-The forward pass copies only what it changes: values, and heads without norm or rotation, are views of the projection.
-The backward pass writes the gradient of the projection whole, and adds up that of its bias.
+Forward: values, and heads without norm or rotation, are views of the projection. Backward: one kernel writes the
+gradient of the projection and sums the gradient of its bias.
 """
 
 from functools import partial
@@ -16,7 +16,7 @@ from dit.kernels.rope import HeadNorm, Heads, Rotation
 
 
 class _SplitHeads(torch.autograd.Function):
-    """Queries, keys and values; an empty tensor for what the projection has not."""
+    """Queries, keys and values; parts that the projection does not have are empty tensors."""
 
     @staticmethod
     def forward(
@@ -46,8 +46,8 @@ class _SplitHeads(torch.autograd.Function):
     def backward(ctx: Any, *grads: Optional[Tensor]) -> tuple[Optional[Tensor], ...]:
         x, weight_q, weight_k, cos, sin = ctx.saved_tensors
         heads: Heads = ctx.heads
-        given = next(g for g in grads if g is not None)
-        q, k, v = (_rows(g, shape, given) for g, shape in zip(grads, ctx.parts))
+        present = next(g for g in grads if g is not None)
+        q, k, v = (_rows(g, shape, present) for g, shape in zip(grads, ctx.parts))
         grad_x, bias_sums, weight_sums = ops.heads_backward(
             *(q, k, v, x, weight_q, weight_k, cos, sin, ctx.groups, ctx.eps, ctx.bias)
         )
@@ -65,7 +65,7 @@ class _SplitHeads(torch.autograd.Function):
 
 
 def _rows(grad: Optional[Tensor], shape: torch.Size, like: Tensor) -> Optional[Tensor]:
-    """Return a gradient whose features lie side by side, zeros for heads that are not used; None for no heads."""
+    """Return a gradient with contiguous features; zeros for unused heads, None if there are no heads."""
     if grad is None:
         return like.new_zeros(shape) if shape.numel() else None
     return grad if grad.stride(-1) == 1 else grad.contiguous()
@@ -78,18 +78,18 @@ def split_heads(
     rotation: Optional[Rotation] = None,
     bias: Optional[Tensor] = None,
 ) -> list[Tensor]:
-    """As `dit.kernels.rope.split_heads`."""
+    """See `dit.kernels.rope.split_heads`."""
     weights = (None, None) if norm is None else (norm.weight_q, norm.weight_k)
     angles = (None, None) if rotation is None else (rotation.cos_T1H, rotation.sin_T1H)
     eps = 0.0 if norm is None else norm.eps
     out = _SplitHeads.apply(x_TGMH, *weights, bias, heads, eps, *angles)
     if norm is not None or rotation is not None:
         x, queries = x_TGMH.detach(), heads.queries
-        again = partial(_part, weight_q=weights[0], weight_k=weights[1], cos=angles[0], sin=angles[1], eps=eps)
+        recompute = partial(_part, weight_q=weights[0], weight_k=weights[1], cos=angles[0], sin=angles[1], eps=eps)
         if queries:
-            recomputes(out[0], partial(again, 0, x[:, :, :queries]))
+            recomputes(out[0], partial(recompute, 0, x[:, :, :queries]))
         if heads.keys:
-            recomputes(out[1], partial(again, 1, x[:, :, queries : queries + 1]))
+            recomputes(out[1], partial(recompute, 1, x[:, :, queries : queries + 1]))
     return heads.present(out)
 
 
@@ -102,5 +102,5 @@ def _part(
     sin: Optional[Tensor],
     eps: float,
 ) -> Tensor:
-    """Compute the queries or the keys again."""
+    """Recompute the queries (index 0) or the keys (index 1)."""
     return ops.heads(x, weight_q, weight_k, cos, sin, bool(index), eps)[index]

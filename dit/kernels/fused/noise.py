@@ -1,4 +1,4 @@
-"""Counter-based noise mixed with clean latents in one kernel: noise itself never goes to memory."""
+"""Counter-based noise mixed with clean latents in one kernel, without writing the noise to memory."""
 
 from collections.abc import Sequence
 from typing import Optional
@@ -24,8 +24,8 @@ def mix_op(
     """Return a x0 + b noise for each pair (a, b), float32.
 
     Args:
-        segments_T, token_index_T: sample of each token, and its place there.
-        seeds_S: of each sample; None where the key has that of the pack.
+        segments_T, token_index_T: sample of each token, and index within the sample.
+        seeds_S: seed of each sample; None if the key contains one seed for the pack.
     """
     from dit.kernels.fused.gpu import noise as gpu
 
@@ -54,8 +54,8 @@ def mix(
 ) -> list[Tensor]:
     """Mix clean latents and noise, see `dit.objectives.addressed_noise.Mix`."""
     coefficients = torch.stack([part.float() for pair in pairs for part in pair]).view(len(pairs), 2, -1)
-    of_pack = seed if isinstance(seed, int) else 0
-    key = tuple((word ^ (of_pack >> shift)) & 0xFFFFFFFF for word, shift in zip(words, (0, 32)))
+    pack_seed = seed if isinstance(seed, int) else 0
+    key = tuple((word ^ (pack_seed >> shift)) & 0xFFFFFFFF for word, shift in zip(words, (0, 32)))
     seeds_S = None if isinstance(seed, int) else seed.contiguous()
     indices = layout.segment_ids_T.contiguous(), layout.token_index_T.contiguous()
     return mix_op(x0_TC.contiguous(), *indices, ids_S.contiguous(), seeds_S, coefficients, *key, step)

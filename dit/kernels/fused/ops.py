@@ -1,10 +1,10 @@
-"""The fused kernels as operators of torch, `dit::name`, each of them one kernel.
+"""The fused kernels as torch operators `dit::name`, one kernel each.
 
-It reads every argument once and writes every result once, so that a trace on fake tensors counts its traffic by
-arguments and results, as that of any other operator.
+An operator reads every argument once and writes every result once, so a trace on fake tensors computes its memory
+traffic from arguments and results, as for any other operator.
 
 Shape suffixes: T local tokens, S samples, D hidden size, B blocks of tokens, N heads, G groups of heads, H head size, F
-inner width of the MLP. Gradients that a call does not have are empty tensors.
+inner width of the MLP. Missing gradients are empty tensors.
 """
 
 from typing import Optional
@@ -15,7 +15,7 @@ from torch import Tensor
 from dit.kernels.fused.blocks import GROUPS, ROWS_OF_TILES, Blocks, cdiv
 
 
-def _nothing(like: Tensor) -> Tensor:
+def _empty(like: Tensor) -> Tensor:
     return like.new_empty(0)
 
 
@@ -36,14 +36,14 @@ def residual_norm(
     """Compute x' = x + gate (y + bias) and norm(x') weight (1 + scale) + shift.
 
     Args:
-        y_TD: None for x' = x, which is then no result.
+        y_TD: None for x' = x, which is then not returned.
         gate_SD: None for 1.
         scale_SD: None without a norm.
         table_B3, offsets_S: `Blocks` of the tokens.
-        rms: an RMS norm, else a layer norm.
+        rms: True for an RMS norm, False for a layer norm.
 
     Returns:
-        x', the modulated tokens, mean and 1 / std of each token (float32 `[T]`); empty where there is none.
+        x', the modulated tokens, mean and 1 / std of each token (float32 `[T]`); missing results are empty.
     """
     from dit.kernels.fused.gpu import residual_norm as gpu
 
@@ -57,11 +57,10 @@ def residual_norm(
 def _residual_norm_outputs(
     x: Tensor, y: Optional[Tensor], scale: Optional[Tensor], rms: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    nothing = _nothing(x)
-    out = nothing if y is None else torch.empty_like(x)
+    out = _empty(x) if y is None else torch.empty_like(x)
     if scale is None:
-        return out, _nothing(x), _nothing(x), _nothing(x)
-    mean = _nothing(x) if rms else x.new_empty(len(x), dtype=torch.float32)
+        return out, _empty(x), _empty(x), _empty(x)
+    mean = _empty(x) if rms else x.new_empty(len(x), dtype=torch.float32)
     return out, torch.empty_like(x), mean, x.new_empty(len(x), dtype=torch.float32)
 
 
@@ -85,18 +84,18 @@ def residual_norm_backward(
     table_B3: Tensor,
     offsets_S: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of x and y, and of each block the sums that `segment_sums` needs.
+    """Compute the gradients of x and y, and the sums of each block for `segment_sums`.
 
     Args:
         grad_normed_TD: None without a norm.
-        grad_out_TD: None where x' is not used again.
-        x_TD: the residual x' of the forward pass; None without a norm, as what belongs to it.
-        y_TD: None where the gate is, whose gradient alone needs it.
+        grad_out_TD: None if x' is unused.
+        x_TD: the residual x' of the forward pass; None without a norm, like all arguments of the norm.
+        y_TD: None without a gate, because only the gradient of the gate needs it.
         mean_T: None for an RMS norm.
 
     Returns:
-        The gradient of x (empty without a norm: it is that of x'), of y (empty without a gate: it is that of x), and
-        the sums, float32 `[B, K, D]`.
+        The gradient of x (empty without a norm, because it equals that of x'), the gradient of y (empty without a gate,
+        because it equals that of x), and the sums, float32 `[B, K, D]`.
     """
     from dit.kernels.fused.gpu import residual_norm as gpu
 
@@ -121,8 +120,8 @@ def _backward_outputs(
     assert grad is not None
     kinds = 2 * (scale is not None) + (gate is not None) + (bias is not None)
     return (
-        _nothing(grad) if scale is None else torch.empty_like(grad),
-        _nothing(grad) if gate is None else torch.empty_like(grad),
+        _empty(grad) if scale is None else torch.empty_like(grad),
+        _empty(grad) if gate is None else torch.empty_like(grad),
         grad.new_empty((len(table), kinds, grad.shape[1]), dtype=torch.float32),
     )
 
@@ -143,10 +142,10 @@ def segment_sums(
     offsets_S: Tensor,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Add up the blocks of `residual_norm_backward`.
+    """Sum the blocks of `residual_norm_backward`.
 
     Returns:
-        The gradients of shift, scale and gate, `[S, D]` in `dtype`, of bias and weight, `[D]` in theirs.
+        The gradients of shift, scale and gate, `[S, D]` in `dtype`, and of bias and weight, `[D]` in their dtypes.
     """
     from dit.kernels.fused.gpu import residual_norm as gpu
 
@@ -167,11 +166,11 @@ def _sums_outputs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     shape = len(offsets) - 1, sums.shape[-1]
 
-    def rows(given: Optional[Tensor]) -> Tensor:
-        return sums.new_empty(0 if given is None else shape, dtype=dtype)
+    def rows(value: Optional[Tensor]) -> Tensor:
+        return sums.new_empty(0 if value is None else shape, dtype=dtype)
 
-    def row(given: Optional[Tensor]) -> Tensor:
-        return _nothing(sums) if given is None else torch.empty_like(given)
+    def row(value: Optional[Tensor]) -> Tensor:
+        return _empty(sums) if value is None else torch.empty_like(value)
 
     return rows(scale), rows(scale), rows(gate), row(bias), row(weight)
 
@@ -194,12 +193,12 @@ def heads(
     """Normalise and rotate the query and key heads of a projection.
 
     Args:
-        x_TGMH: query heads of each group, then its key head if `keys`; features side by side.
-        weight_q, weight_k: of the RMS norm over each head, `[H]`; None for no norm.
-        cos, sin: of the rotation, float32 `[T, 1, H / 2]`; None for none.
+        x_TGMH: query heads of each group, then its key head if `keys`; features are contiguous.
+        weight_q, weight_k: weights of the RMS norm over each head, `[H]`; None for no norm.
+        cos, sin: cosine and sine of the rotation, float32 `[T, 1, H / 2]`; None for no rotation.
 
     Returns:
-        Queries `[T, N, H]` and keys `[T, G, H]`; empty where there are none.
+        Queries `[T, N, H]` and keys `[T, G, H]`; missing parts are empty.
     """
     from dit.kernels.fused.gpu import heads as gpu
 
@@ -211,8 +210,8 @@ def heads(
 def _heads_outputs(x: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
     tokens, groups, parts, size = x.shape
     queries = parts - keys
-    q = x.new_empty((tokens, groups * queries, size)) if queries else _nothing(x)
-    return q, x.new_empty((tokens, groups, size)) if keys else _nothing(x)
+    q = x.new_empty((tokens, groups * queries, size)) if queries else _empty(x)
+    return q, x.new_empty((tokens, groups, size)) if keys else _empty(x)
 
 
 @heads.register_fake
@@ -234,16 +233,16 @@ def heads_backward(
     eps: float,
     bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradient of a projection from those of queries, keys and values.
+    """Compute the gradient of a projection from the gradients of queries, keys and values.
 
     Args:
-        grad_q, grad_k, grad_v: `[T, heads, H]`, heads and tokens at any distance; None for heads that it has not.
+        grad_q, grad_k, grad_v: `[T, heads, H]` with any strides of heads and tokens; None for missing parts.
         x_TGMH: as in `heads`; None without a norm.
-        bias: of the projection.
+        bias: whether to compute the gradient of the projection's bias.
 
     Returns:
-        The gradient of all heads `[T, G, P, H]`, and sums whose columns add up to the gradient of the bias, and of the
-        norms' weights; float32.
+        The gradient of all heads `[T, G, P, H]`, and float32 matrices whose column sums are the gradients of the bias
+        and of the norms' weights.
     """
     from dit.kernels.fused.gpu import heads as gpu
 
@@ -262,15 +261,15 @@ def _heads_backward_outputs(
     groups: int,
     bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    known = next(g for g in (grad_q, grad_k, grad_v) if g is not None)
-    tokens, size = known.shape[0], known.shape[2]
+    grad = next(g for g in (grad_q, grad_k, grad_v) if g is not None)
+    tokens, size = grad.shape[0], grad.shape[2]
     normed = sum(g.shape[1] for g in (grad_q, grad_k) if g is not None) // groups
     parts = normed + (grad_v is not None)
     blocks = cdiv(tokens, ROWS_OF_TILES)
     return (
-        known.new_empty((tokens, groups, parts, size)),
-        known.new_empty((blocks if bias else 0, groups * parts * size), dtype=torch.float32),
-        known.new_empty((0 if x is None else blocks * cdiv(groups, GROUPS), normed * size), dtype=torch.float32),
+        grad.new_empty((tokens, groups, parts, size)),
+        grad.new_empty((blocks if bias else 0, groups * parts * size), dtype=torch.float32),
+        grad.new_empty((0 if x is None else blocks * cdiv(groups, GROUPS), normed * size), dtype=torch.float32),
     )
 
 
@@ -281,7 +280,7 @@ def _(grad_q, grad_k, grad_v, x, weight_q, weight_k, cos, sin, groups, eps, bias
 
 @torch.library.custom_op("dit::column_sums", mutates_args=())
 def column_sums(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add up the rows of a matrix in their order, in float32; returns `dtype`."""
+    """Sum the rows of a matrix in order, in float32; return `dtype`."""
     from dit.kernels.fused.gpu import heads as gpu
 
     out = sums.new_empty(sums.shape[1], dtype=dtype)
@@ -296,7 +295,7 @@ def _(sums, dtype):  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("dit::activation", mutates_args=())
 def activation(x_TF: Tensor, bias_F: Optional[Tensor], gated: bool) -> Tensor:
-    """Compute GELU(x + bias), or SiLU(gate) * up of alternating features."""
+    """Compute GELU(x + bias), or SiLU(gate) * up with alternating features."""
     from dit.kernels.fused.gpu import activations as gpu
 
     out = _activation_output(x_TF, gated)
@@ -315,7 +314,7 @@ def _(x, bias, gated):  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("dit::activation_backward", mutates_args=())
 def activation_backward(grad: Tensor, x_TF: Tensor, bias_F: Optional[Tensor], gated: bool) -> tuple[Tensor, Tensor]:
-    """Return the gradient of x, and sums whose columns add up to that of the bias (float32)."""
+    """Return the gradient of x, and a float32 matrix whose column sums are the gradient of the bias."""
     from dit.kernels.fused.gpu import activations as gpu
 
     outputs = _activation_backward_outputs(x_TF, bias_F)

@@ -1,6 +1,6 @@
-"""The fused kernels of pictures as operators of torch; see `dit.kernels.fused.ops`.
+"""The fused picture kernels as torch operators; see `dit.kernels.fused.ops`.
 
-Shape suffixes: N pictures, P positions of one, C channels, B blocks of positions of all pictures.
+Shape suffixes: N pictures, P positions per picture, C channels, B blocks of positions of all pictures.
 """
 
 from typing import Optional
@@ -18,7 +18,7 @@ def _sums_of(x_NPC: Tensor, rows: int) -> Tensor:
 
 @torch.library.custom_op("dit::group_sums", mutates_args=())
 def group_sums(x_NPC: Tensor, rows: int) -> Tensor:
-    """Return mean and squared distances from it, of each channel over blocks of `rows` positions, `[B, 2, C]`."""
+    """Return each channel's mean and sum of squared deviations over blocks of `rows` positions, `[B, 2, C]`."""
     from dit.kernels.fused.gpu import group_norm as gpu
 
     sums = _sums_of(x_NPC, rows)
@@ -44,7 +44,7 @@ def group_factors(
     rows: int,
     eps: float,
 ) -> Tensor:
-    """Return mean, factor, offset and 1 / std of each channel of each picture, `[N, 4, C]`."""
+    """Return mean, factor, offset and 1 / std of each channel and picture, `[N, 4, C]`."""
     from dit.kernels.fused.gpu import group_norm as gpu
 
     factors = sums_B2C.new_empty((pictures, 4, sums_B2C.shape[2]))
@@ -74,7 +74,7 @@ def _(x, factors, rows, activate):  # type: ignore[no-untyped-def]
 
 @torch.library.custom_op("dit::group_gradient_sums", mutates_args=())
 def group_gradient_sums(grad: Tensor, x_NPC: Tensor, factors_N4C: Tensor, rows: int, activate: bool) -> Tensor:
-    """Return the sums of dh and of dh times the normed value over blocks of `rows` positions, `[B, 2, C]`."""
+    """Return the sums of dh and of dh times the normalised value over blocks of `rows` positions, `[B, 2, C]`."""
     from dit.kernels.fused.gpu import group_norm as gpu
 
     sums = _sums_of(x_NPC, rows)
@@ -98,11 +98,11 @@ def group_gradients(
     groups: int,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Add up the blocks.
+    """Sum the blocks of `group_gradient_sums`.
 
     Returns:
-        What the second pass takes off each channel `[N, 2, C]`; the gradients of scale and shift in `dtype` (empty
-        without them); those of weight and bias of each picture, float32 `[N, 2, C]`.
+        The terms that the second pass subtracts per channel, `[N, 2, C]`; the gradients of scale and shift in `dtype`,
+        empty without them; the gradients of weight and bias per picture, float32 `[N, 2, C]`.
     """
     from dit.kernels.fused.gpu import group_norm as gpu
 

@@ -1,12 +1,12 @@
-"""Residual, norm and modulation of a sub-layer's two ends as one kernel each way; see `dit.kernels.modulation`.
+"""Fused residual, norm and modulation between two sub-layers; see `dit.kernels.modulation`.
 
                   y --+ bias, x gate
                       v
-    x ----------------+---- x' ---------------------- x'  (the residual goes on)
-                            '-- norm -- modulate ---- h   (into the next sub-layer)
+    x ----------------+---- x' ---------------------- x'  (residual)
+                            '-- norm -- modulate ---- h   (input of the next sub-layer)
 
-The forward pass saves x', y and 8 bytes per token; normalised values are computed again in the backward pass. The
-residual passes through the function, so that its gradient is added in the same kernel.
+The forward pass saves x', y and 8 bytes per token; the backward pass recomputes the normalised values. The residual is
+an output of the function, so that the same kernel adds its gradient.
 """
 
 from functools import partial
@@ -22,7 +22,7 @@ from dit.kernels.recompute import recomputes
 from dit.layout import SequenceLayout
 
 WIDEST_WITH_BIAS = 4096
-"""Beyond, the fourth sum of the backward kernel does not fit into registers."""
+"""For wider inputs, the fourth sum of the backward kernel does not fit into registers."""
 
 
 class _ResidualNorm(torch.autograd.Function):
@@ -62,18 +62,18 @@ class _ResidualNorm(torch.autograd.Function):
             grad_normed = torch.zeros_like(x)
         grad_out, grad_normed = (None if g is None else g.contiguous() for g in (grad_out, grad_normed))
         modulation = gate, bias, scale, weight
-        if all(given is None for given in modulation):
+        if all(value is None for value in modulation):
             return grad_out, grad_out, *[None] * 8
         blocks = blocks_of(ctx.layout, rows_of_blocks(ctx.layout.num_local_tokens))
         table = blocks.table, blocks.offsets
         grad_x, grad_y, sums = ops.residual_norm_backward(grad_normed, grad_out, x, y, *modulation, mean, rstd, *table)
-        found = ops.segment_sums(sums, *modulation, *table, ctx.dtype)
-        shift, scale_, gate_, bias_, weight_ = (
-            grad if given is not None else None for grad, given in zip(found, (scale, scale, gate, bias, weight))
+        grads = ops.segment_sums(sums, *modulation, *table, ctx.dtype)
+        grad_shift, grad_scale, grad_gate, grad_bias, grad_weight = (
+            grad if value is not None else None for grad, value in zip(grads, (scale, scale, gate, bias, weight))
         )
-        through = grad_out if scale is None else grad_x
-        of_y = (through if gate is None else grad_y) if ctx.residual else None
-        return through, of_y, gate_, bias_, shift, scale_, weight_, None, None, None
+        grad_x = grad_out if scale is None else grad_x
+        grad_y = (grad_x if gate is None else grad_y) if ctx.residual else None
+        return grad_x, grad_y, grad_gate, grad_bias, grad_shift, grad_scale, grad_weight, None, None, None
 
 
 def _apply(
@@ -106,14 +106,14 @@ def _normed(
 
 
 def norm_modulate(x_TD: Tensor, into: NormModulation, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
-    """As `dit.kernels.modulation.norm_modulate`."""
+    """See `dit.kernels.modulation.norm_modulate`."""
     return _apply(x_TD, None, None, None, into, layout)
 
 
 def residual(
     x_TD: Tensor, y_TD: Tensor, gate_SD: Optional[Tensor], bias_D: Optional[Tensor], layout: SequenceLayout
 ) -> Tensor:
-    """As `dit.kernels.modulation.residual`."""
+    """See `dit.kernels.modulation.residual`."""
     return _apply(x_TD, y_TD, gate_SD, bias_D, None, layout)[0]
 
 
@@ -125,5 +125,5 @@ def residual_norm_modulate(
     into: NormModulation,
     layout: SequenceLayout,
 ) -> tuple[Tensor, Tensor]:
-    """As `dit.kernels.modulation.residual_norm_modulate`."""
+    """See `dit.kernels.modulation.residual_norm_modulate`."""
     return _apply(x_TD, y_TD, gate_SD, bias_D, into, layout)

@@ -62,8 +62,8 @@ MUTANTS = (
     Mutant(
         "fused norm: the gradient of the scale is that of the shift",
         "dit/kernels/fused/gpu/residual_norm.py",
-        "sum_gn += given * normed",
-        "sum_gn += given",
+        "sum_gn += g * normed",
+        "sum_gn += g",
         (FUSED_LAYERS,),
     ),
     Mutant(
@@ -104,8 +104,8 @@ MUTANTS = (
     Mutant(
         "fused group norm: no gradient through the variance",
         "dit/kernels/fused/gpu/group_norm.py",
-        "factor * given - along - distance * across",
-        "factor * given - along",
+        "factor * dy - along - distance * across",
+        "factor * dy - along",
         (FUSED_PICTURES,),
     ),
     Mutant(
@@ -153,8 +153,8 @@ MUTANTS = (
     Mutant(
         "implementations: auto takes what was never run",
         "dit/kernels/choice.py",
-        "if not (one.on_request or one.lacks(target)))",
-        "if not one.lacks(target))",
+        "if not (one.opt_in_reason or one.unmet_requirement(target)))",
+        "if not one.unmet_requirement(target))",
         (CHOICE,),
     ),
     Mutant(
@@ -251,7 +251,7 @@ MUTANTS = (
     Mutant(
         "compiled layer: every length of a pack is a graph of its own",
         "dit/kernels/compiled.py",
-        "take_sizes_as_unknown(inputs)",
+        "mark_dynamic_sizes(inputs)",
         "pass",
         (GRAPHS,),
     ),

@@ -247,7 +247,7 @@ def test_synchronous_collectives_return_no_handle(one_rank_world: ProcessGroups,
     assert torch.equal(out, torch.tensor([1.0, 2.0]))
 
 
-@pytest.mark.parametrize("name", megatron_cpu._ALONE)
+@pytest.mark.parametrize("name", megatron_cpu._IDENTITY_ON_ONE_RANK)
 def test_on_one_rank_a_collective_in_place_moves_nothing(one_rank_world: ProcessGroups, name: str):
     """Gloo would copy the buffer three times; autograd's version counter counts what writes to it."""
     x = torch.tensor([1.0, 2.0])

@@ -48,7 +48,7 @@ def test_the_first_that_can_run_is_selected_or_the_one_asked_for(device, head_si
     ("head_size", "device", "asked", "words"),
     [
         (8, CPU, "fast", "training.toy='fast' needs CUDA, not cpu; or use 'auto'"),
-        (12, GPU, "fast", "'fast' needs heads of a multiple of 4 features up to 8, and these have 12; or use 'auto'"),
+        (12, GPU, "fast", "'fast' needs a head size that is a multiple of 4 up to 8, not 12; or use 'auto'"),
         (8, CPU, "fats", "training.toy='fats' is unknown; use one of auto, new, fast, any"),
     ],
 )
@@ -59,7 +59,7 @@ def test_one_that_cannot_run_is_refused_with_the_reason(head_size, device, asked
 
 def test_the_table_says_why_not_the_others():
     by_itself, asked = (table([TOY], Target(GPU, HALF, 12), asked)["toy"] for asked in ({}, {"training.toy": "new"}))
-    heads = "needs heads of a multiple of 4 features up to 8, and these have 12"
+    heads = "needs a head size that is a multiple of 4 up to 8, not 12"
     assert (by_itself.name, by_itself.others) == ("any", {"new": UNTRIED, "fast": heads})
     assert (asked.name, asked.others) == ("new", {"fast": heads, "any": "training.toy=new"})
     assert table([TOY], Target(GPU, HALF), {})["toy"].others["any"] == "fast comes first"
@@ -68,10 +68,10 @@ def test_the_table_says_why_not_the_others():
 def test_every_op_has_one_that_runs_everywhere_and_what_auto_takes_is_never_untried():
     """Also where every package is installed: what has not passed the GPU suite runs on request only."""
     for op in OPS:
-        assert op.implementations[-1] == replace(op.implementations[-1], requires=(), on_request=None), op.name
+        assert op.implementations[-1] == replace(op.implementations[-1], requires=(), opt_in_reason=None), op.name
     for op in (ATTENTION, LINEARS, LAYERS):
         for one in op.implementations:
-            assert (one.on_request == UNTRIED) == (one.name in ("transformer_engine", "flash_attn", "triton"))
+            assert (one.opt_in_reason == UNTRIED) == (one.name in ("transformer_engine", "flash_attn", "triton"))
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from torch import Tensor
 from dit.kernels.fused.blocks import cdiv
 
 COLUMNS, FORWARD_ROWS = 1024, 16
-"""Outputs of a program, and its rows without sums."""
+"""Output columns of a program, and its rows in kernels without sums."""
 
 
 @triton.jit
@@ -40,7 +40,7 @@ def activation_kernel(
 ):
     """Compute GELU(x + bias), or SiLU(gate) * up.
 
-    `width` is that of x; with a gate, features of gate and up alternate, and the output has half of it.
+    `width` is the width of x. With a gate, gate and up features alternate, and the output is half as wide.
     """
     first = tl.program_id(0).to(tl.int64) * ROWS
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -70,7 +70,7 @@ def activation_backward_kernel(
     BIAS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """Write the gradient of x, and for each block of `rows` tokens its sum over them (the bias)."""
+    """Write the gradient of x, and its sum over each block of `rows` tokens (for the gradient of the bias)."""
     first = tl.program_id(0).to(tl.int64) * rows
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     total = tl.zeros([COLUMNS], tl.float32)
@@ -79,15 +79,15 @@ def activation_backward_kernel(
         if GATED:
             gate, up = tl.split(tl.reshape(value, [COLUMNS // 2, 2]))
             inner = tl.program_id(1) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
-            given = tl.load(grad + row * (width // 2) + inner, mask=inner < width // 2, other=0.0).to(tl.float32)
+            dy = tl.load(grad + row * (width // 2) + inner, mask=inner < width // 2, other=0.0).to(tl.float32)
             s = tl.sigmoid(gate)
-            of_gate = given * up * s * (1.0 + gate * tl.sigmoid(-gate))
-            change = tl.reshape(tl.join(of_gate, given * gate * s), [COLUMNS])
+            dgate = dy * up * s * (1.0 + gate * tl.sigmoid(-gate))
+            change = tl.reshape(tl.join(dgate, dy * gate * s), [COLUMNS])
         else:
-            given = tl.load(grad + row * width + columns, mask=columns < width, other=0.0).to(tl.float32)
+            dy = tl.load(grad + row * width + columns, mask=columns < width, other=0.0).to(tl.float32)
             u = _gelu_argument(value)
             slope = 1.5957691216057308 * (1.0 + 0.134145 * value * value)
-            change = given * tl.sigmoid(u) * (1.0 + value * tl.sigmoid(-u) * slope)  # 1 - sigmoid(u) loses digits
+            change = dy * tl.sigmoid(u) * (1.0 + value * tl.sigmoid(-u) * slope)  # 1 - sigmoid(u) loses digits
         tl.store(grad_x + row * width + columns, change.to(grad_x.dtype.element_ty), mask=columns < width)
         if BIAS:
             total += change
@@ -98,7 +98,7 @@ def activation_backward_kernel(
 def activation(x_TF: Tensor, bias_F: Optional[Tensor], gated: bool, out: Tensor) -> None:
     """Launch the forward kernel."""
     tokens, width = x_TF.shape
-    columns = COLUMNS << gated  # of the input
+    columns = COLUMNS << gated  # input columns
     activation_kernel[cdiv(tokens, FORWARD_ROWS), cdiv(width, columns)](
         *(x_TF, bias_F, out, tokens, width),
         GATED=gated,

@@ -1,9 +1,10 @@
 """Triton kernel of AdamW, the weight average and the model's copy: one pass over the elements of many parameters.
 
-Parameters lie anywhere in memory. A table has the addresses of each, and each program takes one chunk of one of them:
+Parameters may be anywhere in memory. A table contains their addresses, and each program updates one chunk of one
+parameter:
 
-    addresses   gradient, main, exp_avg, exp_avg_sq, average, model, elements      one row for each parameter
-    chunks      (0, 0) (0, 1) (0, 2) (1, 0) ...                                    parameter, chunk of it
+    addresses   gradient, main, exp_avg, exp_avg_sq, average, model, elements      one row per parameter
+    chunks      (0, 0) (0, 1) (0, 2) (1, 0) ...                                    parameter, chunk
 """
 
 import triton
@@ -12,7 +13,7 @@ from torch import Tensor
 
 COLUMNS = tl.constexpr(7)
 BLOCK, CHUNK = 512, 16384
-"""Elements that a program has in registers, and all of its elements."""
+"""Elements that a program has in registers at once, and all elements of a program."""
 
 
 @triton.jit
@@ -72,7 +73,7 @@ def _update(
     _write(exp_avg_sq + at, v, inside, WHOLE)
     if AVERAGE:
         a = _read(average + at, inside, WHOLE)
-        # Of the two forms the exact one at both ends: a weight of 1 is a copy.
+        # Select the form that is exact at each end, so that a weight of 1 copies.
         a = tl.where(weight < 0.5, a + (p - a) * weight, p - (p - a) * (1.0 - weight))
         _write(average + at, a, inside, WHOLE)
     if MODEL:
@@ -98,13 +99,13 @@ def adamw_kernel(
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Update one chunk of one parameter; blocks that are full need no mask, so that they are read 128 bits at once.
+    """Update one chunk of one parameter; full blocks need no mask, which allows accesses of 128 bits.
 
     Args:
         rate1, rate2: 1 - beta1 and 1 - beta2.
         decay: learning rate times weight decay.
-        HALF: the copy for the model is fp16 instead of bf16.
-        step_size, root, weight: as `step_size`, `root` and `average` of `dit.kernels.adamw.Rates`.
+        HALF: whether the model weights are fp16 instead of bf16.
+        step_size, root, weight: `step_size`, `root` and `average` of `dit.kernels.adamw.Rates`.
     """
     entry = chunks + tl.program_id(0) * 2
     row = addresses + tl.load(entry).to(tl.int64) * COLUMNS
@@ -114,15 +115,15 @@ def adamw_kernel(
     average = _address(row, 4, first, tl.float32, ALIGNED)
     model = _address(row, 5, first, tl.float16 if HALF else tl.bfloat16, ALIGNED)
     count = tl.minimum(tl.load(row + 6) - first, CHUNK).to(tl.int32)
-    whole = count // BLOCK * BLOCK
-    for start in range(0, whole, BLOCK):
+    full = count // BLOCK * BLOCK
+    for start in range(0, full, BLOCK):
         _update(
             *(gradient, main, exp_avg, exp_avg_sq, average, model, start, count),
             *(clip, decay, rate1, rate2, step_size, root, eps, weight, AVERAGE, MODEL, True, BLOCK),
         )
-    if whole < count:
+    if full < count:
         _update(
-            *(gradient, main, exp_avg, exp_avg_sq, average, model, whole, count),
+            *(gradient, main, exp_avg, exp_avg_sq, average, model, full, count),
             *(clip, decay, rate1, rate2, step_size, root, eps, weight, AVERAGE, MODEL, False, BLOCK),
         )
 
@@ -140,7 +141,7 @@ def adamw(
     """Launch the kernel over all chunks.
 
     Args:
-        rates: the kernel's numbers, in its order.
+        rates: scalar arguments of the kernel, in its order.
     """
     adamw_kernel[(len(chunks),)](
         addresses,

@@ -1,4 +1,4 @@
-"""Triton kernels compiled for a GPU that is not there: their registers, spills and widths of access."""
+"""Ahead-of-time compilation of Triton kernels without a GPU: registers, spills and widths of memory accesses."""
 
 import re
 import subprocess
@@ -30,12 +30,12 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel as machine code.
+    """Properties of a compiled kernel.
 
     Attributes:
-        registers: per thread.
+        registers: registers per thread.
         spills: instructions that read or write local memory.
-        shared_bytes: per program.
+        shared_bytes: shared memory per program.
         loads, stores: instructions that read and write global memory, by their width in bits.
     """
 
@@ -64,9 +64,9 @@ def compiled(
     """Compile a kernel ahead of time, with all sizes and addresses multiples of 16.
 
     Args:
-        kernel: of triton.jit.
-        types: of each tensor by its name (`POINTERS`); "none" for one that is left out, "number" for a float32.
-        flags: the constants.
+        kernel: result of triton.jit.
+        types: type of each argument by name: a key of `POINTERS`, "none" for None, "number" for a float32.
+        flags: compile-time constants.
         capability: 90 for H100 and H200, 100 for B200.
         maxnreg: limit of registers per thread.
     """
@@ -82,11 +82,11 @@ def compiled(
         else:
             signature[name], aligned[(i,)] = "i32", [["tt.divisibility", 16]]
     source = ASTSource(kernel, signature, constants, aligned)
-    made = triton.compile(
+    binary = triton.compile(
         source, target=GPUTarget("cuda", capability, 32), options={"num_warps": num_warps, "maxnreg": maxnreg}
     )
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(made.asm["cubin"])
+        file.write(binary.asm["cubin"])
         file.flush()
         usage = subprocess.run(
             [TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
@@ -98,22 +98,21 @@ def compiled(
 
 
 def _widths(instruction: str, code: str) -> dict[int, int]:
-    """Count instructions by the bits that they move."""
-    found: dict[int, int] = {}
-    for what in re.findall(rf"\b{instruction}\.E([.\w]*)", code):
-        width = next(
-            (int(w) for w in re.findall(r"\.(64|128|256)", what)), 8 if ".U8" in what else 16 if "16" in what else 32
-        )
-        found[width] = found.get(width, 0) + 1
-    return found
+    """Count the occurrences of an instruction by access width in bits."""
+    counts: dict[int, int] = {}
+    for suffix in re.findall(rf"\b{instruction}\.E([.\w]*)", code):
+        default = 8 if ".U8" in suffix else 16 if "16" in suffix else 32
+        width = next((int(w) for w in re.findall(r"\.(64|128|256)", suffix)), default)
+        counts[width] = counts.get(width, 0) + 1
+    return counts
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One launch of a kernel that was noted instead of made.
+    """One recorded launch of a kernel.
 
     Attributes:
-        grid: programs.
+        grid: number of programs.
         types, flags, num_warps, maxnreg: arguments of `compiled`.
     """
 
@@ -126,11 +125,11 @@ class Launch:
 
     @property
     def name(self) -> str:
-        """The name of the kernel."""
+        """Name of the kernel."""
         return str(self.kernel.fn.__name__)
 
     def compiled(self, capability: int) -> Compiled:
-        """Compile the kernel for what it was called with."""
+        """Compile the kernel for the recorded arguments."""
         return compiled(
             self.kernel,
             self.types,
@@ -142,19 +141,19 @@ class Launch:
 
 
 @contextmanager
-def noted_launches() -> Iterator[list[Launch]]:
-    """Note launches instead of making them, on tensors of any device; what kernels would write is left as it is."""
+def record_launches() -> Iterator[list[Launch]]:
+    """Record launches instead of running them, for tensors on any device; outputs are not written."""
     launches: list[Launch] = []
     original: Callable[..., Any] = JITFunction.run
 
     def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:
         num_warps, maxnreg = options.pop("num_warps", 4), options.pop("maxnreg", None)
-        given = dict(zip(kernel.arg_names, arguments)) | options
+        values = dict(zip(kernel.arg_names, arguments)) | options
         programs = 1
         for size in grid:
             programs *= size
-        types = {name: kind for name, value in given.items() if (kind := _kind(value)) is not None}
-        flags = {p.name: given[p.name] for p in kernel.params if p.is_constexpr}
+        types = {name: kind for name, value in values.items() if (kind := _kind(value)) is not None}
+        flags = {p.name: values[p.name] for p in kernel.params if p.is_constexpr}
         launches.append(Launch(kernel, programs, num_warps, types, flags, maxnreg))
 
     JITFunction.run = run
@@ -165,7 +164,7 @@ def noted_launches() -> Iterator[list[Launch]]:
 
 
 def _kind(value: Any) -> Optional[str]:
-    """Return the type of an argument as `compiled` takes it; None for a size or a constant."""
+    """Return the type of an argument for `compiled`; None for a size or a constant."""
     if value is None:
         return ABSENT
     if isinstance(value, float):

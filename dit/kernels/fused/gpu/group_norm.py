@@ -1,13 +1,13 @@
-"""Triton kernels of a group norm with scale, shift and SiLU, of channels-last pictures `[N, P, C]` of P positions.
+"""Triton kernels of a group norm with scale, shift and SiLU on channels-last pictures `[N, P, C]` with P positions.
 
-Groups mix channels and positions, so that a direction is two passes: one that adds up each channel over blocks of
-positions, and one that computes; what lies between them has a few numbers of each channel of a picture:
+Groups span channels and positions, so forward and backward need two passes each: one sums each channel over blocks of
+positions, the other computes the result. Between the passes there are a few numbers per channel and picture:
 
     forward     x --> sums of blocks --> mean, factor, offset, 1 / std;  y = act((x - mean) factor + offset)
     backward    x, dy --> sums of blocks --> along, across;  dx = factor dh - along - (x - mean) across
 
-with dh the gradient before the activation. Sums are in one order, in float32, and squares are those of the distance
-from a value of the channel, so that no digits cancel where the mean is large.
+with dh the gradient before the activation. Sums are float32 in a fixed order. Squares are of the distance from one
+value of the channel, which avoids cancellation if the mean is large.
 """
 
 from typing import Optional
@@ -19,14 +19,14 @@ from torch import Tensor
 from dit.kernels.fused.blocks import cdiv
 
 TILE = 2048
-"""Numbers that a program has in registers at once."""
+"""Elements that a program has in registers at once."""
 BLOCKS = 16
-"""Blocks of sums that are read at once."""
+"""Blocks of sums that a program reads at once."""
 
 
 @triton.jit
 def group_sums_kernel(x, sums, positions, channels, rows, blocks, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Write mean and squared distances from it, of each channel over a block of positions of one picture."""
+    """Write each channel's mean and sum of squared deviations over a block of positions of one picture."""
     picture, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     columns = tl.arange(0, WIDTH)[None, :]
     inside = columns < channels
@@ -37,9 +37,9 @@ def group_sums_kernel(x, sums, positions, channels, rows, blocks, WIDTH: tl.cons
     total, squares = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
     for start in range(0, last - first, ROWS):
         row = start + tl.arange(0, ROWS)[:, None]
-        known = (row < last - first) & inside
-        value = tl.load(at + row * channels + columns, mask=known, other=0.0).to(tl.float32)
-        value = tl.where(known, value - origin, 0.0)
+        mask = (row < last - first) & inside
+        value = tl.load(at + row * channels + columns, mask=mask, other=0.0).to(tl.float32)
+        value = tl.where(mask, value - origin, 0.0)
         total += value
         squares += value * value
     distance = tl.sum(total, 0)[None, :] / (last - first)
@@ -78,19 +78,19 @@ def group_factors_kernel(
     total = tl.zeros([BLOCKS, WIDTH], tl.float32)
     for start in range(0, blocks, BLOCKS):
         block = start + tl.arange(0, BLOCKS)[:, None]
-        known = (block < blocks) & inside
+        mask = (block < blocks) & inside
         count = tl.minimum(rows, positions - block * rows)
-        total += tl.load(at + block * 2 * channels, mask=known, other=0.0) * tl.where(known, count, 0)
+        total += tl.load(at + block * 2 * channels, mask=mask, other=0.0) * tl.where(mask, count, 0)
     numbers = positions * size
     mean = tl.sum(tl.sum(total, 0), 0) / numbers
     total = tl.zeros([BLOCKS, WIDTH], tl.float32)
     for start in range(0, blocks, BLOCKS):
         block = start + tl.arange(0, BLOCKS)[:, None]
-        known = (block < blocks) & inside
+        mask = (block < blocks) & inside
         count = tl.minimum(rows, positions - block * rows)
-        distance = tl.load(at + block * 2 * channels, mask=known, other=0.0) - mean
-        squares = tl.load(at + block * 2 * channels + channels, mask=known, other=0.0)
-        total += tl.where(known, squares + distance * distance * count, 0.0)
+        distance = tl.load(at + block * 2 * channels, mask=mask, other=0.0) - mean
+        squares = tl.load(at + block * 2 * channels + channels, mask=mask, other=0.0)
+        total += tl.where(mask, squares + distance * distance * count, 0.0)
     inverse = 1.0 / tl.sqrt(tl.sum(tl.sum(total, 0), 0) / numbers + eps)
     factor = inverse * tl.load(weight + channel, mask=inside, other=0.0).to(tl.float32)
     offset = tl.load(bias + channel, mask=inside, other=0.0).to(tl.float32)
@@ -110,7 +110,7 @@ def group_factors_kernel(
 def norm_groups_kernel(
     x, factors, out, positions, channels, rows, blocks, ACTIVATE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
 ):
-    """Compute the normed positions of a block of one picture."""
+    """Compute the output for a block of positions of one picture."""
     picture, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     columns = tl.arange(0, WIDTH)[None, :]
     inside = columns < channels
@@ -123,20 +123,20 @@ def norm_groups_kernel(
     base = (picture.to(tl.int64) * positions + first) * channels
     for start in range(0, last - first, ROWS):
         row = start + tl.arange(0, ROWS)[:, None]
-        known = (row < last - first) & inside
-        value = tl.load(x + base + row * channels + columns, mask=known, other=0.0).to(tl.float32)
+        mask = (row < last - first) & inside
+        value = tl.load(x + base + row * channels + columns, mask=mask, other=0.0).to(tl.float32)
         value = (value - mean) * factor + offset
         if ACTIVATE:
             value *= tl.sigmoid(value)
-        tl.store(out + base + row * channels + columns, value.to(out.dtype.element_ty), mask=known)
+        tl.store(out + base + row * channels + columns, value.to(out.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _before_activation(given, distance, factor, offset, ACTIVATE: tl.constexpr):
+def _before_activation(dy, distance, factor, offset, ACTIVATE: tl.constexpr):
     if ACTIVATE:
         value = distance * factor + offset
-        given *= tl.sigmoid(value) * (1.0 + value * tl.sigmoid(-value))
-    return given
+        dy *= tl.sigmoid(value) * (1.0 + value * tl.sigmoid(-value))
+    return dy
 
 
 @triton.jit
@@ -153,7 +153,7 @@ def group_gradient_sums_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Write the sums of dh and of dh times the normed value, of each channel over a block of positions."""
+    """Write each channel's sums of dh and of dh times the normalised value over a block of positions."""
     picture, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     columns = tl.arange(0, WIDTH)[None, :]
     inside = columns < channels
@@ -167,13 +167,13 @@ def group_gradient_sums_kernel(
     total, along = tl.zeros([ROWS, WIDTH], tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
     for start in range(0, last - first, ROWS):
         row = start + tl.arange(0, ROWS)[:, None]
-        known = (row < last - first) & inside
+        mask = (row < last - first) & inside
         at = base + row * channels + columns
-        distance = tl.load(x + at, mask=known, other=0.0).to(tl.float32) - mean
-        given = tl.load(grad + at, mask=known, other=0.0).to(tl.float32)
-        given = _before_activation(given, distance, factor, offset, ACTIVATE)
-        total += given
-        along += given * distance
+        distance = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) - mean
+        dy = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
+        dy = _before_activation(dy, distance, factor, offset, ACTIVATE)
+        total += dy
+        along += dy * distance
     inverse = tl.load(of_picture + 3 * channels, mask=inside, other=0.0)
     into = sums + tl.program_id(0).to(tl.int64) * 2 * channels + columns
     tl.store(into, tl.sum(total, 0)[None, :], mask=inside)
@@ -200,7 +200,7 @@ def group_gradients_kernel(
     WIDTH: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Add up the blocks of one group of one picture: what the second pass needs, and the small gradients."""
+    """Sum the blocks of one group of one picture: terms of the second pass, and gradients of the parameters."""
     picture, group = tl.program_id(0) // groups, tl.program_id(0) % groups
     size = channels // groups
     member = tl.arange(0, WIDTH)
@@ -210,9 +210,9 @@ def group_gradients_kernel(
     total, along = tl.zeros([BLOCKS, WIDTH], tl.float32), tl.zeros([BLOCKS, WIDTH], tl.float32)
     for start in range(0, blocks, BLOCKS):
         block = start + tl.arange(0, BLOCKS)[:, None]
-        known = (block < blocks) & inside[None, :]
-        total += tl.load(at + block * 2 * channels, mask=known, other=0.0)
-        along += tl.load(at + block * 2 * channels + channels, mask=known, other=0.0)
+        mask = (block < blocks) & inside[None, :]
+        total += tl.load(at + block * 2 * channels, mask=mask, other=0.0)
+        along += tl.load(at + block * 2 * channels + channels, mask=mask, other=0.0)
     of_shift, of_normed = tl.sum(total, 0), tl.sum(along, 0)
     into = picture.to(tl.int64) * channels + channel
     if SCALE:
@@ -250,7 +250,7 @@ def norm_groups_backward_kernel(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Compute the gradient of a block of positions of one picture."""
+    """Compute the gradient of x for a block of positions of one picture."""
     picture, block = tl.program_id(0) // blocks, tl.program_id(0) % blocks
     columns = tl.arange(0, WIDTH)[None, :]
     inside = columns < channels
@@ -266,13 +266,13 @@ def norm_groups_backward_kernel(
     base = (picture.to(tl.int64) * positions + first) * channels
     for start in range(0, last - first, ROWS):
         row = start + tl.arange(0, ROWS)[:, None]
-        known = (row < last - first) & inside
+        mask = (row < last - first) & inside
         at = base + row * channels + columns
-        distance = tl.load(x + at, mask=known, other=0.0).to(tl.float32) - mean
-        given = tl.load(grad + at, mask=known, other=0.0).to(tl.float32)
-        given = _before_activation(given, distance, factor, offset, ACTIVATE)
-        change = factor * given - along - distance * across
-        tl.store(grad_x + at, change.to(grad_x.dtype.element_ty), mask=known)
+        distance = tl.load(x + at, mask=mask, other=0.0).to(tl.float32) - mean
+        dy = tl.load(grad + at, mask=mask, other=0.0).to(tl.float32)
+        dy = _before_activation(dy, distance, factor, offset, ACTIVATE)
+        change = factor * dy - along - distance * across
+        tl.store(grad_x + at, change.to(grad_x.dtype.element_ty), mask=mask)
 
 
 def _tile(channels: int) -> dict[str, int]:
@@ -285,7 +285,7 @@ def _members(channels: int, groups: int) -> dict[str, int]:
 
 
 def group_sums(x_NPC: Tensor, rows: int, sums: Tensor) -> None:
-    """Launch the sums of blocks of `rows` positions."""
+    """Launch the kernel that sums blocks of `rows` positions."""
     pictures, positions, channels = x_NPC.shape
     blocks = cdiv(positions, rows)
     group_sums_kernel[(pictures * blocks,)](x_NPC, sums, positions, channels, rows, blocks, **_tile(channels))
@@ -302,7 +302,7 @@ def group_factors(
     eps: float,
     factors_N4C: Tensor,
 ) -> None:
-    """Launch the factors of each channel from the sums."""
+    """Launch the kernel that computes each channel's factors from the sums."""
     pictures, _, channels = factors_N4C.shape
     group_factors_kernel[(pictures * groups,)](
         *(sums, *weights, scale_NC, shift_NC, factors_N4C, _stride(scale_NC), _stride(shift_NC)),
@@ -313,7 +313,7 @@ def group_factors(
 
 
 def norm_groups(x_NPC: Tensor, factors_N4C: Tensor, rows: int, activate: bool, out: Tensor) -> None:
-    """Launch the second pass of the forward direction."""
+    """Launch the second pass of forward."""
     pictures, positions, channels = x_NPC.shape
     blocks = cdiv(positions, rows)
     norm_groups_kernel[(pictures * blocks,)](
@@ -324,7 +324,7 @@ def norm_groups(x_NPC: Tensor, factors_N4C: Tensor, rows: int, activate: bool, o
 def group_gradient_sums(
     grad: Tensor, x_NPC: Tensor, factors_N4C: Tensor, rows: int, activate: bool, sums: Tensor
 ) -> None:
-    """Launch the sums of the backward direction."""
+    """Launch the first pass of backward."""
     pictures, positions, channels = x_NPC.shape
     blocks = cdiv(positions, rows)
     group_gradient_sums_kernel[(pictures * blocks,)](
@@ -342,7 +342,10 @@ def group_gradients(
     blocks: int,
     outputs: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> None:
-    """Launch what lies between the passes; `outputs` go to the second pass, scale, shift, and weight and bias."""
+    """Launch the kernel between the passes.
+
+    `outputs` are the terms of the second pass, and the gradients of scale, of shift, and of weight and bias.
+    """
     pictures, _, channels = factors_N4C.shape
     group_gradients_kernel[(pictures * groups,)](
         *(sums, factors_N4C, *weights, scale_NC, *outputs, _stride(scale_NC), positions, channels, groups, blocks),
@@ -354,7 +357,7 @@ def group_gradients(
 def norm_groups_backward(
     grad: Tensor, x_NPC: Tensor, factors_N4C: Tensor, rest_N2C: Tensor, rows: int, activate: bool, grad_x: Tensor
 ) -> None:
-    """Launch the second pass of the backward direction."""
+    """Launch the second pass of backward."""
     pictures, positions, channels = x_NPC.shape
     blocks = cdiv(positions, rows)
     norm_groups_backward_kernel[(pictures * blocks,)](
@@ -365,8 +368,8 @@ def norm_groups_backward(
 
 
 def _stride(x_NC: Optional[Tensor]) -> int:
-    """Return the distance of two rows of a modulation, which may be a part of a wider one."""
+    """Return the row stride of a modulation, which may be a slice of a wider tensor."""
     if x_NC is None:
         return 0
-    assert x_NC.stride(1) == 1, "the channels of a modulation lie side by side"
+    assert x_NC.stride(1) == 1, "the channels of a modulation must be contiguous"
     return x_NC.stride(0)

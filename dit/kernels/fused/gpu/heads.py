@@ -1,11 +1,11 @@
-"""Triton kernels of what comes between a projection and attention: RMS norm of each head, and rotary positions.
+"""Triton kernels for the operations between a projection and attention: RMS norm of each head and rotary positions.
 
-A projection's outputs are ordered by group: P query heads, then, if it has them, a key head and a value head:
+A projection's outputs are ordered by group: P query heads, then optionally a key head and a value head:
 
     | q0 q1 k0 v0 | q2 q3 k1 v1 | ...       P = 2
       group 0       group 1
 
-A head is two halves, because rotary positions turn feature i and i + H / 2 of it. Arithmetic is float32.
+Each head is processed as two halves, because rotary positions rotate features i and i + H / 2. Arithmetic is float32.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ from torch import Tensor
 from dit.kernels.fused.blocks import GROUPS, cdiv
 
 TOKENS = 16
-"""Tokens of a head that are in registers at once."""
+"""Tokens that a program has in registers at once."""
 MAX_REGISTERS = 128
-"""Registers of a thread of the backward kernel. Without a limit, ptxas of some versions spills to stay below 96."""
+"""Registers per thread of the backward kernel. Without this limit, some versions of ptxas spill to stay below 96."""
 
 
 @triton.jit
@@ -123,10 +123,10 @@ def heads_backward_kernel(
     TOKENS: tl.constexpr,
     GROUPS: tl.constexpr,
 ):
-    """Write the gradient of the projection, and of each block of `rows` tokens the sums over them.
+    """Write the gradient of the projection, and sums over each block of `rows` tokens.
 
-    One row for each block of the gradient of the bias, and one for each program of that of the norms' weights: of each
-    query head of a group, then of its key head.
+    The sums for the gradient of the bias have one row per block. The sums for the norms' weights have one row per
+    program, with the query heads of a group, then its key head.
     """
     first_token = tl.program_id(0).to(tl.int64) * rows
     columns = tl.arange(0, HALF)[None, :]
@@ -185,7 +185,7 @@ def heads_backward_kernel(
 
 @triton.jit
 def column_sums_kernel(x, out, rows, size, COLUMNS: tl.constexpr, ROWS: tl.constexpr):
-    """Add up all rows of some columns."""
+    """Sum all rows of some columns."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, rows, ROWS):
@@ -205,7 +205,7 @@ def heads(
     eps: float,
     outputs: tuple[Tensor, Tensor],
 ) -> None:
-    """Launch the forward kernel; x has the heads that become queries and keys, and `outputs` are these."""
+    """Launch the forward kernel; x contains only query and key heads, and `outputs` are the queries and keys."""
     tokens, groups, parts, size = x_TGMH.shape
     key = int(outputs[1].numel() > 0)
     heads_kernel[cdiv(tokens, TOKENS), cdiv(groups, GROUPS)](
@@ -233,9 +233,9 @@ def heads_backward(
     tokens, groups, parts, size = outputs[0].shape
     key, value = (int(g is not None) for g in grads[1:])
     strides = [0 if g is None else s for g in grads for s in ((0, 0) if g is None else g.stride()[:2])]
-    own = (0, 0) if x_TGMH is None else x_TGMH.stride()[:2]
+    x_strides = (0, 0) if x_TGMH is None else x_TGMH.stride()[:2]
     heads_backward_kernel[cdiv(tokens, rows), cdiv(groups, GROUPS)](
-        *(*grads, x_TGMH, *weights, *rotation, *outputs, *strides, *own),
+        *(*grads, x_TGMH, *weights, *rotation, *outputs, *strides, *x_strides),
         *(tokens, groups, size, cdiv(size, 2), rows, eps),
         P=parts - key - value,
         KEY=key,
@@ -249,6 +249,6 @@ def heads_backward(
 
 
 def column_sums(sums: Tensor, out: Tensor) -> None:
-    """Launch the sums over rows."""
+    """Launch the kernel that sums rows."""
     rows, size = sums.shape
     column_sums_kernel[cdiv(size, 64),](sums, out, rows, size, COLUMNS=64, ROWS=32, num_warps=4)

@@ -1,6 +1,6 @@
-"""Triton kernel of counter-based noise and what is mixed of it: noise is drawn in registers and not written.
+"""Triton kernel that generates counter-based noise in registers and writes only its mix with clean latents.
 
-A program draws for some counters, of four channels each, so that all of a counter's four numbers are in one thread:
+A counter covers four channels, so that its four random numbers stay in one thread:
 
     token    0         0         0         1   ...
     counter  0 (0..3)  1 (4..7)  2 (8, 9)  3 (0..3)        10 channels
@@ -16,7 +16,7 @@ from torch import Tensor
 from dit.kernels.fused.blocks import cdiv
 
 COUNTERS = 256
-"""Counters of a program; 1024 numbers."""
+"""Counters per program, i.e. 1024 random numbers."""
 
 
 @triton.jit
@@ -26,9 +26,9 @@ def _uniform(word):
 
 @triton.jit
 def _radius(u):
-    """Compute sqrt(-2 log u) for u in (0, 1): log u = e log 2 + 2 artanh((m - 1) / (m + 1)), of mantissa m."""
+    """Compute sqrt(-2 log u) for u in (0, 1): log u = e log 2 + 2 artanh((m - 1) / (m + 1)), with mantissa m."""
     bits = u.to(tl.int32, bitcast=True)
-    # Mantissas from sqrt(1 / 2) to sqrt(2), so that no digits cancel near u = 1.
+    # Mantissas are in sqrt(1 / 2) to sqrt(2), which avoids cancellation near u = 1.
     exponent = (bits - 0x3F3504F3) >> 23
     mantissa = (bits - (exponent << 23)).to(tl.float32, bitcast=True)
     s = (mantissa - 1.0) / (mantissa + 1.0)
@@ -39,7 +39,7 @@ def _radius(u):
 
 @triton.jit
 def _turn(u):
-    """Compute cos and sin of 2 pi u for u in (0, 1): the nearest quarter turn is exact, the rest a series."""
+    """Compute cos and sin of 2 pi u for u in (0, 1), by an exact nearest quarter turn and a series for the rest."""
     quarter = (4.0 * u + 0.5).to(tl.int32)
     x = (u - 0.25 * quarter.to(tl.float32)) * 6.283185307179586
     z = x * x
@@ -86,7 +86,7 @@ def mix_kernel(
 ):
     """Write a x0 + b noise for one or two pairs (a, b) of each sample.
 
-    The key is (key0, key1), or with SEEDS that of each sample's seed: its words, each exclusive or that of the pack.
+    The key is (key0, key1); with SEEDS, it is the exclusive or of these words and each sample's seed.
     """
     counter = tl.program_id(0).to(tl.int64) * COUNTERS + tl.arange(0, COUNTERS)
     token, block = counter // BLOCKS, (counter % BLOCKS).to(tl.int32)
@@ -106,19 +106,19 @@ def mix_kernel(
     even, odd = tl.join(radius0 * cos0, radius1 * cos1), tl.join(radius0 * sin0, radius1 * sin1)
     noise = tl.reshape(tl.join(even, odd), [COUNTERS, 4])
     channel = (block * 4)[:, None] + tl.arange(0, 4)[None, :]
-    known = inside[:, None] & (channel < CHANNELS)
+    mask = inside[:, None] & (channel < CHANNELS)
     at = (token * CHANNELS)[:, None] + channel
-    clean = tl.load(x0 + at, mask=known, other=0.0).to(tl.float32)
+    clean = tl.load(x0 + at, mask=mask, other=0.0).to(tl.float32)
     a, b = tl.load(pairs + sample, mask=inside, other=0.0), tl.load(pairs + samples + sample, mask=inside, other=0.0)
-    tl.store(first + at, a[:, None] * clean + b[:, None] * noise, mask=known)
+    tl.store(first + at, a[:, None] * clean + b[:, None] * noise, mask=mask)
     if SECOND:
         of_second = pairs + 2 * samples + sample
         a, b = tl.load(of_second, mask=inside, other=0.0), tl.load(of_second + samples, mask=inside, other=0.0)
-        tl.store(second + at, a[:, None] * clean + b[:, None] * noise, mask=known)
+        tl.store(second + at, a[:, None] * clean + b[:, None] * noise, mask=mask)
 
 
 mix_any_step = triton.jit(mix_kernel.fn, do_not_specialize=["key0", "key1", "step"])
-"""Compiled once for all steps and seeds."""
+"""The kernel without specialisation on step and seed, so that it is compiled only once."""
 
 
 def mix(
@@ -132,7 +132,7 @@ def mix(
     step: int,
     outputs: Sequence[Tensor],
 ) -> None:
-    """Launch the kernel; `outputs` are one for each pair `[K, 2, S]`."""
+    """Launch the kernel; there is one output for each of the pairs `[K, 2, S]`."""
     tokens, channels = x0_TC.shape
     blocks = cdiv(channels, 4)
     mix_any_step[(cdiv(tokens * blocks, COUNTERS),)](

@@ -1,7 +1,7 @@
 """Triton kernels of residual + norm + modulation: rows of a segment per program, sums over its tokens in registers.
 
-A program takes one block of the table of `dit.kernels.fused.blocks`: rows of one segment, so that shift, scale and gate
-are one row each, and the sums of their gradients stay in registers. All arithmetic is float32.
+A program processes one block of the table of `dit.kernels.fused.blocks`. Its rows belong to one segment, so shift,
+scale and gate are one row each, and the sums of their gradients stay in registers. All arithmetic is float32.
 """
 
 from typing import Any, Optional
@@ -14,7 +14,7 @@ from dit.kernels.fused.blocks import Blocks, cdiv
 
 ROWS_OF_TABLE = tl.constexpr(3)
 SUM_COLUMNS, SUM_BLOCKS = 64, 32
-"""Columns of a program of the sums, and partial sums that it loads at once."""
+"""Columns of a program of the sums kernel, and blocks that it loads at once."""
 
 
 @triton.jit
@@ -109,10 +109,10 @@ def residual_norm_backward_kernel(
     RMS: tl.constexpr,
     WEIGHT: tl.constexpr,
 ):
-    """Compute the gradients of the tokens, and four sums over the rows of the block, where they are needed.
+    """Compute the gradients of the tokens, and up to four sums over the rows of the block.
 
-    With n the normalised tokens, g the gradient of the modulated ones and d that of the residual: sum of g, of g n, of
-    d y, and of d.
+    With n the normalised tokens, g the gradient of the modulated tokens and d the gradient of the residual, the sums
+    are of g, of g n, of d y, and of d.
     """
     block = tl.program_id(0)
     entry = table + block * ROWS_OF_TABLE
@@ -130,20 +130,17 @@ def residual_norm_backward_kernel(
             inverse = tl.load(rstd + row)
             if not RMS:
                 normed -= tl.load(mean + row)
-            normed *= inverse  # whatever it is outside, the gradient there is 0
-            given = tl.load(grad_normed + at + columns, mask=inside, other=0.0).to(tl.float32)
-            sum_g += given
-            sum_gn += given * normed
-            # The same row for every token of the block: it stays in the cache, not in registers.
+            normed *= inverse  # values outside are arbitrary, because their gradient is 0
+            g = tl.load(grad_normed + at + columns, mask=inside, other=0.0).to(tl.float32)
+            sum_g += g
+            sum_gn += g * normed
+            # The row is the same for every token of the block; the cache holds it, so that registers are free.
             factor = 1.0 + tl.load(scale + segment * scale_stride + columns, mask=inside, other=0.0).to(tl.float32)
             if WEIGHT:
                 factor *= tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-            given *= factor
-            along = tl.sum(given * normed, 0) / size
-            if RMS:
-                grad = (given - normed * along) * inverse
-            else:
-                grad = (given - tl.sum(given, 0) / size - normed * along) * inverse
+            g *= factor
+            along = tl.sum(g * normed, 0) / size
+            grad = (g - normed * along) * inverse if RMS else (g - tl.sum(g, 0) / size - normed * along) * inverse
         if PASSED:
             grad += tl.load(grad_out + at + columns, mask=inside, other=0.0).to(tl.float32)
         if NORM:
@@ -194,7 +191,7 @@ def segment_sums_kernel(
     NORM: tl.constexpr,
     WEIGHT: tl.constexpr,
 ):
-    """Add up the blocks of one segment in the order of the table; the last program adds up all, for bias and weight."""
+    """Sum the blocks of one segment in the order of the table; the last program sums all blocks (bias, weight)."""
     segment = tl.program_id(0)
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = columns < size
@@ -206,24 +203,24 @@ def segment_sums_kernel(
     sum_g, sum_gn, sum_dy, sum_d = zeros, zeros, zeros, zeros
     for block in range(start, stop, BLOCKS):
         blocks = block + tl.arange(0, BLOCKS)
-        known = (blocks < stop)[:, None] & inside[None, :]
+        mask = (blocks < stop)[:, None] & inside[None, :]
         at = blocks.to(tl.int64)[:, None] * kinds * size + columns[None, :]
         owner = tl.load(table + blocks * ROWS_OF_TABLE + 2, mask=blocks < stop, other=0).to(tl.int64)[:, None]
         if NORM:
-            of_block = tl.load(sums + at + size, mask=known, other=0.0)
+            of_block = tl.load(sums + at + size, mask=mask, other=0.0)
             if WEIGHT:
                 row = owner * scale_stride + columns[None, :]
-                factor = 1.0 + tl.load(scale + row, mask=known & everything, other=0.0).to(tl.float32)
+                factor = 1.0 + tl.load(scale + row, mask=mask & everything, other=0.0).to(tl.float32)
                 of_block *= factor
             sum_gn += of_block
-            sum_g += tl.load(sums + at, mask=known, other=0.0)
+            sum_g += tl.load(sums + at, mask=mask, other=0.0)
         if GATE:
-            sum_dy += tl.load(sums + at + 2 * NORM * size, mask=known, other=0.0)
+            sum_dy += tl.load(sums + at + 2 * NORM * size, mask=mask, other=0.0)
         if BIAS:
-            of_block = tl.load(sums + at + (2 * NORM + GATE) * size, mask=known, other=0.0)
+            of_block = tl.load(sums + at + (2 * NORM + GATE) * size, mask=mask, other=0.0)
             if GATE:
                 row = owner * gate_stride + columns[None, :]
-                factor = tl.load(gate + row, mask=known & everything, other=0.0).to(tl.float32)
+                factor = tl.load(gate + row, mask=mask & everything, other=0.0).to(tl.float32)
                 of_block *= tl.where(everything, factor, 1.0)
             sum_d += of_block
     if everything:
@@ -247,7 +244,7 @@ def segment_sums_kernel(
 
 
 def warps(width: int) -> int:
-    """Return the warps of a program that has a row in registers: 16 numbers per thread, up to 8192 columns."""
+    """Return the warps of a program with one row in registers: 16 elements per thread, up to 8192 columns."""
     return min(max(width // 512, 1), 16)
 
 
@@ -315,7 +312,7 @@ def segment_sums(
     blocks: Blocks,
     outputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
 ) -> None:
-    """Launch the sums; `outputs` are the gradients of shift, scale, gate, bias and weight."""
+    """Launch the sums kernel; `outputs` are the gradients of shift, scale, gate, bias and weight."""
     size, segments = sums.shape[-1], len(blocks.offsets) - 1
     flags = _flags(None, gate_SD, bias_D, scale_SD, weight_D)
     del flags["RESIDUAL"]
@@ -332,7 +329,7 @@ def segment_sums(
 
 
 def _flags(y: Any, gate: Any, bias: Any, scale: Any, weight: Any) -> dict[str, Any]:
-    """Say which parts of a kernel a call has."""
+    """Return the flags of the parts of a kernel that a call uses."""
     return {
         "RESIDUAL": y is not None,
         "GATE": gate is not None,
@@ -343,8 +340,8 @@ def _flags(y: Any, gate: Any, bias: Any, scale: Any, weight: Any) -> dict[str, A
 
 
 def _stride(x_SD: Optional[Tensor]) -> int:
-    """Return the distance of two rows of a modulation, which may be a part of a wider one."""
+    """Return the row stride of a modulation, which may be a slice of a wider tensor."""
     if x_SD is None:
         return 0
-    assert x_SD.stride(1) == 1, "the features of a modulation lie side by side"
+    assert x_SD.stride(1) == 1, "the features of a modulation must be contiguous"
     return x_SD.stride(0)
