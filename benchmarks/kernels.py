@@ -29,7 +29,7 @@ from dit.backends.device import describe, device_seconds, local_device, use_cuda
 from dit.errors import EXIT_OK, one_line_errors
 from dit.planner.devices import B200, H100, H200
 from dit.terminal import echo
-from dit.tracing.passes import WRITTEN_ALONE
+from dit.tracing.passes import WRITE_ONLY
 from dit.tracing.repeats import tensors_in
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -121,7 +121,7 @@ class Traffic(TorchDispatchMode):
                 size = sum(x.nbytes for x in tensors_in((value,)))
                 changed = argument.alias_info is not None and argument.alias_info.is_write
                 self.written += size if changed else 0
-                self.read += 0 if argument.name in WRITTEN_ALONE else size
+                self.read += 0 if argument.name in WRITE_ONLY else size
             self.written += sum(x.nbytes for x in tensors_in((out,)))
         return out
 

@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from dit.run_config import RunConfig
     from dit.training.device_batches import DeviceBatches
 
-PEAK_BF16_TFLOPS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
-"""Dense bf16 peak by a word of the device's name; other devices have no utilisation column."""
-
 OK, OUT_OF_MEMORY, REFUSED = "ok", "out of memory", "refused"
 """How a measurement ended, in its record."""
 
@@ -96,7 +93,7 @@ def measure(config: "RunConfig", steps: int, warmup: int) -> dict[str, Any]:
     import torch.distributed as dist
 
     from dit.backends import process_groups
-    from dit.backends.device import describe, peak_memory_bytes, synchronize
+    from dit.backends.device import describe, peak_flops, peak_memory, synchronize
     from dit.monitoring.flops import Convention, PackFlops, recomputed_share
     from dit.parallel.build import count_parameters
     from dit.parallel.implementations import implementations
@@ -131,6 +128,7 @@ def measure(config: "RunConfig", steps: int, warmup: int) -> dict[str, Any]:
     totals = totals.to(run.device)
     dist.all_reduce(totals, group=groups.dp)
     samples, valid, padded, *flops_per_step = (totals / steps).tolist()
+    peak = peak_flops(describe())
     p50, p90 = percentile(seconds[warmup:], 50), percentile(seconds[warmup:], 90)
     ranks = groups.world_size
     tflops = {c: count / ranks / p50 / 1e12 for c, count in zip(conventions, flops_per_step)}
@@ -158,8 +156,8 @@ def measure(config: "RunConfig", steps: int, warmup: int) -> dict[str, Any]:
         "valid_tokens_per_s_per_rank": valid / p50 / ranks,
         "padded_tokens_per_s_per_rank": padded / p50 / ranks,
         **{f"tflops_per_rank_{c}": value for c, value in tflops.items()},
-        "mfu": utilisation(describe(), tflops["model"]),
-        "peak_memory_gib": peak_memory_bytes() / 2**30,
+        "mfu": None if peak is None else 1e12 * tflops["model"] / peak,
+        "peak_memory_gib": next(iter(peak_memory().values())) / 2**30,
         "loss": mean_loss(config.objective, losses, groups),
     }
     process_groups.destroy()
@@ -169,12 +167,6 @@ def measure(config: "RunConfig", steps: int, warmup: int) -> dict[str, Any]:
 def percentile(values: Sequence[float], percent: int) -> float:
     """Return a percentile, interpolated between the values."""
     return values[0] if len(values) == 1 else quantiles(values, n=100, method="inclusive")[percent - 1]
-
-
-def utilisation(device: str, tflops: float) -> Optional[float]:
-    """Return the share of the device's dense bf16 peak; None for a device whose peak is not listed."""
-    peaks = [peak for word, peak in PEAK_BF16_TFLOPS.items() if word in device]
-    return tflops / peaks[0] if peaks else None
 
 
 def revision() -> str:

@@ -131,5 +131,7 @@ def match_conditions(wanted: Sequence[Condition], stored: Optional[Collection[st
                 f"{condition.or_without}"
             )
     read = {name for condition in wanted for name in condition.stored_as}
-    unused = [name for condition in TABLE for name in condition.stored_as if name in stored and name not in read]
+    # What is derived where it is not stored is stored by every preparation, and missed by nobody.
+    offered = [name for condition in TABLE if condition.derive is None for name in condition.stored_as]
+    unused = [name for name in offered if name in stored and name not in read]
     return [f"the data hold {', '.join(unused)}, which the model does not take"] if unused else []

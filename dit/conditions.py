@@ -55,9 +55,10 @@ class Condition:
         limits: valid values of a number.
         derive: makes the value of a sample that stores none from its latent `[C, T, H, W]`; None: nothing does.
         stored_as: its names in a sample, of which the first existing one is used: a key of the metadata if it is one
-            number, else an array part (`NAME.npy` or `NAME.safetensors`).
+            number, else an array part (`NAME.npy` or `NAME.safetensors`) or, per sample, a list in the metadata.
         setting: the setting of the model that requires it, for messages.
         hint: how to train without it, for messages.
+        made_with: what makes values as wide as the model reads, for messages about narrower ones.
     """
 
     name: str
@@ -76,6 +77,7 @@ class Condition:
     stored_as: tuple[str, ...]
     setting: Optional[str] = None
     hint: str = ""
+    made_with: str = ""
 
     @property
     def is_number(self) -> bool:
@@ -93,6 +95,12 @@ class Condition:
     def or_without(self) -> str:
         """End of a message: how to train without the condition, if there is a setting for it."""
         return f", or train without{self.hint}: {self.setting}=null" if self.setting else ""
+
+    def cure_of_width(self, width: int) -> str:
+        """Return the end of a message about values of another width than the model reads."""
+        if self.made_with and self.shape is not None and width < self.shape[0]:
+            return self.made_with
+        return f"set {self.setting or 'its size'} to {width}"
 
     def out_of_range(self, value: float) -> Optional[str]:
         """Return an error for an invalid class or number, None for a valid one."""
@@ -171,8 +179,9 @@ class Entry:
         values: `[S, ...]`, `[K, D]` or `[T, C]`.
         layout: of the text tokens; None for the other axes.
         dropped_S: True where the model's learned null replaces the value; None for nowhere.
-        null: `[k, D]`, the embedding of the empty text, which replaces a dropped text of k tokens; one token replaces
-            every token of a text. None for zeros, as in synthetic data, which have no text encoder.
+        null: `[k, D]`, the embedding of the empty text. Its tokens, over and over, replace those of a dropped text,
+            because attention over a token that is repeated is that over the token. `[D]` of a pooled text. None for
+            zeros, as in synthetic data, which have no text encoder.
     """
 
     axis: Axis
@@ -208,8 +217,11 @@ class Entry:
             mask = dropped_S.view(-1, *[1] * (self.values.dim() - 1))
         else:
             mask = (layout if self.layout is None else self.layout).per_token(dropped_S)
+        if self.null is not None and self.axis == "sample":
+            return replace(self, values=torch.where(mask, self.null.to(self.values.dtype), self.values))
         if self.null is not None:
-            null_KD = self.null.repeat(len(self.values) // len(self.null), 1).to(self.values.dtype)
+            assert self.layout is not None
+            null_KD = self.null.to(self.values.dtype)[self.layout.token_index_T % len(self.null)]
             return replace(self, values=torch.where(mask, null_KD, self.values))
         return replace(self, values=self.values.masked_fill(mask, condition.null_value or 0))
 
@@ -377,10 +389,10 @@ def _wrong_values(condition: Condition, entry: Entry, keys: Sequence[str], patch
         need = [volume * side for side in shape]
         yield f"condition {condition.name!r} has values of shape {list(have)}, the model takes {need}"
     elif entry.null is not None and entry.layout is not None and len(entry.null) > 1:
-        if others := sorted(set(entry.layout.padded_lengths) - {len(entry.null)}):
+        if (shortest := min(entry.layout.padded_lengths)) < len(entry.null):
             yield (
-                f"condition {condition.name!r} has texts of {others[0]} to {others[-1]} tokens, the empty text that "
-                f"replaces dropped ones has {len(entry.null)}; prepare the data with an encoder that pads (NAME:padded)"
+                f"condition {condition.name!r} has a text of {shortest} tokens, the empty text that replaces dropped "
+                f"ones has {len(entry.null)}; prepare the data with an encoder that pads (NAME:padded)"
             )
     elif condition.num_classes is not None:
         for value, key in zip(entry.values.tolist(), keys):

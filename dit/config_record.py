@@ -1,4 +1,4 @@
-"""Settings on disk: dataclasses as plain values with the class of each part, and back.
+"""Settings on disk: conversion of dataclasses to plain values with class names, and back.
 
 The format is that of `--to-yaml`: a run's `config.yaml` starts the same run with `--yaml`. Only classes of this project
 and of packages that the user names in `DIT_PACKAGES` are instantiated, so reading a record runs no other code.
@@ -13,17 +13,17 @@ from dit.errors import CheckpointError
 
 CLASS_KEY = "_target_"
 TRUST_VARIABLE = "DIT_PACKAGES"
-"""Environment variable: packages of the user's own, separated by commas, whose settings records may name."""
+"""Environment variable: additional packages, separated by commas, whose settings classes records may name."""
 
 
 def trusted_packages() -> tuple[str, ...]:
-    """Return the packages whose classes a record may name, and which are imported for it."""
-    own = os.environ.get(TRUST_VARIABLE, "").split(",")
-    return ("dit", "energon_data", *(name.strip() for name in own if name.strip()))
+    """Return the packages whose classes a record may name; they are imported to rebuild it."""
+    extra = os.environ.get(TRUST_VARIABLE, "").split(",")
+    return ("dit", "energon_data", *(name.strip() for name in extra if name.strip()))
 
 
 def to_record(value: object) -> Any:
-    """Turn dataclasses (nested in lists and dicts) into plain values."""
+    """Convert dataclasses (nested in lists and dicts) to plain values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {f.name: to_record(getattr(value, f.name)) for f in dataclasses.fields(value) if f.init}
         return {CLASS_KEY: f"{type(value).__module__}.{type(value).__qualname__}", **fields}
@@ -40,7 +40,7 @@ def from_record(record: object) -> Any:
     """Rebuild the value that `to_record` wrote.
 
     Raises:
-        CheckpointError: the record names a class that is not one of this project's, or its settings changed.
+        CheckpointError: the record names a class outside trusted packages, or the settings of the class changed.
     """
     if isinstance(record, list):
         return [from_record(v) for v in record]
@@ -55,15 +55,15 @@ def from_record(record: object) -> Any:
     if package not in trusted_packages():
         raise CheckpointError(
             f"the record names {name!r}; only classes of {', '.join(trusted_packages())} are rebuilt. If {package!r} "
-            f"is a package of your own, set the environment variable {TRUST_VARIABLE}={package}"
+            f"is your package, set the environment variable {TRUST_VARIABLE}={package}"
         )
     try:
-        found = getattr(importlib.import_module(module), qualname)
+        settings_class = getattr(importlib.import_module(module), qualname)
     except (ImportError, AttributeError) as error:
         raise CheckpointError(f"the record names {name!r}, which this version does not have ({error})") from error
-    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+    if not (isinstance(settings_class, type) and dataclasses.is_dataclass(settings_class)):
         raise CheckpointError(f"the record names {name!r}, which is not a settings class")
     try:
-        return found(**values)
+        return settings_class(**values)
     except TypeError as error:
         raise CheckpointError(f"the record of {name!r} does not fit this version: {error}") from error

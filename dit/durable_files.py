@@ -1,4 +1,4 @@
-"""Small files that are replaced atomically: after a crash a file has its old or its new content."""
+"""Atomic replacement of small files: after a crash, a file has either its old or its new content."""
 
 import json
 import math
@@ -38,13 +38,14 @@ def write_atomic(path: Path, content: str | bytes, *, part: Path | None = None, 
     A link at `path` is replaced, not followed.
 
     Args:
-        part: the temporary file, on the same disk; None for one next to `path`.
-        flush: False for a file that need not survive a power loss.
+        part: temporary file on the same disk; None for a file next to `path`.
+        flush: False if the file does not need to survive a power loss.
 
     Raises:
-        OSError: one of these steps failed; the old file is then still there (the new one if only the last step failed).
+        OSError: one of these steps failed; the old file then still exists (or the new one, if only the last step
+            failed).
     """
-    # With the process id, ranks that write the same file on one machine have different temporary files.
+    # The process id distinguishes the temporary files of ranks that write the same file on one machine.
     part = path.with_name(f"{path.name}.{os.getpid()}.part") if part is None else part
     try:
         descriptor = create(part)
@@ -73,14 +74,14 @@ def write_record(path: Path, text: str) -> None:
         write_atomic(path, text)
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be written: {error.strerror}; make room or fix the permissions, then resume"
+            f"{path} cannot be written: {error.strerror}; free space or fix the permissions, then resume"
         ) from error
 
 
 def strict_json(value: object, *, indent: int | None = None) -> str:
     """Serialise plain containers as JSON that every reader accepts.
 
-    Finite floats keep their exact value. JSON has no other floats: they become the strings "NaN", "Infinity" and
+    Finite floats keep their exact value. JSON has no non-finite floats: they become the strings "NaN", "Infinity" and
     "-Infinity", which `float` reads back.
     """
     return json.dumps(_name_non_finite(value), allow_nan=False, indent=indent)

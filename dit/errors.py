@@ -1,7 +1,7 @@
-"""Errors that a user can cause, each with the exit code of its process.
+"""Errors that users can cause, and their exit codes.
 
-Code 17 is also that of Megatron-Core's rerun state machine for results that do not repeat; 16 is kept free for its runs
-that end in order to compute a step again on another machine.
+Megatron-Core's rerun state machine also uses code 17, for results that do not repeat. Code 16 stays unused, because
+that state machine exits with it to compute a step again on another machine.
 """
 
 import errno
@@ -21,7 +21,7 @@ from dit.terminal import echo, log_to_stderr, printable
 Arguments = ParamSpec("Arguments")
 
 LONGEST_MESSAGE = 2000
-LONGEST_WORD = 400  # characters; the paths of most disks have fewer
+LONGEST_WORD = 400  # characters; most paths are shorter
 EXIT_OK = 0
 EXIT_CONFIG = 2
 EXIT_DATA = 3
@@ -34,13 +34,13 @@ EXIT_PREEMPTED = 75
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as a shell reports it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 DISK_ERRORS = {
-    errno.ENOSPC: "make room",
-    errno.EDQUOT: "make room",
-    errno.EROFS: "name another folder",
-    errno.EACCES: "change the permissions, or name another folder",
-    errno.EPERM: "change the permissions, or name another folder",
+    errno.ENOSPC: "free space",
+    errno.EDQUOT: "free space",
+    errno.EROFS: "choose another folder",
+    errno.EACCES: "change the permissions, or choose another folder",
+    errno.EPERM: "change the permissions, or choose another folder",
 }
-"""Errors of files that a user can cause, and their cures."""
+"""File errors that users can cause, and their cures."""
 
 
 class UserError(ValueError):
@@ -50,7 +50,7 @@ class UserError(ValueError):
 
 
 class ConfigError(UserError):
-    """A setting is impossible, or two settings do not fit together."""
+    """A setting is impossible, or two settings contradict each other."""
 
     exit_code = EXIT_CONFIG
 
@@ -62,23 +62,23 @@ class DataError(UserError):
 
 
 class BatchError(DataError):
-    """A batch breaks the contract between data and training."""
+    """A batch violates the contract between data and training."""
 
 
 class NotFiniteError(UserError):
-    """The loss or the gradient norm is not finite, or spikes, and the run may not go on."""
+    """The loss or the gradient norm is not finite, or spikes, and the settings do not let the run continue."""
 
     exit_code = EXIT_NOT_FINITE
 
 
 class CheckpointError(UserError):
-    """No valid checkpoint where one is required, or one cannot be written."""
+    """A required checkpoint is missing or invalid, or a checkpoint cannot be written."""
 
     exit_code = EXIT_CHECKPOINT
 
 
 class MachineError(UserError):
-    """A step that was computed again from the same data and weights has other numbers."""
+    """Computing a step again from the same data and weights gave different numbers."""
 
     exit_code = EXIT_MACHINE
 
@@ -90,7 +90,7 @@ class BusyError(UserError):
 
 
 class SaveError(CheckpointError):
-    """Training ends because its checkpoints cannot be written; what was saved before is intact."""
+    """Training ends because its checkpoints cannot be written; earlier checkpoints are intact."""
 
     exit_code = EXIT_SAVE
 
@@ -98,7 +98,7 @@ class SaveError(CheckpointError):
 def page_of(package: str) -> str:
     """Return the path of the README.md of one of this project's packages, for messages.
 
-    An installed copy has it too. The path is relative if it is below the current folder.
+    Installed packages include the page. The path is relative if it is below the current folder.
     """
     page, here = Path(__file__).resolve().parents[1] / package / "README.md", Path.cwd()
     return str(page.relative_to(here) if page.is_relative_to(here) else page)
@@ -107,7 +107,7 @@ def page_of(package: str) -> str:
 def exit_code(error: BaseException) -> int:
     """Return the process exit code of `error`.
 
-    `SystemExit` keeps its own code, Ctrl-C is 130; an error that is not a `UserError` is unexpected (70).
+    `SystemExit` keeps its code, Ctrl-C is 130; an error that is not a `UserError` is unexpected (70).
     """
     if isinstance(error, SystemExit):
         return error.code if isinstance(error.code, int) else int(error.code is not None)
@@ -117,9 +117,9 @@ def exit_code(error: BaseException) -> int:
 
 
 def on_a_screen(message: str, longest: int = LONGEST_MESSAGE) -> str:
-    """Shorten a message that fills a screen: words such as a value of ten thousand digits, then its middle.
+    """Shorten a message that would fill a screen: first long words (such as huge numbers), then the middle.
 
-    What a terminal would execute is replaced, see `printable`.
+    Characters that a terminal would execute are replaced, see `printable`.
     """
 
     def shortened(word: re.Match[str]) -> str:
@@ -133,10 +133,10 @@ def on_a_screen(message: str, longest: int = LONGEST_MESSAGE) -> str:
 
 
 def one_line_errors(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
-    """Make a command print an error that a user can cause as one line and return its exit code, instead of raising it.
+    """Decorate a command to print errors that users can cause as one line, and return the exit code.
 
-    These are `UserError`, `DISK_ERRORS` and Ctrl-C. If the reader of the output ends (`| head`), nothing is printed.
-    Warnings of the log go to stderr.
+    These are `UserError`, `DISK_ERRORS` and Ctrl-C. If the reader of the output exits (`| head`), nothing is printed.
+    Log warnings go to stderr.
     """
 
     @functools.wraps(command)
@@ -169,7 +169,7 @@ def _report(message: str, code: int) -> int:
 
 @contextmanager
 def flushed_output() -> Iterator[None]:
-    """Raise `BrokenPipeError` at the end of the block, not when Python exits, if the reader of stdout has ended."""
+    """Flush stdout, so that a closed pipe raises `BrokenPipeError` at the end of the block, not when Python exits."""
     try:
         yield
     finally:
@@ -177,22 +177,25 @@ def flushed_output() -> Iterator[None]:
 
 
 def discard_output() -> int:
-    """Discard what is left to print after `BrokenPipeError`, and return the exit code."""
-    with open(os.devnull, "wb") as nothing:
-        os.dup2(nothing.fileno(), sys.stdout.fileno())
+    """Discard remaining output after `BrokenPipeError`, and return the exit code."""
+    with open(os.devnull, "wb") as devnull:
+        os.dup2(devnull.fileno(), sys.stdout.fileno())
     return EXIT_BROKEN_PIPE
 
 
 def name_root_cause(line: str, *, failed: bool = True) -> None:
-    """Put this line into torchrun's report of this rank, at its end if it `failed` first; nothing without torchrun.
+    """Write a line to torchrun's error report of this rank; does nothing without torchrun.
 
-    Writes the file of `torch.distributed.elastic.multiprocessing.errors.record`. That function would write a traceback,
-    and importing it, with torch, would delay the command line.
+    The file format is that of `torch.distributed.elastic.multiprocessing.errors.record`. That function would write a
+    traceback, and importing torch would delay the command line.
+
+    Args:
+        failed: whether this rank failed by itself; False if another rank's failure stopped it.
     """
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file is None:
         return
-    # torchrun takes the earliest second as the root cause. Ranks that it stops because of a failure must be later.
+    # torchrun reports the earliest second as the root cause, so ranks stopped by another failure must be later.
     cause = {"message": line, "extraInfo": {"timestamp": str(int(time.time()) - failed)}}
     with suppress(OSError):  # the line was already printed to stderr
         Path(file).write_text(json.dumps({"message": cause}), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Joint attention: the text and the image of a sample as one attention segment.
+"""Layout of joint attention: text and image of a sample form one attention segment.
 
 Shape suffixes: K text tokens, T image tokens, J = K + T tokens of the joint pack.
 """
@@ -14,7 +14,7 @@ from dit.layout import SequenceLayout
 
 @dataclass(frozen=True, kw_only=True)
 class JointLayout(SequenceLayout):
-    """A pack in which each sample is its text, then its image, then the padding of both.
+    """A pack in which each sample consists of its text, its image, and the padding of both.
 
     Two samples with texts p, q and images a, b (`.` is padding):
 
@@ -26,9 +26,9 @@ class JointLayout(SequenceLayout):
     and the local image tokens of one rank.
 
     Attributes:
-        text: the texts.
-        image: the images of the global pack.
-        local_image: the local image tokens as a pack of their own.
+        text: layout of the texts.
+        image: layout of the images of the global pack.
+        local_image: layout of the local image tokens.
         order_J: for each joint token, its index in the concatenation of all text tokens and all image tokens, int64.
         inverse_J: the inverse permutation of `order_J`.
     """
@@ -70,7 +70,7 @@ def joint_layout(text: SequenceLayout, image: SequenceLayout) -> JointLayout:
     if image.local_indices is None:
         local = image
     else:
-        assert image.local is not None, "the local image tokens need a layout of their own"
+        assert image.local is not None, "sharded image tokens need a local layout"
         local = image.local
     full = SequenceLayout(image.lengths, image.padded_lengths, image.total_tokens, image.device)
     return _joint_layout(text, full, local)

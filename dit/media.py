@@ -1,7 +1,7 @@
 """The only module that opens picture and video files, with a closed list of formats.
 
-Pillow and FFmpeg choose a reader by the content of a file, not by its name. Some of their readers start a program
-(PostScript), open network ports (SDP) or read further files (playlists), so other formats than these are refused.
+Pillow and FFmpeg choose a reader by the content of a file, not by its name. Some readers start programs
+(PostScript), open network ports (SDP) or read other files (playlists), so only the formats below are accepted.
 """
 
 import functools
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
-"""Formats of Pillow. Its JPEG reader also reads MPO, the several JPEGs in one file that phones write."""
+"""Formats of Pillow. Its JPEG reader also reads MPO, the multi-picture format of phones."""
 HEIC_IS_MISSING = "HEIC needs pillow-heif, which is not installed: pip install -e '.[heic]' in the repository's folder"
 CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif"
-"""Containers of FFmpeg; the first six names are one reader."""
+"""Containers of FFmpeg; the first six names are the same reader."""
 
 
 def open_image(file: Path | BinaryIO) -> "Image":
-    """Open a picture; its pixels are decoded when they are used.
+    """Open a picture; pixels are decoded on first use.
 
     Raises:
-        PIL.UnidentifiedImageError: it has none of `IMAGE_FORMATS`, nor is it HEIC with `reads_heic()`.
+        PIL.UnidentifiedImageError: the format is not one of `IMAGE_FORMATS`, or HEIC with `reads_heic()`.
     """
     from PIL import Image
 
@@ -49,11 +49,11 @@ def reads_heic() -> bool:
 
 
 def open_video(file: BinaryIO) -> Any:
-    """Open a video as a container of PyAV, which reads nothing but this file.
+    """Open a video as a PyAV container that can read only this file.
 
     Raises:
         ConfigError: PyAV is not installed.
-        av.FFmpegError: it is none of `CONTAINERS`.
+        av.FFmpegError: the container is not one of `CONTAINERS`.
     """
     options = {"format_whitelist": CONTAINERS, "protocol_whitelist": "none"}
     av = _av()
@@ -64,7 +64,7 @@ def mp4_bytes(frames: Sequence["Image"], fps: float, *, pix_fmt: Literal["yuv420
     """Encode an mp4 file: H.264, or MPEG-4 part 2 if PyAV lacks it.
 
     Args:
-        frames: of one size, at least one. Odd sides are padded for `yuv420p`, which stores chroma for pairs of pixels.
+        frames: at least one frame, all of one size. Odd sides are padded for `yuv420p`, which subsamples chroma by two.
         crf: quality of H.264, from 0 (lossless) to 51.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: each draw is a function of its counter and key, equal on every device and every layout.
+"""Counter-based random numbers: each draw depends only on counter and key, and is equal on every device and layout.
 
 Source: Philox-4x32-10, Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; Box-Muller transform.
 """
@@ -32,9 +32,9 @@ def philox(counter: Words, key: tuple[int | Tensor, int | Tensor]) -> Words:
 
 
 def ten_rounds(counter: Words, key: tuple[int | Tensor, int | Tensor]) -> Words:
-    """Do the work of `philox`, under a name that tracing replaces to draw without values.
+    """Implementation of `philox`, under a name that tracing replaces.
 
-    A hundred operations on small tensors take as long to start as to run: on CPU NumPy works in place.
+    On CPU, NumPy computes in place, because the launch overhead of a hundred small torch operations dominates.
     """
     tensors = (*counter, *(k for k in key if isinstance(k, Tensor)))
     on_host = all(type(x) is Tensor and x.device.type == "cpu" for x in tensors)
@@ -42,11 +42,11 @@ def ten_rounds(counter: Words, key: tuple[int | Tensor, int | Tensor]) -> Words:
 
 
 def _rounds(counter: Words, key: tuple[int | Tensor, int | Tensor]) -> Words:
-    """Compute the rounds on every device, also compiled."""
+    """Compute the rounds with torch operations, on any device, also in compiled code."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(10):
-        # The constants are 2**32 too small, so that products fit int64: compiled code is undefined where they do not.
+        # The constants are reduced by 2**32 so that products fit int64; overflow is undefined in compiled code.
         # (m + 2**32) c = m c + 2**32 c: the low half is that of m c, and c is missing in the high half.
         a, b = c0 * _ROUND_A, c2 * _ROUND_B
         c0, c1, c2, c3 = ((b >> 32) + c2) ^ c1 ^ k0, b & MASK32, ((a >> 32) + c0) ^ c3 ^ k1, a & MASK32
@@ -55,7 +55,7 @@ def _rounds(counter: Words, key: tuple[int | Tensor, int | Tensor]) -> Words:
 
 
 def _rounds_on_host(counter: Words, key: tuple[int | Tensor, int | Tensor]) -> Words:
-    """Compute the rounds for some thousand counters at a time, whose words then stay in the cache."""
+    """Compute the rounds with NumPy, a few thousand counters at a time so that words stay in the CPU cache."""
     shape, count = counter[0].shape, counter[0].numel()
     k0, k1 = (
         np.broadcast_to(k.numpy(), shape).reshape(-1).astype(np.uint64) if isinstance(k, Tensor) else k for k in key

@@ -1,6 +1,6 @@
-"""Ranges of settings, checked before anything is built.
+"""Ranges of settings, for checks before anything is built.
 
-The upper limits of integers are far above useful values; they stop typing errors that would exhaust memory or time in
+The upper limits of integers are far above useful values; they catch typing errors that would exhaust memory or time in
 a dry run.
 """
 
@@ -21,12 +21,12 @@ ADDRESS = re.compile(r"[a-z][a-z0-9+.-]*://[^:@]+")
 
 @dataclass(frozen=True)
 class Range:
-    """An interval of numbers; NaN is in none.
+    """An interval of numbers; NaN is outside every interval.
 
     Attributes:
-        low, high: its ends.
+        low, high: ends of the interval.
         whole: integers only.
-        open_low, open_high: whether the end is excluded.
+        open_low, open_high: whether this end is excluded.
     """
 
     low: float
@@ -80,10 +80,10 @@ def check_ranges(part: str, config: object, ranges: Mapping[str, Range]) -> None
 
     Args:
         part: name of the configuration in overrides, such as `training`.
-        ranges: of the fields, by name.
+        ranges: ranges by field name.
 
     Raises:
-        ConfigError: a field is outside; the message has its value and its range.
+        ConfigError: a field is outside its range; the message has value and range.
     """
     for name, allowed in ranges.items():
         value = getattr(config, name)
@@ -99,8 +99,8 @@ def check_unused(part: str, config: "DataclassInstance", names: Sequence[str], w
     Args:
         part: name of the configuration in overrides, such as `training`.
         names: fields of `config`.
-        where: under which circumstances they have no effect.
-        cure: what gives them one.
+        where: circumstances under which they have no effect.
+        cure: change that gives them an effect.
 
     Raises:
         ConfigError: a value is not the default.
@@ -121,7 +121,7 @@ def check_choice(name: str, value: str, choices: object) -> None:
     """Check that the setting `name` has a value of the `Literal` type `choices`.
 
     Raises:
-        ConfigError: it does not.
+        ConfigError: it has another value.
     """
     if value not in get_args(choices):
         raise ConfigError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, get_args(choices)))}")
@@ -131,38 +131,38 @@ def check_path(key: str, path: str) -> None:
     """Check that a text is a possible path.
 
     Raises:
-        ConfigError: it is empty, starts with `~`, or has a character that no file system allows.
+        ConfigError: the text is empty, starts with `~`, or has a character that no file system allows.
     """
     if path.startswith("~"):
         raise ConfigError(f"{key}={path!r} would be a folder called ~; write {os.path.expanduser(path)}")
     if not path.strip() or "\0" in path:
-        raise ConfigError(f"{key}={path!r} names no folder; give a path such as runs/mine")
+        raise ConfigError(f"{key}={path!r} is not a path; give one such as runs/mine")
 
 
 def check_address(key: str, address: str) -> None:
-    """Check that a text is an address that `fsspec` may know, such as `s3://bucket/folder`.
+    """Check that a text is an address of the form that `fsspec` expects, such as `s3://bucket/folder`.
 
     Raises:
-        ConfigError: it has no protocol, chains several, or holds a password, which would be logged.
+        ConfigError: the address has no protocol, several chained ones, or a password, which would be logged.
     """
     if not ADDRESS.fullmatch(address):
         shown = re.sub(r"//[^/]*@", "//...@", address)
         raise ConfigError(
-            f"{key}={shown!r} is no address such as s3://bucket/folder, without user, password, `::` and `@`: "
+            f"{key}={shown!r} is not an address such as s3://bucket/folder; no user, password, `::` or `@`: "
             "credentials come from the environment of the store's client (for s3 AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL)"
         )
 
 
 def duration_s(name: str, text: str) -> float:
-    """Return the seconds of a duration as Slurm's `--time` has it.
+    """Convert a duration in the format of Slurm's `--time` to seconds.
 
     Args:
-        name: of the setting, for the message.
+        name: name of the setting, for the message.
         text: `minutes`, `minutes:seconds`, `hours:minutes:seconds`, `days-hours`, `days-hours:minutes` or
             `days-hours:minutes:seconds`.
 
     Raises:
-        ConfigError: it is none of these, or zero.
+        ConfigError: the text has another format, or the duration is zero.
     """
     days, has_days, clock = text.rpartition("-")
     numbers = clock.split(":")
@@ -174,7 +174,7 @@ def duration_s(name: str, text: str) -> float:
         seconds = 86400 * int(days or 0) + sum(int(n) * unit for n, unit in zip(numbers, units))
     if seconds <= 0:
         raise ConfigError(
-            f"{name}={text!r} is no duration; write it as for Slurm: minutes, hours:minutes:seconds, or "
+            f"{name}={text!r} is not a duration; write it as for Slurm: minutes, hours:minutes:seconds, or "
             "days-hours:minutes:seconds, such as 03:55:00"
         )
     return float(seconds)

@@ -1,4 +1,4 @@
-"""Pictures at another size: what a super-resolution model is conditioned on."""
+"""Resized pictures, the condition of super-resolution models."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,20 +8,20 @@ from torch import Tensor
 from torch.nn.functional import interpolate
 
 Kernel = Literal["pil", "opencv"]
-"""Bicubic kernels by libraries that have them: their coefficients a are -0.5 and -0.75."""
+"""Bicubic kernels, named after libraries; their coefficients a are -0.5 and -0.75."""
 
 
 def enlarged(pictures: Tensor, factor: int, kernel: Kernel = "pil") -> Tensor:
     """Return pictures `[..., h, w]` enlarged by bicubic interpolation, `[..., factor h, factor w]`, float32."""
     size = (pictures.shape[-2] * factor, pictures.shape[-1] * factor)
-    # torch has a = -0.5 where it antialiases, which changes nothing else in a picture that is enlarged.
+    # torch uses a = -0.5 with antialiasing, which has no other effect on enlarged pictures.
     return _resized(pictures, size, antialias=kernel == "pil")
 
 
 def reduced(pictures: Tensor, factor: int) -> Tensor:
     """Return pictures `[..., h, w]` reduced by antialiased bicubic interpolation, `[..., h / factor, w / factor]`.
 
-    Sides that are no multiples of the factor are rounded up; float32.
+    Sides that are not multiples of the factor are rounded up; float32.
     """
     return _resized(pictures, (-(-pictures.shape[-2] // factor), -(-pictures.shape[-1] // factor)), antialias=True)
 
@@ -33,25 +33,25 @@ def _resized(pictures: Tensor, size: tuple[int, int], *, antialias: bool) -> Ten
 
 @dataclass(frozen=True)
 class LowResolution:
-    """A picture of the size of the latent that shows no more than a smaller one: reduced and enlarged again.
+    """A low-resolution picture at the size of the latent: reduced, then enlarged again.
 
     Args:
-        factor: between the two sizes.
-        kernel: that enlarges the small picture.
+        factor: ratio of the two sizes.
+        kernel: kernel that enlarges the small picture.
     """
 
     factor: int
     kernel: Kernel = "pil"
 
     def enlarge(self, small: Tensor) -> Tensor:
-        """Return small pictures `[..., h, w]` at the size of the latent."""
+        """Enlarge small pictures `[..., h, w]` to the size of the latent."""
         return enlarged(small, self.factor, self.kernel)
 
     def __call__(self, latent: Tensor, change: Optional[Callable[[Tensor], Tensor]] = None) -> Tensor:
-        """Return the picture for a latent `[C, T, H, W]`, of its shape, float32.
+        """Return the low-resolution picture of a latent `[C, T, H, W]`, same shape, float32.
 
         Args:
-            change: of the small picture `[C, T, h, w]`, before it is enlarged.
+            change: applied to the small picture `[C, T, h, w]` before it is enlarged.
         """
         height, width = latent.shape[-2:]
         small = reduced(latent, self.factor)

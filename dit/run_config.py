@@ -1,17 +1,19 @@
 """The settings of one run: ten typed parts, checked together before anything is built."""
 
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Optional, Self
+from typing import Any, Optional, Self, get_type_hints
 
 from dit.condition_table import AUGMENTATION, match_conditions
 from dit.config_record import CLASS_KEY, from_record, to_record
 from dit.data_api import BatchSpec, DataConfig, NoData
-from dit.errors import ConfigError
+from dit.errors import CheckpointError, ConfigError
 from dit.kernels.recompute import check_recompute
 from dit.models.base import Ability, ModelConfig
 from dit.objectives.base import Objective
+from dit.objectives.edm import VarianceExplodingPath
 from dit.optimizer.schedules import Constant, Schedule
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel, fewest_ranks
 from dit.ranges import check_unused
@@ -55,14 +57,22 @@ class RunConfig:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any]) -> Self:
-        """Rebuild a run from the plain values of `to_record`, also from those of earlier versions.
+        """Rebuild a run from the plain values of `to_record`.
 
         A missing part gets its defaults; imported weights have no data.
 
         Raises:
-            CheckpointError: a part names a class that is not one of this project's, or its settings changed.
+            CheckpointError: a part is not a configuration of its kind, names a class that is not one of this project's,
+                or its settings changed.
         """
         parts = {name: from_record(record[name]) for name in PARTS if record.get(name) is not None}
+        kinds = get_type_hints(cls)
+        for name, part in parts.items():
+            if not isinstance(part, kinds[name]):
+                raise CheckpointError(
+                    f"the record's {name} is {reprlib.repr(part)}, not settings of {kinds[name].__name__}; "
+                    "restore the file"
+                )
         return cls(**{"data": NoData(), **parts})
 
     def to_record(self) -> dict[str, Any]:
@@ -120,7 +130,15 @@ class RunConfig:
         model, training, stop = self.model, self.training, self.training.stop_at_step
         guided = any(condition.dropout is not None for condition in model.conditions())
         interval = "training.validation_interval"
+        averaged_grids = training.sample_interval and training.ema_decay is not None
         groups = (
+            (
+                "sampling",
+                not averaged_grids,
+                "raw_weights",
+                "without both training.sample_interval and training.ema_decay",
+                "set training.sample_interval and training.ema_decay",
+            ),
             ("checkpoint", training.validation_interval == 0, "keep_best", f"with {interval}=0", f"set {interval}"),
             (
                 "training",
@@ -250,6 +268,11 @@ def check_sampling(sampling: SamplingConfig, objective: Objective, model: ModelC
         raise ConfigError(
             f"sampling.variance='learned' needs an objective that learns one, and it is {objective}; use "
             "sampling.variance=small or large, or objective=ddpm_learned_variance"
+        )
+    if sampling.s_churn and not isinstance(objective.path, VarianceExplodingPath):
+        raise ConfigError(
+            f"sampling.s_churn={sampling.s_churn:g} raises the noise level sigma of EDM's path, and the objective is "
+            f"{objective}; use objective=edm, or sampling.s_churn=0"
         )
     if (guided := sampling.guidance_channels) is not None and guided > model.in_channels:
         raise ConfigError(

@@ -1,24 +1,28 @@
-"""Read files that a stranger may have written: regular files of bounded size and depth; in run folders, no links."""
+"""Readers for untrusted files: only regular files of bounded size and depth; no links in run folders."""
 
 import errno
 import io
 import json
 import os
+import posixpath
 import stat
+import tarfile
 import zipfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from dit.errors import ConfigError, UserError
 
-LONGEST_FILE = 64 << 20  # bytes; records of a run or a data set have fewer
+LONGEST_FILE = 64 << 20  # bytes; records of runs and data sets are smaller
 PIECE = 1 << 20  # bytes read at a time
-DEEPEST = 100  # lists and tables inside of each other
-LONGEST_INTEGER = 20  # characters; all integers of 64 bits have at most as many
-LONGEST_YAML = 1 << 20  # bytes; the reader takes seconds for as many
-LONGEST_NUMBER = 100  # characters in YAML, which has binary numbers, too
+DEEPEST = 100  # levels of nested lists and tables
+LONGEST_INTEGER = 20  # characters; enough for all 64-bit integers
+LONGEST_YAML = 1 << 20  # bytes; parsing this many takes seconds
+LONGEST_NUMBER = 100  # characters; YAML also has binary numbers
 MOST_NODES = 1 << 20  # of a YAML document
+MOST_MEMBERS = 1000  # of a tar archive
 TOO_DEEP = f"nested deeper than {DEEPEST} levels"
 
 
@@ -26,17 +30,18 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, *, follow: bool = True) -
     """Open a regular file and return its descriptor; a file that `flags` create gets mode 644.
 
     Args:
-        follow: also open the target of a link. Files in a run folder are opened without: a link there could make the
+        follow: also open the target of a link. Files in a run folder are opened with False: a link there could make the
             run read or overwrite any other file of its user.
 
     Raises:
-        ConfigError: it is a link, and `follow` is False.
-        OSError: it cannot be opened, or is not a regular file: a pipe would block, a device may have no end.
+        ConfigError: the path is a link, and `follow` is False.
+        OSError: the file cannot be opened, or is not a regular file: a pipe would block, a device may be endless.
     """
     if not follow:
         refuse_link(path)
         flags |= os.O_NOFOLLOW
-    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o644)  # without it, opening a pipe waits for the other end
+    # Without O_NONBLOCK, opening a pipe waits for the other end.
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o644)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a regular file", str(path))
@@ -49,10 +54,10 @@ def open_binary(path: Path, *, follow: bool = True) -> io.BufferedReader:
 
 
 def open_to_append(path: Path) -> BinaryIO:
-    """Open a file of a run folder for reading and appending; it is created if it does not exist.
+    """Open a file of a run folder for reading and appending; creates it if needed.
 
     Raises:
-        ConfigError: it is a link.
+        ConfigError: the path is a link.
         OSError: see `open_regular`.
     """
     return open(open_regular(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, follow=False), "ab+")
@@ -62,7 +67,7 @@ def read_bytes(path: Path, limit: int = LONGEST_FILE, *, follow: bool = True) ->
     """Read a regular file of at most `limit` bytes; see `open_regular`.
 
     Raises:
-        OSError: it cannot be read, is not a regular file, or is longer.
+        OSError: the file cannot be read, is not a regular file, or is longer.
     """
     with open_binary(path, follow=follow) as file:
         data = bytearray()
@@ -82,7 +87,7 @@ def refuse_link(path: Path) -> None:
     """
     if path.is_symlink():
         raise ConfigError(
-            f"{path} is a link to {os.readlink(path)}, and a run reads and writes only inside of its own folder; "
+            f"{path} is a link to {os.readlink(path)}, and a run reads and writes only inside its own folder; "
             "delete the link, then start the run again"
         )
 
@@ -99,11 +104,11 @@ def refuse_links(folder: Path, allowed: Collection[str] = ()) -> None:
 
 
 def make_folder(path: Path) -> Path:
-    """Create a folder inside of a run folder, if it does not exist, and return it.
+    """Create a folder inside a run folder if needed, and return it.
 
     Raises:
-        ConfigError: it is a link.
-        OSError: it cannot be created.
+        ConfigError: the path is a link.
+        OSError: the folder cannot be created.
     """
     refuse_link(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -114,18 +119,18 @@ def check_regular(path: Path) -> None:
     """Check that a path is a regular file, before a library opens it.
 
     Raises:
-        OSError: it is not.
+        OSError: the path is not a regular file.
     """
     os.close(open_regular(path))
 
 
 def read_json(path: Path, error: type[UserError], cure: str, limit: int = LONGEST_FILE) -> Any:
-    """Return the value of a JSON file, see `parse_json`; `error` is raised in one line that ends with the cure."""
+    """Return the value of a JSON file, see `parse_json`; raises `error` with one line that ends with the cure."""
     return _read(path, parse_json, error, cure, limit)
 
 
 def read_yaml(path: Path, error: type[UserError], cure: str) -> Any:
-    """Return the value of a YAML file, see `parse_yaml`; `error` is raised in one line that ends with the cure."""
+    """Return the value of a YAML file, see `parse_yaml`; raises `error` with one line that ends with the cure."""
     return _read(path, parse_yaml, error, cure, LONGEST_YAML)
 
 
@@ -142,7 +147,8 @@ def parse_json(text: str | bytes) -> Any:
     """Return the value of a JSON text whose nesting and integers are bounded.
 
     Raises:
-        ValueError: it is no JSON, is nested deeper than `DEEPEST` levels, or has an integer of more than 64 bits.
+        ValueError: the text is not JSON, is nested deeper than `DEEPEST` levels, or has an integer of more than 64
+            bits.
     """
     try:
         value = json.loads(text, parse_int=_integer)
@@ -159,22 +165,22 @@ def parse_json(text: str | bytes) -> Any:
 
 def _integer(digits: str) -> int:
     if len(digits) > LONGEST_INTEGER:
-        raise ValueError(f"an integer of {len(digits)} digits, more than any of 64 bits")
+        raise ValueError(f"an integer of {len(digits)} digits, which exceeds 64 bits")
     return int(digits)
 
 
 def parse_yaml(text: str | bytes) -> Any:
-    """Return the plain value of a YAML text whose nesting, numbers and repeated parts are bounded.
+    """Return the plain value of a YAML text whose nesting, numbers and aliases are bounded.
 
     Raises:
-        ValueError: it is no YAML, or is nested deeper than `DEEPEST` levels, has a number of more than
-            `LONGEST_NUMBER` characters, or becomes larger than `MOST_NODES` by its aliases.
+        ValueError: the text is not YAML, is nested deeper than `DEEPEST` levels, has a number of more than
+            `LONGEST_NUMBER` characters, or expands to more than `MOST_NODES` values by its aliases.
     """
-    import yaml  # the process that writes checkpoints reads JSON only
+    import yaml  # imported here because the checkpoint writer only reads JSON
 
     class Loader(yaml.SafeLoader):
         depth = 0
-        sizes: dict[int, int]  # nodes of each node, by its id, with those that aliases repeat
+        sizes: dict[int, int]  # expanded number of nodes below each node, by id
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             is_alias = self.check_event(yaml.AliasEvent)
@@ -184,7 +190,7 @@ def parse_yaml(text: str | bytes) -> Any:
             node = super().compose_node(parent, index)
             self.depth -= 1
             if is_alias and id(node) not in self.sizes:
-                raise ValueError("an alias inside of its own anchor")
+                raise ValueError("an alias inside its own anchor")
             if is_alias:
                 return node
             children = node.value if isinstance(node, yaml.CollectionNode) else []
@@ -208,17 +214,48 @@ def parse_yaml(text: str | bytes) -> Any:
         raise ValueError(str(error)) from error
 
 
-def read_torch(source: Path | bytes) -> Any:
-    """Return what `torch.save` wrote, tensors and plain containers only, on the host.
+@contextmanager
+def open_tar(path: Path) -> Iterator[dict[str, IO[bytes]]]:
+    """Yield the regular files in an uncompressed tar archive by name, open for reading; nothing is extracted.
 
     Raises:
-        ValueError: the archive is damaged, or compressed, which torch never does: a small file could fill the memory.
-        OSError: it cannot be read.
-        Exception: torch raises errors of many kinds if the file is damaged or names anything else.
+        OSError: the archive cannot be read.
+        ValueError: it is damaged, compressed, or has more than `MOST_MEMBERS` members.
+    """
+    with open_binary(path) as file:
+        members: dict[str, IO[bytes]] = {}
+        try:
+            archive = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115 (it owns nothing)
+            for count, member in enumerate(archive, 1):
+                if count > MOST_MEMBERS:
+                    raise ValueError(f"an archive of more than {MOST_MEMBERS} members")
+                part = archive.extractfile(member) if member.isreg() and not member.issparse() else None
+                if part is not None:
+                    members[posixpath.normpath(member.name)] = part
+        except (tarfile.TarError, ArithmeticError, LookupError, RecursionError) as error:
+            raise ValueError(str(error) or type(error).__name__) from error
+        yield members
+
+
+def read_torch(source: Path | bytes | IO[bytes]) -> Any:
+    """Load a file of `torch.save` on the host; only tensors and plain containers are allowed.
+
+    Args:
+        source: a path, the content of a file, or a file that is open for reading.
+
+    Raises:
+        ValueError: the archive is damaged, or compressed: torch never compresses, and a small file could expand to fill
+            the memory.
+        OSError: the file cannot be read.
+        Exception: torch raises many types of errors if the file is damaged or contains other objects.
     """
     import torch
 
-    with io.BytesIO(source) if isinstance(source, bytes) else open_binary(source) as file:
+    if isinstance(source, Path):
+        opened: IO[bytes] = open_binary(source)
+    else:
+        opened = io.BytesIO(source) if isinstance(source, bytes) else source
+    with opened as file:
         if zipfile.is_zipfile(file):
             try:
                 with zipfile.ZipFile(file) as archive:
@@ -226,7 +263,7 @@ def read_torch(source: Path | bytes) -> Any:
             except zipfile.BadZipFile as error:
                 raise ValueError(str(error)) from error
             if stored > file.seek(0, os.SEEK_END):
-                raise ValueError(f"an archive of {file.tell():,} bytes that becomes {stored:,} bytes")
+                raise ValueError(f"an archive of {file.tell():,} bytes that expands to {stored:,} bytes")
         file.seek(0)
         return torch.load(file, map_location="cpu", weights_only=True)
 
@@ -235,13 +272,13 @@ def read_array(path: Path) -> Any:
     """Return the numbers of a `.npy` file as a NumPy array.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is no array of numbers, or is shorter than its header says.
+        OSError: the file cannot be read.
+        ValueError: the file is not an array of numbers, or is shorter than its header says.
     """
     import numpy as np
 
     check_regular(path)
     try:
-        return np.array(np.lib.format.open_memmap(path, mode="r"))  # mapping checks the size before memory is allocated
+        return np.array(np.lib.format.open_memmap(path, mode="r"))  # checks the size before memory is allocated
     except OverflowError as error:
         raise ValueError(str(error)) from error

@@ -12,6 +12,7 @@ from dit.ranges import (
     NOT_NEGATIVE,
     POSITIVE,
     SEED,
+    SHARE,
     SHARE_BELOW_1,
     Range,
     check_address,
@@ -353,7 +354,10 @@ class LoggingConfig:
             login`, or `WANDB_API_KEY`) and the package.
         wandb_project: project of the run.
         wandb_name, wandb_group: name of its page, and the group of pages that it belongs to; None for wandb's.
-        wandb_artifacts: log each checkpoint as an artifact that references its folder.
+        wandb_artifacts: upload each checkpoint as an artifact, named by step and epoch; offline, only refer to its
+            folder. Training waits while the files are hashed and copied to `wandb/`.
+        part_norms: also log the gradient norm of each part of the model, as `grad_norm/layers.attention`. It reads the
+            gradients once more in each step with a log line.
         profile_steps: first and last step that rank 0 traces into `profile/`, such as [10, 11]; None for no trace.
     """
 
@@ -363,6 +367,7 @@ class LoggingConfig:
     wandb_name: Optional[str] = None
     wandb_group: Optional[str] = None
     wandb_artifacts: bool = False
+    part_norms: bool = True
     profile_steps: Optional[list[int]] = None
 
     def validate(self) -> None:
@@ -388,9 +393,17 @@ class SamplingConfig:
         guidance_scale: classifier-free guidance x0 = uncond + scale * (cond - uncond); 1 for none.
         guidance_channels: guide the first so many channels of a latent, the others stay those of the conditional
             network; None for all. 3 in facebookresearch/DiT, whose latents have 4.
+        guidance_rescale: share of the guided prediction that is scaled to the standard deviation of the conditional
+            one, in each sample; 0 for none, 0.7 in the paper (Lin et al. 2023, arXiv:2305.08891, section 3.4).
+        guidance_interval: least and largest noise level sigma / alpha at which samples are guided; outside, the network
+            is called without guidance. None for all (Kynkäänniemi et al. 2024, arXiv:2404.07724).
+        s_churn, s_tmin, s_tmax, s_noise: noise that `heun` adds before each of its steps for an objective of EDM, at
+            sigma from s_tmin to s_tmax (None for any), with standard deviation s_noise; s_churn is the total over all
+            steps, 0 for none (Karras et al. 2022, arXiv:2206.00364, Algorithm 2).
         thresholding: of the clean estimate at every step, for pixels: `static` clamps it to [-1, 1]; `dynamic` clamps
             each sample to its 99.5 % quantile and divides by it, if that is above 1 (Imagen, at a large scale).
         samples_per_class: rows of the grid.
+        raw_weights: while training, also draw the grid of the weights, not only that of their average.
         prompts: texts to sample instead of classes, for a model of texts; None for none.
         vae: autoencoder that decodes the samples of a latent model: a folder in diffusers' layout, or a name on the
             Hugging Face hub; None for the one that the data name.
@@ -402,8 +415,15 @@ class SamplingConfig:
     variance: Literal["small", "large", "learned"] = "small"
     guidance_scale: float = 2.0
     guidance_channels: Optional[int] = None
+    guidance_rescale: float = 0.0
+    guidance_interval: Optional[list[float]] = None
+    s_churn: float = 0.0
+    s_tmin: float = 0.0
+    s_tmax: Optional[float] = None
+    s_noise: float = 1.0
     thresholding: Literal["none", "static", "dynamic"] = "none"
     samples_per_class: int = 1
+    raw_weights: bool = False
     prompts: Optional[list[str]] = None
     vae: Optional[str] = None
     seed: int = 7
@@ -417,10 +437,43 @@ class SamplingConfig:
                 "num_steps": whole(1, 10_000),
                 "guidance_scale": FINITE,
                 "guidance_channels": COUNT,
+                "guidance_rescale": SHARE,
+                **dict.fromkeys(("guidance_interval", "s_churn", "s_tmin", "s_tmax", "s_noise"), NOT_NEGATIVE),
                 "samples_per_class": COUNT,
                 "seed": SEED,
             },
         )
+        interval = self.guidance_interval
+        if interval is not None and (len(interval) != 2 or not interval[0] < interval[1]):
+            raise ConfigError(
+                f"sampling.guidance_interval={interval} must be two noise levels, low and high, such as [0.2,5]"
+            )
         hints = get_type_hints(SamplingConfig)
         for name in ("solver", "variance", "thresholding"):
             check_choice(f"sampling.{name}", getattr(self, name), hints[name])
+        for names, where, cure in self.without_effect():
+            check_unused("sampling", self, names, where, cure)
+
+    def without_effect(self) -> list[tuple[list[str], str, str]]:
+        """Return the fields that others leave without effect, each time with which others, and what gives them one."""
+        groups = [
+            (
+                self.guidance_scale == 1,
+                ["guidance_rescale", "guidance_interval"],
+                "with sampling.guidance_scale=1",
+                "set another scale",
+            ),
+            (
+                self.solver != "heun",
+                ["s_churn"],
+                f"with sampling.solver={self.solver}",
+                "use sampling.solver=heun",
+            ),
+            (
+                self.solver != "heun" or not self.s_churn,
+                ["s_tmin", "s_tmax", "s_noise"],
+                "without sampling.s_churn",
+                "set sampling.s_churn with sampling.solver=heun",
+            ),
+        ]
+        return [(names, where, cure) for unused, names, where, cure in groups if unused]

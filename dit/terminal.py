@@ -1,22 +1,29 @@
-"""Print text on a terminal without the control characters that names, errors and records of strangers may have."""
+"""Terminal output without control characters, which names, errors and records from untrusted sources may contain."""
 
 import logging
+import multiprocessing
+import os
 import sys
 from typing import Optional, TextIO
 
-KEPT = "\n\t"
-"""Control characters that are printed."""
+ALLOWED_CONTROLS = "\n\t"
+"""Control characters that are printed unchanged."""
 
 
-def printable(text: str, kept: str = KEPT) -> str:
-    """Replace characters that a terminal executes or hides, such as escape sequences: spaces by " ", others by "?".
+def printable(text: str, kept: str = ALLOWED_CONTROLS) -> str:
+    """Replace characters that a terminal executes or hides, such as escape sequences: whitespace by " ", others by "?".
 
     Args:
-        kept: control characters that stay.
+        kept: control characters that are not replaced.
     """
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() or c in kept else " " if c.isspace() else "?" for c in text)
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number of things: "1 sample", "1,200 samples"."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
 def echo(*values: object, sep: str = " ", end: str = "\n", file: Optional[TextIO] = None, flush: bool = False) -> None:
@@ -24,14 +31,20 @@ def echo(*values: object, sep: str = " ", end: str = "\n", file: Optional[TextIO
     print(printable(sep.join(map(str, values))), end=end, file=file, flush=flush)
 
 
+def announce(text: str) -> None:
+    """Print what a command does next to stderr, at once; only the main process of the first rank prints."""
+    if os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None:
+        echo(text, file=sys.stderr, flush=True)
+
+
 class _Stderr(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             echo(self.format(record), file=sys.stderr, flush=True)
-        except Exception:  # as every handler of `logging`: a message that cannot be printed ends no run
+        except Exception:  # as in every `logging` handler: a message that cannot be printed must not stop a run
             self.handleError(record)
 
 
 def log_to_stderr(level: int = logging.WARNING) -> None:
-    """Print the messages of the log from this level on; does nothing if the log already has a destination."""
+    """Print log messages of at least this level; does nothing if logging is already configured."""
     logging.basicConfig(level=level, format="%(message)s", handlers=[_Stderr()])

@@ -1,7 +1,7 @@
-"""Random changes of pictures and clips while they are read.
+"""Random augmentation of pictures and clips at load time.
 
-Every draw is a function of (seed, stream, number of the sample in its stream, sample id), so a resumed run makes the
-same crops and flips, in whatever process it reads.
+Every random draw is a function of (seed, stream, number of the sample in its stream, sample id), so a resumed run makes
+the same crops and flips in any process.
 """
 
 from dataclasses import dataclass
@@ -21,9 +21,9 @@ class Visit:
     """One reading of one sample: the address of its random numbers.
 
     Attributes:
-        seed: of the run.
-        stream: global stream that reads.
-        number: how many samples the stream read before from the same member of a blend.
+        seed: seed of the run.
+        stream: global stream that reads the sample.
+        number: number of samples that the stream read before from the same member of a blend.
         sample: id of the sample.
     """
 
@@ -33,25 +33,25 @@ class Visit:
     sample: int
 
     def generator(self, purpose: str = "") -> np.random.Generator:
-        """Return random numbers that belong to this visit and one use of it: Philox (Salmon et al. 2011), keyed so."""
+        """Return the random generator for one use in this visit: Philox (Salmon et al. 2011) with an address as key."""
         address = f"{self.seed}/{self.stream}/{self.number}/{self.sample}{purpose}".encode()
         return np.random.Generator(np.random.Philox(key=int.from_bytes(blake2b(address, digest_size=16).digest())))
 
     def caption(self, count: int) -> int:
-        """Return which of `count` captions is read, each as likely."""
+        """Draw the index of one of `count` captions, uniformly."""
         return int(self.generator("/caption").integers(count))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Augmentation:
-    """Resize, crop and flip, in this order; all frames of a clip alike.
+    """Resize, crop and flip, in this order; the same for all frames of a clip.
 
     Attributes:
-        smallest_side: resize so that the smaller side has this many pixels, the ratio of the sides kept (bicubic,
-            antialiased); None for the stored size.
-        crop: height and width to cut out; None cuts only borders, to multiples of `multiple_of`.
-        random_crop: whether the place of the crop is drawn uniformly; else the centre.
-        flip: probability of a mirrored picture.
+        smallest_side: resize the smaller side to this many pixels and keep the aspect ratio (bicubic, antialiased);
+            None for the stored size.
+        crop: height and width of the crop; None crops only to multiples of `multiple_of`.
+        random_crop: whether the crop position is drawn uniformly; otherwise the centre is used.
+        flip: probability of a horizontal flip.
         multiple_of: sides are multiples of this.
     """
 
@@ -62,7 +62,7 @@ class Augmentation:
     multiple_of: int = 1
 
     def __call__(self, pixels: Tensor, visit: Visit) -> Tensor:
-        """Change a picture or clip.
+        """Augment a picture or clip.
 
         Args:
             pixels: uint8 `[3, T, H, W]`.
@@ -71,7 +71,7 @@ class Augmentation:
             uint8 `[3, T, h, w]`.
 
         Raises:
-            FilteredOutError: it is smaller than the crop.
+            FilteredOutError: the picture is smaller than the crop.
         """
         random = visit.generator()
         if self.smallest_side is not None:
@@ -80,9 +80,9 @@ class Augmentation:
         of = self.multiple_of
         h, w = self.crop or (height // of * of, width // of * of)
         if h > height or w > width or not h or not w:
-            wanted = f"{h} x {w}" if self.crop else f"multiples of {of}"
-            raise FilteredOutError("too_small", f"{height} x {width} pixels, cut to {wanted}")
-        # Always three numbers, so that another size does not change the flip.
+            target = f"{h} x {w}" if self.crop else f"multiples of {of}"
+            raise FilteredOutError("too_small", f"{height} x {width} pixels, cropped to {target}")
+        # Always draw three numbers, so that the size does not change the flip.
         y, x, mirror = random.random(3)
         if not (self.random_crop and self.crop):
             y = x = 0.5

@@ -1,8 +1,8 @@
-"""Read a stream in a process of its own, ahead of training.
+"""Reading a stream in a separate process, ahead of training.
 
-The worker makes deliveries until it is far enough ahead. Behind every few of them it sends the position that the stream
-has there. So the position of what training has consumed is known without asking the worker: the last one that was
-passed, and the number of deliveries since. Saving does not wait, whatever the worker is doing.
+The worker makes items until it is far enough ahead. With every few items it sends its position in the stream. So the
+position of the consumed data is known without asking the worker: the last position received, and the number of items
+since. Saving does not wait for the worker.
 """
 
 import os
@@ -21,25 +21,25 @@ from energon_data.streams import Position, Source, StreamItem
 from energon_data.worker import Job, Message
 
 POSITION_EVERY = 32
-"""Deliveries from one position to the next. A resumed run reads up to as many again."""
+"""Items between two positions. A resumed run reads up to this many items again."""
 AHEAD = Ahead()
 
 
 def read_ahead(open_source: Callable[[], Source], name: str) -> Source:
-    """Return a stream that a worker process reads; off Linux, one that this process reads. Arguments as below."""
+    """Return a stream that a worker process reads (on Linux) or this process; arguments as in `BackgroundSource`."""
     return BackgroundSource(open_source, name) if sys.platform == "linux" else open_source()
 
 
 class BackgroundSource:
     """A stream that a worker process reads.
 
-    The worker is started at once, since it needs seconds to import what it needs. It ends with this object, with the
-    training process, or with `close`.
+    The worker is started immediately, because its imports take seconds. It exits with this object, with the training
+    process, or with `close`.
 
     Args:
-        open_source: opens the stream, here and in the worker, to which it is pickled; read in this process the stream
-            gives the same.
-        name: of the stream, for messages.
+        open_source: opens the stream, in this process and, pickled, in the worker; the stream must give the same items
+            in both.
+        name: name of the stream, for messages.
     """
 
     def __init__(self, open_source: Callable[[], Source], name: str) -> None:
@@ -47,16 +47,16 @@ class BackgroundSource:
         self._base: Optional[bytes] = None
         self._since = 0
         job = pickle.dumps(Job(open_source, os.getcwd(), POSITION_EVERY, AHEAD))
-        self._channel, theirs = socket.socketpair()
-        with theirs:
-            self._worker = nursery_of(os.getpid()).start(theirs)
+        self._channel, worker_end = socket.socketpair()
+        with worker_end:
+            self._worker = nursery_of(os.getpid()).start(worker_end)
         self._inbox = Inbox(self._channel)
         self._stop = weakref.finalize(self, _stop, self._worker, self._channel)
-        with suppress(GoneError):  # said by `next`
+        with suppress(GoneError):  # raised again by `next`
             send_pickle(self._channel, job)
 
     def next(self) -> StreamItem:
-        """Return the next delivery; do not call after a failure.
+        """Return the next item; do not call after a failure.
 
         Raises:
             RuntimeError: the worker was killed.
@@ -79,25 +79,25 @@ class BackgroundSource:
         return message.delivery
 
     def _ended(self) -> str:
-        """Wait for the worker to end, and say how it did."""
+        """Wait for the worker to exit, and describe how it exited."""
         code = self._worker.wait()
         if code is None:
             return "is gone, as is the process that started it"
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
 
     def state(self) -> Position:
-        """Return the last position that was passed, and the deliveries since."""
+        """Return the last position received, and the number of items since."""
         if self._base is None:
             return self._source.state()
-        state, behind = pickle.loads(self._base)
-        return Position(state, behind + self._since)
+        state, offset = pickle.loads(self._base)
+        return Position(state, offset + self._since)
 
     def adapt(self, position: Position) -> Position:
-        """Return an equal position for the present settings."""
+        """Convert a position to one that is equal under the current settings."""
         return self._source.adapt(position)
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from `state`; called before the first `next`."""
+        """Continue from `state`; call before the first `next`."""
         self._source.load(state)
 
     def close(self) -> None:

@@ -1,11 +1,11 @@
-"""Blends of data set folders by weight, stated as a setting; the weights may change at given steps of a run.
+"""Blends of data set folders by weight, defined by settings; weights may change at given steps of a run.
 
     data.blend=[{path: data/images, weight: [1, 1]}, {path: data/clips, weight: [0, 3]}]  data.blend_steps=[10000]
 
     step      0 ............ 9999 | 10000 .........
     weights   images 1            | images 1, clips 3          stage 0 | stage 1
 
-A stage is a pass of its own: its data are shuffled anew, from their beginning.
+Each stage starts a new pass: its data are shuffled again, and read from the beginning.
 """
 
 import tempfile
@@ -29,8 +29,8 @@ class Member:
     """A data set of a blend.
 
     Attributes:
-        path: its folder, or a metadataset file.
-        weights: its part in each stage, relative to the other members.
+        path: folder, or a metadataset file.
+        weights: weight in each stage, relative to the other members.
     """
 
     path: str
@@ -41,17 +41,17 @@ def read_blend(blend: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> list
     """Read the settings `data.blend` and `data.blend_steps`.
 
     Args:
-        blend: `path`, and `weight`: a number, or a list of one for each stage.
-        steps: first steps of the second stage and later ones.
+        blend: entries with `path` and `weight`: a number, or a list with one number per stage.
+        steps: first step of each stage after the first.
 
     Raises:
-        ConfigError: an entry has other keys, weights do not fit the stages, or a stage has no data.
+        ConfigError: an entry has other keys, the number of weights does not match the stages, or a stage has no data.
     """
     stages = len(steps) + 1
     if list(steps) != sorted(set(steps)):
-        raise ConfigError(f"data.blend_steps={list(steps)} must rise")
+        raise ConfigError(f"data.blend_steps={list(steps)} must be ascending")
     if not blend:
-        raise ConfigError("data.blend names no data; write data.blend=[{path: DIR, weight: 1}, ...]")
+        raise ConfigError("data.blend is empty; write data.blend=[{path: DIR, weight: 1}, ...]")
     members = []
     for entry in blend:
         if not isinstance(entry, Mapping) or set(entry) - _KEYS or not isinstance(entry.get("path"), str):
@@ -77,10 +77,10 @@ def read_blend(blend: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> list
 
 @contextmanager
 def metadataset(parts: Mapping[str, float], split: str) -> Iterator[str]:
-    """Write an Energon metadataset, to be read while the context lasts.
+    """Write an Energon metadataset that exists in this context.
 
     Args:
-        parts: weight of each folder; those of weight 0 are left out.
+        parts: weight of each folder; folders of weight 0 are skipped.
         split: name of the split, the same in all folders.
     """
     blend = [{"path": str(Path(path).absolute()), "weight": weight} for path, weight in parts.items() if weight]
@@ -99,18 +99,18 @@ class StagedSource:
     """A stream that reads one source after another.
 
     Args:
-        stages: open the source of each stage.
-        ends: micro-batches delivered when a stage ends, for all stages but the last; rising.
+        stages: functions that open the source of each stage.
+        ends: number of micro-batches after which each stage except the last ends; ascending.
     """
 
     def __init__(self, stages: Sequence[Callable[[], Source]], ends: Sequence[int]) -> None:
         self._stages, self._ends = stages, ends
-        self._delivered = 0
+        self._num_items = 0
         self._source: Optional[Source] = None
 
     @property
     def _stage(self) -> int:
-        return sum(self._delivered >= end for end in self._ends)
+        return sum(self._num_items >= end for end in self._ends)
 
     def _open(self) -> Source:
         if self._source is None:
@@ -118,21 +118,21 @@ class StagedSource:
         return self._source
 
     def next(self) -> StreamItem:
-        """Return the next delivery; do not call after a failure."""
-        delivery = self._open().next()
+        """Return the next item; do not call after a failure."""
+        item = self._open().next()
         before = self._stage
-        self._delivered += 1
+        self._num_items += 1
         if self._stage != before:
             self.close()
-        return delivery
+        return item
 
     def state(self) -> Position:
-        """Return the deliveries, and the state of the stage."""
-        state, behind = self._open().state()
-        return Position({"delivered": self._delivered, "ends": list(self._ends), "stage": state}, behind)
+        """Return the number of items, and the state of the stage."""
+        state, offset = self._open().state()
+        return Position({"delivered": self._num_items, "ends": list(self._ends), "stage": state}, offset)
 
     def adapt(self, position: Position) -> Position:
-        """Return an equal position for the present settings.
+        """Convert a position to one that is equal under the current settings.
 
         Raises:
             ConfigError: the stages ended at other micro-batches, or settings changed just before the end of a stage.
@@ -145,23 +145,23 @@ class StagedSource:
                 f"{ends} when the position in the data was saved; set training.micro_batch_size so that micro-batches "
                 "have as many samples as then"
             )
-        self._delivered = state["delivered"]
+        self._num_items = state["delivered"]
         self.close()
-        saved = Position(state["stage"], position.behind)
+        saved = Position(state["stage"], position.offset)
         adapted = self._open().adapt(saved)
         if adapted is saved:
             return position
-        delivered = self._delivered + position.behind
-        if any(self._delivered < end <= delivered for end in self._ends):
+        num_items = self._num_items + position.offset
+        if any(self._num_items < end <= num_items for end in self._ends):
             raise ConfigError(
                 "data.pack_multiple_of changes a few micro-batches before a step of data.blend_steps; resume with the "
                 "former value until that step is saved"
             )
-        return Position({"delivered": delivered, "ends": ends, "stage": adapted.state})
+        return Position({"delivered": num_items, "ends": ends, "stage": adapted.state})
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from `state`; called before the first `next`."""
-        self._delivered = state["delivered"]
+        """Continue from `state`; call before the first `next`."""
+        self._num_items = state["delivered"]
         self.close()
         self._open().load(state["stage"])
 

@@ -1,4 +1,4 @@
-"""Which changes of pictures settings may ask for, checked before anything is read."""
+"""Checks of the settings that change pictures at load time, before anything is read."""
 
 from typing import NamedTuple, Optional
 
@@ -8,7 +8,7 @@ from dit.errors import ConfigError
 
 
 class ChangesOfPixels(NamedTuple):
-    """The settings of `EnergonData` that change pictures while they are read, by their names."""
+    """Settings of `EnergonData` that change pictures at load time."""
 
     resize_side: Optional[int]
     crop_size: Optional[list[int]]
@@ -17,34 +17,34 @@ class ChangesOfPixels(NamedTuple):
 
     @property
     def size_or_side(self) -> bool:
-        """Whether the picture itself is changed."""
+        """Whether settings change the picture itself."""
         return self.resize_side is not None or self.crop_size is not None or self.flip > 0
 
 
 def check_changes(changes: ChangesOfPixels, spec: BatchSpec, multiple: int, *, online: bool) -> None:
-    """Check sizes of crops, and that pictures are all that is changed.
+    """Check crop sizes, and that the settings change nothing except pictures.
 
     Args:
-        multiple: of the sides of a crop, in pixels.
+        multiple: sides of a crop must be multiples of this, in pixels.
         online: an autoencoder of the training device encodes the pictures.
 
     Raises:
-        ConfigError: they do not fit each other or the model.
+        ConfigError: the settings contradict each other or the model.
     """
     low = spec.condition(LOW_RESOLUTION.name)
     if changes.corrupt_low_resolution and (low is None or low.derive is None):
         raise ConfigError(
-            "data.corrupt_low_resolution changes the small pictures that are made for a super-resolution model, and "
+            "data.corrupt_low_resolution changes the low-resolution pictures of a super-resolution model, and "
             "this model takes none; set it to false"
         )
     if not changes.size_or_side:
         return
-    # What is made from the picture is made from the changed one.
-    beside = [c.what for c in spec.conditions if c.axis == "latent" and c.derive is None]
-    if beside:
+    # Conditions derived from the picture are derived from the changed picture.
+    others = [c.what for c in spec.conditions if c.axis == "latent" and c.derive is None]
+    if others:
         raise ConfigError(
-            f"data.resize_side, crop_size and flip change the picture, and not the {' or '.join(beside)} that the "
-            "model takes beside it; unset them and prepare the data in the size wanted"
+            f"data.resize_side, crop_size and flip change the picture, and not the {' or '.join(others)} that the "
+            "model takes in addition; unset them and prepare the data in the required size"
         )
     size, side = changes.crop_size, changes.resize_side
     if size is None:

@@ -1,4 +1,4 @@
-"""A contact sheet: pictures of any sizes as tiles, each with two lines below it."""
+"""Contact sheets: pictures of any size as tiles, each with two lines of text."""
 
 import math
 from collections.abc import Sequence
@@ -13,10 +13,10 @@ LINE = 15
 
 
 def tile_of(frame: Tensor) -> Image.Image:
-    """Return a frame as a picture that fits a tile.
+    """Convert a frame to a picture that fits a tile.
 
     Args:
-        frame: `[C, H, W]`; 1 or 3 channels are pixels in [-1, 1], of others a preview is made.
+        frame: `[C, H, W]`; 1 or 3 channels are pixels in [-1, 1]; other numbers of channels are drawn as a preview.
     """
     picture = Image.fromarray(to_bytes(to_pictures(frame[None, :, None])[0, :, 0]).numpy())
     scale = TILE / max(picture.size)
@@ -31,7 +31,7 @@ def contact_sheet(entries: Sequence[tuple[Tensor, str, str]]) -> Image.Image:
     """Arrange frames in a grid, about as wide as high.
 
     Args:
-        entries: the frame `[C, H, W]` of each tile, and its two lines, which are cut at the tile's width.
+        entries: frame `[C, H, W]` of each tile and its two lines, which are truncated at the tile's width.
     """
     columns = math.ceil(math.sqrt(len(entries)))
     rows = -(-len(entries) // columns)

@@ -1,4 +1,4 @@
-"""What a prepared folder says of itself, for a recipe that takes its sizes from the data."""
+"""Description of a prepared folder, for recipes that take their sizes from the data."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +15,19 @@ class Contents:
     """The sizes, conditions and counts of a data set, from its `dataset.json`.
 
     Attributes:
-        shapes: (C, T, H, W) of latents or pixels, each different one once.
-        is_latent: an autoencoder made them.
-        context_size: width of the text embeddings; None without.
-        num_classes: 0 unless every sample has a class.
-        captions: a few of them.
-        num_train, num_held_out: samples; None where the file does not say.
+        shapes: distinct (C, T, H, W) of latents or pixels.
+        is_latent: whether an autoencoder encoded the samples.
+        context_size: width of the text embeddings; None without texts.
+        text_encoder: encoder of the texts, as in `dit.encoders.text_config`; None if the file does not state it.
+        num_classes: number of classes; 0 unless every sample has a class.
+        captions: a few captions.
+        num_train, num_held_out: number of samples; None if the file does not state it.
     """
 
     shapes: tuple[Shape, ...]
     is_latent: bool
     context_size: Optional[int]
+    text_encoder: Optional[str] = None
     num_classes: int
     captions: tuple[str, ...]
     num_train: Optional[int]
@@ -39,26 +41,29 @@ class Contents:
             None if there is no such folder.
 
         Raises:
-            DataError: it has no description, or not the sizes of its samples.
+            DataError: the folder has no description, or its description lacks the sizes of samples.
         """
         if not folder.exists():
             return None
         file = folder / "dataset.json"
-        again = "make the folder with `python -m energon_data.prepare`, or name all sizes in a recipe of your own"
+        cure = "make the folder with `python -m energon_data.prepare`, or give all sizes in your recipe"
         try:
-            found: Any = parse_json(read_bytes(file))
-            named = [[int(side) for side in shape.split("x")] for shape in found.get("shapes", ())]
-            shapes = [(c, t, h, w) for c, t, h, w in named or [found["latent_shape"]]]
-            counts = found.get("samples", {})
-            all_labelled = "labelled" not in found or found["labelled"] == sum(counts.values())
+            description: Any = parse_json(read_bytes(file))
+            named = [[int(side) for side in shape.split("x")] for shape in description.get("shapes", ())]
+            shapes = [(c, t, h, w) for c, t, h, w in named or [description["latent_shape"]]]
+            counts = description.get("samples", {})
+            all_labelled = "labelled" not in description or description["labelled"] == sum(counts.values())
             return cls(
                 shapes=tuple(shapes),
-                is_latent=found.get("vae") is not None,
-                context_size=found.get("context_size"),
-                num_classes=(len(found.get("class_names") or ()) or found.get("num_classes", 0)) if all_labelled else 0,
-                captions=tuple(found.get("captions", ())),
+                is_latent=description.get("vae") is not None,
+                context_size=description.get("context_size"),
+                text_encoder=description.get("text_encoder"),
+                num_classes=(len(description.get("class_names") or ()) or description.get("num_classes", 0))
+                if all_labelled
+                else 0,
+                captions=tuple(description.get("captions", ())),
                 num_train=counts.get("train"),
                 num_held_out=counts.get("val", 0) if counts else None,
             )
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise DataError(f"{file} does not say what the data hold ({error!r}); {again}") from error
+            raise DataError(f"{file} does not describe the data ({error!r}); {cure}") from error

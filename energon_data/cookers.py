@@ -1,9 +1,9 @@
-"""From the decoded parts of a sample to a `Clip`.
+"""Conversion of the decoded parts of a sample to a `Clip`.
 
-A sample has a part `latent.npy` or `latent.safetensors` (`[C, T, H, W]`, or `[C, H, W]` for an image), or else a
-picture or video called `pixels`, whose values in [-1, 1] are the latent of a model with three channels. Its conditions
-are arrays in parts of their own, or numbers in the metadata, named as in `dit.conditions.Condition.stored_as`; those
-that the model does not take are not read. Other metadata that is used: `loss_weight`, and what settings limit.
+A sample has a part `latent.npy` or `latent.safetensors` (`[C, T, H, W]`, or `[C, H, W]` for an image), or a picture or
+video called `pixels`, whose values in [-1, 1] are the latent of a model with three channels. Conditions are separate
+array parts, or numbers in the metadata, named as in `dit.conditions.Condition.stored_as`; those that the model does not
+take are not read. Other metadata: `loss_weight`, and values that settings limit.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from megatron.energon import Cooker, stateless
 from torch import Tensor
 
 from dit.batch import pixel_values
+from dit.condition_table import SIZE_AND_CROP
 from dit.conditions import Condition, Value
 from dit.data_api import sample_id
 from dit.encoders.vae import Geometry
@@ -24,7 +25,7 @@ from energon_data.media_files import PICTURES, VIDEOS, read_pixels
 from energon_data.samples import CAPTIONS, LATENT, META_PART, PIXELS, Clip, SampleError, finite_number, stem_of_wording
 
 LOSS_WEIGHT_RANGE = (0.0, 1e3)
-"""Allowed loss weights of a sample: none is negative, none dominates all others."""
+"""Allowed loss weights of a sample: not negative, and not so large that one sample dominates."""
 
 
 def _tensor(sample: dict[str, Any], stem: str) -> Optional[Tensor]:
@@ -40,7 +41,7 @@ def _tensor(sample: dict[str, Any], stem: str) -> Optional[Tensor]:
     elif len(tensors) == 1:
         tensor = next(iter(tensors.values()))
     else:
-        raise SampleError("wrong_part", f"{stem}.safetensors holds {sorted(tensors)}, none is called {stem!r}")
+        raise SampleError("wrong_part", f"{stem}.safetensors has {sorted(tensors)}, none is called {stem!r}")
     if not tensor.is_floating_point():
         raise SampleError("wrong_part", f"the {stem} holds {tensor.dtype}; store a real floating-point type")
     return tensor
@@ -49,7 +50,7 @@ def _tensor(sample: dict[str, Any], stem: str) -> Optional[Tensor]:
 def _from_numpy(value: np.ndarray, stem: str) -> Tensor:
     try:
         return torch.from_numpy(value)
-    except (TypeError, ValueError) as error:  # ValueError: another byte order than this machine's
+    except (TypeError, ValueError) as error:  # ValueError: a byte order that differs from this machine's
         raise SampleError("wrong_part", f"{stem}.npy holds {value.dtype}, which is no number type of torch") from error
 
 
@@ -66,13 +67,13 @@ def _number(metadata: dict[str, Any], names: tuple[str, ...], limits: tuple[floa
     """Return the first existing entry of `names`, None if there is none.
 
     Raises:
-        SampleError: it is not a number between the limits.
+        SampleError: the entry is not a number between the limits.
     """
     for name in names:
         if metadata.get(name) is not None:
             value = finite_number(metadata, name)
             if not limits[0] <= value <= limits[1]:
-                raise SampleError("metadata", f"{name} is {value:g}, sound are {limits[0]:g} to {limits[1]:g}")
+                raise SampleError("metadata", f"{name} is {value:g}, must be {limits[0]:g} to {limits[1]:g}")
             return value
     return None
 
@@ -81,13 +82,13 @@ def read_condition(condition: Condition, clip: Clip) -> Optional[Value]:
     """Read a condition from a sample's metadata or parts; None if it has none and it is optional.
 
     Raises:
-        SampleError: the sample lacks it, or it has the wrong type, rank or width, or is out of range.
+        SampleError: the condition is missing, has the wrong type, rank or width, or is out of range.
     """
     return _read_number(condition, clip) if condition.is_number else _read_array(condition, clip)
 
 
 def _read_number(condition: Condition, clip: Clip) -> Optional[float]:
-    """Read a number of the metadata; a class must be an integer in the range of the model."""
+    """Read a number from the metadata; a class must be an integer in the model's range."""
     name = condition.stored_as[0]
     value = _number(clip.metadata, condition.stored_as, condition.limits)
     if value is None:
@@ -99,10 +100,10 @@ def _read_number(condition: Condition, clip: Clip) -> Optional[float]:
     elif not value.is_integer():
         raise SampleError("metadata", f"{name} is {value:g}, not a whole number; classes count from 0")
     else:
-        found = condition.out_of_range(value)
-        if found is None:
+        range_error = condition.out_of_range(value)
+        if range_error is None:
             return int(value)
-        fault = found
+        fault = range_error
     raise SampleError(condition.name, f"the {name} is {fault}; correct the metadata{condition.or_without}")
 
 
@@ -111,11 +112,13 @@ def _range(condition: Condition) -> str:
 
 
 def _read_array(condition: Condition, clip: Clip) -> Tensor:
-    """Read an array part; a picture gets the frames of the latent."""
-    # What is stored once belongs to all captions.
+    """Read an array part; a picture is repeated for all frames of the latent."""
+    # Parts that are stored once belong to all captions.
     stems = [stem_of_wording(name, i) for i in dict.fromkeys((clip.wording, 0)) for name in condition.stored_as]
     tensors = (_tensor(clip.parts, stem) for stem in stems)
     value = next((x for x in tensors if x is not None), None)
+    if value is None and condition.axis == "sample":
+        value = _list_of_numbers(clip.metadata, condition.stored_as)
     if value is None and condition.derive is not None:
         if clip.corrupt is not None and isinstance(condition.derive, LowResolution):
             return condition.derive(clip.latent, clip.corrupt)
@@ -132,10 +135,23 @@ def _read_array(condition: Condition, clip: Clip) -> Tensor:
         if value.dim() == 3:
             value = value[:, None]
         if value.dim() == 4 and value.shape[1] == 1:
-            value = value.expand(-1, clip.latent.shape[1], -1, -1)  # as the latent of an image, which is repeated
+            value = value.expand(-1, clip.latent.shape[1], -1, -1)  # like the latent of an image, which is repeated
     if fault := condition.wrong_shape(value, clip.latent.shape[1:]):
         raise SampleError("wrong_shape", fault)
     return value if condition.dtype is None else value.to(condition.dtype)
+
+
+def _list_of_numbers(metadata: dict[str, Any], names: tuple[str, ...]) -> Optional[Tensor]:
+    """Return the first entry of `names` that is a list, float32; None if there is none.
+
+    Raises:
+        SampleError: it holds something else than finite numbers.
+    """
+    listed = next(((name, metadata[name]) for name in names if isinstance(metadata.get(name), list)), None)
+    if listed is None:
+        return None
+    name, values = listed
+    return torch.tensor([finite_number({name: value}, name) for value in values])
 
 
 def read_caption(clip: Clip) -> str:
@@ -151,7 +167,7 @@ def read_caption(clip: Clip) -> str:
 
 
 def _without_values(pixels: Tensor, vae: Geometry) -> Tensor:
-    """Return zeros of the shape of the latent of these pixels; they take no memory.
+    """Return zeros in the shape of the latent of these pixels, without allocating memory.
 
     Raises:
         SampleError: pixels of this size cannot be encoded.
@@ -165,12 +181,12 @@ def _without_values(pixels: Tensor, vae: Geometry) -> Tensor:
 def _media(
     sample: dict[str, Any], vae: Optional[Geometry], change: Optional[Callable[[Tensor], Tensor]]
 ) -> tuple[Tensor, Optional[Tensor], Optional[tuple[int, int, int]]]:
-    """Return the latent (without values if it is encoded later), the pixels to encode, and the stored pixels' shape."""
+    """Return the latent (without values if encoded later), the pixels to encode, and the shape of stored pixels."""
     stored = None if vae is not None else _tensor(sample, LATENT)
     if stored is not None and change is not None:
         raise SampleError(
             "not_pixels",
-            "the sample holds a latent, which cannot be resized, cropped or flipped: the latent of a mirrored picture "
+            "the sample has a latent, which cannot be resized, cropped or flipped: the latent of a mirrored picture "
             "is not the mirrored latent; unset data.resize_side, crop_size and flip, or prepare the data without --vae",
         )
     if stored is not None:
@@ -197,21 +213,25 @@ def _media(
 def cook_clip(
     sample: dict[str, Any], vae: Optional[Geometry] = None, change: Optional[Callable[[Tensor], Tensor]] = None
 ) -> Clip:
-    """Read latent and metadata from the decoded parts.
+    """Create a clip from the decoded parts of a sample.
 
     Args:
-        vae: of the training device, which encodes the pixels; None if latents are stored or pixels are the latents.
+        vae: autoencoder that encodes pixels on the training device; None if latents are stored or pixels are the
+            latents.
         change: augments pixels, uint8 `[3, T, H, W]`.
 
     Raises:
-        SampleError: there is no latent, it has the wrong rank or type, or its weight is out of range.
+        SampleError: the latent is missing or has the wrong rank or type, or the loss weight is out of range.
     """
     metadata = sample[META_PART]
     latent, pixels, pixel_shape = _media(sample, vae, change)
     if latent.dim() == 3:
         latent = latent[:, None]
     if latent.dim() != 4 or 0 in latent.shape:
-        raise SampleError("wrong_shape", f"the latent has shape {list(latent.shape)}, wanted [C, T, H, W]")
+        raise SampleError("wrong_shape", f"the latent has shape {list(latent.shape)}, expected [C, T, H, W]")
+    if pixel_shape not in (None, tuple((latent if pixels is None else pixels).shape[-3:])):
+        # The picture was cropped or resized at load time, so the stored sizes no longer apply.
+        metadata = {name: value for name, value in metadata.items() if name != SIZE_AND_CROP.name}
     weight = _number(metadata, ("loss_weight",), LOSS_WEIGHT_RANGE)
     key = sample["__key__"]
     return Clip(

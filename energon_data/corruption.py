@@ -1,9 +1,9 @@
-"""Corruption of the small pictures of a super-resolution model, so that it learns to enlarge imperfect ones.
+"""Corruption of the low-resolution pictures of a super-resolution model, so that it learns to enlarge imperfect ones.
 
-The small picture is made from the sample, corrupted, and enlarged to the sample's size. A first blur and JPEG see it at
-its own size. Where it is resized (`enlarge`, `reduce`), noise and a second blur come at the other size, before it is
-brought back. All that is drawn belongs to one visit of the sample (`energon_data.augment.Visit`), so a resumed run
-corrupts alike, to the bit.
+The low-resolution picture is made from the sample, corrupted, and enlarged to the sample's size. The first blur and
+JPEG are applied at its original size. If it is resized (`enlarge`, `reduce`), noise and the second blur are applied at
+the other size, before it is resized back. All random draws belong to one visit of the sample
+(`energon_data.augment.Visit`), so a resumed run makes bitwise the same corruption.
 """
 
 import io
@@ -18,12 +18,12 @@ from torch.nn.functional import conv2d, interpolate, pad
 from dit.media import open_image
 
 GREYS = 255.0
-"""Levels of a stored picture: noise is given in them, as its strengths are published."""
+"""Grey levels of a stored picture, the unit of published noise strengths."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """Numbers drawn evenly between two ends."""
+    """A range of numbers to draw from uniformly."""
 
     low: float
     high: float
@@ -34,20 +34,20 @@ class Span:
 
 @dataclass(frozen=True, kw_only=True)
 class Corruption:
-    """Blur, another size, noise, blur and noise again, JPEG: in this order, of the small picture.
+    """Blur, resizing, noise, second blur and noise, JPEG, in this order, on the low-resolution picture.
 
     Attributes:
         blur: probability of each of the two Gaussian blurs.
-        max_radius: of a blur in pixels, drawn from 1 on; the deviation follows from it, see `blur_sigma`.
-        enlarge, reduce: probabilities that the picture is resized to a larger or smaller one, and back at the end.
-        scale: smallest and largest size, of 1.
-        noise: deviation of the first Gaussian noise, in grey levels of 255.
-        second_noise: of the second.
-        poisson: strength of Poisson noise, whose variance is the grey level's at 1.
+        max_radius: largest blur radius in pixels; the radius is drawn from 1 on and determines sigma, see `blur_sigma`.
+        enlarge, reduce: probabilities that the picture is enlarged or reduced, and resized back at the end.
+        scale: smallest and largest size relative to the original.
+        noise: standard deviation of the first Gaussian noise, in grey levels of 255.
+        second_noise: standard deviation of the second Gaussian noise.
+        poisson: strength of Poisson noise, whose variance equals the grey level at strength 1.
         jpeg: probability of JPEG, at a `quality` of 1 to 100.
 
     Source: the `corruption_aug` settings of NVIDIA NeMo's Imagen, which no release implements: probabilities and ranges
-    are theirs, the order, and what a radius means (OpenCV's rule), are of this project.
+    are theirs; the order, and the meaning of a radius (OpenCV's rule), are defined by this project.
     """
 
     blur: float = 0.2
@@ -62,16 +62,16 @@ class Corruption:
     quality: Span = Span(low=75, high=95)
 
     def __call__(self, picture: Tensor, random: np.random.Generator) -> Tensor:
-        """Corrupt a small picture or clip; all frames with the same strengths, each with noise of its own.
+        """Corrupt a low-resolution picture or clip; frames share the strengths, but have different noise.
 
         Args:
             picture: `[C, T, h, w]` in [-1, 1]; 3 channels for JPEG.
-            random: of one visit.
+            random: generator of one visit.
 
         Returns:
             `[C, T, h, w]` float32 in [-1, 1].
         """
-        # All strengths are drawn first and always, so that one probability does not change the other draws.
+        # Always draw all strengths first, so that one probability does not change the other draws.
         choices = random.random(4)
         radii = random.integers(1, self.max_radius + 1, 2)
         larger, smaller = random.uniform(1.0, self.scale.high), random.uniform(self.scale.low, 1.0)
@@ -95,12 +95,12 @@ class Corruption:
 
 
 def blur_sigma(radius: int) -> float:
-    """Return the deviation of a Gaussian blur in pixels: OpenCV's for a kernel of 2 radius + 1."""
+    """Return the standard deviation of a Gaussian blur in pixels: OpenCV's rule for a kernel of 2 radius + 1."""
     return 0.3 * (radius - 1) + 0.8
 
 
 def blurred(x: Tensor, radius: int) -> Tensor:
-    """Convolve pictures `[..., h, w]` with a Gaussian of 2 radius + 1 pixels; the borders are repeated outward."""
+    """Convolve pictures `[..., h, w]` with a Gaussian of 2 radius + 1 pixels; border pixels are replicated."""
     offsets = torch.arange(-radius, radius + 1, dtype=torch.float32)
     kernel = torch.exp(-0.5 * (offsets / blur_sigma(radius)) ** 2)
     kernel = kernel / kernel.sum()
@@ -109,7 +109,7 @@ def blurred(x: Tensor, radius: int) -> Tensor:
 
 
 def resized(x: Tensor, scale: float) -> Tensor:
-    """Return pictures `[..., h, w]` at `scale` times their sides, rounded, at least a pixel."""
+    """Resize pictures `[..., h, w]` to `scale` times their sides, rounded, at least one pixel."""
     return _to_size(x, (max(1, round(x.shape[-2] * scale)), max(1, round(x.shape[-1] * scale))))
 
 
@@ -125,7 +125,7 @@ def with_noise(x: Tensor, sigma: float, random: np.random.Generator) -> Tensor:
 
 
 def with_poisson_noise(x: Tensor, strength: float, random: np.random.Generator) -> Tensor:
-    """Add strength * (Poisson(g) - g) to pictures in [-1, 1], g their grey level: brighter pixels get more noise."""
+    """Add strength * (Poisson(g) - g) to pictures in [-1, 1], g the grey level: brighter pixels get more noise."""
     grey = (x.clamp(-1, 1) + 1) / 2 * GREYS
     drawn = torch.from_numpy(random.poisson(grey.double().numpy()).astype(np.float32))
     return x + 2 * strength / GREYS * (drawn - grey)

@@ -1,4 +1,4 @@
-"""Energon data sets as a `DataConfig`, checked before anything is built."""
+"""Energon data sets as a `DataConfig`, with checks before anything is built."""
 
 import logging
 import math
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PIXEL_CHANNELS = 3
-_SEEDS_APART = 1_000_003  # between the stages of a blend
+_SEEDS_APART = 1_000_003  # offset between the seeds of a blend's stages
 
 
 @dataclass(kw_only=True)
@@ -42,49 +42,53 @@ class EnergonData(DataConfig):
 
     Attributes:
         path: a data set folder with `.nv-meta`, or a metadataset `.yaml` that blends several.
-        blend: read in place of `path`: several of them with their weights, `[{path: DIR, weight: 3}, ...]`.
-        blend_steps: steps at which the weights change; a weight is then a list of one number for each stage.
-        num_streams: global streams of the run, a divisor of a step's micro-batches; None for the largest one up to 8.
+        blend: several data sets with weights instead of `path`: `[{path: DIR, weight: 3}, ...]`.
+        blend_steps: steps at which the weights change; each weight is then a list with one number per stage.
+        num_streams: global streams of the run, a divisor of a step's micro-batches; None for the largest divisor up to
+            8.
             More ranks than streams read the data several times: set the largest number of replicas of the run.
-        background: read every stream in a worker process of its own, ahead of training (on Linux; elsewhere never).
+        background: read every stream in a separate worker process, ahead of training (only on Linux).
         shuffle_buffer: samples shuffled in memory before batching; 0 for none.
         max_samples_per_sequence: split shards into runs of about this many samples and shuffle the runs; None for
             complete shards.
         max_tokens_per_pack: pack samples of any length up to this many tokens (micro_batch_size must then be 1); None
             for dense batches.
         pack_multiple_of: samples are selected into packs as if each were padded to a multiple of this many tokens, so
-            that the packs are the same on every layout whose own multiple divides it.
-        pack_cost_tokens: give all packs nearly the same work, at most that of one sample of this many tokens, so that
-            ranks wait little for each other; attention is quadratic. `max_tokens_per_pack` may be 1.25 times this.
-        packing_buffer_size: samples from which packs are filled.
+            that packs are the same under every layout whose multiple divides it.
+        pack_cost_tokens: limit the work of every pack to that of one sample of this many tokens, so that ranks wait
+            little for each other; attention is quadratic. `max_tokens_per_pack` may be 1.25 times this.
+        packing_buffer_size: number of buffered samples from which packs are filled.
         pad_packs: pad every pack to `max_tokens_per_pack`, so all have one shape.
-        bucket_by_shape: batch only samples of one latent shape together, as convolutional backbones need.
+        bucket_by_shape: batch only samples of the same latent shape together, as convolutional backbones need.
         max_text_tokens: longer texts are truncated; None for no limit.
         max_tokens_per_sample: longer samples are dropped and counted; None for the length of a pack.
-        max_abs_latent: a latent with a larger absolute value counts as damaged.
+        max_abs_latent: latents with larger absolute values count as damaged.
         min_aesthetic_score: samples with a lower score, or none, are dropped and counted; None for no limit.
-        min_side, max_side: limits of both sides of a picture or frame in pixels before any resize, alike.
-        max_aspect_ratio: limit of the longer by the shorter side, alike.
-        min_seconds, max_seconds: limits of the duration of a clip, alike; an image lasts 0 seconds.
-        min_caption_length, max_caption_length: limits of the caption in characters, alike.
-        resize_side: pixels of the smaller side to which pictures and clips are resized while they are read; None for
-            the stored size.
-        crop_size: height and width in pixels to cut out while reading; None for the full picture.
-        random_crop: whether the place of the crop is random; else, and in held-out data, the centre.
+        min_side, max_side: limits of both sides of a picture or frame in pixels, before any resize; others are dropped
+            and counted.
+        max_aspect_ratio: limit of the ratio of longer to shorter side; others are dropped and counted.
+        min_seconds, max_seconds: limits of the duration of a clip; others are dropped and counted. An image lasts 0
+            seconds.
+        min_caption_length, max_caption_length: limits of the caption's length in characters; others are dropped and
+            counted.
+        resize_side: resize the smaller side of pictures and clips to this many pixels at load time; None for the stored
+            size.
+        crop_size: height and width in pixels of a crop at load time; None for the full picture.
+        random_crop: whether the crop position is random; otherwise, and in held-out data, it is the centre.
         flip: probability that a picture or clip is mirrored; never in held-out data.
-        corrupt_low_resolution: blur, resize and noise the small pictures that are made for a super-resolution model;
-            not those that are stored, and never in held-out data.
-        vary_captions: draw one of a sample's captions each time it is read; else, and in held-out data, the first.
+        corrupt_low_resolution: blur, resize and add noise to the low-resolution pictures derived for a super-resolution
+            model; not to stored ones, and never in held-out data.
+        vary_captions: draw one of a sample's captions at each read; otherwise, and in held-out data, use the first.
         max_lost_samples: damaged samples that the streams of one data-parallel rank may drop before the run ends.
-        require_checksums: samples whose metadata does not name the CRC32 of every part count as damaged. Existing
-            checksums are always verified.
+        require_checksums: samples whose metadata lacks the CRC32 of a part count as damaged. Existing checksums are
+            always verified.
         online_vae: an autoencoder (`--vae` of `energon_data.prepare`) that encodes the stored pixels on the training
             device in every step; None for stored latents, or pixels that are the latents.
         online_text_encoder: encoders, such as `text=google/t5-v1_1-xl,pooled=openai/clip-vit-large-patch14`, that embed
             the stored captions on the training device in every step; None for stored embeddings.
-        online_precision: of these encoders' weights and activations; what they make is float32 either way.
+        online_precision: precision of these encoders' weights and activations; their outputs are float32 either way.
         train_split, validation_split: names of the splits.
-        validation_samples: held-out samples of one pass; None for the full split.
+        validation_samples: number of held-out samples of one pass; None for the full split.
     """
 
     path: str = ""
@@ -134,7 +138,7 @@ class EnergonData(DataConfig):
         """Check settings, streams, folder and every shard's size against its index.
 
         Raises:
-            ConfigError: settings do not fit each other, the model, or the layout.
+            ConfigError: settings contradict each other, the model, or the layout.
             DataError: the data set is missing, incomplete, or could execute code.
         """
         self.check_settings(spec, dp_size, micro_batches_per_step)
@@ -160,24 +164,24 @@ class EnergonData(DataConfig):
                 cure = f"model.in_channels is {stored_channels}; set model.in_channels={shape[0]}"
                 if self.online_vae is not None:
                     cure = "data.online_vae encodes pixels, which have 3; set data.online_vae=none"
-                raise ConfigError(f"{info.path} holds latents of {shape[0]} channels, {cure}")
+                raise ConfigError(f"{info.path} has latents of {shape[0]} channels, {cure}")
             width = info.description.get("context_size")
             if width and text is not None and text.shape not in (None, (width,)):
                 raise ConfigError(
-                    f"{info.path} holds text embeddings of width {width}, model.context_size is {text.shape[0]}; "
-                    f"set it to {width}"
+                    f"{info.path} has text embeddings of width {width} (of {info.description.get('text_encoder')}), "
+                    f"model.context_size is {text.shape[0]}; {text.cure_of_width(width)}"
                 )
         if text is not None:
             self.text_encoder()
-        known = None if label is None else label.num_classes
-        names = None if known is None else self.class_names()
-        if names is not None and known is not None and len(names) > known:
+        num_classes = None if label is None else label.num_classes
+        names = None if num_classes is None else self.class_names()
+        if names is not None and num_classes is not None and len(names) > num_classes:
             raise ConfigError(
-                f"{self.origin} has {len(names)} classes, model.num_classes is {known}; raise it to {len(names)}"
+                f"{self.origin} has {len(names)} classes, model.num_classes is {num_classes}; raise it to {len(names)}"
             )
 
     def online_encoding(self) -> Optional[OnlineEncoding]:
-        """Return what the training device encodes; None if the samples hold latents and embeddings."""
+        """Return the encoding on the training device; None if samples contain latents and embeddings."""
         if self.online_vae is None and self.online_text_encoder is None:
             return None
         return OnlineEncoding(
@@ -191,7 +195,7 @@ class EnergonData(DataConfig):
         """Check the settings without reading data.
 
         Raises:
-            ConfigError: settings are outside their ranges, or do not fit each other or the layout.
+            ConfigError: settings are outside their ranges, or contradict each other or the layout.
         """
         check_values(self)
         self._check_changes(spec, spec.patch_spatial)
@@ -219,7 +223,7 @@ class EnergonData(DataConfig):
         return [] if self.blend is None else read_blend(self.blend, self.blend_steps or [])
 
     def folders(self, split: str) -> list[SplitInfo]:
-        """Check all folders; arguments and errors as of `check_dataset`."""
+        """Check all folders; arguments and errors as in `check_dataset`."""
         return [info for path in self._paths() for info in check_dataset(path, split)]
 
     def _paths(self) -> list[str]:
@@ -234,15 +238,21 @@ class EnergonData(DataConfig):
         train = {f"{path} ({self.train_split})": identity(path, self.train_split) for path in self._paths()}
         return {"path" if self.blend is None else "blend": train, "validation_split": held_out}
 
+    def epoch_samples(self) -> Optional[int]:
+        """Return the samples of the training split; None for a blend, whose members are read in other proportions."""
+        infos = self.folders(self.train_split)
+        return infos[0].samples if len(infos) == 1 else None
+
     def _read_as(self, split: str, stage: Optional[int]) -> AbstractContextManager[str]:
-        """Return what Energon reads: the path, or the blend of a stage; all members alike if `stage` is None."""
+        """Return the path that Energon reads: `path`, or the blend of a stage; equal weights if `stage` is None."""
         if self.blend is None:
             return nullcontext(self.path)
         return metadataset({m.path: 1 if stage is None else m.weights[stage] for m in self._members()}, split)
 
     def cropped_grid(self, patch_spatial: int) -> Optional[Grid]:
-        """Return (t, h, w) patches of a crop, at `patch_spatial` pixels a side; None where nothing gives its size."""
-        if self.crop_size is None or self.online_vae is not None:  # whose sizes are read when the run starts
+        """Return (t, h, w) of a crop in patches of `patch_spatial` pixels; None if the size is not fixed."""
+        # The sizes of an online autoencoder are read when the run starts.
+        if self.crop_size is None or self.online_vae is not None:
             return None
         height, width = self.crop_size
         return 1, height // patch_spatial, width // patch_spatial
@@ -252,11 +262,11 @@ class EnergonData(DataConfig):
         return self.resize_side is not None or self.crop_size is not None or self.flip > 0
 
     def _pixel_multiple(self, spec: BatchSpec) -> int:
-        """Return what the sides of stored pixels must be multiples of; reads the online autoencoder's sizes."""
+        """Return the number that sides of stored pixels must be multiples of; reads the online autoencoder's sizes."""
         return spec.patch_spatial * (1 if self.online_vae is None else Geometry.read(self.online_vae).space)
 
     def _check_changes(self, spec: BatchSpec, multiple: int) -> None:
-        """Check sizes of crops, and that pictures are all that is changed; arguments as of `check_changes`."""
+        """Check crop sizes, and that the settings change nothing except pictures; see `check_changes`."""
         changes = ChangesOfPixels(self.resize_side, self.crop_size, self.flip, self.corrupt_low_resolution)
         check_changes(changes, spec, multiple, online=self.online_vae is not None)
 
@@ -266,8 +276,8 @@ class EnergonData(DataConfig):
         from energon_data.filters import Filters, Limits
         from energon_data.task_encoder import EncoderOptions
 
-        given = (self.max_tokens_per_sample, self.max_tokens_per_pack, self.pack_cost_tokens)
-        lengths = [n for n in given if n is not None]
+        token_limits = (self.max_tokens_per_sample, self.max_tokens_per_pack, self.pack_cost_tokens)
+        lengths = [n for n in token_limits if n is not None]
         limits = {
             "aesthetic_score": Limits(low=self.min_aesthetic_score),
             "smallest_side": Limits(low=self.min_side),
@@ -371,7 +381,7 @@ class EnergonData(DataConfig):
                     packing_buffer_size=self.packing_buffer_size,
                 )
 
-        # A step takes as many micro-batches from each stream.
+        # A step takes equally many micro-batches from each stream.
         ends = [step * micro_batches_per_step // num_streams for step in steps]
         stages = [partial(open_stage, stage) for stage in range(len(steps) + 1)]
         return StagedSource(stages, ends) if steps else open_stage(0)
@@ -390,7 +400,7 @@ class EnergonData(DataConfig):
         self.folders(self.validation_split)
 
         with self._read_as(self.validation_split, None) as path:
-            deliveries = validation_pass(
+            items = validation_pass(
                 path,
                 spec,
                 self._options(spec, held_out=True),
@@ -398,10 +408,10 @@ class EnergonData(DataConfig):
                 budget=self.max_lost_samples,
                 packing_buffer_size=self.packing_buffer_size,
             )
-        return share_validation(deliveries, dp_rank, dp_size, SkipLog(self.max_lost_samples), self.origin)
+        return share_validation(items, dp_rank, dp_size, SkipLog(self.max_lost_samples), self.origin)
 
     def remarks(self, spec: BatchSpec) -> list[str]:
-        """Return which samples the settings will drop and which settings have no effect, one line each; reads a few."""
+        """Describe samples that settings will drop and settings without effect, one line each; reads a few samples."""
         from energon_data.survey import expected_drops, unused_choice_of_captions
 
         infos, options = self.folders(self.train_split), self._options(spec)
@@ -409,7 +419,7 @@ class EnergonData(DataConfig):
         return lines if self.vary_captions else lines + unused_choice_of_captions(infos)
 
     def stored_conditions(self) -> Optional[set[str]]:
-        """Return the names of parts and metadata in the first samples, and of what is made of them online.
+        """Return the names of parts and metadata in the first samples, and of conditions that are encoded online.
 
         Returns:
             None if no sample can be read.
@@ -433,25 +443,25 @@ class EnergonData(DataConfig):
         Raises:
             DataError: the members of a blend name different classes.
         """
-        return self._agreed("class_names", "a label must mean one thing")
+        return self._agreed("class_names", "a label must have one meaning")
 
     def text_encoder(self) -> Optional[str]:
-        """Return the encoders of the texts: the online ones, else those that `dataset.json` names, or None.
+        """Return the text encoders: the online ones, or those in `dataset.json`, or None.
 
         Raises:
             DataError: the members of a blend were embedded by different encoders.
         """
         if self.online_text_encoder is not None:
             return check_text_encoder(self.online_text_encoder).recorded
-        return self._agreed("text_encoder", "the model reads the numbers of one encoder")
+        return self._agreed("text_encoder", "the model needs embeddings of one encoder")
 
     def attributions(self) -> list[str]:
-        """Return what `dataset.json` of each member states as its `attribution`, each line once."""
-        stated = (info.description.get("attribution") for info in self.folders(self.train_split))
-        return list(dict.fromkeys(line for line in stated if line))
+        """Return the distinct `attribution` lines of the members' `dataset.json`."""
+        attributions = (info.description.get("attribution") for info in self.folders(self.train_split))
+        return list(dict.fromkeys(line for line in attributions if line))
 
     def autoencoder(self) -> Optional[str]:
-        """Return the online autoencoder, else the one that `dataset.json` names as `vae`, or None.
+        """Return the online autoencoder, or the `vae` in `dataset.json`, or None.
 
         Raises:
             DataError: the members of a blend were encoded by different autoencoders.
@@ -459,14 +469,14 @@ class EnergonData(DataConfig):
         if self.online_vae is not None:
             return self.online_vae
         return self._agreed(
-            "vae", "latents of two autoencoders are different numbers; if they are one, name it with sampling.vae"
+            "vae", "latents of two autoencoders do not match; if they are the same one, set sampling.vae"
         )
 
     def _agreed(self, name: str, why: str) -> Any:
-        """Return an entry of `dataset.json` on which all members that have it must agree."""
+        """Return an entry of `dataset.json` that must be equal in all members that have it."""
         infos = self.folders(self.train_split)
-        stated = {str(i.path): i.description[name] for i in infos if i.description.get(name)}
-        values = list(stated.values())
+        entries = {str(i.path): i.description[name] for i in infos if i.description.get(name)}
+        values = list(entries.values())
         if any(value != values[0] for value in values):
-            raise DataError(f"the members of {self.origin} differ in {name}: {stated}; {why}")
+            raise DataError(f"the members of {self.origin} differ in {name}: {entries}; {why}")
         return values[0] if values else None

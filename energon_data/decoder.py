@@ -1,4 +1,4 @@
-"""Decode the parts of a sample from a closed list of formats. Nothing that is read can execute code."""
+"""Decoders of a sample's parts, for a closed list of formats; reading cannot execute code."""
 
 import ast
 import math
@@ -12,31 +12,29 @@ from energon_data.media_files import PICTURES, VIDEOS
 from energon_data.samples import META_PART, SampleError, unseal, verify_parts
 
 PICKLES = frozenset({"pyd", "pkl", "pickle", "pth", "pt", "bin", "ckpt", "joblib", "dill"})
-RAW = (
-    frozenset({"txt"}) | PICTURES | VIDEOS
-)  # pictures and videos are decoded by `cookers`, where their pixels are wanted
+RAW = frozenset({"txt"}) | PICTURES | VIDEOS  # `cookers` decodes pictures and videos if their pixels are needed
 
 
 @lru_cache(maxsize=256)
 def _npy_header(header: bytes) -> tuple[np.dtype, tuple[int, ...], bool]:
-    """Parse the dictionary of an `.npy` header; a data set has few distinct ones, so they are cached."""
+    """Parse the dictionary of an `.npy` header; cached, because a data set has few distinct headers."""
     fields = ast.literal_eval(header.decode("latin1"))
     dtype, shape, fortran = np.dtype(fields["descr"]), fields["shape"], fields["fortran_order"]
     if dtype.hasobject:
-        raise SampleError("pickled", "an .npy part holds Python objects, which are pickles; store plain numbers")
+        raise SampleError("pickled", "an .npy part contains Python objects, which are pickles; store plain numbers")
     if not isinstance(shape, tuple) or not all(isinstance(n, int) and n >= 0 for n in shape):
         raise ValueError(f"shape {shape!r}")
     return dtype, shape, bool(fortran)
 
 
 def read_npy(data: bytes | memoryview) -> np.ndarray:
-    """Read an `.npy` part without ever unpickling; about thirty times faster than `numpy.load` for small arrays.
+    """Read an `.npy` part without unpickling; about thirty times faster than `numpy.load` for small arrays.
 
     Args:
-        data: bytes, or a view of memory that the array may take over.
+        data: bytes, or a view of memory that the array may reuse.
 
     Raises:
-        SampleError: the part is damaged, or holds Python objects.
+        SampleError: the part is damaged, or contains Python objects.
 
     Source: NumPy enhancement proposal 1, "A simple file format for NumPy arrays".
     """
@@ -95,7 +93,7 @@ def decode_part(name: str, data: bytes) -> Any:
             "pickled", f"part {name!r} is a pickle, which can execute code; convert it to .npy or .safetensors"
         )
     raise SampleError(
-        "unknown_part", f"part {name!r} has an unknown format; known are .npy, .safetensors, images, .txt"
+        "unknown_part", f"part {name!r} has an unknown format; supported are .npy, .safetensors, images, .txt"
     )
 
 
@@ -105,7 +103,7 @@ def decode_sample(key: str, parts: dict[str, bytes], *, require_checksums: bool)
     Args:
         key: name of the sample.
         parts: raw bytes by part name.
-        require_checksums: refuse samples whose metadata does not name the CRC32 of every part.
+        require_checksums: refuse samples whose metadata lacks the CRC32 of a part.
 
     Returns:
         Decoded parts by part name; the metadata under `json`.

@@ -1,4 +1,4 @@
-"""One global stream read by Energon."""
+"""A global stream, read by Energon."""
 
 import struct
 import tarfile
@@ -25,7 +25,7 @@ _OUTER = "SimpleSavableDatasetWrapper"
 
 
 class _Deliveries(BaseWrapperDataset):
-    """Outermost dataset: sends the ledger's entries with each micro-batch, and errors as data."""
+    """Outermost dataset: adds dropped samples to each micro-batch, and returns errors as items."""
 
     def __init__(self, dataset: SavableDataset, ledger: SkipCounter) -> None:
         super().__init__(dataset, worker_config=dataset.worker_config)
@@ -57,7 +57,7 @@ class _Deliveries(BaseWrapperDataset):
 def _loader(dataset: SavableDataset, ledger: SkipCounter) -> SavableDataLoader:
     loader = SavableDataLoader(_Deliveries(dataset, ledger), watchdog_timeout_seconds=None, gc_collect_every_n_steps=0)
     # Energon enables pinning, which warns without a GPU; `DeviceBatches` moves batches. Without its own generator the
-    # loader would draw its base seed from the global one, and so change later draws from it.
+    # loader would draw its base seed from the global one, which changes later draws.
     loader.pin_memory = False
     loader.generator = torch.Generator().manual_seed(0)
     return loader
@@ -67,7 +67,7 @@ def _opened(get_dataset: Callable[..., SavableDataset], path: str, **options: An
     """Open a data set.
 
     Raises:
-        DataError: Energon cannot; its own words are quoted.
+        DataError: Energon cannot open it; the message quotes its error.
     """
     try:
         return get_dataset(path, **options)
@@ -81,7 +81,7 @@ def _opened(get_dataset: Callable[..., SavableDataset], path: str, **options: An
 
 
 def _with_unselected(state: Any) -> Any:
-    """Move the samples of packs that were selected but not delivered back to the reading buffer, in a saved state."""
+    """In a saved state, move samples of packs that were selected but not delivered back to the reading buffer."""
     if "_pre_packing_lengths" in state:
         keys = [*state["_pre_packing_buffer"]["_restore_keys"], *state["_reading_buffer"]["_restore_keys"]]
         state["_reading_buffer"]["_restore_keys"] = keys
@@ -97,15 +97,15 @@ class EnergonSource:
 
     Args:
         path: data set folder or metadataset file, already checked.
-        reopen: opens the same stream with another `BatchSpec` and another `pack_multiple_of`.
+        reopen: opens the same stream with another `BatchSpec` and `pack_multiple_of`.
         split: split of the data.
         stream: global number of the stream.
         num_streams: global streams of the run.
-        budget: number of damaged samples that ends the stream.
+        budget: number of damaged samples that the stream may drop.
         shuffle_buffer: samples shuffled before batching.
         max_samples_per_sequence: split shards into runs of about this many samples and shuffle those; None for
             complete shards.
-        packing_buffer_size: samples from which packs are filled; None for dense batches.
+        packing_buffer_size: number of buffered samples from which packs are filled; None for dense batches.
     """
 
     def __init__(
@@ -155,7 +155,7 @@ class EnergonSource:
         self._iterator: Optional[Iterator[StreamItem]] = None
 
     def next(self) -> StreamItem:
-        """Return the next delivery; do not call after a failure."""
+        """Return the next item; do not call after a failure."""
         if self._iterator is None:
             self._iterator = iter(self._loader)
         return next(self._iterator, StreamItem(None, [], None))
@@ -163,37 +163,37 @@ class EnergonSource:
     def state(self) -> Position:
         """Return the position."""
         saved = self._loader.save_state_rank()
-        assert saved is not None  # Energon gives none for workers that have not started, and this loader has none
+        assert saved is not None  # None only for workers that have not started, and this loader has no workers
         (worker,) = saved.worker_states
         (inner,) = worker["datasets"]
         state = {"settings": self._settings, "dataset": to_plain(inner), "index": worker["_sample_index"]}
         return Position(state)
 
     def adapt(self, position: Position) -> Position:
-        """Return an equal position for the present settings.
+        """Convert a position to one that is equal under the current settings.
 
-        If settings changed that group samples, the deliveries after the state are read with the former settings, and
-        samples that were selected into packs but not delivered are selected again.
+        If settings that group samples changed, the items after the state are read with the former settings, and samples
+        that were selected into packs but not delivered are selected again.
 
         Raises:
-            ConfigError: the state was made with other data settings.
-            DataError: a delivery cannot be read again.
+            ConfigError: the state was saved with other data settings.
+            DataError: an item cannot be read again.
         """
-        saved = self._settings | position.state["settings"]  # older versions stored fewer
+        saved = self._settings | position.state["settings"]  # older versions stored fewer settings
         changed = [k for k, v in self._settings.items() if saved[k] != v]
         if not changed:
             return position
         if not set(changed) <= self._may_change():
             listed = ", ".join(f"{k} was {saved[k]} and is {self._settings[k]}" for k in changed)
             raise ConfigError(
-                f"the position in the data was saved with other settings ({listed}), where it means other samples; set "
-                "them back, or start a new run from these weights: another training.run_dir and "
+                f"the position in the data was saved with other settings ({listed}), where it refers to other samples; "
+                "set them back, or start a new run from these weights: another training.run_dir and "
                 "checkpoint.start_from=this one"
             )
         former_spec = replace(self._spec, micro_batch_size=saved["micro_batch_size"] or 1, multiple_of=1)
         former = self._reopen(former_spec, saved["pack_multiple_of"] or 1)
         former.load(position.state)
-        for _ in range(position.behind):
+        for _ in range(position.offset):
             if (delivery := former.next()).batch is None:
                 raise DataError(f"the stream cannot be read up to the saved position: {delivery.failure}")
         state = former.state().state
@@ -202,19 +202,19 @@ class EnergonSource:
         return Position(state | {"settings": self._settings, "dataset": to_plain(dataset)})
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from `state`; called before the first `next`."""
+        """Continue from `state`; call before the first `next`."""
         inner, batch_size = from_plain(state["dataset"]), self._loader._get_batch_size()
         if inner is not None:
             worker = FlexState({"datasets": [inner], "__class__": _OUTER, "_sample_index": state["index"]})
             self._loader.restore_state_rank(
                 SavableDataLoaderState(worker_states=[worker], next_worker_id=0, micro_batch_size=batch_size)
             )
-        # Older versions read through Energon's workers, whose position is an older one and a number of deliveries.
+        # Older versions used Energon's workers, whose position is an earlier state and a number of items.
         for _ in range(state.get("behind", 0)):
             self.next()
 
     def _may_change(self) -> set[str]:
-        """Return the settings that decide how samples are grouped, but not which samples follow a position."""
+        """Return the settings that determine the grouping of samples, but not the samples after a position."""
         if self._batch_size is None:
             return {"pack_multiple_of"}
         return set() if self._options.bucket_by_shape else {"micro_batch_size"}
@@ -228,9 +228,9 @@ class EnergonSource:
 def validation_pass(
     path: str, spec: BatchSpec, options: EncoderOptions, *, split: str, budget: int, packing_buffer_size: Optional[int]
 ) -> Iterator[StreamItem]:
-    """Read a split once, in the order of its shards, which are closed at the end.
+    """Read a split once, in the order of its shards, and close them at the end.
 
-    It is opened at once, so that the path may be gone when it is read.
+    The data set is opened immediately, so the path may be deleted before it is read.
     """
     ledger = SkipCounter(budget)
     packed = options.max_tokens_per_pack is not None

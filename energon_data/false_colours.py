@@ -1,4 +1,4 @@
-"""Pictures of latents without their decoder: false colours of their principal components."""
+"""Pictures of latents without their decoder: principal components in false colours."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,18 +9,19 @@ from torch import Tensor
 from dit.sampling.grid import PIXEL_CHANNELS
 
 DEVIATIONS = 2.5
-"""Standard deviations of a component that fill the range of its colour."""
+"""Number of standard deviations of a component that map to the full range of its colour."""
 
 
 @dataclass(frozen=True)
 class FalseColours:
-    """Maps latents to red, green and blue: their first three principal components, of all tiles together.
+    """Maps latents to red, green and blue: the first three principal components of all tiles.
 
-    Equal colours are equal latents, up to what the other components hold; a colour means nothing by itself.
+    Equal colours mean equal latents, except for the other components; a single colour has no meaning.
 
     Attributes:
-        mean_C, basis_CR, std_R: of the latents; R is 3, or the number of channels if there are fewer.
-        explained: share of the variance that the components hold.
+        mean_C, basis_CR, std_R: mean, basis and deviations of the latents; R is the smaller of 3 and the number of
+            channels.
+        explained: share of the variance that the components explain.
     """
 
     mean_C: Tensor
@@ -30,9 +31,9 @@ class FalseColours:
 
     @classmethod
     def of(cls, frames: Sequence[Tensor]) -> "FalseColours":
-        """Find the components of frames `[C, H, W]` with equally many channels; every position counts once.
+        """Compute the components of frames `[C, H, W]` with equal numbers of channels, over all positions.
 
-        The sign of a component is that its largest weight is positive.
+        The sign of a component is chosen so that its largest weight is positive.
         """
         values_NC = torch.cat([frame.flatten(1).T for frame in frames]).double()
         mean_C = values_NC.mean(0)
@@ -58,7 +59,7 @@ class FalseColours:
         return picture
 
     def stated(self) -> str:
-        """Say what the colours are."""
+        """Describe the colours."""
         names = ("red", "red and green", "red, green and blue")[len(self.std_R) - 1]
         return (
             f"latents in false colours: {names} are their first {len(self.std_R)} principal components, "
@@ -67,15 +68,15 @@ class FalseColours:
 
 
 def coloured(frames: Sequence[Tensor]) -> tuple[list[Tensor], str]:
-    """Return pictures `[1 or 3, H, W]` of frames `[C, H, W]`, and what to know of their colours, empty for pixels."""
+    """Return pictures `[1 or 3, H, W]` of frames `[C, H, W]`, and a note on their colours, empty for pixels."""
     by_channels: dict[int, list[Tensor]] = {}
     for frame in frames:
         by_channels.setdefault(len(frame), []).append(frame)
     maps = {c: FalseColours.of(alike) for c, alike in by_channels.items() if c not in PIXEL_CHANNELS}
     pictures = [maps[len(frame)](frame) if len(frame) in maps else frame for frame in frames]
-    return pictures, "; ".join(found.stated() for found in maps.values())
+    return pictures, "; ".join(colour_map.stated() for colour_map in maps.values())
 
 
 def middle_frame(clip: Tensor) -> Tensor:
-    """Return the middle frame `[C, H, W]` of a clip `[C, T, H, W]`, in memory of its own."""
+    """Return the middle frame `[C, H, W]` of a clip `[C, T, H, W]`, as a copy."""
     return clip[:, clip.shape[1] // 2].clone()

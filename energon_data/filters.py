@@ -1,4 +1,4 @@
-"""Which decoded samples are used. Pure functions: the result depends on the sample alone."""
+"""Filters of decoded samples. The result depends only on the sample."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -11,15 +11,15 @@ from torch import Tensor
 from energon_data.samples import Clip, SampleError, finite_number
 
 TOO_LONG = "too_long"
-"""Reason under which samples of too many tokens are counted."""
+"""Reason under which samples with too many tokens are counted."""
 
 
 class FilteredOutError(Exception):
     """A valid sample that the settings exclude.
 
     Args:
-        reason: the word under which such samples are counted.
-        detail: the limit, and the value of the sample.
+        reason: category in which such samples are counted.
+        detail: limit, and value of the sample.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -30,20 +30,20 @@ class FilteredOutError(Exception):
 def largest_magnitude(x: Tensor) -> float:
     """Return the largest absolute value of a floating-point tensor, NaN if it has one.
 
-    The bits of a 16-bit number are compared as an integer, in half the time: without its sign they are in the order of
-    the magnitudes, NaN above infinity. As int16, positive numbers are above negative ones; as uint16, below.
+    The bits of 16-bit numbers are compared as integers, which is twice as fast: without the sign bit, they have the
+    order of magnitudes, with NaN above infinity. As int16, positive numbers are above negative ones; as uint16, below.
     """
     if x.dtype in (torch.float16, torch.bfloat16):
         bits = x.view(torch.int16).numpy()
         positive, negative = int(bits.max()), int(bits.view(np.uint16).max()) - 2**15
         return torch.tensor(max(positive, negative), dtype=torch.int16).view(x.dtype).item()
-    low, high = torch.aminmax(x)  # both are NaN if there is one
+    low, high = torch.aminmax(x)  # both are NaN if a value is NaN
     return max(-low.item(), high.item())
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The smallest and largest value that samples may have, each None for no limit."""
+    """Smallest and largest allowed value; None for no limit."""
 
     low: Optional[float] = None
     high: Optional[float] = None
@@ -62,7 +62,7 @@ def _aesthetic_score(clip: Clip) -> Optional[float]:
 
 
 def _sides(clip: Clip) -> Optional[tuple[float, float]]:
-    """Return height and width of the picture in pixels; of a latent, what its metadata say."""
+    """Return height and width of the picture in pixels; for a latent, from the metadata."""
     if clip.pixel_shape is not None:
         return float(clip.pixel_shape[1]), float(clip.pixel_shape[2])
     if clip.metadata.get("height") is None or clip.metadata.get("width") is None:
@@ -111,7 +111,7 @@ MEASURES: dict[str, Callable[[Clip], Optional[float]]] = {
     "seconds": _seconds,
     "caption_length": _caption_length,
 }
-"""What can be limited: each a number of a sample before it is augmented, or None where it has none."""
+"""Properties that can be limited: a number of a sample before augmentation, or None if it is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +120,8 @@ class Filters:
 
     Attributes:
         max_abs: largest valid absolute value of a latent.
-        limits: by name of a measure; a sample without the number is dropped.
-        max_tokens: longest sample in tokens, without padding; None for any.
+        limits: limits by name of a measure; samples without the number are dropped.
+        max_tokens: most tokens of a sample, without padding; None for no limit.
     """
 
     max_abs: float = 1e3
@@ -137,22 +137,22 @@ class Filters:
         largest = largest_magnitude(x)
         # A NaN fails every comparison, so the comparison must be the one that accepts.
         if not largest <= self.max_abs:
-            raise SampleError("not_finite", f"{what} reach {largest:g}, sound are at most {self.max_abs:g}")
+            raise SampleError("not_finite", f"{what} reach {largest:g}, must be at most {self.max_abs:g}")
 
     def check(self, clip: Clip) -> None:
-        """Compare a sample, as it is stored, with the limits.
+        """Compare a sample, before augmentation, with the limits.
 
         Raises:
             FilteredOutError: a number is missing or outside its limits.
-            SampleError: the metadata hold something else than a number.
+            SampleError: an entry of the metadata is not a number.
         """
         for name, limits in self.limits.items():
             value = MEASURES[name](clip)
-            what = name.replace("_", " ")
+            measure = name.replace("_", " ")
             if value is None:
-                raise FilteredOutError(name, f"no {what}, asked for {limits}")
+                raise FilteredOutError(name, f"no {measure}, expected {limits}")
             if value not in limits:
-                raise FilteredOutError(name, f"{what} {value:g}, asked for {limits}")
+                raise FilteredOutError(name, f"{measure} {value:g}, expected {limits}")
 
     def check_length(self, tokens: int) -> None:
         """Compare the number of tokens with the limit.

@@ -1,4 +1,4 @@
-"""A finite pass over held-out data, split over the data-parallel ranks."""
+"""A finite pass over held-out data, divided among the data-parallel ranks."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -10,26 +10,26 @@ from energon_data.streams import StreamItem
 
 
 def share_validation(
-    deliveries: Iterable[StreamItem], dp_rank: int, dp_size: int, log: SkipLog, origin: str
+    items: Iterable[StreamItem], dp_rank: int, dp_size: int, log: SkipLog, origin: str
 ) -> Iterator[PackedBatch]:
-    """Split a finite pass over the data-parallel ranks: rank `r` gets the micro-batches `r`, `r + dp_size`, ...
+    """Divide a finite pass among the data-parallel ranks: rank `r` gets the micro-batches `r`, `r + dp_size`, ...
 
-    Every rank gets equally many. Where their number is no multiple of the ranks, the later ranks get the last one, too,
-    marked as `repeated`.
+    Every rank gets equally many. If their number is not a multiple of the ranks, later ranks also get the last
+    micro-batch, marked as `repeated`.
 
     Raises:
         DataError: the pass is empty or broken.
     """
     number = -1
-    for number, delivery in enumerate(deliveries):
-        log.record(0, delivery.skips, delivery.batch)
-        if delivery.is_bug:
-            raise RuntimeError(f"reading {origin} failed:\n{delivery.failure}")
-        if delivery.batch is None:
+    for number, item in enumerate(items):
+        log.record(0, item.skips, item.batch)
+        if item.is_bug:
+            raise RuntimeError(f"reading {origin} failed:\n{item.failure}")
+        if item.batch is None:
             raise DataError(
-                f"validation on {origin} ended: {delivery.failure}; dropped: {log.counts().by_reason() or 'nothing'}"
+                f"validation on {origin} ended: {item.failure}; dropped: {log.counts().by_reason() or 'nothing'}"
             )
-        batch = delivery.batch
+        batch = item.batch
         if number % dp_size == dp_rank:
             yield batch
     if number < 0:

@@ -1,12 +1,13 @@
-"""Data with random access: a class of your own with `__len__` and `__getitem__`.
+"""Data with random access: base class for sources with `__len__` and `__getitem__`.
 
-`Samples` decides the order, splits off the held-out samples, packs, shares the samples among ranks, and resumes:
+`Samples` handles the order, held-out samples, packing, distribution over ranks, and resuming:
 
     permutation of epoch e     7 2 9 | 0 4 1 | 3 8 5 ...      draw d of the run is entry d % n of epoch d // n
     stream s of 3              draws s, s + 3, s + 6, ...      on any number of ranks (see `energon_data.streams`)
 """
 
 import math
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -39,7 +40,7 @@ class Sample:
     """A sample of `Samples`.
 
     Attributes:
-        latent: `[C, H, W]` of an image or `[C, T, H, W]` of a clip; pixels in [-1, 1] for a model of pixels.
+        latent: `[C, H, W]` for an image or `[C, T, H, W]` for a clip; pixels in [-1, 1] for a pixel-space model.
         conditions: values by name: a class or number, or an array, such as `label=3` and `text=[K, D]`.
     """
 
@@ -54,15 +55,15 @@ class Samples(DataConfig):
     `__getitem__` may raise any exception for a damaged sample, which is then dropped and counted.
 
     Attributes:
-        max_tokens_per_pack: as of `EnergonData`.
-        pack_multiple_of: as of `EnergonData`.
-        packing_buffer_size: samples from which packs are filled.
+        max_tokens_per_pack: see `EnergonData`.
+        pack_multiple_of: see `EnergonData`.
+        packing_buffer_size: number of buffered samples from which packs are filled.
         max_text_tokens: longer texts are truncated; None for no limit.
-        same_shape: all samples have the shape of the first, as convolutional networks need.
-        max_lost_samples: damaged samples that may be dropped before the run ends.
-        validation_samples: samples held out of training, selected at random; 0 for none.
-        num_streams: as of `EnergonData`.
-        background: read each stream in a process of its own.
+        same_shape: whether all samples have the shape of the first, as convolutional networks need.
+        max_lost_samples: number of damaged samples that may be dropped before the run ends.
+        validation_samples: number of samples held out from training, selected at random; 0 for none.
+        num_streams: see `EnergonData`.
+        background: read each stream in a separate process.
     """
 
     max_tokens_per_pack: Optional[int] = None
@@ -75,11 +76,11 @@ class Samples(DataConfig):
     num_streams: Optional[int] = None
     background: bool = True
 
-    def __len__(self) -> int:
-        raise NotImplementedError(f"{type(self).__name__} needs __len__")
+    @abstractmethod
+    def __len__(self) -> int: ...
 
-    def __getitem__(self, index: int) -> Sample:
-        raise NotImplementedError(f"{type(self).__name__} needs __getitem__")
+    @abstractmethod
+    def __getitem__(self, index: int) -> Sample: ...
 
     @property
     def origin(self) -> str:
@@ -89,6 +90,10 @@ class Samples(DataConfig):
     def mixes_shapes(self, spec: BatchSpec) -> bool:
         """Return whether samples of different shapes may share a micro-batch."""
         return not self.same_shape and (self.max_tokens_per_pack is not None or spec.micro_batch_size > 1)
+
+    def epoch_samples(self) -> int:
+        """Return the number of samples that are not held out."""
+        return len(self) - self.validation_samples
 
     def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
         """Check ranges, streams and pack length.
@@ -167,7 +172,7 @@ class Samples(DataConfig):
             ConfigError: no sample is held out.
         """
         if not self.validation_samples:
-            raise ConfigError(f"{self.origin} holds out no sample; set data.validation_samples")
+            raise ConfigError(f"{self.origin} has no held-out samples; set data.validation_samples")
         source = IndexedSource(self, spec, seed=0, stream=0, num_streams=1, held_out=True)
         return share_validation(source.remaining(), dp_rank, dp_size, SkipLog(self.max_lost_samples), self.origin)
 
@@ -181,7 +186,7 @@ class Samples(DataConfig):
 
 
 def _clip(samples: Samples, index: int) -> Clip:
-    """Return a sample as the decoder of shards would: numbers in the metadata, arrays as parts."""
+    """Convert a sample to the form that shards are decoded to: numbers in the metadata, arrays as parts."""
     sample = samples[index]
     numbers, parts = {}, {"latent.npy": _array(sample.latent)}
     for name, value in sample.conditions.items():
@@ -203,7 +208,7 @@ class IndexedSource:
     """One global stream of `Samples`.
 
     Args:
-        held_out: read the held-out samples once, in place of the others for ever.
+        held_out: read the held-out samples once, instead of the training samples endlessly.
     """
 
     def __init__(
@@ -217,7 +222,9 @@ class IndexedSource:
         count = samples.validation_samples
         self._indices = shuffled[:count] if held_out else shuffled[count:]
         self._last = len(self._indices) if held_out else math.inf
-        self._taken = self._before = self._delivered = 0  # samples, samples before the open buffer, its batches
+        self._taken = self._before = self._delivered = (
+            0  # samples read, samples before the current buffer, batches delivered from it
+        )
         self._batches: deque[list[Clip]] = deque()
         self._shape: Optional[torch.Size] = None
 
@@ -234,7 +241,7 @@ class IndexedSource:
         return StreamItem(self._encoder.batch(self._batches.popleft()), self._counter.drain())
 
     def remaining(self) -> Iterator[StreamItem]:
-        """Yield the micro-batches up to the last sample, and a failure if there is one."""
+        """Yield the micro-batches up to the last sample, then the failure if there is one."""
         while (item := self.next()).batch is not None:
             yield item
         if self._taken < self._last:
@@ -262,42 +269,42 @@ class IndexedSource:
         if self._samples.same_shape and clip.latent.shape != self._shape:
             raise SampleError(
                 "wrong_shape",
-                f"the latent is {list(clip.latent.shape)} and others are {list(self._shape)}; resize it, or set "
-                "data.same_shape=False for a network that takes several shapes",
+                f"the latent is {list(clip.latent.shape)} but others are {list(self._shape)}; resize it, or set "
+                "data.same_shape=False for a network that supports several shapes",
             )
         return clip
 
     def _settings(self) -> dict[str, Any]:
-        """Return what decides which samples follow a position."""
+        """Return the settings that determine which samples follow a position."""
         names = ("max_tokens_per_pack", "pack_multiple_of", "packing_buffer_size", "validation_samples")
         return {name: getattr(self._samples, name) for name in names} | {"seed": self._seed, "size": len(self._samples)}
 
     def state(self) -> Position:
-        """Return the number of samples before the open buffer and the micro-batches that were delivered from it."""
+        """Return the number of samples before the current buffer, and of micro-batches delivered from it."""
         taken, delivered = (self._before, self._delivered) if self._batches else (self._taken, 0)
         return Position({"taken": taken, "settings": self._settings()}, delivered)
 
     def adapt(self, position: Position) -> Position:
-        """Return the position, which counts samples and, of packs, micro-batches.
+        """Check the settings of a position, and return it unchanged.
 
         Raises:
-            ConfigError: it was saved with other settings or another number of samples.
+            ConfigError: the position was saved with other settings or another number of samples.
         """
         saved, settings = position.state["settings"], self._settings()
         changed = [f"{name} was {saved[name]} and is {now}" for name, now in settings.items() if saved[name] != now]
         if changed:
             raise ConfigError(
                 f"the position in {self._samples.origin} was saved with other data ({', '.join(changed)}), where it "
-                "means other samples; set them back, or start a new run with checkpoint.start_from"
+                "refers to other samples; set them back, or start a new run with checkpoint.start_from"
             )
         return position
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from `state`; called before the first `next`."""
+        """Continue from `state`; call before the first `next`."""
         self._taken = state["taken"]
 
     def close(self) -> None:
-        """Do nothing: there is no file."""
+        """Do nothing; there are no files."""
 
 
 @lru_cache(maxsize=4)

@@ -1,6 +1,6 @@
-"""Look into a data set: `python -m energon_data.inspect DIR`.
+"""Summary of a data set: `python -m energon_data.inspect DIR`.
 
-Its samples are read as training reads them, and nothing is written but the contact sheet that is asked for.
+Reads samples as training does, and writes nothing except a requested contact sheet.
 """
 
 import argparse
@@ -21,11 +21,11 @@ from energon_data.folder import check_dataset
 from energon_data.survey import Survey, expected_packing, survey
 
 DESCRIBED = ("latent_shape", "context_size", "text_encoder", "vae")
-"""Entries of `dataset.json` that are shown."""
+"""Entries of `dataset.json` to print."""
 MOST_ROWS = 8
-"""Values that are shown one by one, and bins of a histogram."""
+"""Number of values listed individually, and of bins of a histogram."""
 BAR = 30
-"""Characters of the longest bar."""
+"""Length of the longest bar in characters."""
 EXAMPLES = """\
 examples
   python -m energon_data.inspect data/mine --sheet mine.png
@@ -38,14 +38,14 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     parser = argparse.ArgumentParser(
         prog="python -m energon_data.inspect",
-        description="Say what a data set holds, from samples that are read as training reads them.",
+        description="Summarise a data set, from samples read in the same way as in training.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("data", metavar="DIR", help="a data set folder, or the .yaml of a blend (data.path)")
     parser.add_argument("--split", default="train", help="(%(default)s)")
     parser.add_argument(
-        "--samples", type=int, default=1000, metavar="N", help="most that are read of a folder; 0 for all (%(default)s)"
+        "--samples", type=int, default=1000, metavar="N", help="samples to read per folder; 0 for all (%(default)s)"
     )
     parser.add_argument("--patch", default="1x2x2", metavar="TxHxW", help="the model's patch, for tokens (%(default)s)")
     parser.add_argument("--pack", type=int, metavar="N", help="tokens of a pack (data.max_tokens_per_pack)")
@@ -53,12 +53,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--multiple-of", type=int, default=16, metavar="N", help="data.pack_multiple_of (%(default)s)")
     parser.add_argument("--sheet", type=Path, metavar="FILE.png", help="write a contact sheet of the samples")
     parser.add_argument(
-        "--tiles", type=int, default=36, metavar="N", help="pictures of the sheet or table (%(default)s)"
+        "--tiles", type=int, default=36, metavar="N", help="number of pictures in the sheet or table (%(default)s)"
     )
     parser.add_argument(
         "--vae",
         metavar="NAME",
-        help="decode latents that are shown by this autoencoder, not draw them in false colours",
+        help="decode the shown latents with this autoencoder instead of drawing false colours",
     )
     parser.add_argument("--wandb", metavar="PROJECT", help="write a table of samples with pictures to this project")
     parser.add_argument(
@@ -80,7 +80,7 @@ def patch_of(text: str) -> tuple[int, int, int]:
 
 
 def counted(values: Counter[str]) -> Iterator[str]:
-    """Yield a line with a bar for each value, the most frequent first; those beyond `MOST_ROWS` together."""
+    """Yield a line with a bar for each value, most frequent first; values after `MOST_ROWS` share a line."""
     rows = values.most_common(MOST_ROWS)
     if rest := values.total() - sum(count for _, count in rows):
         rows.append((f"{len(values) - MOST_ROWS} others", rest))
@@ -96,7 +96,7 @@ def bars(rows: Sequence[tuple[str, int]]) -> Iterator[str]:
 
 
 def histogram(values: Sequence[int], bins: int = MOST_ROWS) -> list[tuple[str, int]]:
-    """Return the number of values in each bin, by the range of the bin; each value for itself where they are few."""
+    """Return the label and the number of values of each bin; if there are few values, each is a bin."""
     counts = Counter(values)
     if len(counts) <= bins:
         return [(f"{value:,}", counts[value]) for value in sorted(counts)]
@@ -110,23 +110,25 @@ def histogram(values: Sequence[int], bins: int = MOST_ROWS) -> list[tuple[str, i
 
 
 def spread_of(values: Sequence[float], digits: int = 0) -> str:
-    """Describe numbers by their ends and their median; one number where they are equal."""
+    """Format the range and the median of numbers; one number if all are equal."""
     low, middle, high = min(values), statistics.median(values), max(values)
     if low == high:
         return f"{low:,.{digits}f}"
     return f"{low:,.{digits}f} to {high:,.{digits}f}, median {middle:,.{max(digits, 1)}f}"
 
 
-def shard_lines(found: Survey) -> Iterator[str]:
-    """Say how many samples there are, in which shards, and how many of them were read."""
-    info, sizes = found.info, found.shards.values()
+def shard_lines(survey_result: Survey) -> Iterator[str]:
+    """Yield lines on the number of samples, shards and samples read."""
+    info, sizes = survey_result.info, survey_result.shards.values()
     shards = "1 shard" if len(sizes) == 1 else f"{len(sizes):,} shards"
     mib, per_shard = sum(size for _, size in sizes) / 2**20, spread_of([count for count, _ in sizes])
     yield f"{info.path}, split {info.split!r}"
     yield f"samples     {info.samples:,} in {shards}, {mib:,.1f} MiB (a shard: {per_shard} samples)"
-    yield f"read        {found.num_read:,} of them" + ("" if found.num_read == info.samples else ", evenly distributed")
-    for reason, count in found.lost.most_common():
-        yield f"damaged     {reason}: {count:,}, the first: {found.examples[reason]}"
+    yield f"read        {survey_result.num_read:,} of them" + (
+        "" if survey_result.num_read == info.samples else ", evenly distributed"
+    )
+    for reason, count in survey_result.lost.most_common():
+        yield f"damaged     {reason}: {count:,}, the first: {survey_result.examples[reason]}"
     described = [f"{name} {value}" for name in DESCRIBED if (value := info.description.get(name))]
     if classes := info.description.get("class_names"):
         described.append(f"{len(classes)} class_names")
@@ -134,15 +136,15 @@ def shard_lines(found: Survey) -> Iterator[str]:
         yield f"described   {', '.join(described)}"
 
 
-def content_lines(found: Survey) -> Iterator[str]:
-    """Say which parts and metadata the samples have, their sizes and durations, texts and captions."""
-    seen = found.seen
+def content_lines(survey_result: Survey) -> Iterator[str]:
+    """Yield lines on parts and metadata, sizes, durations, texts and captions."""
+    seen = survey_result.seen
     names = Counter(name for one in seen for name in one.names)
-    stated = [name if n == len(seen) else f"{name} ({n / len(seen):.0%})" for name, n in sorted(names.items())]
-    yield f"holds       {', '.join(stated)}"
+    name_shares = [name if n == len(seen) else f"{name} ({n / len(seen):.0%})" for name, n in sorted(names.items())]
+    yield f"holds       {', '.join(name_shares)}"
     yield f"channels    {', '.join(map(str, sorted({one.size[0] for one in seen})))}"
-    if found.latents.number:
-        yield f"latents     {found.latents.line()}"
+    if survey_result.latents.number:
+        yield f"latents     {survey_result.latents.line()}"
     yield "sizes       T x H x W"
     yield from counted(Counter(" x ".join(map(str, one.size[1:])) for one in seen))
     clips = [one for one in seen if one.size[1] > 1]
@@ -166,23 +168,23 @@ def content_lines(found: Survey) -> Iterator[str]:
 
 
 def token_lines(
-    found: Survey, patch: tuple[int, int, int], *, pack: Optional[int], buffer: int, multiple_of: int
+    survey_result: Survey, patch: tuple[int, int, int], *, pack: Optional[int], buffer: int, multiple_of: int
 ) -> Iterator[str]:
-    """Say how many tokens the samples have, and how packs of them fill."""
-    lengths = [one.tokens(patch) for one in found.seen]
-    known = [n for n in lengths if n is not None]
+    """Yield lines on the number of tokens, and on how samples fill packs."""
+    lengths = [one.tokens(patch) for one in survey_result.seen]
+    countable = [n for n in lengths if n is not None]
     name = "x".join(map(str, patch))
-    if len(known) < len(lengths):
-        uncut = next(one for one in found.seen if one.tokens(patch) is None)
-        size = " x ".join(map(str, uncut.size[1:]))
-        count = len(lengths) - len(known)
-        yield f"refused     {count:,} cannot be cut into patches of {name}, such as {uncut.key}: {size}"
-    if not known:
+    if len(countable) < len(lengths):
+        example = next(one for one in survey_result.seen if one.tokens(patch) is None)
+        size = " x ".join(map(str, example.size[1:]))
+        count = len(lengths) - len(countable)
+        yield f"refused     {count:,} cannot be cut into patches of {name}, such as {example.key}: {size}"
+    if not countable:
         return
-    yield f"tokens      {spread_of(known)}, with patches of {name}"
-    yield from bars(histogram(known))
+    yield f"tokens      {spread_of(countable)}, with patches of {name}"
+    yield from bars(histogram(countable))
     if pack is not None:
-        packing = expected_packing(known, pack, buffer=buffer, multiple_of=multiple_of)
+        packing = expected_packing(countable, pack, buffer=buffer, multiple_of=multiple_of)
         longer = f"; {packing.too_long:.1%} of the samples are longer and dropped" if packing.too_long else ""
         yield (
             f"packs       of {pack:,} tokens: {packing.real:.2%} real, {packing.samples / packing.packs:.1f} samples "
@@ -190,38 +192,39 @@ def token_lines(
         )
 
 
-def write_sheet(found: Survey, path: Path, colours: str) -> str:
-    """Write the contact sheet and return the line that says so.
+def write_sheet(survey_result: Survey, path: Path, colours: str) -> str:
+    """Write the contact sheet and return a line about it.
 
     Args:
-        colours: what to know of its colours.
+        colours: note on its colours.
     """
     from dit.sampling.grid import save_png
     from energon_data.contact_sheet import contact_sheet
 
     tiles = [
         (frame, one.caption or one.key, f"{' x '.join(map(str, one.size[1:]))}  {one.key}")
-        for one, frame in found.shown
+        for one, frame in survey_result.shown
     ]
     save_png(contact_sheet(tiles), path)
-    return f"sheet       {path}: {len(tiles)} samples{f'; {colours}' if colours else ''}"
+    number = "1 sample" if len(tiles) == 1 else f"{len(tiles)} samples"
+    return f"sheet       {path}: {number}{f'; {colours}' if colours else ''}"
 
 
-def colour(found: Survey, vae: Optional[str]) -> str:
-    """Make pictures of the latents that are shown; return what to know of their colours, empty for pixels."""
-    pictures, colours = coloured([frame for _, frame in found.shown])
-    found.shown = [(one, picture) for (one, _), picture in zip(found.shown, pictures, strict=True)]
+def colour(survey_result: Survey, vae: Optional[str]) -> str:
+    """Convert the shown latents to pictures; return a note on their colours, empty for pixels."""
+    pictures, colours = coloured([frame for _, frame in survey_result.shown])
+    survey_result.shown = [(one, picture) for (one, _), picture in zip(survey_result.shown, pictures, strict=True)]
     return colours if vae is None else f"latents decoded by {vae}"
 
 
 def inspected(
-    found: Survey, args: argparse.Namespace, patch: tuple[int, int, int], sheet: Optional[Path], colours: str
+    survey_result: Survey, args: argparse.Namespace, patch: tuple[int, int, int], sheet: Optional[Path], colours: str
 ) -> str:
-    """Return the page of one folder."""
-    lines = [*shard_lines(found), *content_lines(found)]
-    lines += token_lines(found, patch, pack=args.pack, buffer=args.buffer, multiple_of=args.multiple_of)
+    """Return the summary of one folder."""
+    lines = [*shard_lines(survey_result), *content_lines(survey_result)]
+    lines += token_lines(survey_result, patch, pack=args.pack, buffer=args.buffer, multiple_of=args.multiple_of)
     if sheet is not None:
-        lines.append(write_sheet(found, sheet, colours))
+        lines.append(write_sheet(survey_result, sheet, colours))
     return "\n".join(lines)
 
 
@@ -235,7 +238,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if value is not None and value < low:
             raise ConfigError(f"--{name.replace('_', '-')} {value} must be at least {low}")
     if args.vae is not None and args.sheet is None and args.wandb is None:
-        raise ConfigError(f"--vae {args.vae} decodes what is shown; ask for --sheet FILE.png or --wandb PROJECT, too")
+        raise ConfigError(f"--vae {args.vae} decodes shown samples; add --sheet FILE.png or --wandb PROJECT")
     show: Callable[[Tensor], Tensor] = middle_frame
     if args.vae is not None:
         from energon_data.decoded_frames import decoder
@@ -247,15 +250,15 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         sheet = args.sheet if args.sheet is None or number == 0 else args.sheet.with_stem(f"{args.sheet.stem}_{number}")
         if number:
             echo()
-        found = survey(
+        survey_result = survey(
             info,
             limit=args.samples or None,
             pictures=args.tiles if sheet is not None or args.wandb else 0,
             show=show,
             require_checksums=not args.no_checksums,
         )
-        surveys.append(found)
-        echo(inspected(found, args, patch, sheet, colour(found, args.vae)), flush=True)
+        surveys.append(survey_result)
+        echo(inspected(survey_result, args, patch, sheet, colour(survey_result, args.vae)), flush=True)
     if args.wandb:
         from energon_data.wandb_table import log_table
 

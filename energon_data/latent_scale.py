@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 
 LOW, HIGH = 0.5, 2.0
-"""Standard deviations of latents that raise no warning."""
+"""Range of standard deviations without a warning."""
 
 
 class Moments(NamedTuple):
@@ -23,7 +23,7 @@ class Moments(NamedTuple):
         return cls(wide.size, float(wide.sum()), float(np.square(wide).sum()))
 
     def plus(self, other: "Moments") -> "Moments":
-        """Return the moments of both sets of values."""
+        """Return the moments of the union of both sets of values."""
         return Moments(self.number + other.number, self.total + other.total, self.squares + other.squares)
 
     @property
@@ -37,7 +37,7 @@ class Moments(NamedTuple):
         return math.sqrt(max(0.0, self.squares / self.number - self.mean**2))
 
     def line(self) -> str:
-        """Return mean and standard deviation as text, with a warning where the latter is far from 1."""
+        """Return mean and standard deviation as text, with a warning if the deviation is far from 1."""
         text = f"mean {self.mean:.3g}, standard deviation {self.std:.3g}"
         if LOW <= self.std <= HIGH:
             return text

@@ -1,4 +1,4 @@
-"""Load a folder of letters into memory, without Energon, for the classifier of generated letters."""
+"""Loads a folder of letters into memory without Energon, for the classifier of generated letters."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -16,17 +16,17 @@ from energon_data.tar_index import group_members, parse_members, read_offsets
 
 
 def load_clips(folder: str | Path, split: str) -> list[tuple[Tensor, dict[str, Any]]]:
-    """Load all samples of a split, verifying every checksum.
+    """Load all samples of a split, and verify every checksum.
 
     Args:
-        folder: written by `python -m energon_data.prepare letters` or `moving_letters`.
+        folder: folder written by `python -m energon_data.prepare letters` or `moving_letters`.
         split: `train` or `val`.
 
     Returns:
         For each sample the latent, float32 `[C, T, H, W]` in [-1, 1], and the metadata with its `key`.
 
     Raises:
-        DataError: the folder is no data set, or a sample is damaged.
+        DataError: the folder is not a data set, or a sample is damaged.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -56,11 +56,11 @@ def load_letters(folder: str | Path, split: str) -> tuple[Tensor, Tensor, list[d
         Images float32 `[N, 1, H, W]` in [-1, 1], labels int64 `[N]`, and the metadata of each picture with its `key`.
 
     Raises:
-        DataError: the folder is no letters data set, or a picture is damaged.
+        DataError: the folder is not a letters data set, or a picture is damaged.
     """
     clips = load_clips(folder, split)
     if len({latent.shape[2:] for latent, _ in clips}) != 1:
-        raise DataError(f"the pictures in {folder} differ in size; this is no letters data set")
+        raise DataError(f"the pictures in {folder} differ in size; this is not a letters data set")
     if any("label" not in meta for _, meta in clips):
         raise DataError(
             f"samples in {folder} have no label, which letters have; choose another --metric, or other data"

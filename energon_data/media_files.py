@@ -1,4 +1,4 @@
-"""Read and write picture and video files, with limits on the size and the time of decoding."""
+"""Reading and writing of picture and video files, with limits on size and decoding time."""
 
 import io
 import time
@@ -18,32 +18,33 @@ from energon_data.samples import SampleError
 HEIC = frozenset({"heic", "heif"})
 PICTURES = frozenset({"jpg", "jpeg", "png", "webp", "bmp", "tif", "tiff", "gif", "avif"}) | HEIC
 VIDEOS = frozenset({"mp4", "webm", "mov", "mkv", "avi", "m4v"})
-"""Extensions of files that are read."""
+"""Extensions of supported files."""
 
 Format = Literal["png", "webp", "jpg"]
 MAX_PIXELS = 178_956_970
-"""Most pixels of a picture: Pillow's own warning level, a quarter of a GiB as RGB."""
+"""Largest number of pixels of a picture: Pillow's warning level, a quarter of a GiB as RGB."""
 MAX_SIDE = 32_768
 MAX_FRAMES = 100_000
 MAX_SECONDS = 300
-"""Most seconds of processor time to decode a picture or a clip; each clip of a longer video has its own."""
+"""Limit of CPU seconds to decode a picture or clip; it restarts for each clip of a longer video."""
 _ORIGINAL = {"PNG": "png", "JPEG": "jpg", "WEBP": "webp"}
 _WHITE = (255, 255, 255)
-_CRF = 16  # of H.264: visually without loss
+_ROUNDING = 1e-6  # seconds, of the times of frames
+_CRF = 16  # of H.264: visually lossless
 
 
 class Deadline:
-    """Limit of the processor time that one sample takes to decode, of the thread that decodes it."""
+    """Limit of the CPU time of the decoding thread, for one sample."""
 
     def __init__(self) -> None:
         self.restart()
 
     def restart(self) -> None:
-        """Begin with the next sample."""
+        """Start the time of the next sample."""
         self._end = time.thread_time() + MAX_SECONDS
 
     def check(self) -> None:
-        """Raise `SampleError` if the time is over."""
+        """Raise `SampleError` if the time limit has passed."""
         if time.thread_time() > self._end:
             raise SampleError(
                 "too_slow", f"decoding takes more than {MAX_SECONDS} s of processor time; shorten the file"
@@ -51,7 +52,7 @@ class Deadline:
 
 
 class _TimedFile(io.BytesIO):
-    """A picture file in memory; Pillow reads it in pieces while it decodes, and each checks the deadline."""
+    """A picture file in memory that checks the deadline at each read, because Pillow reads while it decodes."""
 
     def __init__(self, data: bytes) -> None:
         super().__init__(data)
@@ -65,33 +66,33 @@ class _TimedFile(io.BytesIO):
 def _check_size(width: int, height: int) -> None:
     if width * height > MAX_PIXELS or max(width, height) > MAX_SIDE:
         raise SampleError(
-            "too_large", f"{width} x {height} pixels; at most {MAX_PIXELS} in all and {MAX_SIDE} on a side"
+            "too_large", f"{width} x {height} pixels; at most {MAX_PIXELS} in total and {MAX_SIDE} per side"
         )
 
 
 def open_picture(data: bytes) -> Image.Image:
-    """Decode a picture as upright RGB; what is transparent becomes white.
+    """Decode a picture as upright RGB; transparent areas become white.
 
     Args:
         data: a file in one of the image formats of `dit.media`.
 
     Returns:
-        The picture; `info["turned"]` states whether its EXIF orientation was applied, `info["original"]` names the
-        format of `data` if its pixels were taken as they are.
+        The picture; `info["turned"]` is whether its EXIF orientation was applied, `info["original"]` is the format of
+        `data` if the pixels are unchanged.
 
     Raises:
-        SampleError: it is damaged, no picture, takes too long, or is larger than `MAX_PIXELS` or `MAX_SIDE`. The
-            size in the header is checked first, so that a file which unpacks to many GiB is refused before it does.
+        SampleError: it is damaged, not a picture, too slow to decode, or larger than `MAX_PIXELS` or `MAX_SIDE`. The
+            size in the header is checked first, so that a file that would expand to many GiB is refused before.
     """
     try:
         with open_image(_TimedFile(data)) as opened:
             _check_size(*opened.size)
-            turned = opened.getexif().get(0x0112, 1) != 1  # the camera was turned
+            turned = opened.getexif().get(0x0112, 1) != 1  # the camera was rotated
             original = _ORIGINAL.get(opened.format or "") if opened.mode == "RGB" and not turned else None
             picture = _rgb(ImageOps.exif_transpose(opened))
     except SampleError:
         raise
-    except UnidentifiedImageError as error:  # its own text has an address in memory, other in every run
+    except UnidentifiedImageError as error:  # Pillow's message contains a memory address, which differs in every run
         if data[4:12] in (b"ftypheic", b"ftypheix", b"ftypmif1") and not reads_heic():
             raise SampleError("bad_image", HEIC_IS_MISSING) from error
         raise SampleError(
@@ -104,7 +105,7 @@ def open_picture(data: bytes) -> Image.Image:
 
 
 def is_animated(data: bytes) -> bool:
-    """Return whether a picture file holds several frames; False if it is damaged."""
+    """Return whether a picture file has several frames; False if it is damaged."""
     try:
         with open_image(_TimedFile(data)) as picture:
             return bool(getattr(picture, "is_animated", False))
@@ -113,7 +114,7 @@ def is_animated(data: bytes) -> bool:
 
 
 def _rgb(picture: Image.Image) -> Image.Image:
-    if picture.mode in ("I", "I;16", "I;16B", "I;16L", "F"):  # 16 bits of grey; Pillow's own conversion clips them
+    if picture.mode in ("I", "I;16", "I;16B", "I;16L", "F"):  # 16-bit grey, which Pillow's conversion clips
         values = np.asarray(picture, np.float64)
         if not np.isfinite(values).all():
             raise SampleError("bad_image", "it has values that are not finite")
@@ -127,20 +128,23 @@ def _rgb(picture: Image.Image) -> Image.Image:
     return picture.convert("RGB")
 
 
-def sampled_frames(data: bytes, fps: Optional[float], deadline: Deadline) -> Iterator[tuple[Image.Image, float]]:
-    """Decode the frames of a video's first video stream as players display them: turned, with square pixels.
+def sampled_frames(
+    data: bytes, fps: Optional[float], deadline: Deadline, span: Optional[tuple[float, Optional[float]]] = None
+) -> Iterator[tuple[Image.Image, float]]:
+    """Decode the frames of a video's first video stream as players display them: rotated, with square pixels.
 
     Args:
         data: a file in one of the containers of `dit.media`.
         fps: frames per second to yield; None for all.
+        span: start and end in seconds from the first frame; None for all of the video.
 
     Yields:
-        A frame as RGB, and the frames per second of what is yielded. `info["turned"]` states whether the frame was
-        turned, mirrored or stretched.
+        A frame as RGB, and the frames per second of the output. `info["turned"]` is whether the frame was rotated,
+        mirrored or stretched.
 
     Raises:
-        SampleError: it is damaged, holds no video, takes too long, or is beyond `MAX_FRAMES`, `MAX_PIXELS` or
-            `MAX_SIDE`.
+        SampleError: it is damaged, has no video, is too slow to decode, ends before the span starts, or exceeds
+            `MAX_FRAMES`, `MAX_PIXELS` or `MAX_SIDE`.
     """
     try:
         with open_video(io.BytesIO(data)) as container:
@@ -154,22 +158,41 @@ def sampled_frames(data: bytes, fps: Optional[float], deadline: Deadline) -> Ite
             if not native > 0:
                 raise SampleError("bad_video", "the video does not state its frame rate")
             aspect = stream.sample_aspect_ratio or Fraction(1)
-            # Processes work in parallel instead, and `Deadline` counts the time of one thread.
+            # Processes decode in parallel instead, and `Deadline` counts the time of one thread.
             stream.codec_context.thread_count = 1
-            decoded = _at_most_frames(_decoded(container, stream, deadline))
+            decoded = _at_most_frames(_decoded(container, stream, deadline, span))
             yield from _at_most_frames(_at_rate(decoded, fps, native, aspect))
     except (ConfigError, SampleError):
         raise
-    except Exception as error:  # PyAV raises errors of many kinds for a damaged file
+    except Exception as error:  # PyAV raises many types of errors for damaged files
         raise SampleError("bad_video", f"unreadable video: {error}") from error
 
 
-def _decoded(container: Any, stream: Any, deadline: Deadline) -> Iterator[Any]:
+def _decoded(
+    container: Any, stream: Any, deadline: Deadline, span: Optional[tuple[float, Optional[float]]]
+) -> Iterator[Any]:
+    """Yield the frames of a span, from its start up to its end; decoding begins at the key frame before it."""
+    zero = 0.0 if stream.start_time is None else float(stream.start_time * stream.time_base)
+    start, end = (0.0, None) if span is None else span
+    if start:
+        container.seek(int((zero + start) / stream.time_base), stream=stream)
+    is_empty, last = True, 0.0
     for packet in container.demux(stream):
         deadline.check()
         for frame in packet.decode():
-            _check_size(frame.width, frame.height)  # it may differ from that of the header
+            _check_size(frame.width, frame.height)  # may differ from the size in the header
+            if span is not None:
+                if frame.time is None:
+                    raise SampleError("bad_video", "its frames have no times, which start and end need")
+                last = frame.time - zero
+                if end is not None and last >= end - _ROUNDING:
+                    return
+                if last < start - _ROUNDING:
+                    continue
+            is_empty = False
             yield frame
+    if span is not None and is_empty:
+        raise SampleError("too_short", f"its last frame is at {last:.2f} s, before the start at {start} s")
 
 
 AnyFrame = TypeVar("AnyFrame")
@@ -186,8 +209,8 @@ def _displayed(frame: Any, aspect: Fraction) -> Image.Image:
     """Return a frame as players display it.
 
     Args:
-        frame: of PyAV, maybe with a display matrix [[a, b], [c, d]]: x' = a x + c y, y' = b x + d y.
-        aspect: width of a pixel by its height.
+        frame: PyAV frame, possibly with a display matrix [[a, b], [c, d]]: x' = a x + c y, y' = b x + d y.
+        aspect: ratio of a pixel's width to its height.
     """
     if any(component.is_alpha for component in frame.format.components):
         picture = _rgb(Image.fromarray(frame.to_ndarray(format="rgba")))
@@ -201,7 +224,9 @@ def _displayed(frame: Any, aspect: Fraction) -> Image.Image:
     matrix = np.eye(3) if side_data is None else np.frombuffer(bytes(side_data), np.int32).reshape(3, 3)
     (a, b), (c, d) = np.round(matrix[:2, :2] / max(1, np.abs(matrix[:2, :2]).max()), 2)
     if (transposed := a == d == 0) == (b == c == 0):
-        raise SampleError("bad_video", "its display matrix does not turn it by a right angle; encode it upright")
+        raise SampleError(
+            "bad_video", "its display matrix is not a rotation by a multiple of 90 degrees; encode it upright"
+        )
     if transposed:
         picture = picture.transpose(Image.Transpose.TRANSPOSE)
     if (c if transposed else a) < 0:
@@ -215,7 +240,7 @@ def _displayed(frame: Any, aspect: Fraction) -> Image.Image:
 def _at_rate(
     frames: Iterator[Any], fps: Optional[float], native: float, aspect: Fraction
 ) -> Iterator[tuple[Image.Image, float]]:
-    """Yield for each instant the frame on display; all frames without a rate."""
+    """Yield the displayed frame at each instant of a constant rate; all frames if `fps` is None."""
     shown: Optional[Image.Image] = None
     count, start = 0, 0.0
     for number, frame in enumerate(frames):
@@ -235,7 +260,7 @@ def _at_rate(
 
 
 def picture_bytes(picture: Image.Image, image_format: Format, quality: int = 95) -> bytes:
-    """Return a picture as a file: `png` and `webp` without loss, `jpg` with `quality` and full colour resolution."""
+    """Encode a picture: `png` and `webp` lossless, `jpg` with `quality` and full colour resolution."""
     buffer = io.BytesIO()
     if image_format == "jpg":
         picture.save(buffer, "JPEG", quality=quality, subsampling=0)
@@ -247,9 +272,9 @@ def picture_bytes(picture: Image.Image, image_format: Format, quality: int = 95)
 
 
 def video_bytes(frames: Sequence[Image.Image], fps: float) -> bytes:
-    """Return RGB frames as an mp4 file: H.264 with full colour resolution, visually without loss.
+    """Encode RGB frames as an mp4 file: H.264 with full colour resolution, visually lossless.
 
-    The colours are stored as 4:4:4, because a model that learns from 4:2:0 learns its blurred colours.
+    Colours are stored as 4:4:4, because a model trained on 4:2:0 learns its blurred colours.
     """
     return mp4_bytes(frames, fps, pix_fmt="yuv444p", crf=_CRF)
 
@@ -262,7 +287,7 @@ def check_same_size(frames: Sequence[Image.Image]) -> None:
 
 
 def pixels_of(frames: Sequence[Image.Image]) -> Tensor:
-    """Return RGB frames as uint8 `[3, T, H, W]`."""
+    """Convert RGB frames to uint8 `[3, T, H, W]`."""
     pixels = np.stack([np.asarray(picture, np.uint8) for picture in frames])
     return torch.from_numpy(np.ascontiguousarray(pixels.transpose(3, 0, 1, 2)))
 
@@ -271,13 +296,13 @@ def read_pixels(data: bytes, extension: str) -> Tensor:
     """Decode a picture or video.
 
     Args:
-        extension: of the file's name; it tells which of the two it is.
+        extension: extension of the file name, which distinguishes pictures from videos.
 
     Returns:
         `[3, T, H, W]` uint8; a picture has one frame.
 
     Raises:
-        SampleError: it is damaged.
+        SampleError: the file is damaged.
     """
     if extension in VIDEOS:
         frames = [frame for frame, _ in sampled_frames(data, None, Deadline())]

@@ -1,11 +1,11 @@
-"""Messages from a worker process through memory that both processes see.
+"""Messages from a worker process through shared memory.
 
     worker                         socket                               training process
     values | pickle -> block 3     (block 3, bytes of each part) -->    tensors are views of block 3
-    block 3 may be written again   <-- (3)                              once none of them is left
+    block 3 may be reused           <-- (3)                              once all views are freed
 
-A message is one pickle, and the values of all its tensors, side by side in one block. Nothing but the number of the
-block goes through the socket, so a tensor is copied once on its way, into the block.
+A message is one pickle, and the values of all its tensors, in one block. Only the number of the block is sent through
+the socket, so each tensor is copied once, into the block.
 """
 
 import io
@@ -30,16 +30,16 @@ _HEAD = struct.Struct("<qqqq")  # block; block that it replaces, -1 for none; by
 _NOTE = struct.Struct("<q")  # a block that is free, or _TAKEN
 _TAKEN = -1
 _SIZE = struct.Struct("<Q")
-_REFERENCES_IF_FREE = 2  # of a block: the dictionary of blocks, and the call that counts
+_REFERENCES_IF_FREE = 2  # references to a free block: the dictionary of blocks, and the counting call
 
 
 class Ahead(NamedTuple):
-    """How many messages a sender may be ahead of the receiver.
+    """Number of messages that a sender may be ahead of the receiver.
 
     Attributes:
-        messages: at most, of any size.
-        if_small: at most, while they are small: packs come in bursts, a buffer at a time.
-        small_bytes: what counts as small, of all of them together.
+        messages: limit for messages of any size.
+        if_small: limit while messages are small, because packs come in bursts of one buffer.
+        small_bytes: total size of pending messages up to which they count as small.
     """
 
     messages: int = 2
@@ -48,7 +48,7 @@ class Ahead(NamedTuple):
 
 
 class _Packer(pickle.Pickler):
-    """Pickles a message but for the values of its tensors, which it lists with their places."""
+    """Pickles a message without the values of its tensors, and lists the tensors with their offsets."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=5)
@@ -65,7 +65,7 @@ class _Packer(pickle.Pickler):
 
 
 class _Unpacker(pickle.Unpickler):
-    """Reads what `_Packer` made; tensors are views of the block."""
+    """Reads a pickle of `_Packer`; tensors are views of the block."""
 
     def __init__(self, pickled: memoryview, block: Tensor) -> None:
         super().__init__(io.BytesIO(pickled))
@@ -88,7 +88,7 @@ def _mapped(descriptor: int) -> np.ndarray:
 
 
 class GoneError(Exception):
-    """The process at the other end is gone, or has closed the channel."""
+    """The process at the other end has exited or closed the channel."""
 
 
 @contextmanager
@@ -103,7 +103,7 @@ class Outbox:
     """The sending end.
 
     Attributes:
-        ahead: of the receiver.
+        ahead: limits of the number of pending messages.
     """
 
     def __init__(self, channel: socket.socket) -> None:
@@ -114,16 +114,16 @@ class Outbox:
         self._made = 0
 
     def send(self, message: object) -> None:
-        """Write a message into a block, and send it as soon as the receiver is near enough.
+        """Write a message into a block, and send it once fewer messages are pending than the limit.
 
         Raises:
-            GoneError: there is no receiver.
+            GoneError: the receiver has exited.
         """
         file = io.BytesIO()
         packer = _Packer(file)
         packer.dump(message)
         pickled, size = file.getbuffer(), packer.size
-        self._hear(socket.MSG_DONTWAIT)
+        self._read_notes(socket.MSG_DONTWAIT)
         number, replaced, new = self._block(size + len(pickled))
         array = self._blocks[number]
         block = torch.from_numpy(array)
@@ -131,7 +131,7 @@ class Outbox:
             _view(block, start, tensor.dtype, tuple(tensor.shape)).copy_(tensor)
         array[size : size + len(pickled)] = pickled
         while not self._has_room():
-            self._hear()
+            self._read_notes()
         with _connected():
             socket.send_fds(self._channel, [_HEAD.pack(number, replaced, size, len(pickled))], new)
         for descriptor in new:
@@ -142,8 +142,8 @@ class Outbox:
         is_small = sum(self._under_way) < self.ahead.small_bytes
         return len(self._under_way) < (self.ahead.if_small if is_small else self.ahead.messages)
 
-    def _hear(self, flags: int = 0) -> None:
-        """Read what the receiver has noted; wait for it unless `flags` say otherwise."""
+    def _read_notes(self, flags: int = 0) -> None:
+        """Read notes from the receiver; waits for one unless `flags` has `MSG_DONTWAIT`."""
         with _connected(), suppress(BlockingIOError):
             notes = self._channel.recv(1024 * _NOTE.size, flags)
             if not notes:
@@ -155,8 +155,8 @@ class Outbox:
                     self._free.append(number)
 
     def _block(self, size: int) -> tuple[int, int, list[int]]:
-        """Return a free block of `size` bytes; the one it replaces, -1 for none; and the descriptor of a new one."""
-        # The last one to become free is the likeliest to be in a cache.
+        """Return a free block of `size` bytes, the block it replaces (or -1), and the file descriptor if it is new."""
+        # The most recently freed block is most likely still in the CPU cache.
         fitting = next((number for number in reversed(self._free) if len(self._blocks[number]) >= size), None)
         if fitting is not None:
             self._free.remove(fitting)
@@ -165,7 +165,7 @@ class Outbox:
         self._blocks.pop(replaced, None)
         number, self._made = self._made, self._made + 1
         descriptor = os.memfd_create("dit-batches")
-        os.truncate(descriptor, size + size // 4)  # room for somewhat longer packs
+        os.truncate(descriptor, size + size // 4)  # some spare room for longer packs
         self._blocks[number] = _mapped(os.dup(descriptor))
         return number, replaced, [descriptor]
 
@@ -181,14 +181,14 @@ class Inbox:
         self._poll.register(channel, select.POLLIN)
 
     def has_message(self) -> bool:
-        """Return whether `receive` would not wait."""
+        """Return whether `receive` would return immediately."""
         return bool(self._poll.poll(0))
 
     def receive(self) -> Any:
-        """Wait for a message; its tensors are views of memory that is used again once none of them is left.
+        """Wait for a message; its tensors are views of memory that is reused after they are freed.
 
         Raises:
-            GoneError: there is no sender.
+            GoneError: the sender has exited.
         """
         with _connected():
             head, new, *_ = socket.recv_fds(self._channel, _HEAD.size, 1, socket.MSG_WAITALL)
@@ -205,16 +205,16 @@ class Inbox:
         self._busy.add(number)
         free = [n for n in self._busy if sys.getrefcount(self._blocks[n]) == _REFERENCES_IF_FREE]
         self._busy.difference_update(free)
-        with suppress(OSError):  # a sender that has sent its last message may be gone
+        with suppress(OSError):  # the sender may have exited after its last message
             self._channel.sendall(b"".join(map(_NOTE.pack, (_TAKEN, *free))))
         return message
 
 
 def send_pickle(channel: socket.socket, pickled: bytes) -> None:
-    """Send a pickle, to be read by `receive_pickle`.
+    """Send a pickle for `receive_pickle`.
 
     Raises:
-        GoneError: there is no receiver.
+        GoneError: the receiver has exited.
     """
     with _connected():
         channel.sendall(_SIZE.pack(len(pickled)) + pickled)
@@ -224,7 +224,7 @@ def receive_pickle(channel: socket.socket) -> Any:
     """Receive an object.
 
     Raises:
-        GoneError: there is no sender.
+        GoneError: the sender has exited.
     """
     (size,) = _SIZE.unpack(_read(channel, _SIZE.size))
     return pickle.loads(_read(channel, size))

@@ -1,4 +1,4 @@
-"""Synthetic data in the streams of real data: every sample is a function of the seed and its number."""
+"""Synthetic data with the same streams as real data: each sample is a function of the seed and its number."""
 
 import math
 from collections.abc import Iterator
@@ -39,14 +39,14 @@ class MockData(DataConfig):
     Attributes:
         frames, height, width: size of every latent.
         shapes: several sizes, used in turn, such as `["1x32x32", "8x16x16"]` (frames x height x width).
-        text_tokens: tokens of the longest text; lengths are between half of it and all of it.
+        text_tokens: tokens of the longest text; lengths vary between half of it and this number.
         fps: frames per second of every clip.
-        dataset_size: distinct samples before they repeat; None for unlimited.
-        num_streams: as of `EnergonData`.
+        dataset_size: number of distinct samples before they repeat; None for no limit.
+        num_streams: see `EnergonData`.
         max_tokens_per_pack: fill packs, in order, up to this many tokens and pad them to it (micro_batch_size must
             then be 1); None for dense batches.
-        pack_multiple_of: as of `EnergonData`.
-        validation_samples: samples of one validation pass.
+        pack_multiple_of: see `EnergonData`.
+        validation_samples: number of samples of one validation pass.
     """
 
     frames: int = 1
@@ -73,10 +73,10 @@ class MockData(DataConfig):
         for text in self.shapes:
             numbers = text.lower().split("x")
             if len(numbers) != 3 or not all(n.isdecimal() and len(n) < 10 and int(n) > 0 for n in numbers):
-                raise ConfigError(f"data.shapes must hold texts like '8x16x16' (frames x height x width), got {text!r}")
+                raise ConfigError(f"data.shapes must be texts like '8x16x16' (frames x height x width), got {text!r}")
             sizes.append((int(numbers[0]), int(numbers[1]), int(numbers[2])))
         if not sizes:
-            raise ConfigError("data.shapes is empty; name at least one shape such as '1x16x16', or leave it out")
+            raise ConfigError("data.shapes is empty; give at least one shape such as '1x16x16', or omit it")
         return sizes
 
     def mixes_shapes(self, spec: BatchSpec) -> bool:
@@ -159,8 +159,8 @@ class MockData(DataConfig):
         return share_validation(source.remaining(), dp_rank, dp_size, SkipLog(0), "mock data")
 
     def empty_text(self, condition: Condition) -> Tensor:
-        """Return one token of zeros."""
-        return torch.zeros(1, *(condition.shape or ()))
+        """Return zeros: one token of a text, or a pooled text."""
+        return torch.zeros(*([1] if condition.axis == "text" else []), *(condition.shape or ()))
 
     def class_names(self) -> Optional[list[str]]:
         """Return None: mock classes have no names."""
@@ -208,7 +208,7 @@ class MockSource:
             yield self.next()
 
     def _needed(self) -> int:
-        """Return the room that the next sample takes: tokens of a pack, or 1 sample of a dense batch."""
+        """Return the size of the next sample: its tokens in a pack, or 1 in a dense batch."""
         if self._data.max_tokens_per_pack is None:
             return 1
         return self._data.selection_length(self._size(self._number()), self._spec)
@@ -219,7 +219,7 @@ class MockSource:
         return number if self._data.dataset_size is None else number % self._data.dataset_size
 
     def _size(self, number: int) -> tuple[int, int, int]:
-        # The number of streams is often a multiple of that of shapes; a hash lets each stream have every shape.
+        # A hash gives each stream all shapes, even if the number of streams is a multiple of the number of shapes.
         if len(self._sizes) == 1:
             return self._sizes[0]
         return self._sizes[sample_id(f"shape-{self._seed}-{number}") % len(self._sizes)]
@@ -235,16 +235,16 @@ class MockSource:
 
     def _pattern(self, label: int, size: tuple[int, int, int]) -> Tensor:
         """Return the mean latent of a class: a wave with its own direction and phase."""
-        found = self._patterns.get((label, *size))
-        if found is None:
+        pattern = self._patterns.get((label, *size))
+        if pattern is None:
             t, h, w = (torch.arange(n, dtype=torch.float32) for n in size)
             phase = 0.7 * label + torch.arange(self._spec.latent_channels, dtype=torch.float32)
             angle = 0.2 * t[:, None, None] + (0.3 + 0.1 * (label % 5)) * h[:, None] + (0.2 + 0.1 * (label % 3)) * w
-            found = self._patterns[label, *size] = torch.sin(phase[:, None, None, None] + angle)
-        return found
+            pattern = self._patterns[label, *size] = torch.sin(phase[:, None, None, None] + angle)
+        return pattern
 
     def sample(self, number: int) -> Clip:
-        """Generate the sample of a number."""
+        """Generate the sample with this number."""
         key = f"mock-{self._split}-{self._seed}-{number}"
         address = sample_id(key)
         generator = torch.Generator().manual_seed(address)
@@ -254,19 +254,19 @@ class MockSource:
         kind = address % (10 if label is None else label.num_classes or 10)
         latent = 0.5 * torch.randn(spec.latent_channels, *size, generator=generator) + self._pattern(kind, size)
         latent = latent.expand(-1, frames_to_patch(size[0], spec.patch_temporal), -1, -1)
-        given: dict[str, Value] = {LABEL.name: kind}
+        conditions: dict[str, Value] = {LABEL.name: kind}
         if size[0] > 1:
-            given[FPS.name] = self._data.fps
+            conditions[FPS.name] = self._data.fps
         for condition in spec.conditions:
-            if condition.name not in given and condition.default is None:
-                made = None if condition.derive is None else condition.derive(latent)
-                given[condition.name] = self._draw(condition, size, generator) if made is None else made
+            if condition.name not in conditions and condition.default is None:
+                derived = None if condition.derive is None else condition.derive(latent)
+                conditions[condition.name] = self._draw(condition, size, generator) if derived is None else derived
         return Clip(
             __key__=key,
             __restore_key__=(),
             latent=latent,
             metadata={},
-            conditions=given,
+            conditions=conditions,
             id=address,
             grid=_grid(size, spec),
         )
@@ -292,7 +292,7 @@ class MockSource:
         return Position({"taken": self._taken, "seed": self._seed})
 
     def adapt(self, position: Position) -> Position:
-        """Return the position: it counts samples."""
+        """Return the position unchanged, because it only counts samples."""
         return position
 
     def load(self, state: dict[str, Any]) -> None:
@@ -308,11 +308,11 @@ class MockSource:
         self._taken = state["taken"]
 
     def close(self) -> None:
-        """Do nothing: there is no worker."""
+        """Do nothing; there are no workers."""
 
 
 def _grid(size: tuple[int, int, int], spec: BatchSpec) -> Grid:
-    """Return (t, h, w) in patches of a latent; an image fills one patch in time."""
+    """Return (t, h, w) of a latent in patches; an image fills one patch in time."""
     frames, height, width = size
     time = frames_to_patch(frames, spec.patch_temporal) // spec.patch_temporal
     return time, height // spec.patch_spatial, width // spec.patch_spatial

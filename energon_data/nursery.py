@@ -1,16 +1,15 @@
-"""Start worker processes from a clean one.
+"""Fork server for data workers.
 
     training process                nursery                             workers
     Nursery.start  -- channel -->   imports once, one thread   fork --> energon_data.worker.work(channel)
-    Worker.pid, .wait  <-- events   waits for their ends
+    Worker.pid, .wait  <-- events   waits for workers to exit
 
-A fork has the memory of its parent and one of its threads. Of a training process that is not enough: an object that
-the garbage collector destroys in a fork waits for threads that are not there (a gloo process group: SIGSEGV, or a wait
-without end), a lock that another thread had is never released, and the fork keeps files and weights. So nothing is
-forked but the nursery, a new program that has imported what workers need and does nothing else.
+Workers are forked from a small process that has imported their dependencies and runs one thread. Forking the training
+process is unsafe: garbage collection in the child waits for threads that do not exist there (a gloo process group
+crashes with SIGSEGV or hangs), locks held by other threads are never released, and the child keeps files and weights.
 
-It ignores what a scheduler or terminal sends to all processes of a run, as its workers do: the training process decides
-when they end. They end with it, also if it is killed.
+The nursery and its workers ignore signals that a scheduler or terminal sends to all processes of a run: the training
+process decides when they exit. They also exit if the training process is killed.
 """
 
 import ctypes
@@ -39,69 +38,69 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 class _Event(NamedTuple):
-    """What the nursery tells of a worker: it has started, or ended."""
+    """Event of a worker: it has started or exited."""
 
     pid: int
     code: int
 
 
 class Nursery:
-    """The process that starts the workers of this process; it starts itself at once, and is ready seconds later."""
+    """The fork server of this process; it starts on construction, and is ready seconds later."""
 
     def __init__(self) -> None:
-        self._control, theirs = socket.socketpair()
+        self._control, remote_end = socket.socketpair()
         self._events: dict[int, _Event] = {}
         self._count = 0
         self._lock, self._owner = threading.Lock(), os.getpid()
-        # -P: the folder it is started in is on the path only if it is on ours.
-        words = [sys.executable, "-P", *(f"-W{option}" for option in sys.warnoptions), "-m", "energon_data.nursery"]
+        # -P: the working directory is on the path only if it is on this process's path.
+        command = [sys.executable, "-P", *(f"-W{option}" for option in sys.warnoptions), "-m", "energon_data.nursery"]
         one_thread = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
         environment = {**os.environ, **one_thread, "PYTHONPATH": os.pathsep.join(sys.path)}
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # programs and forks have the mask of their parent
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # child processes inherit the signal mask
         try:
             process = subprocess.Popen(
-                [*words, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [*command, str(remote_end.fileno())],
+                pass_fds=[remote_end.fileno()],
                 env=environment,
                 stdin=subprocess.DEVNULL,
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        theirs.close()
+        remote_end.close()
         weakref.finalize(self, _end, self._control, process, self._owner)
 
     def start(self, channel: socket.socket) -> "Worker":
         """Start a worker that reads and writes the channel; does not wait for it.
 
         Raises:
-            OSError: the nursery is gone.
+            OSError: the nursery has exited.
         """
         with self._lock:
-            while self._hear(socket.MSG_DONTWAIT):
-                pass  # else the nursery would wait for us in the end
+            while self._read_event(socket.MSG_DONTWAIT):
+                pass  # otherwise the nursery could block on a full socket
             self._count += 1
             socket.send_fds(self._control, [_REQUEST.pack(_START, self._count)], [channel.fileno()])
             return Worker(self, self._count)
 
     def kill(self, number: int) -> None:
-        """Kill a worker if it is still there; does not wait for it."""
+        """Kill a worker if it is running; does not wait for it."""
         if os.getpid() == self._owner:
             with suppress(OSError):
                 self._control.sendall(_REQUEST.pack(_KILL, number))
 
     def event(self, number: int, *, ended: bool) -> Optional[_Event]:
-        """Wait until a worker has started, or ended; None if the nursery is gone."""
+        """Wait until a worker has started or exited; returns None if the nursery has exited."""
         with self._lock:
             while number not in self._events or (ended and self._events[number].code == _RUNNING):
-                if not self._hear():
+                if not self._read_event():
                     return None
             return self._events[number]
 
-    def _hear(self, flags: int = 0) -> bool:
+    def _read_event(self, flags: int = 0) -> bool:
         """Read an event; return whether there was one."""
         try:
             event = self._control.recv(_EVENT.size, flags | socket.MSG_WAITALL)
-        except OSError:  # none yet, or the nursery is gone
+        except OSError:  # no event yet, or the nursery has exited
             return False
         if event:
             number, pid, code = _EVENT.unpack(event)
@@ -110,44 +109,44 @@ class Nursery:
 
 
 class Worker:
-    """A process that the nursery has started."""
+    """A worker process started by the nursery."""
 
     def __init__(self, nursery: Nursery, number: int) -> None:
         self._nursery, self._number = nursery, number
 
     @property
     def pid(self) -> int:
-        """Number of the process; waits until it has started."""
+        """Process id; waits until the process has started."""
         event = self._nursery.event(self._number, ended=False)
         if event is None:
-            raise ProcessLookupError("the process that starts workers is gone")
+            raise ProcessLookupError("the process that starts workers has exited")
         return event.pid
 
     def wait(self) -> Optional[int]:
-        """Wait until the worker has ended, and return its exit code, -N for signal N; None if it is not known."""
+        """Wait until the worker exits, and return its exit code, -N for signal N; None if it is unknown."""
         event = self._nursery.event(self._number, ended=True)
         return None if event is None else event.code
 
     def kill(self) -> None:
-        """Kill it if it is still there; does not wait for its end."""
+        """Kill the worker if it is running; does not wait for its exit."""
         self._nursery.kill(self._number)
 
 
 @lru_cache(maxsize=1)
 def nursery_of(pid: int) -> Nursery:
-    """Return the nursery of this process; `pid` is its own, so that a fork gets one of its own."""
+    """Return the nursery of this process; the argument `pid` gives each forked process a new one."""
     return Nursery()
 
 
 def _end(control: socket.socket, process: subprocess.Popen[bytes], owner: int) -> None:
     control.close()
-    if os.getpid() == owner:  # a fork of the training process leaves its workers alone
+    if os.getpid() == owner:  # a fork of the training process must not stop its workers
         process.kill()
         process.wait()
 
 
 def _fork(channel: socket.socket, control: socket.socket) -> int:
-    """Start a worker, and return its process."""
+    """Fork a worker, and return its process id."""
     from energon_data.worker import work
 
     nursery = os.getpid()
@@ -172,10 +171,10 @@ def _fork(channel: socket.socket, control: socket.socket) -> int:
 
 
 def main() -> None:
-    """Be the nursery, until the training process is gone."""
-    import energon_data.energon_source  # noqa: F401  what nearly every stream needs
+    """Main loop of the nursery, until the training process exits."""
+    import energon_data.energon_source  # noqa: F401  imported because nearly every stream needs it
 
-    gc.freeze()  # else the collector of each worker would copy all of it
+    gc.freeze()  # otherwise garbage collection in each worker would copy these pages
     control = socket.socket(fileno=int(sys.argv[1]))
     numbers: dict[int, int] = {}  # of the workers, by process
 
@@ -189,12 +188,12 @@ def main() -> None:
     while True:
         try:
             request, descriptors, *_ = socket.recv_fds(control, _REQUEST.size, 1, socket.MSG_WAITALL)
-        except ConnectionResetError:  # it has gone without reading the last events
+        except ConnectionResetError:  # the training process exited without reading the last events
             return
         if not request:
             return
         kind, number = _REQUEST.unpack(request)
-        # The end of a worker is reported after its start, and no process that is no longer ours is killed.
+        # Blocking SIGCHLD reports a worker's exit after its start, and prevents killing a reused process id.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
         if kind == _START:
             with socket.socket(fileno=descriptors[0]) as channel:

@@ -1,4 +1,4 @@
-"""Whether the encoders of the training device fit the model: by their sizes, without their weights."""
+"""Checks of online encoders against the model, by their sizes, without loading weights."""
 
 from dit.data_api import BatchSpec
 from dit.encoders.text_config import as_conditions, check_text_encoder
@@ -10,36 +10,36 @@ def check_vae(name: str, spec: BatchSpec) -> None:
     """Check the latents of the online autoencoder against the model.
 
     Raises:
-        ConfigError: they have another number of channels, or there is no such autoencoder.
+        ConfigError: the number of channels differs, or there is no such autoencoder.
     """
-    found = Geometry.read(name).channels
-    if found != spec.latent_channels:
+    channels = Geometry.read(name).channels
+    if channels != spec.latent_channels:
         raise ConfigError(
-            f"data.online_vae={name} makes latents of {found} channels, model.in_channels is {spec.latent_channels}; "
-            f"set model.in_channels={found}"
+            f"data.online_vae={name} has latents of {channels} channels, model.in_channels is {spec.latent_channels}; "
+            f"set model.in_channels={channels}"
         )
 
 
 def check_online_texts(line: str, spec: BatchSpec) -> None:
-    """Check what the online text encoders make against the model.
+    """Check the outputs of the online text encoders against the model.
 
     Raises:
-        ConfigError: the model takes nothing of it or of another width, or there are no such encoders.
+        ConfigError: the model uses no output, an output has another width, or there are no such encoders.
     """
-    made = embedded_widths(line, spec)
-    if not made:
+    widths = embedded_widths(line, spec)
+    if not widths:
         raise ConfigError(
-            f"data.online_text_encoder={line} makes nothing that the model takes; set data.online_text_encoder=none"
+            f"data.online_text_encoder={line} makes no condition of the model; set data.online_text_encoder=none"
         )
     for condition in spec.conditions:
-        width = made.get(condition.name)
+        width = widths.get(condition.name)
         if width is not None and condition.shape not in (None, (width,)):
             raise ConfigError(
                 f"data.online_text_encoder={line} makes a {condition.what} of {width} features, the model takes "
-                f"{list(condition.shape)}; set {condition.setting or 'its size'} to {width}"
+                f"{list(condition.shape)}; {condition.cure_of_width(width)}"
             )
 
 
 def embedded_widths(line: str, spec: BatchSpec) -> dict[str, int]:
-    """Return the width of each of the model's conditions that these encoders make."""
+    """Return the widths of the model's conditions that these encoders produce."""
     return as_conditions(check_text_encoder(line).widths, spec.conditions)

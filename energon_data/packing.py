@@ -1,6 +1,6 @@
-"""Select the samples of each pack, and concatenate them as a `PackedBatch`.
+"""Selection of the samples of each pack, and their concatenation to a `PackedBatch`.
 
-Samples are selected by lengths that are rounded up to `data.pack_multiple_of`, so that every layout selects the same
+Samples are selected by lengths rounded up to `data.pack_multiple_of`, so that every layout selects the same
 packs. The padding of the layout is added afterwards: `BatchSpec.multiple_of`, which divides `data.pack_multiple_of`.
 Three clips of 5, 2 and 3 tokens, with `multiple_of` 2 and a pack length of 14 (`.` is padding):
 
@@ -27,7 +27,7 @@ from dit.patchify import Grid, grid_positions, patchify_all
 from energon_data.samples import Clip
 
 SPARE = 1.04
-"""Room for tokens in balanced packs, in units of the tokens: without it the last items find none in cheap packs."""
+"""Capacity of balanced packs relative to their tokens; without it, the last items do not fit into cheap packs."""
 
 
 def padded_length(length: int, multiple_of: int) -> int:
@@ -37,23 +37,23 @@ def padded_length(length: int, multiple_of: int) -> int:
 
 @dataclass(frozen=True)
 class CostLimit:
-    """A limit of the work of a pack, whose attention is quadratic in the length of a sample: n + n^2 / `attention`.
+    """Limit of the work of a pack; a sample costs n + n^2 / `attention`, because attention is quadratic.
 
     Attributes:
         tokens: a pack costs at most what one sample of this many tokens costs.
-        attention: tokens of a sample whose attention costs as much as everything else.
+        attention: length of a sample at which attention costs as much as everything else.
     """
 
     tokens: int
     attention: int
 
     def cost(self, length: int) -> int:
-        """Return the cost of a sample, in units of a token's other work divided by `attention`."""
+        """Return the cost of a sample, multiplied by `attention` so that it is an integer."""
         return length * (self.attention + length)
 
     @property
     def most(self) -> int:
-        """The cost of a full pack."""
+        """Cost of a full pack."""
         return self.cost(self.tokens)
 
 
@@ -69,7 +69,7 @@ def greedy_knapsack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     Returns:
         Item indices of each bin.
     """
-    # Longest last; of equal lengths the first item last, so that it is used first.
+    # Sort ascending; among equal lengths, the first item is last, so that it is used first.
     order = sorted(range(len(lengths)), key=lambda i: (lengths[i], -i))
     sizes = [lengths[i] for i in order]
     _check_longest(sizes[-1:], capacity)
@@ -84,15 +84,15 @@ def greedy_knapsack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def balanced_packs(lengths: Sequence[int], capacity: int, limit: CostLimit) -> list[list[int]]:
-    """Pack items into bins of nearly equal cost: each item, the longest first, into the cheapest bin.
+    """Pack items into bins of nearly equal cost: each item, longest first, goes into the cheapest bin.
 
-    Every item is in exactly one bin, and no bin exceeds the capacity or the limit. There are about as few bins as both
-    allow.
+    Every item is in exactly one bin, and no bin exceeds the capacity or the limit. The number of bins is close to the
+    minimum.
 
     Args:
         lengths: length of each item, each at most `capacity` and `limit.tokens`.
         capacity: maximal sum of lengths per bin.
-        limit: of the cost of a bin.
+        limit: limit of the cost of a bin.
 
     Returns:
         Item indices of each bin.
@@ -103,10 +103,10 @@ def balanced_packs(lengths: Sequence[int], capacity: int, limit: CostLimit) -> l
     costs = [limit.cost(length) for length in lengths]
     count = max(math.ceil(SPARE * sum(lengths) / capacity), -(-sum(costs) // limit.most))
     bins: list[list[int]] = [[] for _ in range(count)]
-    cheapest = [(0, 0, number) for number in range(count)]  # a heap of cost, tokens and the bin
+    cheapest = [(0, 0, number) for number in range(count)]  # heap of (cost, tokens, bin)
     for i in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         while cheapest and cheapest[0][1] + lengths[i] > capacity:
-            heappop(cheapest)  # shorter items hardly find room in it either
+            heappop(cheapest)  # shorter items are unlikely to fit either
         if cheapest and cheapest[0][0] + costs[i] <= limit.most:
             cost, tokens, number = heappop(cheapest)
         else:
@@ -132,7 +132,7 @@ def check_pack_multiple(
         layout_multiple: the layout pads every sample to a multiple of this many tokens.
 
     Raises:
-        ConfigError: with the number to set.
+        ConfigError: with the value to set.
     """
     if pack_multiple_of % layout_multiple:
         raise ConfigError(
@@ -155,12 +155,12 @@ def _positions(grid: Grid) -> Tensor:
 
 
 def collate(clips: Sequence[Clip], spec: BatchSpec, *, total_tokens: Optional[int] = None) -> PackedBatch:
-    """Concatenate clips to a pack.
+    """Concatenate clips into a pack.
 
     Args:
         clips: encoded samples, in order.
         spec: patch sizes, padding, and the conditions of the model.
-        total_tokens: pad the pack to this many tokens; None for no tail pad.
+        total_tokens: pad the pack to this many tokens; None for no padding at the end.
 
     Raises:
         BatchError: the clips do not fit into `total_tokens`.
@@ -168,7 +168,7 @@ def collate(clips: Sequence[Clip], spec: BatchSpec, *, total_tokens: Optional[in
     layout = SequenceLayout.from_lengths(
         [c.num_tokens for c in clips], multiple_of=spec.multiple_of, total_tokens=total_tokens
     )
-    given = {condition.name: [clip.value(condition) for clip in clips] for condition in spec.conditions}
+    values = {condition.name: [clip.value(condition) for clip in clips] for condition in spec.conditions}
     weights = [c.loss_weight for c in clips]
     return PackedBatch(
         latents_TC=layout.insert_padding(patchify_all([c.latent for c in clips], *spec.patch)),
@@ -177,14 +177,14 @@ def collate(clips: Sequence[Clip], spec: BatchSpec, *, total_tokens: Optional[in
         sample_ids_S=torch.tensor([c.id for c in clips], dtype=torch.int64),
         grids=tuple(c.grid for c in clips),
         keys=tuple(c.__key__ for c in clips),
-        conditions=pack_conditions(spec.conditions, given, layout, spec.patch),
+        conditions=pack_conditions(spec.conditions, values, layout, spec.patch),
         loss_weight_S=None if all(w == 1.0 for w in weights) else torch.tensor(weights),
         raw=_raw(clips),
     )
 
 
 def _raw(clips: Sequence[Clip]) -> Optional[RawSamples]:
-    """Return what the training device is to encode; all clips of a data set have the same parts left."""
+    """Return the inputs to encode on the training device; all clips of a data set have the same kinds of parts."""
     pixels = tuple(clip.pixels for clip in clips if clip.pixels is not None)
     captions = tuple(clip.caption for clip in clips if clip.caption is not None)
     return RawSamples(pixels or None, captions or None) if pixels or captions else None

@@ -1,7 +1,7 @@
-"""Samples: their parts inside a shard, the checksums of the parts, and the decoded clip.
+"""Samples: parts inside a shard, checksums of the parts, and the decoded clip.
 
 A sample named `KEY` consists of `KEY.json` (metadata) and of parts such as `KEY.latent.npy` and `KEY.text.npy`. The
-metadata names the CRC32 of every part, its own included, so every flipped bit is detected.
+metadata lists the CRC32 of every part, including itself, so every flipped bit is detected.
 """
 
 import json
@@ -19,7 +19,7 @@ from dit.errors import DataError, page_of
 from dit.safe_files import parse_json
 
 try:
-    from isal.isal_zlib import crc32  # the same numbers, up to thirty times as fast; not on every machine
+    from isal.isal_zlib import crc32  # same results, up to thirty times faster; not available on every machine
 except ImportError:
     from zlib import crc32
 
@@ -36,13 +36,14 @@ class Clip:
 
     Attributes:
         latent: `[C, T, H, W]` float32, dimensionless after VAE scale and shift.
-        pixel_shape: (T, H, W) of the picture or video as it is stored; None if a latent is.
-        parts: decoded array parts besides the latent, by part name; empty once encoded.
-        conditions: those of the model, by name, without missing optional ones.
-        pixels: `[3, T, H, W]` uint8, if the training device is to encode them; `latent` is then zeros of its shape.
-        wording: which of its captions, and of their embeddings, is used; 0 is the first.
-        caption: if the training device is to embed it.
-        corrupt: changes the small picture that is made for a super-resolution model; None once encoded, or for nothing.
+        pixel_shape: (T, H, W) of the stored picture or video; None if a latent is stored.
+        parts: decoded array parts except the latent, by part name; empty once encoded.
+        conditions: conditions of the model, by name, without missing optional ones.
+        pixels: `[3, T, H, W]` uint8 if the training device encodes them; `latent` is then zeros of the right shape.
+        wording: index of the caption, and its embedding, in use.
+        caption: caption, if the training device embeds it.
+        corrupt: corrupts the low-resolution picture of a super-resolution model; None for no corruption, or once
+            encoded.
         id: 63-bit id of the sample, see `dit.data_api.sample_id`.
         grid: (t, h, w) in patches; (0, 0, 0) before encoding.
     """
@@ -70,7 +71,7 @@ class Clip:
         return t * h * w
 
     def value(self, condition: Condition) -> Value:
-        """Return a condition of the model, its default if the sample has none."""
+        """Return a condition of the model, or its default if the sample has none."""
         value = self.conditions.get(condition.name, condition.default)
         assert value is not None  # `encode_sample` refuses samples without it
         return value
@@ -80,8 +81,8 @@ class SampleError(Exception):
     """A sample cannot be used.
 
     Args:
-        reason: the word under which such samples are counted.
-        detail: what is wrong, with the numbers.
+        reason: category in which such samples are counted.
+        detail: description of the problem, with the numbers.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
@@ -89,10 +90,10 @@ class SampleError(Exception):
         self.reason, self.detail = reason, detail
 
 
-def _no_checksum(what: str) -> SampleError:
+def _no_checksum(problem: str) -> SampleError:
     return SampleError(
         "no_checksum",
-        f"{what}; set data.require_checksums=False to read such samples as they are, or write them with "
+        f"{problem}; set data.require_checksums=False to read such samples anyway, or write them with "
         f"energon_data.prepare.shards.ShardWriter, which adds the checksums ({page_of('energon_data')})",
     )
 
@@ -105,28 +106,28 @@ def checksum(data: bytes) -> str:
 def seal(metadata: dict[str, Any], parts: dict[str, bytes]) -> bytes:
     """Serialise the metadata of a sample together with the checksums of all its parts.
 
-    The metadata's own checksum is that of the JSON text with eight zeros in its place.
+    The metadata's checksum is computed with eight zeros in its place.
 
     Raises:
         DataError: the metadata has the reserved key `crc32`.
     """
     if "crc32" in metadata:
-        raise DataError("sample metadata must not hold the key 'crc32', the writer adds it; rename the key")
+        raise DataError("sample metadata must not have the key 'crc32', which the writer adds; rename the key")
     sums = {META_PART: "00000000"} | {name: checksum(data) for name, data in parts.items()}
     blank = json.dumps({"crc32": sums} | metadata).encode()
     return blank.replace(_BLANK, f'"json": "{checksum(blank)}"'.encode(), 1)
 
 
 def unseal(raw: bytes) -> dict[str, Any]:
-    """Parse metadata with or without checksums, and verify its own checksum if it has one.
+    """Parse metadata with or without checksums, and verify the metadata's checksum if it has one.
 
     Raises:
-        SampleError: the text is no JSON object, or its checksum differs.
+        SampleError: the text is not a JSON object, or its checksum differs.
     """
     try:
         metadata = parse_json(raw)
     except ValueError as error:
-        raise SampleError("bad_json", f"the metadata is no JSON: {error}") from error
+        raise SampleError("bad_json", f"the metadata is not JSON: {error}") from error
     if not isinstance(metadata, dict):
         raise SampleError("bad_json", f"the metadata is a {type(metadata).__name__}, not an object")
     sums = metadata.get("crc32")
@@ -138,7 +139,7 @@ def unseal(raw: bytes) -> dict[str, Any]:
 
 
 def stem_of_wording(stem: str, wording: int) -> str:
-    """Return the name of the part `stem` that belongs to a caption: `text` of the first, then `text-1`, `text-2`."""
+    """Return the name of the part `stem` for a caption: `text` for the first, then `text-1`, `text-2`."""
     return f"{stem}-{wording}" if wording else stem
 
 
@@ -146,7 +147,7 @@ def finite_number(metadata: dict[str, Any], name: str) -> float:
     """Return a number of the metadata.
 
     Raises:
-        SampleError: the entry is no number (true and false are none), NaN, infinite, or too large for a float.
+        SampleError: the entry is not a number (or is a boolean), is NaN, infinite, or too large for a float.
     """
     value = metadata.get(name)
     # A NaN fails the comparison; an integer of any size is compared exactly.
@@ -156,11 +157,11 @@ def finite_number(metadata: dict[str, Any], name: str) -> float:
 
 
 def verify_parts(metadata: dict[str, Any], parts: dict[str, bytes], *, required: bool) -> None:
-    """Compare every part with the checksum that the metadata names.
+    """Compare every part with its checksum in the metadata.
 
     Args:
-        parts: raw bytes by part name, the metadata itself excluded.
-        required: a part (or metadata) without a checksum also counts as damaged.
+        parts: raw bytes by part name, without the metadata.
+        required: parts (and metadata) without a checksum also count as damaged.
 
     Raises:
         SampleError: a part is missing, differs, or has no checksum.
@@ -168,10 +169,10 @@ def verify_parts(metadata: dict[str, Any], parts: dict[str, bytes], *, required:
     sums = metadata.get("crc32")
     if not isinstance(sums, dict):
         if required:
-            raise _no_checksum("the metadata names no checksums")
+            raise _no_checksum("the metadata has no checksums")
         return
     if required and META_PART not in sums:
-        raise _no_checksum("the metadata has no checksum of its own")
+        raise _no_checksum("the metadata has no checksum for itself")
     for name, data in parts.items():
         if name not in sums:
             if required:
@@ -180,4 +181,4 @@ def verify_parts(metadata: dict[str, Any], parts: dict[str, bytes], *, required:
             raise SampleError("checksum", f"part {name!r} has CRC32 {checksum(data)}, written as {sums[name]}")
     for name in sums:
         if name not in parts and name != META_PART:
-            raise SampleError("missing_part", f"part {name!r} is named by the metadata but not in the shard")
+            raise SampleError("missing_part", f"part {name!r} is listed in the metadata but not in the shard")

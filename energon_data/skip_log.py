@@ -1,4 +1,4 @@
-"""Count dropped samples by reason, and end the run if too many of them are damaged.
+"""Counts of dropped samples by reason, and the error budget of damaged samples.
 
 A sample is dropped because it is damaged (unreadable, wrong checksum, refused format, not finite), which counts against
 `data.max_lost_samples`, or because the settings exclude it (too long, low score), which does not.
@@ -31,10 +31,10 @@ class Skip:
     """One dropped sample.
 
     Attributes:
-        reason: the word under which it is counted.
-        lost: damaged, rather than excluded by the settings.
-        kind: as in `SampleCounts`.
-        tokens: its number without padding; 0 if it was not cut into patches.
+        reason: category in which it is counted.
+        lost: whether the sample is damaged, not excluded by settings.
+        kind: kind of the sample, see `SampleCounts`.
+        tokens: number of tokens without padding; 0 if it was not cut into patches.
     """
 
     reason: str
@@ -50,14 +50,14 @@ class Skip:
 
 
 class TooManyDroppedError(BaseException):
-    """Ends a stream from inside Energon, whose error handling swallows every `Exception`."""
+    """Ends a stream from inside Energon; not an `Exception`, because Energon's error handling catches those."""
 
 
 class SkipCounter:
-    """The samples dropped since the last micro-batch, in the process that reads them.
+    """Samples dropped since the last micro-batch, in the process that reads them.
 
     Args:
-        budget: number of damaged samples that ends the stream.
+        budget: number of damaged samples that the stream may drop.
     """
 
     def __init__(self, budget: int) -> None:
@@ -92,8 +92,8 @@ class SkipLog:
     """Used and dropped samples of all streams of one rank, in the main process.
 
     Args:
-        budget: damaged samples allowed.
-        file: to which every dropped sample is appended as one JSON line; None for none.
+        budget: number of damaged samples allowed.
+        file: file to append every dropped sample to, one JSON line each; None for no file.
     """
 
     def __init__(self, budget: int, file: Optional[Path] = None) -> None:
@@ -105,10 +105,10 @@ class SkipLog:
     def record(
         self, stream: int, skips: Sequence[Skip], batch: Optional[PackedBatch], *, is_reported: bool = True
     ) -> None:
-        """Add a micro-batch and the entries that came with it.
+        """Add a micro-batch and the samples dropped before it.
 
         Args:
-            is_reported: whether this rank reports them; False for a micro-batch of a rank that shares the stream.
+            is_reported: whether this rank reports them; False for a micro-batch of another rank that shares the stream.
 
         Raises:
             DataError: more samples are damaged than the budget allows.
@@ -133,7 +133,7 @@ class SkipLog:
                 file.write("".join(lines).encode())
         if over is not None:
             raise DataError(
-                f"dropped the damaged {over}. Damaged samples: {self._lost.total()}, allowed: {self.budget}; repair "
+                f"dropped damaged {over}. Damaged samples: {self._lost.total()}, allowed: {self.budget}; repair "
                 "the shard or write the data set again; if only some samples are affected, data.max_lost_samples=N "
                 "trains without them"
             )
@@ -149,8 +149,8 @@ class SkipLog:
         return {"dropped": dropped, "used": dict(counts.used), "lost": self._lost[stream]}
 
     def load(self, stream: int, state: dict[str, Any], *, is_reported: bool = True) -> None:
-        """Continue the counts of one stream, which one of the ranks that share it reports."""
-        # Older states have the dropped samples by reason only.
+        """Continue the counts of one stream; only one of the ranks that share it reports them."""
+        # Older states store dropped samples only by reason.
         dropped = state.get("dropped") or [[reason, "", n] for reason, n in state.get("reasons", {}).items()]
         by_reason_and_kind = {(reason, kind): n for reason, kind, n in dropped}
         self._by_stream[stream] = SampleCounts(Counter(state.get("used", {})), Counter(by_reason_and_kind))

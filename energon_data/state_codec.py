@@ -1,4 +1,4 @@
-"""Energon's loader state as plain dicts, lists and tensors, so that it is saved and loaded without pickled classes."""
+"""Conversion of Energon's loader state to plain dicts, lists and tensors, so that no pickled classes are stored."""
 
 import dataclasses
 from typing import Any
@@ -21,10 +21,10 @@ def _classes() -> dict[str, type]:
 
 
 def to_plain(value: object) -> Any:
-    """Turn a state into plain containers.
+    """Convert a state to plain containers.
 
     Raises:
-        DataError: the state holds an object of a class that is not on the list.
+        DataError: the state contains an object of a class that is not on the list.
     """
     if isinstance(value, _PLAIN) and type(value) in _PLAIN:
         return value
@@ -48,7 +48,7 @@ def to_plain(value: object) -> Any:
     if dataclasses.is_dataclass(value) and _classes().get(name) is type(value):
         items = [[f.name, to_plain(getattr(value, f.name))] for f in dataclasses.fields(value)]
         return {_TAG: name, "value": items}
-    raise DataError(f"the loader state holds a {type(value).__module__}.{name}, which this version cannot save")
+    raise DataError(f"the loader state contains a {type(value).__module__}.{name}, which this version cannot save")
 
 
 def from_plain(value: object) -> Any:
@@ -68,12 +68,12 @@ def from_plain(value: object) -> Any:
     tag, content = value[_TAG], value["value"]
     if tag == "bytes":
         return bytes(content.to(torch.uint8).numpy())
-    if tag == "tuple":  # of older versions
+    if tag == "tuple":  # written by older versions
         return tuple(from_plain(v) for v in content)
     items = {from_plain(k): from_plain(v) for k, v in content}
     if tag == "dict":
         return items
     cls = _classes().get(tag)
     if cls is None:
-        raise DataError(f"the loader state names the class {tag!r}, which is not on the list; it will not be loaded")
+        raise DataError(f"the loader state names the class {tag!r}, which is not on the list; it is not loaded")
     return cls(items) if issubclass(cls, dict) else cls(**items)

@@ -34,8 +34,8 @@ class StreamItem:
     """One item of a stream: a micro-batch, or the reason why there is none, and the samples skipped before it.
 
     Attributes:
-        seconds: time that a worker process took to make it; None if it was made while training waited.
-        late: whether training asked for it before it was made.
+        seconds: time that a worker process needed for it; None if it was read while training waited.
+        late: whether training requested it before it was ready.
     """
 
     batch: Optional[PackedBatch]
@@ -47,14 +47,14 @@ class StreamItem:
 
 
 MAX_DEFAULT_STREAMS = 8
-"""Largest default of `data.num_streams`: one stream for each replica of a usual node."""
+"""Largest default of `data.num_streams`: one stream per GPU of a typical node."""
 
 
 class Position(NamedTuple):
-    """A place in a stream: `behind` deliveries after `state`, which is in plain containers."""
+    """A position in a stream: `offset` items after `state`, which consists of plain containers."""
 
     state: dict[str, Any]
-    behind: int = 0
+    offset: int = 0
 
 
 class Source(Protocol):
@@ -63,13 +63,13 @@ class Source(Protocol):
     def next(self) -> StreamItem: ...
 
     def state(self) -> Position:
-        """Return the position after the last delivery."""
+        """Return the position after the last item."""
 
     def adapt(self, position: Position) -> Position:
-        """Convert a position that was saved with other settings that group samples; the next sample stays the same."""
+        """Convert a position that was saved with other grouping settings; the next sample does not change."""
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue from the state of a position; called before the first `next`."""
+        """Continue from the state of a position; call before the first `next`."""
 
     def close(self) -> None: ...
 
@@ -83,7 +83,7 @@ def check_streams(num_streams: Optional[int], micro_batches_per_step: int) -> in
     """Return the number of global streams; None selects `automatic_streams`.
 
     Raises:
-        ConfigError: it does not divide the micro-batches of a step, so that steps would use the streams unequally.
+        ConfigError: the number does not divide the micro-batches of a step, so steps would use the streams unequally.
     """
     n = automatic_streams(micro_batches_per_step) if num_streams is None else num_streams
     if micro_batches_per_step % n:
@@ -100,8 +100,8 @@ def check_streams(num_streams: Optional[int], micro_batches_per_step: int) -> in
 
 def streams_of(dp_rank: int, dp_size: int, num_streams: int) -> range:
     """Return the global streams that a data-parallel rank reads."""
-    apart = math.gcd(num_streams, dp_size)
-    return range(dp_rank % apart, num_streams, apart)
+    shared = math.gcd(num_streams, dp_size)
+    return range(dp_rank % shared, num_streams, shared)
 
 
 class StreamGroup:
@@ -110,7 +110,7 @@ class StreamGroup:
     Args:
         sources: the rank's streams by global number, see `streams_of`.
         num_streams: global streams of the run.
-        log: counts dropped samples.
+        log: log of dropped samples.
         origin: name of the data, for messages.
     """
 
@@ -127,10 +127,10 @@ class StreamGroup:
         self._sources = dict(sorted(sources.items()))
         self._num_streams, self._dp_rank, self._dp_size = num_streams, dp_rank, dp_size
         self._log, self._origin = log, origin
-        self._consumed = 0  # micro-batches of all ranks; a state has it modulo lcm(num_streams, dp_size)
-        self._read = dict.fromkeys(self._sources, 0)  # deliveries by stream
-        self._drawn = dict.fromkeys(self._sources, 0)  # samples by stream
-        self._to_discard: dict[int, int] = {}  # deliveries by stream that follow a loaded state, up to its position
+        self._consumed = 0  # micro-batches of all ranks; stored modulo lcm(num_streams, dp_size)
+        self._read = dict.fromkeys(self._sources, 0)  # items read, by stream
+        self._drawn = dict.fromkeys(self._sources, 0)  # samples read, by stream
+        self._to_discard: dict[int, int] = {}  # items between a loaded state and its position, by stream
         self._made, self._made_in_s, self._at_once, self._late = 0, 0.0, 1, 0
 
     def __iter__(self) -> "StreamGroup":
@@ -148,35 +148,35 @@ class StreamGroup:
     def _read_one(self, stream: int, *, is_own: bool) -> PackedBatch:
         source = self._sources[stream]
         began = time.perf_counter()
-        delivery = source.next()
+        item = source.next()
         for _ in range(self._to_discard.pop(stream, 0)):
-            if delivery.batch is not None:
-                delivery = source.next()
+            if item.batch is not None:
+                item = source.next()
         waited = time.perf_counter() - began
-        self._log.record(stream, delivery.skips, delivery.batch, is_reported=is_own)
-        if delivery.is_bug:
-            raise RuntimeError(f"reading stream {stream} of {self._origin} failed:\n{delivery.failure}")
-        if delivery.batch is None:
+        self._log.record(stream, item.skips, item.batch, is_reported=is_own)
+        if item.is_bug:
+            raise RuntimeError(f"reading stream {stream} of {self._origin} failed:\n{item.failure}")
+        if item.batch is None:
             raise DataError(
-                f"stream {stream} of {self._origin} ended: {delivery.failure or 'there is no more data'}; "
+                f"stream {stream} of {self._origin} ended: {item.failure or 'there is no more data'}; "
                 f"dropped so far: {self._log.counts().by_reason() or 'nothing'}"
             )
-        count = delivery.batch.layout.num_samples
+        count = item.batch.layout.num_samples
         draws_S = (torch.arange(count) + self._drawn[stream]) * self._num_streams + stream
         self._read[stream] += 1
         self._drawn[stream] += count
-        self._late += delivery.late and is_own
+        self._late += item.late and is_own
         self._made += count * is_own
-        self._made_in_s += waited if delivery.seconds is None else delivery.seconds
-        self._at_once = 1 if delivery.seconds is None else len(self._sources)
-        return replace(delivery.batch, draws_S=draws_S)
+        self._made_in_s += waited if item.seconds is None else item.seconds
+        self._at_once = 1 if item.seconds is None else len(self._sources)
+        return replace(item.batch, draws_S=draws_S)
 
     def _consumed_of(self, stream: int) -> int:
-        """Return how many of the consumed micro-batches came from a stream."""
+        """Return the number of consumed micro-batches that came from a stream."""
         return (self._consumed - stream - 1) // self._num_streams + 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return, in plain containers, the positions of the streams whose last consumed micro-batch this rank used."""
+        """Return, in plain containers, the positions of streams whose last consumed micro-batch this rank used."""
         return {
             "format": 1,
             "num_streams": self._num_streams,
@@ -185,7 +185,7 @@ class StreamGroup:
             "streams": {
                 s: {
                     "position": position.state,
-                    "behind": position.behind + self._to_discard.get(s, 0),
+                    "behind": position.offset + self._to_discard.get(s, 0),
                     "skipped": self._log.state(s),
                     "drawn": self._drawn[s],
                 }
@@ -195,19 +195,19 @@ class StreamGroup:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a union of `state_dict`s of any number of ranks.
+        """Continue from the union of the `state_dict`s of any number of ranks.
 
         Raises:
             DataError: the state has another number of streams, lacks a stream of this rank, or was saved between two
                 micro-batches of a step with another data-parallel size.
         """
         if state.get("format", 1) != 1 or not {"streams", "num_streams", "next"} <= set(state):
-            raise DataError("this is no data state of format 1; start the data anew or use the version that saved it")
+            raise DataError("this is not a data state of format 1; use the version that saved it, or start a new run")
         if state["num_streams"] != self._num_streams:
             raise DataError(
                 f"the data state has {state['num_streams']} streams, this run reads {self._num_streams}, which would "
-                f"repeat some samples and lose others; set data.num_streams={state['num_streams']}, which suits any "
-                "number of ranks, and a training.micro_batch_size with which a step has a multiple of "
+                f"repeat some samples and lose others; set data.num_streams={state['num_streams']}, which works for "
+                "any number of ranks, and a training.micro_batch_size with which a step has a multiple of "
                 f"{state['num_streams']} micro-batches"
             )
         if state["next"] % self._dp_size:
@@ -224,25 +224,25 @@ class StreamGroup:
             position = source.adapt(Position(streams[s]["position"], streams[s].get("behind", 0)))
             source.load(position.state)
             self._read[s] = self._consumed_of(s)
-            self._to_discard[s] = position.behind
-            is_first = s % math.gcd(self._num_streams, self._dp_size) == self._dp_rank  # of those that share it
+            self._to_discard[s] = position.offset
+            is_first = s % math.gcd(self._num_streams, self._dp_size) == self._dp_rank  # of the ranks that share it
             self._log.load(s, streams[s]["skipped"], is_reported=is_first)
-            # Older states have no count; any other number is valid for the noise.
+            # Older states have no count; any number gives valid noise.
             self._drawn[s] = streams[s].get("drawn", 0)
 
     def samples_per_s(self) -> float:
-        """Return how many samples this rank's streams make in a second, since the last call; all workers at work."""
+        """Return the samples per second that this rank's streams can produce, measured since the last call."""
         rate = self._at_once * self._made / self._made_in_s if self._made_in_s else 0.0
         self._made, self._made_in_s = 0, 0.0
         return rate
 
     def late(self) -> int:
-        """Return how many micro-batches since the last call were not there when they were asked for."""
+        """Return the number of micro-batches since the last call that were not ready when requested."""
         late, self._late = self._late, 0
         return late
 
     def sample_counts(self) -> SampleCounts:
-        """Return how many samples were used and dropped so far in the micro-batches of this rank."""
+        """Return the counts of used and dropped samples in this rank's micro-batches."""
         return self._log.counts()
 
     def close(self) -> None:

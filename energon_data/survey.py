@@ -1,4 +1,4 @@
-"""What a split of a data set holds, from its samples: sizes, durations, texts, captions, damage, how packs fill."""
+"""Survey of a split of a data set: sizes, durations, texts, captions, damage, and filling of packs."""
 
 import io
 import tarfile
@@ -33,20 +33,20 @@ if TYPE_CHECKING:
     from energon_data.task_encoder import EncoderOptions
 
 CAPTIONS = ("caption", "text", "prompt")
-"""Metadata that holds a caption, or else a part called `txt`."""
+"""Metadata entries for a caption; a part called `txt` is used if there are none."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What is noted of one sample.
+    """Properties of one sample.
 
     Attributes:
-        key: its name.
+        key: name of the sample.
         size: (C, T, H, W) of its latent or pixels.
-        fps: frames per second; None where the metadata name none.
-        text_tokens: rows of its text embedding; None where it has none.
-        caption: None where it has none.
-        names: of its parts without extension, and of its metadata.
+        fps: frames per second; None if the metadata lack it.
+        text_tokens: rows of its text embedding; None without one.
+        caption: caption; None without one.
+        names: names of its parts without extension, and of its metadata.
     """
 
     key: str
@@ -58,7 +58,7 @@ class Seen:
 
     @property
     def duration_s(self) -> Optional[float]:
-        """Seconds of a clip whose frame rate is known; None for an image."""
+        """Duration of a clip in seconds; None for an image or an unknown frame rate."""
         frames = self.size[1]
         return frames / self.fps if frames > 1 and self.fps else None
 
@@ -78,15 +78,15 @@ class Seen:
 
 @dataclass(kw_only=True)
 class Survey:
-    """The samples of a split that were read.
+    """Results of reading samples of a split.
 
     Attributes:
-        info: the split, checked.
-        shards: samples and bytes of each shard, by name.
-        seen: those that training can read.
-        lost: how many it cannot, by reason, and the first of each.
-        shown: a frame `[C, H, W]` of some, for a contact sheet.
-        latents: moments of the latents; of no values for pixels.
+        info: the checked split.
+        shards: number of samples and bytes of each shard, by name.
+        seen: samples that training can read.
+        lost: number of unreadable samples by reason, and the first of each reason.
+        shown: frames `[C, H, W]` of some samples, for a contact sheet.
+        latents: moments of the latents; empty for pixels.
     """
 
     info: SplitInfo
@@ -99,7 +99,7 @@ class Survey:
 
     @property
     def num_read(self) -> int:
-        """Samples that were looked at."""
+        """Number of samples read."""
         return len(self.seen) + self.lost.total()
 
 
@@ -111,14 +111,14 @@ def survey(
     show: Callable[[Tensor], Tensor] = middle_frame,
     require_checksums: bool = True,
 ) -> Survey:
-    """Read samples of a split as training reads them.
+    """Read samples of a split in the same way as training.
 
     Args:
         info: from `energon_data.folder.check_dataset`.
-        limit: most samples to read, evenly distributed over the split; None for all.
-        pictures: how many of these are returned to be shown, evenly distributed.
-        show: returns what is shown of a latent or of pixels `[C, T, H, W]`, a frame `[C, H, W]`.
-        require_checksums: samples without checksums count as damaged, as for `EnergonData`.
+        limit: largest number of samples to read, evenly distributed over the split; None for all.
+        pictures: number of frames to return, evenly distributed.
+        show: converts a latent or pixels `[C, T, H, W]` to a frame `[C, H, W]`.
+        require_checksums: samples without checksums count as damaged, as in `EnergonData`.
 
     Raises:
         DataError: no sample can be read.
@@ -126,7 +126,7 @@ def survey(
     from energon_data.cookers import cook_clip  # imports Energon
 
     sizes = {path.name: (len(read_offsets(path)) - 1, path.stat().st_size) for path in info.shards}
-    found = Survey(info=info, shards=sizes)
+    result = Survey(info=info, shards=sizes)
     indices = spread(info.samples, limit or info.samples)
     shown = {indices[i] for i in spread(len(indices), pictures)}
     for index, (shard, data) in zip(indices, _read(info.shards, indices), strict=True):
@@ -136,24 +136,24 @@ def survey(
             sample = decode_sample(key, parts, require_checksums=require_checksums)
             clip = cook_clip(sample | {"__key__": key, "__shard__": "", "__restore_key__": (), "__sources__": None})
         except SampleError as error:
-            found.lost[error.reason] += 1
-            found.examples.setdefault(error.reason, f"{shard.name}/{key}: {error.detail}")
+            result.lost[error.reason] += 1
+            result.examples.setdefault(error.reason, f"{shard.name}/{key}: {error.detail}")
             continue
-        found.seen.append(_seen(clip, sample))
-        if LATENT in found.seen[-1].names:
-            found.latents = found.latents.plus(Moments.of(clip.latent.double().numpy()))
+        result.seen.append(_seen(clip, sample))
+        if LATENT in result.seen[-1].names:
+            result.latents = result.latents.plus(Moments.of(clip.latent.double().numpy()))
         if index in shown:
-            found.shown.append((found.seen[-1], show(clip.latent)))  # the clip itself is freed
-    if not found.seen:
-        reasons = "; ".join(f"{reason}: {detail}" for reason, detail in found.examples.items())
-        raise DataError(f"none of {found.num_read} samples of {info.path} can be read: {reasons}")
-    return found
+            result.shown.append((result.seen[-1], show(clip.latent)))  # the clip itself is freed
+    if not result.seen:
+        reasons = "; ".join(f"{reason}: {detail}" for reason, detail in result.examples.items())
+        raise DataError(f"none of {result.num_read} samples of {info.path} can be read: {reasons}")
+    return result
 
 
 def _read(shards: Sequence[Path], indices: Sequence[int]) -> Iterator[tuple[Path, bytes]]:
-    """Yield the shard and the bytes of samples of a split, by rising index."""
-    wanted, first = iter(indices), 0
-    index = next(wanted, None)
+    """Yield the shard and the bytes of samples of a split, in ascending order of index."""
+    remaining, first = iter(indices), 0
+    index = next(remaining, None)
     for shard in shards:
         offsets = read_offsets(shard).tolist()
         with open_binary(shard) as file:
@@ -161,12 +161,12 @@ def _read(shards: Sequence[Path], indices: Sequence[int]) -> Iterator[tuple[Path
                 start, end = offsets[index - first : index - first + 2]
                 file.seek(start)
                 yield shard, file.read(end - start)
-                index = next(wanted, None)
+                index = next(remaining, None)
         first += len(offsets) - 1
 
 
 def _parts(data: bytes) -> tuple[str, dict[str, bytes]]:
-    """Return the name and the parts of a sample from its part of a shard, also of one with tar extensions."""
+    """Return the name and the parts of a sample from its bytes in a shard; supports tar extensions."""
     try:
         try:
             members = parse_members(data)
@@ -178,7 +178,7 @@ def _parts(data: bytes) -> tuple[str, dict[str, bytes]]:
 
 
 def _seen(clip: Clip, sample: dict[str, Any]) -> Seen:
-    """Note what is shown of a decoded sample."""
+    """Collect the properties of a decoded sample."""
     channels, frames, height, width = clip.latent.shape
     rates = [clip.metadata[name] for name in FPS.stored_as if isinstance(clip.metadata.get(name), int | float)]
     text = next((part for name, part in clip.parts.items() if name.rpartition(".")[0] in CONTEXT.stored_as), None)
@@ -196,14 +196,14 @@ def _seen(clip: Clip, sample: dict[str, Any]) -> Seen:
 
 def _caption(sample: dict[str, Any]) -> Optional[str]:
     metadata = sample[META_PART]
-    stated = [metadata[name] for name in CAPTIONS if isinstance(metadata.get(name), str)]
+    captions = [metadata[name] for name in CAPTIONS if isinstance(metadata.get(name), str)]
     if "txt" in sample:
-        stated.append(sample["txt"].decode(errors="replace"))
-    return next((text.strip() for text in stated if text.strip()), None)
+        captions.append(sample["txt"].decode(errors="replace"))
+    return next((text.strip() for text in captions if text.strip()), None)
 
 
 MOST_BEFORE_TRAINING, ROUNDS, SECONDS = 256, 8, 10.0
-"""Samples that are read before step 1, in rounds that are distributed evenly over the data, and the time for them."""
+"""Samples read before step 1, in rounds distributed evenly over the data, and the time limit in seconds."""
 
 
 LENGTH_SETTINGS = ("max_tokens_per_pack", "max_tokens_per_sample", "pack_cost_tokens")
@@ -213,11 +213,11 @@ LENGTH_SETTINGS = ("max_tokens_per_pack", "max_tokens_per_sample", "pack_cost_to
 def expected_drops(
     info: SplitInfo, spec: BatchSpec, options: "EncoderOptions", settings: Mapping[str, Any]
 ) -> list[str]:
-    """Return which samples the settings will drop, one line for each reason and kind; reads some of them.
+    """Describe the samples that settings will drop, one line per reason and kind; reads some samples.
 
     Args:
-        options: made of the settings.
-        settings: of `EnergonData`, by name.
+        options: encoder options built from the settings.
+        settings: settings of `EnergonData`, by name.
     """
     most = options.filters.max_tokens
     if not options.filters.limits and most is None:
@@ -232,7 +232,7 @@ def expected_drops(
     for first in range(ROUNDS):
         round_of = indices[first::ROUNDS]
         for index, (shard, data) in zip(round_of, _read(info.shards, round_of), strict=True):
-            with suppress(SampleError):  # damage is reported when the data are read
+            with suppress(SampleError):  # training reports damage when it reads the data
                 key, parts = _parts(data)
                 sample = {"__key__": key, "__shard__": shard.name, "__restore_key__": (), "__sources__": None, **parts}
                 clip = encoder.clip_of(sample, Visit(0, 0, index, sample_id(key)), cook=cook_clip)
@@ -247,11 +247,11 @@ def expected_drops(
     for skip in skips:
         if not skip.lost:
             groups.setdefault((skip.reason, skip.kind), []).append(skip)
-    looked_at = "" if read[""] == info.samples else f", {read['']:,} of {info.samples:,} samples"
+    sampled = "" if read[""] == info.samples else f", {read['']:,} of {info.samples:,} samples"
     multiple = 1 if options.max_tokens_per_pack is None else options.pack_multiple_of
     lines = []
     for (reason, kind), dropped in groups.items():
-        which = f"{info.path}{looked_at}: {len(dropped):,} of {read[kind]:,} {kind or 'sample'}s"
+        which = f"{info.path}{sampled}: {len(dropped):,} of {read[kind]:,} {kind or 'sample'}s"
         if reason == TOO_LONG:
             longest = max(skip.tokens for skip in dropped)
             limit = next(f"data.{name}" for name in LENGTH_SETTINGS if settings[name] == most)
@@ -265,23 +265,23 @@ def expected_drops(
 
 
 def unused_choice_of_captions(infos: Sequence[SplitInfo]) -> list[str]:
-    """Return a line if `data.vary_captions=False` has no effect, because no sample has several captions."""
+    """Return a line if `data.vary_captions=False` has no effect because no sample has several captions."""
     stored = stored_names(infos)
     if stored is None or SEVERAL_CAPTIONS in stored:
         return []
     folders = ", ".join(str(info.path) for info in infos)
-    return [f"data.vary_captions=False has no effect: no sample of {folders} that was read has several captions"]
+    return [f"data.vary_captions=False has no effect: none of the samples read from {folders} has several captions"]
 
 
 @dataclass(frozen=True)
 class Packing:
-    """How packs of a length fill.
+    """Filling of packs of a given length.
 
     Attributes:
         packs: number of packs.
-        samples: in them.
+        samples: number of samples in them.
         real: share of their tokens that belong to samples, without padding.
-        too_long: share of the samples that no pack holds.
+        too_long: share of the samples that do not fit into a pack.
     """
 
     packs: int
@@ -291,7 +291,7 @@ class Packing:
 
 
 def expected_packing(lengths: Sequence[int], capacity: int, *, buffer: int, multiple_of: int = 1) -> Packing:
-    """Pack samples as the loader does, buffer by buffer; a few samples are repeated until they fill one.
+    """Pack samples as the loader does, buffer by buffer; samples are repeated if they do not fill a buffer.
 
     Args:
         lengths: tokens of each sample, in the order of the data.

@@ -1,6 +1,6 @@
-"""Read samples from indexed tar shards: one read per sample, with a parser that checks every tar header.
+"""Reader of samples in indexed tar shards: one read per sample; the parser verifies every tar header.
 
-Energon's reader uses `tarfile` and a storage client, which takes about half a millisecond per small sample; this reader
+Energon's reader uses `tarfile` and a storage client, which take about half a millisecond per small sample; this reader
 takes a few microseconds. Energon reads shards that are not local, or that use tar extensions.
 """
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Bytes = TypeVar("Bytes", bytes, memoryview)
 BLOCK = 512
 READ_ERROR = "__read_error__"
-"""Part name of the reason why a sample could not be read."""
+"""Name of the part with the reason why a sample could not be read."""
 
 _OPEN_SHARDS = 32
 _LONGEST_HEADER = 1 << 20  # bytes of a long name or of a pax header
@@ -38,11 +38,11 @@ class UnusualTarError(Exception):
 
 
 def parse_members(data: Bytes) -> list[tuple[str, Bytes]]:
-    """Return name and content of the regular files in a part of a ustar archive; of a view, the contents are views.
+    """Return name and content of the regular files in a section of a ustar archive; contents of a view are views.
 
     Raises:
-        ValueError: a header does not match its own checksum, or the part ends inside a member.
-        UnusualTarError: a member is no plain file (long names, sparse files, links).
+        ValueError: a header does not match its checksum, or the section ends inside a member.
+        UnusualTarError: a member is not a plain file (long names, sparse files, links).
     """
     members = []
     at, end = 0, len(data)
@@ -71,7 +71,7 @@ def parse_members(data: Bytes) -> list[tuple[str, Bytes]]:
 
 
 class _Member(tarfile.TarInfo):
-    """A member whose headers are of bounded size: `tarfile` reads them into memory."""
+    """A member with a limit on header size, because `tarfile` reads headers into memory."""
 
     def _proc_member(self, archive: tarfile.TarFile) -> tarfile.TarInfo:
         if self.type in _LONG_HEADERS and self.size > _LONGEST_HEADER:
@@ -81,31 +81,31 @@ class _Member(tarfile.TarInfo):
 
 
 def read_tar(file: BinaryIO) -> Iterator[tuple[tarfile.TarInfo, Callable[[], bytes]]]:
-    """Yield the regular files of a tar archive in its order, each with a function that reads its content.
+    """Yield the regular files of a tar archive in order, each with a function that reads its content.
 
     Raises:
-        tarfile.TarError, OSError, EOFError, ValueError: the archive is cut short or damaged, or has a sparse file.
+        tarfile.TarError, OSError, EOFError, ValueError: the archive is truncated or damaged, or has a sparse file.
     """
     end = file.seek(0, os.SEEK_END)
     file.seek(0)
     with tarfile.open(fileobj=file, mode="r:", tarinfo=_Member) as archive:
         while (member := archive.next()) is not None:
-            archive.members = []  # type: ignore[attr-defined]  # tarfile would list all of them
+            archive.members = []  # type: ignore[attr-defined]  # otherwise tarfile keeps all members
             if member.issparse():
-                raise tarfile.ReadError(f"{member.name!r} is a sparse file, which is not read")
+                raise tarfile.ReadError(f"{member.name!r} is a sparse file, which is not supported")
             if member.isfile():
                 yield member, partial(_content, archive, member, end)
 
 
 def _content(archive: tarfile.TarFile, member: tarfile.TarInfo, end: int) -> bytes:
     if member.offset_data + member.size > end:
-        raise tarfile.ReadError(f"{member.name!r} has {member.size:,} bytes, which is more than the archive holds")
+        raise tarfile.ReadError(f"{member.name!r} has {member.size:,} bytes, more than the archive contains")
     content = archive.extractfile(member)
     return b"" if content is None else content.read()
 
 
 def group_members(members: Sequence[tuple[str, Bytes]]) -> tuple[str, dict[str, Bytes]]:
-    """Return the sample's name and its parts by extension (all that follows the first dot of the file name).
+    """Return the sample's name and its parts by extension (everything after the first dot of the file name).
 
     Raises:
         ValueError: the members belong to different samples, or there is none.
@@ -127,10 +127,10 @@ def group_members(members: Sequence[tuple[str, Bytes]]) -> tuple[str, dict[str, 
 
 
 def read_offsets(shard: Path) -> np.ndarray:
-    """Return the byte offset of every sample of a shard, and of the end of the last one, from its `.tar.idx` file.
+    """Read the byte offsets of a shard's samples, and the end of the last one, from its `.tar.idx` file.
 
     Raises:
-        DataError: the index is missing or no list of 64-bit offsets.
+        DataError: the index is missing or not a list of 64-bit offsets.
     """
     file = shard.with_suffix(".tar.idx")
     if not file.is_file():
@@ -140,18 +140,20 @@ def read_offsets(shard: Path) -> np.ndarray:
     except OSError as error:
         raise DataError(f"index {file} cannot be read: {error.strerror}; restore the file") from error
     if len(raw) % 8 or len(raw) < 16:
-        raise DataError(f"index {file} has {len(raw)} bytes, no list of offsets; run `energon prepare` on its folder")
+        raise DataError(
+            f"index {file} has {len(raw)} bytes, not a list of offsets; run `energon prepare` on its folder"
+        )
     offsets = np.frombuffer(raw, "<u8")
     if offsets[0] != 0 or (offsets[1:] < offsets[:-1] + BLOCK).any() or offsets[-1] >= 2**63:
-        raise DataError(f"the offsets in index {file} do not rise from 0; run `energon prepare` on its folder again")
+        raise DataError(f"the offsets in index {file} do not ascend from 0; run `energon prepare` on its folder again")
     return offsets.astype(np.int64)
 
 
 def first_samples(shard: Path, count: int) -> Iterator[dict[str, bytes]]:
-    """Yield the parts of a shard's first samples, without those that cannot be read.
+    """Yield the parts of a shard's first samples; skips unreadable samples.
 
     Args:
-        count: maximal number of samples.
+        count: largest number of samples.
     """
     offsets = read_offsets(shard)[: count + 1].tolist()
     with open_binary(shard) as file:
@@ -166,7 +168,7 @@ def first_samples(shard: Path, count: int) -> Iterator[dict[str, bytes]]:
 class SampleReader:
     """Random access to the samples of a list of shards; replaces Energon's reader of the same shards.
 
-    A sample that cannot be read is returned with the reason under `READ_ERROR`, and then counted as lost.
+    An unreadable sample is returned with the reason under `READ_ERROR`, and then counted as damaged.
 
     Args:
         energon_reader: Energon's `ShardInfosITarReader`.
@@ -186,7 +188,7 @@ class SampleReader:
         return f"SampleReader({self._energon})"
 
     def _shard(self, number: int) -> tuple[int, np.ndarray]:
-        """Return file descriptor and offsets of a shard; forks may share it, since reads state their offset."""
+        """Return file descriptor and offsets of a shard; forks may share it, since each read has an explicit offset."""
         entry = self._open.get(number)
         if entry is None:
             path = Path(self._shards[number].path.local_path())
@@ -197,7 +199,7 @@ class SampleReader:
         return entry
 
     def _read(self, number: int, position: int) -> tuple[str, dict[str, bytes | memoryview]]:
-        """Read a sample; its arrays are views of the memory into which it was read."""
+        """Read a sample; its arrays are views of the read buffer."""
         descriptor, offsets = self._shard(number)
         start, end = int(offsets[position]), int(offsets[position + 1])
         data = memoryview(np.empty(end - start, np.uint8).data)

@@ -1,4 +1,4 @@
-"""The task encoder of all backbones: cook, filter, encode, pack."""
+"""Task encoder for all backbones: cook, filter, encode, pack."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -39,23 +39,23 @@ from energon_data.tar_index import READ_ERROR, SampleReader
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderOptions:
-    """How samples become micro-batches.
+    """Options of converting samples to micro-batches.
 
     Attributes:
-        filters: which samples are used.
-        augmentation: how pictures and clips are changed; None for not at all.
-        corruption: how the small pictures of a super-resolution model are changed; None for not at all.
-        vary_captions: read any of a sample's captions, rather than the first.
-        require_checksums: refuse samples whose metadata does not name the CRC32 of every part.
+        filters: filters of samples.
+        augmentation: augmentation of pictures and clips; None for none.
+        corruption: corruption of the low-resolution pictures of a super-resolution model; None for none.
+        vary_captions: draw one of a sample's captions instead of using the first.
+        require_checksums: refuse samples whose metadata lacks the CRC32 of a part.
         max_text_tokens: longer texts are truncated; None for no limit.
-        max_samples: end of a held-out pass; None for the complete split.
+        max_samples: number of samples of a held-out pass; None for the complete split.
         max_tokens_per_pack: fill packs up to this many tokens; None for dense batches of `spec.micro_batch_size`.
         pack_multiple_of: samples are selected into packs as if each were padded to a multiple of this many tokens.
-        cost_limit: of the work of a pack; None for any.
+        cost_limit: limit of the work of a pack; None for no limit.
         pad_packs: pad every pack to `max_tokens_per_pack`, so all have one shape.
-        bucket_by_shape: batch only samples of one latent shape together (convolutional backbones need it).
-        vae: sizes of the autoencoder of the training device; None if samples hold latents.
-        embedded: conditions that the training device makes of the captions.
+        bucket_by_shape: batch only samples of the same latent shape together (convolutional backbones need it).
+        vae: sizes of the online autoencoder; None if samples contain latents.
+        embedded: conditions that the training device computes from the captions.
     """
 
     filters: Filters = field(default_factory=Filters)
@@ -75,10 +75,10 @@ class EncoderOptions:
 
 
 class RawSample(Protocol):
-    """What Energon's reader hands on.
+    """Output of Energon's reader.
 
     Attributes:
-        data: the parts of one sample by name, and where it came from under `__key__`, `__shard__`, ...
+        data: parts of one sample by name, and its origin under `__key__`, `__shard__`, ...
     """
 
     data: tuple[dict[str, Any]]
@@ -92,24 +92,24 @@ class _Packing(PackingDataset):
 
 
 class _First(LimitDataset):
-    """The first samples of a pass; Energon's own limit reads one more, which may be damaged."""
+    """The first samples of a pass; Energon's limit reads one more, which may be damaged."""
 
     def __iter__(self) -> Iterator[Any]:
         return islice(self.dataset, self.length)
 
 
 class DiffusionTaskEncoder(DefaultTaskEncoder):
-    """Turns raw samples into `PackedBatch`es; has no state but the ledger.
+    """Turns raw samples into `PackedBatch`es; its only state is the ledger.
 
     Args:
-        spec: the properties of micro-batches that the model and the layout require.
+        spec: properties of micro-batches that the model and the layout require.
         options: filters and packing.
-        ledger: records dropped samples.
+        ledger: counter of dropped samples.
     """
 
     cookers = COOKERS
-    decoder = None  # `load_clip` decodes; Energon's own decoder would run pickles.
-    __default_failure_tolerance__ = 0  # Energon's own limit is off: the ledger has the budget.
+    decoder = None  # `load_clip` decodes; Energon's decoder would execute pickles.
+    __default_failure_tolerance__ = 0  # Energon's limit is off, because the ledger has the error budget.
 
     def __init__(self, spec: BatchSpec, options: EncoderOptions, ledger: SkipCounter) -> None:
         super().__init__()
@@ -118,14 +118,14 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         self._readers: list[SampleReader] = []
 
     def close(self) -> None:
-        """Close the shards of all data sets that were built with this encoder; they are opened again if read."""
+        """Close the shards of all data sets that were built with this encoder; they are reopened if read."""
         for reader in self._readers:
             reader.close()
 
     def build_cook_crude_sample(
         self, dataset: SavableDataset, *, subflavors: dict[str, Any], **kwargs: Any
     ) -> SavableDataset[Clip]:
-        """Use our reader, and one step in place of Energon's three, whose overhead is as large as the work."""
+        """Use `SampleReader`, and one step instead of Energon's three, whose overhead is as large as the work."""
         raw = dataset.dataset
         raw.join_readers = [SampleReader(reader) for reader in raw.join_readers]
         self._readers += raw.join_readers
@@ -145,7 +145,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             SkipSample: the sample is dropped; the ledger has the reason.
         """
         sample = raw.data[0]
-        # Energon restores the number of a sample with the sample, so a resumed run draws alike.
+        # Energon restores the number of a sample with the sample, so a resumed run makes the same draws.
         number = worker_config.active_worker_sample_index
         visit = Visit(worker_config.seed_offset, worker_config.rank, number, sample_id(sample["__key__"]))
         clip = self.clip_of(sample, visit, cook=cook)
@@ -157,7 +157,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         """Decode, augment, cook, filter and encode one sample.
 
         Args:
-            sample: as `RawSample.data`.
+            sample: see `RawSample.data`.
 
         Returns:
             None if the sample is dropped; the ledger has the reason.
@@ -166,7 +166,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         return self.encoded_clip(sample["__key__"], sample["__shard__"], make)
 
     def encoded_clip(self, key: str, shard: str, make: Callable[[], Clip]) -> Optional[Clip]:
-        """Make, filter and encode one sample.
+        """Create, filter and encode one sample.
 
         Args:
             make: returns the clip, or raises any error.
@@ -293,8 +293,9 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         lengths = [padded_length(c.num_tokens, self.options.pack_multiple_of) for c in samples]
         bins = greedy_knapsack(lengths, capacity) if limit is None else balanced_packs(lengths, capacity, limit)
         packs = [[samples[i] for i in items] for items in bins]
-        # Packs of long samples come first; an order by sample id removes this trend from the stream. A large buffer of
-        # few samples gives the same pack many times: each time has an id of its own, so that its copies are apart.
+        # Packs of long samples come first; sorting by sample id removes this trend from the stream. A large buffer of
+        # few
+        # samples gives the same pack many times; each copy gets a different id, so that copies are not adjacent.
         seen: Counter[tuple[str, ...]] = Counter()
         order = []
         for i, pack in enumerate(packs):
@@ -321,6 +322,6 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
 
 
 def worker_config(*, stream: int, num_streams: int, seed: int) -> WorkerConfig:
-    """Return Energon's description of one global stream; without its workers, and with its error handling off."""
+    """Return Energon's worker configuration of one global stream, without workers and error handling."""
     config = WorkerConfig(rank=stream, world_size=num_streams, num_workers=0, seed_offset=seed)
     return replace(config, global_error_handler=reraise_exception, restore_error_handler=reraise_exception)

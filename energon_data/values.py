@@ -1,4 +1,4 @@
-"""Checks of single settings of `EnergonData`: their ranges, and settings that have no effect."""
+"""Checks of single settings of `EnergonData`: ranges, and settings without effect."""
 
 import math
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from dit.ranges import (
 
 
 def check_values(data: Any) -> None:
-    """Check settings that need nothing else.
+    """Check settings that do not depend on other parts of the run.
 
     Args:
         data: an `EnergonData`, which imports this module.
@@ -46,10 +46,10 @@ def check_values(data: Any) -> None:
             "flip": SHARE,
         },
     )
-    for what in ("side", "seconds", "caption_length"):
-        low, high = getattr(data, f"min_{what}"), getattr(data, f"max_{what}")
+    for quantity in ("side", "seconds", "caption_length"):
+        low, high = getattr(data, f"min_{quantity}"), getattr(data, f"max_{quantity}")
         if low is not None and high is not None and low > high:
-            raise ConfigError(f"data.min_{what}={low} is above data.max_{what}={high}, so no sample is left")
+            raise ConfigError(f"data.min_{quantity}={low} is above data.max_{quantity}={high}, so no sample is left")
     check_choice("data.online_precision", data.online_precision, Literal["fp32", "bf16"])
     packs = ("pad_packs", "pack_cost_tokens", "packing_buffer_size", "pack_multiple_of")
     encoders = data.online_vae, data.online_text_encoder

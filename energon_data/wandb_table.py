@@ -1,4 +1,4 @@
-"""What `energon_data.inspect` found as a table of Weights & Biases: a row with its picture for each sample shown."""
+"""Table of Weights & Biases with the samples shown by `energon_data.inspect`, one row and picture each."""
 
 import os
 from collections.abc import Sequence
@@ -12,16 +12,16 @@ COLUMNS = ("picture", "key", "caption", "frames", "height", "width", "tokens", "
 
 
 def log_table(surveys: Sequence[Survey], project: str, patch: Sequence[int], folder: Path) -> str:
-    """Write a run with the table `samples`, and counts of each data set as its summary.
+    """Log a run with the table `samples`, and counts of each data set in its summary.
 
     Args:
-        project: of the run.
+        project: project of the run.
         patch: sides in time, height and width, for tokens.
-        folder: where the run is recorded; it stays there if there is no key or no network (`WANDB_MODE` decides as it
-            does elsewhere).
+        folder: where the run is recorded; it stays there without a key or a network (`WANDB_MODE` has its usual
+            effect).
 
     Returns:
-        The address of the run's page, or its folder if it was recorded offline.
+        The URL of the run's page, or its folder if it was recorded offline.
 
     Raises:
         ConfigError: wandb is not installed, or cannot start a run.
@@ -42,15 +42,15 @@ def log_table(surveys: Sequence[Survey], project: str, patch: Sequence[int], fol
     except wandb.errors.Error:  # no key, or no network
         run = wandb.init(**arguments, mode="offline")
     table = wandb.Table(columns=["data", *COLUMNS])
-    for found in surveys:
-        for one, frame in found.shown:
+    for survey in surveys:
+        for one, frame in survey.shown:
             size = (*one.size[1:], one.tokens(patch), one.duration_s)
-            table.add_data(str(found.info.path), wandb.Image(tile_of(frame)), one.key, one.caption, *size)
-        run.summary[str(found.info.path)] = {
-            "samples": found.info.samples,
-            "shards": len(found.shards),
-            "read": found.num_read,
-            "damaged": dict(found.lost),
+            table.add_data(str(survey.info.path), wandb.Image(tile_of(frame)), one.key, one.caption, *size)
+        run.summary[str(survey.info.path)] = {
+            "samples": survey.info.samples,
+            "shards": len(survey.shards),
+            "read": survey.num_read,
+            "damaged": dict(survey.lost),
         }
     run.log({"samples": table})
     where = str(Path(run.dir).parent) if run.offline or run.url is None else run.url

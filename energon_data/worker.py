@@ -1,4 +1,4 @@
-"""What a worker process does: open a stream, read it to its end, and send what it makes."""
+"""Worker process: opens a stream, reads it to its end, and sends its items."""
 
 import os
 import pickle
@@ -17,13 +17,13 @@ from energon_data.streams import Position, Source, StreamItem
 
 
 class Job(NamedTuple):
-    """What to read; the first thing that a worker receives, and the position to continue from is the second.
+    """Stream to read; sent to the worker first, followed by the position to continue from.
 
     Attributes:
         open_source: opens the stream.
-        folder: to which relative paths belong.
-        position_every: deliveries from one position to the next.
-        ahead: how many of them are made ahead.
+        folder: working directory for relative paths.
+        position_every: number of items between two positions.
+        ahead: limits of items made ahead of training.
     """
 
     open_source: Callable[[], Source]
@@ -33,14 +33,14 @@ class Job(NamedTuple):
 
 
 class Message(NamedTuple):
-    """A delivery, and the pickled position behind it, if it is sent along."""
+    """An item, and the pickled position after it if one is sent."""
 
     delivery: StreamItem
     state: Optional[bytes]
 
 
 def _messages(channel: socket.socket, outbox: Outbox) -> Iterator[Message]:
-    """Read the stream that the channel names to its end, and note its position every now and then."""
+    """Read the requested stream to its end, with its position every `position_every` items."""
     try:
         job: Job = receive_pickle(channel)
         outbox.ahead = job.ahead
@@ -54,8 +54,8 @@ def _messages(channel: socket.socket, outbox: Outbox) -> Iterator[Message]:
             delivery = source.next()
             delivery.seconds = time.perf_counter() - began
             count += 1
-            noted = count % job.position_every == 0 and delivery.batch is not None
-            yield Message(delivery, pickle.dumps(source.state()) if noted else None)
+            has_position = count % job.position_every == 0 and delivery.batch is not None
+            yield Message(delivery, pickle.dumps(source.state()) if has_position else None)
     except GoneError:
         raise
     except Exception:
@@ -63,7 +63,7 @@ def _messages(channel: socket.socket, outbox: Outbox) -> Iterator[Message]:
 
 
 def work(channel: socket.socket) -> None:
-    """Be the worker, until the stream ends or the training process closes it."""
+    """Main function of a worker, until the stream ends or the training process closes it."""
     keep_freed_memory()
     torch.set_num_threads(1)  # one core for each stream
     outbox = Outbox(channel)

@@ -12,6 +12,14 @@ def height_and_width(text: str) -> tuple[int, int]:
     return int(sides[0]), int(sides[-1])
 
 
+def top_and_left(text: str) -> tuple[int, int]:
+    """Read a command-line argument such as 0,128."""
+    sides = text.split(",")
+    if len(sides) != 2 or not all(side.isdecimal() for side in sides):
+        raise argparse.ArgumentTypeError(f"must be the top and the left of a corner such as 0,128, got {text!r}")
+    return int(sides[0]), int(sides[1])
+
+
 def at_least_one(text: str) -> int:
     """Read a command-line argument that is a whole number of at least 1."""
     if not text.isdecimal() or int(text) < 1:

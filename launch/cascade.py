@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 SETTINGS: dict[str, Callable[[str], Any]] = {
     "steps": int,
     "guidance_scale": float,
+    "guidance_rescale": float,
+    "guide": str,
     "solver": str,
     "thresholding": str,
     "augmentation": float,

@@ -37,7 +37,7 @@ COMMANDS = {
     ),
     "layouts": Command("launch.plan", "search the layout that trains a recipe fastest on some number of GPUs"),
     "verify": Command("launch.verify", "compare a recipe's parallel layout with one rank, in its tiny form on CPU"),
-    "status": Command("launch.status", "how a run is doing, in ten lines, a picture or a page; several side by side"),
+    "status": Command("launch.status", "how a run is doing, in a few lines, a picture or a page; several side by side"),
     "sample": Command("launch.sample", "generate samples from a run's checkpoint"),
     "evaluate": Command("launch.evaluate", "letters read correctly and other measurements of a checkpoint"),
     "export": Command("launch.export", "write a run's weights for diffusers or facebookresearch/DiT"),

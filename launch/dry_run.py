@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Optional
 
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
-from dit.parallel.dims import ParallelDims
+from dit.parallel.dims import ParallelConfig, ParallelDims
+from dit.terminal import announce, counted
 from launch.planned_sample import Sample, named_device, planned_sample
 
 if TYPE_CHECKING:
@@ -44,21 +45,24 @@ def layout_lines(config: "RunConfig", dims: ParallelDims, *, packed: bool, given
         given: the number of ranks was asked for.
     """
     parallel, training = config.parallel, config.training
-    pp = parallel.pipeline_model_parallel_size
-    pipeline = f"pipeline {pp} x " if pp > 1 else ""
-    cp = parallel.context_parallel_size
-    context = f"context {cp} x " if cp > 1 else ""
-    sharing = f"tensor {parallel.tensor_model_parallel_size} x {pipeline}{context}data {dims.data_parallel_size}"
-    if parallel.expert_model_parallel_size > 1:
-        sharing += f" (experts over {parallel.expert_model_parallel_size} of them)"
     batch = f"{dims.micro_batches} micro-batches x {dims.micro_batch_size} x {dims.data_parallel_size} replicas"
     changes = config.adaptations(dims)
     return [
-        f"ranks       {dims.world_size} = {sharing}, data_parallel={parallel.data_parallel}"
+        f"ranks       {dims.world_size} = {_sharing(parallel, dims)}, data_parallel={parallel.data_parallel}"
         f"{'' if given else '; the fewest for this layout: give --world-size N'}",
         f"batch       {training.global_batch_size} {'packs' if packed else 'samples'} = {batch}",
         *(f"{'adapted' if line == changes[0] else '':<12}{line}" for line in changes),
     ]
+
+
+def _sharing(parallel: ParallelConfig, dims: ParallelDims) -> str:
+    """Return the sizes of a layout in one line."""
+    pp, cp = parallel.pipeline_model_parallel_size, parallel.context_parallel_size
+    pipeline, context = f"pipeline {pp} x " if pp > 1 else "", f"context {cp} x " if cp > 1 else ""
+    sharing = f"tensor {parallel.tensor_model_parallel_size} x {pipeline}{context}data {dims.data_parallel_size}"
+    if parallel.expert_model_parallel_size > 1:
+        sharing += f" (experts over {parallel.expert_model_parallel_size} of them)"
+    return sharing
 
 
 def cost_lines(config: "RunConfig", dims: ParallelDims, sample: Sample, device: Optional["Device"] = None) -> list[str]:
@@ -80,6 +84,7 @@ def cost_lines(config: "RunConfig", dims: ParallelDims, sample: Sample, device: 
     flops = PackFlops(model).training(SequenceLayout.from_lengths([sample.tokens]), [sample.grid], texts)
     step = flops * sample.count(1) * training.global_batch_size
     shape = sample.shape(dims)
+    announce(f"tracing a step: {counted(dims.world_size, 'rank')} = {_sharing(parallel, dims)}")
     planned = plan(model, config.objective, config.optimizer, parallel, training, shape, dims)
     need = planned.fullest
     count = count_parameters(model)
@@ -155,6 +160,7 @@ def report(
     Raises:
         ConfigError: the settings do not fit together, or there is no such device.
     """
+    from dit.convert.diffusers_format import export_line
     from launch.config_file import built, summary
 
     on = None if device is None else named_device(device)
@@ -162,4 +168,5 @@ def report(
     dims, _ = config.check(world_size)
     sample = planned_sample(task, config.model, tokens, text_tokens)
     layout = layout_lines(config, dims, packed=sample.pack is not None, given=world_size is not None)
+    layout.append(f"export      {export_line(config.model)[1]}")
     return "\n".join([summary(task), "", *layout, *cost_lines(config, dims, sample, on)])

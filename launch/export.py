@@ -25,20 +25,22 @@ if TYPE_CHECKING:
     from dit.run_config import RunConfig
 
 FORMATS = ("diffusers", "dit")
+PIPELINE = "pipeline"
 ADAPTER_FORMATS = ("diffusers-lora", "comfyui-lora")
 DESCRIPTION = (
-    "Write a run's averaged weights as a folder of diffusers, or as a state dict of facebookresearch/DiT; its adapters "
-    "(LoRA) alone for diffusers and peft, or for ComfyUI."
+    "Write a run's averaged weights as a model or a complete pipeline of diffusers, or as a state dict of "
+    "facebookresearch/DiT; its adapters (LoRA) alone for diffusers and peft, or for ComfyUI."
 )
 EXAMPLES = """\
 examples
   python -m launch.export --checkpoint runs/dit_xl2_imagenet --format diffusers --out DiT-XL-2/transformer
-  python -m launch.export --checkpoint runs/dit_xl2_imagenet --format diffusers --pipeline --out DiT-XL-2
+  python -m launch.export --checkpoint runs/dit_xl2_imagenet --format pipeline --out DiT-XL-2
   python -m launch.export --checkpoint runs/dit_xl2_imagenet --format dit --out DiT-XL-2.safetensors
   python -m launch.export --checkpoint runs/finetune_lora --format diffusers-lora --out my-lora
   python -m launch.export --checkpoint runs/finetune_lora --format comfyui-lora --out my-lora.safetensors
 
-diffusers and dit are full models: the adapters of a run that trained some are merged into the weights.
+diffusers, pipeline and dit are full models: the adapters of a run that trained some are merged into the weights. A
+pipeline holds scheduler, autoencoder, text encoder and tokenizer, too, and draws what launch.sample draws.
 
 Objective, class names, latent size and sampling defaults are written with the weights (in config.json, or in the header
 of the .safetensors file), and launch.import_weights reads them. A README.md next to diffusers' files has a sampling
@@ -56,17 +58,18 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="run folder, or one checkpoint in it")
     parser.add_argument("--raw-weights", action="store_true", help="the raw weights instead of their average (EMA)")
-    parser.add_argument("--format", required=True, choices=FORMATS + ADAPTER_FORMATS, help="format to write")
+    parser.add_argument(
+        "--format", required=True, choices=(*FORMATS, PIPELINE, *ADAPTER_FORMATS), help="format to write"
+    )
     parser.add_argument(
         "--out",
         required=True,
         metavar="PATH",
-        help="new folder (diffusers, diffusers-lora), or new .safetensors file (comfyui-lora, dit) or .pt file (dit)",
+        help="new folder (diffusers, pipeline, diffusers-lora), .safetensors (comfyui-lora, dit) or .pt file (dit)",
     )
+    parser.add_argument("--vae", metavar="PATH", help="autoencoder of a pipeline, if not that of the run's data")
     parser.add_argument(
-        "--pipeline",
-        action="store_true",
-        help="a folder for diffusers' DiTPipeline: model_index.json, scheduler/, transformer/ (you add the VAE)",
+        "--text-encoder", metavar="[ENTRY=]NAME", help="text encoder of a pipeline, if not that of the run's data"
     )
     return parser
 
@@ -86,8 +89,8 @@ def run(args: argparse.Namespace) -> list[str]:
         raise CheckpointError(f"--checkpoint {folder} is no folder; give a run folder, or one checkpoint folder in it")
     if out.exists():
         raise ConfigError(f"--out {out} already exists and is not changed; choose another or remove it")
-    if args.pipeline and args.format != "diffusers":
-        raise ConfigError(f"--pipeline is for --format diffusers, not {args.format}; leave it out")
+    if args.format != PIPELINE and (args.vae or args.text_encoder):
+        raise ConfigError(f"--vae and --text-encoder are for --format {PIPELINE}, not {args.format}; leave them out")
     environment.prepare()
     environment.quiet_libraries()
     from dit.checkpoint.base_model import read_run
@@ -104,7 +107,17 @@ def run(args: argparse.Namespace) -> list[str]:
     merged = [] if config.model.adapters is None else ["the adapters (LoRA) are merged into the weights"]
     if args.format == "dit":
         return merged + write_original(trained, lambda: read_run(found, config, slot), out)
-    return merged + write_diffusers_folder(trained, lambda: read_run(found, config, slot), out, pipeline=args.pipeline)
+    if args.format == "diffusers":
+        return merged + write_diffusers_folder(trained, lambda: read_run(found, config, slot), out)
+    from launch.export_pipeline import write_pipeline
+
+    return merged + write_pipeline(
+        trained if args.text_encoder is None else replace(trained, text_encoder=args.text_encoder),
+        lambda: read_run(found, config, slot),
+        out,
+        autoencoder=args.vae or config.sampling.vae or metadata.get("autoencoder"),
+        text_encoder=args.text_encoder or trained.text_encoder,
+    )
 
 
 def write_adapters(
@@ -201,13 +214,11 @@ def write_original(trained: "TrainedModel", weights: Callable[[], dict[str, "Ten
     return notes
 
 
-def write_diffusers_folder(
-    trained: "TrainedModel", weights: Callable[[], dict[str, "Tensor"]], out: Path, *, pipeline: bool
-) -> list[str]:
+def write_diffusers_folder(trained: "TrainedModel", weights: Callable[[], dict[str, "Tensor"]], out: Path) -> list[str]:
     """Write a folder in the diffusers layout, scheduler and page included; return the notes.
 
     Raises:
-        ConfigError: diffusers does not support the model, its pipeline cannot run it, or the folder cannot be written.
+        ConfigError: diffusers does not support the model, or the folder cannot be written.
     """
     from dit.convert.diffusers_format import format_of_model
     from dit.convert.diffusers_sampling import PAGE, SCHEDULER_CONFIG, page, scheduler_config
@@ -220,15 +231,12 @@ def write_diffusers_folder(
     settings, notes = form.write_settings(trained.model, trained.latent_size)
     rules = form.rules(trained.model, parameter_shapes(trained.model), trained.latent_size)
     notes += rules.left_behind()
-    folder = "transformer" if pipeline else "."
-    texts = {PAGE: page(trained, form.class_name, has_loop=form.samples_by_class, notes=notes, folder=folder)}
-    if pipeline:
-        texts["model_index.json"] = to_json(form.pipeline_index(trained))
+    texts = {PAGE: page(trained, form.class_name, has_loop=form.samples_by_class, notes=notes)}
     scheduler = scheduler_config(trained.objective)
     if scheduler is not None:
-        texts[f"{'scheduler' if pipeline else '.'}/{SCHEDULER_CONFIG}"] = to_json(scheduler)
+        texts[SCHEDULER_CONFIG] = to_json(scheduler)
     record = {CONFIG_KEY: to_record(trained)}
-    write_diffusers({**settings, **record}, rules.to_theirs(weights()), out, subfolder=folder, texts=texts)
+    write_diffusers({**settings, **record}, rules.to_theirs(weights()), out, texts=texts)
     published = form.read_settings(settings).objective
     use = "encode and decode" if isinstance(trained.model, AutoencoderConfig) else "sample"
     return [*notes, *note_objective(trained.objective, published), f"{out / PAGE} says how to {use} with diffusers"]

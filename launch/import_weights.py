@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
-from dit.errors import ConfigError, one_line_errors
+from dit.errors import CheckpointError, ConfigError, one_line_errors
 from dit.safe_files import parse_json
 from dit.terminal import echo
 from launch import environment
 from launch.argument_types import at_least_one
-from launch.export import FORMATS, original_rules
+from launch.export import FORMATS, original_rules, trained_model
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,16 +26,26 @@ if TYPE_CHECKING:
     from dit.convert.rules import RuleBook
     from dit.objectives.base import Objective
 
-DESCRIPTION = "Write a run folder of weights from facebookresearch/DiT or diffusers, to sample from or to start from."
+LORA = "lora"
+IMPORT_FORMATS = (*FORMATS, "nemo_imagen", LORA)
+NEMO_ENCODER = "the files do not name the text encoder (NeMo's is google-t5/t5-11b): give --text-encoder for prompts"
+DESCRIPTION = (
+    "Write a run folder of weights from facebookresearch/DiT, diffusers or NeMo's Imagen, or of adapters (LoRA) that "
+    "were made elsewhere, to sample from or to start from."
+)
 EXAMPLES = """\
 examples
   python -m launch.import_weights --from DiT-XL-2-256x256.pt --format dit --out runs/dit_xl2
   python -m launch.sample --checkpoint runs/dit_xl2 --label 207
+  python -m launch.import_weights --from stable-diffusion-xl-base-1.0 --format diffusers --out runs/sdxl
   python -m launch.import_weights --from PixArt-XL-2/transformer --format diffusers --drop-variance --out runs/pixart
+  python -m launch.import_weights --from imagen.nemo --format nemo_imagen --out runs/imagen    (docs/nemo.md)
   torchrun ... -m launch.train ... checkpoint.start_from=runs/pixart        (docs/fine-tuning.md)
+  python -m launch.import_weights --from my-lora --format lora --base runs/pixart --out runs/lora
 
 Objective, class names, latent size and sampling defaults are read from files of launch.export; otherwise
-defaults are assumed and printed.
+defaults are assumed and printed. A pipeline of Stable Diffusion v1, v2 or XL (a folder with model_index.json) also
+states its text encoders, its autoencoder and its noise schedule.
 
 Nothing in the files is executed; pickles with anything but tensors are refused.
 """
@@ -50,9 +60,14 @@ def build_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--from", dest="source", required=True, metavar="PATH", help="folder (diffusers), or .safetensors or .pt (dit)"
+        "--from",
+        dest="source",
+        required=True,
+        metavar="PATH",
+        help="folder (diffusers, lora), .safetensors or .pt, or .nemo or .ckpt (nemo_imagen)",
     )
-    parser.add_argument("--format", required=True, choices=FORMATS, help="format of the files")
+    parser.add_argument("--format", required=True, choices=IMPORT_FORMATS, help="format of the files")
+    parser.add_argument("--base", metavar="RUN", help="run of the model that the adapters of --format lora change")
     parser.add_argument("--out", required=True, metavar="DIR", help="run folder to create")
     parser.add_argument(
         "--drop-variance", action="store_true", help="drop a learned variance: train and sample without it"
@@ -61,9 +76,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--num-attention-heads", type=at_least_one, metavar="N", help="of a dit file of another width than S, B, L, XL"
     )
     parser.add_argument(
+        "--nemo-config", metavar="FILE", help="training document of a nemo_imagen file that is no .nemo, YAML"
+    )
+    parser.add_argument(
         "--text-encoder",
+        action="append",
         metavar="[ENTRY=]NAME",
-        help="encoder of prompts, as energon_data.prepare takes it, if the files do not state it",
+        help="encoder of prompts, as energon_data.prepare takes it, if the files do not state it; again for others",
     )
     parser.add_argument(
         "--objective",
@@ -87,10 +106,17 @@ def run(args: argparse.Namespace) -> list[str]:
     source = Path(args.source)
     if not source.exists():
         raise ConfigError(f"--from {source} does not exist; give a file of weights or a folder in the diffusers layout")
-    if args.format == "diffusers" and args.num_attention_heads is not None:
-        raise ConfigError("--num-attention-heads is for --format dit; a config.json states it")
+    if args.format not in ("dit", LORA) and args.num_attention_heads is not None:
+        stated = "config.json" if args.format == "diffusers" else "document of the training"
+        raise ConfigError(f"--num-attention-heads is for --format dit; a {stated} states it")
+    if args.format != "nemo_imagen" and args.nemo_config is not None:
+        raise ConfigError(f"--nemo-config is for --format nemo_imagen, not {args.format}; leave it out")
+    if (args.format == LORA) != (args.base is not None):
+        raise ConfigError(f"--format {LORA} and --base RUN belong together: adapters change the model of a run")
     environment.prepare()
     environment.quiet_libraries()
+    if args.format == LORA:
+        return write_adapter_run(source, args)
     from dit.checkpoint.full_weights import write_imported
     from dit.convert.run_record import build
     from dit.convert.variance import drop_variance
@@ -99,22 +125,72 @@ def run(args: argparse.Namespace) -> list[str]:
     from dit.settings import SamplingConfig
 
     objective = None if args.objective is None else read_objective(args.objective)
-    found = read_original(source, args) if args.format == "dit" else read_diffusers_folder(source)
+    if args.format == "nemo_imagen":
+        found = read_nemo_imagen(source, args.nemo_config)
+        if args.text_encoder is None:
+            found.trained.notes.append(NEMO_ENCODER)
+    else:
+        found = read_original(source, args) if args.format == "dit" else read_diffusers_folder(source)
     weights = found.rules.to_ours(found.tensors)
     if args.drop_variance:
         mean, weights = drop_variance(found.trained, weights)
         found = replace(found, trained=mean)
     trained, notes = settle(found, objective)
     if args.text_encoder is not None:
-        trained = replace(trained, text_encoder=check_text_encoder(args.text_encoder).recorded)
+        trained = replace(trained, text_encoder=check_text_encoder(",".join(args.text_encoder)).recorded)
     elif trained.text_encoder is None and any(c.null == "empty text" for c in trained.model.conditions()):
         notes.append("guidance leads away from the embedding of the empty text: give --text-encoder, or sample without")
     sampling = build(SamplingConfig, trained.sampling, "the record's sampling")
     with RunLock(args.out, setting="--out") as lock:
         lock.check()
-        write_imported(Path(args.out), weights, trained, sampling, f"{args.format}: {source.resolve()}")
+        origin = f"{args.format}: {source.resolve()}"
+        write_imported(Path(args.out), weights, trained, sampling, origin, autoencoder=found.autoencoder)
     zeros = [f"{name} is imported as zeros: {why}" for name, why in found.rules.only_ours.items()]
-    return [*trained.notes, *zeros, *notes]
+    return [*trained.notes, *zeros, *found.notes, *notes]
+
+
+def write_adapter_run(source: Path, args: argparse.Namespace) -> list[str]:
+    """Write a run folder of adapters that were made elsewhere, beside the weights of a run here; return the notes.
+
+    Raises:
+        CheckpointError: `--base` has no valid checkpoint.
+        ConfigError: the adapters cannot be read or are not of that model, or `--base` has adapters itself.
+    """
+    from dit.checkpoint.base_model import digest_of
+    from dit.checkpoint.full_weights import write_imported
+    from dit.checkpoint.manifest import read_manifest
+    from dit.checkpoint.reading import find_checkpoint, read_settings
+    from dit.convert.diffusers_format import format_of_model
+    from dit.convert.lora_import import read_adapters
+    from dit.models.lora import A_WEIGHT
+    from dit.models.lora_config import LoRAConfig
+    from dit.monitoring.run_lock import RunLock
+    from dit.parallel.build import parameter_shapes
+
+    flags = ("drop_variance", "num_attention_heads", "text_encoder", "objective")
+    if given := [name for name in flags if getattr(args, name)]:
+        raise ConfigError(f"--{given[0].replace('_', '-')} is of the model, and --base has that; leave it out")
+    if not Path(args.base).is_dir():
+        raise CheckpointError(f"--base {args.base} is no folder; give a run folder, or one checkpoint folder in it")
+    folder, _ = find_checkpoint(args.base)
+    config, metadata = read_settings(folder)
+    if config.model.adapters is not None:
+        raise ConfigError(f"--base {args.base} has adapters itself; give the run of the full model")
+    form, trained = format_of_model(config.model), trained_model(config, metadata)
+    rules = form.rules(config.model, parameter_shapes(config.model), trained.latent_size)
+    every = parameter_shapes(config.model.with_adapters(LoRAConfig(rank=1, targets=["*"])))
+    linears = [name.removesuffix(A_WEIGHT) for name in every if name.endswith(A_WEIGHT)]
+    adapters = read_adapters(source, form, config.model, rules, linears)
+    trained = replace(trained, model=config.model.with_adapters(adapters.config))
+    base = {"folder": str(folder.resolve()), "digest": digest_of(read_manifest(folder))}
+    with RunLock(args.out, setting="--out") as lock:
+        lock.check()
+        write_imported(
+            *(Path(args.out), adapters.tensors, trained, config.sampling, f"lora: {source.resolve()}"),
+            base=base,
+            autoencoder=config.sampling.vae or metadata.get("autoencoder"),
+        )
+    return adapters.notes
 
 
 @dataclass(frozen=True)
@@ -125,13 +201,18 @@ class Found:
         trained: the model, with published defaults for what the files do not state.
         rules: between the weights.
         tensors: theirs, by name.
-        recorded: the files have the record of `launch.export`, so nothing is assumed.
+        recorded: the files have the record of `launch.export`, NeMo's settings, or the schedule of a pipeline, so
+            nothing is assumed.
+        autoencoder: folder of the pipeline's autoencoder; None without.
+        notes: what the pipeline does otherwise, a sentence each.
     """
 
     trained: "TrainedModel"
     rules: "RuleBook"
     tensors: dict[str, "Tensor"]
     recorded: bool
+    autoencoder: Optional[str] = None
+    notes: Sequence[str] = ()
 
 
 def settle(found: Found, objective: Optional["Objective"]) -> tuple["TrainedModel", list[str]]:
@@ -142,7 +223,7 @@ def settle(found: Found, objective: Optional["Objective"]) -> tuple["TrainedMode
         objective: given by the user, which takes precedence; None if not given.
     """
     trained = found.trained
-    whose = "recorded at export" if found.recorded else "that of the published weights of this class"
+    whose = "recorded with the weights" if found.recorded else "that of the published weights of this class"
     notes = []
     if objective is None:
         verb = "read" if found.recorded else "assumed"
@@ -204,22 +285,24 @@ def read_original(source: Path, args: argparse.Namespace) -> Found:
 
 
 def read_diffusers_folder(source: Path) -> Found:
-    """Read a folder in the diffusers layout.
+    """Read a folder in the diffusers layout: of a network, or of a pipeline of Stable Diffusion.
 
     Raises:
         ConfigError: also where the record of the export and the settings beside it describe different models.
     """
     from dit.convert.diffusers_format import format_of_settings
+    from dit.convert.pipeline_import import complete, network_folder
     from dit.convert.run_record import CONFIG_KEY, from_record
     from dit.convert.state_files import read_diffusers
     from dit.parallel.build import parameter_shapes
 
+    source = network_folder(source)
     settings, theirs = read_diffusers(source)
     form = format_of_settings(settings)
     trained = form.read_settings(settings)
     if CONFIG_KEY in settings:
-        recorded = from_record(settings[CONFIG_KEY], form.config_class)
-        written, _ = form.write_settings(recorded.model, recorded.latent_size)
+        exported = from_record(settings[CONFIG_KEY], form.config_class)
+        written, _ = form.write_settings(exported.model, exported.latent_size)
         plain = parse_json(json.dumps({**form.defaults, **settings}))
         changed = [n for n in form.defaults if plain[n] != parse_json(json.dumps(written[n]))]
         if changed:
@@ -228,10 +311,47 @@ def read_diffusers_folder(source: Path) -> Found:
                 f"{source}/config.json was changed after its export: {changes}; remove {CONFIG_KEY} from it and give "
                 "--objective"
             )
-        trained = recorded
+        trained = exported
+    of_pipeline = complete(trained, source)
+    if CONFIG_KEY not in settings:
+        trained = of_pipeline.trained
     trained.model.validate()
     rules = form.rules(trained.model, parameter_shapes(trained.model), trained.latent_size)
-    return Found(trained, rules, theirs, CONFIG_KEY in settings)
+    recorded = CONFIG_KEY in settings or of_pipeline.has_schedule
+    return Found(trained, rules, theirs, recorded, of_pipeline.autoencoder, of_pipeline.notes)
+
+
+def read_nemo_imagen(source: Path, document: Optional[str]) -> Found:
+    """Read a checkpoint of NeMo's Imagen.
+
+    Args:
+        source: of the weights.
+        document: of the training; None for the settings in a `.nemo` file.
+
+    Raises:
+        ConfigError: also where neither has settings.
+    """
+    import fiddle
+
+    from dit.convert import nemo_imagen
+    from dit.convert.diffusers_format import TrainedModel
+    from dit.parallel.build import parameter_shapes
+    from dit.safe_files import read_yaml
+    from launch import nemo_config
+    from launch.train import load_component
+
+    stored, tensors, notes = nemo_imagen.read(source)
+    if document is not None:
+        stored = read_yaml(Path(document), ConfigError, "write the path of a YAML file after --nemo-config")
+    elif stored is None:
+        raise ConfigError(f"{source} does not have the settings of its network; give --nemo-config FILE, or a .nemo")
+    task, size = nemo_config.load_network(stored, document or source, load_component)
+    model, objective = fiddle.build(task.model), fiddle.build(task.objective)
+    model.validate()
+    named = ("solver", "num_steps", "guidance_scale", "thresholding")
+    sampling = {name: getattr(task.sampling, name) for name in named}
+    trained = TrainedModel(model, objective, (1, size, size), sampling, notes=notes)
+    return Found(trained, nemo_imagen.rules(model, parameter_shapes(model)), tensors, recorded=True)
 
 
 @one_line_errors

@@ -5,7 +5,7 @@ key is mapped, named as without effect here, or refused; none is passed over.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -70,7 +70,8 @@ def load(path: str | Path, load_component: Callable[[str], None]) -> tuple[run.P
     problems: list[str] = []
     if "optim" in document and "optim" not in document["model"]:  # some documents have the section at the top
         document["model"]["optim"] = document.pop("optim")
-    values = _resolved(dict(nemo_keys.leaves(document)), problems)
+    values = dict(nemo_keys.leaves(document))
+    values = _resolved(values, problems, values)
     unet_type: UNetType = _selected(values, "model.unet_type", problems)
     preconditioning: Preconditioning = _selected(values, "model.preconditioning_type", problems)
     rules = nemo_keys.rules(unet_type, preconditioning, synthetic=values.get("model.data.synthetic_data") is True)
@@ -84,8 +85,56 @@ def load(path: str | Path, load_component: Callable[[str], None]) -> tuple[run.P
     rows = [row for rule in rules if (row := _apply(rule, values, task, problems, load_component))]
     problems += _contradictions(rows)
     if problems:
-        raise ConfigError(f"{path}: {len(problems)} refused\n  " + "\n  ".join(problems))
+        raise _refused(path, problems)
     return task, rows
+
+
+def load_network(
+    document: object, source: str | Path, load_component: Callable[[str], None]
+) -> tuple[run.Partial, int]:
+    """Read the network, its objective and sampling from a training document, or from the settings in a `.nemo` file.
+
+    Keys of the data and of the training are not read.
+
+    Args:
+        document: its section `model`, or all of it.
+        source: for messages.
+        load_component: see `apply_overrides`.
+
+    Returns:
+        A run with model, objective and sampling, and the side of the pictures in pixels.
+
+    Raises:
+        ConfigError: there are no such settings, or keys of them are refused; one line for each of them.
+    """
+    if isinstance(document, dict) and "model" not in document:
+        document = {"model": document}
+    if not isinstance(document, dict) or not isinstance(document["model"], dict) or "unet" not in document["model"]:
+        raise ConfigError(f"{source} has no section `unet`; give the document of the training by --nemo-config")
+    problems: list[str] = []
+    values = dict(nemo_keys.leaves(document))
+    unet_type: UNetType = _selected(values, "model.unet_type", problems)
+    preconditioning: Preconditioning = _selected(values, "model.preconditioning_type", problems)
+    rules = nemo_keys.network_rules(unet_type, preconditioning)
+    known = {key for rule in rules for key in rule.keys}
+    network = ("model.unet.", "model.preconditioning.")
+    read = [key for key in values if key in known or key.startswith(network)]
+    values = _resolved(values, problems, read)
+    problems += _unknown(values, sorted(known))
+    size = values.get("model.unet.image_size")
+    if not isinstance(size, int) or size < 1:
+        problems.append(f"model.unet.image_size={size} is no number of pixels")
+    task = _start(unet_type, preconditioning, values)
+    for rule in rules:
+        _apply(rule, values, task, problems, load_component)
+    if problems:
+        raise _refused(source, problems)
+    assert size is not None
+    return task, size
+
+
+def _refused(source: str | Path, problems: Sequence[str]) -> ConfigError:
+    return ConfigError(f"{source}: {len(problems)} refused\n  " + "\n  ".join(problems))
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -107,8 +156,8 @@ def _text_of(values: Mapping[str, object]) -> str:
     return ", ".join(key if isinstance(value, dict) else f"{key}={value}" for key, value in values.items())
 
 
-def _resolved(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
-    """Replace `${key}` by the value of that key."""
+def _resolved(values: Mapping[str, Any], problems: list[str], keys: Iterable[str]) -> dict[str, Any]:
+    """Return the values of some keys, with `${key}` replaced by the value of that key."""
     resolved: dict[str, Any] = {}
 
     def value_of(key: str, seen: tuple[str, ...]) -> Any:
@@ -135,7 +184,7 @@ def _resolved(values: Mapping[str, Any], problems: list[str]) -> dict[str, Any]:
         return _REFERENCE.sub(lambda found: texts[found[1]], value)
 
     found: dict[str, Any] = {}
-    for key in values:
+    for key in keys:
         try:
             found[key] = value_of(key, (key,))
         except ConfigError as error:

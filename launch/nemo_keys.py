@@ -296,7 +296,8 @@ _TRAINER = [
 _RESUME = [
     only(
         f"{part}.resume_from_checkpoint",
-        why="checkpoints of NeMo are not read; training.run_dir is resumed, and checkpoint.start_from takes weights",
+        why="checkpoints of NeMo are not resumed; their weights are imported by launch.import_weights, for "
+        "checkpoint.start_from",
     )
     for part in ("trainer", "exp_manager", "model")
 ]
@@ -340,9 +341,12 @@ _ENGINE = [
     maps("model.ddp_overlap", "parallel.overlap_grad_reduce"),
     *unused("model.apex_transformer_log_level model.gradient_as_bucket_view", "of NeMo's engine"),
 ]
-_CONDITIONING = [
+_CONDITIONS = [
     maps("model.conditioning.embed_dim", "model.context_size", required=True),
     maps("model.conditioning.drop_rate", "model.context_dropout", default=0.0),
+]
+_CONDITIONING = [
+    *_CONDITIONS,
     *unused(
         "model.conditioning.precached_key model.conditioning.out_key",
         "energon_data.prepare writes embeddings under the name of the condition, text",
@@ -455,6 +459,12 @@ def leaves(node: Mapping[Any, Any], section: str = "") -> Iterator[tuple[str, An
             yield from leaves(value, key)
         else:
             yield key, None if value == {} else value
+
+
+def network_rules(unet_type: UNetType, preconditioning: Preconditioning) -> list[Rule]:
+    """Return the rules of the keys that the network, its objective and sampling follow."""
+    length = maps("model.conditioning.token_length", "model.padded_text_tokens", required=True)
+    return [*_network(unet_type), *_objective(preconditioning), *_CONDITIONS, length]
 
 
 def rules(unet_type: UNetType, preconditioning: Preconditioning, *, synthetic: bool) -> list[Rule]:

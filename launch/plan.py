@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from dit.errors import EXIT_CONFIG, EXIT_OK, ConfigError, one_line_errors
-from dit.terminal import echo
+from dit.terminal import announce, echo
 from launch import cli, environment
 
 if TYPE_CHECKING:
     from dit.parallel.dims import ParallelDims
-    from dit.planner.layouts import Allowed, Candidate, Problem
+    from dit.planner.layouts import Allowed, Candidate, Problem, Shape
     from dit.planner.search import Priced, Verdict
     from dit.planner.step import PlannedStep
     from launch.planned_sample import Sample
@@ -206,6 +206,14 @@ def named(candidate: "Candidate", dims: "ParallelDims") -> str:
     return " ".join(words)
 
 
+def stage_named(shape: "Shape") -> str:
+    """Return what of a layout is traced, in a few words."""
+    sizes = {"TP": shape.tensor, "CP": shape.context, "EP": shape.expert}
+    words = [f"{name}{size}" for name, size in sizes.items() if size > 1] + (["FSDP"] if shape.fsdp else [])
+    words += [] if shape.recompute == "none" else [f"recompute {shape.recompute}"]
+    return " ".join(words) or "one rank"
+
+
 def overrides(candidate: "Candidate", problem: "Problem") -> list[str]:
     """Return the settings that turn the recipe into this layout."""
     layout = candidate.parallel(problem.parallel)
@@ -282,9 +290,8 @@ def searched(problem: "Problem", sample: "Sample") -> Report:
         return Report(problem, rates(problem, sample), found, judged(problem, []), (0.0, 0.0), None, None)
     started, needed, traced = time.perf_counter(), shapes(found.found), {}
     for number, shape in enumerate(needed, 1):
-        echo(f"tracing stage shape {number} of {len(needed)}", end="\r", file=sys.stderr, flush=True)
+        announce(f"tracing stage {number} of {len(needed)}: {stage_named(shape)}")
         traced[shape] = costs(problem, shape, found.found)
-    echo(" " * 40, end="\r", file=sys.stderr)
     between = time.perf_counter()
     prices = Prices(problem, traced)
     verdict = judged(problem, [prices.of(candidate, dims) for candidate, dims in found.found])
@@ -295,6 +302,7 @@ def searched(problem: "Problem", sample: "Sample") -> Report:
         layout = candidate.parallel(problem.parallel)
         training = candidate.training(problem.training, problem.layers_of_chunk(candidate))
         parts = problem.model, problem.objective, problem.optimizer, layout, training
+        announce(f"tracing the fastest layout at its real depth: {named(candidate, dims)}")
         full = plan(*parts, sample.shape(dims), dims)
         step = planned_step(full, dims, Cluster(problem.device, problem.world_size, layout, problem.node_size))
         peak = full.fullest.peak
@@ -305,6 +313,7 @@ def searched(problem: "Problem", sample: "Sample") -> Report:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)
+    announce(f"{args.factory}: importing torch and Megatron-Core")
     environment.prepare()
     environment.quiet_libraries()
     with environment.light_imports():

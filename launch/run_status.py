@@ -3,6 +3,7 @@
 import fcntl
 import math
 import os
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,7 @@ from dit.terminal import printable
 HELD_OUT = "held_out/loss"
 RECENT = 50  # log lines of which "now" is the mean or median
 SLOW = 1.2  # times the median, from which on the slowest rank is named
+GRID = re.compile(r"samples/step_\d+/(ema|raw)\.(png|gif)$")  # in the run folder, which may have been moved
 FRESH_S = 60.0  # age of the newest heartbeat up to which a run goes on, where no lock tells
 
 
@@ -39,6 +41,7 @@ class RunStatus:
         times: when each logged step was reported, seconds since the epoch, by step; only of the newest attempt.
         attempt: starts so far.
         incidents: records of what went wrong, oldest first.
+        pictures: newest grids of samples: step and file by name, `samples` and `samples_raw`.
         running: whether a process has the lock of the folder; None if that is unknown.
         holder: that process.
         beat: when a rank wrote its heartbeat last; None if none did.
@@ -52,6 +55,7 @@ class RunStatus:
     times: dict[int, float] = field(default_factory=dict)
     attempt: int = 1
     incidents: list[dict[str, Any]] = field(default_factory=list)
+    pictures: dict[str, tuple[int, Path]] = field(default_factory=dict)
     running: Optional[bool] = None
     holder: str = ""
     beat: Optional[float] = None
@@ -122,6 +126,8 @@ def _add(status: RunStatus, record: Mapping[str, Any]) -> None:
         status.incidents.append(dict(record))
         if record.get("incident") == "rewind":
             status.times.clear()
+    elif record["kind"] == "image" and (grid := GRID.search(str(record.get("path")))):
+        status.pictures[str(record.get("image"))] = step, status.run_dir / grid[0]
     elif record["kind"] == "scalars":
         if "samples_per_s" in record:
             status.times[step] = record["time"]
@@ -157,11 +163,12 @@ def _lock(run_dir: Path) -> tuple[Optional[bool], str]:
 
 
 def lines(status: RunStatus) -> list[str]:
-    """Return ten lines on how a run is doing."""
+    """Return eleven lines on how a run is doing."""
     found = [
         f"{status.run_dir}: {_state(status)}",
         f"step        {_progress(status)}",
         f"rate        {_rate(status)}",
+        f"memory      {_memory(status)}",
         f"loss        {_loss(status)}",
         f"held-out    {_held_out(status)}",
         f"grad norm   {_grad_norm(status)}",
@@ -196,13 +203,19 @@ def _progress(status: RunStatus) -> str:
 
 def _rate(status: RunStatus) -> str:
     seconds = status.seconds_per_step
-    if seconds is None:
-        return "unknown yet"
-    rates = status.recent("samples_per_s")
-    text = f"{seconds:.3g} s per step" + (f", {median(rates):,.1f} samples/s" if rates else "")
-    if status.goes_on and status.num_steps and status.step < status.num_steps:
-        text += f", ETA {format_duration(seconds * (status.num_steps - status.step))}"
-    return text
+    rates, mfu = status.recent("samples_per_s"), status.recent("mfu")
+    parts = [] if seconds is None else [f"{seconds:.3g} s per step"]
+    parts += [f"{median(rates):,.1f} samples/s"] if rates else []
+    parts += [f"MFU {median(mfu):.1%}"] if mfu else []
+    if seconds is not None and status.goes_on and status.num_steps and status.step < status.num_steps:
+        parts.append(f"ETA {format_duration(seconds * (status.num_steps - status.step))}")
+    return ", ".join(parts) or "unknown yet"
+
+
+def _memory(status: RunStatus) -> str:
+    peaks = {kind: status.recent(f"peak_memory_{kind}_bytes") for kind in ("allocated", "reserved", "resident")}
+    known = [f"{values[-1] / 2**30:.1f} GiB {kind}" for kind, values in peaks.items() if values]
+    return f"peak of the fullest rank: {', '.join(known)}" if known else "unknown yet"
 
 
 def _loss(status: RunStatus) -> str:
@@ -242,7 +255,18 @@ def _grad_norm(status: RunStatus) -> str:
     newest, count = values[max(values)], min(len(values), RECENT)
     text = f"the median {median(finite):.3g}, the largest {max(finite):.3g}" if finite else "none is finite"
     note = f", {count - len(finite)} not finite" if 0 < len(finite) < count else ""
-    return f"{newest:.3g}, of the last {count} lines {text}{note}"
+    return f"{newest:.3g}, of the last {count} lines {text}{note}{_largest_part(status)}"
+
+
+def _largest_part(status: RunStatus) -> str:
+    """Name the part of the model with the largest gradient norm in the newest line that has these norms."""
+    parts = {name[10:]: values for name, values in status.series.items() if name.startswith("grad_norm/")}
+    newest = max((max(values) for values in parts.values()), default=0)
+    norms = {part: values[newest] for part, values in parts.items() if math.isfinite(values.get(newest, math.nan))}
+    if not norms:
+        return ""
+    part = max(norms, key=lambda name: norms[name])
+    return f"; most of it in {part} ({norms[part]:.3g})"
 
 
 def _data(status: RunStatus) -> str:

@@ -10,13 +10,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, Optional, get_args, get_type_hints
 
 from torch import Tensor
 
 from dit.errors import CheckpointError, ConfigError, one_line_errors
 from dit.settings import SamplingConfig
-from dit.terminal import echo
+from dit.terminal import counted, echo
 from launch import environment
 from launch.argument_types import at_least_one, frame_rate, height_and_width
 from launch.cascade import Stage, add_cascade_arguments, read_pictures, read_stages, with_pictures
@@ -31,6 +31,11 @@ if TYPE_CHECKING:
 SOLVERS, VARIANCES, THRESHOLDINGS = (
     get_args(get_type_hints(SamplingConfig)[name]) for name in ("solver", "variance", "thresholding")
 )
+METHODS = (
+    *("guidance_channels", "guidance_rescale", "guidance_interval"),
+    *("s_churn", "s_tmin", "s_tmax", "s_noise"),
+)
+"""Settings of sampling that are flags of the same name."""
 DESCRIPTION = "Draw samples from a checkpoint as one labelled picture or film, and as files of their own."
 EXAMPLES = """\
 examples
@@ -41,6 +46,7 @@ examples
   python -m launch.sample --checkpoint RUN --prompts prompts.txt --size 512x768 --vae VAE --files pictures
   python -m launch.sample --cascade base=RUN_64 sr256=RUN_256 --stage sr256 steps=20 --prompt "a red kite"
   python -m launch.sample --checkpoint RUN --prompt "a red train" --init sketch.png --strength 0.6
+  python -m launch.sample --checkpoint RUN/checkpoints/step_0100000 --guide RUN/checkpoints/step_0020000
   torchrun --standalone --nproc-per-node 8 -m launch.sample --checkpoint RUN --prompts prompts.jsonl --files pictures
 """
 
@@ -59,6 +65,30 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--steps", type=at_least_one, metavar="N", help="solver steps")
     group.add_argument("--variance", choices=VARIANCES, help="of the noise in each step of --solver ancestral")
     group.add_argument("--guidance-scale", type=float, metavar="X", help="classifier-free guidance; 1 for none")
+    group.add_argument(
+        "--guide",
+        metavar="DIR",
+        help="guide by this weaker checkpoint: a smaller model, or an earlier one (autoguidance)",
+    )
+    group.add_argument(
+        "--guidance-rescale",
+        type=float,
+        metavar="X",
+        help="keep the contrast of this share of a guided prediction, 0 to 1",
+    )
+    group.add_argument(
+        "--guidance-interval",
+        type=float,
+        nargs=2,
+        metavar=("LOW", "HIGH"),
+        help="guide only at noise levels (sigma / alpha) from LOW to HIGH",
+    )
+    group.add_argument(
+        "--s-churn", type=float, metavar="X", help="noise that --solver heun adds over all steps, for EDM; 0 for none"
+    )
+    group.add_argument("--s-tmin", type=float, metavar="X", help="least sigma at which it is added")
+    group.add_argument("--s-tmax", type=float, metavar="X", help="largest sigma at which it is added")
+    group.add_argument("--s-noise", type=float, metavar="X", help="its standard deviation, such as 1.003")
     group.add_argument(
         "--guidance-channels", type=at_least_one, metavar="N", help="guide the first N channels of a latent only"
     )
@@ -141,9 +171,16 @@ def open_generator(args: argparse.Namespace, groups: Optional["ProcessGroups"] =
         raise CheckpointError(f"--checkpoint {folder} {kind}; give a run folder, or one checkpoint folder in it")
     environment.prepare()
     environment.quiet_libraries()
-    from dit.inference.generator import load_generator
+    from dit.inference.generator import groups_to_sample, load_generator
 
-    return load_generator(folder, weights="raw" if args.raw_weights else "ema", groups=groups)
+    weights: Literal["ema", "raw"] = "raw" if args.raw_weights else "ema"
+    groups = groups or groups_to_sample()
+    generator = load_generator(folder, weights=weights, groups=groups)
+    if args.guide is not None:
+        if not Path(args.guide).is_dir():
+            raise CheckpointError(f"--guide {args.guide} is no folder; give a run folder, or one checkpoint in it")
+        generator.guide_by(load_generator(args.guide, weights=weights, groups=groups))
+    return generator
 
 
 def sampling_settings(args: argparse.Namespace) -> dict[str, Any]:
@@ -153,7 +190,7 @@ def sampling_settings(args: argparse.Namespace) -> dict[str, Any]:
         "num_steps": args.steps,
         "variance": args.variance,
         "guidance_scale": args.guidance_scale,
-        "guidance_channels": args.guidance_channels,
+        **{name: getattr(args, name) for name in METHODS},
         "thresholding": args.thresholding,
         "seed": args.seed,
         "fps": args.fps,
@@ -191,7 +228,7 @@ def progress_bar(num_samples: int, num_batches: int, num_steps: int) -> Iterator
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    columns = (TextColumn(f"{num_samples} samples"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (TextColumn(counted(num_samples, "sample")), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=num_batches * num_steps)
@@ -204,6 +241,8 @@ def run(args: argparse.Namespace) -> None:
     if not args.cascade:
         draw_and_write(args, pictures)
         return
+    if args.guide is not None:
+        raise ConfigError(f"--guide {args.guide} is of one model; give it to a stage, --stage NAME guide=DIR")
     if environment.world_size() > 1:
         raise ConfigError("--cascade runs on one rank; start it without torchrun")
     from dit.backends import process_groups
@@ -249,7 +288,9 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
         echo(note, file=sys.stderr)
     decode = Decoder(name, local_device())
     settings = sampling_settings(args) | read_size(args, generator, decode.geometry)
-    requests, size = with_pictures(generator, what_to_draw(args, generator), pictures, args.augmentation)
+    requests, size = with_pictures(
+        generator, what_to_draw(args, generator, settings.get("size")), pictures, args.augmentation
+    )
     settings |= size
     strength = check_strength(args.strength, initial=args.init is not None)
     init: dict[str, Any] = {}
@@ -291,7 +332,7 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
         gallery.save_latents(args.save_latents, {} if name is None else {"autoencoder": name})
     gallery.save_grid(out, args.columns, args.count if args.count > 1 else None)
     shown = "" if gallery.shown == len(requests) else f", the first {gallery.shown} shown"
-    echo(f"{out}: {len(requests)} samples in {seconds:.1f} s{shown}")
+    echo(f"{out}: {counted(len(requests), 'sample')} in {seconds:.1f} s{shown}")
     for path in (args.files, args.save_latents):
         if path is not None:
             echo(f"{path}: all {len(requests)}")

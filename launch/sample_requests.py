@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any, Optional
 import torch
 from torch import Tensor
 
+from dit.condition_table import SIZE_AND_CROP, size_and_crop
 from dit.errors import ConfigError
 from dit.safe_files import read_array
 from dit.sampling.grid import spread
-from dit.sampling.prompt_file import Prompt, read_prompts
-from launch.argument_types import at_least_one
+from dit.sampling.prompt_file import LENGTHS, Prompt, read_prompts
+from launch.argument_types import at_least_one, height_and_width, top_and_left
 
 if TYPE_CHECKING:
     from dit.inference.drawing import Request
@@ -33,7 +34,8 @@ def add_request_arguments(parser: argparse._ActionsContainer) -> None:
         "--prompts",
         type=Path,
         metavar="FILE",
-        help="a text per line; of a .jsonl an object with prompt and, if wanted, negative and seed",
+        help="a text per line; of a .jsonl an object with prompt and, if wanted, negative, seed, original_size, crop "
+        "and target_size",
     )
     what.add_argument("--text-embedding", nargs="+", metavar="FILE", help="the same as .npy files, already embedded")
     parser.add_argument("--negative-prompt", metavar="TEXT", help="text that guidance leads away from")
@@ -45,6 +47,16 @@ def add_request_arguments(parser: argparse._ActionsContainer) -> None:
         metavar=("NAME", "VALUE"),
         help="another condition of the model: a number or a .npy file, for all or for each text or class; "
         "`--condition pooled FILE` for FLUX",
+    )
+    parser.add_argument(
+        "--original-size",
+        type=height_and_width,
+        metavar="HxW",
+        help="condition of Stable Diffusion XL: size of the original in pixels (default: the target size)",
+    )
+    parser.add_argument("--crop", type=top_and_left, metavar="TOP,LEFT", help="the same: corner of its crop (0,0)")
+    parser.add_argument(
+        "--target-size", type=height_and_width, metavar="HxW", help="the same: size of the crop (default: that drawn)"
     )
     parser.add_argument("--count", type=at_least_one, default=1, metavar="N", help="pictures of each (%(default)s)")
 
@@ -177,8 +189,14 @@ def read_texts(
     return {"context": contexts}, [Path(path).stem for path in args.text_embedding]
 
 
-def what_to_draw(args: argparse.Namespace, generator: "Generator") -> list["Request"]:
-    """Return the samples that the arguments ask for: `--count` of each prompt, embedding or class."""
+def what_to_draw(
+    args: argparse.Namespace, generator: "Generator", size: Optional[tuple[int, int]] = None
+) -> list["Request"]:
+    """Return the samples that the arguments ask for: `--count` of each prompt, embedding or class.
+
+    Args:
+        size: height and width of their latents; None for the largest that was trained on.
+    """
     from dit.inference.drawing import Request, numbered
 
     prompts = [Prompt(text) for text in args.prompt or ()]
@@ -206,6 +224,7 @@ def what_to_draw(args: argparse.Namespace, generator: "Generator") -> list["Requ
     negatives = [args.negative_prompt if negative is None else negative for negative in negatives]
     led_away = encode_negatives(generator, negatives)
     given |= read_conditions(args.condition, len(captions))
+    given |= lengths_of(args, prompts or [Prompt("")] * len(captions), generator, size)
     seeds = [prompt.seed for prompt in prompts] or [None] * len(captions)
     own = generator.config.sampling.seed if args.seed is None else args.seed
     requests = []
@@ -223,6 +242,31 @@ def what_to_draw(args: argparse.Namespace, generator: "Generator") -> list["Requ
             )
         )
     return requests
+
+
+def lengths_of(
+    args: argparse.Namespace, prompts: Sequence[Prompt], generator: "Generator", size: Optional[tuple[int, int]]
+) -> dict[str, list[Tensor]]:
+    """Return the six lengths of each prompt, if any of them is given: its own, else those of the command line.
+
+    Raises:
+        ConfigError: the model takes none.
+    """
+    asked = [{name: getattr(p, name) or getattr(args, name) for name in LENGTHS} for p in prompts]
+    if not any(value is not None for pairs in asked for value in pairs.values()):
+        return {}
+    if generator.spec.condition(SIZE_AND_CROP.name) is None:
+        raise ConfigError(
+            "original size, crop and target size are conditions of Stable Diffusion XL, and this model takes none of "
+            "them; leave them out"
+        )
+    drawn = size_and_crop(*generator.size_of(None, size)[1:])[4:].tolist()
+    values = []
+    for pairs in asked:
+        target = pairs["target_size"] or drawn
+        lengths = [*(pairs["original_size"] or target), *(pairs["crop"] or (0, 0)), *target]
+        values.append(torch.tensor(lengths, dtype=torch.float32))
+    return {SIZE_AND_CROP.name: values}
 
 
 def encode_negatives(generator: "Generator", texts: Sequence[Optional[str]]) -> list[dict[str, Tensor]]:

@@ -12,6 +12,7 @@ from typing import Optional
 
 from dit.durable_files import write_atomic
 from dit.errors import EXIT_OK, ConfigError, one_line_errors
+from dit.safe_files import read_bytes
 from dit.terminal import echo
 from launch.run_status import HELD_OUT, RunStatus, describe, lines, read_status
 
@@ -23,6 +24,7 @@ PANELS = (
     ("samples per second", "samples_per_s", False),
     ("share of the time waiting for data", "data_wait_share", False),
 )
+MAX_GRID_BYTES = 32 << 20
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1200px; padding: 0 1rem; color: #1a1a1a; }
 .runs { display: grid; grid-template-columns: repeat(auto-fit, minmax(30rem, 1fr)); gap: 1rem; }
@@ -30,6 +32,7 @@ body { font: 15px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1200p
 h2 { font-size: 1rem; margin: 0 0 .6rem; } table { border-collapse: collapse; width: 100%; }
 td, th { padding: .2rem .6rem .2rem 0; text-align: left; vertical-align: top; }
 th { font-weight: 600; white-space: nowrap; color: #555; } img { width: 100%; margin: 1rem 0; }
+figure { margin: 1rem 0 0; } figure img { width: auto; max-width: 100%; margin: .3rem 0; } figcaption { color: #555; }
 """
 
 
@@ -73,7 +76,8 @@ def page(runs: Sequence[RunStatus]) -> str:
         rows = "".join(
             f"<tr><th>{html.escape(line[:12].strip())}</th><td>{html.escape(line[12:])}</td></tr>" for line in rest
         )
-        boxes.append(f'<section class="run"><h2>{html.escape(head)}</h2><table>{rows}</table></section>')
+        grids = "".join(_figure(run.run_dir, *run.pictures[name]) for name in sorted(run.pictures))
+        boxes.append(f'<section class="run"><h2>{html.escape(head)}</h2><table>{rows}</table>{grids}</section>')
     picture = base64.b64encode(figure_bytes(runs)).decode()
     rows_of_incidents = "".join(
         f"<tr><th>{html.escape(str(run.run_dir))}</th><td>{html.escape(describe(incident))}</td></tr>"
@@ -89,15 +93,29 @@ def page(runs: Sequence[RunStatus]) -> str:
     )
 
 
+def _figure(run_dir: Path, step: int, grid: Path) -> str:
+    """Return a grid of samples, embedded; only its name if it cannot be read."""
+    name = html.escape(f"{grid.relative_to(run_dir)}, step {step}")
+    try:
+        data = base64.b64encode(read_bytes(grid, MAX_GRID_BYTES, follow=False)).decode()
+    except (OSError, ConfigError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "a link"
+        return f"<figure><figcaption>{name}: {html.escape(str(reason))}</figcaption></figure>"
+    source = f"data:image/{grid.suffix[1:]};base64,{data}"
+    return (
+        f'<figure><figcaption>{html.escape(name)}</figcaption><img alt="{html.escape(name)}" src="{source}"></figure>'
+    )
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     parser = argparse.ArgumentParser(
         prog="python -m launch.status",
-        description="Say in ten lines how a run is doing, from the files in its folder; draw several side by side.",
+        description="Say in a few lines how a run is doing, from the files in its folder; draw several side by side.",
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="training.run_dir of a run")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw losses, gradient norm, rate and waits for data")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write a page with the same, in one file")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one file with the same and the newest samples")
     return parser
 
 

@@ -5,6 +5,7 @@ with 0 and ignores unknown flags. This one returns the exit codes of `dit.errors
 """
 
 import importlib
+import inspect
 import logging
 import sys
 import traceback
@@ -27,7 +28,7 @@ from dit.errors import (
     on_a_screen,
 )
 from dit.ranges import check_path
-from dit.terminal import echo, log_to_stderr
+from dit.terminal import announce, echo, log_to_stderr
 from launch import cli, environment
 from recipes import registry
 
@@ -66,7 +67,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         from dit.monitoring.exit_record import is_peer_lost
 
         if is_peer_lost(error) and not verbose:
-            echo(f"rank {environment.rank()}: stopped because another rank ended; see its error", file=sys.stderr)
+            line = "stopped because another rank ended; see its error"
+            echo(f"rank {environment.rank()}: {line}", file=sys.stderr)
+            name_root_cause(line, failed=False)
             return EXIT_UNEXPECTED
         echo(f"rank {environment.rank()}: unexpected error", file=sys.stderr)
         echo(traceback.format_exc(), end="", file=sys.stderr)
@@ -85,6 +88,8 @@ def _execute(options: cli.Options) -> int:
         echo(registry.description(options.describe))
         return EXIT_OK
     _check(options)
+    if options.dryrun:
+        announce(f"{options.source}: importing torch and Megatron-Core")
     environment.prepare()
     if not options.verbose:
         environment.quiet_libraries()
@@ -113,6 +118,7 @@ def _execute(options: cli.Options) -> int:
     if shows:
         _check_run(task)
         echo(config_file.summary(task), flush=True)
+        _note_export(task)
     if not options.yes:
         _ask(options)
 
@@ -170,6 +176,17 @@ def _check_run(task: "run.Partial") -> None:
             raise
 
 
+def _note_export(task: "run.Partial") -> None:
+    """Say that a model cannot leave to diffusers before it is trained, not after."""
+    import fiddle
+
+    from dit.convert.diffusers_format import export_line
+
+    leaves, line = export_line(fiddle.build(task.model))
+    if not leaves:
+        echo(line, flush=True)
+
+
 def resolve(options: cli.Options) -> "run.Partial":
     """Return the configured task: the recipe (or that of a file) with the overrides applied.
 
@@ -219,8 +236,15 @@ def call_recipe(text: str) -> "run.Partial":
             raise
         raise ConfigError(f"--factory {name}: {error}; write package.module.function, or a name of --list") from error
     if has_arguments:
+        given = split_arguments(arguments.removesuffix(")"))
+        known = list(inspect.signature(factory).parameters)
+        for argument in (words.partition("=")[0].strip() for words in given):
+            if argument not in known:
+                takes = f"takes {', '.join(known)}" if known else "takes no arguments; its settings can be overridden"
+                hint = registry.did_you_mean(argument, known)
+                raise ConfigError(f"--factory {text}: {attribute} has no argument {argument!r}, it {takes}{hint}")
         try:
-            call = parse_cli_args(factory, split_arguments(arguments.removesuffix(")")), output_type=run.Partial)
+            call = parse_cli_args(factory, given, output_type=run.Partial)
         except CLIException as error:
             raise ConfigError(f"--factory {text}: {error.args[0]}; its settings can be overridden instead") from error
         import fiddle

@@ -26,10 +26,10 @@ def ddpm_cifar10() -> run.Partial:
 
     The data are made of CIFAR-10's own files by `python -m energon_data.prepare cifar10 --in cifar-10-batches-py --out
     data/cifar10`. AdamW with one cycle of the learning rate and of beta1, as torch's OneCycleLR; the average starts at
-    step 2000. Held-out loss after every epoch, a row of samples for each class after every tenth. Deviations from the
-    published run: bf16 instead of fp16 with loss scaling; the gradient norm is clipped; labels are dropped per sample,
-    not per batch; crops of 32 pixels are cut out of pictures enlarged to 34, where random sizes of 80 to 100 % of the
-    area are cut there.
+    step 2000. Held-out loss after every epoch, a row of samples for each class after every tenth, by the average and by
+    the raw weights. Deviations from the published run: bf16 instead of fp16 with loss scaling; the gradient norm is
+    clipped; labels are dropped per sample, not per batch; crops of 32 pixels are cut out of pictures enlarged to 34,
+    where random sizes of 80 to 100 % of the area are cut there.
     """
     return run.Partial(
         pretrain,
@@ -56,7 +56,14 @@ def ddpm_cifar10() -> run.Partial:
         checkpoint=run.Config(CheckpointConfig, interval=CIFAR10_EPOCH),
         logging=run.Config(LoggingConfig),
         # The published sampler: every step of the table, noise of variance beta.
-        sampling=run.Config(SamplingConfig, solver="ancestral", num_steps=1000, variance="large", guidance_scale=3.0),
+        sampling=run.Config(
+            SamplingConfig,
+            solver="ancestral",
+            num_steps=1000,
+            variance="large",
+            guidance_scale=3.0,
+            raw_weights=True,
+        ),
     )
 
 
@@ -144,4 +151,5 @@ def tiny_ddpm_unet() -> run.Partial:
     recipe.training.sample_interval = 0
     recipe.checkpoint.interval = 10
     recipe.sampling.num_steps = 10
+    recipe.sampling.raw_weights = False
     return recipe

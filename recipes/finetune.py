@@ -60,7 +60,8 @@ def _with_lora(recipe: run.Partial, rank: int) -> run.Partial:
     model = recipe.model.__fn_or_cls__
     if "lora" not in {field.name for field in fields(model)}:
         raise ConfigError(f"{model.__name__} has no adapters (LoRA); train all its weights with the recipe finetune")
-    recipe.model.lora = run.Config(LoRAConfig, rank=rank)
+    if getattr(recipe.model, "lora", None) is None:  # else those of the base, with which the run goes on
+        recipe.model.lora = run.Config(LoRAConfig, rank=rank)
     recipe.optimizer.lr = 1e-4
     return recipe
 
@@ -81,7 +82,8 @@ def finetune_lora(base: Optional[str] = None) -> run.Partial:
     """Adapters of rank 16 (LoRA) beside the model in a run folder, on one's own pictures: lr 1e-4, one GPU or more.
 
     As finetune, but the weights of the base are frozen: optimizer state and checkpoints are those of the adapters. Runs
-    under every layout. `launch.export --format diffusers-lora` or `comfyui-lora` writes the adapters for others.
+    under every layout. A base that has adapters, trained here or imported by `launch.import_weights --format lora`,
+    goes on with them. `launch.export --format diffusers-lora` or `comfyui-lora` writes the adapters for others.
     """
     return _with_lora(_on_base("finetune_lora", base), rank=16)
 

@@ -20,8 +20,9 @@ from recipes.components import sdxl_unet
 
 LATENT_SIDE = 256 // 8
 CLIP_TOKENS = 77
+# The first prompt is the published page's own; the others show the same subjects in words of ours.
 PROMPTS = [
-    "a woman skiing down a snowy slope",
+    "A photo of a woman skiing on a white mountain.",
     "a squirrel eating a burger",
     "a red train on its way through the mountains",
     "a dog in a green field by a lake",
@@ -85,9 +86,12 @@ def sdxl_1024() -> run.Partial:
     """Stable Diffusion XL's UNet (2.57 B) on 1024 px latents, two texts and a pooled one: 8 x 80 GB.
 
     The data store for each picture `text`, the embeddings of SDXL's two encoders side by side (768 + 1,280 wide),
-    `pooled` (1,280 wide) and, if it was cut, `size_and_crop`; the latents are those of SDXL's autoencoder. Model and
-    table of noise are those of the published base model; its offset noise is not. Weights go to diffusers and come from
-    there (`launch.export`, `launch.import_weights`).
+    `pooled` (1,280 wide) and `size_and_crop`. They are made by `python -m energon_data.prepare images --in pictures
+    --size 1024 --aspect square --vae models/sdxl/vae --text-encoder
+    text=models/sdxl/text_encoder:layer=penultimate:padded --text-encoder
+    text+pooled=models/sdxl/text_encoder_2:layer=penultimate:padded:joined --out data/sdxl_latents_1024`. Model, table
+    of noise and offset noise are those of the published base model. Weights go to diffusers and come from there
+    (`launch.export`, `launch.import_weights`).
     """
     recipe = ldm_cc3m_256()
     recipe.model = sdxl_unet()
@@ -97,8 +101,7 @@ def sdxl_1024() -> run.Partial:
     recipe.training.run_dir = "runs/sdxl_1024"
     recipe.training.micro_batch_size = 2
     recipe.training.recompute = "full"
-    recipe.training.sample_interval = 0  # no encoder of prompts gives both texts
-    recipe.sampling.prompts = None
+    recipe.objective.noise_offset = 0.05
     recipe.sampling.guidance_scale = 5.0
     return recipe
 

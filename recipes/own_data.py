@@ -16,6 +16,11 @@ from dit.errors import ConfigError
 from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
+from dit.models.flux.config import FluxConfig
+from dit.models.stdit.config import STDiTConfig
+from dit.models.wan.config import WanConfig
+from dit.objectives.ddpm import DDPM
+from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.contents import Contents
 from energon_data.dataset import EnergonData
@@ -36,6 +41,7 @@ PICTURE_TOKENS = 1024  # patches are chosen so that a picture or frame has at mo
 PACK_SAMPLES, PACK_TOKENS = 32, 4096
 MULTIPLE = 64  # of a pack's length, so that context- and tensor-parallel ranks divide it
 PROMPTS = 8
+BACKBONES = ("pixart", "wan", "flux", "dit")
 
 
 def _encoded(contents: Contents, vae: Optional[str]) -> Contents:
@@ -78,27 +84,75 @@ def _text_width(contents: Contents, folder: str, text_encoder: Optional[str]) ->
     return contents.context_size
 
 
-def _model(contents: Contents, patch: int, text_width: Optional[int]) -> run.Config[ModelConfig]:
-    """Return a DiT of 6 layers of width 192: with cross-attention for texts, else of classes or unconditional."""
+def _backbone(name: Optional[str], moves: bool, text_width: Optional[int]) -> str:
+    """Return the name of the backbone, by default one that diffusers has, too.
+
+    Raises:
+        ConfigError: there is none of that name, or it reads texts and there are none.
+    """
+    name = name or ("dit" if text_width is None else "wan" if moves else "pixart")
+    if name not in BACKBONES or (text_width is None and name != "dit"):
+        raise ConfigError(
+            f"own_data(backbone={name!r}): the backbones are {', '.join(BACKBONES)}, of which dit alone needs no texts"
+        )
+    return name
+
+
+def _model(
+    name: str, contents: Contents, patch: int, text_width: Optional[int], text_encoder: Optional[str]
+) -> run.Config[ModelConfig]:
+    """Return a backbone of 6 layers of width 192.
+
+    Args:
+        name: of `BACKBONES`.
+        text_encoder: what embeds the texts; None if it is not known, and the null of a text is learned.
+    """
     moves = any(t > 1 for _, t, _, _ in contents.shapes)
-    common: dict[str, Any] = {"hidden_size": 192, "num_layers": 6, "num_attention_heads": 6}
+    common: dict[str, Any] = {"hidden_size": 192, "num_attention_heads": 6}
     common |= {"in_channels": contents.shapes[0][0], "patch_spatial": patch}
-    common["position_embedding"] = "sincos_3d" if moves else "sincos_2d"
+    positions = "sincos_3d" if moves else "sincos_2d"
     if text_width is None:
-        return run.Config(DiTConfig, **common, num_classes=contents.num_classes or None, class_dropout=0.1)
+        classes: dict[str, Any] = {"num_classes": contents.num_classes or None, "class_dropout": 0.1}
+        # As diffusers computes the sinusoid of the time.
+        return run.Config(
+            DiTConfig, **common, **classes, num_layers=6, position_embedding=positions, time_frequency_shift=1
+        )
+    common |= {"context_size": text_width, "context_dropout": 0.1}
+    if name == "flux":
+        pooled = 0 if text_encoder is None else check_text_encoder(text_encoder).widths.get("pooled", 0)
+        if not pooled:
+            raise ConfigError(
+                "own_data(backbone='flux') reads a pooled text, too: prepare the data with --text-encoder text=T5 "
+                "--text-encoder pooled=CLIP"
+            )
+        sizes = {"num_joint_layers": 2, "num_single_layers": 4, "ffn_hidden_size": 768, "rope_axes": [4, 14, 14]}
+        return run.Config(FluxConfig, **common, **sizes, pooled_size=pooled)
+    common["num_layers"] = 6
+    if name == "dit":
+        return run.Config(DiTCrossConfig, **common, position_embedding=positions, add_bias=True, fps_conditioning=moves)
+    common["null_text"] = "learned" if text_encoder is None else "empty"
+    if name == "wan":
+        return run.Config(WanConfig, **common, ffn_hidden_size=768)
+    side = math.sqrt(max(h * w for _, _, h, w in contents.shapes)) / patch
     return run.Config(
-        DiTCrossConfig,
+        STDiTConfig,
         **common,
-        context_size=text_width,
-        context_dropout=0.1,
-        add_bias=True,
-        fps_conditioning=moves,
+        layer_pattern=["full"],
+        position_embedding=positions,
+        position_span=float(round(side)),
+        qk_layernorm=False,
+        fps_conditioning=False,
     )
 
 
 @run.cli.factory(target=pretrain)
-def own_data(data: str = "data/mine", vae: Optional[str] = None, text_encoder: Optional[str] = None) -> run.Partial:
-    """A DiT on a folder of one's own pictures and clips (6 M with texts): two CPU cores or one GPU.
+def own_data(
+    data: str = "data/mine",
+    vae: Optional[str] = None,
+    text_encoder: Optional[str] = None,
+    backbone: Optional[str] = None,
+) -> run.Partial:
+    """A model of one's own pictures and clips (4 M with texts) that diffusers has, too: two CPU cores or one GPU.
 
     `python -m energon_data.prepare images --in pictures --out data/mine --size 256 --vae VAE --text-encoder
     all-minilm-l6-v2`, then `python -m launch.train --yes --factory own_data`. Channels, patch, width of the texts or
@@ -106,13 +160,21 @@ def own_data(data: str = "data/mine", vae: Optional[str] = None, text_encoder: O
     latents or pixels, of any sizes. Another folder: `--factory "own_data(data='data/pictures')"`; it trains in
     `runs/` and the folder's name. Decoded samples of these captions are drawn every 500 of 2000 steps.
     `vae='models/vae'` and `text_encoder='all-minilm-l6-v2'` encode stored pixels and captions while training.
+    `backbone`: by default one that diffusers has, too: `pixart` for pictures with texts, `wan` for clips with texts,
+    `dit` for classes. `flux` reads a pooled text as well; `dit` with texts (cross-attention) stays here.
     """
     found = Contents.read(Path(data))
     contents = _encoded(found or ABSENT, vae)
     patch, text_width = _patch(contents), _text_width(contents, data, text_encoder)
     longest = max(t * h * w for _, t, h, w in contents.shapes) // patch**2
+    moves = any(t > 1 for _, t, _, _ in contents.shapes)
+    name = _backbone(backbone, moves, text_width)
     recipe = letters_dit()
-    recipe.model = _model(contents, patch, text_width)
+    recipe.model = _model(name, contents, patch, text_width, text_encoder or contents.text_encoder)
+    if not moves and (name == "pixart" or text_width is None):
+        # Pipelines of diffusers draw from these by DDPM of 1000 steps alone.
+        recipe.objective = run.Config(DDPM, schedule="cosine", prediction="v", discrete_steps=1000)
+        recipe.sampling = run.Config(SamplingConfig, solver="ddim", num_steps=30)
     recipe.data = run.Config(
         EnergonData,
         path=data,

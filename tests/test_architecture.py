@@ -41,7 +41,7 @@ MAY_IMPORT = {
     },
     "dit.sampling": {
         *("dit.errors", "dit.philox", "dit.layout", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives"),
-        *("dit.conditions", "dit.durable_files", "dit.safe_files", "dit.media"),
+        *("dit.conditions", "dit.durable_files", "dit.safe_files", "dit.media", "dit.settings"),
     },
     "dit.kernels": {"dit.errors", "dit.layout"},
     "dit.context_parallel": {"dit.errors", "dit.layout", "dit.joint_layout", "dit.batch", "dit.kernels"},
@@ -84,7 +84,7 @@ MAY_IMPORT = {
     },
     "dit.encoders": {
         *("dit.errors", "dit.backends", "dit.conditions", "dit.condition_table", "dit.layout", "dit.batch"),
-        *("dit.safe_files", "dit.data_api", "dit.patchify"),
+        *("dit.safe_files", "dit.data_api", "dit.patchify", "dit.terminal"),
     },
     "dit.evaluation": {"dit.errors", "dit.safe_files", "dit.backends", "dit.convert", "dit.encoders"},
     "dit.convert": {
@@ -111,7 +111,7 @@ MAY_IMPORT = {
     "dit.inference": {
         *("dit.errors", "dit.settings", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives", "dit.sampling"),
         *("dit.backends", "dit.models", "dit.parallel", "dit.run_config", "dit.checkpoint", "dit.encoders"),
-        *("dit.conditions", "dit.condition_table", "dit.resize"),
+        *("dit.conditions", "dit.condition_table", "dit.resize", "dit.safe_files"),
     },
     "dit.training": {
         *(
@@ -178,7 +178,7 @@ HEAVY_HOMES = {
     ),
     "megatron.energon": ("energon_data/", "benchmarks/loader.py"),
     "nemo_run": ("recipes/", "launch/"),
-    "wandb": ("dit/monitoring/sinks.py", "energon_data/wandb_table.py"),
+    "wandb": ("dit/monitoring/wandb_sink.py", "energon_data/wandb_table.py"),
 }
 
 

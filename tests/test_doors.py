@@ -39,7 +39,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "yaml.safe_load": (),
     "yaml.full_load": (),
     "yaml.unsafe_load": (),
-    "tarfile.open": ("energon_data/tar_index.py", "energon_data/prepare/shards.py"),
+    "tarfile.open": (READERS, "energon_data/tar_index.py", "energon_data/prepare/shards.py"),
     "zipfile.ZipFile": (READERS, "dit/evaluation/features.py"),
     "np.load": (),
     "torch.load": (READERS, "dit/verify/full.py"),

@@ -4,13 +4,24 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import torch
 from torch.cuda import nccl
 
 ACCELERATOR = torch.device("cuda")
 """The device that the planner assumes, even on machines without it."""
+
+PEAK_FLOPS = {
+    "H100 PCIE": 756e12,
+    "H100 NVL": 835e12,
+    "H200 NVL": 835e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+    "A100": 312e12,
+}
+"""Dense bf16 operations per second by words of the device's name: the denominator of MFU. Source: its data sheet."""
 
 
 def is_started() -> bool:
@@ -33,6 +44,12 @@ def local_device() -> torch.device:
 def describe() -> str:
     """Return the name of the device, for log lines and benchmark records."""
     return torch.cuda.get_device_name() if use_cuda() else "CPU"
+
+
+def peak_flops(device: str) -> Optional[float]:
+    """Return the entry of `PEAK_FLOPS` for a device name such as "NVIDIA H100 80GB HBM3"; None for other devices."""
+    words = set(device.upper().replace("-", " ").split())
+    return next((peak for name, peak in PEAK_FLOPS.items() if words.issuperset(name.split())), None)
 
 
 def accelerator_versions() -> dict[str, Any]:
@@ -135,10 +152,10 @@ def device_seconds(call: Callable[[], object], repeats: int, cache_bytes: int = 
     return times
 
 
-def peak_memory_bytes() -> int:
-    """Return the peak memory of this process in bytes: allocated on the GPU, or resident on CPU."""
+def peak_memory() -> dict[str, int]:
+    """Return the peak memory of this process in bytes: `allocated` and `reserved` on the GPU, or `resident` on CPU."""
     if use_cuda():
-        return torch.cuda.max_memory_allocated()
+        return {"allocated": torch.cuda.max_memory_allocated(), "reserved": torch.cuda.max_memory_reserved()}
     import resource
 
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}

@@ -33,6 +33,9 @@ class MegatronOptimizer(Protocol):
     def get_grad_norm(self) -> float:
         """Return the global norm of the gradients."""
 
+    def get_grad_stats_parallel_group(self) -> Any:
+        """Return the ranks whose gradients are parts of one norm; not of a chain."""
+
     def get_parameters(self) -> list[nn.Parameter]:
         """Return the parameters of all groups."""
 

@@ -1,7 +1,7 @@
-"""The weights that a run starts from, and the base model of a run that trains adapters (LoRA).
+"""Initial weights of a run, and the base model of a run that trains adapters (LoRA).
 
-A checkpoint of such a run has the adapters alone, with their average and optimizer state. The base's weights stay in
-its own checkpoint; the manifest names that folder and a digest of its files, so that no others are taken for them.
+A checkpoint of an adapter run stores only the adapters, with their average and optimizer state. The base weights stay
+in their own checkpoint; the manifest records its folder and a digest of its files, so that other weights are rejected.
 """
 
 import hashlib
@@ -32,30 +32,32 @@ def find_folder_together(
     """Find the checkpoint of a setting and verify it; every rank hashes its share of the files.
 
     Args:
-        reading: until it is closed, the checkpoint is not deleted.
+        reading: the checkpoint is not deleted until this stack is closed.
 
     Raises:
         CheckpointError: there is no valid checkpoint.
     """
-    found = newest_valid_together(on_first_rank(lambda: candidates(path), groups), groups, reading)
-    if found is None:
+    checkpoint = newest_valid_together(on_first_rank(lambda: candidates(path), groups), groups, reading)
+    if checkpoint is None:
         raise CheckpointError(f"{setting}: {no_checkpoint(path)}")
-    return found[0]
+    return checkpoint[0]
 
 
-def check_start(folder: Path, fingerprint: dict[str, Any]) -> str:
-    """Check that a run can start from a checkpoint, and return the slot of its weights: the average if it has one.
+def check_start(folder: Path, fingerprint: dict[str, Any], *, adapters: bool = False) -> str:
+    """Check that a run can start from a checkpoint, and return the slot to read: the average if it has one.
 
     Args:
-        fingerprint: of the model without its adapters and without an uncertainty.
+        fingerprint: fingerprint of the model without adapters and without parameters of a learned uncertainty, or of
+            the adapters.
+        adapters: whether the checkpoint has these adapters.
 
     Raises:
-        ConfigError: it has adapters alone, or belongs to another model.
+        ConfigError: it has only adapters, or belongs to another model.
     """
     manifest = read_manifest(folder)
-    if manifest.base is not None:
+    if manifest.base is not None and not adapters:
         raise ConfigError(
-            f"checkpoint.start_from: {folder} has adapters (LoRA) alone, beside the weights of "
+            f"checkpoint.start_from: {folder} has only adapters (LoRA) for the weights of "
             f"{manifest.base['folder']}; start from those, or from the merged model that launch.export --format "
             "diffusers writes and launch.import_weights reads"
         )
@@ -64,12 +66,12 @@ def check_start(folder: Path, fingerprint: dict[str, Any]) -> str:
 
 
 def _slot(folder: Path) -> str:
-    """Return the name of the weights that other runs start from."""
+    """Return the slot of the weights that other runs start from."""
     return "weight" if read_record(folder)["training"]["ema_decay"] is None else "ema"
 
 
 def _without_uncertainty(manifest: Manifest) -> Manifest:
-    """Return the manifest of a checkpoint as if the run's objective had learned no uncertainty."""
+    """Return the manifest without the parameters of a learned uncertainty."""
     stored = manifest.meta.get("fingerprint")
     if not stored:
         return manifest
@@ -80,20 +82,29 @@ def _without_uncertainty(manifest: Manifest) -> Manifest:
 def load_base(config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGroups) -> Optional[dict[str, str]]:
     """Read the frozen weights of a model with adapters from the checkpoint of `checkpoint.start_from`, on any layout.
 
-    Every rank calls this before the model is wrapped: the wrappers' optimizers have no frozen weights to read into.
+    If that checkpoint has adapters that the run continues to train, the base is the one that it names.
+
+    Every rank calls this before the model is wrapped, because optimizers hold no master copy of frozen weights.
 
     Returns:
-        What the manifests of the run say of the base: `folder` and `digest`; None for a model without adapters.
+        The entry of the base in manifests, `folder` and `digest`; None for a model without adapters.
 
     Raises:
         CheckpointError: there is no valid checkpoint.
-        ConfigError: it has adapters alone, or belongs to another model.
+        ConfigError: it has only adapters, or belongs to another model.
     """
     if config.model.adapters is None:
         return None
     assert config.checkpoint.start_from is not None  # `RunConfig.check`
     with ExitStack() as reading:
         folder = find_folder_together(config.checkpoint.start_from, groups, reading)
+        if (base := read_manifest(folder).base) is not None:  # the adapters themselves: `warm_start`
+            folder = find_folder_together(base["folder"], groups, reading, f"the base of {folder}")
+            if digest_of(read_manifest(folder)) != base["digest"]:
+                raise CheckpointError(
+                    f"checkpoint.start_from: {folder} has other weights than those that the adapters of "
+                    f"{config.checkpoint.start_from} belong to; restore them"
+                )
         frozen = [(n, p) for chunk in chunks for n, p in chunk.named_parameters() if not p.requires_grad]
         slot = check_start(folder, model_fingerprint(global_shapes(frozen, groups)))
         load_weights(folder, chunks, groups, slot=slot, frozen=True)
@@ -107,30 +118,29 @@ def digest_of(manifest: Manifest) -> str:
 
 
 def find_base(folder: Path, config: RunConfig) -> Optional[tuple[Path, str]]:
-    """Return the verified checkpoint of the base of a run, and the slot of its weights; None for a full model.
+    """Return the verified base checkpoint of an adapter run, and the slot of its weights; None for a full model.
 
-    It is looked for where it was in training, and under `checkpoint.start_from`.
+    The folder recorded in the manifest is tried first, then `checkpoint.start_from`.
 
     Args:
         folder: a verified checkpoint of the run.
         config: its settings.
 
     Raises:
-        CheckpointError: there is none with the weights that the adapters were trained with.
+        CheckpointError: neither folder has the weights that the adapters were trained with.
     """
     saved = read_manifest(folder).base
     if saved is None:
         return None
     for path in (saved["folder"], config.checkpoint.start_from or saved["folder"]):
         try:
-            found, _ = find_checkpoint(path)
+            checkpoint, _ = find_checkpoint(path)
         except CheckpointError:
             continue
-        if digest_of(read_manifest(found)) == saved["digest"]:
-            return found, _slot(found)
+        if digest_of(read_manifest(checkpoint)) == saved["digest"]:
+            return checkpoint, _slot(checkpoint)
     raise CheckpointError(
-        f"{folder} has adapters (LoRA) beside the weights of {saved['folder']}, which are not there any more; restore "
-        "that folder"
+        f"{folder} has adapters (LoRA) for the weights of {saved['folder']}, which no longer exist; restore that folder"
     )
 
 
@@ -147,7 +157,7 @@ def load_run(folder: Path, config: RunConfig, chunks: Sequence[nn.Module], group
 
 
 def read_run(folder: Path, config: RunConfig, slot: str) -> dict[str, Tensor]:
-    """Read every parameter of a run in full, float32, with its adapters merged into the weights beside them.
+    """Read every parameter of a run in full, float32, with adapters merged into the base weights.
 
     Raises:
         CheckpointError: they cannot be read, or the base is missing.

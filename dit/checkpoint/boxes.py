@@ -1,4 +1,4 @@
-"""Boxes: axis-aligned blocks of a tensor's index space, by which state is stored.
+"""Boxes: axis-aligned blocks of a tensor's index space, the unit in which state is stored.
 
 A rank owns a range of a flattened parameter (distributed optimizer, FSDP) that may itself be a tensor-parallel part.
 In the index space of the full parameter such a range is a few boxes:
@@ -37,7 +37,7 @@ class Box:
         return math.prod(self.sizes)
 
     def shifted(self, origin: Sequence[int]) -> "Box":
-        """Return this box, given inside a part that begins at `origin`, in the full tensor's index space."""
+        """Convert a box of a part that begins at `origin` to the full tensor's index space."""
         return Box(tuple(o + s for o, s in zip(self.offsets, origin, strict=True)), self.sizes)
 
     def overlap(self, other: "Box") -> Optional["Box"]:
@@ -100,7 +100,7 @@ class Part:
     stop: int
 
     def share(self, index: int, count: int) -> "Part":
-        """Return the `index`-th of `count` equal parts of the range, so that ranks with copies each write one part."""
+        """Return the `index`-th of `count` equal parts of the range, so that each rank with a copy writes one part."""
         size = self.stop - self.start
         start, stop = (self.start + size * i // count for i in (index, index + 1))
         return Part(self.shape, self.local_shape, self.origin, start, stop)

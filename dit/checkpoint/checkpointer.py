@@ -1,4 +1,4 @@
-"""Saving and resuming a run: sharded state, loader position and settings in one verified folder."""
+"""Saving and resuming a run: sharded state, data position and settings in one verified folder."""
 
 import io
 import json
@@ -39,18 +39,18 @@ from dit.safe_files import read_torch
 
 logger = logging.getLogger(__name__)
 
-LONGEST_CHANGE = 300  # characters of a line of the log
+LONGEST_CHANGE = 300  # characters of a logged change
 
 
 class Checkpointer:
-    """Writes and reads the checkpoints of one run; every rank calls every method.
+    """Saves and loads the checkpoints of one run; every rank calls every method.
 
     Args:
-        store: the folder of checkpoints.
-        config: of the run.
+        store: folder of the checkpoints.
+        config: settings of the run.
 
     Attributes:
-        resumed_metadata: the `metadata` of the resumed checkpoint, see `save`; empty for a new run.
+        resumed_metadata: `metadata` of the resumed checkpoint, see `save`; empty for a new run.
     """
 
     def __init__(self, store: CheckpointStore, config: RunConfig) -> None:
@@ -64,7 +64,7 @@ class Checkpointer:
         """Write a checkpoint of `state.step` and make it current.
 
         Args:
-            metadata: what sampling needs besides the settings, plain JSON.
+            metadata: metadata for sampling in addition to the settings, plain JSON.
 
         Raises:
             CheckpointError: a rank could not write; earlier checkpoints are intact.
@@ -110,13 +110,13 @@ class Checkpointer:
 
     def loader_file(self, state: TrainState) -> tuple[str, bytes]:
         """Return name and content of the file with the position of this data-parallel rank in the data."""
-        position = io.BytesIO()  # torch's own file writer hides the error of the disk
+        position = io.BytesIO()  # torch's file writer hides disk errors
         torch.save(state.stream.state_dict(), position)
         return f"loader/dp_{state.groups.dp_rank:05d}.pt", position.getvalue()
 
     def config_text(self) -> str:
         """Return the record of the run's settings."""
-        if self._config_text is None:  # as long as it takes to copy the state of a small model
+        if self._config_text is None:  # takes as long as copying the state of a small model
             self._config_text = yaml.safe_dump(self.config.to_record(), sort_keys=False)
         return self._config_text
 
@@ -139,12 +139,12 @@ class Checkpointer:
             mode: `auto`, `never` or `must`.
 
         Returns:
-            Whether there was one.
+            Whether the run was resumed.
 
         Raises:
-            CheckpointError: `must` and there is none, or there are some and all of them are damaged.
-            ConfigError: it belongs to another model or experiment, or holds imported weights; or `never` and there is
-                one; or `checkpoint.copy_to` has the copies of another run.
+            CheckpointError: the mode is `must` and there is no checkpoint, or there are some and all are damaged.
+            ConfigError: the checkpoint belongs to another model or experiment, or has imported weights; or the mode is
+                `never` and there is one; or `checkpoint.copy_to` has the copies of another run.
         """
         with ExitStack() as reading:
             return self._resume(state, mode, reading)
@@ -153,20 +153,20 @@ class Checkpointer:
         path = self.config.checkpoint.resume_from
         state.run = on_first_rank(lambda: join_run(self.store, self.config), state.groups)
         steps, candidates = on_first_rank(lambda: (self.store.steps(), self.store.newest_first()), state.groups)
-        found = newest_valid_together(candidates, state.groups, reading)
-        if found is None:
+        newest = newest_valid_together(candidates, state.groups, reading)
+        if newest is None:
             if steps and mode != "never":
                 raise CheckpointError(
-                    f"none of the checkpoints in {self.store.root} (steps {steps}) is valid, for the reasons given "
+                    f"none of the checkpoints in {self.store.root} (steps {steps}) is valid, for the reasons logged "
                     "above; restore one, or train again from step 0 with checkpoint.resume=never"
                 )
             if path is not None:
                 folder = find_folder_together(path, state.groups, reading, "checkpoint.resume_from")
-                found = folder, read_manifest(folder)
+                newest = folder, read_manifest(folder)
             elif mode == "must":
                 raise CheckpointError(
                     f"checkpoint.resume=must but {self.store.root} holds no valid checkpoint; "
-                    "use checkpoint.resume=auto to start anew"
+                    "use checkpoint.resume=auto to start from step 0"
                 )
             else:
                 return False
@@ -175,7 +175,7 @@ class Checkpointer:
                 f"checkpoint.resume=never but {self.store.root} holds checkpoints of steps {steps}, "
                 "which a later resume would take for this run's; use another training.run_dir or remove them"
             )
-        folder, manifest = found
+        folder, manifest = newest
         if manifest.is_imported:
             raise ConfigError(
                 f"{folder} holds imported weights, which have no optimizer and no data position to resume; start from "
@@ -213,22 +213,22 @@ class Checkpointer:
         self.resumed_metadata = read_metadata(folder)
 
     def rewind(self, state: TrainState) -> Optional[dict[str, Any]]:
-        """Go back to the newest valid checkpoint of this run; the data stay where they are.
+        """Go back to the newest valid checkpoint of this run; the data position does not change.
 
         Returns:
             The checkpoint's `metadata`, see `save`; None, and an unchanged state, if there is no valid checkpoint.
         """
         candidates = on_first_rank(self.store.newest_first, state.groups)
         with ExitStack() as reading:
-            found = newest_valid_together(candidates, state.groups, reading)
-            if found is None:
+            newest = newest_valid_together(candidates, state.groups, reading)
+            if newest is None:
                 return None
-            self._load(state, *found)
-            return read_metadata(found[0])
+            self._load(state, *newest)
+            return read_metadata(newest[0])
 
     @staticmethod
     def _load(state: TrainState, folder: Path, manifest: Manifest) -> None:
-        """Load all but the position of the data."""
+        """Load everything except the data position."""
         load_state(folder, state.shards, state.ema, state.optimizer, state.wrapped, state.groups)
         with usable(folder / MANIFEST):
             state.step = manifest.step
@@ -240,7 +240,7 @@ class Checkpointer:
         had_ema = saved["training"]["ema_decay"] is not None
         if state.ema is not None and not had_ema:
             raise CheckpointError(
-                f"{folder} holds no weight average but training.ema_decay={state.ema.decay} asks for one; "
+                f"{folder} holds no weight average but training.ema_decay={state.ema.decay} needs one; "
                 "set training.ema_decay=None or start in a new training.run_dir"
             )
 
@@ -254,10 +254,10 @@ def held_out_meta(held_out: Optional[HeldOut]) -> dict[str, Any]:
 
 
 def read_loader_state(folder: Path) -> dict[str, Any]:
-    """Join the loader positions of all data-parallel ranks of a checkpoint, for any number of ranks.
+    """Merge the data positions of all data-parallel ranks of a checkpoint, for any number of ranks.
 
     Raises:
-        CheckpointError: a file is missing, cannot be read, or does not belong to the others.
+        CheckpointError: a file is missing, cannot be read, or does not match the others.
     """
     parts = []
     for path in sorted((folder / "loader").glob("dp_*.pt")):

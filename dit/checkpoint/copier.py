@@ -1,7 +1,7 @@
-"""The process that copies finished checkpoints to `checkpoint.copy_to`, beside rank 0; it needs no torch.
+"""Process that copies finished checkpoints to `checkpoint.copy_to`, started by rank 0; it does not import torch.
 
-It ends with its training process, at once: a copy that was not finished has no manifest, and the next attempt of the
-run makes it again.
+It exits as soon as its training process exits. An interrupted copy has no manifest, and the next attempt of the run
+repeats it.
 """
 
 import json
@@ -22,11 +22,11 @@ from dit.settings import CheckpointConfig
 from dit.terminal import log_to_stderr
 
 ATTEMPTS, FIRST_WAIT_S = 3, 2.0
-"""A copy that fails is tried again, after a wait that doubles."""
+"""A failed copy is retried after a wait that doubles each time."""
 
 
 def copy(root: str, config: CheckpointConfig, owner: Owner) -> int:
-    """Copy what is complete, with a few attempts; return the bytes that were copied.
+    """Copy all complete checkpoints, with retries; return the number of copied bytes.
 
     Raises:
         CheckpointError: the last attempt failed, or the address belongs to another run.
@@ -45,18 +45,18 @@ def copy(root: str, config: CheckpointConfig, owner: Owner) -> int:
 
 
 def execute(order: dict[str, Any], root: str, config: CheckpointConfig, owner: Owner) -> dict[str, Any]:
-    """Execute an order, and return the reply: the step, bytes and seconds, and the error, None if there was none."""
+    """Execute a request, and return the reply: step, bytes, seconds, and the error or None."""
     began = time.monotonic()
     reply: dict[str, Any] = {"step": order["step"], "bytes": 0, "error": None}
     try:
         reply["bytes"] = copy(root, config, owner)
-    except Exception as error:  # the training process says it, and goes on
+    except Exception as error:  # the training process logs it and continues
         reply["error"] = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     return reply | {"seconds": time.monotonic() - began}
 
 
 def end_with(control: socket.socket) -> None:
-    """End this process once the training process has closed its end."""
+    """Exit when the training process closes its end of the connection."""
     closed = select.poll()
     closed.register(control, select.POLLRDHUP)
     closed.poll()
@@ -64,7 +64,7 @@ def end_with(control: socket.socket) -> None:
 
 
 def main() -> None:
-    """Execute orders until the training process closes its end, or is gone."""
+    """Execute requests until the training process closes the connection or exits."""
     control, root = socket.socket(fileno=int(sys.argv[1])), sys.argv[2]
     config, owner = CheckpointConfig(**parse_json(sys.argv[3])), Owner(**parse_yaml(sys.argv[4]))
     log_to_stderr()

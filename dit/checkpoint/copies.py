@@ -1,7 +1,7 @@
-"""Rank 0's side of `checkpoint.copy_to`: a process of its own copies finished checkpoints beside training.
+"""Rank 0's side of `checkpoint.copy_to`: a separate process copies finished checkpoints during training.
 
-A copy that fails is logged as an error and an incident, and the next checkpoint is copied with all that is missing. At
-the end of the run the newest checkpoint must be there, else the run ends with the code of a failed save.
+A failed copy is logged as an error and an incident; the next copy includes everything that is missing. If the newest
+checkpoint is not copied at the end of the run, the run exits with the code of a failed save.
 """
 
 import json
@@ -43,7 +43,7 @@ class Copies:
         self.config, self.report_failure = config, report_failure
         self.error: Optional[str] = None
         self.longest_s = 0.0
-        self._wanted: Optional[int] = None
+        self._requested: Optional[int] = None
         self._ordered: Optional[int] = None
         self._began = 0.0
         arguments = [str(root), json.dumps(asdict(config)), yaml.safe_dump(asdict(owner))]
@@ -51,38 +51,38 @@ class Copies:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a copy is under way."""
+        """Whether a copy is in progress."""
         return self._ordered is not None
 
     def copy(self, step: int) -> None:
-        """Order that the checkpoint of `step` is copied, and older ones that are not yet; does not wait."""
-        self._wanted = step
+        """Request a copy of the checkpoint of `step`, and of older ones that are missing; does not wait."""
+        self._requested = step
         self.poll()
 
     def poll(self) -> None:
-        """Learn how the copy under way is going, and begin the next one; does not wait."""
+        """Read the result of the copy in progress, and start the next one; does not wait."""
         if self._ordered is not None:
-            self._hear(self._ordered)
-        if self._ordered is None and self._wanted is not None:
-            self._ordered, self._wanted, self._began = self._wanted, None, time.monotonic()
+            self._read_replies(self._ordered)
+        if self._ordered is None and self._requested is not None:
+            self._ordered, self._requested, self._began = self._requested, None, time.monotonic()
             if not self._process.is_alive:
                 self._process.restart()
-            with suppress(CheckpointError):  # `replies` says so
+            with suppress(CheckpointError):  # `replies` raises it, too
                 self._process.order({"step": self._ordered})
 
     def close(self) -> None:
-        """End the process; a copy under way is left unfinished."""
+        """Stop the process; a copy in progress is left unfinished."""
         self._process.close(1.0)
 
-    def _hear(self, step: int) -> None:
+    def _read_replies(self, step: int) -> None:
         late_s = self.config.save_timeout_s
         try:
             for reply in self._process.replies():
                 self._ordered, self.error = None, reply["error"]
                 self.longest_s = max(self.longest_s, reply["seconds"])
                 if self.error is None:
-                    said = "step %d: copied to %s, %.1f MB in %.1f s"
-                    logger.info(said, step, self.config.copy_to, reply["bytes"] / 1e6, reply["seconds"])
+                    message = "step %d: copied to %s, %.1f MB in %.1f s"
+                    logger.info(message, step, self.config.copy_to, reply["bytes"] / 1e6, reply["seconds"])
             if self._ordered is not None and time.monotonic() - self._began > late_s:
                 raise CheckpointError(f"it was not finished within checkpoint.save_timeout_s={late_s:g} s")
         except CheckpointError as error:
@@ -90,5 +90,5 @@ class Copies:
             self._process.restart()
         if self._ordered is None and self.error is not None:
             logger.error("COPY FAILED of checkpoint of step %d: %s", step, self.error)
-            with suppress(CheckpointError):  # of a record on a full disk; the line above is what counts
+            with suppress(CheckpointError):  # the record may fail on a full disk; the error is logged above
                 self.report_failure(step, self.error)

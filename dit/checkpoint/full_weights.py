@@ -7,12 +7,13 @@ resumed, because it has no optimizer state and no data position.
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import torch
 import yaml
 from torch import Tensor
 
+from dit.checkpoint.manifest import BASE
 from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE
 from dit.checkpoint.state_files import StateReader, write_full_state
 from dit.checkpoint.store import CheckpointStore, model_fingerprint
@@ -24,7 +25,7 @@ from dit.settings import CheckpointConfig, SamplingConfig, TrainingConfig
 
 
 def read_full_weights(folder: Path, slot: str) -> dict[str, Tensor]:
-    """Read every parameter of a verified checkpoint in full, float32, on this one process; without an uncertainty.
+    """Read every parameter of a verified checkpoint, unsharded, in float32; parameters of an uncertainty are skipped.
 
     Args:
         slot: `ema` or `weight`.
@@ -43,14 +44,19 @@ def write_imported(
     trained: TrainedModel,
     sampling: SamplingConfig,
     source: str,
+    *,
+    base: Optional[Mapping[str, str]] = None,
+    autoencoder: Optional[str] = None,
 ) -> Path:
     """Write a run folder of full weights, which `launch.sample` and `checkpoint.start_from` accept on any layout.
 
     Args:
-        weights: every parameter of `trained.model`, by global name.
+        weights: every parameter of `trained.model`, by global name; of its adapters if it has some.
         trained: the model, its objective, and the metadata for sampling.
         sampling: defaults of the sample command.
-        source: where they came from, for the record.
+        source: origin of the weights, recorded in the manifest.
+        base: base of the adapters, as in `Manifest.base`.
+        autoencoder: decodes samples, see `dit.encoders.vae`; None if unknown.
 
     Returns:
         The checkpoint's folder.
@@ -76,8 +82,7 @@ def write_imported(
         "latent_size": list(trained.latent_size),
         "text_encoder": trained.text_encoder,
     }
-    if trained.fps is not None:
-        metadata["fps"] = trained.fps
+    metadata |= {name: x for name, x in (("fps", trained.fps), ("autoencoder", autoencoder)) if x is not None}
     folder = store.begin(0)
     with store.writing(0):
         shapes = {f"weight.{name}": tensor.shape for name, tensor in weights.items()}
@@ -86,6 +91,7 @@ def write_imported(
         (folder / METADATA_FILE).write_text(json.dumps(metadata, indent=1))
     meta = {
         "imported_from": source,
+        **({} if base is None else {BASE: dict(base)}),
         "consumed_samples": 0,
         "held_out_loss": None,
         "fingerprint": model_fingerprint({name: list(x.shape) for name, x in weights.items()}),

@@ -1,7 +1,7 @@
-"""Programs of their own beside a training process, which orders what they do: one line of JSON each way.
+"""Helper processes of a training process, which sends requests to them: one line of JSON in each direction.
 
-They are no forks, start in milliseconds without torch, and may be killed at any time. Signals that a scheduler or a
-terminal sends to all processes of a run are blocked in them.
+Helpers are spawned, not forked; they start in milliseconds without torch, and may be killed at any time. They block
+signals that a scheduler or a terminal sends to all processes of a run.
 """
 
 import json
@@ -21,16 +21,16 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
 class HelperProcess:
-    """A running program, and the connection with it.
+    """A running helper process and the connection to it.
 
     Args:
-        module: the program, which gets the descriptor of its end of the connection as first argument.
-        arguments: further ones.
-        inherited: descriptors that it keeps.
-        purpose: of the program, such as `writer process on rank 0`, for messages.
+        module: module to run; its first argument is the file descriptor of its end of the connection.
+        arguments: further arguments.
+        inherited: file descriptors that it inherits.
+        purpose: name of the process in messages, such as `writer process on rank 0`.
 
     Attributes:
-        newest: the newest order.
+        newest: the newest request.
     """
 
     def __init__(self, module: str, arguments: Sequence[str], inherited: Sequence[int], purpose: str) -> None:
@@ -41,19 +41,19 @@ class HelperProcess:
         self._start()
 
     def _start(self) -> None:
-        self._control, theirs = socket.socketpair()
+        self._control, remote_end = socket.socketpair()
         python = [sys.executable, "-P", *(f"-W{option}" for option in sys.warnoptions)]
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # programs have the mask of their parent
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # child processes inherit the signal mask
         try:
             self.process = subprocess.Popen(
-                [*python, "-m", self._module, str(theirs.fileno()), *self._arguments],
-                pass_fds=[theirs.fileno(), *self._inherited],
+                [*python, "-m", self._module, str(remote_end.fileno()), *self._arguments],
+                pass_fds=[remote_end.fileno(), *self._inherited],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
                 stdin=subprocess.DEVNULL,
             )
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            theirs.close()
+            remote_end.close()
 
     @property
     def is_alive(self) -> bool:
@@ -61,7 +61,7 @@ class HelperProcess:
         return self.process.poll() is None
 
     def order(self, order: Mapping[str, Any]) -> None:
-        """Send an order; does not wait.
+        """Send a request; does not wait.
 
         Raises:
             CheckpointError: the process is gone.
@@ -73,7 +73,7 @@ class HelperProcess:
             raise CheckpointError(self.ended()) from error
 
     def replies(self) -> list[dict[str, Any]]:
-        """Return the replies that have come; does not wait.
+        """Return the replies received so far; does not wait.
 
         Raises:
             CheckpointError: the process is gone, and there is no reply left.
@@ -94,7 +94,7 @@ class HelperProcess:
         return [parse_json(line) for line in lines]
 
     def ended(self) -> str:
-        """Wait until the process has ended, and say how."""
+        """Wait until the process has exited, and describe how it exited."""
         with suppress(subprocess.TimeoutExpired):
             self.process.wait(1.0)
         code = self.process.returncode
@@ -107,13 +107,13 @@ class HelperProcess:
         """Kill the process and start another one."""
         self.process.kill()
         with suppress(subprocess.TimeoutExpired):
-            self.process.wait(1.0)  # longer only inside the kernel, on a disk that hangs
+            self.process.wait(1.0)  # takes longer only if the process is blocked in the kernel, on a disk that hangs
         self._control.close()
         self._replies = b""
         self._start()
 
     def close(self, timeout_s: float) -> None:
-        """Let the process finish its orders and end; wait for it no longer than `timeout_s`."""
+        """Let the process finish its requests and exit; wait at most `timeout_s` seconds."""
         with suppress(OSError):
             self._control.shutdown(socket.SHUT_WR)
         with suppress(subprocess.TimeoutExpired):

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: its metadata, and the hashes that verify its files.
+"""The manifest of a checkpoint: metadata, and hashes that verify its files.
 
-`manifest.json` lists every file of the folder with its size and SHA-256, and a digest of its own content. A flipped bit
-in any file, the manifest included, is detected before anything is loaded.
+`manifest.json` lists every file of the folder with its size and SHA-256, and contains a digest of its own content. A
+flipped bit in any file, including the manifest, is detected before anything is loaded.
 """
 
 import hashlib
@@ -22,13 +22,13 @@ from dit.safe_files import parse_json, read_bytes
 MANIFEST = "manifest.json"
 FORMAT = 1
 BASE = "base"
-"""Entry of the metadata: the checkpoint whose weights the adapters go with, by `folder` and `digest` of its files."""
+"""Entry of the metadata: the checkpoint of the adapters' base weights, as `folder` and `digest` of its files."""
 RUN = "run"
 """Entry of the metadata: id of the run that saved it, see `dit.checkpoint.run_identity`."""
 DATA = "data"
 """Entry of the metadata: identity of the data, see `DataConfig.identity`."""
 CHUNK_BYTES = 1 << 20
-MOST_FILES = 100_000  # a checkpoint has two of each rank
+MOST_FILES = 100_000  # a checkpoint has two files per rank
 HASH_THREADS = 8  # hashlib releases the GIL; one core hashes 1-2 GiB/s
 NUM_DIFFERENCES = 5  # differences listed in a message; the others are counted
 CURE = "delete or restore the folder; an older valid checkpoint is used if there is one"
@@ -54,12 +54,13 @@ class HeldOut:
 
 @dataclass(frozen=True)
 class Manifest:
-    """A checkpoint's table of contents.
+    """Contents of a checkpoint.
 
     Attributes:
-        step: optimizer steps done when it was taken.
-        files: every file but the manifest itself, by path relative to the folder, with forward slashes.
-        meta: what a run reads before loading: `consumed_samples`, `training_loss`, `held_out_loss` and the step it was
+        step: optimizer steps done when the checkpoint was taken.
+        files: every file except the manifest, by path relative to the folder, with forward slashes.
+        meta: plain JSON that a run reads before loading: `consumed_samples`, `training_loss`, `held_out_loss` and the
+            step it was
             measured at (`held_out_step`), `fingerprint` (`model_fingerprint`) and other plain JSON.
         created: seconds since the epoch.
     """
@@ -76,7 +77,7 @@ class Manifest:
 
     @property
     def held_out(self) -> Optional[HeldOut]:
-        """The newest held-out loss when it was taken; None if there was none yet."""
+        """The newest held-out loss when the checkpoint was taken; None before the first one."""
         value = self.meta.get("held_out_loss")
         if value is None:
             return None
@@ -90,7 +91,7 @@ class Manifest:
 
     @property
     def training_loss(self) -> Optional[float]:
-        """The training loss of the last line of the log; None if it was not recorded."""
+        """The newest logged training loss; None if it was not recorded."""
         value = self.meta.get("training_loss")
         return None if value is None else float(value)
 
@@ -101,16 +102,16 @@ class Manifest:
 
     @property
     def run(self) -> Optional[str]:
-        """The id of the run that saved it; None if an earlier version did."""
+        """The id of the run that saved it; None if an earlier version of the project saved it."""
         value = self.meta.get(RUN)
         return None if value is None else str(value)
 
     @property
     def base(self) -> Optional[Mapping[str, str]]:
-        """The checkpoint that has the other weights, where this one has adapters alone; None for a full model.
+        """The checkpoint of the base weights if this one has only adapters; None for a full model.
 
         Raises:
-            CheckpointError: the entry is no such record.
+            CheckpointError: the entry is not a valid record.
         """
         base = self.meta.get(BASE)
         if base is None:
@@ -136,19 +137,19 @@ class Manifest:
         """Read a manifest back.
 
         Raises:
-            ValueError: the text is not equal, to the byte, to that of `to_text`.
+            ValueError: the text is not exactly the one that `to_text` writes.
         """
         raw = parse_json(text)
         try:
-            found_format = raw["format"]
+            format_version = raw["format"]
             files = {name: FileRecord(int(size), str(digest)) for name, (size, digest) in raw["files"].items()}
             manifest = cls(step=int(raw["step"]), files=files, meta=dict(raw["meta"]), created=raw["created"])
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise ValueError(f"field missing or of a wrong kind ({error!r})") from error
         if len(files) > MOST_FILES:
             raise ValueError(f"it lists {len(files):,} files, at most {MOST_FILES:,}")
-        if found_format != FORMAT:
-            raise ValueError(f"format {found_format!r}, this version reads {FORMAT}")
+        if format_version != FORMAT:
+            raise ValueError(f"format {format_version!r}, this version reads {FORMAT}")
         if manifest.to_text() != text:
             raise ValueError("its content does not match its own digest")
         return manifest
@@ -189,30 +190,30 @@ def check_same_model(manifest: Manifest, fingerprint: Mapping[str, Any]) -> None
         )
     if stored["digest"] == fingerprint["digest"]:
         return
-    saved, asked = stored["parameters"], fingerprint["parameters"]
+    saved, expected = stored["parameters"], fingerprint["parameters"]
     differences = []
-    for name in sorted(saved.keys() | asked.keys()):
-        if name not in asked:
+    for name in sorted(saved.keys() | expected.keys()):
+        if name not in expected:
             differences.append(f"{name} {saved[name]} is only in the checkpoint")
         elif name not in saved:
-            differences.append(f"{name} {asked[name]} is only in the model")
-        elif saved[name] != list(asked[name]):
-            differences.append(f"{name} is {saved[name]} in the checkpoint and {asked[name]} in the model")
+            differences.append(f"{name} {expected[name]} is only in the model")
+        elif saved[name] != list(expected[name]):
+            differences.append(f"{name} is {saved[name]} in the checkpoint and {expected[name]} in the model")
     shown = "; ".join(differences[:NUM_DIFFERENCES])
     more = f"; and {len(differences) - NUM_DIFFERENCES} more" if len(differences) > NUM_DIFFERENCES else ""
     raise ConfigError(
         f"checkpoint of another model at step {manifest.step}: {len(differences)} of "
-        f"{len(saved.keys() | asked.keys())} parameters differ: {shown}{more}; give the model settings it was trained "
+        f"{len(saved.keys() | expected.keys())} parameters differ: {shown}{more}; use the settings it was trained "
         "with, or another training.run_dir"
     )
 
 
 def check_same_base(folder: Path, manifest: Manifest, base: Optional[Mapping[str, str]]) -> None:
-    """Check that the adapters of a checkpoint go on beside the weights that they were trained with.
+    """Check that adapters continue training with the base weights that they were trained with.
 
     Args:
         folder, manifest: of the checkpoint.
-        base: what the run has read, as in `Manifest.base`.
+        base: base of this run, as in `Manifest.base`.
 
     Raises:
         ConfigError: `checkpoint.start_from` has other weights.
@@ -220,16 +221,16 @@ def check_same_base(folder: Path, manifest: Manifest, base: Optional[Mapping[str
     saved = manifest.base
     if saved is not None and base is not None and saved["digest"] != base["digest"]:
         raise ConfigError(
-            f"{folder} has adapters (LoRA) beside the weights of {saved['folder']}, and checkpoint.start_from gives "
+            f"{folder} has adapters (LoRA) for the weights of {saved['folder']}, but checkpoint.start_from has "
             f"those of {base['folder']}; set checkpoint.start_from={saved['folder']}, or another training.run_dir"
         )
 
 
 def tree_files(folder: Path) -> Iterator[str]:
-    """Yield every file under `folder` by relative name, the manifest left out.
+    """Yield every file under `folder` by relative name, except the manifest.
 
     Raises:
-        CheckpointError: the tree holds a link, a pipe or another special file; links are never followed.
+        CheckpointError: the tree has a link, a pipe or another special file; links are never followed.
     """
     for entry in sorted(os.scandir(folder), key=lambda e: e.name):
         if entry.is_dir(follow_symlinks=False):
@@ -245,10 +246,10 @@ def hash_tree(folder: Path, hashed: Mapping[str, FileRecord]) -> dict[str, FileR
     """Return size and SHA-256 of every file under `folder`, each flushed to the disk first.
 
     Args:
-        hashed: records of files that their writers have flushed and hashed; these are not read again.
+        hashed: records of files that their writers already flushed and hashed; they are not read again.
 
     Raises:
-        CheckpointError: the tree holds a link or a special file, or a file of `hashed` is missing or of another size.
+        CheckpointError: the tree has a link or a special file, or a file of `hashed` is missing or of another size.
         OSError: reading or flushing failed.
     """
     names = {name for name in tree_files(folder) if name != MANIFEST}
@@ -265,7 +266,7 @@ def hash_tree(folder: Path, hashed: Mapping[str, FileRecord]) -> dict[str, FileR
 
 
 def hash_file(path: Path, *, flush: bool = False) -> FileRecord:
-    """Read a file in chunks and return its size and SHA-256; `flush` first forces it to the disk."""
+    """Read a file in chunks and return its size and SHA-256; `flush` first flushes it to the disk."""
     digest, size = hashlib.sha256(), 0
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
     try:
@@ -294,9 +295,9 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} is missing, the checkpoint was never finished; {CURE}") from error
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {error}; {CURE}") from error
-    promised = step_of_folder(folder.name)
-    if promised is not None and promised != manifest.step:
-        raise CheckpointError(f"{path} is of step {manifest.step}, the folder's name says {promised}; {CURE}")
+    named_step = step_of_folder(folder.name)
+    if named_step is not None and named_step != manifest.step:
+        raise CheckpointError(f"{path} is of step {manifest.step}, the folder's name says {named_step}; {CURE}")
     return manifest
 
 
@@ -330,9 +331,9 @@ def verify_folder(folder: Path, *, hashes: bool = True, share: tuple[int, int] =
         if hashes:
             with ThreadPoolExecutor(HASH_THREADS) as pool:
                 largest_first = sorted(manifest.files.items(), key=lambda item: (-item[1].size_bytes, item[0]))
-                mine = dict(largest_first[share[0] :: share[1]])
-                found = pool.map(lambda name: hash_file(folder / name), mine)
-                for (name, record), now in zip(mine.items(), found):
+                share_files = dict(largest_first[share[0] :: share[1]])
+                records = pool.map(lambda name: hash_file(folder / name), share_files)
+                for (name, record), now in zip(share_files.items(), records):
                     if now != record:
                         raise CheckpointError(
                             f"{folder / name} was damaged after saving: SHA-256 {now.sha256[:12]}..., "

@@ -1,7 +1,7 @@
-"""Checkpoints that are being read are not deleted: readers share a lock of the folder, retention needs it alone.
+"""Locks that protect checkpoints being read: readers hold a shared flock, retention an exclusive one.
 
-The kernel releases a lock with the process that has it, however that ends. A disk without locks of folders (NFS, Lustre
-mounted without `flock`) protects no reader.
+The kernel releases a lock when its process exits, for any reason. A file system without locks on folders (NFS, or
+Lustre mounted without `flock`) does not protect readers.
 """
 
 import errno
@@ -16,16 +16,16 @@ from dit.errors import CheckpointError
 
 @contextmanager
 def being_read(folder: Path) -> Iterator[None]:
-    """Keep a checkpoint from being deleted by the retention of its run, which deletes it at a later save.
+    """Prevent the retention of a run from deleting a checkpoint; a later save deletes it.
 
     Raises:
-        CheckpointError: it is not there, or was deleted at this moment.
+        CheckpointError: it does not exist, or was deleted at this moment.
     """
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
-        what = f"{folder} cannot be read: {error.strerror}; an older one is used if there is one"
-        raise CheckpointError(what) from error
+        message = f"{folder} cannot be read: {error.strerror}; an older one is used if there is one"
+        raise CheckpointError(message) from error
     try:
         _lock(descriptor, fcntl.LOCK_SH)
         if not _is_at(folder, descriptor):
@@ -37,7 +37,7 @@ def being_read(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def to_delete(folder: Path) -> Iterator[bool]:
-    """Give whether nobody reads a checkpoint, and keep it so."""
+    """Yield whether the checkpoint has no readers; new readers wait until this exits."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         yield _lock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -46,7 +46,7 @@ def to_delete(folder: Path) -> Iterator[bool]:
 
 
 def _lock(descriptor: int, operation: int) -> bool:
-    """Lock a folder if its disk has locks; return whether nobody else has it."""
+    """Lock a folder if its file system supports locks; return False if another process holds the lock."""
     try:
         fcntl.flock(descriptor, operation)
     except OSError as error:

@@ -40,7 +40,7 @@ def find_checkpoint(path: Path | str, reading: Optional[ExitStack] = None) -> tu
     """Return a verified checkpoint folder and its step, from a run folder or one of its checkpoints.
 
     Args:
-        reading: until it is closed, the checkpoint is not deleted by a run that goes on; None does not keep it.
+        reading: the checkpoint is not deleted until this stack is closed; None for no protection.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -57,11 +57,11 @@ def find_checkpoint(path: Path | str, reading: Optional[ExitStack] = None) -> tu
 
 
 def _verified(folder: Path, reading: Optional[ExitStack]) -> int:
-    with ExitStack() as this:
-        this.enter_context(being_read(folder))
+    with ExitStack() as stack:
+        stack.enter_context(being_read(folder))
         step = verify_folder(folder).step
         if reading is not None:
-            reading.push(this.pop_all())
+            reading.push(stack.pop_all())
         return step
 
 
@@ -81,7 +81,7 @@ def read_settings(folder: Path) -> tuple[RunConfig, dict[str, Any]]:
 
 
 def slot_of(folder: Path, config: RunConfig, weights: Literal["ema", "raw"]) -> str:
-    """Return the name of the averaged or raw weights in a verified checkpoint; imported weights have one name.
+    """Return the slot of the averaged or raw weights in a verified checkpoint; imported weights have one slot.
 
     Raises:
         CheckpointError: the run has no average.
@@ -89,5 +89,5 @@ def slot_of(folder: Path, config: RunConfig, weights: Literal["ema", "raw"]) -> 
     if weights == "raw" or read_manifest(folder).is_imported:
         return "weight"
     if config.training.ema_decay is None:
-        raise CheckpointError(f"{folder} holds no weight average; ask for the raw weights")
+        raise CheckpointError(f"{folder} has no weight average; use the raw weights")
     return "ema"

@@ -1,4 +1,4 @@
-"""The records in a checkpoint that sampling and other runs read: the settings, and what else sampling needs."""
+"""Records of a checkpoint that sampling and other runs read: the settings, and metadata for sampling."""
 
 import math
 import reprlib
@@ -18,9 +18,9 @@ METADATA_FILE = "metadata.json"
 
 @contextmanager
 def usable(path: Path | str) -> Iterator[None]:
-    """Turn what nonsense in a record leads to into a `CheckpointError` that names the file; other errors pass.
+    """Convert errors caused by invalid entries of a record into a `CheckpointError` that names the file.
 
-    A checkpoint may be a stranger's: its hashes agree, and its records can say anything.
+    A checkpoint may come from an untrusted source: its hashes match, but its records can contain anything.
 
     Raises:
         CheckpointError: an entry is missing or of a wrong kind.
@@ -37,23 +37,25 @@ def read_record(folder: Path) -> dict[str, Any]:
     """Return the settings in a checkpoint's config.yaml, as plain values, see `RunConfig.to_record`.
 
     Raises:
-        CheckpointError: the file is missing or is no such record.
+        CheckpointError: the file is missing or is not a valid record.
     """
     record = read_yaml(folder / CONFIG_FILE, CheckpointError, CURE)
     return _checked(folder / CONFIG_FILE, record, ("model", "objective", "training", "sampling"))
 
 
 def read_metadata(folder: Path) -> dict[str, Any]:
-    """Return the metadata that sampling needs besides the settings.
+    """Return the metadata that sampling needs in addition to the settings.
 
     Raises:
-        CheckpointError: the file is missing or is no such record.
+        CheckpointError: the file is missing or is not a valid record.
     """
     record = read_json(folder / METADATA_FILE, CheckpointError, CURE)
     table = _checked(folder / METADATA_FILE, record, ("class_names", "latent_size"))
-    for name, (is_sound, kind) in _METADATA.items():
-        if table.get(name) is not None and not is_sound(table[name]):
-            raise CheckpointError(f"{folder / METADATA_FILE}: {name}={reprlib.repr(table[name])} is no {kind}; {CURE}")
+    for name, (is_valid, kind) in _METADATA.items():
+        if table.get(name) is not None and not is_valid(table[name]):
+            raise CheckpointError(
+                f"{folder / METADATA_FILE}: {name}={reprlib.repr(table[name])} is not a {kind}; {CURE}"
+            )
     return table
 
 
@@ -75,7 +77,7 @@ _METADATA: dict[str, tuple[Callable[[Any], bool], str]] = {
     "autoencoder": (lambda value: isinstance(value, str), "name"),
     "fps": (lambda value: type(value) in (int, float) and 0 < value < math.inf, "number of frames per second"),
 }
-"""What entries of the metadata have to be, where they are not None."""
+"""Checks of metadata entries that are not None, and the description of a valid value."""
 
 
 def _checked(path: Path, record: Any, required: Sequence[str]) -> dict[str, Any]:

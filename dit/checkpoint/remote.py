@@ -1,13 +1,13 @@
-"""Copies of checkpoints in an object store, or under any other address that fsspec has a protocol for.
+"""Copies of checkpoints in an object store, or at any other address that fsspec supports.
 
-    s3://bucket/run/owner.yaml                                   id and settings of the run, put before the first copy
-    s3://bucket/run/iter_0000400/rank_00000.safetensors ...      the files of a checkpoint
-    s3://bucket/run/iter_0000400/manifest.json                   put last, deleted first: with it, the copy is complete
+    s3://bucket/run/owner.yaml                                   id and settings of the run, written before the first
+    copy s3://bucket/run/iter_0000400/rank_00000.safetensors ...      files of a checkpoint
+    s3://bucket/run/iter_0000400/manifest.json                   written last, deleted first: it marks a complete copy
 
-An object appears in full or not at all, so a manifest says that all files that it lists were put before. What comes
-back is verified against it, by size and SHA-256, before it is a checkpoint (`CheckpointStore.adopt`). Credentials,
-region and endpoint are those of the protocol's own client: for `s3`, AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL and their
-like. This module needs no torch.
+An object appears only when it is complete, so a manifest guarantees that all files that it lists were written before.
+Downloaded files are verified against the manifest, by size and SHA-256, before they become a checkpoint
+(`CheckpointStore.adopt`). The protocol's client determines credentials, region and endpoint: for `s3`,
+AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL and similar variables. This module does not import torch.
 """
 
 import errno
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 CONNECT_S, READ_S, ATTEMPTS = 10, 60, 4
-"""Of one request to an S3 store: seconds to connect and between two packets, and how often it is tried."""
+"""Limits of one request to an S3 store: seconds to connect, seconds between two packets, number of attempts."""
 
 
 OWNER = "owner.yaml"
@@ -55,17 +55,17 @@ class Owner:
 
 
 class RemoteStore:
-    """The copies of one run; one process at a time changes them, any may read.
+    """The copies of one run. Only one process at a time may write; any process may read.
 
     Args:
-        address: of the folder that holds them.
+        address: address of the folder of the copies.
 
     Raises:
         CheckpointError: there is no client for the protocol.
     """
 
     def __init__(self, address: str) -> None:
-        import fsspec  # as late as this, because few runs need it
+        import fsspec  # imported here because few runs need it
 
         options: dict[str, Any] = {"skip_instance_cache": True}
         if address.startswith("file://"):
@@ -82,9 +82,9 @@ class RemoteStore:
         self._root = root.rstrip("/")
 
     def owner(self) -> Optional[Owner]:
-        """Return the run that the address belongs to; None if nothing is there.
+        """Return the run that the address belongs to; None if the address is empty.
 
-        Copies of an earlier version, without an owner, belong to the run that the newest one names.
+        Earlier versions wrote no owner; their copies belong to the run in the newest manifest.
 
         Raises:
             CheckpointError: the store cannot be read, or its records are damaged.
@@ -103,10 +103,10 @@ class RemoteStore:
             raise CheckpointError(f"{self.address}/{_folder(step)} has no {CONFIG_FILE}; delete that copy") from error
 
     def put_owner(self, owner: Owner) -> None:
-        """Write which run the address belongs to.
+        """Record the run that the address belongs to.
 
         Raises:
-            FileNotFoundError: the bucket or the folder cannot be made.
+            FileNotFoundError: the bucket or the folder cannot be created.
             CheckpointError: the store cannot be written.
         """
         text = yaml.safe_dump(asdict(owner), sort_keys=False).encode()
@@ -122,13 +122,13 @@ class RemoteStore:
         if present is not None and present.run != owner.run:
             raise CheckpointError(
                 f"{self.address} has the copies of {present}, and this is {owner}; nothing was copied; give each run a "
-                "checkpoint.copy_to of its own"
+                "separate checkpoint.copy_to"
             )
         if present != owner:
             self.put_owner(owner)
 
     def steps(self) -> list[int]:
-        """Return the steps of all copies, also of those that were cut off, ascending.
+        """Return the steps of all copies, including incomplete ones, ascending.
 
         Raises:
             CheckpointError: the store cannot be read.
@@ -143,12 +143,12 @@ class RemoteStore:
     def manifests(self) -> dict[int, Manifest]:
         """Return the manifests of all complete copies by step, ascending.
 
-        A manifest that is damaged counts as none.
+        Damaged manifests are skipped with a warning.
 
         Raises:
             CheckpointError: the store cannot be read.
         """
-        found = {}
+        manifests_by_step = {}
         for step in self.steps():
             with suppress(FileNotFoundError):
                 text = self._try(partial(self._read, self._path(step, MANIFEST)))
@@ -158,14 +158,14 @@ class RemoteStore:
                     logger.warning("%s/%s is damaged: %s", self.address, _folder(step), error)
                     continue
                 if manifest.step == step:
-                    found[step] = manifest
-        return found
+                    manifests_by_step[step] = manifest
+        return manifests_by_step
 
-    def put(self, folder: Path, there: Manifest | None = None) -> int:
-        """Copy a local checkpoint, and keep it from being deleted meanwhile; return the bytes that were copied.
+    def put(self, folder: Path, existing: Manifest | None = None) -> int:
+        """Copy a local checkpoint, locked against deletion meanwhile; return the number of copied bytes.
 
         Args:
-            there: the manifest of the copy that exists; files that are in it alike are not copied again.
+            there: manifest of the existing copy, if any; unchanged files are not copied again.
 
         Raises:
             CheckpointError: the folder was deleted, changed, or the store cannot be written.
@@ -175,10 +175,10 @@ class RemoteStore:
             manifest = Manifest.from_text(text.decode())
             names = set(tree_files(folder)) - {MANIFEST}
             if names != manifest.files.keys():
-                raise CheckpointError(f"{folder} has other files than its {MANIFEST} lists; it is not copied")
-            known = {} if there is None else there.files
-            changed = sorted(name for name, record in manifest.files.items() if known.get(name) != record)
-            if there is not None and changed:
+                raise CheckpointError(f"{folder} has files that differ from its {MANIFEST}; it is not copied")
+            existing_files = {} if existing is None else existing.files
+            changed = sorted(name for name, record in manifest.files.items() if existing_files.get(name) != record)
+            if existing is not None and changed:
                 self._try(partial(self._files.rm_file, self._path(manifest.step, MANIFEST)))
             for name in changed:
                 self._try(partial(self._files.put_file, str(folder / name), self._path(manifest.step, name)))
@@ -186,7 +186,7 @@ class RemoteStore:
         return sum(manifest.files[name].size_bytes for name in changed) + len(text)
 
     def get(self, step: int, folder: Path) -> None:
-        """Copy the files of `step` into an empty folder, without its manifest; they are not verified.
+        """Copy the files of `step` into an empty folder, without its manifest; does not verify them.
 
         Raises:
             CheckpointError: the store cannot be read, or the manifest names a path outside the folder.
@@ -208,7 +208,7 @@ class RemoteStore:
             self._try(partial(self._files.get_file, self._path(step, name), str(target)))
 
     def delete(self, step: int) -> None:
-        """Delete the copy of `step`, its manifest first, so that it is never taken for a complete one.
+        """Delete the copy of `step`, its manifest first, so that an incomplete copy is never used.
 
         Raises:
             CheckpointError: the store cannot be written.
@@ -232,7 +232,7 @@ class RemoteStore:
             raise CheckpointError(f"{self.address}/{name} is damaged: {error}") from error
 
     def _read(self, path: str) -> bytes:
-        """Read an object; one that is longer than `LONGEST_FILE` is cut off there, so that it is damaged."""
+        """Read an object; objects longer than `LONGEST_FILE` are truncated, so that verification fails."""
         if self.address.startswith("file://") and not Path(path).is_file():  # a pipe would block
             raise FileNotFoundError(path)
         try:
@@ -247,11 +247,11 @@ class RemoteStore:
         return f"{self._root}/{_folder(step)}/{name}".rstrip("/")
 
     def _try(self, action: Callable[[], T]) -> T:
-        """Call the store; clients raise errors of many kinds.
+        """Call the store, and convert the many exception types of its clients.
 
         Raises:
             FileNotFoundError: there is no such object.
-            CheckpointError: anything else.
+            CheckpointError: any other error.
         """
         try:
             return action()
@@ -265,25 +265,25 @@ class RemoteStore:
 
 
 def copy_all(store: CheckpointStore, remote: RemoteStore) -> int:
-    """Copy the complete local checkpoints that are not there or differ, newest first, and delete what nobody wants.
+    """Copy complete local checkpoints that are missing remotely or differ, newest first, and delete unselected copies.
 
-    A copy is retained as long as its checkpoint, or as the retention rules select it among the copies. So an empty run
-    folder deletes nothing but what the rules would.
+    A copy is retained while its local checkpoint exists, or if the retention rules select it among the copies. An empty
+    run folder therefore deletes only what the rules would delete.
 
     Returns:
-        The bytes that were copied.
+        The number of copied bytes.
 
     Raises:
         CheckpointError: the store cannot be read or written, or the newest checkpoint cannot be copied.
     """
-    there, here = remote.manifests(), store.complete()
+    copies, local = remote.manifests(), store.complete()
     sent = 0
-    for step, manifest in sorted(here.items(), reverse=True):
-        if step not in there or there[step].to_text() != manifest.to_text():
-            sent += remote.put(store.path(step), there.get(step))
-    keep = store.retained({**there, **here}) | here.keys()
-    cut_off = {step for step in remote.steps() if step not in there and step < max(here, default=0)}
-    for step in (there.keys() | cut_off) - keep:
+    for step, manifest in sorted(local.items(), reverse=True):
+        if step not in copies or copies[step].to_text() != manifest.to_text():
+            sent += remote.put(store.path(step), copies.get(step))
+    keep = store.retained({**copies, **local}) | local.keys()
+    cut_off = {step for step in remote.steps() if step not in copies and step < max(local, default=0)}
+    for step in (copies.keys() | cut_off) - keep:
         remote.delete(step)
     return sent
 
@@ -292,7 +292,7 @@ def fetch_newer(store: CheckpointStore, remote: RemoteStore) -> int | None:
     """Copy the newest valid checkpoint of the remote store that is newer than all local ones, and verify it.
 
     Returns:
-        Its step; None if there is none.
+        Step of the fetched checkpoint; None if there is none.
 
     Raises:
         CheckpointError: the remote store cannot be read, or the local disk cannot be written.

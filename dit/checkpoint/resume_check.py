@@ -1,9 +1,9 @@
-"""Whether a run may resume from a checkpoint: which settings changed, and whether that is allowed.
+"""Comparison of a run's settings with those of a checkpoint, and which changes allow resuming.
 
-A change of what is trained or of its data (model, objective, data, seed, ...) would make it another experiment, and is
-refused. Other data under the same path count as a change of the setting that names them. Settings that users change on
-purpose (length, learning rate, clipping), and settings that change results by rounding at most (layout, recompute,
-attention path, intervals, logs), are reported, one line each.
+A change of what is trained or of its data (model, objective, data, seed, ...) would make the run another experiment,
+and is refused. Other data under the same path count as a change of the setting that names the path. Settings that users
+change on purpose (length, learning rate, clipping), and settings that change results only by rounding (layout,
+recompute, attention path, intervals, logs), are reported, one line each.
 """
 
 import dataclasses
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 EVERY = "*"
-"""All settings of a part, future ones included."""
+"""All settings of a part, including future ones."""
 
-# For each argument of `pretrain`: the settings whose change is refused, and those whose change is reported. A setting
-# in neither list is refused too; a test requires that it is listed.
+# For each argument of `pretrain`: settings whose change is refused, then settings whose change is reported. A setting
+# in neither list is refused, too; a test requires that every setting is listed.
 SETTINGS: dict[str, tuple[str, str]] = {
     "model": (EVERY, ""),
     "objective": (EVERY, ""),
@@ -33,8 +33,8 @@ SETTINGS: dict[str, tuple[str, str]] = {
         "pack_cost_tokens packing_buffer_size pad_packs bucket_by_shape max_text_tokens max_tokens_per_sample "
         "min_aesthetic_score min_side max_side max_aspect_ratio min_seconds max_seconds min_caption_length "
         "max_caption_length resize_side crop_size random_crop flip corrupt_low_resolution vary_captions online_vae "
-        "online_text_encoder online_precision frames height width shapes text_tokens fps dataset_size",
-        # The stream itself refuses another number of streams than it saved.
+        "online_text_encoder online_precision frames height width shapes same_shape text_tokens fps dataset_size",
+        # The stream itself refuses a changed number of streams.
         "num_streams pack_multiple_of background max_abs_latent max_lost_samples require_checksums validation_split "
         "validation_samples",
     ),
@@ -43,7 +43,7 @@ SETTINGS: dict[str, tuple[str, str]] = {
     "parallel": ("", EVERY),
     "training": (
         "global_batch_size precision seed ema_decay ema_start_step ema_interval",
-        # The stream itself refuses another micro-batch where that would change the samples of a step.
+        # The stream itself refuses a changed micro-batch if that would change the samples of a step.
         "run_dir num_steps micro_batch_size loss_scale initial_loss_scale min_loss_scale loss_scale_window attention "
         "deterministic linears kernels compile recompute recompute_layers ema_offload log_interval validation_interval "
         "validate_raw_weights sanity_micro_batches sample_interval hooks stop_at_step time_limit collective_timeout_s "
@@ -63,8 +63,9 @@ class Change:
     """A setting that has changed since the checkpoint was saved.
 
     Attributes:
-        path: of the setting, such as `optimizer.lr`; a part whose class changed is one setting, such as `objective`.
-        old, new: plain values; of a part, the names of its classes.
+        path: path of the setting, such as `optimizer.lr`; if the class of a part changed, the part, such as
+            `objective`.
+        old, new: plain values; for a part, its class names.
     """
 
     path: str
@@ -83,7 +84,7 @@ class Change:
 
     @property
     def identifies_run(self) -> bool:
-        """Whether runs with different values are different runs: it determines the weights, or the run folder."""
+        """Whether different values mean different runs: the setting determines the weights or the run folder."""
         return self.is_refused or self.path == "training.run_dir" or self.is_in(("optimizer", "schedule"))
 
     @property
@@ -99,11 +100,11 @@ class Change:
 def changes(saved: Mapping[str, Any], config: RunConfig) -> list[Change]:
     """Return every setting that differs from a checkpoint's record, in the order of the settings.
 
-    A setting that the record does not have (an older version wrote it) counts as its default.
+    A setting that the record lacks (written by an older version) counts as the default value.
 
     Args:
         saved: the record in the checkpoint, see `RunConfig.to_record`.
-        config: of this run.
+        config: settings of this run.
     """
     parts = config.parts()
     return [change for name, part in parts.items() for change in _part_changes(name, saved.get(name, {}), part)]
@@ -123,21 +124,21 @@ def _part_changes(name: str, saved: Mapping[str, Any], part: "DataclassInstance"
 
 
 def _defaults(part: "DataclassInstance") -> dict[str, Any]:
-    found = {}
+    defaults = {}
     for field in dataclasses.fields(part):
         if field.default is not dataclasses.MISSING:
-            found[field.name] = field.default
+            defaults[field.name] = field.default
         elif field.default_factory is not dataclasses.MISSING:
-            found[field.name] = field.default_factory()
-    return found
+            defaults[field.name] = field.default_factory()
+    return defaults
 
 
 def replaced_data(
     saved: Mapping[str, Mapping[str, str]], current_data: Mapping[str, Mapping[str, str]]
 ) -> list[Change]:
-    """Return a change for each data set whose identity differs from that in a checkpoint.
+    """Return a change for each data set whose identity differs from the checkpoint.
 
-    Data sets that only one of the two has come with a change of a setting.
+    Data sets that only one of the two has are skipped, because a setting changed as well.
 
     Args:
         saved, current_data: identities, see `DataConfig.identity`.
@@ -157,40 +158,40 @@ def check_same_experiment(
     accepted: Sequence[str],
     replaced: Sequence[Change] = (),
 ) -> list[Change]:
-    """Check that going on from a checkpoint continues its experiment.
+    """Check that resuming from a checkpoint continues the same experiment.
 
     Args:
-        folder: of the checkpoint.
-        saved: its settings, see `RunConfig.to_record`.
-        config: of this run.
-        accepted: paths of settings, or of parts, that may have changed nevertheless.
-        replaced: see `replaced_data`.
+        folder: folder of the checkpoint.
+        saved: settings of the checkpoint, see `RunConfig.to_record`.
+        config: settings of this run.
+        accepted: paths of settings or parts whose changes are accepted.
+        replaced: changed data sets, see `replaced_data`.
 
     Returns:
-        All changes, to be reported.
+        All changes, to report them.
 
     Raises:
-        ConfigError: a refused setting changed and is not in `accepted`; or `accepted` has a path that is no setting.
+        ConfigError: a refused setting changed and is not in `accepted`; or a path in `accepted` is not a setting.
     """
     _check_names(accepted, saved, config)
-    found = [*changes(saved, config), *replaced]
-    refused = [change for change in found if change.is_refused and not change.is_in(accepted)]
+    all_changes = [*changes(saved, config), *replaced]
+    refused = [change for change in all_changes if change.is_refused and not change.is_in(accepted)]
     if refused:
         accept = json.dumps([*accepted, *dict.fromkeys(change.path for change in refused)], separators=(",", ":"))
         raise ConfigError(
             f"{folder} was trained with other settings or data: {'; '.join(map(str, refused))}. Set them back, or "
             "give another training.run_dir (with checkpoint.start_from=this run folder to start from its weights), or "
-            f"go on here all the same with 'checkpoint.accept_changes={accept}'"
+            f"continue here with 'checkpoint.accept_changes={accept}'"
         )
-    return found
+    return all_changes
 
 
 def _check_names(accepted: Sequence[str], saved: Mapping[str, Any], config: RunConfig) -> None:
     record = to_record(config.parts())
-    known = {f"{name}.{key}" for parts in (record, saved) for name in record for key in parts.get(name, {})}
-    unknown = [path for path in accepted if path not in known and path not in record]
-    if unknown:
+    names = {f"{name}.{key}" for parts in (record, saved) for name in record for key in parts.get(name, {})}
+    unknown_names = [path for path in accepted if path not in names and path not in record]
+    if unknown_names:
         raise ConfigError(
-            f"checkpoint.accept_changes names {', '.join(unknown)}, which this run does not have; write paths of "
+            f"checkpoint.accept_changes names {', '.join(unknown_names)}, which this run does not have; write paths of "
             f"settings such as optimizer.beta2, or one of the parts {', '.join(record)}"
         )

@@ -1,10 +1,10 @@
-"""The id of a run, and the run that `checkpoint.copy_to` belongs to.
+"""The id of a run, and the check that `checkpoint.copy_to` belongs to this run.
 
-The id is random. It is in `run_dir/run_id`, in the manifest of each checkpoint, and with the run's settings in
+The id is random. It is stored in `run_dir/run_id`, in the manifest of each checkpoint, and with the run's settings in
 `owner.yaml` at `checkpoint.copy_to`. A run with another id neither reads nor changes the copies at that address.
 
-A folder without an id is a new run, or a run whose disk was lost. The settings distinguish them: the same
-`training.run_dir`, and the same settings of all that changes the weights, continue the run at the address.
+A folder without an id belongs to a new run, or to a run whose disk was lost. The settings distinguish the two: a run
+with the same `training.run_dir`, and the same settings that determine the weights, continues the run at the address.
 """
 
 import json
@@ -32,8 +32,8 @@ def join_run(store: CheckpointStore, config: RunConfig) -> str:
     """Return the id of the run in this folder, after fetching a newer checkpoint from `checkpoint.copy_to`.
 
     Raises:
-        ConfigError: the copies are those of another run; nothing was fetched.
-        CheckpointError: the address cannot be read, and there is no checkpoint in this folder.
+        ConfigError: the copies belong to another run; nothing was fetched.
+        CheckpointError: the address cannot be read, and this folder has no checkpoint.
     """
     run, address = _stored_id(store), config.checkpoint.copy_to
     if address is not None:
@@ -45,7 +45,7 @@ def join_run(store: CheckpointStore, config: RunConfig) -> str:
                 run = run or owner.run
             run = run or _new_id()
             if owner is None or owner.run is None:
-                with suppress(CheckpointError, FileNotFoundError):  # the first copy tries again, and reports it
+                with suppress(CheckpointError, FileNotFoundError):  # the first copy tries again and reports the error
                     remote.put_owner(Owner(run, config.to_record()))
             fetch_newer(store, remote)
         except CheckpointError as error:
@@ -56,13 +56,13 @@ def join_run(store: CheckpointStore, config: RunConfig) -> str:
 
 
 def check_owner(address: str, owner: Owner, run: Optional[str], config: RunConfig) -> None:
-    """Check that the copies at `checkpoint.copy_to` are those of this run.
+    """Check that the copies at `checkpoint.copy_to` belong to this run.
 
     Args:
         run: id of the run in this folder; None if the folder has none.
 
     Raises:
-        ConfigError: they are those of another run.
+        ConfigError: they belong to another run.
     """
     accepted = config.checkpoint.accept_changes or []
     with usable(f"{address}/{OWNER}"):
@@ -74,7 +74,7 @@ def check_owner(address: str, owner: Owner, run: Optional[str], config: RunConfi
         ]
     if run is not None and owner.run is not None and run != owner.run:
         raise ConfigError(
-            f"{present}, and {RUN_DIR}={config.training.run_dir} is run {run}; give this run an address of its own, or "
+            f"{present}, and {RUN_DIR}={config.training.run_dir} is run {run}; give this run another address, or "
             "delete the copies there"
         )
     if run is not None:
@@ -82,8 +82,8 @@ def check_owner(address: str, owner: Owner, run: Optional[str], config: RunConfi
     if different:
         accept = json.dumps([*accepted, *(change.path for change in different)], separators=(",", ":"))
         raise ConfigError(
-            f"{present}, which has other settings: {'; '.join(map(str, different))}. Give this run an address of its "
-            f"own; or, if it continues that run, accept the changes with 'checkpoint.accept_changes={accept}'"
+            f"{present}, which has other settings: {'; '.join(map(str, different))}. Give this run another "
+            f"address; or, if it continues that run, accept the changes with 'checkpoint.accept_changes={accept}'"
         )
 
 
@@ -92,7 +92,7 @@ def _is_same_folder(change: Change) -> bool:
 
 
 def _stored_id(store: CheckpointStore) -> Optional[str]:
-    """Return the id in the run folder, else that in its newest checkpoint."""
+    """Return the id in the run folder, or the id in its newest checkpoint."""
     with suppress(OSError):
         if run := read_bytes(store.root.parent / RUN_FILE, follow=False).decode(errors="replace").strip():
             return run

@@ -1,14 +1,15 @@
-"""When a save begins, waits and may fail: the rules between the training loop and `Checkpointer`.
+"""Scheduling and error handling of saves, between the training loop and `Checkpointer`.
 
-* With `checkpoint.async_save`, a save blocks training while each rank copies its part into host memory. A process of
-  its own writes it (`dit.checkpoint.writer`), while training goes on.
-* One save is under way at a time: the next one waits for it, with a warning. So do the end of the run and a request to
-  stop.
-* A save that fails is logged as an error, and training goes on. More than `checkpoint.failed_saves_allowed` failures in
-  a row, or a failure of the last save, end the run with a code of its own.
-* With `checkpoint.copy_to`, rank 0 has finished checkpoints copied to another place, beside training. The run ends when
-  its newest checkpoint is there.
-* All ranks decide alike: whether a save has failed or is complete is agreed once per step while one is under way.
+* With `checkpoint.async_save`, a save blocks training only while each rank copies its part into host memory. A separate
+  process writes it (`dit.checkpoint.writer`) during training.
+* Only one save is in progress at a time: the next save waits for it, with a warning. The end of the run and a request
+to
+  stop wait, too.
+* A failed save is logged as an error, and training continues. More than `checkpoint.failed_saves_allowed` failures in a
+  row, or a failure of the last save, end the run with a specific exit code.
+* With `checkpoint.copy_to`, rank 0 has finished checkpoints copied to another place during training. The run ends when
+  its newest checkpoint is copied.
+* All ranks decide alike: while a save is in progress, they agree once per step on whether it has failed or is complete.
 """
 
 import json
@@ -28,7 +29,7 @@ from dit.checkpoint.checkpointer import Checkpointer, held_out_meta
 from dit.checkpoint.copies import Copies
 from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE
 from dit.checkpoint.remote import Owner
-from dit.checkpoint.sharded_state import contents_of, fails_together, gather_parts, own_state, scalars_of
+from dit.checkpoint.sharded_state import contents_of, fails_together, gather_parts, local_state, scalars_of
 from dit.checkpoint.state_files import INDEX, file_of_rank, head_of, index_text, tensors_text
 from dit.checkpoint.train_state import TrainState
 from dit.checkpoint.writer import ORPHAN_S
@@ -38,20 +39,20 @@ from dit.errors import CheckpointError, SaveError
 logger = logging.getLogger(__name__)
 
 CLOSE_S = 2 * ORPHAN_S
-"""How long a rank that ends waits for the end of its writer."""
+"""Time that an exiting rank waits for its writer to exit."""
 ASSUMED_BYTES_PER_S = 100e6
-"""Of one rank, until a save was timed: a slow shared disk."""
+"""Assumed rate of one rank before the first save is timed; that of a slow shared disk."""
 
 
 @dataclass
 class Pending:
-    """A save under way.
+    """A save in progress.
 
     Attributes:
-        began: of the monotonic clock.
-        held_out: what its manifest says of the held-out loss.
-        error: of this rank; None as long as there is none.
-        published: whether rank 0 has made it a checkpoint.
+        began: start time on the monotonic clock.
+        held_out: entries of the held-out loss in its manifest.
+        error: error of this rank, if any.
+        published: whether rank 0 has published the checkpoint.
     """
 
     step: int
@@ -62,10 +63,10 @@ class Pending:
 
 
 class SaveReports(Protocol):
-    """What hears of saves, on every rank; of copies, on rank 0."""
+    """Callbacks for saves (on every rank) and copies (on rank 0)."""
 
     def checkpoint(self, step: int, path: Path, held_out: Mapping[str, Any]) -> None:
-        """Report a finished checkpoint, with what its manifest says of the held-out loss."""
+        """Report a finished checkpoint, with the entries of the held-out loss in its manifest."""
 
     def save_failed(self, step: int, error: str, in_a_row: int) -> None:
         """Report a checkpoint that was not written, and the number of failures in a row."""
@@ -75,18 +76,18 @@ class SaveReports(Protocol):
 
 
 class Saves:
-    """The saves of one run; every rank calls every method, at the same steps.
+    """Saves of one run; every rank calls every method, at the same steps.
 
     Args:
-        checkpointer: writes synchronously, and describes the state.
-        state: of the run.
-        reports: hears how saves went.
-        on_wait: called again and again while this waits for a save or copy.
-        lock: descriptor of the run's lock, for the writer; -1 for none.
+        checkpointer: writes synchronous saves, and provides the metadata of all saves.
+        state: training state of the run.
+        reports: callbacks for results.
+        on_wait: called repeatedly while waiting for a save or a copy.
+        lock: file descriptor of the run's lock, inherited by the writer; -1 for none.
 
     Attributes:
-        failures: saves that failed since the last one that did not.
-        blocked_s: how long the newest save has blocked training.
+        failures: failed saves since the last successful one.
+        blocked_s: seconds that the newest save blocked training.
     """
 
     def __init__(
@@ -117,18 +118,18 @@ class Saves:
             owner = Owner(state.run, checkpointer.config.to_record())
             self.copies = Copies(self.store.root, self.config, owner, reports.copy_failed)
             if (newest := self._newest()) is not None:
-                self.copies.copy(newest)  # the attempt before may have ended too early
+                self.copies.copy(newest)  # the previous attempt may have ended before copying it
 
     @property
     def longest_s(self) -> float:
-        """Duration of the longest save until it was durable and copied; at least what is assumed of a first one."""
+        """Duration of the longest save, including its copy; at least the duration assumed for a first save."""
         return self._longest_s + (0.0 if self.copies is None else self.copies.longest_s)
 
     def save(self, state: TrainState, metadata: dict[str, Any]) -> None:
-        """Save a checkpoint of `state.step`, or begin to.
+        """Save a checkpoint of `state.step`, or start saving it.
 
         Args:
-            metadata: what sampling needs besides the settings, plain JSON.
+            metadata: metadata for sampling in addition to the settings, plain JSON.
 
         Raises:
             SaveError: too many saves in a row have failed.
@@ -161,37 +162,37 @@ class Saves:
         self.blocked_s = time.monotonic() - began
 
     def poll(self) -> None:
-        """Learn how the save under way is going; call this once per step.
+        """Check the save in progress; call this once per step.
 
         Raises:
-            SaveError: it failed, and too many before it.
+            SaveError: it failed, and so did too many before it.
         """
         if self.copies is not None:
             self.copies.poll()
         pending, writer = self.pending, self.writer
         if pending is None or writer is None:
             return
-        self._hear(pending, writer)
+        self._read_replies(pending, writer)
         failed, published = any_rank_each(pending.error is not None, pending.published)
         if not failed and not published:
             return
         self.pending = None
         if pending.error is not None or (failed and not published):
-            writer.restart()  # it may still wait, or hang in the kernel
+            writer.restart()  # it may still be waiting, or blocked in the kernel
         if published:
             self._succeeded(pending.step, pending.began, self.store.path(pending.step), pending.held_out)
             return
         if self.groups.rank == 0:
-            with suppress(CheckpointError):  # else the next save removes what is left
+            with suppress(CheckpointError):  # otherwise the next save removes the remaining files
                 writer.order({"do": "abort", "step": pending.step})
-        otherwise = f"checkpoint of step {pending.step} was not written: another rank could not; see its error"
-        self._failed(pending.step, pending.error or otherwise)
+        default_error = f"checkpoint of step {pending.step} was not written: another rank could not; see its error"
+        self._failed(pending.step, pending.error or default_error)
 
     def wait(self) -> None:
-        """Wait for the save under way.
+        """Wait for the save in progress.
 
         Raises:
-            SaveError: it failed, and too many before it.
+            SaveError: it failed, and so did too many before it.
         """
         while self.pending is not None:
             self.poll()
@@ -199,7 +200,7 @@ class Saves:
             wait_briefly()
 
     def finish(self) -> None:
-        """Wait for the save under way, and for the copy of the newest checkpoint; call this before the run ends.
+        """Wait for the save in progress and for the copy of the newest checkpoint; call this before the run ends.
 
         Raises:
             SaveError: the newest save or its copy failed.
@@ -221,10 +222,10 @@ class Saves:
             wait_briefly()
         error = None if copies is None else copies.error
         if any_rank(error is not None):
-            what = (
+            message = (
                 f"the newest checkpoint is in {self.store.root}, but not in checkpoint.copy_to={self.config.copy_to}: "
             )
-            raise SaveError(what + (error or "see the error of rank 0"))
+            raise SaveError(message + (error or "see the error of rank 0"))
 
     def attach_held_out(self, state: TrainState) -> None:
         """Add the newest held-out loss to the checkpoint of `state.step`, which was saved before it was measured.
@@ -240,7 +241,7 @@ class Saves:
             logger.error("step %d: the held-out loss is not in the checkpoint: %s", state.step, error)
 
     def close(self) -> None:
-        """Let the writer finish and end, also after an error of this rank alone."""
+        """Let the writer finish and exit; also safe after an error on only this rank."""
         if self.writer is not None:
             self.writer.close(CLOSE_S)
             self.writer, self.pending = None, None
@@ -252,22 +253,22 @@ class Saves:
         return max(self.store.steps(), default=None)
 
     def _order(self, state: TrainState, metadata: dict[str, Any]) -> None:
-        """Copy this rank's part, and order that it is written.
+        """Stage this rank's part, and send a request to write it.
 
         Raises:
-            CheckpointError: this rank cannot.
+            CheckpointError: this rank failed.
         """
         assert self.writer is not None
-        own, is_first = own_state(state.shards, state.ema, self.groups), self.groups.rank == 0
+        local, is_first = local_state(state.shards, state.ema, self.groups), self.groups.rank == 0
         if self._tensors is None:  # the layout of a run does not change
-            found = gather_parts(own, self.groups)
+            parts = gather_parts(local, self.groups)
             text = ""
             with fails_together():
-                text = "" if found is None else tensors_text(*contents_of(found))
-            self._tensors = text  # on all ranks or none: the next save gathers again
+                text = "" if parts is None else tensors_text(*contents_of(parts))
+            self._tensors = text  # set on all ranks or on none; if on none, the next save gathers again
         meta = self.checkpointer.meta(state)
-        head, _ = head_of(own.boxes)
-        files: dict[str, Pieces] = {file_of_rank(self.groups.rank): [head, *own.values]}
+        head, _ = head_of(local.boxes)
+        files: dict[str, Pieces] = {file_of_rank(self.groups.rank): [head, *local.values]}
         if self.groups.is_data_reader:
             name, position = self.checkpointer.loader_file(state)
             files[name] = [position]
@@ -278,7 +279,7 @@ class Saves:
         self._count += 1
         self.writer.save(state.step, f"{self._attempt}.{self._count}", files, meta if is_first else None)
 
-    def _hear(self, pending: Pending, writer: WriterProcess) -> None:
+    def _read_replies(self, pending: Pending, writer: WriterProcess) -> None:
         try:
             for reply in writer.replies():
                 if reply["do"] == "save" and reply["step"] == pending.step:
@@ -304,15 +305,15 @@ class Saves:
     def _failed(self, step: int, error: str) -> None:
         self.failures += 1
         allowed, self._error = self.config.failed_saves_allowed, error
-        with suppress(CheckpointError):  # of a record on the same disk; the line below is what counts
+        with suppress(CheckpointError):  # the record may fail on the same disk; the error is logged below
             self.reports.save_failed(step, error, self.failures)
         if self.failures > allowed:
-            counted = f" This is failure {self.failures} in a row, checkpoint.failed_saves_allowed={allowed}."
-            raise SaveError(error + (counted if allowed else ""))
+            suffix = f" This is failure {self.failures} in a row, checkpoint.failed_saves_allowed={allowed}."
+            raise SaveError(error + (suffix if allowed else ""))
         logger.error("SAVE FAILED (%d in a row, the run ends after %d): %s", self.failures, allowed + 1, error)
 
 
 def _assumed_s(state: TrainState) -> float:
-    """Return what a save is assumed to take before one was timed, so that a time limit leaves room for it."""
-    values = own_state(state.shards, state.ema, state.groups).values
+    """Return the assumed duration of a save before the first is timed, so that a time limit leaves room for it."""
+    values = local_state(state.shards, state.ema, state.groups).values
     return sum(value.numel() * value.element_size() for value in values) / ASSUMED_BYTES_PER_S

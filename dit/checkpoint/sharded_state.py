@@ -1,14 +1,14 @@
-"""The model's state on disk: named tensors that every layout can write and read without gathering them.
+"""The model's state on disk: named tensors that any layout can write and read without gathering them.
 
 Every parameter has four global fp32 tensors: `weight` (the master copy), `ema`, `exp_avg`, `exp_avg_sq`. They do not
-depend on the optimizer or on the layout that wrote them. Each rank writes and reads the boxes of its own ranges
-(`dit.checkpoint.boxes`). Ranks with copies of a range write equal parts of it. An example:
+depend on the optimizer or the layout that wrote them. Each rank writes and reads the boxes of its local ranges
+(`dit.checkpoint.boxes`). Ranks with copies of a range write equal shares of it. An example:
 
     weight.layers.0.mlp.linear_fc1.weight, 4 x 4, TP 2 (rows), 2 data-parallel ranks with a distributed optimizer
 
         0 0 0 0      rank (tp 0, dp 0) writes row 0      each as one box into its own file;
         1 1 1 1      rank (tp 0, dp 1) writes row 1      any other layout reads the boxes
-        2 2 2 2      rank (tp 1, dp 0) writes row 2      that overlap with its own ranges
+        2 2 2 2      rank (tp 1, dp 0) writes row 2      that overlap with its local ranges
         3 3 3 3      rank (tp 1, dp 1) writes row 3
 """
 
@@ -47,7 +47,7 @@ def global_shapes(parameters: Iterable[tuple[str, nn.Parameter]], groups: Proces
     """Return the unsharded shape of every parameter by global name; equal on every layout and rank.
 
     Args:
-        parameters: of this rank, by global name.
+        parameters: parameters of this rank with global names.
     """
     shapes = {
         name: list(sharding_of(parameter, name).global_shape(parameter.shape, groups.tp.size()))
@@ -61,7 +61,7 @@ def global_shapes(parameters: Iterable[tuple[str, nn.Parameter]], groups: Proces
 def part_of(parameter: nn.Parameter, groups: ProcessGroups, start: int = 0, stop: Optional[int] = None) -> Part:
     """Return the position of a range of this rank's part of a parameter; of the full part if no range is given.
 
-    An expert is a tensor of its own, complete on the ranks that have it.
+    Each expert is a separate tensor, unsharded on the ranks that have it.
     """
     local = tuple(parameter.shape)
     stop = parameter.numel() if stop is None else stop
@@ -71,19 +71,19 @@ def part_of(parameter: nn.Parameter, groups: ProcessGroups, start: int = 0, stop
 
 
 def copy_of(shard: MasterShard, groups: ProcessGroups) -> tuple[int, int]:
-    """Return which copy of its range this rank has, and how many ranks have one."""
+    """Return the index of this rank's copy of its range, and the number of copies."""
     sharding, index, count = sharding_of(shard.parameter, shard.name), 0, 1
     for axis in sharding.replicated_over:
-        if axis != sharding.data_axis or shard.group is None:  # else the data-parallel ranks have different ranges
+        if axis != sharding.data_axis or shard.group is None:  # otherwise data-parallel ranks have different ranges
             group = groups.along(axis)
             index, count = index * group.size() + group.rank(), count * group.size()
     return index, count
 
 
 def share_of_copy(owned: Part, name: str, index: int, count: int) -> Part:
-    """Return the part of a range that the `index`-th of `count` ranks with copies of it writes.
+    """Return the share of a range that the `index`-th of `count` ranks with copies of it writes.
 
-    The parts are equal. A small range is written by one of the ranks, so that the index stays short.
+    Shares are equal. A small range is written by only one rank, which keeps the index short.
     """
     if owned.stop - owned.start >= MIN_SHARE_ELEMENTS * count:
         return owned.share(index, count)
@@ -101,9 +101,9 @@ def _values(shards: Sequence[MasterShard], ema: Optional[EMA], i: int) -> dict[s
 
 @contextmanager
 def fails_together() -> Iterator[None]:
-    """Write on this rank; if writing fails on one rank, raise on all ranks, on the failed one its own error.
+    """Run writing code; if it fails on one rank, raise on all ranks, on the failed one its own error.
 
-    Every rank calls this. Other errors are raised at once on their rank alone.
+    Every rank enters this context. Errors of other types are raised immediately, only on their rank.
     """
     failure: Optional[Exception] = None
     try:
@@ -114,12 +114,12 @@ def fails_together() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class OwnState:
-    """What one rank writes.
+class LocalState:
+    """State that one rank writes.
 
     Attributes:
-        parts: of each parameter that it writes a part of, the global shape and the boxes.
-        slots: names of the tensors of a parameter; all have the same boxes.
+        parts: global shape and boxes of each parameter that the rank writes a part of.
+        slots: names of a parameter's tensors; all have the same boxes.
         values: a view of the state for each box, in the order of `boxes`.
     """
 
@@ -133,41 +133,43 @@ class OwnState:
         return {f"{slot}.{name}": boxes for name, (_, boxes) in self.parts.items() for slot in self.slots}
 
 
-def own_state(shards: Sequence[MasterShard], ema: Optional[EMA], groups: ProcessGroups) -> OwnState:
-    """Return what this rank writes; nothing is copied."""
-    own = OwnState({}, [], [])
+def local_state(shards: Sequence[MasterShard], ema: Optional[EMA], groups: ProcessGroups) -> LocalState:
+    """Return the state that this rank writes, as views."""
+    local = LocalState({}, [], [])
     seen = set()
     for i, shard in enumerate(shards):
         if shard.name in seen:
-            continue  # another chunk's copy, equal to the bit
+            continue  # copy of another chunk, bitwise equal
         seen.add(shard.name)
         owned = part_of(shard.parameter, groups, shard.start, shard.stop)
         share = share_of_copy(owned, shard.name, *copy_of(shard, groups))
         tensors = _values(shards, ema, i)
-        own.slots[:] = tensors
+        local.slots[:] = tensors
         if share.start < share.stop:
-            own.parts[shard.name] = owned.shape, [box for box, _ in share.views(shard.main, shard.start)]
-            own.values.extend(view for tensor in tensors.values() for _, view in share.views(tensor, shard.start))
-    return own
+            local.parts[shard.name] = owned.shape, [box for box, _ in share.views(shard.main, shard.start)]
+            local.values.extend(view for tensor in tensors.values() for _, view in share.views(tensor, shard.start))
+    return local
 
 
-def gather_parts(own: OwnState, groups: ProcessGroups) -> Optional[list[OwnState]]:
-    """Return what each rank writes, values aside, on rank 0, and None on the others; every rank calls this."""
-    found: Optional[list[Any]] = [None] * groups.world_size if groups.rank == 0 else None
-    dist.gather_object(OwnState(own.parts, own.slots, []), found)
-    return found
+def gather_parts(local: LocalState, groups: ProcessGroups) -> Optional[list[LocalState]]:
+    """Return the states of all ranks without values on rank 0, None on other ranks; every rank calls this."""
+    parts: Optional[list[Any]] = [None] * groups.world_size if groups.rank == 0 else None
+    dist.gather_object(LocalState(local.parts, local.slots, []), parts)
+    return parts
 
 
 def contents_of(
-    found: Sequence[OwnState],
+    parts: Sequence[LocalState],
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, dict[str, list[Box]]]]:
     """Return the shape of every tensor by name, and the boxes in the file of each rank."""
-    shapes = {f"{slot}.{name}": shape for own in found for name, (shape, _) in own.parts.items() for slot in own.slots}
-    return shapes, {file_of_rank(rank): own.boxes for rank, own in enumerate(found)}
+    shapes = {
+        f"{slot}.{name}": shape for local in parts for name, (shape, _) in local.parts.items() for slot in local.slots
+    }
+    return shapes, {file_of_rank(rank): local.boxes for rank, local in enumerate(parts)}
 
 
 def scalars_of(optimizer: MegatronOptimizer) -> dict[str, float]:
-    """Return what the optimizer's state has beside tensors: the number of its updates, and fp16's loss scale."""
+    """Return the scalars of the optimizer's state: the number of updates, and fp16's loss scale."""
     scale = loss_scale_of(optimizer)
     return {ADAM_STEP: get_step_count(optimizer), **({} if scale is None else scale.scalars())}
 
@@ -188,14 +190,14 @@ def save_state(
         OSError: this rank could not write its part.
         CheckpointError: another rank could not write.
     """
-    own, file = own_state(shards, ema, groups), file_of_rank(groups.rank)
+    local, file = local_state(shards, ema, groups), file_of_rank(groups.rank)
     record: dict[str, FileRecord] = {}
     with fails_together():
-        record = {file: write_boxes(directory / file, own.boxes, own.values)}
-    found = gather_parts(own, groups)
+        record = {file: write_boxes(directory / file, local.boxes, local.values)}
+    parts = gather_parts(local, groups)
     with fails_together():
-        if found is not None:
-            write_index(directory, *contents_of(found), scalars_of(optimizer))
+        if parts is not None:
+            write_index(directory, *contents_of(parts), scalars_of(optimizer))
     return record
 
 
@@ -259,7 +261,7 @@ def load_weights(
     """Read the weights (`weight`) or their average (`ema`) into unwrapped model chunks.
 
     Args:
-        frozen: read the frozen parameters only, or only the others; None for all.
+        frozen: read only frozen parameters, or only trained ones; None for all.
 
     Raises:
         CheckpointError: a tensor is missing, has another shape, or is not finite.

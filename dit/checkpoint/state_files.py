@@ -1,11 +1,11 @@
-"""State on disk: boxes of full tensors in safetensors files, and one index of their positions.
+"""State on disk: boxes of unsharded tensors in safetensors files, and one index of their positions.
 
     rank_00000.safetensors    the boxes of rank 0; a box of tensor `n` at offsets (3, 0) is called `n@3,0`
     rank_00001.safetensors
     state.json                shape of each tensor, and the file, offsets and sizes of each of its boxes
 
-Every rank writes its own file and hashes it while writing. Nothing is gathered, and reading cannot execute code. Any
-reader of safetensors can read the files.
+Every rank writes its own file and hashes it while writing. Nothing is gathered, and reading executes no code. Any
+safetensors reader can read the files.
 """
 
 import hashlib
@@ -30,9 +30,9 @@ from dit.safe_files import parse_json, read_bytes
 
 INDEX = "state.json"
 FORMAT = 2
-STAGING_BYTES = 64 << 20  # copied from a device to the host at a time
+STAGING_BYTES = 64 << 20  # copied from a device to the host at once
 LONGEST_INDEX = 1 << 30  # bytes; a box takes about 100
-MOST_PAIRS = 1 << 21  # of boxes of one tensor that are compared; comparing as many takes seconds
+MOST_PAIRS = 1 << 21  # pairs of boxes of one tensor to compare; this many take seconds
 ITEM_BYTES = 4  # all state is float32
 
 Boxes = Mapping[str, Sequence[Box]]
@@ -40,7 +40,7 @@ Boxes = Mapping[str, Sequence[Box]]
 
 
 def checkpoint_bytes(parameters: int, *, averaged: bool) -> int:
-    """Return the size of a training state on disk, names aside: weights, Adam's two moments and the average."""
+    """Return the size of a training state on disk, without names: weights, Adam's two moments and the average."""
     return parameters * ITEM_BYTES * (4 if averaged else 3)
 
 
@@ -57,9 +57,9 @@ def write_boxes(path: Path, boxes: Boxes, values: Iterable[Tensor]) -> FileRecor
     """Write a safetensors file of float32 boxes, flushed to the disk.
 
     Args:
-        boxes: of the file.
+        boxes: boxes of the file.
         values: the tensor of each box in the same order, contiguous, on any device. They are read one by one, so an
-            iterator may compute them; at most `STAGING_BYTES` of device tensors are on the host at a time.
+            iterator may compute them; device tensors are copied to the host in pieces of `STAGING_BYTES`.
 
     Returns:
         Size and SHA-256, computed while writing.
@@ -86,9 +86,9 @@ def write_boxes(path: Path, boxes: Boxes, values: Iterable[Tensor]) -> FileRecor
 
 
 def head_of(boxes: Boxes) -> tuple[bytes, int]:
-    """Return what precedes the values in a safetensors file of float32 boxes, and the bytes of these values.
+    """Return the header of a safetensors file of float32 boxes, and the number of bytes of the values.
 
-    The head is a multiple of 8 bytes.
+    The header is a multiple of 8 bytes.
     """
     header: dict[str, Any] = {}
     end = 0
@@ -116,9 +116,9 @@ def write_index(
     """Write the index of a finished state.
 
     Args:
-        shapes: of every full tensor by name.
-        parts: the boxes in each file, by the file's name.
-        scalars: numbers of the state.
+        shapes: shape of every unsharded tensor by name.
+        parts: boxes in each file, by file name.
+        scalars: scalars of the state.
 
     Raises:
         CheckpointError: the boxes of a tensor do not cover it exactly.
@@ -128,23 +128,23 @@ def write_index(
 
 
 def tensors_text(shapes: Mapping[str, Sequence[int]], parts: Mapping[str, Boxes]) -> str:
-    """Return the JSON of the tensors of an index, which is the same for every step of a layout; see `write_index`.
+    """Return the JSON of an index's tensors, which is the same for every step of a layout; see `write_index`.
 
     Raises:
         CheckpointError: the boxes of a tensor do not cover it exactly.
     """
-    found: dict[str, list[Any]] = {name: [] for name in shapes}
+    entries: dict[str, list[Any]] = {name: [] for name in shapes}
     for file, boxes in parts.items():
-        for name, some in boxes.items():
-            found[name] += [[file, list(box.offsets), list(box.sizes)] for box in some]
+        for name, tensor_boxes in boxes.items():
+            entries[name] += [[file, list(box.offsets), list(box.sizes)] for box in tensor_boxes]
     for name, shape in shapes.items():
-        _check_complete(name, shape, [Box(tuple(offsets), tuple(sizes)) for _, offsets, sizes in found[name]])
-    tensors = {name: {"shape": list(shape), "boxes": found[name]} for name, shape in shapes.items()}
+        _check_complete(name, shape, [Box(tuple(offsets), tuple(sizes)) for _, offsets, sizes in entries[name]])
+    tensors = {name: {"shape": list(shape), "boxes": entries[name]} for name, shape in shapes.items()}
     return json.dumps(tensors, separators=(",", ":"))
 
 
 def index_text(tensors: str, scalars: Mapping[str, float]) -> str:
-    """Return the text of an index: its tensors, see `tensors_text`, and integers of the state."""
+    """Return the text of an index: its tensors, see `tensors_text`, and scalars of the state."""
     named = json.dumps(dict(scalars), separators=(",", ":"))
     return f'{{"format":{FORMAT},"scalars":{named},"tensors":{tensors}}}'
 
@@ -155,9 +155,9 @@ def write_full_state(
     """Write full tensors, one by one, as the state of a single process.
 
     Args:
-        shapes: of every tensor by name.
+        shapes: shape of every tensor by name.
         values: the tensors in the same order, float32 and contiguous.
-        scalars: numbers of the state.
+        scalars: scalars of the state.
 
     Returns:
         Size and SHA-256 of the file, by its name.
@@ -169,14 +169,14 @@ def write_full_state(
 
 
 def _finite(value: object) -> float:
-    """Return a number of the index; an integer stays one."""
+    """Check a number of the index; integers are returned as integers."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise ValueError(f"{value!r} is no finite number")
+        raise ValueError(f"{value!r} is not a finite number")
     return value
 
 
 def _check_complete(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> None:
-    """Check that boxes cover a tensor exactly: inside it, without overlap, and with all elements."""
+    """Check that boxes cover a tensor exactly: inside it, without overlap, and complete."""
     full = Box.of(shape)
     for box in boxes:
         if len(box.sizes) != len(shape) or min(box.sizes, default=1) < 1 or box.overlap(full) != box:
@@ -188,21 +188,21 @@ def _check_complete(name: str, shape: Sequence[int], boxes: Sequence[Box]) -> No
     for i, box in enumerate(ordered):
         for j in range(i + 1, ends[i]):
             if box.overlap(other := ordered[j]):
-                raise CheckpointError(f"{name} of shape {list(shape)} is stored twice in part: {box}, {other}; {CURE}")
+                raise CheckpointError(f"{name} of shape {list(shape)} is partly stored twice: {box}, {other}; {CURE}")
     stored = sum(box.numel for box in boxes)
     if stored != math.prod(shape):
         raise CheckpointError(f"{name} has {math.prod(shape)} elements, {stored} of them are stored; {CURE}")
 
 
 def _sweep(boxes: Sequence[Box], dim: int) -> tuple[Sequence[Box], list[int]]:
-    """Return the boxes in the order of a dimension, and for each the index of the first one that begins after it."""
+    """Sort boxes along a dimension; also return, for each box, the index of the first box that begins after it."""
     ordered = sorted(boxes, key=lambda box: box.offsets[dim])
     starts = [box.offsets[dim] for box in ordered]
     return ordered, [bisect_left(starts, box.offsets[dim] + box.sizes[dim]) for box in ordered]
 
 
 def _num_pairs(sweep: tuple[Sequence[Box], list[int]]) -> int:
-    """Return the pairs of boxes that share an index of the dimension."""
+    """Return the number of pairs of boxes that share an index of the dimension."""
     return sum(end - i - 1 for i, end in enumerate(sweep[1]))
 
 
@@ -210,11 +210,11 @@ class StateReader:
     """Reads any box of any tensor of a verified checkpoint, independently of the stored boxes.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
         finite: refuse NaN and infinite values.
 
     Raises:
-        CheckpointError: the index is missing, of another format, or does not fit together.
+        CheckpointError: the index is missing, of another format, or inconsistent.
     """
 
     def __init__(self, folder: Path, *, finite: bool = False) -> None:
@@ -241,15 +241,15 @@ class StateReader:
             raise CheckpointError(f"{folder / INDEX}: {error}") from error
 
     def read(self, name: str, shape: Sequence[int], views: Iterable[tuple[Box, Tensor]]) -> None:
-        """Copy boxes of one tensor into memory, on any device and in any precision; nothing else is read.
+        """Copy boxes of one tensor into memory, on any device and in any precision; reads nothing else.
 
         Args:
-            shape: of the full tensor, as the caller knows it.
-            views: each box with the tensor of its sizes that it is copied into.
+            shape: expected shape of the unsharded tensor.
+            views: each box, and a tensor of its sizes to copy it into.
 
         Raises:
-            CheckpointError: the checkpoint lacks this tensor, has it in another shape, or with values that are not
-                finite, or a file is not what the index says.
+            CheckpointError: the checkpoint lacks this tensor, its shape differs or values are not finite, or a file
+                does not match the index.
         """
         if name not in self._stored:
             raise CheckpointError(f"{self.folder} lacks {name}; it has {len(self.shapes)} other tensors")
@@ -281,7 +281,7 @@ class StateReader:
         self.read(name, self.shapes[name], [(Box.of(self.shapes[name]), target)])
         return target
 
-    def _values(self, file: str, name: str, stored: Box, wanted: Box) -> Tensor:
+    def _values(self, file: str, name: str, stored: Box, requested: Box) -> Tensor:
         key = _key(name, stored)
         try:
             if file not in self._files:
@@ -293,12 +293,12 @@ class StateReader:
                     f"{self.folder / file}: {key} is {entry.get_dtype()} {entry.get_shape()}, "
                     f"{INDEX} says F32 {list(stored.sizes)}; {CURE}"
                 )
-            return opened.get_tensor(key) if wanted == stored else entry[wanted.slices_in(stored)]
+            return opened.get_tensor(key) if requested == stored else entry[requested.slices_in(stored)]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{self.folder / file} cannot be read: {error}; {CURE}") from error
 
 
 def _plain(file: object) -> str:
     if not isinstance(file, str) or Path(file).name != file:
-        raise CheckpointError(f"{INDEX} names {file!r}, which is no file of the checkpoint's own folder; {CURE}")
+        raise CheckpointError(f"{INDEX} names {file!r}, which is not a file in the checkpoint's folder; {CURE}")
     return file

@@ -2,15 +2,15 @@
 
     checkpoints/iter_0000400/           a checkpoint: the files of the ranks, and manifest.json
     checkpoints/iter_0000600.tmp/       being written; if a crash leaves it, the next `begin` removes it
-    checkpoints/iter_0000100.trash/     being deleted; likewise
-    checkpoints/iter_0000400.replaced/  an older checkpoint of the same step, deleted once the newer one is published
-    checkpoints/iter_0000400.part       its next manifest, being written; likewise
+    checkpoints/iter_0000100.trash/     being deleted; removed likewise
+    checkpoints/iter_0000400.replaced/  an older checkpoint of the same step, deleted after the newer one is published
+    checkpoints/iter_0000400.part       its next manifest, being written; removed likewise
 
 There is no "latest" file that a crash could leave half written: the newest folder whose manifest verifies is the
 current checkpoint. All ranks write the sharded state (`dit.checkpoint.sharded_state`). This module only creates,
-verifies and removes folders, and needs no torch.
+verifies and removes folders, and does not import torch.
 
-Saving a step (ranks need to agree on the step number only):
+Saving a step (ranks only need to agree on the step number):
 
     if rank == 0: store.begin(step)                                             # then a barrier
     with store.writing(step): write_this_ranks_files(store.partial_path(step))  # then check that no rank failed
@@ -54,12 +54,12 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 class CheckpointStore:
     """The checkpoints of one run folder.
 
-    One process (rank 0) calls `begin`, `publish` and `prune`, one save at a time. Any process may read, also while
+    One process (rank 0) calls `begin`, `publish` and `prune`, one save at a time. Any process may read, even while
     another process saves.
 
     Args:
         root: folder of the checkpoints; created by the first `begin`.
-        config: the retention rules.
+        config: retention rules.
 
     Raises:
         ConfigError: a retention rule is out of range.
@@ -79,14 +79,14 @@ class CheckpointStore:
         return self.root / f"iter_{step:07d}{PARTIAL}"
 
     def steps(self) -> list[int]:
-        """Return the steps that have a published folder, valid or not, ascending."""
+        """Return the steps with a published folder, valid or not, ascending."""
         return sorted({step for step, _ in self._folders()})
 
     def begin(self, step: int) -> Path:
-        """Remove what crashed processes left, and create the empty folder of a new checkpoint.
+        """Remove leftovers of crashed processes, and create the empty folder of a new checkpoint.
 
-        This removes unfinished and half-deleted folders, and checkpoints that no retention rule selects: there is at
-        most one checkpoint too many, even if runs often crash between publishing and deleting.
+        This removes unfinished and partly deleted folders, and checkpoints that no retention rule selects. So there is
+        at most one checkpoint too many, even if runs often crash between publishing and deleting.
 
         Returns:
             The folder to write to, `partial_path(step)`.
@@ -103,7 +103,7 @@ class CheckpointStore:
 
     @contextmanager
     def writing(self, step: int) -> Iterator[None]:
-        """Turn a failed write of this rank into a `CheckpointError`, and abort the checkpoint.
+        """Convert a failed write of this rank to a `CheckpointError`, and abort the checkpoint.
 
         A failure on any rank aborts the save on all: `publish` then finds no folder.
 
@@ -125,9 +125,10 @@ class CheckpointStore:
         self._discard(self.partial_path(step))
 
     def publish(self, step: int, meta: Mapping[str, Any], hashed: Mapping[str, FileRecord] = {}) -> Manifest:
-        """Make the folder that the ranks wrote the checkpoint of `step`, and apply the retention rules.
+        """Publish the folder that the ranks wrote as the checkpoint of `step`, and apply the retention rules.
 
-        Every file is flushed and hashed, by its writer or here. The manifest is written last, and one rename publishes
+        Every file is flushed and hashed, by its writer or by this method. The manifest is written last, and one rename
+        publishes
         the checkpoint. An existing checkpoint of `step` stays readable until then.
 
         Args:
@@ -141,26 +142,28 @@ class CheckpointStore:
         partial = self.partial_path(step)
         if not partial.is_dir():
             raise CheckpointError(
-                f"{partial} is not there: `begin` was not called or a rank failed to write; "
+                f"{partial} does not exist: `begin` was not called or a rank failed to write; "
                 "see the other ranks' errors, earlier checkpoints are intact"
             )
         with self.writing(step):
             manifest = Manifest(step=step, files=hash_tree(partial, hashed), meta=dict(meta))
             if not manifest.files:
-                raise CheckpointError(f"{partial} is empty, no rank wrote anything; earlier checkpoints are intact")
+                raise CheckpointError(
+                    f"{partial} is empty, because no rank wrote a file; earlier checkpoints are intact"
+                )
             self._put_in_place(manifest)
         self._discard(self._replaced_path(step))
         self.prune(up_to=step, verified=step)
         return manifest
 
     def adopt(self, manifest: Manifest, fetch: Callable[[Path], None]) -> None:
-        """Make a checkpoint from elsewhere one of this folder, if it is to the bit what its manifest says.
+        """Fetch a checkpoint into this folder, if its files match its manifest exactly.
 
         Args:
-            fetch: writes the files, without the manifest, into the empty folder it gets.
+            fetch: called with an empty folder; writes the files except the manifest.
 
         Raises:
-            CheckpointError: `fetch` says so, a file is damaged, or the disk failed; nothing of it is left.
+            CheckpointError: `fetch` failed, a file is damaged, or the disk failed; no file is left.
         """
         step = manifest.step
         with self.writing(step):
@@ -168,15 +171,15 @@ class CheckpointStore:
             self.recover()
             self.partial_path(step).mkdir()
             fetch(self.partial_path(step))
-            found = hash_tree(self.partial_path(step), {})
-            for name in sorted(found.keys() | manifest.files.keys()):
-                if found.get(name) != manifest.files.get(name):
-                    raise CheckpointError(f"its file {name} is not the one that its {MANIFEST} lists")
+            records = hash_tree(self.partial_path(step), {})
+            for name in sorted(records.keys() | manifest.files.keys()):
+                if records.get(name) != manifest.files.get(name):
+                    raise CheckpointError(f"file {name} does not match its {MANIFEST}")
             self._put_in_place(manifest)
         self._discard(self._replaced_path(step))
 
     def _put_in_place(self, manifest: Manifest) -> None:
-        """Write the manifest into the unfinished folder, and publish it by one rename."""
+        """Write the manifest into the unfinished folder, and publish the folder by one rename."""
         partial, final, replaced = (f(manifest.step) for f in (self.partial_path, self.path, self._replaced_path))
         write_atomic(partial / MANIFEST, manifest.to_text())
         for folder, _, _ in os.walk(partial, topdown=False):
@@ -188,12 +191,12 @@ class CheckpointStore:
         fsync_dir(self.root)
 
     def attach(self, step: int, meta: Mapping[str, Any]) -> None:
-        """Add to the manifest of the published checkpoint of `step`, and apply the retention rules again.
+        """Add entries to the manifest of the published checkpoint of `step`, and apply the retention rules again.
 
-        The manifest is replaced by one rename, so a reader finds the old one or the new one.
+        The manifest is replaced by one rename, so readers see either the old one or the new one.
 
         Args:
-            meta: plain JSON, see `Manifest`.
+            meta: entries to add, plain JSON, see `Manifest`.
 
         Raises:
             CheckpointError: there is no such checkpoint, or the disk failed; the checkpoint is unchanged.
@@ -201,18 +204,18 @@ class CheckpointStore:
         folder = self.path(step)
         manifest = read_manifest(folder)
         try:
-            # Not inside the folder: a file that a crash leaves there would fail verification. `begin` removes it here.
+            # Outside the folder, because a leftover of a crash inside it would fail verification. `begin` removes it.
             text = replace(manifest, meta={**manifest.meta, **meta}).to_text()
             write_atomic(folder / MANIFEST, text, part=folder.with_suffix(PART))
         except OSError as error:
             raise CheckpointError(
-                f"{folder / MANIFEST} cannot be written: {error.strerror}; make room or fix the permissions, then "
+                f"{folder / MANIFEST} cannot be written: {error.strerror}; free space or fix the permissions, then "
                 "resume; the checkpoint itself is intact"
             ) from error
         self.prune(up_to=step, verified=step)
 
     def verify(self, path: Path | str, *, hashes: bool = True) -> Manifest:
-        """Verify that the checkpoint at `path` is, to the bit, what was published; call this before loading.
+        """Verify that the checkpoint at `path` is bitwise equal to the published one; call this before loading.
 
         Raises:
             CheckpointError: a file is damaged or missing.
@@ -225,7 +228,7 @@ class CheckpointStore:
         return [folder for _, folder in order]
 
     def newest_valid(self) -> Optional[tuple[Path, Manifest]]:
-        """Return the newest checkpoint that verifies, None if there is none; does not change the disk.
+        """Return the newest checkpoint that verifies, None if there is none; does not write to the disk.
 
         Logs a warning for every newer one that does not verify.
         """
@@ -240,14 +243,15 @@ class CheckpointStore:
         """Delete the checkpoints that no retention rule selects.
 
         Retained are the `keep_last` newest ones, those of steps that are multiples of `keep_every`, the `keep_best`
+        Retained are the `keep_last` newest ones, those of steps that are multiples of `keep_every`, the `keep_best`
         ones with the lowest held-out loss, and the `keep_best_training` ones with the lowest training loss. The rules
-        ignore damaged checkpoints. Nothing is deleted unless one of the retained checkpoints verifies, and none that
-        somebody reads (`dit.checkpoint.reader_lock`): the next save deletes it.
+        ignore damaged checkpoints. Nothing is deleted unless one of the retained checkpoints verifies. A checkpoint
+        that is being read (`dit.checkpoint.reader_lock`) is deleted by the next save.
 
         Args:
             up_to: ignore newer checkpoints (a run that resumed before damaged ones replaces them later); None for no
                 limit.
-            verified: a step known to be valid, which is retained; None verifies the retained ones here.
+            verified: a step that is known to be valid and is retained; None verifies the retained checkpoints.
 
         Returns:
             The deleted steps.
@@ -267,7 +271,7 @@ class CheckpointStore:
         return deleted
 
     def _delete(self, step: int) -> bool:
-        """Delete a checkpoint unless somebody reads it; return whether it was deleted."""
+        """Delete a checkpoint unless it is being read; return whether it was deleted."""
         with suppress(OSError), to_delete(self.path(step)) as unread:
             if unread:
                 self._discard(self.path(step))
@@ -275,9 +279,9 @@ class CheckpointStore:
         return False
 
     def complete(self) -> dict[int, Manifest]:
-        """Return the manifests of the checkpoints whose files have their names and sizes, by step; hashes nothing."""
-        found = {step: self._manifest_if_complete(step) for step in self.steps()}
-        return {step: manifest for step, manifest in found.items() if manifest is not None}
+        """Return the manifests, by step, of checkpoints whose files have the listed names and sizes; hashes nothing."""
+        manifests = {step: self._manifest_if_complete(step) for step in self.steps()}
+        return {step: manifest for step, manifest in manifests.items() if manifest is not None}
 
     def retained(self, manifests: Mapping[int, Manifest]) -> set[int]:
         """Return the steps that a retention rule selects."""
@@ -299,7 +303,7 @@ class CheckpointStore:
         return self.root / f"iter_{step:07d}{REPLACED}"
 
     def _manifest_if_complete(self, step: int) -> Optional[Manifest]:
-        """Return the manifest if names and sizes of all files match; hashing them at every save is too slow."""
+        """Return the manifest if names and sizes of all files match; hashing them in every save is too slow."""
         try:
             return verify_folder(self.path(step), hashes=False)
         except CheckpointError:
@@ -313,7 +317,7 @@ class CheckpointStore:
         return True
 
     def recover(self) -> None:
-        """Finish or undo the work of a crashed process: unfinished, replaced and half-deleted folders."""
+        """Finish or undo the work of a crashed process: unfinished, replaced and partly deleted folders."""
         for folder in sorted(self.root.iterdir()):
             if step_of_folder(folder.stem) is None:
                 continue
@@ -324,7 +328,7 @@ class CheckpointStore:
                 self._discard(folder)
 
     def _discard(self, folder: Path) -> None:
-        """Delete a folder such that a crash half-way leaves nothing that looks like a checkpoint."""
+        """Delete a folder so that a crash in between leaves nothing that looks like a checkpoint."""
         trash = folder.with_suffix(TRASH)
         try:
             if folder != trash:
@@ -361,7 +365,7 @@ class CheckpointStore:
 
 
 def _lowest(losses: Mapping[int, Optional[float]], count: int) -> set[int]:
-    """Return the steps of the lowest losses; of equal ones the newer step ranks first."""
+    """Return the steps with the lowest losses; ties prefer the newer step."""
     ranked = sorted((loss, -step) for step, loss in losses.items() if loss is not None and loss == loss)  # no nan
     return {-step for _, step in ranked[:count]}
 
@@ -375,13 +379,12 @@ def _remove(path: Path) -> None:
 
 
 def _os_error(error: BaseException) -> Optional[OSError]:
-    """Return the operating-system error that caused `error`, through the errors that wrap it; None if none did."""
+    """Return the operating-system error in the chain of causes of `error`; None if there is none."""
     current: Optional[BaseException] = error
     seen: set[int] = set()
     while current is not None and id(current) not in seen:
         if isinstance(current, OSError):
             return current
         seen.add(id(current))
-        behind = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
-        current = behind
+        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
     return None

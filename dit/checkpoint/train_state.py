@@ -1,4 +1,4 @@
-"""The training state: all that a step changes and a checkpoint saves."""
+"""The training state: everything that a step changes and a checkpoint saves."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -23,17 +23,17 @@ from dit.run_config import RunConfig
 
 @dataclass
 class TrainState:
-    """All that a step changes.
+    """Everything that a training step changes.
 
     Attributes:
-        chunks: this rank's unwrapped model chunks, one unless the pipeline is interleaved; `wrapped` in the same order.
-        step: optimizer steps done.
-        update: changes weights and average.
-        consumed_samples: samples trained on by all ranks.
-        training_loss: the newest training loss in the log; None before the first.
-        held_out: the newest held-out loss; None before the first.
-        loss_scale: of an fp16 run; None in another precision.
-        base: the checkpoint of the frozen weights, as in `Manifest.base`; None if all weights are trained.
+        chunks: unwrapped model chunks of this rank, one unless the pipeline is interleaved; same order as `wrapped`.
+        step: number of optimizer steps done.
+        update: updates weights and average.
+        consumed_samples: number of samples trained on by all ranks.
+        training_loss: newest logged training loss; None before the first.
+        held_out: newest held-out loss; None before the first.
+        loss_scale: loss scale of an fp16 run; None in other precisions.
+        base: checkpoint of the frozen weights, as in `Manifest.base`; None if all weights are trained.
         data: identity of the data when the run started, see `DataConfig.identity`.
         run: id of the run, see `dit.checkpoint.run_identity`; None before `Checkpointer.resume`.
     """
@@ -57,16 +57,16 @@ class TrainState:
 
     @property
     def is_validated(self) -> bool:
-        """Whether the newest held-out loss is that of the present weights."""
+        """Whether the newest held-out loss was measured with the current weights."""
         return self.held_out is not None and self.held_out.step == self.step
 
     def averaged(self) -> AbstractContextManager[None]:
-        """Run the model with the weight average if there is one."""
+        """Use the weight average in the model inside this context, if there is one."""
         return nullcontext() if self.ema is None else self.ema.applied(self.optimizer, self.wrapped)
 
 
 def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> TrainState:
-    """Build the state of this rank at step 0; frozen weights are read from the base model.
+    """Build the state of this rank at step 0; reads frozen weights from the base model.
 
     Raises:
         CheckpointError, ConfigError: see `load_base`.

@@ -21,7 +21,7 @@ def on_first_rank(read: Callable[[], T], groups: ProcessGroups) -> T:
     """Call `read` on rank 0 and broadcast its result, so that all ranks get the same view of the disk.
 
     Raises:
-        UserError: that of `read`, on every rank.
+        UserError: raised by `read`; re-raised on every rank.
     """
     result: list[Any] = [None, None]
     if groups.rank == 0:
@@ -40,26 +40,26 @@ def newest_valid_together(
 ) -> Optional[tuple[Path, Manifest]]:
     """Return the first checkpoint that verifies, None if there is none; every rank calls this.
 
-    Rank 0 logs a warning for each one that does not verify.
+    Rank 0 logs a warning for each checkpoint that does not verify.
 
     Args:
-        candidates: folders, in the order in which they are tried; the same on every rank.
-        reading: until it is closed, the checkpoint is not deleted.
+        candidates: folders in the order of preference; the same on every rank.
+        reading: the checkpoint is not deleted until this stack is closed.
     """
     for folder in candidates:
         problem: Optional[str] = None
-        with ExitStack() as this:
+        with ExitStack() as stack:
             try:
-                this.enter_context(being_read(folder))
+                stack.enter_context(being_read(folder))
                 manifest = verify_folder(folder, share=(groups.rank, groups.world_size))
             except CheckpointError as error:
                 problem = str(error)
             problems: list[Any] = [None] * groups.world_size
             dist.all_gather_object(problems, problem)
-            named = next((problem for problem in problems if problem is not None), None)
-            if named is None:
-                reading.push(this.pop_all())
+            reason = next((problem for problem in problems if problem is not None), None)
+            if reason is None:
+                reading.push(stack.pop_all())
                 return folder, manifest
         if groups.rank == 0:
-            logger.warning("skipping checkpoint %s: %s", folder.name, named)
+            logger.warning("skipping checkpoint %s: %s", folder.name, reason)
     return None

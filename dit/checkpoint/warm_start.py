@@ -1,10 +1,11 @@
-"""Start a new run from the weights of another one: the next stage of a training, or fine-tuning."""
+"""Start a new run from the weights of another one: for the next stage of training, or for fine-tuning."""
 
 from contextlib import ExitStack
 
 import torch
 
 from dit.checkpoint.base_model import check_start, find_folder_together
+from dit.checkpoint.manifest import read_manifest
 from dit.checkpoint.sharded_state import global_shapes, load_masters, parameters_of
 from dit.checkpoint.store import model_fingerprint
 from dit.checkpoint.train_state import TrainState
@@ -14,11 +15,13 @@ from dit.optimizer.master_weights import copy_masters_to_model
 
 @torch.no_grad()
 def start_from(path: str, state: TrainState) -> None:
-    """Read another run's weights into the masters, the average and the model, on any layout; every rank calls this.
+    """Load another run's weights into master weights, average and model, under any layout; every rank calls this.
+
+    A run of adapters loads the adapters of another run. It loads nothing from a full model, which `load_base` has read.
 
     Step, optimizer state and data position do not change.
 
-    An uncertainty that one of the two runs learns is left out: it is of an objective, and starts anew.
+    Parameters of a learned uncertainty are not loaded: they belong to the objective, and are initialised again.
 
     Args:
         path: a run folder (its newest valid checkpoint is used) or one checkpoint folder; the average is read if
@@ -26,12 +29,16 @@ def start_from(path: str, state: TrainState) -> None:
 
     Raises:
         CheckpointError: there is no valid checkpoint.
-        ConfigError: it belongs to another model, or has adapters alone.
+        ConfigError: it belongs to another model, has only adapters, or has adapters of another rank or other layers.
     """
     with ExitStack() as reading:
         folder = find_folder_together(path, state.groups, reading)
+        adapters = state.base is not None
+        if adapters and read_manifest(folder).base is None:
+            return
         shards = [shard for shard in state.shards if not shard.name.startswith(UNCERTAINTY)]
-        slot = check_start(folder, model_fingerprint(global_shapes(parameters_of(shards), state.groups)))
+        fingerprint = model_fingerprint(global_shapes(parameters_of(shards), state.groups))
+        slot = check_start(folder, fingerprint, adapters=adapters)
         load_masters(folder, slot, shards, state.groups)
     if state.ema is not None:
         for average, shard in zip(state.ema.values, state.shards, strict=True):

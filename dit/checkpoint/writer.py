@@ -1,23 +1,24 @@
-"""The process that writes checkpoints beside training, one for each rank; it needs no torch and starts in milliseconds.
+"""Process that writes checkpoints during training, one per rank; it starts in milliseconds without torch.
 
     training process                              this process
     copies its part into shared memory,
     sends one line of JSON             -- line --> writes, hashes and flushes the files
-    trains on                          <-- line -- says how it went
+    continues training                 <-- line -- reports the result
 
-The parts of all ranks become a checkpoint without any collective, through the folder that they are written to:
+The writers combine the parts of all ranks without collectives, through the checkpoint's folder:
 
     rank 0                                             every other rank
-    makes iter_N.tmp, and in it `order` with a token   waits for this token
+    creates iter_N.tmp, and in it `order` with a token waits for this token
     writes its files                                   writes its files, then `part_00003.json`: the token, its hashes
     waits for every part, removes these notes,
     publishes (`CheckpointStore.publish`)
 
-The token differs for every save, so that the notes of an attempt that was killed are not taken for those of this one.
+The token differs for every save, so that notes of a killed attempt are not mistaken for those of the current one.
 
 Signals that a scheduler or a terminal sends to all processes of a run are blocked here. If the training process is
-gone, also by `kill -9`, its orders are given up after ten seconds unless only flushing and publishing is left. The next
-attempt waits for the lock of the run folder, which the writer of rank 0 has inherited (`dit.monitoring.run_lock`).
+gone, for example after `kill -9`, the writer drops unfinished saves after ten seconds, unless only flushing and
+publishing is left. The next attempt waits for the run folder's lock, which the writer of rank 0 inherits
+(`dit.monitoring.run_lock`).
 """
 
 import hashlib
@@ -48,23 +49,23 @@ CHUNK_BYTES = 4 << 20
 FLUSH_BYTES = 64 * CHUNK_BYTES
 POLL_S = 0.02
 ORPHAN_S = 10.0
-"""How long a writer goes on without its training process; `dit.monitoring.run_lock` waits longer."""
+"""Time that a writer continues without its training process; `dit.monitoring.run_lock` waits longer."""
 
 
 def part_file(rank: int) -> str:
-    """Return the name of the note of a rank that has written its part."""
+    """Return the name of the note that a rank writes after its part."""
     return f"part_{rank:05d}.json"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a writer is started with.
+    """Start arguments of a writer.
 
     Attributes:
         root: folder of the checkpoints.
-        rank, world_size: of the training process.
-        timeout_s: for the parts of all ranks.
-        config: fields of `CheckpointConfig`, for retention.
+        rank, world_size: rank and world size of the training process.
+        timeout_s: time limit for the parts of all ranks.
+        config: fields of `CheckpointConfig`, for the retention rules.
     """
 
     root: str
@@ -75,12 +76,12 @@ class Settings:
 
 
 class Writer:
-    """Executes the orders of one training process, one after the other.
+    """Executes the requests of one training process in order.
 
     Args:
-        settings: see there.
-        control: the connection with it.
-        memory: descriptor of the shared memory.
+        settings: start arguments.
+        control: connection to the training process.
+        memory: file descriptor of the shared memory.
     """
 
     def __init__(self, settings: Settings, control: socket.socket, memory: int) -> None:
@@ -93,7 +94,7 @@ class Writer:
         self._mapped: Optional[mmap.mmap] = None
 
     def execute(self, order: dict[str, Any]) -> dict[str, Any]:
-        """Execute an order, and return the reply: its kind and step, and the error, None if there was none."""
+        """Execute a request, and return the reply: kind, step, and the error or None."""
         actions: dict[str, Callable[[dict[str, Any]], None]] = {
             "save": self._lead if self.settings.rank == 0 else self._follow,
             "attach": self._attach,
@@ -102,7 +103,7 @@ class Writer:
         error = None
         try:
             actions[order["do"]](order)
-        except Exception as failure:  # the training process says it, and decides
+        except Exception as failure:  # the training process logs it and decides
             error = str(failure)
             if not isinstance(failure, CheckpointError):
                 where = f"rank {self.settings.rank}: {order['do']} of the checkpoint of step {order['step']}"
@@ -138,7 +139,7 @@ class Writer:
             if missing and not next(patience):
                 names = ", ".join(map(str, sorted(missing)[:8]))
                 raise CheckpointError(
-                    f"checkpoint of step {order['step']} was not written: nothing came from {len(missing)} of "
+                    f"checkpoint of step {order['step']} was not written: no files arrived from {len(missing)} of "
                     f"{self.settings.world_size} ranks ({names}); earlier checkpoints are intact"
                 )
         return records
@@ -153,7 +154,7 @@ class Writer:
             records = dict(self._write(folder, order))
             note["files"] = {name: [record.size_bytes, record.sha256] for name, record in records.items()}
         except OSError as error:
-            for name, _, _ in order["files"]:  # room for the note
+            for name, _, _ in order["files"]:  # free space for the note
                 with suppress(OSError):
                     (folder / name).unlink()
             note["error"] = (
@@ -161,7 +162,7 @@ class Writer:
                 f"{error.filename or folder}; check the disk and the permissions of {self.store.root}; "
                 "earlier checkpoints are intact"
             )
-        with suppress(FileNotFoundError):  # the folder, if rank 0 has given up
+        with suppress(FileNotFoundError):  # the folder is missing if rank 0 has aborted
             write_atomic(folder / part_file(rank), json.dumps(note), flush=False)
         if note["error"] is not None:
             raise CheckpointError(note["error"])
@@ -171,7 +172,7 @@ class Writer:
             self.store.attach(order["step"], order["meta"])
 
     def _patience(self) -> Iterator[bool]:
-        """Sleep and yield True until it is time to give up."""
+        """Sleep and yield True until the time limit, then yield False."""
         deadline = time.monotonic() + self.settings.timeout_s
         while time.monotonic() < deadline and not self._is_abandoned():
             time.sleep(POLL_S)
@@ -179,7 +180,7 @@ class Writer:
         yield False
 
     def _is_abandoned(self) -> bool:
-        """Return whether the training process has been gone for long; also orders that were not read yet may wait."""
+        """Return whether the training process has been gone for `ORPHAN_S`; unread requests may still be pending."""
         if self._orphan_since is None and self._closed.poll(0):
             self._orphan_since = time.monotonic()
         return self._orphan_since is not None and time.monotonic() - self._orphan_since > ORPHAN_S
@@ -189,7 +190,7 @@ class Writer:
         with ThreadPoolExecutor(1) as hashing:  # hashlib and writing release the GIL
             for name, start, size in order["files"]:
                 path, content = folder / name, self._staged(start, size)
-                if path.parent != folder:  # whose absence says that rank 0 has given up
+                if path.parent != folder:  # its absence means that rank 0 has aborted
                     path.parent.mkdir(exist_ok=True)
                 digest = hashlib.sha256()
                 descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
@@ -200,14 +201,12 @@ class Writer:
                         piece = content[at : at + CHUNK_BYTES]
                         hashed = hashing.submit(digest.update, piece)
                         write_all(descriptor, piece)
-                        if (
-                            at + CHUNK_BYTES
-                        ) % FLUSH_BYTES == 0:  # so that what is left to flush at the end takes seconds
+                        if (at + CHUNK_BYTES) % FLUSH_BYTES == 0:  # keeps the final flush short
                             os.fdatasync(descriptor)
                         hashed.result()
                     os.fsync(descriptor)
                 except OSError as error:
-                    error.filename = str(path)  # `os.write` does not know it
+                    error.filename = str(path)  # `os.write` does not set it
                     raise
                 finally:
                     os.close(descriptor)
@@ -227,17 +226,17 @@ def _is_ordered(folder: Path, token: str) -> bool:
 
 
 def main() -> None:
-    """Execute orders until the training process closes its end, or is gone."""
+    """Execute requests until the training process closes the connection or exits."""
     control, memory, settings = socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]), parse_json(sys.argv[3])
     log_to_stderr()
     writer = Writer(Settings(**settings), control, memory)
-    # A reset: it ended before it had read all replies.
+    # The connection is reset if the training process exits before it reads all replies.
     with suppress(ConnectionResetError), control, control.makefile("rb") as orders:
         for line in orders:
             if not line.endswith(b"\n"):
-                return  # cut off by the end of the training process
+                return  # truncated because the training process exited
             reply = json.dumps(writer.execute(parse_json(line))) + "\n"
-            with suppress(OSError):  # finish what was ordered, also if nobody listens
+            with suppress(OSError):  # finish pending requests even if the training process is gone
                 control.sendall(reply.encode())
 
 

@@ -1,4 +1,4 @@
-"""The training process's end of `dit.checkpoint.writer`: shared memory, orders and replies."""
+"""The training process's side of `dit.checkpoint.writer`: shared memory, requests and replies."""
 
 import json
 import mmap
@@ -17,14 +17,14 @@ from dit.checkpoint.writer import Settings
 from dit.errors import CheckpointError
 from dit.settings import CheckpointConfig
 
-ALIGNMENT = 64  # bytes, of each file in shared memory
+ALIGNMENT = 64  # of each file in shared memory, in bytes
 
 Pieces = Sequence[bytes | Tensor]
 """The content of a file: bytes and contiguous tensors, one after the other."""
 
 
 class SharedMemory:
-    """Memory without a name, which ends with the last process that has it; it grows, and every save uses it again."""
+    """Anonymous shared memory, freed with the last process that has it open; it grows, and every save reuses it."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("dit-checkpoint")
@@ -34,15 +34,15 @@ class SharedMemory:
         """Allocate at least `size` bytes.
 
         Raises:
-            OSError: there is not as much memory.
+            OSError: there is not enough memory.
         """
         if size > len(self._bytes):
-            # Pages that cannot be allocated later would kill the process.
+            # Without this, a page that cannot be allocated later would kill the process.
             os.posix_fallocate(self.descriptor, 0, size)
             self._bytes = torch.frombuffer(mmap.mmap(self.descriptor, size), dtype=torch.uint8)
 
     def write(self, start: int, pieces: Pieces) -> None:
-        """Copy pieces from `start` on, from any device."""
+        """Copy pieces from any device to consecutive bytes that begin at `start`."""
         for piece in pieces:
             size = size_of(piece)
             target = self._bytes[start : start + size]
@@ -53,7 +53,7 @@ class SharedMemory:
             start += size
 
     def close(self) -> None:
-        """Give the memory back, once no process has it."""
+        """Release the memory; it is freed when no process has it open."""
         self._bytes = torch.empty(0, dtype=torch.uint8)
         os.close(self.descriptor)
 
@@ -64,13 +64,13 @@ def size_of(piece: bytes | Tensor) -> int:
 
 
 class WriterProcess(HelperProcess):
-    """A process that writes what this rank stages.
+    """A process that writes the files that this rank stages.
 
     Args:
         root: folder of the checkpoints.
         rank, world_size: of this process.
-        config: retention and time-out.
-        lock: descriptor of the run's lock, which the process keeps as long as it lives; -1 for none.
+        config: retention rules and time limit.
+        lock: file descriptor of the run's lock, which the process inherits; -1 for none.
     """
 
     def __init__(self, root: Path, rank: int, world_size: int, config: CheckpointConfig, lock: int = -1) -> None:
@@ -81,15 +81,15 @@ class WriterProcess(HelperProcess):
         super().__init__("dit.checkpoint.writer", arguments, inherited, f"writer process on rank {rank}")
 
     def save(self, step: int, token: str, files: Mapping[str, Pieces], meta: Optional[Mapping[str, Any]]) -> None:
-        """Copy the files of a checkpoint into shared memory, and order that they are written.
+        """Copy the files of a checkpoint into shared memory, and request that they are written.
 
         Args:
-            token: of this save, the same on every rank.
-            files: by name.
-            meta: for the manifest; on rank 0.
+            token: token of this save, the same on every rank.
+            files: content by file name.
+            meta: metadata for the manifest; None except on rank 0.
 
         Raises:
-            CheckpointError: there is not enough memory, or the process is gone.
+            CheckpointError: there is not enough memory, or the process has exited.
         """
         last = json.dumps(meta).encode() if meta is not None else b""
         content = [*files.values(), [last]]
@@ -117,7 +117,7 @@ class WriterProcess(HelperProcess):
 
 
 def _places(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yield start and size of each file."""
+    """Yield start and size of each file in shared memory."""
     start = 0
     for size in sizes:
         yield start, size
@@ -125,5 +125,5 @@ def _places(sizes: Iterable[int]) -> Iterator[tuple[int, int]]:
 
 
 def wait_briefly() -> None:
-    """Sleep between two looks at a save."""
+    """Sleep between two polls of a save."""
     time.sleep(0.005)

@@ -14,15 +14,17 @@ Source: diffusers 0.38, `models/transformers/dit_transformer_2d.py`, names and s
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from dit.convert.class_dit import check_expressible, position_table, published_sampling, trained_objective
-from dit.convert.diffusers_format import VERSION, DiffusersFormat, LatentSize, TrainedModel
+from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedModel, square_side
 from dit.convert.rules import Axes, ByHead, Copies, Rule, RuleBook, Shape, with_bias
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
-from dit.objectives.ddpm import DDPM
-from dit.objectives.noise_levels import REFERENCE_STEPS
 
 PIPELINE_CLASSES = 1000
 """`DiTPipeline` takes this number for the class of no class, whatever the network has."""
@@ -83,21 +85,18 @@ class DiffusersDiT(DiffusersFormat[DiTConfig]):
 
     def write(self, model: DiTConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         check_expressible(model, self.class_name, ffn_size=4 * model.hidden_size)
-        frames, height, width = latent_size
-        if frames != 1 or height != width:
-            raise ConfigError(f"latents of {frames} x {height} x {width}: {self.class_name} knows square images only")
+        side, notes = square_side(self.class_name, latent_size, model.patch_spatial)
         settings = {
             "num_attention_heads": model.num_attention_heads,
             "attention_head_dim": model.hidden_size // model.num_attention_heads,
             "in_channels": model.in_channels,
             "out_channels": model.in_channels if model.out_channels is None else model.out_channels,
             "num_layers": model.num_layers,
-            "sample_size": height,
+            "sample_size": side,
             "patch_size": model.patch_spatial,
             "num_embeds_ada_norm": model.num_classes,
             "norm_eps": model.layernorm_epsilon,
         }
-        notes = []
         if model.time_frequency_shift != 1:
             notes.append(
                 "the model was trained with time_frequency_shift=0, diffusers computes the time's sinusoid with 1 "
@@ -106,25 +105,16 @@ class DiffusersDiT(DiffusersFormat[DiTConfig]):
             )
         return settings, notes
 
-    def pipeline_index(self, trained: TrainedModel) -> dict[str, Any]:
-        objective, classes = trained.objective, trained.model.num_classes
-        steps = objective.discrete_steps if isinstance(objective, DDPM) else None
-        # DiTPipeline passes the scheduler's own steps to the network, and 1000 for no class.
-        if steps != REFERENCE_STEPS or classes != PIPELINE_CLASSES:
-            raise ConfigError(
-                f"--pipeline: DiTPipeline runs DDPM of {REFERENCE_STEPS} steps with {PIPELINE_CLASSES} classes, this "
-                f"model was trained by {objective} with {classes}; leave the flag out and sample as the README.md "
-                "beside the weights shows"
-            )
-        names = trained.class_names or [str(i) for i in range(PIPELINE_CLASSES)]
-        return {
-            "_class_name": "DiTPipeline",
-            "_diffusers_version": VERSION,
-            "id2label": {str(i): name for i, name in enumerate(names)},
-            "scheduler": ["diffusers", "DDIMScheduler"],
-            "transformer": ["diffusers", self.class_name],
-            "vae": ["diffusers", "AutoencoderKL"],
-        }
+    def for_pipeline(self, trained: TrainedModel, weights: dict[str, Tensor]) -> tuple[TrainedModel, dict[str, Tensor]]:
+        """Put the vector of no class where `DiTPipeline` looks for it, behind zeros for the classes that are unused."""
+        classes, name = trained.model.num_classes, "conditioner.label.weight"
+        if classes is None or classes > PIPELINE_CLASSES:
+            raise ConfigError(f"--format pipeline: DiTPipeline has up to {PIPELINE_CLASSES} classes, not {classes}")
+        unused = weights[name].new_zeros(PIPELINE_CLASSES - classes, weights[name].shape[1])
+        table = torch.cat([weights[name][:classes], unused, weights[name][classes:]])
+        names = trained.class_names or [str(i) for i in range(classes)]
+        model = replace(trained.model, num_classes=PIPELINE_CLASSES)
+        return replace(trained, model=model, class_names=names), {**weights, name: table}
 
     def rules(self, model: DiTConfig, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
         patch = {"ph": model.patch_spatial, "pw": model.patch_spatial}
@@ -153,5 +143,6 @@ class DiffusersDiT(DiffusersFormat[DiTConfig]):
             found += with_bias(f"{ours}.mlp.linear_fc1", f"{theirs}.ff.net.0.proj")
             found += with_bias(f"{ours}.mlp.linear_fc2", f"{theirs}.ff.net.2")
             found += with_bias(f"{ours}.modulation.linear", f"{theirs}.norm1.linear")
-        table = position_table(model, latent_size[1] // model.patch_spatial)
+        side, _ = square_side(self.class_name, latent_size, model.patch_spatial)
+        table = position_table(model, side // model.patch_spatial)
         return RuleBook(shapes, found, tables={"pos_embed.pos_embed": table})

@@ -19,7 +19,7 @@ Source: diffusers 0.38, `models/transformers/transformer_flux.py`, names and set
 from collections.abc import Mapping
 from typing import Any
 
-from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedModel
+from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedModel, learned_nulls
 from dit.convert.rules import (
     TRAIN_THAT_WAY,
     TURNED_HEAD,
@@ -154,8 +154,7 @@ class DiffusersFlux(DiffusersFormat[FluxConfig]):
             found += _joint(model, f"layers.{i}", f"transformer_blocks.{i}")
         for i in range(model.num_single_layers):
             found += _single(model, f"layers.{model.num_joint_layers + i}", f"single_transformer_blocks.{i}")
-        why = "FLUX takes the embedding of the empty text for a dropped one"
-        return RuleBook(shapes, found, only_ours={"text.null": why, "conditioner.pooled.null": why})
+        return RuleBook(shapes, found, only_ours=learned_nulls(shapes))
 
 
 def _joint(model: FluxConfig, ours: str, theirs: str) -> list[Rule]:

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Optional, TypeVar
 
+from torch import Tensor
+
 from dit.convert import DIFFUSERS
 from dit.convert.rules import RuleBook, Shape
 from dit.errors import ConfigError, UserError
@@ -54,6 +56,34 @@ class TrainedModel:
             )
 
 
+NULLS = ("text.null", "conditioner.pooled.null")
+"""Our learned parameters for a dropped text."""
+
+
+def learned_nulls(shapes: Mapping[str, Shape]) -> dict[str, str]:
+    """Return the parameters for a dropped text, which no class of diffusers has, and why they stay behind."""
+    why = "their pipelines embed the empty text for no text; train with model.null_text=empty for the same samples"
+    return {name: why for name in NULLS if name in shapes}
+
+
+def square_side(class_name: str, latent_size: LatentSize, multiple: int) -> tuple[int, list[str]]:
+    """Return the `sample_size` of a class that has one for both sides: that of a square of the same area; and a note.
+
+    Args:
+        multiple: of the side.
+
+    Raises:
+        ConfigError: the model was trained on clips.
+    """
+    frames, height, width = latent_size
+    if frames != 1:
+        raise ConfigError(f"latents of {frames} x {height} x {width}: {class_name} draws pictures and no clips")
+    if height == width:
+        return height, []
+    side = max(1, math.isqrt(height * width) // multiple) * multiple
+    return side, [f"sample_size={side} is the square of the area of {height} x {width}, the largest sample"]
+
+
 class DiffusersFormat(ABC, Generic[Model]):
     """One model class of diffusers.
 
@@ -93,16 +123,9 @@ class DiffusersFormat(ABC, Generic[Model]):
             shapes: of our parameters, by global name.
         """
 
-    def pipeline_index(self, trained: TrainedModel) -> dict[str, Any]:
-        """Return the `model_index.json` of the pipeline that samples from `transformer/` and `scheduler/`.
-
-        Raises:
-            ConfigError: diffusers' pipeline cannot run the model as it was trained.
-        """
-        raise ConfigError(
-            f"--pipeline: diffusers' pipeline of {self.class_name} also holds text encoders, which a run does not; "
-            "leave the flag out and build the pipeline of the exported transformer and scheduler"
-        )
+    def for_pipeline(self, trained: TrainedModel, weights: dict[str, Tensor]) -> tuple[TrainedModel, dict[str, Tensor]]:
+        """Return a model and its weights, our names, in the sizes that diffusers' pipeline of the class takes."""
+        return trained, weights
 
     def lora_pipeline(self, model: Model) -> Optional[str]:
         """Return the pipeline whose `load_lora_weights` reads adapters of the model; None if only peft reads them."""
@@ -112,6 +135,10 @@ class DiffusersFormat(ABC, Generic[Model]):
         """Return ComfyUI's name of a linear layer of diffusers; None if it is not known."""
         matches = ((re.fullmatch(pattern, layer), name) for pattern, name in self.comfyui)
         return next((f"diffusion_model.{match.expand(name)}" for match, name in matches if match), None)
+
+    def other_names(self, layer: str, model: Model) -> list[str]:
+        """Return further names that files of adapters have for a layer of diffusers."""
+        return []
 
     def reads(self, settings: Mapping[str, Any]) -> bool:
         """Tell whether a `config.json` is of this class."""
@@ -159,6 +186,8 @@ NEAREST: Mapping[str, str] = {
     "block: Kandinsky5Transformer3DModel has such blocks and normalises every text token before them, "
     "CosmosTransformer3DModel modulates by the sinusoids of time and one shift, scale and gate for all blocks, "
     "PixArtTransformer2DModel does not modulate cross-attention",
+    "DDPMUNetConfig": "norms over all channels, GELU and max-pooling; UNet2DModel normalises groups of channels, with "
+    "SiLU and strided convolutions",
 }
 """Why the networks of diffusers that come nearest to one of ours cannot hold its weights."""
 
@@ -200,3 +229,14 @@ def format_of_model(model: ModelConfig) -> DiffusersFormat[ModelConfig]:
     name = type(model).__name__
     why = f" ({NEAREST[name]})" if name in NEAREST else ""
     raise ConfigError(f"diffusers {VERSION} has no model like {name}{why}; those with one are {known}")
+
+
+def export_line(model: ModelConfig) -> tuple[bool, str]:
+    """Return whether diffusers has a class for a model of square pictures, and a line that names it or says why not."""
+    try:
+        form = format_of_model(model)
+        side = model.patch_spatial << 12  # a multiple of every halving
+        form.write_settings(model.without_adapters(), (1, side, side))
+    except ConfigError as error:
+        return False, f"no export to diffusers: {re.split(r' [(]|; ', str(error))[0]}"
+    return True, f"diffusers' {form.class_name}"

@@ -3,8 +3,8 @@
 All differences of their model: q, k and v (in cross-attention k and v) as separate matrices; a
 convolution that embeds patches; positions that span `sample_size / patch_size / interpolation_scale` indices at every
 resolution, our `position_span`. Times are steps 0 to 999, and our network gets a thousandth of them; a `time_scale`
-other than 1000 would need a scheduler of other steps and is refused. Our learned null token for a dropped text has no
-counterpart: PixArt takes the embedding of the empty text.
+other than 1000 would need a scheduler of other steps and is refused. PixArt takes the embedding of the empty text for a
+dropped one (`null_text=empty`); a learned null token has no counterpart.
 
 The 1024 px model of PixArt-alpha is conditioned on resolution and aspect ratio, which ours is not, and is refused.
 
@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor
 
-from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedModel
+from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedModel, learned_nulls, square_side
 from dit.convert.rules import TRAIN_THAT_WAY, Axes, ByHead, Rule, RuleBook, Shape, require, with_bias
 from dit.convert.variance import predicts_variance
 from dit.errors import ConfigError
@@ -115,6 +115,7 @@ class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
             qk_layernorm=False,
             fps_conditioning=False,
             position_span=size // published["patch_size"] / scale,
+            null_text="empty",
         )
         objective = DDPM(
             schedule="linear", discrete_steps=1000, prediction="noise", learned_variance=predicts_variance(model)
@@ -128,10 +129,8 @@ class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
         shown = {name: getattr(model, name) for name in (*ONLY_THESE, "ffn_size")}
         shown["num_query_groups"] = model.num_query_groups or heads
         require(f"{self.class_name} cannot hold this model", shown, {**ONLY_THESE, **same}, TRAIN_THAT_WAY)
-        frames, height, width = latent_size
-        if frames != 1 or height != width:
-            raise ConfigError(f"latents of {frames} x {height} x {width}: {self.class_name} knows square images only")
-        side, notes = height // model.patch_spatial, []
+        height, notes = square_side(self.class_name, latent_size, model.patch_spatial)
+        side = height // model.patch_spatial
         if model.position_span is None:
             notes.append(f"positions are not scaled here; diffusers scales those of other sizes than {side} patches")
         settings = {
@@ -177,14 +176,12 @@ class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
             found += with_bias(f"{ours}.mlp.linear_fc1", f"{theirs}.ff.net.0.proj")
             found += with_bias(f"{ours}.mlp.linear_fc2", f"{theirs}.ff.net.2")
             found.append(Rule(f"{ours}.modulation.table", (f"{theirs}.scale_shift_table",)))
-        null = "PixArt takes the embedding of the empty text for a dropped one"
-        return RuleBook(
-            shapes, found, only_ours={"text.null": null}, tables={"pos_embed.pos_embed": _positions(model, latent_size)}
-        )
+        tables = {"pos_embed.pos_embed": _positions(model, latent_size)}
+        return RuleBook(shapes, found, only_ours=learned_nulls(shapes), tables=tables)
 
 
 def _positions(model: STDiTConfig, latent_size: LatentSize) -> Tensor:
     """Return the fixed positions that old files hold, `[1, patches, D]`."""
-    side = latent_size[1] // model.patch_spatial
+    side = square_side(DiffusersPixArt.class_name, latent_size, model.patch_spatial)[0] // model.patch_spatial
     scale = 1.0 if model.position_span is None else model.position_span / side
     return sincos(grid_positions((1, side, side)) * scale, model.hidden_size, "sincos_2d")[None]

@@ -41,8 +41,10 @@ def scheduler_config(objective: Objective) -> Optional[dict[str, Any]]:
             "beta_schedule": BETA_SCHEDULES[objective.schedule],
             "prediction_type": PREDICTIONS[objective.prediction],
             "timestep_spacing": "trailing",
+            "steps_offset": 1,  # without effect; StableDiffusionPipeline warns of another
             "set_alpha_to_one": True,
             "clip_sample": False,
+            "rescale_betas_zero_snr": objective.zero_terminal_snr,
         }
         if objective.schedule != "cosine":
             ends = beta_ends(objective.schedule, objective.beta_start, objective.beta_end)
@@ -85,7 +87,8 @@ def how_to_sample(trained: TrainedModel) -> list[str]:
             "1000 t, t from 0 (data) to 1 (noise)" if steps is None else f"1000 k / {steps} for step k, 0 the cleanest"
         )
         lines += [
-            f"x_t = alpha x0 + sigma noise, alpha**2 + sigma**2 = 1, {objective.schedule} schedule",
+            f"x_t = alpha x0 + sigma noise, alpha**2 + sigma**2 = 1, {objective.schedule} schedule"
+            + (", rescaled so that the last step is pure noise" if objective.zero_terminal_snr else ""),
             f"the network is given {time}, as its timestep and predicts {what[objective.prediction]}",
         ]
         if steps is None:
@@ -105,7 +108,15 @@ def how_to_sample(trained: TrainedModel) -> list[str]:
     return lines
 
 
-def page(trained: TrainedModel, class_name: str, *, has_loop: bool, notes: list[str], folder: str = ".") -> str:
+def page(
+    trained: TrainedModel,
+    class_name: str,
+    *,
+    has_loop: bool = False,
+    notes: list[str],
+    folder: str = ".",
+    code: Optional[str] = None,
+) -> str:
     """Return the README page of exported weights, in Markdown.
 
     Args:
@@ -113,16 +124,19 @@ def page(trained: TrainedModel, class_name: str, *, has_loop: bool, notes: list[
         has_loop: the model takes a class and nothing else, so a loop of a few lines samples from it.
         notes: what differs in effect.
         folder: of the transformer, seen from the page.
+        code: lines of Python that load and sample a pipeline; None for a model without one.
     """
     scheduler = scheduler_config(trained.objective)
     lines = [f"# {class_name}, exported by megatron-dit", "", *(f"* {line}" for line in how_to_sample(trained))]
     lines += [f"* {note}" for note in notes]
     if trained.class_names is not None:
         lines += ["", "Classes: " + ", ".join(f"{i} {name}" for i, name in enumerate(trained.class_names))]
-    if has_loop and scheduler is not None:
+    if code is not None:
+        lines += ["", "To sample with diffusers:", "", "```python", code, "```", ""]
+    elif has_loop and scheduler is not None:
         lines += ["", "To sample with diffusers:", "", "```python", loop(trained, scheduler["_class_name"]), "```", ""]
     where = f"`{folder}/config.json` (`_megatron_dit`)" if folder != "." else "`config.json` (`_megatron_dit`)"
-    lines += ["", f"`megatron-dit import` takes these weights back with all of the above, which it reads from {where}."]
+    lines += ["", f"`megatron-dit import` takes the weights back with all of the above, which it reads from {where}."]
     return "\n".join(lines) + "\n"
 
 

@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedModel
+from dit.convert.diffusers_format import NULLS, DiffusersFormat, LatentSize, TrainedModel, learned_nulls, square_side
 from dit.convert.rules import TRAIN_THAT_WAY, ByHead, Pointwise, Rule, RuleBook, Shape, require
 from dit.errors import ConfigError
 from dit.models.ldm_unet.config import LDMUNetConfig
@@ -37,7 +37,6 @@ NAMES = {
     ".ff.out.": ".ff.net.2.",
 }
 """Parts of our names that differ, with theirs."""
-NULL = "text.null"
 ADDED = {"addition_embed_type": "text_time", "addition_time_embed_dim": LENGTH_FEATURES}
 """Settings of theirs for a pooled text and six lengths."""
 ONLY_THESE = {"patch_spatial": 1, "patch_temporal": 1, "num_classes": None}
@@ -118,6 +117,21 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         """Return the name of kohya-ss, which ComfyUI reads for this model."""
         return f"lora_unet_{layer.replace('.', '_')}"
 
+    def other_names(self, layer: str, model: LDMUNetConfig) -> list[str]:
+        """Return the name of kohya-ss of a layer of SDXL, whose blocks it numbers as the original code does."""
+        if layer.startswith("mid_block.attentions.0."):
+            block = "middle_block_1"
+        elif match := re.match(r"(down|up)_blocks\.(\d+)\.attentions\.(\d+)\.", layer):
+            resolution, place = int(match[2]), int(match[3])
+            if match[1] == "down":  # the first convolution, then the blocks and the downsampler of each resolution
+                block = f"input_blocks_{1 + resolution * (model.layers_per_block + 1) + place}_1"
+            else:
+                block = f"output_blocks_{resolution * (model.layers_per_block + 1) + place}_1"
+        else:
+            return []
+        rest = re.sub(r"^(mid_block|\w+_blocks\.\d+)\.attentions\.\d+\.", "", layer)
+        return [f"lora_unet_{block}_{rest.replace('.', '_')}"]
+
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
         channels, down = list(published["block_out_channels"]), list(published["down_block_types"])
         depths = published["transformer_layers_per_block"]
@@ -178,9 +192,7 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         what = f"{self.class_name} cannot hold this model"
         require(what, {name: getattr(model, name) for name in ONLY_THESE}, ONLY_THESE, TRAIN_THAT_WAY)
         layers, bottom = model.transformer_layers, model.mid_transformer_layers
-        frames, height, width = latent_size
-        if frames != 1 or height != width:
-            raise ConfigError(f"latents of {frames} x {height} x {width}: {self.class_name} knows square images only")
+        side, notes = square_side(self.class_name, latent_size, 2**model.halvings)
         if bottom == 0 or layers[-1] not in (0, bottom):
             raise ConfigError(
                 f"{what}: its bottom has as many transformer layers as its lowest resolution, and ours "
@@ -189,7 +201,7 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         with_text = [depth > 0 for depth in layers]
         depths = [depth or bottom for depth in layers]
         settings = {
-            "sample_size": height,
+            "sample_size": side,
             "in_channels": model.input_features,
             "out_channels": model.in_channels,
             "down_block_types": [DOWN[has] for has in with_text],
@@ -207,13 +219,12 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         if model.pooled_size is not None:
             inputs = model.pooled_size + LENGTHS * LENGTH_FEATURES
             settings |= {**ADDED, "projection_class_embeddings_input_dim": inputs}
-        return settings, []
+        return settings, notes
 
     def rules(self, model: LDMUNetConfig, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
         linear = model.head_size is not None
-        rules = [_rule(name, shapes[name], linear=linear) for name in shapes if name != NULL]
-        why = "their pipelines embed the empty text for no text; train with model.null_text=empty for the same samples"
-        return RuleBook(shapes, rules, only_ours={NULL: why} if NULL in shapes else {})
+        rules = [_rule(name, shapes[name], linear=linear) for name in shapes if name not in NULLS]
+        return RuleBook(shapes, rules, only_ours=learned_nulls(shapes))
 
 
 def _plain(value: object) -> object:

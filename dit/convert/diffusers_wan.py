@@ -9,7 +9,7 @@ All differences of their model:
 * tables with an axis of one more.
 
 Times are steps up to 1000, and our network gets a thousandth of them; a `time_scale` other than 1000 would need a
-scheduler of other steps and is refused. Our learned null token for a dropped text has no counterpart. Models that read
+scheduler of other steps and is refused. A learned null token for a dropped text has no counterpart. Models that read
 an image (`image_dim`, `added_kv_proj_dim`) are refused.
 
 Source: diffusers 0.38, `models/transformers/transformer_wan.py`, names and settings; Wan Team 2025, arXiv:2503.20314.
@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedModel
+from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedModel, learned_nulls
 from dit.convert.rules import TRAIN_THAT_WAY, Axes, ByHead, Rule, RuleBook, Shape, require, with_bias
 from dit.errors import ConfigError
 from dit.models.wan.config import WanConfig
@@ -160,5 +160,4 @@ class DiffusersWan(DiffusersFormat[WanConfig]):
             found += with_bias(f"{ours}.mlp.linear_fc1", f"{theirs}.ffn.net.0.proj")
             found += with_bias(f"{ours}.mlp.linear_fc2", f"{theirs}.ffn.net.2")
             found.append(Rule(f"{ours}.modulation.table", (f"{theirs}.scale_shift_table",), table))
-        null = "Wan takes the embedding of the negative prompt for a dropped text"
-        return RuleBook(shapes, found, only_ours={"text.null": null})
+        return RuleBook(shapes, found, only_ours=learned_nulls(shapes))

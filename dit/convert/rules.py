@@ -228,7 +228,7 @@ class RuleBook:
         found = {name: tuple(x.shape) for name, x in theirs.items() if name not in self.tables}
         complain("the weights do not fit the model", expected, found)
         for name, tensor in theirs.items():
-            _check_numbers(name, tensor)
+            check_numbers(name, tensor)
         for name, table in self.tables.items():
             if name in theirs:
                 _check_table(name, theirs[name], table)
@@ -277,18 +277,20 @@ def complain(what: str, expected: Mapping[str, Shape], found: Mapping[str, Shape
     ]
     parts = [("missing", missing), ("unknown", unknown), ("of another shape", differ)]
     if missing or unknown or differ:
-        faults = "; ".join(f"{len(names)} {kind}: {_some(names)}" for kind, names in parts if names)
+        faults = "; ".join(f"{len(names)} {kind}: {some_of(names)}" for kind, names in parts if names)
         raise ConfigError(
             f"{what} ({len(expected)} tensors): {faults}; check that file, format and model belong together"
         )
 
 
-def _some(names: Sequence[str]) -> str:
+def some_of(names: Sequence[str]) -> str:
+    """Return the first names of a list and the number of the others."""
     more = f" and {len(names) - NUM_SHOWN} more" if len(names) > NUM_SHOWN else ""
     return ", ".join(names[:NUM_SHOWN]) + more
 
 
-def _check_numbers(name: str, tensor: Tensor) -> None:
+def check_numbers(name: str, tensor: Tensor) -> None:
+    """Raise `ConfigError` for a tensor that is quantised or not finite."""
     if tensor.dtype not in FLOATS:
         raise ConfigError(
             f"{name} is of {tensor.dtype}; quantised weights are not read, only {', '.join(map(str, FLOATS))}"

@@ -1,18 +1,19 @@
 """Files of tensors, read without executing code, and written atomically.
 
-`.safetensors` holds tensors only. `.pt`, `.pth` and `.bin` are pickles and go through torch's `weights_only` reader,
-which builds tensors and plain containers and refuses everything else.
+`.safetensors` holds tensors only. `.pt`, `.pth`, `.bin` and `.ckpt` are pickles and go through torch's `weights_only`
+reader, which builds tensors and plain containers and refuses everything else. A `.nemo` is a tar archive of a YAML
+document and such a pickle.
 """
 
 import argparse
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import IO, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,12 +26,18 @@ from dit.errors import ConfigError
 CONFIG = "config.json"
 STEM = "diffusion_pytorch_model"
 INDEX = f"{STEM}.safetensors.index.json"
-PICKLES = (".pt", ".pth", ".bin")
+PICKLES = (".pt", ".pth", ".bin", ".ckpt")
+NEMO_CONFIG, NEMO_WEIGHTS = "model_config.yaml", "model_weights.ckpt"
+PLAIN = "save plain tensors by name, best as .safetensors"
 MAX_SHARD_BYTES = 10 * 1000**3  # diffusers splits files here
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of one file by name; of a training checkpoint's parts, `ema` before `model`.
+def read_tensors(path: Path, cure: str = PLAIN) -> dict[str, Tensor]:
+    """Read the tensors of one file by name; of a training checkpoint's parts, `ema` before `model` or `state_dict`.
+
+    Args:
+        path: of the file.
+        cure: for a pickle that holds more than tensors.
 
     Raises:
         ConfigError: the file is missing or damaged, holds more than tensors, or is of a kind that is not read.
@@ -39,11 +46,15 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         raise ConfigError(f"{path} is no file of weights that is read; use .safetensors, {', '.join(PICKLES)}")
     try:
         safe_files.check_regular(path)
-        loaded = load_file(path) if path.suffix == ".safetensors" else _read_pickle(path)
+        loaded = load_file(path) if path.suffix == ".safetensors" else _read_pickle(path, path, cure)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path} cannot be read: {reason}; give a complete file of tensors") from error
-    for part in ("ema", "model"):
+    return _tensors_of(loaded, path)
+
+
+def _tensors_of(loaded: object, path: Path) -> dict[str, Tensor]:
+    for part in ("ema", "model", "state_dict"):
         if isinstance(loaded, dict) and isinstance(loaded.get(part), dict):
             loaded = loaded[part]
     if not isinstance(loaded, dict) or not loaded:
@@ -54,6 +65,36 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     return loaded
 
 
+def read_nemo(path: Path) -> tuple[Any, dict[str, Tensor]]:
+    """Read the settings and the tensors of a `.nemo` file, without extracting it.
+
+    Raises:
+        ConfigError: the file is missing, damaged or compressed, lacks one of the two, or holds more than tensors.
+    """
+    try:
+        with safe_files.open_tar(path) as members:
+            missing = [name for name in (NEMO_CONFIG, NEMO_WEIGHTS) if name not in members]
+            if missing:
+                raise ConfigError(
+                    f"{path} has no {missing[0]}, but {', '.join(sorted(members)[:5]) or 'no files'}; weights "
+                    "of several model-parallel ranks are not read: save the model again with save_to() on one GPU"
+                )
+            text = members[NEMO_CONFIG].read(safe_files.LONGEST_YAML + 1)
+            if len(text) > safe_files.LONGEST_YAML:
+                raise ValueError(f"{NEMO_CONFIG} is longer than {safe_files.LONGEST_YAML:,} bytes")
+            settings = safe_files.parse_yaml(text)
+            return settings, _tensors_of(_read_pickle(members[NEMO_WEIGHTS], path, PLAIN), path)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}; give a complete .nemo file") from error
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(
+            f"{path} is no archive that is read: {' '.join(str(error).split())}; give a complete .nemo file (one "
+            "of NeMo before 1.7 is compressed: rename it to .gz and gunzip it)"
+        ) from error
+
+
 def read_metadata(path: Path) -> dict[str, str]:
     """Return the metadata of a safetensors file; of other files, which have none, an empty dictionary."""
     if path.suffix != ".safetensors":
@@ -62,19 +103,20 @@ def read_metadata(path: Path) -> dict[str, str]:
         return file.metadata() or {}
 
 
-def _read_pickle(path: Path) -> Any:
+def _read_pickle(source: Path | IO[bytes], path: Path, cure: str) -> Any:
     # The published training script stores its command line with the weights: a Namespace of plain values.
     with torch.serialization.safe_globals([argparse.Namespace]):
         try:
-            return safe_files.read_torch(path)
+            return safe_files.read_torch(source)
         except OSError:
             raise
         except Exception as error:  # a damaged or hostile pickle fails in any way it likes
             reason = str(error).strip().splitlines()
             named = next((line for line in reason if "GLOBAL" in line or "global" in line), reason[0] if reason else "")
+            named = named.partition(" was not an allowed")[0].strip()  # the rest advises to allow it
             raise ConfigError(
-                f"{path} is damaged or holds more than tensors and is not loaded, for a pickle can run code ({named}); "
-                "save plain tensors by name, best as .safetensors"
+                f"{path} is damaged or holds more than tensors and is not loaded, because a pickle can run code "
+                f"({named}); {cure}"
             ) from error
 
 
@@ -206,6 +248,7 @@ def write_diffusers(
     *,
     subfolder: str = ".",
     texts: Mapping[str, str] = MappingProxyType({}),
+    others: Callable[[Path], Mapping[str, str]] = lambda folder: MappingProxyType({}),
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write a folder in the diffusers layout; beyond `max_shard_bytes` in shards with an index.
@@ -214,12 +257,14 @@ def write_diffusers(
         settings: the `config.json`.
         subfolder: of `out` that holds settings and tensors; a pipeline has one per part.
         texts: further text files, by their paths in `out`.
+        others: writes further parts of a pipeline to a folder, and returns the texts that depend on them.
 
     Raises:
         ConfigError: `out` exists, or the disk refused.
     """
     with written_atomically(out) as part:
-        for name, text in {**texts, f"{subfolder}/{CONFIG}": to_json(settings)}.items():
+        part.mkdir(parents=True, exist_ok=True)
+        for name, text in {**texts, **others(part), f"{subfolder}/{CONFIG}": to_json(settings)}.items():
             (part / name).parent.mkdir(parents=True, exist_ok=True)
             (part / name).write_text(text, encoding="utf-8")
         folder = part / subfolder

@@ -22,7 +22,7 @@ from dit.batch import PackedBatch, pixel_values
 from dit.conditions import Condition, Conditions, moved, pack_conditions
 from dit.data_api import BatchSpec, DataConfig, OnlineEncoding
 from dit.encoders.batching import in_batches
-from dit.encoders.text import TextEncoder, empty_texts
+from dit.encoders.text import TextEncoder, empty_texts, join_entries
 from dit.encoders.text_config import as_conditions, check_text_encoder
 from dit.encoders.vae import VAE
 from dit.patchify import patchify_all
@@ -93,7 +93,7 @@ class OnlineEncoders:
         for config in () if encoding.text_encoder is None else check_text_encoder(encoding.text_encoder).encoders:
             taken = as_conditions({entry: entry for entry in config.makes}, spec.conditions)
             if taken:
-                config = replace(config, makes=tuple(taken.values()))
+                config = replace(config, makes=tuple(taken.values()), joined=config.joined and "text" in taken.values())
                 self.texts.append(TextEncoder(config, device=where, precision=precision))
 
     @torch.no_grad()
@@ -132,7 +132,7 @@ class OnlineEncoders:
 
     def _texts(self, batch: PackedBatch, captions: Sequence[str]) -> Conditions:
         unique = list(dict.fromkeys(captions))
-        made = {entry: values for encoder in self.texts for entry, values in self._embed(encoder, unique).items()}
+        made = join_entries(self.texts, [self._embed(encoder, unique) for encoder in self.texts])
         by_caption = {
             name: dict(zip(unique, values, strict=True))
             for name, values in as_conditions(made, self.spec.conditions).items()

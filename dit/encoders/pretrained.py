@@ -6,11 +6,13 @@ refused if a weight is missing: the libraries would use random numbers in its pl
 
 import logging
 import ssl
+from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 from dit.errors import ConfigError
+from dit.terminal import announce
 
 _NAMED = 3  # weights that a message names
 
@@ -25,6 +27,20 @@ def check_hub(repository: str, file: str = "config.json") -> None:
 
     if constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(repository, file), str):
         return
+    check_reachable(repository)
+
+
+def check_reachable(repository: str) -> None:
+    """Check that the Hugging Face hub can be reached.
+
+    Args:
+        repository: name of what is needed of it, for the message.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    from huggingface_hub import constants
+
     try:
         urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=10).close()
     except HTTPError:  # it answers
@@ -62,6 +78,8 @@ def load_network(kind: Any, what: str, **options: Any) -> Any:
     Raises:
         ConfigError: also if the files lack weights, or have them in other shapes.
     """
+    source = options["pretrained_model_name_or_path"]
+    announce(f"loading {what} from {'folder' if Path(source).is_dir() else 'the Hugging Face hub:'} {source}")
     library = logging.getLogger(kind.__module__.partition(".")[0])
     level = library.level
     library.setLevel(logging.ERROR)  # it would list missing weights over many lines

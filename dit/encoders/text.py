@@ -9,7 +9,7 @@ weights have one; that of a sentence encoder is the mean of its tokens, of lengt
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Optional
@@ -102,6 +102,21 @@ class TextEncoder:
             return tokens, out.text_embeds
         return tokens, out.pooler_output if kind == "clip" else None
 
+    def save(self, encoder: Path, tokenizer: Path, *, cut: bool) -> tuple[str, str]:
+        """Write network and tokenizer in transformers' layout; return their classes.
+
+        Args:
+            cut: the tokenizer pads and cuts to `max_tokens` by itself.
+        """
+        if cut:
+            self._tokenizer.model_max_length = self.geometry.max_tokens
+        state, size = dict(self._model.state_dict()), self.geometry.width
+        if self.geometry.kind == "sentence":  # the pooling layer that is not loaded: no reader uses its output
+            state |= {"pooler.dense.weight": torch.zeros(size, size), "pooler.dense.bias": torch.zeros(size)}
+        self._model.save_pretrained(encoder, state_dict=state)
+        self._tokenizer.save_pretrained(tokenizer)
+        return type(self._model).__name__, type(self._tokenizer).__name__
+
     def batches(self, ids: Sequence[Sequence[int]]) -> list[list[int]]:
         """Group token numbers by their length, so that one group is one call of `forward`; return the indices."""
         return in_batches([len(numbers) for numbers in ids], lambda length: MAX_BATCH_TOKENS // length)
@@ -185,7 +200,25 @@ class TextEncoders:
 
     def encode(self, texts: Sequence[str]) -> dict[str, list[Tensor]]:
         """Embed texts by every encoder, as `TextEncoder.encode`."""
-        return {entry: rows for encoder in self.encoders for entry, rows in encoder.encode(texts).items()}
+        return join_entries(self.encoders, [encoder.encode(texts) for encoder in self.encoders])
+
+
+def join_entries(
+    encoders: Sequence[TextEncoder], made: Sequence[Mapping[str, list[Tensor]]]
+) -> dict[str, list[Tensor]]:
+    """Return what the encoders of a line made, by entry; the tokens of joined ones side by side.
+
+    Args:
+        made: by each encoder, the values of each text by entry.
+    """
+    entries: dict[str, list[Tensor]] = {}
+    for encoder, own in zip(encoders, made, strict=True):
+        beside = {"text"} if encoder.config.joined else set()
+        entries |= {
+            entry: [torch.cat(pair, -1) for pair in zip(entries[entry], rows, strict=True)] if entry in beside else rows
+            for entry, rows in own.items()
+        }
+    return entries
 
 
 @lru_cache(maxsize=1)

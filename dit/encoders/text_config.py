@@ -5,12 +5,13 @@ Encoders are written as one line, on the command line, in settings and in the re
     all-minilm-l6-v2                                            the tokens of one encoder
     text=google/t5-v1_1-xxl,pooled=models/flux/text_encoder     T5's tokens and CLIP's pooled vector, as in FLUX
     text+pooled=models/clip:layer=penultimate:max_tokens=40     tokens and pooled vector of one encoder
+    text=A:padded,text+pooled=B:padded:joined                   tokens of two encoders side by side, as in SDXL
 
     LINE     ENCODER , ENCODER ...
     ENCODER  [ENTRY + ENTRY ... =] NAME [: OPTION] ...
     ENTRY    text (if left out), text_2 or pooled: the names under which samples store what is made
     NAME     all-minilm-l6-v2, identity, a folder in transformers' layout, or OWNER/REPOSITORY[/FOLDER] on the hub
-    OPTION   layer=penultimate, max_tokens=N, or padded
+    OPTION   layer=penultimate, max_tokens=N, padded, or joined
 """
 
 from collections.abc import Mapping, Sequence
@@ -95,6 +96,7 @@ class TextEncoderConfig:
         padded: every text is padded to `max_tokens`; the padding is attended to and stored. So do the pipelines of
             Stable Diffusion and FLUX, whose weights expect it. Otherwise a text has its own length, as under an
             attention mask.
+        joined: the features of each token follow those of the same token of the encoders before it in the line.
     """
 
     name: str
@@ -102,6 +104,7 @@ class TextEncoderConfig:
     layer: Literal["last", "penultimate"] = "last"
     max_tokens: Optional[int] = None
     padded: bool = False
+    joined: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "TextEncoderConfig":
@@ -121,7 +124,7 @@ class TextEncoderConfig:
         settings: dict[str, Any] = {}
         for option in options:
             key, _, value = option.partition("=")
-            if option == "padded":
+            if option in ("padded", "joined"):
                 settings[key] = True
             elif key == "max_tokens" and value.isdecimal() and int(value) > 0:
                 settings[key] = int(value)
@@ -130,7 +133,7 @@ class TextEncoderConfig:
             else:
                 raise ConfigError(
                     f"text encoder {text!r}: {option!r} is no option; known are layer=penultimate, max_tokens=N with "
-                    "N of at least 1, and padded"
+                    "N of at least 1, padded and joined"
                 )
         return cls(name=name, makes=makes, **settings)
 
@@ -138,7 +141,8 @@ class TextEncoderConfig:
         makes = "" if self.makes == ("text",) else "+".join(self.makes) + "="
         layer = "" if self.layer == "last" else f":layer={self.layer}"
         most = "" if self.max_tokens is None else f":max_tokens={self.max_tokens}"
-        return f"{makes}{self.name}{layer}{most}{':padded' if self.padded else ''}"
+        flags = "".join(f":{flag}" for flag in ("padded", "joined") if getattr(self, flag))
+        return f"{makes}{self.name}{layer}{most}{flags}"
 
     def geometry(self) -> TextGeometry:
         """Read what the encoder makes, with this config's `max_tokens`.
@@ -175,7 +179,7 @@ class TextEncodersConfig:
     """The encoders of one line.
 
     Attributes:
-        encoders: in their order; no two make the same entry.
+        encoders: in their order; only a `joined` one makes the same entry as one before it.
         widths: features of each entry that is made.
     """
 
@@ -201,16 +205,27 @@ def check_text_encoder(line: str) -> TextEncodersConfig:
             installed, or an encoder does not make what is asked for.
     """
     encoders = tuple(TextEncoderConfig.parse(part) for part in line.split(","))
-    made = [entry for encoder in encoders for entry in encoder.makes]
-    if len(set(made)) < len(made):
-        raise ConfigError(
-            f"the text encoders {line!r} make {', '.join(made)}: each entry has one encoder; name the entries of the "
-            "others, such as text_2=NAME or pooled=NAME"
-        )
     widths: dict[str, int] = {}
+    lengths: set[Optional[int]] = set()
     for encoder in encoders:
         geometry = encoder.geometry()
-        widths |= {entry: (geometry.pooled or 0) if entry == "pooled" else geometry.width for entry in encoder.makes}
+        twice = sorted(set(encoder.makes) & set(widths))
+        if twice != (["text"] if encoder.joined else []):
+            raise ConfigError(
+                f"the text encoders {line!r} make {', '.join(twice) or 'no text before the joined one'}: each entry "
+                "has one encoder; name the entries of the others, such as text_2=NAME or pooled=NAME, or put tokens "
+                "side by side: text=FIRST:padded,text=SECOND:padded:joined"
+            )
+        if "text" in encoder.makes:
+            lengths.add(geometry.max_tokens if encoder.padded else None)
+        if encoder.joined and (len(lengths) > 1 or None in lengths):
+            raise ConfigError(
+                f"the text encoders {line!r} are joined token by token, which needs texts of one length; give each "
+                ":padded and the same max_tokens=N"
+            )
+        for entry in encoder.makes:
+            width = (geometry.pooled or 0) if entry == "pooled" else geometry.width
+            widths[entry] = width + (widths[entry] if entry in twice else 0)
     return TextEncodersConfig(encoders=encoders, widths=widths)
 
 

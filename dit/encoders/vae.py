@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, Optional
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dit.encoders.batching import in_batches
 from dit.encoders.pretrained import check_hub, load_network
@@ -251,11 +251,49 @@ class VAE:
             pixels = self._model.decode(z).sample
         return pixels.float().clamp(-1, 1)
 
+    @torch.no_grad()
+    def save(self, folder: Path, *, shift: bool) -> None:
+        """Write an `AutoencoderKL` in diffusers' layout.
+
+        Args:
+            shift: its reader adds `shift_factor`. Otherwise the shift becomes a part of the weights: of the convolution
+                of 1 x 1 before the decoder, and of that behind the encoder, which are added where they are missing.
+
+        Raises:
+            ConfigError: it is of another class, or scales every channel by its own number.
+        """
+        config = self._model and self._model.config
+        if self.geometry.kind != "AutoencoderKL" or config.latents_mean is not None:
+            raise ConfigError(
+                f"the autoencoder {self.name!r} is no AutoencoderKL with one scale and shift, which the pipeline reads"
+            )
+        [mean], channels = self.geometry.mean, self.geometry.channels
+        if shift or not mean:
+            self._model.register_to_config(shift_factor=mean if shift else None)
+        else:
+            for name, size in (("quant_conv", 2 * channels), ("post_quant_conv", channels)):
+                if getattr(self._model, name) is None:
+                    setattr(self._model, name, identity_convolution(size).to(self._mean.device, self.dtype))
+                self._model.register_to_config(**{f"use_{name}": True})
+            self._model.quant_conv.bias[:channels] -= mean
+            self._model.post_quant_conv.bias += mean * self._model.post_quant_conv.weight.sum((1, 2, 3))
+            self._model.register_to_config(shift_factor=None)
+        self._model.save_pretrained(folder)
+
     def _choose_tiling(self, side: int) -> None:
         if self.tile is not None and side > self.tile:
             self._model.enable_tiling()
         else:
             self._model.disable_tiling()
+
+
+def identity_convolution(channels: int) -> nn.Conv2d:
+    """Return a convolution of 1 x 1 that changes nothing."""
+    convolution = nn.Conv2d(channels, channels, 1)
+    nn.init.dirac_(convolution.weight)
+    assert convolution.bias is not None
+    nn.init.zeros_(convolution.bias)
+    return convolution
 
 
 def encode_together(vae: VAE, clips: Sequence[Tensor], batch: int) -> list[Tensor]:

@@ -1,1 +1,1 @@
-"""Measures of generated pictures against real ones, and against their texts."""
+"""Metrics of generated pictures, compared with real pictures and with their texts."""

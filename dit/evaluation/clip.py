@@ -1,4 +1,4 @@
-"""CLIP models of transformers: how well a picture fits its text, and features of pictures.
+"""CLIP models of transformers: scores of pictures and their texts, and features of pictures.
 
 Source: Radford et al. 2021, arXiv:2103.00020; the score, Hessel et al. 2021, arXiv:2104.08718, Eq. 1, with 100 in place
 of its factor 2.5, as is usual for generated pictures.
@@ -21,8 +21,8 @@ class ClipModel:
     """A pretrained CLIP, frozen.
 
     Args:
-        folder: of transformers' `CLIPModel` with its tokenizer and its `preprocessor_config.json`.
-        device: where it runs.
+        folder: folder of transformers' `CLIPModel` with tokenizer and `preprocessor_config.json`.
+        device: device of the model.
 
     Raises:
         ConfigError: the folder cannot be read, or transformers is not installed.
@@ -55,13 +55,13 @@ class ClipModel:
 
     @torch.no_grad()
     def text_features(self, texts: Sequence[str]) -> Tensor:
-        """Return the projected features `[N, D]` of texts, float32, not normalised; long texts are cut."""
+        """Return the projected features `[N, D]` of texts, float32, not normalised; long texts are truncated."""
         longest = self._model.config.text_config.max_position_embeddings
         tokens = self._tokenizer(
             list(texts), padding=True, truncation=True, max_length=longest, return_tensors="pt"
         ).to(self.device)
-        found = self._model.text_model(input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"])
-        return self._model.text_projection(found.pooler_output)
+        output = self._model.text_model(input_ids=tokens["input_ids"], attention_mask=tokens["attention_mask"])
+        return self._model.text_projection(output.pooler_output)
 
     def scores(self, images: Tensor, texts: Sequence[str]) -> Tensor:
         """Return 100 times the cosine of each picture with its text, at least 0, float32 `[N]` on the host.
@@ -74,7 +74,7 @@ class ClipModel:
         return (100 * cosine).clamp(min=0).cpu()
 
     def _prepare(self, images: Tensor) -> Tensor:
-        """Resize the shorter side, cut the centre, normalise: as the preprocessor's settings say."""
+        """Resize the shorter side, crop the centre and normalise, according to the preprocessor's settings."""
         settings = self._pixels
         crop = settings["crop_size"]
         height, width = (crop, crop) if isinstance(crop, int) else (crop["height"], crop["width"])

@@ -1,4 +1,4 @@
-"""Networks that turn pictures into features, from files of the user."""
+"""Feature networks for pictures, loaded from files of the user."""
 
 import zipfile
 from collections.abc import Callable
@@ -15,19 +15,19 @@ from dit.evaluation.clip import ClipModel
 from dit.evaluation.inception import FID, is_inception, load_inception
 
 TORCHVISION_NOTE = (
-    "torchvision's Inception pools otherwise than that of FID (padding counts as zeros, the last block averages), and "
-    "was trained anew on 1,000 classes, not 1,008: compare these numbers among themselves, not with published ones"
+    "torchvision's Inception pools differently from FID's (padding counts as zeros, the last block averages), and was "
+    "trained on 1,000 instead of 1,008 classes: compare these numbers only with each other, not with published ones"
 )
 
 
 @dataclass(frozen=True)
 class Features:
-    """A network of features.
+    """A feature network.
 
     Attributes:
         of: maps pictures `[N, 3, H, W]` in [-1, 1] to features `[N, D]`.
-        network: its name, which is reported: distances by different networks do not compare.
-        note: what a reader of the distances must know besides.
+        network: name of the network, for reports: distances of different networks are not comparable.
+        note: warning for readers of the distances.
     """
 
     of: Callable[[Tensor], Tensor]
@@ -39,17 +39,17 @@ class Features:
 
 
 def load_features(path: str | Path, device: torch.device) -> Features:
-    """Load a network of features.
+    """Load a feature network.
 
     Args:
         path: a folder with a CLIP model of transformers; a state dict of Inception v3 (`.safetensors`, `.pt`, `.pth`,
             `.bin`), that of FID or torchvision's; or a TorchScript file whose module maps uint8 pictures `[N, 3, H, W]`
             to `[N, D]`, as the Inception of StyleGAN's metrics does; if its `forward` has an argument
-            `return_features`, that is True.
-        device: where it runs.
+            `return_features`, it is set to True.
+        device: device of the network.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
     path = Path(path)
     if path.is_dir():
@@ -62,7 +62,7 @@ def load_features(path: str | Path, device: torch.device) -> Features:
         raise ConfigError(f"--features {path} cannot be read: {error}") from error
     if not is_inception(tensors):
         raise ConfigError(
-            f"--features {path} holds tensors such as {next(iter(tensors))}, which are not those of Inception v3; give "
+            f"--features {path} has tensors such as {next(iter(tensors))}, which are not those of Inception v3; give "
             "its state dict (pytorch-fid's or torch-fidelity's file, or torchvision's inception_v3), a TorchScript "
             "file (torch.jit.save), or a folder with a CLIP model of transformers"
         )
@@ -79,7 +79,7 @@ def load_features(path: str | Path, device: torch.device) -> Features:
 
 
 def _is_program(path: Path) -> bool:
-    """Return whether a file is a TorchScript archive, which has constants beside its tensors."""
+    """Return whether a file is a TorchScript archive, which has constants in addition to tensors."""
     if not path.is_file() or not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:
@@ -96,15 +96,17 @@ def _program(path: Path, device: torch.device) -> Callable[[Tensor], Tensor]:
 
     @torch.no_grad()
     def features(images: Tensor) -> Tensor:
-        found = module(_bytes(images, device), **options)
-        if not isinstance(found, Tensor) or found.dim() != 2 or len(found) != len(images):
-            shape = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
-            raise ConfigError(f"--features {path} gives {shape} for {len(images)} pictures, wanted [{len(images)}, D]")
-        return found.float()
+        features_ND = module(_bytes(images, device), **options)
+        if not isinstance(features_ND, Tensor) or features_ND.dim() != 2 or len(features_ND) != len(images):
+            shape = list(features_ND.shape) if isinstance(features_ND, Tensor) else type(features_ND).__name__
+            raise ConfigError(
+                f"--features {path} gives {shape} for {len(images)} pictures, expected [{len(images)}, D]"
+            )
+        return features_ND.float()
 
     return features
 
 
 def _bytes(images: Tensor, device: torch.device) -> Tensor:
-    """Return pictures in [-1, 1] as uint8, as a file of them would hold."""
+    """Return pictures in [-1, 1] as uint8, as image files store them."""
     return ((images.to(device).clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)

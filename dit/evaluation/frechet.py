@@ -1,4 +1,4 @@
-"""The Frechet distance between two sets of features (FID, with those of Inception), from their means and covariances.
+"""Frechet distance between two sets of features (FID, for Inception features), from their means and covariances.
 
     d^2 = |m - n|^2 + tr(A) + tr(B) - 2 tr((A B)^(1/2))
 
@@ -14,10 +14,10 @@ from dit.errors import ConfigError
 
 
 class Moments:
-    """Mean and covariance of features that come in batches; only sums are stored, in float64.
+    """Mean and covariance of batches of features; only sums are stored, in float64.
 
     Args:
-        width: of a feature vector.
+        width: size of a feature vector.
     """
 
     def __init__(self, width: int) -> None:
@@ -35,7 +35,7 @@ class Moments:
         self._sums += torch.cat([torch.tensor([float(len(x))], dtype=torch.float64), x.sum(0), (x.T @ x).flatten()])
 
     def reduce(self) -> None:
-        """Add up the sums of all ranks; every rank calls this once."""
+        """Sum over all ranks; every rank calls this once."""
         if dist.is_initialized() and dist.get_world_size() > 1:
             sums = self._sums.to(local_device())
             dist.all_reduce(sums)

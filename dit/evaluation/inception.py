@@ -1,14 +1,14 @@
-"""Inception v3, whose features FID and KID are named after, from a state dict in torchvision's names.
+"""Inception v3, the feature network of FID and KID, from a state dict with torchvision's names.
 
 Two published networks share these names, and their features differ by more than the weights:
 
     fid          of 2015, 1,008 classes, ported from TensorFlow's graph: pytorch-fid, torch-fidelity. Average pools
-                 leave padding out of the mean, and the last block takes the maximum. FIDs of papers are of this one.
-    torchvision  `inception_v3`, 1,000 classes and an auxiliary head: average pools count the padding as zeros, and all
+                 exclude padding from the mean, and the last block takes the maximum. Papers report FIDs of this one.
+    torchvision  `inception_v3`, 1,000 classes and an auxiliary head: average pools count padding as zeros, and all
                  blocks average.
 
-Which one a file holds is read from its head. Both see pictures as the graph of 2015 does: bytes, resized to 299 x 299
-by TensorFlow 1's bilinear rule, (x - 128) / 128.
+The head of a file determines which one it is. Both preprocess images as the graph of 2015 does: bytes, resized to
+299 x 299 by TensorFlow 1's bilinear rule, (x - 128) / 128.
 
 Source: Szegedy et al. 2015, arXiv:1512.00567, Table 1; Heusel et al. 2017, arXiv:1706.08500.
 """
@@ -29,16 +29,16 @@ FID: Kind = "fid"
 TORCHVISION: Kind = "torchvision"
 FID_CLASSES = 1008
 SIDE = 299
-"""Pixels of a side that the network was trained on."""
+"""Side of training images in pixels."""
 
 PROBE = "Mixed_7c.branch_pool.conv.weight"
-"""A tensor that every file of Inception v3 in these names has."""
+"""A tensor that every file of Inception v3 with these names has."""
 HEADS = ("fc.", "AuxLogits.")
 
 
 @dataclass(frozen=True)
 class Conv:
-    """A convolution without bias, a batch norm and ReLU; padded to keep the size, unless it has a stride."""
+    """Convolution without bias, batch norm and ReLU."""
 
     name: str
     channels: int
@@ -49,19 +49,19 @@ class Conv:
 
 @dataclass(frozen=True)
 class Pool:
-    """A 3 x 3 pool: of stride 1 and padded, or of stride 2, without weights."""
+    """A 3 x 3 pool: padded with stride 1, or unpadded with stride 2."""
 
     kind: Literal["average", "max"]
     stride: int = 1
 
 
 Step = Conv | Pool | tuple[Conv, ...]
-"""One step of a branch; a tuple is applied side by side and joined along the channels."""
+"""One step of a branch; the elements of a tuple run in parallel, and their outputs are concatenated along channels."""
 Branches = tuple[tuple[Step, ...], ...]
 
 
 def _double(*, channels: int, last_stride: int) -> tuple[Step, ...]:
-    """Return the branch of two 3 x 3 convolutions, which stand for one of 5 x 5."""
+    """Return the branch of two 3 x 3 convolutions, which replaces a 5 x 5 convolution."""
     last = Conv("branch3x3dbl_3", 96, (3, 3), last_stride, last_stride == 1)
     return (Conv("branch3x3dbl_1", channels), Conv("branch3x3dbl_2", 96, (3, 3)), last)
 
@@ -153,7 +153,7 @@ def _blocks(kind: Kind) -> dict[str, Branches]:
 
 
 class _Normalised(nn.Module):
-    """A convolution, its batch norm with the statistics of training, and ReLU."""
+    """A convolution, batch norm with running statistics, and ReLU."""
 
     def __init__(self, width: int, step: Conv) -> None:
         super().__init__()
@@ -167,30 +167,30 @@ class _Normalised(nn.Module):
 
 
 class _Block(nn.Module):
-    """Branches side by side, joined along the channels."""
+    """Parallel branches, concatenated along channels."""
 
     def __init__(self, width: int, branches: Branches, *, count_padding: bool) -> None:
         super().__init__()
         self.branches, self.count_padding, self.width = branches, count_padding, 0
         for steps in branches:
-            here = width
+            channels = width
             for step in steps:
                 if isinstance(step, Pool):
                     continue
                 sides = step if isinstance(step, tuple) else (step,)
                 for side in sides:
-                    self.add_module(side.name, _Normalised(here, side))
-                here = sum(side.channels for side in sides)
-            self.width += here
+                    self.add_module(side.name, _Normalised(channels, side))
+                channels = sum(side.channels for side in sides)
+            self.width += channels
 
     def forward(self, x: Tensor) -> Tensor:
-        found = []
+        outputs = []
         for steps in self.branches:
             y = x
             for step in steps:
                 y = self._apply_step(step, y)
-            found.append(y)
-        return torch.cat(found, 1)
+            outputs.append(y)
+        return torch.cat(outputs, 1)
 
     def _apply_step(self, step: Step, x: Tensor) -> Tensor:
         if isinstance(step, tuple):
@@ -204,10 +204,10 @@ class _Block(nn.Module):
 
 
 class InceptionV3(_Block):
-    """The trunk of Inception v3, frozen: bytes in, the 2,048 means of the last block out.
+    """The trunk of Inception v3, frozen: maps uint8 images to the 2,048 channel means of the last block.
 
     Args:
-        kind: whose pools, see above.
+        kind: variant of the pools, see the module docstring.
     """
 
     def __init__(self, kind: Kind) -> None:
@@ -232,15 +232,15 @@ class InceptionV3(_Block):
 def resize(images: Tensor, side: int) -> Tensor:
     """Resize pictures `[N, C, H, W]` to `[N, C, side, side]` by TensorFlow 1's bilinear rule.
 
-    Pixel i of the result is read at i * H / side of the source, between its two neighbours and without a filter. The
-    rule of today would read at (i + 0.5) * H / side - 0.5.
+    Pixel i of the result is read at i * H / side of the source, by linear interpolation without a filter. Today's
+    convention reads at (i + 0.5) * H / side - 0.5.
     """
     down, right = (_weights(size, side, images.device) for size in images.shape[2:])
     return down @ images @ right.T
 
 
 def _weights(size: int, side: int, device: torch.device) -> Tensor:
-    """Return the matrix `[side, size]` of the rule along one axis."""
+    """Return the interpolation matrix `[side, size]` along one axis."""
     at = torch.arange(side, dtype=torch.float64) * (size / side)
     low = at.floor().long().clamp(max=size - 1)
     share = (at - low)[:, None]
@@ -251,35 +251,37 @@ def _weights(size: int, side: int, device: torch.device) -> Tensor:
 
 
 def is_inception(tensors: Mapping[str, Tensor]) -> bool:
-    """Return whether tensors have the names of Inception v3, as torchvision gives them."""
+    """Return whether tensors have the names of Inception v3, as in torchvision."""
     return PROBE in tensors
 
 
 def load_inception(tensors: Mapping[str, Tensor], path: Path) -> tuple[InceptionV3, Kind]:
-    """Return the network of a state dict, and which of the two it is.
+    """Return the network of a state dict, and its variant.
 
     Args:
-        path: of the file, for messages.
+        path: path of the file, for messages.
 
     Raises:
-        ConfigError: the file has no head to tell the two apart, or its tensors are not those of the network.
+        ConfigError: the file has no head, so its variant is unknown, or its tensors do not match the network.
     """
     kind = _kind_of(tensors, path)
     network = InceptionV3(kind)
-    wanted = network.state_dict()
+    expected = network.state_dict()
     trunk = {name: x for name, x in tensors.items() if not name.startswith(HEADS)}
-    counters = {name: x for name, x in wanted.items() if name.endswith(".num_batches_tracked")}  # not in old files
-    odd = [f"{name} is missing" for name in wanted if name not in trunk | counters]
-    odd += [f"{name} is not of the network" for name in trunk if name not in wanted]
-    odd += [
-        f"{name} is {list(x.shape)}, wanted {list(wanted[name].shape)}"
+    counters = {
+        name: x for name, x in expected.items() if name.endswith(".num_batches_tracked")
+    }  # missing in old files
+    errors = [f"{name} is missing" for name in expected if name not in trunk | counters]
+    errors += [f"{name} is not a tensor of the network" for name in trunk if name not in expected]
+    errors += [
+        f"{name} is {list(x.shape)}, expected {list(expected[name].shape)}"
         for name, x in trunk.items()
-        if name in wanted and x.shape != wanted[name].shape
+        if name in expected and x.shape != expected[name].shape
     ]
-    if odd:
+    if errors:
         raise ConfigError(
-            f"--features {path} is no Inception v3: {len(odd)} tensors differ, such as {', '.join(odd[:3])}; give the "
-            "state dict of pytorch-fid's or torch-fidelity's file, or of torchvision's inception_v3"
+            f"--features {path} is not an Inception v3: {len(errors)} tensors differ, such as {', '.join(errors[:3])}; "
+            "give the state dict of pytorch-fid's or torch-fidelity's file, or of torchvision's inception_v3"
         )
     network.load_state_dict(counters | trunk)
     return network, kind
@@ -293,6 +295,6 @@ def _kind_of(tensors: Mapping[str, Tensor], path: Path) -> Kind:
         return TORCHVISION
     classes = "no head" if head is None else f"a head of {len(head)} classes"
     raise ConfigError(
-        f"--features {path} is an Inception v3 with {classes}: which pools it has is unknown: those of FID go with "
-        f"{FID_CLASSES:,} classes, torchvision's with 1,000; give the file with its head (fc.weight)"
+        f"--features {path} is an Inception v3 with {classes}, so the kind of its pools is unknown: FID's network has "
+        f"{FID_CLASSES:,} classes, torchvision's 1,000; give the file with its head (fc.weight)"
     )

@@ -1,11 +1,11 @@
-"""The kernel distance between two sets of features (KID, with those of Inception): unbiased for any number of pictures.
+"""Kernel distance between two sets of features (KID, for Inception features); unbiased for any number of pictures.
 
     k(x, y) = (x . y / D + 1)^3
 
     MMD^2 = mean over i != j of k(x_i, x_j) + mean over i != j of k(y_i, y_j) - 2 mean of k(x_i, y_j)
 
 Source: Binkowski et al. 2018, arXiv:1801.01401, section 4; Gretton et al. 2012, Eq. 3. The papers average over random
-subsets of 1,000; this is the estimate over all pairs, which has the same expectation and less variance.
+subsets of 1,000; this function estimates over all pairs, which has the same expectation and less variance.
 """
 
 from torch import Tensor
@@ -13,11 +13,11 @@ from torch import Tensor
 from dit.errors import ConfigError
 
 BLOCK = 1024
-"""Rows of the kernel matrix that exist at a time."""
+"""Rows of the kernel matrix that are computed at a time."""
 
 
 def kernel_distance(features: Tensor, other: Tensor) -> float:
-    """Return the unbiased squared distance; it may be slightly negative where the sets are alike.
+    """Return the unbiased squared distance; it may be slightly negative if the sets are alike.
 
     Args:
         features, other: `[N, D]` and `[M, D]`.

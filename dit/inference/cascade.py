@@ -33,6 +33,7 @@ class Cascade(Generator):
         self, own: Generator, before: Generator, settings: Mapping[str, Any], *, level: Optional[float] = None
     ) -> None:
         super().__init__(own.config, own.metadata, own.network, own.step)
+        self.guide = own.guide
         low_resolution_of(self.spec)
         if own.text_encoder != before.text_encoder:
             raise ConfigError(

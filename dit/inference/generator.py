@@ -48,10 +48,12 @@ class Generator:
         fps: frames per second of its training data; `DEFAULT_FPS` where the run did not record it.
         step: optimizer step of its weights.
         metadata: of the checkpoint.
+        guide: a weaker network that guidance leads away from (`guide_by`); None for this one without its conditions.
     """
 
     def __init__(self, config: RunConfig, metadata: dict[str, Any], network: torch.nn.Module, step: int) -> None:
         self.config, self.metadata, self.network, self.step = config, metadata, network, step
+        self.guide: Optional[ConditionalNetwork] = None
         self.class_names: Optional[list[str]] = metadata["class_names"]
         self.text_encoder: Optional[str] = metadata.get("text_encoder")
         self.autoencoder: Optional[str] = metadata.get("autoencoder")
@@ -71,13 +73,6 @@ class Generator:
         fps: Optional[float] = None,
         frames: Optional[int] = None,
         size: Optional[tuple[int, int]] = None,
-        solver: Optional[str] = None,
-        num_steps: Optional[int] = None,
-        variance: Optional[str] = None,
-        guidance_scale: Optional[float] = None,
-        guidance_channels: Optional[int] = None,
-        thresholding: Optional[str] = None,
-        seed: Optional[int] = None,
         seeds: Optional[Sequence[Optional[int]]] = None,
         numbers: Optional[Sequence[int]] = None,
         initial: Optional[Tensor] = None,
@@ -85,6 +80,7 @@ class Generator:
         tile: Optional[int] = None,
         tile_overlap: Optional[int] = None,
         on_step: Callable[[int], None] = lambda step: None,
+        **sampling: Any,
     ) -> Tensor:
         """Generate one sample per label (or condition, or `count` samples); settings left out are the run's own.
 
@@ -97,7 +93,6 @@ class Generator:
             fps: of all samples.
             frames: of each sample, 1 for a still; those of the longest clip that was trained on if None.
             size: height and width of each sample; those of the largest one that was trained on if None.
-            variance: of the solver `ancestral`, see `SamplingConfig`.
             seeds: own seed of each sample; None for `seed`.
             numbers: of the samples; 0, 1, ... if None.
             initial: a latent `[C, T, H, W]` of that size that all samples start from, for a still of one frame; None
@@ -107,6 +102,7 @@ class Generator:
                 sees tiles of this size alone, see `dit.sampling.tiles`; None for the full sample at once.
             tile_overlap: of neighbouring tiles, at least; a quarter of a tile if None.
             on_step: called with the number of each solver step when it starts.
+            sampling: fields of `SamplingConfig`; None for the run's own.
 
         Returns:
             Latents `[N, C, T, H, W]`, float32.
@@ -115,15 +111,7 @@ class Generator:
             ConfigError: a condition does not fit the model, the solver is unknown or has no such variance, or samples
                 of such a size cannot be drawn.
         """
-        sampling = self.sampling(
-            solver=solver,
-            num_steps=num_steps,
-            variance=variance,
-            guidance_scale=guidance_scale,
-            guidance_channels=guidance_channels,
-            thresholding=thresholding,
-            seed=seed,
-        )
+        chosen = self.sampling(**sampling)
         frames, height, width = check_size(self.spec, self.config.model, self.size_of(frames, size))
         # A still was trained on as a clip of one patch in which nothing moves: any frame of it is the picture.
         drawn = frames_to_patch(frames, self.spec.patch_temporal)
@@ -134,10 +122,10 @@ class Generator:
         if initial is not None:
             tokens_TC, _ = patchify(initial.repeat(1, drawn // initial.shape[1], 1, 1), *self.spec.patch)
             batch.latents_TC = batch.layout.insert_padding(tokens_TC.to(batch.layout.device).repeat(count, 1))
-        every_seed = [sampling.seed if one is None else one for one in seeds or [None] * count]
+        every_seed = [chosen.seed if one is None else one for one in seeds or [None] * count]
         latents = self.generate_pack(
             batch,
-            sampling,
+            chosen,
             seeds=every_seed,
             negative=negative,
             strength=strength,
@@ -150,10 +138,15 @@ class Generator:
     def sampling(self, **given: Any) -> SamplingConfig:
         """Return the run's own settings of sampling with those that are given and not None.
 
+        The run's own settings that the given ones leave without effect get their defaults.
+
         Raises:
-            ConfigError: a variance is given to a solver that has none.
+            ConfigError: a setting is out of range, or a given one has no effect.
         """
-        sampling = replace(self.config.sampling, **{name: x for name, x in given.items() if x is not None})
+        given = {name: value for name, value in given.items() if value is not None}
+        sampling = replace(self.config.sampling, **given)
+        for names, _, _ in sampling.without_effect():
+            sampling = replace(sampling, **{n: getattr(SamplingConfig, n) for n in names if n not in given})
         if given.get("variance") is not None and sampling.solver != "ancestral":
             raise ConfigError(
                 f"variance={sampling.variance!r} is of noise that solver={sampling.solver!r} does not draw; "
@@ -183,24 +176,26 @@ class Generator:
 
         Returns:
             The latent of each sample `[C, T, H, W]`, float32.
+
+        Raises:
+            ConfigError: as `generate`, or the guide has no effect, or takes the place of a negative text.
         """
         count = batch.layout.num_samples
         seed = torch.tensor([sampling.seed] * count if seeds is None else seeds)
         negative = negative or {}
-        if needs_unconditional(sampling.guidance_scale):
+        if self.guide is not None and (negative or not needs_unconditional(sampling.guidance_scale)):
+            what = "negative conditions" if negative else f"guidance_scale={sampling.guidance_scale:g}"
+            raise ConfigError(f"guidance leads away from the guide, not with {what}; leave out one of the two")
+        if needs_unconditional(sampling.guidance_scale) and self.guide is None:
             negative = {**self._empty_texts(negative, count), **negative}
         return generate_each(
-            self._in_tiles(tile, tile_overlap),
+            self._in_tiles(self.network, tile, tile_overlap),
             self.config.objective,
             batch,
             self.spec,
-            solver=sampling.solver,
-            num_steps=sampling.num_steps,
-            variance=sampling.variance,
-            guidance_scale=sampling.guidance_scale,
-            guidance_channels=sampling.guidance_channels,
-            thresholding=sampling.thresholding,
-            seed=seed.to(batch.layout.device),
+            sampling,
+            seeds_S=seed.to(batch.layout.device),
+            guide=None if self.guide is None else self._in_tiles(self.guide, tile, tile_overlap),
             negative=negative,
             strength=strength,
             on_step=on_step,
@@ -212,18 +207,43 @@ class Generator:
         nulls = empty_texts(self.text_encoder, missing, local_device(), load_text_encoders)
         return {name: [null] * count for name, null in nulls.items()}
 
-    def _in_tiles(self, tile: Optional[int], overlap: Optional[int]) -> ConditionalNetwork:
-        """Return the network, in tiles if they are asked for."""
+    def guide_by(self, weaker: "Generator") -> None:
+        """Let guidance lead away from a smaller model, or from an earlier checkpoint of this one.
+
+        Raises:
+            ConfigError: it has another objective, other latents, or conditions that this model does not take.
+        """
+        own, other = self.config.objective, weaker.config.objective
+        if own != other:
+            raise ConfigError(
+                f"the guide was trained by {other}, this model by {own}; guide by a model of one objective"
+            )
+        form = ("latent_channels", "patch_spatial", "patch_temporal")
+        differ = [n for n in form if getattr(self.spec, n) != getattr(weaker.spec, n)]
+        forms = {(c.name, c.shape, c.num_classes) for c in self.spec.conditions}
+        wanted = [c for c in weaker.spec.conditions if c.default is None]
+        lacking = [c.name for c in wanted if (c.name, c.shape, c.num_classes) not in forms]
+        if differ or lacking or weaker.text_encoder != self.text_encoder:
+            reasons = [f"{n}={getattr(weaker.spec, n)} (this model: {getattr(self.spec, n)})" for n in differ]
+            reasons += [f"the condition {name!r} in another form" for name in lacking]
+            reasons += [] if reasons else [f"texts of {weaker.text_encoder} (this model: {self.text_encoder})"]
+            raise ConfigError(
+                f"the guide takes {', '.join(reasons)}; guide by a model of the same latents and conditions"
+            )
+        self.guide = weaker.network
+
+    def _in_tiles(self, network: ConditionalNetwork, tile: Optional[int], overlap: Optional[int]) -> ConditionalNetwork:
+        """Return a network, in tiles if they are asked for."""
         if tile is None:
             if overlap is not None:
                 raise ConfigError(f"tile_overlap={overlap} is of tiles, and there are none; give their side, tile")
-            return self.network
+            return network
         unit = self.spec.patch_spatial
         check_size(self.spec, self.config.model, (self.spec.patch_temporal, tile, tile))
         shared = tile // 4 // unit * unit if overlap is None else overlap
         if shared % unit or not 0 <= shared < tile:
             raise ConfigError(f"tile_overlap={shared} must be a multiple of {unit} from 0 to {tile - unit}")
-        return TiledNetwork(self.network, (tile // unit,) * 2, (shared // unit,) * 2, 2 * TOKENS_AT_ONCE)
+        return TiledNetwork(network, (tile // unit,) * 2, (shared // unit,) * 2, 2 * TOKENS_AT_ONCE)
 
     def size_of(self, frames: Optional[int], size: Optional[tuple[int, int]]) -> tuple[int, int, int]:
         """Return (T, H, W) of a latent, what is None from the largest sample that was trained on."""

@@ -1,6 +1,7 @@
 """Sample grids while training: one sample per class or prompt from the current weights, always from the same noise."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
@@ -15,6 +16,7 @@ from dit.errors import ConfigError
 from dit.inference.decoding import Decoder, find_autoencoder
 from dit.models.base import ModelConfig
 from dit.objectives.base import Objective
+from dit.safe_files import make_folder
 from dit.sampling.clips import MAX_GIF_FPS, clip_grid, save_gif
 from dit.sampling.generate import empty_pack, generate
 from dit.sampling.grid import save_png, spread
@@ -85,7 +87,7 @@ class PictureWriter:
             if condition.shape not in (None, (width,)):
                 raise ConfigError(
                     f"the data's text encoder {self.text_encoder!r} gives a {condition.what} of {width} features, the "
-                    f"model takes {list(condition.shape)}; set {condition.setting or 'its size'} to {width}"
+                    f"model takes {list(condition.shape)}; {condition.cure_of_width(width)}"
                 )
 
     def draw(
@@ -127,13 +129,7 @@ class PictureWriter:
             self.objective,
             batch,
             self.spec,
-            solver=self.sampling.solver,
-            num_steps=self.sampling.num_steps,
-            variance=self.sampling.variance,
-            guidance_scale=self.sampling.guidance_scale,
-            guidance_channels=self.sampling.guidance_channels,
-            thresholding=self.sampling.thresholding,
-            seed=self.sampling.seed,
+            self.sampling,
             negative=empty,
         )
         return clip_grid(self._decoder(latents), captions, columns) if lay_out else []
@@ -150,6 +146,35 @@ class PictureWriter:
             made = TextEncoders(self.text_encoder).encode(self.sampling.prompts)
             self._texts = as_conditions(made, self.spec.conditions)
         return {name: values * self.sampling.samples_per_class for name, values in self._texts.items()}
+
+    def write(
+        self,
+        network: Callable[..., Tensor],
+        latent_size: tuple[int, int, int],
+        fps: float,
+        device: torch.device,
+        folder: Optional[Path],
+        averaged: Optional[Callable[[], AbstractContextManager[None]]] = None,
+    ) -> dict[str, Path]:
+        """Draw the grid of the average (`ema.png`), of the weights (`raw.png`), or both, and write them; see `draw`.
+
+        Args:
+            folder: of the grids; None on a rank that writes nothing.
+            averaged: runs the model with the average of its weights; None if there is none.
+
+        Returns:
+            The files, by the name of their weights in reports.
+        """
+        paths = {}
+        names = {"raw": "samples"} if averaged is None else {"ema": "samples"}
+        if self.sampling.raw_weights:
+            names.setdefault("raw", "samples_raw")
+        for weights, name in names.items():
+            with averaged() if averaged is not None and weights == "ema" else nullcontext():
+                frames = self.draw(network, latent_size, fps, device, lay_out=folder is not None)
+            if folder is not None:
+                paths[name] = self.save(frames, make_folder(folder) / f"{weights}.png", fps)
+        return paths
 
     def save(self, frames: list["Image"], path: Path, fps: float) -> Path:
         """Write the grid as PNG, or as a GIF with that ending if it moves; a reader never sees half a file.

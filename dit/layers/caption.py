@@ -1,9 +1,9 @@
-"""Text conditioning of pixel-space UNets: tokens for attention, and a vector added to the time embedding.
+"""The text of a picture in pixel-space UNets: tokens for attention, and a vector beside that of the time.
 
 Shape suffixes: K text tokens of the pack, D width, S samples.
 """
 
-from typing import Literal
+from typing import Literal, Optional
 
 import torch
 from torch import Tensor, nn
@@ -21,25 +21,65 @@ from dit.layout import SequenceLayout
 TextPooling = Literal["attention", "mean"]
 
 
-def mean_of_texts(x_KD: Tensor, layout: SequenceLayout) -> Tensor:
-    """Return the mean over the real tokens of each text `[S, D]`, float32."""
-    lengths_S1 = torch.tensor(layout.lengths, device=x_KD.device)[:, None]
-    return layout.sum_per_sample(x_KD.float()) / lengths_S1
+def missing_tokens(layout: SequenceLayout, padded: Optional[int]) -> Tensor:
+    """Return the tokens that each text lacks of `padded`, `[S, 1]`; zeros for None."""
+    counts = [max((padded or 0) - length, 0) for length in layout.lengths]
+    return torch.tensor(counts, device=layout.device)[:, None]
+
+
+def mean_of_texts(x_KD: Tensor, layout: SequenceLayout, padding_D: Tensor, padded: Optional[int]) -> Tensor:
+    """Return the mean over the tokens of each text `[S, D]`, float32; see `normalise_texts`."""
+    missing_S1 = missing_tokens(layout, padded)
+    count_S1 = torch.tensor(layout.lengths, device=x_KD.device)[:, None] + missing_S1
+    sums_SD = layout.sum_per_sample(x_KD.float())
+    return (sums_SD if padded is None else sums_SD + missing_S1 * padding_D.float()) / count_S1
+
+
+def normalise_texts(
+    x_KD: Tensor, layout: SequenceLayout, groups: int, padding_D: Tensor, padded: Optional[int], epsilon: float = 1e-5
+) -> Tensor:
+    """Norm texts over (the channels of a group) x (the tokens of a text), in float32.
+
+    Args:
+        x_KD: tokens.
+        layout: of the texts.
+        groups: of channels that are normed together.
+        padding_D: token that a position of padding becomes.
+        padded: count padding up to so many tokens; None to count real tokens only.
+        epsilon: added to the variance.
+    """
+    x_KGC = x_KD.float().unflatten(1, (groups, -1))
+    padding_GC, missing_S1 = padding_D.float().unflatten(0, (groups, -1)), missing_tokens(layout, padded)
+    count_S1 = (torch.tensor(layout.lengths, device=x_KD.device)[:, None] + missing_S1) * x_KGC.shape[-1]
+    sum_SG = layout.sum_per_sample(x_KGC.sum(-1))
+    if padded is not None:
+        sum_SG = sum_SG + missing_S1 * padding_GC.sum(-1)
+    mean_SG = sum_SG / count_S1
+    x_KGC = x_KGC - layout.per_token(mean_SG)[..., None]
+    squares_SG = layout.sum_per_sample(x_KGC.square().sum(-1))
+    if padded is not None:
+        squares_SG = squares_SG + missing_S1 * (padding_GC - mean_SG[..., None]).square().sum(-1)
+    x_KGC = x_KGC * layout.per_token((squares_SG / count_S1 + epsilon).rsqrt())[..., None]
+    return x_KGC.flatten(1)
 
 
 class AttentionPooling(nn.Module):
-    """The mean of each text's tokens, weighted by a learned softmax over the tokens, then normalised and projected.
+    """A weighted mean of the tokens of each text, with weights by a softmax over them, normed and projected.
 
     Args:
         context_size: width of the text embeddings.
         outputs: width of the result.
+        padded: weigh padding, which is zeros, up to so many tokens; None to weigh real tokens only.
     """
 
-    def __init__(self, context_size: int, outputs: int, provider: LayerProvider) -> None:
+    def __init__(
+        self, context_size: int, outputs: int, provider: LayerProvider, *, padded: Optional[int] = None
+    ) -> None:
         super().__init__()
+        self.padded = padded
         init = torch_init(context_size)
-        # A linear layer to one score with the bias in the last column. As a separate parameter, the bias would have a
-        # gradient of zero in exact arithmetic, because softmax is invariant to a constant added to all scores.
+        # A linear layer to one score, its bias in the last column: a parameter by itself would have a gradient of zero
+        # in exact arithmetic, because a softmax does not depend on what all scores have in common.
         self.to_score = provider.parameter((1, context_size + 1), init)
         self.norm = LayerNorm(context_size, provider, eps=1e-5)
         self.to_out = provider.replicated_linear(context_size, outputs, bias=True, init=init)
@@ -48,24 +88,33 @@ class AttentionPooling(nn.Module):
         """Return `[S, outputs]`."""
         weight_1D, bias_11 = self.to_score[:, :-1], self.to_score[:, -1:]
         score_K = (context_KD @ weight_1D.T + bias_11)[:, 0].float().masked_fill(~layout.valid_T, -torch.inf)
-        max_S = score_K.new_full((layout.num_samples,), -torch.inf)
-        max_S = max_S.scatter_reduce(0, layout.segment_ids_T, score_K.detach(), "amax")
-        weight_K1 = (score_K - max_S[layout.segment_ids_T]).exp()[:, None]
-        pooled_SD = layout.sum_per_sample(weight_K1 * context_KD.float()) / layout.sum_per_sample(weight_K1)
+        score_of_padding = None if self.padded is None else bias_11.float()
+        most_S = score_K.new_full((layout.num_samples,), -torch.inf)
+        if score_of_padding is not None:
+            most_S = score_of_padding[0].detach().repeat(layout.num_samples)
+        most_S = most_S.scatter_reduce(0, layout.segment_ids_T, score_K.detach(), "amax")
+        weight_K1 = (score_K - most_S[layout.segment_ids_T]).exp()[:, None]
+        total_S1 = layout.sum_per_sample(weight_K1)
+        if score_of_padding is not None:
+            total_S1 = total_S1 + missing_tokens(layout, self.padded) * (score_of_padding - most_S[:, None]).exp()
+        pooled_SD = layout.sum_per_sample(weight_K1 * context_KD.float()) / total_S1
         return self.to_out(self.norm(pooled_SD.to(context_KD.dtype)))
 
 
 class Caption(nn.Module):
-    """Projects text embeddings to tokens for the attention of a UNet, and pools them to a conditioning vector.
+    """Text embeddings as the attention of a UNet reads them, normed, and pooled to a vector.
 
-    Deviation from NeMo's Imagen, whose pooling includes padding: only real tokens are pooled.
+    NeMo's Imagen pads texts with zeros, which its pooling and its norm count; `padded` counts them without computing
+    them. Attention never reads padding.
 
     Args:
         context_size: width of the text embeddings.
-        condition_size: width of the tokens for attention.
+        condition_size: width of the tokens that attention reads.
         vector_size: width of the conditioning vector.
-        pooling: `attention` pools the embeddings, `mean` averages the projected tokens.
-        null_token: append a learned token to every text, so that attention can ignore the text.
+        pooling: of the tokens to a vector: `attention`, of the embeddings, or `mean`, of the projected tokens.
+        null_token: append a learned token to every text, which attention may read instead of the text.
+        groups: of the norm of the tokens; None for tokens that are not normed.
+        padded: length up to which padding counts; None to count real tokens only.
 
     Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, section 2.4; NVIDIA NeMo's Imagen for the modules.
     """
@@ -79,12 +128,16 @@ class Caption(nn.Module):
         *,
         pooling: TextPooling,
         null_token: bool,
+        groups: Optional[int],
+        padded: Optional[int],
     ) -> None:
         super().__init__()
         self.to_tokens = provider.replicated_linear(
             context_size, condition_size, bias=True, init=torch_init(context_size)
         )
-        self.pooling = AttentionPooling(context_size, condition_size, provider) if pooling == "attention" else None
+        self.groups, self.padded, self.pooling = groups, padded, None
+        if pooling == "attention":
+            self.pooling = AttentionPooling(context_size, condition_size, provider, padded=padded)
         self.norm = LayerNorm(condition_size, provider, eps=1e-5)
         self.linear_1 = provider.replicated_linear(
             condition_size, vector_size, bias=True, init=torch_init(condition_size)
@@ -105,10 +158,14 @@ class Caption(nn.Module):
         if self.pooling is not None:
             pooled_SD = self.pooling(context_KD, layout)
         else:
-            pooled_SD = mean_of_texts(tokens_KD, layout).to(tokens_KD.dtype)
+            pooled_SD = mean_of_texts(tokens_KD, layout, self.to_tokens.bias, self.padded).to(tokens_KD.dtype)
         vector_SE = self.linear_2(silu(self.linear_1(self.norm(pooled_SD))))
+        padded = self.padded
         if self.null_token is not None:
+            padded = None if padded is None else padded + 1
             ones = SequenceLayout.from_lengths([1] * layout.num_samples, device=layout.device)
             joint = joint_layout(layout, ones)
             tokens_KD, layout = joint.join(tokens_KD, self.null_token.expand(layout.num_samples, -1)), joint
+        if self.groups is not None:
+            tokens_KD = normalise_texts(tokens_KD, layout, self.groups, self.to_tokens.bias, padded)
         return tokens_KD, layout, vector_SE

@@ -206,6 +206,14 @@ class ModelConfig(ABC):
         """Return the settings of the base model."""
         return self
 
+    def with_adapters(self, lora: LoRAConfig) -> Self:
+        """Return the settings with adapters beside the base model.
+
+        Raises:
+            ConfigError: the backbone has none.
+        """
+        raise ConfigError(f"{type(self).__name__} has no adapters (LoRA); train all its weights")
+
     def conditions(self) -> tuple[Condition, ...]:
         """Return the conditions of each sample, i.e. the inputs of the model other than the noised latent.
 

@@ -1,11 +1,16 @@
 """Settings common to the backbones with text cross-attention, and their checks."""
 
 from dataclasses import dataclass, replace
-from typing import Optional
+from typing import Literal, Optional
 
+from dit.condition_table import CONTEXT
+from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.models.base import TransformerSizes
 from dit.models.transformer_config import TransformerModelConfig
+from dit.ranges import check_choice
+
+NullText = Literal["learned", "empty"]
 
 
 @dataclass(kw_only=True)
@@ -20,6 +25,8 @@ class CrossAttentionModelConfig(TransformerModelConfig):
         qk_layernorm: RMSNorm on queries and keys per head, in self- and cross-attention.
         fps_conditioning: condition on the frame rate, with 30 for samples without a frame rate.
         size_conditioning: condition on height, width and duration.
+        null_text: replacement of a dropped text, also the negative input of guidance: a `learned` token, or the
+            embedding of the `empty` text, as in the pipelines of diffusers.
     """
 
     in_channels: int = 16
@@ -29,6 +36,12 @@ class CrossAttentionModelConfig(TransformerModelConfig):
     qk_layernorm: bool = True
     fps_conditioning: bool = True
     size_conditioning: bool = False
+    null_text: NullText = "learned"
+
+    def conditions(self) -> tuple[Condition, ...]:
+        if self.null_text == "learned":
+            return super().conditions()
+        return tuple(replace(c, null="empty text") if c.name == CONTEXT.name else c for c in super().conditions())
 
     @property
     def kv_size(self) -> int:
@@ -37,6 +50,7 @@ class CrossAttentionModelConfig(TransformerModelConfig):
 
     def check_sizes(self) -> None:
         super().check_sizes()
+        check_choice("model.null_text", self.null_text, NullText)
         if self.num_query_groups is not None and self.num_attention_heads % self.num_query_groups:
             fits = [n for n in range(1, self.num_attention_heads + 1) if self.num_attention_heads % n == 0]
             raise ConfigError(

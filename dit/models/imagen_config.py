@@ -35,6 +35,8 @@ class ImagenConfig(ModelConfig):
         init_kernel_size: kernel size of the first convolution, odd.
         text_pooling: pooling of the text to the conditioning vector: attention pooling or the mean.
         null_token: append a learned token to every text.
+        padded_text_tokens: pooling and norms of a text count zeros up to this length, as in NeMo, whose weights expect
+            it; None to count real tokens only.
         learned_time_features: features of a time embedding with learned frequencies, even; None for fixed sinusoids.
         scale_shift_norm: the conditioning vector scales and shifts the output of a norm; False adds it before the norm.
         stable_attention: use attention whose backward pass neither overflows nor underflows in half precision, instead
@@ -66,6 +68,7 @@ class ImagenConfig(ModelConfig):
     init_kernel_size: int = 3
     text_pooling: Literal["attention", "mean"] = "attention"
     null_token: bool = False
+    padded_text_tokens: Optional[int] = None
     learned_time_features: Optional[int] = None
     scale_shift_norm: bool = True
     stable_attention: bool = False
@@ -122,6 +125,7 @@ class ImagenConfig(ModelConfig):
             self,
             {
                 **dict.fromkeys((*widths, "num_attention_heads", "norm_num_groups", "learned_time_features"), WIDTH),
+                "padded_text_tokens": COUNT,
                 **dict.fromkeys(("class_dropout", "context_dropout"), SHARE),
                 **dict.fromkeys(("patch_spatial", "init_kernel_size"), whole(1, 64)),
                 "low_resolution_factor": whole(2, 64),

@@ -106,6 +106,9 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
     def without_adapters(self) -> Self:
         return replace(self, lora=None)
 
+    def with_adapters(self, lora: LoRAConfig) -> Self:
+        return replace(self, lora=lora)
+
     @property
     @abstractmethod
     def num_layers(self) -> int:

@@ -6,6 +6,7 @@ torchrun replaces every worker's exit code by 1, so the code is stored in a file
 """
 
 import logging
+import os
 import sys
 import time
 import traceback
@@ -31,6 +32,7 @@ from dit.errors import (
     UserError,
     exit_code,
 )
+from dit.monitoring.time_limit import started_at
 from dit.safe_files import parse_json, read_bytes
 from dit.terminal import echo
 
@@ -134,7 +136,8 @@ def outcome_of(error: Optional[BaseException], *, step: Optional[int], rank: int
 class ExitRecord:
     """Record how the run ended, also after an exception.
 
-    Exceptions pass through unchanged; let `dit.errors.exit_code` turn them into the process's code, or use `code`.
+    Exceptions pass through unchanged, except a request to stop because another rank failed; let `dit.errors.exit_code`
+    turn them into the process's code, or use `code`.
 
     Args:
         run_dir: folder of the run.
@@ -147,6 +150,10 @@ class ExitRecord:
         preempted: to be set when the run stops early on request.
         code: exit code of this process; None inside the block.
         explain: says why a peer was lost; an empty text if that is unknown.
+
+    Raises:
+        ConnectionAbortedError: this rank was stopped (`SystemExit` with code 75), and another one had failed before:
+            torchrun sends the same signal then as a scheduler that preempts the run.
     """
 
     def __init__(self, run_dir: Path | str, rank: int = 0, is_ours: Callable[[], bool] = lambda: True) -> None:
@@ -169,12 +176,22 @@ class ExitRecord:
     def __exit__(
         self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
     ) -> None:
-        outcome = outcome_of(error, step=self.step, rank=self.rank, preempted=self.preempted)
+        lost = self._failed_peer() if error is not None and exit_code(error) == EXIT_PREEMPTED else None
+        outcome = outcome_of(lost or error, step=self.step, rank=self.rank, preempted=self.preempted)
         self.code = outcome.code
         if outcome.reason == PEER_LOST and (cause := self.explain()):
             outcome = replace(outcome, error=f"{outcome.error}; {cause}")
         if self._is_ours():
             write_outcome(self.run_dir, outcome)
+        if lost is not None:
+            raise lost from error
+
+    def _failed_peer(self) -> Optional[ConnectionAbortedError]:
+        """Return an error that names the rank that has failed since this process started; None if there is none."""
+        failed = _root_outcome(self.run_dir)
+        if failed is None or failed.rank == self.rank or failed.time < started_at(os.getpid()):
+            return None
+        return ConnectionAbortedError(f"rank {failed.rank} ended: {failed.error}")
 
 
 def write_outcome(run_dir: Path, outcome: Outcome) -> None:

@@ -36,7 +36,7 @@ class PreemptionFlag:
     def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
         self.signals = tuple(signals)
         self.signal_name: Optional[str] = None
-        self._at_once = False
+        self._at_once = self._raised = False
         self._earlier: dict[signal.Signals, Any] = {}
 
     @property
@@ -73,11 +73,12 @@ class PreemptionFlag:
                 raise SystemExit(EXIT_PREEMPTED)
             yield
         except Exception as error:
-            if is_peer_lost(error):
-                if self.requested:
-                    raise SystemExit(EXIT_PREEMPTED) from error
-                if self._at_once:
-                    time.sleep(SIGNAL_SKEW_S)  # the handler raises
+            lost = is_peer_lost(error)
+            # Functions in C may replace the handler's exception by one of their own, as torch.asarray does.
+            if self._raised or (self.requested and lost):
+                raise SystemExit(EXIT_PREEMPTED) from error
+            if lost and self._at_once:
+                time.sleep(SIGNAL_SKEW_S)  # the handler raises
             raise
         finally:
             self._at_once = False
@@ -89,6 +90,7 @@ class PreemptionFlag:
     def _note(self, number: int, frame: Optional[FrameType]) -> None:
         self.signal_name = signal.Signals(number).name
         if self._at_once:
+            self._raised = True
             raise SystemExit(EXIT_PREEMPTED)
 
 

@@ -15,8 +15,9 @@ from dit.monitoring.dropped import DropReport
 from dit.monitoring.environment_record import ENV_FILE, append_attempt, environment_record
 from dit.monitoring.headline import headline
 from dit.monitoring.progress import ConsoleProgress
-from dit.monitoring.sinks import METRICS_FILE, FanOut, JsonlSink, Sink, TensorBoardSink, WandbSink, has_wandb_key
+from dit.monitoring.sinks import METRICS_FILE, FanOut, JsonlSink, Sink, TensorBoardSink
 from dit.monitoring.summary import drawing_command, exporting_command, how_it_went
+from dit.monitoring.wandb_sink import WandbSink, has_wandb_key
 from dit.parallel.dims import ParallelDims
 from dit.parallel.implementations import implementations
 from dit.run_config import RunConfig
@@ -68,10 +69,10 @@ class RunLog:
             self.message(f"step {state.step}: held-out loss {losses['loss']:.4f}{of_weights}")
             self._sinks.sync()
 
-    def samples(self, state: TrainState, path: Path) -> None:
-        """Report a file of samples."""
+    def samples(self, state: TrainState, path: Path, name: str = "samples") -> None:
+        """Report a file of samples, under a name for those of the same weights."""
         if self._sinks is not None:
-            self._sinks.image("samples", state.step, path, "one sample per class or prompt")
+            self._sinks.image(name, state.step, path, "one sample per class or prompt")
             self.message(f"step {state.step}: samples {path}")
 
     def checkpoint(self, step: int, path: Path, held_out: Mapping[str, Any]) -> None:
@@ -167,5 +168,6 @@ def mirrors_of(
             name=logging.wandb_name,
             group=logging.wandb_group,
             artifacts=logging.wandb_artifacts,
+            epoch_samples=config.data.epoch_samples() if logging.wandb_artifacts else None,
         )
     return mirrors

@@ -5,20 +5,17 @@ Sinks exist on rank 0 and get host values only. Names are not changed; the train
 
 import logging
 import math
-import netrc
 import os
-import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Optional, Union
-from urllib.parse import urlsplit
 
 import numpy as np
 
-from dit.durable_files import strict_json, write_all, write_atomic
+from dit.durable_files import strict_json, write_all
 from dit.errors import CheckpointError
 from dit.media import open_image
 from dit.safe_files import make_folder, open_binary, open_regular, parse_json, read_bytes
@@ -176,9 +173,9 @@ class TensorBoardSink(Sink):
                 self._writer.add_scalar(name, float(value), step)
 
     def image(self, name: str, step: int, picture: Picture, caption: str = "") -> None:
-        clip = _clip_file(picture)
+        clip = clip_file(picture)
         if clip is None:
-            self._writer.add_image(name, _pixels(picture), step, dataformats="HWC")
+            self._writer.add_image(name, pixels_of(picture), step, dataformats="HWC")
             return
         # TensorBoard shows the file as it is; `add_video` would encode it again with MoviePy.
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -196,81 +193,6 @@ class TensorBoardSink(Sink):
 
     def close(self) -> None:
         self._writer.close()
-
-
-class WandbSink(Sink):
-    """Mirror to Weights & Biases; all its files are inside the run folder.
-
-    Without a key, or if the service does not respond, the run is recorded offline (`wandb sync` uploads it later). The
-    id is stored in `run_dir/wandb_id`, so a resumed run continues the same page.
-
-    Args:
-        run_dir: folder of the run.
-        project: name of the project.
-        config: settings of the run, plain containers.
-        name, group: of the run's page; None for wandb's.
-        artifacts: also log artifacts, as references to their folders; nothing is copied.
-    """
-
-    def __init__(
-        self,
-        run_dir: Path | str,
-        project: str,
-        config: Mapping[str, Any],
-        *,
-        name: Optional[str] = None,
-        group: Optional[str] = None,
-        artifacts: bool = False,
-    ) -> None:
-        folder = make_folder(Path(run_dir).resolve() / "wandb")
-        # wandb takes these three folders from the environment only; by default they are in the home directory.
-        for kind in ("DATA", "CACHE", "CONFIG"):
-            os.environ.setdefault(f"WANDB_{kind}_DIR", str(folder / kind.lower()))
-        import wandb  # two seconds, and only rank 0 needs it
-
-        self._wandb = wandb
-        self._artifacts = artifacts
-        settings = wandb.Settings(x_disable_stats=True, console="off", silent=True, disable_git=True, disable_code=True)
-        arguments: dict[str, Any] = {
-            "project": project,
-            "name": name,
-            "group": group,
-            "id": _wandb_id(Path(run_dir) / "wandb_id"),
-            "resume": "allow",
-            "config": dict(config),
-            "dir": str(folder.parent),
-            "settings": settings,
-            "mode": os.environ.get("WANDB_MODE") or ("online" if has_wandb_key() else "offline"),
-        }
-        try:
-            self._run = wandb.init(**arguments)
-        except (wandb.errors.CommError, wandb.errors.UsageError) as error:
-            logger.warning("Weights & Biases is recorded offline: %s", error)
-            self._run = wandb.init(**{**arguments, "mode": "offline"})
-        self._run.define_metric("consumed_samples")
-        self._run.define_metric("*", step_metric="consumed_samples")
-
-    def scalars(self, step: int, values: Mapping[str, float], consumed_samples: int) -> None:
-        self._run.log({**values, "consumed_samples": consumed_samples}, step=step)
-
-    def image(self, name: str, step: int, picture: Picture, caption: str = "") -> None:
-        clip = _clip_file(picture)
-        shown = (
-            self._wandb.Image(_pixels(picture), caption=caption)
-            if clip is None
-            else self._wandb.Video(str(clip), caption=caption, format="gif")
-        )
-        self._run.log({name: shown}, step=step)
-
-    def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
-        if self._artifacts:
-            artifact = self._wandb.Artifact(f"checkpoint-{self._run.id}", "checkpoint", metadata=dict(metadata))
-            # Our manifest has the hashes; hashing everything again would delay training.
-            artifact.add_reference(Path(path).resolve().as_uri(), checksum=False)
-            self._run.log_artifact(artifact)
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 class FanOut(Sink):
@@ -423,35 +345,16 @@ def _cut_torn_line(descriptor: int) -> bytes:
     return tail[:complete]
 
 
-def _clip_file(picture: Picture) -> Optional[Path]:
+def clip_file(picture: Picture) -> Optional[Path]:
     """Return the file of an animated picture, or None."""
     if isinstance(picture, np.ndarray) or Path(picture).suffix.lower() != ".gif":
         return None
     return Path(picture)
 
 
-def _pixels(picture: Picture) -> np.ndarray:
+def pixels_of(picture: Picture) -> np.ndarray:
+    """Return the pixels of a picture, uint8 `[height, width, 3]`."""
     if isinstance(picture, np.ndarray):
         return picture
     with open_image(Path(picture)) as image:
         return np.asarray(image.convert("RGB"))
-
-
-def _wandb_id(path: Path) -> str:
-    """Return the id of this run's page, created at the first call."""
-    if os.path.lexists(path):
-        return read_bytes(path, follow=False).decode().strip()
-    run_id = os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
-    write_atomic(path, run_id + "\n")
-    return run_id
-
-
-def has_wandb_key() -> bool:
-    """Return whether wandb can log in without a prompt, which would block the run on a terminal."""
-    if os.environ.get("WANDB_API_KEY"):
-        return True
-    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
-    try:
-        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
-    except (OSError, netrc.NetrcParseError):
-        return False

@@ -56,6 +56,8 @@ class AddressedNoise:
         draws_S: number of each sample's draw from the data, int64; None where a sample comes once: its noise is then
             that of draw 0.
         mix: kernel for `mix_TC`; None for none.
+        latent_channels: of a latent; the features of a token are those of its positions, one position behind another.
+            None for one position.
     """
 
     def __init__(
@@ -66,8 +68,10 @@ class AddressedNoise:
         layout: SequenceLayout,
         draws_S: Optional[Tensor] = None,
         mix: Optional[Mix] = None,
+        latent_channels: Optional[int] = None,
     ) -> None:
         self.seed, self.step, self.layout, self.mix = seed, step, layout, mix
+        self.latent_channels = latent_channels
         self.ids_S = sample_ids_S if draws_S is None else sample_ids_S + draws_S * _DRAW_STRIDE  # wraps modulo 2**64
         self._low_S, self._high_S = self.ids_S & MASK32, (self.ids_S >> 32) & MASK32
         self._steps_S, self._first_S = torch.full_like(self.ids_S, step), torch.zeros_like(self.ids_S)
@@ -95,15 +99,30 @@ class AddressedNoise:
         """Draw one standard normal number per sample, float32 `[S]`."""
         return to_normal(self._words_S(purpose))[0]
 
-    def mix_TC(self, purpose: str, x0_TC: Tensor, pairs: Callable[[], Pairs]) -> Optional[Sequence[Tensor]]:
+    def normal_SC(self, purpose: str, columns: int) -> Tensor:
+        """Draw one standard normal number per sample and channel, float32 `[S, columns]`, equal at all positions."""
+        channels = self.latent_channels or columns
+        block = torch.arange(-(-channels // 4), device=self.layout.device)
+        seed = self.seed if isinstance(self.seed, int) else self.seed[:, None]
+        counter = (block, self._steps_S[:, None], self._low_S[:, None], self._high_S[:, None])
+        e, s, low, high = torch.broadcast_tensors(*counter)
+        words = philox((e, s, low, high), self._key(purpose, seed))
+        return torch.stack(to_normal(words), -1).flatten(1)[:, :channels].repeat(1, columns // channels)
+
+    def mix_TC(
+        self, purpose: str, x0_TC: Tensor, pairs: Callable[[], Pairs], offset_SC: Optional[Tensor] = None
+    ) -> Optional[Sequence[Tensor]]:
         """Return a x0 + b `normal_TC` for each pair (a, b) of numbers `[S]`, float32; None if no kernel does it."""
         if self.mix is None:
             return None
         words = zlib.crc32(purpose.encode()), _KEY_WORD
-        return self.mix(x0_TC, self.layout, self.ids_S, self.seed, words, self.step, pairs())
+        mixed = self.mix(x0_TC, self.layout, self.ids_S, self.seed, words, self.step, pairs())
+        if offset_SC is None:
+            return mixed
+        return [x_TC + self.layout.per_token(b_S[:, None] * offset_SC) for x_TC, (_, b_S) in zip(mixed, pairs())]
 
-    def normal_TC(self, purpose: str, channels: int) -> Tensor:
-        """Draw standard normal noise for every local token, float32 `[T, channels]`."""
+    def normal_TC(self, purpose: str, channels: int, offset_SC: Optional[Tensor] = None) -> Tensor:
+        """Draw standard normal noise for every local token, float32 `[T, channels]`; add the offset of its sample."""
         blocks = -(-channels // 4)
         element = self.layout.token_index_T[:, None] * blocks + torch.arange(blocks, device=self.layout.device)
         of_T1 = self.layout.segment_ids_T[:, None]
@@ -111,4 +130,5 @@ class AddressedNoise:
         counter = (element, self._steps_S[0], self._low_S[of_T1], self._high_S[of_T1])
         e, s, low, high = torch.broadcast_tensors(*counter)
         words = philox((e, s, low, high), self._key(purpose, seed))
-        return torch.stack(to_normal(words), -1).flatten(1)[:, :channels]
+        eps_TC = torch.stack(to_normal(words), -1).flatten(1)[:, :channels]
+        return eps_TC if offset_SC is None else eps_TC + self.layout.per_token(offset_SC)

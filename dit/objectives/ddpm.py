@@ -25,7 +25,7 @@ from dit.objectives.base import (
 )
 from dit.objectives.noise_levels import ScheduleName, TableSchedule, make_schedule
 from dit.objectives.variational_bound import VariationalBound
-from dit.ranges import INSIDE_0_1, NOT_NEGATIVE, POSITIVE, check_choice, check_ranges, whole
+from dit.ranges import INSIDE_0_1, NOT_NEGATIVE, POSITIVE, SHARE, check_choice, check_ranges, whole
 
 Prediction = Literal["noise", "x0", "v"]
 NetworkTime = Literal["time", "log_snr"]
@@ -62,6 +62,10 @@ class DDPM(Objective):
         beta_start, beta_end: variance that the first and the last of 1000 steps add, of the schedules `linear` and
             `scaled_linear`; other lengths, continuous time included, end at the same noise. None for the published
             ones, 1e-4 and 0.02, or 0.00085 and 0.012.
+        zero_terminal_snr: rescale the table so that its last step is pure noise, from which sampling then starts as it
+            was trained; for `prediction` v or x0, because noise says nothing of x0 there.
+        noise_offset: strength of a number that is added to the noise of every position, drawn for each channel of each
+            sample, in training only: the network learns to change the mean of a picture. 0.05 for SDXL; 0 for none.
         network_time: what the network gets as the time: the time in [0, 1], or the log SNR ln(alpha^2 / sigma^2), as
             Imagen's networks do.
         loss_kind: pointwise error.
@@ -73,12 +77,13 @@ class DDPM(Objective):
         vlb_weight: of the bound, the sum over all steps in bits per dimension.
 
     Raises:
-        ConfigError: an unknown choice, a table too short for its schedule, betas that do not fit it, or a learned
-            variance without a table.
+        ConfigError: an unknown choice, a table too short for its schedule, betas that do not fit it, a learned variance
+            or a zero terminal SNR without a table, or the latter with a prediction of the noise.
 
     Source: Ho et al. 2020, arXiv:2006.11239, Eq. 4 and 14; v prediction, Salimans and Ho 2022, arXiv:2202.00512,
     Appendix D; learned variance, Nichol and Dhariwal 2021, arXiv:2102.09672, Eq. 15 and 16 with their published code's
-    bits; min-SNR, Hang et al. 2023, arXiv:2303.09556.
+    bits; min-SNR, Hang et al. 2023, arXiv:2303.09556; zero terminal SNR, Lin et al. 2023, arXiv:2305.08891,
+    Algorithm 1; offset noise, Guttenberg 2023 (crosslabs.org, "Diffusion with Offset Noise").
     """
 
     schedule: ScheduleName = "linear"
@@ -86,6 +91,8 @@ class DDPM(Objective):
     discrete_steps: Optional[int] = None
     beta_start: Optional[float] = None
     beta_end: Optional[float] = None
+    zero_terminal_snr: bool = False
+    noise_offset: float = 0.0
     network_time: NetworkTime = "time"
     loss_kind: LossKind = "l2"
     min_snr_gamma: Optional[float] = None
@@ -98,8 +105,17 @@ class DDPM(Objective):
         check_choice("loss_kind", self.loss_kind, LossKind)
         check_choice("network_time", self.network_time, NetworkTime)
         ranges = {"discrete_steps": whole(1, 1_000_000), "min_snr_gamma": POSITIVE, "vlb_weight": NOT_NEGATIVE}
+        ranges["noise_offset"] = SHARE
         check_ranges("objective", self, {**ranges, **dict.fromkeys(("beta_start", "beta_end"), INSIDE_0_1)})
-        self.noise_schedule = make_schedule(self.schedule, self.discrete_steps, self.beta_start, self.beta_end)
+        if self.zero_terminal_snr and (self.discrete_steps is None or self.prediction == "noise"):
+            raise ConfigError(
+                "objective.zero_terminal_snr ends a table of steps at pure noise, which a prediction of the noise "
+                f"cannot leave, and objective.discrete_steps={self.discrete_steps}, objective.prediction="
+                f"{self.prediction}; use discrete_steps=1000 and prediction=v, or zero_terminal_snr=false"
+            )
+        self.noise_schedule = make_schedule(
+            self.schedule, self.discrete_steps, self.beta_start, self.beta_end, zero_snr=self.zero_terminal_snr
+        )
         self._bound: Optional[VariationalBound] = None
         if self.learned_variance:
             if not isinstance(self.noise_schedule, TableSchedule) or self.noise_schedule.num_steps < 2:
@@ -155,12 +171,15 @@ class DDPM(Objective):
             inputs, eps = (alpha_S, sigma_S), (torch.zeros_like(alpha_S), torch.ones_like(alpha_S))
             return {"noise": [inputs, eps], "x0": [inputs], "v": [inputs, (-sigma_S, alpha_S)]}[self.prediction]
 
-        mixed = noise.mix_TC("eps", batch.latents_TC, pairs)
+        offset_SC = (
+            self.noise_offset * noise.normal_SC("offset", batch.latents_TC.shape[-1]) if self.noise_offset else None
+        )
+        mixed = noise.mix_TC("eps", batch.latents_TC, pairs, offset_SC)
         x0_TC = batch.latents_TC.float()
         if mixed is not None:
             return mixed[0], x0_TC if self.prediction == "x0" else mixed[1]
         alpha_T1, sigma_T1 = (batch.layout.per_token(x_S) for x_S in (alpha_S, sigma_S))
-        target_TC = eps_TC = noise.normal_TC("eps", x0_TC.shape[-1])
+        target_TC = eps_TC = noise.normal_TC("eps", x0_TC.shape[-1], offset_SC)
         if self.prediction == "x0":
             target_TC = x0_TC
         elif self.prediction == "v":

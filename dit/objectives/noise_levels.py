@@ -247,23 +247,41 @@ def discrete_betas(
     return betas
 
 
+def zero_terminal_snr(betas: Tensor) -> Tensor:
+    """Rescale the betas of a table so that its last step is pure noise: the last beta is 1.
+
+    alpha, the root of the product of all 1 - beta up to a step, is shifted and stretched so that its last value becomes
+    0 and its first one stays.
+
+    Source: Lin et al. 2023, arXiv:2305.08891, Algorithm 1.
+    """
+    alpha = (1 - betas).cumprod(0).sqrt()
+    alpha = (alpha - alpha[-1]) * alpha[0] / (alpha[0] - alpha[-1])
+    signal = alpha.square()
+    return 1 - torch.cat([signal[:1], signal[1:] / signal[:-1]])
+
+
 def make_schedule(
     name: ScheduleName,
     discrete_steps: Optional[int],
     beta_start: Optional[float] = None,
     beta_end: Optional[float] = None,
+    *,
+    zero_snr: bool = False,
 ) -> Schedule:
     """Build the schedule `name`, continuous if `discrete_steps` is None.
 
     Args:
         beta_start, beta_end: first and last beta of a table of 1000 steps; None for the published ones.
+        zero_snr: rescale the table by `zero_terminal_snr`.
 
     Raises:
         ConfigError: as in `discrete_betas`.
     """
     check_choice("schedule", name, ScheduleName)
     if discrete_steps is not None:
-        return TableSchedule(discrete_betas(name, discrete_steps, beta_start, beta_end))
+        betas = discrete_betas(name, discrete_steps, beta_start, beta_end)
+        return TableSchedule(zero_terminal_snr(betas) if zero_snr else betas)
     if beta_start is None and beta_end is None and name != "scaled_linear":
         return CosineSchedule() if name == "cosine" else LinearSchedule()
     return PowerSchedule(*beta_ends(name, beta_start, beta_end), POWERS[name])

@@ -1,4 +1,4 @@
-"""Exponential moving average of the weights, in fp32, sharded as the master weights."""
+"""Exponential moving average of the weights, in fp32, sharded like the master weights."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -16,8 +16,8 @@ class EMA:
 
     Args:
         shards: this rank's master shards.
-        decay: per update.
-        start_step: until this step the average equals the weights.
+        decay: decay per update.
+        start_step: the average equals the weights up to this step.
         interval: steps between updates; the average is updated after steps that are multiples of it.
         offload: whether the average is in host memory; an update then copies the weights there, one after another.
     """
@@ -37,7 +37,7 @@ class EMA:
         self.values: list[Tensor] = [shard.main.detach().to(device, copy=True) for shard in shards]
 
     def weight(self, step: int) -> Optional[float]:
-        """Return the weight of the new weights in the average after optimizer step `step`; None for no update."""
+        """Return the share of the new weights in the average after optimizer step `step`; None for no update."""
         if step <= self.start_step:
             return 1.0
         return None if step % self.interval else 1.0 - self.decay
@@ -58,7 +58,7 @@ class EMA:
 
     @contextmanager
     def applied(self, optimizer: MegatronOptimizer, wrapped: Sequence[Any]) -> Iterator[None]:
-        """Run the model with the averaged weights; afterwards restore its own weights, to the bit."""
+        """Use the averaged weights in this context; restores the training weights bitwise on exit."""
         self._swap()
         copy_masters_to_model(optimizer, wrapped)
         try:

@@ -1,4 +1,4 @@
-"""The optimizer step, and one view of the fp32 master weights for all kinds of optimizers."""
+"""The optimizer step, and a common view of fp32 master weights for all kinds of optimizers."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -25,14 +25,14 @@ class MasterShard:
 
     Attributes:
         name: global parameter name.
-        parameter: the model's own (tensor-parallel) parameter.
+        parameter: the model's (tensor-parallel) parameter.
         start, stop: range of the flattened parameter that this rank updates.
-        owner: the tensor that the optimizer updates, of any shape with `stop - start` elements on this rank; a DTensor
-            under FSDP.
+        owner: the tensor that the optimizer updates, with `stop - start` local elements in any shape; a DTensor under
+            FSDP.
         state: Adam's state of `owner`; empty before the first step.
         group: ranks over which the parameter is sharded; None if it is not.
-        host: memory of the host for Adam's moments, by slot; None where they are on the device.
-        factor: what the gradient is to be multiplied by.
+        host: host memory of Adam's moments, by slot; None if they are on the device.
+        factor: factor to multiply the gradient by.
     """
 
     name: str
@@ -73,7 +73,7 @@ def sub_optimizers(optimizer: MegatronOptimizer) -> list[MegatronOptimizer]:
 
 
 def is_fsdp(optimizer: MegatronOptimizer) -> bool:
-    """Return whether an optimizer updates what Megatron-FSDP shards."""
+    """Return whether an optimizer updates parameters sharded by Megatron-FSDP."""
     return isinstance(optimizer, DistributedOptimizer) and optimizer.ddp_config.use_megatron_fsdp
 
 
@@ -105,7 +105,7 @@ def _pairs(optimizer: MegatronOptimizer) -> Iterator[tuple[nn.Parameter, Tensor,
 def master_shards(
     optimizer: MegatronOptimizer, chunks: Sequence[nn.Module], *, offload: bool = False
 ) -> list[MasterShard]:
-    """List this rank's master shards in the order of the model's parameters, frozen ones left out.
+    """List this rank's master shards in the order of the model's parameters, without frozen ones.
 
     Args:
         optimizer: Megatron-Core's optimizer over `chunks`.
@@ -129,37 +129,37 @@ def _shards(optimizer: MegatronOptimizer, chunks: Sequence[nn.Module]) -> list[M
     names = {
         parameter: name for chunk in chunks for name, parameter in chunk.named_parameters() if parameter.requires_grad
     }
-    found: dict[nn.Parameter, MasterShard] = {}
+    shards: dict[nn.Parameter, MasterShard] = {}
     for part in sub_optimizers(optimizer):
         if is_fsdp(part):
             return _fsdp_shards(part, list(names.values()))
         group = part.data_parallel_group if isinstance(part, DistributedOptimizer) else None
         for parameter, main, start, stop in _pairs(part):
             state = part.optimizer.state[main]
-            found[parameter] = MasterShard(names[parameter], parameter, start, stop, main, state, group)
+            shards[parameter] = MasterShard(names[parameter], parameter, start, stop, main, state, group)
     for part in sub_optimizers(optimizer):
         if isinstance(part, DistributedOptimizer):
-            found |= _absent_shards(part, names, found)
-    return [found[parameter] for parameter in names]
+            shards |= _absent_shards(part, names, shards)
+    return [shards[parameter] for parameter in names]
 
 
 def _fsdp_shards(optimizer: DistributedOptimizer, names: list[str]) -> list[MasterShard]:
-    found = {}
+    shards = {}
     for chunk in optimizer.model_chunks:
         for p in sharded_parameters(chunk):
             state = optimizer.optimizer.state[p.owner]
-            found[p.name] = MasterShard(p.name, p.raw, p.start, p.stop, p.owner, state, p.group)
-    return [found[name] for name in names]
+            shards[p.name] = MasterShard(p.name, p.raw, p.start, p.stop, p.owner, state, p.group)
+    return [shards[name] for name in names]
 
 
 def _absent_shards(
-    optimizer: DistributedOptimizer, names: dict[nn.Parameter, str], found: dict[nn.Parameter, MasterShard]
+    optimizer: DistributedOptimizer, names: dict[nn.Parameter, str], shards: dict[nn.Parameter, MasterShard]
 ) -> dict[nn.Parameter, MasterShard]:
     """Add an empty shard for every parameter without local elements, so that all ranks run the same collectives."""
     empty = {}
-    mine = {parameter for buffer in optimizer.buffers for parameter in buffer.params}
+    local_parameters = {parameter for buffer in optimizer.buffers for parameter in buffer.params}
     for parameter, name in names.items():
-        if parameter in mine and parameter not in found:
+        if parameter in local_parameters and parameter not in shards:
             main = torch.empty(0, dtype=torch.float32, device=parameter.device)
             empty[parameter] = MasterShard(name, parameter, 0, 0, main, {}, optimizer.data_parallel_group)
     return empty
@@ -178,7 +178,7 @@ def get_step_count(optimizer: MegatronOptimizer) -> int:
 
 
 def set_step_count(optimizer: MegatronOptimizer, step: int) -> None:
-    """Set Adam's step count, in the place where the installed implementation stores it."""
+    """Set Adam's step count, where the installed implementation stores it."""
     for part in sub_optimizers(optimizer):
         per_group = type(part.optimizer).__module__.startswith(("transformer_engine", "apex"))
         for group in part.optimizer.param_groups:
@@ -214,14 +214,14 @@ def set_rates(optimizer: MegatronOptimizer, lr: float, beta1: float) -> None:
 def gradient_norm(optimizer: MegatronOptimizer) -> float:
     """Copy the gradients to the master weights, and return their global norm before clipping.
 
-    It is infinite where that of the sum over all tokens is above 1.8e19, whose square float32 does not hold.
+    The norm is infinite if the norm of the sum over all tokens exceeds 1.8e19, whose square overflows float32.
     """
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm()) * optimizer.gradient_factor.value
 
 
 def factor_of_update(optimizer: MegatronOptimizer, grad_norm: float, clip_grad: float) -> float:
-    """Return what an update multiplies the gradients by, of the norm `clip_grad` or less then; 0 for any norm."""
+    """Return the factor that scales gradients to a norm of at most `clip_grad`; `clip_grad=0` disables clipping."""
     clip = min(1.0, clip_grad / (grad_norm + 1e-6)) if clip_grad else 1.0  # as in Megatron-Core
     return optimizer.gradient_factor.value * clip
 
@@ -229,7 +229,7 @@ def factor_of_update(optimizer: MegatronOptimizer, grad_norm: float, clip_grad: 
 def apply_update(optimizer: MegatronOptimizer, grad_norm: float, clip_grad: float) -> None:
     """Clip by the global norm and update the weights; call after `gradient_norm`.
 
-    torch's fused AdamW multiplies the gradients on its way, others need a pass for it.
+    torch's fused AdamW scales the gradients itself; others need an additional pass.
     """
     factor = factor_of_update(optimizer, grad_norm, clip_grad)
     if factor == 1.0:

@@ -46,10 +46,10 @@ class Schedule(ABC):
 
     @abstractmethod
     def validate(self) -> None:
-        """Check every field by itself; raise `ConfigError` with the number and its range."""
+        """Check each field separately; raises `ConfigError` with the value and its range."""
 
     def check(self, num_steps: int, peak: float) -> None:
-        """Check that the schedule is possible in a run, before anything is built.
+        """Check that the schedule fits a run, before anything is built.
 
         Raises:
             ConfigError: a number is outside its range, or does not fit the run or the peak.
@@ -61,7 +61,7 @@ class Schedule(ABC):
         self.validate()
 
     def adapted(self, num_steps: int) -> list[str]:
-        """Return which settings were adapted to the length of the run, one line each."""
+        """Describe the settings that were adapted to the length of the run, one line each."""
         return []
 
 
@@ -81,13 +81,13 @@ class WarmUp(Schedule):
         check_ranges("schedule", self, {"warmup_steps": COUNT_OR_NONE, **self.ranges()})
 
     def ranges(self) -> dict[str, Range]:
-        """Return the ranges of a subclass's own fields."""
+        """Return the ranges of fields added by a subclass."""
         return {}
 
     def adapted(self, num_steps: int) -> list[str]:
         if self.warmup_steps <= num_steps:
             return []
-        return [f"a warm-up of {num_steps} steps, not schedule.warmup_steps={self.warmup_steps}: the run has no more"]
+        return [f"a warm-up of {num_steps} steps, not schedule.warmup_steps={self.warmup_steps}: the run is not longer"]
 
     def rate(self, update: int, num_steps: int, peak: float) -> float:
         warmup = min(self.warmup_steps, num_steps)
@@ -115,7 +115,7 @@ class Constant(WarmUp):
 
 @dataclass(kw_only=True)
 class Falling(WarmUp):
-    """A decay from the peak to `min_lr` at the last update of the run.
+    """A decay from the peak to `min_lr`, reached at the last update of the run.
 
     Attributes:
         min_lr: lowest rate after the peak.
@@ -216,7 +216,7 @@ class WSD(Falling):
         room = num_steps - max(min(self.warmup_steps, num_steps), 1)
         lines = super().adapted(num_steps)
         if self.decay_steps > room:
-            lines.append(f"a decay of {room} steps, not schedule.decay_steps={self.decay_steps}: the run has no more")
+            lines.append(f"a decay of {room} steps, not schedule.decay_steps={self.decay_steps}: the run is not longer")
         return lines
 
     def fall_start(self, summit: int, num_steps: int) -> int:
@@ -258,7 +258,7 @@ class TorchOneCycle(Schedule):
     """The one-cycle policy as in `torch.optim.lr_scheduler.OneCycleLR`, over all updates of the run.
 
     The rate rises from `peak / div_factor` to the peak, which it has at update `pct_start * num_steps`, and falls to
-    `peak / div_factor / final_div_factor`. If `cycle_momentum` is set, Adam's beta1 goes from
+    `peak / div_factor / final_div_factor`. If `cycle_momentum` is set, Adam's beta1 changes from
     `max_momentum` to `base_momentum` at the peak and back, and `optimizer.beta1` is not used.
 
     Attributes:

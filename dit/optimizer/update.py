@@ -1,10 +1,10 @@
-"""One update of the weights and their average: by Megatron-Core and torch, or by one kernel over all elements.
+"""One update of the weights and their average: by Megatron-Core and torch, or by one fused kernel.
 
-    eager   AdamW | copy to the model | average      each a pass over all elements
-    triton  all of them in one pass (`dit.kernels.fused.adamw`), then the same gathering of weights
+    eager   AdamW | copy to the model | average      one pass over all elements each
+    triton  all of them in one pass (`dit.kernels.fused.adamw`), then the same gather of weights
 
-The state is the same, so that a run may go on with the other one. With `optimizer.offload` Adam's moments are in host
-memory; the second form, or its reference in eager mode, updates them part by part.
+Both have the same state, so that a run may continue with the other one. With `optimizer.offload`, Adam's moments are in
+host memory; the fused kernel, or its reference in eager mode, updates them in parts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +30,7 @@ PART = 1 << 24
 """Elements whose moments are on the device at the same time: 128 MiB."""
 
 Update = Callable[[float, int], None]
-"""Updates weights and average after `gradient_norm`; gets its result, and the number of the step, from 1."""
+"""Updates weights and average after `gradient_norm`; called with the norm and the number of the step, from 1."""
 
 
 def build_update(
@@ -44,14 +44,14 @@ def build_update(
     """Return the update of a run.
 
     Args:
-        shards: those of `optimizer`.
-        ema: None for no average.
-        clip_grad: largest norm of the gradients; 0 for any.
-        target: for which the kernel is selected.
+        shards: master shards of `optimizer`.
+        ema: weight average; None for no average.
+        clip_grad: largest norm of the gradients; 0 for no clipping.
+        target: target for which the kernel is selected.
         kernels: `training.kernels`.
 
     Raises:
-        ConfigError: the kernel that is asked for does not run here.
+        ConfigError: the requested kernel does not run here.
     """
     adamw = choose(OPTIMIZER, target, kernels).load()
     if any(shard.host is not None for shard in shards):
@@ -68,47 +68,50 @@ def build_update(
 
 
 def with_moments_on_the_host(adamw: AdamW) -> AdamW:
-    """Return an update of parameters whose moments are in host memory, by one of parameters that are on the device.
+    """Wrap an update of device parameters into one of parameters whose moments are in host memory.
 
-    About `PART` elements after others are copied to the device, updated and copied back. The host does not wait: nobody
-    may read a moment before `synchronize`.
+    About `PART` elements at a time are copied to the device, updated and copied back. The host does not wait: moments
+    may only be read after `synchronize`.
     """
 
-    def update_some(some: Sequence[Elements], rates: Rates) -> None:
-        moments = [moment for p in some for moment in (p.exp_avg, p.exp_avg_sq)]
-        there = [moment.to(some[0].main.device, copy=True, non_blocking=True) for moment in moments]
-        adamw([replace(p, exp_avg=m, exp_avg_sq=v) for p, m, v in zip(some, there[::2], there[1::2])], rates)
-        for moment, new in zip(moments, there):
+    def update_some(batch: Sequence[Elements], rates: Rates) -> None:
+        moments = [moment for p in batch for moment in (p.exp_avg, p.exp_avg_sq)]
+        device_moments = [moment.to(batch[0].main.device, copy=True, non_blocking=True) for moment in moments]
+        adamw(
+            [replace(p, exp_avg=m, exp_avg_sq=v) for p, m, v in zip(batch, device_moments[::2], device_moments[1::2])],
+            rates,
+        )
+        for moment, new in zip(moments, device_moments):
             moment.copy_(new, non_blocking=True)
 
     def update(parameters: Sequence[Elements], rates: Rates) -> None:
-        some: list[Elements] = []
-        for part in (part for whole in parameters for part in parts(whole, PART)):
-            if sum(p.main.numel() for p in some) + part.main.numel() > PART:
-                update_some(some, rates)
-                some = []
-            some.append(part)
-        if some:
-            update_some(some, rates)
+        batch: list[Elements] = []
+        for part in (part for parameter in parameters for part in parts(parameter, PART)):
+            if sum(p.main.numel() for p in batch) + part.main.numel() > PART:
+                update_some(batch, rates)
+                batch = []
+            batch.append(part)
+        if batch:
+            update_some(batch, rates)
 
     return update
 
 
 def parts(elements: Elements, size: int) -> Iterator[Elements]:
-    """Yield the elements of a parameter, at most `size` at a time, as views."""
-    given = {field.name: getattr(elements, field.name) for field in fields(elements)}
-    flat = {name: values.view(-1) for name, values in given.items() if values is not None}
+    """Split the elements of a parameter into views of at most `size` elements."""
+    tensors = {field.name: getattr(elements, field.name) for field in fields(elements)}
+    flat = {name: values.view(-1) for name, values in tensors.items() if values is not None}
     for start in range(0, elements.main.numel(), size):
         yield replace(elements, **{name: values[start : start + size] for name, values in flat.items()})
 
 
 class FusedUpdate:
-    """The update of all parameters by one call for each group of parameters with one weight decay.
+    """Update of all parameters with one call per group of parameters with the same weight decay.
 
-    Gradients are not changed: they are multiplied inside the kernel, by what clips them and divides by the tokens.
+    Gradients are not changed: the kernel multiplies them by the factor for clipping and division by tokens.
 
     Args:
-        adamw: the kernel; other arguments as of `build_update`.
+        adamw: the kernel; other arguments as in `build_update`.
     """
 
     def __init__(
@@ -125,11 +128,11 @@ class FusedUpdate:
         groups = [(part, group) for part in self.parts for group in part.optimizer.param_groups]
         for _, group in groups:
             if "fused" in group:
-                group["fused"] = False  # Adam's step count stays on the host: nothing waits for the device
+                group["fused"] = False  # Adam's step count stays on the host, so nothing waits for the device
         owners = {id(owner): i for i, (_, group) in enumerate(groups) for owner in group["params"]}
         self.of_group: list[tuple[MegatronOptimizer, Any, list[int]]] = [(part, group, []) for part, group in groups]
         for i, shard in enumerate(shards):
-            if shard.stop > shard.start:  # others have nothing here
+            if shard.stop > shard.start:  # others have no local elements
                 self.of_group[owners[id(shard.owner)]][2].append(i)
 
     @torch.no_grad()
@@ -148,14 +151,14 @@ class FusedUpdate:
                 clip=factor,
                 average=1.0 if weight is None else weight,
             )
-            # What the model computes with is another tensor for half precision alone.
+            # The model has separate parameter tensors only in half precision.
             with_model: dict[bool, list[Elements]] = {True: [], False: []}
             for i in members:
                 elements = self._elements(i, averaged=weight is not None)
                 if elements is not None:
                     with_model[elements.model is not None].append(elements)
-            for some in with_model.values():
-                self.adamw(some, rates)
+            for batch in with_model.values():
+                self.adamw(batch, rates)
         self._count(count)
         self._gather()
         if self.ema is not None and self.ema.offload:
@@ -164,7 +167,7 @@ class FusedUpdate:
             synchronize()
 
     def _elements(self, i: int, *, averaged: bool) -> Optional[Elements]:
-        """Return the tensors of a shard; None if it has no gradient, as AdamW then leaves it as it is."""
+        """Return the tensors of a shard; None if it has no gradient, because AdamW skips it."""
         shard = self.shards[i]
         if shard.owner.grad is None:
             return None
@@ -175,14 +178,14 @@ class FusedUpdate:
         return Elements(gradient, main, exp_avg, exp_avg_sq, average, self._copy_of(shard))
 
     def _copy_of(self, shard: MasterShard) -> Optional[Tensor]:
-        """Return the part of the model's own parameter that has the rounded master weights."""
+        """Return the part of the model's parameter that stores the rounded master weights."""
         parameter = shard.parameter
         if parameter.dtype == torch.float32 or any(is_fsdp(part) for part in self.parts):
-            return None  # the same memory; or Megatron-FSDP's, which it fills itself
+            return None  # shares memory with the master weights, or Megatron-FSDP copies them
         return parameter.detach().view(-1)[shard.start : shard.stop]
 
     def _count(self, count: int) -> None:
-        """Set Adam's step count, in the place where the installed implementation stores it."""
+        """Set Adam's step count, where the installed implementation stores it."""
         step = torch.tensor(float(count))
         for _, group, members in self.of_group:
             if "fused" not in group:  # those of Transformer Engine and Apex
@@ -192,7 +195,7 @@ class FusedUpdate:
                 self.shards[i].state["step"] = step
 
     def _gather(self) -> None:
-        """Gather the new weights of all ranks, where Megatron-Core does it after its own update."""
+        """Gather the new weights of all ranks, as Megatron-Core does after its own update."""
         fsdp = [part for part in self.parts if is_fsdp(part)]
         for part in fsdp:
             part._copy_main_params_to_model_params()  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""The layouts that a search looks at: powers of two of everything, checked as a run would check them."""
+"""Candidate layouts of a search: all sizes are powers of two, and settings are checked as a run checks them."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -17,19 +17,19 @@ from dit.tracing.packs import PackShape
 DataParallel = Literal["ddp", "distributed_optimizer", "fsdp"]
 Recompute = Literal["none", "selective"]
 RECOMPUTED = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Shares of the layers that are recomputed in full."""
+"""Shares of layers with full recompute."""
 FSDP_TENSOR = 2
-"""Largest tensor parallel size with FSDP, which splits the weights by itself."""
+"""Largest tensor parallel size with FSDP, which already shards the weights."""
 FEWEST_TOKENS = 2048
-"""Tokens of a sample on one rank, below which context parallelism is not searched."""
+"""Smallest number of tokens of a sample per rank for which context parallelism is searched."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What of a layout has to be traced.
+    """The part of a layout that determines a trace.
 
     Attributes:
-        fsdp: weights, gradients and optimizer are sharded; otherwise the optimizer is.
+        fsdp: whether weights, gradients and optimizer are sharded; otherwise only the optimizer is.
     """
 
     tensor: int
@@ -42,11 +42,11 @@ class Shape:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A layout, a micro-batch and a form of recompute.
+    """A layout, a micro-batch size and a kind of recompute.
 
     Attributes:
         shape: its traced part.
-        recomputed: share of each stage's layers that are recomputed in full, instead of the shape's form.
+        recomputed: share of each stage's layers with full recompute; it replaces the recompute setting of the shape.
     """
 
     shape: Shape
@@ -57,7 +57,7 @@ class Candidate:
     recomputed: float = 0.0
 
     def parallel(self, base: ParallelConfig) -> ParallelConfig:
-        """Return the layout, with what a recipe says of the rest; gradients and weights travel while others compute."""
+        """Return the layout with the recipe's other settings; communication of gradients and weights is overlapped."""
         return replace(
             base,
             tensor_model_parallel_size=self.shape.tensor,
@@ -77,24 +77,24 @@ class Candidate:
         """Return the settings of a run.
 
         Args:
-            layers_of_chunk: of one stage of the network.
+            layers_of_chunk: number of layers of one model chunk.
         """
-        again = round(self.recomputed * layers_of_chunk)
+        recomputed_layers = round(self.recomputed * layers_of_chunk)
         return replace(
             base,
             micro_batch_size=self.micro_batch_size,
-            recompute="full" if again else self.shape.recompute,
-            recompute_layers=again if again < layers_of_chunk and again else None,
+            recompute="full" if recomputed_layers else self.shape.recompute,
+            recompute_layers=recomputed_layers if recomputed_layers < layers_of_chunk and recomputed_layers else None,
         )
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is to be trained, and on what.
+    """A training run to plan, and its cluster.
 
     Attributes:
-        pack_of: returns the shape of a micro-batch of some samples, each padded to a multiple of some tokens.
-        tokens: of a sample.
+        pack_of: maps (number of samples, token multiple) to the shape of a micro-batch.
+        tokens: tokens of a sample.
     """
 
     model: ModelConfig
@@ -109,7 +109,7 @@ class Problem:
     node_size: int = 8
 
     def layers_of_chunk(self, candidate: Candidate) -> int:
-        """Return the layers of each stage of a candidate's network."""
+        """Return the number of layers of each model chunk of a candidate."""
         return self.model.megatron_sizes().num_layers // (candidate.pipeline * (candidate.chunks or 1))
 
 
@@ -118,7 +118,7 @@ def _powers(limit: int) -> list[int]:
 
 
 def candidates(problem: Problem) -> Iterator[Candidate]:
-    """Yield every layout in powers of two, whether or not the settings allow it."""
+    """Yield every layout in powers of two, including those that the settings do not allow."""
     model, world = problem.model, problem.world_size
     sizes, able = model.megatron_sizes(), model.supports.abilities()
     layers, experts = sizes.num_layers, sizes.num_moe_experts or 1
@@ -148,19 +148,19 @@ class Allowed:
     """Candidates that the settings allow.
 
     Attributes:
-        found: with their sizes.
-        refused: how many were refused, by the reason without its numbers, and the first of each.
+        found: allowed candidates with their sizes.
+        refused: by reason (without its numbers): the number of refused candidates, and the first message.
     """
 
     found: list[tuple[Candidate, ParallelDims]]
     refused: dict[str, tuple[int, str]]
 
 
-def allowed(problem: Problem, asked: Iterator[Candidate]) -> Allowed:
-    """Check candidates as a run would."""
+def allowed(problem: Problem, proposed: Iterator[Candidate]) -> Allowed:
+    """Check candidates as a run checks its settings."""
     found: list[tuple[Candidate, ParallelDims]] = []
     refused: dict[str, tuple[int, str]] = {}
-    for candidate in asked:
+    for candidate in proposed:
         layout = candidate.parallel(problem.parallel)
         training = replace(problem.training, micro_batch_size=candidate.micro_batch_size)
         try:
@@ -176,5 +176,5 @@ def allowed(problem: Problem, asked: Iterator[Candidate]) -> Allowed:
 
 
 def shapes(found: Sequence[tuple[Candidate, ParallelDims]]) -> list[Shape]:
-    """Return what must be traced for some candidates."""
+    """Return the shapes to trace for some candidates."""
     return list(dict.fromkeys(candidate.shape for candidate, _ in found))

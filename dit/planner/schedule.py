@@ -1,4 +1,4 @@
-"""Replay the schedules of a pipeline: when each rank computes which pass of which micro-batch, and when it waits.
+"""Simulation of pipeline schedules: which pass of which micro-batch each rank computes when, and when it waits.
 
 1F1B on 2 ranks with 3 micro-batches (F forward, B backward, by micro-batch, `.` waits):
 
@@ -15,7 +15,7 @@ class Pass:
     """A forward or backward pass of one micro-batch through one model chunk.
 
     Attributes:
-        chunk: of the rank.
+        chunk: index of the model chunk on the rank.
         start, end: seconds from the start of the first pass.
     """
 
@@ -27,9 +27,10 @@ class Pass:
 
 
 def order_of(pp_size: int, pp_rank: int, chunks: int, micro_batches: int) -> list[Pass]:
-    """Return the passes of a rank in the order in which it makes them.
+    """Return the passes of a rank in execution order.
 
-    It makes some forward passes ahead, then one forward and one backward pass by turns, then the backward passes left.
+    A rank starts with warm-up forward passes, then alternates forward and backward, then runs the remaining backward
+    passes.
 
     Args:
         chunks: model chunks of each rank; with several, `micro_batches` is a multiple of `pp_size`.
@@ -37,38 +38,38 @@ def order_of(pp_size: int, pp_rank: int, chunks: int, micro_batches: int) -> lis
     Source: the schedules of Megatron-Core 0.16.1; Narayanan et al. 2021, arXiv:2104.04473, section 2.2.
     """
     total = micro_batches * chunks
-    ahead = pp_size - pp_rank - 1 if chunks == 1 else 2 * (pp_size - pp_rank - 1) + (chunks - 1) * pp_size
-    ahead = min(ahead, total)
+    warmup = pp_size - pp_rank - 1 if chunks == 1 else 2 * (pp_size - pp_rank - 1) + (chunks - 1) * pp_size
+    warmup = min(warmup, total)
 
     def at(index: int, forward: bool) -> Pass:
         if chunks == 1:
             return Pass(forward, index, 0)
-        turn, place = divmod(index, pp_size * chunks)  # every chunk runs as many micro-batches as there are ranks
+        turn, place = divmod(index, pp_size * chunks)  # each chunk runs `pp_size` micro-batches at a time
         chunk = place // pp_size
         return Pass(forward, turn * pp_size + place % pp_size, chunk if forward else chunks - 1 - chunk)
 
-    order = [at(index, True) for index in range(ahead)]
-    for index in range(total - ahead):
-        order += [at(ahead + index, True), at(index, False)]
-    return order + [at(index, False) for index in range(total - ahead, total)]
+    order = [at(index, True) for index in range(warmup)]
+    for index in range(total - warmup):
+        order += [at(warmup + index, True), at(index, False)]
+    return order + [at(index, False) for index in range(total - warmup, total)]
 
 
 def replay(passes: Sequence[tuple[float, float]], chunks: int, micro_batches: int) -> list[list[Pass]]:
-    """Replay a step.
+    """Simulate a step.
 
     Args:
-        passes: seconds of the forward and the backward pass of one chunk, for each pipeline rank.
+        passes: seconds of a chunk's forward and backward pass, for each pipeline rank.
         chunks: model chunks of each rank.
 
     Returns:
-        The passes of each rank with their times.
+        The passes of each rank, with times.
     """
     size = len(passes)
     waiting = [order_of(size, rank, chunks, micro_batches) for rank in range(size)]
     done: list[list[Pass]] = [[] for _ in passes]
     ends: dict[tuple[bool, int, int], float] = {}  # by direction, micro-batch, stage
     last = size * chunks - 1
-    while any(len(made) < len(order) for made, order in zip(done, waiting)):
+    while any(len(finished) < len(order) for finished, order in zip(done, waiting)):
         before = len(ends)
         for rank, order in enumerate(waiting):
             while len(done[rank]) < len(order):
@@ -86,11 +87,11 @@ def replay(passes: Sequence[tuple[float, float]], chunks: int, micro_batches: in
                 end = start + passes[rank][0 if now.forward else 1]
                 ends[now.forward, now.micro_batch, stage] = end
                 done[rank].append(Pass(now.forward, now.micro_batch, now.chunk, start, end))
-        assert len(ends) > before, "a schedule that cannot go on"
+        assert len(ends) > before, "the schedule is deadlocked"
     return done
 
 
 def waits(ranks: Sequence[Sequence[Pass]]) -> list[float]:
-    """Return for how long each rank computes nothing between the first pass of all and the last one."""
-    whole = max(rank[-1].end for rank in ranks)
-    return [whole - sum(made.end - made.start for made in rank) for rank in ranks]
+    """Return the idle time of each rank between the first and the last pass of the step."""
+    total = max(rank[-1].end for rank in ranks)
+    return [total - sum(computed.end - computed.start for computed in rank) for rank in ranks]

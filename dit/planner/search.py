@@ -1,22 +1,22 @@
-"""Which layout trains a model fastest: every candidate priced from traces of a few layers.
+"""Search for the fastest layout: every candidate's cost is computed from traces of a few layers.
 
-What differs between two layouts only by their pipeline, their replicas, or how these share the optimizer is counted,
-not traced: a stage costs its layers and the model's ends; a recomputed layer costs one more forward pass, and saves its
-input. So one stage shape (tensor, sequence, context, expert parallel, FSDP or not) is traced with two depths:
+Differences in pipeline, number of replicas and optimizer sharding are computed, not traced: a stage costs its layers
+plus the model's ends; a recomputed layer costs one more forward pass and saves only its input. So each stage shape
+(tensor, sequence, context and expert parallelism, FSDP or not) is traced with only two depths:
 
 ```
                     2 layers     3 layers
      1 sample          x            x          per layer: the difference along the rows
-     2 samples         x            x          of other micro-batches: a line between the two traced next to it,
-     4 samples         x            x          and behind the last one the line goes on
+     2 samples         x            x          for other micro-batches: linear interpolation between traced sizes,
+     4 samples         x            x          and extrapolation after the largest one
 ```
 
-Costs are not affine in the number of samples: one sample needs no sum over its tokens, so that the step from one to two
-adds operations that no further sample adds; products of few rows take the time of their weights' bytes and those of
-many rows that of their operations; torch changes the form of some operations with their size. Larger micro-batches are
-traced as far as candidates have them that fit into memory.
+Costs are not affine in the number of samples. A single sample needs no sum over samples, so going from one to two adds
+operations that further samples do not add. Products with few rows take the time to read their weights, products with
+many rows that of their operations. torch selects other operations for other sizes. Larger micro-batches are therefore
+traced as long as candidates with them fit into memory.
 
-`tests/unit/planner/test_search.py` compares what is counted so with traces of the full layouts.
+`tests/unit/planner/test_search.py` compares these costs with traces of full layouts.
 """
 
 from bisect import bisect_left
@@ -53,25 +53,25 @@ from dit.tracing.counter import PHASES, STATE, StepTrace, combined
 
 Numbers = npt.NDArray[np.float64]
 TRACED_MICRO_BATCHES = 3
-"""Enough for a step whose micro-batches follow each other evenly."""
+"""Enough to reach a steady state between micro-batches."""
 BYTES = (*STATE, "forward and backward", "update", "reduced", "gathered")
-"""Bytes of a traced rank: what it holds, at most beside it in two phases, and what it sends once a step."""
+"""Bytes of a traced rank: its state, the peak above the state in two phases, and traffic once per step."""
 B_WEIGHTS, B_OPTIMIZER, B_AVERAGE, B_ACTIVATIONS, B_UPDATE, B_REDUCED, B_GATHERED = range(len(BYTES))
 STEP = 2
-"""Each traced micro-batch has at most so many times the samples of the one before: the sizes that candidates have."""
+"""Largest ratio of consecutive traced micro-batch sizes; candidates' sizes have the same ratio."""
 BUCKET_BYTES = 160e6
-"""Gradients are reduced in buckets of 40 M numbers, or larger ones."""
+"""Size of gradient buckets: 40 M fp32 elements or more."""
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a stage shape costs: arrays by (ends of the model or a layer, traced micro-batch).
+    """Costs of a stage shape: arrays indexed by (model ends or layer, traced micro-batch).
 
     Attributes:
-        seconds: [2, sizes, 4, kinds], as `dit.planner.time.Cost`.
+        seconds: [2, sizes, 4, kinds], see `dit.planner.time.Cost`.
         nbytes: [2, sizes, `BYTES`].
         shards: ranks over which the traced optimizer was sharded.
-        sizes: samples of the traced micro-batches, ascending, at least two.
+        sizes: sizes of the traced micro-batches in samples, ascending; at least two sizes.
     """
 
     seconds: Numbers
@@ -80,7 +80,7 @@ class Costs:
     sizes: tuple[int, ...] = (1, 2)
 
     def of(self, layers: float, samples: int) -> tuple[Numbers, Numbers]:
-        """Return seconds and bytes of a stage."""
+        """Return the seconds and bytes of a stage."""
         upper = min(max(1, bisect_left(self.sizes, samples)), len(self.sizes) - 1)
         low, high = self.sizes[upper - 1 : upper + 1]
         share = (samples - low) / (high - low)
@@ -88,7 +88,7 @@ class Costs:
         return seconds[0] + layers * seconds[1], nbytes[0] + layers * nbytes[1]
 
     def and_then(self, larger: "Costs") -> "Costs":
-        """Return these with those of larger micro-batches."""
+        """Append the costs of larger micro-batches."""
         seconds, nbytes = (
             np.concatenate(x, axis=1) for x in zip((self.seconds, self.nbytes), (larger.seconds, larger.nbytes))
         )
@@ -100,7 +100,7 @@ class Priced:
     """A candidate with its time and its memory.
 
     Attributes:
-        memory: bytes of the fullest rank by what they are for.
+        memory: bytes of the fullest rank by purpose.
     """
 
     candidate: Candidate
@@ -115,16 +115,16 @@ class Priced:
 
 
 def costs(problem: Problem, shape: Shape, found: Sequence[tuple[Candidate, ParallelDims]] = ()) -> Costs:
-    """Trace a stage shape: micro-batches of one and of two samples, and larger ones that fit into memory.
+    """Trace a stage shape with micro-batches of one and two samples, and larger ones that fit into memory.
 
     Args:
-        found: candidates that need its costs, among others.
+        found: candidates; those with other shapes are ignored.
     """
-    own = [(candidate, dims) for candidate, dims in found if candidate.shape == shape]
+    with_shape = [(candidate, dims) for candidate, dims in found if candidate.shape == shape]
     traced = _traced(problem, shape, (1, 2))
     while True:
         prices = Prices(problem, {shape: traced})
-        larger = [(candidate, dims) for candidate, dims in own if candidate.micro_batch_size > traced.sizes[-1]]
+        larger = [(candidate, dims) for candidate, dims in with_shape if candidate.micro_batch_size > traced.sizes[-1]]
         fitting = judged(problem, [prices.of(candidate, dims) for candidate, dims in larger]).fitting
         if not fitting:
             return traced
@@ -133,7 +133,7 @@ def costs(problem: Problem, shape: Shape, found: Sequence[tuple[Candidate, Paral
 
 
 def _traced(problem: Problem, shape: Shape, sizes: tuple[int, ...]) -> Costs:
-    """Trace a stage shape with micro-batches of so many samples."""
+    """Trace a stage shape with micro-batches of the given sizes."""
     kind: DataParallel = "fsdp" if shape.fsdp else "distributed_optimizer"
     layout = Candidate(shape, 1, None, kind, 1).parallel(problem.parallel)
     model = problem.model
@@ -141,7 +141,7 @@ def _traced(problem: Problem, shape: Shape, sizes: tuple[int, ...]) -> Costs:
     one_each = replace(problem.training, global_batch_size=problem.world_size)
     dims = check_parallel(model, layout, one_each, problem.world_size)
     training = replace(problem.training, recompute=shape.recompute, recompute_layers=None)
-    few = shallower(model, tuple(stages(num_layers, 1, 0)), training, fewest_layers(model, layout, dims))
+    probes = shallower(model, tuple(stages(num_layers, 1, 0)), training, fewest_layers(model, layout, dims))
     jobs = [
         Job(
             model,
@@ -153,13 +153,13 @@ def _traced(problem: Problem, shape: Shape, sizes: tuple[int, ...]) -> Costs:
             problem.world_size,
             micro_batches=TRACED_MICRO_BATCHES,
             stages=probe.stages,
-            fills_caches=samples == sizes[0] and probe is few[0],
+            fills_caches=samples == sizes[0] and probe is probes[0],
         )
         for samples in sizes
-        for probe in few
+        for probe in probes
     ]
     traces = trace(jobs)
-    weights = _ends_and_layer(model, [probe.stages for probe in few], num_layers)
+    weights = _ends_and_layer(model, [probe.stages for probe in probes], num_layers)
     cluster = Cluster(problem.device, problem.world_size, layout, problem.node_size)
     of_traces = [
         np.stack([cost_of(step, TRACED_MICRO_BATCHES, cluster) for step in traces]),
@@ -173,14 +173,14 @@ def _traced(problem: Problem, shape: Shape, sizes: tuple[int, ...]) -> Costs:
 
 
 def _ends_and_layer(model: ModelConfig, traced: Sequence[Sequence[Stage]], num_layers: int) -> Numbers:
-    """Return the weights with which traced stages add up to the model's ends, and to a layer of the mean kind."""
+    """Return weights that combine traced stages into the model's ends, and into an average layer."""
     counts = [Counter(model.layer_kind(layer) for stage in part for layer in stage.layers) for part in traced]
     kinds = Counter(model.layer_kind(layer) for layer in range(num_layers))
-    if len(traced) == 1:  # the whole model: its ends are in its layers
+    if len(traced) == 1:  # the full model: the cost of its ends is spread over its layers
         return np.array([[0.0], [1 / num_layers]])
     rows = np.array([[1, *(count[kind] for kind in kinds)] for count in counts], dtype=float).T
-    wanted = np.array([[1, *(0.0 for _ in kinds)], [0, *(kinds[kind] / num_layers for kind in kinds)]]).T
-    return np.linalg.lstsq(rows, wanted, rcond=None)[0].T
+    target = np.array([[1, *(0.0 for _ in kinds)], [0, *(kinds[kind] / num_layers for kind in kinds)]]).T
+    return np.linalg.lstsq(rows, target, rcond=None)[0].T
 
 
 def _bytes_of(step: StepTrace) -> Numbers:
@@ -190,16 +190,16 @@ def _bytes_of(step: StepTrace) -> Numbers:
     for (collective, group), nbytes in once.sent_bytes.items():
         if group != "tp":
             sent[collective] += nbytes
-    held = [step.state_bytes[name] for name in STATE]
+    state = [step.state_bytes[name] for name in STATE]
     first, *others = (step.peak_bytes[name] - step.live for name in PHASES)
-    return np.array([*held, first, max(others), sent["reduce_scatter"], sent["all_gather"]], dtype=float)
+    return np.array([*state, first, max(others), sent["reduce_scatter"], sent["all_gather"]], dtype=float)
 
 
 class Prices:
-    """Prices candidates from what was traced.
+    """Computes time and memory of candidates from traces.
 
     Args:
-        traced: the costs of every shape that they need.
+        traced: costs of every shape that candidates have.
     """
 
     def __init__(self, problem: Problem, traced: Mapping[Shape, Costs]) -> None:
@@ -229,10 +229,10 @@ class Prices:
         return Priced(candidate, dims, time, self._memory(candidate, costs, nbytes, in_flight))
 
     def _costs(self, candidate: Candidate, layers: float) -> Costs:
-        """Return the costs of its shape where some layers run forward once more, and save nothing but their input.
+        """Return the costs of a candidate's shape, adjusted for layers with full recompute.
 
         Args:
-            layers: whose activations a rank holds at most.
+            layers: largest number of layers whose activations a rank stores.
         """
         plain, share = self.traced[candidate.shape], candidate.recomputed
         if not share:
@@ -242,12 +242,12 @@ class Prices:
         layer = nbytes[1, :, B_ACTIVATIONS].copy()
         nbytes[1, :, B_ACTIVATIONS] *= 1 - share
         nbytes[1, :, B_ACTIVATIONS] += share * self._passed_on(candidate) * np.array(plain.sizes)
-        # While the first layers run again, those behind them are done.
+        # While the first layers are recomputed, later layers have already freed their activations.
         nbytes[0, :, B_ACTIVATIONS] += layer * max(0.0, 1 - (1 - share) * layers)
         return replace(plain, seconds=seconds, nbytes=nbytes)
 
     def _passed_on(self, candidate: Candidate) -> float:
-        """Return the bytes that one layer passes to the next, for a sample."""
+        """Return the bytes per sample of the activations passed from one layer to the next."""
         share = candidate.shape.context * (candidate.shape.tensor if candidate.shape.sequence else 1)
         width = 2 if self.problem.training.precision != "fp32" else 4
         return width * self.problem.tokens * self._sizes.hidden_size / share
@@ -255,7 +255,7 @@ class Prices:
     def _share_state(
         self, candidate: Candidate, seconds: Numbers, nbytes: Numbers, traced_shards: int, shards: int
     ) -> None:
-        """Change what depends on how many ranks share the optimizer, in place."""
+        """Adjust, in place, the costs that depend on the number of ranks sharing the optimizer."""
         sent = ((shards - 1) / shards) / ((traced_shards - 1) / traced_shards) if traced_shards > 1 else 0.0
         nbytes[[B_REDUCED, B_GATHERED]] *= sent
         times = float(traced_shards)
@@ -268,7 +268,7 @@ class Prices:
         seconds[UPDATE, K_MEMORY] *= times
 
     def _add_sends(self, candidate: Candidate, cluster: Cluster, seconds: Numbers) -> None:
-        """Add what a rank sends along the pipeline: each chunk's output, and the gradient of its input."""
+        """Add pipeline traffic: each chunk's output, and the gradient of its input."""
         chunks = candidate.chunks or 1
         one_way = cluster.seconds("pp", chunks * candidate.micro_batch_size * self._passed_on(candidate), chunks)
         seconds[MICRO_BATCH, K_SEND] = 2 * one_way
@@ -277,28 +277,28 @@ class Prices:
     def _memory(self, candidate: Candidate, costs: Costs, nbytes: Numbers, in_flight: float) -> dict[str, float]:
         """Return the bytes of the fullest rank, the first of a pipeline."""
         saved = costs.of(in_flight, candidate.micro_batch_size)[1][B_ACTIVATIONS]
-        held = dict(zip(STATE, nbytes[[B_WEIGHTS, B_OPTIMIZER, B_AVERAGE]].tolist()))
-        return {**held, "activations and temporaries": float(max(saved, nbytes[B_UPDATE]))}
+        state = dict(zip(STATE, nbytes[[B_WEIGHTS, B_OPTIMIZER, B_AVERAGE]].tolist()))
+        return {**state, "activations and temporaries": float(max(saved, nbytes[B_UPDATE]))}
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """The candidates in the order of their time.
+    """Candidates in order of time.
 
     Attributes:
-        fitting: those whose memory fits, the fastest first.
-        too_large: the others, the smallest first.
+        fitting: candidates that fit into memory, fastest first.
+        too_large: other candidates, smallest first.
     """
 
     fitting: list[Priced]
     too_large: list[Priced]
 
     def by_item(self) -> dict[str, list[Priced]]:
-        """Group what does not fit by what takes most of its memory."""
+        """Group candidates that do not fit by their largest item of memory."""
         return _grouped(self.too_large, lambda priced: max(priced.memory, key=lambda item: priced.memory[item]))
 
     def by_loss(self) -> dict[str, list[Priced]]:
-        """Group what is slower than the best by the part of the step that has grown most."""
+        """Group slower candidates by the part of the step that grew most compared with the best candidate."""
         if not self.fitting:
             return {}
         best, *others = self.fitting
@@ -310,14 +310,14 @@ class Verdict:
 
 
 def _grouped(priced: Sequence[Priced], key: Callable[[Priced], str]) -> dict[str, list[Priced]]:
-    found: dict[str, list[Priced]] = {}
+    groups: dict[str, list[Priced]] = {}
     for one in priced:
-        found.setdefault(key(one), []).append(one)
-    return dict(sorted(found.items(), key=lambda group: -len(group[1])))
+        groups.setdefault(key(one), []).append(one)
+    return dict(sorted(groups.items(), key=lambda group: -len(group[1])))
 
 
 def judged(problem: Problem, priced: Sequence[Priced]) -> Verdict:
-    """Order candidates by time, those that do not fit by memory."""
+    """Sort candidates that fit by time, and the others by memory."""
     limit = MEMORY_SHARE * problem.device.memory_bytes
     return Verdict(
         sorted((one for one in priced if one.peak <= limit), key=lambda one: one.time.total),

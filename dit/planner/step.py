@@ -1,4 +1,4 @@
-"""The time of a planned step, and when each pipeline rank computes what."""
+"""Time of a planned step, and its pipeline timeline."""
 
 from dataclasses import dataclass
 
@@ -8,16 +8,16 @@ from dit.planner.schedule import Pass, replay, waits
 from dit.planner.time import Cluster, StepTime, cost_of, step_time
 
 REPLAYED = 4
-"""Micro-batches per pipeline rank that are replayed at most: from then on a schedule only repeats itself."""
+"""Limit of simulated micro-batches per pipeline rank; after that, a schedule only repeats itself."""
 
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step of the real depth.
+    """A step at full depth.
 
     Attributes:
-        time: of the slowest pipeline rank.
-        timeline: the passes of each pipeline rank; of the first micro-batches where there are many.
+        time: time of the slowest pipeline rank.
+        timeline: passes of each pipeline rank, for at most `REPLAYED` micro-batches per rank.
     """
 
     time: StepTime
@@ -28,19 +28,19 @@ def planned_step(plan: Plan, dims: ParallelDims, cluster: Cluster) -> PlannedSte
     """Return the time of a plan's step.
 
     Args:
-        plan: of the layout that the cluster has.
+        plan: plan of the cluster's layout.
     """
     size = cluster.parallel.pipeline_model_parallel_size
     chunks = cluster.parallel.virtual_pipeline_model_parallel_size or 1
     costs = {rank: cost_of(trace, dims.micro_batches, cluster) for rank, trace in plan.ranks.items()}
-    alone = {rank: step_time(cost, dims.micro_batches, cluster, waits=0.0) for rank, cost in costs.items()}
-    between = next((rank for rank in alone if 0 < rank < size - 1), 0)
-    passes = [alone.get(rank, alone[between]).passes for rank in range(size)]
+    without_waits = {rank: step_time(cost, dims.micro_batches, cluster, waits=0.0) for rank, cost in costs.items()}
+    between = next((rank for rank in without_waits if 0 < rank < size - 1), 0)
+    passes = [without_waits.get(rank, without_waits[between]).passes for rank in range(size)]
     timeline = replay(
         [(forward / chunks, backward / chunks) for forward, backward in passes],
         chunks,
         min(dims.micro_batches, REPLAYED * size),
     )
-    slowest = max(alone, key=lambda rank: alone[rank].total)
+    slowest = max(without_waits, key=lambda rank: without_waits[rank].total)
     waited = waits(timeline)[slowest]
     return PlannedStep(step_time(costs[slowest], dims.micro_batches, cluster, waited), timeline)

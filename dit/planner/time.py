@@ -1,19 +1,19 @@
-"""How long an optimizer step takes: what a rank does, as it was traced, divided by the rates of a device.
+"""Time of an optimizer step: the traced work of a rank divided by the rates of a device.
 
-Each count of a trace becomes seconds of one kind, which is linear. Then the kinds are laid over each other as the
-program lays them:
+Each count of a trace is converted to seconds of one kind, which is linear. Then the kinds are overlapped as in the
+program:
 
 ```
     one micro-batch  =  matmul + attention + memory + tensor parallel + exchanges of context and experts
-                        + what the ring of context parallelism does not hide behind attention
-                        + what FSDP does not hide behind all of this
-                        + what the host needs longer than the device
+                        + ring of context parallelism, as far as attention does not hide it
+                        + FSDP traffic, as far as all of this does not hide it
+                        + launch time of the host, as far as it exceeds the device time
     a step           =  (micro-batches + bubble) x one micro-batch
-                        + what gradients and weights need longer than the last backward and the first forward pass
+                        + exchange of gradients and weights beyond the last backward and the first forward pass
                         + optimizer                                                       all x FIXED_FACTOR
 ```
 
-Where the model was compared with published measurements, and where not, is in docs/planner.md.
+docs/planner.md lists comparisons with published measurements.
 """
 
 import math
@@ -51,19 +51,19 @@ PARTS = (
     *("matmul", "attention", "memory-bound", "tensor parallel", "context parallel", "expert parallel"),
     *("pipeline sends", "pipeline bubble", "data parallel", "optimizer", "launches", "other"),
 )
-"""What a step's time is made of; of communication, the exposed part."""
+"""Parts of a step's time; communication counts only if exposed."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where the ranks of a layout are.
+    """Placement of a layout's ranks.
 
-    Rank order is Megatron's: tensor, context, data, pipeline, the first the closest.
+    Ranks are in Megatron's order: tensor, context, data, pipeline; tensor-parallel ranks are neighbours.
 
     Attributes:
-        device: every rank's.
-        world_size: ranks.
-        parallel: the layout.
+        device: device of every rank.
+        world_size: number of ranks.
+        parallel: parallel layout.
         node_size: GPUs joined by NVLink.
     """
 
@@ -73,7 +73,7 @@ class Cluster:
     node_size: int = 8
 
     def group(self, name: str) -> tuple[int, int]:
-        """Return the size of a group of ranks, and how far its neighbours are apart."""
+        """Return the size of a group and the distance between neighbouring ranks."""
         layout = self.parallel
         tp, cp, pp = (
             layout.tensor_model_parallel_size,
@@ -97,7 +97,7 @@ class Cluster:
     def bandwidth(self, name: str) -> float:
         """Return the bytes per second that a rank sends in a group: NVLink's, or its share of the node's NICs.
 
-        A ring over nodes enters and leaves each node once; the ranks of the group in a node share their NICs for it.
+        A ring over nodes enters and leaves each node once, and can use the NICs of all group members in the node.
         """
         size, stride = self.group(name)
         inside = max(1, min(size, self.node_size // stride))
@@ -106,13 +106,13 @@ class Cluster:
         return min(self.device.nvlink, self.device.nic * inside)
 
     def seconds(self, name: str, nbytes: float, calls: float) -> float:
-        """Return the time of collectives, by what a rank sends."""
+        """Return the time of collectives in which a rank sends `nbytes` in `calls` calls."""
         size = self.group(name)[0]
         return nbytes / self.bandwidth(name) + calls * LATENCY_S * max(1.0, math.log2(max(1, size)))
 
 
 def _kind(collective: str, group: str) -> int:
-    """Return the kind of seconds that a collective inside a micro-batch takes."""
+    """Return the kind of time that a collective inside a micro-batch counts as."""
     if group == "pp":
         return K_SEND
     if group == "cp":
@@ -125,35 +125,35 @@ def _kind(collective: str, group: str) -> int:
 
 
 def seconds_of(trace: StepTrace, cluster: Cluster, *, once: bool = False) -> Seconds:
-    """Return the seconds that a trace takes by kind, each as if nothing else ran.
+    """Return the seconds of a trace by kind, without any overlap.
 
     Args:
-        once: it is what a step does once: its collectives are those of gradients and weights. Only gradients that
-            tensor-parallel ranks have shares of stay in their group.
+        once: the trace is of work done once per step, whose collectives are those of gradients and weights; only
+            gradients that are shared by tensor-parallel ranks stay in their group.
     """
     device, work = cluster.device, trace.work
-    found = np.zeros(len(KINDS))
-    found[K_MATMUL] = work[MATMUL] / device.matmul_flops
-    found[K_ATTENTION] = (work[ATTENTION] + work[BACKWARD] / ATTENTION_BACKWARD) / device.attention_flops
-    found[K_MEMORY] = (trace.moved_bytes + work[NARROW]) / device.memory_bandwidth
-    found[K_HOST] = work[OPS] * LAUNCH_S
+    seconds = np.zeros(len(KINDS))
+    seconds[K_MATMUL] = work[MATMUL] / device.matmul_flops
+    seconds[K_ATTENTION] = (work[ATTENTION] + work[BACKWARD] / ATTENTION_BACKWARD) / device.attention_flops
+    seconds[K_MEMORY] = (trace.moved_bytes + work[NARROW]) / device.memory_bandwidth
+    seconds[K_HOST] = work[OPS] * LAUNCH_S
     for (collective, group), sent in trace.sent_bytes.items():
         kind = _kind(collective, "dp" if once and group != "tp" else group)
-        found[kind] += cluster.seconds(group, sent, trace.calls[collective, group])
-    return found
+        seconds[kind] += cluster.seconds(group, sent, trace.calls[collective, group])
+    return seconds
 
 
 Cost = npt.NDArray[np.float64]
-"""Seconds of one rank: rows `ROWS`, columns `KINDS`. Costs of layers and of micro-batches add up."""
+"""Seconds of one rank: rows `ROWS`, columns `KINDS`. Costs of layers and micro-batches are additive."""
 MICRO_BATCH, FORWARD, ONCE, UPDATE = range(4)
-"""Rows of a cost: a micro-batch, its forward pass; what a step does once: beside its micro-batches, and after them."""
+"""Rows of a cost: a micro-batch; its forward pass; work once per step, during the micro-batches; work after them."""
 
 
 def cost_of(trace: StepTrace, micro_batches: int, cluster: Cluster) -> Cost:
     """Return the cost of a traced rank.
 
     Args:
-        trace: of a step of `micro_batches`.
+        trace: trace of a step with `micro_batches` micro-batches.
     """
     update = trace.parts["update"]
     rest = trace.since(update)
@@ -175,7 +175,7 @@ def pass_parts(seconds: Seconds, cluster: Cluster) -> dict[str, float]:
     """Return the parts of one micro-batch, or of one pass of it, on one rank."""
     layout = cluster.parallel
     cp = layout.context_parallel_size
-    hidden = seconds[K_ATTENTION] * (cp - 1) / cp  # the first block of keys and values is the rank's own
+    hidden = seconds[K_ATTENTION] * (cp - 1) / cp  # the first block of keys and values is local
     parts = {
         "matmul": seconds[K_MATMUL],
         "attention": seconds[K_ATTENTION],
@@ -211,7 +211,7 @@ class StepTime:
 
 
 def bubble_passes(parallel: ParallelConfig) -> float:
-    """Return for how many micro-batches each rank of a pipeline of equal stages waits.
+    """Return the bubble of a pipeline of equal stages, in micro-batches.
 
     Source: Narayanan et al. 2021, arXiv:2104.04473, section 2.2.
     """
@@ -220,11 +220,11 @@ def bubble_passes(parallel: ParallelConfig) -> float:
 
 
 def step_time(cost: Cost, micro_batches: int, cluster: Cluster, waits: Optional[float] = None) -> StepTime:
-    """Return the time of a step of one rank with this cost.
+    """Return the time of a step from the cost of one rank.
 
     Args:
-        cost: of the slowest stage.
-        waits: seconds that it waits for others, from replaying the pipeline; None for `bubble_passes`.
+        cost: cost of the slowest stage.
+        waits: idle seconds from simulating the pipeline; None to use `bubble_passes`.
     """
     layout = cluster.parallel
     each = pass_parts(cost[MICRO_BATCH], cluster)

@@ -1,22 +1,22 @@
-"""One training step on fake tensors: what a rank of any layout computes, holds and sends, read from the program itself.
+"""Trace of one training step on fake tensors: computation, memory and traffic of any rank of any layout.
 
-The model is built and stepped as in training, as one rank of a world of any size, on tensors that have a shape and no
-memory. Every operation passes by a counter:
+The model is built and trained by the real program, as one rank of a world of any size, on tensors that have shapes but
+no memory. A dispatch mode counts every operation:
 
 ```
     dit.parallel.build, dit.training.step, Megatron-Core      the program, unchanged
        |  aten and c10d operations, after autograd
-    StepCounter         counts; answers what needs values
+    StepCounter         counts; replaces operations that need values
        |
-    FakeTensorMode      shapes; small tables of whole numbers stay real
+    FakeTensorMode      shapes; small integer tables stay real
        |
     fake process group  sends nothing
 ```
 
-Three things need values, which do not exist. A number read by the host is taken to be 1000. A table received from
-another rank is taken to be what this rank would have sent. Experts are taken to be equally full.
+Three kinds of values do not exist and are assumed. A number read by the host is 1000. A table received from another
+rank equals the one that this rank would have sent. All experts receive the same number of tokens.
 
-`trace` starts a process of its own: torch.distributed, Megatron-Core's groups and every cache are those of the tracing.
+`trace` starts a separate process, because tracing changes torch.distributed, Megatron-Core's groups and caches.
 """
 
 import contextlib
@@ -51,17 +51,17 @@ from dit.tracing.world import fake_world
 
 @dataclass(frozen=True)
 class Job:
-    """One step of one rank to be traced.
+    """One step of one rank to trace.
 
     Attributes:
-        world_size, rank: of the job.
+        world_size, rank: size of the job, and rank to trace.
         pack: shape of every micro-batch.
-        micro_batches: of the step.
-        stages: the parts of the model that this rank has, one per chunk; None for those of its layout.
-        kernels: the device whose attention runs: flash attention in half precision on an accelerator.
-        in_full: trace every micro-batch; otherwise one is counted as often as needed, once the pipeline is full.
-        fills_caches: make a step before the traced one, for what the program makes once for all steps. Superfluous
-            behind another job of the same rank, model and pack in one call of `trace`.
+        micro_batches: number of micro-batches of the step.
+        stages: model chunks of this rank; None for those of its layout.
+        kernels: device whose attention kernels are assumed: flash attention in half precision on an accelerator.
+        in_full: trace every micro-batch; otherwise one is traced once the pipeline is full, and multiplied.
+        fills_caches: run a step before the traced one, to fill caches that last for all steps. Not needed after another
+            job with the same rank, model and pack in the same call of `trace`.
     """
 
     model: ModelConfig
@@ -80,38 +80,39 @@ class Job:
 
 
 def trace(jobs: Sequence[Job]) -> list[StepTrace]:
-    """Trace steps, one after another in one new process; nothing in this one is touched.
+    """Trace steps, one after another, in one new process; does not change this process.
 
     Raises:
-        ConfigError: a job's settings do not fit together.
-        RuntimeError: the process ended without an answer.
+        ConfigError: a job's settings are inconsistent.
+        RuntimeError: the process ended without a result.
     """
-    # A fork has everything imported already. Neither CUDA nor a process group survives one; a server that has neither
-    # is then forked instead.
-    anew = is_started() or dist.is_initialized()
-    context: Any = multiprocessing.get_context("forkserver" if anew else "fork")
-    if anew:
+    # A fork has all modules imported already. CUDA and process groups do not survive a fork; if this process has
+    # either,
+    # fork a server that has neither.
+    needs_server = is_started() or dist.is_initialized()
+    context: Any = multiprocessing.get_context("forkserver" if needs_server else "fork")
+    if needs_server:
         context.set_forkserver_preload([__name__, "dit.parallel.build", "dit.parallel.schedule", "dit.training.step"])
-    ours, theirs = context.Pipe(duplex=False)
-    child = context.Process(target=_answer, args=(theirs, list(jobs)), daemon=True)
+    receiver, sender = context.Pipe(duplex=False)
+    child = context.Process(target=_trace_process, args=(sender, list(jobs)), daemon=True)
     child.start()
-    theirs.close()
+    sender.close()
     try:
-        found = ours.recv()
+        result = receiver.recv()
     except EOFError:
-        found = RuntimeError("the process that traces a step ended early; its last words are above")
+        result = RuntimeError("the process that traces a step ended early; see its output above")
     child.join()
-    if isinstance(found, Exception):
-        raise found
-    return found
+    if isinstance(result, Exception):
+        raise result
+    return result
 
 
-def _answer(pipe: Any, jobs: Sequence[Job]) -> None:
-    """Be the process that traces."""
+def _trace_process(pipe: Any, jobs: Sequence[Job]) -> None:
+    """Main function of the tracing process."""
     os.environ["DIT_DEVICE"] = "cpu"
     torch.set_num_threads(1)
-    sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]  # Megatron-Core imports it, for two seconds
-    gc.freeze()  # what is there already is no garbage, and need not be searched for it
+    sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]  # Megatron-Core imports it, which takes two seconds
+    gc.freeze()  # excludes existing objects from garbage collection
     try:
         pipe.send([trace_here(job) for job in jobs])
     except Exception as error:
@@ -123,7 +124,7 @@ def _answer(pipe: Any, jobs: Sequence[Job]) -> None:
 
 
 def trace_here(job: Job) -> StepTrace:
-    """Trace the step of a job in this process, which must not have started torch.distributed and is spoilt after it."""
+    """Trace a job's step in this process, which must not use torch.distributed before and must not train afterwards."""
     from dit.backends import process_groups
 
     norms = _fused_rms_norm() if job.kernels == ACCELERATOR else contextlib.nullcontext()
@@ -131,7 +132,7 @@ def trace_here(job: Job) -> StepTrace:
         groups = process_groups.initialize(job.parallel)
         try:
             counter = StepCounter(groups)
-            with _resizes_seen(counter), numbers_without_values(_fake_tensors()), _fake_tensors(), counter:
+            with _watching_resizes(counter), numbers_without_values(_fake_tensors()), _fake_tensors(), counter:
                 return _Program(job, groups, counter).run()
         finally:
             process_groups.release()
@@ -139,20 +140,21 @@ def trace_here(job: Job) -> StepTrace:
 
 @functools.cache
 def _fake_tensors() -> Any:
-    """Return this process's mode of fake tensors: what the program caches in one trace, it uses in the next."""
+    """Return the fake tensor mode of this process, one for all traces, because the program caches tensors."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    mode.cache_enabled = False  # `Repeats` answers sooner
+    mode.cache_enabled = False  # `FakeOpCache` is faster
     return mode
 
 
 @contextlib.contextmanager
 def _without_values() -> Iterator[None]:
-    """Replace two places of Megatron-Core that need values inside tensors.
+    """Patch two places of Megatron-Core that need tensor values.
 
-    Its FSDP moves the model to the device, which torch does to a fake parameter by swapping it; all are there already.
-    And it asks the other ranks whether their shards add up to a parameter.
+    Its FSDP moves the model to the device, which torch implements by swapping parameters and fake tensors do not
+    support; they are all on the device already. It also checks with other ranks that their shards add up to a
+    parameter.
     """
     from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as fsdp
 
@@ -166,7 +168,7 @@ def _without_values() -> Iterator[None]:
 
 
 class _FusedRMSNorm(torch.autograd.Function):
-    """Shapes of torch's fused RMS norm: it saves its input, its weight and one number per row, and makes no temporary.
+    """Shapes of torch's fused RMS norm: saves its input, weight and one number per row; no temporaries.
 
     Source: `_fused_rms_norm` in torch's `derivatives.yaml`.
     """
@@ -184,7 +186,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 
 @contextlib.contextmanager
 def _fused_rms_norm() -> Iterator[None]:
-    """Let RMS norms save what CUDA's kernel saves; torch's own on CPU saves three copies of its input in float32."""
+    """Make RMS norms save the tensors of CUDA's kernel; torch's CPU norm saves three float32 copies of its input."""
     functional = torch.nn.functional
     original = functional.rms_norm
 
@@ -206,8 +208,8 @@ def _fused_rms_norm() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _resizes_seen(counter: StepCounter) -> Iterator[None]:
-    """Tell the counter where a storage is freed or filled again without an operation (pipelines)."""
+def _watching_resizes(counter: StepCounter) -> Iterator[None]:
+    """Notify the counter when a storage is freed or reallocated without an operation (in pipelines)."""
     base = torch.UntypedStorage.__mro__[1].resize_  # type: ignore[attr-defined]
 
     def resize_(storage: Any, size: int) -> Any:
@@ -224,12 +226,12 @@ def _resizes_seen(counter: StepCounter) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Steady:
-    """Where the micro-batches of a step follow each other evenly on one rank.
+    """Steady state of a rank's pipeline schedule.
 
     Attributes:
-        unit: micro-batches after which everything repeats.
+        unit: number of micro-batches after which the schedule repeats.
         calls: two calls of the forward step, `unit` micro-batches apart.
-        micro_batches: the fewest that get past them.
+        micro_batches: smallest number of micro-batches that includes both calls.
     """
 
     unit: int
@@ -238,27 +240,27 @@ class Steady:
 
 
 def steady_state(parallel: ParallelConfig, pp_rank: int, world_size: int) -> Steady:
-    """Return where a rank's pipeline is full: after its first forward passes it takes turns, one forward and one back.
+    """Return the steady state of a rank: after the warm-up, it alternates forward and backward passes.
 
-    The first micro-batch of all may gather parameters, and the last one reduces gradients; a rank alone does neither.
-    On the first of 2 ranks (F forward, B backward), what is counted between the marks is the cost of one micro-batch:
+    The first micro-batch may gather parameters, and the last one reduces gradients; with a single rank, neither
+    happens. On the first of 2 ranks (F forward, B backward), the work between the marks is the cost of one micro-batch:
 
         F0 | F1 B0 | F2 B1 F3 ...
 
     Source: the schedules of Megatron-Core 0.16.1; Narayanan et al. 2021, arXiv:2104.04473, section 2.2.
     """
     pp, chunks = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size or 1
-    unit, ahead = (1, pp - pp_rank - 1) if chunks == 1 else (pp, 2 * (pp - pp_rank - 1) + (chunks - 1) * pp)
-    first = max(min(1, world_size - 1), ahead)
+    unit, warmup = (1, pp - pp_rank - 1) if chunks == 1 else (pp, 2 * (pp - pp_rank - 1) + (chunks - 1) * pp)
+    first = max(min(1, world_size - 1), warmup)
     last = first + unit * chunks
     return Steady(unit, (first, last), unit * (1 + last // (unit * chunks)))
 
 
 class _Program:
-    """The program of training on one rank: build, and make steps.
+    """The training program on one rank: builds the model and runs steps.
 
     Args:
-        counter: is notified when a step and its phases begin.
+        counter: counter to notify when a step or a phase begins.
     """
 
     def __init__(self, job: Job, groups: ProcessGroups, counter: StepCounter) -> None:
@@ -276,12 +278,14 @@ class _Program:
         job, training = self.job, self.job.training
 
         def build(stages: Optional[Sequence[Stage]]) -> list[Backbone]:
-            # What a compiler will fuse is not known before it has: a plan counts the eager layer.
+            # A compiler's fusions are not known in advance, so a plan counts the eager layer.
             kernels = "eager" if training.kernels == "compile" else training.kernels
-            asked = replace(training, attention="auto", linears="auto", kernels=kernels)
+            eager_settings = replace(training, attention="auto", linears="auto", kernels=kernels)
             traced = TracedBuild(stages, job.kernels)
-            learned = job.objective.learns_uncertainty
-            return build_model(job.model, job.parallel, asked, self.groups, uncertainty=learned, traced=traced)
+            learns_uncertainty = job.objective.learns_uncertainty
+            return build_model(
+                job.model, job.parallel, eager_settings, self.groups, uncertainty=learns_uncertainty, traced=traced
+            )
 
         chunks = build(job.stages)
         if self.groups.pp.size() > 1:
@@ -309,7 +313,7 @@ class _Program:
         self.counter.trace.state_bytes = state
         marks = self._step(traced, steady.calls)
         step = self.counter.trace
-        if len(marks) < len(steady.calls):  # too few micro-batches for a pipeline that is full
+        if len(marks) < len(steady.calls):  # too few micro-batches to fill the pipeline
             return step
         unit = marks[1].since(marks[0])
         parts = {**step.parts, "micro-batch": combined([unit], [1 / steady.unit])}
@@ -319,14 +323,14 @@ class _Program:
 
     @torch.no_grad()
     def _between_stages(self, build: Callable[[Sequence[Stage]], list[Backbone]]) -> list[int]:
-        """Return the shape of what one pipeline stage sends to the next: that of the first layer's output."""
+        """Return the shape of activations sent between pipeline stages: that of the first layer's output."""
         (first,) = build([Stage(range(1), first=True, last=False)])
         batch = self._batch()
         time_S = torch.zeros(batch.layout.num_samples)
         return list(first(batch.latents_TC, time_S, batch).shape)
 
     def _make_optimizer_state(self) -> None:
-        """Make an update without a step: the optimizer makes its state there."""
+        """Run an update without a step, in which the optimizer creates its state."""
         for chunk in self.wrapped:
             chunk.zero_grad_buffer()
             if self.job.parallel.data_parallel == "fsdp":
@@ -349,13 +353,13 @@ class _Program:
         counter.phase(PHASES[3])
 
     def _step(self, micro_batches: int, marked: Sequence[int] = ()) -> list[StepTrace]:
-        """Make one optimizer step, as `dit.training.pretrain.Run.step` does.
+        """Run one optimizer step, as `dit.training.pretrain.Run.step` does.
 
         Args:
-            marked: calls of the forward step.
+            marked: indices of forward-step calls.
 
         Returns:
-            What was counted before each of these calls.
+            Counts before each of these calls.
         """
         from dit.parallel.schedule import forward_backward
         from dit.training.bad_steps import MeanLoss
@@ -374,10 +378,10 @@ class _Program:
             if next(calls) not in marked:
                 return forward_step(*args)
             marks.append(counter.trace.copy())
-            made = forward_step(*args)
+            output = forward_step(*args)
             forward = counter.trace.since(marks[-1])
             counter.trace.parts["forward"] = combined([forward], [len(self.wrapped)])  # of one chunk
-            return made
+            return output
 
         def finalize(*args: Any, **kwargs: Any) -> None:
             counter.phase(PHASES[0])
@@ -396,7 +400,7 @@ class _Program:
         return marks
 
     def _batch(self) -> PackedBatch:
-        """Return a micro-batch of this rank's tokens."""
+        """Return a micro-batch with this rank's tokens."""
         job, model = self.job, self.job.model
         batch = batch_of(model, job.pack)
         cp = self.groups.cp

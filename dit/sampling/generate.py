@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -13,10 +14,19 @@ from dit.data_api import BatchSpec, sample_id
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise
-from dit.objectives.base import Objective
+from dit.objectives.base import Network, Objective
 from dit.patchify import grid_positions, split_outputs
-from dit.sampling.guidance import guided_columns, guided_pair, needs_unconditional, threshold
-from dit.sampling.solvers import solve
+from dit.sampling.guidance import (
+    guided_by,
+    guided_columns,
+    guided_pair,
+    guided_prediction,
+    needs_unconditional,
+    threshold,
+    within,
+)
+from dit.sampling.solvers import Churn, solve
+from dit.settings import SamplingConfig
 
 ConditionalNetwork = Callable[[Tensor, Tensor, PackedBatch], Tensor]
 """Maps (inputs_TC, time_S, batch) to a prediction; a backbone."""
@@ -114,14 +124,19 @@ def _check_empty_texts(spec: BatchSpec, given: Collection[str]) -> None:
 
 
 def generate(
-    network: ConditionalNetwork, objective: Objective, batch: PackedBatch, spec: BatchSpec, **settings: Any
+    network: ConditionalNetwork,
+    objective: Objective,
+    batch: PackedBatch,
+    spec: BatchSpec,
+    sampling: SamplingConfig,
+    **options: Any,
 ) -> Tensor:
     """Generate samples of one shape, see `generate_each`.
 
     Returns:
         Latents `[N, C, T, H, W]`, float32.
     """
-    return torch.stack(generate_each(network, objective, batch, spec, **settings))
+    return torch.stack(generate_each(network, objective, batch, spec, sampling, **options))
 
 
 @torch.no_grad()
@@ -130,14 +145,10 @@ def generate_each(
     objective: Objective,
     batch: PackedBatch,
     spec: BatchSpec,
+    sampling: SamplingConfig,
     *,
-    solver: str,
-    num_steps: int,
-    guidance_scale: float,
-    seed: int | Tensor,
-    variance: str = "small",
-    guidance_channels: Optional[int] = None,
-    thresholding: str = "none",
+    seeds_S: Optional[Tensor] = None,
+    guide: Optional[ConditionalNetwork] = None,
     negative: Optional[Mapping[str, Sequence[Value]]] = None,
     strength: Optional[float] = None,
     on_step: Callable[[int], None] = lambda step: None,
@@ -147,8 +158,10 @@ def generate_each(
     The noise is counter-based on (seed, sample, solver step): a sample does not depend on the other samples.
 
     Args:
-        seed: of all samples, or of each, int64 `[S]`.
-        variance: see `SamplingConfig`, as for `guidance_channels` and `thresholding`.
+        sampling: solver, steps, guidance, thresholding, and the seed of all samples.
+        seeds_S: of each sample, int64; None for that of `sampling`.
+        guide: a weaker network of the same objective, on the same conditions, that guidance leads away from; None for
+            the network without its conditions. Karras et al. 2024, arXiv:2406.02507, Eq. 4.
         negative: conditions of the unconditional branch, by name, a value for each sample; for the others it is their
             null.
         strength: share of the steps, in (0, 1], at least one; the samples start from the pack's latents with the noise
@@ -162,23 +175,28 @@ def generate_each(
         ConfigError: the solver, the variance or the thresholding is unknown, the objective learned no variance, or
             there are not so many channels.
     """
-    layout, channels = batch.layout, batch.latents_TC.shape[1]
-    learned = solver == "ancestral" and variance == "learned"
+    layout, channels, num_steps = batch.layout, batch.latents_TC.shape[1], sampling.num_steps
+    seed: int | Tensor = sampling.seed if seeds_S is None else seeds_S
+    learned = sampling.solver == "ancestral" and sampling.variance == "learned"
     num_outputs = 2 if learned else 1  # a variance that the network also predicts is cut off
 
-    def predict(inputs_TC: Tensor, time_S: Tensor, of: PackedBatch) -> Tensor:
-        prediction_TC = split_outputs(network(inputs_TC, time_S, of).float(), channels, spec.latent_channels)
-        return prediction_TC[:, : num_outputs * channels]
+    def over(by: ConditionalNetwork, of: PackedBatch) -> Network:
+        def predict(inputs_TC: Tensor, time_S: Tensor) -> Tensor:
+            prediction_TC = split_outputs(by(inputs_TC, time_S, of).float(), channels, spec.latent_channels)
+            return prediction_TC[:, : num_outputs * channels]
+
+        return predict
 
     batch = objective.augment(batch, spec.conditions, AddressedNoise(seed, 0, batch.sample_ids_S, layout), draw=False)
-    if needs_unconditional(guidance_scale):
-        pair = join(batch, without_conditions(batch, spec, negative))
-        columns = guided_columns(spec.latent_channels, spec.patch_volume, num_outputs, guidance_channels)
-        bound = guided_pair(lambda inputs_TC, time_S: predict(inputs_TC, time_S, pair), guidance_scale, columns)
-    else:
-
-        def bound(inputs_TC: Tensor, time_S: Tensor) -> Tensor:
-            return predict(inputs_TC, time_S, batch)
+    plain = guided = over(network, batch)
+    if needs_unconditional(sampling.guidance_scale):
+        columns = guided_columns(spec.latent_channels, spec.patch_volume, num_outputs, sampling.guidance_channels)
+        combined = partial(guided_prediction, columns=columns, rescale=sampling.guidance_rescale, layout=layout)
+        if guide is None:
+            pair = over(network, join(batch, without_conditions(batch, spec, negative)))
+            guided = guided_pair(pair, sampling.guidance_scale, combined)
+        else:
+            guided = guided_by(plain, over(guide, batch), sampling.guidance_scale, combined)
 
     def noise_at(step: int) -> Tensor:
         return AddressedNoise(seed, step + 1, batch.sample_ids_S, layout).normal_TC("solver", channels)
@@ -187,10 +205,11 @@ def generate_each(
     if strength is not None:
         grid = grid[-1 - max(1, round(strength * num_steps)) :]
     alpha, sigma = objective.path.alpha_sigma(grid[0])
-    limited = threshold(thresholding, layout)
+    limited = threshold(sampling.thresholding, layout)
 
     def denoised(x_TC: Tensor, u: Tensor) -> Any:
         on_step(int((grid > u).sum()))
+        bound = guided if within(sampling.guidance_interval, *objective.path.alpha_sigma(u)) else plain
         if not learned:
             return limited(objective.denoise(bound, x_TC, u, layout))
         x0_TC, fraction = objective.denoise_with_variance(bound, x_TC, u, layout)
@@ -200,12 +219,13 @@ def generate_each(
     if strength is not None:
         start_TC = float(alpha) * batch.latents_TC + start_TC
     x0_TC = solve(
-        solver,
+        sampling.solver,
         denoised,
         objective.path,
         start_TC,
         grid,
         noise_at=noise_at,
-        variance=variance,
+        variance=sampling.variance,
+        churn=Churn.of(sampling),
     )
     return batch.unpatchified(x0_TC, *spec.patch)

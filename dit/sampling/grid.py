@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 BACKGROUND = (24, 24, 27)
 INK = (228, 228, 231)
 CAPTION_HEIGHT = 16
+"""Of a line of text."""
 GAP = 4
 MIN_TILE = 64
 PIXEL_CHANNELS = (1, 3)
@@ -70,10 +71,14 @@ def to_pictures(samples: Tensor) -> Tensor:
     return ((shown - mean) / (3 * std).clamp(min=1e-6)).clamp(-1, 1)
 
 
-def tile_origin(index: int, columns: int, height: int, width: int, *, captions: bool) -> tuple[int, int]:
-    """Return the (left, top) pixel of tile `index` in a grid of tiles of the given (enlarged) size."""
+def tile_origin(index: int, columns: int, height: int, width: int, *, captions: int) -> tuple[int, int]:
+    """Return the (left, top) pixel of tile `index` in a grid of tiles of the given (enlarged) size.
+
+    Args:
+        captions: lines of text above each tile.
+    """
     row, column = divmod(index, columns)
-    caption = CAPTION_HEIGHT if captions else 0
+    caption = captions * CAPTION_HEIGHT
     return GAP + column * (width + GAP), GAP + row * (height + caption + GAP) + caption
 
 
@@ -85,7 +90,7 @@ def enlargement(height: int, width: int) -> int:
 def image_grid(
     images: Tensor, captions: Optional[Sequence[str]] = None, columns: Optional[int] = None, scale: Optional[int] = None
 ) -> "Image":
-    """Arrange images row by row, each with its caption above.
+    """Arrange images row by row, each with its caption above, in at most as many lines as fill two tiles.
 
     Args:
         images: `[N, C, H, W]` in [-1, 1], C = 1 or 3.
@@ -106,27 +111,50 @@ def image_grid(
     columns = columns or min(count, math.ceil((2 * count) ** 0.5))
     scale = scale or enlargement(height, width)
     tile_h, tile_w = height * scale, width * scale
+    font = ImageFont.load_default(size=12)
+    texts = [
+        wrap(caption, tile_w, 2 * tile_h // CAPTION_HEIGHT, font.getlength) for caption in captions or [""] * count
+    ]
+    lines = 0 if captions is None else max(map(len, texts))
     rows = -(-count // columns)
-    right, bottom = tile_origin(rows * columns - 1, columns, tile_h, tile_w, captions=captions is not None)
+    right, bottom = tile_origin(rows * columns - 1, columns, tile_h, tile_w, captions=lines)
     canvas = Image.new("RGB", (right + tile_w + GAP, bottom + tile_h + GAP), BACKGROUND)
-    draw, font = ImageDraw.Draw(canvas), ImageFont.load_default(size=12)
+    draw = ImageDraw.Draw(canvas)
     for index, pixels in enumerate(to_bytes(images)):
-        left, top = tile_origin(index, columns, tile_h, tile_w, captions=captions is not None)
+        left, top = tile_origin(index, columns, tile_h, tile_w, captions=lines)
         tile = Image.fromarray(pixels.numpy()).resize((tile_w, tile_h), Image.Resampling.NEAREST)
-        if captions is not None:
-            text = _shorten(captions[index], tile_w, lambda t: draw.textlength(t, font=font))
-            draw.text((left + tile_w // 2, top - CAPTION_HEIGHT // 2), text, fill=INK, font=font, anchor="mm")
+        for above, text in enumerate(reversed(texts[index])):
+            middle = left + tile_w // 2, top - above * CAPTION_HEIGHT - CAPTION_HEIGHT // 2
+            draw.text(middle, text, fill=INK, font=font, anchor="mm")
         canvas.paste(tile, (left, top))
     return canvas
 
 
-def _shorten(text: str, width: int, measure: Callable[[str], float]) -> str:
-    """Shorten a caption to the width of its tile."""
-    if measure(text) <= width:
-        return text
-    while text and measure(text + "…") > width:
-        text = text[:-1]
-    return text + "…"
+def wrap(text: str, width: float, most: int, measure: Callable[[str], float]) -> list[str]:
+    """Break a caption into lines of at most `width`, between words where possible; "…" ends a text that is cut.
+
+    Args:
+        most: lines.
+        measure: returns the width of a text.
+    """
+    lines = [""]
+    for word in text.split():
+        if measure(f"{lines[-1]} {word}".lstrip()) <= width:
+            lines[-1] = f"{lines[-1]} {word}".lstrip()
+            continue
+        if len(lines) > most:
+            break
+        lines += [""] if lines[-1] else []
+        for letter in word:
+            if lines[-1] and measure(lines[-1] + letter) > width:
+                lines.append("")
+            lines[-1] += letter
+    if len(lines) > most:
+        last = lines[most - 1]
+        while last and measure(last + "…") > width:
+            last = last[:-1]
+        lines = [*lines[: most - 1], last + "…"]
+    return lines
 
 
 def spread(count: int, limit: int) -> list[int]:

@@ -73,7 +73,67 @@ def guided_columns(num_channels: int, num_positions: int, num_outputs: int, firs
     return torch.cat([mean, torch.zeros((num_outputs - 1) * len(mean), dtype=torch.bool)])
 
 
-def guided_pair(network: Network, scale: float, columns: Optional[Tensor] = None) -> Network:
+def rescaled(guided_TC: Tensor, cond_TC: Tensor, share: float, layout: SequenceLayout) -> Tensor:
+    """Scale a share of each sample's guided prediction to the standard deviation of the conditional one.
+
+    Args:
+        share: phi; 0 for none.
+
+    Raises:
+        ConfigError: this rank has only a part of the tokens.
+
+    Source: Lin et al. 2023, arXiv:2305.08891, Eq. 14 to 16.
+    """
+    _check_full(layout, "guidance_rescale", "use guidance_rescale=0")
+
+    def deviation_S(x_TC: Tensor) -> Tensor:
+        counts_S = layout.sum_per_sample(torch.ones_like(x_TC[:, 0])) * x_TC.shape[1]
+        mean_S = layout.sum_per_sample(x_TC.sum(1)) / counts_S
+        return (layout.sum_per_sample((x_TC - layout.per_token(mean_S)).square().sum(1)) / counts_S).sqrt()
+
+    ratio_S = deviation_S(cond_TC) / deviation_S(guided_TC).clamp(min=torch.finfo(guided_TC.dtype).tiny)
+    return guided_TC * layout.per_token(share * ratio_S + 1 - share)
+
+
+def guided_prediction(
+    cond_TC: Tensor,
+    uncond_TC: Tensor,
+    scale: float,
+    columns: Optional[Tensor] = None,
+    rescale: float = 0.0,
+    layout: Optional[SequenceLayout] = None,
+) -> Tensor:
+    """Combine the predictions of two branches.
+
+    Args:
+        uncond_TC: of the branch that guidance leads away from.
+        columns: which of them are guided, bool `[C]`; the others are the conditional branch's. None for all.
+        rescale: share of `rescaled`, over the guided columns.
+        layout: of the tokens; needed for `rescale`.
+    """
+    guided_TC = combine(cond_TC, uncond_TC, scale)
+    chosen = slice(None) if columns is None else columns.to(cond_TC.device)
+    if rescale:
+        assert layout is not None
+        guided_TC[:, chosen] = rescaled(guided_TC[:, chosen], cond_TC[:, chosen], rescale, layout)
+    return guided_TC if isinstance(chosen, slice) else torch.where(chosen, guided_TC, cond_TC)
+
+
+def within(interval: Optional[list[float]], alpha: Tensor, sigma: Tensor) -> bool:
+    """Return whether samples are guided at a noise level sigma / alpha.
+
+    Args:
+        interval: least and largest level; None for all.
+        alpha, sigma: scalars.
+
+    Source: Kynkäänniemi et al. 2024, arXiv:2404.07724, Eq. 5.
+    """
+    return interval is None or interval[0] * float(alpha) <= float(sigma) <= interval[1] * float(alpha)
+
+
+def guided_pair(
+    network: Network, scale: float, combined: Callable[[Tensor, Tensor, float], Tensor] = guided_prediction
+) -> Network:
     """Guide with one call per evaluation over the doubled pack [cond; uncond].
 
     Both halves have the same noised input. At scale 1 do not double: call the network over the conditional pack.
@@ -81,7 +141,7 @@ def guided_pair(network: Network, scale: float, columns: Optional[Tensor] = None
     Args:
         network: bound to a layout followed by itself, conditional samples first.
         scale: anything but 1.
-        columns: which of them are guided, bool `[C]`; the others are the conditional half's. None for all.
+        combined: combines the two halves, as `guided_prediction`.
 
     Raises:
         ConfigError: the scale is 1, so that half of every call would be wasted.
@@ -91,10 +151,29 @@ def guided_pair(network: Network, scale: float, columns: Optional[Tensor] = None
 
     def call(inputs_TC: Tensor, time_S: Tensor) -> Tensor:
         cond_TC, uncond_TC = network(torch.cat([inputs_TC, inputs_TC]), torch.cat([time_S, time_S])).chunk(2)
-        guided_TC = combine(cond_TC, uncond_TC, scale)
-        return guided_TC if columns is None else torch.where(columns.to(cond_TC.device), guided_TC, cond_TC)
+        return combined(cond_TC, uncond_TC, scale)
 
     return call
+
+
+def guided_by(
+    network: Network, guide: Network, scale: float, combined: Callable[[Tensor, Tensor, float], Tensor]
+) -> Network:
+    """Guide a network by another one at the same inputs.
+
+    Args:
+        guide: that guidance leads away from.
+        combined: combines the two predictions, as `guided_prediction`.
+    """
+    return lambda inputs_TC, time_S: combined(network(inputs_TC, time_S), guide(inputs_TC, time_S), scale)
+
+
+def _check_full(layout: SequenceLayout, what: str, cure: str) -> None:
+    if layout.local_indices is not None:
+        raise ConfigError(
+            f"{what} needs full samples, but this rank has {len(layout.local_indices)} of {layout.total_tokens} "
+            f"tokens; sample with context_parallel_size=1, or {cure}"
+        )
 
 
 def no_threshold(x0_TC: Tensor) -> Tensor:
@@ -119,11 +198,7 @@ def dynamic_threshold(x0_TC: Tensor, layout: SequenceLayout, quantile: float = 0
     """
     if not 0 < quantile <= 1:
         raise ConfigError(f"quantile={quantile} must be in (0, 1]; Imagen's is 0.995")
-    if layout.local_indices is not None:
-        raise ConfigError(
-            f"dynamic thresholding needs full samples, but this rank has {len(layout.local_indices)} of "
-            f"{layout.total_tokens} tokens; sample with context_parallel_size=1 or use static thresholding"
-        )
+    _check_full(layout, "dynamic thresholding", "use static thresholding")
     # kthvalue: torch.quantile refuses more than 2**24 numbers, which one video exceeds.
     limits = []
     for start, length in zip(layout.starts, layout.lengths):

@@ -7,7 +7,8 @@ from typing import Optional
 from dit.errors import ConfigError
 from dit.safe_files import parse_json, read_bytes
 
-FIELDS = {"prompt": str, "negative": str, "seed": int}
+FIELDS = {"prompt": str, "negative": str, "seed": int, "original_size": list, "crop": list, "target_size": list}
+LENGTHS = ("original_size", "crop", "target_size")
 EXAMPLE = '{"prompt": "a cat", "seed": 7}'
 MAX_SEED = 2**63 - 1
 
@@ -20,19 +21,23 @@ class Prompt:
         prompt: the text.
         negative: text that guidance leads away from, or None.
         seed: of its noise, or None for that of all.
+        original_size, crop, target_size: of the picture in pixels, height (top) first, for a model of Stable Diffusion
+            XL; None for those of all.
     """
 
     prompt: str
     negative: Optional[str] = None
     seed: Optional[int] = None
+    original_size: Optional[list[int]] = None
+    crop: Optional[list[int]] = None
+    target_size: Optional[list[int]] = None
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
     """Read a file of prompts; empty lines are skipped.
 
     Args:
-        path: `.jsonl` has an object per line, with `prompt` and, if wanted, `negative` and `seed`; any other file has a
-            prompt per line.
+        path: `.jsonl` has an object per line, with the fields of `Prompt`; any other file has a prompt per line.
 
     Raises:
         ConfigError: the file cannot be read, has no prompt, or a line is not of this form; with its number.
@@ -66,4 +71,10 @@ def _from_json(line: str, where: str) -> Prompt:
             raise ConfigError(f"{where}: {name} is {value!r}, wanted {FIELDS[name].__name__}")
     if (seed := found.get("seed")) is not None and not 0 <= seed <= MAX_SEED:
         raise ConfigError(f"{where}: seed {seed} is outside 0 to {MAX_SEED}")
+    for name in LENGTHS:
+        pair = found.get(name)
+        if pair is not None and not (len(pair) == 2 and all(type(n) is int and n >= 0 for n in pair)):
+            raise ConfigError(
+                f"{where}: {name} is {pair!r:.60}, wanted two whole numbers of pixels, such as [1024, 768]"
+            )
     return Prompt(**found)

@@ -23,6 +23,8 @@ from torch import Tensor
 
 from dit.errors import ConfigError
 from dit.objectives.base import Path
+from dit.objectives.edm import VarianceExplodingPath
+from dit.settings import SamplingConfig
 
 Denoiser = Callable[[Tensor, Tensor], Tensor]
 """Maps x_TC and the path position u (float64 scalar on the host) to the clean estimate x0_TC."""
@@ -45,14 +47,61 @@ def euler(denoiser: Denoiser, path: Path, x_TC: Tensor, grid: Tensor) -> Tensor:
     return x_TC
 
 
-def heun(denoiser: Denoiser, path: Path, x_TC: Tensor, grid: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class Churn:
+    """Noise that raises sigma before a step of `heun`, on the path x = x0 + sigma eps.
+
+    Attributes:
+        gamma: sigma is multiplied by 1 + gamma.
+        s_tmin, s_tmax: least and largest sigma at which this is done.
+        s_noise: standard deviation of the noise before it is scaled; above 1 restores detail that the network loses.
+
+    Source: Karras et al. 2022, arXiv:2206.00364, Algorithm 2, lines 4 to 6.
+    """
+
+    gamma: float
+    s_tmin: float = 0.0
+    s_tmax: float = math.inf
+    s_noise: float = 1.0
+
+    @classmethod
+    def of(cls, sampling: SamplingConfig) -> Optional["Churn"]:
+        """Return the churn of settings; None for none."""
+        if not sampling.s_churn:
+            return None
+        gamma = min(sampling.s_churn / sampling.num_steps, math.sqrt(2) - 1)
+        return cls(gamma, sampling.s_tmin, math.inf if sampling.s_tmax is None else sampling.s_tmax, sampling.s_noise)
+
+    def raised(self, x_TC: Tensor, sigma: Tensor, eps_TC: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the state with the added noise, and its sigma."""
+        if not self.s_tmin <= float(sigma) <= self.s_tmax:
+            return x_TC, sigma
+        raised = sigma * (1 + self.gamma)
+        return x_TC + float((raised**2 - sigma**2).sqrt()) * self.s_noise * eps_TC.to(x_TC), raised
+
+
+def heun(
+    denoiser: Denoiser,
+    path: Path,
+    x_TC: Tensor,
+    grid: Tensor,
+    *,
+    churn: Optional[Churn] = None,
+    noise_at: Optional[NoiseAt] = None,
+) -> Tensor:
     """Follow the probability flow by the trapezoid rule in u: second order, two network calls per step (last: one).
 
     The correction takes the slope at the Euler point (x_next, u_next).
 
-    Source: Karras et al. 2022, arXiv:2206.00364, Algorithm 1.
+    Args:
+        churn: noise that is added before each step; None for none.
+        noise_at: that noise; needed with `churn`.
+
+    Source: Karras et al. 2022, arXiv:2206.00364, Algorithm 1, and 2 with `churn`.
     """
-    for u, u_next in _steps(grid):
+    for step, (u, u_next) in enumerate(_steps(grid)):
+        if churn is not None and noise_at is not None:
+            x_TC, u = churn.raised(x_TC, u, noise_at(step))
         x0_TC = denoiser(x_TC, u)
         if u_next == 0:
             return x0_TC
@@ -144,7 +193,7 @@ class Solver:
         integrate: the function.
         order: error falls as num_steps**-order (of the deterministic part).
         calls_per_step: network calls per step, the last step excepted (always one).
-        stochastic: draws fresh noise (`ddim` does when its `eta` is above 0).
+        stochastic: draws fresh noise (`ddim` does when its `eta` is above 0, `heun` with `churn`).
     """
 
     integrate: Callable[..., Tensor]
@@ -176,6 +225,7 @@ def solve(
     noise_at: Optional[NoiseAt] = None,
     eta: float = 0.0,
     variance: str = "small",
+    churn: Optional[Churn] = None,
     dtype: Optional[torch.dtype] = None,
 ) -> Tensor:
     """Integrate from `x_TC` at `grid[0]` to clean latents at 0.
@@ -189,14 +239,15 @@ def solve(
         noise_at: fresh noise per step, for the stochastic ones.
         eta: only for `ddim`.
         variance: key of `FRACTIONS`, for `ancestral`; the others have none.
+        churn: only for `heun`, on the path of EDM; None for none.
         dtype: precision of the state, float32 or float64; that of `x_TC` if None.
 
     Returns:
         x0_TC in the precision of the state.
 
     Raises:
-        ConfigError: the solver or the variance is unknown, its noise is missing, `eta` does not fit, or the grid does
-            not fall to 0.
+        ConfigError: the solver or the variance is unknown, its noise is missing, `eta` or `churn` does not fit, or the
+            grid does not fall to 0.
     """
     if name not in SOLVERS:
         raise ConfigError(f"solver={name!r} is unknown; use one of {', '.join(map(repr, SOLVERS))}")
@@ -207,7 +258,12 @@ def solve(
         )
     if not 0 <= eta <= 1 or (eta and name != "ddim"):
         raise ConfigError(f"eta={eta} does not fit solver={name!r}; only 'ddim' takes one, between 0 and 1")
-    if noise_at is None and (SOLVERS[name].stochastic or eta):
+    if churn is not None and (name != "heun" or not isinstance(path, VarianceExplodingPath)):
+        raise ConfigError(
+            f"s_churn raises sigma of EDM's path, before steps of heun, got solver={name!r} on "
+            f"{type(path).__name__}; use solver='heun' with objective=edm, or s_churn=0"
+        )
+    if noise_at is None and (SOLVERS[name].stochastic or eta or churn is not None):
         raise ConfigError(f"solver={name!r} with eta={eta} draws fresh noise at every step; pass noise_at")
     if variance not in FRACTIONS:
         raise ConfigError(f"variance={variance!r} is unknown; use one of {', '.join(map(repr, FRACTIONS))}")
@@ -216,7 +272,9 @@ def solve(
         options["eta"] = eta
     if name == "ancestral" and (fraction := FRACTIONS[variance]) is not None:
         denoiser = partial(_with_fixed_variance, denoiser, fraction)
-    if name in ("ddim", "ancestral"):
+    if name == "heun":
+        options["churn"] = churn
+    if name in ("ddim", "ancestral", "heun"):
         options["noise_at"] = noise_at
     x_TC = x_TC if dtype is None else x_TC.to(dtype)
     return SOLVERS[name].integrate(denoiser, path, x_TC, grid.to("cpu", torch.float64), **options)

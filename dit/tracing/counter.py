@@ -1,4 +1,4 @@
-"""Count what a program does, operation by operation: work, memory, traffic, waits of the host."""
+"""Counter of operations: computation, memory, traffic and host synchronisations of a program."""
 
 import gc
 import math
@@ -15,26 +15,26 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter
 
 from dit.backends.process_groups import ProcessGroups
-from dit.tracing.repeats import CPU, repeats, tensors_in
+from dit.tracing.repeats import CPU, fake_op_cache, tensors_in
 
 Key = TypeVar("Key", bound=Hashable)
 REAL_ELEMENTS = 1 << 23
-"""Tables up to this size are computed for real."""
+"""Integer tables up to this number of elements are computed with real values."""
 DEVICE, NUMBER = torch.ops.prim.device.default, torch.ops.aten._local_scalar_dense.default
 MASKED, SORT = torch.ops.aten.masked_select.default, torch.ops.aten.sort.stable
 ANSWER = 1000
-"""What the host reads from a tensor without values; as a gradient norm, one that is clipped."""
+"""Value that the host reads from a tensor without values; a gradient norm of this size is clipped."""
 STATE = ("weights and gradients", "optimizer", "average")
 PHASES = ("forward and backward", "gradient exchange", "gradient norm", "update")
 MATMUL, NARROW, ATTENTION, ATTENTION_BACKWARD, OPS = WORK = (
     *("matmul flops", "narrow matmul bytes", "attention flops", "attention backward flops"),
     "device ops",
 )
-"""What time is spent on, besides the bytes of other operations and those that are sent."""
+"""Kinds of counted work, in addition to moved and sent bytes."""
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "convolution", "_convolution", "convolution_backward"}
-"""Operations with a formula that are no attention."""
+"""Operations with a FLOP formula that are not attention."""
 NARROW_FLOPS_PER_BYTE = 128
-"""Matrix products of fewer operations per byte take as long as their bytes, on every device from H100 on."""
+"""Matrix products with fewer operations per byte are memory-bound on H100 and newer devices."""
 KINDS = {
     "allgather": "all_gather",
     "allgather_base": "all_gather",
@@ -47,24 +47,25 @@ KINDS = {
     "reduce_scatter_base": "reduce_scatter",
     "send": "send",
 }
-"""Collectives by the operation that reaches the dispatcher."""
+"""Kinds of collectives, by name of the dispatched operation."""
 
 
 @dataclass
 class StepTrace:
-    """What one rank does in one optimizer step.
+    """Counts of one rank in one optimizer step.
 
     Attributes:
-        state_bytes: what it holds before the step, by what it is for (`STATE`).
-        peak_bytes: the most it holds at any time, by phase of the step (`PHASES`).
-        flops: operations of its matrix products and attention, two per multiply-add.
+        state_bytes: bytes allocated before the step, by purpose (`STATE`).
+        peak_bytes: peak of allocated bytes, by phase of the step (`PHASES`).
+        flops: operations of matrix products and attention, two per multiply-add.
         moved_bytes: bytes that all other operations read and write (views move none).
-        sent_bytes: bytes that it sends, by (kind of collective, name of the group); a reduction is counted as a ring.
-        calls: how many of these calls it makes.
-        host_syncs: how often the host waits for a value of the device.
+        sent_bytes: bytes sent, by (kind of collective, name of the group); an all-reduce counts as a ring.
+        calls: number of these collectives.
+        host_syncs: number of times that the host waits for a value from the device.
         work: `flops` by kind, bytes of narrow matrix products, and operations that reach the device (`WORK`).
-        parts: of the step: "forward" and "micro-batch" (forward and backward) of one micro-batch once the pipeline is
-            full, and the "update" behind the last one; without the two of a micro-batch if the step had too few.
+        parts: parts of the step: "forward" and "micro-batch" (forward and backward) of one micro-batch once the
+            pipeline is full, and the "update" after the last micro-batch; only the update if the step has too few
+            micro-batches.
     """
 
     state_bytes: dict[str, int] = field(default_factory=dict)
@@ -78,17 +79,17 @@ class StepTrace:
     parts: dict[str, "StepTrace"] = field(default_factory=dict)
 
     def copy(self) -> "StepTrace":
-        """Return the present counts."""
+        """Return a copy of the current counts."""
         return replace(self, sent_bytes=self.sent_bytes.copy(), calls=self.calls.copy(), work=self.work.copy())
 
     def since(self, earlier: "StepTrace") -> "StepTrace":
-        """Return what was counted after an earlier copy; bytes of memory are left out."""
+        """Return the counts since an earlier copy, without bytes of memory."""
         both = [replace(step, state_bytes={}, peak_bytes={}, parts={}) for step in (self, earlier)]
         return combined(both, [1, -1])
 
     @property
     def live(self) -> int:
-        """Bytes allocated before the step."""
+        """Bytes allocated before the step, in total."""
         return sum(self.state_bytes.values())
 
     @property
@@ -124,10 +125,10 @@ def _common_parts(steps: Sequence[StepTrace]) -> list[str]:
 
 
 class StepCounter(TorchDispatchMode):
-    """Counts every operation, and every storage while it lives.
+    """Counts every operation, and every storage while it exists.
 
     Args:
-        groups: names what is sent; None where nothing is.
+        groups: process groups, for the names of traffic; None without communication.
     """
 
     def __init__(self, groups: Optional[ProcessGroups] = None) -> None:
@@ -135,7 +136,7 @@ class StepCounter(TorchDispatchMode):
         from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
         self._fake, self._without_fakes = FakeTensor, unset_fake_temporarily
-        self._formulas, self._repeats = flop_formulas(), repeats()
+        self._formulas, self._cache = flop_formulas(), fake_op_cache()
         self._names = {} if groups is None else _names(groups)
         self._sorted: dict[Hashable, tuple[Tensor, ...]] = {}
         self._sizes: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
@@ -145,41 +146,41 @@ class StepCounter(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and torch's guard doubles the cost of a call
+        return False  # nothing is compiled here, and torch's check doubles the cost of a call
 
     def begin(self) -> None:
-        """Start a step: new counts."""
-        gc.collect()  # wrapped models are full of cycles
+        """Start a step and reset all counts."""
+        gc.collect()  # wrapped models have many reference cycles
         self.trace = StepTrace()
 
     def phase(self, name: str) -> None:
-        """End a phase of the step: note its peak."""
+        """End a phase of the step and record its peak."""
         self.trace.peak_bytes[name] = self.peak
         self.peak = self.live
 
     def watch(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage, or its new size, until it is freed."""
+        """Count a storage, or its new size, as allocated until it is freed."""
         key, size = storage._cdata, storage.nbytes()
-        known = self._sizes.get(key)
-        if known is None:
+        entry = self._sizes.get(key)
+        if entry is None:
             self._sizes[key] = weakref.ref(storage, lambda _, key=key: self._freed(key)), size  # type: ignore[misc]
-        elif known[1] == size:
+        elif entry[1] == size:
             return
         else:
-            self._sizes[key] = known[0], size
-        self.live += size - (0 if known is None else known[1])
+            self._sizes[key] = entry[0], size
+        self.live += size - (0 if entry is None else entry[1])
         self.peak = max(self.peak, self.live)
 
     def _freed(self, key: int) -> None:
         self.live -= self._sizes.pop(key)[1]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is DEVICE:  # two calls of three
+        if func is DEVICE:  # two of three calls
             return getattr(args[0], "fake_device", CPU)
         kwargs = kwargs or {}
         tensors = tensors_in((*args, *kwargs.values()))
         if any(map(is_traceable_wrapper_subclass, tensors)):
-            return NotImplemented  # a DTensor has no memory of its own; what is done to its shard comes here
+            return NotImplemented  # a DTensor has no memory; operations on its local tensor are dispatched here
         fake = any(isinstance(x, self._fake) for x in tensors)
         if func is NUMBER:
             self.trace.host_syncs += 1
@@ -196,7 +197,7 @@ class StepCounter(TorchDispatchMode):
             with self._without_fakes():
                 out = self._sort(args, kwargs) if func is SORT else func(*args, **kwargs)
         else:
-            out = self._repeats.run(func, args, kwargs)
+            out = self._cache.run(func, args, kwargs)
         results = tensors_in((out,))
         for result in results:
             self.watch(result.untyped_storage())
@@ -223,7 +224,7 @@ class StepCounter(TorchDispatchMode):
             work[MATMUL] += flops
 
     def _sort(self, args: Any, kwargs: Any) -> tuple[Tensor, ...]:
-        """Sort a table, or copy what an equal one gave: every layer routes the same scores, and sorts them for long."""
+        """Sort a table, or copy the result for an equal table: every layer sorts the same routing scores, slowly."""
         values = args[0].contiguous().flatten().view(torch.uint8).numpy().tobytes()
         key = args[0].shape, args[0].dtype, values, args[1:], tuple(kwargs.items())
         if key not in self._sorted:
@@ -231,7 +232,7 @@ class StepCounter(TorchDispatchMode):
         return tuple(x.clone() for x in self._sorted[key])
 
     def _communicate(self, func: Any, args: Any, kwargs: Any, fake: bool) -> Any:
-        """Count a call by what it sends; tables get what this rank would have sent."""
+        """Count the bytes that a collective sends; received tables are filled with what this rank would have sent."""
         kind = KINDS[func.__name__.split(".")[0].strip("_")]
         if fake:
             out = func(*args, **kwargs)
@@ -252,17 +253,17 @@ class StepCounter(TorchDispatchMode):
         return out
 
     def _fill(self, kind: str, args: Any) -> None:
-        """Answer a call on real tables: every other rank says what this one says."""
+        """Fill the outputs of a collective on real tables, as if every rank sent the same."""
         if kind == "receive":
-            # Megatron-Core's pipelines tell the shape of what comes.
-            assert len(args[0][0]) == len(self.received_shape), "a table from another stage that is no shape"
+            # Megatron-Core's pipelines send the shape of the next tensor.
+            assert len(args[0][0]) == len(self.received_shape), "a received table that is not a shape"
             args[0][0].copy_(torch.tensor(self.received_shape))
         elif kind == "all_gather" and isinstance(args[0], Tensor):
             args[0].view(-1, args[1].numel()).copy_(args[1].flatten())
         elif kind == "all_gather":
-            for outputs, given in zip(args[0], args[1]):
+            for outputs, sent_tensor in zip(args[0], args[1]):
                 for output in outputs:
-                    output.copy_(given)
+                    output.copy_(sent_tensor)
         elif kind == "all_to_all":
             args[0].copy_(args[1].flatten()[: args[0].numel()].view_as(args[0]))
         elif kind == "all_reduce":
@@ -273,7 +274,7 @@ class StepCounter(TorchDispatchMode):
 
 
 def _is_table(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> bool:
-    """Tell whether an operation on no fake tensor gives a small table, which is worked out for real."""
+    """Return whether an operation without fake tensors creates a small table, which is computed with real values."""
     if tensors:
         return sum(x.numel() for x in tensors) <= REAL_ELEMENTS
     dtype = kwargs.get("dtype")
@@ -281,51 +282,51 @@ def _is_table(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> b
         return all(isinstance(x, int) for x in args) and max(map(abs, args)) <= REAL_ELEMENTS
     shape = args[0] if args and isinstance(args[0], list | tuple) else ()
     if dtype is None:
-        whole = func._overloadpacket is torch.ops.aten.full and isinstance(args[1], int)
+        is_integer = func._overloadpacket is torch.ops.aten.full and isinstance(args[1], int)
     else:
-        whole = not dtype.is_floating_point
-    return whole and math.prod(shape) <= REAL_ELEMENTS
+        is_integer = not dtype.is_floating_point
+    return is_integer and math.prod(shape) <= REAL_ELEMENTS
 
 
 def _group(value: Any) -> Optional[Any]:
-    """Return an argument of a collective as a process group, if it is one."""
+    """Convert an argument of a collective to a process group, if it is one."""
     if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
         return dist.ProcessGroup.unbox(value)
     return None
 
 
 def _names(groups: ProcessGroups) -> dict[tuple[int, ...], str]:
-    """Name this rank's groups by their ranks, the narrowest meaning first."""
-    found: dict[tuple[int, ...], str] = {}
+    """Map the ranks of each group to its name; if groups have the same ranks, the first name wins."""
+    names: dict[tuple[int, ...], str] = {}
     for name in ("tp", "cp", "pp", "ep", "dp", "dp_cp", "tp_cp", "expt_dp", "tp_ep", "tp_ep_pp", "mp"):
         group = getattr(groups.collection, name, None)
         if group is not None:
-            found.setdefault(tuple(dist.get_process_group_ranks(group)), name)
-    found.setdefault(tuple(range(groups.world_size)), "world")
-    return found
+            names.setdefault(tuple(dist.get_process_group_ranks(group)), name)
+    names.setdefault(tuple(range(groups.world_size)), "world")
+    return names
 
 
 def _sent(kind: str, args: Any, group: Any) -> int:
-    """Return the bytes that a rank sends to the others of a group."""
+    """Return the bytes that a rank sends to other ranks of a group."""
     size = group.size()
-    given = sum(x.nbytes for x in tree_iter(args[1]) if isinstance(x, Tensor))
-    own = sum(x.nbytes for x in tree_iter(args[0]) if isinstance(x, Tensor))
+    input_bytes = sum(x.nbytes for x in tree_iter(args[1]) if isinstance(x, Tensor))
+    output_bytes = sum(x.nbytes for x in tree_iter(args[0]) if isinstance(x, Tensor))
     if kind == "all_to_all":
-        shares = args[4]  # rows for each rank; none where all are equal
-        return args[1][:1].nbytes * (sum(shares) - shares[group.rank()]) if shares else given * (size - 1) // size
+        shares = args[4]  # rows for each rank; empty if all are equal
+        return args[1][:1].nbytes * (sum(shares) - shares[group.rank()]) if shares else input_bytes * (size - 1) // size
     if kind == "all_gather":
-        return given * (size - 1)
+        return input_bytes * (size - 1)
     if kind == "reduce_scatter":
-        return given * (size - 1) // size
+        return input_bytes * (size - 1) // size
     if kind == "all_reduce":
-        return 2 * own * (size - 1) // size  # a ring: each byte goes round twice, less one step
-    return own  # to one rank, or along a chain
+        return 2 * output_bytes * (size - 1) // size  # a ring: each byte travels around twice, minus one step
+    return output_bytes  # to one rank, or along a chain
 
 
 def flop_formulas() -> dict[Any, Callable[..., int]]:
-    """Return FLOP formulas by operation: those of torch and, for attention kernels, our own.
+    """Return FLOP formulas by operation: torch's, with replacements for attention kernels.
 
-    torch's formulas of packed attention go through its segments one by one, and torch 2.11 has none for varlen.
+    torch's formulas for packed attention loop over segments, and torch 2.11 has none for varlen.
     """
     from torch.nn.attention import varlen  # noqa: F401  registers its operators
     from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
@@ -347,17 +348,17 @@ def flop_formulas() -> dict[Any, Callable[..., int]]:
 
 
 def _packed_forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **_: Any) -> int:
-    """Count q k^T and p v; the next arguments are cu_seqlens and the longest segments, of queries and of keys."""
+    """Count q k^T and p v; the next arguments are cu_seqlens and max_seqlen of queries and keys."""
     return 2 * query.shape[1] * _pairs(*args[:4]) * (key.shape[2] + value.shape[2])
 
 
 def _packed_backward(_grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **_: Any) -> int:
-    """Count q k^T again and the gradients of p, q, k and v; out and lse stand before the segments."""
+    """Count q k^T again and the gradients of p, q, k and v; out and lse precede the segments."""
     return 2 * query.shape[1] * _pairs(*args[2:6]) * (3 * key.shape[2] + 2 * value.shape[2])
 
 
 def _pairs(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int) -> int:
-    """Return the pairs of a query and a key in one segment; if segments have no values, take the longest for all."""
+    """Return the number of query-key pairs in segments; uses the longest segment if lengths have no values."""
     if any(type(x) is not Tensor or x.is_meta for x in (cu_seqlens_q, cu_seqlens_k)):
         return (len(cu_seqlens_q) - 1) * max_seqlen_q * max_seqlen_k
     return int((cu_seqlens_q.diff().long() * cu_seqlens_k.diff()).sum())

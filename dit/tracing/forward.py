@@ -1,13 +1,14 @@
-"""The operations of a backbone's forward pass, counted on fake tensors while other work goes on in the process.
+"""FLOPs of a backbone's forward pass, counted without values; a training process can call this.
 
-A pack costs what its samples cost alone, so samples are traced, one for each shape. Most shapes need no trace: the cost
-of token mixers is a linear form of a few products of the shape (`features`), such as the pairs of tokens that attend
-inside a frame. The form is solved in fractions, from the shapes that were traced. It answers for a shape only where
+The cost of a pack is the sum of its samples' costs, so samples are traced, one for each shape. Most shapes need no
+trace: the cost of token mixers is a linear form of a few products of the shape (`features`), such as the number of
+token pairs that attend inside a frame. The form is solved in exact fractions from the traced shapes. It is used for a
+shape only if
 
-* the shape's features are a combination of those traced, and
-* since the last shape that was none, two were traced that the form had to meet exactly, and did.
+* the shape's features are a combination of the traced ones, and
+* it predicted at least two later traced shapes exactly, since the last shape that extended it.
 
-A backbone whose costs are no such form is found out by this, and each of its shapes is traced.
+If a backbone's cost is not such a form, these checks fail, and each of its shapes is traced.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ from dit.tracing.routing import experts_evenly_full
 from dit.tracing.world import LocalProvider, fake_world
 
 CONFIRMATIONS = 2
-"""Shapes that a form must meet, beyond those it is made of, before it answers."""
+"""Number of additional shapes that a form must predict before it is used."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +42,8 @@ class ForwardFlops:
     """Operations of a forward pass, two per multiply-add.
 
     Attributes:
-        total: all of them.
-        layers: those of the layers, which recompute may make again.
+        total: all operations.
+        layers: operations of the layers, which recompute may repeat.
     """
 
     total: int
@@ -53,7 +54,7 @@ class ForwardFlops:
 
 
 class LinearForm:
-    """A linear function of whole numbers, learned from examples and exact: a matrix in echelon form, of fractions."""
+    """An exact linear function of integers, fitted to examples: a matrix of fractions in echelon form."""
 
     def __init__(self) -> None:
         self._rows: dict[int, list[Fraction]] = {}  # by the column of their leading one
@@ -61,7 +62,7 @@ class LinearForm:
         self.holds = True
 
     def learn(self, features: Sequence[int], values: Sequence[int]) -> None:
-        """Take an example; one that contradicts the others ends the form."""
+        """Add an example; if it contradicts earlier ones, the form is no longer used."""
         rest = self._reduced(features, values)
         lead = next((i for i in range(len(features)) if rest[i]), None)
         if lead is not None:
@@ -73,7 +74,7 @@ class LinearForm:
             self._confirmed += 1
 
     def answer(self, features: Sequence[int], count: int) -> Optional[list[int]]:
-        """Return the `count` values at some features; None where the examples do not say."""
+        """Return the `count` values for some features; None if the examples do not determine them."""
         if not self.holds or self._confirmed < CONFIRMATIONS:
             return None
         rest = self._reduced(features, [0] * count)
@@ -83,17 +84,17 @@ class LinearForm:
         return [int(value) for value in values]
 
     def _reduced(self, features: Sequence[int], values: Sequence[int]) -> list[Fraction]:
-        """Return what is left of an example without its combination of the known ones."""
+        """Return the residual of an example after elimination by earlier examples."""
         rest = [Fraction(number) for number in (*features, *values)]
         for lead, row in sorted(self._rows.items()):
             factor = rest[lead]
             if factor:
-                rest = [number - factor * known for number, known in zip(rest, row, strict=True)]
+                rest = [number - factor * entry for number, entry in zip(rest, row, strict=True)]
         return rest
 
 
 def features(model: ModelConfig, grid: Grid, text: int) -> list[int]:
-    """Return the numbers that the cost of a sample's matrix products and attention is a linear form of.
+    """Return the features of a sample; the cost of its matrix products and attention is linear in them.
 
     Args:
         grid: (t, h, w) of the sample in patches.
@@ -103,48 +104,48 @@ def features(model: ModelConfig, grid: Grid, text: int) -> list[int]:
     n = t * h * w
     numbers = [1, n, text, n * n, n * h * w, n * t, n * text, text * text]
     if isinstance(model, ExpertOptions) and model.num_experts is not None:
-        numbers.append(model.routed_pairs((n,)))  # rounded up sample by sample
+        numbers.append(model.routed_pairs((n,)))  # rounded up for each sample
     return numbers
 
 
 class ForwardCost:
-    """Counts the operations of a model's forward passes, whatever the layout that trains it.
+    """Counts the operations of a model's forward passes, independently of the layout.
 
     Args:
-        model: its sizes.
+        model: settings of the model.
     """
 
     def __init__(self, model: ModelConfig) -> None:
         self.model = model
-        self._known: dict[tuple[Grid, int], ForwardFlops] = {}
+        self._cache: dict[tuple[Grid, int], ForwardFlops] = {}
         self._forms: dict[Optional[Grid], LinearForm] = {}
         self._padding: Optional[ForwardFlops] = None
         self._network: Optional[_Shortened] = None
 
     def of_sample(self, grid: Grid, text: int = 1) -> ForwardFlops:
-        """Count a sample.
+        """Count the operations of a sample.
 
         Args:
             grid: its (t, h, w) in patches.
-            text: tokens of its text; the null text has one.
+            text: tokens of its text; the null text has one token.
         """
-        found = self._known.get((grid, text))
-        if found is None:
-            # A network on grids may round their sides, so that each is a form of its own in the length of the text.
+        flops = self._cache.get((grid, text))
+        if flops is None:
+            # A network on grids may round their sides, so each grid has a separate form in the text length.
             form = self._forms.setdefault(grid if not self.model.supports.mixed_shapes else None, LinearForm())
             numbers = features(self.model, grid, text)
             answer = form.answer(numbers, 2)
-            found = self.traced(PackShape((grid,), (text,))) if answer is None else ForwardFlops(*answer)
+            flops = self.traced(PackShape((grid,), (text,))) if answer is None else ForwardFlops(*answer)
             if answer is None:
-                form.learn(numbers, (found.total, found.layers))
-            self._known[grid, text] = found
-        return found
+                form.learn(numbers, (flops.total, flops.layers))
+            self._cache[grid, text] = flops
+        return flops
 
     def of_padding(self, grid: Grid) -> ForwardFlops:
-        """Count one row of padding.
+        """Count the operations of one row of padding.
 
         Args:
-            grid: of any sample.
+            grid: grid of any sample.
         """
         if self._padding is None:
             pack = PackShape((grid,), (1,))
@@ -152,7 +153,7 @@ class ForwardCost:
         return self._padding
 
     def traced(self, pack: PackShape) -> ForwardFlops:
-        """Count a pack from the program itself."""
+        """Count the operations of a pack by running the program without values."""
         world = contextlib.nullcontext() if dist.is_initialized() else fake_world(0, 1)
         with world, experts_evenly_full(), torch.no_grad():
             if self._network is None:
@@ -161,9 +162,9 @@ class ForwardCost:
 
 
 class _MetaFlops(TorchDispatchMode):
-    """Counts operations on the meta device, where tensors have a shape and no values.
+    """Counts operations on the meta device, where tensors have shapes but no values.
 
-    Tables stay real on the CPU, for segments and routes are cut by their values; they get none beside a meta tensor.
+    Tables stay real on the CPU, because segments and routes need their values, unless an argument is a meta tensor.
     """
 
     def __init__(self) -> None:
@@ -173,7 +174,7 @@ class _MetaFlops(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # nothing is compiled here, and torch's guard doubles the cost of a call
+        return False  # nothing is compiled here, and torch's check doubles the cost of a call
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -191,9 +192,9 @@ def _without_values(value: Any) -> Any:
 
 
 class _Shortened:
-    """A backbone on the meta device with the fewest layers in a row that have all kinds.
+    """A backbone on the meta device with the shortest run of layers that contains all kinds.
 
-    Where its units are not its layers, it is the whole backbone.
+    If its units are not its layers, it is the full backbone.
     """
 
     def __init__(self, model: ModelConfig) -> None:
@@ -209,7 +210,7 @@ class _Shortened:
                 part = range(len(every))
                 self._network = build_on_one_rank(model, Stage(part), LocalProvider)
         layers = list(self._network.units())
-        # How often the model has a layer like this one; the first of a kind stands for all.
+        # Number of layers of this kind in the model; the first layer of a kind represents all.
         kinds = every[part.start : part.stop] if len(layers) == len(part) else list(range(len(layers)))
         self._times = [
             0 if kind in kinds[:i] else every.count(kind) if len(layers) == len(part) else 1
@@ -227,10 +228,10 @@ class _Shortened:
         return hook
 
     def count(self, pack: PackShape) -> ForwardFlops:
-        """Run a forward pass, and count each kind of layer as often as the model has it."""
+        """Run a forward pass, and multiply the cost of each kind of layer by its number in the model."""
         self._counter.flops, self._flops[:] = 0, [0] * len(self._flops)
         batch = batch_of(self.model, pack)
-        # What is worked out of positions is as wide as the network, and nothing is cut by its values.
+        # Position embeddings are as wide as the network, and their values determine no shapes.
         batch = replace(batch, positions_T3=batch.positions_T3.to("meta"))
         with self._counter:
             self._network(batch.latents_TC.to("meta"), torch.zeros(batch.layout.num_samples), batch)

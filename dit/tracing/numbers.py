@@ -1,4 +1,4 @@
-"""Random numbers without values: those of all tokens take seconds, and nobody reads them."""
+"""Random numbers without values: drawing them for all tokens takes seconds, and a trace does not use them."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,15 +10,15 @@ from dit import philox
 from dit.philox import Words
 
 FEW_NUMBERS = 1 << 12
-"""Random numbers of samples, by which conditions are dropped, have values; there are no more of them."""
+"""Draws of up to this many numbers keep their values; per-sample numbers decide which conditions are dropped."""
 
 
 @contextlib.contextmanager
 def numbers_without_values(fakes: Any) -> Iterator[None]:
-    """Draw many random numbers from counters without values.
+    """Replace large random draws by fake tensors in this context.
 
     Args:
-        fakes: the mode of fake tensors.
+        fakes: fake tensor mode.
     """
     from torch.utils._python_dispatch import _disable_current_modes
 

@@ -1,4 +1,4 @@
-"""Micro-batches that have a shape and no values."""
+"""Micro-batches with a given shape and arbitrary values."""
 
 import math
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ class PackShape:
 
     Attributes:
         grids: (t, h, w) in patches of each sample.
-        text_lengths: tokens of each sample's text; empty for a model without text.
+        text_lengths: text tokens of each sample; empty for a model without text.
         multiple_of: samples are padded to a multiple of this many tokens.
-        total_tokens: of the pack, padding included; the sum of the padded samples if None.
+        total_tokens: tokens of the pack including padding; the sum of the padded samples if None.
     """
 
     grids: tuple[Grid, ...]
@@ -31,16 +31,16 @@ class PackShape:
     total_tokens: Optional[int] = None
 
     def layout(self) -> SequenceLayout:
-        """Return where the samples lie."""
+        """Return the layout of the samples in the pack."""
         lengths = [math.prod(grid) for grid in self.grids]
         return SequenceLayout.from_lengths(lengths, multiple_of=self.multiple_of, total_tokens=self.total_tokens)
 
 
 def batch_of(model: ModelConfig, pack: PackShape) -> PackedBatch:
-    """Return a micro-batch of a shape, with all conditions that a model takes.
+    """Return a micro-batch of a shape, with all conditions of a model.
 
     Args:
-        pack: its grids and text lengths.
+        pack: shape of the micro-batch.
     """
     layout = pack.layout()
     samples, rows = layout.num_samples, layout.total_tokens
@@ -48,7 +48,7 @@ def batch_of(model: ModelConfig, pack: PackShape) -> PackedBatch:
     for start, grid in zip(layout.starts, pack.grids):
         positions[start : start + math.prod(grid)] = grid_positions(grid)
     spec = model.batch_spec()
-    given = {
+    values_by_name = {
         condition.name: values
         for condition in spec.conditions
         if (values := _values(condition, pack, spec)) is not None
@@ -60,7 +60,7 @@ def batch_of(model: ModelConfig, pack: PackShape) -> PackedBatch:
         sample_ids_S=torch.arange(samples),
         grids=pack.grids,
         keys=tuple(map(str, range(samples))),
-        conditions=pack_conditions(spec.conditions, given, layout, spec.patch),
+        conditions=pack_conditions(spec.conditions, values_by_name, layout, spec.patch),
         draws_S=torch.arange(samples),
     )
 

@@ -1,4 +1,4 @@
-"""Passes over memory of one layer: what it reads and writes outside of matrix products and attention."""
+"""Memory traffic of one layer outside of matrix products and attention, in passes over its tokens."""
 
 import contextlib
 import weakref
@@ -13,21 +13,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from dit.tracing.counter import flop_formulas
 from dit.tracing.repeats import tensors_in
 
-WRITTEN_ALONE = ("models",)
-"""Arguments of fused operators that are written and not read."""
-READ_ALONE = ("grads",)
-"""Arguments that torch's AdamW writes only where it is asked to divide them."""
+WRITE_ONLY = ("models",)
+"""Arguments of fused operators that are only written."""
+READ_ONLY = ("grads",)
+"""Arguments that torch's AdamW writes only if it unscales gradients."""
 
 
 @dataclass(frozen=True)
 class Passes:
-    """What one direction of a layer does.
+    """Traffic of one direction of a layer.
 
     Attributes:
-        passes: bytes that memory-bound kernels read and write, in units of one tensor of all tokens.
+        passes: bytes that memory-bound kernels read and write, divided by the size of one tensor of all tokens.
         kernels: number of these kernels.
-        products: matrix products and attention kernels.
-        largest: passes by operation, the largest first.
+        products: number of matrix products and attention kernels.
+        largest: passes by operation, largest first.
     """
 
     passes: float
@@ -38,11 +38,11 @@ class Passes:
 
 @dataclass(frozen=True)
 class LayerTraffic:
-    """What a layer does in both directions.
+    """Traffic of a layer in both directions.
 
     Attributes:
-        forward, backward: of each direction.
-        saved: numbers alive between the two per token, over the hidden size; of two layers' common tensor one counts.
+        forward, backward: traffic of each direction.
+        saved: saved elements per token between the two, divided by the hidden size; shared tensors count once.
     """
 
     forward: Passes
@@ -51,7 +51,7 @@ class LayerTraffic:
 
 
 class _Counter(TorchDispatchMode):
-    """Counts operations on fake tensors: each reads all arguments and writes all results, views move nothing."""
+    """Counts operations on fake tensors: each reads all arguments and writes all results; views move nothing."""
 
     def __init__(self, unit: int) -> None:
         super().__init__()
@@ -63,31 +63,31 @@ class _Counter(TorchDispatchMode):
     def take(self) -> Passes:
         """Return the counts since the last call."""
         largest = sorted(((name, n / self._unit) for name, n in self._bytes.items()), key=lambda pair: -pair[1])
-        found = Passes(sum(self._bytes.values()) / self._unit, self._kernels, self._products, tuple(largest))
+        counts = Passes(sum(self._bytes.values()) / self._unit, self._kernels, self._products, tuple(largest))
         self._bytes, self._kernels, self._products = {}, 0, 0
-        return found
+        return counts
 
     def living(self) -> int:
-        """Return how many numbers are in living storages that operations have made."""
+        """Return the number of elements in existing storages that operations allocated."""
         return sum(count for _, count in self._living.values())
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        given, results = tensors_in((*args, *kwargs.values())), tensors_in((out,))
-        if not func.is_view:  # a view of a weight is the weight's
+        arguments, results = tensors_in((*args, *kwargs.values())), tensors_in((out,))
+        if not func.is_view:  # a view of a weight is not a new storage
             for result in results:
                 self._watch(result)
         if func._overloadpacket in self._formulas:
             self._products += 1
         elif not func.is_view and func.namespace != "prim" and not func.__name__.startswith(("empty", "new_empty")):
-            moved = sum(x.nbytes for x in (*given, *results))
+            moved = sum(x.nbytes for x in (*arguments, *results))
             if func.__name__.startswith("_foreach_copy_"):
-                moved = sum(x.nbytes for x in given)
-            elif not results:  # it writes arguments, which it may read, too
+                moved = sum(x.nbytes for x in arguments)
+            elif not results:  # it writes arguments, and may also read them
                 moved += _written(func, args, divides=kwargs.get("grad_scale") is not None)
             if func.__name__.startswith(("copy_", "zero_", "fill_", "zeros", "ones", "new_zeros")):
-                moved = sum(x.nbytes for x in given[1:]) + results[0].nbytes  # what is overwritten is not read
+                moved = sum(x.nbytes for x in arguments[1:]) + results[0].nbytes  # overwritten tensors are not read
             name = func.__name__.split(".")[0]
             self._bytes[name] = self._bytes.get(name, 0) + moved
             self._kernels += moved > 0
@@ -102,12 +102,12 @@ class _Counter(TorchDispatchMode):
 
 
 def _written(func: Any, args: Sequence[Any], *, divides: bool) -> int:
-    """Return the bytes of the arguments that an operator without results writes, without those that it never reads.
+    """Return the bytes of the arguments that an operator without results writes, except write-only ones.
 
     Args:
         divides: whether torch's AdamW divides its gradients.
     """
-    others = WRITTEN_ALONE if divides else WRITTEN_ALONE + READ_ALONE
+    others = WRITE_ONLY if divides else WRITE_ONLY + READ_ONLY
     return sum(
         x.nbytes
         for argument, value in zip(func._schema.arguments, args)
@@ -117,7 +117,7 @@ def _written(func: Any, args: Sequence[Any], *, divides: bool) -> int:
 
 
 def traffic(call: Callable[[], object], unit: int) -> Passes:
-    """Count what a call moves on fake tensors; `unit` is in bytes."""
+    """Count the traffic of a call on fake tensors; `unit` is in bytes."""
     counter = _Counter(unit)
     with counter:
         call()
@@ -125,10 +125,10 @@ def traffic(call: Callable[[], object], unit: int) -> Passes:
 
 
 def layer_traffic(build: Callable[[], Callable[[Tensor], Tensor]], tokens: int, hidden: int) -> LayerTraffic:
-    """Run a layer forward and backward on fake tensors and count; in bf16.
+    """Count the traffic of a layer's forward and backward pass on fake tensors, in bf16.
 
     Args:
-        build: returns a layer, as a function of the tokens; runs on fake tensors.
+        build: returns a layer as a function of tokens; called with fake tensors enabled.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -136,7 +136,7 @@ def layer_traffic(build: Callable[[], Callable[[Tensor], Tensor]], tokens: int, 
         call = build()
         x_TD = torch.empty(tokens, hidden, dtype=torch.bfloat16, requires_grad=True)
         grad_TD = torch.empty_like(x_TD)
-        torch.autograd.grad(call(x_TD), x_TD, grad_TD)  # makes what is made once for all layers
+        torch.autograd.grad(call(x_TD), x_TD, grad_TD)  # creates tensors that all layers share
         counter = _Counter(x_TD.nbytes)
         with counter:
             out_TD = call(x_TD)
@@ -146,7 +146,7 @@ def layer_traffic(build: Callable[[], Callable[[Tensor], Tensor]], tokens: int, 
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The traffic of torch's RMS norm on CUDA: one kernel forward, two backward; on CPU it is made of many."""
+    """The traffic of torch's RMS norm on CUDA: one kernel forward, two backward; on CPU it runs many."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ class _RMSNorm(torch.autograd.Function):
 
 @contextlib.contextmanager
 def fused_rms_norm() -> Iterator[None]:
-    """Let RMS norms with a weight move what CUDA's kernels move."""
+    """Make RMS norms with a weight count the traffic of CUDA's kernels."""
     functional = torch.nn.functional
     original = functional.rms_norm
 

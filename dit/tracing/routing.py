@@ -1,4 +1,4 @@
-"""Routing without scores: which expert takes which token would need values."""
+"""Even MoE routing for traces, in which router scores have no values."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -10,31 +10,31 @@ from torch import Tensor
 
 @contextlib.contextmanager
 def experts_evenly_full() -> Iterator[None]:
-    """Let every expert take as many tokens as the others, and as many as the program's own routing gives it."""
+    """Route tokens evenly to all experts in this context; capacities are those of the program's routing."""
     from dit.layers import moe
 
-    own = {name: getattr(moe, name) for name in ("select_tokens", "select_experts")}
-    for name, select in own.items():
+    originals = {name: getattr(moe, name) for name in ("select_tokens", "select_experts")}
+    for name, select in originals.items():
         setattr(moe, name, _evenly(select))
     try:
         yield
     finally:
-        for name, select in own.items():
+        for name, select in originals.items():
             setattr(moe, name, select)
 
 
 def _evenly(choose: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a routing that works as the given one does, and answers as it would for even scores."""
+    """Wrap a routing function: it runs with the same cost, and returns its result for even scores."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-    def chosen(scores_TE: Tensor, *args: Any) -> Tensor:
-        choose(scores_TE, *args)  # for its cost
+    def select(scores_TE: Tensor, *args: Any) -> Tensor:
+        choose(scores_TE, *args)  # run for its cost only
         with unset_fake_temporarily():
             return choose(_even_scores(*scores_TE.shape), *args)
 
-    return chosen
+    return select
 
 
 def _even_scores(tokens: int, experts: int) -> Tensor:
-    """Return scores `[T, E]` by which neighbouring tokens prefer neighbouring experts."""
+    """Return scores `[T, E]` with which consecutive tokens prefer consecutive experts."""
     return -((torch.arange(experts)[None] - torch.arange(tokens)[:, None]) % experts).float()

@@ -1,4 +1,4 @@
-"""Ranks of a world that has no others."""
+"""Fake process groups, with which one process acts as one rank of a larger world."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,11 +14,11 @@ from dit.backends.provider import LayerProvider
 
 @contextlib.contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """Be one rank of a world that has no other."""
+    """Act as one rank of a world without other processes."""
     from torch.testing._internal.distributed import fake_pg
 
     def all_gather_object(object_list: Any, obj: Any, group: Any = None) -> None:
-        object_list[:] = [obj] * len(object_list)  # every rank says what this one says
+        object_list[:] = [obj] * len(object_list)  # every other rank is assumed to send the same object
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=fake_pg.FakeStore())
     gather, dist.all_gather_object = dist.all_gather_object, all_gather_object
@@ -31,7 +31,7 @@ def fake_world(rank: int, world_size: int) -> Iterator[None]:
 
 
 class LocalGroups:
-    """Stands for every process group of a rank that shares nothing."""
+    """Replaces every process group by one of size 1."""
 
     def __getattr__(self, name: str) -> "LocalGroups":
         if name.startswith("__"):
@@ -46,7 +46,7 @@ class LocalGroups:
 
 
 class LocalDispatch:
-    """Gives experts, all of one rank, as many tokens as they take; without values, it does not matter which."""
+    """Dispatches tokens to local experts; only counts matter, because tokens have no values."""
 
     def send(self, x_TD: Tensor, selected_TE: Tensor, weights_TE: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         self._home = x_TD
@@ -59,7 +59,7 @@ class LocalDispatch:
 
 
 class LocalProvider(LayerProvider):
-    """Builds a full model that one rank can run without values."""
+    """Builds an unsharded model that one rank can run without values."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config, LocalGroups())

@@ -30,7 +30,7 @@ from dit.condition_table import CONTEXT
 from dit.context_parallel.shard_batch import on_full_packs, shard
 from dit.data_api import BatchSpec, DataConfig
 from dit.encoders.online import batch_encoder, null_texts
-from dit.errors import EXIT_PREEMPTED, NotFiniteError
+from dit.errors import EXIT_PREEMPTED
 from dit.inference.preview import PictureWriter
 from dit.models.base import ModelConfig
 from dit.monitoring.exit_record import ExitRecord
@@ -44,6 +44,7 @@ from dit.monitoring.run_log import RunLog, open_log
 from dit.monitoring.time_limit import TimeLimit
 from dit.objectives.base import Objective
 from dit.optimizer.master_weights import gradient_norm, set_rates
+from dit.optimizer.part_norms import PartNorms
 from dit.optimizer.schedules import Schedule, learning_rate, momentum
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.parallel.schedule import FullNetwork
@@ -55,10 +56,10 @@ from dit.training.bad_steps import BadSteps, MeanLoss
 from dit.training.device_batches import DeviceBatches
 from dit.training.first_steps import FirstSteps
 from dit.training.hooks import load_hooks
-from dit.training.rates import counters, is_due, mean_terms, rank_times, rates, report_drops, watch
+from dit.training.rates import counters, is_due, mean_terms, memory_peaks, rank_times, rates, report_drops, watch
 from dit.training.recheck import StepGradients
 from dit.training.step import noise_kernel, training_forward_step
-from dit.training.validate import held_out_loss, named_losses
+from dit.training.validate import check_initial_loss, held_out_loss, named_losses
 
 logger = log.getLogger(__name__)
 
@@ -263,7 +264,7 @@ class Run:
         self.checkpointer = Checkpointer(store, config)
         self.bad_steps = BadSteps(config, self.state, groups)
         resumed = self.checkpointer.resume(self.state, config.checkpoint.resume)
-        if not resumed and config.checkpoint.start_from is not None and self.state.base is None:
+        if not resumed and config.checkpoint.start_from is not None:
             start_from(config.checkpoint.start_from, self.state)
         flops = PackFlops(config.model)
         nulls = null_texts(config.data, spec.conditions, self.device)
@@ -277,6 +278,8 @@ class Run:
             self.encode,
             self.phase,
         )
+        measured = config.training.log_interval if config.logging.part_norms else 0
+        self.part_norms = PartNorms(self.state.optimizer, self.state.shards, measured)
         interval, forget = config.training.recheck_interval, self.bad_steps.drop_counts
         self.gradients = StepGradients(self.state, groups, dims.micro_batches, interval, forget)
         watch(self.state.wrapped, self.timer, self.phase)
@@ -358,6 +361,7 @@ class Run:
             return grad_norm
         if self.first_steps is not None:
             self.first_steps.look(state.step + 1, self.learning_rate(state.step), self.log)
+        self.part_norms.measure(state.step + 1)
         self.phase.enter("updates")
         state.update(grad_norm, state.step + 1)
         loss_sums += step_sums
@@ -397,10 +401,12 @@ class Run:
         losses = {**named_losses(self.config.objective, terms), "grad_norm": self.grad_norm}
         values = {
             **(losses if terms[0] == terms[0] else {}),  # where no step was applied, the means are 0 / 0
+            **self.part_norms.take(),
             "learning_rate": self.learning_rate(state.step - 1),
             **counted,
             **counters(state, self.bad_steps.skipped),
             **rank_times(self.timer.take(), self.groups, self.device),
+            **memory_peaks(self.device),
             **expert_load(state.chunks, self.device),
         }
         report_drops(state, int(counted["dropped_samples"]), self.groups, self.log)
@@ -438,18 +444,8 @@ class Run:
             hook.on_validation(state, losses)
 
     def check_validation(self, micro_batches: int) -> None:
-        """Measure the held-out loss of the first micro-batches of each data-parallel rank, before step 1.
-
-        Raises:
-            NotFiniteError: it is not finite.
-        """
-        loss = self.held_out_losses(micro_batches)["loss"]
-        if not math.isfinite(loss):
-            raise NotFiniteError(
-                f"the held-out loss of the initial weights is {loss}, over {micro_batches} micro-batches of each "
-                "data-parallel rank; look for such values in the held-out data, or at the initial weights"
-            )
-        self.log.message(f"step 0: held-out loss {loss:.4f}, over {micro_batches} micro-batches of each rank")
+        """Measure the held-out loss of the first micro-batches of each data-parallel rank, before step 1."""
+        self.log.message(check_initial_loss(self.held_out_losses(micro_batches)["loss"], micro_batches))
 
     def held_out_losses(self, micro_batches: Optional[int] = None) -> dict[str, float]:
         """Return the held-out losses of the weights that the model has.
@@ -463,20 +459,16 @@ class Run:
         return held_out_loss(self.network, batches, config.objective, config.model, self.device, groups, self.shard)
 
     def sample(self) -> None:
-        """Generate the grid of samples and write it into the run folder."""
-        state, fps = self.state, self.batches.fps
+        """Generate the grids of samples and write them into the run folder."""
+        state, run_dir = self.state, Path(self.config.training.run_dir)
         self.phase.enter("samples")
-        with state.averaged():
-            # Every rank generates all samples: model-parallel ranks must, and data-parallel ones would only wait.
-            network = on_full_packs(self.network, self.groups.cp, self.config.parallel.context_split)
-            frames = self.pictures.draw(
-                network, self.batches.latent_size(self.spec), fps, self.device, lay_out=not self.log.is_silent
-            )
-        if frames:
-            samples = make_folder(Path(self.config.training.run_dir) / "samples")
-            folder = make_folder(samples / f"step_{state.step:07d}")
-            path = self.pictures.save(frames, folder / ("ema.png" if state.ema else "raw.png"), fps)
-            self.log.samples(state, path)
+        # Every rank generates all samples: model-parallel ranks must, and data-parallel ones would only wait.
+        network = on_full_packs(self.network, self.groups.cp, self.config.parallel.context_split)
+        sizes = self.batches.latent_size(self.spec), self.batches.fps
+        folder = None if self.log.is_silent else make_folder(run_dir / "samples") / f"step_{state.step:07d}"
+        averaged = state.averaged if state.ema else None
+        for name, path in self.pictures.write(network, *sizes, self.device, folder, averaged).items():
+            self.log.samples(state, path, name)
 
     def summarize(self) -> None:
         """Print the result of the run, and the command that samples from it."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dit.backends.device import StepTimer
+from dit.backends.device import StepTimer, describe, peak_flops, peak_memory
 from dit.backends.process_groups import ProcessGroups
 from dit.checkpoint.train_state import TrainState
 from dit.data_api import DataStream, SampleCounts
@@ -49,11 +49,13 @@ def rates(
     steps = torch.tensor(mine.flops, dtype=torch.float64, device=device).view(-1, micro_batches)
     slowest = torch.cat([steps.sum(1), steps.new_tensor([mine.waited_s / seconds])])
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=groups.dp)
+    peak = peak_flops(describe())
     return int(samples), {
         "samples_per_s": samples / seconds,
         "tokens_per_s": valid / seconds,
         "padded_tokens_per_s_per_rank": padded / seconds / ranks,
         "tflops_per_rank": flops / seconds / ranks / 1e12,
+        **({} if peak is None else {"mfu": flops / seconds / ranks / peak}),
         "padding_share": 1 - valid / padded,
         "work_imbalance": slowest[:-1].sum().item() * groups.dp_size / flops,
         "data_wait_share": slowest[-1].item(),
@@ -76,6 +78,14 @@ def rank_times(seconds: list[float], groups: ProcessGroups, device: torch.device
     dist.all_reduce(means)
     slowest, rank = means.max(0)
     return {"rank_s_median": means.median().item(), "rank_s_slowest": slowest.item(), "slowest_rank": rank.item()}
+
+
+def memory_peaks(device: torch.device) -> dict[str, int]:
+    """Return the peak memory since the start of the process, of the rank with the largest one."""
+    peaks = {f"peak_memory_{kind}_bytes": size for kind, size in peak_memory().items()}
+    largest = torch.tensor(list(peaks.values()), device=device)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    return dict(zip(peaks, largest.tolist()))
 
 
 def mean_terms(loss_sums: torch.Tensor, groups: ProcessGroups) -> list[float]:

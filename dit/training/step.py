@@ -46,7 +46,7 @@ def drop_conditions(batch: PackedBatch, noise: AddressedNoise, model: ModelConfi
 class LevelsOnly(AddressedNoise):
     """The draws per sample, and zeros per token, for pipeline stages between the first and the last."""
 
-    def normal_TC(self, purpose: str, channels: int) -> Tensor:
+    def normal_TC(self, purpose: str, channels: int, offset_SC: Optional[Tensor] = None) -> Tensor:
         return torch.zeros(1, 1, device=self.layout.device).expand(self.layout.num_local_tokens, channels)
 
 
@@ -69,7 +69,7 @@ def training_forward_step(
         stage = get_attr_wrapped_model(network, "stage")
         # Only the first stage (inputs) and the last one (targets) use noise per token.
         kind, kernel = (AddressedNoise, mix) if stage.first or stage.last else (LevelsOnly, None)
-        noise = kind(seed, step, batch.sample_ids_S, batch.layout, batch.draws_S, kernel)
+        noise = kind(seed, step, batch.sample_ids_S, batch.layout, batch.draws_S, kernel, model.in_channels)
         batch = objective.augment(drop_conditions(batch, noise, model), model.conditions(), noise, draw=True)
         if model.activation_dropout:
             batch = replace(batch, dropout_S=noise.keys_S("dropout"))

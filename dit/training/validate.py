@@ -1,5 +1,6 @@
 """Held-out loss, in total and by noise level, on fixed noise so that evaluations can be compared."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -8,6 +9,7 @@ import torch.distributed as dist
 
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
+from dit.errors import NotFiniteError
 from dit.models.base import ModelConfig
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Objective, Term
@@ -68,7 +70,7 @@ def loss_sums(
     sums = torch.zeros(NUM_BUCKETS, len(names) + 1, device=device)
     for batch in batches:
         batch = shard(batch).to(device)
-        noise = AddressedNoise(VALIDATION_SEED, 0, batch.sample_ids_S, batch.layout)
+        noise = AddressedNoise(VALIDATION_SEED, 0, batch.sample_ids_S, batch.layout, latent_channels=model.in_channels)
         terms = _loss_terms(network, batch, objective, model, noise)
         if batch.repeated:
             continue
@@ -164,3 +166,20 @@ def named_losses(objective: Objective, means: Sequence[float]) -> dict[str, floa
     """
     named = {f"loss_{name}": mean for name, mean in zip(objective.logged, means, strict=True)}
     return {"loss": sum(means[: len(objective.terms)]), **(named if len(named) > 1 else {})}
+
+
+def check_initial_loss(loss: float, micro_batches: int) -> str:
+    """Return a line about the held-out loss before step 1.
+
+    Args:
+        micro_batches: of each data-parallel rank, over which it was measured.
+
+    Raises:
+        NotFiniteError: it is not finite.
+    """
+    if not math.isfinite(loss):
+        raise NotFiniteError(
+            f"the held-out loss of the initial weights is {loss}, over {micro_batches} micro-batches of each "
+            "data-parallel rank; look for such values in the held-out data, or at the initial weights"
+        )
+    return f"step 0: held-out loss {loss:.4f}, over {micro_batches} micro-batches of each rank"

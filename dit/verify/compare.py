@@ -1,8 +1,8 @@
-"""Equality of two trainings: a layout's steps and the same steps on one rank, compared once for tests and table.
+"""Comparison of two training runs: a parallel layout against one rank. Tests and the table of layouts use it.
 
-A training is what a world of ranks reports of it: `losses` and `grad_norms` of every step, `gradients` of the first
-step and `parameters` after the last one (global tensors by name), and `drifted`, the parameters whose copies on several
-ranks differ.
+A training run is the dictionary that the ranks of one world report: `losses` and `grad_norms` of every step,
+`gradients` of the first step, `parameters` after the last step (unsharded tensors by name), and `drifted`, the
+parameters whose copies differ between ranks.
 """
 
 import math
@@ -14,23 +14,23 @@ import torch
 from torch import Tensor
 
 SUM_RTOL = 1e-5
-"""Of losses, gradient norms and gradients in fp32: sums are taken in another order."""
+"""Tolerance of losses, gradient norms and fp32 gradients: the order of summation differs."""
 
 WEIGHT_RTOL = 1e-4
-"""Of parameters after the last step: Adam divides by the root of small squared gradients."""
+"""Tolerance of parameters after the last step: Adam divides by the root of small squared gradients."""
 
 FLOOR = 1e-2
-"""Share of the largest norm, see `tensor_errors`."""
+"""Smallest norm that an error is divided by, as a share of the largest norm; see `tensor_errors`."""
 
 BOUNDS = {"losses": SUM_RTOL, "grad_norms": SUM_RTOL, "gradients": SUM_RTOL, "parameters": WEIGHT_RTOL}
-"""What is compared, and the largest relative error of one step or one parameter."""
+"""Compared quantities, and the largest accepted relative error of a step or a parameter."""
 
 Values = Mapping[str, Tensor] | Sequence[float]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """How a training differs from its reference.
+    """Differences between a training run and its reference.
 
     Attributes:
         errors: for each name of `BOUNDS`, the relative error of each step or parameter.
@@ -42,14 +42,14 @@ class Comparison:
 
     @property
     def differences(self) -> tuple[str, ...]:
-        """What is not equal, one line each; empty if the trainings are equal."""
-        found = [
+        """One line for each difference; empty if the runs are equal."""
+        lines = [
             f"{kind} of {name}: relative error {error:.2e}, above {BOUNDS[kind]:.0e}"
             for kind, errors in self.errors.items()
             for name, error in errors.items()
             if not error <= BOUNDS[kind]  # also where it is NaN
         ]
-        return (*found, *(f"{name}: its copies differ between ranks" for name in self.drifted))
+        return (*lines, *(f"{name}: its copies differ between ranks" for name in self.drifted))
 
     def largest(self, kind: str) -> float:
         """Return the largest error of a name of `BOUNDS`, NaN if there is one."""
@@ -57,41 +57,41 @@ class Comparison:
 
 
 def compare_training(one: Mapping[str, Any], many: Mapping[str, Any]) -> Comparison:
-    """Compare a layout's training with the same training on one rank.
+    """Compare training under a layout with the same training on one rank.
 
     Args:
-        one: the training on one rank.
-        many: the training under a layout.
+        one: the run on one rank.
+        many: the run under the layout.
     """
     return Comparison({kind: relative_errors(one[kind], many[kind]) for kind in BOUNDS}, tuple(many["drifted"]))
 
 
-def relative_errors(expected: Values, given: Values) -> dict[str, float]:
-    """Return `|given - expected| / |expected|` by parameter, or by step for a list of numbers.
+def relative_errors(expected: Values, actual: Values) -> dict[str, float]:
+    """Return `|actual - expected| / |expected|` by parameter, or by step for a list of numbers.
 
-    Infinite where one side lacks the value or its shape differs; NaN or infinite where it is not a finite number, or
-    zero in `expected`, since a comparison with zero shows nothing.
+    The error is infinite if one side lacks the value or the shapes differ. It is NaN or infinite if a value is not
+    finite or `expected` is zero, since a comparison with zero shows nothing.
 
     Raises:
-        ValueError: there is nothing to compare.
+        ValueError: both sides are empty.
     """
-    expected_by_name, given_by_name = _named(expected), _named(given)
+    expected_by_name, given_by_name = _named(expected), _named(actual)
     names = [*expected_by_name, *(name for name in given_by_name if name not in expected_by_name)]
     if not names:
         raise ValueError("0 values to compare; record at least one step and one parameter")
     return {name: _relative_error(expected_by_name.get(name), given_by_name.get(name)) for name in names}
 
 
-def tensor_errors(expected: Mapping[str, Tensor], given: Mapping[str, Tensor]) -> dict[str, float]:
-    """Return `|given - expected| / |expected|` by name; 0 for equal bits.
+def tensor_errors(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return `|actual - expected| / |expected|` by name; 0 for bitwise equal values.
 
-    A norm below `FLOOR` of the largest one counts as that much, because it may be a rounding error of zero: so is the
-    gradient of a bias of keys. A value that only one side has differs by infinity.
+    Norms below `FLOOR` times the largest norm are replaced by that bound, because they may be rounding errors
+    of zero (such as the gradient of a key bias). The error is infinite if only one side has the value.
     """
     floor = FLOOR * max(float(x.norm()) for x in expected.values())
     errors = {}
-    for name in {**expected, **given}:
-        one, other = expected.get(name), given.get(name)
+    for name in {**expected, **actual}:
+        one, other = expected.get(name), actual.get(name)
         if one is None or other is None or one.shape != other.shape:
             errors[name] = math.inf
         else:
@@ -111,7 +111,7 @@ def _named(values: Values) -> Mapping[str, Tensor]:
     return {f"step {step}": torch.tensor(value, dtype=torch.float64) for step, value in enumerate(values)}
 
 
-def _relative_error(expected: Tensor | None, given: Tensor | None) -> float:
-    if expected is None or given is None or expected.shape != given.shape:
+def _relative_error(expected: Tensor | None, actual: Tensor | None) -> float:
+    if expected is None or actual is None or expected.shape != actual.shape:
         return math.inf
-    return float((given - expected).norm() / expected.norm())
+    return float((actual - expected).norm() / expected.norm())

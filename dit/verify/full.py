@@ -1,11 +1,11 @@
-"""Compare a layout with one rank at full size, on the ranks that torchrun started: no rank gathers the model.
+"""Comparison of a layout with one rank at full size, on the ranks that torchrun started. No rank gathers the model.
 
-    rank 0      trains the reference on one rank, in a process of its own      --> gradients.pt, parameters.pt
+    rank 0      trains the reference on one rank, in a separate process        --> gradients.pt, parameters.pt
     others      wait
-    all ranks   train under the layout; compare their own parts with the same parts of the files (memory-mapped)
-    rank 0      adds up the squared errors of all ranks
+    all ranks   train under the layout; compare their shards with the same slices of the files (memory-mapped)
+    rank 0      sums the squared errors of all ranks
 
-The one rank of the reference is what limits the size: `reference_bytes`.
+The memory of the reference's one rank limits the model size: `reference_bytes`.
 """
 
 import math
@@ -31,56 +31,60 @@ from dit.verify.report import Difference
 from dit.verify.trial import Built, Report, Trial, drifted_copies, place_of, train
 
 WAIT_S = 24 * 3600.0
-"""How long ranks wait for the reference."""
+"""Time limit for the reference run."""
 
 FILES = {"gradients": "gradients.pt", "parameters": "parameters.pt"}
 
 
 def reference_bytes(trained: int, frozen: int = 0) -> tuple[int, int]:
-    """Return the bytes that the reference needs on one rank, activations apart, and on disk.
+    """Return the bytes that the reference needs on one rank, without activations, and on disk.
 
-    In fp32: weights, gradients, Adam's two averages, and the two copies that are written; of frozen ones the weights.
+    Trained parameters need fp32 weights, gradients, Adam's two averages and the two copies that are written to disk;
+    frozen parameters need only their weights.
 
     Args:
-        trained: parameters that are trained.
-        frozen: those that are not.
+        trained: number of trained parameters.
+        frozen: number of frozen parameters.
     """
     return 24 * trained + 4 * frozen, 8 * trained
 
 
 @dataclass(frozen=True)
 class Squares:
-    """Sums of squares over parts of a parameter: of the reference, of the layout's values, of their difference."""
+    """Sums of squares over shards of a parameter: of the reference, of the layout's values, and of their difference."""
 
     expected: float = 0.0
-    given: float = 0.0
+    actual: float = 0.0
     error: float = 0.0
 
     def __add__(self, other: "Squares") -> "Squares":
-        return Squares(self.expected + other.expected, self.given + other.given, self.error + other.error)
+        return Squares(self.expected + other.expected, self.actual + other.actual, self.error + other.error)
 
 
 class Against(Report):
-    """Reports how this rank's part of each parameter differs from the reference; nothing is gathered.
+    """Compares this rank's shard of each parameter with the reference files; nothing is gathered.
 
     Args:
-        folder: of the reference.
+        folder: folder of the reference files.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def gradients(self, it: Built) -> dict[str, Any]:
-        return {"place": place_of(it.groups), "gradients": self._squares("gradients", it, [s.grad for s in it.shards])}
+    def gradients(self, session: Built) -> dict[str, Any]:
+        return {
+            "place": place_of(session.groups),
+            "gradients": self._squares("gradients", session, [s.grad for s in session.shards]),
+        }
 
-    def weights(self, it: Built) -> dict[str, Any]:
-        values = [s.parameter.detach().flatten()[s.start : s.stop] for s in it.shards]
-        return {"parameters": self._squares("parameters", it, values), "drifted": drifted_copies(it)}
+    def weights(self, session: Built) -> dict[str, Any]:
+        values = [s.parameter.detach().flatten()[s.start : s.stop] for s in session.shards]
+        return {"parameters": self._squares("parameters", session, values), "drifted": drifted_copies(session)}
 
-    def _squares(self, kind: str, it: Built, values: Sequence[Tensor]) -> dict[str, Squares]:
+    def _squares(self, kind: str, session: Built, values: Sequence[Tensor]) -> dict[str, Squares]:
         reference: Mapping[str, Tensor] = torch.load(self.folder / FILES[kind], mmap=True, weights_only=True)
-        rank = it.groups.tp.rank()
-        return {s.name: _compared(reference[s.name], s, x, rank) for s, x in zip(it.shards, values, strict=True)}
+        rank = session.groups.tp.rank()
+        return {s.name: _compared(reference[s.name], s, x, rank) for s, x in zip(session.shards, values, strict=True)}
 
 
 def _compared(full: Tensor, shard: MasterShard, values: Tensor, tp_rank: int) -> Squares:
@@ -88,8 +92,8 @@ def _compared(full: Tensor, shard: MasterShard, values: Tensor, tp_rank: int) ->
     for dim, start in enumerate(sharding_of(shard.parameter, shard.name).origin(shape, tp_rank)):
         full = full.narrow(dim, start, shape[dim])
     expected = full.flatten()[shard.start : shard.stop].to(values.device).double()
-    given = values.detach().flatten().double()
-    sums = [float(x.square().sum()) for x in (expected, given, given - expected)]
+    actual = values.detach().flatten().double()
+    sums = [float(x.square().sum()) for x in (expected, actual, actual - expected)]
     return Squares(*sums)
 
 
@@ -104,14 +108,14 @@ def write_reference(case: dict[str, Any]) -> dict[str, Any]:
 
 @contextmanager
 def reference_folder(scratch: Optional[str], size_bytes: int) -> Iterator[Path]:
-    """Make a folder for the reference, and remove it at the end; every rank calls this.
+    """Create a folder for the reference, and remove it on exit; every rank calls this.
 
     Args:
-        scratch: where; all ranks see it. None for the temporary folder of this machine.
-        size_bytes: of the reference.
+        scratch: parent folder, visible to all ranks; None for the temporary folder of this machine.
+        size_bytes: size of the reference files.
 
     Raises:
-        ConfigError: the disk has less space.
+        ConfigError: the disk has too little free space.
     """
     process_groups.connect(timeout_s=WAIT_S)
     place: list[Any] = [None]
@@ -134,13 +138,13 @@ def reference_folder(scratch: Optional[str], size_bytes: int) -> Iterator[Path]:
 
 
 def differences(one: Trial, many: Trial, folder: Path) -> Optional[dict[str, Any]]:
-    """Train both, and return on rank 0 what `report.judge_differences` takes; every rank calls this.
+    """Train both trials, and return the arguments of `report.judge_differences` on rank 0; every rank calls this.
 
     Args:
-        folder: for the reference, from `reference_folder`.
+        folder: folder for the reference, from `reference_folder`.
 
     Raises:
-        RuntimeError: the reference failed; the message holds the end of its output.
+        RuntimeError: the reference failed; the message ends with its last output.
     """
     failure: Optional[Exception] = None
     reference: Optional[dict[str, Any]] = None
@@ -152,38 +156,38 @@ def differences(one: Trial, many: Trial, folder: Path) -> Optional[dict[str, Any
         except RuntimeError as error:
             failure = error
     process_groups.raise_together(failure, RuntimeError("the reference failed; see the error of rank 0"))
-    mine = train(replace(many, by_rank=False), report=Against(folder))
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
+    result = train(replace(many, by_rank=False), report=Against(folder))
+    results: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(results, result)
     if reference is None:
         return None
     return {
-        **{kind: (reference[kind], mine[kind]) for kind in ("losses", "grad_norms")},
-        **{kind: _added_up(reference["names"], [(rank["place"], rank[kind]) for rank in found]) for kind in FILES},
-        "drifted": [name for rank in found for name in rank["drifted"]],
+        **{kind: (reference[kind], result[kind]) for kind in ("losses", "grad_norms")},
+        **{kind: _summed(reference["names"], [(rank["place"], rank[kind]) for rank in results]) for kind in FILES},
+        "drifted": [name for rank in results for name in rank["drifted"]],
     }
 
 
-def _added_up(names: Sequence[str], ranks: Sequence[tuple[str, Mapping[str, Squares]]]) -> dict[str, Difference]:
-    """Join the sums of all ranks; each copy of a part counts, on both sides of a ratio.
+def _summed(names: Sequence[str], ranks: Sequence[tuple[str, Mapping[str, Squares]]]) -> dict[str, Difference]:
+    """Add the sums of all ranks. Replicated shards count once per copy, in both the numerator and the denominator.
 
-    A parameter that no rank has differs by infinity.
+    A parameter that no rank reports has an infinite error.
     """
-    found = {}
+    errors = {}
     for name in names:
         parts = {place: squares[name] for place, squares in ranks if name in squares}
         total = sum(parts.values(), Squares())
-        found[name] = Difference(
+        errors[name] = Difference(
             norm=math.sqrt(total.expected),
-            ratio=_root(total.given, total.expected),
+            ratio=_root(total.actual, total.expected),
             error=_root(total.error, total.expected) if parts else math.inf,
-            by_rank={place: _root(part.given, part.expected) for place, part in parts.items()},
+            by_rank={place: _root(part.actual, part.expected) for place, part in parts.items()},
         )
-    return found
+    return errors
 
 
 def _root(part: float, of: float) -> float:
-    """Return the root of a ratio of squares; 0 for nothing of nothing, infinity for something of nothing."""
+    """Return the root of a ratio of squares; 0 for 0 / 0, infinity for any other division by 0."""
     if of == 0:
         return math.inf if part else 0.0
     return math.sqrt(part / of)

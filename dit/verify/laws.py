@@ -1,11 +1,11 @@
-"""Absolute checks of a model and its training step on one rank.
+"""Consistency checks of a model and its training step on one rank.
 
-A comparison of a layout with one rank cannot find a fault that both have. These checks compare one rank with itself:
+Comparing a layout with one rank cannot find an error that both have. These checks compare one rank with itself:
 
-    padding        values in padding of tokens and texts change no output and no gradient
-    packed         a sample in a pack has the output and adds the gradient that it has by itself
+    padding        values in the padding of tokens and texts change no output and no gradient
+    packed         a sample has the same output and adds the same gradient in a pack as in a batch with no other sample
     order          the order of samples in a pack changes no output and no gradient
-    accumulated    two micro-batches give the gradients of one with all of their samples
+    accumulated    two micro-batches give the gradients of one micro-batch with all samples
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,23 +30,23 @@ ORDER = (2, 0, 3, 1)
 TIMES = (0.1, 0.4, 0.6, 0.9)
 """Time of each sample of `SAMPLES`."""
 MULTIPLE, TAIL = 10, 16
-"""Of the packs with padding inside and after the samples, in tokens."""
+"""In tokens: sample lengths are padded to a multiple of MULTIPLE, and TAIL tokens follow the last sample."""
 FILLS = (0.0, float("nan"), 1e30)
-"""Values of padding."""
+"""Values written to the padding."""
 RTOL = 1e-4
-"""Largest relative error of a gradient in fp32 that is summed in another order."""
+"""Largest accepted relative error of an fp32 gradient that is summed in another order."""
 MOST_NAMES = 4
 
 
 class Packs(Protocol):
-    """Synthetic packs of numbered samples; picklable, for the rank."""
+    """Builds synthetic packs of numbered samples; picklable, because it is sent to the rank's process."""
 
     def __call__(self, numbers: Sequence[int], *, multiple_of: int = 1, tail: int = 0) -> PackedBatch: ...
 
 
 @dataclass(frozen=True)
 class Groups:
-    """A stream for `Trial`: the same packs in every step."""
+    """A stream for `Trial` that repeats the same packs in every step."""
 
     packs: Packs
     groups: Sequence[Sequence[int]]
@@ -60,10 +60,10 @@ def passed(model: nn.Module, batch: PackedBatch, time_S: Tensor, fill: float = 0
     """Run one forward and backward pass.
 
     Args:
-        fill: value of the padding of tokens.
+        fill: value written to padded tokens.
 
     Returns:
-        The output of each sample under its key, and the gradient of each parameter under its name.
+        The output of each sample by sample key, and the gradient of each parameter by name.
     """
     layout = batch.layout
     model.zero_grad(set_to_none=True)
@@ -98,16 +98,16 @@ def times(numbers: Sequence[int]) -> Tensor:
 
 
 def check_padding(network: nn.Module, model: ModelConfig, packs: Packs) -> dict[str, float]:
-    """Compare zeros with other values in padding; the conditions of every second sample are dropped."""
+    """Compare padding of zeros with other padding values; the conditions of every second sample are dropped."""
     batch = half_dropped(model, packs(SAMPLES, multiple_of=MULTIPLE, tail=TAIL))
     assert not batch.layout.valid_T.all()
     zeros, *others = (passed(network, padded_texts(batch, fill), times(SAMPLES), fill) for fill in FILLS)
     errors = [tensor_errors(zeros, other) for other in others]
-    return {name: largest_error(found[name] for found in errors) for name in errors[0]}
+    return {name: largest_error(error[name] for error in errors) for name in errors[0]}
 
 
 def check_packed(network: nn.Module, packs: Packs) -> dict[str, float]:
-    """Compare a pack with its samples one by one, whose gradients are summed."""
+    """Compare a pack with the sum of its samples' gradients, each computed separately."""
     together = passed(network, packs(SAMPLES, multiple_of=MULTIPLE, tail=TAIL), times(SAMPLES))
     single: dict[str, Tensor] = {}
     for number in SAMPLES:
@@ -117,12 +117,12 @@ def check_packed(network: nn.Module, packs: Packs) -> dict[str, float]:
 
 
 def check_order(network: nn.Module, packs: Packs) -> dict[str, float]:
-    """Compare a pack with one of another order."""
+    """Compare a pack with the same samples in another order."""
     return tensor_errors(*(passed(network, packs(order), times(order)) for order in (SAMPLES, ORDER)))
 
 
 def check_accumulated(trial: Trial, packs: Packs) -> dict[str, float]:
-    """Compare two micro-batches with one of all their samples: losses of all steps, gradients of the first."""
+    """Compare two micro-batches with one that has all their samples: losses of all steps, gradients of the first."""
     trials = (replace(trial, stream=Groups(packs, g), micro_batches=len(g)) for g in ((SAMPLES,), HALVES))
     one, two = map(train, trials)
     losses = relative_errors(one["losses"], two["losses"])
@@ -134,9 +134,9 @@ class Check:
     """The result of one check.
 
     Attributes:
-        errors: relative error by output, gradient or loss.
+        errors: relative errors by name of output, gradient or loss.
         bound: largest accepted error.
-        note: what was compared, or why nothing was.
+        note: class compared with, or the reason why nothing was compared.
     """
 
     errors: Mapping[str, float]
@@ -145,17 +145,17 @@ class Check:
 
     @property
     def wrong(self) -> list[str]:
-        """Names of what differs."""
+        """Names of the outputs, gradients or losses that differ."""
         return [name for name, error in self.errors.items() if not error <= self.bound]
 
     def line(self, name: str) -> str:
-        """Return the result in a line."""
+        """Format the result as one line."""
         if not self.errors:
             return f"  {name:<12}not compared: {self.note}"
         line = f"  {name:<12}{largest_error(self.errors.values()):.1e} (bound {self.bound:.0e})"
         line += f", {self.note}" if self.note else ""
         if self.wrong:
-            first = ", ".join(f"{what} ({self.errors[what]:.1e})" for what in self.wrong[:MOST_NAMES])
+            first = ", ".join(f"{output} ({self.errors[output]:.1e})" for output in self.wrong[:MOST_NAMES])
             line += f"; {len(self.wrong)} of {len(self.errors)} differ: {first}"
         return line
 
@@ -177,5 +177,5 @@ def run_case(case: dict[str, Any]) -> dict[str, Check]:
 
 
 def text(checks: Mapping[str, Check]) -> str:
-    """Return the results of all checks, one line each."""
+    """Format the results of all checks, one line each."""
     return "\n".join(["checks of one rank, largest relative errors:", *(c.line(name) for name, c in checks.items())])

@@ -1,4 +1,4 @@
-"""What ranks need, imported once before they are forked; the user can do nothing about what libraries say meanwhile."""
+"""Imports of a rank, made once before ranks are forked. Users cannot act on the warnings of libraries here."""
 
 import warnings
 from importlib import import_module

@@ -1,6 +1,6 @@
 """Start gloo ranks on this machine, and run the same cases on each of them.
 
-Ranks are forks of one process that has imported everything, which takes a rank a tenth of its start.
+Ranks are forked from one process that has imported all modules, which makes a rank start ten times faster.
 """
 
 import gc
@@ -24,7 +24,7 @@ FORKS.set_forkserver_preload(["dit.verify.preload"])  # benchmarks and tests hav
 
 
 def free_port() -> int:
-    """Find a free port below those that the system assigns by itself: ranks bind it seconds later."""
+    """Find a free port outside the range of ephemeral ports, because ranks bind it only seconds later."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as s:
@@ -33,7 +33,7 @@ def free_port() -> int:
 
 
 def _rank(main: Callable[[Path, int], None], folder: Path, rank: int, device: str) -> None:
-    """Be one rank, in a process of its own, with a log of its own."""
+    """Run one rank; the process writes its output to its own log file."""
     import torch
 
     log = os.open(folder / f"rank_{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -56,13 +56,13 @@ def _rank(main: Callable[[Path, int], None], folder: Path, rank: int, device: st
 def run_ranks(
     main: Callable[[Path, int], None], count: int, folder: Path, *, timeout_s: float, device: str = "cpu"
 ) -> None:
-    """Run `main(folder, rank)` in as many processes, each of which writes `rank_N.log` there.
+    """Run `main(folder, rank)` in `count` processes; each writes `folder/rank_N.log`.
 
     Args:
-        device: of the ranks, as `DIT_DEVICE` says it; empty for GPUs where there are any.
+        device: value of `DIT_DEVICE` on the ranks; empty to use GPUs if there are any.
 
     Raises:
-        RuntimeError: a rank failed, or they took too long; the message holds the end of their output.
+        RuntimeError: a rank failed, or the time limit passed; the message ends with the ranks' last output.
     """
     ranks = [FORKS.Process(target=_rank, args=(main, folder, rank, device)) for rank in range(count)]
     for process in ranks:
@@ -94,12 +94,12 @@ def run_world(
     """Run every case on `world_size` ranks, in one start, and return rank 0's result of each.
 
     Args:
-        cases: each names its function as `task`, "module:function", which gets the case.
-        folder: of the ranks' logs; made where it does not exist.
+        cases: each has a key `task`, "module:function"; the function is called with the case.
+        folder: folder of the ranks' logs; created if missing.
         device: see `run_ranks`.
 
     Raises:
-        RuntimeError: a rank failed, or they took too long; the message holds the end of their output.
+        RuntimeError: a rank failed, or the time limit passed; the message ends with the ranks' last output.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cases.pkl").write_bytes(pickle.dumps(list(cases)))
@@ -108,7 +108,7 @@ def run_world(
 
 
 def _rank_of_world(world_size: int, port: int, folder: Path, rank: int) -> None:
-    """Run the cases of a folder on this rank; rank 0 leaves the results there."""
+    """Run the cases of a folder on this rank; rank 0 writes the results to the folder."""
     import torch
 
     from dit.backends import process_groups
@@ -119,11 +119,11 @@ def _rank_of_world(world_size: int, port: int, folder: Path, rank: int) -> None:
     cases = pickle.loads((folder / "cases.pkl").read_bytes())
     tasks = [case["task"].split(":") for case in cases]
     functions = [getattr(import_module(module), name) for module, name in tasks]
-    gc.freeze()  # what is imported needs no visit by the collector, which Megatron-FSDP calls for every model
+    gc.freeze()  # keeps imported objects out of garbage collections, which Megatron-FSDP triggers for every model
     results = []
     for case, function in zip(cases, functions):
         results.append(function(case))
-        gc.collect()  # a case's models refer to its groups, which keep threads as long as they live
+        gc.collect()  # models refer to process groups, whose threads end only when they are collected
     if rank == 0:
         (folder / "results.pkl").write_bytes(pickle.dumps(results))
     process_groups.destroy()

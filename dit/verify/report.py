@@ -1,4 +1,4 @@
-"""What a comparison of one rank with a layout says: the first wrong gradient, and what was stated of its parameter."""
+"""Report of a comparison of one rank with a layout: the first wrong gradient and its parameter's declared sharding."""
 
 import math
 import re
@@ -31,11 +31,11 @@ class WrongGradient:
     """A parameter whose gradient differs.
 
     Attributes:
-        sharding, row: what was stated of it.
-        norm: of its gradient on one rank.
-        ratio: norm of the layout's gradient, as a multiple of that.
-        error: norm of the difference, as a multiple of that.
-        by_rank: each rank's ratio for the part that it has, by the rank's place in the layout.
+        sharding, row: declared sharding, and its row of the sharding table.
+        norm: norm of its gradient on one rank.
+        ratio: norm of the layout's gradient, relative to `norm`.
+        error: norm of the difference, relative to `norm`.
+        by_rank: ratio of each rank's local shard, by the rank's coordinates in the layout.
     """
 
     sharding: ParameterSharding
@@ -47,13 +47,13 @@ class WrongGradient:
 
     @property
     def num_stages(self) -> int:
-        """How many pipeline stages have the parameter."""
+        """Number of pipeline stages that have the parameter."""
         return len({stage for place in self.by_rank for stage in re.findall(r"pp \d+", place)})
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How one gradient, or one weight, differs; see `WrongGradient`."""
+    """Difference of one gradient or one weight; see `WrongGradient`."""
 
     norm: float
     ratio: float
@@ -63,15 +63,15 @@ class Difference:
 
 @dataclass(frozen=True)
 class Verdict:
-    """How a layout compares with one rank.
+    """Result of comparing a layout with one rank.
 
     Attributes:
-        comparison: of the trainings.
+        comparison: comparison of the two runs.
         wrong: gradients that differ, in the order in which the backward pass computes them.
-        compared: gradients compared.
-        idle: parameters without a gradient on either side, of which nothing is known.
-        frozen: parameters that are not trained; what they compute is in the losses and in the gradients of the others.
-        sizes: of the layout.
+        compared: number of gradients compared.
+        idle: parameters without a gradient on either side; they are not verified.
+        frozen: number of frozen parameters; losses and other gradients cover their forward computation.
+        sizes: sizes of the layout's axes.
     """
 
     comparison: Comparison
@@ -86,7 +86,7 @@ class Verdict:
         return not self.comparison.differences
 
     def text(self) -> str:
-        """Return what is equal and what is not, in lines of text."""
+        """Format the verdict as lines of text."""
         kinds = [f"{kind} {self.comparison.largest(kind):.1e} (bound {bound:.0e})" for kind, bound in BOUNDS.items()]
         lines = [f"largest relative errors: {', '.join(kinds)}"]
         if self.idle:
@@ -99,16 +99,18 @@ class Verdict:
         return "\n".join([*lines, "", *self._others()])
 
     def _others(self) -> list[str]:
-        """Say what differs besides gradients; behind a wrong gradient, later steps and weights must."""
+        """List differences other than gradients; after a wrong gradient, later steps and weights always differ."""
         lines = []
-        for kind, what in (
+        for kind, quantity in (
             ("losses", "loss"),
             ("grad_norms", "gradient norm"),
             ("parameters", "weight after the steps"),
         ):
             errors = {name: e for name, e in self.comparison.errors[kind].items() if not e <= BOUNDS[kind]}
             if errors:
-                lines.append(f"{what}: {len(errors)} of {len(self.comparison.errors[kind])} differ: {_listed(errors)}")
+                lines.append(
+                    f"{quantity}: {len(errors)} of {len(self.comparison.errors[kind])} differ: {_listed(errors)}"
+                )
         if self.comparison.drifted:
             lines.append(f"copies that differ between ranks: {_listed(dict.fromkeys(self.comparison.drifted))}")
         return lines
@@ -133,19 +135,19 @@ class Verdict:
         ]
 
     def reading(self) -> str:
-        """Say where a fault with these ratios is usually found."""
+        """Return the usual cause of an error with these ratios."""
         first = self.wrong[0]
         if not self.comparison.errors["losses"]["step 0"] <= BOUNDS["losses"]:
-            return "the first loss differs, too: look at the forward pass and at what it sums before any gradient"
+            return "the first loss differs, too: check the forward pass and its sums before the gradients"
         ratios = [wrong.ratio for wrong in self.wrong]
         if len(ratios) == self.compared and max(ratios) - min(ratios) < 1e-3 * max(ratios):
             return (
-                f"every gradient is {first.ratio:.3f} times its size: no parameter's statement is at fault, but what "
-                "scales the loss or divides by the tokens of the global batch"
+                f"every gradient is {first.ratio:.3f} times its size: the sharding of parameters is not the cause; "
+                "check the scale of the loss and the division by the tokens of the global batch"
             )
         if first.num_stages > 1 and not first.sharding.every_stage:
             return (
-                f"{first.num_stages} pipeline stages have a copy, whose gradients are not summed: call "
+                f"{first.num_stages} pipeline stages have a copy and its gradients are not summed: call "
                 "replicate_on_all_stages(module.parameters()) (dit/backends/sharding.py) where it is built"
             )
         axes: tuple[Axis, ...] = ("tp", "pp", first.sharding.data_axis)
@@ -153,31 +155,31 @@ class Verdict:
         if fitting and first.ratio > 1.5:
             return (
                 f"counted {self.sizes.named(fitting)} times: each rank's gradient was complete and the sum over ranks "
-                "was taken nevertheless; compare gradient_covers with the input that the parameter meets"
+                "was taken nevertheless; compare gradient_covers with the input that the parameter is applied to"
             )
         if first.ratio < 0.98:
             return (
-                "a part is missing: ranks that see other tokens, heads or layers did not add theirs; compare what is "
-                "stated with the ranks that differ, and look for a gather whose backward pass keeps one rank's part"
+                "a part is missing: ranks that have other tokens, heads or layers did not add theirs; compare the "
+                "stated sharding with the ranks that differ, and look for a gather whose backward pass keeps one part"
             )
-        return "neither missing nor counted twice: look at what is exchanged on the way back to this parameter"
+        return "neither missing nor counted twice: check the communication in the backward pass up to this parameter"
 
 
 def judge(one: Mapping[str, Any], many: Mapping[str, Any], model: nn.Module, sizes: AxisSizes) -> Verdict:
-    """Compare what `dit.verify.trial.train` reports of one rank and of a layout.
+    """Compare the results of `dit.verify.trial.train` on one rank and under a layout.
 
     Args:
-        model: the model in one piece, without memory (`build_on_meta`).
-        sizes: of the layout.
+        model: the unsharded model on the meta device (`build_on_meta`).
+        sizes: sizes of the layout's axes.
     """
     expected: Mapping[str, Tensor] = one["gradients"]
-    given: Mapping[str, Tensor] = many["gradients"]
-    idle = [n for n, g in expected.items() if not g.any() and n in given and not given[n].any()]
+    actual: Mapping[str, Tensor] = many["gradients"]
+    idle = [n for n, g in expected.items() if not g.any() and n in actual and not actual[n].any()]
     comparison = compare_training(*({**side, "gradients": _without(side["gradients"], idle)} for side in (one, many)))
     wrong = {
         name: Difference(
             norm=float(expected[name].norm()),
-            ratio=float(given[name].norm() / expected[name].norm()) if name in given else math.nan,
+            ratio=float(actual[name].norm() / expected[name].norm()) if name in actual else math.nan,
             error=error,
             by_rank=_by_rank(name, expected[name], many.get("by_rank", {})),
         )
@@ -187,24 +189,24 @@ def judge(one: Mapping[str, Any], many: Mapping[str, Any], model: nn.Module, siz
     return _verdict(comparison, wrong, idle, model, sizes)
 
 
-def judge_differences(found: Mapping[str, Any], model: nn.Module, sizes: AxisSizes) -> Verdict:
-    """Compare what `dit.verify.full.differences` reports; see `judge`."""
-    gradients: Mapping[str, Difference] = found["gradients"]
+def judge_differences(reported: Mapping[str, Any], model: nn.Module, sizes: AxisSizes) -> Verdict:
+    """Compare the result of `dit.verify.full.differences`; see `judge`."""
+    gradients: Mapping[str, Difference] = reported["gradients"]
     idle = [name for name, one in gradients.items() if one.norm == 0 and one.error == 0]
-    errors = {kind: relative_errors(*found[kind]) for kind in ("losses", "grad_norms")}
+    errors = {kind: relative_errors(*reported[kind]) for kind in ("losses", "grad_norms")}
     errors["gradients"] = {name: one.error for name, one in gradients.items() if name not in idle}
-    errors["parameters"] = {name: one.error for name, one in found["parameters"].items()}
+    errors["parameters"] = {name: one.error for name, one in reported["parameters"].items()}
     wrong = {name: gradients[name] for name, e in errors["gradients"].items() if not e <= BOUNDS["gradients"]}
-    comparison = Comparison({kind: errors[kind] for kind in BOUNDS}, tuple(found["drifted"]))
+    comparison = Comparison({kind: errors[kind] for kind in BOUNDS}, tuple(reported["drifted"]))
     return _verdict(comparison, wrong, idle, model, sizes)
 
 
 def _verdict(
     comparison: Comparison, wrong: Mapping[str, Difference], idle: Sequence[str], model: nn.Module, sizes: AxisSizes
 ) -> Verdict:
-    """Say what was stated of the wrong gradients, which come in the order of the forward pass."""
+    """Add the declared sharding to the wrong gradients, which are in the order of the forward pass."""
     parameters = dict(model.named_parameters())
-    stated = [
+    gradients = [
         WrongGradient(
             sharding_of(parameters[name], name),
             describe(name, parameters[name], sizes),
@@ -217,13 +219,15 @@ def _verdict(
     ]
     frozen = sum(not parameter.requires_grad for parameter in parameters.values())
     compared = len(comparison.errors["gradients"])
-    return Verdict(comparison, tuple(reversed(stated)), compared, tuple(idle), frozen, sizes)
+    return Verdict(comparison, tuple(reversed(gradients)), compared, tuple(idle), frozen, sizes)
 
 
 def _listed(errors: Mapping[str, Optional[float]]) -> str:
-    """Name a few of the things that differ, with their relative errors."""
-    named = [name if error is None else f"{name} ({error:.1e})" for name, error in errors.items()]
-    return ", ".join(named[:MOST_NAMES]) + (f" and {len(named) - MOST_NAMES} more" if len(named) > MOST_NAMES else "")
+    """List the first few names, with their relative errors."""
+    entries = [name if error is None else f"{name} ({error:.1e})" for name, error in errors.items()]
+    return ", ".join(entries[:MOST_NAMES]) + (
+        f" and {len(entries) - MOST_NAMES} more" if len(entries) > MOST_NAMES else ""
+    )
 
 
 def _without(values: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Tensor]:
@@ -231,11 +235,11 @@ def _without(values: Mapping[str, Tensor], names: Sequence[str]) -> dict[str, Te
 
 
 def _by_rank(name: str, expected: Tensor, ranks: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return each rank's norm as a multiple of the norm of the same part on one rank."""
-    found = {}
+    """Return the norm of each rank's shard, relative to the norm of the same slice on one rank."""
+    ratios = {}
     for place, gradients in ranks.items():
         if name in gradients:
             origin, values = gradients[name]
             part = expected[tuple(slice(start, start + size) for start, size in zip(origin, values.shape))]
-            found[place] = float(values.norm() / part.norm())
-    return found
+            ratios[place] = float(values.norm() / part.norm())
+    return ratios

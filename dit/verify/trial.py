@@ -1,6 +1,6 @@
-"""A short training under one layout, of which every rank reports global tensors.
+"""A short training run under one layout; every rank reports unsharded tensors.
 
-`dit.verify.compare` compares what two layouts report.
+`dit.verify.compare` compares the reports of two layouts.
 """
 
 import itertools
@@ -27,6 +27,7 @@ from dit.objectives.base import Objective
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer import master_weights as optim
 from dit.optimizer.master_weights import MasterShard, master_shards
+from dit.optimizer.part_norms import PartNorms
 from dit.optimizer.update import Update, build_update
 from dit.parallel.build import build_model, build_optimizer, wrap
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
@@ -37,25 +38,26 @@ from dit.settings import OptimizerConfig, TrainingConfig
 from dit.training.step import noise_kernel, training_forward_step
 
 SEED = 5
-# Gradients that are zero in exact arithmetic (a bias of keys changes no softmax) are rounding errors, which Adam would
-# scale to full steps if its eps were smaller than they are.
+# Gradients that are zero in exact arithmetic (a key bias does not change the softmax) are rounding errors, which Adam
+# would
+# scale to full steps if eps were smaller than these errors.
 OPTIMIZER = OptimizerConfig(lr=1e-2, clip_grad=0.5, weight_decay=0.1, eps=1e-6)
 
 Stream = Callable[[int, int, int], Iterator[PackedBatch]]
-"""From (data-parallel rank, data-parallel size, token multiple) to this rank's global packs; picklable."""
+"""Maps (data-parallel rank, data-parallel size, token multiple) to this rank's packs; picklable."""
 
 
 @dataclass(kw_only=True)
 class Trial:
-    """What is trained, and under which layout.
+    """A model, its data and the layout to train it under.
 
     Attributes:
-        stream: the data; the ranks of a step together get the same packs on every layout.
-        micro_batches: of one optimizer step, over all data-parallel ranks.
-        steps: optimizer steps.
-        recompute: `recompute`, `recompute_layers` and `kernels` of `TrainingConfig`.
-        alter: changes the built model before it is wrapped, such as to break it.
-        by_rank: report each rank's gradients, too.
+        stream: the data; in each step, all ranks together get the same packs under every layout.
+        micro_batches: micro-batches of one optimizer step, over all data-parallel ranks.
+        steps: number of optimizer steps.
+        recompute: values of `recompute`, `recompute_layers` and `kernels` of `TrainingConfig`.
+        alter: called with the built model before it is wrapped, for example to inject an error.
+        by_rank: also report the local gradients of each rank.
     """
 
     model: ModelConfig
@@ -72,7 +74,7 @@ class Trial:
 
 @dataclass(kw_only=True)
 class Built:
-    """What a trial trains, on this rank."""
+    """The model, optimizer and groups of a trial on this rank."""
 
     trial: Trial
     dims: ParallelDims
@@ -95,9 +97,9 @@ def named_parameters(chunks: Sequence[nn.Module]) -> list[tuple[str, nn.Paramete
 
 
 def gathered(shard: MasterShard, values: Tensor) -> Tensor:
-    """Join values that are split like a master shard into the parameter-shaped fp32 tensor, on every rank of its group.
+    """Gather values that are sharded like a master weight into a parameter-shaped fp32 tensor, on every rank.
 
-    The shards are joined as integers: adding zero bits changes none, not even the sign of a zero.
+    Shards are summed as integers, because adding integer zeros changes no bit, not even the sign of a zero.
     """
     if shard.group is None or shard.group.size() == 1:
         return values.detach().view(shard.parameter.shape).clone()
@@ -107,8 +109,8 @@ def gathered(shard: MasterShard, values: Tensor) -> Tensor:
     return flat.view(shard.parameter.shape)
 
 
-def whole(tensor: Tensor, parameter: Tensor, groups: ProcessGroups) -> Tensor:
-    """Join a parameter-shaped tensor over the tensor-parallel ranks."""
+def unshard(tensor: Tensor, parameter: Tensor, groups: ProcessGroups) -> Tensor:
+    """Gather a parameter-shaped tensor over the tensor-parallel ranks."""
     dim = sharding_of(parameter).split_dim
     if groups.tp.size() == 1 or dim is None:
         return tensor.detach().clone()
@@ -118,7 +120,7 @@ def whole(tensor: Tensor, parameter: Tensor, groups: ProcessGroups) -> Tensor:
 
 
 def copies_differ(parameter: Tensor, groups: ProcessGroups) -> bool:
-    """Return whether two ranks that should have the same values have different ones."""
+    """Return whether the copies of a parameter differ between ranks."""
     for group in map(groups.along, sharding_of(parameter).replicated_over):
         copies = [torch.empty_like(parameter) for _ in range(group.size())]
         dist.all_gather(copies, parameter.detach().contiguous(), group=group)
@@ -128,18 +130,18 @@ def copies_differ(parameter: Tensor, groups: ProcessGroups) -> bool:
 
 
 def of_all_stages(named: list[tuple[str, Tensor]], groups: ProcessGroups) -> tuple[dict[str, Tensor], list[str]]:
-    """Join (name, tensor) pairs over the stages and experts; also list the names whose copies differ."""
+    """Gather (name, tensor) pairs over stages and experts; also return the names whose copies differ."""
     parts: list[Any] = [None] * groups.different_parameters.size()
     dist.all_gather_object(parts, named, group=groups.different_parameters)
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     pairs = [pair for part in parts for pair in part]
-    drifted = [name for name, tensor in pairs if not torch.equal(found.setdefault(name, tensor), tensor)]
-    return found, drifted
+    drifted = [name for name, tensor in pairs if not torch.equal(tensors.setdefault(name, tensor), tensor)]
+    return tensors, drifted
 
 
 @torch.no_grad()
 def disturb_constants(chunks: Sequence[nn.Module], groups: ProcessGroups) -> None:
-    """Add noise to what starts as zeros or ones: a zero-initialised network would hide most gradients."""
+    """Add noise to parameters that start as zeros or ones, because a zero-initialised network has few gradients."""
     for name, parameter in named_parameters(chunks):
         if init_of(parameter, name).kind == "constant":
             sharding = sharding_of(parameter, name)
@@ -158,7 +160,7 @@ def training_of(trial: Trial) -> TrainingConfig:
 
 
 def build_chunks(trial: Trial) -> tuple[ProcessGroups, list[Backbone]]:
-    """Build the groups and the model of a trial on this rank, in which nothing is zero."""
+    """Build the groups and the model of a trial on this rank; no parameter is constant."""
     model, parallel, training = trial.model, trial.parallel, training_of(trial)
     groups = process_groups.initialize(parallel)
     chunks = build_model(model, parallel, training, groups, uncertainty=trial.objective.learns_uncertainty)
@@ -191,26 +193,26 @@ def build(trial: Trial) -> Built:
 
 
 class Report:
-    """What a rank reports of its gradients and weights: the global tensors, which every rank gathers."""
+    """Gathers the unsharded gradients and weights on every rank."""
 
-    def gradients(self, it: Built) -> dict[str, Any]:
-        """Return `gradients` of the first step by name, and, where asked for, `by_rank`."""
-        local = [gathered(s, s.grad) for s in it.shards]
-        named = [(s.name, whole(grad, s.parameter, it.groups)) for s, grad in zip(it.shards, local)]
-        found, _ = of_all_stages(named, it.groups)
-        by_rank = {"by_rank": _of_all_ranks(it.shards, local, it.groups)} if it.trial.by_rank else {}
-        return {"gradients": found, **by_rank}
+    def gradients(self, session: Built) -> dict[str, Any]:
+        """Return `gradients` of the first step by name, and `by_rank` if the trial requests it."""
+        local = [gathered(s, s.grad) for s in session.shards]
+        named = [(s.name, unshard(grad, s.parameter, session.groups)) for s, grad in zip(session.shards, local)]
+        gradients, _ = of_all_stages(named, session.groups)
+        by_rank = {"by_rank": _of_all_ranks(session.shards, local, session.groups)} if session.trial.by_rank else {}
+        return {"gradients": gradients, **by_rank}
 
-    def weights(self, it: Built) -> dict[str, Any]:
-        """Return `parameters` after the last step by name, and `drifted`, those whose copies differ."""
-        named = [(s.name, whole(s.parameter.data, s.parameter, it.groups)) for s in it.shards]
-        found, drifted = of_all_stages(named, it.groups)
-        return {"parameters": found, "drifted": drifted + drifted_copies(it)}
+    def weights(self, session: Built) -> dict[str, Any]:
+        """Return `parameters` after the last step by name, and `drifted`, the names whose copies differ."""
+        named = [(s.name, unshard(s.parameter.data, s.parameter, session.groups)) for s in session.shards]
+        parameters, drifted = of_all_stages(named, session.groups)
+        return {"parameters": parameters, "drifted": drifted + drifted_copies(session)}
 
 
-def drifted_copies(it: Built) -> list[str]:
-    """Return the names of this rank's parameters of which other ranks have other values."""
-    return [s.name for s in it.shards if copies_differ(s.parameter, it.groups)]
+def drifted_copies(session: Built) -> list[str]:
+    """Return the names of this rank's parameters whose copies on other ranks differ."""
+    return [s.name for s in session.shards if copies_differ(s.parameter, session.groups)]
 
 
 def train(
@@ -219,16 +221,16 @@ def train(
     """Train a trial's steps; a step whose fp16 gradients overflow makes no update.
 
     Args:
-        then: called with what was trained before it is torn down.
-        report: of the gradients and the weights; `Report` if None.
+        then: called with the trained model before its process groups are destroyed.
+        report: reports gradients and weights; `Report` if None.
 
     Returns:
-        `losses`, `grad_norms` and `loss_scales` of every step, and what is reported.
+        `losses`, `grad_norms` and `loss_scales` of every step, `part_norms` of the first, and the results of `report`.
     """
     report = report or Report()
-    it = build(trial)
-    groups, optimizer = it.groups, it.optimizer
-    packs, scale = trial.stream(groups.dp_rank, groups.dp_size, it.dims.token_multiple), loss_scale_of(optimizer)
+    session = build(trial)
+    groups, optimizer = session.groups, session.optimizer
+    packs, scale = trial.stream(groups.dp_rank, groups.dp_size, session.dims.token_multiple), loss_scale_of(optimizer)
     if scale is not None:
         first = next(packs)
         scale.start(first.layout.valid_tokens)
@@ -236,11 +238,11 @@ def train(
     batches = (shard(pack, groups.cp.rank(), groups.cp.size(), trial.parallel.context_split) for pack in packs)
     result: dict[str, Any] = {"losses": [], "grad_norms": [], "loss_scales": []}
     for step in range(trial.steps):
-        for chunk in it.wrapped:
+        for chunk in session.wrapped:
             chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        forward_step = training_forward_step(trial.objective, trial.model, SEED, step, it.mix)
-        out = forward_backward(forward_step, batches, it.wrapped, it.dims.micro_batches, groups)
+        forward_step = training_forward_step(trial.objective, trial.model, SEED, step, session.mix)
+        out = forward_backward(forward_step, batches, session.wrapped, session.dims.micro_batches, groups)
         nothing = torch.zeros(len(trial.objective.logged) + 1, dtype=torch.float64)
         sums = sum((o["sums"].double() for o in out), nothing).float()
         dist.all_reduce(sums, group=groups.dp_cp)
@@ -250,35 +252,38 @@ def train(
         result["loss_scales"].append(1.0 if scale is None else scale.value)
         overflowed = scale is not None and scale.settle()
         if step == 0:
-            result |= report.gradients(it)
+            norms = PartNorms(optimizer, session.shards)
+            norms.measure(step)
+            result["part_norms"] = norms.take()
+            result |= report.gradients(session)
         if not overflowed:
-            it.update(result["grad_norms"][-1], step + 1)
+            session.update(result["grad_norms"][-1], step + 1)
     # With an overlapped gather the last update waits for the next forward pass.
-    optim.copy_masters_to_model(optimizer, it.wrapped)
+    optim.copy_masters_to_model(optimizer, session.wrapped)
     if trial.parallel.data_parallel == "fsdp":
-        it.wrapped[0].start_param_sync(force_sync=True)  # gather all weights, to see what a forward pass would use
-    result |= report.weights(it)
+        session.wrapped[0].start_param_sync(force_sync=True)  # gather all weights, to see what a forward pass would use
+    result |= report.weights(session)
     if then is not None:
-        then(it)
-    result["expert_load"] = expert_load(it.chunks, torch.device("cpu"))
+        then(session)
+    result["expert_load"] = expert_load(session.chunks, torch.device("cpu"))
     process_groups.release()
     result["connections"] = len(list(Path("/proc/self/fd").glob("*")))
     return result
 
 
 def _of_all_ranks(shards: Sequence[MasterShard], local: Sequence[Tensor], groups: ProcessGroups) -> dict[str, Any]:
-    """Return the gradients of every rank, by the rank's place: the origin of its part by name, and the values."""
-    mine = {
+    """Return for each rank, by its coordinates, the origin and values of its local gradients by name."""
+    local_gradients = {
         s.name: (sharding_of(s.parameter, s.name).origin(s.parameter.shape, groups.tp.rank()), grad)
         for s, grad in zip(shards, local)
     }
-    found: list[Any] = [None] * groups.world_size
-    dist.all_gather_object(found, (place_of(groups), mine))
-    return dict(found)
+    by_rank: list[Any] = [None] * groups.world_size
+    dist.all_gather_object(by_rank, (place_of(groups), local_gradients))
+    return dict(by_rank)
 
 
 def place_of(groups: ProcessGroups) -> str:
-    """Return this rank's place in the layout, such as "tp 0 pp 1"."""
+    """Return this rank's coordinates in the layout, such as "tp 0 pp 1"."""
     return " ".join(
         f"{name} {group.rank()}"
         for name, group in (("tp", groups.tp), ("pp", groups.pp), ("cp", groups.cp), ("dp", groups.dp))

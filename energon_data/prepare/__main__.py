@@ -3,17 +3,18 @@
 import argparse
 import os
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from dit.errors import ConfigError, one_line_errors
-from dit.terminal import echo, printable
+from dit.errors import one_line_errors
+from dit.terminal import announce, counted, echo
 
 if TYPE_CHECKING:
-    from energon_data.prepare.build import UnitRecord
-    from energon_data.prepare.media import Preparation
+    from energon_data.prepare.media import Options
+
+OF_FOLDERS = ("images", "videos", "folder")
+WITH_VIDEOS = ("videos", "folder", "webdataset")
 
 
 def _common(args: argparse.Namespace) -> dict[str, Any]:
@@ -42,19 +43,20 @@ def _cifar10(args: argparse.Namespace) -> None:
     from energon_data.prepare.cifar10 import prepare_cifar10
 
     counts = prepare_cifar10(args.source, args.out, samples_per_shard=args.samples_per_shard, force=args.force)
-    echo(f"{args.out}: {', '.join(f'{split}: {count:,} pictures' for split, count in counts.items())}")
+    splits = ", ".join(f"{split}: {counted(count, 'picture')}" for split, count in counts.items())
+    echo(f"{args.out}: {splits}")
 
 
-def _media(args: argparse.Namespace) -> None:
-    from energon_data.prepare.media import Options, Preparation
+def _options(args: argparse.Namespace) -> "Options":
+    from energon_data.prepare.media import Options
     from energon_data.prepare.pictures import Fit
-    from energon_data.prepare.ranks import Ranks
     from energon_data.prepare.videos import Cut
+    from energon_data.prepare.wording import Wording
 
     cut = Cut()
-    if args.command != "images":
+    if args.command in WITH_VIDEOS:
         cut = Cut(fps=args.fps, frames=args.frames, multiple_of=args.frames_multiple_of, clips=args.clips)
-    options = Options(
+    return Options(
         fit=Fit(
             size=args.size,
             aspect=args.aspect,
@@ -70,150 +72,109 @@ def _media(args: argparse.Namespace) -> None:
         device=args.device,
         text_encoder=_text_encoder(args),
         batch=args.batch,
-        caption=args.caption,
+        wording=Wording(
+            default=args.caption,
+            prefix=args.caption_prefix,
+            suffix=args.caption_suffix,
+            tag_orders=args.shuffle_tags,
+            keep_tags=args.keep_tags,
+        ),
     )
+
+
+def _media(args: argparse.Namespace) -> None:
+    from energon_data.prepare.console import make_captioned
+    from energon_data.prepare.preparation import Preparation
+
     preparation = Preparation.of(
         args.command,
         args.source,
         args.out,
-        options,
+        _options(args),
         labels=getattr(args, "labels", False),
+        repeats=getattr(args, "repeats", False),
+        list_file=getattr(args, "list", None),
         follow_links=args.follow_links,
         samples_per_shard=args.samples_per_shard,
         validation=args.validation,
     )
-    total = _make(preparation, args)
-    if total is not None and Ranks().is_first:
-        count = total.shapes.total()
-        if total.without_caption:
-            echo(f"  without a caption: {total.without_caption:,} of {count:,}")
-        if 0 < total.labelled < count:
-            echo(f"  without a class: {count - total.labelled:,} of {count:,}")
+    make_captioned(preparation, args)
+
+
+def _huggingface(args: argparse.Namespace) -> None:
+    from energon_data.prepare.console import make_captioned
+    from energon_data.prepare.huggingface import Table, prepare_huggingface
+
+    names = ("split", "config", "image_column", "caption_column", "label_column")
+    common = {name: getattr(args, name) for name in ("follow_links", "samples_per_shard", "validation")}
+    table = Table(**{name: getattr(args, name) for name in names})
+    make_captioned(prepare_huggingface(args.source, args.out, _options(args), table, **common), args)
 
 
 def _pictograms(args: argparse.Namespace) -> None:
+    from energon_data.prepare.console import make
     from energon_data.prepare.pictograms import ATTRIBUTION, prepare_pictograms
 
     names = ("size", "blocks", "count", "wordings", "vae", "samples_per_shard", "validation")
     settings = {name: getattr(args, name) for name in names}
-    _make(prepare_pictograms(args.out, text_encoder=_text_encoder(args), **settings), args)
+    make(prepare_pictograms(args.out, text_encoder=_text_encoder(args), **settings), args)
     echo(ATTRIBUTION)
 
 
 def _tensors(args: argparse.Namespace) -> None:
+    from energon_data.prepare.console import make
     from energon_data.prepare.tensors import prepare_tensors
 
-    names = ("text_key", "text_encoder", "vae", "validation")
-    _make(prepare_tensors(args.source, args.out, **{name: getattr(args, name) for name in names}), args)
-
-
-def _make(preparation: "Preparation", args: argparse.Namespace) -> Optional["UnitRecord"]:
-    from energon_data.prepare.ranks import Ranks
-
-    first = Ranks().is_first
-    if args.dry_run:
-        if first:
-            echo(_forecast(preparation))
-        return None
-    began = time.monotonic()
-    total = _run_with_progress(preparation, args, shown=first)
-    if first:
-        echo(_media_summary(args.out, total, time.monotonic() - began))
-    return total
-
-
-def _run_with_progress(preparation: "Preparation", args: argparse.Namespace, *, shown: bool) -> "UnitRecord":
-    """Make the data set beside a progress bar in files (archives, of a WebDataset) with rate and time left."""
-    from tqdm import tqdm
-
-    hidden = None if shown else True  # None: where there is no terminal
-    name = f"preparing {args.out}"
-    with tqdm(total=preparation.entries, unit=_entry(preparation), desc=name, disable=hidden) as bar:
-
-        def show(number: int, record: "UnitRecord") -> None:
-            work = preparation.units[number]
-            bar.update(len(work) if isinstance(work, list) else 1)
-            if record.skipped:
-                bar.write(printable("; ".join(texts[0] for texts in record.examples.values())), file=sys.stderr)
-
-        def resume(finished: int) -> None:
-            if shown:
-                units = f"{finished:,} of {len(preparation.units):,} parts"
-                bar.write(f"{args.out}: goes on after {units}, which are in {preparation.job.partial}", file=sys.stderr)
-
-        work = {"processes": args.processes, "force": args.force, "on_unit": show, "on_resume": resume}
-        try:
-            return preparation.run(**work)
-        except BaseException as error:
-            partial = preparation.job.partial
-            if isinstance(error, OSError) and error.filename is None:  # a failed write does not name its file
-                error.filename = str(partial)
-            if shown and partial.exists() and not isinstance(error, ConfigError):
-                bar.write(f"the same command goes on from {partial}", file=sys.stderr)
-            raise
-
-
-def _entry(preparation: "Preparation") -> str:
-    """Return the word for what the input consists of."""
-    return {"webdataset": "archive", "tensors": "archive", "pictograms": "drawing"}.get(
-        preparation.plan["command"], "file"
-    )
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
-def _media_summary(out: Path, total: "UnitRecord", seconds: float) -> str:
-    """Describe a finished data set in a few lines."""
-    from energon_data.prepare.build import SKIPPED
-
-    size = sum(facts["bytes"] for facts in total.shards.values())
-    samples, shards = _counted(total.shapes.total(), "sample"), _counted(len(total.shards), "shard")
-    lines = [f"{out}: {samples} in {shards}, {size:,} bytes, {seconds:.0f} s"]
-    for split in ("train", "val"):
-        count = sum(facts["samples"] for facts in total.of(split).values())
-        hint = "" if count else " (train with training.validation_interval=0, or raise --validation)"
-        lines.append(f"  {split}: {_counted(count, 'sample')}{hint}")
-    shapes = ", ".join(f"{count:,} of {shape}" for shape, count in total.shapes.most_common(5))
-    lines.append(f"  shapes (C x T x H x W): {shapes}" + (", ..." if len(total.shapes) > 5 else ""))
-    if total.latents.number:
-        lines.append(f"  latents: {total.latents.line()}")
-    if total.files:
-        lines.append(f"  taken: {total.files:,} of {_counted(total.files + len(total.skips), 'file')}")
-        lines.append(f"  turned as the file states: {_counted(total.turned, 'sample')}")
-        share, name = total.largest_cut
-        lines.append(f"  cropped: {f'by at most {share:.0%} ({name})' if share else 'none'}")
-        lines.append(f"  enlarged: {_counted(total.enlarged, 'sample')}")
-    for reason, count in total.skipped.most_common():
-        lines.append(f"  skipped, {reason}: {count:,}; {total.examples[reason][0]}")
-    if total.skips:
-        lines.append(f"  every skipped file and its reason: {out / SKIPPED}")
-    return "\n".join(lines)
-
-
-def _forecast(preparation: "Preparation") -> str:
-    """Say what would be made, from a few samples made in memory."""
-    samples, record = preparation.try_out()
-    what = f"{_entry(preparation)}s"
-    lines = [f"{preparation.job.out}: nothing is written; {preparation.entries:,} {what} were found"]
-    for sample in samples:
-        size = sum(map(len, sample.parts.values()))
-        named = sample.metadata.get("caption", "no caption")
-        lines.append(
-            f"  {sample.key}: {'x'.join(map(str, sample.shape))}, {', '.join(sample.parts)}, {size:,} bytes; {named}"
-        )
-    for reason, texts in record.examples.items():
-        lines.append(f"  skipped, {reason}: {texts[0]}")
-    if samples and what != "archives":
-        tried = len(samples) + len(record.skips) - len(preparation.skipped)
-        mean = sum(sum(map(len, sample.parts.values())) for sample in samples) / tried
-        lines.append(f"  about {mean * preparation.entries / 2**20:,.1f} MiB in all, by these {tried} samples")
-    return "\n".join(lines)
+    names = ("text_key", "text_encoder", "vae", "follow_links", "validation")
+    make(prepare_tensors(args.source, args.out, **{name: getattr(args, name) for name in names}), args)
 
 
 def _add_media(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument("--in", dest="source", type=Path, required=True, metavar="PATH", help="folder that is read")
+    if command in OF_FOLDERS:
+        _add_folder(parser)
+    _add_samples(parser, command)
+    parser.set_defaults(run=_media)
+
+
+def _add_huggingface(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--in",
+        dest="source",
+        required=True,
+        metavar="NAME",
+        help="of a data set on the Hugging Face hub, a folder with parquet files or of save_to_disk, or a parquet file",
+    )
+    parser.add_argument("--split", default="train", metavar="NAME", help="(%(default)s)")
+    parser.add_argument("--config", metavar="NAME", help="of a data set with several configurations")
+    parser.add_argument("--image-column", metavar="NAME", help="files of pictures (the only such column, or image)")
+    parser.add_argument(
+        "--caption-column", metavar="NAME", help="a text, or a list of them (caption, text, prompt or txt)"
+    )
+    parser.add_argument("--label-column", metavar="NAME", help="class numbers (label)")
+    _add_samples(parser, "huggingface")
+    parser.set_defaults(run=_huggingface)
+
+
+def _add_folder(parser: argparse.ArgumentParser) -> None:
+    groups = parser.add_mutually_exclusive_group()
+    groups.add_argument("--labels", action="store_true", help="the folders right below --in are classes")
+    groups.add_argument(
+        "--repeats",
+        action="store_true",
+        help="the folders right below --in are called N_NAME: read N times as often; NAME is the caption of files "
+        "without one",
+    )
+    parser.add_argument(
+        "--list",
+        type=Path,
+        metavar="FILE",
+        help=".jsonl, .csv or .parquet with file_name and text, or the .tsv of Conceptual Captions (that of --in: "
+        "metadata.jsonl, .csv or .parquet)",
+    )
+
+
+def _add_samples(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument("--out", type=Path, required=True, help="folder to make")
     parser.add_argument("--size", type=int, metavar="N", help="pixels: N x N is the largest area (native sizes)")
     parser.add_argument(
@@ -229,17 +190,25 @@ def _add_media(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument(
         "--multiple-of", type=int, default=16, metavar="N", help="of both sides, in pixels (%(default)s)"
     )
-    if command != "images":
+    if command in WITH_VIDEOS:
         parser.add_argument("--fps", type=float, help="frames per second that are taken (all)")
         parser.add_argument("--frames", type=int, metavar="N", help="cut videos into clips of N frames (one clip)")
         parser.add_argument("--frames-multiple-of", type=int, default=1, metavar="N", help="of a clip (%(default)s)")
         parser.add_argument("--clips", type=int, metavar="N", help="most clips of one video (all)")
-    if command != "webdataset":
-        parser.add_argument("--labels", action="store_true", help="the folders right below --in are classes")
     parser.add_argument(
         "--follow-links", action="store_true", help="also read files and folders outside of --in to which links lead"
     )
     parser.add_argument("--caption", metavar="TEXT", help="of every file without one of its own")
+    parser.add_argument("--caption-prefix", default="", metavar="TEXT", help="before every caption")
+    parser.add_argument("--caption-suffix", default="", metavar="TEXT", help="after every caption")
+    parser.add_argument(
+        "--shuffle-tags",
+        type=int,
+        default=1,
+        metavar="N",
+        help="store N orders of the comma-separated tags of a caption; training draws one at each reading",
+    )
+    parser.add_argument("--keep-tags", type=int, default=0, metavar="N", help="first tags that are not shuffled")
     parser.add_argument(
         "--format", choices=("png", "webp", "jpg"), default="png", help="of stored pixels (%(default)s)"
     )
@@ -252,7 +221,7 @@ def _add_media(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument("--device", default="cpu", help="of the encoders (%(default)s)")
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="samples encoded together (%(default)s)")
     _add_work(parser, validation=0.02)
-    parser.set_defaults(run=_media, command=command)
+    parser.set_defaults(command=command)
 
 
 def _add_work(parser: argparse.ArgumentParser, *, validation: float) -> None:
@@ -290,6 +259,7 @@ def _add_tensors(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text-key", metavar="NAME", help="which of the encoders in a pickle (embeddings_t5_xxl)")
     parser.add_argument("--text-encoder", metavar="NAME", help="what made the texts, recorded for prompts")
     parser.add_argument("--vae", metavar="NAME", help="what made the latents, recorded for decoding")
+    parser.add_argument("--follow-links", action="store_true", help="also read folders to which links lead")
     _add_work(parser, validation=0.02)
     parser.set_defaults(run=_tensors, command="tensors")
 
@@ -338,6 +308,9 @@ def build_parser() -> argparse.ArgumentParser:
     _add_media(commands.add_parser("videos", help="a folder of videos with captions or classes"), "videos")
     _add_media(commands.add_parser("folder", help="a folder of both"), "folder")
     _add_media(commands.add_parser("webdataset", help="tar files of pictures or videos with captions"), "webdataset")
+    _add_huggingface(
+        commands.add_parser("huggingface", help="a data set of the Hugging Face hub, or parquet files with pictures")
+    )
     _add_tensors(commands.add_parser("tensors", help="tar files of older systems: .pth latents, .pickle texts"))
     _add_pictograms(commands.add_parser("pictograms", help="colour pictograms of Unicode characters, with their names"))
     _add_cifar10(commands.add_parser("cifar10", help="CIFAR-10 from its own files, for Python or binary"))
@@ -358,6 +331,7 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_args(argv)
+    announce(f"preparing {args.out}" + (f" from {args.source}" if "source" in args else ""))
     args.run(args)
     return 0
 

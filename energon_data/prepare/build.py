@@ -27,7 +27,6 @@ from dit.durable_files import write_atomic
 from dit.errors import ConfigError, DataError
 from dit.safe_files import open_binary, parse_json, read_bytes
 from energon_data.latent_scale import Moments
-from energon_data.prepare.listing import Source
 from energon_data.prepare.ranks import Ranks
 from energon_data.prepare.shards import (
     ShardWriter,
@@ -36,6 +35,7 @@ from energon_data.prepare.shards import (
     write_dataset_file,
     write_energon_metadata,
 )
+from energon_data.prepare.sources import Source
 from energon_data.prepare.walk import Skipped, reasons
 from energon_data.samples import SampleError
 
@@ -71,6 +71,7 @@ class Sample:
         shape: of its pixels or latent.
         changes: what was done to its pixels.
         latent: moments of its latent; of no values for pixels.
+        repeats: how often it is read in one pass over the training data; that of all samples of its unit.
     """
 
     key: str
@@ -80,6 +81,7 @@ class Sample:
     shape: tuple[int, ...]
     changes: Changes = field(default_factory=Changes)
     latent: Moments = field(default_factory=Moments)
+    repeats: int = 1
 
 
 Raw = Source | tuple[str, SampleError]
@@ -93,7 +95,7 @@ class UnitRecord:
     """What a finished unit wrote.
 
     Attributes:
-        shards: samples, bytes and SHA-256 of each shard by its name.
+        shards: samples, bytes and SHA-256 of each shard by its name, and the repeats of its samples if not 1.
         files: files with a sample, of pictures and videos.
         skips: files and samples that are not used.
         shapes: samples by the shape of their pixels or latent.
@@ -213,18 +215,20 @@ class Job:
 
 def _make_unit(job: Job, number: int, sources: Iterable[Any]) -> UnitRecord:
     """Write the shards of one unit, then its record."""
-    record = UnitRecord()
+    record, repeats = UnitRecord(), dict[str, int]()
     writers = {split: ShardWriter(job.data, split, None, first=number) for split in (TRAIN, VALIDATION)}
     for sample in job.work(sources, record):
         split = VALIDATION if is_held_out(sample.origin, job.validation) else TRAIN
         writers[split].add(sample.key, sample.metadata, sample.parts)
         record.made(sample)
+        repeats = {"repeats": sample.repeats} if sample.repeats > 1 else {}
     for writer in writers.values():
         writer.close()
         for name in writer.shards:
             with open_binary(job.data / name) as shard:
                 os.fsync(shard.fileno())
-        record.shards |= writer.shards
+        more = repeats if writer.split == TRAIN else {}
+        record.shards |= {name: facts | more for name, facts in writer.shards.items()}
     write_atomic(_record_file(job, number), json.dumps(vars(record)))
     return record
 
@@ -394,7 +398,8 @@ def finish(job: Job, total: UnitRecord, description: dict[str, Any]) -> None:
             path.unlink()
     lines = [json.dumps({"file": skip.name, "reason": skip.reason, "detail": skip.detail}) for skip in total.skips]
     (job.data / SKIPPED).write_text("".join(f"{line}\n" for line in lines))
-    write_energon_metadata(job.data, shards, by_split)
+    repeats = {name: facts["repeats"] for name, facts in shards.items() if "repeats" in facts}
+    write_energon_metadata(job.data, shards, by_split, repeats)
     write_dataset_file(
         job.data,
         {

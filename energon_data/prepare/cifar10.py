@@ -7,6 +7,7 @@
 
 A batch for Python is a pickle of a dictionary with `data` (uint8 `[N, 3072]`) and `labels`; one of the binary version
 is records of a label and 3,072 bytes. The bytes of a picture are its red, its green and its blue plane, row by row.
+Keys and names are texts, or bytes where Python 3 read the original pickles as bytes and wrote them again.
 
 Source: Krizhevsky 2009, Learning Multiple Layers of Features from Tiny Images; www.cs.toronto.edu/~kriz/cifar.html.
 """
@@ -68,14 +69,24 @@ def _records(data: bytes) -> tuple[np.ndarray, list[int]]:
 
 
 def _pickled(data: bytes) -> tuple[np.ndarray, list[int]]:
-    found = read_pickle(data)
-    entries: Mapping[str, Any] = found if isinstance(found, dict) else {}
+    entries = _entries(data)
     pixels, labels = entries.get("data"), entries.get("labels")
+    labels = labels.tolist() if isinstance(labels, np.ndarray) else labels
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape[1:] != (PICTURE_BYTES,):
         raise SampleError("wrong_part", f"it holds no `data` of bytes [N, {PICTURE_BYTES}]")
     if not isinstance(labels, list) or not all(isinstance(label, int) for label in labels):
         raise SampleError("wrong_part", "it holds no `labels`, a list of numbers")
     return pixels, labels
+
+
+def _entries(data: bytes) -> Mapping[str, Any]:
+    """Return the entries of a pickled dictionary by their names as text; none of anything else."""
+    found = read_pickle(data)
+    return {_text(name): value for name, value in found.items()} if isinstance(found, dict) else {}
+
+
+def _text(value: Any) -> Any:
+    return value.decode("latin1") if isinstance(value, bytes) else value
 
 
 def read_class_names(folder: Path) -> list[str]:
@@ -89,8 +100,8 @@ def read_class_names(folder: Path) -> list[str]:
         if plain.is_file():
             names: Any = read_bytes(plain).decode().split()
         else:
-            found = read_pickle(read_bytes(pickled))
-            names = found.get("label_names") if isinstance(found, dict) else None
+            names = _entries(read_bytes(pickled)).get("label_names")
+            names = [_text(name) for name in names] if isinstance(names, list) else names
     except (OSError, UnicodeDecodeError, SampleError) as error:
         detail = error.detail if isinstance(error, SampleError) else error
         raise DataError(f"{folder} names no classes: {detail}; it must hold CIFAR-10's files as unpacked") from error

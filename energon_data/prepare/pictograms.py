@@ -20,9 +20,10 @@ from PIL import Image, ImageDraw, ImageFont
 from dit.encoders.vae import Geometry
 from dit.errors import ConfigError
 from energon_data.media_files import picture_bytes
-from energon_data.prepare.listing import Source
-from energon_data.prepare.media import Options, Preparation
+from energon_data.prepare.media import Options
 from energon_data.prepare.pictures import Fit
+from energon_data.prepare.preparation import Preparation
+from energon_data.prepare.sources import Source
 
 NAME = "pictograms"
 """What such a data set calls itself in `dataset.json`."""

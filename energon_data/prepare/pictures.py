@@ -25,6 +25,11 @@ class Target(NamedTuple):
         """Share of the picture that is cut off."""
         return 1 - self.cut_wide * self.cut_high / (self.wide * self.high)
 
+    @property
+    def corner(self) -> tuple[int, int]:
+        """Left and top of the cut, around the middle of the scaled picture."""
+        return (self.wide - self.cut_wide) // 2, (self.high - self.cut_high) // 2
+
     def enlarges(self, width: int, height: int) -> bool:
         """Return whether a picture of this size is scaled up."""
         return self.wide > width or self.high > height
@@ -118,12 +123,13 @@ class Fit:
         Raises:
             SampleError: as `target`.
         """
-        wide, high, cut_wide, cut_high = self.target(*picture.size)
+        target = self.target(*picture.size)
+        wide, high, cut_wide, cut_high = target
         if (wide, high) == (cut_wide, cut_high) == picture.size:
             return picture
         if (wide, high) != picture.size:
             picture = picture.resize((wide, high), Image.Resampling.LANCZOS)
-        left, top = (wide - cut_wide) // 2, (high - cut_high) // 2
+        left, top = target.corner
         return picture.crop((left, top, left + cut_wide, top + cut_high))
 
 

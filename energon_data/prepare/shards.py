@@ -8,16 +8,18 @@ import os
 import shutil
 import tarfile
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
 import numpy as np
+import yaml
 
 from dit.errors import ConfigError, DataError
-from dit.safe_files import open_binary
+from dit.safe_files import LONGEST_YAML, open_binary, read_yaml
 from energon_data.samples import META_PART, seal
 
 DATASET_FILE = "dataset.json"
@@ -112,8 +114,13 @@ class _InThisProcess:
         return self.aggregator.get_final_result_data()
 
 
-def write_energon_metadata(folder: Path, shards: Iterable[str], splits: Iterable[str]) -> None:
+def write_energon_metadata(
+    folder: Path, shards: Iterable[str], splits: Iterable[str], repeats: Mapping[str, int] = MappingProxyType({})
+) -> None:
     """Index the shards and write `.nv-meta` for a `CrudeWebdataset`, without any prompt.
+
+    Args:
+        repeats: how often a shard is read in one pass, if not once: its split names it as often.
 
     Raises:
         DataError: two samples have the same key, or Energon did not write all its files.
@@ -140,6 +147,16 @@ def write_energon_metadata(folder: Path, shards: Iterable[str], splits: Iterable
         ) from leave
     meta = folder / ".nv-meta"
     (meta / "dataset.yaml").write_text("__module__: megatron.energon\n__class__: CrudeWebdataset\n")
+    if repeats:
+        split_file = meta / "split.yaml"
+        content = read_yaml(split_file, DataError, "prepare the folder again")
+        for split in content["split_parts"]:  # in place of Energon's patterns, which name each shard once
+            own = [name for name in names if name.startswith(f"{split}-")]
+            content["split_parts"][split] = [name for name in own for _ in range(repeats.get(name, 1))]
+        text = yaml.safe_dump(content, sort_keys=False)
+        if len(text) > LONGEST_YAML:
+            raise DataError(f"{len(names)} shards with their repeats are too many names; raise --samples-per-shard")
+        split_file.write_text(text)
     needed = [meta / ".info.json", meta / "split.yaml", meta / "index.sqlite"]
     needed += [(folder / name).with_suffix(".tar.idx") for name in names]
     missing = [path.name for path in needed if not path.is_file()]

@@ -28,21 +28,20 @@ from dit.errors import ConfigError, DataError
 from dit.safe_files import open_binary, read_bytes
 from energon_data.latent_scale import Moments
 from energon_data.media_files import PICTURES, open_picture
+from energon_data.prepare.archives import first_of_each_name, list_tars, name_within, tar_stamp
 from energon_data.prepare.build import Job, Sample, UnitRecord
-from energon_data.prepare.listing import (
+from energon_data.prepare.media import Options
+from energon_data.prepare.preparation import Preparation
+from energon_data.prepare.safe_pickle import as_tensor, read_pickle, read_torch_file
+from energon_data.prepare.sources import (
     MAX_FILE_BYTES,
     Source,
     class_of,
-    first_of_each_name,
-    list_tars,
-    name_within,
     read_object,
     read_text,
     scalars_of,
-    tar_stamp,
 )
-from energon_data.prepare.media import Options, Preparation
-from energon_data.prepare.safe_pickle import as_tensor, read_pickle, read_torch_file
+from energon_data.prepare.walk import Skipped
 from energon_data.samples import LATENT, PIXELS, SampleError
 from energon_data.tar_index import read_tar
 
@@ -59,15 +58,15 @@ class Archived:
     parts: Mapping[str, bytes]
 
 
-def list_archives(path: Path) -> list[Path]:
-    """Return the tar files of a folder, or those that a wdinfo file lists.
+def list_archives(path: Path, *, follow_links: bool = False) -> tuple[list[Path], list[Skipped]]:
+    """Return the tar files of a folder, or those that a wdinfo file lists, and links to folders that are not read.
 
     Raises:
         ConfigError: the path does not exist.
         DataError: there is none, or the list cannot be read.
     """
     if not (path.is_file() and path.suffix in (".pkl", ".pickle")):
-        return list_tars(path)[0]
+        return list_tars(path, follow_links=follow_links)
     try:
         listed = read_pickle(read_bytes(path))
     except SampleError as error:
@@ -82,7 +81,7 @@ def list_archives(path: Path) -> list[Path]:
     twice = [str(archive) for archive, count in Counter(found).items() if count > 1]
     if twice:
         raise DataError(f"{path} lists {twice[0]} twice, and {len(twice) - 1} other files; list each once")
-    return found
+    return found, []
 
 
 def read_archive(root: Path, path: Path) -> Iterator[Archived | tuple[str, SampleError]]:
@@ -218,6 +217,7 @@ def prepare_tensors(
     text_key: Optional[str] = None,
     text_encoder: Optional[str] = None,
     vae: Optional[str] = None,
+    follow_links: bool = False,
     validation: float = 0.02,
 ) -> Preparation:
     """Say what there is to do for a data set of archived tensors; `Preparation.run` does it.
@@ -226,6 +226,7 @@ def prepare_tensors(
         source: a folder of tar files, one of them, or a wdinfo file.
         text_key: of the texts that a pickle holds by encoder.
         text_encoder, vae: what made the texts and latents, to be recorded; `launch.sample` looks there.
+        follow_links: also read folders of archives outside of `source` to which links lead.
         validation: share of the samples that is held out.
 
     Raises:
@@ -234,12 +235,13 @@ def prepare_tensors(
     """
     if not 0 <= validation < 1:
         raise ConfigError(f"--validation {validation:g} is the share held out: 0 for none, below 1")
-    archives = list_archives(source)
+    archives, skipped = list_archives(source, follow_links=follow_links)
     about = {"text_encoder": text_encoder, "vae": vae}
     plan = {
         "command": "tensors",
         "in": str(source.resolve()),
         "text_key": text_key,
+        "follow_links": follow_links,
         "validation": validation,
         "files": [tar_stamp(path) for path in archives],
         **about,
@@ -252,4 +254,5 @@ def prepare_tensors(
         plan,
         Options(),
         {name: value for name, value in about.items() if value is not None},
+        skipped=skipped,
     )

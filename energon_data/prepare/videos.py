@@ -47,8 +47,13 @@ class Cut:
         return (frames - self.first) // self.multiple_of * self.multiple_of + self.first
 
 
-def clips_of(data: bytes, cut: Cut) -> Iterator[tuple[list[Image.Image], float]]:
+def clips_of(
+    data: bytes, cut: Cut, span: Optional[tuple[float, Optional[float]]] = None
+) -> Iterator[tuple[list[Image.Image], float]]:
     """Cut a video into clips.
+
+    Args:
+        span: start and end in seconds of the part that is cut; None for all of it.
 
     Yields:
         The frames of a clip, and frames per second.
@@ -59,7 +64,7 @@ def clips_of(data: bytes, cut: Cut) -> Iterator[tuple[list[Image.Image], float]]
     frames: list[Image.Image] = []
     rate, given = 0.0, 0
     deadline = Deadline()
-    for picture, rate in sampled_frames(data, cut.fps, deadline):
+    for picture, rate in sampled_frames(data, cut.fps, deadline, span):
         frames.append(picture)
         if cut.frames is not None and len(frames) == cut.frames:
             yield frames, rate

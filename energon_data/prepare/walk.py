@@ -11,8 +11,8 @@ from dit.errors import DataError
 from energon_data.media_files import PICTURES, VIDEOS
 from energon_data.samples import SampleError
 
-COMPANIONS = ("json", "txt")
-"""Extensions of what lies beside a file of the same name, in either case."""
+COMPANIONS = ("json", "caption", "txt")
+"""Extensions of what lies beside a file of the same name, in either case; of several captions the last one counts."""
 FOLLOW = "--follow-links reads it"
 """What a user can do about a link."""
 

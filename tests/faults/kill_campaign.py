@@ -1,10 +1,10 @@
-"""Kill -9 in every phase of saves and resumes, on two ranks: the run that goes on is the one that was never killed.
+"""Kill -9 in every phase of saves and resumes, on two ranks: the resumed run equals a run that was never killed.
 
-`python -m tests.faults.kill_campaign --write` runs it and writes the table of docs/killed-runs.md.
+`python -m tests.faults.kill_campaign --write` runs the campaign and writes tests/faults/kill_campaign.md.
 
-One run saves synchronously, another one beside training. Each is killed again and again, and started again with the
-same command: packs from two data sets, mixed with weights that change on the way, read by worker processes. A moment is
-a phase (a call that a rank enters, or what lies in the folder of checkpoints), then a few random milliseconds.
+One run saves synchronously, another one asynchronously. Each is killed repeatedly and started again with the same
+command: packs from two data sets, mixed with weights that change with the step, read by worker processes. A kill comes
+a few random milliseconds after a phase starts (a call that a rank enters, or a state of the checkpoint folder).
 """
 
 import argparse
@@ -294,7 +294,7 @@ def _reached(files: Files) -> list[int]:
 def table(rows: Sequence[Row]) -> str:
     """Return the table of a campaign in Markdown: kills by phase and by what was killed."""
     kinds = [*KINDS, "a writer"]
-    lines = ["| saves | killed in the phase | " + " | ".join(kinds) + " | steps done again, at most |"]
+    lines = ["| saves | killed in the phase | " + " | ".join(kinds) + " | repeated steps, at most |"]
     lines.append("|---" * (len(kinds) + 3) + "|")
     order = [*RESUME, *dict.fromkeys((*SYNC, *ASYNC))]
     for mode in ("synchronous", "asynchronous"):
@@ -308,16 +308,20 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-PAGE = REPOSITORY / "docs" / "killed-runs.md"
-BEGIN, END = "<!-- campaign -->", "<!-- end -->"
+PAGE = REPOSITORY / "tests" / "faults" / "kill_campaign.md"
+HEAD = """# Kills by phase
+
+`python -m tests.faults.kill_campaign --write` writes this page: kills (`kill -9`) of two ranks and of their writer
+processes by phase, with a checkpoint every 2 steps. "Repeated steps" are those from the last checkpoint to the kill.
+"""
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Run the campaign, print its table, and write it into the page."""
+    """Run the campaign, print its table, and write it to a page."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.kill_campaign", description=__doc__)
     parser.add_argument("--kills", type=int, default=KILLS)
     parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--write", action="store_true", help="replace the table of docs/killed-runs.md")
+    parser.add_argument("--write", action="store_true", help="write tests/faults/kill_campaign.md")
     args = parser.parse_args(argv)
     folder, began = Path(tempfile.mkdtemp()), time.monotonic()
     try:
@@ -325,11 +329,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     text = table(rows)
-    print(text, f"\n{len(rows)} kills in {time.monotonic() - began:.0f} s")
+    summary = f"{len(rows)} kills in {(time.monotonic() - began) / 60:.0f} min."
+    print(f"{text}\n\n{summary}")
     print(json.dumps([asdict(row) for row in rows]))
     if args.write:
-        head, _, rest = PAGE.read_text().partition(BEGIN)
-        PAGE.write_text(f"{head}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}")
+        PAGE.write_text(f"{HEAD}\n{text}\n\n{summary}\n")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Saves and resumes that are killed: the campaign of docs/killed-runs.md."""
+"""Killed saves and resumes: the campaign of docs/killed-runs.md."""
 
 from pathlib import Path
 

@@ -274,7 +274,7 @@ def test_torchrun_fails_and_the_record_keeps_the_true_code(folder: Path, damaged
     assert (record["code"], record["reason"]) == (3, "data")
     assert key in record["error"]
     assert shard in record["error"]
-    assert f"rank {record['rank']}: error: dropped the damaged sample '{key}'" in log.read_text()
+    assert f"rank {record['rank']}: error: dropped damaged sample '{key}'" in log.read_text()
     assert f"rank {1 - record['rank']}: unexpected error" not in log.read_text()
 
 

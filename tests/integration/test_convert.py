@@ -204,7 +204,7 @@ def test_what_comes_back_is_sampled_as_the_run_itself(done: dict, folder: Path, 
     records = [checkpoint(one, 0) / "metadata.json" for one in (run, back)]
     assert len({path.read_text() for path in records}) == 1
     [(_, _, objective)] = [one for one in RUNS if one[0] == name]
-    assert f"read objective: {objective} (recorded at export)" in done[f"{name} from {kind}"].err
+    assert f"read objective: {objective} (recorded with the weights)" in done[f"{name} from {kind}"].err
 
 
 def test_the_objectives_draw_different_samples(done: dict, folder: Path):

@@ -59,6 +59,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ended(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
     published(folder / "published")
     encoder = f"text={save_t5(folder / 't5')}"
+    text = ["--text-encoder", encoder]
+    lora = ["--format", "lora", "--base", folder / "base"]
     pictures(folder / "subject_in", 5, (200, 30, 30)), pictures(folder / "class_in", 8, (30, 30, 200))
 
     def prepare(name: str, caption: str) -> Job:
@@ -82,8 +84,8 @@ def ended(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
         given = ["--checkpoint", folder / run, "--format", form, "--out", folder / out, *words]
         return Job(actions.export, {"arguments": [str(word) for word in given]})
 
-    def import_weights(source: str, out: str) -> Job:
-        given = ["--from", folder / source, "--format", "diffusers", "--out", folder / out]
+    def import_weights(source: str, out: str, *words: object) -> Job:
+        given = ["--from", folder / source, "--out", folder / out, *(words or ["--format", "diffusers", *text])]
         return Job(actions.import_weights, {"arguments": [str(word) for word in given]})
 
     def sample(run: str) -> Job:
@@ -91,7 +93,7 @@ def ended(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
 
     blend = f"[{{path: {folder}/subject, weight: 1}}, {{path: {folder}/class, weight: 1}}]"
     long = {"training__num_steps": LONG, "training__global_batch_size": 8}
-    # The other rank reads the base as soon as it starts, so it is made before.
+    # The other rank reads the base as soon as it starts, so it is made before; adapters that come back, too.
     made = {
         "subject": prepare("subject", "a red circle"),
         "class": prepare("class", "a circle"),
@@ -114,13 +116,24 @@ def ended(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
         "lora": export("adapters", "diffusers-lora", "lora"),
         "comfyui": export("adapters", "comfyui-lora", "comfyui.safetensors"),
         "back": import_weights("merged", "back"),
+        "lora back": import_weights("lora", "lora_back", *lora),
+        "lora out again": export("lora_back", "diffusers-lora", "lora_again", "--raw-weights"),
+        "lora on lora": import_weights("lora", "none", "--format", "lora", "--base", folder / "adapters"),
         "full as adapters": export("full", "diffusers-lora", "none", "--raw-weights"),
         "no base": train("finetune_lora", "no_base", checkpoint__start_from="none"),
         "on adapters": train("finetune", "on_adapters", base="adapters", model__lora="none"),
         "other base": train("finetune_lora", "halves", checkpoint__start_from=folder / "back", training__num_steps=9),
-        **{f"sample {run}": sample(run) for run in ("base", "adapters", "back")},
+        **{f"sample {run}": sample(run) for run in ("base", "adapters", "back", "lora_back")},
     }
-    return {**run_jobs(folder / "made", made), **run_jobs(folder / "world", jobs)}
+    later = {
+        "go on": train("finetune_lora", "go_on", base="lora_back"),
+        "go on resumed": train("finetune_lora", "go_on", base="lora_back", training__num_steps=STEPS + 1),
+        "go on in two": train("finetune_lora", "go_on_tp2", 2, base="lora_back", **LAYOUTS["tp2_sp"]),
+        "other rank": train("finetune_lora", "other_rank", base="lora_back", model__lora__rank=3),
+        "sample go_on": sample("go_on"),
+    }
+    made_first = {**run_jobs(folder / "made", made), **run_jobs(folder / "world", jobs)}
+    return {**made_first, **run_jobs(folder / "later", later)}
 
 
 def code(ended: dict[str, Any], name: str) -> Any:
@@ -140,6 +153,10 @@ WORKS = (
     "merged",
     "lora",
     "back",
+    "lora back",
+    "lora out again",
+    "go on",
+    "go on resumed",
 )
 
 
@@ -204,6 +221,21 @@ def test_merged_weights_draw_what_adapters_draw(ended: dict[str, Any], folder: P
     assert "merged into the weights" in ended["merged"].err
 
 
+def test_adapters_that_come_back_are_the_same(ended: dict[str, Any], folder: Path) -> None:
+    """To the bit: out, in and out again. They draw the same, and a run goes on with them on any layout."""
+    there, again = (load_file(folder / name / "pytorch_lora_weights.safetensors") for name in ("lora", "lora_again"))
+    assert_same_bits(again, there)
+    here, back = (ended[f"sample {run}"] for run in ("adapters", "lora_back"))
+    assert_same_bits(back[0], here[0])
+    assert torch.equal(back[1][0], here[1][0])
+    first, trained = loss_values(folder / "go_on")[0], loss_values(folder / "adapters")[0]
+    assert first != trained  # that of a fresh adapter
+    assert code(ended, "go on in two") == [0, 0], ended["go on in two"][0].err
+    assert loss_values(folder / "go_on_tp2") == pytest.approx(loss_values(folder / "go_on")[:STEPS], rel=ROUNDING)
+    base = ended["sample go_on"][0]
+    assert_same_bits({name: x for name, x in base.items() if "lora_" not in name}, ended["sample base"][0])
+
+
 def test_comfyui_gets_the_layers_of_the_original_code(ended: dict[str, Any], folder: Path) -> None:
     """Their values: tests/parity/test_convert_lora.py."""
     assert code(ended, "comfyui") == 0, ended["comfyui"].err
@@ -217,8 +249,10 @@ def test_comfyui_gets_the_layers_of_the_original_code(ended: dict[str, Any], fol
     [
         ("full as adapters", ["has a full model and no adapters"]),
         ("no base", ["model.lora trains adapters beside", "checkpoint.start_from=RUN_DIR"]),
-        ("on adapters", ["has adapters (LoRA) alone", "/base/"]),
-        ("other base", ["has adapters (LoRA) beside the weights of", "checkpoint.start_from="]),
+        ("on adapters", ["has only adapters (LoRA) for the weights of", "/base/"]),
+        ("other rank", ["lora_A.weight"]),
+        ("lora on lora", ["has adapters itself"]),
+        ("other base", ["has adapters (LoRA) for the weights of", "checkpoint.start_from="]),
     ],
 )
 def test_what_does_not_go_together_is_refused(ended: dict[str, Any], name: str, said: list[str]) -> None:

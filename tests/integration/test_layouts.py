@@ -5,7 +5,9 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.integration import actions
 from tests.integration.runs import (
@@ -32,6 +34,7 @@ DDP = {"parallel__data_parallel": "ddp"}
 TP = {"parallel__tensor_model_parallel_size": 2}
 PP = {"parallel__pipeline_model_parallel_size": 2}
 TP_SP = {**TP, "parallel__sequence_parallel": True}
+FSDP = {"parallel__data_parallel": "fsdp"}
 SAVED = {"one": (1, {}), "dp2": (2, {}), "tp2": (2, TP)}
 # One run that stops and goes on, from the same folder, on the next layout: (ranks, settings).
 WAY = {
@@ -41,14 +44,16 @@ WAY = {
     "ddp2": (2, DDP),
     "tp2": (2, TP),
     "pp2": (2, PP),
-    "fsdp2": (2, {"parallel__data_parallel": "fsdp"}),
+    "fsdp2": (2, FSDP),
     "tp2dp2": (4, TP),
     "tp2pp2": (4, {**TP, **PP, "checkpoint__async_save": True}),
     "one_distributed_optimizer": (1, {"checkpoint__async_save": True}),
     "tp2sp_again": (2, TP_SP),
 }
+DRAWN = ("tp2sp", "distributed_optimizer2", "fsdp2", "pp2", "tp2sp_again")
 PART = 2  # steps on each layout
 NUM_STEPS = PART * len(WAY)
+GRIDS = {"training__sample_interval": 1, "sampling__num_steps": 2, "sampling__raw_weights": True}
 STOPS = {name: PART * (i + 1) for i, name in enumerate(WAY)}
 
 CP = {"parallel__context_parallel_size": 2}
@@ -61,7 +66,7 @@ PACKED_WAY = {
     "cp2": (2, {**CP, "parallel__context_split": "load_balanced"}),
     "tp2sp": (2, TP_SP),
     "cp2tp2sp": (4, {**CP, **TP_SP}),
-    "fsdp2": (2, {"parallel__data_parallel": "fsdp"}),
+    "fsdp2": (2, FSDP),
     "pp2": (2, PP),
     "dp2_again": (2, {}),
 }
@@ -90,6 +95,7 @@ def runs(letters_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs that stay on one layout, and the run that moves through all of them."""
     folder = tmp_path_factory.mktemp("layouts")
     shared = {"training__num_steps": NUM_STEPS, "checkpoint__interval": PART, "checkpoint__keep_last": NUM_STEPS}
+    shared |= {"training__ema_decay": 0.7, **GRIDS}
     jobs = {}
     for name, (ranks, settings) in SAVED.items():
         arguments = letters(letters_data, folder / name, **shared, **settings)
@@ -138,6 +144,22 @@ def test_checkpoints_of_all_layouts_hold_the_same_model(runs: Path, name: str) -
         error = (found[key] - tensor).norm()
         # Adam's direction of a weight whose gradient is rounding noise is noise, too.
         assert error <= 1e-3 * tensor.norm() + 1e-6, f"{key}: {error / tensor.norm():.1e}"
+
+
+@pytest.mark.parametrize("name", DRAWN)
+@pytest.mark.parametrize("weights", ["ema", "raw"])
+def test_grids_of_both_weights_are_the_same_on_every_layout(runs: Path, name: str, weights: str) -> None:
+    """To one unit of 255, a rounding; the grids of the two weights differ by more."""
+    step = STOPS[name] - 1  # the last step of a part is followed by a stop
+    grids = [grid(runs / run, step, weights) for run in ("moving", "one")]
+    assert grids[0].std() > 10
+    assert np.abs(grids[0] - grids[1]).max() <= 1
+    assert np.abs(grids[0] - grid(runs / "moving", step, "raw" if weights == "ema" else "ema")).max() > 1
+
+
+def grid(run: Path, step: int, weights: str) -> np.ndarray:
+    with Image.open(run / "samples" / f"step_{step:07d}" / f"{weights}.png") as picture:
+        return np.asarray(picture, dtype=np.int16)
 
 
 @pytest.fixture(scope="module")

@@ -77,7 +77,9 @@ def done(folder: Path) -> dict[str, Any]:
     ours = partial(faults.own_package, folder, "my_hooks")
     add("page", fault=ours, training__hooks="['my_hooks.Print']", training__num_steps=3)
     (folder / "imagen.yaml").write_text(next(b.text for b in blocks(NEMO_PAGE) if b.language == "yaml"))
-    jobs["document"] = Job(run_line, {"line": shown_commands(NEMO_PAGE)[-1], "folder": folder})
+    jobs["document"] = Job(
+        run_line, {"line": next(line for line in shown_commands(NEMO_PAGE) if "--yes" in line), "folder": folder}
+    )
     jobs["study"] = Job(
         actions.command,
         {

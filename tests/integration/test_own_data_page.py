@@ -3,13 +3,17 @@
 The first two are in the quick suite; all of them are run with the autoencoder that the page trains.
 """
 
+import json
 import shlex
+import shutil
 import tarfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow
 import pytest
 from PIL import Image
+from pyarrow import parquet
 
 from energon_data.media_files import video_bytes
 from tests.integration.actions import Ended
@@ -19,16 +23,16 @@ from tests.unit.launch.pages import run_line, shown_commands
 
 LINES = [line for line in shown_commands(Path("docs/own-data.md")) if line.startswith("python")]
 TRAINING = "training.num_steps=2 logging.tensorboard=False schedule.warmup_steps=0"
-OWN = f"{TRAINING} training.sample_interval=2 sampling.num_steps=2 model.hidden_size=24 model.num_layers=1"
+OWN = f"{TRAINING} training.sample_interval=2 sampling.num_steps=2 model.hidden_size=48 model.num_layers=1"
 AUTOENCODER = f"{TRAINING} model.block_out_channels=[8,8,8,8] model.norm_num_groups=2"
 SHORT = {"launch.sample": "--steps 2", "energon_data.prepare": "--processes 1 --size 64"}
 """What a command gets besides: later words win."""
 
 
 def own_files(folder: Path) -> None:
-    """Write what the page's reader has: pictures and clips with captions, and a WebDataset of jpg and txt."""
-    (folder / "pictures").mkdir()
-    (folder / "tars").mkdir()
+    """Write what the page's reader has: pictures and clips with captions, and the same in the forms of other tools."""
+    for name in ("pictures", "tars", "hub", "kohya/10_sks dog", "films"):
+        (folder / name).mkdir(parents=True)
     rng = np.random.default_rng(0)
     for i in range(12):
         size = ((80, 96), (72, 64), (64, 64))[i % 3]
@@ -42,6 +46,14 @@ def own_files(folder: Path) -> None:
         frames = [Image.new("RGB", (64, 64), (10 * t, 80 * i, 0)) for t in range(8)]
         (folder / "pictures" / f"clip{i}.mp4").write_bytes(video_bytes(frames, 8.0))
         (folder / "pictures" / f"clip{i}.txt").write_text("a red square")
+    rows = []
+    for path in sorted((folder / "pictures").glob("*.jpg")):
+        shutil.copy(path, folder / "kohya" / "10_sks dog")
+        (folder / "kohya" / "10_sks dog" / f"{path.stem}.txt").write_text("sks dog, red, circle")
+        rows.append({"image": {"bytes": path.read_bytes(), "path": path.name}, "text": "a red circle"})
+    parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "hub" / "train.parquet")
+    shutil.copy(folder / "pictures" / "clip0.mp4", folder / "films" / "a.mp4")
+    (folder / "clips.jsonl").write_text('{"file_name": "a.mp4", "start": 0, "end": 1, "caption": "a wave"}')
 
 
 def follow(folder: Path, lines: list[str]) -> dict[str, Ended]:
@@ -68,7 +80,7 @@ def test_two_commands_lead_to_decoded_samples(tmp_path):
     ended = follow(tmp_path, [prepare, train])
     assert "skipped, other_kind: 3; clip0.mp4: `prepare folder` takes pictures and videos" in ended[prepare].out
     drawn = grid(tmp_path, "runs/mine/samples/step_0000002/ema.png")
-    assert drawn.size == (4 + 2 * (64 + 4), 4 + 64 + 16 + 4)
+    assert drawn.size == (4 + 2 * (64 + 4), 4 + 64 + 2 * 16 + 4)  # captions of two lines
     assert np.asarray(drawn)[24:80].std() > 0
 
 
@@ -78,9 +90,14 @@ def test_every_command_of_the_page_works(tmp_path):
     own_files(tmp_path)
     begin = next(i for i, line in enumerate(LINES) if "data/squares" in line)
     follow(tmp_path, LINES[begin:] + LINES[:begin])
-    assert len(LINES) == 13
+    assert len(LINES) == 17
+    described = {
+        name: json.loads((tmp_path / "data" / name / "dataset.json").read_text()) for name in ("hub", "dog", "films")
+    }
+    assert [found["skipped"] for found in described.values()] == [{}, {}, {}]
     for name in ("runs/mine/samples/step_0000002/ema.png", "red.png", "mine.png", "still.png"):
         assert grid(tmp_path, name).format == "PNG"
+    assert (tmp_path / "my-pipeline" / "model_index.json").is_file()
     assert grid(tmp_path, "runs/theirs/samples/step_0000002/ema.png").format == "PNG"
     for name in ("runs/both/samples/step_0000002/ema.gif", "moving.gif"):
         assert grid(tmp_path, name).n_frames == 8

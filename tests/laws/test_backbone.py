@@ -105,7 +105,7 @@ def test_the_public_class_has_the_same_output_and_gradients(checks: Any, name: s
     ("name", "why"),
     [
         ("moviegen", "no class of diffusers: diffusers 0.38.0 has no model like MovieGenConfig"),
-        ("published dit", "DiTTransformer2DModel computes otherwise: .*time_frequency_shift=0"),
+        ("published dit", "DiTTransformer2DModel computes a different function: .*time_frequency_shift=0"),
     ],
 )
 def test_a_model_without_a_public_class_says_why(checks: Any, name: str, why: str) -> None:

@@ -21,11 +21,12 @@ from dit.kernels.choice import Target
 from dit.layout import SequenceLayout
 from dit.models.base import Backbone
 from dit.objectives.ddpm import DDPM
+from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import attention_path, build_model
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
 from dit.sampling.generate import empty_pack, generate
-from dit.settings import TrainingConfig
+from dit.settings import SamplingConfig, TrainingConfig
 from dit.training.validate import held_out_loss
 from dit.verify.trial import SEED
 from tests.parallel.traffic import bytes_sent
@@ -118,11 +119,24 @@ def sample_and_validate(case: dict) -> dict:
         pack = empty_pack(spec, (1, 6, 6), 2, torch.device("cpu"), {"label": [1, 4], "context": texts})
         network = on_full_packs(backbone, groups.cp, split)
         settings = {"solver": "euler", "num_steps": 3, "guidance_scale": 2.0, "seed": 7}
-        latents = generate(network, FlowMatching(), pack, spec, **settings)
+        latents = generate(network, FlowMatching(), pack, spec, SamplingConfig(**settings))
         packs = (micro_batch(i, packed=True, multiple_of=max(4, multiple_of)) for i in range(3))
         share = partial(shard, cp_rank=groups.cp.rank(), cp_size=groups.cp.size(), split=split)
         losses = held_out_loss(backbone, packs, FlowMatching(), model, torch.device("cpu"), groups, share)
-        found[split] = {"latents": latents, "losses": losses}
+        methods = SamplingConfig(
+            solver="heun", num_steps=3, seed=7, s_churn=2.0, guidance_rescale=0.5, guidance_interval=[0.1, 3.0]
+        )
+        churned = generate(network, EDM(sigma_max=5.0), pack, spec, methods)
+        offset = held_out_loss(
+            backbone,
+            (micro_batch(i, packed=True, multiple_of=max(4, multiple_of)) for i in range(3)),
+            DDPM(noise_offset=0.5),
+            model,
+            torch.device("cpu"),
+            groups,
+            share,
+        )
+        found[split] = {"latents": latents, "losses": losses, "churned": churned, "offset": offset}
     process_groups.release()
     return found
 

@@ -21,10 +21,11 @@ from dit.settings import (
     CheckpointConfig,
     LoggingConfig,
     OptimizerConfig,
+    SamplingConfig,
     TrainingConfig,
 )
 from dit.training.pretrain import Run
-from dit.verify.trial import gathered, of_all_stages, whole
+from dit.verify.trial import gathered, of_all_stages, unshard
 from energon_data.mock import MockData
 
 
@@ -69,7 +70,7 @@ def state_of(run: Run) -> dict[str, torch.Tensor]:
     for i, shard in enumerate(state.shards):
         parts = {"weight": shard.main, "ema": state.ema.values[i], **{slot: shard.slot(slot) for slot in SLOTS}}
         for slot, values in parts.items():
-            mine.append((f"{slot}.{shard.name}", whole(gathered(shard, values), shard.parameter, run.groups)))
+            mine.append((f"{slot}.{shard.name}", unshard(gathered(shard, values), shard.parameter, run.groups)))
     found, drifted = of_all_stages(mine, run.groups)
     assert drifted == []
     return {**found, "step": torch.tensor(get_step_count(state.optimizer))}
@@ -81,7 +82,7 @@ def look(run: Run) -> dict:
 
     def draw() -> torch.Tensor:
         options = {"solver": "euler", "num_steps": 3, "guidance_scale": 2.0, "seed": 7}
-        return generate(run.network, FlowMatching(), pack, run.spec, **options)
+        return generate(run.network, FlowMatching(), pack, run.spec, SamplingConfig(**options))
 
     run.validate()
     with run.state.ema.applied(run.state.optimizer, run.state.wrapped):

@@ -12,7 +12,8 @@ from benchmarks.parallel_training import build, micro_batch, tiny_model, train
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
-from dit.verify.trial import Built, gathered, of_all_stages, whole
+from dit.settings import SamplingConfig
+from dit.verify.trial import Built, gathered, of_all_stages, unshard
 
 
 def forget_conditioners(chunks: list) -> None:
@@ -84,13 +85,15 @@ def predict(case: dict) -> dict:
         batches = (micro_batch(i, packed=True, multiple_of=4) for i in mine)
         losses = held_out_loss(network, batches, FlowMatching(), tiny_model(), torch.device("cpu"), groups)
         options = {"solver": "heun", "num_steps": 2, "guidance_scale": 2.0, "seed": 3}
-        samples = generate(network, FlowMatching(), pack, spec, **options)
+        samples = generate(network, FlowMatching(), pack, spec, SamplingConfig(**options))
+        churned = generate(network, EDM(), pack, spec, SamplingConfig(**options, s_churn=1.5, guidance_rescale=0.5))
     after = [p for chunk in it.chunks for p in chunk.parameters()]
     _, differ = of_all_stages([("samples", samples), ("loss", torch.tensor(losses["loss"]))], groups)
     process_groups.release()
     return {
         "losses": losses,
         "samples": samples,
+        "churned": churned,
         "differ_between_stages": differ,
         "weights_back": all(torch.equal(a, b) for a, b in zip(before, after, strict=True)),
     }
@@ -106,9 +109,9 @@ def _state(it: Built, ema) -> dict:
         shard.ensure_state()
         slots = {"weight": shard.main, "ema": average, **{slot: shard.state[slot] for slot in SLOTS}}
         for slot, values in slots.items():
-            named.append((f"{slot}.{shard.name}", whole(gathered(shard, values), shard.parameter, it.groups)))
+            named.append((f"{slot}.{shard.name}", unshard(gathered(shard, values), shard.parameter, it.groups)))
     for chunk in it.chunks:
-        named += [(f"model.{name}", whole(p.data, p, it.groups)) for name, p in chunk.named_parameters()]
+        named += [(f"model.{name}", unshard(p.data, p, it.groups)) for name, p in chunk.named_parameters()]
     tensors, drifted = of_all_stages(named, it.groups)
     shapes = global_shapes(parameters_of(it.shards), it.groups)
     return {"tensors": tensors, "drifted": drifted, "step": get_step_count(it.optimizer), "shapes": shapes}
@@ -148,7 +151,7 @@ def load(case: dict) -> dict:
         Path(case["save_to"]).mkdir(parents=True, exist_ok=True)
         save_state(Path(case["save_to"]), it.shards, ema, it.optimizer, it.groups)
     load_weights(Path(case["folder"]), it.chunks, it.groups, slot="ema")
-    named = [(name, whole(p.data, p, it.groups)) for chunk in it.chunks for name, p in chunk.named_parameters()]
+    named = [(name, unshard(p.data, p, it.groups)) for chunk in it.chunks for name, p in chunk.named_parameters()]
     found["ema_weights"], _ = of_all_stages(named, it.groups)
     process_groups.release()
     return found
@@ -159,7 +162,7 @@ def run_legs(case: dict) -> dict:
     from dit.backends import process_groups
     from dit.monitoring.guards import PreemptionFlag
     from dit.run_config import RunConfig
-    from dit.settings import LoggingConfig, OptimizerConfig, SamplingConfig, TrainingConfig
+    from dit.settings import LoggingConfig, OptimizerConfig, TrainingConfig
     from dit.training.pretrain import Run, train
     from energon_data.mock import MockData
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from dit.batch import PackedBatch
-from dit.condition_table import CONTROL
+from dit.condition_table import CONTROL, LOW_RESOLUTION
 from dit.conditions import Conditions, per_sample, per_text_token
 from dit.convert.rules import Shape
 from dit.layout import SequenceLayout
@@ -40,6 +40,7 @@ def predict(
     texts: Optional[list[Tensor]] = None,
     others: Optional[dict[str, Tensor]] = None,
     control: Optional[Tensor] = None,
+    low: Optional[Tensor] = None,
 ) -> Tensor:
     """Return the prediction `[B, C, T, H, W]` for latents `[B, C, T, H, W]`; `others` are per sample."""
     pt, ps = model.patch_temporal, model.patch_spatial
@@ -61,6 +62,8 @@ def predict(
         batch.conditions |= {"context": per_text_token(torch.cat(texts), context_layout)}
     if control is not None:
         batch.conditions |= {"control": CONTROL.pack(list(control), layout, (pt, ps))}
+    if low is not None:
+        batch.conditions |= {"low_resolution": LOW_RESOLUTION.pack(list(low), layout, (pt, ps))}
     out = network(batch.latents_TC, time_B, batch)
     parts = out.split(list(layout.lengths))
     return torch.stack([unpatchify(x, grid, pt, ps) for x, grid in zip(parts, grids)])

@@ -43,7 +43,7 @@ def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, cha
     rules = form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
     assert_same_bits(rules.to_theirs(rules.to_ours(state)), state)
 
-    ours = {**random_weights(rules.shapes, seed=2), "text.null": torch.zeros(20)}
+    ours = random_weights(rules.shapes, seed=2)
     settings, notes = form.write_settings(imported.model, imported.latent_size)
     assert notes == []
     again = PixArtTransformer2DModel.from_config(settings).eval()
@@ -114,3 +114,23 @@ def test_a_model_that_theirs_cannot_hold_is_refused(changes: dict):
     plain = {"layer_pattern": ["full"], "qk_layernorm": False, "fps_conditioning": False}
     with pytest.raises(ConfigError, match=next(iter(changes))):
         DiffusersPixArt().write_settings(STDiTConfig(**{**plain, **changes}), (1, 8, 8))
+
+
+def test_a_model_of_oblong_pictures_gets_the_square_of_their_area(build_model: BuildModel):
+    """Positions span one range at every size, so the square is only the default of what is drawn there."""
+    form, size = DiffusersPixArt(), (1, 8, 20)
+    plain = {"layer_pattern": ["full"], "qk_layernorm": False, "fps_conditioning": False, "null_text": "empty"}
+    sizes = {"hidden_size": 48, "num_attention_heads": 4, "num_layers": 2, "context_size": 20, "position_span": 6.0}
+    model = STDiTConfig(**plain, **sizes)
+    settings, [note] = form.write_settings(model, size)
+    assert settings["sample_size"] == 12
+    assert "area of 8 x 20" in note
+    weights = random_weights(parameter_shapes(model))
+    theirs = PixArtTransformer2DModel.from_config(settings).eval()
+    theirs.load_state_dict(form.rules(model, parameter_shapes(model), size).to_theirs(weights))
+    images, texts = torch.randn(3, 4, 8, 20), torch.randn(3, 5, 20)
+    here = run(load(build_model(model), weights), model, images[:, :, None], STEPS / 1000, texts=list(texts))[:, :, 0]
+    with torch.no_grad():
+        assert relative_error(here, theirs(images, texts, STEPS).sample) <= RTOL
+    with pytest.raises(ConfigError, match="draws pictures and no clips"):
+        form.write_settings(model, (2, 8, 8))

@@ -3,7 +3,6 @@
 import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +10,13 @@ import torch
 from diffusers import (
     AutoencoderKL,
     DDIMScheduler,
-    DiTPipeline,
     DiTTransformer2DModel,
     StableDiffusionPipeline,
+    StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
-from torch import Tensor, nn
-from transformers import CLIPTextModel, CLIPTokenizer
+from torch import Tensor
+from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 from dit.checkpoint.full_weights import read_full_weights
 from dit.checkpoint.reading import candidates, read_settings
@@ -25,9 +24,11 @@ from dit.convert.diffusers_format import TrainedModel
 from dit.convert.diffusers_sampling import scheduler_config
 from dit.convert.diffusers_unet import DOWN, UP
 from dit.convert.run_record import objective_of
+from dit.data_api import sample_id
 from dit.encoders.text import load_text_encoders
-from dit.errors import ConfigError
+from dit.inference.drawing import draw
 from dit.inference.generator import Generator
+from dit.layout import SequenceLayout
 from dit.models.dit.config import DiTConfig
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Objective
@@ -37,11 +38,14 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import parameter_shapes
 from dit.patchify import unpatchify
 from dit.sampling.generate import empty_pack, generate
+from dit.settings import SamplingConfig
 from launch.export import write_diffusers_folder
 from launch.import_weights import main as import_weights
+from launch.sample import build_parser, sampling_settings
+from launch.sample_requests import what_to_draw
 from tests.conftest import BuildModel
 from tests.parity.convert_cases import load, random_weights, relative_error
-from tests.support.encoders import CLIP_WIDTH, save_clip, save_vae
+from tests.support.encoders import CLIP_WIDTH, PROJECTION, save_clip, save_vae
 
 RTOL = 2e-5  # float32 coefficients there, float64 here
 SEED, LABELS = 5, [2, 0]
@@ -51,6 +55,7 @@ OBJECTIVES = [
     ("ddim", 5, DDPM(discrete_steps=1000)),
     ("ddim", 10, DDPM(discrete_steps=1000, schedule="scaled_linear", prediction="v")),
     ("ddim", 5, DDPM(discrete_steps=100, schedule="cosine", prediction="x0")),
+    ("ddim", 10, DDPM(discrete_steps=1000, schedule="scaled_linear", prediction="v", zero_terminal_snr=True)),
     ("ddim", 5, DDPM(discrete_steps=500, beta_start=2e-4, beta_end=0.013)),
     ("euler", 5, EDM(sigma_max=20.0, sigma_data=0.8)),
 ]
@@ -68,12 +73,12 @@ def tiny(num_classes: int = 7, out_channels: int | None = None) -> DiTConfig:
     )
 
 
-def exported(folder: Path, model: DiTConfig, objective: Objective, **options: Any) -> tuple[TrainedModel, dict]:
+def exported(folder: Path, model: DiTConfig, objective: Objective) -> tuple[TrainedModel, dict]:
     """Export random weights; return what was said about them, and the weights under our names."""
     names = [f"class {i}" for i in range(model.num_classes or 0)]
     trained = TrainedModel(model, objective, (1, 8, 8), {}, class_names=names)
     weights = random_weights(parameter_shapes(model))
-    write_diffusers_folder(trained, lambda: weights, folder, **{"pipeline": False, **options})
+    write_diffusers_folder(trained, lambda: weights, folder)
     return trained, weights
 
 
@@ -84,7 +89,7 @@ def ours(build_model: BuildModel, trained: TrainedModel, weights: dict, solver: 
     batch = empty_pack(spec, trained.latent_size, len(LABELS), torch.device("cpu"), {"label": LABELS})
     network = load(build_model(model), weights)
     settings = {"solver": solver, "num_steps": steps, "guidance_scale": scale, "seed": SEED}
-    latents = generate(network, objective, batch, spec, **settings)[:, :, 0]
+    latents = generate(network, objective, batch, spec, SamplingConfig(**settings))[:, :, 0]
     noise_TC = AddressedNoise(SEED, 0, batch.sample_ids_S, batch.layout).normal_TC("start", 16)
     noise = torch.stack([unpatchify(part, (1, 4, 4), 1, 2)[:, 0] for part in noise_TC.split(16)])
     _, sigma = objective.path.alpha_sigma(objective.sampling_grid(steps)[0])
@@ -106,45 +111,6 @@ def test_the_loop_on_the_page_draws_what_our_sampler_draws(
     found = namespace["sample"](str(folder), str(folder), LABELS, steps, 2.5, noise)
     assert relative_error(found, expected) <= RTOL
     assert relative_error(found, noise) > 0.1
-
-
-class NoVAE(nn.Module):
-    """Latents are the picture."""
-
-    config = SimpleNamespace(scaling_factor=1.0)
-
-    def decode(self, latents: Tensor) -> SimpleNamespace:
-        return SimpleNamespace(sample=latents)
-
-
-def test_dit_pipeline_runs_an_exported_folder(build_model: BuildModel, tmp_path: Path, monkeypatch: Any):
-    """DDPM of 1000 steps and classes, the numbers of DiTPipeline: guidance, variance and names included."""
-    folder = tmp_path / "pipe"
-    trained, weights = exported(folder, tiny(1000, 8), DDPM(discrete_steps=1000), pipeline=True)
-    noise, expected = ours(build_model, trained, weights, "ddim", 4, 4.0)
-    index = json.loads((folder / "model_index.json").read_text())
-    assert index["_class_name"] == "DiTPipeline"
-    parts = {
-        "transformer": DiTTransformer2DModel.from_pretrained(folder / "transformer"),
-        "scheduler": DDIMScheduler.from_pretrained(folder / "scheduler"),
-    }
-    pipe = DiTPipeline(**parts, vae=NoVAE(), id2label={int(i): name for i, name in index["id2label"].items()})
-    pipe.set_progress_bar_config(disable=True)
-    monkeypatch.setattr("diffusers.pipelines.dit.pipeline_dit.randn_tensor", lambda **_: noise)
-    labels = pipe.get_label_ids([f"class {i}" for i in LABELS])
-    found = pipe(labels, guidance_scale=4.0, num_inference_steps=4, output_type="np").images
-    pixels = (expected / 2 + 0.5).clamp(0, 1).movedim(1, -1)
-    assert pixels.std() > 0.1
-    assert relative_error(torch.from_numpy(found), pixels) <= RTOL
-
-
-@pytest.mark.parametrize(
-    ("classes", "objective"), [(7, DDPM(discrete_steps=1000)), (1000, FlowMatching()), (1000, DDPM())]
-)
-def test_a_pipeline_that_could_not_run_is_refused(tmp_path: Path, classes: int, objective: Objective):
-    with pytest.raises(ConfigError, match="--pipeline: DiTPipeline runs DDPM of 1000 steps with 1000 classes"):
-        exported(tmp_path / "out", tiny(classes), objective, pipeline=True)
-    assert not (tmp_path / "out").exists()
 
 
 def test_diffusers_takes_the_folder_without_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -206,3 +172,69 @@ def test_imported_stable_diffusion_draws_what_its_pipeline_draws(
         expected = pipe(prompts, num_inference_steps=4, guidance_scale=7.5, output_type="latent", **options).images
         assert relative_error(drawn(negative), expected) <= RTOL / 2
     assert relative_error(drawn(None), drawn("blue square")) > 0.01
+
+
+@pytest.mark.parametrize("zeros", [True, False], ids=["zeros", "empty text"])
+def test_imported_sdxl_draws_what_its_pipeline_draws(
+    build_model: BuildModel, tmp_path: Path, monkeypatch: Any, zeros: bool
+):
+    """From the pipeline's folder alone: both encoders, the pooled text, sizes and crop, and the null of its config."""
+    root, run = tmp_path / "sdxl", tmp_path / "run"
+    clips = {"text_encoder": False, "text_encoder_2": True}
+    for name, projected in clips.items():
+        save_clip(root / name, root / name.replace("text_encoder", "tokenizer"), projected=projected)
+    sizes = {"block_out_channels": (8, 16), "layers_per_block": 1, "attention_head_dim": (2, 4), "norm_num_groups": 4}
+    blocks = {"down_block_types": DOWN, "up_block_types": UP[::-1], "transformer_layers_per_block": (1, 2)}
+    added = {"addition_embed_type": "text_time", "addition_time_embed_dim": 256, "use_linear_projection": True}
+    added["projection_class_embeddings_input_dim"] = PROJECTION + 6 * 256
+    theirs = UNet2DConditionModel(sample_size=8, cross_attention_dim=2 * CLIP_WIDTH, **sizes, **blocks, **added)
+    theirs.load_state_dict(random_weights({n: tuple(x.shape) for n, x in theirs.state_dict().items()}, scale=0.2))
+    objective = DDPM(schedule="scaled_linear", discrete_steps=1000, prediction="v", zero_terminal_snr=True)
+    StableDiffusionXLPipeline(
+        vae=AutoencoderKL.from_pretrained(save_vae(tmp_path / "vae")),
+        text_encoder=CLIPTextModel.from_pretrained(root / "text_encoder"),
+        text_encoder_2=CLIPTextModelWithProjection.from_pretrained(root / "text_encoder_2"),
+        tokenizer=CLIPTokenizer.from_pretrained(root / "tokenizer"),
+        tokenizer_2=CLIPTokenizer.from_pretrained(root / "tokenizer_2"),
+        unet=theirs,
+        scheduler=DDIMScheduler.from_config(scheduler_config(objective)),
+        force_zeros_for_empty_prompt=zeros,
+        add_watermarker=False,
+    ).save_pretrained(root)
+    assert import_weights(["--from", str(root), "--format", "diffusers", "--out", str(run)]) == 0
+
+    [folder] = candidates(run)
+    config, metadata = read_settings(folder)
+    assert config.objective == objective
+    assert metadata["autoencoder"] == str(root / "vae")
+    generator = Generator(config, metadata, load(build_model(config.model), read_full_weights(folder, "weight")), 0)
+    monkeypatch.setattr("dit.inference.generator.local_device", lambda: torch.device("cpu"))
+    monkeypatch.setattr("dit.backends.device.local_device", lambda: torch.device("cpu"))
+    prompts = ["a red circle", "blue"]
+
+    def drawn(*words: str) -> Tensor:
+        """Draw what the command line asks for."""
+        flags = ["--checkpoint", str(run), "--steps", "4", "--seed", str(SEED)]
+        args = build_parser().parse_args([*flags, "--prompt", *prompts, *words])
+        requests, settings = what_to_draw(args, generator), sampling_settings(args)
+        return torch.cat([latents for _, latents in draw(generator, requests, batch_size=2, **settings)])[:, :, 0]
+
+    pipe = StableDiffusionXLPipeline.from_pretrained(root, add_watermarker=False)
+    pipe.set_progress_bar_config(disable=True)
+    ids = torch.tensor([sample_id(f"generated {i}") for i in range(2)])
+    noise_TC = AddressedNoise(SEED, 0, ids, SequenceLayout.from_lengths([64, 64])).normal_TC("start", 4)
+    noise = torch.stack([x.T.reshape(4, 8, 8) for x in noise_TC.split(64)])
+    options = {"num_inference_steps": 4, "guidance_scale": 5.0, "output_type": "latent", "latents": noise}
+    # Latents of 8 x 8 show 64 x 64 pixels to a network of SDXL, whose autoencoder compresses 8 x 8; the tiny one 4 x 4.
+    options |= {"height": 32, "width": 32, "original_size": (64, 64), "target_size": (64, 64)}
+    plain = drawn()
+    assert relative_error(plain, pipe(prompts, **options).images) <= RTOL / 2
+    expected = pipe(prompts, negative_prompt=["blue square"] * 2, **options).images
+    assert relative_error(drawn("--negative-prompt", "blue square"), expected) <= RTOL / 2
+    expected = pipe(prompts, guidance_rescale=0.7, **options).images
+    assert relative_error(drawn("--guidance-rescale", "0.7"), expected) <= RTOL / 2
+    assert relative_error(expected, plain) > 0.001
+    options |= {"original_size": (96, 80), "crops_coords_top_left": (5, 7), "target_size": (64, 48)}
+    cropped = drawn("--original-size", "96x80", "--crop", "5,7", "--target-size", "64x48")
+    assert relative_error(cropped, pipe(prompts, **options).images) <= RTOL / 2
+    assert relative_error(cropped, plain) > 0.001

@@ -38,7 +38,7 @@ def save_t5(folder: Path, tokenizer: Optional[Path] = None) -> Path:
 
 def save_clip(folder: Path, tokenizer: Optional[Path] = None, *, projected: bool = False) -> Path:
     """Save a CLIP text model of three layers with its tokenizer; with `projected` as SDXL's second encoder."""
-    torch.manual_seed(2)
+    torch.manual_seed(4 if projected else 2)
     sizes = {"hidden_size": CLIP_WIDTH, "intermediate_size": 24, "num_hidden_layers": 3, "num_attention_heads": 3}
     marks = {"vocab_size": 80, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
     config = CLIPTextConfig(max_position_embeddings=CLIP_TOKENS, projection_dim=PROJECTION, **sizes, **marks)
@@ -64,6 +64,37 @@ def prepare_twice(root: Path) -> Path:
     texts = ["--text-encoder", f"text={root}/t5", "--text-encoder", f"pooled={root}/clip"]
     assert prepare([*common, "--out", str(root / "pixels")]) == 0
     assert prepare([*common, "--out", str(root / "latents"), "--vae", str(root / "vae"), *texts]) == 0
+    return root
+
+
+SDXL_PICTURES = {
+    "wide": ((64, 32), 1, [32, 64, 0, 8, 16, 16]),
+    "turned": ((64, 32), 6, [64, 32, 8, 0, 16, 16]),
+    "square": ((48, 48), 1, [48, 48, 0, 0, 16, 16]),
+    "odd": ((17, 16), 1, [16, 17, 0, 0, 16, 16]),
+}
+"""Width and height as stored, EXIF orientation, and the six lengths after `--size 16 --aspect square`, by name."""
+SDXL_OPTIONS = "layer=penultimate:padded"
+
+
+def prepare_sdxl(root: Path) -> Path:
+    """Make encoders as those of Stable Diffusion XL, and of `SDXL_PICTURES` the data `joined`, `first` and `pixels`."""
+    save_vae(root / "vae"), save_clip(root / "clip"), save_clip(root / "projected", projected=True)
+    (root / "in").mkdir()
+    rng = np.random.default_rng(1)
+    for i, (name, ((width, height), orientation, _)) in enumerate(SDXL_PICTURES.items()):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8)).save(root / f"in/{name}.png", exif=exif)
+        (root / f"in/{name}.txt").write_text(" ".join(WORDS[: 1 + i]))
+    common = ["images", "--in", str(root / "in"), "--size", "16", "--aspect", "square", "--multiple-of", "8"]
+    common += ["--validation", "0", "--processes", "1"]
+    first = ["--text-encoder", f"text={root}/clip:{SDXL_OPTIONS}"]
+    second = ["--text-encoder", f"text+pooled={root}/projected:{SDXL_OPTIONS}:joined"]
+    latents = ["--vae", str(root / "vae")]
+    assert prepare([*common, "--out", str(root / "pixels")]) == 0
+    assert prepare([*common, "--out", str(root / "first"), *latents, *first]) == 0
+    assert prepare([*common, "--out", str(root / "joined"), *latents, *first, *second]) == 0
     return root
 
 

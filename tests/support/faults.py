@@ -324,7 +324,7 @@ def hooked(record: Path) -> contextlib.AbstractContextManager[Any]:
 @contextlib.contextmanager
 def no_wandb() -> Iterator[None]:
     """Let Weights & Biases fail at its first scalar."""
-    from dit.monitoring.sinks import WandbSink
+    from dit.monitoring.wandb_sink import WandbSink
 
     with mock.patch.object(WandbSink, "scalars", side_effect=ConnectionError("the service is gone")):
         yield

@@ -1,5 +1,6 @@
 """What a result is compared with, and by what measure."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -8,7 +9,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from dit.verify.compare import compare_training
+from dit.optimizer.part_norms import part_of
+from dit.verify.compare import SUM_RTOL, compare_training
 
 # float32 against float64: a few hundred roundings of 6e-8 each, seen at most 4e-6.
 RTOL = 1e-5
@@ -20,9 +22,23 @@ def relative_error(ours: Tensor, exact: Tensor) -> float:
 
 
 def assert_equal_training(one: dict, many: dict) -> None:
-    """Compare what `dit.verify.trial.train` reports of one rank and of a layout."""
+    """Compare what `dit.verify.trial.train` reports of one rank and of a layout, gradient norms of parts included."""
     differences = compare_training(one, many).differences
     assert not differences, "\n".join(differences)  # pytest explains the asserts of test files alone
+    expected = part_norms(one["gradients"])
+    for result in (one, many):
+        found = result["part_norms"]
+        assert found.keys() == expected.keys(), (found, expected)
+        wrong = {p: (found[p], norm) for p, norm in expected.items() if abs(found[p] - norm) > SUM_RTOL * norm}
+        assert not wrong, f"gradient norms of parts, measured and expected: {wrong}"
+
+
+def part_norms(gradients: Mapping[str, Tensor]) -> dict[str, float]:
+    """Return the norm of each part of a model from the global gradient of every parameter."""
+    squares: dict[str, float] = {}
+    for name, gradient in gradients.items():
+        squares[part_of(name)] = squares.get(part_of(name), 0.0) + float(gradient.double().square().sum())
+    return {f"grad_norm/{part}": square**0.5 for part, square in squares.items()}
 
 
 class LiveBytes(TorchDispatchMode):

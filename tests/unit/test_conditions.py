@@ -313,28 +313,27 @@ def test_texts_of_two_encoders_lie_side_by_side() -> None:
     assert flags == [[True, False] * 3] * 3
 
 
-@pytest.mark.parametrize("tokens", [1, 4])
-def test_a_dropped_text_becomes_the_embedding_of_the_empty_text(tokens: int) -> None:
-    """Token by token where the texts have its length; one token stands for each of a text of any length."""
+@pytest.mark.parametrize(("tokens", "lengths"), [(1, [2, 5, 1]), (2, [2, 4, 5]), (4, [4, 4, 4])])
+def test_a_dropped_text_becomes_the_embedding_of_the_empty_text(tokens: int, lengths: list[int]) -> None:
+    """Token by token, over and over."""
     wanted = replace(CONTEXT, shape=(3,), null="empty text", dropout=0.5)
-    lengths = [4, 4, 4] if tokens == 4 else [2, 5, 1]
     texts, empty = [torch.randn(length, 3) for length in lengths], torch.randn(tokens, 3)
     texts_layout = SequenceLayout.from_lengths(lengths)
     conditions = Conditions(context=per_text_token(torch.cat(texts), texts_layout)).with_nulls({"context": empty})
     layout = SequenceLayout.from_lengths([1] * 3)
     dropped = conditions.to("cpu").drop([wanted], lambda _: torch.tensor([0.1, 0.9, 0.2]), layout)["context"]
-    filled = [empty.expand(length, 3) if tokens == 1 else empty for length in lengths]
+    filled = [empty.repeat(length, 1)[:length] for length in lengths]
     assert dropped.dropped_S is None
     assert torch.equal(dropped.values, torch.cat([filled[0], texts[1], filled[2]]))
     assert conditions.problems([wanted], layout, ["a", "b", "c"], 1) == []
 
 
-def test_texts_of_another_length_than_the_empty_text_are_refused_with_both() -> None:
+def test_texts_that_are_shorter_than_the_empty_text_are_refused_with_both() -> None:
     wanted = replace(CONTEXT, shape=(3,), null="empty text", dropout=0.5)
     entry = per_text_token(torch.ones(7, 3), SequenceLayout.from_lengths([2, 5]))
     conditions = Conditions(context=entry).with_nulls({"context": torch.ones(4, 3), "context_2": torch.ones(1, 3)})
     [fault] = conditions.problems([wanted], SequenceLayout.from_lengths([1, 1]), ["a", "b"], 1)
-    assert "texts of 2 to 5 tokens" in fault
+    assert "a text of 2 tokens" in fault
     assert "replaces dropped ones has 4" in fault
     assert ":padded" in fault
 

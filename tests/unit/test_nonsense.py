@@ -18,14 +18,15 @@ from dit.checkpoint.records import read_metadata, read_record
 from dit.checkpoint.remote import RemoteStore, copy_all, fetch_newer
 from dit.checkpoint.state_files import StateReader
 from dit.convert.diffusers_format import format_of_settings
-from dit.convert.state_files import read_diffusers, read_tensors
+from dit.convert.state_files import read_diffusers, read_nemo, read_tensors
 from dit.encoders.vae import Geometry
 from dit.errors import CheckpointError, ConfigError, DataError, UserError
 from dit.safe_files import parse_yaml, read_array
 from dit.sampling.prompt_file import read_prompts
 from energon_data.contents import Contents
 from energon_data.folder import check_folder
-from energon_data.prepare.listing import list_folder, read_tar
+from energon_data.prepare.archives import read_tar
+from energon_data.prepare.folders import list_folder
 from energon_data.prepare.tensors import read_archive
 from energon_data.samples import SampleError, unseal
 from launch import nemo_config
@@ -92,16 +93,16 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) 
         bounded(lambda: read(tmp_path / file))
 
 
-@pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt"])
+@pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt", "weights.nemo"])
 def test_a_pipe_in_place_of_weights_is_not_waited_for(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
     with pytest.raises(ConfigError, match="not a regular file"):
-        bounded(lambda: read_tensors(tmp_path / name))
+        bounded(lambda: (read_nemo if name.endswith("nemo") else read_tensors)(tmp_path / name))
 
 
 def test_the_metadata_of_a_sample_may_be_nonsense() -> None:
     for content in (DEEP.encode(), b'{"label": 1' + b"0" * 5000 + b"}"):
-        with pytest.raises(SampleError, match="no JSON"):
+        with pytest.raises(SampleError, match="not JSON"):
             unseal(content)
 
 
@@ -209,7 +210,7 @@ def test_a_compressed_loader_position_is_refused(tmp_path: Path) -> None:
                 for _ in range(16 if name.endswith("/data/0") else 0):
                     member.write(bytes(32 << 20))
     assert path.stat().st_size < 1 << 20
-    with pytest.raises(CheckpointError, match=r"an archive of .* that becomes"):
+    with pytest.raises(CheckpointError, match=r"an archive of .* that expands to"):
         bounded(lambda: read_loader_state(tmp_path), memory_bytes=256 << 20)
 
 

@@ -68,6 +68,13 @@ def test_records_of_other_versions_and_of_imported_weights_are_read():
         found.check()
 
 
+@pytest.mark.parametrize("part", [0, [], "edm", {"lr": 1}, {CLASS_KEY: "dit.settings.OptimizerConfig"}])
+def test_a_part_of_another_kind_is_refused(part):
+    record = {**RUN.to_record(), "objective": part}
+    with pytest.raises(CheckpointError, match=r"the record's objective is .*, not settings of Objective; restore"):
+        RunConfig.from_record(record)
+
+
 def test_a_record_of_foreign_classes_is_refused():
     record = RUN.to_record()
     record["objective"][CLASS_KEY] = "shutil.rmtree"
@@ -98,6 +105,7 @@ def test_every_part_is_checked_by_itself_or_against_the_others(part, changes, sa
 
 
 FP16 = {"training.precision": "fp16"}
+AVERAGED_GRIDS = {"training.ema_decay": 0.9, "training.sample_interval": 100}
 
 
 @pytest.mark.parametrize(
@@ -105,6 +113,8 @@ FP16 = {"training.precision": "fp16"}
     [
         ({"checkpoint.keep_best": 2}, {"training.validation_interval": 100}),
         ({"training.validate_raw_weights": True}, {"training.validation_interval": 100}),
+        ({"sampling.raw_weights": True}, {"training.sample_interval": 100}),
+        ({"training.ema_decay": None, "sampling.raw_weights": True}, AVERAGED_GRIDS),
         ({"training.max_bad_steps": 5}, {"training.on_bad_numbers": "skip"}),
         ({"training.bad_steps_within": 5}, {"training.on_bad_numbers": "skip"}),
         ({"training.spike_window": 64}, {"training.spike_threshold": 20.0}),

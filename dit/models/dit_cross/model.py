@@ -33,7 +33,7 @@ class DiTCross(TokenStack[DiTCrossConfig]):
         size = config.hidden_size
         assert config.context_size is not None
         self.conditioner = cross_conditioner(config, provider)
-        self.text = TextTokens(config.context_size, provider)
+        self.text = TextTokens(config.context_size, provider, learned_null=config.null_text == "learned")
         if stage.first:
             self.embed = PatchEmbedding(config.token_channels, size, provider)
         self.layers = nn.ModuleDict({str(i): DiTCrossLayer(config, provider, attention) for i in stage.layers})

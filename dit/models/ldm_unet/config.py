@@ -18,6 +18,11 @@ NULLS: dict[NullText, float | Literal["learned", "empty text"]] = {
     "zeros": 0.0,
 }
 """Null value of the text by `null_text`."""
+TWO_ENCODERS = (
+    "this model reads the tokens of two encoders side by side, and the second one's features are missing: "
+    "--text-encoder text=FIRST:layer=penultimate:padded "
+    "--text-encoder text+pooled=SECOND:layer=penultimate:padded:joined (SDXL: CLIP ViT-L and OpenCLIP ViT-bigG)"
+)
 
 
 @dataclass(kw_only=True)
@@ -43,7 +48,7 @@ class LDMUNetConfig(ModelConfig):
             per class, concatenated to the latent at the input. None for none.
         null_text: replacement of a dropped text, also the negative input of guidance: a `learned` token, the embedding
             of the `empty` text (Stable Diffusion v1 and v2), which needs texts of one length (`:padded` encoders), or
-            `zeros` (Stable Diffusion XL).
+            `zeros` (Stable Diffusion XL). It also applies to a pooled text, which has zeros with a `learned` token.
         lora: train only low-rank adapters on linear layers of the model in `checkpoint.start_from`; None trains all
             parameters.
 
@@ -76,6 +81,9 @@ class LDMUNetConfig(ModelConfig):
     def without_adapters(self) -> Self:
         return replace(self, lora=None)
 
+    def with_adapters(self, lora: LoRAConfig) -> Self:
+        return replace(self, lora=lora)
+
     @property
     def input_features(self) -> int:
         """Input channels of the network: latent plus control picture."""
@@ -85,9 +93,10 @@ class LDMUNetConfig(ModelConfig):
         null = NULLS[self.null_text]
         conditions = tuple(replace(c, null=null) if c.name == CONTEXT.name else c for c in super().conditions())
         if self.pooled_size is not None:
-            # SDXL's empty text is zeros.
-            pooled = replace(POOLED, shape=(self.pooled_size,), dropout=self.context_dropout, null=0.0)
-            conditions = (*conditions, pooled, SIZE_AND_CROP)
+            pooled_null = null if self.null_text == "empty" else 0.0
+            pooled = replace(POOLED, shape=(self.pooled_size,), dropout=self.context_dropout, null=pooled_null)
+            texts = (replace(c, made_with=TWO_ENCODERS) if c.name == CONTEXT.name else c for c in conditions)
+            conditions = (*texts, pooled, SIZE_AND_CROP)
         if self.control_channels is not None:
             conditions = (*conditions, replace(CONTROL, shape=(self.control_channels,)))
         return conditions

@@ -40,7 +40,7 @@ class MovieGen(TokenStack[MovieGenConfig]):
         learned = config.position_embedding == "learned_3d"
         self.positions = LearnedPositions(config.max_grid, size, provider) if learned else None
         self.conditioner = cross_conditioner(config, provider)
-        self.text = TextTokens(config.context_size, provider)
+        self.text = TextTokens(config.context_size, provider, learned_null=config.null_text == "learned")
         if stage.first:
             self.embed = PatchEmbedding(config.token_channels, size, provider)
         self.layers = nn.ModuleDict({str(i): MovieGenLayer(config, provider, attention) for i in stage.layers})

@@ -29,7 +29,7 @@ class STDiT(TokenStack[STDiTConfig]):
     arXiv:2310.00426. Deviations from Open-Sora: the tables of shift, scale and gate are zero-initialised, as in
     adaLN-Zero; so are the output projections of all cross-attentions, instead of all output projections of temporal
     blocks; `qk_layernorm` also applies to cross-attention; images and clips share a pack; a learned null token replaces
-    dropped texts.
+    dropped texts, unless `null_text=empty`.
     """
 
     fsdp_units = (STDiTLayer,)
@@ -42,7 +42,7 @@ class STDiT(TokenStack[STDiTConfig]):
         self.rotary_time = config.rotary(time_only=True) if config.temporal_rope else self.rotary
         self.conditioner = cross_conditioner(config, provider)
         self.modulation = SharedModulation(size, config.attentions_per_layer + 1, provider)
-        self.text = TextTokens(config.context_size, provider)
+        self.text = TextTokens(config.context_size, provider, learned_null=config.null_text == "learned")
         self.text_projection = TextProjection(config.context_size, size, provider)
         if stage.first:
             self.embed = PatchEmbedding(config.token_channels, size, provider)

@@ -23,7 +23,7 @@ class Wan(TokenStack[WanConfig]):
 
     Source: Wan Team 2025, arXiv:2503.20314, section 4.2.1, and its published code; sizes of its text-to-video models.
     Deviations: packs of any lengths; texts have their true lengths instead of 512 tokens whose padding is attended to;
-    a learned null token replaces dropped texts; sine-cosine positions are an option.
+    a learned null token replaces dropped texts, unless `null_text=empty`; sine-cosine positions are an option.
     """
 
     fsdp_units = (WanLayer,)
@@ -34,7 +34,7 @@ class Wan(TokenStack[WanConfig]):
         assert config.context_size is not None
         self.conditioner = cross_conditioner(config, provider)
         self.modulation = SharedModulation(size, 2, provider)
-        self.text = TextTokens(config.context_size, provider)
+        self.text = TextTokens(config.context_size, provider, learned_null=config.null_text == "learned")
         self.text_projection = TextProjection(config.context_size, size, provider)
         if stage.first:
             self.embed = PatchEmbedding(config.token_channels, size, provider)

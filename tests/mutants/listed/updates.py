@@ -283,15 +283,15 @@ MUTANTS = (
     Mutant(
         "what comes back from an object store is not verified",
         "dit/checkpoint/store.py",
-        "if found.get(name) != manifest.files.get(name):",
+        "if records.get(name) != manifest.files.get(name):",
         "if False:",
         (REMOTE,),
     ),
     Mutant(
         "a file that changed is not copied again",
         "dit/checkpoint/remote.py",
-        "if known.get(name) != record)",
-        "if name not in known)",
+        "if existing_files.get(name) != record)",
+        "if name not in existing_files)",
         (REMOTE,),
     ),
     Mutant(
@@ -311,8 +311,8 @@ MUTANTS = (
     Mutant(
         "copies are deleted with their local checkpoints",
         "dit/checkpoint/remote.py",
-        "keep = store.retained({**there, **here}) | here.keys()",
-        "keep = here.keys()",
+        "keep = store.retained({**copies, **local}) | local.keys()",
+        "keep = local.keys()",
         (REMOTE,),
     ),
     Mutant(

@@ -28,7 +28,7 @@ SOUND = {"class_names": ["a"], "latent_size": [1, 8, 8], "fps": 24.0, "text_enco
 )
 def test_metadata_of_a_wrong_kind_are_refused(tmp_path: Path, name: str, value: Any) -> None:
     (tmp_path / METADATA_FILE).write_text(json.dumps(SOUND | {name: value}))
-    with pytest.raises(CheckpointError, match=rf"{METADATA_FILE}: {name}=.* is no "):
+    with pytest.raises(CheckpointError, match=rf"{METADATA_FILE}: {name}=.* is not a "):
         read_metadata(tmp_path)
     (tmp_path / METADATA_FILE).write_text(json.dumps(SOUND))
     assert read_metadata(tmp_path) == SOUND

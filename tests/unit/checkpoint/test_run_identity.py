@@ -138,7 +138,7 @@ def test_an_address_is_claimed_before_the_first_copy(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=run):
         Folder(tmp_path, "b").join()
     with pytest.raises(
-        CheckpointError, match=rf"copies of run {run} .*this is run 0123 in .*checkpoint.copy_to of its own"
+        CheckpointError, match=rf"copies of run {run} .*this is run 0123 in .*separate checkpoint.copy_to"
     ):
         Folder(tmp_path, "b").copy("0123")
 

@@ -135,9 +135,9 @@ def edited(folder, change):
     [
         (
             lambda body: body["tensors"]["weight.a"]["boxes"][0].__setitem__(0, "../rank_00000.safetensors"),
-            "own folder",
+            "checkpoint's folder",
         ),
-        (lambda body: body["tensors"]["weight.a"]["boxes"][0].__setitem__(0, 3), "own folder"),
+        (lambda body: body["tensors"]["weight.a"]["boxes"][0].__setitem__(0, 3), "checkpoint's folder"),
         (lambda body: body["tensors"]["weight.a"]["boxes"][0].__setitem__(0, "missing"), "cannot be read"),
         (lambda body: body.__setitem__("format", 3), "format 3"),
         (lambda body: body.__setitem__("tensors", [1]), "cannot be read"),

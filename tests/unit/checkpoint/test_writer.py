@@ -181,7 +181,7 @@ def test_a_root_that_is_no_folder_fails_the_save(world):
 def test_a_part_that_never_comes_fails_the_save(world):
     saving = world(save_timeout_s=0.3)
     saving.order(1, ranks=[0, 2])
-    assert "nothing came from 1 of 3 ranks (1)" in saving.reply()["error"]
+    assert "no files arrived from 1 of 3 ranks (1)" in saving.reply()["error"]
     assert leftovers(saving.store) == []
 
 
@@ -245,7 +245,7 @@ def test_an_orphan_does_not_wait_for_parts_that_will_not_come(tmp_path, monkeypa
     ours.close()
     began = time.monotonic()
     reply = alone.execute({"do": "save", "step": 1, "token": "t", "files": [["a", 0, 2]], "meta": [0, 2]})
-    assert "nothing came from 1 of 2 ranks" in reply["error"]
+    assert "no files arrived from 1 of 2 ranks" in reply["error"]
     assert time.monotonic() - began < 10
     assert os.listdir(tmp_path) == []
 

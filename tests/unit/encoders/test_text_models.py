@@ -125,6 +125,13 @@ def test_clip_gives_the_penultimate_layer_and_the_projected_vector_of_sdxl(folde
     same(map(torch.cat, zip(made["text"], made["text_2"]), [1] * len(TEXTS)), joined)
     same(made["pooled"], pooled)
 
+    together = f"text={folder}/text_encoder:{options},text+pooled={folder}/projected:{options}:joined"
+    assert check_text_encoder(together).widths == {"text": 2 * CLIP_WIDTH, "pooled": PROJECTION}
+    assert check_text_encoder(together).recorded == together.removeprefix("text=")
+    made = TextEncoders(together).encode(TEXTS)
+    same(made["text"], joined)
+    same(made["pooled"], pooled)
+
 
 @pytest.mark.parametrize("name", ["t5", "text_encoder", "identity"])
 def test_a_text_has_its_numbers_whatever_is_encoded_beside_it(folder, name):
@@ -162,7 +169,7 @@ def test_a_pickle_of_weights_is_refused(folder, tmp_path):
 
 
 def test_a_line_is_read_as_it_is_written(tmp_path, monkeypatch):
-    for text in ("a/b", "text_2+pooled=a/b/c:layer=penultimate:max_tokens=7:padded"):
+    for text in ("a/b", "text_2+pooled=a/b/c:layer=penultimate:max_tokens=7:padded", "a/b:padded:joined"):
         assert str(TextEncoderConfig.parse(text)) == text
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
@@ -185,6 +192,10 @@ def test_a_line_is_read_as_it_is_written(tmp_path, monkeypatch):
         ("{0}/t5:max_tokens=0", "is no option"),
         ("{0}/text_encoder:max_tokens=21", "reads 20 tokens, not max_tokens=21"),
         ("{0}/t5:half", "is no option"),
+        ("{0}/t5:padded:joined", "no text before the joined one"),
+        ("pooled={0}/text_encoder,text+pooled={0}/projected:padded:joined", "each entry has one encoder"),
+        ("{0}/text_encoder,{0}/projected:padded:joined", "needs texts of one length"),
+        ("{0}/t5:padded,{0}/projected:padded:joined", "needs texts of one length"),
     ],
 )
 def test_a_line_that_cannot_be_is_refused_with_the_cure(folder, line, fault):

@@ -58,6 +58,16 @@ def write_python(folder: Path) -> None:
     (folder / "batches.meta").write_bytes(python2_pickle(meta))
 
 
+def write_python_with_bytes(folder: Path) -> None:
+    """As Python 3 writes again what it read with `encoding="bytes"`: keys and names are bytes; labels as an array."""
+    write_python(folder)
+    for path in folder.iterdir():
+        entries = pickle.loads(path.read_bytes(), encoding="bytes")
+        if b"labels" in entries:
+            entries[b"labels"] = np.array(entries[b"labels"])
+        path.write_bytes(pickle.dumps(entries))
+
+
 def write_binary(folder: Path) -> None:
     for name in BATCHES:
         pixels, labels = pixels_and_labels(name)
@@ -77,7 +87,12 @@ def test_the_written_pickles_are_what_python_reads(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("write", "folder"),
-    [(write_python, "cifar-10-batches-py"), (write_binary, "cifar-10-batches-bin"), (write_python, "")],
+    [
+        (write_python, "cifar-10-batches-py"),
+        (write_binary, "cifar-10-batches-bin"),
+        (write_python, ""),
+        (write_python_with_bytes, "cifar-10-batches-py"),
+    ],
 )
 def test_both_versions_give_every_picture_with_its_class(tmp_path: Path, write, folder: str) -> None:
     """The folder itself or the one that it was unpacked in; the test batch alone is held out."""

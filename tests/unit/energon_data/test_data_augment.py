@@ -96,9 +96,9 @@ def test_all_frames_of_a_clip_are_cut_alike() -> None:
 def test_borders_are_cut_to_the_patch_and_what_is_too_small_is_left_out() -> None:
     cut = Augmentation(multiple_of=4)(ramp(7, 13), Visit(0, 0, 0, 0))
     assert torch.equal(cut, ramp(7, 13)[:, :, 2:6, 1:13])  # (7 - 4 + 1) / 2 and (13 - 12 + 1) / 2
-    with pytest.raises(FilteredOutError, match="3 x 13 pixels, cut to multiples of 4"):
+    with pytest.raises(FilteredOutError, match="3 x 13 pixels, cropped to multiples of 4"):
         Augmentation(multiple_of=4)(ramp(3, 13), Visit(0, 0, 0, 0))
-    with pytest.raises(FilteredOutError, match="7 x 13 pixels, cut to 8 x 8"):
+    with pytest.raises(FilteredOutError, match="7 x 13 pixels, cropped to 8 x 8"):
         Augmentation(crop=(8, 8))(ramp(7, 13), Visit(0, 0, 0, 0))
 
 
@@ -199,7 +199,7 @@ def test_settings_that_do_not_fit_are_refused(settings: dict[str, Any], message:
 def test_a_picture_beside_the_picture_is_not_left_unchanged_in_silence() -> None:
     asked = spec(latent_channels=3)
     with_mask = type(asked)(**{**vars(asked), "conditions": (*asked.conditions, MASK)})
-    with pytest.raises(ConfigError, match="and not the mask that the model takes beside it"):
+    with pytest.raises(ConfigError, match="and not the mask that the model takes in addition"):
         EnergonData(path="x", flip=0.5).check_settings(with_mask, 1, 1)
 
 
@@ -224,6 +224,6 @@ def test_settings_without_what_they_modify_are_refused(settings, needed):
 
 def test_one_caption_of_each_sample_is_reported_if_captions_are_not_to_vary(mixed_folder: Path) -> None:
     """What the data hold is no reason to refuse a recipe."""
-    line = f"data.vary_captions=False has no effect: no sample of {mixed_folder} that was read has several captions"
+    line = f"data.vary_captions=False has no effect: none of the samples read from {mixed_folder} has several captions"
     data = EnergonData(path=str(mixed_folder))
     assert (data.remarks(spec()), replace(data, vary_captions=False).remarks(spec())) == ([], [line])

@@ -118,7 +118,7 @@ def test_held_out_data_are_those_of_every_member_once(members: dict[str, Path]) 
 @pytest.mark.parametrize(
     ("blend", "steps", "message"),
     [
-        ([], [], "names no data"),
+        ([], [], "is empty"),
         ([{"path": "a", "share": 1}], [], r"entry \{'path': 'a', 'share': 1\}"),
         ([{"weight": 1}], [], "each is {path: DIR, weight: NUMBER}"),
         ([{"path": "a", "weight": -1}], [], "the weight -1"),
@@ -127,7 +127,7 @@ def test_held_out_data_are_those_of_every_member_once(members: dict[str, Path]) 
         ([{"path": "a", "weight": [1, 2]}], [], "2 weights"),
         ([{"path": "a"}, {"path": "a"}], [], "names a folder twice"),
         ([{"path": "a", "weight": [1, 0]}], [9], "all weights of data.blend are 0 in stage 1"),
-        ([{"path": "a"}], [9, 9], "must rise"),
+        ([{"path": "a"}], [9, 9], "must be ascending"),
     ],
 )
 def test_a_blend_that_says_nothing_is_refused(blend: list, steps: list, message: str) -> None:

@@ -205,10 +205,10 @@ def test_npy_reader_agrees_with_numpy_and_refuses_the_rest() -> None:
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        (b"{", "no JSON"),
+        (b"{", "not JSON"),
         (b"[1]", "not an object"),
-        (b'{"label": 1}', "names no checksums"),
-        (b'{"crc32": {"latent.npy": "00000000"}}', "no checksum of its own"),
+        (b'{"label": 1}', "has no checksums"),
+        (b'{"crc32": {"latent.npy": "00000000"}}', "no checksum for itself"),
     ],
 )
 def test_metadata_that_proves_nothing_is_refused(content: bytes, words: str) -> None:
@@ -256,17 +256,17 @@ def _latent(value: float, shape: tuple[int, ...] = (2, 1, 4, 4)) -> dict[str, An
     [
         (_latent(np.nan), "not_finite"),
         (_latent(-np.inf), "not_finite: latent values reach inf"),
-        (_latent(-1001), "reach 1001, sound are at most 1000"),
+        (_latent(-1001), "reach 1001, must be at most 1000"),
         (_latent(0, (3, 1, 4, 4)), "3 channels, the model 2"),
         (_latent(0, (2, 1, 5, 4)), "cannot be cut into patches"),
-        (_latent(0, (2, 4)), r"wanted \[C, T, H, W\]"),
+        (_latent(0, (2, 4)), r"expected \[C, T, H, W\]"),
         ({"parts": {"latent.npy": None}}, "no latent"),
         ({"parts": {"text.npy": None}}, "no text.npy"),
         ({"parts": {"text.npy": npy(np.zeros((3, 4), np.float32))}}, "4 wide, the model takes 3"),
         ({"meta": {"label": 10}}, r"label is 10, the model knows 0\.\.9"),
         ({"meta": {"label": None}}, "label is None"),
         ({"meta": {"fps": "fast"}}, "fps is 'fast', not a finite number"),
-        ({"meta": {"fps": 0}}, "fps is 0, sound are 0.001 to"),
+        ({"meta": {"fps": 0}}, "fps is 0, must be 0.001 to"),
     ],
 )
 def test_a_sample_that_does_not_fit_is_named_with_the_numbers(
@@ -431,7 +431,12 @@ _SAFE = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
 
 @pytest.mark.parametrize(
     ("folder", "command"),
-    [("letters", "letters"), ("letters_text", "letters --text-encoder"), ("moving_letters", "moving_letters --text")],
+    [
+        ("letters", "letters"),
+        ("letters_text", "letters --text-encoder"),
+        ("moving_letters", "moving_letters --text"),
+        ("mine", "images --in PICTURES"),
+    ],
 )
 def test_a_missing_folder_is_rendered_only_where_a_command_does(tmp_path: Path, folder: str, command: str) -> None:
     with pytest.raises(DataError, match=rf"`python -m energon_data\.prepare {command}.* --out {tmp_path}/{folder}`"):
@@ -449,23 +454,23 @@ def test_a_missing_folder_is_rendered_only_where_a_command_does(tmp_path: Path, 
         (lambda f: (f / "train-000001.tar").unlink(), "train-000001.tar is missing"),
         (lambda f: (f / "train-000001.tar").write_bytes(b""), "train-000001.tar is truncated: 0 bytes"),
         (lambda f: (f / "train-000001.tar").open("r+").truncate(9000), "train-000001.tar is truncated: 9000 bytes"),
-        (lambda f: (f / "train-000001.tar").open("ab").write(b"x"), "bytes and had"),
+        (lambda f: (f / "train-000001.tar").open("ab").write(b"x"), "bytes but .* were written"),
         (lambda f: (f / "train-000001.tar.idx").unlink(), "no index train-000001.tar.idx"),
         (lambda f: (f / "train-000001.tar.idx").open("r+").truncate(20), "lists 1 samples, the metadata 16"),
-        (_link_out, "link that leads outside"),
+        (_link_out, "link to a file outside"),
         (_write(".nv-meta/sample_loader.py", "print('executed')"), "sample_loader.py.*would execute"),
-        (_write(".nv-meta/dataset.yaml", "__module__: os\n__class__: system\n"), "asks for os.system"),
-        (_write(".nv-meta/dataset.yaml", _SAFE + "sample_loader: sample_loader.py:f\n"), "must hold only"),
-        (_write(".nv-meta/dataset.yaml", _SAFE + "part_filter: x.py:f\n"), "must hold only"),
+        (_write(".nv-meta/dataset.yaml", "__module__: os\n__class__: system\n"), "names os.system"),
+        (_write(".nv-meta/dataset.yaml", _SAFE + "sample_loader: sample_loader.py:f\n"), "must contain only"),
+        (_write(".nv-meta/dataset.yaml", _SAFE + "part_filter: x.py:f\n"), "must contain only"),
         (_write(".nv-meta/dataset.yaml", _SAFE + "subflavors: {a: {__module__: os, __class__: x}}"), "only megatron"),
         (_write(".nv-meta/dataset.yaml", "!!python/object/apply:os.getcwd []"), "cannot be read"),
         (_write(".nv-meta/.info.json", "{"), "info.json cannot be read"),
         (_write(".nv-meta/.info.json", "{}"), "no valid .info.json"),
-        (_edit(".info.json", lambda s: s.replace("train-000001", "other")), "does not say how many"),
+        (_edit(".info.json", lambda s: s.replace("train-000001", "other")), "lacks the number of samples"),
         (_write(".nv-meta/split.yaml", "split_parts: {val: []}"), r"no split 'train', only \['val'\]"),
         (_write(".nv-meta/split.yaml", "split_parts: {train: []}"), "is empty"),
-        (_write(".nv-meta/split.yaml", "split_parts: {train: [../evil.tar]}"), "outside of the data set"),
-        (_write(".nv-meta/split.yaml", "split_parts: {train: [/tmp/evil.tar]}"), "outside of the data set"),
+        (_write(".nv-meta/split.yaml", "split_parts: {train: [../evil.tar]}"), "outside the data set"),
+        (_write(".nv-meta/split.yaml", "split_parts: {train: [/tmp/evil.tar]}"), "outside the data set"),
     ],
 )
 def test_a_damaged_folder_is_refused_before_reading(
@@ -483,9 +488,9 @@ def test_a_damaged_folder_is_refused_before_reading(
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("__module__: os\n__class__: system\nsplits: {}\n", "asks for"),
-        (_SAFE, "asks for"),
-        ("{}", "asks for no class"),
+        ("__module__: os\n__class__: system\nsplits: {}\n", "names"),
+        (_SAFE, "names"),
+        ("{}", "names no class"),
         (
             "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    path: DATA\n"
             "    dataset_config: evil.yaml\n",

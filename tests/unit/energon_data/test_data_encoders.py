@@ -107,12 +107,12 @@ def test_the_identity_stores_and_sends_pixels_as_they_are(folder):
 @pytest.mark.parametrize(
     ("settings", "sizes", "fault"),
     [
-        ({}, {"in_channels": 16}, "makes latents of 4 channels, model.in_channels is 16"),
+        ({}, {"in_channels": 16}, "has latents of 4 channels, model.in_channels is 16"),
         ({}, {"context_size": 8}, "makes a text of 16 features, the model takes"),
         ({}, {"pooled_size": 8}, r"makes a pooled text of 12 features, the model takes \[8\]"),
         ({"online_vae": "/"}, {}, "no autoencoder at"),
         ({"online_text_encoder": "nowhere"}, {}, "is unknown"),
-        ({"online_text_encoder": "text_2=identity"}, {}, "makes nothing that the model takes"),
+        ({"online_text_encoder": "text_2=identity"}, {}, "makes no condition of the model"),
         ({"online_precision": "fp16"}, {}, "online_precision='fp16'"),
     ],
 )

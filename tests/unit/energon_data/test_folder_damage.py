@@ -44,7 +44,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: restate(folder / ".nv-meta" / "split.yaml", split_parts={"train": [SHARD], "val": [3]}),
         r"'val' in .*split\.yaml is \[3\], and must be a list of shards",
     ),
-    "no list": (
+    "not a list": (
         lambda folder: restate(folder / ".nv-meta" / "split.yaml", split_parts={"train": 0.5}),
         r"'train' in .*split\.yaml is 0\.5",
     ),
@@ -58,11 +58,11 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "no description": (
         lambda folder: (folder / "dataset.json").write_text("[]"),
-        r"dataset\.json is no description of a data set",
+        r"dataset\.json is not a valid description of a data set",
     ),
     "a shard of no size": (
         lambda folder: restate(folder / "dataset.json", shards={SHARD: 3}),
-        rf"dataset\.json does not say what shard '{SHARD}' is",
+        rf"dataset\.json has no valid entry for shard '{SHARD}'",
     ),
 }
 
@@ -85,7 +85,7 @@ def test_what_energon_cannot_open_is_refused_in_its_words(mixed_folder: Path, co
 @pytest.mark.parametrize("offsets", [(0, 2**63), (0, 2**64 - 1), (0, 1024, 512), (512, 1024), (0, 100)])
 def test_offsets_that_no_shard_has_are_refused(tmp_path: Path, offsets: tuple[int, ...]) -> None:
     (tmp_path / "a.tar.idx").write_bytes(struct.pack(f"<{len(offsets)}Q", *offsets))
-    with pytest.raises(DataError, match="do not rise from 0"):
+    with pytest.raises(DataError, match="do not ascend from 0"):
         read_offsets(tmp_path / "a.tar")
 
 

@@ -49,6 +49,10 @@ class Numbers(Samples):
         return Sample(torch.full((1, side, 4), float(index)), {"label": index})
 
 
+def test_an_epoch_is_what_is_not_held_out() -> None:
+    assert Numbers(count=20, validation_samples=3).epoch_samples() == 17
+
+
 def stream(data: Samples, spec: BatchSpec = SPEC, *, rank: int = 0, ranks: int = 1, seed: int = 5) -> Iterator:
     return data.build_train(spec, dp_rank=rank, dp_size=ranks, seed=seed, log_dir=None, micro_batches_per_step=4)
 
@@ -159,7 +163,7 @@ def test_a_held_out_pass_drops_damaged_samples_within_the_budget(budget: int) ->
     if budget:
         assert [labels(batch) for batch in damaged.build_validation(SPEC, dp_rank=0, dp_size=1)] == [[kept]]
     else:
-        with pytest.raises(DataError, match=r"dropped the damaged sample .* is broken"):
+        with pytest.raises(DataError, match=r"dropped damaged sample .* is broken"):
             list(damaged.build_validation(SPEC, dp_rank=0, dp_size=1))
 
 
@@ -201,5 +205,5 @@ def test_samples_of_one_shape_are_promised() -> None:
     assert Numbers().mixes_shapes(SPEC)
     data = Numbers(same_shape=True)
     assert not data.mixes_shapes(SPEC)
-    with pytest.raises(DataError, match=r"the latent is .* and others are .*; resize it"):
+    with pytest.raises(DataError, match=r"the latent is .* but others are .*; resize it"):
         list(islice(stream(data), 9))

@@ -218,7 +218,7 @@ def test_latents_are_decoded_where_an_autoencoder_is_named(tmp_path: Path, capsy
     assert main([str(root / "pixels"), "--sheet", str(sheet), "--vae", str(vae)]) == 2
     assert "decodes latents of 4 channels, and the samples have 3" in capsys.readouterr().err
     assert main([str(root / "latents"), "--vae", str(vae)]) == 2
-    assert "ask for --sheet FILE.png" in capsys.readouterr().err
+    assert "add --sheet FILE.png" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -334,16 +334,16 @@ LONG_AND_SHORT = [(1, 4, 4), (4, 8, 8), (1, 4, 4), (8, 8, 8)]
         (
             {"min_aesthetic_score": 0.75},
             [
-                "18 of 24 images are dropped (aesthetic_score), the first: aesthetic score 0, asked for at least 0.75",
-                "18 of 24 clips are dropped (aesthetic_score), the first: aesthetic score 0.0208333, asked for at "
+                "18 of 24 images are dropped (aesthetic_score), the first: aesthetic score 0, expected at least 0.75",
+                "18 of 24 clips are dropped (aesthetic_score), the first: aesthetic score 0.0208333, expected at "
                 "least 0.75",
             ],
         ),
         (
             {"max_caption_length": 9},
             [
-                "24 of 24 images are dropped (caption_length), the first: no caption length, asked for at most 9",
-                "24 of 24 clips are dropped (caption_length), the first: no caption length, asked for at most 9",
+                "24 of 24 images are dropped (caption_length), the first: no caption length, expected at most 9",
+                "24 of 24 clips are dropped (caption_length), the first: no caption length, expected at most 9",
             ],
         ),
         ({"max_tokens_per_pack": 128}, []),

@@ -15,7 +15,8 @@ from dit.errors import ConfigError
 from energon_data.media_files import open_picture, video_bytes
 from energon_data.prepare.__main__ import main
 from energon_data.prepare.build import CAPTIONS
-from energon_data.prepare.media import Options, Preparation
+from energon_data.prepare.media import Options
+from energon_data.prepare.preparation import Preparation
 from energon_data.samples import SampleError
 
 

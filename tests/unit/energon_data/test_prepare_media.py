@@ -30,10 +30,12 @@ from energon_data.folder import check_folder
 from energon_data.media_files import open_picture, picture_bytes, pixels_of, video_bytes
 from energon_data.prepare.__main__ import main
 from energon_data.prepare.build import is_held_out
-from energon_data.prepare.listing import list_folder
-from energon_data.prepare.media import Options, Preparation
+from energon_data.prepare.folders import list_folder
+from energon_data.prepare.media import Options
 from energon_data.prepare.pictures import Fit, buckets
+from energon_data.prepare.preparation import Preparation
 from energon_data.prepare.videos import Cut, clips_of
+from energon_data.prepare.wording import Wording
 from energon_data.samples import SampleError
 from tests.unit.energon_data.awkward_media import (
     EXIF_ORIENTATION,
@@ -496,7 +498,7 @@ def test_clips_and_pictures_of_a_phone_are_stored_as_they_are_displayed(tmp_path
 
 def test_a_clip_that_is_turned_by_another_angle_is_refused():
     slanted = turned_mp4(mp4(marked()), (0.7071, 0.7071, -0.7071, 0.7071))
-    with pytest.raises(SampleError, match="right angle"):
+    with pytest.raises(SampleError, match="multiple of 90 degrees"):
         list(clips_of(slanted, Cut()))
 
 
@@ -615,7 +617,7 @@ def test_a_dry_run_says_what_would_be_made_and_writes_nothing(tmp_path, capsys):
     source = folder_of_pictures(tmp_path / "in")
     assert main(["images", "--in", str(source), "--out", str(tmp_path / "out"), "--dry-run"]) == 0
     said = capsys.readouterr().out
-    assert "12 files were found" in said
+    assert "nothing is written; found 12 files" in said
     assert "3x1x32x16, pixels.png" in said
     assert "MiB in all" in said
     assert os.listdir(tmp_path) == ["in"]
@@ -637,7 +639,7 @@ def test_the_summary_counts_samples_shapes_and_skips(tmp_path, capsys):
 def test_one_caption_for_all_files_without_their_own(tmp_path):
     source = folder_of_pictures(tmp_path / "in", 3)
     (source / "p01.txt").unlink()
-    options = Options(fit=Fit(multiple_of=16), caption="a photo of sks dog")
+    options = Options(fit=Fit(multiple_of=16), wording=Wording(default="a photo of sks dog"))
     prepare(source, tmp_path / "out", options=options, validation=0.0)
     assert [metadata["caption"] for _, metadata, *_ in samples(tmp_path / "out")] == [
         "noise 0",

@@ -14,8 +14,7 @@ from dit import media
 from dit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_INTERRUPTED, EXIT_OK
 from energon_data import media_files
 from energon_data.media_files import open_picture
-from energon_data.prepare import build
-from energon_data.prepare import media as prepare_media
+from energon_data.prepare import build, preparation
 from energon_data.prepare.__main__ import main
 from energon_data.prepare.videos import Cut, clips_of
 from energon_data.samples import SampleError
@@ -108,7 +107,7 @@ def test_an_animated_gif_is_a_clip_of_its_frames_on_white(tmp_path):
 
 
 def test_heic_without_its_reader_is_refused_with_the_command_that_installs_it(tmp_path, capsys, monkeypatch):
-    for module in (media, media_files, prepare_media):
+    for module in (media, media_files, preparation):
         monkeypatch.setattr(module, "reads_heic", lambda: False)
     data = b"\0\0\0\x1cftypheic" + bytes(100)
     source = tmp_path / "in"
@@ -117,7 +116,7 @@ def test_heic_without_its_reader_is_refused_with_the_command_that_installs_it(tm
     assert prepare(source, tmp_path / "out", command="images") == EXIT_CONFIG
     assert "IMG_1.HEIC and 0 other files: HEIC needs pillow-heif" in (said := capsys.readouterr().err)
     assert "pip install -e '.[heic]'" in said
-    assert said.count("\n") == 1
+    assert said.count("\n") == 2  # with "preparing ..."
     with pytest.raises(SampleError, match="needs pillow-heif"):
         open_picture(data)
 

@@ -225,6 +225,22 @@ def test_archives_of_one_name_and_samples_of_one_name(tmp_path: Path) -> None:
     assert found["skipped"] == {"duplicate": 1}
 
 
+def test_archives_below_a_linked_folder_are_read_with_follow_links_and_named_without(tmp_path: Path) -> None:
+    latent = torch_file(torch.zeros(4, 1, 2, 2))
+    for folder in ("in", "elsewhere"):
+        (tmp_path / folder).mkdir()
+        write_tar(tmp_path / folder / "0.tar", {"1.pth": latent})
+    (tmp_path / "in" / "more").symlink_to(tmp_path / "elsewhere")
+    words = ["tensors", "--in", str(tmp_path / "in"), "--validation", "0", "--processes", "1", "--out"]
+    for out, flags, count, skipped in (
+        ("without", [], 1, {"linked_folder": 1}),
+        ("with", ["--follow-links"], 2, {}),
+    ):
+        assert main([*words, str(tmp_path / out), *flags]) == 0
+        found = json.loads((tmp_path / out / "dataset.json").read_text())
+        assert (found["samples"], found["skipped"]) == ({"train": count}, skipped)
+
+
 def test_a_list_that_names_an_archive_twice_is_refused(tmp_path: Path) -> None:
     write_tar(tmp_path / "0.tar", {"1.pth": torch_file(torch.zeros(4, 1, 2, 2))})
     (tmp_path / "list.pkl").write_bytes(pickle.dumps({"tar_files": ["0.tar", str(tmp_path / "0.tar")]}))

@@ -85,6 +85,7 @@ def test_the_identity_of_a_folder_changes_with_its_shards_and_not_with_its_place
     assert identity("fewer").startswith("16 samples in 1 shard, digest ")
     assert identity("other").startswith("40 samples in 3 shards, digest ")
     assert identity("other") != identity("one")
+    assert EnergonData(path=str(tmp_path / "one")).epoch_samples() == 40
 
 
 def test_the_identity_of_a_blend_names_each_folder_and_held_out_split(tmp_path: Path) -> None:
@@ -97,6 +98,7 @@ def test_the_identity_of_a_blend_names_each_folder_and_held_out_split(tmp_path: 
         f"{b} (train)": "9 samples in 1 shard",
     }
     assert [*found["validation_split"]] == [f"{a} (val)"]
+    assert data.epoch_samples() is None
 
 
 def test_the_identity_of_a_metadataset_changes_with_its_weights(tmp_path: Path) -> None:

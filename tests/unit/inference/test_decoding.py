@@ -91,7 +91,7 @@ def test_the_grid_while_training_shows_decoded_samples(autoencoders: dict[str, s
 
     batch = empty_pack(spec, size, 2, CPU, {"label": [0, 1], "fps": [1.0] * 2})
     settings: dict[str, Any] = {"solver": "euler", "num_steps": 2, "guidance_scale": 1.0, "seed": asked.seed}
-    latents = generate(network, FlowMatching(), batch, spec, **settings)
+    latents = generate(network, FlowMatching(), batch, spec, SamplingConfig(**settings))
     expected = to_bytes(VAE(autoencoders["image"]).decode(latents)[:, :, 0])
     scale = enlargement(*expected.shape[1:3])
     side = expected.shape[1] * scale

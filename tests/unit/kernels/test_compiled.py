@@ -26,7 +26,7 @@ CONFIG = UNetConfig()
     ("model", "data_parallel", "says"),
     [
         (DiTConfig(), "ddp", "model=DiTConfig with parallel.data_parallel=ddp has no such blocks"),
-        (CONFIG, "fsdp", "model=UNetConfig with parallel.data_parallel=fsdp gathers and frees them"),
+        (CONFIG, "fsdp", "model=UNetConfig with parallel.data_parallel=fsdp gathers and frees the weights"),
     ],
 )
 def test_what_cannot_be_compiled_is_refused(model: ModelConfig, data_parallel: Any, says: str) -> None:

@@ -413,7 +413,7 @@ def test_an_import_says_what_guidance_leads_away_from(
     model = LDMUNetConfig(**sizes, norm_num_groups=4, context_size=6, null_text=null_text)
     weights = {name: torch.zeros(shape) for name, shape in parameter_shapes(model).items()}
     trained = TrainedModel(model, DDPM(discrete_steps=1000), (1, 8, 8), {})
-    export.write_diffusers_folder(trained, lambda: weights, tmp_path / "unet", pipeline=False)
+    export.write_diffusers_folder(trained, lambda: weights, tmp_path / "unet")
     arguments = ["--from", str(tmp_path / "unet"), "--format", "diffusers", "--out", str(tmp_path / "run")]
     assert import_weights.main(arguments) == 0
     printed = capsys.readouterr().err

@@ -23,10 +23,11 @@ def laid_out(task, world_size=None):
     return "\n".join(dry_run.layout_lines(config, dims, packed=False, given=world_size is not None))
 
 
-def test_the_report_says_what_was_asked_for():
+def test_the_report_says_what_was_asked_for(capsys):
     """Operations of the very sample, read from the program; state as a hand counts it: fp32 and Adam on one rank."""
     task = call_recipe("tiny_dit")
     text = dry_run.report(task, world_size=1, tokens=(4, 4, 2), text_tokens=3)
+    assert capsys.readouterr().err == "tracing a step: 1 rank = tensor 1 x data 1\n"
     assert "8 samples = 2 micro-batches x 4 x 1 replicas" in text
     assert "32 to a sample of 4x4x2 patches, 3 of text)" in text
     count = int(re.search(r"parameters +([\d,]+)", text)[1].replace(",", ""))
@@ -167,3 +168,16 @@ def test_a_plan_refuses_more_sampling_steps_than_the_objective_has():
     task.sampling.num_steps = 31
     with pytest.raises(ConfigError, match="31 sampling steps"):
         dry_run.report(task, None)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "line"),
+    [
+        ("own_data", "export      diffusers' PixArtTransformer2DModel"),
+        ("own_data(backbone='dit')", "no export to diffusers: diffusers 0.38.0 has no model like DiTCrossConfig"),
+        ("tiny_stdit", "PixArtTransformer2DModel cannot hold this model: layer_pattern=['spatial', 'temporal']"),
+    ],
+)
+def test_the_report_says_whether_the_model_leaves_to_diffusers(recipe: str, line: str):
+    [found] = [row for row in dry_run.report(call_recipe(recipe), 1).splitlines() if row.startswith("export")]
+    assert found.endswith(line)

@@ -18,13 +18,13 @@ PAGES = [Path(f"docs/adding-{what}.md") for what in ("a-backbone", "an-objective
 LINES = [line for page in PAGES for line in pages.shown_commands(page)]
 VERIFY = "python -m launch.verify "
 STATED = (
-    "        replicate_on_all_stages(self.parameters())  # every pipeline stage has a copy: add up their gradients\n"
+    "        replicate_on_all_stages(self.parameters())  # sum the gradients of the copies on all pipeline stages\n"
 )
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Write what the pages show, and the backbone once more without the statement of which its page tells."""
+    """Write the files of the pages, and a copy of the backbone without the line `STATED`."""
     folder = tmp_path_factory.mktemp("extending")
     files = {name: text for page in PAGES for name, text in pages.shown_files(page).items()}
     assert STATED in files["side_by_side.py"]

@@ -531,7 +531,7 @@ def test_every_key_that_is_mapped_is_changed_by_a_test(tmp_path: Path) -> None:
         ({"model.precision": 32}, "trainer.precision=bf16 and model.precision=32 disagree"),
         ({"trainer.max_epochs": 3}, "the length of a run is trainer.max_steps; remove the key or set it to -1"),
         ({"trainer.accumulate_grad_batches": 2}, "remove the key or set it to 1"),
-        ({"trainer.resume_from_checkpoint": "a.ckpt"}, "checkpoints of NeMo are not read"),
+        ({"trainer.resume_from_checkpoint": "a.ckpt"}, "checkpoints of NeMo are not resumed"),
         (
             {"exp_manager.create_wandb_logger": "yes please"},
             "exp_manager.create_wandb_logger=yes please: logging.wandb=",
@@ -672,7 +672,7 @@ def test_the_first_commands_of_the_page_do_what_it_says(tmp_path: Path) -> None:
     page = Path("docs/nemo.md")
     shown = {block.language: block.text for block in blocks(page)}
     (tmp_path / "imagen.yaml").write_text(shown["yaml"])
-    planned, written, trained = shown_commands(page)
+    planned, written, trained, *_ = shown_commands(page)
     # Planning all of it takes a minute.
     small = "model.channel_multipliers=[1] model.num_res_blocks=[1] model.attention_levels=[0]"
     assert run_line(f"{planned} {small}", tmp_path).code == 0

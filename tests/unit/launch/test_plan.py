@@ -38,6 +38,18 @@ def test_the_table_begins_with_the_fastest_and_accounts_for_all(written):
     assert any("not allowed, as: " in line for line in text.splitlines()) == bool(record["not_allowed"])
 
 
+def test_every_trace_is_announced_before_the_table(written):
+    """The layouts of 4 ranks and 2 heads have two tensor sizes; the last one is the fastest layout in full."""
+    text, record, _ = written
+    *stages, last = [line for line in text.splitlines() if line.startswith("tracing ")]
+    assert text.startswith("tiny_dit: importing torch and Megatron-Core\ntracing stage 1 of ")
+    assert [line.split(":")[0] for line in stages] == [
+        f"tracing stage {i + 1} of {len(stages)}" for i in range(len(stages))
+    ]
+    assert {word for line in stages for word in line.partition(": ")[2].split()} >= {"one", "TP2", "FSDP"}
+    assert last == f"tracing the fastest layout at its real depth: {record['fitting'][0]['layout']}"
+
+
 def test_rates_follow_from_the_time(written):
     """Tokens per second, times the step and the GPUs, are the tokens of a step; recompute is work in one convention."""
     _, record, _ = written

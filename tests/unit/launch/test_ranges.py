@@ -62,11 +62,11 @@ MAY_BE_ZERO = {
     "training.recheck_interval",
     *("checkpoint.interval", "checkpoint.keep_every", "checkpoint.keep_best", "checkpoint.keep_best_training"),
     "checkpoint.failed_saves_allowed",
-    *("sampling.guidance_scale", "sampling.seed"),
+    *("sampling.guidance_scale", "sampling.seed", "sampling.guidance_rescale", "sampling.s_churn", "sampling.s_tmin"),
     *("data.shuffle_buffer", "data.max_lost_samples", "data.min_aesthetic_score", "data.flip"),
     *("data.min_seconds", "data.max_seconds", "data.min_caption_length", "data.max_caption_length"),
     *("objective.logit_mean", "objective.p_mean", "objective.vlb_weight", "objective.kl_weight"),
-    "objective.augmentation_p_mean",
+    *("objective.augmentation_p_mean", "objective.noise_offset"),
     *(
         "model.shift_factor",
         "model.class_dropout",
@@ -185,5 +185,5 @@ def test_a_range_has_its_ends_unless_they_are_open(allowed, inside, outside, wor
 
 @pytest.mark.parametrize("path", ["", "  ", "a\0b"])
 def test_a_path_that_no_disk_takes_is_refused(path):
-    with pytest.raises(ConfigError, match=r"training\.run_dir=.*names no folder"):
+    with pytest.raises(ConfigError, match=r"training\.run_dir=.*is not a path"):
         check_path("training.run_dir", path)

@@ -14,6 +14,7 @@ from torch import nn
 
 from dit.condition_table import CONTEXT
 from dit.data_api import BatchSpec
+from dit.errors import CheckpointError, ConfigError
 from dit.models.dit.config import DiTConfig
 from dit.sampling import grid
 from launch import evaluate, letter_score, sample, sample_requests
@@ -121,6 +122,8 @@ def test_settings_reach_the_generator(generator, tmp_path):
             "--thresholding",
             "static",
             *("--tile", "24", "--tile-overlap", "8"),
+            *("--guidance-rescale", "0.7", "--guidance-interval", "0.2", "5"),
+            *("--s-churn", "4", "--s-tmin", "0.1", "--s-tmax", "50", "--s-noise", "1.003"),
         )
         == 0
     )
@@ -135,6 +138,12 @@ def test_settings_reach_the_generator(generator, tmp_path):
         "variance": "large",
         "guidance_scale": 0.0,
         "guidance_channels": 3,
+        "guidance_rescale": 0.7,
+        "guidance_interval": [0.2, 5.0],
+        "s_churn": 4.0,
+        "s_tmin": 0.1,
+        "s_tmax": 50.0,
+        "s_noise": 1.003,
         "thresholding": "static",
         "seed": 0,
         "tile": 24,
@@ -378,3 +387,36 @@ def test_another_number_of_classes_than_letters_is_refused(generator, capsys):
 def test_the_judged_samples_can_be_looked_at(generator, tmp_path):
     assert judge("--out", str(tmp_path / "judged.png")) == 0
     assert (tmp_path / "judged.png").is_file()
+
+
+class Loaded:
+    """Stands for the generator of a folder."""
+
+    def __init__(self, *asked):
+        self.asked, self.guide = asked, None
+
+    def guide_by(self, weaker):
+        self.guide = weaker
+
+
+def test_a_guide_is_loaded_beside_the_model(tmp_path, monkeypatch):
+    """On the same ranks, and raw or averaged as the model is; a folder that is not there is named."""
+    monkeypatch.setattr("dit.inference.generator.groups_to_sample", lambda: "ranks")
+    monkeypatch.setattr(
+        "dit.inference.generator.load_generator",
+        lambda path, *, weights, groups: Loaded(str(path), weights, groups),
+    )
+    for name in ("large", "small"):
+        (tmp_path / name).mkdir()
+    large, small = str(tmp_path / "large"), str(tmp_path / "small")
+    parse = sample.build_parser().parse_args
+    found = sample.open_generator(parse(["--checkpoint", large, "--guide", small, "--raw-weights"]))
+    assert found.asked == (large, "raw", "ranks")
+    assert found.guide.asked == (small, "raw", "ranks")
+    assert sample.open_generator(parse(["--checkpoint", large])).guide is None
+    with pytest.raises(CheckpointError, match=f"--guide {small}er is no folder"):
+        sample.open_generator(parse(["--checkpoint", large, "--guide", f"{small}er"]))
+    (stage,) = sample.read_stages([f"base={large}"], [["base", f"guide={small}"]])
+    assert sample.open_generator(stage.arguments(parse(["--cascade", f"base={large}"]))).guide.asked[0] == small
+    with pytest.raises(ConfigError, match="give it to a stage, --stage NAME guide=DIR"):
+        sample.run(parse(["--cascade", f"base={large}", "--guide", small]))

@@ -29,6 +29,9 @@ def record(kind: str, step: int, **values: Any) -> dict[str, Any]:
 def scalars(step: int, loss: Any = 1.0, **values: Any) -> dict[str, Any]:
     rates = {"samples_per_s": 32.0, "data_wait_share": 0.25, "loader_samples_per_s": 90.0, "dropped_samples": 3}
     ranks = {"rank_s_median": 0.5, "rank_s_slowest": 1.0, "slowest_rank": 5}
+    gib = 2**30
+    ranks |= {"peak_memory_allocated_bytes": 45 * gib, "peak_memory_reserved_bytes": 50.5 * gib, "mfu": 0.41}
+    ranks |= {"grad_norm/head": 0.5, "grad_norm/layers.mlp": 1.5}
     more = {"grad_norm": 0.1 * step, "consumed_samples": 64 * step, **rates, **ranks, **values}
     return record("scalars", step, loss=loss, **more)
 
@@ -43,7 +46,7 @@ def run_folder(folder: Path, *records: dict[str, Any], num_steps: int = 40) -> P
 def told(folder: Path) -> dict[str, str]:
     """Return the lines by their first word."""
     found = lines(read_status(folder))
-    assert len(found) == 10
+    assert len(found) == 11
     return {"run": found[0], **{line.split()[0]: line[12:] for line in found[1:]}}
 
 
@@ -55,7 +58,7 @@ def half_done(tmp_path: Path) -> Path:
     return run_folder(tmp_path / "half", *falling, *held_out, bad)
 
 
-def test_ten_lines_of_a_run_that_was_killed(half_done: Path) -> None:
+def test_lines_of_a_run_that_was_killed(half_done: Path) -> None:
     saved = half_done / "checkpoints" / "iter_0000016"
     saved.mkdir(parents=True)
     (saved / "manifest.json").write_text("{}")
@@ -64,10 +67,11 @@ def test_ten_lines_of_a_run_that_was_killed(half_done: Path) -> None:
     said = told(half_done)
     assert "ended without a record" in said["run"]
     assert said["step"] == "20 of 40 (50%), 1,280 samples, attempt 1"
-    assert said["rate"] == "2 s per step, 32.0 samples/s"
+    assert said["rate"] == "2 s per step, 32.0 samples/s, MFU 41.0%"
+    assert said["memory"] == "peak of the fullest rank: 45.0 GiB allocated, 50.5 GiB reserved"
     assert said["loss"] == "1.0000, mean of the last 10 lines 1.0000, before them 2.0000: falling 50%"
     assert said["held-out"] == "0.7500 at step 20, best 0.5000 at step 10"
-    assert said["grad"].endswith("2, of the last 20 lines the median 1.05, the largest 2")
+    assert said["grad"].endswith("the median 1.05, the largest 2; most of it in layers.mlp (1.5)")
     assert said["data"] == "waits 25.0% of the time, the loaders make 90 samples/s, 3 samples dropped"
     assert said["ranks"] == "compute 0.5 s of a step, the slowest 2.00 times the median (most often rank 5)"
     assert said["checkpoint"] == "step 16, 3m00s old; 4 steps since, 1 kept"
@@ -80,6 +84,10 @@ def test_a_run_that_is_running_has_the_lock_and_an_end_in_sight(half_done: Path)
     assert f"running (process {os.getpid()} on " in said["run"]
     assert said["rate"].endswith(", ETA 40s")
     assert "ended" in told(half_done)["run"]
+
+
+def test_a_finished_run_of_one_line_has_a_rate(tmp_path: Path) -> None:
+    assert told(run_folder(tmp_path / "run", scalars(20), num_steps=20))["rate"] == "32.0 samples/s, MFU 41.0%"
 
 
 def test_a_run_that_failed_says_how(half_done: Path) -> None:
@@ -126,7 +134,7 @@ def test_steps_of_a_killed_attempt_do_not_count(tmp_path: Path) -> None:
     assert max(status.series["loss"]) == status.step == 82
     said = told(folder)
     assert "level" in said["loss"]
-    assert said["grad"].endswith("the largest 4")
+    assert "the largest 4;" in said["grad"]
     assert "2 steps since" in said["checkpoint"]
 
 
@@ -225,7 +233,7 @@ def test_numbers_that_are_not_finite_are_said_and_make_no_trend(tmp_path: Path) 
         "mean of the last 5 finite lines 1.0000, before them 2.0000: falling 50%; not finite in 2 of the last 12 lines"
     )
     assert said["loss"] == f"inf, {last}"
-    assert said["grad"].endswith("inf, of the last 12 lines the median 0.55, the largest 1, 2 not finite")
+    assert said["grad"].startswith("inf, of the last 12 lines the median 0.55, the largest 1, 2 not finite;")
     nothing = told(run_folder(tmp_path / "nothing", scalars(1, loss="NaN", grad_norm="NaN")))
     assert nothing["loss"] == "nan; not finite in 1 of the last 1 lines"
     assert main([str(tmp_path / "run"), str(tmp_path / "nothing"), "--png", str(tmp_path / "plot.png")]) == 0
@@ -274,7 +282,7 @@ def test_the_page_is_one_file_and_escapes_what_records_say(
     other = run_folder(tmp_path / "other", scalars(1), scalars(2), evil)
     page, png = tmp_path / "page.html", tmp_path / "plot.png"
     assert main([str(half_done), str(other), "--png", str(png), "--html", str(page)]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 21
+    assert len(capsys.readouterr().out.splitlines()) == 23
     text = page.read_text()
     parsed = Sources()
     parsed.feed(text)
@@ -284,6 +292,37 @@ def test_the_page_is_one_file_and_escapes_what_records_say(
     inline = base64.b64decode(re.fullmatch(r"data:image/png;base64,(.*)", source)[1])
     with Image.open(io.BytesIO(inline)) as first, Image.open(png) as second:
         assert first.size == second.size == (1200, 700)
+
+
+def drawn(folder: Path, step: int, name: str, path: str) -> dict[str, Any]:
+    """Write a grid into a run folder, and return its record with the path that the run had when it was written."""
+    grid = folder / "samples" / f"step_{step:07d}" / path
+    grid.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (step, 8)).save(grid)
+    return record("image", step, image=name, path=f"/elsewhere/runs/x/{grid.relative_to(folder)}", caption="")
+
+
+def test_the_page_shows_the_newest_samples_of_both_weights(tmp_path: Path) -> None:
+    """Pictures and films, found in a folder that was moved; a link and a path out of the folder are not followed."""
+    grids = [(2, "samples", "ema.png"), (2, "samples_raw", "raw.png"), (5, "samples", "ema.gif")]
+    run = run_folder(tmp_path / "run", scalars(5))
+    other = run_folder(tmp_path / "other", scalars(5))
+    for folder in (run, other):
+        records = [drawn(folder, *words) for words in grids]
+        outside = record("image", 6, image="samples", path=str(tmp_path / "secret.png"), caption="")
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.writelines(json.dumps(found) + "\n" for found in (*records, outside))
+    grid = other / "samples/step_0000005/ema.gif"
+    grid.rename(tmp_path / "secret.gif")
+    grid.symlink_to(tmp_path / "secret.gif")
+    assert main([str(run), str(other), "--html", str(tmp_path / "page.html")]) == 0
+    text = (tmp_path / "page.html").read_text()
+    parsed = Sources()
+    parsed.feed(text)
+    inline = [re.fullmatch(r"data:image/(\w+);base64,(.*)", source).groups() for source in parsed.found]
+    sizes = [(kind, Image.open(io.BytesIO(base64.b64decode(data))).size) for kind, data in inline[:-1]]
+    assert sizes == [("gif", (5, 8)), ("png", (2, 8)), ("png", (2, 8))]
+    assert "samples/step_0000005/ema.gif, step 5: a link" in text
 
 
 def test_a_folder_of_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,6 +16,7 @@ from dit.models.dit.config import DiTConfig
 from dit.models.dit.model import DiT
 from dit.objectives.flow_matching import FlowMatching
 from dit.sampling.generate import empty_pack, generate
+from dit.settings import SamplingConfig
 from dit.training.step import training_forward_step
 from energon_data.mock import MockData
 from tests.conftest import BuildModel
@@ -87,7 +88,7 @@ def test_it_is_drawn_from_and_guided_away_from(build_model: BuildModel) -> None:
     def drawn(scale: float, **given: Any) -> Tensor:
         batch = empty_pack(SPEC, (1, 4, 4), 1, torch.device("cpu"), {name: [x] for name, x in given.items()})
         options: dict[str, Any] = {"solver": "euler", "num_steps": 2, "seed": 0}
-        return generate(network, FlowMatching(), batch, SPEC, guidance_scale=scale, **options)
+        return generate(network, FlowMatching(), batch, SPEC, SamplingConfig(guidance_scale=scale, **options))
 
     picture = torch.randn(3, 1, 4, 4, generator=torch.Generator().manual_seed(0))
     for given in ({"mood": 0.5}, {"control": picture}):

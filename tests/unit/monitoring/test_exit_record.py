@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import os
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,21 @@ def end_with(run_dir, error, rank=0, step=7):
         if raised is not error:
             raise
     return record.code
+
+
+@pytest.mark.parametrize("age_s", [-1.0, 1e6])
+def test_a_rank_that_torchrun_stops_because_another_one_failed_is_not_preempted(tmp_path, age_s):
+    """Both get SIGTERM. A failure that is older than this process is of an earlier attempt."""
+    failed = Outcome(3, "data", None, 0, "DataError: no shard", time.time() - age_s)
+    write_outcome(tmp_path, failed)
+    record = ExitRecord(tmp_path, 1)
+    with pytest.raises(ConnectionAbortedError if age_s < 0 else SystemExit) as stopped, record:
+        raise SystemExit(75)
+    assert record.code == (70 if age_s < 0 else 75)
+    assert read_outcome(tmp_path) == failed
+    if age_s < 0:
+        assert is_peer_lost(stopped.value)
+        assert "rank 0 ended: DataError: no shard" in str(stopped.value)
 
 
 @pytest.mark.parametrize(

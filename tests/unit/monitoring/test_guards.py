@@ -60,6 +60,21 @@ def test_while_nothing_would_be_lost_a_request_is_honoured_at_once():
         assert (left.value.code, reached) == (75, [])
 
 
+def test_a_request_that_an_error_of_a_library_replaces_is_still_one():
+    """As in torch.asarray of a storage, while weights are read."""
+
+    def as_array():
+        try:
+            print(os.kill(os.getpid(), signal.SIGUSR1))
+        except SystemExit:
+            raise ValueError("could not determine the shape") from None
+
+    with PreemptionFlag((signal.SIGUSR1,)) as flag:
+        with pytest.raises(SystemExit) as left, flag.leaves_at_once():
+            as_array()
+        assert left.value.code == 75
+
+
 def test_a_rank_that_was_asked_and_lost_its_peer_was_preempted(monkeypatch):
     """The signal comes while it waits for the peer, so the lost peer is seen first; other errors stay errors."""
     monkeypatch.setattr(guards, "SIGNAL_SKEW_S", 0.01)

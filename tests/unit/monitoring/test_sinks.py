@@ -6,15 +6,19 @@ import logging
 import math
 import os
 import random
+import re
+import shutil
 import signal
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from dit.checkpoint.manifest import MANIFEST, Manifest
 from dit.errors import CheckpointError
 from dit.models.dit.config import DiTConfig
 from dit.monitoring.run_log import mirrors_of
@@ -23,11 +27,11 @@ from dit.monitoring.sinks import (
     JsonlSink,
     Sink,
     TensorBoardSink,
-    WandbSink,
     current_records,
     read_records,
     scalars_by_step,
 )
+from dit.monitoring.wandb_sink import WandbSink
 from dit.objectives.flow_matching import FlowMatching
 from dit.run_config import RunConfig
 from dit.settings import LoggingConfig
@@ -291,14 +295,17 @@ def test_tensorboard_gets_the_file_of_a_clip(tmp_path):
 
 
 WANDB_CHILD = """
-import sys
+import logging, sys
 from pathlib import Path
-from dit.monitoring.sinks import FanOut, JsonlSink, WandbSink
+logging.basicConfig(level=logging.INFO, format="%(message)s")
+from dit.monitoring.sinks import FanOut, JsonlSink
+from dit.monitoring.wandb_sink import WandbSink
 run_dir, home = Path(sys.argv[1]), Path(sys.argv[2])
 for attempt in range(2):
     record = JsonlSink(run_dir / "metrics.jsonl")
     fan = FanOut(record, {"wandb": lambda: WandbSink(run_dir, "test", {"lr": 1e-3}, artifacts=True)})
     assert "wandb" in fan.mirrors
+    assert not fan.mirrors["wandb"]._run.settings.x_disable_stats  # the statistics of the machine are on
     fan.scalars(attempt + 1, {"loss": 0.5}, consumed_samples=8)
     fan.image("samples", attempt + 1, run_dir / "grid.png", "a caption")
     fan.image("clips", attempt + 1, run_dir / "grid.gif", "a caption")
@@ -310,7 +317,7 @@ assert list(home.iterdir()) == [], list(home.iterdir())
 
 
 def test_wandb_offline_stays_in_the_run_folder_and_keeps_its_id(tmp_path):
-    """Without key and network two attempts leave two offline parts of one run, pictures inside, nothing elsewhere."""
+    """Two attempts without a key leave two offline parts of one run, each named, pictures inside, nothing elsewhere."""
     pytest.importorskip("wandb")
     run_dir, home = tmp_path / "run", tmp_path / "home"
     (run_dir / "checkpoints").mkdir(parents=True)
@@ -318,15 +325,20 @@ def test_wandb_offline_stays_in_the_run_folder_and_keeps_its_id(tmp_path):
     Image.fromarray(np.zeros((4, 6, 3), np.uint8)).save(run_dir / "grid.png")
     moving_picture(run_dir / "grid.gif")
     environment = {k: v for k, v in os.environ.items() if not k.startswith(("WANDB", "NETRC", "XDG"))}
-    subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", WANDB_CHILD, str(run_dir), str(home)],
         env=environment | {"HOME": str(home)},
-        check=True,
+        check=False,
         timeout=120,
+        capture_output=True,
+        text=True,
     )
+    assert done.returncode == 0, done.stderr
     run_id = (run_dir / "wandb_id").read_text().strip()
     parts = list((run_dir / "wandb").glob(f"offline-run-*-{run_id}*"))  # of one second: the second one ends in -1
     assert len(parts) == 2
+    named = re.findall(r"upload with: wandb sync (.+)", done.stderr)
+    assert sorted(map(Path, named)) == sorted(parts)
     files = [path for part in parts for path in part.rglob("*")]
     assert any(path.suffix == ".wandb" and path.stat().st_size for path in files)
     assert sum(path.suffix == ".png" for path in files) == 2
@@ -352,16 +364,60 @@ def test_wandb_is_on_where_there_is_a_key_unless_the_settings_say(asked, key, mi
     assert list(mirrors_of(config, {}, None)) == (["wandb"] if mirrored else [])
 
 
+class FakeRun:
+    """Takes the place of wandb's run, and keeps its artifacts."""
+
+    id, sync_dir = "x", "somewhere"
+
+    def __init__(self, *, offline):
+        self.offline, self.artifacts = offline, []
+
+    def define_metric(self, *args, **kwargs):
+        pass
+
+    def log_artifact(self, artifact):
+        self.artifacts.append(artifact)
+
+
+def keep_wandb_in(folder, monkeypatch):
+    """Restore after the test what the sink sets in the environment."""
+    for name in ("DATA", "CACHE", "CONFIG"):
+        monkeypatch.setenv(f"WANDB_{name}_DIR", str(folder / "wandb" / name.lower()))
+
+
+@pytest.mark.parametrize("offline", [False, True])
+@pytest.mark.parametrize("epoch_samples", [400, None])
+def test_checkpoints_are_uploaded_where_wandb_is_online(tmp_path, monkeypatch, offline, epoch_samples):
+    """All files, from a copy that later deletion of the checkpoint does not touch; the name has step and epoch."""
+    wandb = pytest.importorskip("wandb")
+    folder = tmp_path / "checkpoints" / "iter_0000030"
+    (folder / "part").mkdir(parents=True)
+    (folder / "part" / "weights.bin").write_bytes(b"weights")
+    (folder / MANIFEST).write_text(Manifest(30, {}, {"consumed_samples": 900}).to_text())
+    run = FakeRun(offline=offline)
+    keep_wandb_in(tmp_path, monkeypatch)
+    monkeypatch.setattr(wandb, "init", lambda **arguments: run)
+    WandbSink(tmp_path, "test", {}).artifact(folder, {"step": 30})
+    assert run.artifacts == []  # off by default
+    sink = WandbSink(tmp_path, "test", {}, artifacts=True, epoch_samples=epoch_samples)
+    sink.artifact(folder, {"step": 30, "held_out_loss": 0.5})
+    (artifact,) = run.artifacts
+    assert artifact.name.split(":")[0] == "checkpoint-x-step_30" + ("-epoch_2.25" if epoch_samples else "")
+    assert artifact.metadata == {"step": 30, "held_out_loss": 0.5, **({"epoch": 2.25} if epoch_samples else {})}
+    entries = artifact.manifest.entries
+    if offline:
+        expected = {(folder / name).as_uri() for name in (MANIFEST, "part/weights.bin")}
+        assert {entry.ref for entry in entries.values()} == expected
+        return
+    assert set(entries) == {MANIFEST, "part/weights.bin"}
+    shutil.rmtree(folder)
+    assert Path(entries["part/weights.bin"].local_path).read_bytes() == b"weights"
+
+
 def test_wandb_service_failure_means_offline(tmp_path, monkeypatch, caplog):
     """A service that does not answer costs one warning; the second `init` is offline with the same id."""
     wandb = pytest.importorskip("wandb")
     modes, ids, pages = [], [], []
-
-    class Run:
-        id = "x"
-
-        def define_metric(self, *args, **kwargs):
-            pass
 
     def init(mode, **arguments):
         modes.append(mode)
@@ -369,10 +425,9 @@ def test_wandb_service_failure_means_offline(tmp_path, monkeypatch, caplog):
         pages.append((arguments["name"], arguments["group"]))
         if mode == "online":
             raise wandb.errors.CommError("Run initialization has timed out")
-        return Run()
+        return FakeRun(offline=mode == "offline")
 
-    for name in ("DATA", "CACHE", "CONFIG"):  # put back what the sink sets
-        monkeypatch.setenv(f"WANDB_{name}_DIR", str(tmp_path))
+    keep_wandb_in(tmp_path, monkeypatch)
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setattr(wandb, "init", init)
     with caplog.at_level(logging.WARNING):

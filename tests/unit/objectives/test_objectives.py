@@ -26,6 +26,10 @@ WEIGHTED = [
     FlowMatching(min_snr_gamma=2.0),
     FlowMatching(prediction="x0", min_snr_gamma=5.0, time_shift=3.0),
 ]
+RESCALED = [
+    DDPM(prediction=prediction, schedule="scaled_linear", discrete_steps=1000, zero_terminal_snr=True)
+    for prediction in ("x0", "v")
+]
 LEARNED = [
     DDPM(prediction=prediction, schedule="cosine", discrete_steps=20, learned_variance=True, vlb_weight=0.01)
     for prediction in ("noise", "x0", "v")
@@ -38,6 +42,7 @@ OBJECTIVES: list[Objective] = [
     FlowMatching(prediction="x0", time_shift=3.0),
     *DDPMS,
     *WEIGHTED,
+    *RESCALED,
 ]
 PREDICTIONS = ("noise", "x0", "v")
 WEIGHT_RTOL = 1e-4  # float32 against float64

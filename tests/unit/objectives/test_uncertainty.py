@@ -17,6 +17,7 @@ from dit.objectives.base import Prepared
 from dit.objectives.edm import EDM
 from dit.patchify import grid_positions
 from dit.sampling.generate import empty_pack, generate
+from dit.settings import SamplingConfig
 from dit.training.step import training_forward_step
 from dit.training.validate import held_out_loss
 from tests.conftest import BuildModel
@@ -135,7 +136,9 @@ def test_samples_do_not_depend_on_u_and_validation_logs_the_plain_error(
     (plain, learning), batch, spec = networks(build_model), pack(), MODEL.batch_spec()
     empty = empty_pack(spec, (1, 4, 4), 2, torch.device("cpu"))
     settings = {"solver": "heun", "num_steps": 3, "guidance_scale": 1.0, "seed": 0}
-    samples = [generate(n, o, empty, spec, **settings) for n, o in ((plain, EDM()), (learning, OBJECTIVE))]
+    samples = [
+        generate(n, o, empty, spec, SamplingConfig(**settings)) for n, o in ((plain, EDM()), (learning, OBJECTIVE))
+    ]
     assert torch.equal(*samples)
     losses = [
         held_out_loss(network, iter([batch]), objective, MODEL, torch.device("cpu"), one_rank_world)

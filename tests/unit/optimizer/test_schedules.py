@@ -137,7 +137,7 @@ def test_a_run_without_room_for_the_decay_falls_from_the_end_of_the_rise():
     assert lr[39] == PEAK
     assert lr[54] == pytest.approx((PEAK + LOW) / 2, rel=1e-12)
     assert lr[69] == pytest.approx(LOW, rel=1e-12)
-    assert schedule.adapted(70) == ["a decay of 30 steps, not schedule.decay_steps=60: the run has no more"]
+    assert schedule.adapted(70) == ["a decay of 30 steps, not schedule.decay_steps=60: the run is not longer"]
 
 
 def test_the_ramp_up_of_the_inverse_root_may_reach_into_its_fall():

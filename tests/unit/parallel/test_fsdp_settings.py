@@ -77,9 +77,7 @@ def test_a_backbone_without_units_says_so(one_rank_world: ProcessGroups):
         def forward(self, *_):
             raise NotImplementedError
 
-    with pytest.raises(
-        ConfigError, match=r"Plain\.fsdp_units is empty; set it or use fsdp_sharding='optim_grads'"
-    ):
+    with pytest.raises(ConfigError, match=r"Plain\.fsdp_units is empty; set it or use fsdp_sharding='optim_grads'"):
         wrap([Plain()], ParallelConfig(data_parallel="fsdp"), one_rank_world)
     wrap([Plain()], ParallelConfig(data_parallel="fsdp", fsdp_sharding="optim_grads"), one_rank_world)
 

@@ -12,15 +12,18 @@ import pytest
 from PIL import Image
 
 from dit.batch import PackedBatch
+from dit.convert.diffusers_format import TrainedModel, format_of_model
+from dit.convert.diffusers_pipeline import pipeline_of
 from dit.errors import ConfigError, DataError
 from dit.models.dit.config import DiTConfig
-from dit.models.dit_cross.config import DiTCrossConfig
+from dit.models.stdit.config import STDiTConfig
+from dit.models.wan.config import WanConfig
 from energon_data.contents import Contents
 from energon_data.media_files import video_bytes
 from energon_data.prepare.__main__ import main as prepare
 from launch.config_file import built
 from launch.train import call_recipe
-from tests.support.encoders import T5_WIDTH, save_t5, save_vae
+from tests.support.encoders import T5_WIDTH, save_clip, save_t5, save_vae
 
 SIDES = ((64, 64), (64, 96), (48, 32))
 
@@ -73,9 +76,9 @@ def test_latents_with_texts_are_trained_as_they_are_stored(tmp_path):
     vae, t5 = save_vae(tmp_path / "vae"), save_t5(tmp_path / "t5")
     task = recipe(made(tmp_path, "--vae", str(vae), "--text-encoder", str(t5)))
     model = fiddle.build(task.model)
-    assert isinstance(model, DiTCrossConfig)
+    assert isinstance(model, STDiTConfig)
     assert (model.in_channels, model.patch_spatial, model.context_size) == (4, 2, T5_WIDTH)
-    assert (model.position_embedding, model.fps_conditioning) == ("sincos_2d", False)
+    assert (model.layer_pattern, model.position_span, model.null_text) == (["full"], 10.0, "empty")
     assert task.data.max_tokens_per_pack == 32 * 96
     assert sorted(task.sampling.prompts) == ["a blue square", "a red circle"]
     packs = first_packs(task)
@@ -119,8 +122,50 @@ def test_pictures_and_clips_of_one_folder_share_packs(tmp_path, capsys):
     t5 = save_t5(tmp_path / "t5")
     task = recipe(made(tmp_path, "--text-encoder", str(t5), command="folder"))
     assert "left out" not in capsys.readouterr().out
+    assert fiddle.get_callable(task.model) is WanConfig
+    task.model = recipe(tmp_path / "data", backbone="dit").model
     assert (task.model.position_embedding, task.model.fps_conditioning) == ("sincos_3d", True)
     assert {grid[0] for pack in first_packs(task) for grid in pack.grids} == {1, 4}
+
+
+def leaves(task: run.Partial) -> str:
+    """Return the pipeline, else the class, of diffusers that a recipe's model becomes."""
+    model = fiddle.build(task.model)
+    trained = TrainedModel(model, fiddle.build(task.objective), (1, 16, 24), {})
+    form = format_of_model(model)
+    form.write_settings(model, trained.latent_size)
+    try:
+        return pipeline_of(form, trained).class_name
+    except ConfigError:
+        return form.class_name
+
+
+def test_the_default_of_each_kind_of_data_leaves_to_diffusers(tmp_path):
+    """Pictures with texts, clips with texts, pictures of classes; captions that an encoder of T5 or BERT embeds."""
+    t5 = save_t5(tmp_path / "t5")
+    fill(tmp_path / "in")
+    assert leaves(recipe(made(tmp_path), text_encoder=t5)) == "PixArtAlphaPipeline"
+    assert leaves(recipe(tmp_path / "data", text_encoder="all-minilm-l6-v2")) == "PixArtAlphaPipeline"
+    assert leaves(recipe(tmp_path / "data", text_encoder=t5, backbone="wan")) == "WanTransformer3DModel"
+    with pytest.raises(ConfigError, match="no model like DiTCrossConfig"):
+        leaves(recipe(tmp_path / "data", text_encoder=t5, backbone="dit"))
+    with pytest.raises(ConfigError, match=r"backbone='flux'.* reads a pooled text"):
+        recipe(tmp_path / "data", text_encoder=t5, backbone="flux")
+    with pytest.raises(ConfigError, match=r"backbone='dot'.*the backbones are pixart, wan, flux, dit"):
+        recipe(tmp_path / "data", text_encoder=t5, backbone="dot")
+    with pytest.raises(ConfigError, match="dit alone needs no texts"):
+        recipe(tmp_path / "data", text_encoder="none", backbone="pixart")
+    both = f"text={t5},pooled={save_clip(tmp_path / 'clip')}"
+    flux = recipe(tmp_path / "data", text_encoder=both, backbone="flux", vae=save_vae(tmp_path / "vae"))
+    assert leaves(flux) == "FluxPipeline"
+    built(flux).check(1)
+
+
+def test_classes_leave_to_diffusers(tmp_path):
+    (tmp_path / "in").mkdir()
+    for name in ("cats", "dogs"):
+        fill(tmp_path / "in" / name, 3)
+    assert leaves(recipe(made(tmp_path, "--labels"))) == "DiTPipeline"
 
 
 def test_what_is_encoded_while_training_has_the_encoders_sizes(tmp_path):

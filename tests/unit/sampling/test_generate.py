@@ -16,6 +16,7 @@ from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM
 from dit.objectives.flow_matching import FlowMatching
 from dit.sampling.generate import empty_pack, generate
+from dit.settings import SamplingConfig
 
 SPEC = DiTConfig(patch_spatial=1, num_classes=3, context_size=2).batch_spec()
 LABELS = [2, 0]
@@ -38,7 +39,9 @@ def by_condition(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tenso
 def drawn(negative: Sequence[Tensor] | None, scale: float) -> Tensor:
     given = None if negative is None else {"context": negative}
     settings = {"solver": "euler", "num_steps": 3, "guidance_scale": scale, "seed": 0}
-    return generate(by_condition, FlowMatching(prediction="x0"), pack(), SPEC, negative=given, **settings)
+    return generate(
+        by_condition, FlowMatching(prediction="x0"), pack(), SPEC, SamplingConfig(**settings), negative=given
+    )
 
 
 def test_guidance_leads_away_from_no_class_and_from_no_text_or_the_negative_one():
@@ -63,7 +66,8 @@ def test_every_step_of_a_stochastic_solver_draws_noise_of_its_own():
         states.append(inputs_TC.double())
         return torch.zeros_like(inputs_TC)
 
-    generate(nothing, objective, pack(side=16), SPEC, solver="ancestral", num_steps=4, guidance_scale=1.0, seed=0)
+    sampling = SamplingConfig(solver="ancestral", num_steps=4, guidance_scale=1.0, seed=0)
+    generate(nothing, objective, pack(side=16), SPEC, sampling)
     levels = [objective.path.alpha_sigma(u) for u in objective.sampling_grid(4)[:-1]]
     drawn_by_step = [states[0]]
     for (before, after), ((alpha, sigma), (alpha_s, s)) in zip(pairwise(states), pairwise(levels)):
@@ -90,7 +94,7 @@ def test_guidance_takes_the_first_channels_of_the_mean_and_leaves_the_variance_t
         return torch.cat([labels_T1.expand(-1, 4), v_T1.expand(-1, 4)], 1).repeat(1, 4)
 
     settings = {"solver": "ancestral", "num_steps": 2, "guidance_scale": 4.0, "seed": 0, "variance": "learned"}
-    samples = generate(network, objective, batch, spec, guidance_channels=3, **settings)
+    samples = generate(network, objective, batch, spec, SamplingConfig(guidance_channels=3, **settings))
     for sample, label in zip(samples, LABELS):
         assert torch.equal(sample[:3], torch.full_like(sample[:3], 3 + 4.0 * (label - 3)))
         assert torch.equal(sample[3], torch.full_like(sample[3], label))
@@ -111,7 +115,7 @@ def test_guidance_takes_the_first_channels_of_the_mean_and_leaves_the_variance_t
 def test_a_variance_that_was_not_learned_is_refused():
     settings = {"solver": "ancestral", "num_steps": 2, "guidance_scale": 1.0, "seed": 0, "variance": "learned"}
     with pytest.raises(ConfigError, match="variance='learned' needs a network that learned one"):
-        generate(by_condition, FlowMatching(prediction="x0"), pack(), SPEC, **settings)
+        generate(by_condition, FlowMatching(prediction="x0"), pack(), SPEC, SamplingConfig(**settings))
 
 
 @pytest.mark.parametrize("thresholding", ["none", "static", "dynamic"])
@@ -125,7 +129,7 @@ def test_thresholds_limit_the_clean_estimate(thresholding: str, solver: str) -> 
         return x0_TC
 
     settings = {"solver": solver, "num_steps": 3, "guidance_scale": 1.0, "seed": 0, "thresholding": thresholding}
-    samples = generate(network, FlowMatching(prediction="x0"), pack(), SPEC, **settings)
+    samples = generate(network, FlowMatching(prediction="x0"), pack(), SPEC, SamplingConfig(**settings))
     loud, quiet = {"none": (4.0, 0.5), "static": (1.0, 0.5), "dynamic": (1.0, 0.125)}[thresholding]
     for sample in samples:
         values = sample.flatten().sort().values
@@ -139,14 +143,14 @@ def test_a_threshold_takes_the_mean_of_a_learned_variance_alone() -> None:
 
     objective = DDPM(prediction="x0", discrete_steps=10, schedule="cosine", learned_variance=True)
     settings = {"solver": "ancestral", "variance": "learned", "num_steps": 3, "guidance_scale": 1.0, "seed": 0}
-    assert (generate(network, objective, pack(), SPEC, thresholding="static", **settings) == 1).all()
-    assert (generate(network, objective, pack(), SPEC, **settings) == 3).all()
+    assert (generate(network, objective, pack(), SPEC, SamplingConfig(thresholding="static", **settings)) == 1).all()
+    assert (generate(network, objective, pack(), SPEC, SamplingConfig(**settings)) == 3).all()
 
 
 def test_an_unknown_threshold_is_refused() -> None:
     settings = {"solver": "euler", "num_steps": 1, "guidance_scale": 1.0, "seed": 0, "thresholding": "loud"}
     with pytest.raises(ConfigError, match="thresholding='loud' is unknown; use one of 'none', 'static', 'dynamic'"):
-        generate(by_condition, FlowMatching(), pack(), SPEC, **settings)
+        generate(by_condition, FlowMatching(), pack(), SPEC, SamplingConfig(**settings))
 
 
 @pytest.mark.parametrize("objective", [FlowMatching(prediction="x0"), DDPM(prediction="x0", schedule="cosine")])
@@ -161,12 +165,12 @@ def test_a_sample_starts_from_a_picture_with_the_noise_of_its_first_step(objecti
     batch, picture_TC = pack(), torch.linspace(-1, 1, 8)[:, None].expand(-1, 4).contiguous()
     settings = {"solver": "euler", "num_steps": 10, "guidance_scale": 1.0, "seed": 0}
     grid = objective.sampling_grid(10)
-    generate(nothing, objective, batch, SPEC, **settings)
+    generate(nothing, objective, batch, SPEC, SamplingConfig(**settings))
     eps_TC = seen[0] / objective.path.alpha_sigma(grid[0])[1]
     batch.latents_TC = picture_TC
     for strength, steps in ((1.0, 10), (0.34, 3), (0.01, 1)):
         seen.clear()
-        generate(nothing, objective, batch, SPEC, strength=strength, **settings)
+        generate(nothing, objective, batch, SPEC, SamplingConfig(**settings), strength=strength)
         assert len(seen) == steps
         alpha, sigma = objective.path.alpha_sigma(grid[10 - steps])
         torch.testing.assert_close(seen[0], alpha * picture_TC.double() + sigma * eps_TC, rtol=1e-5, atol=1e-6)

@@ -28,13 +28,34 @@ def test_every_pixel_of_every_tile_lands_where_the_formula_says(columns, caption
 
 
 def test_captions_leave_every_tile_untouched_and_are_there():
+    """The longest caption decides how many lines there are above all tiles."""
     images = torch.full((4, 3, 8, 8), -1.0)
-    named, blank = (pixels(grid.image_grid(images, [text] * 4, 2, scale=8)) for text in ("WWWWWWWWWWWWWWWW", " "))
-    different = (named != blank).any(-1)
-    assert different.any()
+    drawn = pixels(grid.image_grid(images, ["a red circle and a square", "a", "WWWWWWWWWWWW", " "], 2, scale=8))
+    background = torch.tensor(grid.BACKGROUND, dtype=torch.uint8)
+    lines = []
     for index in range(4):
-        left, top = grid.tile_origin(index, 2, 64, 64, captions=True)
-        assert not different[top : top + 64, left : left + 64].any()
+        left, top = grid.tile_origin(index, 2, 64, 64, captions=3)
+        assert not drawn[top : top + 64, left : left + 64].any()
+        above = (drawn[top - 48 : top, left : left + 64] != background).any(-1).any(1).view(3, 16).any(1)
+        lines.append(above.tolist())
+    assert lines == [[True] * 3, [False, False, True], [True] * 3, [False] * 3]
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("a green circle", ["a green", "circle"]),
+        ("one", ["one"]),
+        ("", [""]),
+        ("incomprehensible", ["incomprehe", "nsible"]),
+        ("a incomprehensible b", ["a", "incomprehe", "nsible b"]),
+        ("a woman skiing on a white mountain", ["a woman", "skiing on", "a white…"]),
+        ("  spaces \n and  lines ", ["spaces and", "lines"]),
+        ("x" * 100_000, ["x" * 10, "x" * 10, "x" * 9 + "…"]),
+    ],
+)
+def test_a_caption_is_broken_between_words_and_cut_only_after_its_last_line(text, lines):
+    assert grid.wrap(text, 10, 3, len) == lines
 
 
 def test_values_map_to_bytes_by_rounding_and_clip():

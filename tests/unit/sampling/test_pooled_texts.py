@@ -40,7 +40,7 @@ def test_pooled_embeddings_change_the_samples(build_model: BuildModel) -> None:
         pooled = [torch.full((5,), value)]
         batch = empty_pack(SPEC, (1, 4, 4), 1, torch.device("cpu"), {"context": TEXTS, "pooled": pooled})
         settings: dict[str, Any] = {"solver": "euler", "num_steps": 2, "guidance_scale": 1.0, "seed": 0}
-        return generate(network, FlowMatching(), batch, SPEC, **settings)
+        return generate(network, FlowMatching(), batch, SPEC, SamplingConfig(**settings))
 
     assert (drawn(1.0) - drawn(-1.0)).abs().max() > 1e-3
 

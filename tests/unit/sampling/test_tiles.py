@@ -16,6 +16,7 @@ from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.sampling.generate import empty_pack, generate
 from dit.sampling.tiles import TiledNetwork, tile_starts, tile_weights
+from dit.settings import SamplingConfig
 from tests.conftest import BuildModel
 from tests.unit.inference.test_cascade import BASE, LARGER, generator_of
 
@@ -118,8 +119,8 @@ def test_a_network_of_pixels_draws_the_same_picture_in_tiles(solver: str, frames
     """To rounding, with guidance, and with fresh noise at every step: noise belongs to the pixel, not to the tile."""
     settings = {"solver": solver, "num_steps": 4, "guidance_scale": 2.5, "seed": 3}
     batch = pack(frames=frames)
-    full = generate(pixelwise, FlowMatching(), batch, SPEC, **settings)
-    parts = generate(tiled(pixelwise, 500), FlowMatching(), batch, SPEC, **settings)
+    full = generate(pixelwise, FlowMatching(), batch, SPEC, SamplingConfig(**settings))
+    parts = generate(tiled(pixelwise, 500), FlowMatching(), batch, SPEC, SamplingConfig(**settings))
     torch.testing.assert_close(parts, full, rtol=1e-4, atol=1e-5)
     assert full.std() > 0.1
 
@@ -128,7 +129,9 @@ def test_no_seam_shows() -> None:
     """A blurring network: where tiles meet, neighbouring pixels differ no more than elsewhere."""
     settings = {"solver": "euler", "num_steps": 8, "guidance_scale": 1.0, "seed": 3}
     batch = pack(40, 40)
-    drawn = generate(TiledNetwork(blurred, (16, 16), (8, 8), 1), FlowMatching(), batch, SPEC, **settings)
+    drawn = generate(
+        TiledNetwork(blurred, (16, 16), (8, 8), 1), FlowMatching(), batch, SPEC, SamplingConfig(**settings)
+    )
     starts = tile_starts(40, 16, 8)
     assert starts == [0, 8, 16, 24]
     steps = (drawn[..., 1:] - drawn[..., :-1]).square().mean(dim=(0, 1, 2, 3))

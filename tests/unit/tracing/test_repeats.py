@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dit.tracing.repeats import Repeats
+from dit.tracing.repeats import FakeOpCache
 
 aten = torch.ops.aten
 ROWS, FACTORS = torch.tensor([3, 0, 3]), torch.ones(4, 6)  # with values
@@ -35,17 +35,17 @@ def cases(x, y):
 
 @pytest.mark.parametrize("name", cases(None, None))
 def test_an_answer_is_like_the_result(name):
-    repeats, mode, found = Repeats(), FakeTensorMode(allow_non_fake_inputs=True), []
+    cache, mode, found = FakeOpCache(), FakeTensorMode(allow_non_fake_inputs=True), []
     for _ in range(2):
         with mode:
             storage = torch.zeros(4, 12, dtype=torch.bfloat16)
             x, y = storage[:, 2:8], torch.ones(4, 6)
             func, args = cases(x, y)[name]
-            out = repeats.run(func, args, {})
+            out = cache.run(func, args, {})
             found.append(described(out, (x, y)))
     assert found[0] == found[1]
-    assert len(repeats._known) == 1
-    assert (None in repeats._known.values()) == (name in NOT_ANSWERED)
+    assert len(cache._cache) == 1
+    assert (None in cache._cache.values()) == (name in NOT_ANSWERED)
 
 
 def described(out, given):
@@ -64,25 +64,25 @@ def described(out, given):
 
 
 def test_values_on_the_host_are_not_taken_for_shapes():
-    repeats = Repeats()
+    cache = FakeOpCache()
     for ends in ([2], [2, 4]):
-        assert repeats.run(aten.add.Tensor, (torch.tensor(ends), 1), {}).tolist() == [end + 1 for end in ends]
-    assert not any(repeats._known.values())
+        assert cache.run(aten.add.Tensor, (torch.tensor(ends), 1), {}).tolist() == [end + 1 for end in ends]
+    assert not any(cache._cache.values())
 
 
 def test_a_mask_is_no_table_of_rows():
-    repeats = Repeats()
+    cache = FakeOpCache()
     with FakeTensorMode(allow_non_fake_inputs=True):
         x = torch.ones(4, 6)
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"dynamic|nonzero"):
-            repeats.run(aten.index.Tensor, (x, [FACTORS[:, 0] > 0]), {})
+            cache.run(aten.index.Tensor, (x, [FACTORS[:, 0] > 0]), {})
 
 
 def test_an_answer_has_all_attributes_of_a_fake_tensor():
-    repeats, made = Repeats(), []
+    cache, calls = FakeOpCache(), []
     with FakeTensorMode():
         x = torch.ones(4, 6)
         for _ in range(2):
-            made.append(repeats.run(aten.add.Tensor, (x, 1), {}))
-    assert vars(made[1]) == vars(made[0])
+            calls.append(cache.run(aten.add.Tensor, (x, 1), {}))
+    assert vars(calls[1]) == vars(calls[0])

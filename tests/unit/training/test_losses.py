@@ -1,6 +1,7 @@
 """What a step and an evaluation make of the errors of a pack: sums over real tokens, weighted by sample."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Optional
 
 import pytest
@@ -89,6 +90,28 @@ def test_a_learned_variance_is_the_second_half_of_the_channels_of_a_picture(buil
     assert torch.equal(total, expected)
     assert logs["sums"].tolist() == [terms["simple"].item(), terms["vlb"].item(), count.item()]
     assert total.item() == pytest.approx(logs["sums"][:-1].sum().item(), rel=1e-6)
+
+
+class Recorder(torch.nn.Module):
+    """A network of one pipeline stage that keeps its inputs."""
+
+    stage = SimpleNamespace(first=True, last=True)
+
+    def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
+        self.inputs_TC = inputs_TC
+        return inputs_TC
+
+
+def test_offset_noise_has_a_number_for_each_channel_of_a_latent(one_rank_world: ProcessGroups) -> None:
+    """In a step and in an evaluation: a token of two positions of one channel has one number."""
+    model, objective = replace(MODEL, in_channels=1, patch_temporal=2), DDPM(noise_offset=1.0)
+    batch, network = pack(7, [3, 5], [1.0, 1.0]), Recorder()
+    training_forward_step(objective, model, 3, 11)(iter([batch]), network)
+    stepped_TC = network.inputs_TC
+    held_out_loss(network, iter([batch]), objective, model, torch.device("cpu"), one_rank_world)
+    for inputs_TC, address in ((stepped_TC, (3, 11)), (network.inputs_TC, (VALIDATION_SEED, 0))):
+        noise = AddressedNoise(*address, batch.sample_ids_S, batch.layout, latent_channels=1)
+        assert torch.equal(inputs_TC, objective.prepare(batch, noise).inputs_TC)
 
 
 def test_held_out_loss_has_the_terms_of_a_learned_variance(one_rank_world: ProcessGroups) -> None:

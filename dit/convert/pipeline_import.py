@@ -1,0 +1,118 @@
+"""The rest of a pipeline of Stable Diffusion: text encoders, autoencoder, null of the text, noise schedule.
+
+    PIPELINE/model_index.json             which parts; force_zeros_for_empty_prompt of XL
+    PIPELINE/unet/                        the network that is imported
+    PIPELINE/text_encoder[_2]/, vae/      recorded by their folders
+    PIPELINE/scheduler/                   betas and what the network predicts
+
+Source: diffusers 0.38, `pipelines/stable_diffusion`, `pipelines/stable_diffusion_xl` and `schedulers`.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Optional
+
+from dit.convert.diffusers_format import TrainedModel
+from dit.convert.diffusers_sampling import BETA_SCHEDULES, PREDICTIONS, SCHEDULER_CONFIG
+from dit.convert.state_files import CONFIG, read_json
+from dit.errors import ConfigError
+from dit.models.ldm_unet.config import LDMUNetConfig
+from dit.objectives.ddpm import DDPM
+from dit.objectives.noise_levels import PUBLISHED_BETAS, REFERENCE_STEPS
+
+INDEX, PART = "model_index.json", "unet"
+TEXT_ENCODERS = {
+    "StableDiffusionPipeline": {"text_encoder": "{}:padded"},
+    "StableDiffusionXLPipeline": {
+        "text_encoder": "text={}:layer=penultimate:padded",
+        "text_encoder_2": "text+pooled={}:layer=penultimate:padded:joined",
+    },
+}
+"""How the encoders of a pipeline are written in a line of ours, by their folder."""
+
+
+@dataclass(frozen=True)
+class Completed:
+    """An imported network with what its pipeline states.
+
+    Attributes:
+        trained: the model.
+        autoencoder: folder of the autoencoder; None if the pipeline has none here.
+        has_schedule: the objective is that of the pipeline's scheduler.
+        notes: what differs in effect, a sentence each.
+    """
+
+    trained: TrainedModel
+    autoencoder: Optional[str] = None
+    has_schedule: bool = False
+    notes: Sequence[str] = ()
+
+
+def network_folder(source: Path) -> Path:
+    """Return the folder of the network in a pipeline's folder; any other folder unchanged."""
+    return source / PART if (source / INDEX).exists() and (source / PART / CONFIG).exists() else source
+
+
+def complete(trained: TrainedModel, folder: Path) -> Completed:
+    """Add what the pipeline around a network states.
+
+    Args:
+        trained: as read from the network's own settings.
+        folder: of the network; a pipeline has its `model_index.json` in the folder above.
+
+    Raises:
+        ConfigError: a file of the pipeline is damaged, or its noise schedule has no counterpart.
+    """
+    root, model = folder.resolve().parent, trained.model
+    if not isinstance(model, LDMUNetConfig) or folder.resolve().name != PART or not (root / INDEX).exists():
+        return Completed(trained)
+    index = read_json(root / INDEX)
+    lines = TEXT_ENCODERS.get(str(index.get("_class_name")), {})
+    if not lines:
+        return Completed(trained, notes=[f"{root / INDEX} names {index.get('_class_name')!r}, which is not read"])
+    if all((root / name / CONFIG).exists() for name in lines):
+        line = ",".join(form.format(root / name) for name, form in lines.items())
+        trained = replace(trained, text_encoder=line)
+    if model.pooled_size is not None and not index.get("force_zeros_for_empty_prompt", True):
+        trained = replace(trained, model=replace(model, null_text="empty"))
+    path, vae, notes = root / "scheduler" / SCHEDULER_CONFIG, root / "vae", []
+    if path.exists():
+        settings = read_json(path)
+        trained = replace(trained, objective=read_schedule(settings, str(path)))
+        if (spacing := settings.get("timestep_spacing", "leading")) != "trailing":
+            notes.append(
+                f"steps of sampling are spaced 'trailing', those of the pipeline's scheduler {spacing!r}: its pictures "
+                "are the same with timestep_spacing='trailing'"
+            )
+    return Completed(trained, str(vae) if (vae / CONFIG).exists() else None, path.exists(), notes)
+
+
+def read_schedule(settings: Mapping[str, Any], where: str) -> DDPM:
+    """Return the objective whose noise a scheduler removes.
+
+    Args:
+        settings: a `scheduler_config.json`.
+        where: its path, for messages.
+
+    Raises:
+        ConfigError: its betas or its prediction have no counterpart.
+    """
+    steps, name = settings.get("num_train_timesteps", 1000), str(settings.get("beta_schedule", "linear"))
+    schedules = {theirs: own for own, theirs in BETA_SCHEDULES.items()}
+    predictions = {theirs: own for own, theirs in PREDICTIONS.items()}
+    predicted = str(settings.get("prediction_type", "epsilon"))
+    betas = [settings.get(key, default) for key, default in (("beta_start", 1e-4), ("beta_end", 0.02))]
+    odd = settings.get("trained_betas") is not None or name not in schedules or predicted not in predictions
+    if odd or type(steps) is not int or not all(isinstance(beta, float) for beta in betas):
+        raise ConfigError(
+            f"{where}: num_train_timesteps={steps!r:.20}, beta_schedule={name!r:.40}, beta_start and beta_end "
+            f"{betas!r:.60}, prediction_type={predicted!r:.40}, trained_betas={settings.get('trained_betas')!r:.40} "
+            "have no counterpart; import the network from a folder of its own and give --objective"
+        )
+    ours: dict[str, Any] = {"schedule": schedules[name], "prediction": predictions[predicted]}
+    if (published := PUBLISHED_BETAS.get(schedules[name])) is not None:
+        for key, stated, usual in zip(("beta_start", "beta_end"), betas, published):
+            beta = stated * steps / REFERENCE_STEPS
+            ours[key] = None if abs(beta / usual - 1) < 1e-9 else beta
+    return DDPM(discrete_steps=steps, zero_terminal_snr=bool(settings.get("rescale_betas_zero_snr", False)), **ours)

@@ -1,0 +1,125 @@
+"""The mirror of a run on Weights & Biases."""
+
+import logging
+import netrc
+import os
+import secrets
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Optional
+from urllib.parse import urlsplit
+
+from dit.checkpoint.manifest import read_manifest
+from dit.durable_files import write_atomic
+from dit.monitoring.sinks import Picture, Sink, clip_file, pixels_of
+from dit.safe_files import make_folder, read_bytes
+
+logger = logging.getLogger(__name__)
+
+
+class WandbSink(Sink):
+    """Mirror to Weights & Biases; all its files are inside the run folder.
+
+    Without a key, or if the service does not respond, the run is recorded offline (`wandb sync` uploads it later). The
+    id is stored in `run_dir/wandb_id`, so a resumed run continues the same page.
+
+    Args:
+        run_dir: folder of the run.
+        project: name of the project.
+        config: settings of the run, plain containers.
+        name, group: of the run's page; None for wandb's.
+        artifacts: upload each checkpoint as an artifact, named by step and epoch, from a copy that wandb makes at once;
+            offline, only refer to its folder.
+        epoch_samples: training samples of an epoch; None if unknown.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path | str,
+        project: str,
+        config: Mapping[str, Any],
+        *,
+        name: Optional[str] = None,
+        group: Optional[str] = None,
+        artifacts: bool = False,
+        epoch_samples: Optional[int] = None,
+    ) -> None:
+        folder = make_folder(Path(run_dir).resolve() / "wandb")
+        # wandb takes these three folders from the environment only; by default they are in the home directory.
+        for kind in ("DATA", "CACHE", "CONFIG"):
+            os.environ.setdefault(f"WANDB_{kind}_DIR", str(folder / kind.lower()))
+        import wandb  # two seconds, and only rank 0 needs it
+
+        self._wandb = wandb
+        self._artifacts, self._epoch_samples = artifacts, epoch_samples
+        settings = wandb.Settings(console="off", silent=True, disable_git=True, disable_code=True)
+        arguments: dict[str, Any] = {
+            "project": project,
+            "name": name,
+            "group": group,
+            "id": _wandb_id(Path(run_dir) / "wandb_id"),
+            "resume": "allow",
+            "config": dict(config),
+            "dir": str(folder.parent),
+            "settings": settings,
+            "mode": os.environ.get("WANDB_MODE") or ("online" if has_wandb_key() else "offline"),
+        }
+        try:
+            self._run = wandb.init(**arguments)
+        except (wandb.errors.CommError, wandb.errors.UsageError) as error:
+            logger.warning("Weights & Biases is recorded offline: %s", error)
+            self._run = wandb.init(**{**arguments, "mode": "offline"})
+        if self._run.offline:
+            logger.info("wandb records offline; upload with: wandb sync %s", shlex.quote(self._run.sync_dir))
+        self._run.define_metric("consumed_samples")
+        self._run.define_metric("*", step_metric="consumed_samples")
+
+    def scalars(self, step: int, values: Mapping[str, float], consumed_samples: int) -> None:
+        self._run.log({**values, "consumed_samples": consumed_samples}, step=step)
+
+    def image(self, name: str, step: int, picture: Picture, caption: str = "") -> None:
+        clip = clip_file(picture)
+        shown = (
+            self._wandb.Image(pixels_of(picture), caption=caption)
+            if clip is None
+            else self._wandb.Video(str(clip), caption=caption, format="gif")
+        )
+        self._run.log({name: shown}, step=step)
+
+    def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
+        if not self._artifacts:
+            return
+        found, name = dict(metadata), f"checkpoint-{self._run.id}-step_{metadata['step']}"
+        if self._epoch_samples:
+            found["epoch"] = round(read_manifest(path).meta["consumed_samples"] / self._epoch_samples, 2)
+            name += f"-epoch_{found['epoch']}"
+        artifact = self._wandb.Artifact(name, "checkpoint", metadata=found)
+        if self._run.offline:
+            artifact.add_reference(Path(path).resolve().as_uri(), checksum=False)  # no copy, and no hashing
+        else:
+            artifact.add_dir(str(path))
+        self._run.log_artifact(artifact)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _wandb_id(path: Path) -> str:
+    """Return the id of this run's page, created at the first call."""
+    if os.path.lexists(path):
+        return read_bytes(path, follow=False).decode().strip()
+    run_id = os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
+    write_atomic(path, run_id + "\n")
+    return run_id
+
+
+def has_wandb_key() -> bool:
+    """Return whether wandb can log in without a prompt, which would block the run on a terminal."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname or ""
+    try:
+        return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
+    except (OSError, netrc.NetrcParseError):
+        return False

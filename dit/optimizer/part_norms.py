@@ -1,0 +1,97 @@
+"""Gradient norms of the parts of a model, such as `layers.attention`: the same on any layout."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
+from megatron.core.transformer.module import param_is_not_shared
+
+from dit.backends.device import local_device
+from dit.backends.megatron_types import MegatronOptimizer
+from dit.optimizer.master_weights import MasterShard, sub_optimizers
+from dit.parallel.fsdp import local
+
+
+def part_of(parameter: str) -> str:
+    """Return the part that a parameter belongs to: its first module, or the module's name in a list of layers.
+
+    `head.linear.weight` belongs to `head`, and `layers.3.attention.linear_qkv.weight` to `layers.attention`.
+    """
+    modules = parameter.split(".")[:-1] or [parameter]
+    return f"{modules[0]}.{modules[2]}" if len(modules) > 2 and modules[1].isdigit() else modules[0]
+
+
+@dataclass(frozen=True)
+class _Counted:
+    """The local shards of one of Megatron-Core's optimizers that count, each parameter on one rank only.
+
+    Attributes:
+        places: number of the part of each shard.
+        group: ranks over which squares are summed.
+    """
+
+    shards: list[MasterShard]
+    places: list[int]
+    group: Any
+
+
+class PartNorms:
+    """Measures the gradient norm of each part; every rank creates it and calls it.
+
+    Args:
+        optimizer: of the model.
+        shards: this rank's master shards.
+        interval: steps between two measurements, because each one reads all gradients; 0 for none.
+
+    Attributes:
+        parts: names of all parts of the model, those of other pipeline stages included.
+    """
+
+    def __init__(self, optimizer: MegatronOptimizer, shards: Sequence[MasterShard], interval: int = 1) -> None:
+        self._interval = interval
+        self._norms: dict[str, float] = {}
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(gathered, sorted({part_of(shard.name) for shard in shards}))
+        self.parts = sorted({part for parts in gathered for part in parts})
+        self._factor, by_owner = optimizer.gradient_factor, {id(shard.owner): shard for shard in shards}
+        self._counted: list[_Counted] = []
+        for part in sub_optimizers(optimizer):
+            tp_group = getattr(part, "tp_group", None)
+            counted = [
+                by_owner[id(owner)]
+                for owner in part.get_parameters()
+                if param_is_not_shared(owner) and param_is_not_tensor_parallel_duplicate(owner, tp_group)
+            ]
+            places = [self.parts.index(part_of(shard.name)) for shard in counted]
+            self._counted.append(_Counted(counted, places, part.get_grad_stats_parallel_group()))
+
+    def measure(self, step: int) -> None:
+        """Measure the gradients of a step before clipping, if it is due; between `gradient_norm` and the update."""
+        if self._interval and step % self._interval == 0:
+            squares = [self._squares(counted) for counted in self._counted]
+            self._norms = {
+                f"grad_norm/{part}": sum(terms) ** 0.5 * self._factor.value
+                for part, *terms in zip(self.parts, *squares, strict=True)
+            }
+
+    def take(self) -> dict[str, float]:
+        """Return `grad_norm/PART` of the newest measurement, once; nothing if there was none since."""
+        norms, self._norms = self._norms, {}
+        return norms
+
+    @torch.no_grad()
+    def _squares(self, counted: _Counted) -> list[float]:
+        """Return the squared norm of each part over all ranks, before `gradient_factor`."""
+        pairs = [(shard.owner.grad, place) for shard, place in zip(counted.shards, counted.places)]
+        gradients = [(local(gradient), place) for gradient, place in pairs if gradient is not None]
+        squares = torch.zeros(len(self.parts), dtype=torch.float64, device=local_device())
+        if gradients:
+            norms = torch._foreach_norm([gradient for gradient, _ in gradients])
+            places = torch.tensor([place for _, place in gradients], device=squares.device)
+            squares.index_add_(0, places, torch.stack(list(norms)).double().square())
+        dist.all_reduce(squares, group=counted.group)
+        found: list[float] = squares.tolist()
+        return found

@@ -1,0 +1,165 @@
+"""The samples of a WebDataset, read member by member, in the order of each archive.
+
+A sample is called by the archive's path within the folder and its own name there.
+"""
+
+import os
+import tarfile
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path, PurePosixPath
+from typing import Any, Optional, Protocol, TypeVar
+
+from dit.errors import ConfigError, DataError
+from dit.safe_files import open_binary
+from energon_data import tar_index
+from energon_data.prepare import walk
+from energon_data.prepare.sources import (
+    MAX_FILE_BYTES,
+    Source,
+    captions_of,
+    class_of,
+    read_object,
+    read_text,
+    scalars_of,
+)
+from energon_data.prepare.walk import Skipped
+from energon_data.samples import SampleError
+
+
+def list_tars(folder: Path, *, follow_links: bool = False) -> tuple[list[Path], list[Skipped]]:
+    """List the tar files of a WebDataset, sorted, and links to folders that are not read.
+
+    Raises:
+        ConfigError: the path does not exist.
+        DataError: there is none.
+    """
+    if folder.is_file():
+        return [folder], []
+    if not folder.is_dir():
+        raise ConfigError(f"{folder} is neither a folder nor a file; --in names a folder of .tar files, or one of them")
+    skipped: list[Skipped] = []
+    paths = [place / name for place, names in walk.folders_below(folder, follow_links, skipped) for name in names]
+    tars = sorted(path for path in paths if path.suffix == ".tar" and path.is_file())
+    if not tars:
+        links = f" ({walk.reasons(skipped)})" if skipped else ""
+        raise DataError(f"{folder} holds no .tar file{links}; for single pictures use `prepare images`")
+    return tars, skipped
+
+
+def tar_stamp(path: Path) -> list[Any]:
+    """Return path, size and time of an archive, by which an interrupted preparation notices another one."""
+    about = path.stat()
+    return [str(path), about.st_size, about.st_mtime_ns]
+
+
+def name_within(path: Path, root: Path) -> str:
+    """Return a file's path within a folder, with `/`; its full path if it lies elsewhere, its name if it is `root`."""
+    if path == root:
+        return path.name
+    return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.as_posix()
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+AnyNamed = TypeVar("AnyNamed", bound=_Named)
+
+
+def first_of_each_name(
+    sources: Iterable[AnyNamed | tuple[str, SampleError]],
+) -> Iterator[AnyNamed | tuple[str, SampleError]]:
+    """Yield the samples of an archive, but for a second one of a name its name and the reason `duplicate`."""
+    known: set[str] = set()
+    for source in sources:
+        if not isinstance(source, tuple):
+            if source.name in known:
+                yield source.name, SampleError("duplicate", "the archive has this name twice; the first sample is kept")
+                continue
+            known.add(source.name)
+        yield source
+
+
+def read_tar(
+    path: Path, extensions: frozenset[str], root: Optional[Path] = None
+) -> Iterator[Source | tuple[str, SampleError]]:
+    """Read the samples of one tar file in its order; members of a sample share the name before the first dot.
+
+    The part that a member is of its sample follows that dot: `photo.png` is `png`. A picture or video whose part has
+    further dots (`photo.v2.png`) is taken if the sample has no other.
+
+    Args:
+        root: folder within which the archive is named; its own by default.
+
+    Yields:
+        A sample, or the name and reason of one that cannot be used. A truncated archive ends with such a pair.
+    """
+    where = path.name if root is None else name_within(path, root)
+    return first_of_each_name(_members_by_sample(path, where, extensions))
+
+
+def _members_by_sample(
+    path: Path, where: str, extensions: frozenset[str]
+) -> Iterator[Source | tuple[str, SampleError]]:
+    name, parts = "", dict[str, bytes]()
+    try:
+        with open_binary(path) as archive:
+            for member, read in tar_index.read_tar(archive):
+                place = PurePosixPath(member.name)
+                if place.name.startswith("."):
+                    continue
+                stem, _, part = place.name.partition(".")
+                sample, part = str(place.with_name(stem)), part.lower()
+                if parts and (sample != name or part in parts):
+                    yield _from_parts(f"{where}/{name}", parts, extensions)
+                    parts = {}
+                name = sample
+                if part.rpartition(".")[2] in extensions | {"txt", "json", "cls"}:
+                    if member.size > MAX_FILE_BYTES:
+                        yield f"{where}/{member.name}", SampleError("too_large", f"{member.size} bytes")
+                        continue
+                    parts[part] = read()
+        if not _has_end(path):
+            raise tarfile.ReadError("it has no end marker")
+    except (tarfile.TarError, OSError, EOFError, ValueError) as error:
+        yield f"{where}/{name}", SampleError("bad_tar", f"the archive is cut short or damaged here: {error}")
+        return
+    if parts:
+        yield _from_parts(f"{where}/{name}", parts, extensions)
+
+
+def _has_end(path: Path) -> bool:
+    """Tell whether an archive ends with two empty blocks; one that is cut between two members does not."""
+    with open_binary(path) as file:
+        file.seek(-min(1024, path.stat().st_size), os.SEEK_END)
+        return file.read() == bytes(1024)
+
+
+def _from_parts(where: str, parts: Mapping[str, bytes], extensions: Iterable[str]) -> Source | tuple[str, SampleError]:
+    media = [part for part in parts if part in extensions]
+    media = media or [part for part in parts if part.rpartition(".")[2] in extensions]
+    try:
+        if len(media) != 1:
+            raise SampleError(
+                "missing_part",
+                f"{len(media)} pictures or videos of {sorted(parts)}, wanted one; members that share the name before "
+                "the first dot are one sample",
+            )
+        version = media[0].rpartition(".")[0]
+
+        def companion(kind: str) -> Optional[bytes]:
+            return parts.get(f"{version}.{kind}", parts.get(kind)) if version else parts.get(kind)
+
+        described, text, number = companion("json"), companion("txt"), companion("cls")
+        row = read_object(described, "json") if described is not None else {}
+        if text is not None:
+            row["caption"] = read_text(text, "txt")
+        if number is not None:
+            row["label"] = read_text(number, "cls")
+        captions, label = captions_of(row), class_of(row.get("label"))
+    except SampleError as error:
+        return where, error
+    data = parts[media[0]]
+    metadata = scalars_of(row)
+    return Source(name=f"{where}.{media[0]}", read=lambda: data, captions=captions, label=label, metadata=metadata)

@@ -1,0 +1,233 @@
+"""The files of a user's folder, with their captions, classes and metadata from the usual conventions.
+
+    cats/1.jpg  cats/1.txt                 a caption beside each file (.txt, .caption), or a .json object with more
+    cats/1.jpg  dogs/7.png                 one folder per class (`labels`)
+    10_sks dog/1.jpg                       read 10 times as often; caption "sks dog" if it has none (`repeats`)
+    metadata.jsonl  .csv  .parquet         one row per file
+
+`energon_data.prepare.lists` has the lists.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+from dit.errors import ConfigError, DataError
+from energon_data.media_files import PICTURES, VIDEOS
+from energon_data.prepare import walk
+from energon_data.prepare.lists import LISTS, Rows, find_list, read_list
+from energon_data.prepare.sources import (
+    Source,
+    captions_of,
+    class_of,
+    read_file,
+    read_object,
+    read_text,
+    scalars_of,
+    span_of,
+)
+from energon_data.prepare.walk import COMPANIONS, Skipped
+from energon_data.samples import SampleError
+
+MAX_REPEATS = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """One file of a folder, small enough to be listed by the million; `source` opens what lies beside it.
+
+    Attributes:
+        name: path within the folder, with `/`.
+        size: bytes; -1 if the file does not exist.
+        mtime_ns: when it was last written, nanoseconds since the epoch.
+        beside: name, size and time of each of its `COMPANIONS`; none are looked for where a list has the rows.
+        row: of a list of files, None if there is no such list.
+        repeats: how often it is read in one pass over the data.
+        caption: of its folder, for a file without one.
+    """
+
+    name: str
+    size: int
+    mtime_ns: int = 0
+    beside: tuple[tuple[str, int, int], ...] = ()
+    label: Optional[int] = None
+    row: Optional[dict[str, Any]] = None
+    repeats: int = 1
+    caption: Optional[str] = None
+
+    @property
+    def group(self) -> str:
+        """Name of the folder right below the user's folder; empty for a file outside of any."""
+        return self.name.rpartition("/")[0].partition("/")[0]
+
+    @property
+    def stamp(self) -> list[Any]:
+        """By which an interrupted preparation notices another file, caption or metadata under an old name."""
+        return [self.name, self.size, self.mtime_ns, *self.beside]
+
+    def source(self, folder: Path, *, follow_links: bool = False) -> Source:
+        """Read the caption and metadata that lie beside the file.
+
+        Args:
+            follow_links: also read files outside of the folder to which links lead.
+
+        Raises:
+            SampleError: they are damaged, or a link that leaves the folder.
+        """
+        path, root = folder / self.name, None if follow_links else folder
+        row = dict(self.row) if self.row is not None else self._beside(folder, root)
+        is_still = walk.extension_of(self.name) in PICTURES - {"gif"}
+        label = row.get("label") if self.label is None else self.label
+        return Source(
+            name=self.name,
+            read=lambda: read_file(path, root),
+            captions=captions_of(row) or (() if self.caption is None else (self.caption,)),
+            label=class_of(label),
+            metadata=scalars_of(row),
+            span=None if is_still else span_of(row),
+            repeats=self.repeats,
+        )
+
+    def _beside(self, folder: Path, root: Optional[Path]) -> dict[str, Any]:
+        """Return what the files beside this one say."""
+        found: dict[str, Any] = {}
+        for name, _, _ in self.beside:
+            data = read_file((folder / self.name).with_name(name), root)
+            found |= read_object(data, name) if name.lower().endswith(".json") else {"caption": read_text(data, name)}
+        return found
+
+
+class Listing(NamedTuple):
+    """The files of a folder.
+
+    Attributes:
+        entries: those that are read, by name.
+        classes: names of the classes; empty without labels.
+        skipped: the others.
+        list_file: the list of files that was read, if there is one.
+    """
+
+    entries: list[Entry]
+    classes: list[str]
+    skipped: list[Skipped]
+    list_file: Optional[Path] = None
+
+
+def list_folder(
+    folder: Path,
+    extensions: frozenset[str],
+    *,
+    labels: bool = False,
+    repeats: bool = False,
+    list_file: Optional[Path] = None,
+    follow_links: bool = False,
+) -> Listing:
+    """List the files of a folder and of those below it, sorted by name.
+
+    Args:
+        extensions: which files are samples.
+        labels: the folders right below are classes, numbered by name.
+        repeats: the folders right below are called `N_NAME`.
+        list_file: a list of files, see `energon_data.prepare.lists`; None for that of the folder, if it has one.
+        follow_links: also list folders to which links lead, and accept a list of files that is a link.
+
+    Raises:
+        ConfigError: the folder or the list does not exist.
+        DataError: it has no such file, one lies outside of every class, or a list of files is damaged.
+    """
+    if not folder.is_dir():
+        hint = "; `prepare huggingface` reads parquet files" if folder.suffix == ".parquet" else ""
+        raise ConfigError(f"{folder} is no folder; --in names the folder that holds the files{hint}")
+    list_file = find_list(folder, list_file, follow_links=follow_links)
+    entries, skipped = _walk(folder, extensions, follow_links)
+    if list_file is not None:
+        rows, missing = read_list(list_file, [entry.name for entry in entries])
+        entries, skipped = _listed(entries, skipped, rows, list_file)
+        skipped += missing
+    skipped.sort()
+    if not entries:
+        why = f"; {walk.reasons(skipped)}" if skipped else ""
+        hint = "; `prepare huggingface` reads .parquet" if any(s.name.endswith(".parquet") for s in skipped) else ""
+        endings = ", ".join(sorted(extensions))
+        raise DataError(f"{folder} holds no file that ends in {endings}, also not in the folders below it{why}{hint}")
+    if labels:
+        classes = _groups(folder, entries, "class folder")
+        number = {name: i for i, name in enumerate(classes)}
+        return Listing([replace(entry, label=number[entry.group]) for entry in entries], classes, skipped, list_file)
+    if repeats:
+        counts = {name: _repeats(folder / name) for name in _groups(folder, entries, "folder N_NAME")}
+        entries = [replace(entry, repeats=counts[entry.group][0], caption=counts[entry.group][1]) for entry in entries]
+    return Listing(entries, [], skipped, list_file)
+
+
+def _listed(
+    entries: Sequence[Entry], skipped: Sequence[Skipped], rows: Rows, list_file: Path
+) -> tuple[list[Entry], list[Skipped]]:
+    """Return the files that a list names, in the order of their names, and what else the folder holds."""
+    existing = {entry.name: entry for entry in entries}
+    unlisted = SampleError("not_listed", f"not in {list_file.name}")
+    others = [skip for skip in skipped if skip.reason != "no_picture" and skip.name not in rows]
+    others += [Skipped.of(name, unlisted) for name in existing if name not in rows]
+    # What the list names and the folder lacks stays in: it is counted as a sample that cannot be read.
+    entries = [
+        replace(existing.get(name, Entry(name=name, size=-1)), row=row, beside=())
+        for name, of_file in sorted(rows.items())
+        for row in of_file
+    ]
+    return entries, others
+
+
+def _groups(folder: Path, entries: Sequence[Entry], what: str) -> list[str]:
+    """Return the folders right below, sorted.
+
+    Raises:
+        DataError: a file lies in none of them.
+    """
+    outside = [entry.name for entry in entries if "/" not in entry.name]
+    if outside:
+        raise DataError(f"{folder / outside[0]} lies in no {what}, and {len(outside) - 1} other files; move them")
+    return sorted({entry.group for entry in entries})
+
+
+def _repeats(folder: Path) -> tuple[int, str]:
+    """Return the repeats and the caption that the name of a folder states.
+
+    Raises:
+        DataError: it states none, or too many.
+    """
+    match = re.fullmatch(r"(\d+)_(.+)", folder.name)
+    if match is None or not 1 <= int(match[1]) <= MAX_REPEATS:
+        raise DataError(
+            f"{folder} is not called N_NAME with N from 1 to {MAX_REPEATS}, such as 10_sks dog; rename it, or "
+            "leave out --repeats"
+        )
+    return int(match[1]), match[2]
+
+
+def _walk(folder: Path, extensions: frozenset[str], follow_links: bool) -> tuple[list[Entry], list[Skipped]]:
+    """Return every file of these kinds by name, and what else lies in the folder."""
+    entries: list[Entry] = []
+    skipped: list[Skipped] = []
+    for place, names in walk.folders_below(folder, follow_links, skipped):
+        companions: dict[tuple[str, str], str] = {}
+        for name in reversed(names):  # of cat.txt and cat.TXT the first
+            if (extension := walk.extension_of(name)) in COMPANIONS:
+                companions.setdefault((walk.stem_of(name), extension), name)
+        media = {walk.stem_of(name) for name in names if walk.extension_of(name) in PICTURES | VIDEOS}
+        for name in names:
+            path = place / name
+            full_name = path.relative_to(folder).as_posix()
+            if full_name in LISTS or (walk.extension_of(name) in COMPANIONS and walk.stem_of(name) in media):
+                continue
+            if (why := walk.not_read(path, extensions)) is not None:
+                skipped.append(Skipped.of(full_name, why))
+                continue
+            names_beside = [companions.get((walk.stem_of(name), extension)) for extension in COMPANIONS]
+            beside = tuple(
+                seen for other in names_beside if other is not None and (seen := walk.seen_file(place / other))
+            )
+            about = path.stat()
+            entries.append(Entry(name=full_name, size=about.st_size, mtime_ns=about.st_mtime_ns, beside=beside))
+    return sorted(entries, key=lambda entry: entry.name), skipped

@@ -1,0 +1,292 @@
+"""Pictures of a data set of the library `datasets`: by its name on the Hugging Face hub, or local files.
+
+    NAME, OWNER/NAME          of the hub, copied to its local cache
+    FOLDER                    with parquet or arrow files, or made by `save_to_disk`
+    FILE.parquet              such as the hub's own: a column of {"bytes": ..., "path": ...}, and a column of captions
+
+A column of pictures holds such entries or plain bytes, which `dit.media` decodes. No code of a data set is run.
+"""
+
+import difflib
+import re
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from dit.encoders.pretrained import check_reachable
+from dit.errors import ConfigError, DataError
+from energon_data.prepare.build import Raw
+from energon_data.prepare.media import Options
+from energon_data.prepare.preparation import Preparation
+from energon_data.prepare.sources import CAPTION_NAMES, Source, captions_of, class_of, read_file, scalars_of
+from energon_data.samples import SampleError
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+NAME = "huggingface"
+KINDS = ("arrow", "cache", "csv", "imagefolder", "json", "parquet", "webdataset")
+"""Readers of `datasets` that are used."""
+_IMAGE, _LABEL = "image", "label"
+_CAPTIONS = (*CAPTION_NAMES, "txt")
+_SCALARS = re.compile(r"bool|u?int\d+|float\d+|(large_)?string(_view)?")
+_HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Which rows and columns of a data set are read.
+
+    Attributes:
+        split: name of the split.
+        config: name of the configuration, for a data set with several.
+        image_column: column of pictures; None for the only one, or `image`.
+        caption_column: column of captions, each a text or a list of texts; None for `caption`, `text`, `prompt` or
+            `txt`, if there is one.
+        label_column: column of class numbers; None for `label`, if it holds numbers.
+    """
+
+    split: str = "train"
+    config: Optional[str] = None
+    image_column: Optional[str] = None
+    caption_column: Optional[str] = None
+    label_column: Optional[str] = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rows:
+    """An opened data set with the columns that are read; its files, not its rows, travel to other processes.
+
+    Attributes:
+        root: folder that rows may name files of; None for any.
+    """
+
+    dataset: "Dataset"
+    split: str
+    image: str
+    caption: Optional[str]
+    label: Optional[str]
+    root: Optional[Path]
+
+    def source(self, number: int) -> Source:
+        """Return a row as a source.
+
+        Raises:
+            SampleError: it has no picture, or its caption or class is none.
+        """
+        row = self.dataset[number]
+        stored, caption, label = row.pop(self.image), row.pop(self.caption, None), row.pop(self.label, None)
+        return Source(
+            name=self.name(number),
+            read=partial(_picture, stored, self.root),
+            captions=captions_of({"caption": caption}),
+            label=class_of(None if label == -1 else label),  # -1 stands for no class
+            metadata=scalars_of(row),
+        )
+
+    def name(self, number: int) -> str:
+        """Return the address of a row."""
+        return f"{self.split}/{number:08d}"
+
+
+def _picture(stored: Any, root: Optional[Path]) -> bytes:
+    """Return the file of a picture as a row has it: bytes, or a path in the place of bytes."""
+    data, path = (stored.get("bytes"), stored.get("path")) if isinstance(stored, dict) else (stored, None)
+    if isinstance(data, bytes):
+        return data
+    if not isinstance(path, str) or not Path(path).is_absolute():
+        raise SampleError("missing_part", "the row has no picture")
+    return read_file(Path(path), root)
+
+
+def _sources(rows: _Rows, unit: Iterable[int]) -> Iterator[Raw]:
+    for number in unit:
+        try:
+            yield rows.source(number)
+        except SampleError as error:
+            yield rows.name(number), error
+
+
+def prepare_huggingface(
+    source: str,
+    out: Path,
+    options: Options,
+    table: Table,
+    *,
+    follow_links: bool = False,
+    samples_per_shard: int = 1000,
+    validation: float = 0.02,
+) -> Preparation:
+    """Open a data set and say what there is to do; `Preparation.run` does it.
+
+    Args:
+        source: name on the hub, or path of a folder or parquet file.
+        follow_links: also read files outside of `source` that rows name in the place of bytes.
+        samples_per_shard: rows that are read for one shard.
+        validation: share of the rows that is held out.
+
+    Raises:
+        ConfigError: there is no such data set, split or column, or options do not fit this machine.
+        DataError: the files are damaged.
+    """
+    dataset, root = _open(source, table)
+    image, caption, label = _columns(dataset, table)
+    fingerprint = dataset._fingerprint
+    features = dataset.features
+    others = [name for name, feature in features.items() if _SCALARS.fullmatch(str(getattr(feature, "dtype", "")))]
+    chosen = dict.fromkeys(name for name in (image, caption, label, *others) if name is not None)
+    dataset = _undecoded(dataset.select_columns(list(chosen)), image)
+    names = None if label is None else getattr(features[label], "names", None)
+    rows = _Rows(
+        dataset=dataset,
+        split=table.split,
+        image=image,
+        caption=caption,
+        label=label,
+        root=None if follow_links else root,
+    )
+    return Preparation.generated(
+        NAME,
+        out,
+        options,
+        partial(_sources, rows),
+        range(len(dataset)),
+        plan={
+            "in": source,
+            "table": asdict(table) | {"image_column": image, "caption_column": caption, "label_column": label},
+            "follow_links": follow_links,
+            "files": [fingerprint, len(dataset)],
+        },
+        about={"class_names": list(names)} if names else {},
+        samples_per_shard=samples_per_shard,
+        validation=validation,
+    )
+
+
+def _open(source: str, table: Table) -> tuple["Dataset", Path]:
+    """Return a split of a data set, and the folder that its rows may name files of."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            "this needs the library datasets, which is not installed: pip install 'megatron-dit[huggingface]'"
+        ) from error
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # errors are raised, too
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    path = Path(source)
+    if path.is_dir() and ((path / "dataset_dict.json").is_file() or (path / "state.json").is_file()):
+        saved = _loaded(source, lambda: datasets.load_from_disk(source))
+        splits = saved if isinstance(saved, dict) else {str(saved.split or table.split): saved}
+        return splits[_split_of(source, table.split, splits)], path
+    if path.is_file():
+        if path.suffix != ".parquet":
+            raise ConfigError(f"{source} is no .parquet file; --in names one, a folder of them, or a name on the hub")
+        words: dict[str, Any] = {"path": "parquet", "data_files": source}
+    else:
+        words = {"path": source, "name": table.config}
+        if not path.is_dir():
+            _check_hub(source)
+    builder = _loaded(source, lambda: datasets.load_dataset_builder(**words))
+    kind = type(builder).__module__.removeprefix("datasets.packaged_modules.").partition(".")[0]
+    if kind not in KINDS:
+        raise ConfigError(f"{source} is a data set of kind {kind}; only {', '.join(KINDS)} are read")
+    _loaded(source, builder.download_and_prepare)
+    split = _split_of(source, table.split, builder.info.splits or {})
+    root = path if path.is_dir() else path.parent if path.is_file() else Path(datasets.config.HF_CACHE_HOME)
+    return _loaded(source, lambda: builder.as_dataset(split)), root
+
+
+def _check_hub(source: str) -> None:
+    """Check that a name can be one of the hub, and that the hub can be reached if the cache has no such data set."""
+    import datasets
+    from huggingface_hub import constants
+
+    if not _HUB_NAME.fullmatch(source):
+        raise ConfigError(f"{source} is no folder or file, and no name on the hub (OWNER/NAME)")
+    cached = (
+        Path(constants.HF_HUB_CACHE, f"datasets--{source.replace('/', '--')}"),
+        Path(datasets.config.HF_DATASETS_CACHE, source.replace("/", "___")),
+    )
+    if not any(folder.is_dir() for folder in cached):
+        check_reachable(source)
+
+
+def _loaded(source: str, load: Any) -> Any:
+    """Return what a function of `datasets` returns; its errors become one line."""
+    from datasets.exceptions import DatasetGenerationError
+
+    try:
+        return load()
+    except DatasetGenerationError as error:
+        why = error.__cause__ or error
+        raise DataError(f"{source} cannot be read: {' '.join(str(why).split())}; copy or download it again") from error
+    except (OSError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{source} cannot be opened: {' '.join(str(error).split())}") from error
+
+
+def _split_of(source: str, split: str, known: Iterable[str]) -> str:
+    names = list(known)
+    if split not in names:
+        raise ConfigError(f"{source} has no split {split!r}, only {', '.join(names)}{_hint('--split', split, names)}")
+    return split
+
+
+def _hint(flag: str, name: str, names: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, names, 1)
+    return f"; did you mean {near[0]}?" if near else f"; name one of them with {flag}"
+
+
+def _columns(dataset: "Dataset", table: Table) -> tuple[str, Optional[str], Optional[str]]:
+    """Return the columns of pictures, captions and classes.
+
+    Raises:
+        ConfigError: one that is named does not exist, or no column holds pictures, or several do.
+    """
+    features = dataset.features
+    for flag, named in (
+        ("--image-column", table.image_column),
+        ("--caption-column", table.caption_column),
+        ("--label-column", table.label_column),
+    ):
+        if named is not None and named not in features:
+            known = ", ".join(features)
+            raise ConfigError(f"{flag} {named}: no such column among {known}{_hint(flag, named, list(features))}")
+    pictures = [name for name, feature in features.items() if _holds_pictures(feature)]
+    image = table.image_column or (_IMAGE if _IMAGE in pictures else None)
+    if image is None and len(pictures) != 1:
+        found = f"several columns hold pictures: {', '.join(pictures)}" if pictures else "no column holds pictures"
+        raise ConfigError(f"{found}; name one of {', '.join(features)} with --image-column")
+    image = image or pictures[0]
+    if image not in pictures:
+        raise ConfigError(
+            f"--image-column {image} holds {_type_of(features[image])}, not files of pictures; of URLs, download the "
+            "pictures first (img2dataset) and prepare its output"
+        )
+    caption = table.caption_column or next((name for name in _CAPTIONS if name in features), None)
+    is_number = "int" in str(getattr(features.get(_LABEL), "dtype", ""))
+    return image, caption, table.label_column or (_LABEL if is_number else None)
+
+
+def _holds_pictures(feature: Any) -> bool:
+    from datasets import Image
+
+    if isinstance(feature, dict):
+        return {"bytes", "path"} == set(feature)
+    return isinstance(feature, Image) or getattr(feature, "dtype", "") in ("binary", "large_binary")
+
+
+def _type_of(feature: Any) -> str:
+    return str(getattr(feature, "dtype", type(feature).__name__))
+
+
+def _undecoded(dataset: "Dataset", image: str) -> "Dataset":
+    """Return the data set with the files of its pictures in the place of pictures that Pillow decodes."""
+    from datasets import Image
+
+    if isinstance(dataset.features[image], Image):
+        return dataset.cast_column(image, Image(decode=False))
+    return dataset

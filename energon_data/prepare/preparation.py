@@ -1,0 +1,266 @@
+"""A command of a user on one input: what there is to do, before anything is done."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any, Literal, Optional
+
+from dit.encoders.text_config import check_text_encoder
+from dit.encoders.vae import Geometry
+from dit.errors import ConfigError
+from dit.media import HEIC_IS_MISSING, reads_heic
+from energon_data.media_files import HEIC, PICTURES, VIDEOS
+from energon_data.prepare.archives import list_tars, read_tar, tar_stamp
+from energon_data.prepare.build import Job, Raw, Sample, UnitRecord, build, finish
+from energon_data.prepare.folders import Entry, list_folder
+from energon_data.prepare.lists import list_stamp
+from energon_data.prepare.media import MakeSamples, Options
+from energon_data.prepare.ranks import Ranks
+from energon_data.prepare.texts import text_record
+from energon_data.prepare.walk import Skipped
+from energon_data.samples import SampleError
+
+Command = Literal["images", "videos", "folder", "webdataset"]
+EXTENSIONS = {
+    "images": PICTURES,
+    "videos": VIDEOS | {"gif"},
+    "folder": PICTURES | VIDEOS,
+    "webdataset": PICTURES | VIDEOS,
+}
+TRY_OUT = 8  # samples that a dry run makes
+
+
+def _sources_of_folder(folder: Path, follow_links: bool, unit: list[Entry]) -> Iterator[Raw]:
+    for entry in unit:
+        try:
+            yield entry.source(folder, follow_links=follow_links)
+        except SampleError as error:
+            yield entry.name, error
+
+
+def _sources_of_tar(extensions: frozenset[str], root: Path, unit: Path) -> Iterator[Raw]:
+    return read_tar(unit, extensions, root)
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """A command on one input: what there is to do, before anything is done.
+
+    Attributes:
+        entries: files, or tar archives.
+        classes: names of the classes; empty without labels.
+        plan: what the result depends on.
+        about: further entries of `dataset.json`.
+        skipped: files of the input that are not read.
+    """
+
+    job: Job
+    units: list[Any]
+    entries: int
+    classes: list[str]
+    plan: dict[str, Any]
+    options: Options
+    about: dict[str, Any] = field(default_factory=dict)
+    skipped: Sequence[Skipped] = ()
+
+    @classmethod
+    def of(
+        cls,
+        command: Command,
+        source: Path,
+        out: Path,
+        options: Options,
+        *,
+        labels: bool = False,
+        repeats: bool = False,
+        list_file: Optional[Path] = None,
+        follow_links: bool = False,
+        samples_per_shard: int = 1000,
+        validation: float = 0.02,
+    ) -> "Preparation":
+        """List the input and check the options.
+
+        Args:
+            source: the user's folder (or tar file).
+            labels, repeats, list_file: see `list_folder`.
+            follow_links: also read files and folders outside of `source` to which links lead.
+            samples_per_shard: files that are read for one shard.
+            validation: share of the files that is held out.
+
+        Raises:
+            ConfigError: options do not fit each other or this machine.
+            DataError: the input holds nothing to prepare, or its list of files is damaged.
+        """
+        _check(options, samples_per_shard, validation)
+        extensions = EXTENSIONS[command]
+        gifs: dict[Command, Literal["all", "animated", "none"]] = {"images": "none", "videos": "all"}
+        work = MakeSamples(options, gifs.get(command, "animated"))
+        classes: list[str] = []
+        units: list[Any]
+        if command == "webdataset":
+            tars, skipped = list_tars(source, follow_links=follow_links)
+            units, listed = list(tars), [tar_stamp(path) for path in tars]
+            job = Job(out, partial(_sources_of_tar, extensions, source), work, validation)
+        else:
+            entries, classes, skipped, list_file = list_folder(
+                source, extensions, labels=labels, repeats=repeats, list_file=list_file, follow_links=follow_links
+            )
+            _check_heic(entries)
+            units = _units_of_equal_repeats(entries, samples_per_shard)
+            listed = [entry.stamp for entry in entries]
+            job = Job(out, partial(_sources_of_folder, source, follow_links), work, validation)
+        plan = {
+            "command": command,
+            "in": str(source.resolve()),
+            "options": asdict(options),
+            "labels": labels,
+            "repeats": repeats,
+            "follow_links": follow_links,
+            "samples_per_shard": samples_per_shard,
+            "validation": validation,
+            "files": {"list": list_stamp(list_file), "each": listed},
+        }
+        return cls(job, units, len(listed), classes, plan, options, skipped=skipped)
+
+    @classmethod
+    def generated(
+        cls,
+        command: str,
+        out: Path,
+        options: Options,
+        sources: Callable[[list[Any]], Iterable[Raw]],
+        entries: Sequence[Any],
+        *,
+        plan: dict[str, Any],
+        about: dict[str, Any],
+        samples_per_shard: int,
+        validation: float,
+    ) -> "Preparation":
+        """Describe a data set whose sources are made, not read from files.
+
+        Args:
+            sources: from some of the entries to their sources; picklable.
+            plan: what else the result depends on.
+            about: further entries of `dataset.json`.
+
+        Raises:
+            ConfigError: options do not fit each other or this machine.
+        """
+        _check(options, samples_per_shard, validation)
+        units = [list(entries[i : i + samples_per_shard]) for i in range(0, len(entries), samples_per_shard)]
+        job = Job(out, sources, MakeSamples(options), validation)
+        plan = {
+            "command": command,
+            "options": asdict(options),
+            **plan,
+            "samples_per_shard": samples_per_shard,
+            "validation": validation,
+        }
+        return cls(job, units, len(entries), [], plan, options, about)
+
+    def run(
+        self,
+        *,
+        processes: int,
+        force: bool,
+        on_unit: Callable[[int, UnitRecord], None] = lambda *_: None,
+        on_resume: Callable[[int], None] = lambda _: None,
+    ) -> UnitRecord:
+        """Make the data set; of several ranks, all call this, and all get the counts.
+
+        Args:
+            processes, force, on_unit, on_resume: as in `build`.
+
+        Raises:
+            ConfigError: the folder exists, or unfinished work is of another command, and `force` is not set.
+            DataError: no sample could be used.
+        """
+        ranks = Ranks()
+        total = build(
+            self.job,
+            self.units,
+            self.plan,
+            processes=processes,
+            force=force,
+            ranks=ranks,
+            on_unit=on_unit,
+            on_resume=on_resume,
+        )
+        total.skips = [*self.skipped, *total.skips]
+        if ranks.is_first:
+            finish(self.job, total, self._description(total))
+        return total
+
+    def _description(self, total: UnitRecord) -> dict[str, Any]:
+        options = self.options
+        shape = [int(side) for side in total.shapes.most_common(1)[0][0].split("x")]
+        made = {name: value for name, value in self.plan.items() if name != "files"}
+        return {
+            **self.about,
+            "latent_shape": shape,
+            **({"class_names": self.classes} if self.classes else {}),
+            **({} if options.text_encoder is None else text_record(options.text_encoder)),
+            **({} if options.vae is None else {"vae": options.vae}),
+            "prepared": made,
+        }
+
+    def try_out(self) -> tuple[list[Sample], UnitRecord]:
+        """Make a few samples in memory, for a dry run."""
+        record, found = UnitRecord(skips=list(self.skipped)), []
+        for unit in self.units:
+            for sample in self.job.work(self.job.sources(unit), record):
+                found.append(sample)
+                if len(found) == TRY_OUT:
+                    return found, record
+        return found, record
+
+
+def _units_of_equal_repeats(entries: Sequence[Entry], samples_per_shard: int) -> list[list[Entry]]:
+    """Cut a listing into units; a shard is read as often as each of its samples."""
+    by_repeats: dict[int, list[Entry]] = {}
+    for entry in entries:
+        by_repeats.setdefault(entry.repeats, []).append(entry)
+    return [
+        some[i : i + samples_per_shard] for some in by_repeats.values() for i in range(0, len(some), samples_per_shard)
+    ]
+
+
+def _check_heic(entries: Sequence[Entry]) -> None:
+    """Raise `ConfigError` if there are HEIC files and no reader of them."""
+    heic = [entry.name for entry in entries if PurePosixPath(entry.name).suffix[1:].lower() in HEIC]
+    if heic and not reads_heic():
+        raise ConfigError(f"{heic[0]} and {len(heic) - 1:,} other files: {HEIC_IS_MISSING}, or move them away")
+
+
+def _check(options: Options, samples_per_shard: int, validation: float) -> None:
+    """Check numbers and encoders.
+
+    Raises:
+        ConfigError: a number is out of range, or an encoder does not exist or does not fit.
+    """
+    if not 0 <= validation < 1:
+        raise ConfigError(f"--validation {validation:g} is the share held out: 0 for none, below 1")
+    if samples_per_shard < 1 or options.batch < 1:
+        raise ConfigError("--samples-per-shard and --batch must be at least 1")
+    if not 1 <= options.quality <= 100:
+        raise ConfigError(f"--quality {options.quality} must lie between 1 and 100")
+    _check_encoders(options)
+
+
+def _check_encoders(options: Options) -> None:
+    """Check that the encoders exist and that what is fed to them has sizes they take.
+
+    Raises:
+        ConfigError: one does not.
+    """
+    if options.text_encoder is not None:
+        check_text_encoder(options.text_encoder)
+    if options.vae is None:
+        return
+    geometry = Geometry.read(options.vae)
+    if options.fit.multiple_of % geometry.space:
+        raise ConfigError(
+            f"--multiple-of {options.fit.multiple_of} must be a multiple of {geometry.space}, the compression of "
+            f"{options.vae}; times the model's patch is best"
+        )

@@ -1,0 +1,175 @@
+"""A picture or video of a user before it is decoded, with what a row or the files beside it say of it."""
+
+import errno
+import hashlib
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any, NamedTuple, Optional
+
+from dit.safe_files import parse_json, read_bytes
+from energon_data.prepare.walk import FOLLOW
+from energon_data.samples import SampleError
+
+CAPTION_NAMES = ("caption", "text", "prompt")
+MAX_FILE_BYTES = 8 << 30
+_RESERVED = frozenset({"crc32", "file_name", "label", *CAPTION_NAMES})
+
+
+class Span(NamedTuple):
+    """Start and end in seconds from the first frame of a video; the end may be open."""
+
+    start: float
+    end: Optional[float]
+
+    def __str__(self) -> str:
+        return f"{self.start}" if self.end is None else f"{self.start},{self.end}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """One picture or video before it is decoded.
+
+    Attributes:
+        name: path within the user's folder or archive, for messages and as the address of the sample.
+        read: returns the bytes of the file.
+        captions: in the order given; empty if there is none.
+        label: class number.
+        metadata: further scalars that go with the sample.
+        span: start and end in seconds of a clip of a video; None for all of it.
+        repeats: how often it is read in one pass over the data.
+    """
+
+    name: str
+    read: Callable[[], bytes]
+    captions: tuple[str, ...] = ()
+    label: Optional[int] = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    span: Optional[Span] = None
+    repeats: int = 1
+
+    @property
+    def address(self) -> str:
+        """Name of the file and, after `#t=`, the span, for messages."""
+        return self.name if self.span is None else f"{self.name}#t={self.span}"
+
+    @property
+    def key(self) -> str:
+        """The sample's name inside a shard: readable, without dots, and of its own for every address."""
+        return self._key(self.address)
+
+    @property
+    def origin(self) -> str:
+        """The key of the file, which all of its clips have in common."""
+        return self._key(self.name)
+
+    def _key(self, address: str) -> str:
+        slug = re.sub(r"[^A-Za-z0-9]+", "-", str(PurePosixPath(self.name).with_suffix(""))).strip("-")[-40:]
+        return f"{slug}-{hashlib.sha256(address.encode()).hexdigest()[:16]}"
+
+    @property
+    def extension(self) -> str:
+        """Last extension of the name, in lower case, without the dot."""
+        return self.name.rpartition(".")[2].lower()
+
+
+def scalars_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a row that go along with the sample."""
+    return {k: v for k, v in row.items() if k not in _RESERVED and isinstance(v, (str, int, float, bool))}
+
+
+def span_of(row: Mapping[str, Any]) -> Optional[Span]:
+    """Return the span that `start` and `end` of a row state, None without them.
+
+    Raises:
+        SampleError: one is no number of seconds from 0, or the end is not after the start.
+    """
+    start, end = row.get("start"), row.get("end")
+    if start is None and end is None:
+        return None
+    for name, value in (("start", start), ("end", end)):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 <= value < math.inf):
+            raise SampleError("metadata", f"{name} is {value!r:.40}, not a number of seconds from 0")
+    span = Span(float(start or 0), None if end is None else float(end))
+    if span.end is not None and span.end <= span.start:
+        raise SampleError("metadata", f"the end, {span.end} s, is not after the start, {span.start} s")
+    return span
+
+
+def class_of(value: Any) -> Optional[int]:
+    """Return a class number.
+
+    Raises:
+        SampleError: it is none.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str) and value.strip().isdecimal():
+        return int(value)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise SampleError("metadata", f"label is {value!r}, not a whole number from 0")
+    return value
+
+
+def leaves(path: Path, root: Path) -> bool:
+    """Return whether links lead from a path below `root` to a file outside of it."""
+    return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
+
+
+def read_file(path: Path, root: Optional[Path]) -> bytes:
+    """Return the bytes of a file, which links may not lead out of `root`."""
+    try:
+        if root is not None and leaves(path, root):
+            raise SampleError("path_escape", f"{path.name} is a link to a file outside of {root}; {FOLLOW}")
+        return read_bytes(path, MAX_FILE_BYTES)
+    except OSError as error:
+        reason = "too_large" if error.errno == errno.EFBIG else "unreadable"
+        raise SampleError(reason, f"cannot read: {error}") from error
+
+
+def read_text(data: bytes, what: str) -> str:
+    """Return the text of a file called `what`.
+
+    Raises:
+        SampleError: it is not UTF-8.
+    """
+    try:
+        return data.decode("utf-8-sig").strip()
+    except UnicodeDecodeError as error:
+        raise SampleError("bad_caption", f"{what} is not UTF-8: {error}") from error
+
+
+def read_object(data: bytes, what: str) -> dict[str, Any]:
+    """Return the JSON object of a file called `what`.
+
+    Raises:
+        SampleError: it is none.
+    """
+    try:
+        value = parse_json(data)
+    except ValueError as error:
+        raise SampleError("bad_json", f"{what} is no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise SampleError("bad_json", f"{what} is a {type(value).__name__}, not an object")
+    return value
+
+
+def captions_of(row: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the captions of a row: one string or a list of them, under the first of `CAPTION_NAMES` that is there.
+
+    Raises:
+        SampleError: it is neither.
+    """
+    for name in CAPTION_NAMES:
+        value = row.get(name)
+        if value is None:
+            continue
+        several = value if isinstance(value, list) else [value]
+        if not all(isinstance(text, str) for text in several):
+            raise SampleError("bad_caption", f"{name} is {value!r:.80}, neither text nor a list of texts")
+        return tuple(text.strip() for text in several if text.strip())
+    return ()

@@ -1,0 +1,138 @@
+"""Write a run as a complete pipeline of diffusers: `python -m launch.export --format pipeline`."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Optional
+
+from dit.convert.diffusers_format import TrainedModel, format_of_model
+from dit.convert.diffusers_pipeline import Pipeline, loading_lines, model_index, pipeline_of
+from dit.convert.diffusers_sampling import PAGE, SCHEDULER_CONFIG, page, scheduler_config
+from dit.convert.run_record import CONFIG_KEY, to_record
+from dit.convert.state_files import to_json, write_diffusers
+from dit.encoders.text import TextEncoder
+from dit.encoders.text_config import TextEncoderConfig, check_text_encoder
+from dit.encoders.vae import VAE, Geometry
+from dit.errors import ConfigError
+from dit.parallel.build import parameter_shapes
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+EXACT = {"DDIMScheduler": "ddim", "FlowMatchEulerDiscreteScheduler": "euler"}
+"""Solver of ours that a scheduler of diffusers computes."""
+
+
+def write_pipeline(
+    trained: TrainedModel,
+    weights: Callable[[], dict[str, "Tensor"]],
+    out: Path,
+    *,
+    autoencoder: Optional[str],
+    text_encoder: Optional[str],
+) -> list[str]:
+    """Write a folder that `diffusers.DiffusionPipeline.from_pretrained` opens; return the notes.
+
+    Args:
+        autoencoder: that made the latents, as in `dit.encoders.vae`.
+        text_encoder: that embedded the texts, as in `dit.encoders.text_config`.
+
+    Raises:
+        ConfigError: diffusers has no pipeline that draws what our sampler draws, a part of it is missing, or the folder
+            cannot be written.
+    """
+    form = format_of_model(trained.model)
+    pipeline = pipeline_of(form, trained)
+    geometry = check_autoencoder(pipeline, trained, autoencoder)
+    encoders = check_encoders(pipeline, text_encoder)
+    assert autoencoder is not None
+    trained, ours = form.for_pipeline(trained, weights())
+    settings, notes = form.write_settings(trained.model, trained.latent_size)
+    scheduler = scheduler_config(trained.objective)
+    assert scheduler is not None  # `pipeline_of`
+    if pipeline.note is not None:
+        notes.append(pipeline.note)
+    if pipeline.flow and trained.sampling.get("guidance_scale", 1.0) != 1:
+        notes.append(f"{pipeline.class_name} is called without guidance by texts, as launch.sample --guidance-scale 1")
+    solver, own = EXACT[scheduler["_class_name"]], trained.sampling.get("solver")
+    if own not in (None, solver):
+        notes.append(f"the scheduler is that of solver={solver}; the run samples by {own}, which differs slightly")
+
+    def write_parts(folder: Path) -> dict[str, str]:
+        VAE(autoencoder).save(folder / "vae", shift=pipeline.shift)
+        classes: dict[str, str] = {}
+        for part, encoder in zip(pipeline.texts, encoders, strict=True):
+            names = [f"text_encoder{part.suffix}", f"tokenizer{part.suffix}"]
+            saved = TextEncoder(encoder).save(*(folder / name for name in names), cut=part.cut)
+            classes |= dict(zip(names, saved, strict=True))
+        return {"model_index.json": to_json(model_index(pipeline, form, trained, classes))}
+
+    most = {part.makes: encoder.geometry().max_tokens for part, encoder in zip(pipeline.texts, encoders, strict=True)}
+    code = loading_lines(pipeline, trained, space=geometry.space, most_tokens=most)
+    rules = form.rules(trained.model, parameter_shapes(trained.model), trained.latent_size)
+    write_diffusers(
+        {**settings, CONFIG_KEY: to_record(trained)},
+        rules.to_theirs(ours),
+        out,
+        subfolder=form.part,
+        texts={
+            PAGE: page(trained, pipeline.class_name, notes=notes, folder=form.part, code=code),
+            f"scheduler/{SCHEDULER_CONFIG}": to_json(scheduler),
+        },
+        others=write_parts,
+    )
+    return [*notes, f"{out / PAGE} has the lines that load the {pipeline.class_name}"]
+
+
+def check_autoencoder(pipeline: Pipeline, trained: TrainedModel, name: Optional[str]) -> Geometry:
+    """Return the sizes of the autoencoder of a pipeline.
+
+    Raises:
+        ConfigError: there is none, or it is of another class or of other channels.
+    """
+    if name is None:
+        raise ConfigError(
+            f"--format pipeline: {pipeline.class_name} decodes latents, and the run names no autoencoder; give --vae "
+            "PATH, or train on latents (a model of pixels has no pipeline; use --format diffusers)"
+        )
+    geometry, channels = Geometry.read(name), trained.model.in_channels
+    if geometry.kind != "AutoencoderKL" or geometry.channels != channels:
+        raise ConfigError(
+            f"--format pipeline: {pipeline.class_name} needs an AutoencoderKL of {channels} channels, and {name!r} is "
+            f"a {geometry.kind} of {geometry.channels}; give --vae PATH"
+        )
+    return geometry
+
+
+def check_encoders(pipeline: Pipeline, line: Optional[str]) -> list[TextEncoderConfig]:
+    """Return the text encoders of a pipeline, in its order.
+
+    Raises:
+        ConfigError: one is missing, or is of another kind than the pipeline calls, or pads otherwise.
+    """
+    if not pipeline.texts:
+        return []
+    if line is None:
+        raise ConfigError(
+            f"--format pipeline: {pipeline.class_name} needs {' and '.join(part.known for part in pipeline.texts)}, "
+            "and the run names no text encoder; give --text-encoder"
+        )
+    given = {entry: encoder for encoder in check_text_encoder(line).encoders for entry in encoder.makes}
+    encoders = []
+    for part in pipeline.texts:
+        encoder = given.get(part.makes)
+        needs = f"{part.known} that makes `{part.makes}`"
+        if part.padded is not None:
+            needs += f", with{'' if part.padded else 'out'} `:padded`"
+        fits = (
+            encoder is not None
+            and encoder.geometry().kind in part.kinds
+            and encoder.layer == "last"
+            and part.padded in (None, encoder.padded)
+        )
+        if encoder is None or not fits:
+            raise ConfigError(
+                f"--format pipeline: {pipeline.class_name} needs {needs}; the texts of this run are of {line!r}; "
+                "prepare the data with such an encoder, or use --format diffusers for the model without a pipeline"
+            )
+        encoders.append(encoder)
+    return encoders

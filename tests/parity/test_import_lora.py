@@ -1,0 +1,255 @@
+"""Adapters made elsewhere, imported, give here what they give there; those that we exported come back to the bit."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import FluxPipeline, StableDiffusionPipeline, UNet2DConditionModel
+from diffusers.loaders.lora_conversion_utils import _maybe_map_sgm_blocks_to_diffusers
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from dit.convert.lora import comfyui_tensors, write_adapter_folder
+from dit.convert.lora_import import ImportedAdapters, layer_names, read_adapters
+from dit.convert.rules import RuleBook
+from dit.errors import ConfigError
+from dit.models.base import ModelConfig
+from dit.models.lora import A_WEIGHT
+from dit.models.lora_config import LoRAConfig
+from dit.parallel.build import parameter_shapes
+from tests.conftest import BuildModel
+from tests.parity.convert_cases import assert_same_bits, load, random_weights, relative_error
+from tests.parity.test_convert_lora import CASES, LORA, Case, adapted
+from tests.parity.test_convert_unet import SIZES
+
+peft = pytest.importorskip("peft")
+RTOL = 1e-5  # float32: W x + B (A x) in another order
+# Their adapters of each class: attention and MLP; some layers alone, so that q has an adapter, or v, and k has none.
+TARGETS = {
+    "flux": ["to_q", "to_v", "add_k_proj", "attn.to_out.0", "proj_mlp", "norm1.linear"],
+    "pixart": ["attn1.to_q", "attn1.to_v", "attn2.to_k", "attn2.to_out.0", "ff.net.0.proj"],
+    "unet": ["attn1.to_q", "attn1.to_k", "attn1.to_v", "attn2.to_v", "proj_in", "ff.net.2"],
+    "wan": ["attn1.to_q", "attn1.to_k", "attn2.to_v", "ffn.net.2"],
+}
+
+
+def a_base(case: Case) -> tuple[nn.Module, ModelConfig, RuleBook, dict[str, Tensor]]:
+    """Return their model with random weights, ours, the rules, and the weights under our names."""
+    theirs = case.module()
+    imported = case.form.read_settings(theirs.config)
+    rules = case.form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
+    base = random_weights(rules.shapes) | {n: torch.zeros(rules.shapes[n]) for n in rules.only_ours}
+    theirs.load_state_dict(rules.to_theirs(base))
+    return theirs, imported.model, rules, base
+
+
+def imported_from(path: Path, case: Case, model: ModelConfig, rules: RuleBook) -> ImportedAdapters:
+    every = parameter_shapes(replace(model, lora=LoRAConfig(rank=1, targets=["*"])))
+    linears = [name.removesuffix(A_WEIGHT) for name in every if name.endswith(A_WEIGHT)]
+    return read_adapters(path, case.form, model, rules, linears)
+
+
+def with_peft(theirs: nn.Module, name: str, **settings: Any) -> Any:
+    """Return a model of diffusers in which peft made adapters with random numbers in A and in B."""
+    config = {"r": 3, "lora_alpha": 5, "target_modules": TARGETS[name], "init_lora_weights": False, **settings}
+    torch.manual_seed(7)
+    return peft.get_peft_model(theirs, peft.LoraConfig(**config))
+
+
+def same_prediction(build_model: BuildModel, case: Case, adapters: ImportedAdapters, base: Any, there: Any) -> None:
+    """Compare predictions, and see that the adapters change them, by far more than rounding."""
+    _, model, _, weights = base
+    network = load(build_model(replace(model, lora=adapters.config)), {**weights, **adapters.tensors})
+    with torch.no_grad():
+        here, expected = case.predict(network, there, model)
+        plain, _ = case.predict(load(build_model(model), weights), there, model)
+    assert relative_error(here, expected) <= RTOL
+    assert relative_error(plain, expected) > 100 * RTOL
+
+
+@pytest.mark.parametrize("settings", [{}, {"use_rslora": True}], ids=["plain", "rslora"])
+@pytest.mark.parametrize("name", CASES)
+def test_adapters_of_peft(build_model: BuildModel, tmp_path: Path, name: str, settings: dict) -> None:
+    """With a rank and an alpha of their own in some layers."""
+    case, base = CASES[name], a_base(CASES[name])
+    patterns = {"rank_pattern": {TARGETS[name][1]: 2}, "alpha_pattern": {TARGETS[name][0]: 9}}
+    there = with_peft(base[0], name, **patterns, **settings)
+    there.save_pretrained(tmp_path)
+    adapters = imported_from(tmp_path, case, base[1], base[2])
+    assert any("filled up to rank" in note for note in adapters.notes)
+    same_prediction(build_model, case, adapters, base, there.base_model.model)
+
+
+def test_an_adapter_of_the_wide_part_of_a_fused_layer_alone(build_model: BuildModel, tmp_path: Path) -> None:
+    """FLUX's single-stream blocks: the MLP has more features than queries, keys and values, which have none."""
+    case, base = CASES["flux"], a_base(CASES["flux"])
+    there = with_peft(base[0], "flux", target_modules=["proj_mlp"])
+    there.save_pretrained(tmp_path)
+    adapters = imported_from(tmp_path, case, base[1], base[2])
+    assert adapters.config.rank == 3
+    same_prediction(build_model, case, adapters, base, there.base_model.model)
+
+
+@pytest.mark.parametrize(("name", "pipeline"), [("flux", FluxPipeline), ("unet", StableDiffusionPipeline)])
+def test_adapters_of_diffusers_pipelines(build_model: BuildModel, tmp_path: Path, name: str, pipeline: Any) -> None:
+    """`save_lora_weights` with its metadata, and `save_lora_adapter` of the model, which has no prefix."""
+    case, base = CASES[name], a_base(CASES[name])
+    theirs, model, rules, _ = base
+    torch.manual_seed(7)
+    config = peft.LoraConfig(r=3, lora_alpha=6, target_modules=TARGETS[name], init_lora_weights=False)
+    theirs.add_adapter(config)
+    layers = peft.get_peft_model_state_dict(theirs, adapter_name="default")
+    words = {f"{case.form.part}_lora_layers": layers, f"{case.form.part}_lora_adapter_metadata": config.to_dict()}
+    pipeline.save_lora_weights(tmp_path / "pipeline", **words)
+    theirs.save_lora_adapter(tmp_path / "model")
+    both = [imported_from(tmp_path / folder, case, model, rules) for folder in ("pipeline", "model")]
+    assert_same_bits(both[0].tensors, both[1].tensors)
+    same_prediction(build_model, case, both[0], base, theirs)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_our_exports_come_back_to_the_bit(build_model: BuildModel, tmp_path: Path, name: str) -> None:
+    """Every file that we write: the products, and again the same file; with scale 1 the adapters themselves."""
+    case = CASES[name]
+    network, model, theirs, layers = adapted(build_model, case)
+    imported = case.form.read_settings(theirs.config)
+    rules = case.form.rules(model, parameter_shapes(model), imported.latent_size)
+    write_adapter_folder(layers, case.form, model, tmp_path / "lora")
+    save_file(comfyui_tensors(layers, case.form.comfyui_name), tmp_path / "comfyui.safetensors")
+    trained = {n: p.detach().clone() for n, p in network.named_parameters() if "lora_" in n}
+    scaled = {n: LORA.scale * x if "lora_B" in n else x for n, x in trained.items()}
+    for source in ("lora", "lora/pytorch_lora_weights.safetensors", "comfyui.safetensors"):
+        adapters = imported_from(tmp_path / source, case, model, rules)
+        assert adapters.config.rank == LORA.rank
+        assert adapters.config.scale == 1
+        assert_same_bits(dict(sorted(adapters.tensors.items())), dict(sorted(scaled.items())))
+
+
+def kohya(theirs: nn.Module, layers: dict[str, str], alpha: float = 2.0) -> dict[str, Tensor]:
+    """Return a file of kohya-ss for layers of a model, by the names of those in the file."""
+    weights, tensors = dict(theirs.named_parameters()), {}
+    for i, (stem, layer) in enumerate(layers.items()):
+        shape, generator = weights[f"{layer}.weight"].shape, torch.Generator().manual_seed(i)
+        sides = shape[2:]
+        tensors[f"{stem}.lora_down.weight"] = torch.randn(4, *shape[1:], generator=generator)
+        tensors[f"{stem}.lora_up.weight"] = torch.randn(shape[0], 4, *[1] * len(sides), generator=generator)
+        tensors[f"{stem}.alpha"] = torch.tensor(alpha)
+    return tensors
+
+
+def test_adapters_of_kohya(build_model: BuildModel, tmp_path: Path) -> None:
+    """As diffusers reads the same file; those of the text encoder are left out and counted."""
+    case, base = CASES["unet"], a_base(CASES["unet"])
+    theirs, model, rules, _ = base
+    block = "down_blocks.0.attentions.1"
+    names = [f"{block}.proj_in", f"{block}.transformer_blocks.0.attn1.to_q", f"{block}.transformer_blocks.0.attn2.to_k"]
+    tensors = kohya(theirs, {f"lora_unet_{name.replace('.', '_')}": name for name in names})
+    save_file(tensors, tmp_path / "unet.safetensors")
+    text = {name.replace("lora_unet", "lora_te_text_model"): x.clone() for name, x in tensors.items()}
+    save_file({**tensors, **text}, tmp_path / "both.safetensors")
+    state, alphas = StableDiffusionPipeline.lora_state_dict(str(tmp_path / "unet.safetensors"))
+    theirs.load_lora_adapter(state, network_alphas=alphas, prefix="unet")
+    adapters = imported_from(tmp_path / "both.safetensors", case, model, rules)
+    assert any(note.startswith("3 adapters of a text encoder are left out (lora_te") for note in adapters.notes)
+    same_prediction(build_model, case, adapters, base, theirs)
+
+
+def test_blocks_of_sdxl_are_numbered_as_kohya_numbers_them() -> None:
+    """Against diffusers' own translation of these names."""
+    form = CASES["unet"].form
+    model = replace(SIZES["xl"], block_out_channels=[32, 64, 96], transformer_layers=[0, 2, 2], layers_per_block=2)
+    model.mid_transformer_layers = 2
+    settings, _ = form.write_settings(model, (1, 8, 8))
+    theirs = UNet2DConditionModel.from_config(settings)
+    layers = [
+        name for name, module in theirs.named_modules() if isinstance(module, nn.Linear) and ".attentions." in name
+    ]
+    names = layer_names(form, model, layers)
+    numbered = {name: found[0] for name, found in names.items() if "_blocks_" in name and "put_blocks" in name}
+    assert len(numbered) == len([layer for layer in layers if not layer.startswith("mid")])
+
+    class Config:
+        layers_per_block = 2
+
+    for name, layer in [*numbered.items(), *((n, f[0]) for n, f in names.items() if "middle_block_1" in n)]:
+        [there] = _maybe_map_sgm_blocks_to_diffusers({f"{name}.alpha": torch.ones(1)}, Config())
+        for old, new in (("input_blocks", "down_blocks"), ("output_blocks", "up_blocks"), ("middle_", "mid_")):
+            there = there.replace(old, new)
+        assert there == f"lora_unet_{layer.replace('.', '_')}.alpha"
+
+
+Change = Callable[[dict[str, Tensor]], dict[str, Tensor]]
+
+
+def renamed(old: str, new: str) -> Change:
+    return lambda tensors: {name.replace(old, new): x for name, x in tensors.items()}
+
+
+def cut(part: str, axis: int) -> Change:
+    """Leave out the last entry along an axis."""
+    return lambda tensors: {
+        name: x.narrow(axis, 0, x.shape[axis] - 1).contiguous() if part in name else x for name, x in tensors.items()
+    }
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: {**t, "unet.x.lora_magnitude_vector": torch.ones(2)}, r"has DoRA \(unet\.x"),
+        (lambda t: {**t, "lora_unet_x.hada_w1_a": torch.ones(2)}, "LoHa or LoKr"),
+        (lambda t: {n: x for n, x in t.items() if "lora_up" not in n}, "lack A or B"),
+        (renamed("attentions_1", "attentions_7"), "1 of 1 layers are not of UNet2DConditionModel .*--base belong"),
+        (cut("lora_down", 1), r"weight of the base is .* check --base"),
+        (lambda t: {n: x / 0 for n, x in t.items()}, "not finite"),
+        (lambda t: {**t, "other": torch.ones(1)}, "other are no tensors of LoRA"),
+        (renamed("lora_unet", "lora_te_text_model"), "has no adapter of UNet2DConditionModel"),
+        (cut("lora_up", 1), "which have no product"),
+        (
+            lambda t: {n: x.repeat(2) if "alpha" in n else x for n, x in t.items()},
+            r"alpha of .* is .2., not one number",
+        ),
+    ],
+    ids=["dora", "loha", "half", "layer", "size", "nan", "unknown", "text", "product", "alpha"],
+)
+def test_what_has_no_counterpart_is_refused(tmp_path: Path, change: Change, message: str) -> None:
+    case, (theirs, model, rules, _) = CASES["unet"], a_base(CASES["unet"])
+    layer = "down_blocks.0.attentions.1.transformer_blocks.0.attn1.to_q"
+    save_file(change(kohya(theirs, {f"lora_unet_{layer.replace('.', '_')}": layer})), tmp_path / "x.safetensors")
+    with pytest.raises(ConfigError, match=message):
+        imported_from(tmp_path / "x.safetensors", case, model, rules)
+
+
+@pytest.mark.parametrize(
+    ("layer", "message"),
+    [
+        ("down_blocks.0.resnets.0.conv1", "beside a convolution of 3 x 3"),
+        ("time_embedding.linear_1", None),
+    ],
+)
+def test_a_convolution_of_3_x_3_has_no_adapter_here(tmp_path: Path, layer: str, message: str | None) -> None:
+    case, (theirs, model, rules, _) = CASES["unet"], a_base(CASES["unet"])
+    save_file(kohya(theirs, {f"lora_unet_{layer.replace('.', '_')}": layer}), tmp_path / "x.safetensors")
+    if message is None:
+        assert imported_from(tmp_path / "x.safetensors", case, model, rules).config.targets == ["time.linear_1"]
+        return
+    with pytest.raises(ConfigError, match=message):
+        imported_from(tmp_path / "x.safetensors", case, model, rules)
+
+
+def test_settings_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
+    case, (theirs, model, rules, _) = CASES["pixart"], a_base(CASES["pixart"])
+    with_peft(theirs, "pixart").save_pretrained(tmp_path)
+    settings = json.loads((tmp_path / "adapter_config.json").read_text())
+    for change, message in (
+        ({"lora_alpha": "5"}, "alpha='5'"),
+        ({"use_dora": True}, "DoRA"),
+        ({"alpha_pattern": {"(a+)+": 3}}, "only names"),
+    ):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({**settings, **change}))
+        with pytest.raises(ConfigError, match=message):
+            imported_from(tmp_path, case, model, rules)
+    assert load_file(tmp_path / "adapter_model.safetensors")

@@ -1,0 +1,257 @@
+"""`launch.export --format pipeline`: the folder opens in diffusers, and the pipeline draws what our sampler draws."""
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import AutoencoderKL, DiffusionPipeline
+from torch import Tensor
+
+from dit.checkpoint.full_weights import read_full_weights, write_imported
+from dit.checkpoint.reading import candidates, read_settings
+from dit.convert.diffusers_format import TrainedModel
+from dit.convert.run_record import build
+from dit.encoders.text import load_text_encoders
+from dit.encoders.text_config import as_conditions, check_text_encoder
+from dit.encoders.vae import VAE
+from dit.inference.generator import Generator
+from dit.models.base import ModelConfig
+from dit.models.dit.config import DiTConfig
+from dit.models.flux.config import FluxConfig
+from dit.models.ldm_unet.config import LDMUNetConfig
+from dit.models.stdit.config import STDiTConfig
+from dit.models.wan.config import WanConfig
+from dit.objectives.addressed_noise import AddressedNoise
+from dit.objectives.base import Objective
+from dit.objectives.ddpm import DDPM
+from dit.objectives.flow_matching import FlowMatching
+from dit.parallel.build import parameter_shapes
+from dit.patchify import unpatchify
+from dit.sampling.generate import empty_pack
+from dit.settings import SamplingConfig
+from launch.export import main as export
+from tests.conftest import BuildModel
+from tests.parity.convert_cases import load, random_weights, relative_error
+from tests.support.encoders import CLIP_WIDTH, T5_WIDTH, save_clip, save_t5
+
+RTOL = 1e-4  # float32: their schedulers' coefficients, padded texts, the autoencoder
+SEED, STEPS = 5, 4
+PROMPTS = ["a red circle", "blue"]
+SIZES = {"hidden_size": 48, "num_attention_heads": 4, "num_layers": 2}
+PIXART = {**SIZES, "layer_pattern": ["full"], "qk_layernorm": False, "fps_conditioning": False, "in_channels": 4}
+PIXART |= {"position_span": 6.0, "null_text": "empty"}
+UNET = {"block_out_channels": [8, 16], "transformer_layers": [0, 1], "layers_per_block": 1, "num_attention_heads": 2}
+UNET |= {"norm_num_groups": 4, "in_channels": 4, "context_size": CLIP_WIDTH, "null_text": "empty"}
+FLUX = {"in_channels": 4, "patch_spatial": 2, "context_size": T5_WIDTH, "pooled_size": CLIP_WIDTH, "hidden_size": 48}
+FLUX |= {"num_attention_heads": 4, "num_joint_layers": 1, "num_single_layers": 2, "ffn_hidden_size": 192}
+STEPS_1000 = DDPM(discrete_steps=1000)
+V = DDPM(discrete_steps=1000, schedule="scaled_linear", prediction="v")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, what it was trained for, and what embeds its texts: `{t5}` and `{clip}` stand for folders.
+
+    Attributes:
+        shift: shift_factor of the autoencoder.
+        quant: it has convolutions around the latents.
+        size: of a picture's latent.
+    """
+
+    pipeline: str
+    model: ModelConfig
+    objective: Objective
+    encoders: str | None = None
+    guidance: float = 2.5
+    shift: float | None = None
+    quant: bool = True
+    size: tuple[int, int] = (8, 8)
+
+
+CASES = {
+    "pixart": Case("PixArtAlphaPipeline", STDiTConfig(**PIXART, context_size=T5_WIDTH), STEPS_1000, "{t5}"),
+    "pixart bert": Case(
+        "PixArtAlphaPipeline",
+        STDiTConfig(**PIXART, context_size=384, out_channels=8),
+        V,
+        "all-minilm-l6-v2",
+        shift=0.7,
+        size=(8, 12),
+    ),
+    "stable diffusion": Case("StableDiffusionPipeline", LDMUNetConfig(**UNET), STEPS_1000, "{clip}:padded"),
+    "dit": Case(
+        "DiTPipeline",
+        DiTConfig(**SIZES, in_channels=4, num_classes=3, time_frequency_shift=1),
+        STEPS_1000,
+        shift=-0.4,
+        quant=False,
+    ),
+    "flux": Case(
+        "FluxPipeline",
+        FluxConfig(**FLUX, rope_axes=[2, 4, 6], guidance=3.5),
+        FlowMatching(time_shift=2.0),
+        "text={t5}:max_tokens=9:padded,pooled={clip}",
+        guidance=1.0,
+        quant=False,
+    ),
+}
+
+
+def save_vae(folder: Path, case: Case) -> Path:
+    """Save an autoencoder of 4 channels that compresses 4 x 4 pixels."""
+    torch.manual_seed(3)
+    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 3, "up_block_types": ("UpDecoderBlock2D",) * 3}
+    sizes = {"block_out_channels": (8, 8, 8), "norm_num_groups": 4, "latent_channels": 4, "scaling_factor": 0.3611}
+    convolutions = {"use_quant_conv": case.quant, "use_post_quant_conv": case.quant}
+    model = AutoencoderKL(**sizes, **blocks, **convolutions, shift_factor=case.shift).eval()
+    model.save_pretrained(folder)
+    return folder
+
+
+def a_run(folder: Path, case: Case) -> Path:
+    """Write a run of random weights, its autoencoder and its text encoders."""
+    vae, names = save_vae(folder / "vae", case), {"t5": save_t5(folder / "t5"), "clip": save_clip(folder / "clip")}
+    line = None if case.encoders is None else check_text_encoder(case.encoders.format(**names)).recorded
+    classes = case.model.num_classes
+    trained = TrainedModel(
+        case.model,
+        case.objective,
+        (1, *case.size),
+        {"solver": "euler" if isinstance(case.objective, FlowMatching) else "ddim", "num_steps": STEPS},
+        class_names=None if classes is None else [f"class {i}" for i in range(classes)],
+        text_encoder=line,
+    )
+    own = {"guidance_scale": case.guidance, "seed": SEED, "vae": str(vae)}
+    sampling = build(SamplingConfig, {**trained.sampling, **own}, "sampling")
+    write_imported(folder / "run", random_weights(parameter_shapes(case.model)), trained, sampling, "a test")
+    return folder / "run"
+
+
+def generator_of(run: Path, build_model: BuildModel) -> Generator:
+    [folder] = candidates(run)
+    config, metadata = read_settings(folder)
+    return Generator(config, metadata, load(build_model(config.model), read_full_weights(folder, "weight")), 0)
+
+
+def ours(generator: Generator, case: Case) -> tuple[Tensor, Tensor]:
+    """Return the noise as a scheduler takes it, and the pictures in [0, 1], `[N, 3, H, W]`."""
+    if case.encoders is None:
+        given: Mapping[str, Any] = {"label": [2, 0]}
+    else:
+        encoders = load_text_encoders(generator.text_encoder or "")
+        given = as_conditions(encoders.encode(PROMPTS), case.model.conditions())
+    latents = generator.generate(conditions=given)[:, :, 0]
+    vae = VAE(generator.config.sampling.vae or "")
+    batch = empty_pack(generator.spec, (1, *case.size), 2, torch.device("cpu"), given)
+    patch, features = generator.spec.patch_spatial, batch.latents_TC.shape[1]
+    noise_TC = AddressedNoise(SEED, 0, batch.sample_ids_S, batch.layout).normal_TC("start", features)
+    grid = (1, *(side // patch for side in case.size))
+    noise = torch.stack([unpatchify(part, grid, 1, patch)[:, 0] for part in noise_TC.chunk(2)])
+    _, sigma = case.objective.path.alpha_sigma(case.objective.sampling_grid(STEPS)[0])
+    return float(sigma) * noise, vae.decode(latents[:, :, None])[:, :, 0] / 2 + 0.5
+
+
+@pytest.fixture(autouse=True)
+def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dit.inference.generator.local_device", lambda: torch.device("cpu"))
+
+
+def page_call(code: str) -> dict[str, Any]:
+    """Return the arguments by name of the call of the pipeline in the lines of a page."""
+    [call] = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call) and node.keywords]
+    return {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_pipeline_draws_what_our_sampler_draws(
+    build_model: BuildModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """By the lines of the folder's own page, from the same noise, texts and guidance included."""
+    case, folder = CASES[name], tmp_path / "pipeline"
+    run = a_run(tmp_path, case)
+    assert export(["--checkpoint", str(run), "--raw-weights", "--format", "pipeline", "--out", str(folder)]) == 0
+    noise, expected = ours(generator_of(run, build_model), case)
+
+    pipeline = DiffusionPipeline.from_pretrained(folder)
+    assert type(pipeline).__name__ == case.pipeline
+    pipeline.set_progress_bar_config(disable=True)
+    [code] = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    call = page_call(code)
+    call["prompt" if case.encoders else "class_labels"] = PROMPTS if case.encoders else [2, 0]
+    if case.pipeline == "DiTPipeline":
+        monkeypatch.setattr("diffusers.pipelines.dit.pipeline_dit.randn_tensor", lambda **_: noise)
+        assert pipeline.get_label_ids(["class 2", "class 0"]) == [2, 0]
+    else:
+        packed = case.pipeline == "FluxPipeline"
+        call["latents"] = pipeline._pack_latents(noise, 2, 4, *case.size) if packed else noise
+    found = torch.from_numpy(pipeline(**call, output_type="np").images).movedim(-1, 1)
+    assert found.shape == (2, 3, *(4 * side for side in case.size))
+    assert expected.clamp(0, 1).std() > 0.01
+    assert relative_error(found, expected.clamp(0, 1)) <= RTOL
+
+
+def refused(folder: Path, case: Case, capsys: pytest.CaptureFixture, *words: str) -> str:
+    """Export, expect one line of error and nothing on the disk, and return it."""
+    run = a_run(folder, case)
+    capsys.readouterr()
+    arguments = ["--checkpoint", str(run), "--raw-weights", "--format", "pipeline", "--out", str(folder / "out")]
+    assert export([*arguments, *words]) == 2
+    assert not (folder / "out").exists()
+    [line] = capsys.readouterr().err.splitlines()
+    return line
+
+
+PIXART_T5 = CASES["pixart"]
+WAN = WanConfig(**SIZES, in_channels=4, ffn_hidden_size=96, context_size=T5_WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        (replace(PIXART_T5, objective=FlowMatching()), "runs DDPM of 1000 steps .* trained by FlowMatching"),
+        (
+            replace(PIXART_T5, model=replace(PIXART_T5.model, null_text="learned")),
+            "leads away from the embedding of the empty text.*null_text=empty",
+        ),
+        (replace(PIXART_T5, encoders=None), "needs a T5 or a BERT, and the run names no text encoder"),
+        (replace(PIXART_T5, encoders="{t5}:padded"), "needs a T5 or a BERT that makes `text`, without `:padded`"),
+        (replace(PIXART_T5, model=replace(PIXART_T5.model, in_channels=3)), "AutoencoderKL of 3 channels"),
+        (Case("", WAN, FlowMatching(), "{t5}"), "WanPipeline pads texts with zeros"),
+        (
+            replace(CASES["stable diffusion"], encoders="{clip}"),
+            "StableDiffusionPipeline needs a CLIP text model that makes `text`, with `:padded`",
+        ),
+        (replace(CASES["flux"], encoders="text={t5}:padded"), "makes `pooled`"),
+    ],
+    ids=["objective", "null", "no encoder", "padding", "channels", "wan", "unpadded", "no pooled text"],
+)
+def test_a_run_whose_pipeline_would_draw_something_else_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture, case: Case, said: str
+) -> None:
+    assert re.search(said, refused(tmp_path, case, capsys))
+
+
+def test_a_run_without_an_autoencoder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """One of another number of channels, too; the model leaves as before."""
+    assert "AutoencoderKL" in refused(tmp_path, PIXART_T5, capsys, "--vae", "identity")
+
+
+def test_the_parts_can_be_imported_again(tmp_path: Path) -> None:
+    """The transformer's folder has the record of the export; the padded table of classes keeps its names."""
+    from launch.import_weights import main as import_weights
+
+    run, folder = a_run(tmp_path, CASES["dit"]), tmp_path / "pipeline"
+    assert export(["--checkpoint", str(run), "--raw-weights", "--format", "pipeline", "--out", str(folder)]) == 0
+    words = ["--from", str(folder / "transformer"), "--format", "diffusers", "--out", str(tmp_path / "back")]
+    assert import_weights(words) == 0
+    [checkpoint] = candidates(tmp_path / "back")
+    config, metadata = read_settings(checkpoint)
+    assert (config.model.num_classes, metadata["class_names"]) == (1000, ["class 0", "class 1", "class 2"])
+    index = json.loads((folder / "model_index.json").read_text())
+    assert index["id2label"] == {"0": "class 0", "1": "class 1", "2": "class 2"}

@@ -1,0 +1,262 @@
+"""Data sets of the library `datasets` become shards: parquet with pictures inside, saved folders, folders of files."""
+
+import io
+import json
+import pickle
+import tarfile
+import urllib.error
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pytest
+from PIL import Image
+from pyarrow import parquet
+
+from dit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_OK
+from energon_data.prepare.__main__ import main
+from energon_data.prepare.huggingface import Table, prepare_huggingface
+from energon_data.prepare.media import Options
+from tests.unit.energon_data.test_prepare_folder import metadata_of
+
+COUNT = 6
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """A cache of its own, of which nothing remains."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_CACHE_HOME", tmp_path / "cache")
+
+
+def png(shade: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (32, 16), (shade, 0, 0)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def rows(count: int = COUNT) -> dict[str, list]:
+    return {
+        "image": [{"bytes": png(10 * i), "path": f"{i}.png"} for i in range(count)],
+        "text": [f"shade {i}" for i in range(count)],
+        "score": [0.5 * i for i in range(count)],
+    }
+
+
+def write_parquet(path: Path, columns: dict[str, list]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(pa.table(columns), path)
+    return path
+
+
+def prepare(source: object, out: Path, *words: str) -> int:
+    common = ["--out", str(out), "--validation", "0", "--processes", "1"]
+    return main(["huggingface", "--in", str(source), *common, *words])
+
+
+def described(source: object, out: Path, *words: str) -> dict:
+    assert prepare(source, out, *words) == EXIT_OK
+    return json.loads((out / "dataset.json").read_text())
+
+
+def stored(folder: Path) -> dict[str, bytes]:
+    """Return the picture files of a prepared folder by their names."""
+    found = {}
+    for path in sorted(folder.glob("*.tar")):
+        with tarfile.open(path) as archive:
+            for member in archive:
+                if ".pixels." in member.name:
+                    found[member.name.rpartition(".pixels.")[0]] = archive.extractfile(member).read()
+    return found
+
+
+def parquet_file(root: Path) -> Path:
+    return write_parquet(root / "x.parquet", rows())
+
+
+def parquet_folder(root: Path) -> Path:
+    return write_parquet(root / "hub" / "data" / "train-00000-of-00001.parquet", rows()).parents[1]
+
+
+def saved_split(root: Path) -> Path:
+    features = datasets.Features(
+        {"image": datasets.Image(), "text": datasets.Value("string"), "score": datasets.Value("float64")}
+    )
+    datasets.Dataset.from_dict(rows(), features=features).save_to_disk(root / "saved")
+    return root / "saved"
+
+
+def saved_splits(root: Path) -> Path:
+    split = datasets.load_from_disk(saved_split(root))
+    datasets.DatasetDict({"train": split, "test": split.select([0])}).save_to_disk(root / "splits")
+    return root / "splits"
+
+
+def image_folder(root: Path) -> Path:
+    """With a list, as of the library's `imagefolder`; its rows name files in the place of bytes."""
+    folder = root / "files"
+    folder.mkdir()
+    lines = []
+    for i in range(COUNT):
+        (folder / f"{i}.png").write_bytes(png(10 * i))
+        lines.append(json.dumps({"file_name": f"{i}.png", "text": f"shade {i}", "score": 0.5 * i}))
+    (folder / "metadata.jsonl").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.mark.parametrize("make", [parquet_file, parquet_folder, saved_split, saved_splits, image_folder])
+def test_every_row_is_a_sample_with_its_file_its_caption_and_its_scalars(tmp_path, make):
+    described(make(tmp_path), tmp_path / "out")
+    found = metadata_of(tmp_path / "out")
+    assert [(found[f"train/{i:08d}"]["caption"], found[f"train/{i:08d}"]["score"]) for i in range(COUNT)] == [
+        (f"shade {i}", 0.5 * i) for i in range(COUNT)
+    ]
+    assert list(stored(tmp_path / "out").values()) == [png(10 * i) for i in range(COUNT)]
+
+
+def test_columns_are_named_and_captions_may_be_lists(tmp_path):
+    """All captions are kept; training draws one of them. Plain bytes, as img2dataset writes them, are files too."""
+    columns = {
+        "jpg": [png(i) for i in range(3)],
+        "thumbnail": [png(0) for _ in range(3)],
+        "sentences": [["one", "two "], [], None],
+        "kind": [2, 0, -1],
+    }
+    source = write_parquet(tmp_path / "x.parquet", columns)
+    words = ["--image-column", "jpg", "--caption-column", "sentences", "--label-column", "kind"]
+    found = described(source, tmp_path / "out", *words)
+    assert (found["labelled"], found["num_classes"]) == (2, 3)
+    about = metadata_of(tmp_path / "out")
+    assert about["train/00000000"]["captions"] == ["one", "two"]
+    assert "caption" not in about["train/00000001"]
+    assert [about[f"train/{i:08d}"].get("label") for i in range(3)] == [2, 0, None]
+    assert list(stored(tmp_path / "out").values()) == [png(0), png(1), png(2)]
+
+
+def test_classes_have_the_names_of_the_data_set(tmp_path):
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["cat", "dog"])})
+    split = {"image": rows(2)["image"], "label": [1, 0]}
+    datasets.Dataset.from_dict(split, features=features).to_parquet(tmp_path / "x.parquet")
+    found = described(tmp_path / "x.parquet", tmp_path / "out")
+    assert (found["class_names"], found["num_classes"]) == (["cat", "dog"], 2)
+
+
+def test_rows_without_a_picture_or_with_a_damaged_one_are_named_and_the_others_stay(tmp_path, capsys):
+    secret = tmp_path / "secret.png"
+    secret.write_bytes(png(255))
+    pictures = [
+        {"bytes": png(1), "path": None},
+        None,
+        {"bytes": None, "path": None},
+        {"bytes": b"no picture", "path": "x.png"},
+        {"bytes": png(2)[:40], "path": None},
+        {"bytes": None, "path": str(secret)},
+        {"bytes": None, "path": "relative.png"},
+    ]
+    source = write_parquet(tmp_path / "in" / "x.parquet", {"image": pictures, "caption": ["text"] * len(pictures)})
+    found = described(source, tmp_path / "out")
+    assert found["skipped"] == {"missing_part": 3, "bad_image": 2, "path_escape": 1}
+    lines = [json.loads(line) for line in (tmp_path / "out" / "skipped.jsonl").read_text().splitlines()]
+    assert [line["file"] for line in lines] == [f"train/{i:08d}" for i in range(1, 7)]
+    assert "skipped, path_escape: 1; train/00000005: secret.png is a link to a file outside" in capsys.readouterr().out
+    followed = described(source, tmp_path / "followed", "--follow-links")
+    assert followed["skipped"] == {"missing_part": 3, "bad_image": 2}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--image-column", "imgae"], "no such column among image, text, score; did you mean image?"),
+        (["--caption-column", "label"], "no such column among image, text, score; name one of them"),
+        (["--image-column", "text"], "--image-column text holds string, not files of pictures; of URLs, download"),
+        (["--split", "tarin"], "has no split 'tarin', only train; did you mean train?"),
+    ],
+)
+def test_a_column_or_split_that_does_not_exist_is_one_line(tmp_path, capsys, words, says):
+    assert prepare(parquet_file(tmp_path), tmp_path / "out", *words) == EXIT_CONFIG
+    assert says in (said := capsys.readouterr().err)
+    assert said.count("\n") == 2  # with "preparing ..."
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_data_without_pictures_or_with_two_columns_of_them_say_which_columns_there_are(tmp_path, capsys):
+    write_parquet(tmp_path / "urls.parquet", {"url": ["https://x/1.jpg"], "caption": ["text"]})
+    assert prepare(tmp_path / "urls.parquet", tmp_path / "out") == EXIT_CONFIG
+    assert "no column holds pictures; name one of url, caption with --image-column" in capsys.readouterr().err
+    picture = rows(1)["image"]
+    write_parquet(tmp_path / "two.parquet", {"before": picture, "after": picture})
+    assert prepare(tmp_path / "two.parquet", tmp_path / "out") == EXIT_CONFIG
+    assert "several columns hold pictures: before, after; name one" in capsys.readouterr().err
+
+
+def test_a_damaged_file_is_one_line(tmp_path, capsys):
+    source = parquet_file(tmp_path)
+    source.write_bytes(source.read_bytes()[:200])
+    assert prepare(source, tmp_path / "out") in (EXIT_CONFIG, EXIT_DATA)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 2  # with "preparing ..."
+    assert "x.parquet cannot be" in said
+
+
+def test_code_of_a_data_set_is_not_run(tmp_path, capsys):
+    folder = tmp_path / "scripted"
+    folder.mkdir()
+    (folder / "scripted.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    assert prepare(folder, tmp_path / "out") == EXIT_CONFIG
+    assert capsys.readouterr().err.count("\n") == 2  # with "preparing ..."
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("someone/no-such-data", "cannot be reached"), ("data/no/such", "no folder or file")]
+)
+def test_a_name_on_the_hub_without_a_network_is_one_line(tmp_path, capsys, monkeypatch, name, says):
+    def unreachable(*args, **kwargs):
+        raise urllib.error.URLError("no route")
+
+    monkeypatch.setattr("dit.encoders.pretrained.urlopen", unreachable)
+    assert prepare(name, tmp_path / "out") == EXIT_CONFIG
+    assert says in (said := capsys.readouterr().err)
+    assert name in said
+    assert said.count("\n") == 2  # with "preparing ..."
+
+
+def test_an_interrupted_preparation_goes_on_to_the_same_bytes(tmp_path):
+    source = saved_split(tmp_path)
+
+    def preparation(out: str):
+        options = {"samples_per_shard": 2, "validation": 0.3}
+        return prepare_huggingface(str(source), tmp_path / out, Options(), Table(), **options)
+
+    def stop(number, record):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        preparation("resumed").run(processes=1, force=False, on_unit=stop)
+    finished = []
+    preparation("resumed").run(processes=1, force=False, on_resume=finished.append)
+    preparation("at_once").run(processes=1, force=False)
+    assert finished == [1]
+    first, second = (sorted((tmp_path / out).glob("*.tar")) for out in ("resumed", "at_once"))
+    assert [path.name for path in first] == [path.name for path in second]
+    assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
+
+
+@pytest.mark.parametrize("make", [parquet_file, saved_split])
+def test_other_processes_get_the_files_not_the_rows(tmp_path, make):
+    prepared = prepare_huggingface(str(make(tmp_path)), tmp_path / "out", Options(), Table())
+    rows = prepared.job.sources.args[0]
+    sent = pickle.dumps(prepared.job)
+    assert len(sent) < 20_000
+    assert png(10) not in sent
+    assert pickle.loads(sent).sources.args[0].source(1).read() == rows.source(1).read() == png(10)
+
+
+def test_rows_are_scaled_and_embedded_like_files(tmp_path):
+    words = ["--size", "16", "--aspect", "square", "--text-encoder", "identity"]
+    found = described(parquet_file(tmp_path), tmp_path / "out", *words)
+    assert found["shapes"] == {"3x1x16x16": COUNT}
+    pixels = [np.asarray(Image.open(io.BytesIO(data)))[0, 0, 0] for data in stored(tmp_path / "out").values()]
+    assert pixels == [10 * i for i in range(COUNT)]
+    assert found["context_size"] == 257

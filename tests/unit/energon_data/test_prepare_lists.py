@@ -1,0 +1,221 @@
+"""Lists of files: several clips of a video by their times, Conceptual Captions, lists elsewhere."""
+
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import av
+import numpy as np
+import pytest
+from PIL import Image
+
+from dit.errors import EXIT_CONFIG, EXIT_DATA, EXIT_OK
+from energon_data.prepare.__main__ import main
+from energon_data.prepare.videos import Cut, clips_of
+from energon_data.samples import SampleError
+from tests.unit.energon_data.test_prepare_folder import metadata_of
+
+RATE, SECONDS, GAP = 8, 6, 8  # frames per second, duration, distance of key frames
+
+
+def png(shade: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (16, 16), (shade, 0, 0)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def film(offset: int = 0, container: str = "mp4") -> bytes:
+    """Return a video whose frame `i` has the shade 5 `i`; its first frame is at `offset` frames."""
+    buffer = io.BytesIO()
+    with av.open(buffer, "w", format=container) as file:
+        stream = file.add_stream("libx264", rate=RATE, options={"g": str(GAP), "crf": "1"})
+        stream.width, stream.height, stream.pix_fmt = 16, 16, "yuv444p"
+        for i in range(RATE * SECONDS):
+            frame = av.VideoFrame.from_image(Image.new("RGB", (16, 16), (5 * i,) * 3))
+            frame.pts = i + offset
+            file.mux(stream.encode(frame))
+        file.mux(stream.encode())
+    return buffer.getvalue()
+
+
+def numbers(frames: list[Image.Image]) -> list[int]:
+    return [round(float(np.asarray(frame).mean()) / 5) for frame in frames]
+
+
+def prepare(source: Path, out: Path, *words: str, command: str = "videos") -> int:
+    common = ["--in", str(source), "--out", str(out), "--validation", "0", "--processes", "1"]
+    return main([command, *common, *words])
+
+
+# Clips by start and end.
+
+
+@pytest.mark.parametrize("offset", [0, 24])
+@pytest.mark.parametrize(
+    ("span", "first", "last"),
+    [((0.0, 1.0), 0, 7), ((1.0, 2.5), 8, 19), ((2.3, 2.6), 19, 20), ((5.0, None), 40, 47), ((5.5, 99.0), 44, 47)],
+)
+def test_a_clip_has_the_frames_of_its_times(span, first, last, offset):
+    """Times count from the first frame, also where the file begins later; the frame at the end is not in the clip."""
+    [(frames, rate)] = clips_of(film(offset, "matroska" if offset else "mp4"), Cut(), span)
+    assert numbers(frames) == list(range(first, last + 1))
+    assert rate == RATE
+
+
+def test_clips_of_a_span_are_cut_like_those_of_a_video():
+    found = list(clips_of(film(), Cut(fps=4.0, frames=3), (1.0, 3.5)))
+    assert [numbers(frames) for frames, _ in found] == [[8, 10, 12], [14, 16, 18], [20, 22, 24]]
+
+
+def test_a_start_beyond_the_end_says_both():
+    with pytest.raises(SampleError, match=r"its last frame is at 5\.88 s, before the start at 7\.0 s") as caught:
+        list(clips_of(film(), Cut(), (7.0, 8.0)))
+    assert caught.value.reason == "too_short"
+
+
+ROWS = [
+    {"file": "a.mp4", "start": 1.0, "end": 3.5, "caption": "dark"},
+    {"file": "a.mp4", "start": 4, "caption": "bright"},
+    {"file": "a.mp4", "start": 7, "end": 8, "caption": "beyond"},
+    {"file": "a.mp4", "start": 3, "end": 2, "caption": "backwards"},
+    {"file": "a.mp4", "start": "0:01", "end": 2, "caption": "text"},
+    {"file": "b.mp4", "caption": "all of it"},
+    {"file": "gone.mp4", "start": 0, "end": 1, "caption": "missing"},
+]
+
+
+def test_several_clips_of_one_film_have_their_own_captions(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    for name in ("a.mp4", "b.mp4", "unlisted.mp4"):
+        (tmp_path / "in" / name).write_bytes(film())
+    (tmp_path / "clips.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    assert prepare(tmp_path / "in", tmp_path / "out", "--list", str(tmp_path / "clips.jsonl")) == EXIT_OK
+    found = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    assert found["shapes"] == {"3x20x16x16": 1, "3x16x16x16": 1, "3x48x16x16": 1}
+    assert sorted(found["captions"]) == ["all of it", "bright", "dark"]
+    skipped = [json.loads(line) for line in (tmp_path / "out" / "skipped.jsonl").read_text().splitlines()]
+    assert {line["file"]: line["reason"] for line in skipped} == {
+        "unlisted.mp4": "not_listed",
+        "a.mp4": "metadata",
+        "a.mp4#t=7.0,8.0": "too_short",
+        "gone.mp4#t=0.0,1.0": "unreadable",
+    }
+    details = [line["detail"] for line in skipped if line["reason"] == "metadata"]
+    assert sorted(details) == [
+        "start is '0:01', not a number of seconds from 0",
+        "the end, 2.0 s, is not after the start, 3.0 s",
+    ]
+
+
+def test_clips_of_one_film_are_in_one_split(tmp_path):
+    """Otherwise a model would be tested on a film that it was trained on."""
+    (tmp_path / "in").mkdir()
+    rows = []
+    for name in ("one.mp4", "two.mp4", "three.mp4", "four.mp4"):
+        (tmp_path / "in" / name).write_bytes(film())
+        rows += [{"file_name": name, "start": i, "end": i + 1} for i in range(5)]
+    (tmp_path / "in" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert prepare(tmp_path / "in", tmp_path / "out", "--validation", "0.5") == EXIT_OK
+    by_file: dict[str, set[str]] = {}
+    for path in (tmp_path / "out").glob("*.tar"):
+        with tarfile.open(path) as archive:
+            for member in archive:
+                if member.name.endswith(".json"):
+                    about = json.loads(archive.extractfile(member).read())
+                    by_file.setdefault(about["source"], set()).add(path.name.partition("-")[0])
+    assert {len(splits) for splits in by_file.values()} == {1}
+    assert set().union(*by_file.values()) == {"train", "val"}
+
+
+@pytest.mark.parametrize("again", [{"file_name": "a.mp4", "start": 1, "end": 2}, {"file_name": "a.mp4"}])
+def test_the_same_clip_twice_is_refused_with_its_row(tmp_path, capsys, again):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.mp4").write_bytes(film())
+    rows = [{"file_name": "a.mp4", "start": 1, "end": 2}, again]
+    (tmp_path / "in" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert prepare(tmp_path / "in", tmp_path / "out") == EXIT_DATA
+    assert "row 2: 'a.mp4'" in (said := capsys.readouterr().err)
+    assert "is listed twice; leave one row, or give each clip of a video a start and an end of its own" in said
+
+
+# Conceptual Captions.
+
+
+def downloaded(root: Path, names: list[str], rows: int = 4) -> Path:
+    """Make a folder of pictures named by row number, and the list that they were downloaded by."""
+    for i, name in enumerate(names):
+        (root / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / "in" / name).write_bytes(png(i))
+    lines = [f'caption {i}, with "quotes\thttps://example.org/{i}.jpg?x=1' for i in range(rows)]
+    (root / "cc3m.tsv").write_text("\n".join(lines) + "\n")
+    return root / "in"
+
+
+def test_captions_are_found_by_the_numbers_of_rows(tmp_path, capsys):
+    source = downloaded(tmp_path, ["0.png", "sub/000000002.png", "3_1234.png", "cover.png"])
+    assert prepare(source, tmp_path / "out", "--list", str(tmp_path / "cc3m.tsv"), command="images") == EXIT_OK
+    found = {name: (about["caption"], about["url"]) for name, about in metadata_of(tmp_path / "out").items()}
+    assert found == {
+        name: (f'caption {row}, with "quotes', f"https://example.org/{row}.jpg?x=1")
+        for name, row in (("0.png", 0), ("sub/000000002.png", 2), ("3_1234.png", 3))
+    }
+    said = capsys.readouterr().out
+    assert "skipped, not_a_file: 1; cc3m.tsv: 1 of 4 rows have no picture in the folder" in said
+    assert "skipped, not_listed: 1; cover.png: not in cc3m.tsv" in said
+
+
+def test_the_address_may_come_first(tmp_path):
+    """As in the list of CC12M."""
+    source = downloaded(tmp_path, ["1.png"])
+    (tmp_path / "cc12m.tsv").write_text("https://example.org/0.jpg\tzero\nhttps://example.org/1.jpg\tone\n")
+    assert prepare(source, tmp_path / "out", "--list", str(tmp_path / "cc12m.tsv"), command="images") == EXIT_OK
+    assert metadata_of(tmp_path / "out")["1.png"]["caption"] == "one"
+
+
+@pytest.mark.parametrize(
+    ("names", "line", "says"),
+    [
+        (["1.png", "4.png"], "", "4.png has no row in"),
+        (["1.png", "sub/001.png"], "", "1.png and sub/001.png both have the number 1"),
+        (["1.png"], "no address\n", "row 4: ['no address'] is no caption and URL with a tab between them"),
+    ],
+)
+def test_numbers_that_cannot_be_those_of_the_rows_are_refused(tmp_path, capsys, names, line, says):
+    """Files that are counted from 1 would all have the captions of others."""
+    source = downloaded(tmp_path, names)
+    with (tmp_path / "cc3m.tsv").open("a") as file:
+        file.write(line)
+    assert prepare(source, tmp_path / "out", "--list", str(tmp_path / "cc3m.tsv"), command="images") == EXIT_DATA
+    assert says in (said := capsys.readouterr().err)
+    assert said.count("\n") == 2  # with "preparing ..."
+
+
+# Lists of other names, and hints to other commands.
+
+
+def test_a_list_may_lie_elsewhere_and_comes_before_that_of_the_folder(tmp_path):
+    source = downloaded(tmp_path, ["a.png", "b.png"])
+    (source / "metadata.csv").write_text("file_name,text\na.png,not this one\n")
+    (tmp_path / "mine.csv").write_text("file_name,text\nb.png,this one\n")
+    assert prepare(source, tmp_path / "out", "--list", str(tmp_path / "mine.csv"), command="images") == EXIT_OK
+    assert {name: about["caption"] for name, about in metadata_of(tmp_path / "out").items()} == {"b.png": "this one"}
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("none.csv", "none.csv does not exist"), ("list.txt", "must end in .jsonl, .csv")],
+)
+def test_a_list_that_cannot_be_one_is_refused(tmp_path, capsys, name, says):
+    source = downloaded(tmp_path, ["a.png"])
+    (tmp_path / "list.txt").write_text("a.png")
+    assert prepare(source, tmp_path / "out", "--list", str(tmp_path / name), command="images") == EXIT_CONFIG
+    assert says in capsys.readouterr().err
+
+
+def test_parquet_files_are_shown_the_way_to_their_command(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "train.parquet").write_bytes(b"PAR1")
+    for source in (tmp_path / "in", tmp_path / "in" / "train.parquet"):
+        assert prepare(source, tmp_path / "out", command="images") in (EXIT_CONFIG, EXIT_DATA)
+        assert "prepare huggingface" in capsys.readouterr().err

@@ -1,0 +1,104 @@
+"""What a step reports of the machine and of its gradients."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.step import build_parser, config_of
+from dit.backends.device import peak_flops
+from dit.backends.process_groups import ProcessGroups
+from dit.optimizer.part_norms import part_of
+from dit.training import rates
+from dit.training.pretrain import Run
+from dit.training.step import training_forward_step
+
+pytestmark = pytest.mark.usefixtures("one_rank_world")
+
+
+def tiny_run(folder: Any, groups: ProcessGroups, *settings: str) -> Run:
+    batch = [
+        "training.global_batch_size=4",
+        "training.micro_batch_size=4",
+        "optimizer.clip_grad=0",
+        "data.num_streams=1",
+    ]
+    config = config_of(build_parser().parse_args(["--factory", "tiny_dit", *batch, *settings]), str(folder))
+    return Run(config, *config.check_here(), groups, quiet=True)
+
+
+def by_autograd(run: Run) -> dict[str, torch.Tensor]:
+    """Return the gradient of the next step by name, from torch.autograd, without Megatron-Core's hooks."""
+    config, (chunk,) = run.config, run.state.chunks
+    forward = training_forward_step(config.objective, config.model, config.training.seed, run.state.step)
+    prediction_TC, loss_function = forward(iter([run.batches.peek()]), chunk)
+    total, count, _ = loss_function(prediction_TC)
+    names, parameters = zip(*chunk.named_parameters())
+    return dict(zip(names, torch.autograd.grad(total / count, parameters, materialize_grads=True)))
+
+
+def test_norms_of_parts_are_those_of_autograd_in_logged_steps_only(tmp_path, one_rank_world: ProcessGroups) -> None:
+    run = tiny_run(tmp_path, one_rank_world, "training.log_interval=2")
+    sums = torch.zeros(2)
+    run.step(sums)
+    assert run.part_norms.take() == {}
+    expected: dict[str, float] = {}
+    for name, gradient in by_autograd(run).items():
+        expected[f"grad_norm/{part_of(name)}"] = expected.get(f"grad_norm/{part_of(name)}", 0.0) + float(
+            gradient.double().square().sum()
+        )
+    grad_norm = run.step(sums)
+    measured = run.part_norms.take()
+    assert measured == pytest.approx({part: square**0.5 for part, square in expected.items()}, rel=1e-5)
+    assert sum(norm**2 for norm in measured.values()) == pytest.approx(grad_norm**2, rel=1e-5)
+    assert {"grad_norm/embed", "grad_norm/layers.attention", "grad_norm/head"} < set(measured)
+    assert run.part_norms.take() == {}
+    run.close()
+
+
+def test_norms_of_parts_can_be_switched_off(tmp_path, one_rank_world: ProcessGroups) -> None:
+    run = tiny_run(tmp_path, one_rank_world, "training.log_interval=1", "logging.part_norms=False")
+    run.step(torch.zeros(2))
+    assert run.part_norms.take() == {}
+    run.close()
+
+
+@pytest.mark.parametrize(
+    ("parameter", "part"),
+    [
+        ("head.linear.weight", "head"),
+        ("layers.11.attention.linear_qkv.weight", "layers.attention"),
+        ("layers.0.mlp.experts.3.linear_fc1.weight", "layers.mlp"),
+        ("mid_block.attentions.0.norm.bias", "mid_block"),
+        ("layers.2.scale", "layers"),
+        ("table", "table"),
+    ],
+)
+def test_part_of_a_parameter(parameter: str, part: str) -> None:
+    assert part_of(parameter) == part
+
+
+def test_peak_memory_is_that_of_the_fullest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rates, "peak_memory", lambda: {"allocated": 5 << 40, "reserved": 7})
+    peaks = rates.memory_peaks(torch.device("cpu"))
+    assert peaks == {"peak_memory_allocated_bytes": 5 << 40, "peak_memory_reserved_bytes": 7}
+
+
+@pytest.mark.parametrize(
+    ("device", "tflops"),
+    [
+        *(("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756), ("NVIDIA H200", 989), ("NVIDIA B200", 2250)),
+        *(("NVIDIA A100-SXM4-80GB", 312), ("CPU", None), ("NVIDIA GeForce RTX 4090", None)),
+    ],
+)
+def test_mfu_is_the_share_of_the_peak_of_a_known_device(
+    device: str, tflops: float | None, tmp_path, monkeypatch: pytest.MonkeyPatch, one_rank_world: ProcessGroups
+) -> None:
+    assert peak_flops(device) == (None if tflops is None else tflops * 1e12)
+    run = tiny_run(tmp_path, one_rank_world)
+    next(run.batches)
+    monkeypatch.setattr(rates, "describe", lambda: device)
+    _, values = rates.rates(run.batches.reset(), run.state.stream, one_rank_world, 1, 0.5, run.device)
+    run.close()
+    expected = None if tflops is None else pytest.approx(values["tflops_per_rank"] / tflops)
+    assert values.get("mfu") == expected
