@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from dit.training.device_batches import DeviceBatches
 
 OK, OUT_OF_MEMORY, REFUSED = "ok", "out of memory", "refused"
+WRITING_S = 30.0
+"""Longest time that other ranks wait until rank 0 has written why the settings are refused."""
 """How a measurement ended, in its record."""
 
 
@@ -219,6 +221,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
             record |= measure(config_of(args, run_dir), args.steps, args.warmup)
         except ConfigError as error:
             write(record | {"status": REFUSED, "error": str(error).partition("\n")[0]}, args.out)
+            if os.environ.get("RANK", "0") != "0":
+                time.sleep(WRITING_S)  # torchrun stops rank 0, which writes the record, when another rank ends
             raise
         except RuntimeError as error:
             if OUT_OF_MEMORY not in str(error).lower():
