@@ -24,7 +24,7 @@ AttentionKind = Literal["self", "cross", "fused", "stacked"]
 
 
 @dataclass(frozen=True)
-class Given:
+class BlockConditions:
     """What the blocks of a UNet read besides the pictures.
 
     Attributes:
