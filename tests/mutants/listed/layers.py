@@ -192,7 +192,7 @@ MUTANTS = (
     Mutant(
         "Imagen: the pooling of a text counts no padding",
         "dit/layers/caption.py",
-        "missing_tokens(layout, self.padded) * (score",
+        "missing_tokens(layout, self.padded) * (padding",
         "0 * (score",
         (IMAGEN,),
     ),
