@@ -193,7 +193,7 @@ MUTANTS = (
         "Imagen: the pooling of a text counts no padding",
         "dit/layers/caption.py",
         "missing_tokens(layout, self.padded) * (padding",
-        "0 * (score",
+        "0 * (padding",
         (IMAGEN,),
     ),
     Mutant(
