@@ -21,7 +21,7 @@ PEAK_FLOPS = {
     "B200": 2250e12,
     "A100": 312e12,
 }
-"""Dense bf16 operations per second by words of the device's name: the denominator of MFU. Source: its data sheet."""
+"""Peak dense bf16 FLOP/s by words in the device's name, the denominator of MFU. Source: the devices' data sheets."""
 
 
 def is_started() -> bool:

@@ -34,7 +34,7 @@ class MegatronOptimizer(Protocol):
         """Return the global norm of the gradients."""
 
     def get_grad_stats_parallel_group(self) -> Any:
-        """Return the ranks whose gradients are parts of one norm; not of a chain."""
+        """Return the group over which the gradient norm is summed; not available for a chain."""
 
     def get_parameters(self) -> list[nn.Parameter]:
         """Return the parameters of all groups."""

@@ -1,4 +1,4 @@
-"""The text of a picture in pixel-space UNets: tokens for attention, and a vector beside that of the time.
+"""Text conditioning of pixel-space UNets: tokens for attention, and a vector added to the time embedding.
 
 Shape suffixes: K text tokens of the pack, D width, S samples.
 """
@@ -22,7 +22,7 @@ TextPooling = Literal["attention", "mean"]
 
 
 def missing_tokens(layout: SequenceLayout, padded: Optional[int]) -> Tensor:
-    """Return the tokens that each text lacks of `padded`, `[S, 1]`; zeros for None."""
+    """Return the number of padding tokens that extend each text to `padded` tokens, `[S, 1]`; zeros for None."""
     counts = [max((padded or 0) - length, 0) for length in layout.lengths]
     return torch.tensor(counts, device=layout.device)[:, None]
 
@@ -38,14 +38,14 @@ def mean_of_texts(x_KD: Tensor, layout: SequenceLayout, padding_D: Tensor, padde
 def normalise_texts(
     x_KD: Tensor, layout: SequenceLayout, groups: int, padding_D: Tensor, padded: Optional[int], epsilon: float = 1e-5
 ) -> Tensor:
-    """Norm texts over (the channels of a group) x (the tokens of a text), in float32.
+    """Normalise texts over (the channels of a group) x (the tokens of a text), in float32.
 
     Args:
-        x_KD: tokens.
-        layout: of the texts.
-        groups: of channels that are normed together.
-        padding_D: token that a position of padding becomes.
-        padded: count padding up to so many tokens; None to count real tokens only.
+        x_KD: text tokens.
+        layout: layout of the texts.
+        groups: number of channel groups.
+        padding_D: value of a padding token.
+        padded: number of tokens per text, including padding, in the statistics; None for only real tokens.
         epsilon: added to the variance.
     """
     x_KGC = x_KD.float().unflatten(1, (groups, -1))
@@ -64,12 +64,12 @@ def normalise_texts(
 
 
 class AttentionPooling(nn.Module):
-    """A weighted mean of the tokens of each text, with weights by a softmax over them, normed and projected.
+    """The mean of each text's tokens, weighted by a learned softmax over the tokens, then normalised and projected.
 
     Args:
         context_size: width of the text embeddings.
         outputs: width of the result.
-        padded: weigh padding, which is zeros, up to so many tokens; None to weigh real tokens only.
+        padded: number of tokens per text, including zero padding, in the softmax; None for only real tokens.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class AttentionPooling(nn.Module):
         super().__init__()
         self.padded = padded
         init = torch_init(context_size)
-        # A linear layer to one score, its bias in the last column: a parameter by itself would have a gradient of zero
-        # in exact arithmetic, because a softmax does not depend on what all scores have in common.
+        # A linear layer to one score with the bias in the last column. As a separate parameter, the bias would have a
+        # gradient of zero in exact arithmetic, because softmax is invariant to a constant added to all scores.
         self.to_score = provider.parameter((1, context_size + 1), init)
         self.norm = LayerNorm(context_size, provider, eps=1e-5)
         self.to_out = provider.replicated_linear(context_size, outputs, bias=True, init=init)
@@ -88,33 +88,33 @@ class AttentionPooling(nn.Module):
         """Return `[S, outputs]`."""
         weight_1D, bias_11 = self.to_score[:, :-1], self.to_score[:, -1:]
         score_K = (context_KD @ weight_1D.T + bias_11)[:, 0].float().masked_fill(~layout.valid_T, -torch.inf)
-        score_of_padding = None if self.padded is None else bias_11.float()
-        most_S = score_K.new_full((layout.num_samples,), -torch.inf)
-        if score_of_padding is not None:
-            most_S = score_of_padding[0].detach().repeat(layout.num_samples)
-        most_S = most_S.scatter_reduce(0, layout.segment_ids_T, score_K.detach(), "amax")
-        weight_K1 = (score_K - most_S[layout.segment_ids_T]).exp()[:, None]
+        padding_score = None if self.padded is None else bias_11.float()
+        max_S = score_K.new_full((layout.num_samples,), -torch.inf)
+        if padding_score is not None:
+            max_S = padding_score[0].detach().repeat(layout.num_samples)
+        max_S = max_S.scatter_reduce(0, layout.segment_ids_T, score_K.detach(), "amax")
+        weight_K1 = (score_K - max_S[layout.segment_ids_T]).exp()[:, None]
         total_S1 = layout.sum_per_sample(weight_K1)
-        if score_of_padding is not None:
-            total_S1 = total_S1 + missing_tokens(layout, self.padded) * (score_of_padding - most_S[:, None]).exp()
+        if padding_score is not None:
+            total_S1 = total_S1 + missing_tokens(layout, self.padded) * (padding_score - max_S[:, None]).exp()
         pooled_SD = layout.sum_per_sample(weight_K1 * context_KD.float()) / total_S1
         return self.to_out(self.norm(pooled_SD.to(context_KD.dtype)))
 
 
 class Caption(nn.Module):
-    """Text embeddings as the attention of a UNet reads them, normed, and pooled to a vector.
+    """Projects text embeddings to tokens for the attention of a UNet, and pools them to a conditioning vector.
 
-    NeMo's Imagen pads texts with zeros, which its pooling and its norm count; `padded` counts them without computing
-    them. Attention never reads padding.
+    NeMo's Imagen pads texts with zeros and includes them in pooling and norm. `padded` accounts for this padding
+    without computing it. Attention never reads padding.
 
     Args:
         context_size: width of the text embeddings.
-        condition_size: width of the tokens that attention reads.
+        condition_size: width of the tokens for attention.
         vector_size: width of the conditioning vector.
-        pooling: of the tokens to a vector: `attention`, of the embeddings, or `mean`, of the projected tokens.
-        null_token: append a learned token to every text, which attention may read instead of the text.
-        groups: of the norm of the tokens; None for tokens that are not normed.
-        padded: length up to which padding counts; None to count real tokens only.
+        pooling: `attention` pools the embeddings, `mean` averages the projected tokens.
+        null_token: append a learned token to every text, so that attention can ignore the text.
+        groups: groups of the norm of the tokens; None for no norm.
+        padded: number of tokens per text, including padding, in pooling and norm; None for only real tokens.
 
     Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, section 2.4; NVIDIA NeMo's Imagen for the modules.
     """

@@ -1,8 +1,9 @@
 """Blocks of pixel-space UNets: residual branches, and attention over the positions of a picture and its text.
 
-Norms have float32 weights and arithmetic, also in bf16 models. Tensors are pictures `[N, C, H, W]`, the conditioning
-vector `[N, E]` and packed text tokens `[K, D]`. Names of tensors with tokens: `T` positions of all pictures, `K` text
-tokens of all pictures.
+Norms have float32 weights and arithmetic, even in bf16 models.
+
+Shape suffixes: pictures `[N, C, H, W]`, E width of the conditioning vector, T positions of all pictures, K text tokens
+of all pictures, D width of the text tokens.
 """
 
 from dataclasses import dataclass
@@ -25,14 +26,14 @@ AttentionKind = Literal["self", "cross", "fused", "stacked"]
 
 @dataclass(frozen=True)
 class BlockConditions:
-    """What the blocks of a UNet read besides the pictures.
+    """Inputs of the blocks of a UNet other than the pictures.
 
     Attributes:
-        vector_NE: the conditioning vector of each picture.
-        context_KD: text tokens of the samples, normed where attention of this file reads them; None without text.
-        texts: their layout.
-        dropout_N: key of each picture's dropout; None where nothing is dropped.
-        frames: pictures of a sample.
+        vector_NE: conditioning vector of each picture.
+        context_KD: text tokens of the samples, normalised for the attention blocks of this file; None without text.
+        texts: layout of the text tokens.
+        dropout_N: dropout key of each picture; None disables dropout.
+        frames: pictures per sample.
     """
 
     vector_NE: Tensor
@@ -43,7 +44,7 @@ class BlockConditions:
 
 
 class ConditionedBranch(nn.Module):
-    """Two normed convolutions with the conditioning vector between them; the second one starts at zero.
+    """Two convolutions after group norms, with the conditioning vector in between; the second is zero-initialised.
 
     norm, SiLU, [resample], convolution --> norm, scale and shift --> SiLU, dropout, convolution
                                               vector ---'
@@ -51,10 +52,11 @@ class ConditionedBranch(nn.Module):
     Args:
         inputs, outputs: channels.
         vector_size: width of the conditioning vector.
-        groups: of the norms.
-        scale_shift: the vector scales and shifts behind the norm; else it is added before the norm.
-        resample: between the activation and the first convolution; None for nothing.
-        dropout: before the last convolution; None for none.
+        groups: groups of the norms.
+        scale_shift: whether the vector scales and shifts the output of the second norm; otherwise it is added to the
+            input of that norm.
+        resample: module between the activation and the first convolution, or None.
+        dropout: dropout before the last convolution, or None.
 
     Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, figures A.27 and A.30; scale and shift: Dhariwal and Nichol
     2021, arXiv:2105.05233, section 3.1 (AdaGN).
@@ -100,7 +102,7 @@ class ConditionedBranch(nn.Module):
 
 
 class TextNormAffine(nn.Module):
-    """Learned scale and shift of the normed text tokens, in float32; `dit.layers.caption` norms them once.
+    """Learned scale and shift of text tokens that `dit.layers.caption` normalised, in float32.
 
     Args:
         channels: width of the tokens.
@@ -121,7 +123,7 @@ def tokens_of(x_NCHW: Tensor) -> Tensor:
 
 
 def pictures_of(x_TC: Tensor, like_NCHW: Tensor) -> Tensor:
-    """Undo `tokens_of`."""
+    """Return tokens `[T, C]` as pictures of the size of `like_NCHW`, the inverse of `tokens_of`."""
     pictures, _, height, width = like_NCHW.shape
     return x_TC.view(pictures, height, width, -1).permute(0, 3, 1, 2)
 
@@ -129,17 +131,17 @@ def pictures_of(x_TC: Tensor, like_NCHW: Tensor) -> Tensor:
 class PictureAttention(nn.Module):
     """Attention of the positions of a picture to each other (self), to the text (cross), or to both at once (fused).
 
-    self     q, k, v of the normed picture
-    cross    q of the normed picture, k and v of the normed text
-    fused    q of the normed picture; keys and values of the picture, under a second norm, and of the normed text
+    self     q, k, v of the normalised picture
+    cross    q of the normalised picture, k and v of the normalised text
+    fused    q of the normalised picture; k and v of the picture after a second norm, and of the normalised text
 
-    The output projection starts at zero; the result is added to the picture.
+    The output projection is zero-initialised, and its result is added to the picture.
 
     Args:
-        channels: of the picture.
+        channels: channels of the picture.
         context_size: width of the text tokens; None for self-attention.
-        num_heads: of attention.
-        groups: of the norms.
+        num_heads: attention heads.
+        groups: groups of the norms.
 
     Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, section 2.4 and appendix D.3.1 (cross-attention by
     concatenating the text to keys and values); NVIDIA NeMo's Imagen for the norms.
@@ -191,22 +193,22 @@ class PictureAttention(nn.Module):
         context_KD: Optional[Tensor],
         texts: Optional[SequenceLayout],
     ) -> tuple[Tensor, SequenceLayout]:
-        """Return keys and values, side by side, and their layout."""
+        """Return the concatenated keys and values, and their layout."""
         if self.kind == "self":
             return self.to_kv(normed_TC), layout
         assert context_KD is not None
         assert texts is not None
-        of_text_KC = self.context_to_kv(self.norm_context(context_KD).to(x_NCHW.dtype))
+        text_kv_KC = self.context_to_kv(self.norm_context(context_KD).to(x_NCHW.dtype))
         if self.kind == "cross":
-            return of_text_KC, texts
+            return text_kv_KC, texts
         joint = joint_layout(texts, layout)
-        return joint.join(of_text_KC, self.to_kv(tokens_of(self.norm_kv(x_NCHW)))), joint
+        return joint.join(text_kv_KC, self.to_kv(tokens_of(self.norm_kv(x_NCHW)))), joint
 
 
 class GatedFeedForward(nn.Module):
-    """Norm, projection to twice four times the channels, one half gated by GELU of the other, projection back; added.
+    """x + Linear(value * GELU(gate)), where value and gate, each 4 x channels wide, are projections of norm(x).
 
-    Source: Shazeer 2020, arXiv:2002.05202 (GEGLU); Rombach et al. 2022, arXiv:2112.10752, for its place in the block.
+    Source: Shazeer 2020, arXiv:2002.05202 (GEGLU); position in the block: Rombach et al. 2022, arXiv:2112.10752.
     """
 
     def __init__(self, channels: int, groups: int, provider: LayerProvider) -> None:
@@ -221,10 +223,10 @@ class GatedFeedForward(nn.Module):
 
 
 class StackedAttention(nn.Module):
-    """Self-attention, then cross-attention, then a feed-forward, between two projections; the last starts at zero.
+    """Self-attention, cross-attention and feed-forward between two projections; the last is zero-initialised.
 
     Args:
-        channels, context_size, num_heads, groups: as of `PictureAttention`.
+        channels, context_size, num_heads, groups: as in `PictureAttention`.
 
     Source: Rombach et al. 2022, arXiv:2112.10752, the spatial transformer; NVIDIA NeMo's Imagen for the norms.
     """
@@ -255,10 +257,10 @@ class StackedAttention(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """One block of attention of any kind, as a unit of FSDP and recompute.
+    """An attention block of any kind, as the unit of FSDP and recompute.
 
     Args:
-        channels, context_size, num_heads, groups: as of `PictureAttention`.
+        channels, context_size, num_heads, groups: as in `PictureAttention`.
     """
 
     def __init__(

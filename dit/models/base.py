@@ -207,10 +207,10 @@ class ModelConfig(ABC):
         return self
 
     def with_adapters(self, lora: LoRAConfig) -> Self:
-        """Return the settings with adapters beside the base model.
+        """Return the settings with adapters added to the base model.
 
         Raises:
-            ConfigError: the backbone has none.
+            ConfigError: the backbone does not support adapters.
         """
         raise ConfigError(f"{type(self).__name__} has no adapters (LoRA); train all its weights")
 

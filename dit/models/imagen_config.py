@@ -35,8 +35,8 @@ class ImagenConfig(ModelConfig):
         init_kernel_size: kernel size of the first convolution, odd.
         text_pooling: pooling of the text to the conditioning vector: attention pooling or the mean.
         null_token: append a learned token to every text.
-        padded_text_tokens: pooling and norms of a text count zeros up to this length, as in NeMo, whose weights expect
-            it; None to count real tokens only.
+        padded_text_tokens: text length, including zero padding, in pooling and norms of the text, as required by NeMo's
+            weights; None to use only real tokens.
         learned_time_features: features of a time embedding with learned frequencies, even; None for fixed sinusoids.
         scale_shift_norm: the conditioning vector scales and shifts the output of a norm; False adds it before the norm.
         stable_attention: use attention whose backward pass neither overflows nor underflows in half precision, instead

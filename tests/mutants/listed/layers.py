@@ -192,8 +192,8 @@ MUTANTS = (
     Mutant(
         "Imagen: the pooling of a text counts no padding",
         "dit/layers/caption.py",
-        "missing_tokens(layout, self.padded) * (score",
-        "0 * (score",
+        "missing_tokens(layout, self.padded) * (padding",
+        "0 * (padding",
         (IMAGEN,),
     ),
     Mutant(

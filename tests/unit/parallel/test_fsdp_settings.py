@@ -49,7 +49,7 @@ def test_experts_need_copies_to_be_sharded():
         ),
         (
             {"expert_model_parallel_size": 4, "num_experts": 4},
-            "on one rank each, as with expert_model_parallel_size=4 on TP 1 x CP 1 x DP 4 ranks",
+            "each on only one rank, as with expert_model_parallel_size=4 on TP 1 x CP 1 x DP 4 ranks",
         ),
         (
             {"fsdp_sharding": "optim_grads", "overlap_grad_reduce": True, "overlap_param_gather": True},
