@@ -264,7 +264,7 @@ def test_settings_that_are_missing_or_not_offered_are_refused(
         ({**config, "unet": {**config["unet"], "embed_dims": 3}}, "embed_dims=3: no such key is known; did you mean"),
         ({**config, "unet": {**config["unet"], "image_size": "wide"}}, "image_size=wide is no number of pixels"),
         ({**config, "unet_type": "sd"}, "unet_type=sd is none of base, sr-unet, sr"),
-        ({**config, "unet": {**config["unet"], "cond_dim": 33}}, "text tokens of width 33"),
+        ({**config, "unet": {**config["unet"], "cond_dim": 33}}, "the width 33 of the text tokens"),
         ({"name": "gpt"}, "has no section `unet`"),
         ([1], "has no section `unet`"),
     ]

@@ -111,7 +111,7 @@ def test_attention_through_time_reads_the_rotary_settings():
         ({"num_layers": 3}, ["num_layers=3", "2 layers"]),
         ({"layer_pattern": ["spatial", "time"]}, ["'time'", "temporal"]),
         ({"layer_pattern": ["full+full"]}, ["'full+full'"]),
-        ({"layer_pattern": ["spatial", "full+temporal"]}, ["[1, 2]", "equally many"]),
+        ({"layer_pattern": ["spatial", "full+temporal"]}, ["[1, 2]", "same number"]),
         ({"position_span": 0.0}, ["position_span=0.0"]),
         ({"position_span": 8.0, "position_embedding": "rope_3d"}, ["position_span=8.0", "rope_3d"]),
         ({"num_attention_heads": 16}, ["3 features", "temporal_rope"]),

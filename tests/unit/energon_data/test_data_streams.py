@@ -528,7 +528,7 @@ def test_states_that_do_not_fit_are_refused(mixed_folder: Path) -> None:
     with pytest.raises(DataError, match="not a data state"):
         build(data()).load_state_dict({})
     other = build(data(), 1, 2)
-    with pytest.raises(DataError, match="do not belong together"):
+    with pytest.raises(DataError, match="differ in entries other than streams"):
         merge_states([state, other.state_dict()])
 
 

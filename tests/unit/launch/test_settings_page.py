@@ -56,6 +56,11 @@ def test_a_setting_without_a_meaning_is_named():
 
 def test_a_shared_setting_is_described_once_and_has_its_default_in_every_class():
     page = settings_page.page()
-    assert page.count("| `num_classes` | int or None | classes the model is conditioned on; None for none. |") == 1
+    assert (
+        page.count(
+            "| `num_classes` | int or None | number of classes that the model is conditioned on; None for none. |"
+        )
+        == 1
+    )
     _, _, dit = page.partition("### DiTConfig")
     assert "`num_classes` (`None`)" in dit.partition("###")[0]

@@ -217,5 +217,5 @@ def test_a_folder_that_is_not_there_can_be_planned(tmp_path):
 def test_a_folder_without_a_description_is_refused(tmp_path, content):
     if content is not None:
         (tmp_path / "dataset.json").write_text(content)
-    with pytest.raises(DataError, match=r"dataset\.json does not say what the data hold .* energon_data\.prepare"):
+    with pytest.raises(DataError, match=r"dataset\.json does not describe the data .* energon_data\.prepare"):
         recipe(tmp_path)
