@@ -222,9 +222,9 @@ class IndexedSource:
         count = samples.validation_samples
         self._indices = shuffled[:count] if held_out else shuffled[count:]
         self._last = len(self._indices) if held_out else math.inf
-        self._taken = self._before = self._delivered = (
-            0  # samples read, samples before the current buffer, batches delivered from it
-        )
+        self._taken = 0  # samples that were read
+        self._before = 0  # samples that were read before the current buffer
+        self._delivered = 0  # batches delivered from the current buffer
         self._batches: deque[list[Clip]] = deque()
         self._shape: Optional[torch.Size] = None
 
