@@ -206,7 +206,7 @@ def _check_hub(source: str) -> None:
     from huggingface_hub import constants
 
     if not _HUB_NAME.fullmatch(source):
-        raise ConfigError(f"{source} is no folder or file, and no name on the hub (OWNER/NAME)")
+        raise ConfigError(f"{source} is no folder or file, and no name on the Hub; give a path, or OWNER/NAME")
     cached = (
         Path(constants.HF_HUB_CACHE, f"datasets--{source.replace('/', '--')}"),
         Path(datasets.config.HF_DATASETS_CACHE, source.replace("/", "___")),
