@@ -3,13 +3,16 @@
 import errno
 import io
 import json
+import math
 import os
 import posixpath
 import stat
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
@@ -22,7 +25,8 @@ LONGEST_INTEGER = 20  # characters; enough for all 64-bit integers
 LONGEST_YAML = 1 << 20  # bytes; parsing this many takes seconds
 LONGEST_NUMBER = 100  # characters; YAML also has binary numbers
 MOST_NODES = 1 << 20  # of a YAML document
-MOST_MEMBERS = 1000  # of a tar archive
+MOST_MEMBERS = 1000  # of an archive
+LONGEST_ARRAY = 4 << 30  # bytes of an array of an archive that is read at once
 TOO_DEEP = f"nested deeper than {DEEPEST} levels"
 
 
@@ -282,3 +286,92 @@ def read_array(path: Path) -> Any:
         return np.array(np.lib.format.open_memmap(path, mode="r"))  # checks the size before memory is allocated
     except OverflowError as error:
         raise ValueError(str(error)) from error
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """An array of numbers or texts in an `.npz` file; its content is read once, in order.
+
+    Attributes:
+        shape: sizes of its axes.
+        dtype: NumPy's type of an element.
+        is_fortran: the first axis is the innermost.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    is_fortran: bool
+    _file: IO[bytes]
+
+    def read(self) -> Any:
+        """Return the array.
+
+        Raises:
+            ValueError: it is damaged, or has more than `LONGEST_ARRAY` bytes.
+        """
+        array = self._next(math.prod(self.shape))
+        return array.reshape(self.shape[::-1]).T if self.is_fortran else array.reshape(self.shape)
+
+    def blocks(self, rows: int) -> Iterator[Any]:
+        """Yield up to `rows` entries of the first axis at a time.
+
+        Raises:
+            ValueError: as `read`.
+        """
+        if self.is_fortran:
+            array = self.read()
+            yield from (array[start : start + rows] for start in range(0, len(array), rows))
+            return
+        for start in range(0, self.shape[0], rows):
+            count = min(rows, self.shape[0] - start)
+            yield self._next(count * math.prod(self.shape[1:])).reshape(count, *self.shape[1:])
+
+    def _next(self, count: int) -> Any:
+        import numpy as np
+
+        size = count * self.dtype.itemsize
+        if size > LONGEST_ARRAY:
+            raise ValueError(f"{size:,} bytes, more than {LONGEST_ARRAY:,}")
+        try:
+            data = self._file.read(size)
+        except (OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+            raise ValueError(str(error) or type(error).__name__) from error
+        if len(data) < size:
+            raise ValueError("an array that is shorter than its header says")
+        return np.frombuffer(data, self.dtype)
+
+
+@contextmanager
+def open_npz(path: Path) -> Iterator[dict[str, StoredArray]]:
+    """Yield the arrays of an `.npz` file by name; objects are not loaded, because they can execute code.
+
+    Raises:
+        OSError: the file cannot be read.
+        ValueError: it is no such archive, is damaged, or holds something other than arrays of numbers or texts.
+    """
+    with open_binary(path) as file:
+        try:
+            archive = zipfile.ZipFile(file)
+            members = archive.infolist()
+            if len(members) > MOST_MEMBERS:
+                raise ValueError(f"an archive of more than {MOST_MEMBERS} members")
+            arrays = {member.filename.removesuffix(".npy"): _stored(archive, member) for member in members}
+        except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError, OverflowError) as error:
+            raise ValueError(str(error) or type(error).__name__) from error
+        yield arrays
+
+
+def _stored(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> StoredArray:
+    import numpy as np
+
+    file = archive.open(member)
+    version = np.lib.format.read_magic(file)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"{member.filename} has version {version} of NumPy's format, expected 1.0 or 2.0")
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, is_fortran, dtype = read(file)
+    if dtype.kind not in "biufU":
+        raise ValueError(f"{member.filename} holds {dtype}, not numbers")
+    if file.tell() + math.prod(shape) * dtype.itemsize != member.file_size:
+        raise ValueError(f"{member.filename} is not as long as its header says")
+    return StoredArray(shape, dtype, is_fortran, file)

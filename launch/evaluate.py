@@ -34,6 +34,7 @@ class Metric:
         add_arguments: adds the flags that only this metric reads; rows may share one function.
         more_is_better: whether `--minimum` is of this metric.
         asks: whether samples are asked for by class or text, as a cascade can draw them; else held-out data are read.
+        refers: whether they are asked for if `--reference` names pictures.
     """
 
     summary: str
@@ -41,6 +42,7 @@ class Metric:
     add_arguments: Callable[[argparse.ArgumentParser], None]
     more_is_better: bool = True
     asks: bool = False
+    refers: bool = False
 
 
 METRICS = {
@@ -68,16 +70,18 @@ METRICS = {
         more_is_better=False,
     ),
     "fid": Metric(
-        "Frechet distance between held-out and generated pictures",
+        "Frechet distance between held-out pictures, or those of --reference, and generated ones",
         picture_scores.fid,
         picture_scores.add_arguments,
         more_is_better=False,
+        refers=True,
     ),
     "kid": Metric(
         "kernel distance between them, unbiased for few pictures",
         picture_scores.kid,
         picture_scores.add_arguments,
         more_is_better=False,
+        refers=True,
     ),
     "clip": Metric(
         "how well do generated pictures fit their prompts, by a CLIP model?",
@@ -120,10 +124,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     metric = METRICS[args.metric]
     if args.minimum is not None and not metric.more_is_better:
         raise ConfigError(f"--minimum {args.minimum} is of metrics that grow with quality, and {args.metric} falls")
-    if args.cascade and not metric.asks:
-        raise ConfigError(
-            f"--metric {args.metric} reads held-out data, and a cascade draws from words; use --checkpoint"
-        )
+    if args.cascade and not (metric.asks or (metric.refers and args.reference)):
+        cure = "give --reference with real pictures or their statistics" if metric.refers else "use --checkpoint"
+        raise ConfigError(f"--metric {args.metric} reads held-out data, and a cascade draws from words; {cure}")
     missed = False
     for name, result in (
         measure_stages(args, metric) if args.cascade else [("", metric.measure(args, open_generator(args)))]

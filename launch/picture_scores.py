@@ -1,8 +1,9 @@
 """The metrics `fid`, `kid` and `clip`: generated pictures against real ones, and against their texts."""
 
 import argparse
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,13 +12,18 @@ from dit.errors import ConfigError
 from launch import environment
 from launch.held_out import held_out_batches
 from launch.measurement import Measurement
+from launch.reference import by_shape, check_statistics_path, reference_pictures, write_statistics
 from launch.sample import sampling_settings, tile_settings
 from launch.sample_requests import add_request_arguments, what_to_draw
 
 if TYPE_CHECKING:
     from dit.evaluation.features import Features
+    from dit.evaluation.frechet import Gaussian
     from dit.inference.decoding import Decoder
+    from dit.inference.drawing import Request
     from dit.inference.generator import Generator
+
+Statistics = TypeVar("Statistics", bound="Gaussian | Tensor")
 
 LETTERS = "letters"
 """The features of the reader of letters, which is trained on the data set in under a minute."""
@@ -33,61 +39,151 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of fid and kid: weights of Inception v3 (that of FID, or torchvision's), a TorchScript file, a folder "
         "with a CLIP model, or `letters`: those of the reader of letters (%(default)s)",
     )
+    group.add_argument(
+        "--reference",
+        type=Path,
+        metavar="PATH",
+        help="of fid and kid: compare with these, not with held-out data: an .npz file with mu and sigma (fid), feats "
+        "(kid) or pictures (arr_0), or a folder of pictures; what is drawn is then asked for as in launch.sample",
+    )
+    group.add_argument(
+        "--write-statistics",
+        type=Path,
+        metavar="FILE",
+        help="of fid and kid: write the statistics of the real pictures to an .npz file, for --reference",
+    )
     group.add_argument("--clip-model", metavar="DIR", help="of clip: a local folder with transformers' CLIPModel")
     group.add_argument("--vae", metavar="PATH", help="autoencoder that decodes (default: the one the data set names)")
-    add_request_arguments(parser.add_argument_group("--metric clip: what is drawn"))
+    add_request_arguments(
+        parser.add_argument_group("what is drawn for --metric clip, and for fid and kid with --reference")
+    )
 
 
 def fid(args: argparse.Namespace, generator: "Generator") -> Measurement:
-    """Measure the Frechet distance between held-out pictures and generated ones; every rank calls this."""
+    """Measure the Frechet distance between real pictures and generated ones; every rank calls this."""
     from dit.evaluation.frechet import Moments, frechet_distance
+    from dit.evaluation.reference import read_gaussian
 
-    moments: list[Moments] = []
-    features_of = _features(args, generator)
-    for pair in _feature_pairs(args, generator, features_of):
-        moments = moments or [Moments(pair[0].shape[1]) for _ in pair]
-        for known, features in zip(moments, pair):
-            known.add(features)
-    width = _agreed_width(moments[0].width if moments else 0)
-    moments = moments or [Moments(width), Moments(width)]
-    for known in moments:
-        known.reduce()
-    (mean, covariance), (other_mean, other_covariance) = (known.mean_and_covariance() for known in moments)
-    distance = frechet_distance(mean, covariance, other_mean, other_covariance)
-    count = moments[0].count
-    lines = [
-        f"FID: {distance:.4f} ({count:,} held-out and as many generated pictures, {width} features, "
-        f"{features_of.network})",
-    ]
-    if count <= width:
-        lines.append(f"too few pictures for {width} features: the distance is biased upwards; measure more, or kid")
-    return _measurement("fid", distance, count, width, features_of, lines)
+    features = _features(args, generator)
+    real, drawn = _both_sides(args, generator, features, Moments, read_gaussian)
+    assert drawn.count is not None
+    lines, record = _report(args, "fid", frechet_distance(real, drawn), real.count, drawn.count, drawn.width, features)
+    if min(drawn.count, real.count or drawn.count) <= drawn.width:
+        lines.insert(
+            1, f"too few pictures for {drawn.width} features: the distance is biased upwards; measure more, or kid"
+        )
+    return Measurement(lines, record)
 
 
 def kid(args: argparse.Namespace, generator: "Generator") -> Measurement:
-    """Measure the kernel distance between held-out pictures and generated ones; every rank calls this."""
+    """Measure the kernel distance between real pictures and generated ones; every rank calls this."""
     from dit.evaluation.kernel_distance import kernel_distance
+    from dit.evaluation.reference import read_features
 
-    features_of = _features(args, generator)
-    pairs = list(_feature_pairs(args, generator, features_of))
-    real, drawn = (_of_all_ranks([pair[i].double().cpu() for pair in pairs]) for i in range(2))
+    features = _features(args, generator)
+    real, drawn = _both_sides(args, generator, features, FeatureRows, read_features)
     distance = kernel_distance(real, drawn)
-    count, width = real.shape
-    lines = [
-        f"KID: {distance:.6f} ({count:,} held-out and as many generated pictures, {width} features, "
-        f"{features_of.network}, unbiased)",
-    ]
-    return _measurement("kid", distance, count, width, features_of, lines)
+    return Measurement(*_report(args, "kid", distance, len(real), *drawn.shape, features))
 
 
-def _measurement(
-    metric: str, distance: float, count: int, width: int, features: "Features", lines: list[str]
-) -> Measurement:
-    """Return a distance with the network that it is by, and what must be known of that."""
-    record = {metric: distance, "pictures": count, "features": width, "network": features.network}
-    if features.note is None:
-        return Measurement(lines, record)
-    return Measurement([*lines, features.note], record | {"note": features.note})
+def _report(
+    args: argparse.Namespace,
+    metric: str,
+    distance: float,
+    real: Optional[int],
+    drawn: int,
+    width: int,
+    features: "Features",
+) -> tuple[list[str], dict[str, Any]]:
+    """Return lines and record of a distance.
+
+    Args:
+        real, drawn: number of pictures; None if the reference does not record it.
+        width: number of features.
+    """
+    number = f"{distance:.4f}" if metric == "fid" else f"{distance:.6f}"
+    of = f"{width} features, {features.network}" + ("" if metric == "fid" else ", unbiased")
+    record = {metric: distance, "pictures": drawn, "features": width, "network": features.network}
+    if args.reference is None:
+        compared = f"{drawn:,} held-out and as many generated pictures"
+    else:
+        count = "" if real is None else f", {real:,} pictures"
+        compared = f"{drawn:,} generated pictures, compared with {args.reference}{count}"
+        record |= {"reference": str(args.reference), "reference_pictures": real}
+    lines = [f"{metric.upper()}: {number} ({compared}, {of})"]
+    return (lines, record) if features.note is None else ([*lines, features.note], record | {"note": features.note})
+
+
+class FeatureRows:
+    """The features of all pictures."""
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []
+
+    def add(self, features: Tensor) -> None:
+        """Add feature vectors `[N, D]`."""
+        self._parts.append(features.double().cpu())
+
+    def reduce(self) -> Tensor:
+        """Return the features of all ranks `[N, D]`, float64; every rank calls this once."""
+        return _of_all_ranks(self._parts)
+
+
+class Collector(Protocol[Statistics]):
+    """Collects features, batch by batch."""
+
+    def add(self, features: Tensor) -> None: ...
+
+    def reduce(self) -> Statistics: ...
+
+
+def _both_sides(
+    args: argparse.Namespace,
+    generator: "Generator",
+    features: "Features",
+    new: Callable[[], Collector[Statistics]],
+    read: Callable[[Path, str], Optional[Statistics]],
+) -> tuple[Statistics, Statistics]:
+    """Return the statistics of the real pictures and of the generated ones.
+
+    Args:
+        new: collects the features of one side.
+        read: reads the statistics of a reference, see `dit.evaluation.reference`.
+
+    Raises:
+        ConfigError: the reference cannot be read, is of another width, or statistics that are read shall be written.
+    """
+    path, out = args.reference, args.write_statistics
+    if out is not None:
+        check_statistics_path(out, path)
+    stored = None if path is None or path.is_dir() else read(path, features.network)
+    if stored is not None and out is not None:
+        raise ConfigError(f"{path} already holds statistics; leave out --write-statistics, or give pictures")
+    real, drawn = new(), new()
+    if path is None:
+        for pair in _feature_pairs(args, generator, features):
+            real.add(pair[0])
+            drawn.add(pair[1])
+    else:
+        for images in reference_pictures(path) if stored is None else ():
+            real.add(features(images))
+        width = None if stored is None else _width(stored)
+        for _, images in _drawn(args, generator, what_to_draw(args, generator, every_class=True)):
+            found = features(images)
+            if width not in (None, found.shape[1]):
+                raise ConfigError(
+                    f"{path} has {width:,} features and {features.network} makes {found.shape[1]:,}; give the network "
+                    "of the reference as --features"
+                )
+            drawn.add(found)
+    statistics = real.reduce() if stored is None else stored
+    if out is not None:
+        write_statistics(out, statistics, features.network)
+    return statistics, drawn.reduce()
+
+
+def _width(statistics: "Gaussian | Tensor") -> int:
+    return statistics.shape[1] if isinstance(statistics, Tensor) else statistics.width
 
 
 def clip(args: argparse.Namespace, generator: "Generator") -> Measurement:
@@ -98,7 +194,6 @@ def clip(args: argparse.Namespace, generator: "Generator") -> Measurement:
     """
     from dit.backends.device import local_device
     from dit.evaluation.clip import ClipModel
-    from dit.inference.drawing import draw
 
     if args.clip_model is None:
         raise ConfigError("--metric clip needs --clip-model DIR, a local folder with transformers' CLIPModel")
@@ -106,17 +201,9 @@ def clip(args: argparse.Namespace, generator: "Generator") -> Measurement:
     texts = [request.record.get("prompt") for request in requests]
     if None in texts:
         raise ConfigError("--metric clip needs texts, and the run has no sampling.prompts; give --prompts FILE")
-    model, decode = ClipModel(args.clip_model, local_device()), _decoder(args, generator)
+    model = ClipModel(args.clip_model, local_device())
     sums = torch.zeros(2, dtype=torch.float64)
-    for indices, latents in draw(
-        generator,
-        requests,
-        batch_size=generator.batch_size(None, None),
-        rank=environment.rank(),
-        world_size=environment.world_size(),
-        **sampling_settings(args),
-    ):
-        images = _frames(decode(latents))
+    for indices, images in _drawn(args, generator, requests):
         shown = [str(texts[i]) for i in indices for _ in range(len(images) // len(indices))]
         scores = model.scores(images, shown)
         sums += torch.tensor([float(scores.double().sum()), float(len(scores))], dtype=torch.float64)
@@ -143,15 +230,30 @@ def _feature_pairs(
     sampling, decode = generator.sampling(**settings), _decoder(args, generator)
 
     def features_of(latents: Sequence[Tensor]) -> Tensor:
-        alike: dict[torch.Size, list[Tensor]] = {}
-        for latent in latents:
-            alike.setdefault(latent.shape, []).append(latent)
-        return torch.cat([features(_frames(decode(torch.stack(group)))) for group in alike.values()])
+        return torch.cat([features(_frames(decode(group))) for group in by_shape(latents)])
 
     for batch in held_out_batches(args, generator):
         batch = batch.to(local_device())
         real = batch.unpatchified(batch.latents_TC, *generator.spec.patch)
         yield features_of(real), features_of(generator.generate_pack(batch, sampling, **tiles))
+
+
+def _drawn(
+    args: argparse.Namespace, generator: "Generator", requests: "Sequence[Request]"
+) -> Iterator[tuple[list[int], Tensor]]:
+    """Yield this rank's share of the requested samples: the indices of a batch, and its frames `[N T, 3, H, W]`."""
+    from dit.inference.drawing import draw
+
+    decode = _decoder(args, generator)
+    for indices, latents in draw(
+        generator,
+        requests,
+        batch_size=generator.batch_size(None, None),
+        rank=environment.rank(),
+        world_size=environment.world_size(),
+        **sampling_settings(args),
+    ):
+        yield indices, _frames(decode(latents))
 
 
 def _frames(clips: Tensor) -> Tensor:
@@ -192,11 +294,6 @@ def _features(args: argparse.Namespace, generator: "Generator") -> "Features":
     return Features(lambda images: reader.features(images[:, :1].cpu()), "reader of letters")
 
 
-def _agreed_width(width: int) -> int:
-    """Return the width of the features, which a rank without pictures does not know."""
-    return int(_of_all_ranks([torch.tensor([[width]])]).max())
-
-
 def _of_all_ranks(parts: list[Tensor]) -> Tensor:
     """Concatenate tensors of all ranks, rank by rank."""
     import torch.distributed as dist
@@ -205,4 +302,5 @@ def _of_all_ranks(parts: list[Tensor]) -> Tensor:
     if dist.is_initialized() and dist.get_world_size() > 1:
         found = [None] * dist.get_world_size()
         dist.all_gather_object(found, parts)
-    return torch.cat([part for of_rank in found for part in of_rank])
+    parts = [part for of_rank in found for part in of_rank]
+    return torch.cat(parts) if parts else torch.zeros(0, 0)

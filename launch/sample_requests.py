@@ -190,12 +190,17 @@ def read_texts(
 
 
 def what_to_draw(
-    args: argparse.Namespace, generator: "Generator", size: Optional[tuple[int, int]] = None
+    args: argparse.Namespace,
+    generator: "Generator",
+    size: Optional[tuple[int, int]] = None,
+    *,
+    every_class: bool = False,
 ) -> list["Request"]:
     """Return the samples that the arguments ask for: `--count` of each prompt, embedding or class.
 
     Args:
         size: height and width of their latents; None for the largest that was trained on.
+        every_class: without a choice, request all classes, not at most `MAX_DEFAULT_CLASSES`.
     """
     from dit.inference.drawing import Request, numbered
 
@@ -215,7 +220,8 @@ def what_to_draw(
         records = [{"prompt": p.prompt} for p in prompts] or [{"text_embedding": path} for path in args.text_embedding]
     elif generator.config.model.num_classes or chosen is not None:
         names = names_of_classes(generator)
-        given["label"] = spread(len(names), MAX_DEFAULT_CLASSES) if chosen is None else read_labels(chosen, names)
+        most = len(names) if every_class else MAX_DEFAULT_CLASSES
+        given["label"] = spread(len(names), most) if chosen is None else read_labels(chosen, names)
         captions = [names[label] for label in given["label"]]
         records = [{"class": name} for name in captions]
     else:

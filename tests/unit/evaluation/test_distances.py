@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dit.errors import ConfigError
 from dit.evaluation import kernel_distance as kernel_module
-from dit.evaluation.frechet import Moments, frechet_distance
+from dit.evaluation.frechet import Gaussian, Moments, frechet_distance
 from dit.evaluation.kernel_distance import kernel_distance
 
 EXACT = 1e-10  # relative, float64: roots of eigenvalues
@@ -27,7 +27,7 @@ def test_the_distance_of_gaussians_along_shared_axes_is_that_of_means_and_deviat
     m, n, s, t = random(4, 5, seed=1).abs()
     first, second = (axes @ torch.diag(deviation**2) @ axes.T for deviation in (s, t))
     expected = float((m - n).square().sum() + (s - t).square().sum())
-    assert frechet_distance(m, first, n, second) == pytest.approx(expected, rel=EXACT)
+    assert frechet_distance(Gaussian(m, first), Gaussian(n, second)) == pytest.approx(expected, rel=EXACT)
 
 
 def test_the_distance_of_gaussians_in_the_plane_has_a_closed_form() -> None:
@@ -36,26 +36,27 @@ def test_the_distance_of_gaussians_in_the_plane_has_a_closed_form() -> None:
     root = ((a @ b).trace() + 2 * (a.det() * b.det()).sqrt()).sqrt()
     expected = float(mean.square().sum() + a.trace() + b.trace() - 2 * root)
     assert (a @ b - b @ a).abs().max() > 0.1
-    assert frechet_distance(mean, a, torch.zeros(2).double(), b) == pytest.approx(expected, rel=EXACT)
-    assert frechet_distance(torch.zeros(2).double(), b, mean, a) == pytest.approx(expected, rel=EXACT)
+    first, second = Gaussian(mean, a), Gaussian(torch.zeros(2).double(), b)
+    assert frechet_distance(first, second) == pytest.approx(expected, rel=EXACT)
+    assert frechet_distance(second, first) == pytest.approx(expected, rel=EXACT)
 
 
 def test_equal_sets_have_no_distance_though_their_covariance_is_singular() -> None:
-    moments = Moments(7)
+    moments = Moments()
     moments.add(random(4, 7))
-    mean, spread = moments.mean_and_covariance()
-    assert frechet_distance(mean, spread, mean, spread) == pytest.approx(0, abs=1e-6)
+    gaussian = moments.reduce()
+    assert frechet_distance(gaussian, gaussian) == pytest.approx(0, abs=1e-6)
 
 
 def test_sums_of_batches_give_mean_and_covariance_of_all() -> None:
     features = random(50, 6) + 100
-    moments = Moments(6)
+    moments = Moments()
     for part in features.split([1, 20, 29]):
         moments.add(part)
-    mean, spread = moments.mean_and_covariance()
-    assert moments.count == 50
-    torch.testing.assert_close(mean, features.mean(0))
-    torch.testing.assert_close(spread, torch.cov(features.T), rtol=1e-9, atol=1e-9)
+    gaussian = moments.reduce()
+    assert (gaussian.count, gaussian.width) == (50, 6)
+    torch.testing.assert_close(gaussian.mean, features.mean(0))
+    torch.testing.assert_close(gaussian.covariance, torch.cov(features.T), rtol=1e-9, atol=1e-9)
 
 
 def explicit(x: Tensor, y: Tensor) -> float:
@@ -88,9 +89,11 @@ def test_the_kernel_distance_is_unbiased_for_few_pictures() -> None:
 
 
 def test_too_few_pictures_are_refused() -> None:
-    moments = Moments(3)
+    moments = Moments()
+    with pytest.raises(ConfigError, match="at least 2 pictures, got 0"):
+        moments.reduce()
     moments.add(random(1, 3))
     with pytest.raises(ConfigError, match="at least 2 pictures, got 1"):
-        moments.mean_and_covariance()
+        moments.reduce()
     with pytest.raises(ConfigError, match="got 1 and 4"):
         kernel_distance(random(1, 3), random(4, 3))

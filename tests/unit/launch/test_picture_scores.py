@@ -1,17 +1,20 @@
 """The measurements of `launch.evaluate` on pictures, against the same computed by hand from a tiny model's samples."""
 
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 from torch import Tensor
 
 from dit.data_api import NoData
-from dit.errors import ConfigError
+from dit.errors import ConfigError, DataError
 from dit.evaluation.clip import ClipModel
-from dit.evaluation.frechet import frechet_distance
+from dit.evaluation.frechet import Gaussian, frechet_distance
 from dit.evaluation.kernel_distance import kernel_distance
 from dit.inference.drawing import Request
 from dit.inference.generator import Generator
@@ -25,6 +28,7 @@ from energon_data.mock import MockData
 from launch import evaluate, letter_reader, picture_scores
 from launch.held_out import data_of
 from launch.letter_reader import LetterNetwork, LetterReader
+from launch.sample_requests import what_to_draw
 from tests.conftest import BuildModel
 from tests.unit.evaluation.test_clip import folder as clip_folder  # noqa: F401
 from tests.unit.evaluation.test_inception import state as inception_weights
@@ -46,6 +50,10 @@ def generator_of(model: Any, build_model: BuildModel) -> Generator:
     )
     metadata = {"class_names": None, "latent_size": [1, 16, 16], "text_encoder": "words"}
     return Generator(config, metadata, build_model(model, perturb=0.1), 0)
+
+
+def gaussian_of(features: Tensor) -> Gaussian:
+    return Gaussian(features.mean(0), torch.cov(features.T))
 
 
 def arguments(*words: str) -> Namespace:
@@ -75,7 +83,7 @@ def test_distances_are_between_held_out_samples_and_generated_ones_of_the_same_c
                 side.append(reader.network.head[:-1](hidden)[0].detach().double())
     real, drawn = (torch.stack(side) for side in sides)
     assert len(real) == len(drawn) == 8
-    moments = [part for side in (real, drawn) for part in (side.mean(0), torch.cov(side.T))]
+    moments = [gaussian_of(side) for side in (real, drawn)]
     fid = picture_scores.fid(arguments("--metric", "fid"), generator)
     assert fid.record == {
         "fid": pytest.approx(frechet_distance(*moments), rel=1e-4),
@@ -106,6 +114,128 @@ def test_the_network_of_a_distance_is_reported_with_it(build_model: BuildModel, 
     assert other.record["network"] == "Inception of torchvision"
     assert other.record["note"] == other.lines[-1]
     assert "not with published ones" in other.lines[-1]
+
+
+class Colours(torch.nn.Module):
+    """Features of a picture: the mean and the spread of each colour."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        pixels = images.float() / 255
+        return torch.cat([pixels.mean((2, 3)), pixels.flatten(2).std(2)], 1)
+
+
+@pytest.fixture
+def colours(tmp_path: Path) -> Path:
+    torch.jit.script(Colours()).save(str(tmp_path / "colours.pt"))
+    return tmp_path / "colours.pt"
+
+
+def some_pictures(count: int) -> Tensor:
+    """Return bytes `[N, H, W, 3]`."""
+    return torch.randint(0, 256, (count, 9, 6, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(2))
+
+
+def colours_of(images: Tensor) -> Tensor:
+    """Return the features of pictures in [-1, 1]."""
+    return Colours()(((images.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)).double()
+
+
+def save_folder(folder: Path, pictures: Tensor) -> Path:
+    for i, pixels in enumerate(pictures):
+        path = folder / f"class {i % 2}" / f"{i}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels.numpy()).save(path)
+    (folder / "notes.txt").write_text("no picture")
+    return folder
+
+
+def test_a_folder_of_pictures_and_an_archive_of_them_are_references(
+    build_model: BuildModel, colours: Path, tmp_path: Path
+) -> None:
+    """The requested classes are drawn, by default each; statistics that were written give the same distances."""
+    generator, pictures = generator_of(CLASSES, build_model), some_pictures(70)
+    real = colours_of(pictures.movedim(3, 1).float() / 127.5 - 1)
+    labels = [i // 3 for i in range(9)]
+    drawn = colours_of(generator.generate(labels)[:, :, 0].expand(-1, 3, -1, -1))
+    np.savez(tmp_path / "pictures.npz", arr_0=pictures.numpy())
+    folder = save_folder(tmp_path / "pictures", pictures)
+    expected = {
+        "fid": frechet_distance(gaussian_of(real), gaussian_of(drawn)),
+        "kid": kernel_distance(real, drawn),
+    }
+    for name, measure in {"fid": picture_scores.fid, "kid": picture_scores.kid}.items():
+        words = ["--metric", name, "--features", str(colours), "--count", "3", "--reference"]
+        out = tmp_path / f"{name}.npz"
+        for reference in (folder, tmp_path / "pictures.npz", out):
+            writing = () if reference == out else ("--write-statistics", str(out))
+            found = measure(arguments(*words, str(reference), *writing), generator)
+            assert found.record == {
+                name: pytest.approx(expected[name], rel=1e-4),
+                "pictures": 9,
+                "features": 6,
+                "network": "TorchScript of colours.pt",
+                "reference": str(reference),
+                "reference_pictures": 70,
+            }
+            assert f"9 generated pictures, compared with {reference}, 70 pictures" in found.lines[0]
+        with pytest.raises(ConfigError, match="already holds statistics; leave out --write-statistics"):
+            measure(arguments(*words, str(out), "--write-statistics", str(tmp_path / "again.npz")), generator)
+
+
+def test_statistics_of_held_out_pictures_can_be_written(build_model: BuildModel, colours: Path, tmp_path: Path) -> None:
+    generator, out = generator_of(CLASSES, build_model), tmp_path / "x.npz"
+    words = ("--metric", "fid", "--features", str(colours), "--write-statistics", str(out))
+    picture_scores.fid(arguments(*words), generator)
+    held_out = [
+        colours_of(latent[:, 0][None].expand(-1, 3, -1, -1))
+        for batch in generator.config.data.build_validation(
+            CLASSES.batch_spec(micro_batch_size=4), dp_rank=0, dp_size=1
+        )
+        for latent in batch.unpatchified(batch.latents_TC, 1, 2)
+    ]
+    with np.load(out) as arrays:
+        np.testing.assert_allclose(arrays["mu"], torch.cat(held_out).mean(0).numpy())
+        np.testing.assert_allclose(arrays["sigma"], torch.cov(torch.cat(held_out).T).numpy(), atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--reference", "other.npz"), "other.npz has 4 features and TorchScript of colours.pt makes 6"),
+        (("--reference", "nothing"), "nothing cannot be read: No such file"),
+        (("--reference", "empty"), "empty holds no picture that ends in avif"),
+        (("--reference", "damaged"), "damaged/x.png cannot be read: .*; remove it"),
+        (("--write-statistics", "x.txt"), "--write-statistics x.txt: name an .npz file in a folder that exists"),
+        (
+            ("--reference", "other.npz", "--write-statistics", "other.npz"),
+            "would replace the --reference; name another file",
+        ),
+    ],
+)
+def test_a_reference_that_does_not_fit_is_refused(
+    build_model: BuildModel,
+    colours: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    said: str,
+) -> None:
+    np.savez(tmp_path / "other.npz", mu=np.zeros(4), sigma=np.eye(4))
+    for name in ("empty", "damaged"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "damaged" / "x.png").write_bytes(b"nonsense")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError if "damaged" not in said and "empty" not in said else DataError, match=said):
+        picture_scores.fid(
+            arguments("--metric", "fid", "--features", str(colours), *words), generator_of(CLASSES, build_model)
+        )
+
+
+def test_every_class_is_requested_unless_some_are_named(build_model: BuildModel) -> None:
+    generator = generator_of(replace(CLASSES, num_classes=40), build_model)
+    for words, every, count in (((), True, 40), ((), False, 36), (("--labels", "3,5"), True, 2)):
+        requests = what_to_draw(arguments(*words), generator, every_class=every)
+        assert len(requests) == count
 
 
 def test_a_named_data_set_takes_the_place_of_the_runs(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import json
 import math
 from argparse import Namespace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,10 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
+from dit.evaluation.features import Features
+from dit.evaluation.frechet import Gaussian, frechet_distance
 from dit.inference.cascade import Cascade
 from dit.inference.generator import Generator
 from energon_data.mock import MockData
-from launch import evaluate, sharpness
+from launch import evaluate, picture_scores, sharpness
 from launch.measurement import Measurement, draw_samples
 from launch.sharpness import Sharpness
 from tests.conftest import BuildModel
@@ -100,8 +103,34 @@ def test_a_cascade_is_measured_after_each_of_its_stages(
     torch.testing.assert_close(drawn["b"], cascade.generate(labels, seed=4), rtol=0, atol=1e-2)
 
 
+def test_each_stage_of_a_cascade_has_a_distance_from_a_reference(
+    build_model: BuildModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The pictures of a stage are compared at their own size, by features that are the mean of each colour."""
+    generators = {"a": generator_of(BASE, build_model, 8), "b": generator_of(LARGER, build_model, 16)}
+    monkeypatch.setattr(evaluate, "open_generator", lambda args, groups=None: generators[args.checkpoint])
+    monkeypatch.setattr("dit.inference.generator.groups_to_sample", lambda: None)
+    means = Features(lambda images: images.clamp(-1, 1).mean((2, 3)), "means")
+    monkeypatch.setattr(picture_scores, "_features", lambda args, generator: means)
+    real = torch.randn(20, 3, generator=torch.Generator().manual_seed(1)).double()
+    np.savez(tmp_path / "x.npz", mu=real.mean(0).numpy(), sigma=torch.cov(real.T).numpy())
+    words = ["--cascade", "base=a", "larger=b", "--metric", "fid", "--count", "2", "--seed", "4", "--json"]
+    assert evaluate.main([*words, "--reference", str(tmp_path / "x.npz")]) == 0
+    found = {record["stage"]: record for record in map(json.loads, capsys.readouterr().out.splitlines())}
+    labels = [label for label in range(BASE.num_classes or 0) for _ in range(2)]
+    cascade = Cascade(generators["b"], generators["a"], {})
+    for stage, generator in {"base": generators["a"], "larger": cascade}.items():
+        drawn = means(generator.generate(labels, seed=4)[:, :, 0].expand(-1, 3, -1, -1)).double()
+        assert len(drawn) == found[stage]["pictures"]
+        sides = (Gaussian(side.mean(0), torch.cov(side.T)) for side in (real, drawn))
+        assert found[stage]["fid"] == pytest.approx(frechet_distance(*sides), rel=1e-3)
+    assert found["base"]["fid"] != pytest.approx(found["larger"]["fid"], rel=1e-2)
+
+
 def test_what_reads_held_out_data_takes_no_cascade(capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate.main(["--cascade", "a=b", "--metric", "loss"]) == 2
     assert (
         "--metric loss reads held-out data, and a cascade draws from words; use --checkpoint" in capsys.readouterr().err
     )
+    assert evaluate.main(["--cascade", "a=b", "--metric", "fid"]) == 2
+    assert "a cascade draws from words; give --reference" in capsys.readouterr().err

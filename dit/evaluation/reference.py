@@ -1,0 +1,151 @@
+"""Statistics of real pictures in `.npz` files, computed earlier or by others.
+
+* `mu [D]`, `sigma [D, D]`: mean and covariance of features, for FID, as pytorch-fid, clean-fid, EDM and ADM write them
+* `feats [N, D]`: features, for KID, as clean-fid writes them
+* `arr_0 [N, H, W, 3]`: pictures as bytes, as ADM writes them
+* `network`, `pictures`: name of the feature network and number of pictures; only in files of `statistics_file`
+"""
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Optional
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dit.errors import ConfigError
+from dit.evaluation.frechet import Gaussian
+from dit.safe_files import StoredArray, open_npz
+
+PICTURES = "arr_0"
+MOST_FEATURES = 16384
+"""Largest width of features; Inception has 2,048."""
+MOST_PIXELS = 1 << 28
+ASYMMETRY = 1e-3
+"""Largest difference between a covariance and its transpose, relative to the largest entry."""
+
+
+def read_gaussian(path: Path, network: str) -> Optional[Gaussian]:
+    """Read mean and covariance; None if the file has only pictures.
+
+    Args:
+        network: name of the feature network that they are compared with.
+
+    Raises:
+        ConfigError: they are damaged, of another network, not finite, or no covariance.
+    """
+    with _arrays(path) as arrays:
+        if not {"mu", "sigma"} <= arrays.keys():
+            if PICTURES in arrays:
+                return None
+            raise ConfigError(f"{path} holds {_names(arrays)}; FID needs mu and sigma, or pictures as {PICTURES}")
+        (width,), shape = _numbers(path, arrays, "mu", 1), _numbers(path, arrays, "sigma", 2)
+        if shape != (width, width):
+            raise ConfigError(f"{path}: mu has {width} features and sigma has shape {list(shape)}; compute it again")
+        count = _check_network(path, arrays, network)
+        mean, covariance = (_finite(path, name, arrays[name].read()) for name in ("mu", "sigma"))
+    difference, largest = (covariance - covariance.T).abs().max(), covariance.abs().max()
+    if difference > ASYMMETRY * largest:
+        raise ConfigError(
+            f"{path}: sigma is no covariance, because it is not symmetric: it differs from its transpose by up to "
+            f"{float(difference):.3g}; compute it again"
+        )
+    if least := min(0.0, float(covariance.diagonal().min())):
+        raise ConfigError(f"{path}: sigma is no covariance, because it has a variance of {least:.3g}; compute it again")
+    return Gaussian(mean, (covariance + covariance.T) / 2, count)
+
+
+def read_features(path: Path, network: str) -> Optional[Tensor]:
+    """Read features `[N, D]`, float64; None if the file has only pictures. Arguments and errors as `read_gaussian`."""
+    with _arrays(path) as arrays:
+        if "feats" not in arrays:
+            if PICTURES in arrays:
+                return None
+            raise ConfigError(
+                f"{path} holds {_names(arrays)}; KID needs the features of all pictures as feats, or pictures as "
+                f"{PICTURES}, because mean and covariance do not determine it"
+            )
+        _numbers(path, arrays, "feats", 2)
+        _check_network(path, arrays, network)
+        return _finite(path, "feats", arrays["feats"].read())
+
+
+def read_pictures(path: Path, count: int) -> Iterator[Tensor]:
+    """Yield the pictures of a file, up to `count` at a time, uint8 `[n, 3, H, W]`.
+
+    Raises:
+        ConfigError: the file is damaged, or holds no such pictures.
+    """
+    with _arrays(path) as arrays:
+        stored = arrays[PICTURES]
+        if stored.dtype != np.uint8 or len(stored.shape) != 4 or stored.shape[3] != 3:
+            raise ConfigError(
+                f"{path}: {PICTURES} holds {stored.dtype} of shape {list(stored.shape)}; expected uint8 [N, H, W, 3]"
+            )
+        if stored.shape[1] * stored.shape[2] > MOST_PIXELS:
+            raise ConfigError(f"{path}: pictures of {stored.shape[1]} x {stored.shape[2]} pixels are too large")
+        for block in stored.blocks(count):
+            yield torch.tensor(block).movedim(3, 1)
+
+
+def statistics_file(statistics: Gaussian | Tensor, network: str) -> bytes:
+    """Return the content of an `.npz` file with mean and covariance, or with features `[N, D]`, as float32."""
+    arrays: dict[str, Any] = {"network": np.array(network)}
+    if isinstance(statistics, Gaussian):
+        arrays |= {"mu": statistics.mean.numpy(), "sigma": statistics.covariance.numpy()}
+        arrays |= {} if statistics.count is None else {"pictures": np.array(statistics.count)}
+    else:
+        arrays |= {"feats": statistics.float().numpy(), "pictures": np.array(len(statistics))}
+    buffer = io.BytesIO()
+    np.savez(buffer, **arrays)
+    return buffer.getvalue()
+
+
+@contextmanager
+def _arrays(path: Path) -> Iterator[dict[str, StoredArray]]:
+    try:
+        with open_npz(path) as arrays:
+            yield arrays
+    except ConfigError:
+        raise
+    except OSError as error:
+        raise ConfigError(f"--reference {path} cannot be read: {error.strerror}; give an .npz file") from error
+    except ValueError as error:
+        raise ConfigError(
+            f"--reference {path} cannot be read: {' '.join(str(error).split())}; give a complete .npz file"
+        ) from error
+
+
+def _numbers(path: Path, arrays: dict[str, StoredArray], name: str, axes: int) -> tuple[int, ...]:
+    """Return the shape of an array of features."""
+    array = arrays[name]
+    if array.dtype.kind != "f" or len(array.shape) != axes or not 1 <= array.shape[-1] <= MOST_FEATURES:
+        raise ConfigError(
+            f"{path}: {name} is {array.dtype} of shape {list(array.shape)}; expected floating-point numbers with "
+            f"{axes} {'axis' if axes == 1 else 'axes'} and at most {MOST_FEATURES:,} features"
+        )
+    return array.shape
+
+
+def _finite(path: Path, name: str, array: Any) -> Tensor:
+    values = torch.from_numpy(array.astype(np.float64))
+    if bad := int((~values.isfinite()).sum()):
+        raise ConfigError(f"{path}: {bad:,} of {values.numel():,} numbers of {name} are not finite; compute it again")
+    return values
+
+
+def _check_network(path: Path, arrays: dict[str, StoredArray], network: str) -> Optional[int]:
+    """Check that features are of this network, if the file names one; return the number of pictures, if recorded."""
+    if "network" in arrays and (recorded := str(arrays["network"].read())) != network:
+        raise ConfigError(
+            f"{path} has the features of another network ({recorded}) than --features ({network}); give the same one"
+        )
+    count = arrays.get("pictures")
+    return int(count.read()) if count is not None and count.shape == () else None
+
+
+def _names(arrays: dict[str, StoredArray]) -> str:
+    return ", ".join(sorted(arrays)[:8]) or "nothing"

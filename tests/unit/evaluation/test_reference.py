@@ -1,0 +1,152 @@
+"""Reference statistics in `.npz` files: what is read, what is written, and what ends in one line."""
+
+import io
+import re
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dit.errors import ConfigError
+from dit.evaluation.frechet import Gaussian, Moments, frechet_distance
+from dit.evaluation.kernel_distance import kernel_distance
+from dit.evaluation.reference import read_features, read_gaussian, read_pictures, statistics_file
+from tests.unit.evaluation.test_distances import random
+
+NETWORK = "a network"
+FEATURES = random(30, 5)
+MU, SIGMA = FEATURES.mean(0).numpy(), torch.cov(FEATURES.T).numpy()
+
+
+def saved(path: Path, save: Callable[..., None] = np.savez, **arrays: Any) -> Path:
+    save(path, **arrays)
+    return path
+
+
+def one_line(path: Path, read: Callable[[Path, str], Any] = read_gaussian) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read(path, NETWORK)
+    assert "\n" not in str(caught.value)
+    assert path.name in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_published_statistics_are_those_of_the_features(tmp_path: Path, save: Callable, order: Any) -> None:
+    """As pytorch-fid, clean-fid and EDM write them, compressed or not; other arrays of the file are not read."""
+    others = {"mu_s": np.zeros(3), "arr_0": np.zeros((1, 2, 2, 3), np.uint8)}
+    path = saved(tmp_path / "x.npz", save, mu=MU, sigma=np.asarray(SIGMA, order=order), **others)
+    gaussian = read_gaussian(path, NETWORK)
+    assert gaussian is not None
+    assert gaussian.count is None
+    moments = Moments()
+    moments.add(FEATURES)
+    assert frechet_distance(gaussian, moments.reduce()) == pytest.approx(0, abs=1e-8)
+    shifted = Gaussian(gaussian.mean + 2, gaussian.covariance)
+    assert frechet_distance(gaussian, shifted) == pytest.approx(5 * 2**2)
+    path = saved(tmp_path / "y.npz", save, feats=np.asarray(FEATURES.numpy(), order=order))
+    feats = read_features(path, NETWORK)
+    assert feats is not None
+    assert torch.equal(feats, FEATURES)
+
+
+def test_what_is_written_can_be_read(tmp_path: Path) -> None:
+    """Also by `numpy.load` without objects, as pytorch-fid reads it; features are rounded to float32."""
+    moments = Moments()
+    moments.add(FEATURES)
+    path = tmp_path / "x.npz"
+    path.write_bytes(statistics_file(moments.reduce(), NETWORK))
+    found = read_gaussian(path, NETWORK)
+    assert found is not None
+    assert found.count == 30
+    assert torch.equal(found.mean, moments.reduce().mean)
+    torch.testing.assert_close(found.covariance, torch.cov(FEATURES.T))
+    with np.load(path) as arrays:
+        np.testing.assert_allclose(arrays["sigma"], SIGMA)
+    assert "another network (a network) than --features (b)" in one_line_of_network(path)
+    path.write_bytes(statistics_file(FEATURES, NETWORK))
+    rows = read_features(path, NETWORK)
+    assert rows is not None
+    other = random(7, 5, seed=1)
+    assert kernel_distance(rows, other) == pytest.approx(kernel_distance(FEATURES, other), rel=1e-5)
+    assert "FID needs mu and sigma" in one_line(path)
+
+
+def one_line_of_network(path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_gaussian(path, "b")
+    return str(caught.value)
+
+
+NAN = SIGMA.copy()
+NAN[1, 2] = NAN[2, 1] = np.nan
+TILTED = SIGMA.copy()
+TILTED[0, 1] += 0.5
+
+
+@pytest.mark.parametrize(
+    ("arrays", "said"),
+    [
+        ({"mu": MU[:4], "sigma": SIGMA}, r"mu has 4 features and sigma has shape \[5, 5\]"),
+        ({"mu": MU, "sigma": NAN}, "2 of 25 numbers of sigma are not finite"),
+        ({"mu": MU * np.inf, "sigma": SIGMA}, "5 of 5 numbers of mu are not finite"),
+        ({"mu": MU, "sigma": TILTED}, "not symmetric: it differs from its transpose by up to 0.5"),
+        ({"mu": MU, "sigma": -SIGMA}, "has a variance of -"),
+        ({"mu": MU[None], "sigma": SIGMA}, "expected floating-point numbers with 1 axis"),
+        ({"mu": MU.astype(int), "sigma": SIGMA}, "mu is int64"),
+        ({"mu": MU}, "holds mu; FID needs mu and sigma, or pictures as arr_0"),
+        ({"mu": np.array([{}], object), "sigma": SIGMA}, "mu.npy holds object, not numbers"),
+        ({"mu": np.zeros(20_000, np.float32), "sigma": SIGMA}, "at most 16,384 features"),
+    ],
+)
+def test_what_is_no_covariance_ends_in_one_line(tmp_path: Path, arrays: dict[str, Any], said: str) -> None:
+    assert re.search(said, one_line(saved(tmp_path / "x.npz", **arrays)))
+
+
+def test_mean_and_covariance_do_not_determine_the_kernel_distance(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.npz", mu=MU, sigma=SIGMA)
+    assert "KID needs the features of all pictures" in one_line(path, read_features)
+    path = saved(tmp_path / "y.npz", feats=FEATURES.numpy() * np.nan)
+    assert "150 of 150 numbers of feats are not finite" in one_line(path, read_features)
+
+
+def test_a_damaged_archive_ends_in_one_line(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.npz", np.savez_compressed, mu=np.zeros(40), sigma=np.asarray(random(40, 40)))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-30])
+    assert "not a zip file" in one_line(path)
+    place = whole.index(b"sigma.npy") + 200
+    path.write_bytes(whole[:place] + bytes(b ^ 255 for b in whole[place : place + 8]) + whole[place + 8 :])
+    assert "cannot be read" in one_line(path)
+    path.write_bytes(b"nonsense")
+    assert "cannot be read" in one_line(path)
+    path.unlink()
+    assert "No such file" in one_line(path)
+
+
+def test_an_array_of_an_archive_is_as_long_as_its_header_says(tmp_path: Path) -> None:
+    """A header of 8 TB, and a member of zeros that expands a thousand times to 8 GiB, take no memory."""
+    header = io.BytesIO()
+    np.lib.format.write_array_header_1_0(header, {"descr": "<f8", "fortran_order": False, "shape": (10**6, 10**6)})
+    path = tmp_path / "x.npz"
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("mu.npy", header.getvalue())
+    assert "mu.npy is not as long as its header says" in one_line(path)
+
+
+def test_pictures_are_read_in_blocks(tmp_path: Path) -> None:
+    pictures = np.arange(5 * 4 * 6 * 3, dtype=np.uint8).reshape(5, 4, 6, 3)
+    path = saved(tmp_path / "x.npz", np.savez_compressed, arr_0=pictures)
+    assert read_gaussian(path, NETWORK) is None
+    assert read_features(path, NETWORK) is None
+    blocks = list(read_pictures(path, 2))
+    assert [len(block) for block in blocks] == [2, 2, 1]
+    assert np.array_equal(torch.cat(blocks).movedim(1, 3).numpy(), pictures)
+    path = saved(tmp_path / "y.npz", arr_0=pictures.astype(np.float32))
+    with pytest.raises(ConfigError, match=r"float32 of shape \[5, 4, 6, 3\]; expected uint8"):
+        next(read_pictures(path, 2))
