@@ -5,14 +5,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
 from dit.convert.diffusers_format import TrainedModel, format_of_model
-from dit.convert.diffusers_pipeline import Pipeline, loading_lines, model_index, pipeline_of
-from dit.convert.diffusers_sampling import PAGE, SCHEDULER_CONFIG, page, scheduler_config
+from dit.convert.diffusers_pipeline import Pipeline, loading_lines, model_index, num_steps_of, pipeline_of
+from dit.convert.diffusers_sampling import PAGE, SCHEDULER_CONFIG, page, scheduler_config, spaced_scheduler
 from dit.convert.run_record import CONFIG_KEY, to_record
 from dit.convert.state_files import to_json, write_diffusers
 from dit.encoders.text import TextEncoder
 from dit.encoders.text_config import TextEncoderConfig, check_text_encoder
 from dit.encoders.vae import VAE, Geometry
 from dit.errors import ConfigError
+from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import parameter_shapes
 
 if TYPE_CHECKING:
@@ -49,9 +50,13 @@ def write_pipeline(
     settings, notes = form.write_settings(trained.model, trained.latent_size)
     scheduler = scheduler_config(trained.objective)
     assert scheduler is not None  # `pipeline_of`
+    if pipeline.states_steps_only:
+        assert isinstance(trained.objective, FlowMatching)  # `pipeline_of`
+        scheduler = spaced_scheduler(trained.objective, num_steps_of(trained))
+        notes.append(f"the scheduler takes the noise levels of launch.sample in {num_steps_of(trained)} steps only")
     if pipeline.note is not None:
         notes.append(pipeline.note)
-    if pipeline.flow and trained.sampling.get("guidance_scale", 1.0) != 1:
+    if pipeline.flow and not pipeline.guided_by_texts and trained.sampling.get("guidance_scale", 1.0) != 1:
         notes.append(f"{pipeline.class_name} is called without guidance by texts, as launch.sample --guidance-scale 1")
     solver, own = EXACT[scheduler["_class_name"]], trained.sampling.get("solver")
     if own not in (None, solver):
@@ -67,7 +72,8 @@ def write_pipeline(
         return {"model_index.json": to_json(model_index(pipeline, form, trained, classes))}
 
     most = {part.makes: encoder.geometry().max_tokens for part, encoder in zip(pipeline.texts, encoders, strict=True)}
-    code = loading_lines(pipeline, trained, space=geometry.space, most_tokens=most)
+    pixels = geometry.pixel_shape(*trained.latent_size)
+    code = loading_lines(pipeline, trained, pixels=pixels, most_tokens=most)
     rules = form.rules(trained.model, parameter_shapes(trained.model), trained.latent_size)
     write_diffusers(
         {**settings, CONFIG_KEY: to_record(trained)},
@@ -95,9 +101,9 @@ def check_autoencoder(pipeline: Pipeline, trained: TrainedModel, name: Optional[
             "PATH, or train on latents (a model of pixels has no pipeline; use --format diffusers)"
         )
     geometry, channels = Geometry.read(name), trained.model.in_channels
-    if geometry.kind != "AutoencoderKL" or geometry.channels != channels:
+    if geometry.kind != pipeline.vae or geometry.channels != channels:
         raise ConfigError(
-            f"--format pipeline: {pipeline.class_name} needs an AutoencoderKL of {channels} channels, and {name!r} is "
+            f"--format pipeline: {pipeline.class_name} needs an {pipeline.vae} of {channels} channels, and {name!r} is "
             f"a {geometry.kind} of {geometry.channels}; give --vae PATH"
         )
     return geometry
@@ -116,23 +122,27 @@ def check_encoders(pipeline: Pipeline, line: Optional[str]) -> list[TextEncoderC
             f"--format pipeline: {pipeline.class_name} needs {' and '.join(part.known for part in pipeline.texts)}, "
             "and the run names no text encoder; give --text-encoder"
         )
-    given = {entry: encoder for encoder in check_text_encoder(line).encoders for entry in encoder.makes}
+    given = check_text_encoder(line).encoders
     encoders = []
     for part in pipeline.texts:
-        encoder = given.get(part.makes)
-        needs = f"{part.known} that makes `{part.makes}`"
-        if part.padded is not None:
-            needs += f", with{'' if part.padded else 'out'} `:padded`"
-        fits = (
-            encoder is not None
+        needs = f"{part.known} that makes {' and '.join(f'`{entry}`' for entry in part.makes)}"
+        needs += "" if part.padded is None else f", with{'' if part.padded else 'out'} `:padded`"
+        needs += ", with `:zero_padded`" if part.zero_padded else ""
+        needs += "" if part.layer == "last" else f", `:layer={part.layer}`"
+        needs += ", `:joined`" if part.joined else ""
+        fitting = [
+            encoder
+            for encoder in given
+            if set(part.makes) <= set(encoder.makes)
             and encoder.geometry().kind in part.kinds
-            and encoder.layer == "last"
+            and (encoder.layer, encoder.joined) == (part.layer, part.joined)
             and part.padded in (None, encoder.padded)
-        )
-        if encoder is None or not fits:
+            and encoder.zero_padded == part.zero_padded
+        ]
+        if not fitting:
             raise ConfigError(
                 f"--format pipeline: {pipeline.class_name} needs {needs}; the texts of this run are of {line!r}; "
                 "prepare the data with such an encoder, or use --format diffusers for the model without a pipeline"
             )
-        encoders.append(encoder)
+        encoders.append(fitting[0])
     return encoders

@@ -90,6 +90,7 @@ MAY_IMPORT = {
     "dit.convert": {
         "dit.errors",
         "dit.ranges",
+        "dit.condition_table",
         "dit.safe_files",
         "dit.layout",
         "dit.batch",

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Optional
 
+from dit.condition_table import size_and_crop
 from dit.convert.diffusers_format import NULLS, VERSION, DiffusersFormat, TrainedModel
 from dit.convert.diffusers_sampling import scheduler_config
 from dit.errors import ConfigError
@@ -25,6 +26,8 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.noise_levels import REFERENCE_STEPS
 
 CLIP = ("clip",)
+WAN_FPS = 16
+"""Frames per second of Wan's clips."""
 T5_LIKE = ("t5", "umt5", "sentence")
 """Kinds of `dit.encoders.text_config` whose class returns the tokens of a masked text first."""
 
@@ -36,17 +39,23 @@ class TextPart:
     Attributes:
         makes: what it makes, as in `dit.encoders.text_config`.
         kinds: of encoders that the pipeline calls in the right way.
+        layer: whose output the pipeline takes as tokens.
+        joined: its tokens follow those of the encoder before it.
         known: name of these for messages.
         suffix: of its folders, `text_encoder` and `tokenizer`.
         padded: the model attends to padding. None where it reads a pooled vector, which padding does not change.
+        zero_padded: the model attends to zeros behind the embedding of a text.
         cut: the tokenizer's own longest text is that of the pipeline; otherwise the call states it.
     """
 
-    makes: str
+    makes: tuple[str, ...]
     kinds: tuple[str, ...]
     known: str
+    layer: str = "last"
+    joined: bool = False
     suffix: str = ""
     padded: Optional[bool] = None
+    zero_padded: bool = False
     cut: bool = False
 
 
@@ -59,6 +68,11 @@ class Pipeline:
         flow: runs flow matching, otherwise DDPM of `REFERENCE_STEPS` steps.
         shift: adds the `shift_factor` of the autoencoder; the others ignore it.
         guided_by_texts: leads away from the embedding of the empty text.
+        zeros: entry of `model_index.json` that, if true, replaces that embedding by zeros; None for no such entry.
+        vae: class of its autoencoder.
+        states_steps_only: passes no noise levels to its scheduler, only the number of steps.
+        draws_clips: returns clips.
+        reads_sizes: calls the model with the sizes and the crop of the original.
         arguments: further arguments of its call.
         note: what it does with a prompt that we do not.
         index: further entries of `model_index.json`.
@@ -69,6 +83,11 @@ class Pipeline:
     flow: bool = False
     shift: bool = False
     guided_by_texts: bool = False
+    zeros: Optional[str] = None
+    vae: str = "AutoencoderKL"
+    states_steps_only: bool = False
+    draws_clips: bool = False
+    reads_sizes: bool = False
     arguments: tuple[str, ...] = ()
     note: Optional[str] = None
     index: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
@@ -78,14 +97,14 @@ PIPELINES = {
     "DiTTransformer2DModel": Pipeline("DiTPipeline"),
     "PixArtTransformer2DModel": Pipeline(
         "PixArtAlphaPipeline",
-        (TextPart("text", T5_LIKE, "a T5 or a BERT", padded=False),),
+        (TextPart(("text",), T5_LIKE, "a T5 or a BERT", padded=False),),
         guided_by_texts=True,
         arguments=("clean_caption=False", "use_resolution_binning=False"),
         note="PixArtAlphaPipeline turns a prompt into lower case; captions for it are best prepared so",
     ),
     "UNet2DConditionModel": Pipeline(
         "StableDiffusionPipeline",
-        (TextPart("text", CLIP, "a CLIP text model", padded=True, cut=True),),
+        (TextPart(("text",), CLIP, "a CLIP text model", padded=True, cut=True),),
         guided_by_texts=True,
         index=MappingProxyType(
             {"safety_checker": [None, None], "feature_extractor": [None, None], "requires_safety_checker": False}
@@ -94,18 +113,50 @@ PIPELINES = {
     "FluxTransformer2DModel": Pipeline(
         "FluxPipeline",
         (
-            TextPart("pooled", CLIP, "a CLIP text model", cut=True),
-            TextPart("text", ("t5",), "a T5", suffix="_2", padded=True),
+            TextPart(("pooled",), CLIP, "a CLIP text model", cut=True),
+            TextPart(("text",), ("t5",), "a T5", suffix="_2", padded=True),
         ),
         flow=True,
         shift=True,
     ),
+    "WanTransformer3DModel": Pipeline(
+        "WanPipeline",
+        (TextPart(("text",), ("umt5", "t5"), "a UMT5 or a T5", padded=False, zero_padded=True),),
+        flow=True,
+        guided_by_texts=True,
+        vae="AutoencoderKLWan",
+        states_steps_only=True,
+        draws_clips=True,
+        note="WanPipeline joins the white space of a prompt and replaces HTML entities",
+    ),
 }
 """By the class of the model."""
 
+XL = Pipeline(
+    "StableDiffusionXLPipeline",
+    (
+        TextPart(("text",), CLIP, "a CLIP text model", layer="penultimate", padded=True, cut=True),
+        TextPart(
+            ("text", "pooled"),
+            ("clip_projected",),
+            "a CLIP text model with projection",
+            layer="penultimate",
+            joined=True,
+            suffix="_2",
+            padded=True,
+            cut=True,
+        ),
+    ),
+    guided_by_texts=True,
+    zeros="force_zeros_for_empty_prompt",
+    reads_sizes=True,
+    index=MappingProxyType(
+        {"image_encoder": [None, None], "feature_extractor": [None, None], "add_watermarker": False}
+    ),
+)
+"""Of `UNet2DConditionModel` with a pooled text."""
+
 NONE: Mapping[str, str] = {
-    "WanTransformer3DModel": "WanPipeline pads texts with zeros to 512 tokens, which the model attends to there and "
-    "never saw here",
     "AutoencoderKL": "an autoencoder is a part of the pipelines of other models",
 }
 """Why a model class has no pipeline here."""
@@ -117,7 +168,8 @@ def pipeline_of(form: DiffusersFormat[ModelConfig], trained: TrainedModel) -> Pi
     Raises:
         ConfigError: there is none, or it would draw something else.
     """
-    pipeline = PIPELINES.get(form.class_name)
+    is_xl = form.part == "unet" and getattr(trained.model, "pooled_size", None) is not None
+    pipeline = XL if is_xl else PIPELINES.get(form.class_name)
     faults = [] if pipeline is None else [*_objective_faults(pipeline, trained), *_model_faults(pipeline, trained)]
     if pipeline is None or faults:
         why = NONE[form.class_name] if pipeline is None else f"{pipeline.class_name} {'; '.join(faults)}"
@@ -141,13 +193,15 @@ def _model_faults(pipeline: Pipeline, trained: TrainedModel) -> list[str]:
     model = trained.model
     names = {condition.name for condition in model.conditions()}
     faults = []
-    if extra := sorted(names & {"control", "size_and_crop", "context_2"}):
+    if extra := sorted(names & {"control", "context_2", *(() if pipeline.reads_sizes else ("size_and_crop",))}):
         faults.append(f"has no {', '.join(extra)}, which this model takes")
     text = next((condition for condition in model.conditions() if condition.name == "context"), None)
-    if pipeline.guided_by_texts and text is not None and text.null != "empty text":
+    nulls = ("empty text",) if pipeline.zeros is None else ("empty text", 0.0)
+    if pipeline.guided_by_texts and text is not None and text.null not in nulls:
+        zeros = "" if pipeline.zeros is None else " or zeros"
         faults.append(
-            f"leads away from the embedding of the empty text, and this model learned {NULLS[0]} in its place; train "
-            "with model.null_text=empty"
+            f"leads away from the embedding of the empty text{zeros}, and this model learned {NULLS[0]} in its place; "
+            f"train with model.null_text=empty{zeros}"
         )
     return faults
 
@@ -163,40 +217,62 @@ def model_index(
     scheduler = scheduler_config(trained.objective)
     assert scheduler is not None  # `pipeline_of`
     index: dict[str, Any] = {"_class_name": pipeline.class_name, "_diffusers_version": VERSION, **pipeline.index}
+    if pipeline.zeros is not None:
+        index[pipeline.zeros] = getattr(trained.model, "null_text", None) == "zeros"
     if trained.class_names is not None:
         index["id2label"] = {str(i): name for i, name in enumerate(trained.class_names)}
     return {
         **index,
         "scheduler": ["diffusers", scheduler["_class_name"]],
         form.part: ["diffusers", form.class_name],
-        "vae": ["diffusers", "AutoencoderKL"],
+        "vae": ["diffusers", pipeline.vae],
         **{name: ["transformers", class_name] for name, class_name in classes.items()},
     }
 
 
-def loading_lines(pipeline: Pipeline, trained: TrainedModel, *, space: int, most_tokens: Mapping[str, int]) -> str:
-    """Return the lines of Python that load a folder and draw one picture of the size that was trained on.
+def loading_lines(
+    pipeline: Pipeline,
+    trained: TrainedModel,
+    *,
+    pixels: tuple[int, int, int],
+    most_tokens: Mapping[tuple[str, ...], int],
+) -> str:
+    """Return the lines of Python that load a folder and draw one picture or clip of the size that was trained on.
 
     Args:
-        space: pixels of each side of a latent position.
+        pixels: frames, height and width.
         most_tokens: of a text, by what the encoder makes.
     """
-    sampling, (_, height, width) = dict(trained.sampling), trained.latent_size
+    sampling, (frames, height, width) = dict(trained.sampling), pixels
     # The guidance_scale of FLUX is the number that a distilled network reads.
-    scale = getattr(trained.model, "guidance", None) if pipeline.flow else sampling.get("guidance_scale")
-    call = [f"num_inference_steps={sampling.get('num_steps', 50)}", f"guidance_scale={scale or 1.0}"]
+    distilled = pipeline.flow and not pipeline.guided_by_texts
+    scale = getattr(trained.model, "guidance", None) if distilled else sampling.get("guidance_scale")
+    call = [f"num_inference_steps={num_steps_of(trained)}", f"guidance_scale={scale or 1.0}"]
     if pipeline.texts:
         prompt = repr((sampling.get("prompts") or ["a red circle"])[0])
-        call = [prompt, *call, f"height={height * space}", f"width={width * space}", *pipeline.arguments]
+        call = [prompt, *call, f"height={height}", f"width={width}", *pipeline.arguments]
+        call += [f"num_frames={frames}"] if pipeline.draws_clips else []
         call += [f"max_sequence_length={most_tokens[t.makes]}" for t in pipeline.texts if not t.cut]
+        if pipeline.reads_sizes:  # as our sampler, which takes latents of an eighth of the side
+            sides = tuple(map(int, size_and_crop(*trained.latent_size[1:])[4:].tolist()))
+            call += [f"original_size={sides}", f"target_size={sides}"]
     else:
         call = ["class_labels=[0]", *call]
+    imports, drawn = [], [f"image = pipeline({', '.join(call)}).images[0]", 'image.save("image.png")']
+    if pipeline.draws_clips:
+        imports, fps = ["from diffusers.utils import export_to_video"], round(trained.fps or WAN_FPS)
+        drawn = [f"clip = pipeline({', '.join(call)}).frames[0]", f'export_to_video(clip, "clip.mp4", {fps})']
     return "\n".join(
         [
             "from diffusers import DiffusionPipeline",
+            *imports,
             "",
             'pipeline = DiffusionPipeline.from_pretrained("THIS_FOLDER")',
-            f"image = pipeline({', '.join(call)}).images[0]",
-            'image.save("image.png")',
+            *drawn,
         ]
     )
+
+
+def num_steps_of(trained: TrainedModel) -> int:
+    """Return the number of steps of the run's own sampling."""
+    return int(trained.sampling.get("num_steps", 50))

@@ -4,9 +4,11 @@ Their schedulers have neither the direction of time nor the class that means no 
 class-conditional models it has a loop that generates the samples of our sampler (the tests run it).
 """
 
+import math
 from typing import Any, Optional
 
 from dit.convert.diffusers_format import VERSION, TrainedModel
+from dit.errors import ConfigError
 from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
@@ -53,6 +55,36 @@ def scheduler_config(objective: Objective) -> Optional[dict[str, Any]]:
     else:
         return None
     return {"_diffusers_version": VERSION, **own}
+
+
+def spaced_scheduler(objective: FlowMatching, num_steps: int) -> dict[str, Any]:
+    """Return the `scheduler_config.json` with which a pipeline that states no noise levels takes our steps.
+
+    The scheduler spaces n times evenly from 1 to s / (N + s - 1), shifts them by its `shift` s, and stretches them so
+    that they end at `shift_terminal`. Step j of n has, up to a factor,
+
+        ours, of shift t    1 - sigma = j / (1 - j (t - 1) / (n t))
+        theirs              1 - sigma = j / (1 - j a (s - 1) / s)     a = (N - 1) / ((n - 1) (N + s - 1))
+
+    These are equal if s solves a quadratic equation, and the factor if `shift_terminal` is our last level.
+
+    Raises:
+        ConfigError: there is no such s: the time shift is too large.
+    """
+    config = scheduler_config(objective)
+    assert config is not None
+    if num_steps == 1:
+        return {**config, "shift": 1.0}
+    shift, steps = objective.time_shift, REFERENCE_STEPS - 1
+    c = (shift - 1) * (num_steps - 1) / (num_steps * shift)
+    b = steps * (1 - c)
+    if b**2 < 4 * c * steps:
+        raise ConfigError(
+            f"objective.time_shift={shift:g} is too large for the scheduler of diffusers in {num_steps} steps; export "
+            "the model with --format diffusers"
+        )
+    last = shift / (num_steps + shift - 1)
+    return {**config, "shift": 2 * steps / (b + math.sqrt(b**2 - 4 * c * steps)), "shift_terminal": last}
 
 
 def how_to_sample(trained: TrainedModel) -> list[str]:

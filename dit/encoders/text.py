@@ -87,6 +87,8 @@ class TextEncoder:
             What is made by entry, float32 on the encoder's device: tokens `[B, K, width]`, pooled vectors `[B, width]`.
         """
         tokens, pooled = self._embed(ids_BK.to(self.device))
+        if self.config.zero_padded:
+            tokens = torch.nn.functional.pad(tokens, (0, 0, 0, self.geometry.max_tokens - tokens.shape[1]))
         made = {entry: pooled if entry == "pooled" else tokens for entry in self.config.makes}
         return {entry: values.float() for entry, values in made.items() if values is not None}
 

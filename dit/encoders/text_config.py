@@ -6,12 +6,13 @@ Encoders are written as one line, on the command line, in settings and in the re
     text=google/t5-v1_1-xxl,pooled=models/flux/text_encoder     T5's tokens and CLIP's pooled vector, as in FLUX
     text+pooled=models/clip:layer=penultimate:max_tokens=40     tokens and pooled vector of one encoder
     text=A:padded,text+pooled=B:padded:joined                   tokens of two encoders side by side, as in SDXL
+    google/umt5-xxl:zero_padded                                 tokens, then zeros up to 512, as in Wan
 
     LINE     ENCODER , ENCODER ...
     ENCODER  [ENTRY + ENTRY ... =] NAME [: OPTION] ...
     ENTRY    text (if left out), text_2 or pooled: the names under which samples store what is made
     NAME     all-minilm-l6-v2, identity, a folder in transformers' layout, or OWNER/REPOSITORY[/FOLDER] on the hub
-    OPTION   layer=penultimate, max_tokens=N, padded, or joined
+    OPTION   layer=penultimate, max_tokens=N, padded, zero_padded, or joined
 """
 
 from collections.abc import Mapping, Sequence
@@ -96,6 +97,8 @@ class TextEncoderConfig:
         padded: every text is padded to `max_tokens`; the padding is attended to and stored. So do the pipelines of
             Stable Diffusion and FLUX, whose weights expect it. Otherwise a text has its own length, as under an
             attention mask.
+        zero_padded: the embedding of every text is padded to `max_tokens` with zeros, which the model attends to, as in
+            Wan; the encoder does not read them.
         joined: the features of each token follow those of the same token of the encoders before it in the line.
     """
 
@@ -104,6 +107,7 @@ class TextEncoderConfig:
     layer: Literal["last", "penultimate"] = "last"
     max_tokens: Optional[int] = None
     padded: bool = False
+    zero_padded: bool = False
     joined: bool = False
 
     @classmethod
@@ -124,7 +128,7 @@ class TextEncoderConfig:
         settings: dict[str, Any] = {}
         for option in options:
             key, _, value = option.partition("=")
-            if option in ("padded", "joined"):
+            if option in ("padded", "zero_padded", "joined"):
                 settings[key] = True
             elif key == "max_tokens" and value.isdecimal() and int(value) > 0:
                 settings[key] = int(value)
@@ -133,7 +137,7 @@ class TextEncoderConfig:
             else:
                 raise ConfigError(
                     f"text encoder {text!r}: {option!r} is no option; known are layer=penultimate, max_tokens=N with "
-                    "N of at least 1, padded and joined"
+                    "N of at least 1, padded, zero_padded and joined"
                 )
         return cls(name=name, makes=makes, **settings)
 
@@ -141,7 +145,7 @@ class TextEncoderConfig:
         makes = "" if self.makes == ("text",) else "+".join(self.makes) + "="
         layer = "" if self.layer == "last" else f":layer={self.layer}"
         most = "" if self.max_tokens is None else f":max_tokens={self.max_tokens}"
-        flags = "".join(f":{flag}" for flag in ("padded", "joined") if getattr(self, flag))
+        flags = "".join(f":{flag}" for flag in ("padded", "zero_padded", "joined") if getattr(self, flag))
         return f"{makes}{self.name}{layer}{most}{flags}"
 
     def geometry(self) -> TextGeometry:
@@ -155,8 +159,10 @@ class TextEncoderConfig:
             raise ConfigError(
                 f"text encoder {self.name!r} makes no pooled vector; take it from CLIP or a sentence encoder"
             )
-        if self.padded and found.kind == "identity":
-            raise ConfigError(f"text encoder {self.name!r} has no padding; leave out :padded")
+        if self.padded and self.zero_padded:
+            raise ConfigError(f"text encoder {self.name!r} has :padded and :zero_padded; choose one of the two")
+        if (self.padded or self.zero_padded) and found.kind == "identity":
+            raise ConfigError(f"text encoder {self.name!r} has no padding; leave out :padded and :zero_padded")
         if self.layer != "last" and not found.kind.startswith("clip"):
             raise ConfigError(f"text encoder {self.name!r} has no layer={self.layer}, only CLIP has; leave it out")
         most = found.max_tokens if self.max_tokens is None else self.max_tokens

@@ -253,7 +253,7 @@ class VAE:
 
     @torch.no_grad()
     def save(self, folder: Path, *, shift: bool) -> None:
-        """Write an `AutoencoderKL` in diffusers' layout.
+        """Write an `AutoencoderKL` or an `AutoencoderKLWan` in diffusers' layout.
 
         Args:
             shift: its reader adds `shift_factor`. Otherwise the shift becomes a part of the weights: of the convolution
@@ -262,6 +262,9 @@ class VAE:
         Raises:
             ConfigError: it is of another class, or scales every channel by its own number.
         """
+        if self.geometry.kind == "AutoencoderKLWan":  # scale and shift are settings that every reader applies
+            self._model.save_pretrained(folder)
+            return
         config = self._model and self._model.config
         if self.geometry.kind != "AutoencoderKL" or config.latents_mean is not None:
             raise ConfigError(

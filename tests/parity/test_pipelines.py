@@ -5,21 +5,24 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, DiffusionPipeline
+from diffusers import AutoencoderKL, AutoencoderKLWan, DiffusionPipeline, FlowMatchEulerDiscreteScheduler, WanPipeline
 from torch import Tensor
 
 from dit.checkpoint.full_weights import read_full_weights, write_imported
 from dit.checkpoint.reading import candidates, read_settings
 from dit.convert.diffusers_format import TrainedModel
+from dit.convert.diffusers_sampling import spaced_scheduler
 from dit.convert.run_record import build
 from dit.encoders.text import load_text_encoders
 from dit.encoders.text_config import as_conditions, check_text_encoder
 from dit.encoders.vae import VAE
+from dit.errors import ConfigError
 from dit.inference.generator import Generator
 from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
@@ -38,7 +41,7 @@ from dit.settings import SamplingConfig
 from launch.export import main as export
 from tests.conftest import BuildModel
 from tests.parity.convert_cases import load, random_weights, relative_error
-from tests.support.encoders import CLIP_WIDTH, T5_WIDTH, save_clip, save_t5
+from tests.support.encoders import CLIP_WIDTH, PROJECTION, T5_WIDTH, save_clip, save_t5
 
 RTOL = 1e-4  # float32: their schedulers' coefficients, padded texts, the autoencoder
 SEED, STEPS = 5, 4
@@ -48,8 +51,12 @@ PIXART = {**SIZES, "layer_pattern": ["full"], "qk_layernorm": False, "fps_condit
 PIXART |= {"position_span": 6.0, "null_text": "empty"}
 UNET = {"block_out_channels": [8, 16], "transformer_layers": [0, 1], "layers_per_block": 1, "num_attention_heads": 2}
 UNET |= {"norm_num_groups": 4, "in_channels": 4, "context_size": CLIP_WIDTH, "null_text": "empty"}
+UNET_XL = {**UNET, "context_size": 2 * CLIP_WIDTH, "pooled_size": PROJECTION, "num_attention_heads": 4}
+UNET_XL |= {"head_size": 4, "transformer_layers": [0, 2], "mid_transformer_layers": 2, "null_text": "zeros"}
+JOINED = "text={clip}:layer=penultimate:padded,text+pooled={projected}:layer=penultimate:padded:joined"
 FLUX = {"in_channels": 4, "patch_spatial": 2, "context_size": T5_WIDTH, "pooled_size": CLIP_WIDTH, "hidden_size": 48}
 FLUX |= {"num_attention_heads": 4, "num_joint_layers": 1, "num_single_layers": 2, "ffn_hidden_size": 192}
+WAN = {**SIZES, "ffn_hidden_size": 96, "context_size": T5_WIDTH}
 STEPS_1000 = DDPM(discrete_steps=1000)
 V = DDPM(discrete_steps=1000, schedule="scaled_linear", prediction="v")
 
@@ -61,7 +68,7 @@ class Case:
     Attributes:
         shift: shift_factor of the autoencoder.
         quant: it has convolutions around the latents.
-        size: of a picture's latent.
+        size, frames: of a latent.
     """
 
     pipeline: str
@@ -72,6 +79,7 @@ class Case:
     shift: float | None = None
     quant: bool = True
     size: tuple[int, int] = (8, 8)
+    frames: int = 1
 
 
 CASES = {
@@ -85,6 +93,12 @@ CASES = {
         size=(8, 12),
     ),
     "stable diffusion": Case("StableDiffusionPipeline", LDMUNetConfig(**UNET), STEPS_1000, "{clip}:padded"),
+    "stable diffusion xl": Case(
+        "StableDiffusionXLPipeline", LDMUNetConfig(**UNET_XL), STEPS_1000, JOINED, shift=0.3, size=(8, 12)
+    ),
+    "stable diffusion xl, empty text": Case(
+        "StableDiffusionXLPipeline", LDMUNetConfig(**{**UNET_XL, "null_text": "empty"}), V, JOINED, quant=False
+    ),
     "dit": Case(
         "DiTPipeline",
         DiTConfig(**SIZES, in_channels=4, num_classes=3, time_frequency_shift=1),
@@ -100,12 +114,23 @@ CASES = {
         guidance=1.0,
         quant=False,
     ),
+    "wan": Case(
+        "WanPipeline",
+        WanConfig(**WAN, in_channels=16, null_text="empty"),
+        FlowMatching(time_shift=3.0),
+        "{t5}:max_tokens=9:zero_padded",
+        size=(4, 6),
+        frames=2,
+    ),
 }
 
 
 def save_vae(folder: Path, case: Case) -> Path:
-    """Save an autoencoder of 4 channels that compresses 4 x 4 pixels."""
+    """Save an autoencoder: of 4 channels that compresses 4 x 4 pixels, for Wan of 16 that compresses 4 x 8 x 8."""
     torch.manual_seed(3)
+    if case.pipeline == "WanPipeline":
+        AutoencoderKLWan(base_dim=8, num_res_blocks=1).eval().save_pretrained(folder)
+        return folder
     blocks = {"down_block_types": ("DownEncoderBlock2D",) * 3, "up_block_types": ("UpDecoderBlock2D",) * 3}
     sizes = {"block_out_channels": (8, 8, 8), "norm_num_groups": 4, "latent_channels": 4, "scaling_factor": 0.3611}
     convolutions = {"use_quant_conv": case.quant, "use_post_quant_conv": case.quant}
@@ -117,12 +142,13 @@ def save_vae(folder: Path, case: Case) -> Path:
 def a_run(folder: Path, case: Case) -> Path:
     """Write a run of random weights, its autoencoder and its text encoders."""
     vae, names = save_vae(folder / "vae", case), {"t5": save_t5(folder / "t5"), "clip": save_clip(folder / "clip")}
+    names["projected"] = save_clip(folder / "projected", projected=True)
     line = None if case.encoders is None else check_text_encoder(case.encoders.format(**names)).recorded
     classes = case.model.num_classes
     trained = TrainedModel(
         case.model,
         case.objective,
-        (1, *case.size),
+        (case.frames, *case.size),
         {"solver": "euler" if isinstance(case.objective, FlowMatching) else "ddim", "num_steps": STEPS},
         class_names=None if classes is None else [f"class {i}" for i in range(classes)],
         text_encoder=line,
@@ -140,21 +166,21 @@ def generator_of(run: Path, build_model: BuildModel) -> Generator:
 
 
 def ours(generator: Generator, case: Case) -> tuple[Tensor, Tensor]:
-    """Return the noise as a scheduler takes it, and the pictures in [0, 1], `[N, 3, H, W]`."""
+    """Return the noise as a scheduler takes it, `[N, C, t, h, w]`, and the pictures in [0, 1], `[N, 3, T, H, W]`."""
     if case.encoders is None:
         given: Mapping[str, Any] = {"label": [2, 0]}
     else:
         encoders = load_text_encoders(generator.text_encoder or "")
         given = as_conditions(encoders.encode(PROMPTS), case.model.conditions())
-    latents = generator.generate(conditions=given)[:, :, 0]
+    latents = generator.generate(conditions=given)
     vae = VAE(generator.config.sampling.vae or "")
-    batch = empty_pack(generator.spec, (1, *case.size), 2, torch.device("cpu"), given)
+    batch = empty_pack(generator.spec, (case.frames, *case.size), 2, torch.device("cpu"), given)
     patch, features = generator.spec.patch_spatial, batch.latents_TC.shape[1]
     noise_TC = AddressedNoise(SEED, 0, batch.sample_ids_S, batch.layout).normal_TC("start", features)
-    grid = (1, *(side // patch for side in case.size))
-    noise = torch.stack([unpatchify(part, grid, 1, patch)[:, 0] for part in noise_TC.chunk(2)])
+    grid = (case.frames, *(side // patch for side in case.size))
+    noise = torch.stack([unpatchify(part, grid, 1, patch) for part in noise_TC.chunk(2)])
     _, sigma = case.objective.path.alpha_sigma(case.objective.sampling_grid(STEPS)[0])
-    return float(sigma) * noise, vae.decode(latents[:, :, None])[:, :, 0] / 2 + 0.5
+    return float(sigma) * noise, vae.decode(latents) / 2 + 0.5
 
 
 @pytest.fixture(autouse=True)
@@ -184,14 +210,18 @@ def test_the_pipeline_draws_what_our_sampler_draws(
     [code] = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     call = page_call(code)
     call["prompt" if case.encoders else "class_labels"] = PROMPTS if case.encoders else [2, 0]
+    is_clip = case.pipeline == "WanPipeline"
+    noise, expected = (noise, expected) if is_clip else (noise[:, :, 0], expected[:, :, 0])
     if case.pipeline == "DiTPipeline":
         monkeypatch.setattr("diffusers.pipelines.dit.pipeline_dit.randn_tensor", lambda **_: noise)
         assert pipeline.get_label_ids(["class 2", "class 0"]) == [2, 0]
     else:
         packed = case.pipeline == "FluxPipeline"
         call["latents"] = pipeline._pack_latents(noise, 2, 4, *case.size) if packed else noise
-    found = torch.from_numpy(pipeline(**call, output_type="np").images).movedim(-1, 1)
-    assert found.shape == (2, 3, *(4 * side for side in case.size))
+    output = pipeline(**call, output_type="np")
+    found = torch.from_numpy(output.frames if is_clip else output.images).movedim(-1, 1)
+    assert found.shape == expected.shape
+    assert found.shape[-2:] == tuple((8 if is_clip else 4) * side for side in case.size)
     assert expected.clamp(0, 1).std() > 0.01
     assert relative_error(found, expected.clamp(0, 1)) <= RTOL
 
@@ -207,8 +237,8 @@ def refused(folder: Path, case: Case, capsys: pytest.CaptureFixture, *words: str
     return line
 
 
-PIXART_T5 = CASES["pixart"]
-WAN = WanConfig(**SIZES, in_channels=4, ffn_hidden_size=96, context_size=T5_WIDTH)
+PIXART_T5, XL = CASES["pixart"], CASES["stable diffusion xl"]
+OTHER_VAE = Case("", WanConfig(**WAN, in_channels=4, null_text="empty"), FlowMatching(), "{t5}:zero_padded")
 
 
 @pytest.mark.parametrize(
@@ -222,19 +252,62 @@ WAN = WanConfig(**SIZES, in_channels=4, ffn_hidden_size=96, context_size=T5_WIDT
         (replace(PIXART_T5, encoders=None), "needs a T5 or a BERT, and the run names no text encoder"),
         (replace(PIXART_T5, encoders="{t5}:padded"), "needs a T5 or a BERT that makes `text`, without `:padded`"),
         (replace(PIXART_T5, model=replace(PIXART_T5.model, in_channels=3)), "AutoencoderKL of 3 channels"),
-        (Case("", WAN, FlowMatching(), "{t5}"), "WanPipeline pads texts with zeros"),
+        (OTHER_VAE, "WanPipeline needs an AutoencoderKLWan of 4 channels, and .* is a AutoencoderKL of 4"),
+        (replace(CASES["wan"], encoders="{t5}"), "a UMT5 or a T5 that makes `text`, .*, with `:zero_padded`"),
+        (
+            replace(XL, model=replace(XL.model, null_text="learned")),
+            "leads away from the embedding of the empty text or zeros.*null_text=empty or zeros",
+        ),
+        (
+            replace(XL, model=replace(XL.model, context_size=CLIP_WIDTH), encoders="text+pooled={clip}:padded"),
+            "CLIP text model that makes `text`, with `:padded`, `:layer=penultimate`",
+        ),
+        (
+            replace(XL, encoders=JOINED.replace("{projected}", "{clip}")),
+            "with projection that makes `text` and `pooled`, with `:padded`, `:layer=penultimate`, `:joined`",
+        ),
+        (
+            replace(XL, model=replace(XL.model, control_channels=2)),
+            "StableDiffusionXLPipeline has no control, which this model takes",
+        ),
         (
             replace(CASES["stable diffusion"], encoders="{clip}"),
             "StableDiffusionPipeline needs a CLIP text model that makes `text`, with `:padded`",
         ),
         (replace(CASES["flux"], encoders="text={t5}:padded"), "makes `pooled`"),
     ],
-    ids=["objective", "null", "no encoder", "padding", "channels", "wan", "unpadded", "no pooled text"],
+    ids=[
+        *("objective", "null", "no encoder", "padding", "channels", "vae of wan", "text of wan"),
+        *("null of xl", "one encoder", "no projection", "control", "unpadded", "no pooled text"),
+    ],
 )
 def test_a_run_whose_pipeline_would_draw_something_else_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture, case: Case, said: str
 ) -> None:
     assert re.search(said, refused(tmp_path, case, capsys))
+
+
+@pytest.mark.parametrize(("shift", "steps"), [(1.0, 1), (1.0, 2), (3.0, 1), (3.0, 4), (5.0, 50), (0.5, 10), (12.0, 30)])
+def test_a_scheduler_without_noise_levels_takes_our_steps(shift: float, steps: int) -> None:
+    """`WanPipeline` passes only their number, and the scheduler would end at a thousandth, whatever the number."""
+    assert "sigmas" not in signature(WanPipeline.__call__).parameters
+    objective = FlowMatching(time_shift=shift)
+    scheduler = FlowMatchEulerDiscreteScheduler.from_config(spaced_scheduler(objective, steps))
+    scheduler.set_timesteps(steps)
+    torch.testing.assert_close(scheduler.sigmas.double(), objective.sampling_grid(steps), rtol=0, atol=1e-6)
+    with pytest.raises(ConfigError, match="time_shift=60 is too large for the scheduler of diffusers in 50 steps"):
+        spaced_scheduler(FlowMatching(time_shift=60.0), 50)
+
+
+def test_the_entry_for_an_empty_text_is_that_of_the_model(tmp_path: Path) -> None:
+    """A pipeline of another null would draw something else without a word."""
+    for name, case in {"zeros": XL, "empty": CASES["stable diffusion xl, empty text"]}.items():
+        run = a_run(tmp_path / name, case)
+        folder = tmp_path / name / "out"
+        assert export(["--checkpoint", str(run), "--raw-weights", "--format", "pipeline", "--out", str(folder)]) == 0
+        index = json.loads((folder / "model_index.json").read_text())
+        assert index["force_zeros_for_empty_prompt"] is (name == "zeros")
+        assert index["text_encoder_2"] == ["transformers", "CLIPTextModelWithProjection"]
 
 
 def test_a_run_without_an_autoencoder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import FluxPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline
+from diffusers import FluxPipeline, StableDiffusionPipeline, StableDiffusionXLPipeline, WanPipeline
 from transformers import AutoTokenizer, CLIPTextModel, CLIPTextModelWithProjection, T5EncoderModel
 
 from dit.encoders.text import TextEncoder, TextEncoders
@@ -79,6 +79,30 @@ def test_flux_takes_t5_tokens_and_the_pooled_vector_of_clip(folder):
     same(made["pooled"], pooled)
     wanted = FluxConfig(context_size=T5_WIDTH, pooled_size=CLIP_WIDTH).conditions()
     assert set(as_conditions(made, wanted)) == {"context", "pooled"}
+
+
+def test_zeros_follow_the_tokens_of_wan(folder):
+    """As in diffusers' `WanPipeline.encode_prompt`: the encoder masks padding, and its place is filled with zeros."""
+    pipeline = WanPipeline(
+        scheduler=None,
+        vae=None,
+        tokenizer=AutoTokenizer.from_pretrained(folder / "t5"),
+        text_encoder=T5EncoderModel.from_pretrained(folder / "t5").eval(),
+    )
+    with torch.no_grad():
+        tokens, _ = pipeline.encode_prompt(
+            TEXTS, do_classifier_free_guidance=False, max_sequence_length=24, device="cpu"
+        )
+    line = f"{folder}/t5:max_tokens=24:zero_padded"
+    assert str(TextEncoderConfig.parse(line)) == line
+    made = TextEncoders(line).encode(TEXTS)["text"]
+    same(made, tokens)
+    assert not made[1][1:].any()
+    assert made[0][1:].any()
+    with pytest.raises(ConfigError, match="has :padded and :zero_padded; choose one"):
+        check_text_encoder(f"{folder}/t5:padded:zero_padded")
+    with pytest.raises(ConfigError, match="has no padding; leave out :padded and :zero_padded"):
+        check_text_encoder("identity:zero_padded")
 
 
 def test_clip_gives_the_tokens_of_stable_diffusion(folder):
