@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from dit.inference.drawing import Request
     from dit.inference.generator import Generator
 
-Statistics = TypeVar("Statistics", bound="Gaussian | Tensor")
+Statistics = TypeVar("Statistics", bound="Gaussian | Tensor", covariant=True)
 
 LETTERS = "letters"
 """The features of the reader of letters, which is trained on the data set in under a minute."""
@@ -82,8 +82,8 @@ def kid(args: argparse.Namespace, generator: "Generator") -> Measurement:
 
     features = _features(args, generator)
     real, drawn = _both_sides(args, generator, features, FeatureRows, read_features)
-    distance = kernel_distance(real, drawn)
-    return Measurement(*_report(args, "kid", distance, len(real), *drawn.shape, features))
+    distance, width = kernel_distance(real, drawn), drawn.shape[1]
+    return Measurement(*_report(args, "kid", distance, len(real), len(drawn), width, features))
 
 
 def _report(
