@@ -213,14 +213,15 @@ def table(rows: Sequence[Row], outcomes: dict[str, Outcome]) -> str:
     return "\n".join(lines)
 
 
-def write_page(text: str, path: Path = PAGE) -> None:
-    """Write the table between its marks in the page."""
+def write_page(text: str, path: Path = PAGE, marks: tuple[str, str] = (START, END)) -> None:
+    """Write a table between its marks in the page."""
+    start, end = marks
     page = path.read_text()
-    before, _, rest = page.partition(START)
-    _, _, after = rest.partition(END)
+    before, _, rest = page.partition(start)
+    _, _, after = rest.partition(end)
     if not rest or not after:
-        raise ValueError(f"{path} lacks the marks {START} and {END}")
-    path.write_text(f"{before}{START}\n{text}\n{END}{after}")
+        raise ValueError(f"{path} lacks the marks {start} and {end}")
+    path.write_text(f"{before}{start}\n{text}\n{end}{after}")
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
