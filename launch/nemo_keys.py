@@ -141,7 +141,12 @@ def _synthetic(
         "data.width": width,
         "data.text_tokens": token_length,
         "data.dataset_size": synthetic_data_length,
+        "model.padded_text_tokens": token_length,
     }
+
+
+def _text_length(token_length: object = 128) -> Settings:
+    return {"data.max_text_tokens": token_length, "model.padded_text_tokens": token_length}
 
 
 def _average(enable: object = False, decay: object = 0.9999) -> Settings:
@@ -378,7 +383,11 @@ PUBLISHED_CORRUPTION: dict[str, dict[str, Any]] = {
 }
 """The values of the published documents that `energon_data.corruption.Corruption` has."""
 _DATA = [
-    maps("model.conditioning.token_length", "data.max_text_tokens", note="shorter texts are not padded"),
+    Rule(
+        ("model.conditioning.token_length",),
+        _text_length,
+        "shorter texts are not padded; pooling and norms compute what they would with zeros",
+    ),
     *unused("model.data.synthetic_data model.data.synthetic_data_length", "data.path names the data"),
     *unused("model.data.num_workers", "data.background reads every stream in a process of its own"),
     *unused(

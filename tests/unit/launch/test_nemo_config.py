@@ -345,7 +345,8 @@ def test_a_published_document_gives_the_published_network(name: str, tmp_path: P
     if recipe is not None:
         same = built(call_recipe(recipe))
         heads = {"num_attention_heads": same.model.num_attention_heads}  # which are not read: there is a head size
-        assert replace(config.model, **heads) == same.model
+        assert config.model.padded_text_tokens == 128
+        assert replace(config.model, **heads, padded_text_tokens=None) == same.model  # recipes count real tokens
         assert (config.objective, config.optimizer, config.schedule) == (same.objective, same.optimizer, same.schedule)
         data = {key: value for key, value in flat(same).items() if key.startswith("data.")}
         if CORRUPTION in changes:  # which no release of NeMo has, nor the recipes
@@ -366,6 +367,7 @@ BASES: dict[str, tuple[Changes, ...]] = {
 CUT = "model.data.train.augmentations"
 SAVED = "exp_manager.checkpoint_callback_params"
 FILTER = "model.data.train.filterings.resolution"
+TEXT_64 = {"data.max_text_tokens": 64, "model.padded_text_tokens": 64}
 MAPPED: list[tuple[str, str, Any, dict[str, Any]]] = [
     ("base", "trainer.max_steps", 7, {"training.num_steps": 7}),
     ("base", "trainer.precision", 32, {"training.precision": "fp32"}),
@@ -446,7 +448,7 @@ MAPPED: list[tuple[str, str, Any, dict[str, Any]]] = [
     ("ddpm", "model.preconditioning.noise_schedule", "linear", {"objective.schedule": "linear"}),
     ("ddpm", "model.preconditioning.timesteps", 250, {"sampling.num_steps": 250}),
     ("base", "model.conditioning.embed_dim", 4096, {"model.context_size": 4096}),
-    ("base", "model.conditioning.token_length", 64, {"data.max_text_tokens": 64}),
+    ("base", "model.conditioning.token_length", 64, TEXT_64),
     ("base", "model.conditioning.drop_rate", 0.2, {"model.context_dropout": 0.2}),
     (
         "base",
@@ -620,8 +622,20 @@ def test_synthetic_data_are_those_of_this_project(changes: Changes, tmp_path: Pa
     data = built(task).data
     side = changes.get("model.unet.image_size", 64)
     assert data == MockData(height=side, width=side, text_tokens=9, dataset_size=800)
+    assert built(task).model.padded_text_tokens == 9
     built(task).check()
     assert "synthetic_data=True" in nemo_config.table(rows)
+
+
+@pytest.mark.parametrize("changes", [REGULAR, SR_UNET, EFFICIENT], ids=["base", "sr-unet", "sr"])
+def test_a_document_trains_the_network_that_is_imported_by_it(changes: Changes, tmp_path: Path) -> None:
+    """Padding of texts included: otherwise, imported weights would compute something else from the first step on."""
+    values, path = document(changes, {"model.conditioning.token_length": 64}), tmp_path / "nemo.yaml"
+    path.write_text(yaml.safe_dump(values, sort_keys=False))
+    trained, _ = nemo_config.load(path, load_component)
+    imported, _ = nemo_config.load_network(values, path, load_component)
+    assert built(trained).model == built(imported).model
+    assert built(trained).model.padded_text_tokens == 64
 
 
 def test_each_refused_key_has_a_line(tmp_path: Path) -> None:
