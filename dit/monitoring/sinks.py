@@ -285,7 +285,7 @@ def _parse_record(line: bytes) -> Optional[dict[str, Any]]:
     if not isinstance(record, dict):
         return None
     kind, step, when, attempt = (record.get(name) for name in ("kind", "step", "time", "attempt"))
-    has_step = isinstance(step, int) or (step is None and kind != "scalars")
+    has_step = isinstance(step, int) or (step is None and kind == "artifact")
     has_time = isinstance(when, int | float) and math.isfinite(when)
     is_sound = isinstance(kind, str) and has_step and has_time and isinstance(attempt, int)
     return record if is_sound else None

@@ -43,6 +43,7 @@ DAMAGED = {
     "zeros": b"\0" * 200,
     "no table": b"[1]",
     "no step": b'{"kind": "scalars"}',
+    "incident without a step": b'{"kind": "incident", "time": 1, "attempt": 1, "incident": "rewind"}',
     "deep": b"[" * 100_000,
     "not UTF-8": b'{"kind": "\xff"}',
     "step of 400 digits": b'{"kind": "scalars", "step": 1' + b"0" * 400 + b', "time": 1, "attempt": 1}',
