@@ -20,7 +20,7 @@ PICTOGRAMS = pictograms --size 64 --blocks pictographs transport supplemental ex
 export OMP_NUM_THREADS ?= 1
 export TQDM_DISABLE ?= 1
 
-.PHONY: demo demo-text demo-video demo-latent demo-cascade demo-pictograms test lint test-parallel test-faults test-slurm benchmark hashes clean help
+.PHONY: demo demo-text demo-video demo-latent demo-cascade demo-pictograms docs test lint test-parallel test-faults test-slurm benchmark hashes clean help
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -144,5 +144,9 @@ test-slurm: $(VENV)/.installed ## launch/train.sh and nemo-run on a Slurm of thi
 benchmark: $(VENV)/.installed ## step time of the tiny recipe on this machine
 	$(VENV)/bin/python -m benchmarks.step --factory tiny_dit
 
+docs: $(VENV)/.installed ## the documentation as a site in site/; every link is checked
+	$(INSTALL) -c constraints.txt --no-build-isolation -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
+
 clean: ## remove what the commands above made
-	rm -rf runs data samples.png text.png moving.gif pictograms.png cascade_*.png
+	rm -rf runs data site samples.png text.png moving.gif pictograms.png cascade_*.png

@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any, Optional, Protocol
 
 from dit.heap import keep_freed_memory
+from dit.patches import patches
 
 
 def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
@@ -51,6 +52,16 @@ REMOTE = "leptonai"
 """What nemo-run imports to submit jobs to a cloud, at once for all clouds."""
 
 
+@patches(
+    "torch 2.11-2.14",
+    "torch: compile",
+    why="Megatron-Core compiles functions at import, which loads the compiler",
+)
+@patches(
+    "nemo-run 0.11",
+    "nemo_run: import of leptonai",
+    why="it imports the clients of all clouds, also of those that are not used",
+)
 @contextlib.contextmanager
 def light_imports() -> Iterator[None]:
     """Import Megatron-Core and nemo-run without what no command uses of them: half of the time that a start takes.

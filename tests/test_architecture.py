@@ -19,6 +19,7 @@ FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT 
 MAY_IMPORT = {
     "dit.terminal": set(),
     "dit.errors": {"dit.terminal"},
+    "dit.patches": {"dit.errors"},
     "dit.philox": set(),
     "dit.heap": set(),
     "dit.durable_files": {"dit.errors"},
@@ -45,7 +46,7 @@ MAY_IMPORT = {
     },
     "dit.kernels": {"dit.errors", "dit.layout"},
     "dit.context_parallel": {"dit.errors", "dit.layout", "dit.joint_layout", "dit.batch", "dit.kernels"},
-    "dit.backends": {"dit.errors", "dit.safe_files", "dit.philox", "dit.kernels"},
+    "dit.backends": {"dit.errors", "dit.patches", "dit.safe_files", "dit.philox", "dit.kernels"},
     "dit.layers": {
         "dit.errors",
         "dit.philox",
@@ -70,14 +71,22 @@ MAY_IMPORT = {
         ),
     },
     "dit.parallel": {
-        *("dit.errors", "dit.ranges", "dit.settings", "dit.layout", "dit.batch"),
+        *("dit.errors", "dit.patches", "dit.ranges", "dit.settings", "dit.layout", "dit.batch"),
         *("dit.kernels", "dit.context_parallel", "dit.backends", "dit.models"),
     },
     "dit.tracing": {
-        *("dit.philox", "dit.layout", "dit.batch", "dit.conditions", "dit.data_api", "dit.patchify"),
+        *("dit.patches", "dit.philox", "dit.layout", "dit.batch", "dit.conditions", "dit.data_api", "dit.patchify"),
         *("dit.backends", "dit.layers", "dit.models", "dit.parallel"),
     },
-    "dit.optimizer": {"dit.errors", "dit.ranges", "dit.settings", "dit.kernels", "dit.backends", "dit.parallel"},
+    "dit.optimizer": {
+        "dit.errors",
+        "dit.patches",
+        "dit.ranges",
+        "dit.settings",
+        "dit.kernels",
+        "dit.backends",
+        "dit.parallel",
+    },
     "dit.run_config": {
         *("dit.errors", "dit.settings", "dit.config_record", "dit.condition_table", "dit.data_api", "dit.objectives"),
         *("dit.kernels", "dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.ranges"),
@@ -135,11 +144,20 @@ MAY_IMPORT = {
     },
     # Above training: it traces the step that training makes.
     "dit.planner": {
-        *("dit.errors", "dit.settings", "dit.batch", "dit.objectives", "dit.context_parallel", "dit.backends"),
+        *(
+            "dit.errors",
+            "dit.patches",
+            "dit.settings",
+            "dit.batch",
+            "dit.objectives",
+            "dit.context_parallel",
+            "dit.backends",
+        ),
         *("dit.models", "dit.parallel", "dit.tracing", "dit.optimizer", "dit.training"),
     },
     "energon_data": {
         "dit.errors",
+        "dit.patches",
         "dit.durable_files",
         "dit.safe_files",
         "dit.terminal",

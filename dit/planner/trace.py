@@ -41,6 +41,7 @@ from dit.context_parallel.shard_batch import shard
 from dit.models.base import Backbone, ModelConfig, Stage
 from dit.objectives.base import Objective
 from dit.parallel.dims import ParallelConfig
+from dit.patches import patches
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.tracing.counter import PHASES, STATE, StepCounter, StepTrace, combined
 from dit.tracing.numbers import numbers_without_values
@@ -148,6 +149,11 @@ def _fake_tensors() -> Any:
     return mode
 
 
+@patches(
+    "megatron-core 0.16",
+    "core/distributed/fsdp/src/megatron_fsdp: validate_uneven_dtensor; torch: Module.to",
+    why="fake tensors can neither move between devices by swapping nor be compared with those of other ranks",
+)
 @contextlib.contextmanager
 def _without_values() -> Iterator[None]:
     """Patch two places of Megatron-Core that need tensor values.
@@ -184,6 +190,11 @@ class _FusedRMSNorm(torch.autograd.Function):
         return torch.empty_like(x), torch.empty_like(weight)
 
 
+@patches(
+    "torch 2.11-2.14",
+    "torch/nn/functional.py: rms_norm",
+    why="torch's CPU norm saves three float32 copies of its input, CUDA's kernel none",
+)
 @contextlib.contextmanager
 def _fused_rms_norm() -> Iterator[None]:
     """Make RMS norms save the tensors of CUDA's kernel; torch's CPU norm saves three float32 copies of its input."""
@@ -207,6 +218,11 @@ def _fused_rms_norm() -> Iterator[None]:
         functional.rms_norm = original
 
 
+@patches(
+    "torch 2.11-2.14",
+    "torch/storage.py: UntypedStorage.resize_",
+    why="it is no operation, so a dispatch mode does not see memory that pipelines free",
+)
 @contextlib.contextmanager
 def _watching_resizes(counter: StepCounter) -> Iterator[None]:
     """Notify the counter when a storage is freed or reallocated without an operation (in pipelines)."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dit.patches import patches
 from dit.tracing.counter import flop_formulas
 from dit.tracing.repeats import tensors_in
 
@@ -160,6 +161,11 @@ class _RMSNorm(torch.autograd.Function):
         return torch.addcmul(grad, grad, x), of_weight
 
 
+@patches(
+    "torch 2.11-2.14",
+    "torch/nn/functional.py: rms_norm",
+    why="torch's CPU norm runs more passes over memory than CUDA's kernel",
+)
 @contextlib.contextmanager
 def fused_rms_norm() -> Iterator[None]:
     """Make RMS norms with a weight count the traffic of CUDA's kernels."""
