@@ -211,8 +211,8 @@ def with_record(path: Path, text: str) -> Path:
         ({"objective": {"name": "edm", "sigma_max": 10**400}}, "an integer of 401 digits"),
         ({"sampling": {"num_steps": "many"}}, "cannot have num_steps='many'"),
         ({"sampling": 3}, "sampling settings by name"),
-        ({"latent_size": [1, 4]}, "three whole numbers"),
-        ({"latent_size": [1, 4, -4]}, "three whole numbers"),
+        ({"latent_size": [1, 4]}, "three positive integers"),
+        ({"latent_size": [1, 4, -4]}, "three positive integers"),
         ({"latent_size": [1, 6, 6]}, "needs [1, 9, 48]"),
         ({"class_names": ["a", "b", "c", "d"]}, "must be at most 3 names"),
         ({"class_names": [1, 2, 3]}, "must be at most 3 names"),
@@ -380,10 +380,10 @@ def test_a_model_without_a_class_in_diffusers_says_what_the_nearest_do_otherwise
     from diffusers.models.transformers import pixart_transformer_2d, transformer_cosmos, transformer_kandinsky
 
     with pytest.raises(
-        ConfigError, match=r"has no model like DiTCrossConfig .*Kandinsky5.*Cosmos.*PixArt.*those with one"
+        ConfigError, match=r"has no model like DiTCrossConfig .*Kandinsky5.*Cosmos.*PixArt.*backbones with one"
     ):
         format_of_model(DiTCrossConfig())
-    with pytest.raises(ConfigError, match="has no model like MovieGenConfig; those with one"):
+    with pytest.raises(ConfigError, match="has no model like MovieGenConfig; backbones with one"):
         format_of_model(MovieGenConfig())
     block = transformer_kandinsky.Kandinsky5TransformerDecoderBlock(8, 4, 16, 8)
     assert block.visual_modulation.out_layer.out_features == 9 * 8
@@ -402,7 +402,7 @@ def test_a_model_without_a_class_in_diffusers_says_what_the_nearest_do_otherwise
     ("null_text", "notes"),
     [
         ("empty", ["embedding of the empty text: give --text-encoder"]),
-        ("learned", ["text.null is imported as zeros: their pipelines embed the empty text"]),
+        ("learned", ["text.null is imported as zeros: its pipelines embed the empty text"]),
         ("zeros", []),
     ],
 )
