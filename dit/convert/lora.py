@@ -74,9 +74,10 @@ def to_external_layers(rules: RuleBook, adapters: Mapping[str, Tensor], scale: f
 
 def _split(layer: str, rule: Rule, a: Tensor, b: Tensor) -> dict[str, Adapter]:
     if rule.form.axis is None:
+        external = rule.external_names[0].removesuffix(WEIGHT)
         raise ConfigError(
-            f"the adapter of {layer} cannot be an adapter of {rule.external_names[0].removesuffix(WEIGHT)}, because the "
-            "weight has another layout; train without it (model.lora.targets)"
+            f"the adapter of {layer} cannot be an adapter of {external}, because the weight has another layout; train "
+            "without it (model.lora.targets)"
         )
     names = [name.removesuffix(WEIGHT) for name in rule.external_names]
     if isinstance(rule.form, Pointwise):
