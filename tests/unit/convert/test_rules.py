@@ -111,9 +111,9 @@ def test_numbers_of_every_precision_come_in_exactly(dtype: torch.dtype):
 @pytest.mark.parametrize(
     ("x", "message"),
     [
-        (torch.zeros(2, dtype=torch.int8), "x is of torch.int8; quantised"),
-        (torch.zeros(2).to(torch.float8_e4m3fn), "x is of torch.float8_e4m3fn; quantised"),
-        (torch.tensor([1.0, float("nan")]), "x holds 1 numbers that are not finite"),
+        (torch.zeros(2, dtype=torch.int8), "x has dtype torch.int8; quantised"),
+        (torch.zeros(2).to(torch.float8_e4m3fn), "x has dtype torch.float8_e4m3fn; quantised"),
+        (torch.tensor([1.0, float("nan")]), "x has 1 numbers that are not finite"),
     ],
 )
 def test_numbers_that_cannot_be_trusted_are_refused(x: torch.Tensor, message: str):

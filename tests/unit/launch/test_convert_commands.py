@@ -80,9 +80,9 @@ def test_a_damaged_file_is_refused(tmp_path, capsys, name):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (torch.zeros(2), "holds Tensor, not tensors by name"),
+        (torch.zeros(2), "has a Tensor, not tensors by name"),
         ({"a": torch.zeros(2), "b": 3.0}, "'b' is a float"),
-        ({}, "holds dict, not tensors by name"),
+        ({}, "has a dict, not tensors by name"),
     ],
 )
 def test_what_is_no_state_dict_is_refused(tmp_path, capsys, content, message):
@@ -189,8 +189,8 @@ def with_record(path: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"fps": ...}, "must hold class_names, fps,"),
-        ({"extra": 1}, "must hold class_names, fps,"),
+        ({"fps": ...}, "must have class_names, fps,"),
+        ({"extra": 1}, "must have class_names, fps,"),
         ({"model": {**MODEL, "hidden_size": "48"}}, "cannot have hidden_size='48'"),
         ({"model": {**MODEL, "add_bias": 1}}, "cannot have add_bias=1"),
         ({"model": {**MODEL, "num_layers": True}}, "cannot have num_layers=True"),
