@@ -214,7 +214,7 @@ WAN = WanConfig(**SIZES, in_channels=4, ffn_hidden_size=96, context_size=T5_WIDT
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        (replace(PIXART_T5, objective=FlowMatching()), "runs DDPM of 1000 steps .* trained by FlowMatching"),
+        (replace(PIXART_T5, objective=FlowMatching()), "runs DDPM of 1000 steps .* trained with FlowMatching"),
         (
             replace(PIXART_T5, model=replace(PIXART_T5.model, null_text="learned")),
             "uses the embedding of the empty text as unconditional.*null_text=empty",
