@@ -98,8 +98,8 @@ class _Counter(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._living:
-            gone = weakref.ref(storage, lambda _: self._living.pop(key, None))
-            self._living[key] = gone, storage.nbytes() // tensor.element_size()
+            reference = weakref.ref(storage, lambda _: self._living.pop(key, None))
+            self._living[key] = reference, storage.nbytes() // tensor.element_size()
 
 
 def _written(func: Any, args: Sequence[Any], *, divides: bool) -> int:
@@ -108,11 +108,11 @@ def _written(func: Any, args: Sequence[Any], *, divides: bool) -> int:
     Args:
         divides: whether torch's AdamW divides its gradients.
     """
-    others = WRITE_ONLY if divides else WRITE_ONLY + READ_ONLY
+    excluded = WRITE_ONLY if divides else WRITE_ONLY + READ_ONLY
     return sum(
         x.nbytes
         for argument, value in zip(func._schema.arguments, args)
-        if argument.alias_info is not None and argument.alias_info.is_write and argument.name not in others
+        if argument.alias_info is not None and argument.alias_info.is_write and argument.name not in excluded
         for x in tensors_in((value,))
     )
 

@@ -128,7 +128,7 @@ class FakeOpCache:
         tables = [not isinstance(x, self._fake) for x in tensors]
         if any(tables) and (all(tables) or (tables[0] and (func.is_view or func._schema.is_mutable))):
             return False  # real results, or a view of a table
-        # Indexing has such a tag because of masks, for which torch raises an error.
+        # Indexing has such a tag because of masks, and torch raises an error for fake masks.
         return func is torch.ops.aten.index.Tensor or NOT_BY_SHAPE.isdisjoint(func.tags)
 
     def _replay(self, answer: _Answer, args: Sequence[Any]) -> Any:

@@ -191,8 +191,8 @@ MUTANTS = (
     Mutant(
         "imported adapters: every part has the columns of the first",
         "dit/convert/lora_import.py",
-        "own[next(i for i, a in enumerate(different) if torch.equal(part.a, a))]",
-        "own[0]",
+        "row[next(i for i, a in enumerate(unique) if torch.equal(part.a, a))]",
+        "row[0]",
         (IMPORT_LORA,),
     ),
 )

@@ -395,8 +395,8 @@ MUTANTS = (
     Mutant(
         "heartbeats: a silent rank is not blamed",
         "dit/monitoring/heartbeat.py",
-        "elif unchanged_s[other] >= silent_s:",
-        "elif unchanged_s[other] >= silent_s * 1000:",
+        "elif unchanged_s[peer] >= silent_s:",
+        "elif unchanged_s[peer] >= silent_s * 1000:",
         (HEARTBEAT,),
     ),
     Mutant(

@@ -261,7 +261,7 @@ def test_sizes_are_those_of_the_model_or_refused(generator, tmp_path, capsys):
     assert draw(tmp_path, "--size", "8x12", "--labels", "A") == 0
     assert (generator.calls[-1]["frames"], generator.calls[-1]["size"]) == (1, (8, 12))
     assert draw(tmp_path, "--size", "7", "--labels", "A") == 2
-    assert "the height of 7 is no multiple of 2 (a patch of 2); use 6 or 8" in capsys.readouterr().err
+    assert "the height of 7 is not a multiple of 2 (a patch of 2); use 6 or 8" in capsys.readouterr().err
     with pytest.raises(SystemExit) as leave:
         draw(tmp_path, "--size", "8x")
     assert leave.value.code == 2
