@@ -213,7 +213,7 @@ def letters_read(run: Path) -> dict[str, Any]:
     Raises:
         DataError: it failed.
     """
-    command = [sys.executable, "-m", "launch.evaluate", "--checkpoint", str(run), "--json"]
+    command = [sys.executable, "-m", "launch.evaluate", "--checkpoint", str(run), "--metric", "letters", "--json"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise DataError(f"the letters were not read: {done.stderr.strip().splitlines()[-1:]}")

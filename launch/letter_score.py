@@ -20,15 +20,16 @@ from launch import environment
 from launch.argument_types import at_least_one
 from launch.letter_reader import LetterReader, load_reader
 from launch.letters import Check, Contrast, contrasts, judge_contrast, judge_motion
-from launch.measurement import Measurement, draw_samples, folder_to_compare
+from launch.measurement import Measurement, Metric, draw_samples, folder_to_compare
 from launch.sample_requests import encode_prompts, names_of_classes
 
 if TYPE_CHECKING:
+    from dit.evaluation.features import Features
     from dit.inference.generator import Generator
 
 DEFAULT_DATA = "data/letters"
-LETTERS = ("letters", "moving_letters")
-"""What data sets call themselves that the reader learns from."""
+DATA_SETS = ("letters", "moving_letters")
+"""Names of data sets that can train the classifier."""
 SAMPLES_PER_CLASS, CLIPS_PER_CLASS, PAIRS_PER_LETTER = 8, 2, 4
 
 
@@ -100,7 +101,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def data_folder(args: argparse.Namespace, generator: "Generator") -> str:
     """Return the data set of the classifier; arguments and errors as of `folder_to_compare`."""
-    return folder_to_compare(args, generator, LETTERS, "letters") or DEFAULT_DATA
+    return folder_to_compare(args, generator, DATA_SETS, "letters") or DEFAULT_DATA
+
+
+def reader_features(args: argparse.Namespace, generator: "Generator") -> "Features":
+    """Return the network of `--features letters`: the classifier of the run's letters without its last layer.
+
+    Raises:
+        ConfigError: the model does not generate grey pictures.
+    """
+    from dit.evaluation.features import Features
+
+    if (channels := generator.config.model.in_channels) != 1:
+        raise ConfigError(
+            f"--features letters are features of grey letters, and the model has {channels} channels; give weights of "
+            "Inception v3, a TorchScript file or a folder with a CLIP model as --features PATH"
+        )
+    reader = load_reader(data_folder(args, generator))
+    return Features(lambda images: reader.features(images[:, :1].cpu()), "reader of letters")
 
 
 def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
@@ -243,3 +261,8 @@ def shortfalls(result: Score, args: argparse.Namespace) -> list[str]:
     kinds = {check.kind for check in result.checks}
     lines += [f"no {kind} was measured" for kind in minimums if minimums[kind] is not None and kind not in kinds]
     return lines
+
+
+LETTERS = Metric(
+    "share of generated letters that a classifier of real letters reads correctly", measure, add_arguments, asks=True
+)

@@ -13,7 +13,7 @@ from dit.errors import ConfigError
 from energon_data.media_files import pixels_of
 from energon_data.prepare.pictograms import NAME, Pictogram, draw
 from launch import environment
-from launch.measurement import Measurement, draw_samples, folder_to_compare
+from launch.measurement import Measurement, Metric, draw_samples, folder_to_compare
 from launch.sample_requests import encode_prompts
 
 if TYPE_CHECKING:
@@ -94,10 +94,6 @@ class PictogramScore:
         return [*lines, self.attribution]
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add no flag: this metric has none of its own."""
-
-
 def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
     """Ask for pictograms by their names, decode the samples, and compare them with all drawings of their size.
 
@@ -139,3 +135,8 @@ def _decoded(vae: Optional["VAE"], latents: Tensor) -> Tensor:
     if vae is None:
         return latents.cpu()
     return torch.cat([vae.decode(part) for part in latents.split(BATCH)]).cpu()
+
+
+PICTOGRAMS = Metric(
+    "distance of generated pictograms to the drawings requested by name, ranked among all drawings", measure, asks=True
+)

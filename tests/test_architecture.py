@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "dit.patchify": {"dit.errors"},
     "dit.media": {"dit.errors"},
     "dit.resize": set(),
+    "dit.extensions": {"dit.errors", "dit.safe_files"},
     "dit.settings": {"dit.errors", "dit.ranges"},
     "dit.layout": {"dit.errors"},
     "dit.joint_layout": {"dit.layout"},

@@ -89,7 +89,9 @@ def done(folder: Path) -> dict[str, Any]:
                 ]
             },
         ),
-        "letters": Job(actions.evaluate, {"arguments": ["--checkpoint", str(folder / "latent")]}),
+        "letters": Job(
+            actions.evaluate, {"arguments": ["--checkpoint", str(folder / "latent"), "--metric", "letters"]}
+        ),
     }
     return run_jobs(folder / "world", jobs)
 

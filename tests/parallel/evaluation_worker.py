@@ -69,7 +69,8 @@ def run(case: dict) -> dict:
     Counting.drawn, folder = 0, Path(case["folder"])
     folder.mkdir(exist_ok=True)
     out = io.StringIO()
-    words = ["--samples-per-class", str(EACH), "--seed", "3", "--json", "--out", str(folder / "grid.png")]
+    words = ["--metric", "letters", "--samples-per-class", str(EACH), "--seed", "3"]
+    words += ["--json", "--out", str(folder / "grid.png")]
     with contextlib.redirect_stdout(out):
         code = evaluate.main(["--cascade", "base=base", "sr=sr", *words])
     found: list[Any] = [None] * dist.get_world_size()

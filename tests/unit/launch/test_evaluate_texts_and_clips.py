@@ -82,7 +82,7 @@ def judge(monkeypatch):
         monkeypatch.setattr(
             "energon_data.folder.check_folder", lambda folder, split: SimpleNamespace(description=description)
         )
-        return evaluate.main(["--checkpoint", "run", *arguments])
+        return evaluate.main(["--checkpoint", "run", "--metric", "letters", *arguments])
 
     return run
 

@@ -65,7 +65,7 @@ def test_write_renews_the_page(tmp_path, monkeypatch, capsys):
 
 
 def test_every_recipe_is_in_one_section_and_measuring_comes_last():
-    sections = registry.sections()
+    sections = registry.sections(registry.recipes())
     assert sorted(entry.name for group in sections.values() for entry in group) == sorted(RECIPES)
     titles = list(sections)
     assert (titles[0], titles[-1]) == ("Start here", "Measuring systems")
@@ -172,7 +172,7 @@ def test_names_are_read_from_decorators(tmp_path):
         "@run.cli.factory\ndef bare(): ...\n"
         "@other.decorator(target=pretrain)\ndef not_one(): ...\n"
     )
-    (entry,) = registry.read_entries(tmp_path / "mine.py", package="mypackage")
+    (entry,) = registry.read_entries(tmp_path / "mine.py", module="mypackage.mine")
     assert (entry.name, entry.function, entry.module) == ("short", "long_name", "mypackage.mine")
     assert entry.line == "One line."
     assert entry.is_recipe
