@@ -29,10 +29,10 @@ TRAINING_FUNCTION = "pretrain"
 REGISTERED = "Examples, and recipes of installed packages"
 _MEASURING = r"(?:bench|matrix|stage|mock|train_mock).*|.*_mock.*"
 SECTIONS = {
-    "Start here": r"tiny_dit|letters_dit|own_data",
+    "Start here": r"tiny_dit|own_data",
     REGISTERED: r"(?!)",
     "Your own data and open weights": r"own_.*|finetune.*|dreambooth",
-    "On two CPU cores": r"tiny_.*|.*letters.*|.*pictogram.*|ddpm_fonts.*",
+    "On two CPU cores": r"tiny_.*|ddpm_fonts.*",
     "Published and larger models": rf"(?!{_MEASURING}).*",
     "Measuring systems": _MEASURING,
 }

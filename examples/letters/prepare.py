@@ -33,7 +33,7 @@ def _add_stills(parser: argparse.ArgumentParser) -> None:
 
 
 def _write_stills(args: argparse.Namespace) -> None:
-    from energon_data.prepare.letters import prepare_letters
+    from examples.letters.stills import prepare_letters
 
     echo(prepare_letters(args.out, **_settings(args)).summary())
 
@@ -47,7 +47,7 @@ def _add_clips(parser: argparse.ArgumentParser) -> None:
 
 
 def _write_clips(args: argparse.Namespace) -> None:
-    from energon_data.prepare.moving_letters import prepare_moving_letters
+    from examples.letters.moving import prepare_moving_letters
 
     echo(prepare_moving_letters(args.out, frames=args.frames, stills=args.stills, **_settings(args)).summary())
 

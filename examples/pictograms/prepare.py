@@ -25,7 +25,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _write(args: argparse.Namespace) -> None:
     from energon_data.prepare.console import make
-    from energon_data.prepare.pictograms import ATTRIBUTION, prepare_pictograms
+    from examples.pictograms.drawings import ATTRIBUTION, prepare_pictograms
 
     names = ("size", "blocks", "count", "wordings", "vae", "samples_per_shard", "validation")
     settings = {name: getattr(args, name) for name in names}

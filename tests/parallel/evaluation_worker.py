@@ -21,8 +21,9 @@ from dit.run_config import RunConfig
 from dit.settings import SamplingConfig, TrainingConfig
 from dit.verify.trial import disturb_constants
 from energon_data.mock import MockData
-from launch import evaluate, letter_score
-from launch.letter_reader import LetterReader
+from examples.letters import score as letter_score
+from examples.letters.reader import LetterReader
+from launch import evaluate
 
 LETTERS, EACH, SIDE = ("A", "B", "C"), 30, 16
 SMALL = {

@@ -17,8 +17,9 @@ from dit.data_api import BatchSpec
 from dit.errors import CheckpointError, ConfigError
 from dit.models.dit.config import DiTConfig
 from dit.sampling import grid
-from launch import evaluate, letter_score, sample, sample_requests
-from launch.letter_reader import LetterReader
+from examples.letters import score as letter_score
+from examples.letters.reader import LetterReader
+from launch import evaluate, sample, sample_requests
 
 NAMES = list("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 

@@ -12,9 +12,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from dit.errors import ConfigError
-from energon_data.prepare.captions import Style
-from energon_data.prepare.fonts import CANVAS, LETTERS, Face, find_faces
-from energon_data.prepare.letters import SPLITS, assign_faces, encode_captions, face_record, face_slug
 from energon_data.prepare.shards import (
     ShardWriter,
     npy_bytes,
@@ -23,6 +20,9 @@ from energon_data.prepare.shards import (
     write_energon_metadata,
 )
 from energon_data.prepare.texts import text_record
+from examples.letters.captions import Style
+from examples.letters.fonts import CANVAS, LETTERS, Face, find_faces
+from examples.letters.stills import SPLITS, assign_faces, encode_captions, face_record, face_slug
 
 DIRECTIONS = {"left": (-1.0, 0.0), "right": (1.0, 0.0), "up": (0.0, -1.0), "down": (0.0, 1.0)}
 """Name and unit vector (x to the right, y downwards) of each direction."""

@@ -1,7 +1,7 @@
-"""Replay a record of the race in benchmarks/speedrun.md, or check a claimed one, to the bit.
+"""Replay a record of the race in examples/letters/speedrun.md, or check a claimed one, to the bit.
 
-    python -m benchmarks.speedrun --factory letters_dit --ranks 2 --out runs/race
-    python -m benchmarks.speedrun --check record.json --out runs/again
+    python -m examples.letters.speedrun --factory letters_dit --ranks 2 --out runs/race
+    python -m examples.letters.speedrun --check record.json --out runs/again
 
 The first trains on two cores, reads the letters that it draws, and writes `record.json` and the row of the table. The
 second trains what a record says and compares: the data, the reader, every loss, the weights, the letters read, and on
@@ -122,7 +122,9 @@ class Record:
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.speedrun", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m examples.letters.speedrun",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--factory", default="letters_dit", help="recipe (%(default)s)")
     parser.add_argument("--ranks", type=int, choices=range(1, CORES + 1), default=CORES, help="processes (%(default)s)")
@@ -244,7 +246,7 @@ def run_race(factory: str, overrides: Sequence[str], ranks: int, out: Path) -> R
         ConfigError: `out` exists.
         DataError: the data are no letters, or the training failed.
     """
-    from launch.letter_reader import FILE as READER
+    from examples.letters.reader import FILE as READER
 
     data = Path(getattr(config_of(factory, overrides).data, "path", None) or "")
     before = digest_of_data(data)

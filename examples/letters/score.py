@@ -16,10 +16,10 @@ from torch import Tensor
 
 from dit.condition_table import LABEL
 from dit.errors import ConfigError
+from examples.letters.checks import Check, Contrast, contrasts, judge_contrast, judge_motion
+from examples.letters.reader import LetterReader, load_reader
 from launch import environment
 from launch.argument_types import at_least_one
-from launch.letter_reader import LetterReader, load_reader
-from launch.letters import Check, Contrast, contrasts, judge_contrast, judge_motion
 from launch.measurement import Measurement, Metric, draw_samples, folder_to_compare
 from launch.sample_requests import encode_prompts, names_of_classes
 
@@ -158,7 +158,7 @@ def _judge_classes(args: argparse.Namespace, generator: "Generator", reader: Let
 
 def _judge_clips(samples: Tensor, directions: list[str], folder: str) -> list[Check]:
     """Compare the motion with that of the held-out clips."""
-    from energon_data.letters import load_clips
+    from examples.letters.loading import load_clips
 
     clips = [(clip, meta["direction"]) for clip, meta in load_clips(folder, "val") if clip.shape[1] > 1]
     return judge_motion(samples, directions, torch.stack([clip for clip, _ in clips]), [d for _, d in clips])
@@ -184,7 +184,7 @@ def _judge_moving_texts(
     args: argparse.Namespace, generator: "Generator", reader: LetterReader, folder: str, faces: list[dict[str, Any]]
 ) -> Score:
     """Generate every letter in every direction, at each speed in turn."""
-    from energon_data.prepare.moving_letters import DIRECTIONS, SPEEDS, caption
+    from examples.letters.moving import DIRECTIONS, SPEEDS, caption
 
     each, speeds, names = args.samples_per_class or CLIPS_PER_CLASS, list(SPEEDS), reader.class_names
     asked = [(x, d, speeds[i % len(speeds)]) for x in range(len(names)) for d in DIRECTIONS for i in range(each)]
@@ -198,8 +198,8 @@ def _judge_styled_texts(
     args: argparse.Namespace, generator: "Generator", reader: LetterReader, folder: str, faces: list[dict[str, Any]]
 ) -> Score:
     """Generate every letter in each style of the training fonts in turn, and in pairs of styles."""
-    from energon_data.letters import load_letters
-    from energon_data.prepare.captions import Style
+    from examples.letters.captions import Style
+    from examples.letters.loading import load_letters
 
     styles = sorted({Style.from_record(face) for face in faces}, key=lambda style: style.all_words)
     each, names = args.samples_per_class or SAMPLES_PER_CLASS, reader.class_names

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from energon_data.prepare.captions import Style
-from energon_data.prepare.moving_letters import DIRECTIONS
+from examples.letters.captions import Style
+from examples.letters.moving import DIRECTIONS
 
 FAINT = 0.1
 """Ink below this is ignored for the position of a letter: generated paper is not perfectly white."""

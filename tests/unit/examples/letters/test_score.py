@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from energon_data.prepare.moving_letters import CLASS_NAMES, DIRECTIONS
-from launch import evaluate, letter_score
-from launch.letter_reader import LetterReader
-from tests.unit.launch.test_letters import face, walk
+from examples.letters import score as letter_score
+from examples.letters.moving import CLASS_NAMES, DIRECTIONS
+from examples.letters.reader import LetterReader
+from launch import evaluate
+from tests.unit.examples.letters.test_checks import face, walk
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SIZE = 6
@@ -76,9 +77,9 @@ def judge(monkeypatch):
         monkeypatch.setattr(evaluate, "open_generator", lambda args: generator)
         monkeypatch.setattr(letter_score, "load_reader", lambda folder: reader(network))
         monkeypatch.setattr(letter_score, "encode_prompts", lambda generator, prompts: {"context": list(prompts)})
-        monkeypatch.setattr("energon_data.letters.load_clips", lambda folder, split: clips)
+        monkeypatch.setattr("examples.letters.loading.load_clips", lambda folder, split: clips)
         pictures = (torch.ones(2, 1, SIZE, SIZE), None, [{"font": "f"}] * 2)
-        monkeypatch.setattr("energon_data.letters.load_letters", lambda folder, split: pictures)
+        monkeypatch.setattr("examples.letters.loading.load_letters", lambda folder, split: pictures)
         monkeypatch.setattr(
             "energon_data.folder.check_folder", lambda folder, split: SimpleNamespace(description=description)
         )

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dit.errors import ConfigError
-from launch.pictograms import PictogramScore, Ranks, measure
+from examples.pictograms.score import PictogramScore, Ranks, measure
 
 
 def flat(*levels: float) -> torch.Tensor:

@@ -11,7 +11,7 @@ from torch import Tensor
 from dit.batch import pixel_values
 from dit.errors import ConfigError
 from energon_data.media_files import pixels_of
-from energon_data.prepare.pictograms import NAME, Pictogram, draw
+from examples.pictograms.drawings import NAME, Pictogram, draw
 from launch import environment
 from launch.measurement import Measurement, Metric, draw_samples, folder_to_compare
 from launch.sample_requests import encode_prompts

@@ -13,8 +13,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from dit.errors import ConfigError
-from energon_data.prepare.captions import Style, choose_caption
-from energon_data.prepare.fonts import CANVAS, LETTERS, Face, FontReport, find_faces, held_out_families
 from energon_data.prepare.shards import (
     ShardWriter,
     npy_bytes,
@@ -23,6 +21,8 @@ from energon_data.prepare.shards import (
     write_energon_metadata,
 )
 from energon_data.prepare.texts import text_parts, text_record
+from examples.letters.captions import Style, choose_caption
+from examples.letters.fonts import CANVAS, LETTERS, Face, FontReport, find_faces, held_out_families
 
 SPLITS = ("train", "val")
 

@@ -14,10 +14,10 @@ from dit.errors import ConfigError, DataError
 from dit.models.dit.config import DiTConfig
 from dit.patchify import unpatchify
 from energon_data.dataset import EnergonData
-from energon_data.letters import load_letters
 from energon_data.prepare.__main__ import main
-from energon_data.prepare.fonts import LETTERS, Face, find_faces, held_out_families
-from energon_data.prepare.letters import LettersReport, prepare_letters, vary
+from examples.letters.fonts import LETTERS, Face, find_faces, held_out_families
+from examples.letters.loading import load_letters
+from examples.letters.stills import LettersReport, prepare_letters, vary
 
 SPEC = DiTConfig(in_channels=1, patch_spatial=4, num_classes=26).batch_spec(micro_batch_size=26)
 
@@ -162,7 +162,7 @@ def test_a_failing_run_leaves_nothing_behind(
     def fail(*args: object) -> None:
         raise OSError("disk full")
 
-    monkeypatch.setattr("energon_data.prepare.letters.write_energon_metadata", fail)
+    monkeypatch.setattr("examples.letters.stills.write_energon_metadata", fail)
     with pytest.raises(OSError, match="disk full"):
         prepare_letters(tmp_path / "out", fonts=[bundled_fonts], variations=1)
     assert list(tmp_path.iterdir()) == []

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from energon_data.prepare.captions import Style
-from launch import letters as checks
+from examples.letters import checks
+from examples.letters.captions import Style
 
 
 def pictures(*dots: list[tuple[int, int]], size: int = 6) -> torch.Tensor:

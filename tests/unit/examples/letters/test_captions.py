@@ -19,10 +19,10 @@ from dit.encoders.text_config import ENCODERS
 from dit.errors import ConfigError, DataError
 from dit.models.dit.config import DiTConfig
 from energon_data.dataset import EnergonData
-from energon_data.letters import load_clips
-from energon_data.prepare.captions import Style, choose_caption, wordings
-from energon_data.prepare.fonts import find_faces
-from energon_data.prepare.letters import LettersReport, prepare_letters
+from examples.letters.captions import Style, choose_caption, wordings
+from examples.letters.fonts import find_faces
+from examples.letters.loading import load_clips
+from examples.letters.stills import LettersReport, prepare_letters
 
 ENCODER = "all-minilm-l6-v2"
 needs_encoder = pytest.mark.skipif(

@@ -5,7 +5,7 @@ import nemo_run as run
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.letters import letters_dit
+from examples.letters.recipes import letters_dit
 
 STYLES = ["a light sans", "a bold sans", "an italic serif", "a bold serif"]
 

@@ -6,7 +6,6 @@ import unicodedata
 import numpy as np
 import pytest
 import torch
-from test_prepare_media import samples
 
 from dit.batch import pixel_values
 from dit.encoders.text import load_text_encoders
@@ -14,7 +13,7 @@ from dit.errors import EXIT_CONFIG
 from energon_data.folder import check_folder
 from energon_data.media_files import pixels_of
 from energon_data.prepare.__main__ import main
-from energon_data.prepare.pictograms import (
+from examples.pictograms.drawings import (
     ATTRIBUTION,
     BLOCKS,
     all_pictograms,
@@ -22,6 +21,7 @@ from energon_data.prepare.pictograms import (
     draw,
     prepare_pictograms,
 )
+from tests.unit.energon_data.test_prepare_media import samples
 
 SIZE = 32
 HALF = 1e-3  # two ulps of float16

@@ -5,8 +5,8 @@ import nemo_run as run
 from dit.models.stdit.config import STDiTConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from energon_data.prepare.moving_letters import DIRECTIONS, SPEEDS, caption, still_caption
-from recipes.letters_text import letters_text
+from examples.letters.moving import DIRECTIONS, SPEEDS, caption, still_caption
+from examples.letters.text_recipes import letters_text
 
 
 @run.cli.factory(target=pretrain)

@@ -7,7 +7,7 @@ from dit.models.dit_cross.config import DiTCrossConfig
 from dit.objectives.autoencoding import Autoencoding
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.letters import letters_dit
+from examples.letters.recipes import letters_dit
 
 
 @run.cli.factory(target=pretrain)

@@ -9,10 +9,11 @@ import torch
 from dit.errors import ConfigError, DataError
 from dit.models.dit.config import DiTConfig
 from energon_data.dataset import EnergonData
-from energon_data.letters import load_clips, load_letters
 from energon_data.prepare.__main__ import main
-from energon_data.prepare.fonts import CANVAS
-from energon_data.prepare.moving_letters import (
+from examples.letters.checks import centres_of_ink
+from examples.letters.fonts import CANVAS
+from examples.letters.loading import load_clips, load_letters
+from examples.letters.moving import (
     CLASS_NAMES,
     DIRECTIONS,
     FPS,
@@ -22,7 +23,6 @@ from energon_data.prepare.moving_letters import (
     prepare_moving_letters,
     render,
 )
-from launch.letters import centres_of_ink
 
 PIXEL_ATOL = 0.3  # of a pixel: thin strokes change their grey between two pixels
 MEAN_ATOL = 0.06  # the same over seven steps

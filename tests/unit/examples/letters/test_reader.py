@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from dit.errors import DataError
-from launch import letter_reader
+from examples.letters import reader as letter_reader
 
 SIZE = 8
 
@@ -28,7 +28,7 @@ def folder(tmp_path, monkeypatch):
         images, labels = bars(256 if split == "train" else 64, content["seed"] + (split == "val"))
         return images, labels, [{"label": label, "letter": "ABC"[label]} for label in labels.tolist()]
 
-    monkeypatch.setattr("energon_data.letters.load_letters", load)
+    monkeypatch.setattr("examples.letters.loading.load_letters", load)
     monkeypatch.setattr(letter_reader, "NUM_STEPS", 60)
     monkeypatch.setattr(letter_reader.train_reader, "__kwdefaults__", {"num_steps": 60, "seed": 0})
     return tmp_path, content

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from dit.data_api import sample_id
-from energon_data.prepare.fonts import Face
+from examples.letters.fonts import Face
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ from dit.models.unet.config import UNetConfig
 from dit.objectives.edm import EDM
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.letters import letters_dit
-from recipes.pictograms import pictograms_latent
+from examples.letters.recipes import letters_dit
+from examples.pictograms.recipes import pictograms_latent
 
 SIZES = {"channel_multipliers": [1, 2, 4], "num_res_blocks": [1, 1, 1], "attention_levels": [2]}
 NARROW = {"head_size": 32, "norm_num_groups": 8}

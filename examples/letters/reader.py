@@ -152,7 +152,7 @@ def load_reader(folder: str | Path) -> LetterReader:
     Raises:
         DataError: the data set is missing or damaged.
     """
-    from energon_data.letters import load_letters
+    from examples.letters.loading import load_letters
 
     train_images, _, metadata = load_letters(folder, "train")
     held_images, _, held_metadata = load_letters(folder, "val")
@@ -220,7 +220,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Train the reader if needed and print its accuracy."""
     import argparse
 
-    parser = argparse.ArgumentParser(prog="python -m launch.letter_reader", description=main.__doc__)
+    parser = argparse.ArgumentParser(prog="python -m examples.letters.reader", description=main.__doc__)
     parser.add_argument("--data", default="data/letters", help="letters data set (%(default)s)")
     args = parser.parse_args(argv)
     logger.setLevel(logging.INFO)

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.speedrun import SLOWER, Record, differences
+from examples.letters.speedrun import SLOWER, Record, differences
 
 TRUE = Record(
     factory="letters_dit",
