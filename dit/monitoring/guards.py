@@ -99,7 +99,7 @@ def suspicion(suspects: Mapping[int, Sequence[str]]) -> tuple[str, str]:
 
     Args:
         suspects: by rank, the samples of each rank whose own loss is not finite, see
-            `dit.training.step.find_suspects`.
+            `dit.step_checks.bad_steps.find_suspects`.
     """
     if not suspects:
         return "Each rank's own loss is finite", ""

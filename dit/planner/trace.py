@@ -4,7 +4,7 @@ The model is built and trained by the real program, as one rank of a world of an
 no memory. A dispatch mode counts every operation:
 
 ```
-    dit.parallel.build, dit.training.step, Megatron-Core      the program, unchanged
+    dit.parallel.build, dit.step.forward_step, Megatron-Core      the program, unchanged
        |  aten and c10d operations, after autograd
     StepCounter         counts; replaces operations that need values
        |
@@ -92,7 +92,7 @@ def trace(jobs: Sequence[Job]) -> list[StepTrace]:
     needs_server = is_started() or dist.is_initialized()
     context: Any = multiprocessing.get_context("forkserver" if needs_server else "fork")
     if needs_server:
-        context.set_forkserver_preload([__name__, "dit.parallel.build", "dit.parallel.schedule", "dit.training.step"])
+        context.set_forkserver_preload([__name__, "dit.parallel.build", "dit.step.schedule", "dit.step.forward_step"])
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_trace_process, args=(sender, list(jobs)), daemon=True)
     child.start()
@@ -273,7 +273,7 @@ class _Program:
         from dit.optimizer.update import build_update
         from dit.parallel.build import TracedBuild, build_model, build_optimizer, wrap
         from dit.parallel.implementations import target_of
-        from dit.training.step import noise_kernel
+        from dit.step.forward_step import noise_kernel
 
         job, training = self.job, self.job.training
 
@@ -361,9 +361,9 @@ class _Program:
         Returns:
             Counts before each of these calls.
         """
-        from dit.parallel.schedule import forward_backward
-        from dit.training.bad_steps import MeanLoss
-        from dit.training.step import training_forward_step
+        from dit.step.forward_step import training_forward_step
+        from dit.step.mean_loss import MeanLoss
+        from dit.step.schedule import forward_backward
 
         job, counter = self.job, self.counter
         counter.peak = counter.live

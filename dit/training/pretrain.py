@@ -47,18 +47,20 @@ from dit.optimizer.master_weights import gradient_norm, set_rates
 from dit.optimizer.part_norms import PartNorms
 from dit.optimizer.schedules import Schedule, learning_rate, momentum
 from dit.parallel.dims import ParallelConfig, ParallelDims
-from dit.parallel.schedule import FullNetwork
+from dit.parallel.full_network import FullNetwork
 from dit.ranges import check_path
 from dit.run_config import RunConfig
 from dit.safe_files import make_folder
 from dit.settings import CheckpointConfig, LoggingConfig, OptimizerConfig, SamplingConfig, TrainingConfig
-from dit.training.bad_steps import BadSteps, MeanLoss
-from dit.training.device_batches import DeviceBatches
-from dit.training.first_steps import FirstSteps
+from dit.step.device_batches import DeviceBatches
+from dit.step.forward_step import noise_kernel, training_forward_step
+from dit.step.intervals import is_due
+from dit.step.mean_loss import MeanLoss
+from dit.step_checks.bad_steps import BadSteps
+from dit.step_checks.recheck import StepGradients
+from dit.step_checks.wiring import FirstSteps
 from dit.training.hooks import load_hooks
-from dit.training.rates import counters, is_due, mean_terms, memory_peaks, rank_times, rates, report_drops, watch
-from dit.training.recheck import StepGradients
-from dit.training.step import noise_kernel, training_forward_step
+from dit.training.rates import counters, mean_terms, memory_peaks, rank_times, rates, report_drops, watch
 from dit.training.validate import check_initial_loss, held_out_loss, named_losses
 
 logger = log.getLogger(__name__)
@@ -314,7 +316,7 @@ class Run:
     def step(self, loss_sums: torch.Tensor) -> float:
         """Run one optimizer step; the host waits for the device once, for the gradient norm.
 
-        A step whose numbers are bad is not applied on any rank: see `last_action` and `dit.training.bad_steps`.
+        A step whose numbers are bad is not applied on any rank: see `last_action` and `dit.step_checks.bad_steps`.
 
         Args:
             loss_sums: `[logged + 1]`; this rank's sums of what the objective logs, and of the tokens, are added to it

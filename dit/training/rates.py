@@ -13,7 +13,7 @@ from dit.data_api import DataStream, SampleCounts
 from dit.monitoring.heartbeat import Phase
 from dit.monitoring.run_log import RunLog
 from dit.objectives.base import Objective
-from dit.training.device_batches import Consumed
+from dit.step.device_batches import Consumed
 from dit.training.validate import named_losses
 
 
@@ -147,8 +147,3 @@ def watch(wrapped: Sequence[Any], timer: StepTimer, phase: Phase) -> None:
     for chunk in wrapped:
         chunk.config.finalize_model_grads_func = timed(chunk.config.finalize_model_grads_func)
         chunk.register_forward_pre_hook(lambda *given: phase.go_on())
-
-
-def is_due(step: int, interval: int) -> bool:
-    """Return whether what happens every `interval` steps happens after `step`; 0 means never."""
-    return interval > 0 and step % interval == 0

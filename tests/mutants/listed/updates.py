@@ -44,21 +44,21 @@ MUTANTS = (
     ),
     Mutant(
         "what was computed twice is not compared",
-        "dit/training/recheck.py",
+        "dit/step_checks/recheck.py",
         "if len(marks) == 2 and marks[0] == marks[1]:",
         "if len(marks) == 2:",
         (RECHECK,),
     ),
     Mutant(
         "what was computed three times is believed",
-        "dit/training/recheck.py",
+        "dit/step_checks/recheck.py",
         "if results[-1] not in results[:-1]]",
         "if results[-1] not in results]",
         (RECHECK,),
     ),
     Mutant(
         "a step is computed again on the gradients of the first time",
-        "dit/training/recheck.py",
+        "dit/step_checks/recheck.py",
         "chunk.zero_grad_buffer()",
         "chunk.train()",
         (RECHECK,),
@@ -149,7 +149,7 @@ MUTANTS = (
     ),
     Mutant(
         "gradients divided by twice the tokens",
-        "dit/training/step.py",
+        "dit/step/forward_step.py",
         "return total, count.int(),",
         "return total, 2 * count.int(),",
         (LOSSES,),
@@ -373,7 +373,7 @@ MUTANTS = (
     ),
     Mutant(
         "bad numbers: the deviation is that of the median, not the standard one",
-        "dit/monitoring/numbers.py",
+        "dit/step_checks/spikes.py",
         "deviation = NORMAL * median(abs(value - middle) for value in history)",
         "deviation = median(abs(value - middle) for value in history)",
         (NUMBERS,),

@@ -18,9 +18,9 @@ from dit.batch import PackedBatch
 from dit.kernels.recompute import first_run
 from dit.layout import SequenceLayout
 from dit.objectives.base import Objective
-from dit.parallel.schedule import forward_backward
 from dit.patchify import split_outputs
-from dit.training.step import ForwardStep, Logged
+from dit.step.forward_step import ForwardStep, Logged
+from dit.step.schedule import forward_backward
 
 PHASES = ("data", "noised input", "forward", "target", "loss", "backward", "weight gradient")
 NUM_WORST = 4  # samples with the largest loss that each rank names

@@ -22,10 +22,10 @@ from dit.batch import PackedBatch
 from dit.checkpoint.train_state import TrainState
 from dit.errors import MachineError
 from dit.monitoring.run_log import RunLog
-from dit.parallel.schedule import forward_backward
-from dit.training.device_batches import DeviceBatches
-from dit.training.rates import is_due
-from dit.training.step import ForwardStep
+from dit.step.device_batches import DeviceBatches
+from dit.step.forward_step import ForwardStep
+from dit.step.intervals import is_due
+from dit.step.schedule import forward_backward
 
 TIMES = 3
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -9,6 +9,7 @@ Source of `rewind`: Chowdhery et al. 2022, arXiv:2204.02311, section 5.1 (PaLM r
 left out the batches around it).
 """
 
+import math
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -17,7 +18,6 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from dit.backends.device import begin_copy_to_host
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 from dit.checkpoint.checkpointer import Checkpointer
@@ -26,39 +26,15 @@ from dit.durable_files import strict_json, write_record
 from dit.errors import NotFiniteError
 from dit.monitoring.expert_load import expert_layers
 from dit.monitoring.guards import suspicion
-from dit.monitoring.numbers import Bad, NumberGuard
 from dit.monitoring.run_log import RunLog
-from dit.objectives.base import Objective
 from dit.run_config import RunConfig
 from dit.safe_files import make_folder
-from dit.training.culprit import Probe, find_culprit
-from dit.training.step import ForwardStep, find_suspects
+from dit.step.forward_step import ForwardStep
+from dit.step_checks.first_bad_tensor import Probe, find_culprit
+from dit.step_checks.spikes import Bad, NumberGuard
 
 FOLDER = "bad_steps"
 NUM_KEYS = 64  # samples of each rank in an incident
-
-
-class MeanLoss:
-    """The loss of a step over all ranks, on the way to the host.
-
-    One sum over all ranks follows the backward pass on the device. The host reads the result after it has waited for
-    the gradient norm, which is computed later: it does not wait again.
-
-    Args:
-        sums: of this rank in this step, what the objective logs, and the tokens; zeros where there is no loss.
-    """
-
-    def __init__(self, sums: torch.Tensor, objective: Objective, groups: ProcessGroups) -> None:
-        self._summands = len(objective.terms)
-        # Tensor-parallel ranks have the same sums, unless one of them is at fault: its share shows.
-        reduced = sums / groups.tp.size()
-        dist.all_reduce(reduced)
-        self._read = begin_copy_to_host(reduced)
-
-    def value(self) -> float:
-        """Return the mean over all tokens of the step; the same on every rank."""
-        *terms, tokens = self._read()
-        return sum(terms[: self._summands]) / tokens if tokens else float("nan")
 
 
 class BadSteps:
@@ -105,7 +81,7 @@ class BadSteps:
 
         Args:
             forward_step, batches: of the step.
-            sums: of this rank's losses, see `MeanLoss`.
+            sums: of this rank's losses, see `dit.step.mean_loss.MeanLoss`.
             keys: samples of this rank in the step.
 
         Raises:
@@ -204,3 +180,15 @@ _DONE = {
     "skip": "the update is left out",
     "rewind": "the run goes back to its last checkpoint and leaves out the data since then",
 }
+
+
+def find_suspects(own_loss: float, sample_keys: Sequence[str]) -> dict[int, list[str]]:
+    """Return the ranks whose local loss is not finite, with their samples; every rank calls this and gets all.
+
+    Args:
+        own_loss: sum of this rank's losses in the step, before any reduction.
+        sample_keys: names of the samples this rank trained on in the step.
+    """
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, None if math.isfinite(own_loss) else list(sample_keys))
+    return {rank: keys for rank, keys in enumerate(found) if keys is not None}
