@@ -26,7 +26,7 @@ class PreemptionFlag:
     earlier handlers are restored on exit.
 
     Building a large model, hashing its checkpoint and loading it take longer than schedulers wait, so inside
-    `leaves_at_once` the handler raises `SystemExit` instead.
+    `exit_immediately` the handler raises `SystemExit` instead.
 
     Args:
         signals: SIGTERM is what schedulers and torchrun send; SIGUSR1 what Slurm's `--signal=USR1@120` sends. torchrun
@@ -58,11 +58,11 @@ class PreemptionFlag:
         self._earlier.clear()
 
     @contextmanager
-    def leaves_at_once(self) -> Iterator[None]:
+    def exit_immediately(self) -> Iterator[None]:
         """Let a request end the process at once, as long as there is nothing to save.
 
         Ranks receive the signal at different times, so a rank that lost a peer waits for its own signal: both count as
-        preempted. After `waits_from_here` a request is only recorded.
+        preempted. After `defer_signals` a request is only recorded.
 
         Raises:
             SystemExit: with code 75, at any point inside.
@@ -83,7 +83,7 @@ class PreemptionFlag:
         finally:
             self._at_once = False
 
-    def waits_from_here(self) -> None:
+    def defer_signals(self) -> None:
         """From here on only record requests; call this before ranks wait for each other."""
         self._at_once = False
 

@@ -9,18 +9,18 @@ from dit.objectives.base import Objective
 
 
 class MeanLoss:
-    """The loss of a step over all ranks, on the way to the host.
+    """The loss of a step over all ranks, while it is copied to the host.
 
-    One sum over all ranks follows the backward pass on the device. The host reads the result after it has waited for
-    the gradient norm, which is computed later: it does not wait again.
+    The sum over ranks follows the backward pass on the device. The host reads it after the gradient norm, which is
+    computed later, so reading it adds no wait.
 
     Args:
-        sums: of this rank in this step, what the objective logs, and the tokens; zeros where there is no loss.
+        sums: sums of this rank in the step: the logged terms and the tokens; zeros on ranks without a loss.
     """
 
     def __init__(self, sums: torch.Tensor, objective: Objective, groups: ProcessGroups) -> None:
-        self._summands = len(objective.terms)
-        # Tensor-parallel ranks have the same sums, unless one of them is at fault: its share shows.
+        self._num_terms = len(objective.terms)
+        # Tensor-parallel ranks have equal sums; averaging them shows a rank that is at fault.
         reduced = sums / groups.tp.size()
         dist.all_reduce(reduced)
         self._read = begin_copy_to_host(reduced)
@@ -28,4 +28,4 @@ class MeanLoss:
     def value(self) -> float:
         """Return the mean over all tokens of the step; the same on every rank."""
         *terms, tokens = self._read()
-        return sum(terms[: self._summands]) / tokens if tokens else float("nan")
+        return sum(terms[: self._num_terms]) / tokens if tokens else float("nan")

@@ -58,7 +58,7 @@ MUTANTS = (
     ),
     Mutant(
         "a step is computed again on the gradients of the first time",
-        "dit/step_checks/recheck.py",
+        "dit/step/train_step.py",
         "chunk.zero_grad_buffer()",
         "chunk.train()",
         (RECHECK,),
@@ -366,9 +366,9 @@ MUTANTS = (
     ),
     Mutant(
         "loss scale: a run goes on with the smallest",
-        "dit/training/pretrain.py",
-        "if scale is not None and scale.shrank and math.isfinite(loss):",
-        "if scale is not None and math.isfinite(loss):",
+        "dit/step/train_step.py",
+        "if step.overflowed and scale is not None and scale.shrank:",
+        "if step.overflowed and math.isfinite(step.loss):",
         (LOSS_SCALE,),
     ),
     Mutant(
