@@ -118,12 +118,12 @@ class TrainingConfig:
             end the run (`stop`), omit the update (`skip`), or return to the last checkpoint and omit the data since
             then (`rewind`).
         spike_threshold: a loss or gradient norm this many robust standard deviations above its running median is a
-            spike (`dit.monitoring.numbers`); None for no limit. 20 tolerates the noise of small batches.
+            spike (`dit.step_checks.spikes`); None for no limit. 20 tolerates the noise of small batches.
         spike_window: applied steps in the running median.
         max_bad_steps: more bad steps than this within `bad_steps_within` steps end the run.
         bad_steps_within: steps in which bad steps are counted.
         recheck_interval: steps between steps that are computed twice, to find faults of the machine that raise no error
-            (`dit.training.recheck`); 0 for never. Needs `deterministic`.
+            (`dit.step_checks.recheck`); 0 for never. Needs `deterministic`.
         time_limit: wall-clock time of the job, as for Slurm's `--time` (`03:55:00`, `1-00:00:00`, or minutes). The run
             saves and stops with code 75 before it, as if preempted: early enough for the longest step and two of the
             longest saves so far (`dit.monitoring.time_limit`). None for no limit.

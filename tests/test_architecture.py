@@ -123,6 +123,16 @@ MAY_IMPORT = {
         *("dit.backends", "dit.models", "dit.parallel", "dit.run_config", "dit.checkpoint", "dit.encoders"),
         *("dit.conditions", "dit.condition_table", "dit.resize", "dit.safe_files"),
     },
+    "dit.step": {
+        *("dit.errors", "dit.settings", "dit.layout", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives"),
+        *("dit.kernels", "dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.monitoring"),
+        "dit.condition_table",
+    },
+    "dit.step_checks": {
+        *("dit.errors", "dit.settings", "dit.durable_files", "dit.safe_files", "dit.layout", "dit.batch"),
+        *("dit.patchify", "dit.objectives", "dit.kernels", "dit.backends", "dit.optimizer", "dit.run_config"),
+        *("dit.checkpoint", "dit.monitoring", "dit.parallel", "dit.step"),
+    },
     "dit.training": {
         *(
             "dit.errors",
@@ -136,14 +146,13 @@ MAY_IMPORT = {
         *("dit.batch", "dit.patchify", "dit.data_api", "dit.objectives", "dit.kernels", "dit.context_parallel"),
         *("dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.checkpoint"),
         *("dit.run_config", "dit.monitoring", "dit.inference", "dit.conditions", "dit.condition_table"),
-        "dit.encoders",
+        *("dit.encoders", "dit.step", "dit.step_checks"),
     },
     "dit.verify": {
         *("dit.errors", "dit.settings", "dit.batch", "dit.data_api", "dit.objectives", "dit.context_parallel"),
-        *("dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.monitoring", "dit.training"),
+        *("dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.monitoring", "dit.step"),
         *("dit.patchify", "dit.layout", "dit.conditions", "dit.convert"),
     },
-    # Above training: it traces the step that training makes.
     "dit.planner": {
         *(
             "dit.errors",
@@ -154,7 +163,7 @@ MAY_IMPORT = {
             "dit.context_parallel",
             "dit.backends",
         ),
-        *("dit.models", "dit.parallel", "dit.tracing", "dit.optimizer", "dit.training"),
+        *("dit.models", "dit.parallel", "dit.tracing", "dit.optimizer", "dit.step"),
     },
     "energon_data": {
         "dit.errors",
@@ -195,7 +204,7 @@ HEAVY_HOMES = {
     "triton": ("dit/kernels/",),
     "megatron.core": (
         *("dit/backends/", "dit/layers/", "dit/models/", "dit/parallel/", "dit/optimizer/", "dit/checkpoint/"),
-        *("dit/training/", "dit/planner/", "dit/tracing/"),
+        *("dit/step/", "dit/planner/", "dit/tracing/"),
     ),
     "megatron.energon": ("energon_data/", "benchmarks/loader.py"),
     "nemo_run": ("recipes/", "launch/", "examples/"),

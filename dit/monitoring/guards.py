@@ -26,7 +26,7 @@ class PreemptionFlag:
     restores the previous handlers on exit.
 
     Building a large model, hashing its checkpoint and loading it take longer than schedulers wait, so inside
-    `leaves_at_once` the handler raises `SystemExit` instead.
+    `exit_immediately` the handler raises `SystemExit` instead.
 
     Args:
         signals: schedulers and torchrun send SIGTERM; Slurm's `--signal=USR1@120` sends SIGUSR1. torchrun forwards
@@ -58,11 +58,11 @@ class PreemptionFlag:
         self._earlier.clear()
 
     @contextmanager
-    def leaves_at_once(self) -> Iterator[None]:
+    def exit_immediately(self) -> Iterator[None]:
         """Exit the process immediately on a request, while there is nothing to save.
 
         Ranks receive the signal at different times, so a rank that lost a peer waits for its own signal: both count as
-        preempted. After `waits_from_here` a request is only recorded.
+        preempted. After `defer_signals` a request is only recorded.
 
         Raises:
             SystemExit: with code 75, at any point inside.
@@ -83,7 +83,7 @@ class PreemptionFlag:
         finally:
             self._at_once = False
 
-    def waits_from_here(self) -> None:
+    def defer_signals(self) -> None:
         """Only record requests from now on; call this before ranks wait for each other."""
         self._at_once = False
 
@@ -98,7 +98,7 @@ def suspicion(suspects: Mapping[int, Sequence[str]]) -> tuple[str, str]:
     """Return a sentence about the ranks and samples with a non-finite loss, and the start of its cure.
 
     Args:
-        suspects: by rank, the samples of each rank with a non-finite loss, see `dit.training.step.find_suspects`.
+        suspects: by rank, the samples of each rank with a non-finite loss (`dit.step_checks.bad_steps`).
     """
     if not suspects:
         return "Each rank's own loss is finite", ""

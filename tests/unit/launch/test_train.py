@@ -174,7 +174,7 @@ def test_a_plain_process_exits_with_the_code():
     assert done.returncode == 3
     assert "shard 7 is gone" in done.stderr
     imported = set(re.findall(r"^import time:.*\| +(\S+)$", done.stderr, re.MULTILINE))
-    assert {"nemo_run", "megatron.core", "dit.training.step"} < imported
+    assert {"nemo_run", "megatron.core", "dit.step.forward_step"} < imported
     assert {"wandb.sdk", "multistorageclient.client", "leptonai.photon", "torch._inductor.compile_fx"}.isdisjoint(
         imported
     )

@@ -1,10 +1,12 @@
-"""Is a run wired as it should be: all parameters learn, replicas read different samples, their ranks the same ones.
+"""Sanity checks of the first steps: gradients of all parameters, samples of each replica.
 
-A parameter may have a zero gradient in its first steps by design: it is behind one that starts as zeros, as all blocks
-of adaLN-Zero are behind their gates, and these behind the head. Each update moves what was reached, so no list of such
-parameters is needed: after `n` updates a gradient passes `n` zeros one behind another. Two are the most in any
-backbone; conditions that are dropped at random may need more steps to appear. So gradients are looked at in the 3rd,
-10th and 20th update of every start, until all parameters were seen with one, and at the end of a shorter run.
+Replicas must read different samples, and the ranks of a replica the same ones.
+
+A parameter may have a zero gradient in the first steps by design, because a layer after it starts as zeros: in
+adaLN-Zero, a block is multiplied by its gates, and its output by the head. Each update makes the next layer nonzero, so
+after `n` updates a gradient passes `n` such layers. No backbone has more than two, but conditions that are dropped at
+random may need more steps to appear. Gradients are therefore checked in the 3rd, 10th and 20th update of every start,
+until each parameter had one, and at the end of a shorter run.
 """
 
 import hashlib
@@ -20,15 +22,19 @@ from dit.errors import DataError
 from dit.monitoring.run_log import RunLog
 from dit.optimizer.master_weights import MasterShard
 
-LOOKS = (3, 10, 20)
+REPORTS = (3, 10, 20)
+"""Updates after which parameters without a gradient are reported."""
 NUM_NAMES = 8
 
 
 class FirstSteps:
-    """Checks of the first steps of one process; it is done when all is well, or after the last look.
+    """Checks of the first steps after a start, until all pass or the last report.
 
     Args:
-        shards: this rank's master shards.
+        shards: master shards of this rank.
+
+    Attributes:
+        done: whether no further check follows.
     """
 
     def __init__(self, shards: Sequence[MasterShard], groups: ProcessGroups) -> None:
@@ -39,11 +45,11 @@ class FirstSteps:
         self.done = False
 
     def check_inputs(self, batch: PackedBatch, step: int, log: RunLog) -> None:
-        """Compare what ranks read, before anything is computed from it; every rank calls this.
+        """Compare the samples that ranks read, before the first step; every rank calls this.
 
         Args:
-            batch: the first full pack of this rank, as the source made it.
-            step: in which it is trained on.
+            batch: first full pack of this rank, as the source returned it.
+            step: number of the step that trains on it.
 
         Raises:
             DataError: ranks that share a model read different samples.
@@ -58,12 +64,11 @@ class FirstSteps:
             if other is not None:
                 raise DataError(
                     f"step {step}: ranks {ranks[0]} and {other} are parts of replica {replica} and read different "
-                    "samples; their data folders differ, or a data source of your own depends on more than dp_rank and "
-                    "seed"
+                    "samples; their data folders differ, or a custom data source depends on more than dp_rank and seed"
                 )
-        first_with: dict[str, int] = {}
+        first_replica: dict[str, int] = {}
         for replica, ranks in by_replica.items():
-            first = first_with.setdefault(gathered[ranks[0]][1], replica)
+            first = first_replica.setdefault(gathered[ranks[0]][1], replica)
             if first != replica:
                 log.message(f"first steps: replicas {first} and {replica} read the same samples in step {step}")
                 log.incident("same_samples", step, replicas=[first, replica])
@@ -72,12 +77,12 @@ class FirstSteps:
         peers, which = len(by_replica[0]), "each" if replicas else "the"
         self._inputs = replicas + (f"; the {peers} ranks of {which} replica read the same" if peers > 1 else "")
 
-    def look(self, step: int, learning_rate: float, log: RunLog) -> None:
-        """Look at the gradients of a step before its update; every rank calls this.
+    def check_gradients(self, step: int, learning_rate: float, log: RunLog) -> None:
+        """Record the parameters with a gradient, before the update of a step; every rank calls this.
 
         Args:
-            step: its number.
-            learning_rate: of the update; one of 0 moves nothing.
+            step: number of the step.
+            learning_rate: learning rate of the update; an update with rate 0 does not count.
         """
         if self.done:
             return
@@ -85,19 +90,19 @@ class FirstSteps:
             seen = torch.stack([(shard.grad != 0).any() for shard in self._shards])
             self._seen = seen if self._seen is None else self._seen | seen
         self._updates += learning_rate > 0
-        if self._updates in LOOKS:
-            self._judge(step, log, is_last=self._updates == LOOKS[-1])
+        if self._updates in REPORTS:
+            self._report(step, log, is_last=self._updates == REPORTS[-1])
 
     def end(self, step: int, log: RunLog) -> None:
-        """Judge a run that made fewer updates than the last look waits for; every rank calls this when it is over.
+        """Report at the end of a run with fewer updates than the last report needs; every rank calls this.
 
         Args:
-            step: the last one; how many of them were applied does not matter.
+            step: number of the last step, applied or not.
         """
         if not self.done and self._updates:
-            self._judge(step, log, is_last=True)
+            self._report(step, log, is_last=True)
 
-    def _judge(self, step: int, log: RunLog, *, is_last: bool) -> None:
+    def _report(self, step: int, log: RunLog, *, is_last: bool) -> None:
         total, missing = self._missing()
         if missing and not is_last:
             return
@@ -110,30 +115,26 @@ class FirstSteps:
         )
         log.message(
             f"first steps: {len(missing)} of {total} parameters had no gradient in {self._updates} updates: {names}; "
-            "either nothing that is trained on reads them, or their gradient is lost"
+            "either no trained output depends on them, or their gradient is lost"
         )
         log.incident("no_gradient", step, parameters=missing)
 
     def _missing(self) -> tuple[int, list[str]]:
-        """Return the number of parameters, and the names of those that had a gradient on no rank."""
+        """Return the number of parameters, and the names of parameters without a gradient on any rank."""
         names = [shard.name for shard in self._shards]
-        mine = dict(zip(names, [] if self._seen is None else self._seen.tolist()))
-        unseen: list[Any] = [None] * self._groups.world_size
-        dist.all_gather_object(unseen, [name for name, seen in mine.items() if not seen])
-        suspected = {name for names_of_rank in unseen for name in names_of_rank}
-        told: list[Any] = [None] * self._groups.world_size
-        dist.all_gather_object(told, [name for name in suspected if mine.get(name)])
-        everywhere: list[Any] = [None] * self._groups.world_size
-        dist.all_gather_object(everywhere, names)  # of each stage, and of the experts of each expert-parallel rank
-        total = len({name for names_of_rank in everywhere for name in names_of_rank})
-        return total, sorted(suspected - {name for names_of_rank in told for name in names_of_rank})
+        seen = dict(zip(names, [] if self._seen is None else self._seen.tolist()))
+        # Stages and expert-parallel ranks have different parameters.
+        ranks: list[Any] = [None] * self._groups.world_size
+        dist.all_gather_object(ranks, (names, [name for name in names if seen.get(name)]))
+        parameters = {name for rank_names, _ in ranks for name in rank_names}
+        return len(parameters), sorted(parameters - {name for _, rank_seen in ranks for name in rank_seen})
 
 
 def _digest(batch: PackedBatch) -> str:
-    """Return a hash of the samples of a pack, and of the numbers of their draws."""
-    found = hashlib.blake2b(repr(batch.keys).encode(), digest_size=16)
+    """Return a hash of a pack's samples and of the numbers of their draws."""
+    digest = hashlib.blake2b(repr(batch.keys).encode(), digest_size=16)
     pixels = () if batch.raw is None or batch.raw.pixels is None else batch.raw.pixels
     for tensor in (batch.sample_ids_S, batch.draws_S, batch.latents_TC, *pixels):
         if tensor is not None:
-            found.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return found.hexdigest()
+            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()

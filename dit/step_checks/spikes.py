@@ -1,4 +1,4 @@
-"""Is a step's update safe to apply: finite numbers, no spike, and not too many bad steps in a row."""
+"""Judgement of a step by its loss and gradient norm: finite, no spike, and not too many bad steps."""
 
 import math
 from collections import deque
@@ -10,11 +10,11 @@ from typing import Any, Optional
 from dit.settings import MIN_HISTORY
 
 NORMAL = 1.4826  # standard deviations of a normal distribution in one median absolute deviation
-FLOOR = 0.01  # smallest scale, as a share of the median: of numbers that hardly vary, any change would be a spike
+FLOOR = 0.01  # smallest scale as a share of the median; otherwise, any change of a nearly constant number is a spike
 
 
 def spike_limit(history: list[float], threshold: float) -> Optional[float]:
-    """Return the largest number that is no spike after `history`; None while the history is too short.
+    """Return the largest number that is not a spike after `history`; None while the history is too short.
 
     The limit is `m + threshold * s`, where m is the median of the history and s its robust standard deviation, 1.4826
     times the median absolute deviation from m, and at least 1 % of |m|. Outliers in the history move neither.
@@ -30,13 +30,13 @@ def spike_limit(history: list[float], threshold: float) -> Optional[float]:
 
 @dataclass(frozen=True)
 class Bad:
-    """Why a step is not applied.
+    """Reason why a step makes no update.
 
     Attributes:
         step: number of the step, counted from 1.
         kind: `not_finite` or `spike`.
-        loss, grad_norm: of the step, reduced over all ranks.
-        reason: in words, with the numbers.
+        loss, grad_norm: numbers of the step, reduced over all ranks.
+        reason: description with the numbers.
     """
 
     step: int
@@ -47,14 +47,14 @@ class Bad:
 
 
 class NumberGuard:
-    """Judge each step by its loss and gradient norm, before its update.
+    """Judges each step by its loss and gradient norm, before its update.
 
-    All ranks pass the same reduced numbers, so all decide alike without asking each other. Only applied steps enter the
-    history.
+    All ranks pass the same reduced numbers, so their decisions agree without communication. Only applied steps enter
+    the history.
 
     Args:
-        threshold: robust standard deviations above the median from which on a number is a spike; None for no limit.
-        window: applied steps in the history.
+        threshold: a number this many robust standard deviations above the median is a spike; None for no limit.
+        window: number of applied steps in the history.
         max_bad, within: more than `max_bad` bad steps within `within` steps are too many.
     """
 
@@ -64,7 +64,7 @@ class NumberGuard:
         self.bad_steps: list[int] = []
 
     def judge(self, step: int, loss: float, grad_norm: float) -> Optional[Bad]:
-        """Return why the update of a step must not be applied; None, and remember the numbers, if it may be."""
+        """Return the reason against the update of a step; None if there is none, and its numbers enter the history."""
         numbers = {"loss": loss, "grad_norm": grad_norm}
         if not all(map(math.isfinite, numbers.values())):
             return Bad(step, "not_finite", loss, grad_norm, f"loss={loss}, grad_norm={grad_norm}")
@@ -82,11 +82,11 @@ class NumberGuard:
         return None
 
     def note_bad(self, step: int) -> None:
-        """Count a bad step that is not applied."""
+        """Count a bad step."""
         self.bad_steps = [earlier for earlier in self.bad_steps if earlier > step - self.within] + [step]
 
     def too_many(self) -> bool:
-        """Return whether there were more bad steps than allowed."""
+        """Return whether there are more bad steps than allowed."""
         return len(self.bad_steps) > self.max_bad
 
     def state_dict(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ class NumberGuard:
         return {**histories, "bad_steps": list(self.bad_steps)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict`; an empty one is that of a new run."""
+        """Restore a `state_dict`; an empty one is the state of a new run."""
         for name, history in self._histories.items():
             history.clear()
             history.extend(map(float.fromhex, state.get(name, ())))

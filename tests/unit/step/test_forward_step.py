@@ -18,7 +18,7 @@ from dit.models.dit.config import DiTConfig
 from dit.models.flux.config import FluxConfig
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.flow_matching import FlowMatching
-from dit.training.step import drop_conditions, training_forward_step
+from dit.step.forward_step import drop_conditions, training_forward_step
 from energon_data.mock import MockData
 from energon_data.streams import StreamGroup
 

@@ -1,4 +1,4 @@
-"""From the loader to the device: check every micro-batch, move it, and count its samples, tokens and FLOPs."""
+"""Micro-batches on the device: checked against the model, moved, counted in samples, tokens and FLOPs."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,9 +20,10 @@ class Consumed:
     """Counters of one rank since the last reset.
 
     Attributes:
-        valid_tokens, padded_tokens: real tokens, and all with padding.
-        flops: of each micro-batch.
-        waited_s: seconds from asking for micro-batches until they were in this process, except for `peek`.
+        valid_tokens: number of real tokens.
+        padded_tokens: number of tokens, including padding.
+        flops: FLOPs of each micro-batch.
+        waited_s: seconds until requested micro-batches arrived in this process, without those of `peek`.
     """
 
     samples: int = 0
@@ -36,22 +37,22 @@ class Consumed:
 class DeviceBatches(Iterator[PackedBatch]):
     """Micro-batches on the device, checked against the model and sharded for this rank.
 
-    Counts are those of full packs: sum them over the data-parallel group only.
+    Counts cover full packs, so sum them over the data-parallel group only.
 
     Args:
-        stream: the source.
-        device: the target.
+        stream: source of full packs.
+        device: target device.
         spec: the properties that the model requires.
         flops: returns the executed training FLOPs of a micro-batch.
         shard: selects the local tokens of a full pack (context parallel).
         encode: turns pixels and captions into latents and texts (`dit.encoders.online`).
-        phase: learns when this rank waits for data.
+        phase: phase of this rank, updated while it waits for data.
 
     Attributes:
-        device: the target.
-        largest_grid: (t, h, w) patches of the sample with most tokens so far.
+        device: target device.
+        largest_grid: (t, h, w) patches of the sample with the most tokens so far.
         fps: frames per second of that sample.
-        of_step: this rank's micro-batches since `begin_step`, before they moved to the device.
+        step_batches: local micro-batches since `begin_step`, before their copy to the device.
     """
 
     def __init__(
@@ -71,19 +72,19 @@ class DeviceBatches(Iterator[PackedBatch]):
         self.consumed = Consumed()
         self.largest_grid: Optional[Grid] = None
         self.fps = DEFAULT_FPS
-        self.of_step: list[PackedBatch] = []
+        self.step_batches: list[PackedBatch] = []
 
     def begin_step(self) -> None:
-        """Forget the micro-batches of the step before."""
-        self.of_step.clear()
+        """Forget the micro-batches of the previous step."""
+        self.step_batches.clear()
 
-    def again(self) -> Iterator[PackedBatch]:
-        """Return the micro-batches of the step once more, on the device."""
+    def replay(self) -> Iterator[PackedBatch]:
+        """Return the micro-batches of the current step again, on the device."""
         self._phase.enter("computes")
-        return (batch.to(self.device) for batch in self.of_step)
+        return (batch.to(self.device) for batch in self.step_batches)
 
     def peek(self) -> PackedBatch:
-        """Return the next full pack as the source made it; it stays the next one."""
+        """Return the next full pack without consuming it, as the source returned it."""
         if self._peeked is None:
             self._phase.enter("reads data")
             self._peeked = next(self._stream)
@@ -92,22 +93,22 @@ class DeviceBatches(Iterator[PackedBatch]):
 
     def __next__(self) -> PackedBatch:
         began = time.perf_counter()
-        read, self._peeked = self.peek(), None
+        pack, self._peeked = self.peek(), None
         self.consumed.waited_s += time.perf_counter() - began
-        batch = self._encode(read)
+        batch = self._encode(pack)
         batch.validate(self._spec.conditions, patch_volume=self._spec.patch_volume)
         self.consumed.samples += batch.layout.num_samples
         self.consumed.valid_tokens += batch.layout.valid_tokens
         self.consumed.padded_tokens += batch.layout.total_tokens
         self.consumed.flops.append(self._flops(batch))
         self.consumed.keys.extend(batch.keys)
-        named = batch.conditions.get(FPS.name)
-        rates = [DEFAULT_FPS] * len(batch.grids) if named is None else named.values.tolist()
+        condition = batch.conditions.get(FPS.name)
+        rates = [DEFAULT_FPS] * len(batch.grids) if condition is None else condition.values.tolist()
         for grid, fps in zip(batch.grids, rates):
             if self.largest_grid is None or prod(grid) > prod(self.largest_grid):
                 self.largest_grid, self.fps = grid, fps
         local = self._shard(batch)
-        self.of_step.append(local)
+        self.step_batches.append(local)
         return local.to(self.device, non_blocking=True)
 
     def latent_size(self, spec: BatchSpec) -> tuple[int, int, int]:
@@ -116,8 +117,8 @@ class DeviceBatches(Iterator[PackedBatch]):
         t, h, w = self.largest_grid
         return t * spec.patch_temporal, h * spec.patch_spatial, w * spec.patch_spatial
 
-    def recall_largest(self, metadata: Mapping[str, Any], spec: BatchSpec) -> None:
-        """Restore the largest sample so far from a checkpoint's metadata: `latent_size` (T, H, W) and `fps`."""
+    def restore_largest(self, metadata: Mapping[str, Any], spec: BatchSpec) -> None:
+        """Restore the size of the largest sample from `latent_size` (T, H, W) and `fps` in a checkpoint's metadata."""
         t, h, w = metadata["latent_size"]
         self.largest_grid = t // spec.patch_temporal, h // spec.patch_spatial, w // spec.patch_spatial
         self.fps = metadata.get("fps", DEFAULT_FPS)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from dit.monitoring.numbers import NumberGuard, spike_limit
+from dit.step_checks.spikes import NumberGuard, spike_limit
 
 HISTORY = [float(value) for value in range(1, 18)]  # median 9, median absolute deviation 4
 

@@ -9,7 +9,7 @@ import torch
 from dit.batch import PackedBatch
 from dit.condition_table import LABEL
 from dit.data_api import BatchSpec
-from dit.training.device_batches import DeviceBatches
+from dit.step.device_batches import DeviceBatches
 from energon_data.mock import MockData
 
 SPEC = BatchSpec(

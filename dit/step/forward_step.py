@@ -1,13 +1,11 @@
 """The forward step of one micro-batch: drop conditions, add noise, predict, compute the loss."""
 
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, Optional
+from typing import Optional
 
 import torch
-import torch.distributed as dist
 from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
@@ -78,15 +76,3 @@ def training_forward_step(
         return prediction_TC, partial(loss_function, prepared, batch)
 
     return forward_step
-
-
-def find_suspects(own_loss: float, sample_keys: Sequence[str]) -> dict[int, list[str]]:
-    """Return the ranks whose local loss is not finite, with their samples; every rank calls this and gets all.
-
-    Args:
-        own_loss: sum of this rank's losses in the step, before any reduction.
-        sample_keys: names of the samples this rank trained on in the step.
-    """
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, None if math.isfinite(own_loss) else list(sample_keys))
-    return {rank: keys for rank, keys in enumerate(found) if keys is not None}

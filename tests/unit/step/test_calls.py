@@ -18,7 +18,8 @@ from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
-from dit.planner.trace import Job, trace
+from dit.planner.job import Job
+from dit.planner.trace import trace
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.tracing.packs import PackShape
 from dit.training.pretrain import Run
