@@ -32,7 +32,7 @@ SECTIONS = {
     "Start here": r"tiny_dit|own_data",
     REGISTERED: r"(?!)",
     "Your own data and open weights": r"own_.*|finetune.*|dreambooth",
-    "On two CPU cores": r"tiny_.*|ddpm_fonts.*",
+    "Seconds on any machine": r"tiny_.*",
     "Published and larger models": rf"(?!{_MEASURING}).*",
     "Measuring systems": _MEASURING,
 }
