@@ -141,6 +141,7 @@ MAY_IMPORT = {
     },
     "energon_data": {
         "dit.errors",
+        "dit.extensions",
         "dit.durable_files",
         "dit.safe_files",
         "dit.terminal",
