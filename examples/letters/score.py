@@ -271,5 +271,8 @@ def shortfalls(result: Score, args: argparse.Namespace) -> list[str]:
 
 
 LETTERS = Metric(
-    "share of generated letters that a classifier of real letters reads correctly", measure, add_arguments, asks=True
+    "share of generated letters that a classifier of real letters reads correctly",
+    measure,
+    add_arguments,
+    by_condition=True,
 )

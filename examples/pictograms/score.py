@@ -142,5 +142,7 @@ def _decoded(vae: Optional["VAE"], latents: Tensor) -> Tensor:
 
 
 PICTOGRAMS = Metric(
-    "distance of generated pictograms to the drawings requested by name, ranked among all drawings", measure, asks=True
+    "distance of generated pictograms to the drawings requested by name, ranked among all drawings",
+    measure,
+    by_condition=True,
 )
