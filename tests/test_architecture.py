@@ -168,6 +168,7 @@ MAY_IMPORT = {
     "energon_data": {
         "dit.errors",
         "dit.patches",
+        "dit.extensions",
         "dit.durable_files",
         "dit.safe_files",
         "dit.terminal",
