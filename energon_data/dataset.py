@@ -334,7 +334,7 @@ class EnergonData(DataConfig):
             ConfigError: the stream count does not fit the data-parallel size.
             DataError: the data set is missing, incomplete, or could execute code.
         """
-        from energon_data.background import read_ahead
+        from energon_data.workers.background import read_ahead
 
         self.folders(self.train_split)
         num_streams = self.num_streams or automatic_streams(micro_batches_per_step)

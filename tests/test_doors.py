@@ -17,8 +17,8 @@ KERNEL = (
 )
 """They read files of the kernel in /proc and /sys."""
 
-OWN_PROCESSES = ("dit/verify/ranks.py", "energon_data/background.py", "energon_data/messages.py")
-"""They read what processes of the same command send to each other, in a new folder or through a socket."""
+OWN_PROCESSES = ("dit/verify/ranks.py", "energon_data/workers/background.py", "energon_data/workers/messages.py")
+"""They read what processes of the same command send to each other, in a new folder or through a connection."""
 
 ALLOWED: dict[str, tuple[str, ...]] = {
     # Calls that open a path, but for writing, see `is_writing`.
