@@ -297,8 +297,8 @@ class CheckpointConfig:
             run, ends it with code 6.
         save_timeout_s: seconds after which an asynchronous save, or a copy to another place, counts as failed.
         copy_to: every checkpoint is also copied to this address, such as `s3://bucket/folder`; a run that finds a newer
-            one there than in its folder resumes from it (`dit.checkpoint.remote`). The copies of another run are
-            refused (`dit.checkpoint.run_identity`). None for no copy.
+            one there than in its folder resumes from it (`dit.checkpoint.background.remote`). The copies of another run
+            are refused (`dit.checkpoint.run_identity`). None for no copy.
         resume: `auto` resumes from the newest valid checkpoint; it starts from step 0 if there is no checkpoint, and
             fails if all are damaged. `must` fails if none is valid. `never` starts from step 0, also if all are
             damaged, and fails if one is valid.

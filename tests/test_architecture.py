@@ -102,7 +102,7 @@ MAY_IMPORT = {
     "dit.checkpoint": {
         *("dit.errors", "dit.ranges", "dit.settings", "dit.durable_files", "dit.safe_files", "dit.config_record"),
         *("dit.data_api", "dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.run_config"),
-        *("dit.convert", "dit.terminal"),
+        *("dit.convert", "dit.terminal", "dit.child_processes"),
     },
     "dit.monitoring": {
         *("dit.errors", "dit.settings", "dit.durable_files", "dit.safe_files", "dit.terminal", "dit.layout"),

@@ -28,7 +28,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "Path.read_bytes": (OWN_PROCESSES[0],),
     # The rest create files exclusively, open folders, or flush what was written.
     "os.open": (
-        *(READERS, "dit/durable_files.py", "dit/checkpoint/state_files.py", "dit/checkpoint/writer.py"),
+        *(READERS, "dit/durable_files.py", "dit/checkpoint/state_files.py", "dit/checkpoint/background/writer.py"),
         *("dit/checkpoint/manifest.py", "dit/checkpoint/reader_lock.py", "dit/convert/state_files.py"),
         "dit/verify/ranks.py",
     ),
