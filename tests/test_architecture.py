@@ -180,7 +180,7 @@ HEAVY_HOMES = {
     ),
     "megatron.energon": ("energon_data/", "benchmarks/loader.py"),
     "nemo_run": ("recipes/", "launch/"),
-    "wandb": ("dit/monitoring/wandb_sink.py", "energon_data/wandb_table.py"),
+    "wandb": ("dit/monitoring/wandb_sink.py", "energon_data/report/wandb_table.py"),
 }
 
 
@@ -287,7 +287,7 @@ def test_no_package_needs_the_tests():
 
 def test_only_preparation_encodes():
     """Reading data needs the arithmetic of VAEs and text models; preparing and looking at data alone may load them."""
-    loading = ("energon_data/prepare/", "energon_data/decoded_frames.py")
+    loading = ("energon_data/prepare/", "energon_data/report/decoded_frames.py")
     arithmetic = ("dit.encoders.vae.Geometry", "dit.encoders.text_config")
     report(
         [

@@ -236,14 +236,14 @@ MUTANTS = (
     ),
     Mutant(
         "inspect: packs without the padding of samples",
-        "energon_data/survey.py",
+        "energon_data/report/survey.py",
         "padded = [padded_length(n, multiple_of) for n in used",
         "padded = [n for n in used",
         (INSPECT,),
     ),
     Mutant(
         "inspect: an image fills no patch of several frames",
-        "energon_data/survey.py",
+        "energon_data/report/survey.py",
         "frames_to_patch(self.size[1], patch[0])",
         "self.size[1]",
         (INSPECT,),
@@ -306,7 +306,7 @@ MUTANTS = (
     ),
     Mutant(
         "false colours: the weakest components",
-        "energon_data/false_colours.py",
+        "energon_data/report/false_colours.py",
         "variances.flip(0).clamp(min=0), vectors.flip(1)",
         "variances.clamp(min=0), vectors",
         (INSPECT,),
