@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("dit", "energon_data", "launch", "recipes", "benchmarks")
+PACKAGES = ("dit", "energon_data", "launch", "recipes", "benchmarks", "examples")
 FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 READERS = "dit/safe_files.py"
 KERNEL = (
     *("dit/backends/device.py", "dit/monitoring/heartbeat.py", "dit/monitoring/time_limit.py"),
-    *("benchmarks/loader.py", "benchmarks/speedrun.py"),
+    *("benchmarks/loader.py", "examples/letters/speedrun.py"),
 )
 """They read files of the kernel in /proc and /sys."""
 

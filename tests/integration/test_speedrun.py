@@ -1,4 +1,4 @@
-"""`benchmarks.speedrun`: a run of a few steps is a record, replays to the bit, and a false claim is found."""
+"""`examples.letters.speedrun`: a run of a few steps is a record, replays to the bit, and a false claim is found."""
 
 import json
 import shutil
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import speedrun
-from benchmarks.speedrun import FILE, Record
 from dit.errors import EXIT_CONFIG, EXIT_OK
-from launch import letter_reader
+from examples.letters import reader as letter_reader
+from examples.letters import speedrun
+from examples.letters.speedrun import FILE, Record
 from tests.integration.runs import TINY
 
 STEPS = 3

@@ -214,10 +214,10 @@ WAN = WanConfig(**SIZES, in_channels=4, ffn_hidden_size=96, context_size=T5_WIDT
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        (replace(PIXART_T5, objective=FlowMatching()), "runs DDPM of 1000 steps .* trained by FlowMatching"),
+        (replace(PIXART_T5, objective=FlowMatching()), "runs DDPM of 1000 steps .* trained with FlowMatching"),
         (
             replace(PIXART_T5, model=replace(PIXART_T5.model, null_text="learned")),
-            "leads away from the embedding of the empty text.*null_text=empty",
+            "uses the embedding of the empty text as unconditional.*null_text=empty",
         ),
         (replace(PIXART_T5, encoders=None), "needs a T5 or a BERT, and the run names no text encoder"),
         (replace(PIXART_T5, encoders="{t5}:padded"), "needs a T5 or a BERT that makes `text`, without `:padded`"),

@@ -271,7 +271,7 @@ MUTANTS = (
     ),
     Mutant(
         "pictograms: the first wording for all",
-        "energon_data/prepare/pictograms.py",
+        "examples/pictograms/drawings.py",
         "captions=(pictogram.caption(wording),)",
         "captions=(pictogram.caption(0),)",
         (PICTOGRAMS,),

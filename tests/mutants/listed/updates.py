@@ -44,21 +44,21 @@ MUTANTS = (
     ),
     Mutant(
         "what was computed twice is not compared",
-        "dit/training/recheck.py",
+        "dit/step_checks/recheck.py",
         "if len(marks) == 2 and marks[0] == marks[1]:",
         "if len(marks) == 2:",
         (RECHECK,),
     ),
     Mutant(
         "what was computed three times is believed",
-        "dit/training/recheck.py",
+        "dit/step_checks/recheck.py",
         "if results[-1] not in results[:-1]]",
         "if results[-1] not in results]",
         (RECHECK,),
     ),
     Mutant(
         "a step is computed again on the gradients of the first time",
-        "dit/training/recheck.py",
+        "dit/step/train_step.py",
         "chunk.zero_grad_buffer()",
         "chunk.train()",
         (RECHECK,),
@@ -149,7 +149,7 @@ MUTANTS = (
     ),
     Mutant(
         "gradients divided by twice the tokens",
-        "dit/training/step.py",
+        "dit/step/forward_step.py",
         "return total, count.int(),",
         "return total, 2 * count.int(),",
         (LOSSES,),
@@ -366,14 +366,14 @@ MUTANTS = (
     ),
     Mutant(
         "loss scale: a run goes on with the smallest",
-        "dit/training/pretrain.py",
-        "if scale is not None and scale.shrank and math.isfinite(loss):",
-        "if scale is not None and math.isfinite(loss):",
+        "dit/step/train_step.py",
+        "if step.overflowed and scale is not None and scale.shrank:",
+        "if step.overflowed and math.isfinite(step.loss):",
         (LOSS_SCALE,),
     ),
     Mutant(
         "bad numbers: the deviation is that of the median, not the standard one",
-        "dit/monitoring/numbers.py",
+        "dit/step_checks/spikes.py",
         "deviation = NORMAL * median(abs(value - middle) for value in history)",
         "deviation = median(abs(value - middle) for value in history)",
         (NUMBERS,),
@@ -395,8 +395,8 @@ MUTANTS = (
     Mutant(
         "heartbeats: a silent rank is not blamed",
         "dit/monitoring/heartbeat.py",
-        "elif unchanged_s[other] >= silent_s:",
-        "elif unchanged_s[other] >= silent_s * 1000:",
+        "elif unchanged_s[peer] >= silent_s:",
+        "elif unchanged_s[peer] >= silent_s * 1000:",
         (HEARTBEAT,),
     ),
     Mutant(

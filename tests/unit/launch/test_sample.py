@@ -17,8 +17,9 @@ from dit.data_api import BatchSpec
 from dit.errors import CheckpointError, ConfigError
 from dit.models.dit.config import DiTConfig
 from dit.sampling import grid
-from launch import evaluate, letter_score, sample, sample_requests
-from launch.letter_reader import LetterReader
+from examples.letters import score as letter_score
+from examples.letters.reader import LetterReader
+from launch import evaluate, sample, sample_requests
 
 NAMES = list("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 
@@ -261,7 +262,7 @@ def test_sizes_are_those_of_the_model_or_refused(generator, tmp_path, capsys):
     assert draw(tmp_path, "--size", "8x12", "--labels", "A") == 0
     assert (generator.calls[-1]["frames"], generator.calls[-1]["size"]) == (1, (8, 12))
     assert draw(tmp_path, "--size", "7", "--labels", "A") == 2
-    assert "the height of 7 is no multiple of 2 (a patch of 2); use 6 or 8" in capsys.readouterr().err
+    assert "the height of 7 is not a multiple of 2 (a patch of 2); use 6 or 8" in capsys.readouterr().err
     with pytest.raises(SystemExit) as leave:
         draw(tmp_path, "--size", "8x")
     assert leave.value.code == 2
@@ -330,9 +331,9 @@ def test_an_unconditional_model_draws_as_many_as_asked(generator, tmp_path):
     assert generator.calls[0]["count"] == 3
 
 
-@pytest.mark.parametrize("command", [sample.main, evaluate.main])
-def test_a_missing_checkpoint_is_code_5(command, tmp_path, capsys):
-    assert command(["--checkpoint", str(tmp_path / "nowhere")]) == 5
+@pytest.mark.parametrize(("command", "words"), [(sample.main, []), (evaluate.main, ["--metric", "loss"])])
+def test_a_missing_checkpoint_is_code_5(command, words, tmp_path, capsys):
+    assert command(["--checkpoint", str(tmp_path / "nowhere"), *words]) == 5
     assert "nowhere does not exist" in capsys.readouterr().err
 
 
@@ -352,7 +353,7 @@ def test_wrong_flags_are_code_2(tmp_path, capsys):
 
 
 def judge(*arguments):
-    return evaluate.main(["--checkpoint", "run", "--samples-per-class", "8", *arguments])
+    return evaluate.main(["--checkpoint", "run", "--metric", "letters", "--samples-per-class", "8", *arguments])
 
 
 def test_the_score_counts_what_is_read_as_asked(generator, capsys):

@@ -14,14 +14,14 @@ from dit.inference.cascade import Cascade
 from dit.inference.generator import Generator
 from energon_data.mock import MockData
 from launch import evaluate, sharpness
-from launch.measurement import Measurement, draw_samples
+from launch.measurement import Measurement, Metric, draw_samples
 from launch.sharpness import Sharpness
 from tests.conftest import BuildModel
 from tests.unit.inference.test_cascade import BASE, LARGER, generator_of
 
 
 def arguments(*words: str) -> Namespace:
-    return evaluate.build_parser().parse_args(["--checkpoint", "run", *words])
+    return evaluate.build_parser().parse_args(["--checkpoint", "run", "--metric", "sharpness", *words])
 
 
 def psnr(pictures: np.ndarray, real: np.ndarray) -> float:
@@ -89,9 +89,9 @@ def test_a_cascade_is_measured_after_each_of_its_stages(
         pictures = drawn[args.checkpoint] = draw_samples(args, generator, {"label": labels})
         return Measurement([], {"side": pictures.shape[-1]})
 
-    monkeypatch.setitem(evaluate.METRICS, "letters", evaluate.Metric("", measure, lambda parser: None, asks=True))
+    monkeypatch.setitem(evaluate.METRICS, "side", Metric("", measure, asks=True))
     words = ["--cascade", "base=a", "larger=b", "--stage", "base", "steps=3", "--stage", "larger", "augmentation=0.5"]
-    assert evaluate.main([*words, "--seed", "4", "--json"]) == 0
+    assert evaluate.main([*words, "--metric", "side", "--seed", "4", "--json"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert found == [{"stage": "base", "side": 8}, {"stage": "larger", "side": 16}]
     cascade = Cascade(generators["b"], generators["a"], {"num_steps": 3}, level=0.5)
