@@ -298,8 +298,8 @@ class CheckpointConfig:
             the last save, ends it with code 6.
         save_timeout_s: seconds after which an asynchronous save, or a copy to another place, counts as failed.
         copy_to: address to which every checkpoint is also copied, such as `s3://bucket/folder`; if its newest
-            checkpoint is newer than that of the run folder, a run resumes from it (`dit.checkpoint.remote`). Copies of
-            another run are an error (`dit.checkpoint.run_identity`). None for no copy.
+            checkpoint is newer than that of the run folder, a run resumes from it (`dit.checkpoint.background.remote`).
+            Copies of another run are an error (`dit.checkpoint.run_identity`). None for no copy.
         resume: `auto` resumes from the newest valid checkpoint; it starts from step 0 if there is no checkpoint, and
             fails if all are damaged. `must` fails if none is valid. `never` starts from step 0, also if all are
             damaged, and fails if one is valid.

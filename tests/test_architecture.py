@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "dit.patches": {"dit.errors"},
     "dit.philox": set(),
     "dit.heap": set(),
+    "dit.child_processes": set(),
     "dit.durable_files": {"dit.errors"},
     "dit.safe_files": {"dit.errors"},
     "dit.config_record": {"dit.errors"},
@@ -111,7 +112,7 @@ MAY_IMPORT = {
     "dit.checkpoint": {
         *("dit.errors", "dit.ranges", "dit.settings", "dit.durable_files", "dit.safe_files", "dit.config_record"),
         *("dit.data_api", "dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.run_config"),
-        *("dit.convert", "dit.terminal"),
+        *("dit.convert", "dit.terminal", "dit.child_processes"),
     },
     "dit.monitoring": {
         *("dit.errors", "dit.settings", "dit.durable_files", "dit.safe_files", "dit.terminal", "dit.layout"),
@@ -173,6 +174,7 @@ MAY_IMPORT = {
         "dit.safe_files",
         "dit.terminal",
         "dit.heap",
+        "dit.child_processes",
         "dit.media",
         "dit.ranges",
         "dit.layout",
@@ -209,7 +211,7 @@ HEAVY_HOMES = {
     ),
     "megatron.energon": ("energon_data/", "benchmarks/loader.py"),
     "nemo_run": ("recipes/", "launch/", "examples/"),
-    "wandb": ("dit/monitoring/wandb_sink.py", "energon_data/wandb_table.py"),
+    "wandb": ("dit/monitoring/wandb_sink.py", "energon_data/report/wandb_table.py"),
 }
 
 
@@ -318,7 +320,7 @@ def test_no_package_needs_the_tests_or_the_examples(package: str):
 
 def test_only_preparation_encodes():
     """Reading data needs the arithmetic of VAEs and text models; preparing and looking at data alone may load them."""
-    loading = ("energon_data/prepare/", "energon_data/decoded_frames.py")
+    loading = ("energon_data/prepare/", "energon_data/report/decoded_frames.py")
     arithmetic = ("dit.encoders.vae.Geometry", "dit.encoders.text_config")
     report(
         [

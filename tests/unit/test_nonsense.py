@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from dit.checkpoint.background.remote import RemoteStore, copy_all, fetch_newer
 from dit.checkpoint.checkpointer import read_loader_state
 from dit.checkpoint.manifest import MANIFEST, read_manifest, verify_folder
 from dit.checkpoint.records import read_metadata, read_record
-from dit.checkpoint.remote import RemoteStore, copy_all, fetch_newer
 from dit.checkpoint.state_files import StateReader
 from dit.convert.diffusers_format import format_of_settings
 from dit.convert.state_files import read_diffusers, read_nemo, read_tensors

@@ -19,11 +19,11 @@ from dit.patchify import frames_to_patch
 from dit.safe_files import open_binary
 from dit.sampling.grid import spread
 from energon_data.decoder import decode_sample
-from energon_data.false_colours import middle_frame
 from energon_data.filters import TOO_LONG
 from energon_data.folder import SplitInfo, stored_names
 from energon_data.latent_scale import Moments
 from energon_data.packing import greedy_knapsack, padded_length
+from energon_data.report.false_colours import middle_frame
 from energon_data.samples import CAPTIONS as SEVERAL_CAPTIONS
 from energon_data.samples import LATENT, META_PART, Clip, SampleError
 from energon_data.skip_log import Skip, SkipCounter

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dit.errors import ConfigError
-from energon_data.survey import Survey
+from energon_data.report.survey import Survey
 
 COLUMNS = ("picture", "key", "caption", "frames", "height", "width", "tokens", "seconds")
 
@@ -33,7 +33,7 @@ def log_table(surveys: Sequence[Survey], project: str, patch: Sequence[int], fol
         import wandb
     except ImportError as error:
         raise ConfigError("--wandb needs wandb, which is not installed: pip install wandb") from error
-    from energon_data.contact_sheet import tile_of
+    from energon_data.report.contact_sheet import tile_of
 
     settings = wandb.Settings(x_disable_stats=True, console="off", silent=True, disable_git=True, disable_code=True)
     arguments: dict[str, Any] = {"project": project, "job_type": "data", "dir": str(folder), "settings": settings}

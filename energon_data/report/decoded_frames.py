@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dit.encoders.vae import Geometry, load_vae
 from dit.errors import ConfigError
-from energon_data.false_colours import middle_frame
+from energon_data.report.false_colours import middle_frame
 
 TILE = 1024
 """Pictures with longer sides are decoded in overlapping tiles of this many pixels."""

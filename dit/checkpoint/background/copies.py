@@ -1,26 +1,38 @@
-"""Rank 0's side of `checkpoint.copy_to`: a separate process copies finished checkpoints during training.
+"""Copies of finished checkpoints to `checkpoint.copy_to` during training, in a process that rank 0 starts.
 
 A failed copy is logged as an error and an incident; the next copy includes everything that is missing. If the newest
 checkpoint is not copied at the end of the run, the run exits with the code of a failed save.
+
+The process exits as soon as its training process exits. An interrupted copy has no manifest, and the next attempt of
+the run repeats it.
 """
 
-import json
 import logging
+import os
+import select
+import socket
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import Optional
+from typing import Any, Optional
 
 import yaml
 
-from dit.checkpoint.helper_process import HelperProcess
-from dit.checkpoint.remote import Owner
+from dit.checkpoint.background.process import BackgroundProcess, connection_and_settings, serve
+from dit.checkpoint.background.remote import Owner, RemoteStore, copy_all
+from dit.checkpoint.store import CheckpointStore
 from dit.errors import CheckpointError
+from dit.safe_files import parse_yaml
 from dit.settings import CheckpointConfig
 
 logger = logging.getLogger(__name__)
+
+ATTEMPTS, FIRST_WAIT_S = 3, 2.0
+"""A failed copy is retried after a wait that doubles each time."""
 
 
 class Copies:
@@ -46,8 +58,8 @@ class Copies:
         self._requested: Optional[int] = None
         self._ordered: Optional[int] = None
         self._began = 0.0
-        arguments = [str(root), json.dumps(asdict(config)), yaml.safe_dump(asdict(owner))]
-        self._process = HelperProcess("dit.checkpoint.copier", arguments, [], "process that copies checkpoints")
+        settings = {"root": str(root), "config": asdict(config), "owner": yaml.safe_dump(asdict(owner))}
+        self._process = BackgroundProcess(__name__, settings, [], "process that copies checkpoints")
 
     @property
     def is_busy(self) -> bool:
@@ -68,7 +80,7 @@ class Copies:
             if not self._process.is_alive:
                 self._process.restart()
             with suppress(CheckpointError):  # `replies` raises it, too
-                self._process.order({"step": self._ordered})
+                self._process.request({"step": self._ordered})
 
     def close(self) -> None:
         """Stop the process; a copy in progress is left unfinished."""
@@ -92,3 +104,53 @@ class Copies:
             logger.error("COPY FAILED of checkpoint of step %d: %s", step, self.error)
             with suppress(CheckpointError):  # the record may fail on a full disk; the error is logged above
                 self.report_failure(step, self.error)
+
+
+def copy(root: str, config: CheckpointConfig, owner: Owner) -> int:
+    """Copy all complete checkpoints, with retries; return the number of copied bytes.
+
+    Raises:
+        CheckpointError: the last attempt failed, or the address belongs to another run.
+    """
+    assert config.copy_to is not None
+    for attempt in range(1, ATTEMPTS + 1):
+        try:
+            remote = RemoteStore(config.copy_to)
+            remote.claim(owner)
+            return copy_all(CheckpointStore(root, config), remote)
+        except CheckpointError:
+            if attempt == ATTEMPTS:
+                raise
+            time.sleep(FIRST_WAIT_S * 2 ** (attempt - 1))
+    raise AssertionError
+
+
+def execute(order: dict[str, Any], root: str, config: CheckpointConfig, owner: Owner) -> dict[str, Any]:
+    """Execute a request, and return the reply: step, bytes, seconds, and the error or None."""
+    began = time.monotonic()
+    reply: dict[str, Any] = {"step": order["step"], "bytes": 0, "error": None}
+    try:
+        reply["bytes"] = copy(root, config, owner)
+    except Exception as error:  # the training process logs it and continues
+        reply["error"] = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+    return reply | {"seconds": time.monotonic() - began}
+
+
+def end_with(control: socket.socket) -> None:
+    """Exit when the training process closes its end of the connection."""
+    closed = select.poll()
+    closed.register(control, select.POLLRDHUP)
+    closed.poll()
+    os._exit(0)
+
+
+def main() -> None:
+    """Execute requests until the training process closes the connection or exits."""
+    control, settings = connection_and_settings()
+    threading.Thread(target=end_with, args=(control,), daemon=True).start()
+    config, owner = CheckpointConfig(**settings["config"]), Owner(**parse_yaml(settings["owner"]))
+    serve(control, partial(execute, root=settings["root"], config=config, owner=owner))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,7 @@
 """Copies of checkpoints in an object store, or at any other address that fsspec supports.
 
-    s3://bucket/run/owner.yaml                                   id and settings of the run, written before the first
-    copy s3://bucket/run/iter_0000400/rank_00000.safetensors ...      files of a checkpoint
+    s3://bucket/run/owner.yaml                                   id and settings of the run, written before a copy
+    s3://bucket/run/iter_0000400/rank_00000.safetensors ...      files of a checkpoint
     s3://bucket/run/iter_0000400/manifest.json                   written last, deleted first: it marks a complete copy
 
 An object appears only when it is complete, so a manifest guarantees that all files that it lists were written before.
@@ -165,7 +165,7 @@ class RemoteStore:
         """Copy a local checkpoint, locked against deletion meanwhile; return the number of copied bytes.
 
         Args:
-            there: manifest of the existing copy, if any; unchanged files are not copied again.
+            existing: manifest of the existing copy, if any; unchanged files are not copied again.
 
         Raises:
             CheckpointError: the folder was deleted, changed, or the store cannot be written.
