@@ -16,6 +16,7 @@ COPY recipes recipes
 COPY energon_data energon_data
 COPY launch launch
 COPY benchmarks benchmarks
+COPY examples examples
 COPY tests tests
 RUN pip install --no-cache-dir --require-hashes --only-binary :all: --no-deps -r hashes.txt \
  && pip install --no-cache-dir -c constraints.txt --index-url "$TORCH_INDEX" torch \
@@ -36,6 +37,7 @@ COPY recipes recipes
 COPY energon_data energon_data
 COPY launch launch
 COPY benchmarks benchmarks
+COPY examples examples
 # What benchmarks/on_gpu.sh checks before it takes times.
 COPY tests tests
 # The base image has Ubuntu's Python: its pip refuses to install (PEP 668), and it has no ensurepip, so no `venv` with pip.

@@ -20,7 +20,7 @@ PICTOGRAMS = pictograms --size 64 --blocks pictographs transport supplemental ex
 export OMP_NUM_THREADS ?= 1
 export TQDM_DISABLE ?= 1
 
-.PHONY: demo demo-text demo-video demo-latent demo-cascade demo-pictograms test lint test-parallel test-faults test-slurm benchmark hashes clean help
+.PHONY: demo demo-text demo-video demo-latent demo-cascade demo-pictograms docs test lint test-parallel test-faults test-slurm benchmark hashes clean help
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -50,7 +50,7 @@ demo: $(VENV)/.installed data/letters/dataset.json ## train letters on two ranks
 	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m launch.train --yes --factory letters_dit \
 	  training.run_dir=$(DEMO) training.num_steps=$(STEPS)
 	$(VENV)/bin/python -m launch.sample --checkpoint $(DEMO) --out samples.png
-	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO) --minimum $(MINIMUM)
+	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO) --metric letters --minimum $(MINIMUM)
 
 data/letters_text/dataset.json: | $(VENV)/.installed
 	$(VENV)/bin/python -m energon_data.prepare letters --text-encoder all-minilm-l6-v2 --out data/letters_text
@@ -60,7 +60,7 @@ demo-text: $(VENV)/.installed data/letters_text/dataset.json ## train letters by
 	  training.run_dir=$(DEMO_TEXT)
 	$(VENV)/bin/python -m launch.sample --checkpoint $(DEMO_TEXT) --count 8 --out text.png \
 	  --prompt "the letter Q in a bold serif font" "the letter Q in a light sans font"
-	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_TEXT) --minimum 0.85 --minimum-style 0.85
+	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_TEXT) --metric letters --minimum 0.85 --minimum-style 0.85
 
 data/moving_letters/dataset.json: | $(VENV)/.installed
 	$(VENV)/bin/python -m energon_data.prepare moving_letters --text-encoder all-minilm-l6-v2 --out data/moving_letters
@@ -69,7 +69,7 @@ demo-video: $(VENV)/.installed data/moving_letters/dataset.json ## train letters
 	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m launch.train --yes --factory moving_letters_dit \
 	  training.run_dir=$(DEMO_VIDEO)
 	$(VENV)/bin/python -m launch.sample --checkpoint $(DEMO_VIDEO) --out moving.gif
-	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_VIDEO) --minimum 0.8 --minimum-motion 0.8
+	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_VIDEO) --metric letters --minimum 0.8 --minimum-motion 0.8
 
 data/pictograms/dataset.json: | $(VENV)/.installed
 	$(VENV)/bin/python -m energon_data.prepare $(PICTOGRAMS) --out data/pictograms
@@ -98,7 +98,7 @@ demo-cascade: $(VENV)/.installed data/letters/dataset.json data/letters_32/datas
 	  training.run_dir=$(DEMO_CASCADE)_32
 	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m launch.train --yes --factory cascade_letters_64 \
 	  training.run_dir=$(DEMO_CASCADE)_64
-	$(VENV)/bin/python -m launch.evaluate --out cascade.png --minimum 0.9 \
+	$(VENV)/bin/python -m launch.evaluate --metric letters --out cascade.png --minimum 0.9 \
 	  --cascade base=$(DEMO_CASCADE)_16 sr32=$(DEMO_CASCADE)_32 sr64=$(DEMO_CASCADE)_64
 	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_CASCADE)_32 --metric sharpness --minimum 1
 	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_CASCADE)_64 --metric sharpness --minimum 0.5
@@ -144,5 +144,9 @@ test-slurm: $(VENV)/.installed ## launch/train.sh and nemo-run on a Slurm of thi
 benchmark: $(VENV)/.installed ## step time of the tiny recipe on this machine
 	$(VENV)/bin/python -m benchmarks.step --factory tiny_dit
 
+docs: $(VENV)/.installed ## the documentation as a site in site/; every link is checked
+	$(INSTALL) -c constraints.txt --no-build-isolation -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
+
 clean: ## remove what the commands above made
-	rm -rf runs data samples.png text.png moving.gif pictograms.png cascade_*.png
+	rm -rf runs data site samples.png text.png moving.gif pictograms.png cascade_*.png

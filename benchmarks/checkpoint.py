@@ -8,9 +8,9 @@ the machine affect both. Ours includes the SHA-256 of every byte and both includ
 load ends with the local ranges of this rank in place; copying the master weights to the model (a copy, and an
 all-gather if ranks own ranges) is the same work after either, and is timed separately as `publish`.
 
-A third pair takes turns, too: a complete synchronous save (`full_save`, with manifest and rename), and one beside
-training (`checkpoint.async_save`): how long it blocks (`beside_blocks`), and how long until it is durable
-(`beside_durable`, when nothing else runs).
+Complete saves alternate, too: a synchronous one (`full_save`, with manifest and rename), and one in the background
+(`checkpoint.async_save`): how long it blocks (`beside_blocks`), and how long until it is durable (`beside_durable`,
+when nothing else runs). With `--dcp-process` also DCP's `async_save` in a process (`dcp_blocks`, `dcp_durable`).
 """
 
 import argparse
@@ -20,6 +20,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from dit.checkpoint.train_state import TrainState
     from dit.run_config import RunConfig
 
+DCP_ASYNC = ("dcp_blocks", "dcp_durable")
+
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
@@ -44,12 +47,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--factory", required=True, help="recipe whose state is saved")
     parser.add_argument("--rounds", type=int, default=5, help="times that both are run")
     parser.add_argument("--folder", type=Path, help="disk to write to (default: the temporary one)")
+    parser.add_argument("--dcp-process", action="store_true", help="also measure DCP's async_save in a process")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.set_defaults(real_data=False, shape=None)
     return parser
 
 
-def measure(config: "RunConfig", rounds: int, folder: Path) -> dict[str, Any]:
+def measure(config: "RunConfig", rounds: int, folder: Path, *, dcp_process: bool = False) -> dict[str, Any]:
     """Save and load one state `rounds` times in both ways; every rank calls this.
 
     Returns:
@@ -57,6 +61,7 @@ def measure(config: "RunConfig", rounds: int, folder: Path) -> dict[str, Any]:
     """
     import torch
     import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
     from dit.backends import process_groups
     from dit.backends.device import describe, synchronize
@@ -90,8 +95,10 @@ def measure(config: "RunConfig", rounds: int, folder: Path) -> dict[str, Any]:
         state.step += 1
         saves[name].save(state, {})
 
-    names = ("save", "dcp_save", "load", "dcp_load", "publish", "full_save", "beside_blocks", "beside_durable")
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    def dcp_async(path: Path) -> Any:
+        return dcp.async_save(plain, checkpoint_id=path, async_checkpointer_type=AsyncCheckpointerType.PROCESS)
+
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for i in range(rounds + 1):
         ours, theirs = folder / f"ours_{i}", folder / f"dcp_{i}"
         if groups.rank == 0:
@@ -116,10 +123,17 @@ def measure(config: "RunConfig", rounds: int, folder: Path) -> dict[str, Any]:
             elif i:
                 found["beside_blocks"].append(times)
                 found["beside_durable"].append((times[0] + waited[0], times[1] + waited[1]))
+        if dcp_process:
+            pending: list[Any] = []
+            times = timed(lambda: pending.append(dcp_async(folder / f"dcp_async_{i}")))  # noqa: B023
+            waited = timed(lambda: pending[0].result())  # noqa: B023
+            if i:
+                found["dcp_blocks"].append(times)
+                found["dcp_durable"].append((times[0] + waited[0], times[1] + waited[1]))
         torch.distributed.barrier()
         if groups.rank == 0:
-            shutil.rmtree(ours)
-            shutil.rmtree(theirs)
+            for path in folder.glob(f"*_{i}"):
+                shutil.rmtree(path)
     record = {
         "device": describe(),
         "revision": revision(),
@@ -135,7 +149,7 @@ def measure(config: "RunConfig", rounds: int, folder: Path) -> dict[str, Any]:
             record[f"dcp_{what}_{unit}_s"] = median(other[clock] for _, other in pairs)
             record[f"{what}_{unit}_ratio"] = median(mine[clock] / other[clock] for mine, other in pairs)
     for clock, unit in enumerate(("wall", "cpu")):
-        for name in ("full_save", "beside_blocks", "beside_durable"):
+        for name in ("full_save", "beside_blocks", "beside_durable", *(n for n in found if n in DCP_ASYNC)):
             record[f"{name}_{unit}_s"] = median(times[clock] for times in found[name])
         pairs = list(zip(found["beside_blocks"], found["full_save"], strict=True))
         record[f"blocking_{unit}_ratio"] = median(mine[clock] / other[clock] for mine, other in pairs)
@@ -166,7 +180,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as run_dir:
         record = {"recipe": args.factory, "overrides": args.overrides}
-        record |= measure(config_of(args, run_dir), args.rounds, folder)
+        record |= measure(config_of(args, run_dir), args.rounds, folder, dcp_process=args.dcp_process)
     if int(os.environ.get("RANK", "0")) == 0:
         echo(table(record))
         echo(json.dumps(record))

@@ -24,7 +24,7 @@ from launch.train import resolve
 if TYPE_CHECKING:
     from dit.batch import PackedBatch
     from dit.run_config import RunConfig
-    from dit.training.device_batches import DeviceBatches
+    from dit.step.device_batches import DeviceBatches
 
 OK, OUT_OF_MEMORY, REFUSED = "ok", "out of memory", "refused"
 WRITING_S = 30.0

@@ -1,3 +1,3 @@
 """Diffusion-backbone training on Megatron-Core. Importing this package imports nothing heavy."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"

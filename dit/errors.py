@@ -100,8 +100,8 @@ def page_of(package: str) -> str:
 
     Installed packages include the page. The path is relative if it is below the current folder.
     """
-    page, here = Path(__file__).resolve().parents[1] / package / "README.md", Path.cwd()
-    return str(page.relative_to(here) if page.is_relative_to(here) else page)
+    page, folder = Path(__file__).resolve().parents[1] / package / "README.md", Path.cwd()
+    return str(page.relative_to(folder) if page.is_relative_to(folder) else page)
 
 
 def exit_code(error: BaseException) -> int:

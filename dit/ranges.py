@@ -146,9 +146,9 @@ def check_address(key: str, address: str) -> None:
         ConfigError: the address has no protocol, several chained ones, or a password, which would be logged.
     """
     if not ADDRESS.fullmatch(address):
-        shown = re.sub(r"//[^/]*@", "//...@", address)
+        without_password = re.sub(r"//[^/]*@", "//...@", address)
         raise ConfigError(
-            f"{key}={shown!r} is not an address such as s3://bucket/folder; no user, password, `::` or `@`: "
+            f"{key}={without_password!r} is not an address such as s3://bucket/folder; no user, password, `::` or `@`: "
             "credentials come from the environment of the store's client (for s3 AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL)"
         )
 

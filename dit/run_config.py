@@ -35,12 +35,12 @@ class RunConfig:
 
     Attributes:
         model: sizes of the backbone.
-        data: where samples come from.
-        objective: what is learned.
-        optimizer, schedule: how weights are updated.
-        parallel: how the model and the data are placed on ranks.
+        data: source of the samples.
+        objective: noise, target and loss.
+        optimizer, schedule: update of the weights.
+        parallel: distribution of model and data over ranks.
         training: length, batch sizes, precision, seed, intervals.
-        checkpoint, logging: what is written to disk.
+        checkpoint, logging: files on disk.
         sampling: pictures during training, and the defaults of the sample command.
     """
 
@@ -99,8 +99,8 @@ class RunConfig:
             part.validate()
         if self.training.on_bad_numbers == "rewind" and not self.checkpoint.interval:
             raise ConfigError(
-                "training.on_bad_numbers='rewind' goes back to the last checkpoint, and checkpoint.interval=0 saves "
-                "none before the end; set checkpoint.interval, or training.on_bad_numbers=skip"
+                "training.on_bad_numbers='rewind' returns to the last checkpoint, but checkpoint.interval=0 saves none "
+                "before the end; set checkpoint.interval, or training.on_bad_numbers=skip"
             )
         check_recompute(self.training.recompute, self.training.recompute_layers)
         self.schedule.check(self.training.num_steps, self.optimizer.lr)
@@ -108,8 +108,8 @@ class RunConfig:
         self._check_unused()
         if self.model.adapters is not None and self.checkpoint.start_from is None:
             raise ConfigError(
-                "model.lora trains adapters beside the weights of a trained model, and checkpoint.start_from names "
-                "none; set checkpoint.start_from=RUN_DIR (launch.import_weights writes one), or model.lora=none"
+                "model.lora trains adapters of a trained model, but checkpoint.start_from is not set; set "
+                "checkpoint.start_from=RUN_DIR (launch.import_weights writes one), or model.lora=none"
             )
         if not self.objective.reconstructs:
             check_sampling(self.sampling, self.objective, self.model)
@@ -126,7 +126,7 @@ class RunConfig:
         return dims, spec
 
     def _check_unused(self) -> None:
-        """Refuse settings that settings of other parts leave without effect."""
+        """Raise an error for settings that have no effect because of settings of other parts."""
         model, training, stop = self.model, self.training, self.training.stop_at_step
         guided = any(condition.dropout is not None for condition in model.conditions())
         interval = "training.validation_interval"
@@ -190,7 +190,7 @@ class RunConfig:
         return dims, spec
 
     def unused_conditions(self) -> list[str]:
-        """Return which conditions of the data the model does not use, one line each; reads the first samples.
+        """Return a line for each condition of the data that the model does not use; reads the first samples.
 
         Raises:
             ConfigError: a condition of the model is missing in the data.
@@ -198,11 +198,11 @@ class RunConfig:
         return match_conditions(self.model.conditions(), self.data.stored_conditions())
 
     def remarks(self, dims: ParallelDims, spec: BatchSpec) -> list[str]:
-        """Return what a user may not expect of the run, one line each; reads some samples."""
+        """Return lines about surprising properties of the run; reads some samples."""
         return [*self.adaptations(dims), *self.unused_conditions(), *self.data.remarks(spec)]
 
     def adaptations(self, dims: ParallelDims) -> list[str]:
-        """Return which settings were adapted to the run's size or length, or are not reached, one line each."""
+        """Return a line for each setting that was adapted to the run's size or length, or is never reached."""
         training, lines = self.training, list[str]()
         if dims.micro_batch_size < training.micro_batch_size:
             lines.append(
@@ -223,7 +223,7 @@ class RunConfig:
 
 
 def check_outputs(objective: Objective, model: ModelConfig) -> None:
-    """Check that the model has as many outputs as the objective.
+    """Check that the model has the number of outputs that the objective needs.
 
     Raises:
         ConfigError: with the numbers and the cure.
@@ -235,48 +235,48 @@ def check_outputs(objective: Objective, model: ModelConfig) -> None:
         )
     if not objective.augments and any(condition.name == AUGMENTATION.name for condition in model.conditions()):
         raise ConfigError(
-            f"objective {objective} does not noise low-resolution pictures, which model.noise_augmentation=True asks "
-            "for; select objective=edm, or set model.noise_augmentation=False"
+            f"objective {objective} does not add noise to low-resolution pictures, which model.noise_augmentation=True "
+            "needs; select objective=edm, or set model.noise_augmentation=False"
         )
-    predicted, wanted = model.output_features - model.posterior_features, objective.num_outputs * model.token_channels
-    if predicted != wanted:
+    predicted, expected = model.output_features - model.posterior_features, objective.num_outputs * model.token_channels
+    if predicted != expected:
         raise ConfigError(
             f"the model predicts {predicted} numbers for a token of {model.token_channels} "
-            f"(model.in_channels={model.in_channels}), and the objective trains {wanted}; "
-            f"set model.out_channels={objective.num_outputs * model.in_channels}, or select an objective with as many "
-            "outputs (objective=ddpm_learned_variance has two, the others have one)"
+            f"(model.in_channels={model.in_channels}), but the objective trains {expected}; "
+            f"set model.out_channels={objective.num_outputs * model.in_channels}, or select an objective with that "
+            "number of outputs (objective=ddpm_learned_variance has two, the others have one)"
         )
 
 
 def check_sampling(sampling: SamplingConfig, objective: Objective, model: ModelConfig) -> None:
-    """Check that the model can be sampled from as the settings say.
+    """Check that the sampling settings fit the model and the objective.
 
     Raises:
         ConfigError: with the numbers and the cure.
     """
     vae = sampling.vae
     if vae is not None and vae.startswith(("/", "./", "../", "~")) and not Path(vae).expanduser().is_dir():
-        raise ConfigError(f"sampling.vae={vae!r} is no folder; name that of an autoencoder in diffusers' layout")
-    # A table of noise levels has no more of them than the network was trained with.
+        raise ConfigError(f"sampling.vae={vae!r} is not a folder; name an autoencoder in diffusers' layout")
+    # Raises if a table of noise levels has fewer levels than `num_steps`.
     objective.sampling_grid(sampling.num_steps)
     if sampling.variance != "small" and sampling.solver != "ancestral":
         raise ConfigError(
-            f"sampling.variance={sampling.variance!r} is of noise that sampling.solver={sampling.solver!r} does not "
-            "draw; use sampling.solver=ancestral, or sampling.variance=small"
+            f"sampling.variance={sampling.variance!r} has no effect with sampling.solver={sampling.solver!r}; use "
+            "sampling.solver=ancestral, or sampling.variance=small"
         )
     if sampling.variance == "learned" and objective.num_outputs == 1:
         raise ConfigError(
-            f"sampling.variance='learned' needs an objective that learns one, and it is {objective}; use "
-            "sampling.variance=small or large, or objective=ddpm_learned_variance"
+            f"sampling.variance='learned' needs an objective with a learned variance, but it is {objective}; "
+            "use sampling.variance=small or large, or objective=ddpm_learned_variance"
         )
     if sampling.s_churn and not isinstance(objective.path, VarianceExplodingPath):
         raise ConfigError(
-            f"sampling.s_churn={sampling.s_churn:g} raises the noise level sigma of EDM's path, and the objective is "
+            f"sampling.s_churn={sampling.s_churn:g} raises the noise level sigma of EDM's path, but the objective is "
             f"{objective}; use objective=edm, or sampling.s_churn=0"
         )
     if (guided := sampling.guidance_channels) is not None and guided > model.in_channels:
         raise ConfigError(
-            f"sampling.guidance_channels={guided} of latents with model.in_channels={model.in_channels}; "
+            f"sampling.guidance_channels={guided} exceeds model.in_channels={model.in_channels}; "
             f"use at most {model.in_channels}, or none for all"
         )
 

@@ -277,7 +277,7 @@ def read_array(path: Path) -> Any:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: the file is not an array of numbers, or is shorter than its header says.
+        ValueError: the file is not an array of numbers, or is too short for the shape in its header.
     """
     import numpy as np
 

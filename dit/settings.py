@@ -35,9 +35,9 @@ class OptimizerConfig:
         lr: peak learning rate.
         beta1, beta2, eps: Adam's constants.
         weight_decay: decoupled; not applied to biases, norms and other one-dimensional parameters.
-        clip_grad: largest global gradient norm; 0 switches clipping off.
-        offload: Adam's moments are in host memory, which takes 8 bytes per parameter of a rank off its device. Each
-            update copies them there and back, a part at a time; numbers change by rounding.
+        clip_grad: largest global gradient norm; 0 disables clipping.
+        offload: store Adam's moments in host memory, which saves 8 bytes of device memory per parameter of a rank. Each
+            update copies them to the device and back in parts; numbers change by rounding.
     """
 
     lr: float = 1e-4
@@ -57,7 +57,7 @@ class OptimizerConfig:
                 "lr": NOT_NEGATIVE,
                 "beta1": SHARE_BELOW_1,
                 "beta2": SHARE_BELOW_1,
-                # With 0, a weight without a gradient, as behind a zero-initialised gate, would be updated by 0 / 0.
+                # With 0, a weight without gradient, for example after a zero-initialised gate, is updated by 0 / 0.
                 "eps": POSITIVE,
                 "weight_decay": NOT_NEGATIVE,
                 "clip_grad": NOT_NEGATIVE,
@@ -70,66 +70,67 @@ class TrainingConfig:
     """Length, batch, precision, seed and intervals of a run.
 
     Attributes:
-        run_dir: folder of everything the run writes.
+        run_dir: folder for all files of the run.
         num_steps: optimizer steps of the run, including those before a resume.
-        micro_batch_size: samples (or packs) per forward pass of one data-parallel rank, at most: if the global batch
-            is no multiple of it, the largest smaller divisor is used. Results do not depend on it.
+        micro_batch_size: largest number of samples (or packs) per forward pass of a data-parallel rank. If the global
+            batch is not a multiple of it, the next smaller divisor is used. Results do not depend on it.
         global_batch_size: samples (or packs) per optimizer step over all ranks.
         precision: `bf16` or `fp16` (both with fp32 master weights and gradients), or `fp32`.
-        loss_scale: fp16 only: a constant factor of a micro-batch's mean loss, taken out of the fp32 gradients; None for
-            a dynamic one.
+        loss_scale: fp16 only: a constant factor of a micro-batch's mean loss, by which the fp32 gradients are divided;
+            None for a dynamic factor.
         initial_loss_scale: fp16 only: the dynamic factor at step 1. If a gradient overflows, the step makes no update
             and the factor is halved.
-        min_loss_scale: fp16 only: an overflow with this factor stops the run.
-        loss_scale_window: fp16 only: after this many steps without an overflow the dynamic factor is doubled.
+        min_loss_scale: fp16 only: an overflow at this factor ends the run.
+        loss_scale_window: fp16 only: the dynamic factor is doubled after this many steps without an overflow.
         attention: implementation of attention; `auto` selects torch's varlen kernel for bf16 on CUDA, and
-            scaled-dot-product attention elsewhere. `megatron-dit kernels` says which can run here.
+            scaled-dot-product attention elsewhere. `megatron-dit kernels` lists the available ones.
         linears: library of the parallel linears; `auto` selects Megatron-Core's.
         kernels: implementation of the memory-bound operations of transformer layers (norms, modulation, residuals,
             heads, rotary positions, activations) and of the optimizer's update: `eager`, or one `triton` kernel for
             each; `auto` selects `triton` on devices where tests/gpu has passed with it, which is none yet. Numbers
-            change by rounding. `compile` gives each layer to torch.compile as one graph (DiT without experts, with
-            cross-attention, Movie Gen and Wan), the update stays eager.
-        compile: compile the residual blocks of Imagen's UNets by torch.compile; numbers change by rounding. Not under
+            change by rounding. `compile` compiles each layer to one graph with torch.compile (DiT without experts, with
+            cross-attention, Movie Gen and Wan); the update stays eager.
+        compile: compile the residual blocks of Imagen's UNets with torch.compile; numbers change by rounding. Not under
             FSDP. Transformer layers: `kernels=compile`.
-        deterministic: kernels that give the same bits in every run on the same machines and layout; an operation
-            without such a kernel ends the run. It costs time (docs/runs.md).
+        deterministic: use kernels with bit-identical results in every run on the same machines and layout; an operation
+            without such a kernel ends the run. Slower (docs/runs.md).
         recompute: activations that are recomputed in the backward pass instead of saved: none, the cheap ones
-            (`selective`: modulated norms, activation functions; with `kernels=compile` all but matrix products,
-            attention and what is sent), or all (`full`: only layer inputs are saved).
-        recompute_layers: number of layers of each pipeline stage (or virtual chunk) to recompute, from the first one;
+            (`selective`: modulated norms, activation functions; with `kernels=compile` all except matrix products,
+            attention and communicated tensors), or all (`full`: only layer inputs are saved).
+        recompute_layers: number of layers to recompute in each pipeline stage (or virtual chunk), from the first one;
             None for all.
         seed: of initial weights, data order and all noise.
         ema_decay: decay of the weight average per update (fp32); None for no average.
         ema_start_step: the average equals the weights until this step.
         ema_interval: the average is updated after steps that are multiples of this.
-        ema_offload: the average is in host memory, not on the device; every update copies the weights there.
-        log_interval: steps between log lines; there is also one before each checkpoint.
+        ema_offload: store the average in host memory; every update copies the weights there.
+        log_interval: steps between log lines; a line is also written before each checkpoint.
         validation_interval: steps between held-out losses; 0 for never.
-        validate_raw_weights: beside the held-out loss of the average, measure that of the weights, as `held_out_raw`.
+        validate_raw_weights: in addition to the held-out loss of the average, measure that of the weights, as
+            `held_out_raw`.
         sanity_micro_batches: held-out micro-batches of each data-parallel rank that are measured before step 1, so that
-            validation fails there if it does; 0 for none.
+            errors of validation appear early; 0 for none.
         sample_interval: steps between sample grids; 0 for never.
-        hooks: classes of your own, `['package.module.Class']`, that the loop calls after every step and validation; see
+        hooks: user classes, `['package.module.Class']`, called after every step and validation; see
             `dit.training.hooks`. The environment variable DIT_PACKAGES names their packages.
         stop_at_step: stop after this step as if preempted, with a checkpoint (for tests and short jobs).
-        on_bad_numbers: what to do before the update of a step whose loss or gradient norm is not finite or spikes: end
-            the run (`stop`), leave the update out (`skip`), or go back to the last checkpoint and leave out the data
-            since then (`rewind`).
+        on_bad_numbers: action before the update of a step with a loss or gradient norm that is not finite or spikes:
+            end the run (`stop`), omit the update (`skip`), or return to the last checkpoint and omit the data since
+            then (`rewind`).
         spike_threshold: a loss or gradient norm this many robust standard deviations above its running median is a
-            spike (`dit.monitoring.numbers`); None for no limit. 20 spares the noise of small batches.
+            spike (`dit.step_checks.spikes`); None for no limit. 20 tolerates the noise of small batches.
         spike_window: applied steps in the running median.
         max_bad_steps: more bad steps than this within `bad_steps_within` steps end the run.
         bad_steps_within: steps in which bad steps are counted.
-        recheck_interval: every so many steps the step is computed twice, to find faults of the machine that raise no
-            error (`dit.training.recheck`); 0 for never. Needs `deterministic`.
+        recheck_interval: steps between steps that are computed twice, to find faults of the machine that raise no error
+            (`dit.step_checks.recheck`); 0 for never. Needs `deterministic`.
         time_limit: wall-clock time of the job, as for Slurm's `--time` (`03:55:00`, `1-00:00:00`, or minutes). The run
             saves and stops with code 75 before it, as if preempted: early enough for the longest step and two of the
             longest saves so far (`dit.monitoring.time_limit`). None for no limit.
-        collective_timeout_s: a rank that waits longer for its peers in a collective ends the run with code 70; to be
+        collective_timeout_s: a rank that waits longer for its peers in a collective ends the run with code 70; must be
             longer than the longest synchronous save, validation or sampling of one rank.
-        hang_timeout_s: a rank that makes no progress for so many seconds (a step, a micro-batch) ends the run and names
-            the rank that it waits for; 240 at most if that one is stopped or dead. None for never.
+        hang_timeout_s: seconds without progress (a step, a micro-batch) after which a rank ends the run and names the
+            rank that it waits for; at most 240 if that rank is stopped or dead. None for never.
     """
 
     run_dir: str = "runs/default"
@@ -171,7 +172,7 @@ class TrainingConfig:
     hang_timeout_s: Optional[float] = 1800.0
 
     def check_time_out(self) -> None:
-        """Check what the process groups need, before all else."""
+        """Check the settings that process groups need, before all others."""
         check_ranges("training", self, {"collective_timeout_s": Range(1, 86_400)})
 
     def validate(self) -> None:
@@ -219,7 +220,7 @@ class TrainingConfig:
             )
 
     def _check_unused(self) -> None:
-        """Refuse settings that other settings leave without effect."""
+        """Raise an error for settings that have no effect because of other settings."""
         dynamic = ("initial_loss_scale", "min_loss_scale", "loss_scale_window")
         average = ("ema_start_step", "ema_interval", "ema_offload", "validate_raw_weights")
         groups = (
@@ -260,23 +261,23 @@ class TrainingConfig:
                 check_unused("training", self, names, where, cure)
 
     def _check_deterministic(self) -> None:
-        """Refuse kernels whose bits nobody has checked to be the same in every run."""
+        """Raise an error for kernels that have not been verified to be deterministic."""
         unchecked = {
             "attention": (self.attention == "transformer_engine", "attention=auto"),
             "linears": (self.linears == "transformer_engine", "linears=megatron"),
             "kernels": (self.kernels == "compile", "kernels=eager or triton"),
             "compile": (self.compile, "compile=False"),
         }
-        for name, (is_asked, cure) in unchecked.items():
-            if self.deterministic and is_asked:
+        for name, (is_requested, cure) in unchecked.items():
+            if self.deterministic and is_requested:
                 raise ConfigError(
-                    f"training.deterministic=True cannot be promised with training.{name}={getattr(self, name)}, which "
+                    f"training.deterministic=True does not work with training.{name}={getattr(self, name)}, which "
                     f"selects kernels by itself; use training.{cure}, or training.deterministic=False"
                 )
         if self.recheck_interval and not self.deterministic:
             raise ConfigError(
-                f"training.recheck_interval={self.recheck_interval} compares to the bit what is computed twice, which "
-                "may differ with training.deterministic=False; set training.deterministic=True, or "
+                f"training.recheck_interval={self.recheck_interval} compares two computations of a step to the bit, "
+                "and they may differ with training.deterministic=False; set training.deterministic=True, or "
                 "training.recheck_interval=0"
             )
 
@@ -291,25 +292,25 @@ class CheckpointConfig:
         keep_every: also retain checkpoints of steps that are multiples of this; 0 for none.
         keep_best: also retain this many with the lowest held-out loss.
         keep_best_training: also retain this many with the lowest training loss, the mean since the last log line.
-        async_save: a save blocks training only while each rank copies its part into host memory; a process of its own
-            writes it (`dit.checkpoint.saves`). It needs host memory for the part of a rank.
-        failed_saves_allowed: this many saves in a row may fail, and training goes on; one more, or the last save of the
-            run, ends it with code 6.
+        async_save: a save blocks training only while each rank copies its part to host memory; another process writes
+            it (`dit.checkpoint.saves`). Needs host memory for the part of a rank.
+        failed_saves_allowed: consecutive saves that may fail without ending the run. One more failure, or a failure of
+            the last save, ends it with code 6.
         save_timeout_s: seconds after which an asynchronous save, or a copy to another place, counts as failed.
-        copy_to: every checkpoint is also copied to this address, such as `s3://bucket/folder`; a run that finds a newer
-            one there than in its folder resumes from it (`dit.checkpoint.remote`). The copies of another run are
-            refused (`dit.checkpoint.run_identity`). None for no copy.
+        copy_to: address to which every checkpoint is also copied, such as `s3://bucket/folder`; if its newest
+            checkpoint is newer than that of the run folder, a run resumes from it (`dit.checkpoint.background.remote`).
+            Copies of another run are an error (`dit.checkpoint.run_identity`). None for no copy.
         resume: `auto` resumes from the newest valid checkpoint; it starts from step 0 if there is no checkpoint, and
             fails if all are damaged. `must` fails if none is valid. `never` starts from step 0, also if all are
             damaged, and fails if one is valid.
-        resume_from: a new run goes on from the full state of this run folder or checkpoint: step, weights, optimizer,
+        resume_from: a new run continues from the full state of this run folder or checkpoint: step, weights, optimizer,
             average and data position. A run with checkpoints resumes from those.
         start_from: a new run starts from the weights of this run folder or checkpoint (from their average if it has
             one), with new step, optimizer state and data position. A run with checkpoints resumes from those.
-        accept_changes: settings such as `optimizer.beta2`, or parts such as `objective`, that may differ from those of
-            the checkpoint to resume, although they change the experiment (`resume_check`). `data.path` and `data.blend`
-            also accept other data in the same folder. After an accepted change of the data or their order, the data
-            start from the beginning.
+        accept_changes: settings such as `optimizer.beta2`, or parts such as `objective`, that may differ from the
+            checkpoint although they change the experiment (`resume_check`). `data.path` and `data.blend` also accept
+            other data in the same folder. After an accepted change of the data or their order, the data start from the
+            beginning.
     """
 
     interval: int = 1000
@@ -334,9 +335,9 @@ class CheckpointConfig:
             if getattr(self, name) is not None:
                 check_path(f"checkpoint.{name}", getattr(self, name))
         if self.resume_from is not None and (self.start_from is not None or self.resume == "never"):
-            other = "checkpoint.start_from" if self.start_from is not None else "checkpoint.resume=never"
+            conflict = "checkpoint.start_from" if self.start_from is not None else "checkpoint.resume=never"
             raise ConfigError(
-                f"checkpoint.resume_from={self.resume_from} goes on with a run, and {other} starts a new one; "
+                f"checkpoint.resume_from={self.resume_from} continues a run, but {conflict} starts a new one; "
                 "remove one of the two"
             )
         names = ("interval", "keep_every", "keep_best", "keep_best_training", "failed_saves_allowed")
@@ -346,17 +347,17 @@ class CheckpointConfig:
 
 @dataclass(kw_only=True)
 class LoggingConfig:
-    """Outputs of scalars and pictures besides the console and `metrics.jsonl`.
+    """Outputs of scalars and pictures, in addition to the console and `metrics.jsonl`.
 
     Attributes:
         tensorboard: write `events/` in the run folder.
-        wandb: mirror to Weights & Biases; offline if there is no key. None mirrors where there is a key (of `wandb
-            login`, or `WANDB_API_KEY`) and the package.
+        wandb: mirror to Weights & Biases; offline without a key. None mirrors if there is a key (from `wandb login`, or
+            `WANDB_API_KEY`) and the package is installed.
         wandb_project: project of the run.
-        wandb_name, wandb_group: name of its page, and the group of pages that it belongs to; None for wandb's.
+        wandb_name, wandb_group: name and group of its page; None for wandb's default.
         wandb_artifacts: upload each checkpoint as an artifact, named by step and epoch; offline, only refer to its
             folder. Training waits while the files are hashed and copied to `wandb/`.
-        part_norms: also log the gradient norm of each part of the model, as `grad_norm/layers.attention`. It reads the
+        part_norms: also log the gradient norm of each part of the model, as `grad_norm/layers.attention`. Reads the
             gradients once more in each step with a log line.
         profile_steps: first and last step that rank 0 traces into `profile/`, such as [10, 11]; None for no trace.
     """
@@ -385,28 +386,28 @@ class SamplingConfig:
     """Sample grids during training, and the defaults of the sample command.
 
     Attributes:
-        solver: integrator of the sampling equation.
+        solver: integrator of the sampling ODE or SDE.
         num_steps: solver steps; `heun` calls the network twice per step.
         variance: of the noise that `ancestral` draws at each step: `small`, that of the posterior given x0; `large`,
-            beta of the forward step; `learned`, what a network trained by `ddpm_learned_variance` predicts, between
-            the two.
+            beta of the forward step; `learned`, the prediction of a network trained with `ddpm_learned_variance`,
+            between the two.
         guidance_scale: classifier-free guidance x0 = uncond + scale * (cond - uncond); 1 for none.
-        guidance_channels: guide the first so many channels of a latent, the others stay those of the conditional
-            network; None for all. 3 in facebookresearch/DiT, whose latents have 4.
+        guidance_channels: number of channels of a latent that are guided, from the first one; the others are those of
+            the conditional network. None for all. facebookresearch/DiT guides 3 of 4.
         guidance_rescale: share of the guided prediction that is scaled to the standard deviation of the conditional
             one, in each sample; 0 for none, 0.7 in the paper (Lin et al. 2023, arXiv:2305.08891, section 3.4).
-        guidance_interval: least and largest noise level sigma / alpha at which samples are guided; outside, the network
-            is called without guidance. None for all (Kynkäänniemi et al. 2024, arXiv:2404.07724).
-        s_churn, s_tmin, s_tmax, s_noise: noise that `heun` adds before each of its steps for an objective of EDM, at
+        guidance_interval: smallest and largest noise level sigma / alpha with guidance. None for all (Kynkäänniemi et
+            al. 2024, arXiv:2404.07724).
+        s_churn, s_tmin, s_tmax, s_noise: noise that `heun` adds before each of its steps for the EDM objective, at
             sigma from s_tmin to s_tmax (None for any), with standard deviation s_noise; s_churn is the total over all
             steps, 0 for none (Karras et al. 2022, arXiv:2206.00364, Algorithm 2).
         thresholding: of the clean estimate at every step, for pixels: `static` clamps it to [-1, 1]; `dynamic` clamps
             each sample to its 99.5 % quantile and divides by it, if that is above 1 (Imagen, at a large scale).
         samples_per_class: rows of the grid.
-        raw_weights: while training, also draw the grid of the weights, not only that of their average.
-        prompts: texts to sample instead of classes, for a model of texts; None for none.
+        raw_weights: during training, also draw a grid with the raw weights in addition to that of the average.
+        prompts: texts to sample instead of classes, for a text-conditional model; None for no texts.
         vae: autoencoder that decodes the samples of a latent model: a folder in diffusers' layout, or a name on the
-            Hugging Face hub; None for the one that the data name.
+            Hugging Face hub; None for that of the data.
         seed: of the initial noise.
     """
 
@@ -455,7 +456,7 @@ class SamplingConfig:
             check_unused("sampling", self, names, where, cure)
 
     def without_effect(self) -> list[tuple[list[str], str, str]]:
-        """Return the fields that others leave without effect, each time with which others, and what gives them one."""
+        """Return groups of fields without effect: the fields, the reason, and the change that gives them an effect."""
         groups = [
             (
                 self.guidance_scale == 1,

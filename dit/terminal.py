@@ -10,19 +10,19 @@ ALLOWED_CONTROLS = "\n\t"
 """Control characters that are printed unchanged."""
 
 
-def printable(text: str, kept: str = ALLOWED_CONTROLS) -> str:
+def printable(text: str, allowed: str = ALLOWED_CONTROLS) -> str:
     """Replace characters that a terminal executes or hides, such as escape sequences: whitespace by " ", others by "?".
 
     Args:
-        kept: control characters that are not replaced.
+        allowed: control characters that are not replaced.
     """
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c in kept else " " if c.isspace() else "?" for c in text)
+    return "".join(c if c.isprintable() or c in allowed else " " if c.isspace() else "?" for c in text)
 
 
 def counted(count: int, noun: str) -> str:
-    """Return a number of things: "1 sample", "1,200 samples"."""
+    """Return a count with its noun: "1 sample", "1,200 samples"."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
 
 
@@ -32,7 +32,7 @@ def echo(*values: object, sep: str = " ", end: str = "\n", file: Optional[TextIO
 
 
 def announce(text: str) -> None:
-    """Print what a command does next to stderr, at once; only the main process of the first rank prints."""
+    """Print the next action of a command to stderr, unbuffered; only the main process of rank 0 prints."""
     if os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None:
         echo(text, file=sys.stderr, flush=True)
 

@@ -334,7 +334,7 @@ class EnergonData(DataConfig):
             ConfigError: the stream count does not fit the data-parallel size.
             DataError: the data set is missing, incomplete, or could execute code.
         """
-        from energon_data.background import read_ahead
+        from energon_data.workers.background import read_ahead
 
         self.folders(self.train_split)
         num_streams = self.num_streams or automatic_streams(micro_batches_per_step)
@@ -412,7 +412,7 @@ class EnergonData(DataConfig):
 
     def remarks(self, spec: BatchSpec) -> list[str]:
         """Describe samples that settings will drop and settings without effect, one line each; reads a few samples."""
-        from energon_data.survey import expected_drops, unused_choice_of_captions
+        from energon_data.report.survey import expected_drops, unused_choice_of_captions
 
         infos, options = self.folders(self.train_split), self._options(spec)
         lines = [line for info in infos for line in expected_drops(info, spec, options, vars(self))]

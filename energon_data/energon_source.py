@@ -15,6 +15,7 @@ from megatron.energon.wrappers.base import BaseWrapperDataset
 
 from dit.data_api import BatchSpec
 from dit.errors import ConfigError, DataError, UserError
+from dit.patches import patches
 from energon_data.skip_log import SkipCounter, TooManyDroppedError
 from energon_data.state_codec import from_plain, to_plain
 from energon_data.streams import Position, StreamItem
@@ -54,6 +55,12 @@ class _Deliveries(BaseWrapperDataset):
         yield StreamItem(None, self.ledger.drain(), failure, is_bug)
 
 
+@patches(
+    "megatron-energon 7.4",
+    "megatron/energon/savable_loader.py: SavableDataLoader.pin_memory, generator",
+    why="pinning cannot be disabled, and its warning appears without a GPU; without a generator the base seed changes "
+    "later draws",
+)
 def _loader(dataset: SavableDataset, ledger: SkipCounter) -> SavableDataLoader:
     loader = SavableDataLoader(_Deliveries(dataset, ledger), watchdog_timeout_seconds=None, gc_collect_every_n_steps=0)
     # Energon enables pinning, which warns without a GPU; `DeviceBatches` moves batches. Without its own generator the
@@ -80,6 +87,11 @@ def _opened(get_dataset: Callable[..., SavableDataset], path: str, **options: An
         ) from error
 
 
+@patches(
+    "megatron-energon 7.4",
+    "megatron/energon/wrappers/packing_dataset.py: state of PackingDataset",
+    why="selected samples return to the buffer if settings that group samples change",
+)
 def _with_unselected(state: Any) -> Any:
     """In a saved state, move samples of packs that were selected but not delivered back to the reading buffer."""
     if "_pre_packing_lengths" in state:
@@ -201,6 +213,12 @@ class EnergonSource:
         dataset = _with_unselected(from_plain(state["dataset"]))
         return Position(state | {"settings": self._settings, "dataset": to_plain(dataset)})
 
+    @patches(
+        "megatron-energon 7.4",
+        "megatron/energon/savable_loader.py: SavableDataLoaderState, _get_batch_size, state of "
+        "SimpleSavableDatasetWrapper",
+        why="a position saved by one stream is restored in a loader with another layout",
+    )
     def load(self, state: dict[str, Any]) -> None:
         """Continue from `state`; call before the first `next`."""
         inner, batch_size = from_plain(state["dataset"]), self._loader._get_batch_size()

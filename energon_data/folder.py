@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, Optional
 
+from dit import extensions
 from dit.errors import ConfigError, DataError, page_of
 from dit.safe_files import open_binary, read_json, read_yaml
 from energon_data.samples import META_PART, SampleError, unseal
@@ -26,15 +27,6 @@ _METADATASETS = {"Metadataset", "MetadatasetV2"}
 _ADVICE = (
     "prepare the folder with `energon prepare --sample-type CrudeWebdataset`, or write it again (energon_data.prepare)"
 )
-_RENDERED = {
-    "letters": "letters",
-    "letters_text": "letters --text-encoder all-minilm-l6-v2",
-    "pictograms": "pictograms --size 64",
-    "pictograms_latent": "pictograms --size 64 --vae runs/pictogram_vae --text-encoder all-minilm-l6-v2",
-    "moving_letters": "moving_letters --text-encoder all-minilm-l6-v2",
-    "mine": "images --in PICTURES --size 256 --text-encoder all-minilm-l6-v2",
-}
-"""Commands that prepare the data folders of recipes."""
 
 
 @dataclass(frozen=True)
@@ -245,6 +237,16 @@ def _names(parts: dict[str, bytes]) -> Iterator[str]:
                 yield from unseal(content)
 
 
+def _prepare_words(folder: str) -> Optional[str]:
+    """Return the command and flags that write a data folder of a recipe; None if no command states the folder."""
+    if folder == "mine":  # of `own_data`
+        return "images --in PICTURES --size 256 --text-encoder all-minilm-l6-v2"
+    for name, command in extensions.load("preparations", {}).items():
+        if folder in command.folders:
+            return f"{name} {command.folders[folder]}".strip()
+    return None
+
+
 def check_dataset(path: str, split: str) -> list[SplitInfo]:
     """Check a data set folder, or a metadataset file and all its members.
 
@@ -261,8 +263,8 @@ def check_dataset(path: str, split: str) -> list[SplitInfo]:
         return _check_blend(file, split)
     if file.exists():
         raise DataError(f"{path} is neither a data set folder nor a metadataset .yaml file")
-    renders = _RENDERED.get(file.name)
-    command = f"; `python -m energon_data.prepare {renders} --out {path}` makes it" if renders else ""
+    words = _prepare_words(file.name)
+    command = f"; `python -m energon_data.prepare {words} --out {path}` writes it" if words else ""
     raise DataError(
         f"{path} does not exist; {page_of('energon_data')} describes each recipe's data folder and how to "
         f"write one{command}"

@@ -153,7 +153,7 @@ class Samples(DataConfig):
         micro_batches_per_step: int = 1,
     ) -> StreamGroup:
         """Build this rank's endless streams; dropped samples are appended to `log_dir/data_skipped.jsonl`."""
-        from energon_data.background import read_ahead
+        from energon_data.workers.background import read_ahead
 
         num_streams = self.num_streams or automatic_streams(micro_batches_per_step)
         sources: dict[int, Source] = {}

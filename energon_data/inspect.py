@@ -16,9 +16,9 @@ from torch import Tensor
 
 from dit.errors import EXIT_OK, ConfigError, one_line_errors
 from dit.terminal import echo
-from energon_data.false_colours import coloured, middle_frame
 from energon_data.folder import check_dataset
-from energon_data.survey import Survey, expected_packing, survey
+from energon_data.report.false_colours import coloured, middle_frame
+from energon_data.report.survey import Survey, expected_packing, survey
 
 DESCRIBED = ("latent_shape", "context_size", "text_encoder", "vae")
 """Entries of `dataset.json` to print."""
@@ -199,7 +199,7 @@ def write_sheet(survey_result: Survey, path: Path, colours: str) -> str:
         colours: note on its colours.
     """
     from dit.sampling.grid import save_png
-    from energon_data.contact_sheet import contact_sheet
+    from energon_data.report.contact_sheet import contact_sheet
 
     tiles = [
         (frame, one.caption or one.key, f"{' x '.join(map(str, one.size[1:]))}  {one.key}")
@@ -241,7 +241,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         raise ConfigError(f"--vae {args.vae} decodes shown samples; add --sheet FILE.png or --wandb PROJECT")
     show: Callable[[Tensor], Tensor] = middle_frame
     if args.vae is not None:
-        from energon_data.decoded_frames import decoder
+        from energon_data.report.decoded_frames import decoder
 
         show = decoder(args.vae)
     infos = check_dataset(args.data, args.split)
@@ -260,7 +260,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         surveys.append(survey_result)
         echo(inspected(survey_result, args, patch, sheet, colour(survey_result, args.vae)), flush=True)
     if args.wandb:
-        from energon_data.wandb_table import log_table
+        from energon_data.report.wandb_table import log_table
 
         echo(f"wandb       {log_table(surveys, args.wandb, patch, Path())}")
     return EXIT_OK

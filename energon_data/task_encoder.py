@@ -25,6 +25,7 @@ from torch import Tensor
 from dit.batch import PackedBatch
 from dit.data_api import BatchSpec, sample_id
 from dit.encoders.vae import Geometry
+from dit.patches import patches
 from dit.patchify import frames_to_patch
 from energon_data.augment import Augmentation, Visit
 from energon_data.cookers import COOKERS, read_caption, read_condition
@@ -87,6 +88,11 @@ class RawSample(Protocol):
 class _Packing(PackingDataset):
     """Energon's packing without its progress bar."""
 
+    @patches(
+        "megatron-energon 7.4",
+        "megatron/energon/wrappers/packing_dataset.py: _fill_reading_buffer",
+        why="its progress bar cannot be disabled",
+    )
     def _fill_reading_buffer(self, source_iter: Iterator[object], log_progress: bool = False) -> bool:
         return super()._fill_reading_buffer(source_iter, log_progress=False)
 
@@ -122,6 +128,12 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         for reader in self._readers:
             reader.close()
 
+    @patches(
+        "megatron-energon 7.4",
+        "megatron/energon/flavors/webdataset/sample_loader.py: join_readers; task_encoder/base.py: "
+        "build_cook_crude_sample",
+        why="its reader and its three steps per sample take more time than the decoding of a small sample",
+    )
     def build_cook_crude_sample(
         self, dataset: SavableDataset, *, subflavors: dict[str, Any], **kwargs: Any
     ) -> SavableDataset[Clip]:

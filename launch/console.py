@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Optional
 
-from dit import __version__
+from dit import __version__, extensions
 from dit.errors import EXIT_CONFIG, EXIT_OK, one_line_errors
 from dit.terminal import echo
 
@@ -39,7 +39,7 @@ COMMANDS = {
     "verify": Command("launch.verify", "compare a recipe's parallel layout with one rank, in its tiny form on CPU"),
     "status": Command("launch.status", "how a run is doing, in a few lines, a picture or a page; several side by side"),
     "sample": Command("launch.sample", "generate samples from a run's checkpoint"),
-    "evaluate": Command("launch.evaluate", "letters read correctly and other measurements of a checkpoint"),
+    "evaluate": Command("launch.evaluate", "measurements of a checkpoint: held-out loss, FID, CLIP score and others"),
     "export": Command("launch.export", "write a run's weights for diffusers or facebookresearch/DiT"),
     "import": Command("launch.import_weights", "write a run folder of such weights"),
     "kernels": Command("launch.kernels", "which implementation of each op this machine uses, and why not the others"),
@@ -86,7 +86,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         echo(f"error: {_unknown(name)}", file=sys.stderr)
         return EXIT_CONFIG
     # A user's own recipes are importable from the current folder, but a folder there never hides a package of ours.
-    for package in PACKAGES:
+    for package in (*PACKAGES, *sorted(extensions.own_packages())):
         importlib.import_module(package)
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())

@@ -4,17 +4,11 @@ Only defaults are set: a variable the user has exported is never changed. torchr
 it starts several ranks on a machine; a single process uses torch's default (all cores).
 """
 
-import contextlib
-import functools
-import gc
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
-from types import ModuleType
-from typing import Any, Optional, Protocol
+from collections.abc import MutableMapping
+from typing import Protocol
 
 from dit.heap import keep_freed_memory
 
@@ -43,80 +37,6 @@ def quiet_libraries() -> None:
     """
     for category in (UserWarning, FutureWarning, DeprecationWarning):
         warnings.filterwarnings("ignore", category=category, module=r"megatron|torch\.distributed")
-
-
-UNUSED = ("wandb", "multistorageclient")
-"""Packages that Megatron-Core takes if they are there: for its inference engine, for checkpoints in object stores."""
-REMOTE = "leptonai"
-"""What nemo-run imports to submit jobs to a cloud, at once for all clouds."""
-
-
-@contextlib.contextmanager
-def light_imports() -> Iterator[None]:
-    """Import Megatron-Core and nemo-run without what no command uses of them: half of the time that a start takes.
-
-    Optional packages are absent, the client of a cloud has names alone, and functions are compiled at their first call
-    (torch.compile loads its compiler for the first decorator). Afterwards all can be imported as ever.
-    """
-    import torch
-
-    hidden = [name for name in UNUSED if name not in sys.modules]
-    sys.modules.update(dict.fromkeys(hidden))  # type: ignore[arg-type]
-    names = _Names()
-    compile_now = torch.compile
-    torch.compile = _at_first_call(compile_now)
-    collects = gc.isenabled()
-    gc.disable()  # a million objects are made, and none of them is garbage
-    if REMOTE not in sys.modules:
-        sys.meta_path.insert(0, names)
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
-        torch.compile = compile_now
-        if names in sys.meta_path:
-            sys.meta_path.remove(names)
-            hidden += [name for name in sys.modules if name.partition(".")[0] == REMOTE]
-        for name in hidden:
-            del sys.modules[name]
-
-
-class _Names(MetaPathFinder, Loader):
-    """Finds modules of the package `REMOTE` that have every name, each for an empty class."""
-
-    def find_spec(
-        self, fullname: str, path: Optional[Sequence[str]], target: Optional[ModuleType] = None
-    ) -> Optional[ModuleSpec]:
-        return ModuleSpec(fullname, self, is_package=True) if fullname.partition(".")[0] == REMOTE else None
-
-    def exec_module(self, module: ModuleType) -> None:
-        def absent(name: str) -> type:
-            if name.startswith("__"):
-                raise AttributeError(name)
-            return type(name, (), {})
-
-        module.__getattr__ = absent  # type: ignore[method-assign]
-
-
-def _at_first_call(compile_now: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `torch.compile` as a decorator that does nothing before the decorated function is called."""
-
-    def decorator(function: Optional[Callable[..., Any]] = None, **options: Any) -> Callable[..., Any]:
-        if function is None:
-            return functools.partial(decorator, **options)
-
-        @functools.cache
-        def compiled() -> Callable[..., Any]:
-            return compile_now(function, **options)
-
-        @functools.wraps(function)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return compiled()(*args, **kwargs)
-
-        return call
-
-    return decorator
 
 
 class Layout(Protocol):

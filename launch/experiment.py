@@ -168,8 +168,6 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     of_runs, of_executor = split_overrides(grid.overrides_of(args))
     cells = grid.cells_of(args, of_runs, own=["training.run_dir"])
     environment.prepare()
-    with environment.light_imports():
-        import nemo_run  # noqa: F401
     executor = executor_of(args.executor, of_executor)
     tasks = {
         cell.name: [

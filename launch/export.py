@@ -136,7 +136,7 @@ def write_adapters(
     """
     from dit.checkpoint.full_weights import read_full_weights
     from dit.convert.diffusers_format import format_of_model
-    from dit.convert.lora import comfyui_tensors, to_their_layers, write_adapter_folder
+    from dit.convert.lora import comfyui_tensors, to_external_layers, write_adapter_folder
     from dit.convert.state_files import write_tensors
     from dit.parallel.build import parameter_shapes
 
@@ -146,7 +146,7 @@ def write_adapters(
         )
     form = format_of_model(trained.model)
     rules = form.rules(trained.model, parameter_shapes(trained.model), trained.latent_size)
-    layers = to_their_layers(rules, read_full_weights(folder, slot), config.model.adapters.scale)
+    layers = to_external_layers(rules, read_full_weights(folder, slot), config.model.adapters.scale)
     if form_name == "diffusers-lora":
         write_adapter_folder(layers, form, trained.model, out)
     elif out.suffix != ".safetensors":
@@ -202,7 +202,7 @@ def write_original(trained: "TrainedModel", weights: Callable[[], dict[str, "Ten
     from dit.convert.state_files import write_tensors
 
     rules = original_rules(trained.model, trained.latent_size)
-    write_tensors(rules.to_theirs(weights()), out, {METADATA_KEY: json.dumps(to_record(trained))})
+    write_tensors(rules.to_external(weights()), out, {METADATA_KEY: json.dumps(to_record(trained))})
     notes = note_objective(trained.objective, trained_objective(trained.model))
     if notes:
         notes += how_to_sample(trained)
@@ -230,13 +230,13 @@ def write_diffusers_folder(trained: "TrainedModel", weights: Callable[[], dict[s
     form = format_of_model(trained.model)
     settings, notes = form.write_settings(trained.model, trained.latent_size)
     rules = form.rules(trained.model, parameter_shapes(trained.model), trained.latent_size)
-    notes += rules.left_behind()
+    notes += rules.export_notes()
     texts = {PAGE: page(trained, form.class_name, has_loop=form.samples_by_class, notes=notes)}
     scheduler = scheduler_config(trained.objective)
     if scheduler is not None:
         texts[SCHEDULER_CONFIG] = to_json(scheduler)
     record = {CONFIG_KEY: to_record(trained)}
-    write_diffusers({**settings, **record}, rules.to_theirs(weights()), out, texts=texts)
+    write_diffusers({**settings, **record}, rules.to_external(weights()), out, texts=texts)
     published = form.read_settings(settings).objective
     use = "encode and decode" if isinstance(trained.model, AutoencoderConfig) else "sample"
     return [*notes, *note_objective(trained.objective, published), f"{out / PAGE} says how to {use} with diffusers"]

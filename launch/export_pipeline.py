@@ -77,7 +77,7 @@ def write_pipeline(
     rules = form.rules(trained.model, parameter_shapes(trained.model), trained.latent_size)
     write_diffusers(
         {**settings, CONFIG_KEY: to_record(trained)},
-        rules.to_theirs(ours),
+        rules.to_external(ours),
         out,
         subfolder=form.part,
         texts={

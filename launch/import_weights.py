@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> list[str]:
             found.trained.notes.append(NEMO_ENCODER)
     else:
         found = read_original(source, args) if args.format == "dit" else read_diffusers_folder(source)
-    weights = found.rules.to_ours(found.tensors)
+    weights = found.rules.from_external(found.tensors)
     if args.drop_variance:
         mean, weights = drop_variance(found.trained, weights)
         found = replace(found, trained=mean)
@@ -145,7 +145,7 @@ def run(args: argparse.Namespace) -> list[str]:
         lock.check()
         origin = f"{args.format}: {source.resolve()}"
         write_imported(Path(args.out), weights, trained, sampling, origin, autoencoder=found.autoencoder)
-    zeros = [f"{name} is imported as zeros: {why}" for name, why in found.rules.only_ours.items()]
+    zeros = [f"{name} is imported as zeros: {why}" for name, why in found.rules.unmatched.items()]
     return [*trained.notes, *zeros, *found.notes, *notes]
 
 

@@ -1,7 +1,7 @@
-"""What a metric of `launch.evaluate` compares samples with, and what it returns."""
+"""Metrics of `launch.evaluate`: their description, their samples and their result."""
 
 import argparse
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,6 +17,28 @@ from launch.sample import sampling_settings
 if TYPE_CHECKING:
     from dit.conditions import Value
     from dit.inference.generator import Generator
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric of `launch.evaluate`.
+
+    Attributes:
+        summary: its line in the help.
+        measure: measures the generator of a checkpoint; every rank calls it.
+        add_arguments: adds the flags that only this metric reads; metrics may share one function.
+        more_is_better: whether `--minimum` applies to this metric.
+        by_condition: whether it draws samples of classes or texts, which a cascade can draw, too; other metrics read
+            held-out data.
+        takes_reference: whether it draws them if `--reference` names real pictures.
+    """
+
+    summary: str
+    measure: Callable[[argparse.Namespace, "Generator"], "Measurement"]
+    add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
+    more_is_better: bool = True
+    by_condition: bool = False
+    takes_reference: bool = False
 
 
 @dataclass(frozen=True)

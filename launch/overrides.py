@@ -20,6 +20,7 @@ from nemo_run.cli.cli_parser import CLIException, Operation, PythonicParser, Typ
 from nemo_run.config import Config, Partial, get_type_namespace
 
 from dit.errors import ConfigError
+from dit.patches import patches
 from dit.safe_files import parse_yaml
 from recipes import registry
 
@@ -199,6 +200,11 @@ def _list_of_mappings(text: str, key: str) -> Optional[list[dict[str, Any]]]:
     return value
 
 
+@patches(
+    "nemo-run 0.11",
+    "nemo_run/config.py: get_type_namespace, and its catalogue of factories",
+    why="nemo-run interprets any word as a factory before it interprets it as a string",
+)
 def _component(text: str, targets: list[type], key: str, load_component: Callable[[str], None]) -> Config:
     """Build the named part, with the settings in its parentheses if there are any."""
     match = _CALL.match(text.strip())

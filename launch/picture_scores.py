@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Optional, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from dit import extensions
 from dit.errors import ConfigError
 from launch import environment
 from launch.held_out import held_out_batches
@@ -25,19 +26,15 @@ if TYPE_CHECKING:
 
 Statistics = TypeVar("Statistics", bound="Gaussian | Tensor", covariant=True)
 
-LETTERS = "letters"
-"""The features of the reader of letters, which is trained on the data set in under a minute."""
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of these metrics."""
     group = parser.add_argument_group("--metric fid, kid, clip")
     group.add_argument(
         "--features",
-        default=LETTERS,
         metavar="FILE",
         help="of fid and kid: weights of Inception v3 (that of FID, or torchvision's), a TorchScript file, a folder "
-        "with a CLIP model, or `letters`: those of the reader of letters (%(default)s)",
+        f"with a CLIP model, or a registered name ({', '.join(extensions.registered('features')) or 'none'})",
     )
     group.add_argument(
         "--reference",
@@ -275,23 +272,22 @@ def _features(args: argparse.Namespace, generator: "Generator") -> "Features":
     """Return the network of `--features`.
 
     Raises:
-        ConfigError: it cannot be read, or the data are no letters.
+        ConfigError: the flag is missing, or the network cannot be read.
     """
     from dit.backends.device import local_device
-    from dit.evaluation.features import Features, load_features
+    from dit.evaluation.features import load_features
 
-    if args.features != LETTERS:
-        return load_features(args.features, local_device())
-    if (channels := generator.config.model.in_channels) != 1:
+    registered = extensions.load("features", {})
+    if args.features is None:
+        names = "".join(f", or {name}" for name in registered)
         raise ConfigError(
-            f"--features {LETTERS} are of grey letters, and the model has {channels} channels; "
-            "give weights of Inception v3, a TorchScript file or a folder with a CLIP model as --features PATH"
+            f"--metric {args.metric} compares features of pictures; give --features PATH with weights of Inception v3, "
+            f"a TorchScript file or a folder with a CLIP model{names}"
         )
-    from launch.letter_reader import load_reader
-    from launch.letter_score import data_folder
-
-    reader = load_reader(data_folder(args, generator))
-    return Features(lambda images: reader.features(images[:, :1].cpu()), "reader of letters")
+    if args.features in registered:
+        features: Features = registered[args.features](args, generator)
+        return features
+    return load_features(args.features, local_device())
 
 
 def _of_all_ranks(parts: list[Tensor]) -> Tensor:

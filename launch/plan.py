@@ -5,7 +5,6 @@ model of time was checked against, and what not, is in docs/planner.md.
 """
 
 import argparse
-import importlib
 import json
 import sys
 import time
@@ -316,8 +315,6 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     announce(f"{args.factory}: importing torch and Megatron-Core")
     environment.prepare()
     environment.quiet_libraries()
-    with environment.light_imports():
-        importlib.import_module("dit.training.pretrain")  # and Megatron-Core
     problem, sample = problem_of(args)
     report = searched(problem, sample)
     echo("\n".join(report.lines(args.top)))

@@ -177,7 +177,7 @@ def lines(status: RunStatus) -> list[str]:
         f"checkpoint  {_checkpoint(status)}",
         f"incidents   {_incidents(status)}",
     ]
-    return [printable(line, kept="") for line in found]
+    return [printable(line, allowed="") for line in found]
 
 
 def _state(status: RunStatus) -> str:

@@ -93,9 +93,7 @@ def _execute(options: cli.Options) -> int:
     environment.prepare()
     if not options.verbose:
         environment.quiet_libraries()
-    with environment.light_imports():
-        importlib.import_module("dit.training.pretrain")  # and Megatron-Core
-        from launch import config_file
+    from launch import config_file
 
     task = resolve(options)
     # Every rank resolves the same configuration; rank 0 prints it.

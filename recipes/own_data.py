@@ -24,7 +24,7 @@ from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.contents import Contents
 from energon_data.dataset import EnergonData
-from recipes.letters import letters_dit
+from recipes.small import small_run
 
 ABSENT = Contents(
     shapes=((16, 1, 32, 32),),
@@ -169,27 +169,24 @@ def own_data(
     longest = max(t * h * w for _, t, h, w in contents.shapes) // patch**2
     moves = any(t > 1 for _, t, _, _ in contents.shapes)
     name = _backbone(backbone, moves, text_width)
-    recipe = letters_dit()
-    recipe.model = _model(name, contents, patch, text_width, text_encoder or contents.text_encoder)
+    recipe = small_run(
+        f"runs/{Path(data).name}",
+        model=_model(name, contents, patch, text_width, text_encoder or contents.text_encoder),
+        data=run.Config(
+            EnergonData,
+            path=data,
+            num_streams=1 if contents.num_train == 1 else 2,
+            max_tokens_per_pack=-(-max(longest, min(PACK_SAMPLES * longest, PACK_TOKENS)) // MULTIPLE) * MULTIPLE,
+            online_vae=vae,
+            online_text_encoder=text_encoder if text_width is not None else None,
+        ),
+    )
     if not moves and (name == "pixart" or text_width is None):
-        # Pipelines of diffusers draw from these by DDPM of 1000 steps alone.
+        # Pipelines of diffusers draw samples of these models by DDPM with 1000 steps only.
         recipe.objective = run.Config(DDPM, schedule="cosine", prediction="v", discrete_steps=1000)
         recipe.sampling = run.Config(SamplingConfig, solver="ddim", num_steps=30)
-    recipe.data = run.Config(
-        EnergonData,
-        path=data,
-        num_streams=1 if contents.num_train == 1 else 2,
-        max_tokens_per_pack=-(-max(longest, min(PACK_SAMPLES * longest, PACK_TOKENS)) // MULTIPLE) * MULTIPLE,
-        online_vae=vae,
-        online_text_encoder=text_encoder if text_width is not None else None,
-    )
-    recipe.training.run_dir = f"runs/{Path(data).name}"
-    recipe.training.num_steps = 2000
-    recipe.training.micro_batch_size = 1
-    recipe.training.global_batch_size = 2
     recipe.training.validation_interval = 500 if contents.num_held_out else 0
     recipe.training.sample_interval = 500
-    recipe.checkpoint.interval = 250
     recipe.sampling.guidance_scale = 3.0 if text_width is not None or contents.num_classes else 1.0
     if text_width is not None:
         recipe.sampling.prompts = list(contents.captions[:PROMPTS]) or None

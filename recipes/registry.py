@@ -1,7 +1,8 @@
-"""What can be launched, read from the source of the recipe files without importing them.
+"""Recipes and components by name, read from the source files without importing them.
 
-`launch.train --list` must answer at once, and importing a recipe costs seconds (torch, Megatron-Core, nemo-run). So the
+`launch.train --list` must answer at once, and importing a recipe takes seconds (torch, Megatron-Core, nemo-run). So the
 names and one-line descriptions are taken from the syntax tree: a module-level function under `@run.cli.factory(...)`.
+The files are those of this package and the modules that are registered as entry points (`dit.extensions`).
 
 `python -m recipes.registry --write` writes `recipes/README.md`; without `--write` it prints the page.
 """
@@ -11,23 +12,30 @@ import ast
 import difflib
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
+from dit import extensions
 from dit.errors import ConfigError
 from dit.terminal import echo
 
+PACKAGE = "recipes"
 FOLDER = Path(__file__).parent
 README = FOLDER / "README.md"
 TRAINING_FUNCTION = "pretrain"
+REGISTERED = "Examples, and recipes of installed packages"
+_MEASURING = r"(?:bench|matrix|stage|mock|train_mock).*|.*_mock.*"
 SECTIONS = {
-    "Start here": r"tiny_dit|letters_dit|own_data",
+    "Start here": r"tiny_dit|own_data",
+    REGISTERED: r"(?!)",  # by package, not by name
     "Your own data and open weights": r"own_.*|finetune.*|dreambooth",
-    "On two CPU cores": r"tiny_.*|.*letters.*|.*pictogram.*|ddpm_fonts.*",
-    "Measuring systems": r"(bench|matrix|stage|mock|train_mock).*|.*_mock.*",
-    "Published and larger models": r".*",
+    "Seconds on any machine": r"tiny_.*",
+    "Published and larger models": rf"(?!{_MEASURING}).*",
+    "Measuring systems": _MEASURING,
 }
 """The sections of the page and the list, by patterns of recipe names; the first match counts."""
 _SKIPPED_FILES = {"__init__.py", "registry.py"}
@@ -60,6 +68,23 @@ class Entry:
     def is_recipe(self) -> bool:
         return self.target == TRAINING_FUNCTION
 
+    @property
+    def is_registered(self) -> bool:
+        """Whether it is defined outside this package."""
+        return self.module.partition(".")[0] != PACKAGE
+
+    @property
+    def file(self) -> str:
+        """The path of its file, from the folder that has its package."""
+        return f"{self.module.replace('.', '/')}.py"
+
+    @property
+    def section(self) -> str:
+        """The title of its section."""
+        if self.is_registered:
+            return REGISTERED
+        return next(title for title, names in SECTIONS.items() if re.fullmatch(names, self.name))
+
 
 def _factory_arguments(decorator: ast.expr) -> dict[str, ast.expr] | None:
     """Return the keywords of `@run.cli.factory(...)`, or None if the decorator is another one."""
@@ -68,9 +93,9 @@ def _factory_arguments(decorator: ast.expr) -> dict[str, ast.expr] | None:
     return {k.arg: k.value for k in decorator.keywords if k.arg}
 
 
-def read_entries(file: Path, package: str = "recipes") -> list[Entry]:
-    """Return the factories that a file defines, in its order."""
-    found = []
+def read_entries(file: Path, module: str) -> list[Entry]:
+    """Return the factories that the file of a module defines, in its order."""
+    factories = []
     for node in ast.parse(file.read_text(encoding="utf-8"), str(file)).body:
         for decorator in getattr(node, "decorator_list", []):
             arguments = _factory_arguments(decorator)
@@ -79,15 +104,42 @@ def read_entries(file: Path, package: str = "recipes") -> list[Entry]:
             name = ast.literal_eval(arguments["name"]) if "name" in arguments else node.name
             target = ast.unparse(arguments["target"]) if "target" in arguments else ""
             docstring = ast.get_docstring(node) or ""
-            found.append(Entry(name, f"{package}.{file.stem}", node.name, target, docstring))
-    return found
+            factories.append(Entry(name, module, node.name, target, docstring))
+    return factories
+
+
+def _entries_by_file() -> Iterator[list[Entry]]:
+    """Yield the factories of each recipe file: those of this package, then those of registered modules."""
+    for file in sorted(FOLDER.glob("*.py")):
+        if file.name not in _SKIPPED_FILES:
+            yield read_entries(file, f"{PACKAGE}.{file.stem}")
+    for name, module in extensions.registered("recipes").items():
+        try:
+            spec = find_spec(module)
+            if spec is None or spec.origin is None:
+                raise ModuleNotFoundError(f"No module named {module!r}")
+            factories = read_entries(Path(spec.origin), module)
+        except (ImportError, SyntaxError) as error:
+            extensions.warn(name, "recipes", error)
+        else:
+            yield factories
 
 
 @cache
 def entries() -> tuple[Entry, ...]:
-    """Return every factory of this package, by file and position."""
-    files = sorted(f for f in FOLDER.glob("*.py") if f.name not in _SKIPPED_FILES)
-    return tuple(entry for file in files for entry in read_entries(file))
+    """Return every factory of this package and of registered modules, by file and position.
+
+    Raises:
+        ConfigError: two factories have one name.
+    """
+    by_name: dict[str, Entry] = {}
+    for entry in chain.from_iterable(_entries_by_file()):
+        if entry.name in by_name:
+            raise ConfigError(
+                f"{by_name[entry.name].module} and {entry.module} both define {entry.name}; rename one of the two"
+            )
+        by_name[entry.name] = entry
+    return tuple(by_name.values())
 
 
 def recipes() -> list[Entry]:
@@ -133,20 +185,18 @@ def no_such_setting(owner: Callable[..., object], path: str, name: str, known: I
     return f"{at}{name}: {owner.__name__} has no setting {name!r}; {hint}"
 
 
-def sections() -> dict[str, list[Entry]]:
-    """Return the recipes by section; measuring comes last."""
-    groups: dict[str, list[Entry]] = {title: [] for title in SECTIONS}
-    for entry in recipes():
-        groups[next(title for title, names in SECTIONS.items() if re.fullmatch(names, entry.name))].append(entry)
-    groups["Measuring systems"] = groups.pop("Measuring systems")
-    return groups
+def sections(group: Sequence[Entry]) -> dict[str, list[Entry]]:
+    """Return recipes by section, without empty sections."""
+    by_title = {title: [entry for entry in group if entry.section == title] for title in SECTIONS}
+    return {title: members for title, members in by_title.items() if members}
 
 
 def listing() -> str:
     """Return every recipe with its line, as plain text for the console."""
     width = max(len(e.name) for e in recipes())
     blocks = [
-        "\n".join([title, *(f"  {e.name:<{width}}  {e.line}" for e in group)]) for title, group in sections().items()
+        "\n".join([title, *(f"  {e.name:<{width}}  {e.line}" for e in group)])
+        for title, group in sections(recipes()).items()
     ]
     return "\n\n".join(blocks)
 
@@ -161,7 +211,7 @@ def description(name: str) -> str:
     if name not in by_name:
         raise ConfigError(f"--describe {name}: no such recipe or component{did_you_mean(name, by_name)}; see --list")
     entry = by_name[name]
-    return f"{entry.name} ({entry.module.replace('.', '/')}.py)\n\n{entry.docstring}"
+    return f"{entry.name} ({entry.file})\n\n{entry.docstring}"
 
 
 def page() -> str:
@@ -182,11 +232,12 @@ def page() -> str:
         "description, and `--list` these tables. [energon_data/README.md](../energon_data/README.md) describes the",
         "data folder that each recipe reads.",
     ]
-    for title, group in sections().items():
+    in_repository = [entry for entry in recipes() if (FOLDER.parent / entry.file).is_file()]
+    for title, group in sections(in_repository).items():
         lines += ["", f"## {title}", "", "| recipe | description | file |", "| --- | --- | --- |"]
         for entry in group:
-            file = entry.module.split(".")[-1] + ".py"
-            lines.append(f"| `{entry.name}` | {entry.line} | [{file}]({file}) |")
+            file = f"../{entry.file}" if entry.is_registered else Path(entry.file).name
+            lines.append(f"| `{entry.name}` | {entry.line} | [{file.removeprefix('../')}]({file}) |")
     lines += ["", "## Components", "", "Named parts for overrides: `objective=edm objective.p_mean=-0.4`.", ""]
     lines += ["| component | part | description |", "| --- | --- | --- |"]
     lines += [f"| `{e.name}` | {e.target} | {e.line} |" for e in components()]

@@ -11,6 +11,7 @@ from dit.backends.process_groups import ProcessGroups
 from dit.models.base import Backbone, ModelConfig
 from dit.models.registry import build_backbone
 from dit.verify.ranks import FORKS
+from energon_data.workers import background  # noqa: F401  sets a preload list, replaced below
 from tests.left_out import pytest_deselected, pytest_terminal_summary, pytest_testnodedown  # noqa: F401
 from tests.support.repository import REPOSITORY, outputs
 

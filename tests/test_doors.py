@@ -7,18 +7,18 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("dit", "energon_data", "launch", "recipes", "benchmarks")
+PACKAGES = ("dit", "energon_data", "launch", "recipes", "benchmarks", "examples")
 FILES = sorted(path.relative_to(ROOT) for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
 
 READERS = "dit/safe_files.py"
 KERNEL = (
     *("dit/backends/device.py", "dit/monitoring/heartbeat.py", "dit/monitoring/time_limit.py"),
-    *("benchmarks/loader.py", "benchmarks/speedrun.py"),
+    *("benchmarks/loader.py", "examples/letters/speedrun.py"),
 )
 """They read files of the kernel in /proc and /sys."""
 
-OWN_PROCESSES = ("dit/verify/ranks.py", "energon_data/background.py", "energon_data/messages.py")
-"""They read what processes of the same command send to each other, in a new folder or through a socket."""
+OWN_PROCESSES = ("dit/verify/ranks.py", "energon_data/workers/background.py", "energon_data/workers/messages.py")
+"""They read what processes of the same command send to each other, in a new folder or through a connection."""
 
 ALLOWED: dict[str, tuple[str, ...]] = {
     # Calls that open a path, but for writing, see `is_writing`.
@@ -28,7 +28,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "Path.read_bytes": (OWN_PROCESSES[0],),
     # The rest create files exclusively, open folders, or flush what was written.
     "os.open": (
-        *(READERS, "dit/durable_files.py", "dit/checkpoint/state_files.py", "dit/checkpoint/writer.py"),
+        *(READERS, "dit/durable_files.py", "dit/checkpoint/state_files.py", "dit/checkpoint/background/writer.py"),
         *("dit/checkpoint/manifest.py", "dit/checkpoint/reader_lock.py", "dit/convert/state_files.py"),
         "dit/verify/ranks.py",
     ),

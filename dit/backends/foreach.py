@@ -11,6 +11,8 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.utils import local_multi_tensor_l2_norm
 from torch import Tensor
 
+from dit.patches import patches
+
 
 def l2_norm(
     chunk_size: int, noop_flag: Tensor, tensor_lists: Sequence[Sequence[Tensor]], *args: Any
@@ -20,6 +22,11 @@ def l2_norm(
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(tensors))).view(1), None
 
 
+@patches(
+    "megatron-core 0.16",
+    "core/optimizer/clip_grads.py: l2_norm_impl",
+    why="without Transformer Engine and Apex, the fallback copies one number per parameter to the host",
+)
 def install() -> None:
     """Replace Megatron-Core's fallback in this process."""
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:

@@ -12,6 +12,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from dit.patches import patches
+
 PENDING_BYTES = 64 << 20
 """Size of pending gradients at which they are added to the main gradients before the backward pass ends."""
 
@@ -100,6 +102,11 @@ class DataParallel(DistributedDataParallel):
         super().__init__(*args, **kwargs)
         assert not self.config.gradient_accumulation_fusion  # linears would add to stale main gradients
 
+    @patches(
+        "megatron-core 0.16",
+        "core/distributed/distributed_data_parallel.py: _make_backward_post_hook, zero_grad_buffer, scale_gradients",
+        why="it adds, zeroes and scales the gradient of one parameter at a time",
+    )
     def _make_backward_post_hook(self, param: nn.Parameter) -> Callable[..., None]:
         add_pending, pending = self._add_pending, self._pending
 
@@ -173,6 +180,11 @@ def _main_gradients(params: Iterable[nn.Parameter]) -> list[Tensor]:
     return [getattr(param, "main_grad") for param in params]  # noqa: B009 - Megatron-Core's
 
 
+@patches(
+    "megatron-core 0.16",
+    "core/optimizer/distrib_optimizer.py: _copy_model_grads_to_main_grads, get_main_grads_for_grad_norm",
+    why="it builds the same views of gradients again in every step",
+)
 def share_main_gradients(optimizer: DistributedOptimizer) -> None:
     """Reuse the optimizer's views of the reduced gradients, and the list for the gradient norm, in every step.
 

@@ -15,6 +15,8 @@ import torch
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.device_mesh import DeviceMesh
 
+from dit.patches import patches
+
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "empty_strided", "as_tensor")
 _NEW_LIKE = ("new_empty", "new_zeros", "new_ones", "new_full", "new_tensor")
 _COLLECTIVES = (
@@ -149,6 +151,11 @@ def _replace(owner: object, **replacements: object) -> None:
         setattr(owner, name, replacement)
 
 
+@patches(
+    "torch 2.11-2.14",
+    "torch/cuda: streams, events, random state, memory statistics, nvtx",
+    why="Megatron-Core calls them without a check for CUDA; on CPU they do nothing or use torch's CPU generator",
+)
 def _redirect_cuda_calls() -> None:
     nothing = ("set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all", "ipc_collect")
     for name in (*nothing, "reset_peak_memory_stats", "_lazy_init", "_lazy_call"):
@@ -170,6 +177,12 @@ def _redirect_cuda_calls() -> None:
     )
 
 
+@patches(
+    "torch 2.11-2.14",
+    "torch: tensor factories, Tensor.type, to, cuda, pin_memory, record_stream; Module.cuda",
+    why="Megatron-Core requests tensors on CUDA and distinguishes parameters by `tensor.type()`; on CPU they are CPU "
+    "tensors",
+)
 def _redirect_tensors() -> None:
     # `with torch.device(...)` caches the factories by identity. The cache must contain the original functions;
     # otherwise a model on the meta device would allocate memory.
@@ -202,6 +215,16 @@ def _redirect_tensors() -> None:
     _replace(torch.nn.Module, cuda=itself)
 
 
+@patches(
+    "torch 2.11-2.14",
+    "torch/distributed/distributed_c10d.py: collectives, _coalescing_manager",
+    why="Megatron-Core orders asynchronous collectives by CUDA streams; on CPU they run synchronously",
+)
+@patches(
+    "megatron-core 0.16",
+    "core/tensor_parallel, core/distributed: collectives and _coalescing_manager bound at import",
+    why="these modules hold the collectives of torch under names of their own",
+)
 def _redirect_collectives() -> None:
     dist = torch.distributed
     for name in _COLLECTIVES:
@@ -216,6 +239,11 @@ def _redirect_collectives() -> None:
         _replace(importlib.import_module(module_name), _coalescing_manager=_run_at_once)
 
 
+@patches(
+    "megatron-core 0.16",
+    "core/tensor_parallel/random.py: _get_cuda_rng_state, _set_cuda_rng_state",
+    why="the tracker reads the state of CUDA's generator; on CPU it uses torch's CPU generator",
+)
 def _redirect_rng_tracker() -> None:
     _replace(
         importlib.import_module("megatron.core.tensor_parallel.random"),
@@ -224,6 +252,11 @@ def _redirect_rng_tracker() -> None:
     )
 
 
+@patches(
+    "megatron-core 0.16",
+    "core/distributed/fsdp/mcore_fsdp_adapter.py: DeviceMesh",
+    why="Megatron-FSDP builds meshes of CUDA devices; on CPU they are CPU meshes",
+)
 def _redirect_device_meshes() -> None:
     adapter = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
     from_group: Callable[..., DeviceMesh] = adapter.DeviceMesh.from_group
@@ -234,6 +267,11 @@ def _redirect_device_meshes() -> None:
     _replace(adapter, DeviceMesh=type("DeviceMesh", (adapter.DeviceMesh,), {"from_group": staticmethod(on_cpu)}))
 
 
+@patches(
+    "megatron-core 0.16",
+    "core/transformer/moe: moe_utils.maybe_move_tensor_to_cpu",
+    why="it returns split sizes as NumPy arrays only for CUDA tensors",
+)
 def _redirect_expert_dispatch() -> None:
     """Return the split sizes of the token dispatcher's all-to-all as NumPy arrays; Megatron-Core skips CPU tensors."""
 
@@ -248,6 +286,11 @@ def _redirect_expert_dispatch() -> None:
 _groups: dict[tuple[int, ...], ProcessGroup | None] = {}
 
 
+@patches(
+    "megatron-core 0.16",
+    "core/parallel_state.py: create_group",
+    why="two dozen groups, many of the same ranks, each need connections and threads under gloo",
+)
 def _reuse_groups() -> None:
     """Make Megatron-Core reuse an existing group of the same ranks in the same order.
 

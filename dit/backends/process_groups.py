@@ -13,6 +13,7 @@ from dit.backends.device import local_device, use_cuda
 from dit.backends.rendezvous import store_of_attempt
 from dit.backends.sharding import Axis
 from dit.errors import ConfigError, page_of
+from dit.patches import patches
 
 if TYPE_CHECKING:
     from megatron.core.process_groups_config import ProcessGroupCollection
@@ -209,6 +210,12 @@ def raise_together(failure: Optional[BaseException], otherwise: BaseException) -
         raise otherwise
 
 
+@patches(
+    "torch 2.11-2.14",
+    "torch/distributed: distributed_c10d._world, tensor.debug._clear_sharding_prop_cache",
+    why="Megatron-Core drops its groups without destroying them, and DTensor's cache outlives them; torch has no "
+    "public list of groups",
+)
 def release() -> None:
     """Destroy Megatron-Core's groups; torch.distributed stays initialised for another layout.
 

@@ -14,8 +14,8 @@ import secrets
 from contextlib import suppress
 from typing import Optional
 
+from dit.checkpoint.background.remote import OWNER, Owner, RemoteStore, fetch_newer
 from dit.checkpoint.records import usable
-from dit.checkpoint.remote import OWNER, Owner, RemoteStore, fetch_newer
 from dit.checkpoint.resume_check import Change, changes
 from dit.checkpoint.store import CheckpointStore
 from dit.errors import CheckpointError, ConfigError

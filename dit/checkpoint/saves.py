@@ -1,10 +1,9 @@
 """Scheduling and error handling of saves, between the training loop and `Checkpointer`.
 
 * With `checkpoint.async_save`, a save blocks training only while each rank copies its part into host memory. A separate
-  process writes it (`dit.checkpoint.writer`) during training.
+  process writes it (`dit.checkpoint.background.writer`) during training.
 * Only one save is in progress at a time: the next save waits for it, with a warning. The end of the run and a request
-to
-  stop wait, too.
+  to stop wait, too.
 * A failed save is logged as an error, and training continues. More than `checkpoint.failed_saves_allowed` failures in a
   row, or a failure of the last save, end the run with a specific exit code.
 * With `checkpoint.copy_to`, rank 0 has finished checkpoints copied to another place during training. The run ends when
@@ -25,19 +24,20 @@ from typing import Any, Optional, Protocol
 import torch.distributed as dist
 
 from dit.backends.process_groups import any_rank, any_rank_each
+from dit.checkpoint.background.copies import Copies
+from dit.checkpoint.background.remote import Owner
+from dit.checkpoint.background.writer import ORPHAN_S, Pieces, WriterProcess
 from dit.checkpoint.checkpointer import Checkpointer, held_out_meta
-from dit.checkpoint.copies import Copies
 from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE
-from dit.checkpoint.remote import Owner
 from dit.checkpoint.sharded_state import contents_of, fails_together, gather_parts, local_state, scalars_of
 from dit.checkpoint.state_files import INDEX, file_of_rank, head_of, index_text, tensors_text
 from dit.checkpoint.train_state import TrainState
-from dit.checkpoint.writer import ORPHAN_S
-from dit.checkpoint.writer_process import Pieces, WriterProcess, wait_briefly
 from dit.errors import CheckpointError, SaveError
 
 logger = logging.getLogger(__name__)
 
+POLL_S = 0.005
+"""Time between two polls of a save in progress."""
 CLOSE_S = 2 * ORPHAN_S
 """Time that an exiting rank waits for its writer to exit."""
 ASSUMED_BYTES_PER_S = 100e6
@@ -87,7 +87,6 @@ class Saves:
 
     Attributes:
         failures: failed saves since the last successful one.
-        blocked_s: seconds that the newest save blocked training.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class Saves:
         self.checkpointer, self.groups = checkpointer, state.groups
         self.reports, self.on_wait = reports, on_wait
         self.config, self.store = checkpointer.store.config, checkpointer.store
-        self.failures, self.blocked_s = 0, 0.0
+        self.failures = 0
         self.pending: Optional[Pending] = None
         self.writer: Optional[WriterProcess] = None
         self.copies: Optional[Copies] = None
@@ -151,7 +150,6 @@ class Saves:
                 self._order(state, metadata)
             except CheckpointError as error:  # agreed on by `poll`
                 self.pending.error = str(error)
-            self.blocked_s = time.monotonic() - began
             return
         try:
             path = self.checkpointer.save(state, metadata)
@@ -159,7 +157,6 @@ class Saves:
             self._failed(state.step, str(error))
         else:
             self._succeeded(state.step, began, path, held_out)
-        self.blocked_s = time.monotonic() - began
 
     def poll(self) -> None:
         """Check the save in progress; call this once per step.
@@ -184,7 +181,7 @@ class Saves:
             return
         if self.groups.rank == 0:
             with suppress(CheckpointError):  # otherwise the next save removes the remaining files
-                writer.order({"do": "abort", "step": pending.step})
+                writer.request({"do": "abort", "step": pending.step})
         default_error = f"checkpoint of step {pending.step} was not written: another rank could not; see its error"
         self._failed(pending.step, pending.error or default_error)
 
@@ -197,7 +194,7 @@ class Saves:
         while self.pending is not None:
             self.poll()
             self.on_wait()
-            wait_briefly()
+            time.sleep(POLL_S)
 
     def finish(self) -> None:
         """Wait for the save in progress and for the copy of the newest checkpoint; call this before the run ends.
@@ -219,7 +216,7 @@ class Saves:
             if copies is not None:
                 copies.poll()
             self.on_wait()
-            wait_briefly()
+            time.sleep(POLL_S)
         error = None if copies is None else copies.error
         if any_rank(error is not None):
             message = (
@@ -236,7 +233,7 @@ class Saves:
             if self.writer is None:
                 self.checkpointer.attach_held_out(state)
             elif self.groups.rank == 0:
-                self.writer.order({"do": "attach", "step": state.step, "meta": held_out_meta(state.held_out)})
+                self.writer.request({"do": "attach", "step": state.step, "meta": held_out_meta(state.held_out)})
         except CheckpointError as error:
             logger.error("step %d: the held-out loss is not in the checkpoint: %s", state.step, error)
 

@@ -1,4 +1,4 @@
-"""Weights in and out: one line for each model class of diffusers that one of our backbones equals."""
+"""Conversion of weights. `DIFFUSERS` has a line for each diffusers class that corresponds to a backbone."""
 
 DIFFUSERS = {
     "AutoencoderKL": "dit.convert.diffusers_autoencoder:DiffusersAutoencoder",

@@ -1,4 +1,4 @@
-"""What the class-conditional DiT of the paper can be, and what its conversions share."""
+"""Limits of the paper's class-conditional DiT, and functions that its conversions share."""
 
 from torch import Tensor
 
@@ -20,24 +20,24 @@ ONLY_THESE = {
     "time_scale": 1000.0,
     "position_embedding": "sincos_2d",
 }
-"""Settings of ours that the paper's model has no others of."""
+"""Our settings, with the only values that the paper's model supports."""
 
 
 GUIDED_CHANNELS = 3
-"""How many of a latent's 4 channels facebookresearch/DiT guides; diffusers' pipeline guides all."""
+"""Channels of a latent, out of 4, that facebookresearch/DiT guides; diffusers' pipeline guides all."""
 
 
 def trained_objective(model: ModelConfig) -> DDPM:
     """Return the objective of the published weights.
 
-    Source: facebookresearch/DiT, `diffusion/__init__.py`: 1000 steps, linear betas, the network predicts the noise,
-    and in a second half of its channels the variance.
+    Source: facebookresearch/DiT, `diffusion/__init__.py`: 1000 steps, linear betas; the network predicts the noise, and
+    the variance in a second half of its channels.
     """
     return DDPM(schedule="linear", discrete_steps=1000, prediction="noise", learned_variance=predicts_variance(model))
 
 
 def published_sampling(model: DiTConfig) -> dict[str, object]:
-    """Return how the authors sample.
+    """Return the authors' sampling settings.
 
     Source: facebookresearch/DiT, `sample.py`.
     """
@@ -49,14 +49,13 @@ def check_expressible(model: DiTConfig, side: str, **also: int) -> None:
     """Check that a model is one of the paper's.
 
     Raises:
-        ConfigError: it has what the paper's code cannot hold, or no classes.
+        ConfigError: the paper's code does not support a setting, or the model has no classes.
     """
     settings = {name: getattr(model, name) for name in (*ONLY_THESE, *also)}
-    require(f"{side} cannot hold this model", settings, {**ONLY_THESE, **also}, TRAIN_THAT_WAY)
+    fault = f"{side} does not support this model"
+    require(fault, settings, {**ONLY_THESE, **also}, TRAIN_THAT_WAY)
     if model.num_classes is None:
-        require(
-            f"{side} cannot hold this model", {"num_classes": None}, {"num_classes": "a number"}, "train with classes"
-        )
+        require(fault, {"num_classes": None}, {"num_classes": "a number"}, "train with classes")
 
 
 def position_table(model: DiTConfig, side: int) -> Tensor:

@@ -1,8 +1,8 @@
-"""diffusers' `AutoencoderKL`, and our autoencoder.
+"""Convert diffusers' `AutoencoderKL` to and from our autoencoder.
 
-The weights have the same shapes, and the same names but for a few parts of them. Scale and shift of the
-latents stand in their settings: `scaling_factor` and `shift_factor`. Models with other activations, other kinds of
-blocks, or per-channel statistics are refused.
+The weights have the same shapes, and the same names except for the parts in `NAMES`. Scale and shift of the latents are
+the settings `scaling_factor` and `shift_factor`. Models with other activations, other kinds of blocks, or per-channel
+statistics are errors.
 
 Source: diffusers 0.38, `models/autoencoders/autoencoder_kl.py`, names and settings.
 """
@@ -24,7 +24,7 @@ NAMES = {
     ".downsampler.": ".downsamplers.0.conv.",
     ".upsampler.": ".upsamplers.0.conv.",
 }
-"""Parts of our names, and of theirs."""
+"""Parts of names: ours, diffusers'."""
 
 
 class DiffusersAutoencoder(DiffusersFormat[AutoencoderConfig]):
@@ -66,7 +66,7 @@ class DiffusersAutoencoder(DiffusersFormat[AutoencoderConfig]):
         if kinds != {DOWN, UP} or published["in_channels"] != published["out_channels"]:
             raise ConfigError(
                 f"{self.class_name} of blocks {', '.join(sorted(kinds))}, from {published['in_channels']} to "
-                f"{published['out_channels']} channels; ours has {DOWN} and {UP}, and puts out what it takes in"
+                f"{published['out_channels']} channels; ours has {DOWN} and {UP}, and as many output as input channels"
             )
         same = ("in_channels", "latent_channels", "layers_per_block", "norm_num_groups", "mid_block_add_attention")
         model = AutoencoderConfig(
@@ -98,10 +98,10 @@ class DiffusersAutoencoder(DiffusersFormat[AutoencoderConfig]):
         return settings, []
 
     def rules(self, model: AutoencoderConfig, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
-        return RuleBook(shapes, [Rule(name, (_their_name(name),)) for name in shapes])
+        return RuleBook(shapes, [Rule(name, (_diffusers_name(name),)) for name in shapes])
 
 
-def _their_name(name: str) -> str:
-    for ours, theirs in NAMES.items():
-        name = name.replace(ours, theirs)
+def _diffusers_name(name: str) -> str:
+    for part, replacement in NAMES.items():
+        name = name.replace(part, replacement)
     return name

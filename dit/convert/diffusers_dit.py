@@ -1,14 +1,14 @@
-"""diffusers' `DiTTransformer2DModel`, and our DiT.
+"""Convert diffusers' `DiTTransformer2DModel` to and from our DiT.
 
-All differences of their model:
+Differences of diffusers' model:
 
-* the time and label embedders once in every block; all copies must be equal to be imported;
-* q, k and v as three matrices, a convolution that embeds patches;
-* the sinusoid of the time falls to 1 / 10000 one frequency earlier: our `time_frequency_shift=1`. The paper's code has
-  0, so weights that were trained there, or here with 0, see slightly other time features in diffusers;
-* `norm_eps` in the norm before the MLP alone; we have one epsilon, 1e-6, which is also that of the paper's code;
-* times are steps 0 to 999, and our network gets a thousandth of them; a `time_scale` other than 1000 would need a
-  scheduler of other steps and is refused.
+* every block has time and label embedders; they must be equal to be imported;
+* q, k and v are three matrices, and a convolution embeds patches;
+* the sinusoid of the time reaches 1 / 10000 one frequency earlier: our `time_frequency_shift=1`. The paper's code has
+  0, so weights trained with 0 get slightly different time features in diffusers;
+* `norm_eps` applies only to the norm before the MLP; we have one epsilon, 1e-6, as in the paper's code;
+* times are steps 0 to 999; our network gets a thousandth of them. A `time_scale` other than 1000 would need a scheduler
+  with other steps, so it is an error.
 
 Source: diffusers 0.38, `models/transformers/dit_transformer_2d.py`, names and settings.
 """
@@ -27,11 +27,11 @@ from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
 
 PIPELINE_CLASSES = 1000
-"""`DiTPipeline` takes this number for the class of no class, whatever the network has."""
+"""`DiTPipeline` uses this index for "no class", independent of the network."""
 
 
 class DiffusersDiT(DiffusersFormat[DiTConfig]):
-    """`DiTTransformer2DModel`; the published DiT-XL/2 folders call it by its old name."""
+    """`DiTTransformer2DModel`; the published DiT-XL/2 folders have its old name."""
 
     class_name = "DiTTransformer2DModel"
     aliases = ("Transformer2DModel",)
@@ -77,7 +77,7 @@ class DiffusersDiT(DiffusersFormat[DiTConfig]):
         notes = []
         if published["norm_eps"] != model.layernorm_epsilon:
             notes.append(
-                f"norm_eps={published['norm_eps']:g} holds for the norm before the MLP alone; ours has "
+                f"norm_eps={published['norm_eps']:g} applies only to the norm before the MLP; ours has "
                 f"{model.layernorm_epsilon:g} everywhere, as the paper's code"
             )
         size = (1, published["sample_size"], published["sample_size"])
@@ -100,16 +100,16 @@ class DiffusersDiT(DiffusersFormat[DiTConfig]):
         if model.time_frequency_shift != 1:
             notes.append(
                 "the model was trained with time_frequency_shift=0, diffusers computes the time's sinusoid with 1 "
-                "(frequencies 10000 ** -(i / 127) for 10000 ** -(i / 128)), so its outputs differ slightly; "
-                "train with model.time_frequency_shift=1 for equal ones"
+                "(frequencies 10000 ** -(i / 127) instead of 10000 ** -(i / 128)), so its outputs differ slightly; "
+                "train with model.time_frequency_shift=1 for equal outputs"
             )
         return settings, notes
 
     def for_pipeline(self, trained: TrainedModel, weights: dict[str, Tensor]) -> tuple[TrainedModel, dict[str, Tensor]]:
-        """Put the vector of no class where `DiTPipeline` looks for it, behind zeros for the classes that are unused."""
+        """Move the vector of "no class" to the index that `DiTPipeline` uses, after zeros for unused classes."""
         classes, name = trained.model.num_classes, "conditioner.label.weight"
         if classes is None or classes > PIPELINE_CLASSES:
-            raise ConfigError(f"--format pipeline: DiTPipeline has up to {PIPELINE_CLASSES} classes, not {classes}")
+            raise ConfigError(f"--format pipeline: DiTPipeline has at most {PIPELINE_CLASSES} classes, not {classes}")
         unused = weights[name].new_zeros(PIPELINE_CLASSES - classes, weights[name].shape[1])
         table = torch.cat([weights[name][:classes], unused, weights[name][classes:]])
         names = trained.class_names or [str(i) for i in range(classes)]
@@ -120,7 +120,7 @@ class DiffusersDiT(DiffusersFormat[DiTConfig]):
         patch = {"ph": model.patch_spatial, "pw": model.patch_spatial}
         embedders = [f"transformer_blocks.{i}.norm1.emb" for i in range(model.num_layers)]
         times, copies = [f"{name}.timestep_embedder" for name in embedders], Copies(model.num_layers)
-        found = [
+        rules = [
             Rule("embed.weight", ("pos_embed.proj.weight",), Axes("d c ph pw -> d (ph pw c)", patch)),
             Rule("embed.bias", ("pos_embed.proj.bias",)),
             *with_bias("conditioner.time.linear_1", *(f"{name}.linear_1" for name in times), form=copies),
@@ -136,13 +136,13 @@ class DiffusersDiT(DiffusersFormat[DiTConfig]):
         heads = model.num_attention_heads
         by_head = ByHead(heads, (model.hidden_size // heads,) * 3)
         for i in range(model.num_layers):
-            ours, theirs = f"layers.{i}", f"transformer_blocks.{i}"
-            qkv = [f"{theirs}.attn1.to_{part}" for part in "qkv"]
-            found += with_bias(f"{ours}.attention.linear_qkv", *qkv, form=by_head)
-            found += with_bias(f"{ours}.attention.linear_proj", f"{theirs}.attn1.to_out.0")
-            found += with_bias(f"{ours}.mlp.linear_fc1", f"{theirs}.ff.net.0.proj")
-            found += with_bias(f"{ours}.mlp.linear_fc2", f"{theirs}.ff.net.2")
-            found += with_bias(f"{ours}.modulation.linear", f"{theirs}.norm1.linear")
+            layer, block = f"layers.{i}", f"transformer_blocks.{i}"
+            qkv = [f"{block}.attn1.to_{part}" for part in "qkv"]
+            rules += with_bias(f"{layer}.attention.linear_qkv", *qkv, form=by_head)
+            rules += with_bias(f"{layer}.attention.linear_proj", f"{block}.attn1.to_out.0")
+            rules += with_bias(f"{layer}.mlp.linear_fc1", f"{block}.ff.net.0.proj")
+            rules += with_bias(f"{layer}.mlp.linear_fc2", f"{block}.ff.net.2")
+            rules += with_bias(f"{layer}.modulation.linear", f"{block}.norm1.linear")
         side, _ = square_side(self.class_name, latent_size, model.patch_spatial)
         table = position_table(model, side // model.patch_spatial)
-        return RuleBook(shapes, found, tables={"pos_embed.pos_embed": table})
+        return RuleBook(shapes, rules, tables={"pos_embed.pos_embed": table})

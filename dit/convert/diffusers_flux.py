@@ -1,15 +1,15 @@
-"""diffusers' `FluxTransformer2DModel` (FLUX.1), and our FLUX.
+"""Convert diffusers' `FluxTransformer2DModel` (FLUX.1) to and from our FLUX.
 
-All differences of their model:
+Differences of diffusers' model:
 
-* q, k and v as separate matrices, in single-stream blocks also that of the MLP; their output projection has all inputs
+* q, k and v are separate matrices, in single-stream blocks also that of the MLP; their output projection has all inputs
   of attention first, then all of the MLP, while ours are ordered by head;
-* features that rotate together are adjacent, ours are half a head apart: rows of q and k and the weights of
-  their norms change places;
-* the last modulation as scale, then shift;
-* patches of 2 x 2 are cut by the pipeline, channels slowest: `in_channels` there is that of a token;
-* the guidance scale of a distilled network is an argument there and `guidance` here. Times and guidance are
-  those of ours; both sides multiply by 1000.
+* features that rotate together are adjacent, ours have a distance of half a head, so the rows of q and k and the
+  weights of their norms are permuted;
+* the last modulation is ordered scale, then shift;
+* the pipeline cuts patches of 2 x 2, channels slowest, so `in_channels` is that of a token;
+* the guidance scale of a distilled network is an argument, and a setting (`guidance`) here. Times and guidance are the
+  same; both code bases multiply by 1000.
 
 Our learned null token and null vector for a dropped text have no counterpart.
 
@@ -38,7 +38,7 @@ from dit.objectives.flow_matching import FlowMatching
 
 PATCH = 2  # fixed in the pipeline
 DEV_GUIDANCE = 3.5
-LATENT_SIZE = (1, 128, 128)  # 1024 px; the settings do not say
+LATENT_SIZE = (1, 128, 128)  # 1024 px; not in the settings
 ONLY_THESE = {
     "patch_spatial": PATCH,
     "patch_temporal": 1,
@@ -48,7 +48,7 @@ ONLY_THESE = {
     "rope_factors": None,
     "time_scale": 1000.0,
 }
-"""Settings of ours that theirs has no others of."""
+"""Our settings, with the only values that diffusers' model supports."""
 
 
 class DiffusersFlux(DiffusersFormat[FluxConfig]):
@@ -110,16 +110,16 @@ class DiffusersFlux(DiffusersFormat[FluxConfig]):
             rope_axes=list(published["axes_dims_rope"]),
             guidance=DEV_GUIDANCE if published["guidance_embeds"] else None,
         )
-        notes = [f"config.json names no latent size; {LATENT_SIZE[1]} x {LATENT_SIZE[2]} is taken"]
+        notes = [f"config.json has no latent size; {LATENT_SIZE[1]} x {LATENT_SIZE[2]} is assumed"]
         if published["guidance_embeds"]:
             notes.append(f"the network gets a guidance scale of {DEV_GUIDANCE:g} (model.guidance)")
         sampling = {"solver": "euler", "num_steps": 28, "guidance_scale": 1.0}
         return TrainedModel(model, FlowMatching(time_shift=3.0), LATENT_SIZE, sampling, notes=notes)
 
     def write(self, model: FluxConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
-        shown = {name: getattr(model, name) for name in (*ONLY_THESE, "ffn_hidden_size")}
-        wanted = {**ONLY_THESE, "ffn_hidden_size": 4 * model.hidden_size}
-        require(f"{self.class_name} cannot hold this model", shown, wanted, TRAIN_THAT_WAY)
+        values = {name: getattr(model, name) for name in (*ONLY_THESE, "ffn_hidden_size")}
+        supported = {**ONLY_THESE, "ffn_hidden_size": 4 * model.hidden_size}
+        require(f"{self.class_name} does not support this model", values, supported, TRAIN_THAT_WAY)
         settings = {
             "in_channels": model.token_channels,
             "out_channels": None if model.output_features == model.token_channels else model.output_features,
@@ -137,7 +137,7 @@ class DiffusersFlux(DiffusersFormat[FluxConfig]):
     def rules(self, model: FluxConfig, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
         patch = {"ph": PATCH, "pw": PATCH}
         channels_last = Axes("(c ph pw) ... -> (ph pw c) ...", patch)
-        found = [
+        rules = [
             Rule("embed.linear.weight", ("x_embedder.weight",), Axes("d (c ph pw) -> d (ph pw c)", patch)),
             Rule("embed.linear.bias", ("x_embedder.bias",)),
             *with_bias("embed_text", "context_embedder"),
@@ -147,46 +147,46 @@ class DiffusersFlux(DiffusersFormat[FluxConfig]):
         embedders = {"time": "timestep_embedder", "pooled": "text_embedder"}
         if model.guidance is not None:
             embedders["guidance"] = "guidance_embedder"
-        for ours, theirs in embedders.items():
+        for embedder, module in embedders.items():
             for linear in ("linear_1", "linear_2"):
-                found += with_bias(f"conditioner.{ours}.{linear}", f"time_text_embed.{theirs}.{linear}")
+                rules += with_bias(f"conditioner.{embedder}.{linear}", f"time_text_embed.{module}.{linear}")
         for i in range(model.num_joint_layers):
-            found += _joint(model, f"layers.{i}", f"transformer_blocks.{i}")
+            rules += _joint(model, f"layers.{i}", f"transformer_blocks.{i}")
         for i in range(model.num_single_layers):
-            found += _single(model, f"layers.{model.num_joint_layers + i}", f"single_transformer_blocks.{i}")
-        return RuleBook(shapes, found, only_ours=learned_nulls(shapes))
+            rules += _single(model, f"layers.{model.num_joint_layers + i}", f"single_transformer_blocks.{i}")
+        return RuleBook(shapes, rules, unmatched=learned_nulls(shapes))
 
 
-def _joint(model: FluxConfig, ours: str, theirs: str) -> list[Rule]:
+def _joint(model: FluxConfig, layer: str, block: str) -> list[Rule]:
     qkv = ByHead(model.num_attention_heads, (model.head_size,) * 3, turned=(0, 1))
-    attention = f"{theirs}.attn"
+    attention = f"{block}.attn"
     streams = {
         "image": (["to_q", "to_k", "to_v"], "to_out.0", "norm_q", "norm_k", ""),
         "text": (["add_q_proj", "add_k_proj", "add_v_proj"], "to_add_out", "norm_added_q", "norm_added_k", "_context"),
     }
-    found = []
+    rules = []
     for stream, (parts, out, q_norm, k_norm, suffix) in streams.items():
-        own = f"{ours}.{stream}"
-        found += with_bias(f"{own}.modulation.linear", f"{theirs}.norm1{suffix}.linear")
-        found += with_bias(f"{own}.linear_qkv", *(f"{attention}.{part}" for part in parts), form=qkv)
-        found += with_bias(f"{own}.linear_proj", f"{attention}.{out}")
-        found.append(Rule(f"{own}.q_layernorm.weight", (f"{attention}.{q_norm}.weight",), TURNED_HEAD))
-        found.append(Rule(f"{own}.k_layernorm.weight", (f"{attention}.{k_norm}.weight",), TURNED_HEAD))
-        found += with_bias(f"{own}.mlp.linear_fc1", f"{theirs}.ff{suffix}.net.0.proj")
-        found += with_bias(f"{own}.mlp.linear_fc2", f"{theirs}.ff{suffix}.net.2")
-    return found
+        module = f"{layer}.{stream}"
+        rules += with_bias(f"{module}.modulation.linear", f"{block}.norm1{suffix}.linear")
+        rules += with_bias(f"{module}.linear_qkv", *(f"{attention}.{part}" for part in parts), form=qkv)
+        rules += with_bias(f"{module}.linear_proj", f"{attention}.{out}")
+        rules.append(Rule(f"{module}.q_layernorm.weight", (f"{attention}.{q_norm}.weight",), TURNED_HEAD))
+        rules.append(Rule(f"{module}.k_layernorm.weight", (f"{attention}.{k_norm}.weight",), TURNED_HEAD))
+        rules += with_bias(f"{module}.mlp.linear_fc1", f"{block}.ff{suffix}.net.0.proj")
+        rules += with_bias(f"{module}.mlp.linear_fc2", f"{block}.ff{suffix}.net.2")
+    return rules
 
 
-def _single(model: FluxConfig, ours: str, theirs: str) -> list[Rule]:
+def _single(model: FluxConfig, layer: str, block: str) -> list[Rule]:
     heads, size, share = model.num_attention_heads, model.head_size, model.ffn_hidden_size // model.num_attention_heads
     inward = ByHead(heads, (size, size, size, share), turned=(0, 1))
     outward = ByHead(heads, (size, share), fused=True, dim=1)
-    parts = [f"{theirs}.attn.to_q", f"{theirs}.attn.to_k", f"{theirs}.attn.to_v", f"{theirs}.proj_mlp"]
+    parts = [f"{block}.attn.to_q", f"{block}.attn.to_k", f"{block}.attn.to_v", f"{block}.proj_mlp"]
     return [
-        *with_bias(f"{ours}.modulation.linear", f"{theirs}.norm.linear"),
-        *with_bias(f"{ours}.linear_in", *parts, form=inward),
-        Rule(f"{ours}.linear_out.weight", (f"{theirs}.proj_out.weight",), outward),
-        Rule(f"{ours}.linear_out.bias", (f"{theirs}.proj_out.bias",)),
-        Rule(f"{ours}.q_layernorm.weight", (f"{theirs}.attn.norm_q.weight",), TURNED_HEAD),
-        Rule(f"{ours}.k_layernorm.weight", (f"{theirs}.attn.norm_k.weight",), TURNED_HEAD),
+        *with_bias(f"{layer}.modulation.linear", f"{block}.norm.linear"),
+        *with_bias(f"{layer}.linear_in", *parts, form=inward),
+        Rule(f"{layer}.linear_out.weight", (f"{block}.proj_out.weight",), outward),
+        Rule(f"{layer}.linear_out.bias", (f"{block}.proj_out.bias",)),
+        Rule(f"{layer}.q_layernorm.weight", (f"{block}.attn.norm_q.weight",), TURNED_HEAD),
+        Rule(f"{layer}.k_layernorm.weight", (f"{block}.attn.norm_k.weight",), TURNED_HEAD),
     ]

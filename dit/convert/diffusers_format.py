@@ -1,4 +1,4 @@
-"""What is common to the model classes of diffusers: settings on both sides, the rules between the weights."""
+"""Base class for the model classes of diffusers, and selection of a class for a model."""
 
 import importlib
 import math
@@ -18,7 +18,7 @@ from dit.objectives.base import Objective
 from dit.ranges import MOST_POSITIONS
 
 VERSION = "0.38.0"
-"""The release of diffusers that exports are compared with."""
+"""The release of diffusers that tests compare exports with."""
 
 LatentSize = tuple[int, int, int]
 Model = TypeVar("Model", bound=ModelConfig)
@@ -26,17 +26,17 @@ Model = TypeVar("Model", bound=ModelConfig)
 
 @dataclass(frozen=True)
 class TrainedModel:
-    """A trained model in our words: another code base's, or a run's own.
+    """Settings of a trained model, imported or from a run.
 
     Attributes:
-        model: its sizes.
-        objective: what it was trained for; as published, where the files do not say.
-        latent_size: (T, H, W) of the latents it was trained on.
-        sampling: how its authors sample, by the names of `SamplingConfig`.
-        class_names: name of each class; None where the files do not say.
-        text_encoder: name of the encoder of its texts; None for no text, or where the files do not say.
-        fps: frames per second of its training data; None where the files do not say.
-        notes: what our network does otherwise, in a sentence each.
+        model: settings of the backbone.
+        objective: of the training; the published one if the files do not have it.
+        latent_size: (T, H, W) of the training latents.
+        sampling: the authors' sampling settings, by the names of `SamplingConfig`.
+        class_names: name of each class; None if unknown.
+        text_encoder: name of the text encoder; None without text, or if unknown.
+        fps: frames per second of the training data; None if unknown.
+        notes: sentences about differences in our network.
     """
 
     model: ModelConfig
@@ -61,27 +61,27 @@ NULLS = ("text.null", "conditioner.pooled.null")
 
 
 def learned_nulls(shapes: Mapping[str, Shape]) -> dict[str, str]:
-    """Return the parameters for a dropped text, which no class of diffusers has, and why they stay behind."""
-    why = "their pipelines embed the empty text for no text; train with model.null_text=empty for the same samples"
+    """Return the learned parameters for a dropped text, and the reason why diffusers has no counterpart."""
+    why = "its pipelines embed the empty text instead; train with model.null_text=empty for the same samples"
     return {name: why for name in NULLS if name in shapes}
 
 
 def square_side(class_name: str, latent_size: LatentSize, multiple: int) -> tuple[int, list[str]]:
-    """Return the `sample_size` of a class that has one for both sides: that of a square of the same area; and a note.
+    """Return the `sample_size` of a square with the area of the latent, and a note if the latent is not a square.
 
     Args:
-        multiple: of the side.
+        multiple: divides the side.
 
     Raises:
         ConfigError: the model was trained on clips.
     """
     frames, height, width = latent_size
     if frames != 1:
-        raise ConfigError(f"latents of {frames} x {height} x {width}: {class_name} draws pictures and no clips")
+        raise ConfigError(f"latents of {frames} x {height} x {width}: {class_name} draws pictures, not clips")
     if height == width:
         return height, []
     side = max(1, math.isqrt(height * width) // multiple) * multiple
-    return side, [f"sample_size={side} is the square of the area of {height} x {width}, the largest sample"]
+    return side, [f"sample_size={side} is a square with about the area of {height} x {width}, the largest sample"]
 
 
 class DiffusersFormat(ABC, Generic[Model]):
@@ -89,13 +89,13 @@ class DiffusersFormat(ABC, Generic[Model]):
 
     Attributes:
         class_name: in `config.json`.
-        aliases: older names, read where `norm_type` says that this class is meant.
-        config_class: our backbone's.
-        defaults: every argument of their constructor with its default.
-        fixed: those whose other values our backbone cannot follow.
-        samples_by_class: the model takes noise, time and class alone.
-        comfyui: ComfyUI's names of the linear layers, those of the original code, by patterns of diffusers' names.
-        part: the model in diffusers' pipelines, and the prefix of its adapters there.
+        aliases: older names of this class, distinguished from others by `norm_type`.
+        config_class: settings class of our backbone.
+        defaults: every argument of the diffusers constructor with its default.
+        fixed: arguments that our backbone supports with one value only.
+        samples_by_class: the class is the model's only condition.
+        comfyui: ComfyUI's names of linear layers (those of the original code) by patterns of diffusers' names.
+        part: name of the model in diffusers' pipelines, and prefix of its adapters.
     """
 
     class_name: str
@@ -109,39 +109,39 @@ class DiffusersFormat(ABC, Generic[Model]):
 
     @abstractmethod
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
-        """Turn their published settings, complete and checked, into ours; `ConfigError` for what ours cannot follow."""
+        """Convert diffusers' settings, completed by `defaults`; raise `ConfigError` for unsupported ones."""
 
     @abstractmethod
     def write(self, model: Model, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
-        """Turn our settings into those of theirs that differ from `defaults`, and notes on what differs in effect."""
+        """Return diffusers' settings that differ from `defaults`, and notes about differences in effect."""
 
     @abstractmethod
     def rules(self, model: Model, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
         """Return the rules between the weights.
 
         Args:
-            shapes: of our parameters, by global name.
+            shapes: of the parameters, by global name.
         """
 
     def for_pipeline(self, trained: TrainedModel, weights: dict[str, Tensor]) -> tuple[TrainedModel, dict[str, Tensor]]:
-        """Return a model and its weights, our names, in the sizes that diffusers' pipeline of the class takes."""
+        """Return a model and its weights, with our names, in the sizes that diffusers' pipeline expects."""
         return trained, weights
 
     def lora_pipeline(self, model: Model) -> Optional[str]:
-        """Return the pipeline whose `load_lora_weights` reads adapters of the model; None if only peft reads them."""
+        """Return the pipeline with a `load_lora_weights` for adapters of the model; None if only peft reads them."""
         return None
 
     def comfyui_name(self, layer: str) -> Optional[str]:
-        """Return ComfyUI's name of a linear layer of diffusers; None if it is not known."""
+        """Return ComfyUI's name of a linear layer of diffusers; None if it is unknown."""
         matches = ((re.fullmatch(pattern, layer), name) for pattern, name in self.comfyui)
         return next((f"diffusion_model.{match.expand(name)}" for match, name in matches if match), None)
 
     def other_names(self, layer: str, model: Model) -> list[str]:
-        """Return further names that files of adapters have for a layer of diffusers."""
+        """Return further names of a diffusers layer in adapter files."""
         return []
 
     def reads(self, settings: Mapping[str, Any]) -> bool:
-        """Tell whether a `config.json` is of this class."""
+        """Return whether a `config.json` is of this class."""
         name = settings.get("_class_name")
         return name == self.class_name or (
             name in self.aliases and settings.get("norm_type") == self.fixed.get("norm_type")
@@ -151,19 +151,19 @@ class DiffusersFormat(ABC, Generic[Model]):
         """Read a `config.json`.
 
         Raises:
-            ConfigError: a setting is unknown here, or has a value that our backbone cannot follow.
+            ConfigError: a setting is unknown, or our backbone does not support its value.
         """
-        given = {name: value for name, value in settings.items() if not name.startswith("_")}
-        # Old files still name arguments that are gone; unset they mean nothing.
-        unknown = [f"{n}={v!r}" for n, v in given.items() if n not in self.defaults and v not in (None, False)]
-        complete = {**self.defaults, **{n: v for n, v in given.items() if n in self.defaults}}
+        arguments = {name: value for name, value in settings.items() if not name.startswith("_")}
+        # Old files have arguments that no longer exist; they have no effect if unset.
+        unknown = [f"{n}={v!r}" for n, v in arguments.items() if n not in self.defaults and v not in (None, False)]
+        complete = {**self.defaults, **{n: v for n, v in arguments.items() if n in self.defaults}}
         wrong = [f"{n}={complete[n]!r} (only {v!r})" for n, v in self.fixed.items() if complete[n] != v]
         if unknown or wrong:
             faults = "; ".join(
-                f"{what}: {', '.join(names)}" for what, names in (("unknown", unknown), ("unsupported", wrong)) if names
+                f"{kind}: {', '.join(names)}" for kind, names in (("unknown", unknown), ("unsupported", wrong)) if names
             )
             raise ConfigError(
-                f"{self.class_name} with settings that {self.config_class.__name__} cannot follow; {faults}"
+                f"{self.class_name} with settings that {self.config_class.__name__} does not support; {faults}"
             )
         try:
             return self.read(complete)
@@ -171,7 +171,7 @@ class DiffusersFormat(ABC, Generic[Model]):
             if isinstance(error, UserError):
                 raise
             raise ConfigError(
-                f"config.json of {self.class_name} has a setting that cannot be used: {error!r:.200}; fetch it again"
+                f"config.json of {self.class_name} has an invalid setting: {error!r:.200}; download it again"
             ) from error
 
     def write_settings(self, model: Model, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
@@ -189,16 +189,16 @@ NEAREST: Mapping[str, str] = {
     "DDPMUNetConfig": "norms over all channels, GELU and max-pooling; UNet2DModel normalises groups of channels, with "
     "SiLU and strided convolutions",
 }
-"""Why the networks of diffusers that come nearest to one of ours cannot hold its weights."""
+"""Reasons why the most similar networks of diffusers do not fit a backbone."""
 
 
 def formats() -> list[DiffusersFormat[ModelConfig]]:
-    """Return every format of the registry."""
-    found: list[DiffusersFormat[ModelConfig]] = []
+    """Return every format in the registry."""
+    instances: list[DiffusersFormat[ModelConfig]] = []
     for path in DIFFUSERS.values():
         module, _, name = path.partition(":")
-        found.append(getattr(importlib.import_module(module), name)())
-    return found
+        instances.append(getattr(importlib.import_module(module), name)())
+    return instances
 
 
 def format_of_settings(settings: Mapping[str, Any]) -> DiffusersFormat[ModelConfig]:
@@ -207,32 +207,31 @@ def format_of_settings(settings: Mapping[str, Any]) -> DiffusersFormat[ModelConf
     Raises:
         ConfigError: there is none.
     """
-    for found in formats():
-        if found.reads(settings):
-            return found
-    known = ", ".join(DIFFUSERS)
+    for candidate in formats():
+        if candidate.reads(settings):
+            return candidate
     raise ConfigError(
-        f"_class_name={settings.get('_class_name')!r} is not a model that is converted; those are {known}"
+        f"_class_name={settings.get('_class_name')!r} is not supported; supported classes are {', '.join(DIFFUSERS)}"
     )
 
 
 def format_of_model(model: ModelConfig) -> DiffusersFormat[ModelConfig]:
-    """Return the format that one of our models can be written in.
+    """Return the format for a model.
 
     Raises:
         ConfigError: diffusers has no such model.
     """
-    for found in formats():
-        if type(model) is found.config_class:
-            return found
-    known = ", ".join(found.config_class.__name__ for found in formats())
+    for candidate in formats():
+        if type(model) is candidate.config_class:
+            return candidate
+    supported = ", ".join(candidate.config_class.__name__ for candidate in formats())
     name = type(model).__name__
     why = f" ({NEAREST[name]})" if name in NEAREST else ""
-    raise ConfigError(f"diffusers {VERSION} has no model like {name}{why}; those with one are {known}")
+    raise ConfigError(f"diffusers {VERSION} has no model like {name}{why}; backbones with one are {supported}")
 
 
 def export_line(model: ModelConfig) -> tuple[bool, str]:
-    """Return whether diffusers has a class for a model of square pictures, and a line that names it or says why not."""
+    """Return whether diffusers has a class for a model of square pictures, and a line with its name or the reason."""
     try:
         form = format_of_model(model)
         side = model.patch_spatial << 12  # a multiple of every halving

@@ -1,12 +1,12 @@
-"""Pipelines of diffusers: which one draws from a model, the parts that it needs, and whether it draws the same.
+"""Selection of the diffusers pipeline for a model, and checks that it draws the same samples as our sampler.
 
-A folder that `diffusers.DiffusionPipeline.from_pretrained` opens has one folder for each part and an index:
+A folder for `diffusers.DiffusionPipeline.from_pretrained` has one folder for each part and an index:
 
-    model_index.json    class of the pipeline, and of every part
+    model_index.json    classes of the pipeline and of every part
     transformer/        or unet/: the trained model
-    scheduler/          of its objective
+    scheduler/          for its objective
     vae/                autoencoder of its latents
-    text_encoder/       and tokenizer/, of a model that reads texts
+    text_encoder/       and tokenizer/, for a model that reads texts
 
 Source: diffusers 0.38, `pipelines/`: arguments of the constructors, and the steps of `__call__`.
 """
@@ -29,7 +29,7 @@ CLIP = ("clip",)
 WAN_FPS = 16
 """Frames per second of Wan's clips."""
 T5_LIKE = ("t5", "umt5", "sentence")
-"""Kinds of `dit.encoders.text_config` whose class returns the tokens of a masked text first."""
+"""Kinds of `dit.encoders.text_config` with a class that returns tokens first and takes an attention mask."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,15 @@ class TextPart:
     """A text encoder of a pipeline.
 
     Attributes:
-        makes: what it makes, as in `dit.encoders.text_config`.
-        kinds: of encoders that the pipeline calls in the right way.
-        layer: whose output the pipeline takes as tokens.
-        joined: its tokens follow those of the encoder before it.
+        makes: entries of the text, as in `dit.encoders.text_config`.
+        kinds: kinds of encoders that the pipeline supports.
         known: name of these for messages.
+        layer: source of the tokens.
+        joined: append its tokens to those of the previous encoder.
         suffix: of its folders, `text_encoder` and `tokenizer`.
-        padded: the model attends to padding. None where it reads a pooled vector, which padding does not change.
-        zero_padded: the model attends to zeros behind the embedding of a text.
-        cut: the tokenizer's own longest text is that of the pipeline; otherwise the call states it.
+        padded: the model attends to padding. None for a pooled vector, which does not depend on padding.
+        zero_padded: the model attends to zeros after the embedding of a text.
+        cut: the pipeline uses the longest text of the tokenizer; otherwise it is an argument of the call.
     """
 
     makes: tuple[str, ...]
@@ -61,7 +61,7 @@ class TextPart:
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A class of diffusers that draws from a model class of diffusers.
+    """A pipeline class of diffusers for a model class of diffusers.
 
     Attributes:
         texts: its text encoders.
@@ -100,7 +100,7 @@ PIPELINES = {
         (TextPart(("text",), T5_LIKE, "a T5 or a BERT", padded=False),),
         guided_by_texts=True,
         arguments=("clean_caption=False", "use_resolution_binning=False"),
-        note="PixArtAlphaPipeline turns a prompt into lower case; captions for it are best prepared so",
+        note="PixArtAlphaPipeline converts prompts to lower case; prepare captions in lower case for it",
     ),
     "UNet2DConditionModel": Pipeline(
         "StableDiffusionPipeline",
@@ -159,14 +159,14 @@ XL = Pipeline(
 NONE: Mapping[str, str] = {
     "AutoencoderKL": "an autoencoder is a part of the pipelines of other models",
 }
-"""Why a model class has no pipeline here."""
+"""Reasons why a model class has no pipeline."""
 
 
 def pipeline_of(form: DiffusersFormat[ModelConfig], trained: TrainedModel) -> Pipeline:
-    """Return the pipeline that draws from a model as our sampler does.
+    """Return the pipeline that draws the same samples from a model as our sampler.
 
     Raises:
-        ConfigError: there is none, or it would draw something else.
+        ConfigError: there is none, or it would draw other samples.
     """
     is_xl = form.part == "unet" and getattr(trained.model, "pooled_size", None) is not None
     pipeline = XL if is_xl else PIPELINES.get(form.class_name)
@@ -183,10 +183,10 @@ def _objective_faults(pipeline: Pipeline, trained: TrainedModel) -> list[str]:
         runs = isinstance(objective, FlowMatching) and objective.prediction == "velocity"
         needed = "flow matching of the velocity"
     else:
-        # It passes the scheduler's own steps to the network.
+        # The pipeline passes the scheduler's steps to the network unchanged.
         runs = isinstance(objective, DDPM) and objective.discrete_steps == REFERENCE_STEPS
         needed = f"DDPM of {REFERENCE_STEPS} steps (objective.discrete_steps={REFERENCE_STEPS})"
-    return [] if runs else [f"runs {needed}, and this model was trained by {objective}"]
+    return [] if runs else [f"runs {needed}, but this model was trained with {objective}"]
 
 
 def _model_faults(pipeline: Pipeline, trained: TrainedModel) -> list[str]:
@@ -200,7 +200,7 @@ def _model_faults(pipeline: Pipeline, trained: TrainedModel) -> list[str]:
     if pipeline.guided_by_texts and text is not None and text.null not in nulls:
         zeros = "" if pipeline.zeros is None else " or zeros"
         faults.append(
-            f"leads away from the embedding of the empty text{zeros}, and this model learned {NULLS[0]} in its place; "
+            f"uses the embedding of the empty text{zeros} as unconditional, but this model learned {NULLS[0]} instead; "
             f"train with model.null_text=empty{zeros}"
         )
     return faults
@@ -237,14 +237,14 @@ def loading_lines(
     pixels: tuple[int, int, int],
     most_tokens: Mapping[tuple[str, ...], int],
 ) -> str:
-    """Return the lines of Python that load a folder and draw one picture or clip of the size that was trained on.
+    """Return Python code that loads a folder and draws one picture or clip of the training size.
 
     Args:
         pixels: frames, height and width.
-        most_tokens: of a text, by what the encoder makes.
+        most_tokens: longest text by entries of the encoder.
     """
     sampling, (frames, height, width) = dict(trained.sampling), pixels
-    # The guidance_scale of FLUX is the number that a distilled network reads.
+    # The guidance_scale of FLUX is an input of the distilled network.
     distilled = pipeline.flow and not pipeline.guided_by_texts
     scale = getattr(trained.model, "guidance", None) if distilled else sampling.get("guidance_scale")
     call = [f"num_inference_steps={num_steps_of(trained)}", f"guidance_scale={scale or 1.0}"]

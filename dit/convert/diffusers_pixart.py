@@ -1,12 +1,12 @@
-"""diffusers' `PixArtTransformer2DModel` (PixArt-alpha and PixArt-Sigma), and our ST-DiT with full attention alone.
+"""Convert diffusers' `PixArtTransformer2DModel` (PixArt-alpha and Sigma) to and from our ST-DiT with full attention.
 
-All differences of their model: q, k and v (in cross-attention k and v) as separate matrices; a
-convolution that embeds patches; positions that span `sample_size / patch_size / interpolation_scale` indices at every
-resolution, our `position_span`. Times are steps 0 to 999, and our network gets a thousandth of them; a `time_scale`
-other than 1000 would need a scheduler of other steps and is refused. PixArt takes the embedding of the empty text for a
-dropped one (`null_text=empty`); a learned null token has no counterpart.
+Differences of diffusers' model: q, k and v (in cross-attention k and v) are separate matrices; a convolution embeds
+patches; positions span `sample_size / patch_size / interpolation_scale` indices at every resolution, our
+`position_span`. Times are steps 0 to 999; our network gets a thousandth of them. A `time_scale` other than 1000 would
+need a scheduler with other steps, so it is an error. PixArt replaces a dropped text by the embedding of the empty text
+(`null_text=empty`); a learned null token has no counterpart.
 
-The 1024 px model of PixArt-alpha is conditioned on resolution and aspect ratio, which ours is not, and is refused.
+The 1024 px model of PixArt-alpha is not supported, because it is conditioned on resolution and aspect ratio.
 
 Source: diffusers 0.38, `models/transformers/pixart_transformer_2d.py`, names and settings; Chen et al. 2023,
 arXiv:2310.00426.
@@ -38,7 +38,7 @@ ONLY_THESE = {
     "layernorm_epsilon": 1e-6,
     "time_scale": 1000.0,
 }
-"""Settings of ours that PixArt has no others of."""
+"""Our settings, with the only values that PixArt supports."""
 
 
 class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
@@ -91,15 +91,15 @@ class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
         size, width = published["sample_size"], published["num_attention_heads"] * published["attention_head_dim"]
         extra = published["use_additional_conditions"]
-        shown = {
+        values = {
             "use_additional_conditions": size == 128 if extra is None else extra,
             "cross_attention_dim": published["cross_attention_dim"],
         }
-        wanted = {"use_additional_conditions": False, "cross_attention_dim": width}
-        require(f"{self.class_name} unlike our model", shown, wanted, "such weights cannot be imported")
+        supported = {"use_additional_conditions": False, "cross_attention_dim": width}
+        require(f"{self.class_name} differs from our model", values, supported, "such weights cannot be imported")
         if published["caption_channels"] is None:
             raise ConfigError(f"{self.class_name} with caption_channels=None has no text projection; ours has one")
-        # They default to a whole number of base resolutions.
+        # The default is an integer number of base resolutions.
         scale = published["interpolation_scale"]
         scale = max(size // 64, 1) if scale is None else scale
         out_channels = published["out_channels"]
@@ -126,9 +126,9 @@ class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
     def write(self, model: STDiTConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         size, heads = model.hidden_size, model.num_attention_heads
         same = {"num_query_groups": heads, "ffn_size": 4 * size}
-        shown = {name: getattr(model, name) for name in (*ONLY_THESE, "ffn_size")}
-        shown["num_query_groups"] = model.num_query_groups or heads
-        require(f"{self.class_name} cannot hold this model", shown, {**ONLY_THESE, **same}, TRAIN_THAT_WAY)
+        values = {name: getattr(model, name) for name in (*ONLY_THESE, "ffn_size")}
+        values["num_query_groups"] = model.num_query_groups or heads
+        require(f"{self.class_name} does not support this model", values, {**ONLY_THESE, **same}, TRAIN_THAT_WAY)
         height, notes = square_side(self.class_name, latent_size, model.patch_spatial)
         side = height // model.patch_spatial
         if model.position_span is None:
@@ -151,7 +151,7 @@ class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
     def rules(self, model: STDiTConfig, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
         patch = {"ph": model.patch_spatial, "pw": model.patch_spatial}
         time = "adaln_single.emb.timestep_embedder"
-        found = [
+        rules = [
             Rule("embed.linear.weight", ("pos_embed.proj.weight",), Axes("d c ph pw -> d (ph pw c)", patch)),
             Rule("embed.linear.bias", ("pos_embed.proj.bias",)),
             *with_bias("conditioner.time.linear_1", f"{time}.linear_1"),
@@ -164,24 +164,24 @@ class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
         ]
         three, two = (ByHead(model.num_attention_heads, (model.head_size,) * parts) for parts in (3, 2))
         for i in range(model.num_layers):
-            ours, theirs = f"layers.{i}", f"transformer_blocks.{i}"
-            qkv = [f"{theirs}.attn1.to_{part}" for part in "qkv"]
-            found += with_bias(f"{ours}.attentions.full.linear_qkv", *qkv, form=three)
-            found += with_bias(f"{ours}.attentions.full.linear_proj", f"{theirs}.attn1.to_out.0")
-            found += with_bias(f"{ours}.cross_attention.linear_q", f"{theirs}.attn2.to_q")
-            found += with_bias(
-                f"{ours}.cross_attention.linear_kv", f"{theirs}.attn2.to_k", f"{theirs}.attn2.to_v", form=two
+            layer, block = f"layers.{i}", f"transformer_blocks.{i}"
+            qkv = [f"{block}.attn1.to_{part}" for part in "qkv"]
+            rules += with_bias(f"{layer}.attentions.full.linear_qkv", *qkv, form=three)
+            rules += with_bias(f"{layer}.attentions.full.linear_proj", f"{block}.attn1.to_out.0")
+            rules += with_bias(f"{layer}.cross_attention.linear_q", f"{block}.attn2.to_q")
+            rules += with_bias(
+                f"{layer}.cross_attention.linear_kv", f"{block}.attn2.to_k", f"{block}.attn2.to_v", form=two
             )
-            found += with_bias(f"{ours}.cross_attention.linear_proj", f"{theirs}.attn2.to_out.0")
-            found += with_bias(f"{ours}.mlp.linear_fc1", f"{theirs}.ff.net.0.proj")
-            found += with_bias(f"{ours}.mlp.linear_fc2", f"{theirs}.ff.net.2")
-            found.append(Rule(f"{ours}.modulation.table", (f"{theirs}.scale_shift_table",)))
+            rules += with_bias(f"{layer}.cross_attention.linear_proj", f"{block}.attn2.to_out.0")
+            rules += with_bias(f"{layer}.mlp.linear_fc1", f"{block}.ff.net.0.proj")
+            rules += with_bias(f"{layer}.mlp.linear_fc2", f"{block}.ff.net.2")
+            rules.append(Rule(f"{layer}.modulation.table", (f"{block}.scale_shift_table",)))
         tables = {"pos_embed.pos_embed": _positions(model, latent_size)}
-        return RuleBook(shapes, found, only_ours=learned_nulls(shapes), tables=tables)
+        return RuleBook(shapes, rules, unmatched=learned_nulls(shapes), tables=tables)
 
 
 def _positions(model: STDiTConfig, latent_size: LatentSize) -> Tensor:
-    """Return the fixed positions that old files hold, `[1, patches, D]`."""
+    """Return the fixed positions that old files store, `[1, patches, D]`."""
     side = square_side(DiffusersPixArt.class_name, latent_size, model.patch_spatial)[0] // model.patch_spatial
     scale = 1.0 if model.position_span is None else model.position_span / side
     return sincos(grid_positions((1, side, side)) * scale, model.hidden_size, "sincos_2d")[None]

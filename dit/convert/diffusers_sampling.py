@@ -1,7 +1,7 @@
-"""How to sample exported weights with diffusers: its scheduler if it has one, and a README page.
+"""Sampling of exported weights with diffusers: scheduler settings, and a README page.
 
-Their schedulers have neither the direction of time nor the class that means no class, so the page states both. For
-class-conditional models it has a loop that generates the samples of our sampler (the tests run it).
+The page documents facts that scheduler settings do not have: the direction of time, and the class index of "no class".
+For class-conditional models it has a loop that generates the same samples as our sampler (tests run it).
 """
 
 import math
@@ -22,28 +22,28 @@ BETA_SCHEDULES = {"linear": "linear", "scaled_linear": "scaled_linear", "cosine"
 
 
 def scheduler_config(objective: Objective) -> Optional[dict[str, Any]]:
-    """Return the `scheduler_config.json` for the path of an objective; None if diffusers has none.
+    """Return the `scheduler_config.json` for an objective; None if diffusers has no such scheduler.
 
     Source: diffusers 0.38, `schedulers/`; trailing steps that end at the clean latent, Lin et al. 2023,
     arXiv:2305.08891.
     """
     if isinstance(objective, FlowMatching):
-        own: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "_class_name": "FlowMatchEulerDiscreteScheduler",
             "num_train_timesteps": REFERENCE_STEPS,
             "shift": objective.time_shift,
         }
     elif isinstance(objective, EDM):
         names = ("sigma_min", "sigma_max", "sigma_data", "rho")
-        own = {"_class_name": "EDMEulerScheduler", **{name: getattr(objective, name) for name in names}}
+        settings = {"_class_name": "EDMEulerScheduler", **{name: getattr(objective, name) for name in names}}
     elif isinstance(objective, DDPM) and objective.discrete_steps is not None:
-        own = {
+        settings = {
             "_class_name": "DDIMScheduler",
             "num_train_timesteps": objective.discrete_steps,
             "beta_schedule": BETA_SCHEDULES[objective.schedule],
             "prediction_type": PREDICTIONS[objective.prediction],
             "timestep_spacing": "trailing",
-            "steps_offset": 1,  # without effect; StableDiffusionPipeline warns of another
+            "steps_offset": 1,  # no effect; StableDiffusionPipeline warns about other values
             "set_alpha_to_one": True,
             "clip_sample": False,
             "rescale_betas_zero_snr": objective.zero_terminal_snr,
@@ -51,10 +51,10 @@ def scheduler_config(objective: Objective) -> Optional[dict[str, Any]]:
         if objective.schedule != "cosine":
             ends = beta_ends(objective.schedule, objective.beta_start, objective.beta_end)
             scaled = (beta * REFERENCE_STEPS / objective.discrete_steps for beta in ends)
-            own |= dict(zip(("beta_start", "beta_end"), scaled))
+            settings |= dict(zip(("beta_start", "beta_end"), scaled))
     else:
         return None
-    return {"_diffusers_version": VERSION, **own}
+    return {"_diffusers_version": VERSION, **settings}
 
 
 def spaced_scheduler(objective: FlowMatching, num_steps: int) -> dict[str, Any]:
@@ -88,9 +88,9 @@ def spaced_scheduler(objective: FlowMatching, num_steps: int) -> dict[str, Any]:
 
 
 def how_to_sample(trained: TrainedModel) -> list[str]:
-    """Describe inputs and outputs of the network: noising path, time, sign, class of no class; a line each."""
+    """Return lines about inputs and outputs of the network: noising path, time, sign, index of "no class"."""
     objective, model = trained.objective, trained.model
-    lines = [f"trained by {objective}"]
+    lines = [f"trained with {objective}"]
     if objective.reconstructs:
         return [
             *lines,
@@ -104,16 +104,16 @@ def how_to_sample(trained: TrainedModel) -> list[str]:
         predicts = "the clean latent x0" if objective.prediction == "x0" else "the velocity noise - x0"
         lines += [
             "x_t = (1 - t) x0 + t noise: t = 0 is data, t = 1 is noise; sampling goes from 1 to 0",
-            f"the network is given 1000 t as its timestep and predicts {predicts}",
+            f"the network gets 1000 t as its timestep and predicts {predicts}",
             f"times are evenly spaced, then shifted by {objective.time_shift:g}: t s / (1 + (s - 1) t)",
         ]
     elif isinstance(objective, EDM):
         lines += [
             "x = x0 + sigma noise; sampling goes from sigma_max to sigma_min, then to 0",
-            "the network is given c_in x and the timestep 1000 log(sigma) / 4, and predicts (x0 - c_skip x) / c_out",
+            "the network gets c_in x and the timestep 1000 log(sigma) / 4, and predicts (x0 - c_skip x) / c_out",
         ]
     elif isinstance(objective, DDPM):
-        what = {"noise": "the noise", "x0": "the clean latent x0", "v": "v = alpha noise - sigma x0"}
+        targets = {"noise": "the noise", "x0": "the clean latent x0", "v": "v = alpha noise - sigma x0"}
         steps = objective.discrete_steps
         time = (
             "1000 t, t from 0 (data) to 1 (noise)" if steps is None else f"1000 k / {steps} for step k, 0 the cleanest"
@@ -121,19 +121,15 @@ def how_to_sample(trained: TrainedModel) -> list[str]:
         lines += [
             f"x_t = alpha x0 + sigma noise, alpha**2 + sigma**2 = 1, {objective.schedule} schedule"
             + (", rescaled so that the last step is pure noise" if objective.zero_terminal_snr else ""),
-            f"the network is given {time}, as its timestep and predicts {what[objective.prediction]}",
+            f"the network gets {time}, as its timestep and predicts {targets[objective.prediction]}",
         ]
         if steps is None:
-            lines.append(
-                "time is continuous, for which diffusers has no scheduler; dit/objectives/noise_levels.py has it"
-            )
+            lines.append("time is continuous; diffusers has no scheduler for it, see dit/objectives/noise_levels.py")
     out, channels = getattr(model, "out_channels", None), model.in_channels
     if out not in (None, channels):
         lines.append(f"only the first {channels} of the {out} predicted channels are the mean")
     if model.num_classes is not None:
-        lines.append(
-            f"classes are 0 to {model.num_classes - 1}; {model.num_classes} is the class of no class, for guidance"
-        )
+        lines.append(f"classes are 0 to {model.num_classes - 1}; {model.num_classes} means no class, for guidance")
     lines.append(
         f"latents of {' x '.join(map(str, trained.latent_size))} (frames x height x width), {channels} channels"
     )
@@ -153,10 +149,10 @@ def page(
 
     Args:
         class_name: of the diffusers model.
-        has_loop: the model takes a class and nothing else, so a loop of a few lines samples from it.
-        notes: what differs in effect.
-        folder: of the transformer, seen from the page.
-        code: lines of Python that load and sample a pipeline; None for a model without one.
+        has_loop: whether the class is the model's only condition, so that a short loop samples from it.
+        notes: sentences about differences in effect.
+        folder: of the transformer, relative to the page.
+        code: Python code that loads and samples a pipeline; None for a model without one.
     """
     scheduler = scheduler_config(trained.objective)
     lines = [f"# {class_name}, exported by megatron-dit", "", *(f"* {line}" for line in how_to_sample(trained))]
@@ -168,7 +164,7 @@ def page(
     elif has_loop and scheduler is not None:
         lines += ["", "To sample with diffusers:", "", "```python", loop(trained, scheduler["_class_name"]), "```", ""]
     where = f"`{folder}/config.json` (`_megatron_dit`)" if folder != "." else "`config.json` (`_megatron_dit`)"
-    lines += ["", f"`megatron-dit import` takes the weights back with all of the above, which it reads from {where}."]
+    lines += ["", f"`megatron-dit import` imports the weights and all of the above, which it reads from {where}."]
     return "\n".join(lines) + "\n"
 
 
@@ -199,7 +195,7 @@ def sample(transformer_folder, scheduler_folder, labels, num_steps, guidance_sca
     if noise is None:
         noise = torch.randn(len(labels), channels, size, size)
     labels = torch.tensor(labels)
-    labels = torch.cat([labels, torch.full_like(labels, {trained.model.num_classes})])  # the class of no class
+    labels = torch.cat([labels, torch.full_like(labels, {trained.model.num_classes})])  # no class
     x = {start}
     for t in scheduler.timesteps:
         both = torch.cat([{inputs}] * 2)

@@ -1,14 +1,14 @@
-"""diffusers' `UNet2DConditionModel` in the forms of Stable Diffusion v1 and XL, and our latent-diffusion UNet.
+"""Convert diffusers' `UNet2DConditionModel` (Stable Diffusion v1 and XL) to and from our latent-diffusion UNet.
 
-All differences of their model: q, k and v (in cross-attention k and v) as separate matrices; the projections around a
-transformer as convolutions of 1 x 1, where all resolutions have as many heads; other names. Times are steps 0 to 999,
-and our network gets a thousandth of them. Stable Diffusion replaces a dropped text by the embedding of the empty text
-(XL: zeros), which is `null_text` of ours; a learned null token has no counterpart. It attends to the padding of all
-texts (`:padded` of `--text-encoder` stores it). What their input has more channels of than their output is our control
-picture, behind the latent.
+Differences of diffusers' model: q, k and v (in cross-attention k and v) are separate matrices; if all resolutions have
+the same number of heads, the projections around a transformer are 1 x 1 convolutions; other names. Times are steps 0 to
+999; our network gets a thousandth of them. Stable Diffusion replaces a dropped text by the embedding of the empty text
+(XL: zeros), our `null_text`; a learned null token has no counterpart. It attends to the padding of all texts (`:padded`
+of `--text-encoder` stores it). Input channels in excess of the output channels are our control picture, after the
+latent.
 
-Models with other blocks, with conditions besides time, text, and SDXL's pooled text and lengths, or with heads of
-different sizes are refused.
+Models with other blocks, with other conditions than time, text, and SDXL's pooled text and lengths, or with heads of
+different sizes are not supported.
 
 Source: diffusers 0.38, `models/unets/unet_2d_condition.py`, names and settings.
 """
@@ -25,7 +25,7 @@ from dit.models.ldm_unet.layer import LENGTH_FEATURES, LENGTHS
 from dit.objectives.ddpm import DDPM
 
 DOWN, UP = ("DownBlock2D", "CrossAttnDownBlock2D"), ("UpBlock2D", "CrossAttnUpBlock2D")
-"""Their blocks, without and with transformers."""
+"""Names of blocks without and with transformers."""
 NAMES = {
     "time.": "time_embedding.",
     "added.": "add_embedding.",
@@ -36,9 +36,9 @@ NAMES = {
     ".ff.proj.": ".ff.net.0.proj.",
     ".ff.out.": ".ff.net.2.",
 }
-"""Parts of our names that differ, with theirs."""
+"""Parts of names that differ: ours, diffusers'."""
 ADDED = {"addition_embed_type": "text_time", "addition_time_embed_dim": LENGTH_FEATURES}
-"""Settings of theirs for a pooled text and six lengths."""
+"""Settings of diffusers for a pooled text and six lengths."""
 ONLY_THESE = {"patch_spatial": 1, "patch_temporal": 1, "num_classes": None}
 
 DEFAULTS: Mapping[str, Any] = {
@@ -98,7 +98,7 @@ FOLLOWED = (
     "projection_class_embeddings_input_dim",
     *("attention_head_dim", "dropout", "upcast_attention", "addition_embed_type_num_heads"),
 )
-"""Settings of theirs that ours follows, or that change no number of the network that is read."""
+"""Settings of diffusers that our model supports, or that do not affect the network."""
 
 
 class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
@@ -114,11 +114,11 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         return "StableDiffusionPipeline" if model.pooled_size is None else "StableDiffusionXLPipeline"
 
     def comfyui_name(self, layer: str) -> str:
-        """Return the name of kohya-ss, which ComfyUI reads for this model."""
+        """Return the name in kohya-ss, which ComfyUI reads for this model."""
         return f"lora_unet_{layer.replace('.', '_')}"
 
     def other_names(self, layer: str, model: LDMUNetConfig) -> list[str]:
-        """Return the name of kohya-ss of a layer of SDXL, whose blocks it numbers as the original code does."""
+        """Return the name of an SDXL layer in kohya-ss, which numbers blocks like the original code."""
         if layer.startswith("mid_block.attentions.0."):
             block = "middle_block_1"
         elif match := re.match(r"(down|up)_blocks\.(\d+)\.attentions\.(\d+)\.", layer):
@@ -129,21 +129,21 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
                 block = f"output_blocks_{resolution * (model.layers_per_block + 1) + place}_1"
         else:
             return []
-        rest = re.sub(r"^(mid_block|\w+_blocks\.\d+)\.attentions\.\d+\.", "", layer)
-        return [f"lora_unet_{block}_{rest.replace('.', '_')}"]
+        suffix = re.sub(r"^(mid_block|\w+_blocks\.\d+)\.attentions\.\d+\.", "", layer)
+        return [f"lora_unet_{block}_{suffix.replace('.', '_')}"]
 
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
         channels, down = list(published["block_out_channels"]), list(published["down_block_types"])
         depths = published["transformer_layers_per_block"]
         depths = [depths] * len(channels) if isinstance(depths, int) else list(depths)
         with_text = [kind == DOWN[1] for kind in down]
-        shown = {
+        mirrored = {
             "down_block_types": [DOWN[kind] for kind in with_text],
             "up_block_types": [UP[kind] for kind in reversed(with_text)],
         }
         numbers = ["in_channels", "out_channels", "layers_per_block", "cross_attention_dim", "sample_size"]
         heads, head_size = published["attention_head_dim"], None
-        if isinstance(heads, list | tuple):  # theirs is the number of heads, whatever its name
+        if isinstance(heads, list | tuple):  # in spite of its name, `attention_head_dim` is the number of heads
             sizes = {width / count for width, count in zip(channels, heads)}
             head_size = int(sizes.pop()) if len(heads) == len(channels) and len(sizes) == 1 else None
         if head_size is None:
@@ -158,7 +158,7 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
             odd += [f"{name}={value!r}" for name, value in embedding.items() if value is not None]
         odd += [
             f"{name}={published[name]!r} (only {value!r})"
-            for name, value in {**shown, "use_linear_projection": head_size is not None}.items()
+            for name, value in {**mirrored, "use_linear_projection": head_size is not None}.items()
             if _plain(published[name]) != value
         ]
         control = 0 if odd else published["in_channels"] - published["out_channels"]
@@ -166,8 +166,8 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
             odd.append(f"in_channels={published['in_channels']}, out_channels={published['out_channels']}")
         if odd or not len(channels) == len(down) == len(depths) or not all(isinstance(n, int) for n in depths):
             raise ConfigError(
-                f"{self.class_name} with {', '.join(odd) or 'lists of different lengths'}; ours has one whole number "
-                f"of each, blocks {', '.join((*DOWN, *UP))} in mirrored order, and puts out no more than it takes in"
+                f"{self.class_name} with {', '.join(odd) or 'lists of different lengths'}; ours has one integer for "
+                f"each, blocks {', '.join((*DOWN, *UP))} in mirrored order, and no more output than input channels"
             )
         model = LDMUNetConfig(
             in_channels=published["out_channels"],
@@ -189,13 +189,13 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         return TrainedModel(model, objective, (1, size, size), sampling)
 
     def write(self, model: LDMUNetConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
-        what = f"{self.class_name} cannot hold this model"
-        require(what, {name: getattr(model, name) for name in ONLY_THESE}, ONLY_THESE, TRAIN_THAT_WAY)
+        fault = f"{self.class_name} does not support this model"
+        require(fault, {name: getattr(model, name) for name in ONLY_THESE}, ONLY_THESE, TRAIN_THAT_WAY)
         layers, bottom = model.transformer_layers, model.mid_transformer_layers
         side, notes = square_side(self.class_name, latent_size, 2**model.halvings)
         if bottom == 0 or layers[-1] not in (0, bottom):
             raise ConfigError(
-                f"{what}: its bottom has as many transformer layers as its lowest resolution, and ours "
+                f"{fault}: its bottom has as many transformer layers as its lowest resolution, but ours has "
                 f"mid_transformer_layers={bottom} and transformer_layers={layers}; {TRAIN_THAT_WAY}"
             )
         with_text = [depth > 0 for depth in layers]
@@ -224,7 +224,7 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
     def rules(self, model: LDMUNetConfig, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
         linear = model.head_size is not None
         rules = [_rule(name, shapes[name], linear=linear) for name in shapes if name not in NULLS]
-        return RuleBook(shapes, rules, only_ours=learned_nulls(shapes))
+        return RuleBook(shapes, rules, unmatched=learned_nulls(shapes))
 
 
 def _plain(value: object) -> object:
@@ -232,16 +232,16 @@ def _plain(value: object) -> object:
 
 
 def _rule(name: str, shape: Shape, *, linear: bool) -> Rule:
-    theirs = name
-    for ours, other in NAMES.items():
-        theirs = theirs.replace(ours, other)
-    if fused := re.fullmatch(r"(.*)\.to_(qkv|kv)\.weight", theirs):
+    diffusers_name = name
+    for part, replacement in NAMES.items():
+        diffusers_name = diffusers_name.replace(part, replacement)
+    if fused := re.fullmatch(r"(.*)\.to_(qkv|kv)\.weight", diffusers_name):
         parts = fused[2]
         return Rule(
             name,
             tuple(f"{fused[1]}.to_{part}.weight" for part in parts),
-            ByHead(1, (shape[0] // len(parts),) * len(parts)),  # part after part, all heads in each
+            ByHead(1, (shape[0] // len(parts),) * len(parts)),  # ordered by part; a part has all heads
         )
-    if not linear and re.search(r"\.proj_(in|out)\.weight", theirs):
-        return Rule(name, (theirs,), Pointwise())
-    return Rule(name, (theirs,))
+    if not linear and re.search(r"\.proj_(in|out)\.weight", diffusers_name):
+        return Rule(name, (diffusers_name,), Pointwise())
+    return Rule(name, (diffusers_name,))

@@ -1,16 +1,16 @@
-"""diffusers' `WanTransformer3DModel` (Wan 2.1 text to video), and our Wan.
+"""Convert diffusers' `WanTransformer3DModel` (Wan 2.1 text to video) to and from our Wan.
 
-All differences of their model:
+Differences of diffusers' model:
 
-* q, k and v (in cross-attention k and v) as separate matrices; a convolution that embeds patches;
-* features that rotate together are adjacent, ours are half a head apart: in self-attention rows of q and k
-  and the weights of their norms change places;
-* a predicted patch goes frame by frame, ours row by row;
-* tables with an axis of one more.
+* q, k and v (in cross-attention k and v) are separate matrices; a convolution embeds patches;
+* features that rotate together are adjacent, ours have a distance of half a head, so in self-attention the rows of q
+  and k and the weights of their norms are permuted;
+* a predicted patch is ordered by frame, then row; ours by row, then frame;
+* tables have a leading axis of size one.
 
-Times are steps up to 1000, and our network gets a thousandth of them; a `time_scale` other than 1000 would need a
-scheduler of other steps and is refused. A learned null token for a dropped text has no counterpart. Models that read
-an image (`image_dim`, `added_kv_proj_dim`) are refused.
+Times are steps up to 1000; our network gets a thousandth of them. A `time_scale` other than 1000 would need a scheduler
+with other steps, so it is an error. A learned null token for a dropped text has no counterpart. Models that read an
+image (`image_dim`, `added_kv_proj_dim`) are not supported.
 
 Source: diffusers 0.38, `models/transformers/transformer_wan.py`, names and settings; Wan Team 2025, arXiv:2503.20314.
 """
@@ -25,7 +25,7 @@ from dit.errors import ConfigError
 from dit.models.wan.config import WanConfig
 from dit.objectives.flow_matching import FlowMatching
 
-LATENT_SIZE = (21, 60, 104)  # 81 frames of 480 x 832; the settings do not say
+LATENT_SIZE = (21, 60, 104)  # 81 frames of 480 x 832; not in the settings
 ONLY_THESE = {
     "num_classes": None,
     "fps_conditioning": False,
@@ -36,7 +36,7 @@ ONLY_THESE = {
     "rope_factors": None,
     "time_scale": 1000.0,
 }
-"""Settings of ours that theirs has no others of."""
+"""Our settings, with the only values that diffusers' model supports."""
 
 
 class DiffusersWan(DiffusersFormat[WanConfig]):
@@ -85,9 +85,7 @@ class DiffusersWan(DiffusersFormat[WanConfig]):
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
         patch_temporal, *patch = published["patch_size"]
         if len(patch) != 2 or patch[0] != patch[1]:
-            raise ConfigError(
-                f"patch_size={list(published['patch_size'])}: our patches are (t, p, p), equally high and wide"
-            )
+            raise ConfigError(f"patch_size={list(published['patch_size'])}: our patches are (t, p, p), as high as wide")
         channels, out_channels = published["in_channels"], published["out_channels"]
         model = WanConfig(
             in_channels=channels,
@@ -101,15 +99,15 @@ class DiffusersWan(DiffusersFormat[WanConfig]):
             ffn_hidden_size=published["ffn_dim"],
             layernorm_epsilon=published["eps"],
         )
-        notes = [f"config.json names no latent size; {' x '.join(map(str, LATENT_SIZE))} is taken"]
+        notes = [f"config.json has no latent size; {' x '.join(map(str, LATENT_SIZE))} is assumed"]
         sampling = {"solver": "euler", "num_steps": 50, "guidance_scale": 5.0}
         return TrainedModel(model, FlowMatching(time_shift=3.0), LATENT_SIZE, sampling, notes=notes)
 
     def write(self, model: WanConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
-        shown = {name: getattr(model, name) for name in ONLY_THESE}
-        shown["num_query_groups"] = model.num_query_groups or model.num_attention_heads
-        wanted = {**ONLY_THESE, "num_query_groups": model.num_attention_heads}
-        require(f"{self.class_name} cannot hold this model", shown, wanted, TRAIN_THAT_WAY)
+        values = {name: getattr(model, name) for name in ONLY_THESE}
+        values["num_query_groups"] = model.num_query_groups or model.num_attention_heads
+        supported = {**ONLY_THESE, "num_query_groups": model.num_attention_heads}
+        require(f"{self.class_name} does not support this model", values, supported, TRAIN_THAT_WAY)
         settings = {
             "patch_size": [model.patch_temporal, model.patch_spatial, model.patch_spatial],
             "num_attention_heads": model.num_attention_heads,
@@ -128,7 +126,7 @@ class DiffusersWan(DiffusersFormat[WanConfig]):
         row_by_row = Axes("(pt ph pw c) ... -> (ph pw pt c) ...", patch)
         table = Axes("one k d -> (one k) d", {"one": 1})
         embedder = "condition_embedder"
-        found = [
+        rules = [
             Rule("embed.linear.weight", ("patch_embedding.weight",), Axes("d c pt ph pw -> d (ph pw pt c)", patch)),
             Rule("embed.linear.bias", ("patch_embedding.bias",)),
             *with_bias("conditioner.time.linear_1", f"{embedder}.time_embedder.linear_1"),
@@ -143,21 +141,21 @@ class DiffusersWan(DiffusersFormat[WanConfig]):
         qkv, kv = ByHead(heads, (size,) * 3, turned=(0, 1)), ByHead(heads, (size,) * 2)
         turned = Axes("(n half two) -> (n two half)", {"n": heads, "two": 2})
         for i in range(model.num_layers):
-            ours, theirs = f"layers.{i}", f"blocks.{i}"
-            found += with_bias(
-                f"{ours}.attention.linear_qkv", *(f"{theirs}.attn1.to_{part}" for part in "qkv"), form=qkv
+            layer, block = f"layers.{i}", f"blocks.{i}"
+            rules += with_bias(
+                f"{layer}.attention.linear_qkv", *(f"{block}.attn1.to_{part}" for part in "qkv"), form=qkv
             )
-            found += with_bias(f"{ours}.cross_attention.linear_q", f"{theirs}.attn2.to_q")
-            found += with_bias(
-                f"{ours}.cross_attention.linear_kv", *(f"{theirs}.attn2.to_{part}" for part in "kv"), form=kv
+            rules += with_bias(f"{layer}.cross_attention.linear_q", f"{block}.attn2.to_q")
+            rules += with_bias(
+                f"{layer}.cross_attention.linear_kv", *(f"{block}.attn2.to_{part}" for part in "kv"), form=kv
             )
-            for own, other in (("attention", "attn1"), ("cross_attention", "attn2")):
-                found += with_bias(f"{ours}.{own}.linear_proj", f"{theirs}.{other}.to_out.0")
+            for kind, attn in (("attention", "attn1"), ("cross_attention", "attn2")):
+                rules += with_bias(f"{layer}.{kind}.linear_proj", f"{block}.{attn}.to_out.0")
                 for part in "qk":
-                    rule = Rule(f"{ours}.{own}.{part}_layernorm.weight", (f"{theirs}.{other}.norm_{part}.weight",))
-                    found.append(replace(rule, form=turned) if own == "attention" else rule)
-            found += with_bias(f"{ours}.cross_norm", f"{theirs}.norm2")
-            found += with_bias(f"{ours}.mlp.linear_fc1", f"{theirs}.ffn.net.0.proj")
-            found += with_bias(f"{ours}.mlp.linear_fc2", f"{theirs}.ffn.net.2")
-            found.append(Rule(f"{ours}.modulation.table", (f"{theirs}.scale_shift_table",), table))
-        return RuleBook(shapes, found, only_ours=learned_nulls(shapes))
+                    rule = Rule(f"{layer}.{kind}.{part}_layernorm.weight", (f"{block}.{attn}.norm_{part}.weight",))
+                    rules.append(replace(rule, form=turned) if kind == "attention" else rule)
+            rules += with_bias(f"{layer}.cross_norm", f"{block}.norm2")
+            rules += with_bias(f"{layer}.mlp.linear_fc1", f"{block}.ffn.net.0.proj")
+            rules += with_bias(f"{layer}.mlp.linear_fc2", f"{block}.ffn.net.2")
+            rules.append(Rule(f"{layer}.modulation.table", (f"{block}.scale_shift_table",), table))
+        return RuleBook(shapes, rules, unmatched=learned_nulls(shapes))

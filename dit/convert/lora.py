@@ -1,20 +1,21 @@
-"""Adapters (LoRA) under the names of other code bases, as their loaders read them.
+"""Export adapters (LoRA) to diffusers, peft and ComfyUI.
 
-Each of our linear layers is one or several of theirs, by the rules of its weight (`dit.convert.rules`). A rule that
-rearranges outputs is applied to B, one that rearranges inputs to A, so that every product B A is exact:
+One of our linear layers corresponds to one or several external layers, by the rules of its weight
+(`dit.convert.rules`). A rule that rearranges outputs is applied to B, one that rearranges inputs to A, so that every
+product B A is exact:
 
-    ours     layers.0.attention.linear_qkv     A [r, D]   B [3 D, r], by head
-    theirs   transformer_blocks.0.attn.to_q    A [r, D]   B [D, r], the rows of all queries
-             transformer_blocks.0.attn.to_k    A          B [D, r], the rows of all keys
-             transformer_blocks.0.attn.to_v    A          B [D, r]
-    ComfyUI  double_blocks.0.img_attn.qkv      A          B [3 D, r], part after part
+    this project  layers.0.attention.linear_qkv     A [r, D]   B [3 D, r], by head
+    diffusers     transformer_blocks.0.attn.to_q    A [r, D]   B [D, r], the rows of all queries
+                  transformer_blocks.0.attn.to_k    A          B [D, r], the rows of all keys
+                  transformer_blocks.0.attn.to_v    A          B [D, r]
+    ComfyUI       double_blocks.0.img_attn.qkv      A          B [3 D, r], by part
 
-alpha / rank is multiplied into B, so that the scale is 1 (alpha = rank) in every loader.
+B is multiplied by alpha / rank, so that the scale is 1 (alpha = rank) in every loader.
 
 Source: huggingface/peft 0.21, names `lora_A` and `lora_B`, `adapter_config.json`; diffusers 0.38,
 `pytorch_lora_weights.safetensors` with the prefix `transformer.` or `unet.`; ComfyUI, `comfy/lora.py`
-(`diffusion_model.` and the name of the model's own layer; of UNets `lora_unet_` and diffusers' name with underscores,
-as in kohya-ss/sd-scripts) and `comfy/weight_adapter/lora.py` (`lora_down`, `lora_up`, `alpha`).
+(`diffusion_model.` and the name of the layer in the original code; for UNets `lora_unet_` and diffusers' name with
+underscores, as in kohya-ss/sd-scripts) and `comfy/weight_adapter/lora.py` (`lora_down`, `lora_up`, `alpha`).
 """
 
 from collections.abc import Callable, Mapping
@@ -44,14 +45,14 @@ WEIGHT = ".weight"
 
 @dataclass(frozen=True)
 class Adapter:
-    """The adapter of one of their linear layers, of scale 1: its weight is W + B A."""
+    """The adapter of an external linear layer with scale 1: the layer's weight is W + B A."""
 
     a: Tensor
     b: Tensor
 
 
-def to_their_layers(rules: RuleBook, adapters: Mapping[str, Tensor], scale: float) -> dict[str, Adapter]:
-    """Return the adapters of their linear layers by name, in the order of the rules.
+def to_external_layers(rules: RuleBook, adapters: Mapping[str, Tensor], scale: float) -> dict[str, Adapter]:
+    """Return the adapters of external linear layers by name, in the order of the rules.
 
     Args:
         rules: between the weights.
@@ -59,30 +60,31 @@ def to_their_layers(rules: RuleBook, adapters: Mapping[str, Tensor], scale: floa
         scale: alpha / rank.
 
     Raises:
-        ConfigError: a layer has no counterpart, or one whose adapter is no product of two matrices.
+        ConfigError: a layer has no counterpart, or the adapter of its counterpart is not a product of two matrices.
     """
-    by_weight = {rule.ours: rule for rule in rules.rules}
-    found: dict[str, Adapter] = {}
+    by_weight = {rule.name: rule for rule in rules.rules}
+    split_adapters: dict[str, Adapter] = {}
     for layer, (a, b) in adapter_pairs(adapters).items():
         rule = by_weight.get(layer + WEIGHT)
         if rule is None:
-            raise ConfigError(f"the adapter of {layer} has no counterpart there; train without it (model.lora.targets)")
-        found |= _split(layer, rule, a, scale * b)
-    return found
+            raise ConfigError(f"the adapter of {layer} has no counterpart; train without it (model.lora.targets)")
+        split_adapters |= _split(layer, rule, a, scale * b)
+    return split_adapters
 
 
 def _split(layer: str, rule: Rule, a: Tensor, b: Tensor) -> dict[str, Adapter]:
     if rule.form.axis is None:
+        external = rule.external_names[0].removesuffix(WEIGHT)
         raise ConfigError(
-            f"the adapter of {layer} cannot be one of {rule.theirs[0].removesuffix(WEIGHT)}, whose weight is arranged "
-            "otherwise; train without it (model.lora.targets)"
+            f"the adapter of {layer} cannot be an adapter of {external}, because the weight has another layout; train "
+            "without it (model.lora.targets)"
         )
-    names = [name.removesuffix(WEIGHT) for name in rule.theirs]
+    names = [name.removesuffix(WEIGHT) for name in rule.external_names]
     if isinstance(rule.form, Pointwise):
-        return {names[0]: Adapter(*(rule.form.to_theirs(x)[0] for x in (a, b)))}
+        return {names[0]: Adapter(*(rule.form.to_external(x)[0] for x in (a, b)))}
     if rule.form.axis == 0:
-        return {name: Adapter(a, part) for name, part in zip(names, rule.form.to_theirs(b), strict=True)}
-    return {name: Adapter(part, b) for name, part in zip(names, rule.form.to_theirs(a), strict=True)}
+        return {name: Adapter(a, part) for name, part in zip(names, rule.form.to_external(b), strict=True)}
+    return {name: Adapter(part, b) for name, part in zip(names, rule.form.to_external(a), strict=True)}
 
 
 def diffusers_tensors(layers: Mapping[str, Adapter], prefix: str) -> dict[str, Tensor]:
@@ -90,7 +92,7 @@ def diffusers_tensors(layers: Mapping[str, Adapter], prefix: str) -> dict[str, T
 
     Args:
         layers: by diffusers' names.
-        prefix: of every name: the part of diffusers' pipeline, or `PEFT_PREFIX`.
+        prefix: of every name: the part of a diffusers pipeline, or `PEFT_PREFIX`.
     """
     tensors = {}
     for name, adapter in layers.items():
@@ -108,10 +110,10 @@ def adapter_config(layers: Mapping[str, Adapter]) -> dict[str, Any]:
 def write_adapter_folder(
     layers: Mapping[str, Adapter], form: DiffusersFormat[ModelConfig], model: ModelConfig, out: Path
 ) -> None:
-    """Write the files that diffusers and peft read, and a page that says how to load them, to a new folder.
+    """Write adapter files for diffusers and peft, and a page with loading instructions, to a new folder.
 
     Raises:
-        ConfigError: `out` exists, or the disk refused.
+        ConfigError: `out` exists, or cannot be written.
     """
     prefixes = {DIFFUSERS_FILE: form.part, PEFT_FILE: PEFT_PREFIX}
     tensors = {name: diffusers_tensors(layers, prefix) for name, prefix in prefixes.items()}
@@ -123,16 +125,16 @@ def comfyui_tensors(layers: Mapping[str, Adapter], name_of: Callable[[str], Opti
 
     Args:
         layers: by diffusers' names.
-        name_of: returns the name of a layer there, None if it is not known; layers of one name are stacked.
+        name_of: returns ComfyUI's name of a layer, or None; adapters of layers with the same name are stacked.
 
     Raises:
-        ConfigError: a layer has no name there.
+        ConfigError: a layer has no name in ComfyUI.
     """
     joined: dict[str, list[Adapter]] = {}
     for layer, adapter in layers.items():
         name = name_of(layer)
         if name is None:
-            raise ConfigError(f"ComfyUI's name of {layer} is not known here; train without it (model.lora.targets)")
+            raise ConfigError(f"ComfyUI's name of {layer} is not known; train without it (model.lora.targets)")
         joined.setdefault(name, []).append(adapter)
     tensors = {}
     for name, adapters in joined.items():
@@ -144,7 +146,7 @@ def comfyui_tensors(layers: Mapping[str, Adapter], name_of: Callable[[str], Opti
 
 
 def adapter_page(form: DiffusersFormat[ModelConfig], model: ModelConfig) -> str:
-    """Return the README page of a folder with adapters, in Markdown: how to load them."""
+    """Return the README page of a folder with adapters, in Markdown, with loading instructions."""
     lines = [f"# Adapters (LoRA) of {form.class_name}, exported by megatron-dit", "", "```python"]
     if (pipeline := form.lora_pipeline(model)) is not None:
         lines += [
@@ -166,6 +168,6 @@ def adapter_page(form: DiffusersFormat[ModelConfig], model: ModelConfig) -> str:
         f'{form.part} = PeftModel.from_pretrained({form.part}, "THIS_FOLDER").merge_and_unload()',
         "```",
         "",
-        "BASE is the model that the adapters were trained beside. Their scale is 1. peft must be installed.",
+        "BASE is the model that the adapters were trained for. Their scale is 1. peft must be installed.",
     ]
     return "\n".join(lines) + "\n"

@@ -1,17 +1,17 @@
-"""Adapters (LoRA) that were made elsewhere, as adapters beside our linear layers: the way back of `dit.convert.lora`.
+"""Import adapters (LoRA) from peft, diffusers, kohya-ss and ComfyUI; the inverse of `dit.convert.lora`.
 
     peft        adapter_config.json, adapter_model.safetensors   base_model.model.LAYER.lora_A.weight
     diffusers   pytorch_lora_weights.safetensors                 transformer.LAYER.lora_A.weight, unet.LAYER...
     kohya-ss    one file                                         lora_unet_LAYER_.lora_down.weight, .alpha
     ComfyUI     one file                                         diffusion_model.NATIVE_LAYER.lora_down.weight, .alpha
 
-Ours is one adapter where theirs are several, of queries, keys and values for instance. Their A are stacked, and their B
-stand beside zeros; equal A, as our export writes, are one:
+One of our layers may correspond to several external layers, such as queries, keys and values. Their A are stacked, and
+their B are blocks of a larger B; equal A, as in our exports, are stored once:
 
     A = [A_q; A_v]    B = [B_q 0; 0 0; 0 B_v]    rank 2 r, no adapter of the keys
 
-The scale alpha / rank of each layer is multiplied into its B. All of ours have the largest rank. One of smaller rank
-gets random rows of A and zeros of B, as a new adapter has, which change nothing and can be trained.
+B of each layer is multiplied by its alpha / rank. All our adapters have the largest rank. An adapter of smaller rank is
+extended like a new adapter, by random rows of A and zeros of B, which change nothing and can be trained.
 
 Source: as `dit.convert.lora`; peft 0.21, `rank_pattern`, `alpha_pattern` and `use_rslora` of `adapter_config.json`.
 """
@@ -38,7 +38,7 @@ from dit.models.lora_config import LoRAConfig
 from dit.safe_files import parse_json
 
 METADATA_KEY = "lora_adapter_metadata"
-"""Entry of the header of diffusers' files, with the settings of peft."""
+"""Entry with the settings of peft in the header of diffusers' files."""
 A_NAMES, B_NAMES = (
     (".lora_A.weight", ".lora_A.default.weight", ".lora_down.weight", ".lora.down.weight"),
     (".lora_B.weight", ".lora_B.default.weight", ".lora_up.weight", ".lora.up.weight"),
@@ -50,18 +50,18 @@ OTHER_KINDS = {
     "adapters of three matrices": ("lora_mid",),
     "biases": ("lora_bias", ".bias"),
 }
-"""Kinds of adapters that ours are not, by parts of names of their tensors."""
+"""Kinds of adapters that are not supported, by parts of their tensor names."""
 TEXT_ENCODERS = re.compile(r"(lora_te\d?_|text_encoders?[._\d]|te\d?\.)")
 
 
 @dataclass(frozen=True)
 class ImportedAdapters:
-    """Adapters beside our layers.
+    """Imported adapters.
 
     Attributes:
         config: rank and layers.
         tensors: A and B by our global names, float32.
-        notes: what was read and left out, in a sentence each.
+        notes: sentences about imported and omitted adapters.
     """
 
     config: LoRAConfig
@@ -76,73 +76,73 @@ def read_adapters(
     rules: RuleBook,
     linears: Collection[str],
 ) -> ImportedAdapters:
-    """Read adapters made elsewhere for a model.
+    """Read external adapters for a model.
 
     Args:
         path: a `.safetensors` file, or a folder of peft or diffusers.
-        form: of the model in diffusers.
+        form: format of the model in diffusers.
         model: the base, without adapters.
-        rules: between the weights of the two.
+        rules: between our weights and those of diffusers.
         linears: our layers that can have an adapter.
 
     Raises:
-        ConfigError: the files cannot be read, belong to another model, or have adapters that ours cannot be.
+        ConfigError: the files cannot be read, belong to another model, or have adapters that are not supported.
     """
     file, settings = _files(path, form.part)
     pairs = _pairs(read_tensors(file), settings, file)
     texts = [stem for stem in pairs if TEXT_ENCODERS.match(stem)]
-    theirs = _by_layer({stem: pair for stem, pair in pairs.items() if stem not in texts}, form, model, rules, file)
-    if not theirs:
+    external = _by_layer({stem: pair for stem, pair in pairs.items() if stem not in texts}, form, model, rules, file)
+    if not external:
         raise ConfigError(f"{file} has no adapter of {form.class_name}; check that it belongs to --base")
-    ours = _join_all(theirs, rules, linears)
-    ranks = {layer: len(adapter.a) for layer, adapter in ours.items()}
+    adapters = _join_all(external, rules, linears)
+    ranks = {layer: len(adapter.a) for layer, adapter in adapters.items()}
     rank = max(ranks.values())
     config = LoRAConfig(rank=rank)
-    if {layer for layer in linears if any(fnmatchcase(layer, target) for target in config.targets)} != set(ours):
-        config.targets = sorted(ours)
-    notes = [f"read adapters of {len(theirs)} layers of {form.class_name}: rank {rank} beside {len(ours)} layers here"]
+    if {layer for layer in linears if any(fnmatchcase(layer, target) for target in config.targets)} != set(adapters):
+        config.targets = sorted(adapters)
+    notes = [f"read adapters of {len(external)} layers of {form.class_name}: rank {rank}, {len(adapters)} layers here"]
     if min(ranks.values()) < rank:
-        notes.append(f"adapters of smaller rank, down to {min(ranks.values())}, are filled up to rank {rank} by zeros")
+        notes.append(f"adapters of smaller rank, down to {min(ranks.values())}, are extended to rank {rank} by zeros")
     if texts:
-        notes.append(f"{len(texts)} adapters of a text encoder are left out ({some_of(texts)}): it stays as it is")
+        notes.append(f"{len(texts)} adapters of a text encoder are left out ({some_of(texts)}): it is not adapted")
     generator = torch.Generator().manual_seed(0)
     tensors: dict[str, Tensor] = {}
-    for layer, adapter in ours.items():
+    for layer, adapter in adapters.items():
         a, b = _filled(adapter, rank, generator)
         tensors |= {layer + A_WEIGHT: a, layer + B_WEIGHT: b}
     return ImportedAdapters(config, tensors, notes)
 
 
 def _files(path: Path, part: str) -> tuple[Path, dict[str, Any]]:
-    """Return the file with the tensors, and the settings of peft that belong to it."""
+    """Return the file with the tensors, and its peft settings."""
     file = path
     if path.is_dir():
-        found = [path / name for name in (PEFT_FILE, DIFFUSERS_FILE) if (path / name).is_file()]
-        found = found or sorted(path.glob("*.safetensors"))
-        if not found:
-            raise ConfigError(f"{path} holds neither {PEFT_FILE}, {DIFFUSERS_FILE} nor another .safetensors file")
-        file = found[0]
+        files = [path / name for name in (PEFT_FILE, DIFFUSERS_FILE) if (path / name).is_file()]
+        files = files or sorted(path.glob("*.safetensors"))
+        if not files:
+            raise ConfigError(f"{path} has no {PEFT_FILE}, {DIFFUSERS_FILE} or other .safetensors file")
+        file = files[0]
     if file.name == PEFT_FILE:
         return file, read_json(file.with_name(PEFT_CONFIG))
     text = read_metadata(file).get(METADATA_KEY) if file.is_file() else None
     settings = {} if text is None else parse_json(text)
     if not isinstance(settings, dict):
-        raise ConfigError(f"{file}: its {METADATA_KEY} is {settings!r:.80} and not settings by name; save it again")
+        raise ConfigError(f"{file}: its {METADATA_KEY} is {settings!r:.80}, not settings by name; save it again")
     return file, {name.removeprefix(f"{part}."): value for name, value in settings.items()}
 
 
 def _pairs(tensors: Mapping[str, Tensor], settings: Mapping[str, Any], file: Path) -> dict[str, Adapter]:
-    """Return the adapters of a file by their layers' names there, of scale 1.
+    """Return the adapters of a file, with scale 1, by the names of their layers in the file.
 
     Raises:
-        ConfigError: they are of another kind, incomplete, or not of numbers.
+        ConfigError: they are of another kind, incomplete, or not finite.
     """
     for kind, words in OTHER_KINDS.items():
         if odd := [name for name in tensors if any(word in name for word in words)]:
             raise ConfigError(f"{file} has {kind} ({some_of(odd)}); only LoRA of two matrices is read")
     if settings.get("use_dora"):
         raise ConfigError(f"{file} has DoRA (use_dora in its settings); only LoRA of two matrices is read")
-    found: dict[str, dict[str, Tensor]] = {}
+    by_stem: dict[str, dict[str, Tensor]] = {}
     endings = {**dict.fromkeys(A_NAMES, "a"), **dict.fromkeys(B_NAMES, "b"), ALPHA: "alpha"}
     unknown = []
     for name, tensor in tensors.items():
@@ -151,13 +151,13 @@ def _pairs(tensors: Mapping[str, Tensor], settings: Mapping[str, Any], file: Pat
         if ending is None:
             unknown.append(name)
         else:
-            found.setdefault(name.removesuffix(ending), {})[endings[ending]] = tensor.float()
-    incomplete = [stem for stem, parts in found.items() if not {"a", "b"} <= parts.keys()]
+            by_stem.setdefault(name.removesuffix(ending), {})[endings[ending]] = tensor.float()
+    incomplete = [stem for stem, parts in by_stem.items() if not {"a", "b"} <= parts.keys()]
     if unknown or incomplete:
-        what = f"{some_of(unknown)} are no tensors of LoRA" if unknown else f"{some_of(incomplete)} lack A or B"
-        raise ConfigError(f"{file}: {what}; names end in {', '.join((*A_NAMES, *B_NAMES, ALPHA))}")
+        fault = f"{some_of(unknown)} are not LoRA tensors" if unknown else f"{some_of(incomplete)} lack A or B"
+        raise ConfigError(f"{file}: {fault}; names end in {', '.join((*A_NAMES, *B_NAMES, ALPHA))}")
     adapters = {}
-    for stem, parts in found.items():
+    for stem, parts in by_stem.items():
         a, b, alpha = parts["a"], parts["b"], parts.get("alpha")
         if a.dim() != b.dim() or a.dim() not in (2, 4) or a.shape[0] != b.shape[1] or 0 in (*a.shape, *b.shape):
             raise ConfigError(f"{file}: {stem} has A {list(a.shape)} and B {list(b.shape)}, which have no product")
@@ -169,13 +169,13 @@ def _pairs(tensors: Mapping[str, Tensor], settings: Mapping[str, Any], file: Pat
 
 
 def _scale(stem: str, rank: int, settings: Mapping[str, Any]) -> float:
-    """Return alpha / rank of a layer by the settings of peft; 1 if there are none."""
+    """Return alpha / rank of a layer in the settings of peft; 1 without settings."""
     alpha = settings.get("lora_alpha", rank)
     patterns = settings.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
         raise ConfigError(f"the settings of the adapters have alpha_pattern={patterns!r:.40}, not numbers by layer")
     for key, value in patterns.items():
-        # A pattern may be any regular expression, and that of a stranger may take forever: names only.
+        # peft accepts regular expressions, but an untrusted one may never end, so only names are read.
         name = str(key).removeprefix("^").removesuffix("$").replace("\\.", ".")
         if not re.fullmatch(r"[\w.-]+", name):
             raise ConfigError(
@@ -185,26 +185,26 @@ def _scale(stem: str, rank: int, settings: Mapping[str, Any]) -> float:
             alpha = value
             break
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise ConfigError(f"the settings of the adapters have alpha={alpha!r:.40} for {stem}, which is no number")
+        raise ConfigError(f"the settings of the adapters have alpha={alpha!r:.40} for {stem}, which is not a number")
     return float(alpha) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 
 def _by_layer(
     pairs: Mapping[str, Adapter], form: DiffusersFormat[ModelConfig], model: ModelConfig, rules: RuleBook, file: Path
 ) -> dict[str, Adapter]:
-    """Return adapters by diffusers' names of the layers, those of fused layers split.
+    """Return adapters by diffusers' layer names; adapters of fused layers are split.
 
     Raises:
-        ConfigError: a layer is not of the model, or of another size.
+        ConfigError: a layer is not in the model, or has another size.
     """
-    shapes = {name.removesuffix(WEIGHT): s for name, s in rules.their_shapes().items() if name.endswith(WEIGHT)}
+    shapes = {name.removesuffix(WEIGHT): s for name, s in rules.external_shapes().items() if name.endswith(WEIGHT)}
     names = layer_names(form, model, list(shapes))
     if unknown := [stem for stem in pairs if stem not in names]:
         raise ConfigError(
             f"{file}: {len(unknown)} of {len(pairs)} layers are not of {form.class_name} ({some_of(unknown)}); check "
             "that adapters and --base belong together"
         )
-    found: dict[str, Adapter] = {}
+    by_layer: dict[str, Adapter] = {}
     for stem, pair in pairs.items():
         layers = names[stem]
         if len(layers) > 1 and pair.b.shape[0] != sum(shapes[layer][0] for layer in layers):
@@ -212,28 +212,28 @@ def _by_layer(
         rows = [shapes[layer][0] for layer in layers] if len(layers) > 1 else [len(pair.b)]
         for layer, b in zip(layers, pair.b.split(rows), strict=True):
             _check_sizes(f"{file}: {stem}", Adapter(pair.a, b), shapes[layer])
-            found[layer] = Adapter(pair.a, b)
-    return found
+            by_layer[layer] = Adapter(pair.a, b)
+    return by_layer
 
 
-def _check_sizes(what: str, adapter: Adapter, shape: Shape) -> None:
+def _check_sizes(label: str, adapter: Adapter, shape: Shape) -> None:
     if len(shape) == 4 and tuple(shape[2:]) != (1, 1):
-        raise ConfigError(f"{what} is beside a convolution of {shape[2]} x {shape[3]}; only linear layers are adapted")
+        raise ConfigError(f"{label} adapts a {shape[2]} x {shape[3]} convolution; only linear layers are supported")
     if (adapter.b.shape[0], adapter.a.shape[1]) != tuple(shape[:2]) or adapter.a.dim() != len(shape):
-        got = f"A {list(adapter.a.shape)} and B {list(adapter.b.shape)}"
-        raise ConfigError(f"{what} has {got}, and the weight of the base is {list(shape)}; check --base")
+        sizes = f"A {list(adapter.a.shape)} and B {list(adapter.b.shape)}"
+        raise ConfigError(f"{label} has {sizes}, and the weight of the base is {list(shape)}; check --base")
 
 
 def layer_names(
     form: DiffusersFormat[ModelConfig], model: ModelConfig, layers: Sequence[str]
 ) -> dict[str, tuple[str, ...]]:
-    """Return diffusers' layers by every name that a file may have for them; fused layers of other code are several."""
+    """Return diffusers' layers for every name that a file may use; a fused layer of other code is several layers."""
     names: dict[str, tuple[str, ...]] = {}
     for layer in layers:
         flat = layer.replace(".", "_")
-        same = ["", f"{form.part}.", f"{PEFT_PREFIX}.", "diffusion_model."]
-        others = [f"lora_unet_{flat}", f"lora_transformer_{flat}", *form.other_names(layer, model)]
-        names |= dict.fromkeys([*(prefix + layer for prefix in same), *others], (layer,))
+        prefixes = ["", f"{form.part}.", f"{PEFT_PREFIX}.", "diffusion_model."]
+        other_names = [f"lora_unet_{flat}", f"lora_transformer_{flat}", *form.other_names(layer, model)]
+        names |= dict.fromkeys([*(prefix + layer for prefix in prefixes), *other_names], (layer,))
     fused: dict[str, list[str]] = {}
     for layer in layers:
         native = form.comfyui_name(layer)
@@ -245,57 +245,57 @@ def layer_names(
     return names
 
 
-def _join_all(theirs: Mapping[str, Adapter], rules: RuleBook, linears: Collection[str]) -> dict[str, Adapter]:
+def _join_all(external: Mapping[str, Adapter], rules: RuleBook, linears: Collection[str]) -> dict[str, Adapter]:
     """Return the adapters of our layers by name.
 
     Raises:
-        ConfigError: a layer of theirs is none that has an adapter here.
+        ConfigError: an external layer corresponds to a layer that cannot have an adapter.
     """
-    found: dict[str, Adapter] = {}
-    shapes = rules.their_shapes()
+    adapters: dict[str, Adapter] = {}
+    shapes = rules.external_shapes()
     for rule in rules.rules:
-        parts = [theirs.get(name.removesuffix(WEIGHT)) for name in rule.theirs]
+        parts = [external.get(name.removesuffix(WEIGHT)) for name in rule.external_names]
         if not any(parts):
             continue
-        layer = rule.ours.removesuffix(WEIGHT)
+        layer = rule.name.removesuffix(WEIGHT)
         if layer not in linears or rule.form.axis is None:
             raise ConfigError(
-                f"the adapter of {rule.theirs[0].removesuffix(WEIGHT)} has no counterpart: {layer} is no linear layer "
-                "with an adapter here"
+                f"the adapter of {rule.external_names[0].removesuffix(WEIGHT)} has no counterpart: {layer} cannot have "
+                "an adapter"
             )
         try:
-            found[layer] = _joined(rule, parts, [shapes[name][0] for name in rule.theirs])
+            adapters[layer] = _joined(rule, parts, [shapes[name][0] for name in rule.external_names])
         except ConfigError as error:
-            raise ConfigError(f"the adapters of {', '.join(rule.theirs)} cannot be one of {layer}: {error}") from error
-    return found
+            raise ConfigError(f"adapters of {', '.join(rule.external_names)} do not fit {layer}: {error}") from error
+    return adapters
 
 
 def _joined(rule: Rule, parts: Sequence[Optional[Adapter]], outputs: Sequence[int]) -> Adapter:
-    """Return one adapter with the products of several, in our form.
+    """Return one adapter equal to the adapters of several external layers.
 
     Args:
-        parts: of each layer of theirs; None for none.
-        outputs: features of each.
+        parts: adapter of each external layer, or None.
+        outputs: output features of each.
     """
     [first, *_] = present = [part for part in parts if part is not None]
     if isinstance(rule.form, Pointwise):
-        return Adapter(rule.form.to_ours([first.a]), rule.form.to_ours([first.b]))
+        return Adapter(rule.form.from_external([first.a]), rule.form.from_external([first.b]))
     if rule.form.axis == 1:
-        return Adapter(rule.form.to_ours([first.a]), first.b)
-    different: list[Tensor] = []
+        return Adapter(rule.form.from_external([first.a]), first.b)
+    unique: list[Tensor] = []
     for adapter in present:
-        if not any(torch.equal(adapter.a, other) for other in different):
-            different.append(adapter.a)
-    columns = [[torch.zeros(size, len(a)) for a in different] for size in outputs]
-    for part, own in zip(parts, columns, strict=True):
+        if not any(torch.equal(adapter.a, a) for a in unique):
+            unique.append(adapter.a)
+    blocks = [[torch.zeros(size, len(a)) for a in unique] for size in outputs]
+    for part, row in zip(parts, blocks, strict=True):
         if part is not None:
-            own[next(i for i, a in enumerate(different) if torch.equal(part.a, a))] = part.b
-    return Adapter(torch.cat(different), rule.form.to_ours([torch.cat(own, 1) for own in columns]))
+            row[next(i for i, a in enumerate(unique) if torch.equal(part.a, a))] = part.b
+    return Adapter(torch.cat(unique), rule.form.from_external([torch.cat(row, 1) for row in blocks]))
 
 
 def _filled(adapter: Adapter, rank: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return A and B of a rank, with rows of A as a new adapter has them, and columns of zeros of B."""
-    missing, inputs = rank - len(adapter.a), adapter.a.shape[1]
+    """Extend A by random rows, as in a new adapter, and B by columns of zeros, to a rank."""
+    num_new, inputs = rank - len(adapter.a), adapter.a.shape[1]
     bound = 1 / math.sqrt(inputs)
-    rows = torch.empty(missing, inputs).uniform_(-bound, bound, generator=generator)
-    return torch.cat([adapter.a, rows]), torch.cat([adapter.b, adapter.b.new_zeros(len(adapter.b), missing)], 1)
+    rows = torch.empty(num_new, inputs).uniform_(-bound, bound, generator=generator)
+    return torch.cat([adapter.a, rows]), torch.cat([adapter.b, adapter.b.new_zeros(len(adapter.b), num_new)], 1)

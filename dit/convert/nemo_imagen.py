@@ -1,8 +1,8 @@
-"""Checkpoints of NVIDIA NeMo's Imagen, and our regular UNet and Efficient UNet.
+"""Import checkpoints of NVIDIA NeMo's Imagen into our regular UNet and Efficient UNet.
 
-All differences of their networks: other names; convolutions of 1 or 1 x 1 where ours are linear layers; q, k and v of
-self-attention in one tensor; the bias of the attention pooling's score as a tensor of its own; the first convolution of
-the regular UNet is stored twice, because two modules share it.
+Differences of NeMo's networks: other names; convolutions of size 1 instead of linear layers; q, k and v of
+self-attention in one tensor; a separate bias of the attention pooling's score; the first convolution of the regular
+UNet is stored twice, because two modules share it.
 
 Source: NVIDIA NeMo 2.0, `nemo/collections/multimodal/modules/imagen` and `models/text_to_image/imagen`, names.
 """
@@ -23,15 +23,15 @@ from dit.models.efficient_unet.config import EfficientUNetConfig
 from dit.models.imagen_config import ImagenConfig
 
 PLACE = re.compile(r"(?:(?:model\.)?(?:module\.)?model\.)?unet\.")
-"""The network's place in their Lightning module, with or without the wrapper for half precision."""
+"""Prefix of the network in NeMo's Lightning module, with or without the wrapper for half precision."""
 COMPILED = "_orig_mod."
 """Part of the names in a network that torch.compile wraps."""
 TEXT_ENCODER = "text_encoder."
-"""Start of the names of T5's weights, which a `.nemo` of a run with online encoding has, too."""
+"""Prefix of T5's weights, which the `.nemo` file of a run with online encoding also has."""
 Q, KV = " (q)", " (k, v)"
-"""Ends of the names of the two parts of their fused q, k and v."""
+"""Suffixes of the names of the two parts of a fused q, k and v."""
 CKPT_CURE = (
-    "a .ckpt of NeMo holds the settings as objects: give the .nemo of the run, or, if you trust the file, write the "
+    "a .ckpt of NeMo has the settings as objects: give the .nemo of the run, or, if you trust the file, write the "
     "weights in NeMo's environment by torch.save(torch.load(FILE, weights_only=False)['state_dict'], 'weights.pt')"
 )
 
@@ -50,7 +50,7 @@ MODULES = {
     "caption.linear_2": "to_text_non_attn_cond.3",
     "caption.null_token": "null_text_embedding",
 }
-"""Our modules outside of the levels, and theirs."""
+"""Names of modules outside of the levels: ours, NeMo's."""
 BLOCK = {
     "branch.norm_1": "in_layers.0",
     "branch.resample": "h_upd.conv",
@@ -73,12 +73,12 @@ ATTENTION = {
         **{"context_to_kv": "kv_context", "to_out": "proj_out"},
     },
 }
-"""Modules of each kind of attention; all but the norms are convolutions there."""
+"""Modules of each kind of attention; in NeMo all except the norms are convolutions."""
 STACKED = {
     "norm": "norm",
     "to_inner": "proj_in",
-    **{f"self_attention.{ours}": f"self_attention_block.{theirs}" for ours, theirs in ATTENTION["self"].items()},
-    **{f"cross_attention.{ours}": f"cross_attention_block.{theirs}" for ours, theirs in ATTENTION["cross"].items()},
+    **{f"self_attention.{name}": f"self_attention_block.{nemo}" for name, nemo in ATTENTION["self"].items()},
+    **{f"cross_attention.{name}": f"cross_attention_block.{nemo}" for name, nemo in ATTENTION["cross"].items()},
     "feed_forward.norm": "ff.norm",
     "feed_forward.linear_1": "ff.net.0.proj",
     "feed_forward.linear_2": "ff.net.2",
@@ -89,27 +89,27 @@ STACKED = {
 
 @dataclass(frozen=True)
 class BiasColumn:
-    """A linear layer with its bias in the last column on our side, weight and bias on theirs."""
+    """A linear layer with its bias in the last column, from separate external weight and bias."""
 
     axis: ClassVar[Optional[int]] = None
 
-    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
-        weight, bias = theirs
+    def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
+        weight, bias = tensors
         return torch.cat([weight, bias[:, None]], 1)
 
-    def to_theirs(self, ours: Tensor) -> Sequence[Tensor]:
-        return ours[:, :-1], ours[:, -1]
+    def to_external(self, parameter: Tensor) -> Sequence[Tensor]:
+        return parameter[:, :-1], parameter[:, -1]
 
 
 def read(path: Path) -> tuple[Any, dict[str, Tensor], list[str]]:
     """Read a checkpoint.
 
     Returns:
-        Its settings (None if the file has none), the tensors by the names that the network gives them, fused q, k and v
-        split, and notes on what was left out.
+        Its settings (None if the file has none); the tensors by their names in the network, with fused q, k and v
+        split; and notes about omitted tensors.
 
     Raises:
-        ConfigError: the file cannot be read, or two of its tensors are one of the network.
+        ConfigError: the file cannot be read, or has a tensor of the network twice.
     """
     settings, stored = read_nemo(path) if path.suffix == ".nemo" else (None, read_tensors(path, CKPT_CURE))
     encoder = [name for name in stored if name.startswith(TEXT_ENCODER)]
@@ -157,12 +157,12 @@ def _rule(name: str, model: ImagenConfig, shapes: Mapping[str, Shape], *, effici
     module, _, kind = name.rpartition(".")
     if module == "first" and not efficient:
         return Rule(name, (f"init_conv.0.{kind}", f"input_blocks.0.0.{kind}"), Copies(2))
-    theirs = MODULES.get(module) or (_efficient(module, model) if efficient else _regular(module, model, shapes))
-    return Rule(name, (f"{theirs}.{kind}",), _form(module, kind, model))
+    nemo = MODULES.get(module) or (_efficient(module, model) if efficient else _regular(module, model, shapes))
+    return Rule(name, (f"{nemo}.{kind}",), _form(module, kind, model))
 
 
 def _form(module: str, kind: str, model: ImagenConfig) -> Form:
-    """Return the form of a tensor; linear layers of attention are convolutions over tokens or over pixels there."""
+    """Return the form of a tensor; NeMo's linear layers of attention are convolutions over tokens or pixels."""
     inner = module.partition("attention.inner.")[2]
     layer = inner.rpartition(".")[2]
     if kind == "bias" or not layer.startswith(("to_", "context_to_")):
@@ -176,10 +176,10 @@ def _attention(module: str, model: ImagenConfig) -> str:
 
 
 def _regular(module: str, model: ImagenConfig, shapes: Mapping[str, Shape]) -> str:
-    found = re.fullmatch(r"(down|middle|up)\.(\d+)\.(block|attention|resample)\.(.+)", module)
-    if found is None:
+    match = re.fullmatch(r"(down|middle|up)\.(\d+)\.(block|attention|resample)\.(.+)", module)
+    if match is None:
         return {"norm": "out.0", "last": "out.2"}[module]
-    way, number, part, rest = found[1], int(found[2]), found[3], found[4]
+    way, number, part, layer = match[1], int(match[2]), match[3], match[4]
     attends = f"{way}.{number}.attention.inner.norm.weight" in shapes
     place = {
         "down": f"input_blocks.{number + 1}.{part == 'attention':d}",
@@ -187,17 +187,17 @@ def _regular(module: str, model: ImagenConfig, shapes: Mapping[str, Shape]) -> s
         "up": f"output_blocks.{number}.{(part != 'block') + (part == 'resample' and attends)}",
     }[way]
     if part == "attention":
-        return f"{place}.{_attention(rest, model)}"
-    if rest == "convolution":
+        return f"{place}.{_attention(layer, model)}"
+    if layer == "convolution":
         return f"{place}.{'op' if way == 'down' else 'conv'}"
-    return f"{place}.{BLOCK[rest]}"
+    return f"{place}.{BLOCK[layer]}"
 
 
 def _efficient(module: str, model: ImagenConfig) -> str:
-    found = re.fullmatch(r"(down|up)\.(\d+)\.(before|after|attention|blocks\.\d+)\.?(.*)", module)
-    if found is None:
+    match = re.fullmatch(r"(down|up)\.(\d+)\.(before|after|attention|blocks\.\d+)\.?(.*)", module)
+    if match is None:
         return {"first": "init_conv", "last": "out"}[module]
-    level = f"{'DBlocks' if found[1] == 'down' else 'UBlocks'}.{found[2]}"
-    if found[3] == "attention":
-        return f"{level}.attention_layer.{_attention(found[4], model)}"
-    return f"{level}.{found[3]}.{EFFICIENT_BLOCK[found[4]]}" if found[4] else f"{level}.conv"
+    level = f"{'DBlocks' if match[1] == 'down' else 'UBlocks'}.{match[2]}"
+    if match[3] == "attention":
+        return f"{level}.attention_layer.{_attention(match[4], model)}"
+    return f"{level}.{match[3]}.{EFFICIENT_BLOCK[match[4]]}" if match[4] else f"{level}.conv"

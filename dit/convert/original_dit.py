@@ -1,9 +1,10 @@
-"""The state dicts of facebookresearch/DiT, and our DiT.
+"""Convert state dicts of facebookresearch/DiT to and from our DiT.
 
-Their network: timm's attention with the rows of q, k, v one after the other; a convolution that embeds patches;
-channels of a predicted patch fastest, all means before all variances, as ours. The learned variance is the second half
-of `out_channels`. Times are steps 0 to 999, and our network gets a thousandth of them; a `time_scale` other than 1000
-would need a scheduler of other steps and is refused. The fixed position table is stored there and computed here.
+facebookresearch/DiT has timm's attention with the rows of q, k and v one after the other, and a convolution that embeds
+patches. The order in a predicted patch is the same as ours: channels fastest, all means before all variances. The
+learned variance is the second half of `out_channels`. Times are steps 0 to 999; our network gets a thousandth of them.
+A `time_scale` other than 1000 would need a scheduler with other steps, so it is an error. The fixed position table is
+stored in their files; we compute it.
 
 Source: Peebles and Xie 2023, arXiv:2212.09748; names of the public `models.py`.
 """
@@ -28,38 +29,38 @@ from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
 
 HEADS = {384: 6, 768: 12, 1024: 16, 1152: 16}
-"""Attention heads of the published sizes S, B, L and XL by width: they do not follow from shapes."""
+"""Attention heads of the published sizes S, B, L and XL by width, because they do not follow from shapes."""
 
 _NEEDED = ("x_embedder.proj.weight", "y_embedder.embedding_table.weight", "final_layer.linear.weight", "pos_embed")
 
 
-def read_sizes(theirs: Mapping[str, Tensor], num_attention_heads: Optional[int] = None) -> TrainedModel:
-    """Read a model's sizes off its tensors.
+def read_sizes(tensors: Mapping[str, Tensor], num_attention_heads: Optional[int] = None) -> TrainedModel:
+    """Infer a model's sizes from its tensors.
 
     Args:
-        num_attention_heads: None for those of the published size of this width.
+        num_attention_heads: None for that of the published model of this width.
 
     Raises:
-        ConfigError: this is not such a state dict, or the heads are unknown.
+        ConfigError: this is not a state dict of facebookresearch/DiT, or the number of heads is unknown.
     """
-    missing = [name for name in _NEEDED if name not in theirs]
-    if missing or theirs["x_embedder.proj.weight"].dim() != 4 or theirs["pos_embed"].dim() != 3:
+    absent = [name for name in _NEEDED if name not in tensors]
+    if absent or tensors["x_embedder.proj.weight"].dim() != 4 or tensors["pos_embed"].dim() != 3:
         raise ConfigError(
             f"not a state dict of facebookresearch/DiT: it needs {', '.join(_NEEDED)}"
-            + (f", and lacks {', '.join(missing)}" if missing else "")
-            + f"; it holds {len(theirs)} tensors such as {next(iter(theirs))}"
+            + (f", and lacks {', '.join(absent)}" if absent else "")
+            + f"; it has {len(tensors)} tensors such as {next(iter(tensors))}"
         )
-    hidden_size, in_channels, patch, _ = theirs["x_embedder.proj.weight"].shape
-    blocks = [int(m[1]) for name in theirs if (m := re.match(r"blocks\.(\d+)\.", name))]
+    hidden_size, in_channels, patch, _ = tensors["x_embedder.proj.weight"].shape
+    blocks = [int(m[1]) for name in tensors if (m := re.match(r"blocks\.(\d+)\.", name))]
     heads = num_attention_heads or HEADS.get(hidden_size)
     if heads is None:
         raise ConfigError(
             f"the heads of a model of width {hidden_size} are unknown (published widths: "
             f"{', '.join(map(str, HEADS))}); give --num-attention-heads"
         )
-    grid = math.isqrt(theirs["pos_embed"].shape[1])
-    fc1 = theirs.get("blocks.0.mlp.fc1.weight")
-    out_channels = theirs["final_layer.linear.weight"].shape[0] // patch**2
+    grid = math.isqrt(tensors["pos_embed"].shape[1])
+    fc1 = tensors.get("blocks.0.mlp.fc1.weight")
+    out_channels = tensors["final_layer.linear.weight"].shape[0] // patch**2
     model = DiTConfig(
         hidden_size=hidden_size,
         num_layers=max(blocks, default=-1) + 1,
@@ -68,7 +69,7 @@ def read_sizes(theirs: Mapping[str, Tensor], num_attention_heads: Optional[int] 
         in_channels=in_channels,
         out_channels=None if out_channels == in_channels else out_channels,
         patch_spatial=patch,
-        num_classes=theirs["y_embedder.embedding_table.weight"].shape[0] - 1,
+        num_classes=tensors["y_embedder.embedding_table.weight"].shape[0] - 1,
     )
     sampling = published_sampling(model)
     if in_channels > GUIDED_CHANNELS:
@@ -84,12 +85,12 @@ def rules(model: DiTConfig, shapes: Mapping[str, Shape], latent_size: LatentSize
         latent_size: (1, H, W), square; the size of the stored position table follows from it.
 
     Raises:
-        ConfigError: their code cannot hold this model.
+        ConfigError: facebookresearch/DiT does not support this model.
     """
     frames, height, width = latent_size
     check_expressible(model, "facebookresearch/DiT", time_frequency_shift=0)
     if frames != 1 or height != width:
-        raise ConfigError(f"latents of {frames} x {height} x {width}: facebookresearch/DiT knows square images only")
+        raise ConfigError(f"latents of {frames} x {height} x {width}: facebookresearch/DiT supports only square images")
     return RuleBook(
         shapes,
         _rules(model),
@@ -100,7 +101,7 @@ def rules(model: DiTConfig, shapes: Mapping[str, Shape], latent_size: LatentSize
 
 def _rules(model: DiTConfig) -> list[Rule]:
     patch = {"ph": model.patch_spatial, "pw": model.patch_spatial}
-    found = [
+    rules = [
         Rule("embed.weight", ("x_embedder.proj.weight",), Axes("d c ph pw -> d (ph pw c)", patch)),
         Rule("embed.bias", ("x_embedder.proj.bias",)),
         *with_bias("conditioner.time.linear_1", "t_embedder.mlp.0"),
@@ -112,10 +113,10 @@ def _rules(model: DiTConfig) -> list[Rule]:
     heads = model.num_attention_heads
     by_head = ByHead(heads, (model.hidden_size // heads,) * 3, fused=True)
     for i in range(model.num_layers):
-        ours, theirs = f"layers.{i}", f"blocks.{i}"
-        found += with_bias(f"{ours}.attention.linear_qkv", f"{theirs}.attn.qkv", form=by_head)
-        found += with_bias(f"{ours}.attention.linear_proj", f"{theirs}.attn.proj")
-        found += with_bias(f"{ours}.mlp.linear_fc1", f"{theirs}.mlp.fc1")
-        found += with_bias(f"{ours}.mlp.linear_fc2", f"{theirs}.mlp.fc2")
-        found += with_bias(f"{ours}.modulation.linear", f"{theirs}.adaLN_modulation.1")
-    return found
+        layer, block = f"layers.{i}", f"blocks.{i}"
+        rules += with_bias(f"{layer}.attention.linear_qkv", f"{block}.attn.qkv", form=by_head)
+        rules += with_bias(f"{layer}.attention.linear_proj", f"{block}.attn.proj")
+        rules += with_bias(f"{layer}.mlp.linear_fc1", f"{block}.mlp.fc1")
+        rules += with_bias(f"{layer}.mlp.linear_fc2", f"{block}.mlp.fc2")
+        rules += with_bias(f"{layer}.modulation.linear", f"{block}.adaLN_modulation.1")
+    return rules

@@ -1,9 +1,9 @@
-"""The rest of a pipeline of Stable Diffusion: text encoders, autoencoder, null of the text, noise schedule.
+"""Import text encoders, autoencoder, null text and noise schedule from a Stable Diffusion pipeline.
 
-    PIPELINE/model_index.json             which parts; force_zeros_for_empty_prompt of XL
-    PIPELINE/unet/                        the network that is imported
-    PIPELINE/text_encoder[_2]/, vae/      recorded by their folders
-    PIPELINE/scheduler/                   betas and what the network predicts
+    PIPELINE/model_index.json             parts of the pipeline; force_zeros_for_empty_prompt of XL
+    PIPELINE/unet/                        the imported network
+    PIPELINE/text_encoder[_2]/, vae/      their folders are recorded
+    PIPELINE/scheduler/                   betas and prediction type
 
 Source: diffusers 0.38, `pipelines/stable_diffusion`, `pipelines/stable_diffusion_xl` and `schedulers`.
 """
@@ -29,18 +29,18 @@ TEXT_ENCODERS = {
         "text_encoder_2": "text+pooled={}:layer=penultimate:padded:joined",
     },
 }
-"""How the encoders of a pipeline are written in a line of ours, by their folder."""
+"""Encoders of a pipeline by folder, in the syntax of `dit.encoders.text_config`."""
 
 
 @dataclass(frozen=True)
 class Completed:
-    """An imported network with what its pipeline states.
+    """An imported network with the settings of its pipeline.
 
     Attributes:
         trained: the model.
-        autoencoder: folder of the autoencoder; None if the pipeline has none here.
+        autoencoder: folder of the autoencoder; None if it is missing.
         has_schedule: the objective is that of the pipeline's scheduler.
-        notes: what differs in effect, a sentence each.
+        notes: sentences about differences in effect.
     """
 
     trained: TrainedModel
@@ -55,11 +55,11 @@ def network_folder(source: Path) -> Path:
 
 
 def complete(trained: TrainedModel, folder: Path) -> Completed:
-    """Add what the pipeline around a network states.
+    """Add the settings of the pipeline around a network.
 
     Args:
-        trained: as read from the network's own settings.
-        folder: of the network; a pipeline has its `model_index.json` in the folder above.
+        trained: as read from the network's settings.
+        folder: of the network; the `model_index.json` of a pipeline is in the parent folder.
 
     Raises:
         ConfigError: a file of the pipeline is damaged, or its noise schedule has no counterpart.
@@ -70,7 +70,7 @@ def complete(trained: TrainedModel, folder: Path) -> Completed:
     index = read_json(root / INDEX)
     lines = TEXT_ENCODERS.get(str(index.get("_class_name")), {})
     if not lines:
-        return Completed(trained, notes=[f"{root / INDEX} names {index.get('_class_name')!r}, which is not read"])
+        return Completed(trained, notes=[f"{root / INDEX} names {index.get('_class_name')!r}, which is not supported"])
     if all((root / name / CONFIG).exists() for name in lines):
         line = ",".join(form.format(root / name) for name, form in lines.items())
         trained = replace(trained, text_encoder=line)
@@ -82,14 +82,14 @@ def complete(trained: TrainedModel, folder: Path) -> Completed:
         trained = replace(trained, objective=read_schedule(settings, str(path)))
         if (spacing := settings.get("timestep_spacing", "leading")) != "trailing":
             notes.append(
-                f"steps of sampling are spaced 'trailing', those of the pipeline's scheduler {spacing!r}: its pictures "
-                "are the same with timestep_spacing='trailing'"
+                f"sampling steps are spaced 'trailing', those of the pipeline's scheduler {spacing!r}; the pipeline "
+                "draws the same pictures with timestep_spacing='trailing'"
             )
     return Completed(trained, str(vae) if (vae / CONFIG).exists() else None, path.exists(), notes)
 
 
 def read_schedule(settings: Mapping[str, Any], where: str) -> DDPM:
-    """Return the objective whose noise a scheduler removes.
+    """Return the objective that corresponds to a scheduler.
 
     Args:
         settings: a `scheduler_config.json`.
@@ -99,8 +99,8 @@ def read_schedule(settings: Mapping[str, Any], where: str) -> DDPM:
         ConfigError: its betas or its prediction have no counterpart.
     """
     steps, name = settings.get("num_train_timesteps", 1000), str(settings.get("beta_schedule", "linear"))
-    schedules = {theirs: own for own, theirs in BETA_SCHEDULES.items()}
-    predictions = {theirs: own for own, theirs in PREDICTIONS.items()}
+    schedules = {diffusers_name: schedule for schedule, diffusers_name in BETA_SCHEDULES.items()}
+    predictions = {diffusers_name: prediction for prediction, diffusers_name in PREDICTIONS.items()}
     predicted = str(settings.get("prediction_type", "epsilon"))
     betas = [settings.get(key, default) for key, default in (("beta_start", 1e-4), ("beta_end", 0.02))]
     odd = settings.get("trained_betas") is not None or name not in schedules or predicted not in predictions
@@ -108,11 +108,11 @@ def read_schedule(settings: Mapping[str, Any], where: str) -> DDPM:
         raise ConfigError(
             f"{where}: num_train_timesteps={steps!r:.20}, beta_schedule={name!r:.40}, beta_start and beta_end "
             f"{betas!r:.60}, prediction_type={predicted!r:.40}, trained_betas={settings.get('trained_betas')!r:.40} "
-            "have no counterpart; import the network from a folder of its own and give --objective"
+            "have no counterpart; copy the network to another folder, import it from there and give --objective"
         )
-    ours: dict[str, Any] = {"schedule": schedules[name], "prediction": predictions[predicted]}
+    options: dict[str, Any] = {"schedule": schedules[name], "prediction": predictions[predicted]}
     if (published := PUBLISHED_BETAS.get(schedules[name])) is not None:
-        for key, stated, usual in zip(("beta_start", "beta_end"), betas, published):
-            beta = stated * steps / REFERENCE_STEPS
-            ours[key] = None if abs(beta / usual - 1) < 1e-9 else beta
-    return DDPM(discrete_steps=steps, zero_terminal_snr=bool(settings.get("rescale_betas_zero_snr", False)), **ours)
+        for key, setting, usual in zip(("beta_start", "beta_end"), betas, published):
+            beta = setting * steps / REFERENCE_STEPS
+            options[key] = None if abs(beta / usual - 1) < 1e-9 else beta
+    return DDPM(discrete_steps=steps, zero_terminal_snr=bool(settings.get("rescale_betas_zero_snr", False)), **options)

@@ -1,7 +1,7 @@
-"""Our parameters and another code base's, side by side: rules that are read in both directions.
+"""Rules that convert parameters to and from another code base ("external" tensors).
 
-A rule is data: one of our global names, their names, and a reversible change of form. Import and export follow the same
-rules, so a round trip gives every bit back, and a name that no rule knows, on either side, is an error.
+A rule has the global name of a parameter, the names of external tensors, and a reversible rearrangement. Import and
+export use the same rules, so a round trip is exact to the bit. A name without a rule, on either side, is an error.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,59 +16,59 @@ from dit.errors import ConfigError
 
 Shape = tuple[int, ...]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-NUM_SHOWN = 5  # names in a message before it says how many more there are
+NUM_SHOWN = 5  # names in a message; the others are counted
 
 
 class Form(Protocol):
-    """How the same numbers are laid out on the two sides."""
+    """A reversible rearrangement between a parameter and external tensors."""
 
     @property
     def axis(self) -> Optional[int]:
-        """The axis of a matrix whose entries change places: 0 for outputs, 1 for inputs; None for other changes."""
+        """The axis of a matrix that is rearranged: 0 for outputs, 1 for inputs; None for other changes."""
 
-    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
-        """Join their tensors into ours."""
+    def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Merge external tensors into a parameter."""
 
-    def to_theirs(self, ours: Tensor) -> Sequence[Tensor]:
-        """Undo `to_ours`, to the bit."""
+    def to_external(self, parameter: Tensor) -> Sequence[Tensor]:
+        """Invert `from_external` exactly."""
 
 
 @dataclass(frozen=True)
 class Same:
-    """One tensor, the same on both sides."""
+    """One external tensor, equal to the parameter."""
 
     axis: ClassVar[Optional[int]] = 0
 
-    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
-        return theirs[0]
+    def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0]
 
-    def to_theirs(self, ours: Tensor) -> Sequence[Tensor]:
-        return (ours,)
+    def to_external(self, parameter: Tensor) -> Sequence[Tensor]:
+        return (parameter,)
 
 
 @dataclass(frozen=True)
 class Copies:
-    """We hold once what they hold `count` times; copies that differ cannot be imported."""
+    """`count` external copies of one parameter; copies that differ cannot be imported."""
 
     axis: ClassVar[Optional[int]] = 0
     count: int
 
-    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
-        if any(not torch.equal(theirs[0], other) for other in theirs[1:]):
-            raise ConfigError("copies of one tensor differ, and our model holds it once")
-        return theirs[0]
+    def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
+        if any(not torch.equal(tensors[0], tensor) for tensor in tensors[1:]):
+            raise ConfigError("copies of one tensor differ, but our model has only one")
+        return tensors[0]
 
-    def to_theirs(self, ours: Tensor) -> Sequence[Tensor]:
-        return (ours,) * self.count
+    def to_external(self, parameter: Tensor) -> Sequence[Tensor]:
+        return (parameter,) * self.count
 
 
 @dataclass(frozen=True)
 class Axes:
-    """An einops pattern from theirs to ours.
+    """An einops pattern.
 
     Attributes:
-        pattern: `theirs -> ours`, a one-to-one rearrangement.
-        sizes: of the axes that cannot be read off both sides.
+        pattern: `external -> parameter`, a one-to-one rearrangement.
+        sizes: of the axes that do not follow from the shapes.
     """
 
     pattern: str
@@ -78,37 +78,37 @@ class Axes:
     def axis(self) -> Optional[int]:
         return 0 if self.pattern.endswith("...") else None
 
-    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
-        return rearrange(theirs[0], self.pattern, **self.sizes)
+    def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
+        return rearrange(tensors[0], self.pattern, **self.sizes)
 
-    def to_theirs(self, ours: Tensor) -> Sequence[Tensor]:
+    def to_external(self, parameter: Tensor) -> Sequence[Tensor]:
         left, right = self.pattern.split("->")
-        return (rearrange(ours, f"{right} -> {left}", **self.sizes),)
+        return (rearrange(parameter, f"{right} -> {left}", **self.sizes),)
 
 
 @dataclass(frozen=True)
 class Pointwise:
-    """A linear layer on our side, a convolution of 1 x 1 on theirs; also for the two matrices of an adapter."""
+    """A linear layer that is an external 1 x 1 convolution; also for the two matrices of an adapter."""
 
     axis: ClassVar[Optional[int]] = 0
 
-    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
-        return theirs[0].flatten(1)
+    def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0].flatten(1)
 
-    def to_theirs(self, ours: Tensor) -> Sequence[Tensor]:
-        return (ours[:, :, None, None],)
+    def to_external(self, parameter: Tensor) -> Sequence[Tensor]:
+        return (parameter[:, :, None, None],)
 
 
 @dataclass(frozen=True)
 class ByHead:
-    """A fused projection: ours has, for each head in turn, its share of every part; theirs has part after part.
+    """A fused projection: the parameter is ordered by head, then part; external tensors by part, then head.
 
     Attributes:
         heads: of each part.
         shares: features of a head in each part.
-        turned: parts whose pairs of features turn with the position: neighbours (2 i, 2 i + 1) on their side, (i, i +
-            half of the head) on ours.
-        fused: theirs is one tensor with all parts, not one for each.
+        turned: parts with rotary embeddings. Feature pairs that rotate together are (2 i, 2 i + 1) in external tensors,
+            and (i, i + half of the head) in the parameter.
+        fused: one external tensor has all parts; otherwise there is one for each part.
         dim: axis of the features: 0 for outputs, 1 for inputs.
     """
 
@@ -122,16 +122,16 @@ class ByHead:
     def axis(self) -> Optional[int]:
         return self.dim
 
-    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
+    def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
         sizes = [self.heads * share for share in self.shares]
-        parts = theirs[0].split(sizes, self.dim) if self.fused else theirs
+        parts = tensors[0].split(sizes, self.dim) if self.fused else tensors
         by_head = [x.unflatten(self.dim, (self.heads, -1)) for x in parts]
         for i in self.turned:
             by_head[i] = _swap_pairs(by_head[i], self.dim + 1, (-1, 2))
         return torch.cat(by_head, self.dim + 1).flatten(self.dim, self.dim + 1)
 
-    def to_theirs(self, ours: Tensor) -> Sequence[Tensor]:
-        by_head = list(ours.unflatten(self.dim, (self.heads, -1)).split(list(self.shares), self.dim + 1))
+    def to_external(self, parameter: Tensor) -> Sequence[Tensor]:
+        by_head = list(parameter.unflatten(self.dim, (self.heads, -1)).split(list(self.shares), self.dim + 1))
         for i in self.turned:
             by_head[i] = _swap_pairs(by_head[i], self.dim + 1, (2, -1))
         parts = [x.flatten(self.dim, self.dim + 1) for x in by_head]
@@ -143,7 +143,7 @@ def _swap_pairs(x: Tensor, dim: int, sizes: tuple[int, int]) -> Tensor:
 
 
 TURNED_HEAD = Axes("(half two) -> (two half)", {"two": 2})
-"""A vector over the features of a head that turn with the position, such as the weight of its norm."""
+"""A vector over the features of a head with rotary embeddings, such as the weight of its norm."""
 
 
 @dataclass(frozen=True)
@@ -151,181 +151,190 @@ class Chunks:
     """Equal chunks along the first axis in another order, such as (scale, shift) for (shift, scale).
 
     Attributes:
-        order: which of their chunks each of ours is.
+        order: index of the external chunk for each chunk of the parameter.
     """
 
     axis: ClassVar[Optional[int]] = 0
     order: tuple[int, ...]
 
-    def to_ours(self, theirs: Sequence[Tensor]) -> Tensor:
-        chunks = theirs[0].chunk(len(self.order))
+    def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
+        chunks = tensors[0].chunk(len(self.order))
         return torch.cat([chunks[i] for i in self.order])
 
-    def to_theirs(self, ours: Tensor) -> Sequence[Tensor]:
-        chunks = ours.chunk(len(self.order))
+    def to_external(self, parameter: Tensor) -> Sequence[Tensor]:
+        chunks = parameter.chunk(len(self.order))
         return (torch.cat([chunks[self.order.index(i)] for i in range(len(self.order))]),)
 
 
 @dataclass(frozen=True)
 class Rule:
-    """One of our parameters and the tensors of theirs that hold its numbers."""
+    """A parameter and the external tensors with its numbers."""
 
-    ours: str
-    theirs: tuple[str, ...]
+    name: str
+    external_names: tuple[str, ...]
     form: Form = field(default_factory=Same)
 
 
-def with_bias(ours: str, *theirs: str, form: Form | None = None) -> list[Rule]:
-    """Return the rules of the weight and the bias of a linear layer, both of one form."""
+def with_bias(layer: str, *external_layers: str, form: Form | None = None) -> list[Rule]:
+    """Return the rules for the weight and the bias of a linear layer, with the same form."""
     form = Same() if form is None else form
-    return [Rule(f"{ours}.{kind}", tuple(f"{name}.{kind}" for name in theirs), form) for kind in ("weight", "bias")]
+    return [
+        Rule(f"{layer}.{kind}", tuple(f"{external}.{kind}" for external in external_layers), form)
+        for kind in ("weight", "bias")
+    ]
 
 
 @dataclass(frozen=True)
 class RuleBook:
-    """All rules between one of our models and another code base's.
+    """All rules between a model and its external counterpart.
 
     Attributes:
-        shapes: of our parameters, by global name.
-        rules: every one of `shapes` is in exactly one rule, or in `only_ours`.
-        tables: tensors that they store and we compute: compared where a file holds them, never loaded.
-        stored_tables: whether their files hold the tables.
-        only_ours: parameters that their model has no counterpart of, and why; imported as zeros, not exported.
+        shapes: of the parameters, by global name.
+        rules: every parameter is in exactly one rule, or in `unmatched`.
+        tables: external tensors that our model computes; compared if a file has them, never loaded.
+        stored_tables: whether external files have the tables.
+        unmatched: parameters without an external counterpart, and the reason; imported as zeros, not exported.
     """
 
     shapes: Mapping[str, Shape]
     rules: Sequence[Rule]
     tables: Mapping[str, Tensor] = field(default_factory=dict)
     stored_tables: bool = False
-    only_ours: Mapping[str, str] = field(default_factory=dict)
+    unmatched: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        ours = [*(rule.ours for rule in self.rules), *self.only_ours]
-        theirs = [name for rule in self.rules for name in rule.theirs] + list(self.tables)
-        assert len(set(theirs)) == len(theirs), "a tensor of theirs is in two rules"
-        assert sorted(ours) == sorted(self.shapes), sorted(set(ours) ^ set(self.shapes))
+        names = [*(rule.name for rule in self.rules), *self.unmatched]
+        external_names = [name for rule in self.rules for name in rule.external_names] + list(self.tables)
+        assert len(set(external_names)) == len(external_names), "an external tensor is in two rules"
+        assert sorted(names) == sorted(self.shapes), sorted(set(names) ^ set(self.shapes))
 
-    def left_behind(self) -> list[str]:
-        """Say what an export leaves behind."""
-        return [f"{name} is not exported: {why}" for name, why in self.only_ours.items()]
+    def export_notes(self) -> list[str]:
+        """Return a sentence for each parameter that is not exported."""
+        return [f"{name} is not exported: {why}" for name, why in self.unmatched.items()]
 
-    def their_shapes(self) -> dict[str, Shape]:
-        """Return name and shape of every tensor that their model has, tables left out."""
-        found: dict[str, Shape] = {}
+    def external_shapes(self) -> dict[str, Shape]:
+        """Return name and shape of every external tensor except the tables."""
+        shapes: dict[str, Shape] = {}
         for rule in self.rules:
-            parts = rule.form.to_theirs(torch.empty(self.shapes[rule.ours], device="meta"))
-            found |= {name: tuple(part.shape) for name, part in zip(rule.theirs, parts, strict=True)}
-        return found
+            parts = rule.form.to_external(torch.empty(self.shapes[rule.name], device="meta"))
+            shapes |= {name: tuple(part.shape) for name, part in zip(rule.external_names, parts, strict=True)}
+        return shapes
 
     @torch.no_grad()
-    def to_ours(self, theirs: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return our parameters, float32, by global name.
+    def from_external(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Convert external tensors to parameters, float32, by global name.
 
         Raises:
-            ConfigError: a tensor is missing, unknown, of another shape or kind, or not finite; or a table is not ours.
+            ConfigError: a tensor is missing, unknown, of another shape or dtype, or not finite; or a table differs from
+                the one that our model computes.
         """
-        expected = self.their_shapes()
-        found = {name: tuple(x.shape) for name, x in theirs.items() if name not in self.tables}
-        complain("the weights do not fit the model", expected, found)
-        for name, tensor in theirs.items():
+        shapes = {name: tuple(x.shape) for name, x in tensors.items() if name not in self.tables}
+        check_shapes("the weights do not fit the model", self.external_shapes(), shapes)
+        for name, tensor in tensors.items():
             check_numbers(name, tensor)
         for name, table in self.tables.items():
-            if name in theirs:
-                _check_table(name, theirs[name], table)
-        ours = {name: torch.zeros(self.shapes[name]) for name in self.only_ours}
+            if name in tensors:
+                _check_table(name, tensors[name], table)
+        parameters = {name: torch.zeros(self.shapes[name]) for name in self.unmatched}
         for rule in self.rules:
             try:
-                tensor = rule.form.to_ours([theirs[name] for name in rule.theirs])
+                parameter = rule.form.from_external([tensors[name] for name in rule.external_names])
             except (ConfigError, EinopsError) as error:
-                raise ConfigError(f"{rule.ours} cannot be made of {', '.join(rule.theirs)}: {error}") from error
-            ours[rule.ours] = tensor.float().contiguous()
-        return ours
+                raise ConfigError(f"{rule.name} cannot be made of {', '.join(rule.external_names)}: {error}") from error
+            parameters[rule.name] = parameter.float().contiguous()
+        return parameters
 
     @torch.no_grad()
-    def to_theirs(self, ours: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return their tensors by name.
+    def to_external(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Convert parameters to external tensors by name.
 
         Raises:
             ConfigError: a parameter is missing, unknown or of another shape.
         """
-        shapes = {name: tuple(shape) for name, shape in self.shapes.items()}
-        complain(
-            "the parameters do not fit the model they claim to be", shapes, {n: tuple(x.shape) for n, x in ours.items()}
-        )
-        theirs: dict[str, Tensor] = dict(self.tables) if self.stored_tables else {}
+        expected = {name: tuple(shape) for name, shape in self.shapes.items()}
+        shapes = {name: tuple(x.shape) for name, x in parameters.items()}
+        check_shapes("the parameters do not fit the model", expected, shapes)
+        tensors: dict[str, Tensor] = dict(self.tables) if self.stored_tables else {}
         for rule in self.rules:
-            parts = rule.form.to_theirs(ours[rule.ours])
-            # A file may hold no two names for one storage.
-            theirs |= {
-                name: part.clone(memory_format=torch.contiguous_format) for name, part in zip(rule.theirs, parts)
-            }
-        return theirs
+            parts = rule.form.to_external(parameters[rule.name])
+            for name, part in zip(rule.external_names, parts):
+                # Cloned, because a file cannot have two names for one storage.
+                tensors[name] = part.clone(memory_format=torch.contiguous_format)
+        return tensors
 
 
-def complain(what: str, expected: Mapping[str, Shape], found: Mapping[str, Shape]) -> None:
+def check_shapes(fault: str, expected: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> None:
     """Compare two tables of shapes.
 
+    Args:
+        fault: start of the message.
+
     Raises:
-        ConfigError: naming what is missing, what is unknown, and what has another shape.
+        ConfigError: a name is missing, unknown, or has another shape.
     """
-    missing = [f"{name} {list(expected[name])}" for name in expected if name not in found]
-    unknown = [f"{name} {list(found[name])}" for name in found if name not in expected]
+    missing = [f"{name} {list(expected[name])}" for name in expected if name not in shapes]
+    unknown = [f"{name} {list(shapes[name])}" for name in shapes if name not in expected]
     differ = [
-        f"{name} is {list(found[name])}, needs {list(expected[name])}"
+        f"{name} is {list(shapes[name])}, needs {list(expected[name])}"
         for name in expected
-        if name in found and found[name] != expected[name]
+        if name in shapes and shapes[name] != expected[name]
     ]
     parts = [("missing", missing), ("unknown", unknown), ("of another shape", differ)]
     if missing or unknown or differ:
         faults = "; ".join(f"{len(names)} {kind}: {some_of(names)}" for kind, names in parts if names)
         raise ConfigError(
-            f"{what} ({len(expected)} tensors): {faults}; check that file, format and model belong together"
+            f"{fault} ({len(expected)} tensors): {faults}; check that file, format and model belong together"
         )
 
 
 def some_of(names: Sequence[str]) -> str:
     """Return the first names of a list and the number of the others."""
-    more = f" and {len(names) - NUM_SHOWN} more" if len(names) > NUM_SHOWN else ""
-    return ", ".join(names[:NUM_SHOWN]) + more
+    remainder = f" and {len(names) - NUM_SHOWN} more" if len(names) > NUM_SHOWN else ""
+    return ", ".join(names[:NUM_SHOWN]) + remainder
 
 
 def check_numbers(name: str, tensor: Tensor) -> None:
     """Raise `ConfigError` for a tensor that is quantised or not finite."""
     if tensor.dtype not in FLOATS:
         raise ConfigError(
-            f"{name} is of {tensor.dtype}; quantised weights are not read, only {', '.join(map(str, FLOATS))}"
+            f"{name} has dtype {tensor.dtype}; quantised weights are not read, only {', '.join(map(str, FLOATS))}"
         )
     if not tensor.isfinite().all():
-        raise ConfigError(f"{name} holds {int((~tensor.isfinite()).sum())} numbers that are not finite")
+        raise ConfigError(f"{name} has {int((~tensor.isfinite()).sum())} numbers that are not finite")
 
 
-def _check_table(name: str, theirs: Tensor, ours: Tensor) -> None:
-    if theirs.shape != ours.shape:
-        raise ConfigError(f"{name} is {list(theirs.shape)}, needs {list(ours.shape)}; the latent size is another one")
+def _check_table(name: str, stored: Tensor, computed: Tensor) -> None:
+    if stored.shape != computed.shape:
+        raise ConfigError(
+            f"{name} is {list(stored.shape)}, needs {list(computed.shape)}; the files are for another latent size"
+        )
     # Tables are computed in float64 everywhere and rounded to the file's precision.
-    limit = max(1e-6, torch.finfo(theirs.dtype).eps)
-    difference = float((theirs.double() - ours.double()).abs().max())
+    limit = max(1e-6, torch.finfo(stored.dtype).eps)
+    difference = float((stored.double() - computed.double()).abs().max())
     if not difference <= limit:
         raise ConfigError(
-            f"{name} is not the fixed table that our model computes: it differs by up to {difference:.3g}, {limit:.1g} "
-            "would be rounding; a model with positions of its own cannot be imported"
+            f"{name} is not the fixed table that our model computes: it differs by up to {difference:.3g}, and "
+            f"rounding explains {limit:.1g}; a model with other positions cannot be imported"
         )
 
 
 TRAIN_THAT_WAY = "only a model trained that way can be exported"
-"""Cure for settings that the other side cannot express."""
+"""Cure for settings that the other code base does not support."""
 
 
-def require(what: str, settings: Mapping[str, Any], wanted: Mapping[str, Any], cure: str) -> None:
-    """Check that settings hold the only values that the other side can express.
+def require(fault: str, settings: Mapping[str, Any], supported: Mapping[str, Any], cure: str) -> None:
+    """Check that settings have the only values that the other code base supports.
+
+    Args:
+        fault: start of the message.
 
     Raises:
-        ConfigError: naming each one that does not.
+        ConfigError: a setting has another value.
     """
     wrong = [
         f"{name}={settings.get(name)!r} (only {value!r})"
-        for name, value in wanted.items()
+        for name, value in supported.items()
         if settings.get(name) != value
     ]
     if wrong:
-        raise ConfigError(f"{what}: {', '.join(wrong)}; {cure}")
+        raise ConfigError(f"{fault}: {', '.join(wrong)}; {cure}")

@@ -1,8 +1,8 @@
-"""The metadata of weights that the files of other code bases have no fields for, as plain JSON next to the weights.
+"""Metadata for exported weights as plain JSON, for settings without a field in the files of other code bases.
 
-Written at export (`_megatron_dit` in a `config.json`, `megatron_dit` in the metadata of a safetensors file) and read at
-import: objective, class names, latent size, sampling defaults, and settings of the model that the other side computes
-its own way. The values may be a stranger's: they only fill the fields of known classes, each checked by its type.
+Export writes `_megatron_dit` in a `config.json`, or `megatron_dit` in the metadata of a safetensors file, and import
+reads it: objective, class names, latent size, sampling defaults, and all settings of the model. The values are not
+trusted: they only fill fields of known classes, and the type of each value is checked.
 """
 
 import importlib
@@ -18,15 +18,15 @@ from dit.objectives.base import Objective
 from dit.safe_files import parse_json
 
 METADATA_KEY = "megatron_dit"
-CONFIG_KEY = f"_{METADATA_KEY}"  # diffusers passes over keys that start so
+CONFIG_KEY = f"_{METADATA_KEY}"  # diffusers ignores keys that start with an underscore
 
-MAX_NUMBER = 1e300  # what is larger, a whole number included, is no setting; nor is NaN
+MAX_NUMBER = 1e300  # larger numbers, integers included, are not accepted as settings; NaN is not either
 
 Settings = TypeVar("Settings")
 
 
 def to_record(trained: TrainedModel) -> dict[str, Any]:
-    """Return a model's record, values of JSON only."""
+    """Return a model's record, with JSON values only."""
     return {
         "model": asdict(trained.model),
         "objective": {"name": name_of(trained.objective), **asdict(trained.objective)},  # type: ignore[call-overload]
@@ -39,26 +39,26 @@ def to_record(trained: TrainedModel) -> dict[str, Any]:
 
 
 def from_record(record: object, model_class: type[ModelConfig]) -> TrainedModel:
-    """Rebuild what `to_record` wrote.
+    """Rebuild a model from the result of `to_record`.
 
     Args:
-        record: values that may have been written by anybody.
-        model_class: the backbone of the format.
+        record: untrusted values.
+        model_class: settings class of the backbone.
 
     Raises:
-        ConfigError: the record lacks a part, or a value is of another kind than its field.
+        ConfigError: the record lacks a part, or a value has another type than its field.
     """
-    known = {f.name for f in fields(TrainedModel)} - {"notes"}
-    if not isinstance(record, Mapping) or record.keys() != known:
-        raise ConfigError(f"the export's record must hold {', '.join(sorted(known))}; export the run again")
+    parts = {f.name for f in fields(TrainedModel)} - {"notes"}
+    if not isinstance(record, Mapping) or record.keys() != parts:
+        raise ConfigError(f"the export's record must have {', '.join(sorted(parts))}; export the run again")
     model = build(model_class, record["model"], "the record's model")
     model.validate()
     size, names, fps = record["latent_size"], record["class_names"], record["fps"]
     if not (_fits(size, list[int]) and len(size) == 3 and min(size) > 0):
-        raise ConfigError(f"the record's latent_size={size!r} must be three whole numbers of at least 1, (T, H, W)")
+        raise ConfigError(f"the record's latent_size={size!r} must be three positive integers, (T, H, W)")
     if not _fits(names, Optional[list[str]]) or len(names or ()) > (model.num_classes or 0):
         raise ConfigError(
-            f"the record's class_names must be at most {model.num_classes or 0} names; got {names!r:.200}"
+            f"the record's class_names must be at most {model.num_classes or 0} names, got {names!r:.200}"
         )
     if not _fits(fps, Optional[float]) or (fps is not None and not fps > 0):
         raise ConfigError(f"the record's fps={fps!r} must be a positive number")
@@ -89,33 +89,37 @@ def read_json_record(text: str, model_class: type[ModelConfig]) -> TrainedModel:
 
 
 def name_of(objective: Objective) -> str:
-    """Return the name that recipes and records have for an objective."""
-    own = f"{type(objective).__module__}:{type(objective).__qualname__}"
-    return next(name for name, path in OBJECTIVES.items() if path == own)
+    """Return the name of an objective in recipes and records."""
+    class_path = f"{type(objective).__module__}:{type(objective).__qualname__}"
+    return next(name for name, path in OBJECTIVES.items() if path == class_path)
 
 
 def objective_of(record: object) -> Objective:
-    """Build an objective from its name and settings, `{"name": "ddpm", "prediction": "v"}`; the rest are defaults.
+    """Build an objective from its name and settings, such as `{"name": "ddpm", "prediction": "v"}`.
 
     Raises:
-        ConfigError: there is no such objective, or a setting does not fit it.
+        ConfigError: the objective is unknown, or a setting does not fit it.
     """
     name = record.get("name") if isinstance(record, Mapping) else record
     if not isinstance(record, Mapping) or not isinstance(name, str) or name not in OBJECTIVES:
         raise ConfigError(f"objective {name!r:.200} is unknown; use one of {', '.join(OBJECTIVES)}")
     module, _, attribute = OBJECTIVES[name].partition(":")
-    found: type[Objective] = getattr(importlib.import_module(module), attribute)
-    return build(found, {key: value for key, value in record.items() if key != "name"}, f"objective {name}")
+    objective_class: type[Objective] = getattr(importlib.import_module(module), attribute)
+    settings = {key: value for key, value in record.items() if key != "name"}
+    return build(objective_class, settings, f"objective {name}")
 
 
-def build(settings_class: type[Settings], values: object, what: str) -> Settings:
-    """Build a settings class of this project from plain values; fields that are left out keep their defaults.
+def build(settings_class: type[Settings], values: object, label: str) -> Settings:
+    """Build a settings class of this project from plain values; absent fields have their defaults.
+
+    Args:
+        label: names the settings in messages.
 
     Raises:
-        ConfigError: a name is no field, a value is of another type than its field, or the class refuses it.
+        ConfigError: a name is not a field, a value has another type than its field, or the class rejects it.
     """
     if not isinstance(values, Mapping):
-        raise ConfigError(f"{what} must be settings by name, got {values!r:.200}")
+        raise ConfigError(f"{label} must be settings by name, got {values!r:.200}")
     assert is_dataclass(settings_class)
     hints = {f.name: get_type_hints(settings_class)[f.name] for f in fields(settings_class) if f.init}
     unknown = [str(name) for name in values if name not in hints]
@@ -125,19 +129,19 @@ def build(settings_class: type[Settings], values: object, what: str) -> Settings
     if unknown or wrong:
         parts = [("has no setting", unknown), ("cannot have", wrong)]
         reasons = "; ".join(f"{verb} {', '.join(names)}" for verb, names in parts if names)
-        raise ConfigError(f"{what} {reasons}; its settings are {', '.join(hints)}")
+        raise ConfigError(f"{label} {reasons}; its settings are {', '.join(hints)}")
     return settings_class(**values)
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """Tell whether a value of JSON is of a field's type; numbers must be finite."""
+    """Return whether a JSON value has a field's type; numbers must be finite."""
     kind, inner = get_origin(hint), get_args(hint)
     if kind is Literal:
         return value in inner
     if kind is Union:
-        return any(_fits(value, one) for one in inner)
+        return any(_fits(value, option) for option in inner)
     if kind is list:
-        return isinstance(value, list) and all(_fits(one, inner[0]) for one in value)
+        return isinstance(value, list) and all(_fits(element, inner[0]) for element in value)
     if hint is float:
         return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_NUMBER
     return isinstance(value, hint) and isinstance(value, bool) == (hint is bool)

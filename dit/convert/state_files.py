@@ -1,8 +1,8 @@
-"""Files of tensors, read without executing code, and written atomically.
+"""Read tensor files without executing code, and write them atomically.
 
-`.safetensors` holds tensors only. `.pt`, `.pth`, `.bin` and `.ckpt` are pickles and go through torch's `weights_only`
-reader, which builds tensors and plain containers and refuses everything else. A `.nemo` is a tar archive of a YAML
-document and such a pickle.
+`.safetensors` files have only tensors. `.pt`, `.pth`, `.bin` and `.ckpt` are pickles, read by torch's `weights_only`
+reader, which builds tensors and plain containers and raises for everything else. A `.nemo` file is a tar archive of a
+YAML document and such a pickle.
 """
 
 import argparse
@@ -29,21 +29,20 @@ INDEX = f"{STEM}.safetensors.index.json"
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 NEMO_CONFIG, NEMO_WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 PLAIN = "save plain tensors by name, best as .safetensors"
-MAX_SHARD_BYTES = 10 * 1000**3  # diffusers splits files here
+MAX_SHARD_BYTES = 10 * 1000**3  # as in diffusers
 
 
 def read_tensors(path: Path, cure: str = PLAIN) -> dict[str, Tensor]:
-    """Read the tensors of one file by name; of a training checkpoint's parts, `ema` before `model` or `state_dict`.
+    """Read the tensors of a file by name; from a training checkpoint, the first of `ema`, `model` and `state_dict`.
 
     Args:
-        path: of the file.
-        cure: for a pickle that holds more than tensors.
+        cure: end of the message for a pickle with other objects than tensors.
 
     Raises:
-        ConfigError: the file is missing or damaged, holds more than tensors, or is of a kind that is not read.
+        ConfigError: the file is missing or damaged, has other objects than tensors, or its format is not supported.
     """
     if path.suffix not in (".safetensors", *PICKLES):
-        raise ConfigError(f"{path} is no file of weights that is read; use .safetensors, {', '.join(PICKLES)}")
+        raise ConfigError(f"{path} is not a supported file of weights; use .safetensors, {', '.join(PICKLES)}")
     try:
         safe_files.check_regular(path)
         loaded = load_file(path) if path.suffix == ".safetensors" else _read_pickle(path, path, cure)
@@ -58,10 +57,10 @@ def _tensors_of(loaded: object, path: Path) -> dict[str, Tensor]:
         if isinstance(loaded, dict) and isinstance(loaded.get(part), dict):
             loaded = loaded[part]
     if not isinstance(loaded, dict) or not loaded:
-        raise ConfigError(f"{path} holds {type(loaded).__name__}, not tensors by name; save a model's state_dict()")
+        raise ConfigError(f"{path} has a {type(loaded).__name__}, not tensors by name; save a model's state_dict()")
     odd = [f"{name!r} is a {type(x).__name__}" for name, x in loaded.items() if not isinstance(x, Tensor)]
     if odd:
-        raise ConfigError(f"{path} holds more than tensors: {', '.join(odd[:3])}; save a model's state_dict()")
+        raise ConfigError(f"{path} has other objects than tensors: {', '.join(odd[:3])}; save a model's state_dict()")
     return loaded
 
 
@@ -69,14 +68,14 @@ def read_nemo(path: Path) -> tuple[Any, dict[str, Tensor]]:
     """Read the settings and the tensors of a `.nemo` file, without extracting it.
 
     Raises:
-        ConfigError: the file is missing, damaged or compressed, lacks one of the two, or holds more than tensors.
+        ConfigError: the file is missing, damaged or compressed, lacks one of the two, or has other objects.
     """
     try:
         with safe_files.open_tar(path) as members:
-            missing = [name for name in (NEMO_CONFIG, NEMO_WEIGHTS) if name not in members]
-            if missing:
+            absent = [name for name in (NEMO_CONFIG, NEMO_WEIGHTS) if name not in members]
+            if absent:
                 raise ConfigError(
-                    f"{path} has no {missing[0]}, but {', '.join(sorted(members)[:5]) or 'no files'}; weights "
+                    f"{path} has no {absent[0]}, but {', '.join(sorted(members)[:5]) or 'no files'}; weights "
                     "of several model-parallel ranks are not read: save the model again with save_to() on one GPU"
                 )
             text = members[NEMO_CONFIG].read(safe_files.LONGEST_YAML + 1)
@@ -90,13 +89,13 @@ def read_nemo(path: Path) -> tuple[Any, dict[str, Tensor]]:
         raise
     except ValueError as error:
         raise ConfigError(
-            f"{path} is no archive that is read: {' '.join(str(error).split())}; give a complete .nemo file (one "
-            "of NeMo before 1.7 is compressed: rename it to .gz and gunzip it)"
+            f"{path} is not a supported archive: {' '.join(str(error).split())}; give a complete .nemo file (files of "
+            "NeMo before 1.7 are compressed: rename them to .gz and gunzip them)"
         ) from error
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Return the metadata of a safetensors file; of other files, which have none, an empty dictionary."""
+    """Return the metadata of a safetensors file, or an empty dictionary for other files."""
     if path.suffix != ".safetensors":
         return {}
     with safe_open(path, framework="pt") as file:
@@ -104,19 +103,19 @@ def read_metadata(path: Path) -> dict[str, str]:
 
 
 def _read_pickle(source: Path | IO[bytes], path: Path, cure: str) -> Any:
-    # The published training script stores its command line with the weights: a Namespace of plain values.
+    # The published training script stores its command line, a Namespace of plain values, with the weights.
     with torch.serialization.safe_globals([argparse.Namespace]):
         try:
             return safe_files.read_torch(source)
         except OSError:
             raise
-        except Exception as error:  # a damaged or hostile pickle fails in any way it likes
-            reason = str(error).strip().splitlines()
-            named = next((line for line in reason if "GLOBAL" in line or "global" in line), reason[0] if reason else "")
-            named = named.partition(" was not an allowed")[0].strip()  # the rest advises to allow it
+        except Exception as error:  # a damaged or hostile pickle can raise anything
+            lines = str(error).strip().splitlines()
+            reason = next((line for line in lines if "GLOBAL" in line or "global" in line), lines[0] if lines else "")
+            reason = reason.partition(" was not an allowed")[0].strip()  # torch then recommends to allow it
             raise ConfigError(
-                f"{path} is damaged or holds more than tensors and is not loaded, because a pickle can run code "
-                f"({named}); {cure}"
+                f"{path} is damaged or has other objects than tensors, and is not loaded because a pickle can run code "
+                f"({reason}); {cure}"
             ) from error
 
 
@@ -124,11 +123,11 @@ def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object.
 
     Raises:
-        ConfigError: the file is missing or holds something else.
+        ConfigError: the file is missing or does not have a JSON object.
     """
     value = safe_files.read_json(path, ConfigError, "give a folder in the diffusers layout")
     if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds a {type(value).__name__}, not settings by name")
+        raise ConfigError(f"{path} has a {type(value).__name__}, not settings by name")
     return value
 
 
@@ -136,11 +135,11 @@ def read_diffusers(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read settings and tensors of a folder in the diffusers layout, in one file or in shards.
 
     Raises:
-        ConfigError: a file is missing or unreadable, or the index points elsewhere.
+        ConfigError: a file is missing or unreadable, or the index has a path outside the folder.
     """
     if not folder.is_dir():
         raise ConfigError(
-            f"{folder} is no folder; the diffusers layout is a folder with {CONFIG} and {STEM}.safetensors"
+            f"{folder} is not a folder; the diffusers layout is a folder with {CONFIG} and {STEM}.safetensors"
         )
     if not (folder / CONFIG).exists() and (folder / "transformer" / CONFIG).exists():
         raise ConfigError(f"{folder} is a complete pipeline; give its part {folder / 'transformer'}")
@@ -150,17 +149,17 @@ def read_diffusers(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     for name in (f"{STEM}.safetensors", f"{STEM}.bin"):
         if (folder / name).exists():
             return settings, read_tensors(folder / name)
-    raise ConfigError(f"{folder} holds neither {STEM}.safetensors, {INDEX} nor {STEM}.bin")
+    raise ConfigError(f"{folder} has no {STEM}.safetensors, {INDEX} or {STEM}.bin")
 
 
 def _read_shards(folder: Path) -> dict[str, Tensor]:
     names = read_json(folder / INDEX).get("weight_map")
     if not isinstance(names, dict) or not names:
-        raise ConfigError(f"{folder / INDEX} holds no weight_map; fetch the folder again")
+        raise ConfigError(f"{folder / INDEX} has no weight_map; download the folder again")
     tensors: dict[str, Tensor] = {}
     for file in sorted(set(map(str, names.values()))):
         if Path(file).name != file or not file.endswith(".safetensors"):
-            raise ConfigError(f"{folder / INDEX} points to {file!r}; only .safetensors files next to it are read")
+            raise ConfigError(f"{folder / INDEX} names {file!r}; only .safetensors files next to it are read")
         tensors |= read_tensors(folder / file)
     if tensors.keys() != names.keys():
         odd = sorted(tensors.keys() ^ names.keys())
@@ -173,7 +172,7 @@ def written_atomically(out: Path) -> Iterator[Path]:
     """Yield a temporary path next to `out`; it is renamed to `out` at the end, or removed after an error.
 
     Raises:
-        ConfigError: `out` exists, or the disk refused.
+        ConfigError: `out` exists, or cannot be written.
     """
     if os.path.lexists(out):
         raise ConfigError(f"{out} already exists and is not changed; choose another --out or remove it")
@@ -210,13 +209,13 @@ def _flush_one(path: Path) -> None:
 
 
 def write_tensors(tensors: Mapping[str, Tensor], out: Path, metadata: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Write tensors to one file, of the kind that its name says.
+    """Write tensors to a `.safetensors` or `.pt` file.
 
     Args:
-        metadata: for the header of a safetensors file; a `.pt` has none.
+        metadata: for the header of a safetensors file; a `.pt` file has none.
 
     Raises:
-        ConfigError: the name says none, the file exists, or the disk refused.
+        ConfigError: the name has another ending, the file exists, or it cannot be written.
     """
     if out.suffix not in (".safetensors", ".pt"):
         raise ConfigError(f"--out {out} must end in .safetensors or .pt")
@@ -231,7 +230,7 @@ def write_tensor_folder(tensors: Mapping[str, Mapping[str, Tensor]], out: Path, 
     """Write safetensors files and texts, by their names, to a new folder.
 
     Raises:
-        ConfigError: `out` exists, or the disk refused.
+        ConfigError: `out` exists, or cannot be written.
     """
     with written_atomically(out) as part:
         part.mkdir(parents=True, exist_ok=True)
@@ -251,16 +250,16 @@ def write_diffusers(
     others: Callable[[Path], Mapping[str, str]] = lambda folder: MappingProxyType({}),
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
-    """Write a folder in the diffusers layout; beyond `max_shard_bytes` in shards with an index.
+    """Write a folder in the diffusers layout; above `max_shard_bytes`, tensors are written in shards with an index.
 
     Args:
         settings: the `config.json`.
-        subfolder: of `out` that holds settings and tensors; a pipeline has one per part.
+        subfolder: of `out`, for settings and tensors; a pipeline has one per part.
         texts: further text files, by their paths in `out`.
         others: writes further parts of a pipeline to a folder, and returns the texts that depend on them.
 
     Raises:
-        ConfigError: `out` exists, or the disk refused.
+        ConfigError: `out` exists, or cannot be written.
     """
     with written_atomically(out) as part:
         part.mkdir(parents=True, exist_ok=True)

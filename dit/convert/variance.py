@@ -1,4 +1,4 @@
-"""Leave a learned variance behind: to go on training a network by an objective that predicts the mean alone."""
+"""Remove a learned variance, to fine-tune a network with an objective that predicts only the mean."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,18 +14,18 @@ from dit.objectives.ddpm import DDPM
 
 
 def predicts_variance(model: ModelConfig) -> TypeGuard[TransformerModelConfig]:
-    """Return whether a network predicts a second number for every channel: the variance of a reverse step."""
+    """Return whether a network has a second output per channel, the variance of a reverse step."""
     return isinstance(model, TransformerModelConfig) and model.output_features == 2 * model.token_channels
 
 
 def drop_variance(trained: TrainedModel, weights: Mapping[str, Tensor]) -> tuple[TrainedModel, dict[str, Tensor]]:
-    """Cut the variance's rows off the head: the second half of the channels at every position of a patch.
+    """Remove the variance's rows of the head: the second half of the channels at every position of a patch.
 
     Args:
-        weights: the model's parameters by global name.
+        weights: parameters by global name.
 
     Returns:
-        The model, which is trained on and sampled from without a learned variance, and its weights.
+        The model with settings for training and sampling without a learned variance, and its weights.
 
     Raises:
         ConfigError: the model predicts no variance.

@@ -1,4 +1,4 @@
-"""Which samples an encoder takes together."""
+"""Group samples into batches for an encoder."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import TypeVar
@@ -6,12 +6,12 @@ from typing import TypeVar
 Key = TypeVar("Key", bound=Hashable)
 
 
-def in_batches(keys: Sequence[Key], most: Callable[[Key], int]) -> list[list[int]]:
-    """Group items of one key in the order given.
+def in_batches(keys: Sequence[Key], batch_size: Callable[[Key], int]) -> list[list[int]]:
+    """Group items with equal keys, in their order.
 
     Args:
-        keys: of each item, such as its shape.
-        most: returns how many items of a key go together; at least one does.
+        keys: one per item, such as its shape.
+        batch_size: returns the largest batch of items with a key; results below 1 count as 1.
 
     Returns:
         The indices of each batch.
@@ -22,6 +22,6 @@ def in_batches(keys: Sequence[Key], most: Callable[[Key], int]) -> list[list[int
     return [
         indices[start : start + size]
         for key, indices in by_key.items()
-        for size in [max(1, most(key))]
+        for size in [max(1, batch_size(key))]
         for start in range(0, len(indices), size)
     ]

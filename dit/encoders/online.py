@@ -1,12 +1,12 @@
-"""Online encoding: pixels and captions of a pack become latents and texts on the training device.
+"""Online encoding: pixels and captions of a pack are encoded to latents and texts on the training device.
 
     stream -- pixels, captions --> OnlineEncoders -- latents, texts --> full pack -- context-parallel split --> step
 
 The tensor- and context-parallel ranks of a pipeline stage read the same pack. Each encodes a part of it, and an
-all-reduce gives all results to all of them: the work is divided, and they have the same bits, which encoders on several
-devices need not give. Stages encode for themselves, because in a schedule they are at different micro-batches.
+all-reduce sends all results to all of them. This divides the work and gives the ranks bit-identical results. Every
+pipeline stage encodes separately, because stages process different micro-batches at the same time.
 
-Nothing is drawn: a latent is the mean of the VAE's posterior, as in preparation, so that online equals cached.
+A latent is the mean of the VAE's posterior, as in cached latents, so no random numbers are needed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,26 +28,26 @@ from dit.encoders.vae import VAE
 from dit.patchify import patchify_all
 
 MAX_BATCH_PIXELS = 1 << 20
-"""Pixels (of all frames) that the VAE encodes together, unless a single sample has more."""
+"""Largest number of pixels (of all frames) in a VAE batch; a larger sample has its own batch."""
 
 Encode = Callable[[PackedBatch], PackedBatch]
 
 
-def null_texts(data: DataConfig, wanted: Sequence[Condition], device: torch.device) -> dict[str, Tensor]:
-    """Return the embeddings of the empty text for the conditions whose null it is, `[k, D]` by name.
+def null_texts(data: DataConfig, conditions: Sequence[Condition], device: torch.device) -> dict[str, Tensor]:
+    """Return the embeddings of the empty text for conditions that have it as null, `[k, D]` by name.
 
     Args:
-        data: states them, or their encoders.
-        wanted: conditions of the model.
+        data: has the embeddings, or names their encoders.
+        conditions: of the model.
 
     Raises:
-        ConfigError: the data name no encoder, or one that makes no such text.
+        ConfigError: the data name no encoder, or one that does not make this text.
     """
-    stated = {c.name: text for c in wanted if c.null == "empty text" and (text := data.empty_text(c)) is not None}
-    others = [condition for condition in wanted if condition.name not in stated]
+    stored = {c.name: text for c in conditions if c.null == "empty text" and (text := data.empty_text(c)) is not None}
+    to_encode = [condition for condition in conditions if condition.name not in stored]
     return {
-        **{name: text.to(device) for name, text in stated.items()},
-        **empty_texts(data.text_encoder(), others, device),
+        **{name: text.to(device) for name, text in stored.items()},
+        **empty_texts(data.text_encoder(), to_encode, device),
     }
 
 
@@ -58,7 +58,7 @@ def batch_encoder(
     peers: Optional[dist.ProcessGroup],
     nulls: Mapping[str, Tensor],
 ) -> Encode:
-    """Return the function that encodes the micro-batches of a data source, unless its samples are encoded already.
+    """Return a function that encodes the micro-batches of a data source if `encoding` is given.
 
     Args:
         nulls: embeddings of the empty text, added to the texts of every pack; see `Conditions.with_nulls`.
@@ -73,13 +73,12 @@ def batch_encoder(
 
 
 class OnlineEncoders:
-    """The encoders of a run, frozen, on its device.
+    """The frozen encoders of a run, on the training device.
 
     Args:
-        encoding: which.
-        spec: the conditions that the model takes; encoders of others are not loaded.
-        device: of the training.
-        peers: the ranks that read the same packs at the same time; None for this rank alone.
+        encoding: names of the encoders, and their precision.
+        spec: has the conditions of the model; only encoders of these are loaded.
+        peers: the ranks that read the same packs at the same time; None if there is only this rank.
     """
 
     def __init__(
@@ -91,17 +90,17 @@ class OnlineEncoders:
         self.vae = None if encoding.vae is None else VAE(encoding.vae, device=where, precision=precision)
         self.texts: list[TextEncoder] = []
         for config in () if encoding.text_encoder is None else check_text_encoder(encoding.text_encoder).encoders:
-            taken = as_conditions({entry: entry for entry in config.makes}, spec.conditions)
-            if taken:
-                config = replace(config, makes=tuple(taken.values()), joined=config.joined and "text" in taken.values())
+            entries = tuple(as_conditions({entry: entry for entry in config.makes}, spec.conditions).values())
+            if entries:
+                config = replace(config, makes=entries, joined=config.joined and "text" in entries)
                 self.texts.append(TextEncoder(config, device=where, precision=precision))
 
     @torch.no_grad()
     def __call__(self, batch: PackedBatch) -> PackedBatch:
-        """Encode a full pack; every peer calls this with the same one.
+        """Encode a full pack (collective over the peers, with the same pack).
 
         Returns:
-            The pack with latents and texts, those on the device.
+            The pack with latents and texts on the device.
         """
         raw = batch.raw
         if raw is None:
@@ -118,8 +117,8 @@ class OnlineEncoders:
         assert vae is not None
 
         def encode(indices: list[int]) -> list[Tensor]:
-            together = moved(torch.stack([pixels[i] for i in indices]), self.device, non_blocking=True)
-            return [vae.encode(pixel_values(together))]
+            stacked = moved(torch.stack([pixels[i] for i in indices]), self.device, non_blocking=True)
+            return [vae.encode(pixel_values(stacked))]
 
         shapes = [clip.shape[1:] for clip in pixels]
         batches = in_batches(shapes, lambda shape: MAX_BATCH_PIXELS // prod(shape))
@@ -132,20 +131,20 @@ class OnlineEncoders:
 
     def _texts(self, batch: PackedBatch, captions: Sequence[str]) -> Conditions:
         unique = list(dict.fromkeys(captions))
-        made = join_entries(self.texts, [self._embed(encoder, unique) for encoder in self.texts])
+        entries = join_entries(self.texts, [self._embed(encoder, unique) for encoder in self.texts])
         by_caption = {
             name: dict(zip(unique, values, strict=True))
-            for name, values in as_conditions(made, self.spec.conditions).items()
+            for name, values in as_conditions(entries, self.spec.conditions).items()
         }
-        given = {name: [values[caption] for caption in captions] for name, values in by_caption.items()}
-        return pack_conditions(self.spec.conditions, given, batch.layout, self.spec.patch)
+        texts = {name: [values[caption] for caption in captions] for name, values in by_caption.items()}
+        return pack_conditions(self.spec.conditions, texts, batch.layout, self.spec.patch)
 
     def _embed(self, encoder: TextEncoder, texts: Sequence[str]) -> dict[str, list[Tensor]]:
         ids, makes, sizes = encoder.tokenize(texts), encoder.config.makes, encoder.geometry
 
         def encode(indices: list[int]) -> list[Tensor]:
-            made = encoder.forward(torch.tensor([ids[i] for i in indices]))
-            return [made[entry] for entry in makes]
+            entries = encoder.forward(torch.tensor([ids[i] for i in indices]))
+            return [entries[entry] for entry in makes]
 
         shapes = [
             [(sizes.pooled or 0,) if entry == "pooled" else (len(numbers), sizes.width) for entry in makes]
@@ -163,30 +162,30 @@ class OnlineEncoders:
         shapes: Sequence[Sequence[Sequence[int]]],
         encode: Callable[[list[int]], Sequence[Tensor]],
     ) -> list[list[Tensor]]:
-        """Encode the batches in turn on the peers.
+        """Distribute the batches over the peers, encode them, and gather the results.
 
         Args:
-            batches: indices of the items of each. They depend on the pack alone, not on the number of peers.
+            batches: indices of items; they depend only on the pack, not on the number of peers.
             shapes: of each result of each item.
-            encode: returns each result of the items of a batch, `[B, ...]`.
+            encode: returns each result for the items of a batch, `[B, ...]`.
 
         Returns:
             The results of each item, float32.
         """
         flat = torch.zeros(sum(prod(shape) for results in shapes for shape in results), device=self.device)
-        rest, parts = flat, list[list[Tensor]]()
+        unassigned, parts = flat, list[list[Tensor]]()
         for results in shapes:
             parts.append([])
             for shape in results:
-                parts[-1].append(rest[: prod(shape)].view(*shape))
-                rest = rest[prod(shape) :]
-        count, mine = (1, 0) if self.peers is None else (self.peers.size(), self.peers.rank())
+                parts[-1].append(unassigned[: prod(shape)].view(*shape))
+                unassigned = unassigned[prod(shape) :]
+        count, rank = (1, 0) if self.peers is None else (self.peers.size(), self.peers.rank())
         for number, indices in enumerate(batches):
-            if number % count != mine:
+            if number % count != rank:
                 continue
             for place, values in enumerate(encode(indices)):
                 for i, value in zip(indices, values, strict=True):
                     parts[i][place].copy_(value)
         if count > 1:
-            dist.all_reduce(flat, group=self.peers)  # one peer's value plus zeros: exact
+            dist.all_reduce(flat, group=self.peers)  # exact: one peer has the value, the others add zeros
         return parts

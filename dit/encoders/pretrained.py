@@ -1,7 +1,7 @@
-"""The only module that loads networks by `from_pretrained` of transformers and diffusers.
+"""The only module that calls `from_pretrained` of transformers and diffusers.
 
-Weights are safetensors, code that comes with them is not run (nor offered to be run, on a terminal), and a network is
-refused if a weight is missing: the libraries would use random numbers in its place.
+Weights must be safetensors. Code in a repository is never run, and the user is not asked whether to run it. A missing
+weight is an error, because the libraries would replace it by random numbers.
 """
 
 import logging
@@ -18,7 +18,7 @@ _NAMED = 3  # weights that a message names
 
 
 def check_hub(repository: str, file: str = "config.json") -> None:
-    """Check that a file of a repository can be had, without the minute of retries of huggingface_hub.
+    """Check that a file of a repository is available, without the minute of retries of huggingface_hub.
 
     Raises:
         ConfigError: it is not in the local cache, and the Hugging Face hub cannot be reached.
@@ -34,23 +34,23 @@ def check_reachable(repository: str) -> None:
     """Check that the Hugging Face hub can be reached.
 
     Args:
-        repository: name of what is needed of it, for the message.
+        repository: for the message.
 
     Raises:
-        ConfigError: it cannot.
+        ConfigError: the hub cannot be reached.
     """
     from huggingface_hub import constants
 
     try:
         urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=10).close()
-    except HTTPError:  # it answers
+    except HTTPError:  # the hub responds
         return
     except OSError as error:
         reason = getattr(error, "reason", error)
-        if isinstance(reason, ssl.SSLError):  # it answers, with a certificate that huggingface_hub may know
+        if isinstance(reason, ssl.SSLError):  # the hub responds, with a certificate that huggingface_hub may accept
             return
         raise ConfigError(
-            f"{repository} is neither a folder nor in the cache of this machine, and {constants.ENDPOINT} cannot be "
+            f"{repository} is not a local folder and not in the local cache, and {constants.ENDPOINT} cannot be "
             f"reached ({reason}); copy the folder to this machine and name it, or connect to the network"
         ) from error
 
@@ -64,7 +64,8 @@ def load_without_code(kind: Any, what: str, **options: Any) -> Any:
         options: of its `from_pretrained`.
 
     Raises:
-        ConfigError: it does not exist, is damaged, or needs code of its own or a package that is not installed.
+        ConfigError: it does not exist, is damaged, or needs code from its repository or a package that is not
+            installed.
     """
     try:
         return kind.from_pretrained(**options, trust_remote_code=False)
@@ -73,16 +74,16 @@ def load_without_code(kind: Any, what: str, **options: Any) -> Any:
 
 
 def load_network(kind: Any, what: str, **options: Any) -> Any:
-    """Load a network with all of its weights, frozen and in eval mode; see `load_without_code`.
+    """Load a network, frozen and in eval mode; see `load_without_code`.
 
     Raises:
-        ConfigError: also if the files lack weights, or have them in other shapes.
+        ConfigError: as `load_without_code`, or weights are missing or have another shape.
     """
     source = options["pretrained_model_name_or_path"]
     announce(f"loading {what} from {'folder' if Path(source).is_dir() else 'the Hugging Face hub:'} {source}")
     library = logging.getLogger(kind.__module__.partition(".")[0])
     level = library.level
-    library.setLevel(logging.ERROR)  # it would list missing weights over many lines
+    library.setLevel(logging.ERROR)  # the library would list missing weights on many lines
     try:
         model, info = load_without_code(
             kind, what, **options, use_safetensors=True, output_loading_info=True, ignore_mismatched_sizes=True

@@ -1,10 +1,10 @@
-"""Frozen text encoders of transformers, for captions of data sets and for prompts of samples.
+"""Frozen text encoders of transformers, for captions of data sets and prompts of samples.
 
-    text -- tokenizer, cut --> ids -- those of one length together --> tokens [K, width], pooled vector [width]
+    text -- tokenizer, truncation --> ids -- batches of one length --> tokens [K, width], pooled vector [width]
 
-Texts of one length share a batch, so there is no padding: T5 and BERT see a text as under an attention mask, and CLIP,
-which is causal, as in a padded batch. The pooled vector is CLIP's at the end mark, after its projection where the
-weights have one; that of a sentence encoder is the mean of its tokens, of length 1.
+Batches contain texts of one length, so they have no padding. The result for T5 and BERT is that of a padded batch with
+an attention mask, the result for the causal CLIP that of a padded batch. CLIP's pooled vector is the output at the end
+token, after the projection if the weights have one. That of a sentence encoder is the normalized mean of its tokens.
 """
 
 import hashlib
@@ -27,21 +27,21 @@ from dit.safe_files import read_bytes
 
 MAX_BATCH_TOKENS = 4096
 END = 256
-"""Of the identity encoder, the token behind the bytes of a text."""
+"""Token of the identity encoder that follows the bytes of a text."""
 
 logger = logging.getLogger(__name__)
 
 
 class TextEncoder:
-    """A pretrained encoder, frozen.
+    """A frozen pretrained encoder.
 
     Args:
-        config: which, and what it makes.
-        device: where it runs.
-        precision: of its weights and activations; what it makes is float32 either way.
+        config: name and entries of the encoder.
+        device: of the weights.
+        precision: of weights and activations; embeddings are always float32.
 
     Attributes:
-        geometry: sizes of what it makes.
+        geometry: sizes of the embeddings.
     """
 
     def __init__(self, config: TextEncoderConfig, *, device: str = "cpu", precision: Precision = "fp32") -> None:
@@ -60,23 +60,23 @@ class TextEncoder:
         self._model = load_network(class_of(kind), f"text encoder {config.name!r}", **options).to(device)
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token numbers of each text, the marks of beginning and end included.
+        """Return the token ids of each text, start and end tokens included.
 
-        A text of more than `max_tokens` loses its last words, but not its end mark, and a warning is logged.
+        A text of more than `max_tokens` is truncated before its end token, with a warning.
         """
-        most = self.geometry.max_tokens
+        max_tokens = self.geometry.max_tokens
         if self._tokenizer is None:
-            return [[*text.encode()[: most - 1], END] for text in texts]
+            return [[*text.encode()[: max_tokens - 1], END] for text in texts]
         ids: list[list[int]] = self._tokenizer(list(texts))["input_ids"]
-        cut = [i for i, numbers in enumerate(ids) if len(numbers) > most]
-        if cut:
+        long = [i for i, numbers in enumerate(ids) if len(numbers) > max_tokens]
+        if long:
             logger.warning(
-                "%d texts are longer than the %d tokens of %s and lose their end, such as %.60r of %d",
-                *(len(cut), most, self.config.name, texts[cut[0]], len(ids[cut[0]])),
+                "%d texts are truncated to the %d tokens of %s, such as %.60r of %d tokens",
+                *(len(long), max_tokens, self.config.name, texts[long[0]], len(ids[long[0]])),
             )
-        if cut or self.config.padded:
+        if long or self.config.padded:
             padding = "max_length" if self.config.padded else False
-            return self._tokenizer(list(texts), truncation=True, max_length=most, padding=padding)["input_ids"]
+            return self._tokenizer(list(texts), truncation=True, max_length=max_tokens, padding=padding)["input_ids"]
         return ids
 
     @torch.no_grad()
@@ -84,13 +84,13 @@ class TextEncoder:
         """Embed texts of one length.
 
         Returns:
-            What is made by entry, float32 on the encoder's device: tokens `[B, K, width]`, pooled vectors `[B, width]`.
+            Embeddings by entry, float32 on the encoder's device: tokens `[B, K, width]`, pooled vectors `[B, width]`.
         """
         tokens, pooled = self._embed(ids_BK.to(self.device))
         if self.config.zero_padded:
             tokens = torch.nn.functional.pad(tokens, (0, 0, 0, self.geometry.max_tokens - tokens.shape[1]))
-        made = {entry: pooled if entry == "pooled" else tokens for entry in self.config.makes}
-        return {entry: values.float() for entry, values in made.items() if values is not None}
+        entries = {entry: pooled if entry == "pooled" else tokens for entry in self.config.makes}
+        return {entry: values.float() for entry, values in entries.items() if values is not None}
 
     def _embed(self, ids_BK: Tensor) -> tuple[Tensor, Optional[Tensor]]:
         kind, penultimate = self.geometry.kind, self.config.layer == "penultimate"
@@ -108,27 +108,27 @@ class TextEncoder:
         """Write network and tokenizer in transformers' layout; return their classes.
 
         Args:
-            cut: the tokenizer pads and cuts to `max_tokens` by itself.
+            cut: store `max_tokens` in the tokenizer, as the length to which it pads and truncates.
         """
         if cut:
             self._tokenizer.model_max_length = self.geometry.max_tokens
         state, size = dict(self._model.state_dict()), self.geometry.width
-        if self.geometry.kind == "sentence":  # the pooling layer that is not loaded: no reader uses its output
+        if self.geometry.kind == "sentence":  # the pooling layer is not loaded, because its output is not used
             state |= {"pooler.dense.weight": torch.zeros(size, size), "pooler.dense.bias": torch.zeros(size)}
         self._model.save_pretrained(encoder, state_dict=state)
         self._tokenizer.save_pretrained(tokenizer)
         return type(self._model).__name__, type(self._tokenizer).__name__
 
     def batches(self, ids: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Group token numbers by their length, so that one group is one call of `forward`; return the indices."""
+        """Group token ids of equal length into batches for `forward`; return the indices."""
         return in_batches([len(numbers) for numbers in ids], lambda length: MAX_BATCH_TOKENS // length)
 
     def encode(self, texts: Sequence[str]) -> dict[str, list[Tensor]]:
         """Embed texts; equal texts are computed once. An embedding does not depend on the other texts.
 
         Returns:
-            For each entry the values of each text, float32 on the encoder's device: tokens `[K, width]`, the marks of
-            beginning and end included, or a pooled vector `[width]`.
+            For each entry the values of each text, float32 on the encoder's device: tokens `[K, width]`, start and end
+            tokens included, or a pooled vector `[width]`.
         """
         unique = list(dict.fromkeys(texts))
         ids = self.tokenize(unique)
@@ -140,14 +140,14 @@ class TextEncoder:
 
 
 def _check_weights(name: str) -> None:
-    """Compare the weights of a packaged encoder with those that its name stands for."""
+    """Compare the weights of a packaged encoder with their SHA-256."""
     if name not in ENCODERS:
         return
     folder, expected = ENCODERS[name].folder, ENCODERS[name].sha256
-    found = hashlib.sha256(read_bytes(folder / "model.safetensors", 1 << 30)).hexdigest()
-    if found != expected:
+    digest = hashlib.sha256(read_bytes(folder / "model.safetensors", 1 << 30)).hexdigest()
+    if digest != expected:
         raise ConfigError(
-            f"the weights of text encoder {name!r} in {folder} have SHA-256 {found[:12]}, not {expected[:12]}; "
+            f"the weights of text encoder {name!r} in {folder} have SHA-256 {digest[:12]}, not {expected[:12]}; "
             "install the package again"
         )
 
@@ -167,12 +167,12 @@ def class_of(kind: str) -> Any:
 
 
 def options_of(kind: str) -> dict[str, Any]:
-    """Return what the class of a kind of network takes besides its configuration."""
-    return {"add_pooling_layer": False} if kind == "sentence" else {}  # the mean of the tokens is taken instead
+    """Return constructor arguments, in addition to the configuration, for a kind of network."""
+    return {"add_pooling_layer": False} if kind == "sentence" else {}  # the mean of the tokens is used instead
 
 
 def _load_tokenizer(name: str) -> Any:
-    """Load the tokenizer beside the weights, or that of a pipeline of diffusers: `text_encoder_2` has `tokenizer_2`."""
+    """Load the tokenizer next to the weights, or in a diffusers pipeline `tokenizer_2` for `text_encoder_2`."""
     from transformers import AutoTokenizer
 
     source = source_of(name)
@@ -184,7 +184,7 @@ def _load_tokenizer(name: str) -> Any:
 
 
 class TextEncoders:
-    """The encoders of one line, which together make the entries of a text.
+    """The encoders of one line.
 
     Args:
         line: as in `dit.encoders.text_config`.
@@ -206,57 +206,56 @@ class TextEncoders:
 
 
 def join_entries(
-    encoders: Sequence[TextEncoder], made: Sequence[Mapping[str, list[Tensor]]]
+    encoders: Sequence[TextEncoder], embeddings: Sequence[Mapping[str, list[Tensor]]]
 ) -> dict[str, list[Tensor]]:
-    """Return what the encoders of a line made, by entry; the tokens of joined ones side by side.
+    """Merge the embeddings of the encoders of a line; concatenate the features of joined tokens.
 
     Args:
-        made: by each encoder, the values of each text by entry.
+        embeddings: of each encoder, the values of each text by entry.
     """
     entries: dict[str, list[Tensor]] = {}
-    for encoder, own in zip(encoders, made, strict=True):
-        beside = {"text"} if encoder.config.joined else set()
-        entries |= {
-            entry: [torch.cat(pair, -1) for pair in zip(entries[entry], rows, strict=True)] if entry in beside else rows
-            for entry, rows in own.items()
-        }
+    for encoder, new_entries in zip(encoders, embeddings, strict=True):
+        for entry, rows in new_entries.items():
+            if entry == "text" and encoder.config.joined:
+                rows = [torch.cat(pair, -1) for pair in zip(entries[entry], rows, strict=True)]
+            entries[entry] = rows
     return entries
 
 
 @lru_cache(maxsize=1)
 def load_text_encoders(line: str, device: str = "cpu", precision: Precision = "fp32") -> TextEncoders:
-    """Return encoders that stay in memory, for commands that encode more than once."""
+    """Return cached encoders, for commands that encode more than once."""
     return TextEncoders(line, device=device, precision=precision)
 
 
 def empty_texts(
     line: Optional[str],
-    wanted: Sequence[Condition],
+    conditions: Sequence[Condition],
     device: torch.device,
     load: Callable[[str, str], TextEncoders] = TextEncoders.on,
 ) -> dict[str, Tensor]:
-    """Embed the empty text for the conditions whose null it is.
+    """Embed the empty text for conditions that have it as null.
 
     Args:
-        line: the encoders that the model is trained on; None if they are not known.
-        wanted: conditions of the model.
-        load: returns the encoders of a line on a device; `load_text_encoders` keeps them in memory.
+        line: text encoders of the model; None if they are unknown.
+        conditions: of the model.
+        load: returns the encoders of a line on a device; `load_text_encoders` caches them.
 
     Returns:
         `[k, D]` by name of the condition.
 
     Raises:
-        ConfigError: the encoders are not known, or make no such text.
+        ConfigError: the encoders are unknown, or do not make this text.
     """
-    names = [condition.name for condition in wanted if condition.null == "empty text"]
+    names = [condition.name for condition in conditions if condition.null == "empty text"]
     if not names:
         return {}
     if line is None:
         raise ConfigError(
-            "the model replaces a dropped text by the embedding of the empty text, and the encoder is not known; "
+            "the model replaces a dropped text by the embedding of the empty text, but its text encoder is unknown; "
             "prepare the data, or import the weights, with --text-encoder"
         )
-    made = as_conditions(load(line, str(device)).encode([""]), wanted)
-    if missing := sorted(set(names) - set(made)):
-        raise ConfigError(f"text encoder {line!r} makes no {', '.join(missing)}, which the model reads")
-    return {name: made[name][0] for name in names}
+    texts = as_conditions(load(line, str(device)).encode([""]), conditions)
+    if absent := sorted(set(names) - set(texts)):
+        raise ConfigError(f"text encoder {line!r} makes no {', '.join(absent)}, which the model reads")
+    return {name: texts[name][0] for name in names}

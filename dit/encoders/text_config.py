@@ -1,6 +1,6 @@
-"""Which text encoders embed a text, what each makes, and how wide that is; known without loading any weights.
+"""Selection of text encoders: their names, the entries they make, and their widths, read without loading weights.
 
-Encoders are written as one line, on the command line, in settings and in the record of a data set:
+One line selects encoders, on the command line, in settings and in the record of a data set:
 
     all-minilm-l6-v2                                            the tokens of one encoder
     text=google/t5-v1_1-xxl,pooled=models/flux/text_encoder     T5's tokens and CLIP's pooled vector, as in FLUX
@@ -10,7 +10,7 @@ Encoders are written as one line, on the command line, in settings and in the re
 
     LINE     ENCODER , ENCODER ...
     ENCODER  [ENTRY + ENTRY ... =] NAME [: OPTION] ...
-    ENTRY    text (if left out), text_2 or pooled: the names under which samples store what is made
+    ENTRY    text (the default), text_2 or pooled: the names under which samples store the embeddings
     NAME     all-minilm-l6-v2, identity, a folder in transformers' layout, or OWNER/REPOSITORY[/FOLDER] on the hub
     OPTION   layer=penultimate, max_tokens=N, padded, zero_padded, or joined
 """
@@ -27,12 +27,12 @@ from dit.conditions import Condition
 from dit.encoders.pretrained import check_hub, load_without_code
 from dit.errors import ConfigError
 
-Made = TypeVar("Made")
+Value = TypeVar("Value")
 Kind = Literal["identity", "sentence", "t5", "umt5", "clip", "clip_projected"]
 ENTRIES = tuple(condition.stored_as[0] for condition in (CONTEXT, CONTEXT_2, POOLED))
-"""What an encoder can make, by the names under which samples store it."""
+"""Entries that an encoder can make: the names under which samples store embeddings."""
 IDENTITY = "identity"  # the bytes of a text
-T5_TOKENS = 512  # T5 has no longest text of its own; its tokenizers and the pipelines of diffusers end here
+T5_TOKENS = 512  # T5 has no limit; this is the limit of its tokenizers and of the pipelines of diffusers
 
 
 @dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Pretrained:
     Attributes:
         package: has the weights in its folder `model`.
         width: features per token, and of the pooled vector.
-        max_tokens: of the longest text.
-        sha256: of `model.safetensors`, so that a name identifies the weights.
+        max_tokens: of a text.
+        sha256: of `model.safetensors`, so that the name identifies the weights.
     """
 
     package: str
@@ -53,7 +53,7 @@ class Pretrained:
 
     @property
     def folder(self) -> Path:
-        """The folder with the weights, of an installed package."""
+        """The folder with the weights in the installed package."""
         spec = find_spec(self.package)
         assert spec is not None
         assert spec.origin is not None
@@ -69,13 +69,13 @@ ENCODERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class TextGeometry:
-    """What an encoder makes of a text.
+    """Sizes of the embeddings of an encoder.
 
     Attributes:
         kind: of network.
         width: features per token.
         pooled: features of the pooled vector; None if it makes none.
-        max_tokens: of the longest text, the marks of beginning and end included.
+        max_tokens: of a text, start and end tokens included.
     """
 
     kind: Kind
@@ -89,17 +89,16 @@ class TextEncoderConfig:
     """One encoder of a line.
 
     Attributes:
-        name: as in the head of this file.
+        name: as in the module docstring.
         makes: names of `ENTRIES`.
-        layer: whose output the tokens are: the `last` (CLIP's with its final norm), or CLIP's `penultimate` without
-            that norm, as in SDXL.
-        max_tokens: longer texts are cut to so many tokens; None for the most that the encoder reads.
-        padded: every text is padded to `max_tokens`; the padding is attended to and stored. So do the pipelines of
-            Stable Diffusion and FLUX, whose weights expect it. Otherwise a text has its own length, as under an
-            attention mask.
-        zero_padded: the embedding of every text is padded to `max_tokens` with zeros, which the model attends to, as in
-            Wan; the encoder does not read them.
-        joined: the features of each token follow those of the same token of the encoders before it in the line.
+        layer: source of the tokens: the `last` layer (CLIP's with its final norm), or CLIP's `penultimate` layer
+            without that norm, as in SDXL.
+        max_tokens: longer texts are truncated to this length; None for the longest text that the encoder reads.
+        padded: pad every text to `max_tokens`, and attend to the padding and store it, as the pipelines of Stable
+            Diffusion and FLUX do, whose weights expect it. Otherwise texts have no padding.
+        zero_padded: pad every embedding to `max_tokens` with zeros, to which the model attends, as Wan's pipeline does;
+            the encoder does not read them.
+        joined: append the features of each token to those of the same token of the previous encoders in the line.
     """
 
     name: str
@@ -112,18 +111,18 @@ class TextEncoderConfig:
 
     @classmethod
     def parse(cls, text: str) -> "TextEncoderConfig":
-        """Read one encoder of a line, without a look at what it names.
+        """Parse one encoder of a line; does not check whether it exists.
 
         Raises:
-            ConfigError: it is written in another way.
+            ConfigError: the syntax is wrong.
         """
         head, *options = text.strip().split(":")
         entries, _, name = head.rpartition("=")
         makes = tuple(entries.split("+")) if entries else ("text",)
         if not name or len(set(makes)) < len(makes) or not set(makes) <= set(ENTRIES):
             raise ConfigError(
-                f"text encoder {text!r}: write NAME, or what it makes and NAME, such as text=NAME or text+pooled=NAME; "
-                f"an encoder makes {', '.join(ENTRIES)}"
+                f"text encoder {text!r}: write NAME, or entries and NAME, such as text=NAME or text+pooled=NAME; "
+                f"entries are {', '.join(ENTRIES)}"
             )
         settings: dict[str, Any] = {}
         for option in options:
@@ -136,45 +135,45 @@ class TextEncoderConfig:
                 settings[key] = value
             else:
                 raise ConfigError(
-                    f"text encoder {text!r}: {option!r} is no option; known are layer=penultimate, max_tokens=N with "
-                    "N of at least 1, padded, zero_padded and joined"
+                    f"text encoder {text!r}: {option!r} is not an option; use layer=penultimate, max_tokens=N with N "
+                    "of at least 1, padded, zero_padded or joined"
                 )
         return cls(name=name, makes=makes, **settings)
 
     def __str__(self) -> str:
         makes = "" if self.makes == ("text",) else "+".join(self.makes) + "="
         layer = "" if self.layer == "last" else f":layer={self.layer}"
-        most = "" if self.max_tokens is None else f":max_tokens={self.max_tokens}"
+        max_tokens = "" if self.max_tokens is None else f":max_tokens={self.max_tokens}"
         flags = "".join(f":{flag}" for flag in ("padded", "zero_padded", "joined") if getattr(self, flag))
-        return f"{makes}{self.name}{layer}{most}{flags}"
+        return f"{makes}{self.name}{layer}{max_tokens}{flags}"
 
     def geometry(self) -> TextGeometry:
-        """Read what the encoder makes, with this config's `max_tokens`.
+        """Read the sizes of the embeddings, with this config's `max_tokens`.
 
         Raises:
-            ConfigError: there is no such encoder, a package is not installed, or it does not make what is asked for.
+            ConfigError: there is no such encoder, a package is not installed, or it does not support the options.
         """
-        found = read_geometry(self.name)
-        if "pooled" in self.makes and found.pooled is None:
+        geometry = read_geometry(self.name)
+        if "pooled" in self.makes and geometry.pooled is None:
             raise ConfigError(
-                f"text encoder {self.name!r} makes no pooled vector; take it from CLIP or a sentence encoder"
+                f"text encoder {self.name!r} makes no pooled vector; use CLIP or a sentence encoder for it"
             )
         if self.padded and self.zero_padded:
             raise ConfigError(f"text encoder {self.name!r} has :padded and :zero_padded; choose one of the two")
-        if (self.padded or self.zero_padded) and found.kind == "identity":
+        if (self.padded or self.zero_padded) and geometry.kind == "identity":
             raise ConfigError(f"text encoder {self.name!r} has no padding; leave out :padded and :zero_padded")
-        if self.layer != "last" and not found.kind.startswith("clip"):
+        if self.layer != "last" and not geometry.kind.startswith("clip"):
             raise ConfigError(f"text encoder {self.name!r} has no layer={self.layer}, only CLIP has; leave it out")
-        most = found.max_tokens if self.max_tokens is None else self.max_tokens
-        if most > found.max_tokens and found.kind not in ("t5", "umt5"):
+        max_tokens = geometry.max_tokens if self.max_tokens is None else self.max_tokens
+        if max_tokens > geometry.max_tokens and geometry.kind not in ("t5", "umt5"):
             raise ConfigError(
-                f"text encoder {self.name!r} reads {found.max_tokens} tokens, not max_tokens={most}; use at most "
-                f"{found.max_tokens}"
+                f"text encoder {self.name!r} reads {geometry.max_tokens} tokens, not max_tokens={max_tokens}; use at "
+                f"most {geometry.max_tokens}"
             )
-        return replace(found, max_tokens=most)
+        return replace(geometry, max_tokens=max_tokens)
 
     def recorded(self) -> "TextEncoderConfig":
-        """Return the encoder as a data set records it: folders by their full path."""
+        """Return the encoder with absolute paths of folders, for the record of a data set."""
         if self.name in ENCODERS or not Path(self.name).expanduser().is_dir():
             return self
         return replace(self, name=str(Path(self.name).expanduser().resolve()))
@@ -185,8 +184,8 @@ class TextEncodersConfig:
     """The encoders of one line.
 
     Attributes:
-        encoders: in their order; only a `joined` one makes the same entry as one before it.
-        widths: features of each entry that is made.
+        encoders: in their order; only a `joined` encoder makes the same entry as a previous one.
+        widths: features of each entry.
     """
 
     encoders: tuple[TextEncoderConfig, ...]
@@ -199,55 +198,55 @@ class TextEncodersConfig:
 
     @property
     def recorded(self) -> str:
-        """The line that a data set records: folders by their full path."""
+        """The line with absolute paths of folders, for the record of a data set."""
         return ",".join(str(encoder.recorded()) for encoder in self.encoders)
 
 
 def check_text_encoder(line: str) -> TextEncodersConfig:
-    """Read a line of encoders and check that they exist here; no weights are loaded.
+    """Parse a line of encoders and check that they exist, without loading weights.
 
     Raises:
-        ConfigError: the line is not of the form in the head of this file, there is no such encoder, a package is not
-            installed, or an encoder does not make what is asked for.
+        ConfigError: the syntax is wrong (see the module docstring), there is no such encoder, a package is not
+            installed, or an encoder does not support its options.
     """
     encoders = tuple(TextEncoderConfig.parse(part) for part in line.split(","))
     widths: dict[str, int] = {}
     lengths: set[Optional[int]] = set()
     for encoder in encoders:
         geometry = encoder.geometry()
-        twice = sorted(set(encoder.makes) & set(widths))
-        if twice != (["text"] if encoder.joined else []):
+        repeated = sorted(set(encoder.makes) & set(widths))
+        if repeated != (["text"] if encoder.joined else []):
+            fault = f"make {', '.join(repeated)} twice" if repeated else "have no text before the joined encoder"
             raise ConfigError(
-                f"the text encoders {line!r} make {', '.join(twice) or 'no text before the joined one'}: each entry "
-                "has one encoder; name the entries of the others, such as text_2=NAME or pooled=NAME, or put tokens "
-                "side by side: text=FIRST:padded,text=SECOND:padded:joined"
+                f"the text encoders {line!r} {fault}; name other entries, such as text_2=NAME or pooled=NAME, or join "
+                "the features of tokens: text=FIRST:padded,text=SECOND:padded:joined"
             )
         if "text" in encoder.makes:
             lengths.add(geometry.max_tokens if encoder.padded else None)
         if encoder.joined and (len(lengths) > 1 or None in lengths):
             raise ConfigError(
-                f"the text encoders {line!r} are joined token by token, which needs texts of one length; give each "
-                ":padded and the same max_tokens=N"
+                f"the text encoders {line!r} are joined token by token, which needs texts of one length; write "
+                ":padded and the same max_tokens=N for each"
             )
         for entry in encoder.makes:
             width = (geometry.pooled or 0) if entry == "pooled" else geometry.width
-            widths[entry] = width + (widths[entry] if entry in twice else 0)
+            widths[entry] = width + (widths[entry] if entry in repeated else 0)
     return TextEncodersConfig(encoders=encoders, widths=widths)
 
 
-def as_conditions(made: Mapping[str, Made], wanted: Sequence[Condition]) -> dict[str, Made]:
-    """Return what encoders made, by the names of the model's conditions; what the model does not take is left out.
+def as_conditions(entries: Mapping[str, Value], conditions: Sequence[Condition]) -> dict[str, Value]:
+    """Rename entries to the conditions of a model; entries without a condition are left out.
 
     Args:
-        made: by entry.
-        wanted: of the model.
+        entries: values by name of the entry.
+        conditions: of the model.
     """
-    taken = {entry: condition.name for condition in wanted for entry in condition.stored_as}
-    return {taken[entry]: values for entry, values in made.items() if entry in taken}
+    names = {entry: condition.name for condition in conditions for entry in condition.stored_as}
+    return {names[entry]: value for entry, value in entries.items() if entry in names}
 
 
 def read_geometry(name: str) -> TextGeometry:
-    """Read what an encoder makes from its configuration.
+    """Read the sizes of an encoder from its configuration.
 
     Raises:
         ConfigError: there is no such encoder, or a package is not installed.
@@ -256,26 +255,26 @@ def read_geometry(name: str) -> TextGeometry:
         return TextGeometry(kind="identity", width=257, pooled=None, max_tokens=1 << 20)
     if name in ENCODERS:
         _check_installed(name, "transformers", ENCODERS[name].package)
-        known = ENCODERS[name]
-        return TextGeometry(kind="sentence", width=known.width, pooled=known.width, max_tokens=known.max_tokens)
+        encoder = ENCODERS[name]
+        return TextGeometry(kind="sentence", width=encoder.width, pooled=encoder.width, max_tokens=encoder.max_tokens)
     return _geometry_of(name, config_of(name))
 
 
 def _check_installed(name: str, *packages: str) -> None:
-    missing = [package for package in packages if find_spec(package) is None]
-    if missing:
+    absent = [package for package in packages if find_spec(package) is None]
+    if absent:
         extra = "text" if name in ENCODERS else "encoders"
         raise ConfigError(
-            f"text encoder {name!r} needs {' and '.join(missing)}, which is not installed; "
+            f"text encoder {name!r} needs {' and '.join(absent)}, which is not installed; "
             f"pip install -e '.[{extra}]' in the repository's folder"
         )
 
 
 def source_of(name: str) -> dict[str, Any]:
-    """Return where transformers finds an encoder: its arguments for `from_pretrained`.
+    """Return the arguments of `from_pretrained` that locate an encoder.
 
     Raises:
-        ConfigError: the name is neither known, nor a folder, nor of the form of names on the hub.
+        ConfigError: the name is not in `ENCODERS`, not a folder, and has not the form of names on the hub.
     """
     if name in ENCODERS:
         return {"pretrained_model_name_or_path": str(ENCODERS[name].folder), "local_files_only": True}
@@ -294,10 +293,10 @@ def source_of(name: str) -> dict[str, Any]:
 
 @lru_cache
 def config_of(name: str) -> Any:
-    """Return the configuration of a text encoder, as transformers reads it.
+    """Return the transformers configuration of a text encoder.
 
     Raises:
-        ConfigError: there is none of that name, or a package is not installed.
+        ConfigError: no encoder has that name, or a package is not installed.
     """
     source = source_of(name)
     _check_installed(name, "transformers")
@@ -332,5 +331,5 @@ def _geometry_of(name: str, config: Any) -> TextGeometry:
         size = config.hidden_size
         return TextGeometry(kind="sentence", width=size, pooled=size, max_tokens=config.max_position_embeddings)
     raise ConfigError(
-        f"text encoder {name!r} is a {kind}; networks of the kinds t5, umt5, clip, clip_text_model and bert are read"
+        f"text encoder {name!r} is a {kind}; supported kinds are t5, umt5, clip, clip_text_model and bert"
     )

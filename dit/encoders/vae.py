@@ -1,6 +1,6 @@
-"""Frozen autoencoders (VAEs) of diffusers: from pixels to latents for data, from latents to pixels for samples.
+"""Frozen autoencoders (VAEs) of diffusers, which encode pixels of data and decode latents of samples.
 
-What an autoencoder does to sizes and numbers stands in its `config.json`; `Geometry` reads it without loading weights.
+`Geometry` reads the compression and the scale of an autoencoder from its `config.json` without loading weights.
 
     pixels [3, T, H, W] in [-1, 1]  -- encoder, posterior mean -->  z  -- (z - mean) / std -->  latent [C, t, h, w]
 """
@@ -24,17 +24,17 @@ Precision = Literal["fp32", "bf16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 IDENTITY = "identity"  # pixels are their own latents
 KINDS = ("AutoencoderKL", "AutoencoderKLWan", "AutoencoderKLHunyuanVideo")
-"""Classes of diffusers that are read; the first encodes each frame alone, the others are causal in time."""
+"""Supported classes of diffusers; the first encodes each frame separately, the others are causal in time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """What an autoencoder does to sizes and numbers.
+    """Compression and scale of an autoencoder.
 
     Attributes:
         kind: class of diffusers, one of `KINDS`, or `identity`.
         channels: C of a latent.
-        time, space: frames, and pixels per side, that become one in a latent.
+        time, space: frames, and pixels per side, per position of a latent.
         mean, std: per channel or one for all; a latent is (z - mean) / std.
     """
 
@@ -54,7 +54,7 @@ class Geometry:
                 `identity`.
 
         Raises:
-            ConfigError: there is none, or it is of another class.
+            ConfigError: there is none, or it has another class.
         """
         if name == IDENTITY:
             return cls(kind=IDENTITY, channels=3, time=1, space=1, mean=(0.0,), std=(1.0,))
@@ -62,30 +62,30 @@ class Geometry:
 
     @classmethod
     def of(cls, config: dict[str, Any], name: str) -> "Geometry":
-        """Interpret the content of `config.json`; fields that it leaves out have diffusers' defaults.
+        """Interpret the content of `config.json`; absent fields have diffusers' defaults.
 
         Raises:
-            ConfigError: the class is none of `KINDS`, or an entry cannot be used.
+            ConfigError: the class is not in `KINDS`, or an entry is invalid.
         """
         try:
-            geometry = cls._of(config, name)
+            geometry = cls._parse(config, name)
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
             if isinstance(error, ConfigError):
                 raise
-            raise ConfigError(f"the config.json of {name} has an entry that cannot be used: {error!r}") from error
+            raise ConfigError(f"the config.json of {name} has an invalid entry: {error!r}") from error
         if not all(map(math.isfinite, (*geometry.mean, *geometry.std))):
             raise ConfigError(f"the config.json of {name} has a scale or a shift that is not finite")
         if not all(1 <= size <= 2**16 for size in (geometry.channels, geometry.time, geometry.space)):
-            raise ConfigError(f"the config.json of {name} describes no autoencoder: its sizes must be 1 to 65,536")
+            raise ConfigError(f"the config.json of {name} has invalid sizes: they must be 1 to 65,536")
         return geometry
 
     @classmethod
-    def _of(cls, config: dict[str, Any], name: str) -> "Geometry":
+    def _parse(cls, config: dict[str, Any], name: str) -> "Geometry":
         kind = str(config.get("_class_name"))
         if kind not in KINDS:
-            missing = config.get("_class_name") is None
-            what = "has no _class_name in its config.json" if missing else f"is a {kind}"
-            raise ConfigError(f"{name} {what}; autoencoders of the classes {', '.join(KINDS)} are read")
+            has_class = config.get("_class_name") is not None
+            fault = f"is a {kind}" if has_class else "has no _class_name in its config.json"
+            raise ConfigError(f"{name} {fault}; supported classes are {', '.join(KINDS)}")
         entry = {**_defaults(kind), **config}
         if kind == "AutoencoderKL":
             channels, time, space = entry["latent_channels"], 1, 2 ** (len(entry["block_out_channels"]) - 1)
@@ -107,7 +107,7 @@ class Geometry:
         """Return (C, t, h, w) of the latent of a picture (one frame) or clip.
 
         Raises:
-            ConfigError: a size is no multiple of the compression (frames: 1 + a multiple, of a causal autoencoder).
+            ConfigError: a size is not a multiple of the compression (causal autoencoders: frames 1 + a multiple).
         """
         if height % self.space or width % self.space:
             raise ConfigError(f"{height} x {width} pixels cannot be encoded; sides must be multiples of {self.space}")
@@ -132,7 +132,7 @@ def config_of(name: str) -> dict[str, Any]:
     """Return the configuration of an autoencoder.
 
     Raises:
-        ConfigError: there is none of that name, or diffusers is not installed.
+        ConfigError: no autoencoder has that name, or diffusers is not installed.
     """
     folder = _folder(name)
     try:
@@ -177,14 +177,14 @@ def class_of(kind: str) -> Any:
 
 
 class VAE:
-    """A pretrained autoencoder, frozen.
+    """A frozen pretrained autoencoder.
 
     Args:
         name: as in `Geometry.read`.
-        device: where it runs.
-        precision: of its weights and activations; latents are float32 either way.
-        tile: sides above so many pixels are encoded and decoded in overlapping tiles (diffusers' own), which bounds
-            memory and changes the numbers slightly; None for never.
+        device: of the weights.
+        precision: of weights and activations; latents are always float32.
+        tile: longest side, in pixels, without overlapping tiles (diffusers' tiling), which bound memory and change the
+            numbers slightly; None for no tiles.
     """
 
     def __init__(
@@ -201,7 +201,7 @@ class VAE:
             kind = class_of(self.geometry.kind)
         except ImportError as error:
             raise _not_installed(name) from error
-        # low_cpu_mem_usage: its default needs accelerate, and warns where that is not installed.
+        # low_cpu_mem_usage: the default needs accelerate, and logs a warning without it.
         options = {"torch_dtype": self.dtype, "low_cpu_mem_usage": False}
         source = _folder(name) or name
         return load_network(kind, f"autoencoder {name!r}", pretrained_model_name_or_path=source, **options)
@@ -256,11 +256,11 @@ class VAE:
         """Write an `AutoencoderKL` or an `AutoencoderKLWan` in diffusers' layout.
 
         Args:
-            shift: its reader adds `shift_factor`. Otherwise the shift becomes a part of the weights: of the convolution
-                of 1 x 1 before the decoder, and of that behind the encoder, which are added where they are missing.
+            shift: write `shift_factor`. If False, the shift is merged into the biases of the 1 x 1 convolutions before
+                the decoder and after the encoder, which are added if they are missing.
 
         Raises:
-            ConfigError: it is of another class, or scales every channel by its own number.
+            ConfigError: the autoencoder has another class, or a scale per channel.
         """
         if self.geometry.kind == "AutoencoderKLWan":  # scale and shift are settings that every reader applies
             self._model.save_pretrained(folder)
@@ -268,7 +268,7 @@ class VAE:
         config = self._model and self._model.config
         if self.geometry.kind != "AutoencoderKL" or config.latents_mean is not None:
             raise ConfigError(
-                f"the autoencoder {self.name!r} is no AutoencoderKL with one scale and shift, which the pipeline reads"
+                f"the autoencoder {self.name!r} is not an AutoencoderKL with one scale and shift, as the pipeline needs"
             )
         [mean], channels = self.geometry.mean, self.geometry.channels
         if shift or not mean:
@@ -291,7 +291,7 @@ class VAE:
 
 
 def identity_convolution(channels: int) -> nn.Conv2d:
-    """Return a convolution of 1 x 1 that changes nothing."""
+    """Return a 1 x 1 convolution that computes the identity."""
     convolution = nn.Conv2d(channels, channels, 1)
     nn.init.dirac_(convolution.weight)
     assert convolution.bias is not None
@@ -300,14 +300,14 @@ def identity_convolution(channels: int) -> nn.Conv2d:
 
 
 def encode_together(vae: VAE, clips: Sequence[Tensor], batch: int) -> list[Tensor]:
-    """Encode clips of any shapes, those of one shape in batches.
+    """Encode clips of any shapes in batches of one shape.
 
     Args:
         clips: `[3, T, H, W]` each, in [-1, 1].
-        batch: most clips at a time.
+        batch: largest batch size.
 
     Returns:
-        The latent of each, in the order given, float32 on the host.
+        The latent of each clip, in the same order, float32 on the host.
     """
     latents: dict[int, Tensor] = {}
     for part in in_batches([clip.shape for clip in clips], lambda _: batch):
@@ -318,5 +318,5 @@ def encode_together(vae: VAE, clips: Sequence[Tensor], batch: int) -> list[Tenso
 
 @lru_cache(maxsize=1)
 def load_vae(name: str, device: str = "cpu", precision: Precision = "fp32", tile: Optional[int] = None) -> VAE:
-    """Return an autoencoder that stays in memory, for commands that use it more than once."""
+    """Return a cached autoencoder, for commands that use it more than once."""
     return VAE(name, device=device, precision=precision, tile=tile)

@@ -1,4 +1,4 @@
-"""How many bytes the weights of online encoders take, from their configurations: nothing is loaded."""
+"""Size of the weights of online encoders, computed from their configurations without loading them."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,28 +14,28 @@ from dit.errors import ConfigError
 
 
 def weight_bytes(encoding: OnlineEncoding, conditions: Sequence[Condition]) -> dict[str, int]:
-    """Return the bytes of each encoder that a run loads, by name; activations come on top.
+    """Return the bytes of the weights of each encoder that a run loads, by name.
 
     Args:
-        encoding: which encoders, and their precision.
+        encoding: names of the encoders, and their precision.
         conditions: of the model; encoders that make none of them are not loaded.
 
     Raises:
-        ConfigError: an encoder is not on this machine (the hub is not asked), or a package is not installed.
+        ConfigError: an encoder is not a local folder (nothing is downloaded), or a package is not installed.
     """
     parts = [] if encoding.text_encoder is None else encoding.text_encoder.split(",")
     configs = [text_config.TextEncoderConfig.parse(part) for part in parts]
     names = [*(config.name for config in configs), *([] if encoding.vae is None else [encoding.vae])]
     for name in names:
         if name not in (*text_config.ENCODERS, text_config.IDENTITY) and not Path(name).expanduser().is_dir():
-            raise ConfigError(f"{name} is no folder here; download it and name the folder to have it counted")
-    found: dict[str, int] = {}
+            raise ConfigError(f"{name} is not a local folder; download it and name the folder to count its weights")
+    sizes: dict[str, int] = {}
     if encoding.vae is not None:
-        found[encoding.vae] = _autoencoder(encoding.vae, encoding.precision)
+        sizes[encoding.vae] = _autoencoder(encoding.vae, encoding.precision)
     for config in configs:
         if text_config.as_conditions({entry: entry for entry in config.makes}, conditions):
-            found[config.name] = _text_encoder(config.name, encoding.precision)
-    return found
+            sizes[config.name] = _text_encoder(config.name, encoding.precision)
+    return sizes
 
 
 def _autoencoder(name: str, precision: vae.Precision) -> int:
@@ -52,13 +52,13 @@ def _text_encoder(name: str, precision: vae.Precision) -> int:
     if kind == "identity":
         return 0
     config: Any = text_config.config_of(name)
-    made: Any = text.class_of(kind)
+    build: Any = text.class_of(kind)
     with torch.device("meta"):
-        model = made(getattr(config, "text_config", config), **text.options_of(kind))
+        model = build(getattr(config, "text_config", config), **text.options_of(kind))
     return _bytes(model, precision)
 
 
 def _bytes(model: nn.Module, precision: vae.Precision) -> int:
-    """Return the bytes of the parameters, shared ones once, and of floating-point buffers, in a precision."""
+    """Return the bytes of parameters (shared ones count once) and buffers; floating-point ones in a precision."""
     tensors = {id(x): x for x in (*model.parameters(), *model.buffers())}.values()
     return sum(x.numel() * (vae.DTYPES[precision] if x.is_floating_point() else x.dtype).itemsize for x in tensors)

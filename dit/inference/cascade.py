@@ -1,4 +1,4 @@
-"""A cascade of models: each enlarges the pictures of the one before it."""
+"""A cascade of models: each model enlarges the pictures of the previous one."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, Optional
@@ -13,58 +13,61 @@ from dit.inference.generator import Generator
 from dit.resize import LowResolution
 
 PASSED_ON = ("count", "conditions", "negative", "seed", "seeds", "numbers")
-"""Arguments of `Generator.generate` that every model of a cascade gets."""
+"""Arguments of `Generator.generate` that are passed to every model of a cascade."""
 
 
 class Cascade(Generator):
-    """A super-resolution model and what draws the pictures that it enlarges, drawn from as one model.
+    """A super-resolution model and the generator of its small pictures, used as one model.
 
     Args:
-        own: the model.
-        before: draws the small pictures: a model, or a cascade.
-        settings: of `before.generate`.
-        level: noise level of the small pictures; None for the model's own.
+        model: the super-resolution model.
+        before: generates the small pictures: a model, or a cascade.
+        settings: arguments of `before.generate`.
+        level: noise level of the small pictures; None for the default of the model.
 
     Raises:
-        ConfigError: the model takes no low-resolution picture, or reads texts through another encoder.
+        ConfigError: the model takes no low-resolution picture, or uses another text encoder than `before`.
     """
 
     def __init__(
-        self, own: Generator, before: Generator, settings: Mapping[str, Any], *, level: Optional[float] = None
+        self, model: Generator, before: Generator, settings: Mapping[str, Any], *, level: Optional[float] = None
     ) -> None:
-        super().__init__(own.config, own.metadata, own.network, own.step)
-        self.guide = own.guide
+        super().__init__(model.config, model.metadata, model.network, model.step)
+        self.guide = model.guide
         low_resolution_of(self.spec)
-        if own.text_encoder != before.text_encoder:
+        if model.text_encoder != before.text_encoder:
             raise ConfigError(
-                f"a model of this cascade reads texts through {own.text_encoder}, the one before it through "
-                f"{before.text_encoder}; they get the same embeddings, so train both on data of one encoder"
+                f"a model of this cascade uses text encoder {model.text_encoder}, the model before it "
+                f"{before.text_encoder}; both get the same embeddings, so train both on data of one encoder"
             )
         self.before, self.settings, self.level = before, dict(settings), level
 
-    def generate(self, labels: Optional[Sequence[int]] = None, **given: Any) -> Tensor:
-        """Draw small pictures and enlarge them; arguments as of `Generator.generate`, for this model.
+    def generate(self, labels: Optional[Sequence[int]] = None, **options: Any) -> Tensor:
+        """Generate small pictures and enlarge them.
 
-        Those of `PASSED_ON` are for the models before it, too.
+        Args:
+            labels: class of each sample.
+            options: further arguments of `Generator.generate` for this model. Those in `PASSED_ON` are passed to the
+                models before it, too.
         """
-        shared = {name: given[name] for name in PASSED_ON if name in given}
+        shared = {name: options[name] for name in PASSED_ON if name in options}
         pictures = list(self.before.generate(labels, **shared, **self.settings))
         conditions, size = enlarging(self.spec, pictures, self.level)
-        conditions |= given.pop("conditions", None) or {}
-        return super().generate(labels, **given | {"conditions": conditions} | size)
+        conditions |= options.pop("conditions", None) or {}
+        return super().generate(labels, **options | {"conditions": conditions} | size)
 
 
 def low_resolution_of(spec: BatchSpec) -> LowResolution:
-    """Return how the low-resolution picture of a model is made.
+    """Return the function that makes the low-resolution condition of a model.
 
     Raises:
-        ConfigError: it takes none.
+        ConfigError: the model takes no low-resolution picture.
     """
     condition = spec.condition(LOW_RESOLUTION.name)
     if condition is None or not isinstance(condition.derive, LowResolution):
         raise ConfigError(
-            "this model takes no low-resolution picture (model.low_resolution_factor is None): it draws from noise "
-            "alone, and can only be the first stage of a cascade"
+            "this model takes no low-resolution picture (model.low_resolution_factor is None), so it can only be the "
+            "first stage of a cascade"
         )
     return condition.derive
 
@@ -72,18 +75,20 @@ def low_resolution_of(spec: BatchSpec) -> LowResolution:
 def enlarging(
     spec: BatchSpec, pictures: Sequence[Tensor], level: Optional[float]
 ) -> tuple[dict[str, list[Value]], dict[str, Any]]:
-    """Return the conditions of samples that are drawn from small pictures, and their size for `Generator.generate`.
+    """Return the conditions and the size of enlarged samples, for `Generator.generate`.
 
     Args:
-        pictures: `[C, 1, h, w]` of each sample, of one size.
-        level: noise level of the pictures; None for the model's own.
+        pictures: small pictures `[C, 1, h, w]` of one size, one per sample.
+        level: noise level of the pictures; None for the default of the model.
 
     Raises:
-        ConfigError: the model takes none.
+        ConfigError: the model takes no low-resolution picture.
     """
-    made_by = low_resolution_of(spec)
-    conditions: dict[str, list[Value]] = {LOW_RESOLUTION.name: [made_by.enlarge(picture) for picture in pictures]}
+    low_resolution = low_resolution_of(spec)
+    conditions: dict[str, list[Value]] = {
+        LOW_RESOLUTION.name: [low_resolution.enlarge(picture) for picture in pictures]
+    }
     if level is not None:
         conditions[AUGMENTATION.name] = [level] * len(pictures)
     height, width = pictures[0].shape[-2:]
-    return conditions, {"frames": 1, "size": (height * made_by.factor, width * made_by.factor)}
+    return conditions, {"frames": 1, "size": (height * low_resolution.factor, width * low_resolution.factor)}

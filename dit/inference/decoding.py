@@ -1,4 +1,4 @@
-"""From the latents that a model draws to pictures."""
+"""Decode latents to pictures."""
 
 from typing import Optional
 
@@ -10,25 +10,25 @@ from dit.errors import ConfigError
 from dit.sampling.grid import PIXEL_CHANNELS, to_pictures
 
 TILE = 1024
-"""Sides above so many pixels are decoded in overlapping tiles."""
+"""Longest side, in pixels, that is decoded without overlapping tiles."""
 PIXELS_AT_ONCE = 2**21
-"""Decoded in one call, over all frames; more bounds speed little and costs memory."""
+"""Pixels, over all frames, that are decoded in one call; more pixels gain little speed and cost memory."""
 
 
 class Decoder:
-    """Turns samples into pictures: decodes latents by an autoencoder, and leaves pixels as they are.
+    """Converts samples to pictures: decodes latents with an autoencoder, and returns pixels unchanged.
 
     Without an autoencoder, latents become false colours. The autoencoder is loaded at the first use and stays loaded.
 
     Args:
         name: autoencoder, as in `Geometry.read`; None for none.
-        device: where it decodes.
+        device: of the autoencoder.
 
     Attributes:
-        geometry: what the autoencoder does to sizes, or None.
+        geometry: of the autoencoder, or None.
 
     Raises:
-        ConfigError: there is no such autoencoder.
+        ConfigError: the autoencoder cannot be read.
     """
 
     def __init__(self, name: Optional[str], device: torch.device) -> None:
@@ -39,7 +39,7 @@ class Decoder:
         """Return pictures `[N, 1 or 3, T, H, W]` in [-1, 1], float32 on the host.
 
         Args:
-            samples: `[N, C, t, h, w]`, as the model was trained on them.
+            samples: `[N, C, t, h, w]`, scaled as in training.
         """
         if self.name is None or self.geometry is None:
             return to_pictures(samples).cpu()
@@ -50,25 +50,25 @@ class Decoder:
 
 
 def find_autoencoder(
-    channels: int, asked: Optional[str], recorded: Optional[str], setting: str
+    channels: int, requested: Optional[str], recorded: Optional[str], setting: str
 ) -> tuple[Optional[str], Optional[str]]:
     """Select the autoencoder that decodes samples.
 
     Args:
         channels: of a sample.
-        asked: by the user; None for the recorded one.
-        recorded: by the data set that the model was trained on, if any.
-        setting: how to ask for one, for messages.
+        requested: by the user; None for the recorded one.
+        recorded: in the data set that the model was trained on, if any.
+        setting: the setting or option that selects one, for messages.
 
     Returns:
-        Its name, and a line for the user where latents have none.
+        Its name, and a line for the user if the latents have no autoencoder.
 
     Raises:
-        ConfigError: the one that was asked for cannot be read, or has other channels.
+        ConfigError: the requested one cannot be read, or has another number of channels.
     """
-    if asked is not None:
-        _check_channels(asked, channels)
-        return asked, None
+    if requested is not None:
+        _check_channels(requested, channels)
+        return requested, None
     why = "the data set names no autoencoder"
     if recorded is not None:
         try:
@@ -79,12 +79,12 @@ def find_autoencoder(
     if channels in PIXEL_CHANNELS:
         return None, None
     return None, (
-        f"latents of {channels} channels are drawn as false colours, for {why}; name the autoencoder that made them: "
-        f"{setting}"
+        f"latents of {channels} channels are drawn as false colours because {why}; name the autoencoder that encoded "
+        f"them: {setting}"
     )
 
 
 def _check_channels(name: str, channels: int) -> None:
     decoded = Geometry.read(name).channels
     if decoded != channels:
-        raise ConfigError(f"the autoencoder {name!r} decodes latents of {decoded} channels, the model has {channels}")
+        raise ConfigError(f"autoencoder {name!r} decodes latents of {decoded} channels, but the model has {channels}")

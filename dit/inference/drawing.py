@@ -1,4 +1,4 @@
-"""Drawing many samples: in batches, over the ranks, each sample by its own seed and number."""
+"""Generate many samples in batches, distributed over ranks; each sample has a seed and a number."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Request:
-    """What one sample is to show.
+    """A sample to generate.
 
     Attributes:
         caption: above it in a grid.
         conditions: of the model, by name.
-        negative: conditions that guidance leads away from, by name.
-        seed: of its noise; None for that of all.
+        negative: conditions of the unconditional branch, by name.
+        seed: of its noise; None for the seed shared by all samples.
         number: counts the samples of one seed.
-        record: what was asked for, as plain values.
+        record: the request as plain values.
     """
 
     caption: str
@@ -36,28 +36,28 @@ class Request:
 
 
 def numbered(seeds: Sequence[Optional[int]], count: int) -> list[tuple[Optional[int], int]]:
-    """Return seed and number of `count` samples of each of these seeds, one seed's behind another's.
+    """Return (seed, number) of `count` samples for each seed, grouped by seed.
 
-    Those without a seed of their own are numbered through, those of a seed from 0: a sample with its own seed does not
-    depend on the others.
+    Samples of one seed are numbered from 0, so that they do not depend on other seeds. Samples with seed None are
+    numbered by their place in the list.
     """
-    found: list[tuple[Optional[int], int]] = []
+    pairs: list[tuple[Optional[int], int]] = []
     for i, seed in enumerate(seeds):
-        found += [(seed, i * count + j if seed is None else j) for j in range(count)]
-    return found
+        pairs += [(seed, i * count + j if seed is None else j) for j in range(count)]
+    return pairs
 
 
 def batches(requests: Sequence[Request], batch_size: int) -> list[list[int]]:
-    """Cut requests into batches of indices; all samples of a batch have the same conditions, by name."""
+    """Split requests into batches of indices; all samples of a batch have conditions of the same names."""
 
     def names(index: int) -> tuple[set[str], set[str]]:
         return set(requests[index].conditions), set(requests[index].negative)
 
-    found: list[list[int]] = []
+    index_batches: list[list[int]] = []
     for _, group in groupby(range(len(requests)), key=names):
-        alike = list(group)
-        found += [alike[start : start + batch_size] for start in range(0, len(alike), batch_size)]
-    return found
+        indices = list(group)
+        index_batches += [indices[start : start + batch_size] for start in range(0, len(indices), batch_size)]
+    return index_batches
 
 
 def draw(
@@ -72,32 +72,32 @@ def draw(
 ) -> Iterator[tuple[list[int], Tensor]]:
     """Generate samples, batch by batch.
 
-    The batches do not depend on the number of ranks, so neither do the samples, to the bit.
+    The batches do not depend on the number of ranks, so the samples are bit-identical on any number of ranks.
 
     Args:
-        batch_size: most samples at a time.
-        rank, world_size: this rank draws the batches rank, rank + world_size, ...
-        on_step: called with the number of this rank's batch and of the solver step when a step starts.
-        settings: of `Generator.generate`.
+        batch_size: largest number of samples in a batch.
+        rank, world_size: this rank generates the batches rank, rank + world_size, ...
+        on_step: called at the start of each solver step with the number of this rank's batch and of the step.
+        settings: arguments of `Generator.generate`.
 
     Yields:
         The indices of a batch, and its latents `[N, C, T, H, W]`.
     """
     for place, indices in enumerate(batches(requests, batch_size)[rank::world_size]):
-        asked = [requests[i] for i in indices]
-        given, negative = (
-            {name: [getattr(request, part)[name] for request in asked] for name in getattr(asked[0], part)}
+        batch = [requests[i] for i in indices]
+        conditions, negative = (
+            {name: [getattr(request, part)[name] for request in batch] for name in getattr(batch[0], part)}
             for part in ("conditions", "negative")
         )
-        own = [request.seed for request in asked]
+        seeds = [request.seed for request in batch]
         yield (
             indices,
             generator.generate(
-                count=len(asked),
-                conditions=given or None,
+                count=len(batch),
+                conditions=conditions or None,
                 negative=negative or None,
-                seeds=None if set(own) == {None} else own,
-                numbers=[request.number for request in asked],
+                seeds=None if set(seeds) == {None} else seeds,
+                numbers=[request.number for request in batch],
                 on_step=partial(on_step, place),
                 **settings,
             ),

@@ -1,4 +1,4 @@
-"""Where drawn samples go: one file each, the latents, and the grid of all, from any number of ranks."""
+"""Write generated samples: a file for each, the latents, and a grid of all, from any number of ranks."""
 
 import contextlib
 import importlib.util
@@ -17,12 +17,12 @@ from dit.sampling.clips import CLIP_WRITERS, clip_frames, clip_grid
 from dit.sampling.grid import image_grid, save_png, to_image, write_complete
 
 GRID_PIXELS = 2**24
-"""Of all pictures in a grid, with the frames of clips; the first ones that fit are shown."""
+"""Limit for the pixels of a grid, frames of clips included; pictures beyond it are not shown."""
 RECORD_FILE = "samples.jsonl"
 
 
 def default_clip_ending() -> str:
-    """Return `.mp4` where PyAV can write it, else `.gif`."""
+    """Return `.mp4` if PyAV is installed, else `.gif`."""
     return ".mp4" if importlib.util.find_spec("av") else ".gif"
 
 
@@ -38,15 +38,15 @@ class Gallery:
     """Collects the samples of a command on every rank, and writes them.
 
     Args:
-        captions: of every sample.
-        records: what was asked for, of every sample, as plain values.
-        folder: gets a file for each sample, and `samples.jsonl` with a line for each; None for no such files.
-        keep_latents: for `save_latents`.
+        captions: one per sample.
+        records: the request of each sample, as plain values.
+        folder: for a file per sample and `samples.jsonl` with a line per sample; None writes neither.
+        keep_latents: needed for `save_latents`.
         fps: frames per second of clips.
-        clip_ending: of a file of one clip, a key of `CLIP_WRITERS`.
+        clip_ending: file name ending of clips, a key of `CLIP_WRITERS`.
 
     Raises:
-        ConfigError: a file cannot be written, or PyAV is missing for an MP4; by the methods that write.
+        ConfigError: a file cannot be written, or PyAV is missing for an MP4; raised by the methods that write.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Gallery:
         self._files: dict[int, str] = {}
 
     def add(self, indices: Sequence[int], latents: Tensor, pictures: Tensor) -> None:
-        """Take a batch of samples, and write their files.
+        """Add a batch of samples, and write their files.
 
         Args:
             latents: `[N, C, t, h, w]`.
@@ -94,37 +94,37 @@ class Gallery:
         return name
 
     def gather(self) -> bool:
-        """Collect what the ranks have on the first one; every rank calls this.
+        """Gather the samples of all ranks on rank 0 (collective).
 
         Returns:
-            Whether this is the first rank, which writes the rest.
+            Whether this is rank 0, which writes the grid, the record and the latents.
         """
-        mine = (self._pictures, self._latents, self._files, self.shown)
+        local = (self._pictures, self._latents, self._files, self.shown)
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return True
         parts: Optional[list[Any]] = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-        dist.gather_object(mine, parts)
-        for pictures, latents, files, shown in parts or []:
+        dist.gather_object(local, parts)
+        for pictures, latents, files, num_shown in parts or []:
             self._pictures |= pictures
             self._latents |= latents
             self._files |= files
-            self.shown = min(self.shown, shown)
+            self.shown = min(self.shown, num_shown)
         return dist.get_rank() == 0
 
     def save_record(self) -> None:
-        """Write what each file shows, one JSON object per line, into the folder of the files."""
+        """Write the request of each file, one JSON object per line, into the folder of the files."""
         if self.folder is not None:
             lines = [json.dumps({"file": self._files[i], **record}) for i, record in enumerate(self.records)]
             with _writing(self.folder / RECORD_FILE):
                 write_complete(self.folder / RECORD_FILE, "".join(f"{line}\n" for line in lines).encode())
 
     def save_grid(self, path: Path, columns: Optional[int], still_columns: Optional[int]) -> None:
-        """Write the grid: a film with the ending of one, else a picture with the frames of a clip beside each other.
+        """Write the grid: an animation if `path` ends like one, else a picture with the frames of a clip in a row.
 
         Args:
             columns: pictures per row.
-            still_columns: those of stills if `columns` is None. If both are None, the grid is about twice as wide as
-                high, or has a clip per row.
+            still_columns: pictures per row for stills if `columns` is None. If both are None, the grid is about twice
+                as wide as high, or has a clip per row.
         """
         pictures = torch.stack([self._pictures[i] for i in range(self.shown)])
         captions, frames = self.captions[: self.shown], pictures.shape[2]
@@ -138,11 +138,7 @@ class Gallery:
             save_png(image_grid(images, captions, columns or (frames if frames > 1 else None)), path)
 
     def save_latents(self, path: Path, metadata: Mapping[str, str]) -> None:
-        """Write the samples before decoding as safetensors: `latents` `[N, C, t, h, w]`, float32.
-
-        Args:
-            metadata: of the file.
-        """
+        """Write the samples before decoding as safetensors: `latents` `[N, C, t, h, w]`, float32."""
         from safetensors.torch import save
 
         latents = torch.stack([self._latents[i] for i in range(len(self.captions))])
@@ -154,7 +150,7 @@ def check_ending(path: Path, endings: Sequence[str], flag: str) -> None:
     """Check the ending of a file's name.
 
     Raises:
-        ConfigError: it is none of `endings`.
+        ConfigError: the ending is not in `endings`.
     """
     if path.suffix.lower() not in endings:
         raise ConfigError(f"{flag} {path} must end in {' or '.join(endings)}")

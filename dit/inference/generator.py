@@ -1,4 +1,4 @@
-"""A trained model for sampling: from a checkpoint folder alone to pictures."""
+"""A trained model for sampling, loaded from a checkpoint."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
@@ -33,22 +33,23 @@ from dit.sampling.tiles import TiledNetwork
 from dit.settings import SamplingConfig, TrainingConfig
 
 TOKENS_AT_ONCE = 16384
-"""Tokens of the samples that are drawn in one pack; guidance doubles them."""
+"""Tokens of the samples in one pack; guidance doubles them."""
 
 
 class Generator:
     """A model with trained weights, on one rank.
 
     Attributes:
-        config: the settings it was trained with.
+        config: settings of the training run.
         class_names: name of each class, or None.
-        text_encoder: encoder of `dit.encoders.text` whose embeddings it was trained on, or None.
-        autoencoder: of `dit.encoders.vae`, whose latents it was trained on, or None.
-        attributions: lines that name the authors of its training data; show them with samples.
-        fps: frames per second of its training data; `DEFAULT_FPS` where the run did not record it.
-        step: optimizer step of its weights.
+        text_encoder: of the training data, see `dit.encoders.text`; or None.
+        autoencoder: of the training data, see `dit.encoders.vae`; or None.
+        attributions: lines that name the authors of the training data; show them with samples.
+        fps: frames per second of the training data; `DEFAULT_FPS` if the run did not record it.
+        step: optimizer step of the weights.
         metadata: of the checkpoint.
-        guide: a weaker network that guidance leads away from (`guide_by`); None for this one without its conditions.
+        guide: a weaker network in the place of the unconditional branch (`guide_by`); None for this network without
+            its conditions.
     """
 
     def __init__(self, config: RunConfig, metadata: dict[str, Any], network: torch.nn.Module, step: int) -> None:
@@ -82,51 +83,51 @@ class Generator:
         on_step: Callable[[int], None] = lambda step: None,
         **sampling: Any,
     ) -> Tensor:
-        """Generate one sample per label (or condition, or `count` samples); settings left out are the run's own.
+        """Generate one sample per label (or condition, or `count` samples); omitted settings are those of the run.
 
-        The noise of a sample depends on its seed and its number, so that samples can be drawn in batches of any size.
+        The noise of a sample depends on its seed and its number, so samples can be drawn in batches of any size.
 
         Args:
             labels: class of each sample.
-            conditions: others by name, a value for each sample, such as text embeddings `[k, width]` as `context`.
-            negative: conditions that guidance leads away from, by name; None for the null of all.
+            conditions: further conditions by name, a value for each sample, such as text embeddings `[k, width]` as
+                `context`.
+            negative: conditions of the unconditional branch, by name; None for the null of all.
             fps: of all samples.
-            frames: of each sample, 1 for a still; those of the longest clip that was trained on if None.
-            size: height and width of each sample; those of the largest one that was trained on if None.
-            seeds: own seed of each sample; None for `seed`.
+            frames: of each sample, 1 for a still; as many as the longest training clip if None.
+            size: height and width of each sample; those of the largest training sample if None.
+            seeds: one per sample; None for `seed`.
             numbers: of the samples; 0, 1, ... if None.
-            initial: a latent `[C, T, H, W]` of that size that all samples start from, for a still of one frame; None
-                for noise alone.
-            strength: share of the steps that follow it, see `generate_each`; None without `initial`.
-            tile: side of square tiles in positions of a latent, for samples larger than those trained on: the network
-                sees tiles of this size alone, see `dit.sampling.tiles`; None for the full sample at once.
-            tile_overlap: of neighbouring tiles, at least; a quarter of a tile if None.
+            initial: a latent `[C, T, H, W]` of that size from which all samples start, for a still of one frame; None
+                to start from noise.
+            strength: share of the steps that follow `initial`, see `generate_each`; None without it.
+            tile: side of square tiles in positions of a latent, for samples larger than the training samples, see
+                `dit.sampling.tiles`; None passes the full sample to the network.
+            tile_overlap: smallest overlap of neighbouring tiles; a quarter of a tile if None.
             on_step: called with the number of each solver step when it starts.
-            sampling: fields of `SamplingConfig`; None for the run's own.
+            sampling: fields of `SamplingConfig`; None for that of the run.
 
         Returns:
             Latents `[N, C, T, H, W]`, float32.
 
         Raises:
-            ConfigError: a condition does not fit the model, the solver is unknown or has no such variance, or samples
-                of such a size cannot be drawn.
+            ConfigError: a condition does not fit the model, the solver is unknown or does not support the variance, or
+                the model cannot draw samples of this size.
         """
-        chosen = self.sampling(**sampling)
+        settings = self.sampling(**sampling)
         frames, height, width = check_size(self.spec, self.config.model, self.size_of(frames, size))
-        # A still was trained on as a clip of one patch in which nothing moves: any frame of it is the picture.
-        drawn = frames_to_patch(frames, self.spec.patch_temporal)
-        given = dict(conditions or {}) if labels is None else {LABEL.name: labels, **(conditions or {})}
-        count = len(next(iter(given.values()))) if given else count or 1
-        given = {FPS.name: [self.fps if fps is None else fps] * count, **self._empty_texts(given, count), **given}
-        batch = empty_pack(self.spec, (drawn, height, width), count, local_device(), given, numbers)
+        # In training, a still is a clip of one patch with equal frames, so any frame is the picture.
+        padded_frames = frames_to_patch(frames, self.spec.patch_temporal)
+        values = dict(conditions or {}) if labels is None else {LABEL.name: labels, **(conditions or {})}
+        count = len(next(iter(values.values()))) if values else count or 1
+        values = {FPS.name: [self.fps if fps is None else fps] * count, **self._empty_texts(values, count), **values}
+        batch = empty_pack(self.spec, (padded_frames, height, width), count, local_device(), values, numbers)
         if initial is not None:
-            tokens_TC, _ = patchify(initial.repeat(1, drawn // initial.shape[1], 1, 1), *self.spec.patch)
+            tokens_TC, _ = patchify(initial.repeat(1, padded_frames // initial.shape[1], 1, 1), *self.spec.patch)
             batch.latents_TC = batch.layout.insert_padding(tokens_TC.to(batch.layout.device).repeat(count, 1))
-        every_seed = [chosen.seed if one is None else one for one in seeds or [None] * count]
         latents = self.generate_pack(
             batch,
-            chosen,
-            seeds=every_seed,
+            settings,
+            seeds=[settings.seed if seed is None else seed for seed in seeds or [None] * count],
             negative=negative,
             strength=strength,
             tile=tile,
@@ -135,22 +136,21 @@ class Generator:
         )
         return torch.stack(latents)[:, :, :frames]
 
-    def sampling(self, **given: Any) -> SamplingConfig:
-        """Return the run's own settings of sampling with those that are given and not None.
+    def sampling(self, **overrides: Any) -> SamplingConfig:
+        """Return the sampling settings of the run, with overrides that are not None.
 
-        The run's own settings that the given ones leave without effect get their defaults.
+        Settings of the run that have no effect together with the overrides get their defaults.
 
         Raises:
-            ConfigError: a setting is out of range, or a given one has no effect.
+            ConfigError: a setting is out of range, or an override has no effect.
         """
-        given = {name: value for name, value in given.items() if value is not None}
-        sampling = replace(self.config.sampling, **given)
+        overrides = {name: value for name, value in overrides.items() if value is not None}
+        sampling = replace(self.config.sampling, **overrides)
         for names, _, _ in sampling.without_effect():
-            sampling = replace(sampling, **{n: getattr(SamplingConfig, n) for n in names if n not in given})
-        if given.get("variance") is not None and sampling.solver != "ancestral":
+            sampling = replace(sampling, **{n: getattr(SamplingConfig, n) for n in names if n not in overrides})
+        if overrides.get("variance") is not None and sampling.solver != "ancestral":
             raise ConfigError(
-                f"variance={sampling.variance!r} is of noise that solver={sampling.solver!r} does not draw; "
-                "use solver='ancestral'"
+                f"variance={sampling.variance!r} has no effect with solver={sampling.solver!r}; use solver='ancestral'"
             )
         sampling.validate()
         return sampling
@@ -167,25 +167,25 @@ class Generator:
         tile_overlap: Optional[int] = None,
         on_step: Callable[[int], None] = lambda step: None,
     ) -> list[Tensor]:
-        """Generate a sample for each of a pack, of its size and with its conditions.
+        """Generate samples with the sizes and conditions of the samples of a pack.
 
         Args:
             batch: its latents are read only if `strength` is given.
-            seeds: of each sample; None for that of `sampling`.
+            seeds: one per sample; None for that of `sampling`.
             negative, strength, tile, tile_overlap, on_step: as in `generate`.
 
         Returns:
             The latent of each sample `[C, T, H, W]`, float32.
 
         Raises:
-            ConfigError: as `generate`, or the guide has no effect, or takes the place of a negative text.
+            ConfigError: as `generate`; or there is a guide and also a negative condition, or no guidance.
         """
         count = batch.layout.num_samples
         seed = torch.tensor([sampling.seed] * count if seeds is None else seeds)
         negative = negative or {}
         if self.guide is not None and (negative or not needs_unconditional(sampling.guidance_scale)):
-            what = "negative conditions" if negative else f"guidance_scale={sampling.guidance_scale:g}"
-            raise ConfigError(f"guidance leads away from the guide, not with {what}; leave out one of the two")
+            other = "negative conditions" if negative else f"guidance_scale={sampling.guidance_scale:g}"
+            raise ConfigError(f"a guide cannot be combined with {other}; leave out one of the two")
         if needs_unconditional(sampling.guidance_scale) and self.guide is None:
             negative = {**self._empty_texts(negative, count), **negative}
         return generate_each(
@@ -201,42 +201,41 @@ class Generator:
             on_step=on_step,
         )
 
-    def _empty_texts(self, given: Collection[str], count: int) -> dict[str, list[Tensor]]:
-        """Embed the empty text `count` times for the conditions whose null it is and that are not given."""
-        missing = [condition for condition in self.spec.conditions if condition.name not in given]
-        nulls = empty_texts(self.text_encoder, missing, local_device(), load_text_encoders)
+    def _empty_texts(self, present: Collection[str], count: int) -> dict[str, list[Tensor]]:
+        """Return `count` embeddings of the empty text for each absent condition that has it as null."""
+        absent = [condition for condition in self.spec.conditions if condition.name not in present]
+        nulls = empty_texts(self.text_encoder, absent, local_device(), load_text_encoders)
         return {name: [null] * count for name, null in nulls.items()}
 
     def guide_by(self, weaker: "Generator") -> None:
-        """Let guidance lead away from a smaller model, or from an earlier checkpoint of this one.
+        """Use a smaller model, or an earlier checkpoint of this one, as the unconditional branch of guidance.
 
         Raises:
             ConfigError: it has another objective, other latents, or conditions that this model does not take.
         """
-        own, other = self.config.objective, weaker.config.objective
-        if own != other:
+        objective, guide_objective = self.config.objective, weaker.config.objective
+        if objective != guide_objective:
             raise ConfigError(
-                f"the guide was trained by {other}, this model by {own}; guide by a model of one objective"
+                f"the guide was trained with {guide_objective}, this model with {objective}; use a guide with the same "
+                "objective"
             )
         form = ("latent_channels", "patch_spatial", "patch_temporal")
         differ = [n for n in form if getattr(self.spec, n) != getattr(weaker.spec, n)]
         forms = {(c.name, c.shape, c.num_classes) for c in self.spec.conditions}
-        wanted = [c for c in weaker.spec.conditions if c.default is None]
-        lacking = [c.name for c in wanted if (c.name, c.shape, c.num_classes) not in forms]
-        if differ or lacking or weaker.text_encoder != self.text_encoder:
+        required = [c for c in weaker.spec.conditions if c.default is None]
+        unknown = [c.name for c in required if (c.name, c.shape, c.num_classes) not in forms]
+        if differ or unknown or weaker.text_encoder != self.text_encoder:
             reasons = [f"{n}={getattr(weaker.spec, n)} (this model: {getattr(self.spec, n)})" for n in differ]
-            reasons += [f"the condition {name!r} in another form" for name in lacking]
+            reasons += [f"the condition {name!r} in another form" for name in unknown]
             reasons += [] if reasons else [f"texts of {weaker.text_encoder} (this model: {self.text_encoder})"]
-            raise ConfigError(
-                f"the guide takes {', '.join(reasons)}; guide by a model of the same latents and conditions"
-            )
+            raise ConfigError(f"the guide takes {', '.join(reasons)}; use a guide with the same latents and conditions")
         self.guide = weaker.network
 
     def _in_tiles(self, network: ConditionalNetwork, tile: Optional[int], overlap: Optional[int]) -> ConditionalNetwork:
-        """Return a network, in tiles if they are asked for."""
+        """Return a network, in tiles if `tile` is given."""
         if tile is None:
             if overlap is not None:
-                raise ConfigError(f"tile_overlap={overlap} is of tiles, and there are none; give their side, tile")
+                raise ConfigError(f"tile_overlap={overlap} has no effect without tiles; also set tile, their side")
             return network
         unit = self.spec.patch_spatial
         check_size(self.spec, self.config.model, (self.spec.patch_temporal, tile, tile))
@@ -246,39 +245,39 @@ class Generator:
         return TiledNetwork(network, (tile // unit,) * 2, (shared // unit,) * 2, 2 * TOKENS_AT_ONCE)
 
     def size_of(self, frames: Optional[int], size: Optional[tuple[int, int]]) -> tuple[int, int, int]:
-        """Return (T, H, W) of a latent, what is None from the largest sample that was trained on."""
-        trained_frames, *trained = self.latent_size
-        height, width = trained if size is None else size
-        return trained_frames if frames is None else frames, height, width
+        """Return (T, H, W) of a latent; None stands for the size of the largest training sample."""
+        default_frames, *default_size = self.latent_size
+        height, width = default_size if size is None else size
+        return default_frames if frames is None else frames, height, width
 
     def batch_size(self, frames: Optional[int], size: Optional[tuple[int, int]]) -> int:
-        """Return how many samples of this size are drawn at once: those of `TOKENS_AT_ONCE`, at least one."""
-        drawn, height, width = self.size_of(frames, size)
-        positions = frames_to_patch(drawn, self.spec.patch_temporal) * height * width
+        """Return the number of samples of this size with at most `TOKENS_AT_ONCE` tokens, at least one."""
+        num_frames, height, width = self.size_of(frames, size)
+        positions = frames_to_patch(num_frames, self.spec.patch_temporal) * height * width
         return max(1, TOKENS_AT_ONCE * self.spec.patch_volume // positions)
 
 
 def load_generator(
     path: Path | str, *, weights: Literal["ema", "raw"] = "ema", groups: Optional[ProcessGroups] = None
 ) -> Generator:
-    """Build the model of a checkpoint with its averaged or its raw weights; every rank calls this and gets all of it.
+    """Build the model of a checkpoint with its averaged or its raw weights, unsharded on every rank (collective).
 
-    Adapters (LoRA) run beside the weights of the base, which is read from its own checkpoint.
+    The base of adapters (LoRA) is read from its own checkpoint.
 
     Args:
-        path: a run folder (its newest valid checkpoint is taken) or one checkpoint folder.
-        groups: of `groups_to_sample`, to load several models; None makes them.
+        path: a run folder (with its newest valid checkpoint) or one checkpoint folder.
+        groups: result of `groups_to_sample`, to load several models; None creates groups.
 
     Raises:
-        CheckpointError: there is no valid checkpoint, it holds no average, or the base of its adapters is missing.
+        CheckpointError: there is no valid checkpoint, it has no average, or the base of its adapters is missing.
     """
     groups = groups or groups_to_sample()
     with ExitStack() as reading:
-        # A run that goes on may save a newer one while the ranks look, and delete an old one.
-        found = on_first_rank(lambda: _found(path, reading), groups)
-        if isinstance(found, CheckpointError):
-            raise found
-        folder, step = found
+        # The run may still save newer checkpoints and delete older ones, so only rank 0 selects one.
+        checkpoint = on_first_rank(lambda: _find(path, reading), groups)
+        if isinstance(checkpoint, CheckpointError):
+            raise checkpoint
+        folder, step = checkpoint
         if groups.rank:
             reading.enter_context(being_read(folder))
         config, metadata = read_settings(folder)
@@ -291,11 +290,11 @@ def load_generator(
 
 
 def groups_to_sample() -> ProcessGroups:
-    """Make the groups of ranks that have the model each; every rank calls this."""
+    """Create process groups for ranks that each have an unsharded model (collective)."""
     return process_groups.initialize(ParallelConfig(data_parallel="ddp"))
 
 
-def _found(path: Path | str, reading: ExitStack) -> tuple[Path, int] | CheckpointError:
+def _find(path: Path | str, reading: ExitStack) -> tuple[Path, int] | CheckpointError:
     try:
         return find_checkpoint(path, reading)
     except CheckpointError as error:

@@ -1,4 +1,4 @@
-"""The scale of an autoencoder's latents, measured on the data it was trained on."""
+"""The scale of an autoencoder's latents, measured on its training data."""
 
 import math
 from itertools import islice
@@ -15,7 +15,7 @@ SAMPLES = 1024
 
 @torch.no_grad()
 def measure_latents(autoencoder: Generator, samples: int = SAMPLES) -> tuple[float, float]:
-    """Return mean and standard deviation of the latents (the means of the posteriors), over all channels together.
+    """Return mean and standard deviation of the latents (the means of the posteriors) over all channels.
 
     Args:
         autoencoder: a trained one; its data are read in the order of its training.
@@ -43,6 +43,6 @@ def measure_latents(autoencoder: Generator, samples: int = SAMPLES) -> tuple[flo
     deviation = math.sqrt(max(0.0, squares / count - mean**2))
     if not deviation > 0:
         raise ConfigError(
-            "the latents do not vary: every picture has the same one; train with a smaller objective.kl_weight"
+            "the latents do not vary: every picture has the same latent; train with a smaller objective.kl_weight"
         )
     return mean, deviation

@@ -1,4 +1,4 @@
-"""Sample grids while training: one sample per class or prompt from the current weights, always from the same noise."""
+"""Sample grids during training: one sample per class or prompt, from the same noise at every step."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -30,21 +30,21 @@ MAX_CLASSES_SHOWN = 32
 
 
 class PictureWriter:
-    """Draws the grid of a class-conditional, text-conditional or unconditional model.
+    """Draws a grid of samples from a class-conditional, text-conditional or unconditional model.
 
     Args:
         class_names: name of each class for the captions; None numbers them.
-        text_encoder: what embedded the texts that the run trains on, and embeds `sampling.prompts`; see
+        text_encoder: text encoder of the training data, which also embeds `sampling.prompts`; see
             `dit.encoders.text_config`.
-        autoencoder: whose latents the run trains on; it decodes the samples, unless `sampling.vae` names another.
+        autoencoder: of the training data; it decodes the samples unless `sampling.vae` names another one.
         nulls: embeddings of the empty text by condition, for a model that reads them in place of dropped texts.
 
     Attributes:
-        note: a line for the user where latents are drawn without their autoencoder; else None.
+        note: a line for the user if latents are drawn without their autoencoder; else None.
 
     Raises:
-        ConfigError: there are prompts, but no encoder for all the model reads of them, or no model that reads them; or
-            `sampling.vae` cannot decode the samples.
+        ConfigError: there are prompts but the model takes no text, or the encoder does not make all its text
+            conditions; or `sampling.vae` cannot decode the samples.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class PictureWriter:
         self.class_names, self.text_encoder = class_names, text_encoder
         self.nulls = nulls or {}
         self._texts: Optional[dict[str, list[Tensor]]] = None
-        found, self.note = find_autoencoder(model.in_channels, sampling.vae, autoencoder, "sampling.vae=PATH")
-        self._decoder = Decoder(found, local_device())
+        name, self.note = find_autoencoder(model.in_channels, sampling.vae, autoencoder, "sampling.vae=PATH")
+        self._decoder = Decoder(name, local_device())
         if sampling.prompts:
             self._check_prompts()
 
@@ -71,8 +71,8 @@ class PictureWriter:
         from dit.encoders.text_config import as_conditions, check_text_encoder
 
         if self.text_encoder is None or self.model.context_size is None:
-            lacks = "the model takes no text" if self.model.context_size is None else "the data name no text encoder"
-            raise ConfigError(f"sampling.prompts cannot be drawn, for {lacks}; set sampling.prompts=none")
+            reason = "the model takes no text" if self.model.context_size is None else "the data name no text encoder"
+            raise ConfigError(f"sampling.prompts cannot be drawn because {reason}; set sampling.prompts=none")
         widths = as_conditions(check_text_encoder(self.text_encoder).widths, self.spec.conditions)
         for condition in self.spec.conditions:
             if CONTEXT.name not in (condition.name, condition.beside):
@@ -80,14 +80,14 @@ class PictureWriter:
             width = widths.get(condition.name)
             if width is None:
                 raise ConfigError(
-                    f"sampling.prompts cannot be drawn, for the model takes a {condition.what} "
-                    f"{list(condition.shape or ())}, and the data's text encoder {self.text_encoder!r} makes none; set "
-                    "sampling.prompts=none"
+                    f"sampling.prompts cannot be drawn because the model takes a {condition.what} "
+                    f"{list(condition.shape or ())} that the data's text encoder {self.text_encoder!r} does not make; "
+                    "set sampling.prompts=none"
                 )
             if condition.shape not in (None, (width,)):
                 raise ConfigError(
-                    f"the data's text encoder {self.text_encoder!r} gives a {condition.what} of {width} features, the "
-                    f"model takes {list(condition.shape)}; {condition.cure_of_width(width)}"
+                    f"the data's text encoder {self.text_encoder!r} makes a {condition.what} of {width} features, but "
+                    f"the model takes {list(condition.shape)}; {condition.cure_of_width(width)}"
                 )
 
     def draw(
@@ -99,31 +99,31 @@ class PictureWriter:
         *,
         lay_out: bool = True,
     ) -> list["Image"]:
-        """Generate the samples and lay them out; every rank of a tensor-parallel group must take part.
+        """Generate the samples and arrange them in a grid (collective over the tensor-parallel group).
 
         Args:
             latent_size: (T, H, W) of each sample.
             fps: frames per second, for a model that is conditioned on them.
-            lay_out: decode the samples and lay them out; a rank that writes nothing need not.
+            lay_out: decode and arrange the samples; False on ranks that write nothing.
 
         Returns:
-            One grid per frame; none without a layout.
+            One grid per frame; empty if `lay_out` is False.
         """
-        given: dict[str, Sequence[Value]] = {}
+        conditions: dict[str, Sequence[Value]] = {}
         captions: Optional[list[str]] = None
         count, columns = UNLABELLED_SAMPLES, None
         if self.sampling.prompts:
             captions = self.sampling.prompts * self.sampling.samples_per_class
             count = len(captions)
         elif self.model.num_classes is not None:
-            shown = spread(self.model.num_classes, MAX_CLASSES_SHOWN)
-            columns = len(shown)
-            given[LABEL.name] = labels = shown * self.sampling.samples_per_class
+            classes = spread(self.model.num_classes, MAX_CLASSES_SHOWN)
+            columns = len(classes)
+            conditions[LABEL.name] = labels = classes * self.sampling.samples_per_class
             count = len(labels)
             captions = [str(label) if self.class_names is None else self.class_names[label] for label in labels]
         empty: dict[str, Sequence[Value]] = {name: [null] * count for name, null in self.nulls.items()}
-        given = {FPS.name: [fps] * count, **empty, **given, **self._encoded_prompts()}
-        batch = empty_pack(self.spec, latent_size, count, device, given)
+        conditions = {FPS.name: [fps] * count, **empty, **conditions, **self._encoded_prompts()}
+        batch = empty_pack(self.spec, latent_size, count, device, conditions)
         latents = generate(
             network,
             self.objective,
@@ -135,7 +135,7 @@ class PictureWriter:
         return clip_grid(self._decoder(latents), captions, columns) if lay_out else []
 
     def _encoded_prompts(self) -> dict[str, list[Tensor]]:
-        """Return what encoders make of each prompt, as often as it is drawn; they are loaded once and let go."""
+        """Return the embeddings of the prompts, repeated `samples_per_class` times; encoders are loaded only once."""
         if not self.sampling.prompts:
             return {}
         if self._texts is None:
@@ -143,8 +143,8 @@ class PictureWriter:
             from dit.encoders.text_config import as_conditions
 
             assert self.text_encoder is not None
-            made = TextEncoders(self.text_encoder).encode(self.sampling.prompts)
-            self._texts = as_conditions(made, self.spec.conditions)
+            embeddings = TextEncoders(self.text_encoder).encode(self.sampling.prompts)
+            self._texts = as_conditions(embeddings, self.spec.conditions)
         return {name: values * self.sampling.samples_per_class for name, values in self._texts.items()}
 
     def write(
@@ -156,11 +156,11 @@ class PictureWriter:
         folder: Optional[Path],
         averaged: Optional[Callable[[], AbstractContextManager[None]]] = None,
     ) -> dict[str, Path]:
-        """Draw the grid of the average (`ema.png`), of the weights (`raw.png`), or both, and write them; see `draw`.
+        """Draw and write the grid of the averaged weights (`ema.png`), the raw weights (`raw.png`), or both.
 
         Args:
             folder: of the grids; None on a rank that writes nothing.
-            averaged: runs the model with the average of its weights; None if there is none.
+            averaged: context in which the model has its averaged weights; None if there is no average.
 
         Returns:
             The files, by the name of their weights in reports.
@@ -177,10 +177,10 @@ class PictureWriter:
         return paths
 
     def save(self, frames: list["Image"], path: Path, fps: float) -> Path:
-        """Write the grid as PNG, or as a GIF with that ending if it moves; a reader never sees half a file.
+        """Write the grid atomically as PNG, or as GIF if it has several frames.
 
         Args:
-            fps: frames per second of the film; a GIF shows faster ones as slowly as it must.
+            fps: frames per second of a GIF, limited to `MAX_GIF_FPS`.
         """
         if len(frames) == 1:
             return save_png(frames[0], path)

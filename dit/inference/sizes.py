@@ -1,4 +1,4 @@
-"""Sizes of samples: what a model can draw, in pixels where an autoencoder decodes, else in positions of its latents."""
+"""Check the size of samples: in pixels if an autoencoder decodes them, else in positions of the latent."""
 
 from collections.abc import Callable
 from typing import Optional
@@ -18,26 +18,26 @@ def check_size(
     size: Size,
     geometry: Optional[Geometry] = None,
 ) -> Size:
-    """Return (T, H, W) of the latents whose samples have a size.
+    """Return (T, H, W) of the latents for samples of a given size.
 
     Args:
-        spec: has the patch.
+        spec: has the patch size.
         model: has the largest grid.
         size: (frames, height, width) of a sample: in pixels with `geometry`, else in positions of a latent.
         geometry: of the autoencoder that decodes.
 
     Raises:
-        ConfigError: patches or the autoencoder cannot make such a size, or it is larger than the positions of the
-            model; with the nearest sizes that fit.
+        ConfigError: the size is not a multiple of the patch and the compression, or larger than the model's learned
+            positions. The message has the nearest sizes that fit.
     """
     frames, *sides = size
     time, space = (1, 1) if geometry is None else (geometry.time, geometry.space)
     unit = space * spec.patch_spatial
-    made_of = f"a patch of {spec.patch_spatial}" + (f" x {space} pixels of the autoencoder" if geometry else "")
+    factors = f"a patch of {spec.patch_spatial}" + (f" x {space} pixels of the autoencoder" if geometry else "")
     for name, side in zip(("height", "width"), sides):
         if side < 1 or side % unit:
             near = _near(side, lambda n: n % unit == 0)
-            raise ConfigError(f"the {name} of {side} is no multiple of {unit} ({made_of}); use {near}")
+            raise ConfigError(f"the {name} of {side} is not a multiple of {unit} ({factors}); use {near}")
 
     def fits(count: int) -> bool:
         return (count - 1) % time == 0 and _latent_frames(count, time, spec) % spec.patch_temporal == 0
@@ -55,21 +55,21 @@ def check_size(
             t, h, w = model.largest_grid
             most = (1 + (t * spec.patch_temporal - 1) * time, h * unit, w * unit)
             raise ConfigError(
-                f"samples of {_x(size)} (T x H x W) are {_x(grid)} patches, and the learned positions of the model end "
-                f"at {_x(model.largest_grid)}; draw at most {_x(most)}"
+                f"samples of {_x(size)} (T x H x W) are {_x(grid)} patches, but the model has learned positions for "
+                f"{_x(model.largest_grid)}; draw at most {_x(most)}"
             )
     return latent
 
 
 def _latent_frames(frames: int, time: int, spec: BatchSpec) -> int:
-    """Return the frames of a latent that are cut into patches: those of a still are one patch."""
+    """Return the frames of a latent that are split into patches; a still fills one patch."""
     return frames_to_patch(1 + (frames - 1) // time, spec.patch_temporal)
 
 
-def _near(wanted: int, fits: Callable[[int], bool]) -> str:
+def _near(number: int, fits: Callable[[int], bool]) -> str:
     """Return the nearest numbers below and above that fit."""
-    below = next((n for n in range(wanted, 0, -1) if fits(n)), None)
-    above = next(n for n in range(max(wanted, 0) + 1, max(wanted, 0) + 10_000) if fits(n))
+    below = next((n for n in range(number, 0, -1) if fits(n)), None)
+    above = next(n for n in range(max(number, 0) + 1, max(number, 0) + 10_000) if fits(n))
     return f"{above}" if below is None else f"{below} or {above}"
 
 

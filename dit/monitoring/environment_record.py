@@ -40,7 +40,7 @@ def environment_record(world_size: int, kernels: Mapping[str, Selection]) -> dic
 
     Args:
         world_size: ranks.
-        kernels: implementation of every op, by its name.
+        kernels: implementation of every op, by name.
     """
     return {
         "command": sys.argv,
@@ -63,9 +63,9 @@ def versions() -> dict[str, Any]:
 
 
 def git_revision() -> Optional[dict[str, Any]]:
-    """Return `commit` (hex) of this code and whether its files differ from it (`dirty`); None if git does not know.
+    """Return `commit` (hex) of this code and whether its files differ from it (`dirty`).
 
-    For a package installed inside another project's repository it is None.
+    Returns None outside a git repository, and for a package installed inside another project's repository.
     """
     try:
         if Path(_git("rev-parse", "--show-toplevel")).resolve() != ROOT.resolve():
@@ -81,8 +81,8 @@ def append_attempt(path: Path, record: dict[str, Any]) -> None:
     attempts: list[Any] = []
     if path.exists():
         try:
-            found = parse_json(read_bytes(path, follow=False))
-            attempts = found if isinstance(found, list) else [found]  # one attempt, by an older version
+            content = parse_json(read_bytes(path, follow=False))
+            attempts = content if isinstance(content, list) else [content]  # older versions stored one attempt
         except (OSError, ValueError) as error:
             logger.warning("%s is damaged (%s); its entries of earlier attempts are lost", path, error)
     write_record(path, json.dumps([*attempts, record], indent=1) + "\n")

@@ -52,7 +52,8 @@ REASONS = {
     EXIT_PREEMPTED: "preempted",
     EXIT_INTERRUPTED: "interrupted",
 }
-# Names of torch.distributed's errors and what gloo, NCCL and the store say when another rank died or hangs.
+# Errors that torch.distributed raises, and words in the messages of gloo, NCCL and the store, when another rank died
+# or hangs.
 PEER_ERRORS = ("DistBackendError", "DistNetworkError", "DistStoreError")
 PEER_WORDS = (
     "connection closed",
@@ -73,12 +74,12 @@ class Outcome:
 
     Attributes:
         code: exit code of the process, see `dit.errors`.
-        reason: the code in a word; `peer_lost` is a kind of unexpected.
+        reason: name of the code; `peer_lost` has the code of unexpected errors.
         step: optimizer steps done; None before training began.
         rank: of the writer.
         error: type and message; None if there was none.
         time: seconds since the epoch.
-        traceback: of unexpected errors only; messages of the others state the cure.
+        traceback: of unexpected errors only; the messages of other errors state the cure.
     """
 
     code: int
@@ -149,11 +150,11 @@ class ExitRecord:
         step: to be updated by the run.
         preempted: to be set when the run stops early on request.
         code: exit code of this process; None inside the block.
-        explain: says why a peer was lost; an empty text if that is unknown.
+        explain: returns why a peer was lost; an empty text if that is unknown.
 
     Raises:
-        ConnectionAbortedError: this rank was stopped (`SystemExit` with code 75), and another one had failed before:
-            torchrun sends the same signal then as a scheduler that preempts the run.
+        ConnectionAbortedError: this rank was stopped (`SystemExit` with code 75) after another one had failed. In
+            this case torchrun sends the same signal as a scheduler that preempts the run.
     """
 
     def __init__(self, run_dir: Path | str, rank: int = 0, is_ours: Callable[[], bool] = lambda: True) -> None:
@@ -176,15 +177,15 @@ class ExitRecord:
     def __exit__(
         self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
     ) -> None:
-        lost = self._failed_peer() if error is not None and exit_code(error) == EXIT_PREEMPTED else None
-        outcome = outcome_of(lost or error, step=self.step, rank=self.rank, preempted=self.preempted)
+        peer_error = self._failed_peer() if error is not None and exit_code(error) == EXIT_PREEMPTED else None
+        outcome = outcome_of(peer_error or error, step=self.step, rank=self.rank, preempted=self.preempted)
         self.code = outcome.code
         if outcome.reason == PEER_LOST and (cause := self.explain()):
             outcome = replace(outcome, error=f"{outcome.error}; {cause}")
         if self._is_ours():
             write_outcome(self.run_dir, outcome)
-        if lost is not None:
-            raise lost from error
+        if peer_error is not None:
+            raise peer_error from error
 
     def _failed_peer(self) -> Optional[ConnectionAbortedError]:
         """Return an error that names the rank that has failed since this process started; None if there is none."""
@@ -205,14 +206,14 @@ def write_outcome(run_dir: Path, outcome: Outcome) -> None:
         failed = outcome.code not in (EXIT_OK, EXIT_PREEMPTED)
         if not failed and outcome.rank != 0:
             return
-        if outcome.reason == PEER_LOST and (known := read_outcome(run_dir)) and known.precedence < outcome.precedence:
+        if outcome.reason == PEER_LOST and (root := read_outcome(run_dir)) and root.precedence < outcome.precedence:
             return  # if many ranks lost the same peer, a few records are enough
         write_atomic(run_dir / (f"exit.rank{outcome.rank}.json" if failed else EXIT_FILE), text)
-        shown: Optional[Outcome] = None
+        root = None
         # Ranks fail at the same time. Each reads again after writing, so the last writer has seen all records.
-        while (best := _root_outcome(run_dir)) is not None and best != shown:
+        while (best := _root_outcome(run_dir)) is not None and best != root:
             write_atomic(run_dir / EXIT_FILE, strict_json(asdict(best), indent=1) + "\n")
-            shown = best
+            root = best
     except OSError as error:
         logger.error("cannot write %s: %s", run_dir / EXIT_FILE, error)
         echo(text, end="", file=sys.stderr)
@@ -224,8 +225,8 @@ def read_outcome(run_dir: Path | str) -> Optional[Outcome]:
 
 
 def _root_outcome(run_dir: Path) -> Optional[Outcome]:
-    found = [_read(path) for path in run_dir.glob("exit.rank*.json")]
-    return min((outcome for outcome in found if outcome is not None), key=lambda o: o.precedence, default=None)
+    outcomes = [_read(path) for path in run_dir.glob("exit.rank*.json")]
+    return min((outcome for outcome in outcomes if outcome is not None), key=lambda o: o.precedence, default=None)
 
 
 def _read(path: Path) -> Optional[Outcome]:
@@ -234,6 +235,6 @@ def _read(path: Path) -> Optional[Outcome]:
     except (OSError, TypeError, ValueError):
         return None  # deleted, or not one of our records
     texts = outcome.reason, outcome.error or "", outcome.traceback or ""
-    whole = outcome.code, outcome.rank, outcome.step or 0
-    is_ours = all(isinstance(text, str) for text in texts) and all(isinstance(number, int) for number in whole)
-    return outcome if is_ours and isinstance(outcome.time, int | float) else None
+    integers = outcome.code, outcome.rank, outcome.step or 0
+    is_valid = all(isinstance(text, str) for text in texts) and all(isinstance(number, int) for number in integers)
+    return outcome if is_valid and isinstance(outcome.time, int | float) else None

@@ -12,7 +12,7 @@ from dit.models.base import Backbone
 
 
 def expert_layers(model: nn.Module) -> Iterator[tuple[int, MoE]]:
-    """Yield (global layer index, mixture of experts) of every layer of `model` that has one."""
+    """Yield (global layer index, mixture of experts) for each layer with experts."""
     for name, module in model.named_modules():
         if isinstance(module, MoE):
             index = re.search(r"layers\.(\d+)\.", name)
@@ -21,16 +21,15 @@ def expert_layers(model: nn.Module) -> Iterator[tuple[int, MoE]]:
 
 
 def expert_load(chunks: Sequence[Backbone], device: torch.device) -> dict[str, float]:
-    """Return the load of the experts since the last call, over all ranks; every rank calls this.
+    """Return the load of the experts over all ranks since the last call (collective).
 
     Args:
         chunks: this rank's unwrapped model chunks.
 
     Returns:
-        For each layer, `experts/layer_i/max_load`, the tokens of the most loaded expert over the mean
-        (1 is even), `.../never_chosen`, the fraction of real tokens that no expert took, `.../per_token`, the mean
-        number of experts per token, and with a balancing loss its mean `.../aux_loss` (1 is even). Empty for a model
-        without experts.
+        For each layer, under `experts/layer_i/`: `max_load`, the tokens of the most loaded expert divided by the mean
+        (1 is even); `never_chosen`, the fraction of real tokens without an expert; `per_token`, the mean number of
+        experts per token; with a balancing loss, its mean `aux_loss` (1 is even). Empty for a model without experts.
     """
     layers = {index: layer for chunk in chunks for index, layer in expert_layers(chunk)}
     if not layers:
@@ -42,13 +41,13 @@ def expert_load(chunks: Sequence[Backbone], device: torch.device) -> dict[str, f
     # Every token is local to exactly one of the ranks that have a layer.
     dist.all_reduce(counts)
     values = {}
-    for index, (*taken, tokens, never, aux_loss) in enumerate(counts.tolist()):
+    for index, (*loads, tokens, never, aux_loss) in enumerate(counts.tolist()):
         if not tokens:
             continue
         name = f"experts/layer_{index}"
-        values[f"{name}/max_load"] = max(taken) * len(taken) / max(1.0, sum(taken))
+        values[f"{name}/max_load"] = max(loads) * len(loads) / max(1.0, sum(loads))
         values[f"{name}/never_chosen"] = never / tokens
-        values[f"{name}/per_token"] = sum(taken) / tokens
+        values[f"{name}/per_token"] = sum(loads) / tokens
         if aux_loss:
             values[f"{name}/aux_loss"] = aux_loss / tokens
     return values

@@ -1,15 +1,15 @@
-"""Floating-point operations of a training step, in three conventions that must never be mixed.
+"""Floating-point operations of a training step, in three conventions. Do not compare numbers across conventions.
 
-| convention | tokens | adaLN | for |
+| convention | tokens | adaLN | use |
 |---|---|---|---|
-| `model` | real tokens | once per sample | the default: work the maths asks for |
-| `hardware` | all tokens, padding included | once per sample | what the device does, recomputed activations included |
-| `nemo` | real tokens | once per token | the published tables of NeMo's diffusion framework, and nothing else |
+| `model` | real tokens | once per sample | the default: operations of the model's formulas |
+| `hardware` | all tokens, padding included | once per sample | operations executed, recomputed activations included |
+| `nemo` | real tokens | once per token | comparison with the published tables of NeMo's diffusion framework only |
 
-All count two operations per multiply-add. The first two are read from the forward pass of the program, so that
-attention counts the pairs of tokens that it visits; `nemo` counts every pair of a sample. A step's backward pass costs
-twice its forward pass; once where adapters (LoRA) alone are trained, for frozen weights have no gradients (those of the
-adapters, a few percent, are left out). Counts are for the full pack: divide by the ranks that share it.
+A multiply-add counts as two operations. `model` and `hardware` trace the forward pass, so attention counts the pairs of
+tokens that it visits; `nemo` counts every pair of a sample. The backward pass costs twice the forward pass. If only
+adapters (LoRA) are trained it costs the same as the forward pass, because frozen weights have no gradients; gradients
+of the adapters, a few percent, are not counted. Counts are for the full pack: divide by the ranks that share it.
 """
 
 from collections.abc import Sequence
@@ -29,11 +29,7 @@ Convention = Literal["model", "hardware", "nemo"]
 
 
 class PackFlops:
-    """Counts the operations of a model's packs.
-
-    Args:
-        model: its sizes.
-    """
+    """Counts the operations of a model's packs."""
 
     def __init__(self, model: ModelConfig) -> None:
         self.model = model
@@ -53,7 +49,7 @@ class PackFlops:
         Args:
             layout: the tokens of the pack.
             grids: (t, h, w) in patches of its samples.
-            context_layout: its texts; None counts the null text of each sample.
+            context_layout: layout of its texts; None counts the null text of each sample.
         """
         return self._forward(layout, grids, context_layout, convention, 0.0)
 
@@ -70,12 +66,12 @@ class PackFlops:
 
         Args:
             layout, grids, context_layout: as in `forward`.
-            recomputed: share of the layers that run once more in the backward pass (`recomputed_share`); counted in the
-                `hardware` convention alone, for it adds work and no result.
+            recomputed: share of the layers that run once more in the backward pass (`recomputed_share`); counted only
+                in the `hardware` convention.
         """
-        again = self._forward(layout, grids, context_layout, convention, recomputed)
+        forward = self._forward(layout, grids, context_layout, convention, recomputed)
         backward = 2 if self.model.adapters is None else 1
-        return backward * self.forward(layout, grids, context_layout, convention=convention) + again
+        return backward * self.forward(layout, grids, context_layout, convention=convention) + forward
 
     def _forward(
         self,
@@ -102,7 +98,7 @@ class PackFlops:
         return total + round(recomputed * layers)
 
     def _weights(self) -> int:
-        """Count the weights that NeMo multiplies with every token: all but those of the text's keys and values."""
+        """Count the weights that NeMo multiplies with every token: all except those of the text's keys and values."""
         if self._nemo_weights is None:
             shapes = parameter_shapes(self.model)
             self._nemo_weights = sum(
@@ -127,11 +123,11 @@ def recomputed_share(training: TrainingConfig, parallel: ParallelConfig, num_lay
 
 
 def nemo_flops_per_token(num_parameters: float, num_layers: int, hidden_size: int, sequence_length: int) -> float:
-    """Return 6 N + 12 L h s, the training operations per token behind NeMo's published TFLOPS.
+    """Return 6 N + 12 L h s, the training operations per token in NeMo's published TFLOPS.
 
-    N includes the adaLN projections, which run once per sample: the figure overstates the work of the 7B model at 8k
-    tokens by 45 %. Use it only beside those tables.
+    N includes the adaLN projections, which run once per sample, so the result overstates the work of the 7B model at 8k
+    tokens by 45 %. Use it only to compare with those tables.
 
-    Source: fitted to the four rows of the NeMo diffusion README (Nov 2024), each met within 0.6 %.
+    Source: fitted to the four rows of the NeMo diffusion README (Nov 2024); each agrees within 0.6 %.
     """
     return 6 * num_parameters + 12 * num_layers * hidden_size * sequence_length

@@ -1,4 +1,4 @@
-"""Guards of a run: preemption, whom to suspect of non-finite values, and hangs."""
+"""Preemption, suspects of non-finite values, and a watchdog that writes stacks."""
 
 import faulthandler
 import os
@@ -19,18 +19,18 @@ SIGNAL_SKEW_S = 3.0  # between the first and the last rank that a scheduler's si
 
 
 class PreemptionFlag:
-    """Record a request to stop; the run stops at the end of the step, or at once if there is nothing to save.
+    """Records a request to stop; the run stops at the end of the step, or at once if there is nothing to save.
 
-    The handler only sets a flag: it may run between any two bytecodes, also inside a collective. Whether to stop is
-    decided by all ranks together, from the maximum of their flags. Use as a context manager in the main thread; the
-    earlier handlers are restored on exit.
+    The handler only sets a flag, because it may run between any two bytecodes, also inside a collective. All ranks
+    decide together whether to stop, from the maximum of their flags. Use as a context manager in the main thread; it
+    restores the previous handlers on exit.
 
     Building a large model, hashing its checkpoint and loading it take longer than schedulers wait, so inside
-    `leaves_at_once` the handler raises `SystemExit` instead.
+    `exit_immediately` the handler raises `SystemExit` instead.
 
     Args:
-        signals: SIGTERM is what schedulers and torchrun send; SIGUSR1 what Slurm's `--signal=USR1@120` sends. torchrun
-            passes on SIGUSR1 only with `--signals-to-handle SIGTERM,SIGINT,SIGUSR1`; otherwise that signal kills it.
+        signals: schedulers and torchrun send SIGTERM; Slurm's `--signal=USR1@120` sends SIGUSR1. torchrun forwards
+            SIGUSR1 only with `--signals-to-handle SIGTERM,SIGINT,SIGUSR1`; otherwise that signal kills torchrun.
     """
 
     def __init__(self, signals: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
@@ -53,16 +53,16 @@ class PreemptionFlag:
         self, kind: Optional[type[BaseException]], error: Optional[BaseException], trace: Optional[TracebackType]
     ) -> None:
         for number, handler in self._earlier.items():
-            # A handler that was not installed from Python reads as None and cannot be restored.
+            # `signal` returns None for a handler that was not installed from Python; it cannot be restored.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._earlier.clear()
 
     @contextmanager
-    def leaves_at_once(self) -> Iterator[None]:
-        """Let a request end the process at once, as long as there is nothing to save.
+    def exit_immediately(self) -> Iterator[None]:
+        """Exit the process immediately on a request, while there is nothing to save.
 
         Ranks receive the signal at different times, so a rank that lost a peer waits for its own signal: both count as
-        preempted. After `waits_from_here` a request is only recorded.
+        preempted. After `defer_signals` a request is only recorded.
 
         Raises:
             SystemExit: with code 75, at any point inside.
@@ -73,18 +73,18 @@ class PreemptionFlag:
                 raise SystemExit(EXIT_PREEMPTED)
             yield
         except Exception as error:
-            lost = is_peer_lost(error)
-            # Functions in C may replace the handler's exception by one of their own, as torch.asarray does.
-            if self._raised or (self.requested and lost):
+            peer_lost = is_peer_lost(error)
+            # Functions in C, such as torch.asarray, may replace the handler's exception by another one.
+            if self._raised or (self.requested and peer_lost):
                 raise SystemExit(EXIT_PREEMPTED) from error
-            if lost and self._at_once:
+            if peer_lost and self._at_once:
                 time.sleep(SIGNAL_SKEW_S)  # the handler raises
             raise
         finally:
             self._at_once = False
 
-    def waits_from_here(self) -> None:
-        """From here on only record requests; call this before ranks wait for each other."""
+    def defer_signals(self) -> None:
+        """Only record requests from now on; call this before ranks wait for each other."""
         self._at_once = False
 
     def _note(self, number: int, frame: Optional[FrameType]) -> None:
@@ -95,11 +95,10 @@ class PreemptionFlag:
 
 
 def suspicion(suspects: Mapping[int, Sequence[str]]) -> tuple[str, str]:
-    """Return in words which ranks and samples are to blame for a bad step, and the start of its cure.
+    """Return a sentence about the ranks and samples with a non-finite loss, and the start of its cure.
 
     Args:
-        suspects: by rank, the samples of each rank whose own loss is not finite, see
-            `dit.training.step.find_suspects`.
+        suspects: by rank, the samples of each rank with a non-finite loss (`dit.step_checks.bad_steps`).
     """
     if not suspects:
         return "Each rank's own loss is finite", ""
@@ -111,14 +110,14 @@ def suspicion(suspects: Mapping[int, Sequence[str]]) -> tuple[str, str]:
 
 
 def _first_few(names: Sequence[str]) -> str:
-    more = f" and {len(names) - NUM_NAMES} more" if len(names) > NUM_NAMES else ""
-    return ", ".join(names[:NUM_NAMES]) + more
+    remainder = f" and {len(names) - NUM_NAMES} more" if len(names) > NUM_NAMES else ""
+    return ", ".join(names[:NUM_NAMES]) + remainder
 
 
 class StackWatchdog:
-    """Write the stacks of all threads to a file when a step, or the start, takes too long, without ending the run.
+    """Writes the stacks of all threads to a file when a step, or the start, takes too long; does not end the run.
 
-    A thread that does not need the GIL writes them, so this also works inside a hung collective. They show where each
+    The writing thread does not need the GIL, so this also works inside a hung collective. The stacks show where each
     rank waits; the process-group timeout ends the run.
 
     Args:
@@ -142,5 +141,5 @@ class StackWatchdog:
         os.close(self._descriptor)
 
     def beat(self) -> None:
-        """Restart the timer, since this rank still makes progress; takes some tens of microseconds."""
+        """Restart the timer; takes some tens of microseconds."""
         faulthandler.dump_traceback_later(self.timeout_s, repeat=True, file=self._descriptor)

@@ -11,7 +11,7 @@ def headline(config: RunConfig, dims: ParallelDims, state: TrainState, *, resume
     """Return a one-line description of a run.
 
     Args:
-        resumed: whether it continues from a checkpoint.
+        resumed: whether the run continues from a checkpoint.
     """
     parallel, training = config.parallel, config.training
     count = sum(shard.parameter.numel() for shard in state.shards)

@@ -1,11 +1,12 @@
 """Detection of hangs and of a dead launcher.
 
 A thread of every rank rewrites `run_dir/heartbeats/rank_N.json` every few seconds. The file of a process that is
-stopped, dead or cut off from the disk no longer changes; that of a rank that hangs does, but its step and phase stay
-behind those of the others, which wait for it in a collective. A rank that waited too long writes its verdict to
-`exit.json` and ends, so that the launcher ends the run: its main thread cannot, because a collective does not return.
+stopped, dead or cut off from the disk no longer changes. The file of a hung rank still changes, but its step and phase
+are earlier than those of the other ranks, which wait for it in a collective. A rank that waited too long writes its
+verdict to `exit.json` and exits, so that the launcher terminates the run. The background thread does this because the
+main thread is blocked in the collective.
 
-If torchrun dies, nobody can stop its ranks or start them again. Each rank then sends itself SIGTERM: all save and stop.
+If torchrun dies, nothing can stop or restart its ranks. Each rank then sends itself SIGTERM, saves and stops.
 """
 
 import logging
@@ -35,15 +36,16 @@ FOLDER = "heartbeats"
 HANG = "hang"
 INTERVAL_S = 5.0
 STDLIB = Path(os.__file__).parent
-COLLECTIVES_S = 10.0  # for the record of the collectives: the process must end also if torch does not give it
-SILENT_S = 240.0  # until a rank that waits for a silent one gives up, if its own limit is not shorter
-# In the order of a step: of ranks that wait for each other, the one in the earliest phase of the earliest step is late.
+COLLECTIVES_S = 10.0  # limit for writing the record of the collectives: torch may block, and the process must end
+SILENT_S = 240.0  # after which a rank that waits for a silent one exits, unless `timeout_s` is shorter
+# In the order of a step: among ranks that wait for each other, the rank in the earliest phase of the earliest step is
+# late.
 PHASES = ("starts", "reads data", "computes", "reduces the gradient", "updates", "ends the step", "saves", "validates",
           "samples")  # fmt: skip
 
 
 class Phase:
-    """What the main thread does; setting it costs nothing, and is progress."""
+    """Current phase of the main thread; setting it counts as progress."""
 
     def __init__(self) -> None:
         self.step: Optional[int] = None
@@ -51,30 +53,30 @@ class Phase:
         self.since = time.time()
 
     def enter(self, name: str, step: Optional[int] = None) -> None:
-        """Say what the main thread does from here on.
+        """Start a phase.
 
         Args:
             name: one of `PHASES`.
-            step: optimizer steps done; None for as many as before.
+            step: optimizer steps done; None if unchanged.
         """
         self.name, self.since = name, time.time()
         self.step = self.step if step is None else step
 
     def go_on(self) -> None:
-        """Say that there is progress inside the phase."""
+        """Record progress inside the phase."""
         self.since = time.time()
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a rank wrote last.
+    """State of a rank, as written to its file.
 
     Attributes:
         time: when it was written, seconds since the epoch.
-        since: when its phase began.
-        where: the innermost functions of its main thread, and the collective that it is in.
-        machine: in which `pid` is the number of the process, see `machine`.
-        is_orphan: its launcher is dead; it saves and stops.
+        since: when the phase began.
+        where: innermost functions of the main thread, and its current collective.
+        machine: identifies the machine on which `pid` is valid, see `machine`.
+        is_orphan: whether its launcher died; the rank saves and stops.
     """
 
     rank: int
@@ -90,7 +92,7 @@ class Beat:
 
     @property
     def progress(self) -> tuple[int, int]:
-        """Sort key of how far a rank has come."""
+        """Sort key: step, then phase."""
         return -1 if self.step is None else self.step, PHASES.index(self.phase) if self.phase in PHASES else 0
 
     def __str__(self) -> str:
@@ -99,7 +101,7 @@ class Beat:
 
 
 def read_beats(run_dir: Path | str) -> dict[int, Beat]:
-    """Return the newest beat of each rank of a run; files of other forms are left out."""
+    """Return the newest beat of each rank of a run; unreadable files are skipped."""
     beats = map(_read, Path(run_dir).glob(f"{FOLDER}/rank_*.json"))
     return {beat.rank: beat for beat in beats if beat is not None}
 
@@ -117,14 +119,14 @@ def _read(path: Path) -> Optional[Beat]:
 
 
 class Heartbeat:
-    """Write this rank's file, and end the process when it waited too long; a context manager around the run.
+    """Writes this rank's file, and ends the process when it waited too long; a context manager around the run.
 
     Args:
         run_dir: folder of the run.
         rank, world_size: of this process.
-        timeout_s: seconds in one phase until the process ends; None for never.
+        timeout_s: seconds in one phase until the process ends; None for no limit.
         is_ours: whether this attempt may write into the folder.
-        end: ends the process with a code; it does not return.
+        end: ends the process with a code; does not return.
     """
 
     def __init__(
@@ -140,9 +142,9 @@ class Heartbeat:
         self._run_dir, self._rank, self._world_size = Path(run_dir), rank, world_size
         self._timeout_s, self._is_ours, self._end = timeout_s, is_ours, end
         self._interval_s = INTERVAL_S if timeout_s is None else min(INTERVAL_S, timeout_s / 6)
-        self._limit_s = min(SILENT_S, timeout_s or SILENT_S)  # of waiting for a silent rank
+        self._limit_s = min(SILENT_S, timeout_s or SILENT_S)  # longest wait for a silent rank
         self._silent_s = max(3 * self._interval_s, self._limit_s / 2)  # several beats
-        self._first_read: dict[int, tuple[float, float]] = {}  # of each rank's newest beat: its time, and when
+        self._first_read: dict[int, tuple[float, float]] = {}  # by rank: newest beat's time, first read of it
         self._launcher = os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else None
         self._is_orphan = False
         self._done = threading.Event()
@@ -155,7 +157,7 @@ class Heartbeat:
             for path in self._run_dir.glob(f"{FOLDER}/rank_*.json") if self._rank == 0 else ():
                 rank = path.stem.rpartition("_")[2]
                 if rank.isdecimal() and int(rank) >= self._world_size:
-                    path.unlink()  # of an attempt on more ranks
+                    path.unlink()  # left by an attempt on more ranks
         self._write()
         self._thread.start()
         return self
@@ -167,14 +169,14 @@ class Heartbeat:
         self._thread.join(timeout=10 * self._interval_s)
 
     def explain(self) -> str:
-        """Return which rank the others wait for; call this after a peer was lost."""
+        """Return a sentence about the rank that the others wait for; call this after a peer was lost."""
         return self._judge()[0]
 
     def _judge(self) -> tuple[str, list[int], bool]:
         """Read all beats and return the verdict.
 
-        A beat's own time is that of its machine's clock, which may be wrong. So a rank is silent for the time since
-        this process first read its newest beat, by the clock of this process.
+        The time in a beat comes from the clock of its machine, which may be wrong. So the silence of a rank is measured
+        by the clock of this process, from the first read of its newest beat.
         """
         beats, now = read_beats(self._run_dir), time.monotonic()
         for rank, beat in beats.items():
@@ -198,7 +200,7 @@ class Heartbeat:
                 self._give_up(waited, text, blamed)
 
     def _check_launcher(self) -> None:
-        """Ask this process to save and stop if its launcher has died."""
+        """Send SIGTERM to this process, which then saves and stops, if its launcher has died."""
         if self._launcher in (None, os.getppid()) or self._is_orphan:
             return
         self._is_orphan = True
@@ -208,10 +210,10 @@ class Heartbeat:
     def _sleep(self) -> bool:
         """Wait until the next beat; return whether the run is over.
 
-        A wait that takes far longer than asked says that this process was stopped, or its machine slept. The main
-        thread could do nothing in that time, so it does not count. Other ranks, if they ran, have judged this one.
+        If the wait took far longer than the interval, this process was stopped or its machine slept. The main thread
+        could not run in that time, so it does not count as waiting.
         """
-        began = time.time()  # the monotonic clock of Linux stands still while the machine sleeps
+        began = time.time()  # Linux's monotonic clock does not advance while the machine sleeps
         over = self._done.wait(self._interval_s)
         if time.time() - began > 4 * self._interval_s:
             self.phase.go_on()
@@ -224,25 +226,25 @@ class Heartbeat:
         if self._is_ours():
             write_outcome(self._run_dir, Outcome(EXIT_UNEXPECTED, HANG, phase.step, self._rank, error))
             if self._rank == min((r for r in range(self._world_size) if r not in blamed), default=self._rank):
-                self._tell(error, blamed)
+                self._write_incident(error, blamed)
             writing = threading.Thread(target=self._write_collectives, daemon=True)
             writing.start()
             writing.join(COLLECTIVES_S)
         self._end(EXIT_UNEXPECTED)
 
     def _write_collectives(self) -> None:
-        """Write torch's record of this rank's newest collectives ("flight recorder") to a file of its own."""
+        """Write torch's record of this rank's newest collectives ("flight recorder") to a file."""
         import torch.distributed as dist
         from torch._C import _distributed_c10d as records
 
         if dist.is_initialized():
             name = "_dump_nccl_trace_json" if dist.get_backend() == "nccl" else "_dump_fr_trace_json"
-            with suppress(AttributeError, OSError, RuntimeError):  # of a torch without it
+            with suppress(AttributeError, OSError, RuntimeError):  # this torch has no flight recorder
                 path = self._run_dir / FOLDER / f"collectives_{self._rank}.json"
                 write_atomic(path, getattr(records, name)(), flush=False)
 
-    def _tell(self, error: str, blamed: list[int]) -> None:
-        """Append the incident to the record of the run: the rank that writes it may be the one to blame."""
+    def _write_incident(self, error: str, blamed: list[int]) -> None:
+        """Append the incident to `metrics.jsonl`, because the rank that usually writes it may be the one that hangs."""
         details = {"blamed": blamed, "text": error, "beats": [asdict(b) for b in read_beats(self._run_dir).values()]}
         record = {"kind": "incident", "step": self.phase.step, "time": time.time(), "incident": HANG}
         path = self._run_dir / METRICS_FILE
@@ -250,7 +252,7 @@ class Heartbeat:
             file.seek(max(0, file.tell() - TAIL_BYTES))
             tail = file.read()
             if tail and not tail.endswith(b"\n"):
-                return  # the rank that writes it was stopped inside a line
+                return  # the writing rank was stopped inside a line
             attempt = max(1, newest_attempt(tail))
             file.write(strict_json({**record, "attempt": attempt, "details": details}).encode() + b"\n")
 
@@ -267,28 +269,28 @@ class Heartbeat:
 def verdict(
     beats: dict[int, Beat], unchanged_s: dict[int, float], rank: int, world_size: int, silent_s: float
 ) -> tuple[str, list[int], bool]:
-    """Return which ranks hold up a run.
+    """Return the ranks that block a run.
 
     Args:
         beats: the newest of each rank, read by `rank`.
-        unchanged_s: seconds for which each of them has been the newest.
+        unchanged_s: seconds since the first read of each beat.
         rank, world_size: of this process.
         silent_s: a rank without a new beat for longer is silent.
 
     Returns:
-        The text, the ranks to blame, and whether these are silent.
+        A sentence about them, the ranks, and whether they are silent.
     """
-    gone = {r: f"rank {r} never wrote a heartbeat" for r in range(world_size) if r not in beats}
-    for other, beat in beats.items():
-        if other == rank or other >= world_size:
+    silent = {r: f"rank {r} never wrote a heartbeat" for r in range(world_size) if r not in beats}
+    for peer, beat in beats.items():
+        if peer == rank or peer >= world_size:
             continue
         state = _process_state(beat)
         if state is not None:
-            gone[other] = f"{beat} is {state}"
-        elif unchanged_s[other] >= silent_s:
-            gone[other] = f"{beat} has been silent for {format_duration(unchanged_s[other])}: stopped, dead or cut off"
-    if gone:
-        return "; ".join(text for _, text in sorted(gone.items())), sorted(gone), True
+            silent[peer] = f"{beat} is {state}"
+        elif unchanged_s[peer] >= silent_s:
+            silent[peer] = f"{beat} has been silent for {format_duration(unchanged_s[peer])}: stopped, dead or cut off"
+    if silent:
+        return "; ".join(text for _, text in sorted(silent.items())), sorted(silent), True
     present = [beat for r, beat in beats.items() if r < world_size]
     earliest = min((beat.progress for beat in present), default=(0, 0))
     late = [beat for beat in present if beat.progress == earliest]
@@ -298,9 +300,9 @@ def verdict(
 
 
 def machine() -> str:
-    """Return the boot of this machine and this process's namespace of numbers; "" where there is no /proc.
+    """Return the boot id of this machine and the process-id namespace of this process; "" without /proc.
 
-    Host names do not tell: containers may share that of their node, and machines made from an image may have one name.
+    Host names are not unique: containers may have the name of their node, and machines may be copies of one image.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -310,7 +312,7 @@ def machine() -> str:
 
 
 def _process_state(beat: Beat) -> Optional[str]:
-    """Return that a process of this machine is stopped or dead; None if it is neither, or of another machine."""
+    """Return "stopped ..." or "dead" for a process of this machine; None if it runs, or runs on another machine."""
     if (beat.host, beat.machine) != (socket.gethostname(), machine()):
         return None
     try:
@@ -321,7 +323,7 @@ def _process_state(beat: Beat) -> Optional[str]:
 
 
 def _where(frame: Optional[FrameType]) -> str:
-    """Name the innermost functions of a thread, and the collective among them."""
+    """Return the innermost functions of a thread, and its current collective."""
     names: list[str] = []
     collective = None
     while frame is not None:

@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class StepProfile:
-    """Trace some steps of one process, GPU kernels included; a context manager around the loop.
+    """Traces some steps of one process, GPU kernels included; a context manager around the loop.
 
     Args:
         path: trace file to write, gzipped Chrome trace format.
@@ -37,7 +37,7 @@ class StepProfile:
         self._stop()
 
     def before(self, step: int) -> None:
-        """Start the trace if `step` is the first one; a run that resumes between the two also starts here."""
+        """Start the trace at the first step, or at a later one if the run resumed in between."""
         if self._profile is not None and not self._running and self.first <= step <= self.last:
             self._profile.start()
             self._running = True

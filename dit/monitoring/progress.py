@@ -11,7 +11,7 @@ from rich.text import Text
 
 from dit.terminal import echo
 
-SMOOTHING = 0.3  # weight of the newest interval in the mean seconds per step, for the remaining time
+SMOOTHING = 0.3  # weight of the newest interval in the moving average of seconds per step
 
 # name in the scalars -> (label, format)
 COLUMNS: dict[str, tuple[str, str]] = {
@@ -25,11 +25,11 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "tflops_per_rank": ("TFLOPS/rank", "{:.4g}"),
 }
 
-WAITS = 0.05  # share of the time from which on a line says that the steps wait for data
+WAITS = 0.05  # smallest share of the time spent on waiting for data that a line reports
 
 
 def format_duration(seconds: float) -> str:
-    """Write a duration as `42s`, `3m05s`, `2h07m` or `4d03h`."""
+    """Format a duration as `42s`, `3m05s`, `2h07m` or `4d03h`."""
     total = round(max(0.0, seconds))
     for unit, size, smaller, small in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
         if total >= size:
@@ -38,7 +38,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_progress(step: int, num_steps: int, values: Mapping[str, float], remaining_s: Optional[float]) -> str:
-    """Write one line about a step; quantities missing in `values` are left out.
+    """Format one line about a step; quantities missing in `values` are left out.
 
     Args:
         step: optimizer steps done.
@@ -57,7 +57,7 @@ def format_progress(step: int, num_steps: int, values: Mapping[str, float], rema
 
 
 class ConsoleProgress:
-    """Show the progress of the run: a live line on a terminal, else one plain line per call. For rank 0.
+    """Shows the progress of the run on rank 0: a live line on a terminal, else one plain line per call.
 
     Args:
         header: one line that describes the run, printed first.
@@ -87,7 +87,7 @@ class ConsoleProgress:
             self._live.start()
 
     def start(self, step: int) -> None:
-        """Start the clock at `step` steps done, so that start-up does not count as training time."""
+        """Start the clock after `step` steps, so that start-up does not count as training time."""
         self._last = (step, self._clock())
 
     def update(self, step: int, values: Mapping[str, float]) -> None:

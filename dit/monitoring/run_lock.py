@@ -1,11 +1,10 @@
 """One run at a time in a run folder: `run.lock` names the process that has the lock; a crash releases it.
 
-Rank 0 locks the file with `flock`. The kernel releases the lock when the process ends in any way, so there is never a
-stale lock to remove; the content of the file is valid only while it is locked. Linux implements `flock` over NFS as a
-lock on the server (NFSv4; NFSv3 with lockd), so runs on other machines are detected too; the lock of a crashed machine
-is released when the server's lease expires. A start waits for a holder that is about to stop. On a disk without locks
-(Lustre mounted without `flock`) there is a warning. Loader workers are no forks of rank 0, so they do not share the
-lock.
+Rank 0 locks the file with `flock`. The kernel releases the lock when the process ends, so stale locks do not exist; the
+content of the file is valid only while it is locked. Linux implements `flock` over NFS as a lock on the server (NFSv4;
+NFSv3 with lockd), so runs on other machines are detected too; the lock of a crashed machine is released when the
+server's lease expires. A new run waits if the process with the lock is about to stop. On a disk without locks (Lustre
+mounted without `flock`) a warning is logged. Loader workers are not forked from rank 0, so they do not share the lock.
 """
 
 import errno
@@ -30,30 +29,29 @@ from dit.safe_files import open_regular, parse_json, read_bytes, refuse_links
 logger = logging.getLogger(__name__)
 
 LOCK_FILE = "run.lock"
-LINKS = ("checkpoints",)  # names of links that a run folder may have: checkpoints are often on a larger disk
+LINKS = ("checkpoints",)  # may be a symbolic link in a run folder: checkpoints are often on a larger disk
 WAIT_S = 30.0  # the grace period of Slurm and torchrun between SIGTERM and SIGKILL
 POLL_S = 0.2
-ENDING_WAIT_S = 900.0  # for a run whose training process or launcher is gone, and that still writes a checkpoint
-READ_S = 30.0  # until all ranks have read that they are refused
+ENDING_WAIT_S = 900.0  # for a run that still writes a checkpoint after its training process or launcher ended
+READ_S = 30.0  # limit for all ranks to read the refusal
 WITHOUT_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 JOB_VARIABLES = ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID")
 
 
 def job_id() -> Optional[str]:
-    """Return the scheduler's number of this job; None outside of one."""
+    """Return the scheduler's number of this job; None outside a job."""
     return next((os.environ[name] for name in JOB_VARIABLES if name in os.environ), None)
 
 
 class RunLock:
-    """The right of one attempt to write into a run folder.
+    """Exclusive lock on a run folder; a context manager around the run.
 
-    Use as a context manager around the run. Rank 0 takes the lock on entering and stores a failure; `agree` raises it
-    on every rank.
+    Rank 0 takes the lock on entering and stores a failure; `agree` raises it on every rank.
 
     Args:
         run_dir: folder of the run; created if missing.
         rank: of this process.
-        setting: name of the setting of the folder, for messages.
+        setting: name of the setting that selects the folder, for messages.
     """
 
     def __init__(self, run_dir: Path | str, rank: int = 0, setting: str = "training.run_dir") -> None:
@@ -82,20 +80,20 @@ class RunLock:
 
     @property
     def descriptor(self) -> int:
-        """Of the locked file; a process that inherits it has the lock as long as it lives. -1 without a lock."""
+        """File descriptor with the lock, -1 without; a process that inherits it keeps the lock until it ends."""
         return self._descriptor
 
     def agree(self) -> None:
-        """Send the result of rank 0 to all ranks; every rank calls this, once per world.
+        """Broadcast the result of rank 0 (collective, once per world).
 
-        It uses the rendezvous store, so no device is used before the settings are checked.
+        The result is sent through the rendezvous store, so no device is used before the settings are checked.
 
         Raises:
             ConfigError: the folder is in use by another process, or cannot be used at all.
             BusyError: it is in use by a process that will stop.
         """
         store = dist.distributed_c10d._get_default_store()
-        key = LOCK_FILE  # the store is of this attempt alone
+        key = LOCK_FILE  # each attempt has its own store
         if self.rank == 0:
             store.set(key, json.dumps([self._holder, self._refusal, self._is_busy]))
         else:
@@ -105,11 +103,11 @@ class RunLock:
         self.check()
 
     def _leave_together(self, store: dist.Store, key: str) -> None:
-        """Let rank 0 stay until all have read why it leaves: it may host the store, and end in no time."""
+        """Keep rank 0, which may host the store, until all ranks have read the refusal."""
         if self.rank > 0:
             store.set(f"{key}.{self.rank}", "read")
             return
-        with suppress(dist.DistError):  # a rank that was lost before
+        with suppress(dist.DistError):  # a rank died before
             store.wait([f"{key}.{rank}" for rank in range(1, dist.get_world_size())], timedelta(seconds=READ_S))
 
     def check(self) -> None:
@@ -137,7 +135,7 @@ class RunLock:
             text = json.dumps(self._holder).encode()
             os.pwrite(self._descriptor, text, 0)
             os.ftruncate(self._descriptor, len(text))
-            os.fsync(self._descriptor)  # else ranks on other nodes read the former owner
+            os.fsync(self._descriptor)  # else ranks on other nodes read the previous owner
         except UserError:
             raise
         except (OSError, ValueError) as error:  # a path with a zero byte is a ValueError
@@ -146,11 +144,11 @@ class RunLock:
             raise ConfigError(f"{self._named} cannot be used: {reason}; choose another folder") from error
 
     def _wait(self) -> None:
-        """Lock the file; wait some time for a previous process that is about to end.
+        """Lock the file; wait for a process that is about to end.
 
         Raises:
             ConfigError: another process still has the lock.
-            BusyError: the same, and that process will stop.
+            BusyError: another process still has the lock, and will stop.
         """
         began, reported = time.monotonic(), ""
         while True:
@@ -172,30 +170,30 @@ class RunLock:
                 if error.errno not in WITHOUT_LOCKS:
                     raise
                 logger.warning(
-                    "the disk of %s has no locks (%s): see to it that no second run uses this folder",
+                    "the disk of %s has no locks (%s): make sure that no second run uses this folder",
                     self.run_dir,
                     error.strerror,
                 )
                 return
 
     def _in_use(self) -> tuple[str, bool]:
-        """Return which process has the lock, and whether it or its writer of checkpoints is about to end."""
+        """Return a sentence about the process with the lock, and whether it or its checkpoint writer will end soon."""
         holder = self._read() or {}
         host, pid = holder.get("host"), holder.get("pid")
         who = "process {pid} on {host}, started {started}".format_map(holder) if holder else "another process"
         job = f", job {holder['job']}" if holder.get("job") else ""
         in_use = f"{self._named} is in use by {who}{job}"
         if host == socket.gethostname() and not Path(f"/proc/{pid}").exists():
-            return f"{in_use}, which is gone; what it was saving is still being written", True
+            return f"{in_use}, which has ended; its checkpoint is still being written", True
         beat = read_beat(self.run_dir, 0)
         if beat is not None and beat.is_orphan and (beat.host, beat.pid) == (host, pid):
             return f"{in_use}, whose launcher is dead; it saves and will stop", True
         return in_use, False
 
     def _read(self) -> Optional[dict[str, Any]]:
-        """Return the content of the file; None if it is missing or not ours."""
+        """Return the content of the file; None if it is missing or has another form."""
         try:
-            found = parse_json(read_bytes(self.path, follow=False))
+            holder = parse_json(read_bytes(self.path, follow=False))
         except (OSError, ValueError):
             return None
-        return found if isinstance(found, dict) and {"host", "pid", "started"} <= found.keys() else None
+        return holder if isinstance(holder, dict) and {"host", "pid", "started"} <= holder.keys() else None

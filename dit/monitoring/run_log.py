@@ -24,14 +24,14 @@ from dit.run_config import RunConfig
 
 
 class RunLog:
-    """The log of a run; on ranks that do not report it has no outputs and is silent.
+    """The log of a run; ranks without sinks report nothing.
 
     Args:
         sinks: for scalars, pictures and checkpoints.
         progress: the console.
 
     Attributes:
-        drops: what was reported of dropped samples.
+        drops: reports of dropped samples.
     """
 
     def __init__(self, sinks: Optional[Sink] = None, progress: Optional[ConsoleProgress] = None) -> None:
@@ -59,30 +59,34 @@ class RunLog:
         """Report the held-out losses of a step, and flush them to the disk.
 
         Args:
-            raw: those of the weights, where `losses` are of their average and these were measured.
+            raw: losses of the raw weights, if measured in addition to those of the average.
         """
         if self._sinks is not None:
-            found = {"held_out": losses, "held_out_raw": raw or {}}
-            named = {f"{kind}/{name}": value for kind, values in found.items() for name, value in values.items()}
-            self._sinks.scalars(state.step, named, state.consumed_samples)
+            kinds = {"held_out": losses, "held_out_raw": raw or {}}
+            scalars = {f"{kind}/{name}": value for kind, values in kinds.items() for name, value in values.items()}
+            self._sinks.scalars(state.step, scalars, state.consumed_samples)
             of_weights = "" if raw is None else f", of the raw weights {raw['loss']:.4f}"
             self.message(f"step {state.step}: held-out loss {losses['loss']:.4f}{of_weights}")
             self._sinks.sync()
 
     def samples(self, state: TrainState, path: Path, name: str = "samples") -> None:
-        """Report a file of samples, under a name for those of the same weights."""
+        """Report a file of samples.
+
+        Args:
+            name: shared by samples of the same kind of weights.
+        """
         if self._sinks is not None:
             self._sinks.image(name, state.step, path, "one sample per class or prompt")
             self.message(f"step {state.step}: samples {path}")
 
     def checkpoint(self, step: int, path: Path, held_out: Mapping[str, Any]) -> None:
-        """Report a checkpoint, with what its manifest says of the held-out loss."""
+        """Report a checkpoint, with the held-out loss in its manifest."""
         if self._sinks is not None:
             self._sinks.artifact(path, {"step": step, **held_out})
             self.message(f"step {step}: checkpoint {path}")
 
     def incident(self, name: str, step: int, **details: Any) -> None:
-        """Record that something went wrong, and flush it to the disk: the run may end next."""
+        """Record an incident, and flush it to the disk because the run may end next."""
         if self._sinks is not None:
             self._sinks.incident(name, step, details)
             self._sinks.sync()
@@ -113,11 +117,11 @@ class RunLog:
         Args:
             seconds: since this attempt started.
             frames: of a sample.
-            text_encoder: that embeds prompts; None if the model has none.
+            text_encoder: embeds prompts; None if the model has none.
         """
         if self._progress is None:
             return
-        self._progress.close()  # the live line comes before them
+        self._progress.close()  # ends the live line
         run_dir, num_steps = config.training.run_dir, config.training.num_steps
         self.message(how_it_went(Path(run_dir) / METRICS_FILE, state.step, num_steps, seconds))
         if config.objective.reconstructs:
@@ -134,10 +138,10 @@ class RunLog:
 
 
 def open_log(config: RunConfig, dims: ParallelDims, state: TrainState, *, resumed: bool) -> RunLog:
-    """Write the records of the run into its folder, open its sinks, and print its first line; rank 0 calls this.
+    """Write the records of the run into its folder, open its sinks, and print its first line (rank 0 only).
 
     Args:
-        resumed: whether it continues from a checkpoint.
+        resumed: whether the run continues from a checkpoint.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -146,8 +150,8 @@ def open_log(config: RunConfig, dims: ParallelDims, state: TrainState, *, resume
     run_dir.mkdir(parents=True, exist_ok=True)
     write_record(run_dir / RUN_FILE, f"{state.run}\n")
     write_record(run_dir / CONFIG_FILE, yaml.safe_dump(record, sort_keys=False))
-    ran = environment_record(state.groups.world_size, implementations(config.model, training))
-    append_attempt(run_dir / ENV_FILE, {**ran, "micro_batch_size": dims.micro_batch_size})
+    environment = environment_record(state.groups.world_size, implementations(config.model, training))
+    append_attempt(run_dir / ENV_FILE, {**environment, "micro_batch_size": dims.micro_batch_size})
     sinks = FanOut(JsonlSink(run_dir / METRICS_FILE), mirrors_of(config, record, state.step if resumed else None))
     return RunLog(sinks, ConsoleProgress(headline(config, dims, state, resumed=resumed), training.num_steps))
 

@@ -51,7 +51,7 @@ class Sink(ABC):
         """Record that an attempt begins after `step`."""
 
     def incident(self, name: str, step: int, details: Mapping[str, Any]) -> None:  # noqa: B027 - not every mirror can
-        """Record that something went wrong, plain JSON."""
+        """Record an incident; `details` are plain JSON."""
 
     def sync(self) -> None:  # noqa: B027 - mirrors have nothing to do
         """Flush all records to the disk, if the sink supports it."""
@@ -62,18 +62,19 @@ class Sink(ABC):
 
 
 class JsonlSink(Sink):
-    """One line of JSON per record, passed to the kernel before the call returns: it survives `kill -9`.
+    """Writes one line of JSON per record.
 
-    After `sync` it also survives a power loss. Checkpoints are saved after `sync`, because a resumed run does not
-    repeat records before its checkpoint.
+    A record is passed to the operating system before the call returns, so it survives `kill -9`. After `sync` it also
+    survives a power loss. Checkpoints are saved after `sync`, because a resumed run does not repeat records before its
+    checkpoint.
 
     Every record has `kind` (start, scalars, image, artifact or incident), `step`, `time` (seconds since the epoch) and
     `attempt` (1 for the first process that wrote here, 2 after the first resume, ...). Scalars keep their exact value;
     the training loss is also written as `loss_hex`, so that runs can be compared to the bit.
 
     Records are never removed: a run that resumes from an earlier step writes the steps in between again. The record
-    `start` has the step that an attempt went back to, so readers can drop later ones, see `current_records`. Only an
-    incomplete last line is removed on opening.
+    `start` has the step from which an attempt continued, so readers can drop later ones, see `current_records`. Only
+    an incomplete last line is removed on opening.
 
     Args:
         path: by convention `run_dir/metrics.jsonl`.
@@ -133,14 +134,14 @@ class JsonlSink(Sink):
             write_all(self._descriptor, line.encode() + b"\n")
         except OSError as error:
             raise self._failed(error) from error
-        if not self._is_at_its_place():
+        if not self._is_in_place():
             # Writes to a deleted file succeed, but the data are lost.
             raise CheckpointError(
                 f"{self.path} was deleted, moved or replaced while the run wrote to it; put the run folder back where "
-                "it was, then resume, or start anew in another training.run_dir"
+                "it was, then resume, or start a new run in another training.run_dir"
             )
 
-    def _is_at_its_place(self) -> bool:
+    def _is_in_place(self) -> bool:
         try:
             return os.path.samestat(os.stat(self.path), os.fstat(self._descriptor))
         except FileNotFoundError:
@@ -177,13 +178,13 @@ class TensorBoardSink(Sink):
         if clip is None:
             self._writer.add_image(name, pixels_of(picture), step, dataformats="HWC")
             return
-        # TensorBoard shows the file as it is; `add_video` would encode it again with MoviePy.
+        # TensorBoard shows the file unchanged; `add_video` would encode it again with MoviePy.
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        with open_image(clip) as opened:
-            width, height = opened.size
-        encoded = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=read_bytes(clip))
-        self._writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=name, image=encoded)]), step)
+        with open_image(clip) as image:
+            width, height = image.size
+        record = Summary.Image(height=height, width=width, colorspace=3, encoded_image_string=read_bytes(clip))
+        self._writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=name, image=record)]), step)
 
     def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
         self._writer.add_text("artifact", f"{path}\n\n{strict_json(dict(metadata))}", metadata.get("step"))
@@ -196,11 +197,11 @@ class TensorBoardSink(Sink):
 
 
 class FanOut(Sink):
-    """Send everything to the reference record, then to mirrors; a mirror that fails is dropped with one warning.
+    """Sends everything to the reference record, then to mirrors; a mirror that fails is dropped with one warning.
 
     Args:
         record: its errors are raised.
-        mirrors: by name, each a function that builds the sink, since building may fail too.
+        mirrors: by name, functions that build the sinks, because building may fail too.
     """
 
     def __init__(self, record: Sink, mirrors: Mapping[str, Callable[[], Sink]]) -> None:
@@ -246,7 +247,7 @@ class FanOut(Sink):
     @staticmethod
     def _warn(name: str, error: Exception) -> None:
         logger.warning(
-            "%s stops here (%s: %s); training goes on, metrics.jsonl stays complete", name, type(error).__name__, error
+            "%s stops (%s: %s); training continues, metrics.jsonl stays complete", name, type(error).__name__, error
         )
 
 
@@ -285,14 +286,14 @@ def _parse_record(line: bytes) -> Optional[dict[str, Any]]:
     if not isinstance(record, dict):
         return None
     kind, step, when, attempt = (record.get(name) for name in ("kind", "step", "time", "attempt"))
-    has_step = isinstance(step, int) or (step is None and kind != "scalars")
+    has_step = isinstance(step, int) or (step is None and kind == "artifact")
     has_time = isinstance(when, int | float) and math.isfinite(when)
     is_sound = isinstance(kind, str) and has_step and has_time and isinstance(attempt, int)
     return record if is_sound else None
 
 
 def as_number(value: object) -> Optional[float]:
-    """Return the value of a scalar, which may be the word "NaN" or "Infinity"; None if it is no number."""
+    """Return the value of a scalar, which may be the word "NaN" or "Infinity"; None if it is not a number."""
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -300,7 +301,7 @@ def as_number(value: object) -> Optional[float]:
 
 
 def current_records(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Drop the scalars of steps that the run lost: those after the step that a resume or a rewind went back to.
+    """Drop the scalars of discarded steps: those after the step to which a resume or a rewind returned.
 
     Args:
         records: of `read_records`.
@@ -323,7 +324,7 @@ def current_records(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, A
 
 
 def scalars_by_step(records: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Merge the scalars of each step, without those of steps that the run lost, see `current_records`."""
+    """Merge the scalars of each step, without those of discarded steps, see `current_records`."""
     steps: dict[int, dict[str, Any]] = {}
     for record in current_records(records):
         if record["kind"] == "scalars":

@@ -12,7 +12,7 @@ HELD_OUT = "held_out/loss"
 
 
 def how_it_went(metrics: Path, step: int, num_steps: int, seconds: float) -> str:
-    """Return at which step a run ended, how long this attempt took, and its losses.
+    """Return a line with the last step of a run, the duration of this attempt, and the losses.
 
     Args:
         metrics: the run's `metrics.jsonl`; losses of earlier attempts count up to the step of the next start.
@@ -21,19 +21,19 @@ def how_it_went(metrics: Path, step: int, num_steps: int, seconds: float) -> str
     """
     steps = scalars_by_step(read_records(metrics))
     losses, held_out = (
-        {done: number for done, values in steps.items() if (number := as_number(values.get(name))) is not None}
+        {n: number for n, values in steps.items() if (number := as_number(values.get(name))) is not None}
         for name in (LOSS, HELD_OUT)
     )
-    held_out = {done: value for done, value in held_out.items() if not math.isnan(value)}
+    held_out = {n: value for n, value in held_out.items() if not math.isnan(value)}
     ended = "finished" if step >= num_steps else "stopped at"
     parts = [f"{ended} step {step} of {num_steps} after {format_duration(seconds)}"]
     if losses:
         parts.append(f"loss {losses[max(losses)]:.4f}")
     if held_out:
-        best = min(held_out, key=lambda done: held_out[done])
+        best = min(held_out, key=lambda n: held_out[n])
         parts.append(f"best held-out loss {held_out[best]:.4f} at step {best}")
     if step < num_steps:
-        parts.append("the same command goes on")
+        parts.append("the same command continues the run")
     return ", ".join(parts)
 
 
@@ -48,9 +48,9 @@ def drawing_command(run_dir: str, frames: int, text_encoder: Optional[str], prom
     """Return the shell command that samples from a run.
 
     Args:
-        frames: of a sample; clips are drawn as a film.
-        text_encoder: that embeds prompts; None where the model takes none.
-        prompts: of the run's own settings, which the command draws by default.
+        frames: of a sample; clips are written as an animation.
+        text_encoder: embeds prompts; None if the model takes none.
+        prompts: in the settings of the run; the command uses them by default.
     """
     words = ["python", "-m", "launch.sample", "--checkpoint", run_dir]
     if text_encoder is not None and not prompts:

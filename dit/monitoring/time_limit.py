@@ -1,7 +1,7 @@
 """The wall-clock limit of a job: stop early enough to save.
 
-The clock starts with the job, not with the attempt: a scheduler also counts what came before a restart inside the job
-(torchrun's `--max-restarts`):
+The clock starts with the job, not with the attempt, because a scheduler also counts the time before a restart inside
+the job (torchrun's `--max-restarts`):
 
     SLURM_JOB_START_TIME    if Slurm has set it
     torchrun's own start    under torchrun, whose ranks are its children
@@ -16,9 +16,9 @@ from typing import Optional
 from dit.ranges import duration_s
 
 MARGIN_S = 20.0
-"""For the end of the processes after the last save."""
+"""Time for the processes to end after the last save."""
 SAVES = 2.0
-"""Durations of the longest save so far that are left for the last one."""
+"""Time reserved for the last save, in durations of the longest save so far."""
 
 
 def started_at(process: int) -> float:
@@ -30,24 +30,24 @@ def started_at(process: int) -> float:
 
 def job_start() -> float:
     """Return when the job of this process started, in seconds since the epoch."""
-    given = os.environ.get("SLURM_JOB_START_TIME", "")
-    if given.isdecimal():
-        return float(given)
+    slurm_start = os.environ.get("SLURM_JOB_START_TIME", "")
+    if slurm_start.isdecimal():
+        return float(slurm_start)
     try:
         return started_at(os.getppid() if "TORCHELASTIC_RUN_ID" in os.environ else os.getpid())
-    except (OSError, ValueError, IndexError):  # no Linux
+    except (OSError, ValueError, IndexError):  # not Linux
         return time.time()
 
 
 class TimeLimit:
-    """Whether the run must stop now to be saved before the limit.
+    """Decides when the run must stop to save before the limit.
 
     Args:
-        limit: `training.time_limit`; None for none.
+        limit: `training.time_limit`; None for no limit.
         start: of the job, seconds since the epoch; None to look it up.
 
     Attributes:
-        longest_step_s: time between two ends of steps, with all that the loop does there, at most.
+        longest_step_s: longest time between the ends of two steps, all work of the loop included.
     """
 
     def __init__(self, limit: Optional[str], start: Optional[float] = None) -> None:

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 class WandbSink(Sink):
-    """Mirror to Weights & Biases; all its files are inside the run folder.
+    """Mirrors records to Weights & Biases; all its files are inside the run folder.
 
     Without a key, or if the service does not respond, the run is recorded offline (`wandb sync` uploads it later). The
     id is stored in `run_dir/wandb_id`, so a resumed run continues the same page.
@@ -29,8 +29,8 @@ class WandbSink(Sink):
         project: name of the project.
         config: settings of the run, plain containers.
         name, group: of the run's page; None for wandb's.
-        artifacts: upload each checkpoint as an artifact, named by step and epoch, from a copy that wandb makes at once;
-            offline, only refer to its folder.
+        artifacts: upload each checkpoint as an artifact, named by step and epoch, from a copy that wandb makes
+            immediately; offline, only refer to its folder.
         epoch_samples: training samples of an epoch; None if unknown.
     """
 
@@ -80,21 +80,21 @@ class WandbSink(Sink):
 
     def image(self, name: str, step: int, picture: Picture, caption: str = "") -> None:
         clip = clip_file(picture)
-        shown = (
+        media = (
             self._wandb.Image(pixels_of(picture), caption=caption)
             if clip is None
             else self._wandb.Video(str(clip), caption=caption, format="gif")
         )
-        self._run.log({name: shown}, step=step)
+        self._run.log({name: media}, step=step)
 
     def artifact(self, path: Path, metadata: Mapping[str, Any]) -> None:
         if not self._artifacts:
             return
-        found, name = dict(metadata), f"checkpoint-{self._run.id}-step_{metadata['step']}"
+        fields, name = dict(metadata), f"checkpoint-{self._run.id}-step_{metadata['step']}"
         if self._epoch_samples:
-            found["epoch"] = round(read_manifest(path).meta["consumed_samples"] / self._epoch_samples, 2)
-            name += f"-epoch_{found['epoch']}"
-        artifact = self._wandb.Artifact(name, "checkpoint", metadata=found)
+            fields["epoch"] = round(read_manifest(path).meta["consumed_samples"] / self._epoch_samples, 2)
+            name += f"-epoch_{fields['epoch']}"
+        artifact = self._wandb.Artifact(name, "checkpoint", metadata=fields)
         if self._run.offline:
             artifact.add_reference(Path(path).resolve().as_uri(), checksum=False)  # no copy, and no hashing
         else:

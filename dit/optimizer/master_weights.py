@@ -15,6 +15,7 @@ from dit.backends.device import host_zeros
 from dit.backends.gradients import GradientFactor
 from dit.backends.megatron_types import MegatronOptimizer
 from dit.parallel.fsdp import local, sharded_parameters, use_updated_weights
+from dit.patches import patches
 
 SLOTS = ("exp_avg", "exp_avg_sq")
 
@@ -81,6 +82,11 @@ def _flat(groups: Sequence[Sequence[Tensor]]) -> list[Any]:
     return [parameter for group in groups for parameter in group]
 
 
+@patches(
+    "megatron-core 0.16",
+    "core/optimizer/distrib_optimizer.py: _get_model_param_range_map, model and main parameter groups",
+    why="no public function returns the range of a parameter that this rank updates",
+)
 def _pairs(optimizer: MegatronOptimizer) -> Iterator[tuple[nn.Parameter, Tensor, int, int]]:
     """Yield (model parameter, master tensor, start, stop) of one Megatron-Core optimizer.
 
@@ -190,6 +196,11 @@ def set_step_count(optimizer: MegatronOptimizer, step: int) -> None:
                 part.optimizer.state[parameter]["step"] = torch.tensor(float(step), device=device)
 
 
+@patches(
+    "megatron-core 0.16",
+    "core/optimizer/optimizer.py: _copy_main_params_to_model_params",
+    why="no public function copies changed master weights to the model outside of an optimizer step",
+)
 def copy_masters_to_model(optimizer: MegatronOptimizer, wrapped: Sequence[Any]) -> None:
     """Copy the master weights into the model's chunks, and gather them; every rank calls this."""
     if any(is_fsdp(part) for part in sub_optimizers(optimizer)):
@@ -226,6 +237,11 @@ def factor_of_update(optimizer: MegatronOptimizer, grad_norm: float, clip_grad: 
     return optimizer.gradient_factor.value * clip
 
 
+@patches(
+    "torch 2.11-2.14",
+    "torch/optim/adam.py: grad_scale of the fused kernel",
+    why="the fused update then scales the gradients itself, without another pass over memory",
+)
 def apply_update(optimizer: MegatronOptimizer, grad_norm: float, clip_grad: float) -> None:
     """Clip by the global norm and update the weights; call after `gradient_norm`.
 

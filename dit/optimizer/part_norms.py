@@ -93,5 +93,5 @@ class PartNorms:
             places = torch.tensor([place for _, place in gradients], device=squares.device)
             squares.index_add_(0, places, torch.stack(list(norms)).double().square())
         dist.all_reduce(squares, group=counted.group)
-        found: list[float] = squares.tolist()
-        return found
+        values: list[float] = squares.tolist()
+        return values

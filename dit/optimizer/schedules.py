@@ -137,15 +137,15 @@ class Falling(WarmUp):
         start = self.fall_start(summit, num_steps)
         if update <= start:
             return peak
-        done = min(1.0, (update - start) / (num_steps - start)) if num_steps > start else 1.0
-        return self.fall(done, peak)
+        progress = min(1.0, (update - start) / (num_steps - start)) if num_steps > start else 1.0
+        return self.fall(progress, peak)
 
     def fall_start(self, summit: int, num_steps: int) -> int:
         """Return the last update with the peak."""
         return summit
 
     @abstractmethod
-    def fall(self, done: float, peak: float) -> float:
+    def fall(self, progress: float, peak: float) -> float:
         """Return the rate after this part of the fall, in (0, 1]."""
 
 
@@ -156,16 +156,16 @@ class Cosine(Falling):
     Source: Loshchilov and Hutter 2016, arXiv:1608.03983, Eq. 5, without restarts.
     """
 
-    def fall(self, done: float, peak: float) -> float:
-        return self.min_lr + (peak - self.min_lr) * (1 + math.cos(math.pi * done)) / 2
+    def fall(self, progress: float, peak: float) -> float:
+        return self.min_lr + (peak - self.min_lr) * (1 + math.cos(math.pi * progress)) / 2
 
 
 @dataclass(kw_only=True)
 class Linear(Falling):
     """After the warm-up, a straight line down to `min_lr`."""
 
-    def fall(self, done: float, peak: float) -> float:
-        return peak + (self.min_lr - peak) * done
+    def fall(self, progress: float, peak: float) -> float:
+        return peak + (self.min_lr - peak) * progress
 
 
 @dataclass(kw_only=True)
@@ -222,9 +222,9 @@ class WSD(Falling):
     def fall_start(self, summit: int, num_steps: int) -> int:
         return max(summit, num_steps - self.decay_steps)
 
-    def fall(self, done: float, peak: float) -> float:
-        done = math.sqrt(done) if self.decay == "one_minus_sqrt" else done
-        return peak + (self.min_lr - peak) * done
+    def fall(self, progress: float, peak: float) -> float:
+        progress = math.sqrt(progress) if self.decay == "one_minus_sqrt" else progress
+        return peak + (self.min_lr - peak) * progress
 
 
 @dataclass(kw_only=True)

@@ -25,6 +25,7 @@ from dit.optimizer import master_weights
 from dit.optimizer.ema import EMA
 from dit.optimizer.master_weights import SLOTS, MasterShard, get_step_count, is_fsdp, sub_optimizers
 from dit.parallel.fsdp import local
+from dit.patches import patches
 
 PART = 1 << 24
 """Elements whose moments are on the device at the same time: 128 MiB."""
@@ -194,6 +195,11 @@ class FusedUpdate:
             for i in members:
                 self.shards[i].state["step"] = step
 
+    @patches(
+        "megatron-core 0.16",
+        "core/optimizer/optimizer.py: _copy_main_params_to_model_params",
+        why="Megatron-FSDP has no public function for this copy",
+    )
     def _gather(self) -> None:
         """Gather the new weights of all ranks, as Megatron-Core does after its own update."""
         fsdp = [part for part in self.parts if is_fsdp(part)]

@@ -32,6 +32,7 @@ from dit.parallel.fsdp import reduces_in_backward, update_locally, wrap_fsdp
 from dit.parallel.implementations import DTYPES, target_of
 from dit.parallel.loss_scale import share_loss_scale
 from dit.parallel.pipeline import split_layers, stages
+from dit.patches import patches
 from dit.settings import OptimizerConfig, TrainingConfig
 
 
@@ -48,6 +49,12 @@ class TracedBuild:
     device: torch.device
 
 
+@patches(
+    "megatron-core 0.16",
+    "core/pipeline_parallel/schedules.py: forward_backward_pipelining_with_interleaving",
+    why="it frees outputs that are still being sent, so `deallocate_pipeline_outputs` is off",
+    link="https://github.com/NVIDIA/Megatron-LM/pull/4047",
+)
 def megatron_config(
     model: ModelConfig, parallel: ParallelConfig, precision: str, *, meta: bool = False
 ) -> TransformerConfig:
@@ -174,6 +181,11 @@ def graph_attention() -> Attention:
     return graph_kernels.graph_attention
 
 
+@patches(
+    "megatron-core 0.16",
+    "core/distributed/finalize_model_grads.py: has_cond_embedder",
+    why="this attribute, which no config class has, sums the gradients of conditioning embedders over pipeline stages",
+)
 def build_model(
     model: ModelConfig,
     parallel: ParallelConfig,
@@ -273,6 +285,12 @@ def wrap(chunks: Sequence[Backbone], parallel: ParallelConfig, groups: ProcessGr
     return wrapped
 
 
+@patches(
+    "megatron-core 0.16",
+    "core/optimizer: tp_group of an expert's optimizer, _copy_main_params_to_model_params, wd_mult",
+    why="the norm would count experts of one tensor-parallel rank only, fp32 parameters would be copied onto "
+    "themselves, and weight decay would ignore `wd_mult`",
+)
 def build_optimizer(
     wrapped: Sequence[Any],
     settings: OptimizerConfig,

@@ -27,9 +27,8 @@ from dit.backends.sharding import sharding_of, write_shard_attributes
 from dit.errors import ConfigError
 from dit.models.base import Backbone
 from dit.parallel.dims import FSDPSharding
-from dit.parallel.fsdp_release import release_by_hook
-from dit.parallel.fsdp_rows import shard_between_rows
-from dit.parallel.fsdp_walks import memoise_module_walks
+from dit.parallel.fsdp_patches import cached_module_walks, release_by_hook, shard_between_rows
+from dit.patches import patches
 
 BUCKET_ELEMENTS = 40_000_000  # for parameters outside FSDP units; Megatron-Core's bucket size for data parallelism
 
@@ -52,7 +51,12 @@ class _Nested(nn.Module):
 _PREFIX = "module."
 
 
-@memoise_module_walks()
+@patches(
+    "megatron-core 0.16",
+    "core/distributed/fsdp/mcore_fsdp_adapter.py: TELinear, FullyShardedDataParallel",
+    why="without Transformer Engine, TELinear is a mock that `isinstance` refuses; forward hooks of the wrapped module "
+    "are skipped, so the backbone is nested one level below",
+)
 def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups) -> FullyShardedDataParallel:
     """Shard a model's optimizer, gradients and weights over data-parallel ranks (fp32 gradient reduction).
 
@@ -76,30 +80,37 @@ def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups)
     shard_between_rows()
     release_by_hook()
     _prepare_frozen(backbone)
-    wrapped = FullyShardedDataParallel(
-        backbone.config,
-        DistributedDataParallelConfig(
-            use_megatron_fsdp=True,
-            data_parallel_sharding_strategy=sharding,
-            use_distributed_optimizer=True,
-            grad_reduce_in_fp32=True,
-            # fp32 weights need no separate master weights.
-            preserve_fp32_weights=backbone.config.params_dtype != torch.float32,
-            overlap_grad_reduce=sharding != "optim",
-            overlap_param_gather=sharding == "optim_grads_params",
-            bucket_size=BUCKET_ELEMENTS,
-        ),
-        _Nested(backbone),
-        fsdp_unit_modules=list(backbone.fsdp_units) if sharding == "optim_grads_params" else [],
-        pg_collection=groups.collection,
-    )
+    with cached_module_walks():
+        wrapped = FullyShardedDataParallel(
+            backbone.config,
+            DistributedDataParallelConfig(
+                use_megatron_fsdp=True,
+                data_parallel_sharding_strategy=sharding,
+                use_distributed_optimizer=True,
+                grad_reduce_in_fp32=True,
+                # fp32 weights need no separate master weights.
+                preserve_fp32_weights=backbone.config.params_dtype != torch.float32,
+                overlap_grad_reduce=sharding != "optim",
+                overlap_param_gather=sharding == "optim_grads_params",
+                bucket_size=BUCKET_ELEMENTS,
+            ),
+            _Nested(backbone),
+            fsdp_unit_modules=list(backbone.fsdp_units) if sharding == "optim_grads_params" else [],
+            pg_collection=groups.collection,
+        )
     for parameter in sharded_parameters(wrapped):
         write_shard_attributes(parameter.owner, sharding_of(parameter.raw, parameter.name))
     return wrapped
 
 
+@patches(
+    "megatron-core 0.16",
+    "core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py: MegatronFSDP._register_fsdp_hooks",
+    why="it registers gradient hooks on frozen parameters, which torch refuses, and after a frozen embedding it never "
+    "frees the weights of the first unit",
+)
 def _prepare_frozen(backbone: Backbone) -> None:
-    """Prepare a backbone with frozen parameters for Megatron-FSDP 0.16.1.
+    """Prepare a backbone with frozen parameters for Megatron-FSDP.
 
     Megatron-FSDP registers a gradient hook on every parameter, which torch does not allow for frozen parameters. It
     frees the gathered weights of a unit when the gradient of its input is computed; after a frozen embedding there
@@ -137,6 +148,11 @@ def local(tensor: Tensor) -> Tensor:
         return tensor.to_local()
 
 
+@patches(
+    "torch 2.11-2.14",
+    "torch/optim/adam.py: Adam._init_group",
+    why="the dispatch of one update of many DTensors takes time quadratic in their number",
+)
 def update_locally(optimizer: Adam) -> None:
     """Make torch's Adam update the local shards of DTensors.
 
@@ -177,6 +193,12 @@ class ShardedParameter:
     group: ProcessGroup
 
 
+@patches(
+    "megatron-core 0.16",
+    "core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py: ParamAndGradBuffer.optimizer_named_parameters, "
+    "megatron_fsdp_slice, orig_param",
+    why="no public function returns the local range of a parameter",
+)
 def sharded_parameters(wrapped: FullyShardedDataParallel) -> Iterator[ShardedParameter]:
     """Iterate over the parameters of a wrapped model in Megatron-FSDP's order."""
     for name, owner in wrapped.param_and_grad_buffer.optimizer_named_parameters:
@@ -184,6 +206,12 @@ def sharded_parameters(wrapped: FullyShardedDataParallel) -> Iterator[ShardedPar
         yield ShardedParameter(name.removeprefix(_PREFIX), owner.orig_param, owner, span.start, span.stop, group)
 
 
+@patches(
+    "megatron-core 0.16",
+    "core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py: all_gather_pipeline, install_optimized_model_weights, "
+    "synchronize_param_gather",
+    why="no public function copies changed master weights to the model outside of an optimizer step",
+)
 def use_updated_weights(wrapped: FullyShardedDataParallel) -> None:
     """Copy the optimizer's current values to the weights of the next forward pass."""
     fsdp = wrapped.module

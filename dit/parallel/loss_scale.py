@@ -27,6 +27,7 @@ from torch import Tensor
 from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import any_rank
 from dit.parallel.fsdp import local
+from dit.patches import patches
 
 SCALE, TOKENS, OVERFLOWS = "loss_scale", "loss_scale_tokens", "overflowed_steps"
 TRACKERS = ("growth_tracker", "hysteresis_tracker")
@@ -136,6 +137,11 @@ def _parts(optimizer: MegatronOptimizer) -> list[Any]:
     return list(getattr(optimizer, "chained_optimizers", [optimizer]))
 
 
+@patches(
+    "megatron-core 0.16",
+    "core/optimizer/optimizer.py: grad_scaler, _collect_main_grad_data_for_unscaling",
+    why="each optimizer of a chain would adapt its own scale, and torch cannot unscale DTensors",
+)
 def share_loss_scale(optimizer: MegatronOptimizer, wrapped: Sequence[Any]) -> None:
     """Make the optimizers of a chain use one loss scale, and the schedules multiply the loss by it.
 

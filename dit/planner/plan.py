@@ -19,7 +19,8 @@ from dit.objectives.base import Objective
 from dit.parallel.build import build_on_meta
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.parallel.pipeline import stages
-from dit.planner.trace import Job, trace
+from dit.planner.job import Job
+from dit.planner.trace import trace
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.tracing.counter import StepTrace, combined
 from dit.tracing.packs import PackShape

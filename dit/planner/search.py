@@ -31,6 +31,7 @@ from dit.models.base import ModelConfig, Stage
 from dit.parallel.dims import ParallelDims, check_parallel
 from dit.parallel.pipeline import layers_in_flight, stages
 from dit.planner.devices import MEMORY_SHARE
+from dit.planner.job import Job
 from dit.planner.layouts import Candidate, DataParallel, Problem, Shape
 from dit.planner.plan import fewest_layers, shallower
 from dit.planner.time import (
@@ -48,7 +49,7 @@ from dit.planner.time import (
     cost_of,
     step_time,
 )
-from dit.planner.trace import Job, trace
+from dit.planner.trace import trace
 from dit.tracing.counter import PHASES, STATE, StepTrace, combined
 
 Numbers = npt.NDArray[np.float64]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 GIF_TICKS_PER_S = 100
 """A GIF stores the duration of a frame in hundredths of a second."""
 MAX_GIF_FPS = 50.0
-"""Two hundredths: viewers play faster clips more slowly."""
+"""Frames of two hundredths of a second; viewers slow down faster clips."""
 
 
 def clip_grid(
@@ -27,7 +27,7 @@ def clip_grid(
 
     Args:
         samples: `[N, C, T, H, W]`; 1 or 3 channels are pixels in [-1, 1], any other number are latents.
-        captions: one text per sample; None for no captions at all.
+        captions: one text per sample; None for no captions.
         columns: samples per row; about twice as wide as high if None.
 
     Returns:
@@ -37,7 +37,7 @@ def clip_grid(
 
 
 def clip_frames(clip: Tensor) -> list["Image"]:
-    """Return the frames of a clip `[1 or 3, T, H, W]` in [-1, 1], at their own size."""
+    """Return the frames of a clip `[1 or 3, T, H, W]` in [-1, 1], not resized."""
     return [to_image(frame) for frame in clip.unbind(1)]
 
 
@@ -48,17 +48,17 @@ def save_gif(frames: Sequence["Image"], path: str | Path, fps: float) -> Path:
         fps: frames per second; rounded to integer hundredths of a second per frame.
 
     Raises:
-        ConfigError: a GIF cannot state the frame rate.
+        ConfigError: the frame rate is too high for a GIF.
     """
     ticks = round(GIF_TICKS_PER_S / fps)
     if ticks < 2:
         raise ConfigError(
             f"a GIF shows at most {MAX_GIF_FPS:g} frames per second, got {fps:g}; write an .mp4, or lower the rate"
         )
-    first, *rest = frames
+    first, *further_frames = frames
     buffer = BytesIO()
-    # A frame equal to the previous one is stored as a longer frame.
-    first.save(buffer, format="GIF", save_all=True, append_images=rest, duration=10 * ticks, loop=0)
+    # Pillow stores a frame equal to the previous one as a longer frame.
+    first.save(buffer, format="GIF", save_all=True, append_images=further_frames, duration=10 * ticks, loop=0)
     return write_complete(path, buffer.getvalue())
 
 

@@ -40,16 +40,16 @@ def empty_pack(
     given: Optional[Mapping[str, Sequence[Value]]] = None,
     numbers: Optional[Sequence[int]] = None,
 ) -> PackedBatch:
-    """Return a dense pack of `count` samples to be generated: positions and conditions, zero latents.
+    """Return a dense pack of `count` samples to generate: positions and conditions, zero latents.
 
     Args:
         latent_size: (T, H, W) of each latent.
-        given: the conditions by name, a value for each sample: a class, text embeddings `[k, width]`, a picture
-            `[C, T, H, W]`. One that is not given is the default of the data, or the null.
-        numbers: of the samples, which their noise depends on; 0, 1, ... if None.
+        given: conditions by name, a value for each sample: a class, text embeddings `[k, width]`, a picture
+            `[C, T, H, W]`. Absent conditions get their default, or the null.
+        numbers: of the samples, which select their noise; 0, 1, ... if None.
 
     Raises:
-        ConfigError: a condition does not fit the model, or the companion of one is missing.
+        ConfigError: a condition does not fit the model, or a condition that must accompany it is missing.
     """
     given = {} if given is None else given
     numbers = range(count) if numbers is None else numbers
@@ -94,13 +94,13 @@ def join(cond: PackedBatch, uncond: PackedBatch) -> PackedBatch:
 def without_conditions(
     batch: PackedBatch, spec: BatchSpec, negative: Optional[Mapping[str, Sequence[Value]]] = None
 ) -> PackedBatch:
-    """Return the unconditional pack of the same samples: conditions that training drops are null, or negatives.
+    """Return the unconditional pack of the same samples: conditions that training drops become null or negative.
 
     Args:
         negative: conditions of the unconditional branch, by name, a value for each sample.
 
     Raises:
-        ConfigError: a negative does not fit the model or the pack, or its companion condition is missing.
+        ConfigError: a negative does not fit the model or the pack, or a condition that must accompany it is missing.
     """
     t, h, w = batch.grids[0]
     latent_size = (t * spec.patch_temporal, h * spec.patch_spatial, w * spec.patch_spatial)
@@ -111,15 +111,15 @@ def without_conditions(
             f"negatives of {absent} are given, but the samples have no such condition; give both, or neither"
         )
     _check_empty_texts(spec, given)
-    instead = pack_conditions(spec.conditions, given, batch.layout, spec.patch).to(batch.layout.device)
-    return replace(batch, conditions=batch.conditions.unconditional(spec.conditions, batch.layout) | instead)
+    negatives = pack_conditions(spec.conditions, given, batch.layout, spec.patch).to(batch.layout.device)
+    return replace(batch, conditions=batch.conditions.unconditional(spec.conditions, batch.layout) | negatives)
 
 
-def _check_empty_texts(spec: BatchSpec, given: Collection[str]) -> None:
-    if missing := [c.name for c in spec.conditions if c.null == "empty text" and c.name not in given]:
+def _check_empty_texts(spec: BatchSpec, present: Collection[str]) -> None:
+    if absent := [c.name for c in spec.conditions if c.null == "empty text" and c.name not in present]:
         raise ConfigError(
-            f"the null of {', '.join(missing)} is the embedding of the empty text, which only a text encoder makes; "
-            "give it as the condition of samples without text and of the unconditional branch"
+            f"the null of {', '.join(absent)} is the embedding of the empty text, which needs a text encoder; "
+            "pass it as the condition of samples without text and of the unconditional branch"
         )
 
 
@@ -153,19 +153,18 @@ def generate_each(
     strength: Optional[float] = None,
     on_step: Callable[[int], None] = lambda step: None,
 ) -> list[Tensor]:
-    """Generate every sample of a pack of `empty_pack`, or in place of the latents of any other pack.
+    """Generate a latent for every sample of a pack, usually of `empty_pack`.
 
-    The noise is counter-based on (seed, sample, solver step): a sample does not depend on the other samples.
+    The noise is counter-based on (seed, sample, solver step), so a sample does not depend on the other samples.
 
     Args:
         sampling: solver, steps, guidance, thresholding, and the seed of all samples.
-        seeds_S: of each sample, int64; None for that of `sampling`.
-        guide: a weaker network of the same objective, on the same conditions, that guidance leads away from; None for
+        seeds_S: int64, one per sample; None for that of `sampling`.
+        guide: a weaker network of the same objective and conditions in the place of the unconditional branch; None for
             the network without its conditions. Karras et al. 2024, arXiv:2406.02507, Eq. 4.
-        negative: conditions of the unconditional branch, by name, a value for each sample; for the others it is their
-            null.
-        strength: share of the steps, in (0, 1], at least one; the samples start from the pack's latents with the noise
-            of the first of these. None for all steps, from noise alone.
+        negative: conditions of the unconditional branch, by name, a value for each sample; absent ones are null.
+        strength: share of the steps to run, in (0, 1], at least one step; the samples start from the pack's latents
+            with the noise level of the first of these steps. None runs all steps and starts from noise.
         on_step: called with the number of each solver step, from 0, when it starts.
 
     Returns:
@@ -173,30 +172,30 @@ def generate_each(
 
     Raises:
         ConfigError: the solver, the variance or the thresholding is unknown, the objective learned no variance, or
-            there are not so many channels.
+            `guidance_channels` exceeds the number of channels.
     """
     layout, channels, num_steps = batch.layout, batch.latents_TC.shape[1], sampling.num_steps
     seed: int | Tensor = sampling.seed if seeds_S is None else seeds_S
     learned = sampling.solver == "ancestral" and sampling.variance == "learned"
     num_outputs = 2 if learned else 1  # a variance that the network also predicts is cut off
 
-    def over(by: ConditionalNetwork, of: PackedBatch) -> Network:
+    def bind(network: ConditionalNetwork, pack: PackedBatch) -> Network:
         def predict(inputs_TC: Tensor, time_S: Tensor) -> Tensor:
-            prediction_TC = split_outputs(by(inputs_TC, time_S, of).float(), channels, spec.latent_channels)
+            prediction_TC = split_outputs(network(inputs_TC, time_S, pack).float(), channels, spec.latent_channels)
             return prediction_TC[:, : num_outputs * channels]
 
         return predict
 
     batch = objective.augment(batch, spec.conditions, AddressedNoise(seed, 0, batch.sample_ids_S, layout), draw=False)
-    plain = guided = over(network, batch)
+    plain = guided = bind(network, batch)
     if needs_unconditional(sampling.guidance_scale):
         columns = guided_columns(spec.latent_channels, spec.patch_volume, num_outputs, sampling.guidance_channels)
         combined = partial(guided_prediction, columns=columns, rescale=sampling.guidance_rescale, layout=layout)
         if guide is None:
-            pair = over(network, join(batch, without_conditions(batch, spec, negative)))
+            pair = bind(network, join(batch, without_conditions(batch, spec, negative)))
             guided = guided_pair(pair, sampling.guidance_scale, combined)
         else:
-            guided = guided_by(plain, over(guide, batch), sampling.guidance_scale, combined)
+            guided = guided_by(plain, bind(guide, batch), sampling.guidance_scale, combined)
 
     def noise_at(step: int) -> Tensor:
         return AddressedNoise(seed, step + 1, batch.sample_ids_S, layout).normal_TC("solver", channels)
@@ -205,22 +204,22 @@ def generate_each(
     if strength is not None:
         grid = grid[-1 - max(1, round(strength * num_steps)) :]
     alpha, sigma = objective.path.alpha_sigma(grid[0])
-    limited = threshold(sampling.thresholding, layout)
+    clip = threshold(sampling.thresholding, layout)
 
-    def denoised(x_TC: Tensor, u: Tensor) -> Any:
+    def denoiser(x_TC: Tensor, u: Tensor) -> Any:
         on_step(int((grid > u).sum()))
-        bound = guided if within(sampling.guidance_interval, *objective.path.alpha_sigma(u)) else plain
+        predict = guided if within(sampling.guidance_interval, *objective.path.alpha_sigma(u)) else plain
         if not learned:
-            return limited(objective.denoise(bound, x_TC, u, layout))
-        x0_TC, fraction = objective.denoise_with_variance(bound, x_TC, u, layout)
-        return limited(x0_TC), fraction
+            return clip(objective.denoise(predict, x_TC, u, layout))
+        x0_TC, fraction = objective.denoise_with_variance(predict, x_TC, u, layout)
+        return clip(x0_TC), fraction
 
     start_TC = float(sigma) * AddressedNoise(seed, 0, batch.sample_ids_S, layout).normal_TC("start", channels)
     if strength is not None:
         start_TC = float(alpha) * batch.latents_TC + start_TC
     x0_TC = solve(
         sampling.solver,
-        denoised,
+        denoiser,
         objective.path,
         start_TC,
         grid,

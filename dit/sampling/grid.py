@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 BACKGROUND = (24, 24, 27)
 INK = (228, 228, 231)
 CAPTION_HEIGHT = 16
-"""Of a line of text."""
+"""Height of a line of text in pixels."""
 GAP = 4
 MIN_TILE = 64
 PIXEL_CHANNELS = (1, 3)
-"""Of pictures; samples with another number of channels are latents."""
+"""Channels of pictures; samples with another number of channels are latents."""
 
 
 def to_bytes(images: Tensor) -> Tensor:
@@ -35,7 +35,7 @@ def to_bytes(images: Tensor) -> Tensor:
         uint8 `[..., H, W, 3]`.
 
     Raises:
-        ConfigError: the images have neither 1 nor 3 channels, so they are latents and must be decoded first.
+        ConfigError: the images do not have 1 or 3 channels, so they are latents and must be decoded first.
     """
     channels = images.shape[-3]
     if channels not in PIXEL_CHANNELS:
@@ -45,17 +45,17 @@ def to_bytes(images: Tensor) -> Tensor:
 
 
 def to_image(pixels: Tensor) -> "Image":
-    """Return a picture `[1 or 3, H, W]` in [-1, 1] as an image of Pillow of its own size."""
+    """Convert a picture `[1 or 3, H, W]` in [-1, 1] to a Pillow image of the same size."""
     from PIL import Image
 
     return Image.fromarray(to_bytes(pixels).numpy())
 
 
 def to_pictures(samples: Tensor) -> Tensor:
-    """Return pictures: pixels unchanged, latents as a preview without their decoder.
+    """Return pixels unchanged, and latents as a preview that needs no decoder.
 
     The preview shows the first three channels, each sample scaled so that three standard deviations fill the range.
-    Shapes are right in it, colours are not.
+    Shapes are correct, colours are not.
 
     Args:
         samples: `[N, C, T, H, W]`; 1 or 3 channels are pixels in [-1, 1], any other number are latents.
@@ -66,13 +66,13 @@ def to_pictures(samples: Tensor) -> Tensor:
     samples = samples.detach().float()
     if samples.shape[1] in PIXEL_CHANNELS:
         return samples.clamp(-1, 1)
-    shown = samples[:, : 3 if samples.shape[1] > 3 else 1]
-    mean, std = shown.mean((1, 2, 3, 4), keepdim=True), shown.std((1, 2, 3, 4), keepdim=True)
-    return ((shown - mean) / (3 * std).clamp(min=1e-6)).clamp(-1, 1)
+    channels = samples[:, : 3 if samples.shape[1] > 3 else 1]
+    mean, std = channels.mean((1, 2, 3, 4), keepdim=True), channels.std((1, 2, 3, 4), keepdim=True)
+    return ((channels - mean) / (3 * std).clamp(min=1e-6)).clamp(-1, 1)
 
 
 def tile_origin(index: int, columns: int, height: int, width: int, *, captions: int) -> tuple[int, int]:
-    """Return the (left, top) pixel of tile `index` in a grid of tiles of the given (enlarged) size.
+    """Return the (left, top) pixel of tile `index` in a grid of (enlarged) tiles.
 
     Args:
         captions: lines of text above each tile.
@@ -90,11 +90,11 @@ def enlargement(height: int, width: int) -> int:
 def image_grid(
     images: Tensor, captions: Optional[Sequence[str]] = None, columns: Optional[int] = None, scale: Optional[int] = None
 ) -> "Image":
-    """Arrange images row by row, each with its caption above, in at most as many lines as fill two tiles.
+    """Arrange images row by row, each with its caption above; a caption is at most as high as two tiles.
 
     Args:
         images: `[N, C, H, W]` in [-1, 1], C = 1 or 3.
-        captions: one text per image; None for no captions at all.
+        captions: one text per image; None for no captions.
         columns: tiles per row; about twice as wide as high if None.
         scale: integer enlargement factor (nearest pixel); `enlargement` if None.
 
@@ -107,7 +107,7 @@ def image_grid(
     if not count:
         raise ConfigError("a grid needs at least one image, got 0")
     if captions is not None and len(captions) != count:
-        raise ConfigError(f"{count} images cannot carry {len(captions)} captions; give one per image")
+        raise ConfigError(f"{count} images have {len(captions)} captions; give one per image")
     columns = columns or min(count, math.ceil((2 * count) ** 0.5))
     scale = scale or enlargement(height, width)
     tile_h, tile_w = height * scale, width * scale
@@ -123,18 +123,17 @@ def image_grid(
     for index, pixels in enumerate(to_bytes(images)):
         left, top = tile_origin(index, columns, tile_h, tile_w, captions=lines)
         tile = Image.fromarray(pixels.numpy()).resize((tile_w, tile_h), Image.Resampling.NEAREST)
-        for above, text in enumerate(reversed(texts[index])):
-            middle = left + tile_w // 2, top - above * CAPTION_HEIGHT - CAPTION_HEIGHT // 2
+        for line, text in enumerate(reversed(texts[index])):
+            middle = left + tile_w // 2, top - line * CAPTION_HEIGHT - CAPTION_HEIGHT // 2
             draw.text(middle, text, fill=INK, font=font, anchor="mm")
         canvas.paste(tile, (left, top))
     return canvas
 
 
-def wrap(text: str, width: float, most: int, measure: Callable[[str], float]) -> list[str]:
-    """Break a caption into lines of at most `width`, between words where possible; "…" ends a text that is cut.
+def wrap(text: str, width: float, max_lines: int, measure: Callable[[str], float]) -> list[str]:
+    """Break a caption into lines of at most `width`, between words if possible; "…" ends a truncated text.
 
     Args:
-        most: lines.
         measure: returns the width of a text.
     """
     lines = [""]
@@ -142,18 +141,18 @@ def wrap(text: str, width: float, most: int, measure: Callable[[str], float]) ->
         if measure(f"{lines[-1]} {word}".lstrip()) <= width:
             lines[-1] = f"{lines[-1]} {word}".lstrip()
             continue
-        if len(lines) > most:
+        if len(lines) > max_lines:
             break
         lines += [""] if lines[-1] else []
         for letter in word:
             if lines[-1] and measure(lines[-1] + letter) > width:
                 lines.append("")
             lines[-1] += letter
-    if len(lines) > most:
-        last = lines[most - 1]
+    if len(lines) > max_lines:
+        last = lines[max_lines - 1]
         while last and measure(last + "…") > width:
             last = last[:-1]
-        lines = [*lines[: most - 1], last + "…"]
+        lines = [*lines[: max_lines - 1], last + "…"]
     return lines
 
 

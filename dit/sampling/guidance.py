@@ -1,10 +1,10 @@
 """Classifier-free guidance and thresholding, as combinators around networks and denoisers.
 
-A denoiser is affine in the network's output at a fixed input, and so is guidance; it may therefore be applied to the
-raw outputs of two network calls, to one call over a doubled pack, or to two clean estimates, with the same result.
+A denoiser is affine in the network's output at a fixed input, and so is guidance. Guidance of the raw outputs of two
+network calls, of one call over a doubled pack, or of two clean estimates therefore has the same result.
 
-The scale is the classic one: 1 is no guidance, 0 is unconditional. (NeMo writes cond + g (cond - uncond); its g is
-this scale minus 1.) A negative prompt is the text of the unconditional branch, in place of the empty one.
+A scale of 1 is no guidance, 0 is unconditional. (NeMo writes cond + g (cond - uncond); its g is this scale minus 1.)
+A negative prompt replaces the empty text of the unconditional branch.
 
 Source: Ho and Salimans 2022, arXiv:2207.12598, Eq. 6 (their w is this scale minus 1).
 """
@@ -36,12 +36,12 @@ def combine(cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
 
 
 def guided(cond: Branch, uncond: Branch, scale: float) -> Branch:
-    """Guide one branch by another; at scale 1 this is `cond` itself and `uncond` is never called.
+    """Guide one branch by another; at scale 1, return `cond`, and `uncond` is never called.
 
     Args:
         cond: network or denoiser with the caption or class.
         uncond: the same without it, or with the negative prompt.
-        scale: 1 for none.
+        scale: 1 for no guidance.
     """
     if not needs_unconditional(scale):
         return cond
@@ -57,16 +57,16 @@ def guided_columns(num_channels: int, num_positions: int, num_outputs: int, firs
     Args:
         num_channels: of a latent.
         num_positions: of a patch.
-        num_outputs: of each channel; those behind the mean, such as a variance, are the conditional branch's.
-        first: channels of the mean that are guided, None for all.
+        num_outputs: per channel; outputs after the mean, such as a variance, are those of the conditional branch.
+        first: number of channels of the mean that are guided, None for all.
 
     Raises:
-        ConfigError: there are not so many channels.
+        ConfigError: `first` exceeds the number of channels.
 
     Source: facebookresearch/DiT, `forward_with_cfg`, which guides 3 channels of 4.
     """
     if first is not None and not 1 <= first <= num_channels:
-        raise ConfigError(f"guidance_channels={first} of latents with {num_channels} channels; use 1 to {num_channels}")
+        raise ConfigError(f"guidance_channels={first}, but latents have {num_channels}; use 1 to {num_channels}")
     if num_outputs == 1 and first in (None, num_channels):
         return None
     mean = (torch.arange(num_channels) < (num_channels if first is None else first)).repeat(num_positions)
@@ -74,10 +74,10 @@ def guided_columns(num_channels: int, num_positions: int, num_outputs: int, firs
 
 
 def rescaled(guided_TC: Tensor, cond_TC: Tensor, share: float, layout: SequenceLayout) -> Tensor:
-    """Scale a share of each sample's guided prediction to the standard deviation of the conditional one.
+    """Interpolate each sample's guided prediction towards one with the standard deviation of the conditional one.
 
     Args:
-        share: phi; 0 for none.
+        share: phi; 0 changes nothing.
 
     Raises:
         ConfigError: this rank has only a part of the tokens.
@@ -106,24 +106,24 @@ def guided_prediction(
     """Combine the predictions of two branches.
 
     Args:
-        uncond_TC: of the branch that guidance leads away from.
-        columns: which of them are guided, bool `[C]`; the others are the conditional branch's. None for all.
-        rescale: share of `rescaled`, over the guided columns.
+        uncond_TC: of the unconditional branch.
+        columns: guided columns, bool `[C]`; the others are those of the conditional branch. None for all.
+        rescale: `share` of `rescaled`, over the guided columns.
         layout: of the tokens; needed for `rescale`.
     """
     guided_TC = combine(cond_TC, uncond_TC, scale)
-    chosen = slice(None) if columns is None else columns.to(cond_TC.device)
+    selection = slice(None) if columns is None else columns.to(cond_TC.device)
     if rescale:
         assert layout is not None
-        guided_TC[:, chosen] = rescaled(guided_TC[:, chosen], cond_TC[:, chosen], rescale, layout)
-    return guided_TC if isinstance(chosen, slice) else torch.where(chosen, guided_TC, cond_TC)
+        guided_TC[:, selection] = rescaled(guided_TC[:, selection], cond_TC[:, selection], rescale, layout)
+    return guided_TC if isinstance(selection, slice) else torch.where(selection, guided_TC, cond_TC)
 
 
 def within(interval: Optional[list[float]], alpha: Tensor, sigma: Tensor) -> bool:
     """Return whether samples are guided at a noise level sigma / alpha.
 
     Args:
-        interval: least and largest level; None for all.
+        interval: smallest and largest level; None for all levels.
         alpha, sigma: scalars.
 
     Source: Kynkäänniemi et al. 2024, arXiv:2404.07724, Eq. 5.
@@ -136,15 +136,15 @@ def guided_pair(
 ) -> Network:
     """Guide with one call per evaluation over the doubled pack [cond; uncond].
 
-    Both halves have the same noised input. At scale 1 do not double: call the network over the conditional pack.
+    Both halves have the same noised input.
 
     Args:
-        network: bound to a layout followed by itself, conditional samples first.
-        scale: anything but 1.
+        network: bound to the doubled pack, conditional samples first.
+        scale: any number except 1.
         combined: combines the two halves, as `guided_prediction`.
 
     Raises:
-        ConfigError: the scale is 1, so that half of every call would be wasted.
+        ConfigError: the scale is 1, which needs no unconditional half.
     """
     if not needs_unconditional(scale):
         raise ConfigError("guidance_scale=1 needs no unconditional half; call the network over the conditional pack")
@@ -162,22 +162,22 @@ def guided_by(
     """Guide a network by another one at the same inputs.
 
     Args:
-        guide: that guidance leads away from.
+        guide: network of the unconditional branch.
         combined: combines the two predictions, as `guided_prediction`.
     """
     return lambda inputs_TC, time_S: combined(network(inputs_TC, time_S), guide(inputs_TC, time_S), scale)
 
 
-def _check_full(layout: SequenceLayout, what: str, cure: str) -> None:
+def _check_full(layout: SequenceLayout, method: str, cure: str) -> None:
     if layout.local_indices is not None:
         raise ConfigError(
-            f"{what} needs full samples, but this rank has {len(layout.local_indices)} of {layout.total_tokens} "
+            f"{method} needs full samples, but this rank has {len(layout.local_indices)} of {layout.total_tokens} "
             f"tokens; sample with context_parallel_size=1, or {cure}"
         )
 
 
 def no_threshold(x0_TC: Tensor) -> Tensor:
-    """Return the clean estimate as it is."""
+    """Return the clean estimate unchanged."""
     return x0_TC
 
 
@@ -187,9 +187,9 @@ def static_threshold(x0_TC: Tensor) -> Tensor:
 
 
 def dynamic_threshold(x0_TC: Tensor, layout: SequenceLayout, quantile: float = 0.995) -> Tensor:
-    """Clamp each sample's clean estimate to its own large quantile and divide by it, for pixels at a large scale.
+    """Clamp each sample's clean estimate to a quantile of |x0| and divide by it, for pixels at a large guidance scale.
 
-    Samples whose quantile of |x0| stays below 1 are clamped to [-1, 1] only.
+    Samples with a quantile below 1 are only clamped to [-1, 1].
 
     Raises:
         ConfigError: the quantile is not in (0, 1], or this rank has only a part of the tokens.
@@ -199,7 +199,7 @@ def dynamic_threshold(x0_TC: Tensor, layout: SequenceLayout, quantile: float = 0
     if not 0 < quantile <= 1:
         raise ConfigError(f"quantile={quantile} must be in (0, 1]; Imagen's is 0.995")
     _check_full(layout, "dynamic thresholding", "use static thresholding")
-    # kthvalue: torch.quantile refuses more than 2**24 numbers, which one video exceeds.
+    # kthvalue: torch.quantile is limited to 2**24 numbers, and one video has more.
     limits = []
     for start, length in zip(layout.starts, layout.lengths):
         size = x0_TC[start : start + length].detach().abs().flatten()
@@ -209,7 +209,7 @@ def dynamic_threshold(x0_TC: Tensor, layout: SequenceLayout, quantile: float = 0
 
 
 def threshold(name: str, layout: SequenceLayout) -> Callable[[Tensor], Tensor]:
-    """Return the thresholding of clean estimates of a pack.
+    """Return a thresholding function for the clean estimates of a pack.
 
     Args:
         name: `none`, `static` or `dynamic`.
@@ -217,11 +217,11 @@ def threshold(name: str, layout: SequenceLayout) -> Callable[[Tensor], Tensor]:
     Raises:
         ConfigError: the name is unknown.
     """
-    known: dict[str, Callable[[Tensor], Tensor]] = {
+    functions: dict[str, Callable[[Tensor], Tensor]] = {
         "none": no_threshold,
         "static": static_threshold,
         "dynamic": partial(dynamic_threshold, layout=layout),
     }
-    if name not in known:
-        raise ConfigError(f"thresholding={name!r} is unknown; use one of {', '.join(map(repr, known))}")
-    return known[name]
+    if name not in functions:
+        raise ConfigError(f"thresholding={name!r} is unknown; use one of {', '.join(map(repr, functions))}")
+    return functions[name]

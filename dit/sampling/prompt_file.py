@@ -19,10 +19,10 @@ class Prompt:
 
     Attributes:
         prompt: the text.
-        negative: text that guidance leads away from, or None.
-        seed: of its noise, or None for that of all.
+        negative: text of the unconditional branch, or None.
+        seed: of its noise; None for the seed shared by all prompts.
         original_size, crop, target_size: of the picture in pixels, height (top) first, for a model of Stable Diffusion
-            XL; None for those of all.
+            XL; None for those shared by all prompts.
     """
 
     prompt: str
@@ -40,7 +40,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
         path: `.jsonl` has an object per line, with the fields of `Prompt`; any other file has a prompt per line.
 
     Raises:
-        ConfigError: the file cannot be read, has no prompt, or a line is not of this form; with its number.
+        ConfigError: the file cannot be read, has no prompt, or has a line of another form; the message has its number.
     """
     path = Path(path)
     try:
@@ -58,23 +58,21 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 
 def _from_json(line: str, where: str) -> Prompt:
     try:
-        found = parse_json(line)
+        fields = parse_json(line)
     except ValueError as error:
-        raise ConfigError(f"{where} is no JSON: {error}; write an object such as {EXAMPLE}") from error
-    if not isinstance(found, dict) or "prompt" not in found:
-        raise ConfigError(f"{where} is no object with a 'prompt'; its fields are {', '.join(FIELDS)}")
-    for name, value in found.items():
+        raise ConfigError(f"{where} is not JSON: {error}; write an object such as {EXAMPLE}") from error
+    if not isinstance(fields, dict) or "prompt" not in fields:
+        raise ConfigError(f"{where} is not an object with a 'prompt'; its fields are {', '.join(FIELDS)}")
+    for name, value in fields.items():
         if name not in FIELDS:
             raise ConfigError(f"{where} has a field {name!r}; the fields are {', '.join(FIELDS)}")
         optional = value is None and name != "prompt"
         if not optional and (not isinstance(value, FIELDS[name]) or isinstance(value, bool)):
-            raise ConfigError(f"{where}: {name} is {value!r}, wanted {FIELDS[name].__name__}")
-    if (seed := found.get("seed")) is not None and not 0 <= seed <= MAX_SEED:
+            raise ConfigError(f"{where}: {name} is {value!r}, expected {FIELDS[name].__name__}")
+    if (seed := fields.get("seed")) is not None and not 0 <= seed <= MAX_SEED:
         raise ConfigError(f"{where}: seed {seed} is outside 0 to {MAX_SEED}")
     for name in LENGTHS:
-        pair = found.get(name)
+        pair = fields.get(name)
         if pair is not None and not (len(pair) == 2 and all(type(n) is int and n >= 0 for n in pair)):
-            raise ConfigError(
-                f"{where}: {name} is {pair!r:.60}, wanted two whole numbers of pixels, such as [1024, 768]"
-            )
-    return Prompt(**found)
+            raise ConfigError(f"{where}: {name} is {pair!r:.60}, expected two integers in pixels, such as [1024, 768]")
+    return Prompt(**fields)

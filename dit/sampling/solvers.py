@@ -7,8 +7,8 @@ the path x_u = alpha x0 + sigma eps for its coefficients, and uses two identitie
     dx/du = alpha' x0 + sigma' eps,  eps = (x - alpha x0) / sigma
 
 Nothing divides by alpha, so sampling may start at pure noise (flow time 1, angle pi / 2). Every solver ends with the
-clean estimate itself, which is where both identities lead when sigma goes to 0 (Heun's last step is a first-order one,
-as in Karras et al.). Coefficients are float64; the state is in a precision of its own.
+clean estimate, the limit of both identities for sigma to 0 (Heun's last step is of first order, as in Karras et al.).
+Coefficients are float64; the precision of the state is a separate setting.
 """
 
 import math
@@ -30,10 +30,10 @@ Denoiser = Callable[[Tensor, Tensor], Tensor]
 """Maps x_TC and the path position u (float64 scalar on the host) to the clean estimate x0_TC."""
 
 Reverse = Callable[[Tensor, Tensor], tuple[Tensor, Tensor | float]]
-"""Maps the same to x0_TC and to the fraction of the way, in log variance, from the posterior's (0) to beta (1)."""
+"""Maps (x_TC, u) to x0_TC and to a fraction that interpolates the log variance from the posterior's (0) to beta (1)."""
 
 NoiseAt = Callable[[int], Tensor]
-"""Returns the standard normal noise_TC of a step, counted from 0; counter-based."""
+"""Returns the standard normal noise_TC of a step, counted from 0."""
 
 
 def euler(denoiser: Denoiser, path: Path, x_TC: Tensor, grid: Tensor) -> Tensor:
@@ -53,8 +53,8 @@ class Churn:
 
     Attributes:
         gamma: sigma is multiplied by 1 + gamma.
-        s_tmin, s_tmax: least and largest sigma at which this is done.
-        s_noise: standard deviation of the noise before it is scaled; above 1 restores detail that the network loses.
+        s_tmin, s_tmax: smallest and largest sigma at which noise is added.
+        s_noise: standard deviation of the noise before scaling; above 1 restores detail that the network loses.
 
     Source: Karras et al. 2022, arXiv:2206.00364, Algorithm 2, lines 4 to 6.
     """
@@ -66,7 +66,7 @@ class Churn:
 
     @classmethod
     def of(cls, sampling: SamplingConfig) -> Optional["Churn"]:
-        """Return the churn of settings; None for none."""
+        """Return the churn in the settings; None if it is off."""
         if not sampling.s_churn:
             return None
         gamma = min(sampling.s_churn / sampling.num_steps, math.sqrt(2) - 1)
@@ -76,8 +76,8 @@ class Churn:
         """Return the state with the added noise, and its sigma."""
         if not self.s_tmin <= float(sigma) <= self.s_tmax:
             return x_TC, sigma
-        raised = sigma * (1 + self.gamma)
-        return x_TC + float((raised**2 - sigma**2).sqrt()) * self.s_noise * eps_TC.to(x_TC), raised
+        new_sigma = sigma * (1 + self.gamma)
+        return x_TC + float((new_sigma**2 - sigma**2).sqrt()) * self.s_noise * eps_TC.to(x_TC), new_sigma
 
 
 def heun(
@@ -91,13 +91,13 @@ def heun(
 ) -> Tensor:
     """Follow the probability flow by the trapezoid rule in u: second order, two network calls per step (last: one).
 
-    The correction takes the slope at the Euler point (x_next, u_next).
+    The correction uses the slope at the Euler point (x_next, u_next).
 
     Args:
-        churn: noise that is added before each step; None for none.
-        noise_at: that noise; needed with `churn`.
+        churn: noise that is added before each step; None for no noise.
+        noise_at: source of that noise; needed with `churn`.
 
-    Source: Karras et al. 2022, arXiv:2206.00364, Algorithm 1, and 2 with `churn`.
+    Source: Karras et al. 2022, arXiv:2206.00364, Algorithm 1; Algorithm 2 with `churn`.
     """
     for step, (u, u_next) in enumerate(_steps(grid)):
         if churn is not None and noise_at is not None:
@@ -125,7 +125,7 @@ def ddim(
     """Renoise the clean estimate to the next level: first order, one network call per step.
 
     Args:
-        eta: share of the posterior's standard deviation that is drawn fresh; 0 is deterministic, 1 is `ancestral`.
+        eta: share of the posterior's standard deviation that is fresh noise; 0 is deterministic, 1 is `ancestral`.
         noise_at: the fresh noise; needed unless `eta` is 0.
 
     Source: Song et al. 2021, arXiv:2010.02502, Eq. 12 and 16, for any alpha and sigma.
@@ -145,8 +145,8 @@ def ddim(
 def ancestral(reverse: Reverse, path: Path, x_TC: Tensor, grid: Tensor, *, noise_at: NoiseAt) -> Tensor:
     """Draw each level from a Gaussian around the posterior's mean: stochastic, one network call per step.
 
-    On the table of steps a DDPM was trained with, this is its own reverse chain; on a part of the table, that of the
-    respaced one, whose beta and posterior follow from the levels that are left.
+    On the full table of steps of a DDPM this is its reverse chain. On a subset of the table it is the reverse chain of
+    the respaced process, with beta and posterior computed from the selected levels.
 
     Source: Ho et al. 2020, arXiv:2006.11239, Eq. 7 and section 3.2, for the mean and the two fixed variances; Nichol
     and Dhariwal 2021, arXiv:2102.09672, Eq. 15 and section 4, for the variance between them and for respacing.
@@ -164,7 +164,7 @@ def ancestral(reverse: Reverse, path: Path, x_TC: Tensor, grid: Tensor, *, noise
 def dpmpp_2m(denoiser: Denoiser, path: Path, x_TC: Tensor, grid: Tensor) -> Tensor:
     """Extrapolate the clean estimate from the last two: second order, one network call per step.
 
-    h is the step in log(alpha / sigma). After an infinite one (the first, from alpha = 0) the next step is first order.
+    h is the step in log(alpha / sigma). The step after an infinite one (the first, from alpha = 0) is of first order.
 
     Source: Lu et al. 2022, DPM-Solver++, arXiv:2211.01095, Algorithm 2.
     """
@@ -191,9 +191,9 @@ class Solver:
 
     Attributes:
         integrate: the function.
-        order: error falls as num_steps**-order (of the deterministic part).
-        calls_per_step: network calls per step, the last step excepted (always one).
-        stochastic: draws fresh noise (`ddim` does when its `eta` is above 0, `heun` with `churn`).
+        order: the error of the deterministic part decreases as num_steps**-order.
+        calls_per_step: network calls per step; the last step always needs one.
+        stochastic: always draws fresh noise (`ddim` only with `eta` above 0, `heun` only with `churn`).
     """
 
     integrate: Callable[..., Tensor]
@@ -212,7 +212,7 @@ SOLVERS = {
 
 
 FRACTIONS: dict[str, Optional[float]] = {"small": 0.0, "large": 1.0, "learned": None}
-"""Variances of `ancestral`, and where between the posterior's and beta they are; None where the network says it."""
+"""Variances of `ancestral`, as a position between the posterior's (0) and beta (1); None if the network predicts it."""
 
 
 def solve(
@@ -233,13 +233,13 @@ def solve(
     Args:
         name: key of `SOLVERS`.
         denoiser: clean estimate at a position; for `ancestral` with a learned variance, a `Reverse`.
-        path: where the coefficients come from (`objective.path`).
+        path: of the coefficients (`objective.path`).
         x_TC: start, sigma(grid[0]) times standard normal noise.
-        grid: falling positions that end with 0 (`objective.sampling_grid`).
-        noise_at: fresh noise per step, for the stochastic ones.
+        grid: decreasing positions that end with 0 (`objective.sampling_grid`).
+        noise_at: fresh noise per step, for stochastic solvers.
         eta: only for `ddim`.
-        variance: key of `FRACTIONS`, for `ancestral`; the others have none.
-        churn: only for `heun`, on the path of EDM; None for none.
+        variance: key of `FRACTIONS`, only for `ancestral`.
+        churn: only for `heun`, on the path of EDM; None for no churn.
         dtype: precision of the state, float32 or float64; that of `x_TC` if None.
 
     Returns:
@@ -247,13 +247,13 @@ def solve(
 
     Raises:
         ConfigError: the solver or the variance is unknown, its noise is missing, `eta` or `churn` does not fit, or the
-            grid does not fall to 0.
+            grid does not decrease to 0.
     """
     if name not in SOLVERS:
         raise ConfigError(f"solver={name!r} is unknown; use one of {', '.join(map(repr, SOLVERS))}")
     if grid.dim() != 1 or len(grid) < 2 or grid[-1] != 0 or not bool((grid.diff() < 0).all()):
         raise ConfigError(
-            f"a sampling grid must fall strictly and end with 0, got {grid.tolist()}; "
+            f"a sampling grid must decrease strictly and end with 0, got {grid.tolist()}; "
             "take it from the objective's sampling_grid"
         )
     if not 0 <= eta <= 1 or (eta and name != "ddim"):
@@ -290,7 +290,7 @@ def _alpha_sigma(path: Path, u: Tensor) -> tuple[float, float]:
 
 
 def _reverse_stds(path: Path, u: Tensor, u_next: Tensor) -> tuple[float, float]:
-    """Return two standard deviations of x_s given x_t: the posterior's (given x0, too), and sqrt(beta) of the step.
+    """Return two standard deviations of x_s given x_t: that of the posterior given x0, and sqrt(beta) of the step.
 
     Their squares are sigma_s**2 (1 - SNR_t / SNR_s) and sigma_t**2 (1 - SNR_t / SNR_s), for any alpha and sigma.
     """
@@ -301,14 +301,14 @@ def _reverse_stds(path: Path, u: Tensor, u_next: Tensor) -> tuple[float, float]:
 
 
 def _renoised(path: Path, x_TC: Tensor, x0_TC: Tensor, u: Tensor, u_next: Tensor, fresh: float) -> Tensor:
-    """Return the mean of x_s given x_t and x0, to which noise of standard deviation `fresh` is added."""
+    """Return the mean of x_s given x_t and x0, before noise of standard deviation `fresh` is added."""
     alpha, sigma = _alpha_sigma(path, u)
     alpha_next, sigma_next = _alpha_sigma(path, u_next)
     return alpha_next * x0_TC + math.sqrt(sigma_next**2 - fresh**2) / sigma * (x_TC - alpha * x0_TC)
 
 
 def _with_fixed_variance(denoiser: Any, fraction: float, x_TC: Tensor, u: Tensor) -> tuple[Tensor, float]:
-    """Evaluate a denoiser as a `Reverse` with the same fraction everywhere."""
+    """Evaluate a denoiser as a `Reverse` with a constant fraction."""
     return denoiser(x_TC, u), fraction
 
 

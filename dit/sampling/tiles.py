@@ -1,13 +1,13 @@
-"""A network on pictures larger than those it was trained on: in overlapping tiles, averaged at every call.
+"""Sampling of pictures larger than the training pictures: overlapping tiles, averaged in every network call.
 
-The state of the solver is one picture, and so is its noise. Each time the network is asked, it predicts for every tile
-of the picture by itself, and the predictions are averaged where tiles overlap:
+The solver's state and its noise are one picture. In each call the network predicts every tile separately, and the
+predictions are averaged where tiles overlap:
 
     F(x)[p] = sum_i W_i[p] f(x[tile i])[p] / sum_i W_i[p]
 
-A step of a solver is affine in the prediction, with the same coefficients in all tiles: averaging predictions is
-averaging the tiles after the step. The weights W fall linearly from the middle of a tile to its edges, so that no edge
-shows; guidance and thresholding follow on the full picture.
+A solver step is affine in the prediction, with the same coefficients in all tiles, so averaging the predictions equals
+averaging the tiles after the step. The weights W decrease linearly from the middle of a tile to its edges, which hides
+the edges; guidance and thresholding are applied to the full picture.
 
 Source: Bar-Tal et al. 2023 (MultiDiffusion), arXiv:2302.08113, Eq. 5.
 """
@@ -29,14 +29,14 @@ from dit.sampling.generate import ConditionalNetwork
 
 
 def tile_starts(side: int, tile: int, overlap: int) -> list[int]:
-    """Return where the fewest tiles along a side start, evenly spaced, with at least `overlap` between neighbours.
+    """Return the starts of the fewest, evenly spaced tiles along a side with at least `overlap` between neighbours.
 
     Args:
-        side: of the picture; if it is not longer than a tile, there is one.
-        tile: of a tile.
+        side: length of the picture; if it is not longer than a tile, there is one tile.
+        tile: length of a tile.
 
     Raises:
-        ConfigError: the overlap is not below the tile.
+        ConfigError: the overlap is not smaller than the tile.
     """
     if not 0 <= overlap < tile:
         raise ConfigError(f"tiles of {tile} cannot overlap by {overlap}; use 0 to {tile - 1}")
@@ -54,12 +54,12 @@ def tile_weights(height: int, width: int) -> Tensor:
 
 
 class TiledNetwork:
-    """A network in tiles; called as the network is, on samples of one shape. With one tile it is the network itself.
+    """Calls a network on tiles of samples of one shape; calls it directly if one tile covers the sample.
 
     Args:
-        network: of pictures of a tile's size.
+        network: for pictures of a tile's size.
         tile, overlap: (height, width) in patches; a tile has all frames of a clip.
-        tokens_at_once: tiles of so many tokens are computed together, at least those at one place.
+        tokens_at_once: tokens of the tiles in one call; a call has at least one tile of each sample.
     """
 
     def __init__(
@@ -85,20 +85,20 @@ class TiledNetwork:
         total_TC: Optional[Tensor] = None
         total_T1 = inputs_TC.new_zeros(len(inputs_TC), 1, dtype=torch.float32)
         for tiles, places in self._cut[1]:
-            together_TC = self.network(inputs_TC[torch.cat(places)], time_S.repeat(len(places)), tiles).float()
+            outputs_TC = self.network(inputs_TC[torch.cat(places)], time_S.repeat(len(places)), tiles).float()
             if total_TC is None:
-                total_TC = together_TC.new_zeros(len(inputs_TC), together_TC.shape[1])
-            for rows_R, prediction_RC in zip(places, together_TC.chunk(len(places)), strict=True):
-                # The places of one tile are different ones: nothing is added twice, in no order.
+                total_TC = outputs_TC.new_zeros(len(inputs_TC), outputs_TC.shape[1])
+            for rows_R, prediction_RC in zip(places, outputs_TC.chunk(len(places)), strict=True):
+                # The rows of one place are distinct, so this sum does not depend on the order of additions.
                 total_TC[rows_R] += weights_R1 * prediction_RC
                 total_T1[rows_R] += weights_R1
         assert total_TC is not None
         return total_TC / total_T1.clamp(min=1)
 
     def _tiles(self, batch: PackedBatch, size: tuple[int, int]) -> list[tuple[PackedBatch, list[Tensor]]]:
-        """Return packs of tiles, and for each place in a pack the tokens of its tiles, one sample behind the other."""
+        """Return packs of tiles, and for each place in a pack the tokens of its tiles, sample by sample."""
         if len(set(batch.grids)) > 1:
-            raise ConfigError(f"samples of one shape are drawn in tiles, got grids {sorted(set(batch.grids))}")
+            raise ConfigError(f"tiles need samples of one shape, got grids {sorted(set(batch.grids))}")
         t, h, w = batch.grids[0]
         device, _count = batch.layout.device, batch.layout.num_samples
         corners = [
@@ -118,7 +118,7 @@ class TiledNetwork:
 
 
 def _pack_of_tiles(batch: PackedBatch, grid: tuple[int, int, int], places: Sequence[Tensor]) -> PackedBatch:
-    """Return the tiles of all samples at some places as a pack of samples with the conditions of their pictures."""
+    """Return a pack with the tiles of all samples at some places, each with the conditions of its picture."""
     times, samples = len(places), batch.layout.num_samples
     rows_R = torch.cat(list(places))
     tokens = grid[0] * grid[1] * grid[2]
@@ -135,6 +135,6 @@ def _pack_of_tiles(batch: PackedBatch, grid: tuple[int, int, int], places: Seque
 
 
 def _of_tiles(entry: Entry, rows_R: Tensor, times: int) -> Entry:
-    """Return a condition for each tile: of a sample or its text that of the picture, along the latents the tile's."""
+    """Return a condition for each tile: its own part of a condition per token, else the condition of its picture."""
     repeated = reduce(Entry.followed_by, [entry] * times)
     return replace(repeated, values=entry.values[rows_R]) if entry.axis == "latent" else repeated

@@ -84,8 +84,8 @@ class StepTrace:
 
     def since(self, earlier: "StepTrace") -> "StepTrace":
         """Return the counts since an earlier copy, without bytes of memory."""
-        both = [replace(step, state_bytes={}, peak_bytes={}, parts={}) for step in (self, earlier)]
-        return combined(both, [1, -1])
+        steps = [replace(step, state_bytes={}, peak_bytes={}, parts={}) for step in (self, earlier)]
+        return combined(steps, [1, -1])
 
     @property
     def live(self) -> int:
@@ -189,8 +189,8 @@ class StepCounter(TorchDispatchMode):
         if func is MASKED and not isinstance(args[1], self._fake):
             self.trace.host_syncs += 1
             with self._without_fakes():
-                chosen = int(args[1].sum())
-            func, args = torch.ops.aten.new_empty.default, (args[0], [chosen])
+                count = int(args[1].sum())
+            func, args = torch.ops.aten.new_empty.default, (args[0], [count])
         if func.namespace == "c10d":
             return self._communicate(func, args, kwargs, fake)
         if not fake and _is_table(func, args, kwargs, tensors):
@@ -232,7 +232,7 @@ class StepCounter(TorchDispatchMode):
         return tuple(x.clone() for x in self._sorted[key])
 
     def _communicate(self, func: Any, args: Any, kwargs: Any, fake: bool) -> Any:
-        """Count the bytes that a collective sends; received tables are filled with what this rank would have sent."""
+        """Count the bytes that a collective sends; received tables get the values that this rank would send."""
         kind = KINDS[func.__name__.split(".")[0].strip("_")]
         if fake:
             out = func(*args, **kwargs)

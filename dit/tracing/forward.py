@@ -63,12 +63,12 @@ class LinearForm:
 
     def learn(self, features: Sequence[int], values: Sequence[int]) -> None:
         """Add an example; if it contradicts earlier ones, the form is no longer used."""
-        rest = self._reduced(features, values)
-        lead = next((i for i in range(len(features)) if rest[i]), None)
+        residual = self._reduced(features, values)
+        lead = next((i for i in range(len(features)) if residual[i]), None)
         if lead is not None:
-            self._rows[lead] = [number / rest[lead] for number in rest]
+            self._rows[lead] = [number / residual[lead] for number in residual]
             self._confirmed = 0
-        elif any(rest):
+        elif any(residual):
             self.holds = False
         else:
             self._confirmed += 1
@@ -77,20 +77,20 @@ class LinearForm:
         """Return the `count` values for some features; None if the examples do not determine them."""
         if not self.holds or self._confirmed < CONFIRMATIONS:
             return None
-        rest = self._reduced(features, [0] * count)
-        values = [-number for number in rest[len(features) :]]
-        if any(rest[: len(features)]) or any(value.denominator > 1 for value in values):
+        residual = self._reduced(features, [0] * count)
+        values = [-number for number in residual[len(features) :]]
+        if any(residual[: len(features)]) or any(value.denominator > 1 for value in values):
             return None
         return [int(value) for value in values]
 
     def _reduced(self, features: Sequence[int], values: Sequence[int]) -> list[Fraction]:
         """Return the residual of an example after elimination by earlier examples."""
-        rest = [Fraction(number) for number in (*features, *values)]
+        residual = [Fraction(number) for number in (*features, *values)]
         for lead, row in sorted(self._rows.items()):
-            factor = rest[lead]
+            factor = residual[lead]
             if factor:
-                rest = [number - factor * entry for number, entry in zip(rest, row, strict=True)]
-        return rest
+                residual = [number - factor * entry for number, entry in zip(residual, row, strict=True)]
+        return residual
 
 
 def features(model: ModelConfig, grid: Grid, text: int) -> list[int]:
@@ -200,20 +200,23 @@ class _Shortened:
     def __init__(self, model: ModelConfig) -> None:
         self.model = model
         self._counter = _MetaFlops()
-        every = [model.layer_kind(i) for i in range(model.megatron_sizes().num_layers)]
-        lengths = range(len(set(every)), len(every))
-        runs = (range(i, i + length) for length in lengths for i in range(len(every) - length + 1))
-        part = next((run for run in runs if set(every[run.start : run.stop]) == set(every)), range(len(every)))
+        all_kinds = [model.layer_kind(i) for i in range(model.megatron_sizes().num_layers)]
+        lengths = range(len(set(all_kinds)), len(all_kinds))
+        runs = (range(i, i + length) for length in lengths for i in range(len(all_kinds) - length + 1))
+        part = next(
+            (run for run in runs if set(all_kinds[run.start : run.stop]) == set(all_kinds)),
+            range(len(all_kinds)),
+        )
         with torch.device("meta"):
             self._network = build_on_one_rank(model, Stage(part), LocalProvider)
             if len(list(self._network.units())) != len(part):
-                part = range(len(every))
+                part = range(len(all_kinds))
                 self._network = build_on_one_rank(model, Stage(part), LocalProvider)
         layers = list(self._network.units())
         # Number of layers of this kind in the model; the first layer of a kind represents all.
-        kinds = every[part.start : part.stop] if len(layers) == len(part) else list(range(len(layers)))
+        kinds = all_kinds[part.start : part.stop] if len(layers) == len(part) else list(range(len(layers)))
         self._times = [
-            0 if kind in kinds[:i] else every.count(kind) if len(layers) == len(part) else 1
+            0 if kind in kinds[:i] else all_kinds.count(kind) if len(layers) == len(part) else 1
             for i, kind in enumerate(kinds)
         ]
         self._flops = [0] * len(layers)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dit.patches import patches
 from dit.tracing.counter import flop_formulas
 from dit.tracing.repeats import tensors_in
 
@@ -97,8 +98,8 @@ class _Counter(TorchDispatchMode):
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key not in self._living:
-            gone = weakref.ref(storage, lambda _: self._living.pop(key, None))
-            self._living[key] = gone, storage.nbytes() // tensor.element_size()
+            reference = weakref.ref(storage, lambda _: self._living.pop(key, None))
+            self._living[key] = reference, storage.nbytes() // tensor.element_size()
 
 
 def _written(func: Any, args: Sequence[Any], *, divides: bool) -> int:
@@ -107,11 +108,11 @@ def _written(func: Any, args: Sequence[Any], *, divides: bool) -> int:
     Args:
         divides: whether torch's AdamW divides its gradients.
     """
-    others = WRITE_ONLY if divides else WRITE_ONLY + READ_ONLY
+    excluded = WRITE_ONLY if divides else WRITE_ONLY + READ_ONLY
     return sum(
         x.nbytes
         for argument, value in zip(func._schema.arguments, args)
-        if argument.alias_info is not None and argument.alias_info.is_write and argument.name not in others
+        if argument.alias_info is not None and argument.alias_info.is_write and argument.name not in excluded
         for x in tensors_in((value,))
     )
 
@@ -160,6 +161,11 @@ class _RMSNorm(torch.autograd.Function):
         return torch.addcmul(grad, grad, x), of_weight
 
 
+@patches(
+    "torch 2.11-2.14",
+    "torch/nn/functional.py: rms_norm",
+    why="torch's CPU norm runs more passes over memory than CUDA's kernel",
+)
 @contextlib.contextmanager
 def fused_rms_norm() -> Iterator[None]:
     """Make RMS norms with a weight count the traffic of CUDA's kernels."""

@@ -1,4 +1,4 @@
-"""Code of a user's own that the training loop calls: `training.hooks=['package.module.Class']`."""
+"""User code that the training loop calls: `training.hooks=['package.module.Class']`."""
 
 import importlib
 from collections.abc import Mapping, Sequence
@@ -10,13 +10,13 @@ from dit.errors import ConfigError
 
 
 class Hook:
-    """What the loop calls on every rank, in the order of the steps; a subclass overrides what it wants.
+    """Callbacks that the loop calls on every rank; a subclass overrides some of them.
 
-    A hook may read the state. It does not write to it: training with hooks has the numbers of training without.
+    A hook may read the state but must not change it: hooks do not affect the numbers of training.
     """
 
     def on_step(self, state: TrainState, grad_norm: float) -> None:
-        """Act after an optimizer step that was applied.
+        """Act after an optimizer step with an update.
 
         Args:
             state: `state.step` is the number of the step, counted from 1.
@@ -28,10 +28,10 @@ class Hook:
 
 
 def load_hooks(names: Optional[Sequence[str]]) -> list[Hook]:
-    """Import the hooks of `training.hooks` and make one of each.
+    """Import the classes of `training.hooks` and create one object of each.
 
     Raises:
-        ConfigError: a name is not that of a subclass of `Hook`, or is of a package that is not trusted.
+        ConfigError: a name is not a subclass of `Hook`, or its package is not trusted.
     """
     return [_load(name)() for name in names or ()]
 
@@ -41,13 +41,13 @@ def _load(name: str) -> type[Hook]:
     package = module.partition(".")[0]
     if package not in trusted_packages():
         raise ConfigError(
-            f"training.hooks: {name!r} is not imported, for its package is none of {', '.join(trusted_packages())}; "
-            f"{TRUST_VARIABLE}={package or 'PACKAGE'} in the environment trusts a package of your own"
+            f"training.hooks: {name!r} is refused: its package is not trusted ({', '.join(trusted_packages())} are); "
+            f"set {TRUST_VARIABLE}={package or 'PACKAGE'} in the environment to trust it"
         )
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        hook = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"training.hooks: there is no {name!r} ({error}); write package.module.Class") from error
-    if not (isinstance(found, type) and issubclass(found, Hook)):
-        raise ConfigError(f"training.hooks: {name!r} is no subclass of {Hook.__module__}.Hook; derive it")
-    return found
+    if not (isinstance(hook, type) and issubclass(hook, Hook)):
+        raise ConfigError(f"training.hooks: {name!r} is not a subclass of {Hook.__module__}.Hook; derive it")
+    return hook

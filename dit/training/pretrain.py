@@ -1,15 +1,13 @@
 """The training loop: `pretrain` sets up a run, `train` is the loop, `Run` has the actions that the loop calls."""
 
 import logging as log
-import math
 import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Literal, Optional
+from typing import Optional
 
 import torch
 import torch.distributed as dist
@@ -43,22 +41,24 @@ from dit.monitoring.run_lock import RunLock
 from dit.monitoring.run_log import RunLog, open_log
 from dit.monitoring.time_limit import TimeLimit
 from dit.objectives.base import Objective
-from dit.optimizer.master_weights import gradient_norm, set_rates
 from dit.optimizer.part_norms import PartNorms
 from dit.optimizer.schedules import Schedule, learning_rate, momentum
 from dit.parallel.dims import ParallelConfig, ParallelDims
-from dit.parallel.schedule import FullNetwork
+from dit.parallel.full_network import FullNetwork
 from dit.ranges import check_path
 from dit.run_config import RunConfig
 from dit.safe_files import make_folder
 from dit.settings import CheckpointConfig, LoggingConfig, OptimizerConfig, SamplingConfig, TrainingConfig
-from dit.training.bad_steps import BadSteps, MeanLoss
-from dit.training.device_batches import DeviceBatches
-from dit.training.first_steps import FirstSteps
+from dit.step.device_batches import DeviceBatches
+from dit.step.forward_step import ForwardStep, noise_kernel, training_forward_step
+from dit.step.intervals import is_due
+from dit.step.train_step import Action, StepFunctions, train_step
+from dit.step_checks.bad_steps import BadSteps
+from dit.step_checks.recheck import Recheck
+from dit.step_checks.run_checks import RunChecks
+from dit.step_checks.wiring import FirstSteps
 from dit.training.hooks import load_hooks
-from dit.training.rates import counters, is_due, mean_terms, memory_peaks, rank_times, rates, report_drops, watch
-from dit.training.recheck import StepGradients
-from dit.training.step import noise_kernel, training_forward_step
+from dit.training.rates import counters, mean_terms, memory_peaks, rank_times, rates, report_drops, report_progress
 from dit.training.validate import check_initial_loss, held_out_loss, named_losses
 
 logger = log.getLogger(__name__)
@@ -111,7 +111,7 @@ def pretrain(
         RunLock(training.run_dir, rank) as lock,
         ExitRecord(training.run_dir, rank, lock.is_ours) as record,
     ):
-        with preemption.leaves_at_once():
+        with preemption.exit_immediately():
             process_groups.connect(timeout_s=training.collective_timeout_s)
             lock.agree()
             dims, spec = config.check_here()
@@ -122,11 +122,11 @@ def pretrain(
             Heartbeat(training.run_dir, rank, dist.get_world_size(), training.hang_timeout_s, lock.is_ours) as heart,
         ):
             record.explain = heart.explain
-            with preemption.leaves_at_once():
+            with preemption.exit_immediately():
                 groups = process_groups.initialize(parallel, timeout_s=training.collective_timeout_s)
                 run = Run(config, dims, spec, groups, lock=lock.descriptor, phase=heart.phase)
                 record.step = run.state.step
-                preemption.waits_from_here()
+                preemption.defer_signals()
                 dist.barrier()  # from here on all ranks stop together
             try:
                 record.preempted = train(run, record, preemption, watchdog.beat)
@@ -161,7 +161,7 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
     if state.step == 0 and training.sanity_micro_batches:
         run.check_validation(training.sanity_micro_batches)
     limit = TimeLimit(training.time_limit)
-    run.watch_first_steps()
+    run.check_first_steps()
     traced = config.logging.profile_steps if run.groups.rank == 0 else None
     with StepProfile(Path(training.run_dir) / "profile" / "rank_0.json.gz", traced) as trace:
         started = time.perf_counter()
@@ -205,8 +205,8 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
             if not stop and is_due(state.step, training.sample_interval) and not any_rank(preemption.requested):
                 run.sample()
             started += time.perf_counter() - training_ended  # rates exclude saving and validation
-    if run.first_steps is not None:
-        run.first_steps.end(state.step, run.log)
+    if run.checks.first_steps is not None:
+        run.checks.first_steps.end(state.step, run.log)
     run.saves.finish()
     return False
 
@@ -217,27 +217,25 @@ class Run:
     Args:
         config: checked settings.
         dims, spec: results of `RunConfig.check_here`.
-        groups: the process groups.
-        quiet: do not log (benchmarks).
+        groups: process groups.
+        quiet: whether not to log (for benchmarks).
         lock: descriptor of the run's lock, for the process that writes checkpoints; -1 for none.
-        phase: learns what this rank does.
+        phase: phase of this rank, for its heartbeat.
 
     Attributes:
-        state: all that a step changes.
-        saves: the checkpoints under way.
+        state: everything that a step changes.
+        saves: pending checkpoints.
         batches: micro-batches on this rank's device.
-        hooks: what the loop calls after steps and validations.
+        hooks: hooks that the loop calls after steps and validations.
+        functions: forward step and rates of every step.
         bad_steps: judges each step before its update.
-        gradients: computes those of each step.
-        last_action: what the newest `step` did with its gradients: `update`, `skip`, `rewind`, or
-            `overflow`: nothing, but that the loss scale of an fp16 run is lower now.
-        grad_norm: of the newest update.
-        first_steps: the checks of the first steps, if there are any.
+        checks: all checks of a step.
+        last_action: use of the newest gradients.
+        grad_norm: gradient norm of the newest update.
     """
 
-    last_action: Literal["update", "skip", "rewind", "overflow"] = "update"
+    last_action: Action = "update"
     grad_norm = 0.0
-    first_steps: Optional[FirstSteps] = None
 
     def __init__(
         self,
@@ -280,12 +278,11 @@ class Run:
         )
         measured = config.training.log_interval if config.logging.part_norms else 0
         self.part_norms = PartNorms(self.state.optimizer, self.state.shards, measured)
-        interval, forget = config.training.recheck_interval, self.bad_steps.drop_counts
-        self.gradients = StepGradients(self.state, groups, dims.micro_batches, interval, forget)
-        watch(self.state.wrapped, self.timer, self.phase)
+        self.functions = StepFunctions(config.objective, self.forward_step, self.rates, dims.micro_batches)
+        report_progress(self.state.wrapped, self.timer, self.phase)
         if resumed:
             with usable(store.root / METADATA_FILE):
-                self.batches.recall_largest(self.checkpointer.resumed_metadata, spec)
+                self.batches.restore_largest(self.checkpointer.resumed_metadata, spec)
                 self.bad_steps.guard.load_state_dict(self.checkpointer.resumed_metadata.get("guard", {}))
         self.text_encoder = None if config.model.context_size is None else config.data.text_encoder()
         self.autoencoder = config.sampling.vae or config.data.autoencoder()
@@ -300,107 +297,92 @@ class Run:
             logger.info(self.pictures.note)
         self.log = open_log(config, dims, self.state, resumed=resumed) if reports else RunLog()
         self.saves = Saves(self.checkpointer, self.state, self.log, self.phase.go_on, lock)
+        self.checks = RunChecks(
+            self.batches,
+            Recheck(self.state, config.training.recheck_interval, self.bad_steps.drop_counts),
+            self.bad_steps,
+            self.part_norms,
+            self.learning_rate,
+            self.timer,
+            self.phase,
+            self.log,
+        )
 
-    def watch_first_steps(self) -> None:
-        """Check the next inputs, and the gradients of the next steps: `FirstSteps` says what it raises."""
+    def check_first_steps(self) -> None:
+        """Check the next inputs, and from now on the gradients of the first steps; see `FirstSteps`."""
         if self.state.step < self.config.training.num_steps:
-            self.first_steps = FirstSteps(self.state.shards, self.groups)
-            self.first_steps.check_inputs(self.batches.peek(), self.state.step + 1, self.log)
+            self.checks.first_steps = FirstSteps(self.state.shards, self.groups)
+            self.checks.first_steps.check_inputs(self.batches.peek(), self.state.step + 1, self.log)
 
     def shard(self, batch: PackedBatch) -> PackedBatch:
         """Return the local part of a full pack on this context-parallel rank."""
         return shard(batch, self.groups.cp.rank(), self.groups.cp.size(), self.config.parallel.context_split)
 
     def step(self, loss_sums: torch.Tensor) -> float:
-        """Run one optimizer step; the host waits for the device once, for the gradient norm.
-
-        A step whose numbers are bad is not applied on any rank: see `last_action` and `dit.training.bad_steps`.
+        """Run one optimizer step; a step with bad numbers makes no update on any rank, see `BadSteps`.
 
         Args:
-            loss_sums: `[logged + 1]`; this rank's sums of what the objective logs, and of the tokens, are added to it
-                if the step is applied.
+            loss_sums: `[logged + 1]`; an update adds the local sums of the logged terms and of the tokens.
 
         Returns:
-            The global gradient norm before clipping; infinite where fp16 gradients overflowed.
+            The global gradient norm before clipping; infinite if fp16 gradients overflowed.
 
         Raises:
-            NotFiniteError: the loss or the gradient norm is not finite or spikes, no lower loss scale would help, and
-                the run may not go on; the weights are those before the step.
-            MachineError: the step does not repeat, see `StepGradients`.
+            NotFiniteError: the loss or the gradient norm is not finite or spikes, and the run must end; the weights are
+                unchanged.
+            MachineError: the step does not repeat, see `Recheck`.
         """
-        config, state, seen = self.config, self.state, len(self.batches.consumed.keys)
-        self.batches.begin_step()
-        self.bad_steps.begin_step()
-        self.timer.start()
-        forward_step = training_forward_step(config.objective, config.model, config.training.seed, state.step, self.mix)
-        outputs = self.gradients.compute(forward_step, self.batches, self.log)
-        length, schedule, beta1 = config.training.num_steps, config.schedule, config.optimizer.beta1
-        set_rates(state.optimizer, self.learning_rate(state.step), momentum(state.step, length, beta1, schedule))
-        step_sums = sum((output["sums"] for output in outputs), torch.zeros_like(loss_sums))
-        self.phase.enter("reduces the gradient")
-        mean_loss = MeanLoss(step_sums, config.objective, self.groups)
-        grad_norm = gradient_norm(state.optimizer)
-        loss, scaler = mean_loss.value(), state.loss_scale
-        scale = scaler if scaler is not None and scaler.settle(adapt=math.isfinite(loss)) else None
-        grad_norm = grad_norm if scale is None else math.inf
-        if scale is not None and scale.shrank and math.isfinite(loss):
-            self.last_action = "overflow"
-            self.bad_steps.drop_counts()
-            state.step += 1
-            return grad_norm
-        bad = self.bad_steps.guard.judge(state.step + 1, loss, grad_norm)
-        if bad is not None:
-            if scale is not None and math.isfinite(loss):
-                bad = replace(bad, reason=f"{bad.reason} {scale.exhausted()}")
-            keys = self.batches.consumed.keys[seen:]
-            self.last_action = self.bad_steps.act(bad, self.log, forward_step, self.batches.of_step, step_sums, keys)
-            if self.last_action == "rewind":
-                self.rewind(bad.step)
-            else:
-                state.step += 1
-            return grad_norm
-        if self.first_steps is not None:
-            self.first_steps.look(state.step + 1, self.learning_rate(state.step), self.log)
-        self.part_norms.measure(state.step + 1)
-        self.phase.enter("updates")
-        state.update(grad_norm, state.step + 1)
-        loss_sums += step_sums
-        self.last_action, self.grad_norm = "update", grad_norm
-        state.step += 1
-        return grad_norm
+        step = train_step(self.state, self.batches, self.functions, self.checks)
+        self.last_action = step.action
+        if step.action == "update":
+            loss_sums += step.sums
+            self.grad_norm = step.grad_norm
+        elif step.action == "rewind":
+            self.rewind(step.number)
+        return step.grad_norm
+
+    def forward_step(self, step: int) -> ForwardStep:
+        """Return the forward step that follows `step` completed steps."""
+        config = self.config
+        return training_forward_step(config.objective, config.model, config.training.seed, step, self.mix)
+
+    def rates(self, step: int) -> tuple[float, float]:
+        """Return learning rate and Adam's beta1 of the update that follows `step` completed steps."""
+        length, beta1 = self.config.training.num_steps, self.config.optimizer.beta1
+        return self.learning_rate(step), momentum(step, length, beta1, self.config.schedule)
 
     def rewind(self, bad_step: int) -> None:
-        """Go back to the last checkpoint, and save it again with the present position of the data.
+        """Go back to the last checkpoint, and save it again with the current position of the data.
 
-        A run that is killed afterwards goes on from there, without the data that were left out; one that is killed
-        before comes to the same step and the same choice.
+        A run that is killed afterwards resumes without the skipped data. A run that is killed before repeats the step
+        and the decision.
 
         Raises:
-            NotFiniteError: there is none that is valid.
+            NotFiniteError: there is no valid checkpoint.
         """
-        self.saves.wait()  # it may become the last checkpoint
-        self.phase.enter("starts")  # reading and hashing it may take long, as at the start
+        self.saves.wait()  # a pending save may become the last checkpoint
+        self.phase.enter("starts")  # reading and hashing a checkpoint may take as long as at the start
         self.bad_steps.go_back(bad_step, self.checkpointer, self.log, self.batches.reset().keys)
         self.save()
         self.saves.wait()
 
     def learning_rate(self, step: int) -> float:
-        """Return the learning rate of the update after `step` updates."""
+        """Return the learning rate of the update that follows `step` completed steps."""
         return learning_rate(step, self.config.training.num_steps, self.config.optimizer.lr, self.config.schedule)
 
     def report(self, loss_sums: torch.Tensor, seconds: float) -> None:
         """Reduce the counts since the last line over ranks, and report them.
 
         Args:
-            loss_sums: of the steps since then, see `step`; zeros if none of them was applied.
+            loss_sums: sums of the steps since the last line, see `step`; zeros without an update.
             seconds: duration of these steps.
         """
-        terms, state, mine = mean_terms(loss_sums, self.groups), self.state, self.batches.reset()
-        samples, counted = rates(mine, state.stream, self.groups, self.dims.micro_batches, seconds, self.device)
+        terms, state, consumed = mean_terms(loss_sums, self.groups), self.state, self.batches.reset()
+        samples, counted = rates(consumed, state.stream, self.groups, self.dims.micro_batches, seconds, self.device)
         state.consumed_samples += samples
         losses = {**named_losses(self.config.objective, terms), "grad_norm": self.grad_norm}
         values = {
-            **(losses if terms[0] == terms[0] else {}),  # where no step was applied, the means are 0 / 0
+            **(losses if terms[0] == terms[0] else {}),  # without an update, the means are 0 / 0
             **self.part_norms.take(),
             "learning_rate": self.learning_rate(state.step - 1),
             **counted,

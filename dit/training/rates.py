@@ -13,12 +13,12 @@ from dit.data_api import DataStream, SampleCounts
 from dit.monitoring.heartbeat import Phase
 from dit.monitoring.run_log import RunLog
 from dit.objectives.base import Objective
-from dit.training.device_batches import Consumed
+from dit.step.device_batches import Consumed
 from dit.training.validate import named_losses
 
 
 def rates(
-    mine: Consumed,
+    consumed: Consumed,
     stream: DataStream,
     groups: ProcessGroups,
     micro_batches: int,
@@ -28,26 +28,26 @@ def rates(
     """Reduce the counts of the steps since the last line; every rank calls this.
 
     Args:
-        mine: counts of this rank.
-        stream: of this rank.
-        micro_batches: of each replica in a step.
+        consumed: counts of this rank.
+        stream: data stream of this rank.
+        micro_batches: micro-batches of each replica in a step.
         seconds: duration of these steps.
 
     Returns:
-        The samples of all ranks, and the values to log.
+        The number of samples of all ranks, and the values to log.
     """
     dropped, ranks = stream.sample_counts().dropped.total(), groups.world_size
-    made = [dropped, stream.samples_per_s(), stream.late()]
+    loader = [dropped, stream.samples_per_s(), stream.late()]
     counts = torch.tensor(
-        [mine.samples, mine.valid_tokens, mine.padded_tokens, sum(mine.flops), *made],
+        [consumed.samples, consumed.valid_tokens, consumed.padded_tokens, sum(consumed.flops), *loader],
         dtype=torch.float64,
         device=device,
     )
     dist.all_reduce(counts, group=groups.dp)
-    samples, valid, padded, flops, all_dropped, made_per_s, late = counts.tolist()
-    # Replicas wait for each other at the end of each step: the step lasts as long as the most work of one of them.
-    steps = torch.tensor(mine.flops, dtype=torch.float64, device=device).view(-1, micro_batches)
-    slowest = torch.cat([steps.sum(1), steps.new_tensor([mine.waited_s / seconds])])
+    samples, valid, padded, flops, all_dropped, loader_samples_per_s, late = counts.tolist()
+    # Replicas wait for each other at the end of each step, so the step lasts as long as the largest work.
+    steps = torch.tensor(consumed.flops, dtype=torch.float64, device=device).view(-1, micro_batches)
+    slowest = torch.cat([steps.sum(1), steps.new_tensor([consumed.waited_s / seconds])])
     dist.all_reduce(slowest, dist.ReduceOp.MAX, group=groups.dp)
     peak = peak_flops(describe())
     return int(samples), {
@@ -60,18 +60,18 @@ def rates(
         "work_imbalance": slowest[:-1].sum().item() * groups.dp_size / flops,
         "data_wait_share": slowest[-1].item(),
         "late_micro_batches": late,
-        "loader_samples_per_s": made_per_s,
+        "loader_samples_per_s": loader_samples_per_s,
         "dropped_samples": all_dropped,
     }
 
 
 def rank_times(seconds: list[float], groups: ProcessGroups, device: torch.device) -> dict[str, float]:
-    """Return how long ranks compute in a step until they reduce gradients: the median, the slowest, and which it is.
+    """Return the seconds of a step until the gradients are reduced: the median, the slowest rank and its number.
 
-    Ranks that share a model wait for each other inside, so a slow one slows its peers down: look at replicas.
+    Ranks that share a model wait for each other in the step, so a slow rank slows its whole replica down.
 
     Args:
-        seconds: of this rank, for each step since the last call.
+        seconds: seconds of this rank for each step since the last call.
     """
     means = torch.zeros(groups.world_size, device=device)
     means[groups.rank] = sum(seconds) / max(1, len(seconds))
@@ -102,7 +102,7 @@ def mean_loss(objective: Objective, loss_sums: torch.Tensor, groups: ProcessGrou
 
 
 def counters(state: TrainState, skipped_updates: int) -> dict[str, float]:
-    """Return the counters that only some runs have: updates that were left out, and those of an fp16 run's scale."""
+    """Return the counters that only some runs have: skipped updates, and the loss scale and overflows of fp16."""
     values: dict[str, float] = {"skipped_updates": skipped_updates} if skipped_updates else {}
     if state.loss_scale is not None:
         values["loss_scale"] = state.loss_scale.value
@@ -114,26 +114,26 @@ def report_drops(state: TrainState, total: int, groups: ProcessGroups, log: RunL
     """Record an incident and print lines if samples were dropped since the last report; every rank calls this.
 
     Args:
-        total: samples dropped so far, the same on all ranks.
+        total: number of samples dropped so far, equal on all ranks.
     """
-    known, log.drops.total = log.drops.total, total
-    if total == known:
+    reported, log.drops.total = log.drops.total, total
+    if total == reported:
         return
     gathered = [SampleCounts() for _ in range(groups.dp_size)]
     dist.all_gather_object(gathered, state.stream.sample_counts(), group=groups.dp)
     counts = sum(gathered, SampleCounts())
-    log.incident("samples_dropped", state.step, samples=total - known, total=total, by_reason=counts.by_reason())
+    log.incident("samples_dropped", state.step, samples=total - reported, total=total, by_reason=counts.by_reason())
     for line in log.drops.lines(counts):
         log.message(f"step {state.step}: {line}")
 
 
-def watch(wrapped: Sequence[Any], timer: StepTimer, phase: Phase) -> None:
-    """Let a rank's model tell what it does: each forward pass is progress, and a step is timed until its reduction.
+def report_progress(wrapped: Sequence[Any], timer: StepTimer, phase: Phase) -> None:
+    """Report progress from forward hooks, and stop the timer where the reduction of the gradients starts.
 
-    Before the reduction of the gradients a rank computes, in it the ranks wait for each other.
+    Until then a rank computes; in the reduction it waits for other ranks.
 
     Args:
-        wrapped: the model chunks in their data-parallel wrappers.
+        wrapped: model chunks in their data-parallel wrappers.
     """
 
     def timed(finalize: Callable[..., None]) -> Callable[..., None]:
@@ -146,9 +146,4 @@ def watch(wrapped: Sequence[Any], timer: StepTimer, phase: Phase) -> None:
 
     for chunk in wrapped:
         chunk.config.finalize_model_grads_func = timed(chunk.config.finalize_model_grads_func)
-        chunk.register_forward_pre_hook(lambda *given: phase.go_on())
-
-
-def is_due(step: int, interval: int) -> bool:
-    """Return whether what happens every `interval` steps happens after `step`; 0 means never."""
-    return interval > 0 and step % interval == 0
+        chunk.register_forward_pre_hook(lambda *_: phase.go_on())

@@ -111,7 +111,7 @@ def compare_public(network: nn.Module, model: ModelConfig, batch: PackedBatch) -
     rules = form.rules(model, shapes, size)
     weights = {name: parameter.detach() for name, parameter in network.named_parameters() if name in shapes}
     reference = getattr(diffusers, form.class_name).from_config(settings).eval()
-    reference.load_state_dict(rules.to_theirs(weights), strict=not rules.stored_tables)
+    reference.load_state_dict(rules.to_external(weights), strict=not rules.stored_tables)
 
     conditions = {name: entry.values for name, entry in batch.conditions.items()}
     if (guidance := getattr(model, "guidance", None)) is not None:
@@ -134,11 +134,11 @@ def _gradients(rules: RuleBook, ours: Mapping[str, Tensor], theirs: Mapping[str,
     """Return the relative error of each gradient that both models have; gradients of copies are summed."""
     pairs: dict[str, tuple[Tensor, Tensor]] = {}
     for rule in rules.rules:
-        parts = rule.form.to_theirs(ours[rule.ours])
-        stored = [theirs[name].grad for name in rule.theirs]
+        parts = rule.form.to_external(ours[rule.name])
+        stored = [theirs[name].grad for name in rule.external_names]
         grads = [torch.zeros_like(part) if grad is None else grad for part, grad in zip(parts, stored, strict=True)]
         if isinstance(rule.form, Copies):
-            pairs[rule.ours] = torch.stack(grads).sum(0), parts[0]
+            pairs[rule.name] = torch.stack(grads).sum(0), parts[0]
         else:
-            pairs |= {f"{rule.ours} ({name})": pair for name, pair in zip(rule.theirs, zip(grads, parts))}
+            pairs |= {f"{rule.name} ({name})": pair for name, pair in zip(rule.external_names, zip(grads, parts))}
     return tensor_errors({n: grad for n, (grad, _) in pairs.items()}, {n: part for n, (_, part) in pairs.items()})

@@ -33,9 +33,9 @@ from dit.parallel.build import build_model, build_optimizer, wrap
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
 from dit.parallel.implementations import target_of
 from dit.parallel.loss_scale import loss_scale_of
-from dit.parallel.schedule import forward_backward
 from dit.settings import OptimizerConfig, TrainingConfig
-from dit.training.step import noise_kernel, training_forward_step
+from dit.step.forward_step import noise_kernel, training_forward_step
+from dit.step.schedule import forward_backward
 
 SEED = 5
 # Gradients that are zero in exact arithmetic (a key bias does not change the softmax) are rounding errors, which Adam

@@ -1,42 +1,25 @@
-"""Command line: `python -m energon_data.prepare images --in DIR --out DIR`, or `... letters --out DIR`."""
+"""Command line: `python -m energon_data.prepare images --in DIR --out DIR`.
+
+Other packages add commands (`dit.extensions`), such as `letters` of examples/.
+"""
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Optional
+from typing import TYPE_CHECKING, Optional
 
+from dit import extensions
 from dit.errors import one_line_errors
 from dit.terminal import announce, counted, echo
+from energon_data.prepare.command import Command, add_text_encoder, add_work, text_encoder
 
 if TYPE_CHECKING:
     from energon_data.prepare.media import Options
 
 OF_FOLDERS = ("images", "videos", "folder")
 WITH_VIDEOS = ("videos", "folder", "webdataset")
-
-
-def _common(args: argparse.Namespace) -> dict[str, Any]:
-    names = ("size", "fonts", "samples_per_shard", "variations", "seed", "force")
-    return {**{name: getattr(args, name) for name in names}, "text_encoder": _text_encoder(args)}
-
-
-def _text_encoder(args: argparse.Namespace) -> Optional[str]:
-    """Return the line of all `--text-encoder` flags."""
-    return ",".join(args.text_encoder) if args.text_encoder else None
-
-
-def _letters(args: argparse.Namespace) -> None:
-    from energon_data.prepare.letters import prepare_letters
-
-    echo(prepare_letters(args.out, **_common(args)).summary())
-
-
-def _moving_letters(args: argparse.Namespace) -> None:
-    from energon_data.prepare.moving_letters import prepare_moving_letters
-
-    echo(prepare_moving_letters(args.out, frames=args.frames, stills=args.stills, **_common(args)).summary())
 
 
 def _cifar10(args: argparse.Namespace) -> None:
@@ -70,7 +53,7 @@ def _options(args: argparse.Namespace) -> "Options":
         vae=args.vae,
         precision=args.precision,
         device=args.device,
-        text_encoder=_text_encoder(args),
+        text_encoder=text_encoder(args),
         batch=args.batch,
         wording=Wording(
             default=args.caption,
@@ -111,16 +94,6 @@ def _huggingface(args: argparse.Namespace) -> None:
     make_captioned(prepare_huggingface(args.source, args.out, _options(args), table, **common), args)
 
 
-def _pictograms(args: argparse.Namespace) -> None:
-    from energon_data.prepare.console import make
-    from energon_data.prepare.pictograms import ATTRIBUTION, prepare_pictograms
-
-    names = ("size", "blocks", "count", "wordings", "vae", "samples_per_shard", "validation")
-    settings = {name: getattr(args, name) for name in names}
-    make(prepare_pictograms(args.out, text_encoder=_text_encoder(args), **settings), args)
-    echo(ATTRIBUTION)
-
-
 def _tensors(args: argparse.Namespace) -> None:
     from energon_data.prepare.console import make
     from energon_data.prepare.tensors import prepare_tensors
@@ -129,12 +102,11 @@ def _tensors(args: argparse.Namespace) -> None:
     make(prepare_tensors(args.source, args.out, **{name: getattr(args, name) for name in names}), args)
 
 
-def _add_media(parser: argparse.ArgumentParser, command: str) -> None:
-    parser.add_argument("--in", dest="source", type=Path, required=True, metavar="PATH", help="folder that is read")
+def _add_media(command: str, parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--in", dest="source", type=Path, required=True, metavar="PATH", help="folder to read")
     if command in OF_FOLDERS:
         _add_folder(parser)
     _add_samples(parser, command)
-    parser.set_defaults(run=_media)
 
 
 def _add_huggingface(parser: argparse.ArgumentParser) -> None:
@@ -153,16 +125,15 @@ def _add_huggingface(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--label-column", metavar="NAME", help="class numbers (label)")
     _add_samples(parser, "huggingface")
-    parser.set_defaults(run=_huggingface)
 
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:
     groups = parser.add_mutually_exclusive_group()
-    groups.add_argument("--labels", action="store_true", help="the folders right below --in are classes")
+    groups.add_argument("--labels", action="store_true", help="the folders directly below --in are classes")
     groups.add_argument(
         "--repeats",
         action="store_true",
-        help="the folders right below --in are called N_NAME: read N times as often; NAME is the caption of files "
+        help="the folders directly below --in are named N_NAME: read N times as often; NAME is the caption of files "
         "without one",
     )
     parser.add_argument(
@@ -175,8 +146,8 @@ def _add_folder(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_samples(parser: argparse.ArgumentParser, command: str) -> None:
-    parser.add_argument("--out", type=Path, required=True, help="folder to make")
-    parser.add_argument("--size", type=int, metavar="N", help="pixels: N x N is the largest area (native sizes)")
+    parser.add_argument("--out", type=Path, required=True, help="folder to create")
+    parser.add_argument("--size", type=int, metavar="N", help="largest area, N x N pixels (native sizes)")
     parser.add_argument(
         "--aspect",
         choices=("keep", "square", "buckets"),
@@ -185,20 +156,24 @@ def _add_samples(parser: argparse.ArgumentParser, command: str) -> None:
     )
     parser.add_argument("--enlarge", action="store_true", help="scale smaller pictures up to --size")
     parser.add_argument(
-        "--max-cut", type=float, default=0.5, metavar="SHARE", help="skip what would lose more of it (%(default)s)"
+        "--max-cut",
+        type=float,
+        default=0.5,
+        metavar="SHARE",
+        help="skip pictures that would lose a larger share (%(default)s)",
     )
     parser.add_argument(
         "--multiple-of", type=int, default=16, metavar="N", help="of both sides, in pixels (%(default)s)"
     )
     if command in WITH_VIDEOS:
-        parser.add_argument("--fps", type=float, help="frames per second that are taken (all)")
+        parser.add_argument("--fps", type=float, help="frames per second to take (all)")
         parser.add_argument("--frames", type=int, metavar="N", help="cut videos into clips of N frames (one clip)")
         parser.add_argument("--frames-multiple-of", type=int, default=1, metavar="N", help="of a clip (%(default)s)")
-        parser.add_argument("--clips", type=int, metavar="N", help="most clips of one video (all)")
+        parser.add_argument("--clips", type=int, metavar="N", help="largest number of clips per video (all)")
     parser.add_argument(
         "--follow-links", action="store_true", help="also read files and folders outside of --in to which links lead"
     )
-    parser.add_argument("--caption", metavar="TEXT", help="of every file without one of its own")
+    parser.add_argument("--caption", metavar="TEXT", help="of every file without a caption")
     parser.add_argument("--caption-prefix", default="", metavar="TEXT", help="before every caption")
     parser.add_argument("--caption-suffix", default="", metavar="TEXT", help="after every caption")
     parser.add_argument(
@@ -216,114 +191,55 @@ def _add_samples(parser: argparse.ArgumentParser, command: str) -> None:
     parser.add_argument(
         "--vae", metavar="NAME", help="store latents of this autoencoder (a diffusers folder or hub name)"
     )
-    _add_text_encoder(parser)
+    add_text_encoder(parser)
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of the encoders (%(default)s)")
     parser.add_argument("--device", default="cpu", help="of the encoders (%(default)s)")
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="samples encoded together (%(default)s)")
-    _add_work(parser, validation=0.02)
-    parser.set_defaults(command=command)
-
-
-def _add_work(parser: argparse.ArgumentParser, *, validation: float) -> None:
-    parser.add_argument("--validation", type=float, default=validation, metavar="SHARE", help="held out (%(default)s)")
-    parser.add_argument(
-        "--samples-per-shard", type=int, default=1000, metavar="N", help="files of a shard (%(default)s)"
-    )
-    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="(%(default)s)")
-    parser.add_argument("--dry-run", action="store_true", help="say what would be made, from a few samples")
-    parser.add_argument("--force", action="store_true", help="replace an older data set")
-
-
-def _add_pictograms(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--out", type=Path, required=True, help="folder to make")
-    parser.add_argument("--size", type=int, required=True, metavar="N", help="side of the pictures in pixels")
-    parser.add_argument(
-        "--blocks",
-        nargs="+",
-        metavar="NAME",
-        help="of Unicode: symbols dingbats pictographs emoticons transport supplemental extended (all characters)",
-    )
-    parser.add_argument("--count", type=int, metavar="N", help="so many, evenly spread over the code points (all)")
-    parser.add_argument("--wordings", type=int, default=1, metavar="N", help="captions of each, 1 to 3 (%(default)s)")
-    parser.add_argument("--vae", metavar="NAME", help="store latents of this autoencoder (a diffusers folder)")
-    _add_text_encoder(parser)
-    _add_work(parser, validation=0.0)
-    parser.set_defaults(run=_pictograms, command="pictograms")
+    add_work(parser, validation=0.02)
 
 
 def _add_tensors(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--in", dest="source", type=Path, required=True, metavar="PATH", help="folder of tars, a tar, or a wdinfo file"
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder to make")
-    parser.add_argument("--text-key", metavar="NAME", help="which of the encoders in a pickle (embeddings_t5_xxl)")
-    parser.add_argument("--text-encoder", metavar="NAME", help="what made the texts, recorded for prompts")
-    parser.add_argument("--vae", metavar="NAME", help="what made the latents, recorded for decoding")
+    parser.add_argument("--out", type=Path, required=True, help="folder to create")
+    parser.add_argument("--text-key", metavar="NAME", help="name of the encoder in a pickle (embeddings_t5_xxl)")
+    parser.add_argument("--text-encoder", metavar="NAME", help="encoder of the texts, recorded for prompts")
+    parser.add_argument("--vae", metavar="NAME", help="autoencoder of the latents, recorded for decoding")
     parser.add_argument("--follow-links", action="store_true", help="also read folders to which links lead")
-    _add_work(parser, validation=0.02)
-    parser.set_defaults(run=_tensors, command="tensors")
+    add_work(parser, validation=0.02)
 
 
 def _add_cifar10(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--in", dest="source", type=Path, required=True, metavar="DIR", help="cifar-10-batches-py or -bin, unpacked"
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder to make")
+    parser.add_argument("--out", type=Path, required=True, help="folder to create")
     parser.add_argument("--samples-per-shard", type=int, default=2000, metavar="N", help="(%(default)s)")
     parser.add_argument("--force", action="store_true", help="replace an older data set")
-    parser.set_defaults(run=_cifar10)
 
 
-def _add_text_encoder(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--text-encoder",
-        action="append",
-        metavar="[ENTRY=]NAME",
-        help="store embeddings of the captions: all-minilm-l6-v2, or a folder or hub name of T5 or CLIP; again for "
-        "further entries, such as pooled=NAME",
-    )
-
-
-def _add_common(parser: argparse.ArgumentParser, *, variations: int, what: str) -> None:
-    parser.add_argument("--out", required=True, help="folder to create")
-    parser.add_argument("--size", type=int, default=16, help="side of the pictures in pixels (%(default)s)")
-    parser.add_argument(
-        "--fonts",
-        nargs="+",
-        metavar="DIR",
-        help="look for fonts here instead of in matplotlib's and the system's folders",
-    )
-    parser.add_argument("--samples-per-shard", type=int, default=2000, metavar="N", help="(%(default)s)")
-    parser.add_argument("--variations", type=int, default=variations, metavar="N", help=f"{what} (%(default)s)")
-    _add_text_encoder(parser)
-    parser.add_argument("--seed", type=int, default=0, help="of variations and order (%(default)s)")
-    parser.add_argument("--force", action="store_true", help="replace an older data set")
+COMMANDS = {
+    "images": Command("a folder of pictures with captions or classes", partial(_add_media, "images"), _media),
+    "videos": Command("a folder of videos with captions or classes", partial(_add_media, "videos"), _media),
+    "folder": Command("a folder of both", partial(_add_media, "folder"), _media),
+    "webdataset": Command("tar files of pictures or videos with captions", partial(_add_media, "webdataset"), _media),
+    "huggingface": Command(
+        "a data set of the Hugging Face hub, or parquet files with pictures", _add_huggingface, _huggingface
+    ),
+    "tensors": Command("tar files of older systems: .pth latents, .pickle texts", _add_tensors, _tensors),
+    "cifar10": Command("CIFAR-10 from its own files, for Python or binary", _add_cifar10, _cifar10),
+}
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     parser = argparse.ArgumentParser(prog="python -m energon_data.prepare", description="Write a data set.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_media(commands.add_parser("images", help="a folder of pictures with captions or classes"), "images")
-    _add_media(commands.add_parser("videos", help="a folder of videos with captions or classes"), "videos")
-    _add_media(commands.add_parser("folder", help="a folder of both"), "folder")
-    _add_media(commands.add_parser("webdataset", help="tar files of pictures or videos with captions"), "webdataset")
-    _add_huggingface(
-        commands.add_parser("huggingface", help="a data set of the Hugging Face hub, or parquet files with pictures")
-    )
-    _add_tensors(commands.add_parser("tensors", help="tar files of older systems: .pth latents, .pickle texts"))
-    _add_pictograms(commands.add_parser("pictograms", help="colour pictograms of Unicode characters, with their names"))
-    _add_cifar10(commands.add_parser("cifar10", help="CIFAR-10 from its own files, for Python or binary"))
-    letters = commands.add_parser("letters", help="capitals A-Z of every text font on this machine")
-    _add_common(letters, variations=16, what="pictures per glyph and font face")
-    letters.set_defaults(run=_letters)
-    moving = commands.add_parser("moving_letters", help="clips of these letters moving in four directions, and stills")
-    _add_common(moving, variations=16, what="clips per glyph, font face and direction")
-    moving.add_argument("--frames", type=int, default=8, metavar="N", help="frames of each clip (%(default)s)")
-    moving.add_argument(
-        "--stills", type=int, default=0, metavar="N", help="frames of each that are also samples (none)"
-    )
-    moving.set_defaults(run=_moving_letters)
+    for name, command in extensions.load("preparations", COMMANDS).items():
+        subparser = commands.add_parser(name, help=command.summary)
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run, command=name)
     return parser
 
 

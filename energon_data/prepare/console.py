@@ -11,7 +11,7 @@ from tqdm import tqdm
 from dit.errors import ConfigError
 from dit.terminal import counted, echo, printable
 from energon_data.prepare.build import SKIPPED, UnitRecord
-from energon_data.prepare.preparation import Preparation
+from energon_data.prepare.preparation import EXTENSIONS, Preparation
 from energon_data.prepare.ranks import Ranks
 
 
@@ -78,10 +78,10 @@ def _run_with_progress(preparation: Preparation, args: argparse.Namespace, *, sh
 
 
 def _entry(preparation: Preparation) -> str:
-    """Return the word for what the input consists of."""
-    return {"webdataset": "archive", "tensors": "archive", "pictograms": "drawing", "huggingface": "row"}.get(
-        preparation.plan["command"], "file"
-    )
+    """Return the noun for a part of the input; generated data sets have samples."""
+    command = preparation.plan["command"]
+    nouns = {"webdataset": "archive", "tensors": "archive", "huggingface": "row"}
+    return nouns.get(command, "file" if command in EXTENSIONS else "sample")
 
 
 def _summary(out: Path, total: UnitRecord, seconds: float, noun: str) -> str:

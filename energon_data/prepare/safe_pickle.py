@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dit.patches import patches
 from dit.safe_files import read_torch
 from energon_data.samples import SampleError
 
@@ -45,6 +46,11 @@ def _dtype(code: object, *_: object) -> np.dtype:
     return np.dtype(code)
 
 
+@patches(
+    "torch 2.11-2.14",
+    "torch/_utils.py: _rebuild_tensor, _rebuild_tensor_v2",
+    why="pickles of torch name this private function",
+)
 def _rebuild(*args: Any) -> Tensor:
     """Stand in for `torch._utils._rebuild_tensor_v2`, without its hooks."""
     storage, offset, size, stride = args[:4]

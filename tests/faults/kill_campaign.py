@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, Optional
 from unittest import mock
 
-from dit.checkpoint.writer import ORDER
+from dit.checkpoint.background.writer import ORDER
 from dit.verify.ranks import FORKS, free_port
 from tests.integration import actions
 from tests.integration.runs import assert_same_bits, checkpoint, losses, read_tensors
@@ -51,7 +51,7 @@ ENTERED = {
     "positioning the data": "dit.checkpoint.checkpointer.read_loader_state",
     "training": "dit.training.pretrain.Run.step",
     "beginning a save": "dit.checkpoint.saves.Saves.save",
-    "copying to the host": "dit.checkpoint.writer_process.SharedMemory.write",
+    "copying to the host": "dit.checkpoint.background.writer.SharedMemory.write",
     "sealing": "dit.checkpoint.store.CheckpointStore.publish",
     "deleting old ones": "dit.checkpoint.store.CheckpointStore.prune",
 }
@@ -164,7 +164,7 @@ def writer_of(rank: BaseProcess) -> Optional[int]:
     for thread in Path(f"/proc/{rank.pid}/task").glob("*/children"):
         with suppress(FileNotFoundError, ProcessLookupError):
             for child in map(int, thread.read_text().split()):
-                if b"dit.checkpoint.writer" in Path(f"/proc/{child}/cmdline").read_bytes():
+                if b"dit.checkpoint.background.writer" in Path(f"/proc/{child}/cmdline").read_bytes():
                     return child
     return None
 

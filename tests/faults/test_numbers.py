@@ -253,7 +253,7 @@ def test_a_fault_that_does_not_repeat_is_said_to_be_of_the_machine(endings: dict
     assert [run.code for run in endings["machine"]] == [0, 0]
     report = json.loads((folder / "machine" / "bad_steps" / f"step_{BAD:07d}.json").read_text())
     assert report["first"] is None
-    assert "its norm, overflows, or look for a fault of the machine" in report["began"], "the losses are the same"
+    assert "its norm, overflows, or suspect a fault of the machine" in report["began"], "the losses are the same"
 
 
 @pytest.mark.matrix

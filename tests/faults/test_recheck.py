@@ -85,8 +85,8 @@ def test_a_fault_that_comes_once_is_seen_and_changes_nothing(
         assert [run.code for run in ended[name]] == [17, 17]
         record = outcome(folder / name)
         assert (record["reason"], record["step"]) == ("machine", DUE - 1)
-        assert f"step {DUE}: computed twice from the same data and weights" in record["error"]
-        assert "with neither, on rank 1. No update" in record["error"]
+        assert f"step {DUE}: two computations from the same data and weights" in record["error"]
+        assert "and a third one neither of them, on rank 1. No update" in record["error"]
         assert incident["details"]["action"] == "stop"
         return
     assert [run.code for run in ended[name]] == [0, 0], ended[name][0].err

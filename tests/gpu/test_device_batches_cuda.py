@@ -8,7 +8,7 @@ import torch
 from dit.backends import megatron_cpu
 from dit.condition_table import CONTEXT, LABEL
 from dit.data_api import BatchSpec
-from dit.training.device_batches import DeviceBatches
+from dit.step.device_batches import DeviceBatches
 from energon_data.mock import MockData
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

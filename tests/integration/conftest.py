@@ -5,7 +5,7 @@ from pathlib import Path
 import matplotlib
 import pytest
 
-from energon_data.prepare.letters import prepare_letters
+from examples.letters.stills import prepare_letters
 
 
 @pytest.fixture(scope="session")

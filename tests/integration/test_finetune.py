@@ -248,7 +248,7 @@ def test_comfyui_gets_the_layers_of_the_original_code(ended: dict[str, Any], fol
     ("name", "said"),
     [
         ("full as adapters", ["has a full model and no adapters"]),
-        ("no base", ["model.lora trains adapters beside", "checkpoint.start_from=RUN_DIR"]),
+        ("no base", ["model.lora trains adapters of", "checkpoint.start_from=RUN_DIR"]),
         ("on adapters", ["has only adapters (LoRA) for the weights of", "/base/"]),
         ("other rank", ["lora_A.weight"]),
         ("lora on lora", ["has adapters itself"]),

@@ -13,7 +13,7 @@ from dit.convert.state_files import read_diffusers
 from dit.encoders.vae import VAE
 from dit.errors import EXIT_DATA, EXIT_OK
 from energon_data.media_files import pixels_of
-from energon_data.prepare.pictograms import ATTRIBUTION, choose_pictograms, draw
+from examples.pictograms.drawings import ATTRIBUTION, choose_pictograms, draw
 from tests.integration import actions
 from tests.integration.runs import checkpoint, loss_values, overrides, read_tensors, scalars
 from tests.parity.convert_cases import assert_same_bits
@@ -89,7 +89,9 @@ def done(folder: Path) -> dict[str, Any]:
                 ]
             },
         ),
-        "letters": Job(actions.evaluate, {"arguments": ["--checkpoint", str(folder / "latent")]}),
+        "letters": Job(
+            actions.evaluate, {"arguments": ["--checkpoint", str(folder / "latent"), "--metric", "letters"]}
+        ),
     }
     return run_jobs(folder / "world", jobs)
 

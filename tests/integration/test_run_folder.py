@@ -78,7 +78,7 @@ def test_a_run_ends_with_how_it_went_and_how_to_draw(done: dict[str, Any], folde
     best = min(held_out, key=lambda step: held_out[step])
     for name, start, step, end in (
         ("first", "finished step 4 of 4 after ", 4, ""),
-        ("resumed", "stopped at step 5 of 6 after ", 5, ", the same command goes on"),
+        ("resumed", "stopped at step 5 of 6 after ", 5, ", the same command continues the run"),
     ):
         went, command = done[name].out.splitlines()[-2:]
         assert went.startswith(start)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import yaml
 
+from dit.checkpoint.background.remote import OWNER
 from dit.checkpoint.manifest import read_manifest, verify_folder
-from dit.checkpoint.remote import OWNER
 from dit.monitoring.sinks import read_records
 from tests.integration import actions
 from tests.integration.runs import checkpoint, checkpoints, losses, mock, outcome

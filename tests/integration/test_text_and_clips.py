@@ -18,9 +18,9 @@ from dit.encoders.text_config import ENCODERS
 from dit.monitoring.flops import PackFlops
 from dit.monitoring.sinks import scalars_by_step
 from dit.run_config import RunConfig
-from energon_data.prepare.letters import prepare_letters
-from energon_data.prepare.moving_letters import CLASS_NAMES, FPS, prepare_moving_letters
 from energon_data.prepare.shards import npy_bytes
+from examples.letters.moving import CLASS_NAMES, FPS, prepare_moving_letters
+from examples.letters.stills import prepare_letters
 from tests.integration import actions
 from tests.integration.runs import TINY, loss_values, overrides, read_records
 from tests.support.ranks import Job, run_jobs

@@ -19,7 +19,7 @@ from dit.parallel.build import build_model as build_on_one_rank
 from dit.parallel.build import count_parameters
 from dit.parallel.dims import ParallelConfig
 from dit.settings import TrainingConfig
-from dit.training.step import training_forward_step
+from dit.step.forward_step import training_forward_step
 from dit.verify.compare import BOUNDS, compare_training
 from dit.verify.laws import Check
 from dit.verify.ranks import run_world

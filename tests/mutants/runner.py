@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-COPIED = ("dit", "energon_data", "recipes", "launch", "benchmarks", "tests")
+COPIED = ("dit", "energon_data", "recipes", "launch", "benchmarks", "examples", "tests", "docs")
 TIMEOUT_S = 1800.0  # of the tests of one mutant, which may never end
 NO_FAILURE, FAILURES, INTERRUPTED = 0, 1, 2
 """Exit codes of pytest; the last one is that of a test file that cannot be imported."""

@@ -21,8 +21,9 @@ from dit.run_config import RunConfig
 from dit.settings import SamplingConfig, TrainingConfig
 from dit.verify.trial import disturb_constants
 from energon_data.mock import MockData
-from launch import evaluate, letter_score
-from launch.letter_reader import LetterReader
+from examples.letters import score as letter_score
+from examples.letters.reader import LetterReader
+from launch import evaluate
 
 LETTERS, EACH, SIDE = ("A", "B", "C"), 30, 16
 SMALL = {
@@ -69,7 +70,8 @@ def run(case: dict) -> dict:
     Counting.drawn, folder = 0, Path(case["folder"])
     folder.mkdir(exist_ok=True)
     out = io.StringIO()
-    words = ["--samples-per-class", str(EACH), "--seed", "3", "--json", "--out", str(folder / "grid.png")]
+    words = ["--metric", "letters", "--samples-per-class", str(EACH), "--seed", "3"]
+    words += ["--json", "--out", str(folder / "grid.png")]
     with contextlib.redirect_stdout(out):
         code = evaluate.main(["--cascade", "base=base", "sr=sr", *words])
     found: list[Any] = [None] * dist.get_world_size()

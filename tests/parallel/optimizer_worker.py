@@ -9,7 +9,7 @@ from dit.backends import process_groups
 from dit.optimizer.schedules import TorchOneCycle
 from dit.parallel.build import build_model
 from dit.settings import OptimizerConfig
-from dit.training.step import training_forward_step
+from dit.step.forward_step import training_forward_step
 from tests.parallel.fsdp_worker import config_of
 
 

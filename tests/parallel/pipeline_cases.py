@@ -65,7 +65,7 @@ def predict(case: dict) -> dict:
     """Held-out loss and samples with the weight average, and the weights afterwards."""
     from dit.backends import process_groups
     from dit.optimizer.ema import EMA
-    from dit.parallel.schedule import FullNetwork
+    from dit.parallel.full_network import FullNetwork
     from dit.sampling.generate import empty_pack, generate
     from dit.training.validate import held_out_loss
 

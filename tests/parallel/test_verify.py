@@ -16,7 +16,7 @@ from dit.models.lora_config import LoRAConfig
 from dit.parallel.build import build_on_meta, count_parameters
 from dit.parallel.dims import ParallelConfig
 from dit.run_config import RunConfig
-from dit.training.step import training_forward_step
+from dit.step.forward_step import training_forward_step
 from dit.verify.full import differences, reference_bytes, reference_folder
 from dit.verify.ranks import run_world
 from dit.verify.report import Verdict, judge_differences

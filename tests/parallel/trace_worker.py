@@ -12,7 +12,7 @@ from dit.backends import process_groups
 from dit.models.base import ModelConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
-from dit.planner.trace import Job
+from dit.planner.job import Job
 from dit.run_config import RunConfig
 from dit.settings import LoggingConfig, OptimizerConfig, TrainingConfig
 from dit.tracing.counter import flop_formulas

@@ -14,8 +14,8 @@ from torch import Tensor
 from benchmarks.parallel_training import build, micro_batch
 from dit.backends import process_groups
 from dit.objectives.flow_matching import FlowMatching
-from dit.parallel.schedule import forward_backward
-from dit.training.step import training_forward_step
+from dit.step.forward_step import training_forward_step
+from dit.step.schedule import forward_backward
 from dit.verify.trial import SEED
 
 COLLECTIVES = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")

@@ -42,14 +42,14 @@ def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, nam
     imported = form.read_settings(theirs.config)
     model = imported.model
     rules = form.rules(model, parameter_shapes(model), imported.latent_size)
-    assert_same_bits(rules.to_theirs(rules.to_ours(state)), state)
+    assert_same_bits(rules.to_external(rules.from_external(state)), state)
     settings, notes = form.write_settings(model, imported.latent_size)
     assert notes == []
     assert {n: v for n, v in AutoencoderKL.from_config(settings).config.items() if n[0] != "_"}.keys() == {
         n for n in theirs.config if n[0] != "_"
     }
 
-    network = load(build_model(model), rules.to_ours(state))
+    network = load(build_model(model), rules.from_external(state))
     batch = pack(model, [0, 1, 2])
     prepared = Autoencoding().prepare(batch, noise_for(batch))
     time_S = torch.zeros(3)
@@ -113,7 +113,7 @@ def test_the_defaults_are_latent_diffusions_kl_f8():
     rules = form.rules(model, parameter_shapes(model), (1, 256, 256))
     with torch.device("meta"):
         theirs = {name: tuple(p.shape) for name, p in AutoencoderKL.from_config(settings).named_parameters()}
-    assert rules.their_shapes() == theirs
+    assert rules.external_shapes() == theirs
     assert sum(math.prod(shape) for shape in theirs.values()) == 83_653_863
 
 

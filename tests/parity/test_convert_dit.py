@@ -46,12 +46,12 @@ def test_a_published_state_dict_computes_the_same_here(build_model: BuildModel, 
     theirs = random_state(**{**SIZES, **changes})
     imported = original_dit.read_sizes(theirs, num_attention_heads=4)
     rules = original_dit.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
-    network = load(build_model(imported.model), rules.to_ours(theirs))
+    network = load(build_model(imported.model), rules.from_external(theirs))
     ours = run(network, imported.model, images()[:, :, None], STEPS / 1000, labels_B=LABELS)[:, :, 0]
     exact = public_forward(theirs, 4, images(), STEPS, LABELS)
     assert ours.shape == exact.shape
     assert relative_error(ours, exact) <= RTOL
-    back = rules.to_theirs(rules.to_ours(theirs))
+    back = rules.to_external(rules.from_external(theirs))
     # The table is computed, not copied.
     torch.testing.assert_close(back.pop("pos_embed"), theirs.pop("pos_embed"), rtol=0, atol=1e-6)
     assert_same_bits(back, theirs)
@@ -69,7 +69,7 @@ def test_published_sizes_have_their_published_counts():
             num_classes=1000,
         )
         rules = original_dit.rules(model, parameter_shapes(model), (1, 32, 32))
-        theirs = sum(torch.Size(shape).numel() for shape in rules.their_shapes().values())
+        theirs = sum(torch.Size(shape).numel() for shape in rules.external_shapes().values())
         assert theirs + rules.tables["pos_embed"].numel() == count
 
 
@@ -87,15 +87,15 @@ def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, out
             block.norm1.emb.load_state_dict(first)
     imported = form.read_settings(theirs.config)
     rules = form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
-    network = load(build_model(imported.model), rules.to_ours(theirs.state_dict()))
-    assert_same_bits(rules.to_theirs(rules.to_ours(theirs.state_dict())), theirs.state_dict())
+    network = load(build_model(imported.model), rules.from_external(theirs.state_dict()))
+    assert_same_bits(rules.to_external(rules.from_external(theirs.state_dict())), theirs.state_dict())
 
     ours = random_weights(rules.shapes)
     settings, notes = form.write_settings(imported.model, imported.latent_size)
     again = DiTTransformer2DModel.from_config(settings).eval()
-    again.load_state_dict(rules.to_theirs(ours))
+    again.load_state_dict(rules.to_external(ours))
     assert notes == []
-    assert_same_bits(rules.to_ours(again.state_dict()), ours)
+    assert_same_bits(rules.from_external(again.state_dict()), ours)
     for module, weights in ((theirs, None), (again, ours)):
         if weights is not None:
             load(network, weights)
@@ -131,7 +131,7 @@ def test_the_published_folder_of_2022_is_read():
     assert (imported.model.hidden_size, imported.model.num_layers, imported.latent_size) == (1152, 28, (1, 32, 32))
     with torch.device("meta"):
         published = {name: tuple(p.shape) for name, p in DiTTransformer2DModel(out_channels=8).named_parameters()}
-    assert rules.their_shapes() == published
+    assert rules.external_shapes() == published
     torch.testing.assert_close(
         rules.tables["pos_embed.pos_embed"], DiTTransformer2DModel(num_layers=0).pos_embed.pos_embed
     )
@@ -175,14 +175,14 @@ def test_weights_that_do_not_fit_are_named():
     wrong = {**theirs, "blocks.1.attn.proj.bias": torch.zeros(47), "lora.up": torch.zeros(2)}
     del wrong["t_embedder.mlp.2.weight"]
     with pytest.raises(ConfigError) as error:
-        rules.to_ours(wrong)
+        rules.from_external(wrong)
     text = str(error.value)
     assert "1 missing: t_embedder.mlp.2.weight [48, 48]" in text
     assert "1 unknown: lora.up [2]" in text
     assert "blocks.1.attn.proj.bias is [47], needs [48]" in text
     shifted = {**theirs, "pos_embed": theirs["pos_embed"].roll(1, dims=1)}
     with pytest.raises(ConfigError, match="not the fixed table"):
-        rules.to_ours(shifted)
+        rules.from_external(shifted)
     with pytest.raises(ConfigError, match="lacks pos_embed"):
         original_dit.read_sizes({n: x for n, x in theirs.items() if n != "pos_embed"})
     with pytest.raises(ConfigError, match="--num-attention-heads"):
@@ -196,4 +196,4 @@ def test_embedders_of_their_own_in_each_block_are_refused():
     imported = form.read_settings(theirs.config)
     rules = form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
     with pytest.raises(ConfigError, match="copies of one tensor differ"):
-        rules.to_ours(theirs.state_dict())
+        rules.from_external(theirs.state_dict())

@@ -51,20 +51,20 @@ def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, gui
     # At the usual scale of 3.5 the sinusoid's angles reach 3500, where theirs, in float32, are off by 1e-4.
     model = replace(imported.model, guidance=0.25) if guided else imported.model
     rules = form.rules(model, parameter_shapes(model), imported.latent_size)
-    assert_same_bits(rules.to_theirs(rules.to_ours(state)), state)
+    assert_same_bits(rules.to_external(rules.from_external(state)), state)
 
-    ours = random_weights(rules.shapes, seed=2) | {name: torch.zeros(rules.shapes[name]) for name in rules.only_ours}
+    ours = random_weights(rules.shapes, seed=2) | {name: torch.zeros(rules.shapes[name]) for name in rules.unmatched}
     settings, notes = form.write_settings(model, imported.latent_size)
     assert notes == []
     again = FluxTransformer2DModel.from_config(settings).eval()
-    again.load_state_dict(rules.to_theirs(ours))
-    assert_same_bits(rules.to_ours(again.state_dict()), ours)
+    again.load_state_dict(rules.to_external(ours))
+    assert_same_bits(rules.from_external(again.state_dict()), ours)
 
     generator = torch.Generator().manual_seed(3)
     images = torch.randn(2, 4, 8, 6, generator=generator)
     texts, pooled = torch.randn(2, 5, 20, generator=generator), torch.randn(2, 12, generator=generator)
     given = {"guidance": torch.full((2,), 0.25)} if guided else {}
-    for module, weights in ((theirs, rules.to_ours(state)), (again, ours)):
+    for module, weights in ((theirs, rules.from_external(state)), (again, ours)):
         network = load(build_model(model), weights)
         here = run(network, model, images[:, :, None], TIME, texts=list(texts), others={"pooled": pooled})[:, :, 0]
         assert relative_error(here, predict(module, images, texts, pooled, **given)) <= RTOL
@@ -85,7 +85,7 @@ def test_the_defaults_are_the_published_12b():
     form = DiffusersFlux()
     imported = form.read_settings({})
     rules = form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
-    count = sum(torch.Size(shape).numel() for shape in rules.their_shapes().values())
+    count = sum(torch.Size(shape).numel() for shape in rules.external_shapes().values())
     with torch.device("meta"):
         assert count == sum(p.numel() for p in FluxTransformer2DModel().parameters())
 

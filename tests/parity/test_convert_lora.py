@@ -26,7 +26,7 @@ from dit.convert.lora import (
     adapter_config,
     comfyui_tensors,
     diffusers_tensors,
-    to_their_layers,
+    to_external_layers,
     write_adapter_folder,
 )
 from dit.errors import ConfigError
@@ -211,12 +211,12 @@ def adapted(build_model: BuildModel, case: Case) -> tuple[nn.Module, ModelConfig
     imported = case.form.read_settings(theirs.config)
     model, lora = imported.model, replace(LORA, targets=list(case.targets))
     rules = case.form.rules(model, parameter_shapes(model), imported.latent_size)
-    base = random_weights(rules.shapes) | {n: torch.zeros(rules.shapes[n]) for n in rules.only_ours}
+    base = random_weights(rules.shapes) | {n: torch.zeros(rules.shapes[n]) for n in rules.unmatched}
     shapes = parameter_shapes(replace(model, lora=lora))
     adapters = random_weights({n: shape for n, shape in shapes.items() if "lora_" in n}, seed=1, scale=0.2)
     network = load(build_model(replace(model, lora=lora)), {**base, **adapters})
-    theirs.load_state_dict(rules.to_theirs(base))
-    return network, model, theirs, to_their_layers(rules, adapters, lora.scale)
+    theirs.load_state_dict(rules.to_external(base))
+    return network, model, theirs, to_external_layers(rules, adapters, lora.scale)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -253,9 +253,9 @@ def test_a_layer_without_a_counterpart_is_named() -> None:
     def exported(target: str) -> dict[str, Tensor]:
         shapes = parameter_shapes(replace(imported.model, lora=replace(LORA, targets=[target])))
         adapters = random_weights({n: shape for n, shape in shapes.items() if "lora_" in n})
-        return comfyui_tensors(to_their_layers(rules, adapters, LORA.scale), case.form.comfyui_name)
+        return comfyui_tensors(to_external_layers(rules, adapters, LORA.scale), case.form.comfyui_name)
 
-    with pytest.raises(ConfigError, match=r"adapter of embed\.linear cannot be one of pos_embed\.proj"):
+    with pytest.raises(ConfigError, match=r"adapter of embed\.linear cannot be an adapter of pos_embed\.proj"):
         exported("embed.linear")
     with pytest.raises(ConfigError, match=r"ComfyUI's name of caption_projection\.linear_1 is not known"):
         exported("text_projection.linear_1")

@@ -117,9 +117,9 @@ def test_nemos_network_and_ours_compute_the_same(case: str, build_model: BuildMo
     names = dict(theirs.named_parameters())
     found = import_weights.read_nemo_imagen(nemo_file(tmp_path / "x.nemo", settings(case), stored(theirs)), None)
     model = found.trained.model
-    weights = found.rules.to_ours(found.tensors)
+    weights = found.rules.from_external(found.tensors)
     assert sum(x.numel() for x in weights.values()) == sum(x.numel() for x in names.values())
-    assert_same_bits(found.rules.to_theirs(weights), found.tensors)
+    assert_same_bits(found.rules.to_external(weights), found.tensors)
     ours = load(build_model(model), weights)
     generator = torch.Generator().manual_seed(2)
 
@@ -176,13 +176,13 @@ def test_every_way_of_saving_is_read(prefix: str, kind: str, tmp_path: Path) -> 
         torch.save(lightning if kind == "ckpt" else weights, path)
     document.write_text(yaml.safe_dump({"name": "imagen", "trainer": {}, "model": settings("base fused")}))
     found = import_weights.read_nemo_imagen(path, None if kind == "nemo" else str(document))
-    assert_same_bits(found.rules.to_theirs(found.rules.to_ours(found.tensors)), theirs.state_dict())
+    assert_same_bits(found.rules.to_external(found.rules.from_external(found.tensors)), theirs.state_dict())
     assert found.trained.notes == notes
 
 
 def imported(source: Path) -> dict[str, Tensor]:
     found = import_weights.read_nemo_imagen(source, None)
-    return found.rules.to_ours(found.tensors)
+    return found.rules.from_external(found.tensors)
 
 
 def importing(source: Path, out: Path, *words: object) -> int:
@@ -215,7 +215,7 @@ def test_a_run_folder_has_the_weights_the_objective_and_the_sampling(
     assert "give --text-encoder" in printed
     rules = nemo_imagen.rules(run_config.model, parameter_shapes(run_config.model))
     weights = read_full_weights(folder, slot_of(folder, run_config, "ema"))
-    assert_same_bits(rules.to_theirs(weights), theirs.state_dict())
+    assert_same_bits(rules.to_external(weights), theirs.state_dict())
 
 
 def test_weights_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_archives_that_are_no_nemo_files_are_refused(tmp_path: Path, capsys: pyt
             archive.addfile(tarfile.TarInfo(str(number)))
     files = {
         "cut": (whole[: len(whole) // 2], "y.nemo"),
-        "compressed": (gzip.compress(whole), "rename it to .gz and gunzip it"),
+        "compressed": (gzip.compress(whole), "rename them to .gz and gunzip them"),
         "sharded": (
             sharded.getvalue(),
             "has no model_weights.ckpt, but model_config.yaml, mp_rank_00/model_weights.ckpt",

@@ -71,8 +71,8 @@ def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, nam
     state = random_weights(shapes, scale=0.2, seed=1)
     theirs.load_state_dict(state)
     rules = form.rules(model, parameter_shapes(model), LATENT_SIZE)
-    assert_same_bits(rules.to_theirs(rules.to_ours(state)), state)
-    network = load(build_model(model), rules.to_ours(state))
+    assert_same_bits(rules.to_external(rules.from_external(state)), state)
+    network = load(build_model(model), rules.from_external(state))
     generator = torch.Generator().manual_seed(2)
     for height, width in ((8, 4), (6, 10)):
         latents = torch.randn(3, model.in_channels, 1, height, width, generator=generator)
@@ -98,7 +98,7 @@ def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, nam
         ours.backward(cotangent)
         exact.backward(cotangent)
         ours_by_name = {n: p.grad for n, p in network.named_parameters() if p.grad is not None}
-        found = rules.to_theirs(ours_by_name)
+        found = rules.to_external(ours_by_name)
         wanted = {n: p.grad for n, p in theirs.named_parameters()}
         assert found.keys() == wanted.keys()
         errors = {n: relative_error(found[n], gradient) for n, gradient in wanted.items() if gradient.norm() > 0}
@@ -144,10 +144,10 @@ def test_the_defaults_are_stable_diffusion_v1():
     ours = parameter_shapes(model)
     with torch.device("meta"):
         theirs = {name: tuple(p.shape) for name, p in UNet2DConditionModel.from_config(settings).named_parameters()}
-    assert form.rules(model, ours, (1, 64, 64)).their_shapes() == theirs
+    assert form.rules(model, ours, (1, 64, 64)).external_shapes() == theirs
     assert sum(math.prod(shape) for shape in theirs.values()) == 859_520_964
     learned = replace(model, null_text="learned")
-    [note] = form.rules(learned, parameter_shapes(learned), (1, 64, 64)).left_behind()
+    [note] = form.rules(learned, parameter_shapes(learned), (1, 64, 64)).export_notes()
     assert note.startswith("text.null is not exported")
     assert "model.null_text=empty" in note
     assert parameter_shapes(learned) == {**ours, "text.null": (768,)}
@@ -183,7 +183,7 @@ def test_stable_diffusion_xl():
     for config in (published, settings):
         with torch.device("meta"):
             theirs = {name: tuple(p.shape) for name, p in UNet2DConditionModel.from_config(config).named_parameters()}
-        assert form.rules(model, ours, (1, 128, 128)).their_shapes() == theirs
+        assert form.rules(model, ours, (1, 128, 128)).external_shapes() == theirs
     assert sum(math.prod(shape) for shape in theirs.values()) == 2_567_463_684
 
 
@@ -237,7 +237,7 @@ def test_settings_that_ours_cannot_follow_are_refused(change: dict, message: str
 def test_models_that_theirs_cannot_hold_are_refused(changes: dict, message: str):
     with pytest.raises(ConfigError, match=message):
         DiffusersUNet().write_settings(replace(SIZES["v1"], **changes), LATENT_SIZE)
-    with pytest.raises(ConfigError, match="draws pictures and no clips"):
+    with pytest.raises(ConfigError, match="draws pictures, not clips"):
         DiffusersUNet().write_settings(SIZES["v1"], (2, 8, 8))
 
 

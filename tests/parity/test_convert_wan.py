@@ -40,19 +40,19 @@ def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, cha
     theirs.load_state_dict(state)
     imported = form.read_settings(theirs.config)
     rules = form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
-    assert_same_bits(rules.to_theirs(rules.to_ours(state)), state)
+    assert_same_bits(rules.to_external(rules.from_external(state)), state)
 
     ours = {**random_weights(rules.shapes, seed=2), "text.null": torch.zeros(20)}
     settings, notes = form.write_settings(imported.model, imported.latent_size)
     assert notes == []
     again = WanTransformer3DModel.from_config(settings).eval()
-    again.load_state_dict(rules.to_theirs(ours))
-    assert_same_bits(rules.to_ours(again.state_dict()), ours)
+    again.load_state_dict(rules.to_external(ours))
+    assert_same_bits(rules.from_external(again.state_dict()), ours)
 
     generator = torch.Generator().manual_seed(3)
     clips = torch.randn(2, 4, 4, 8, 6, generator=generator)
     texts = torch.randn(2, 5, 20, generator=generator)
-    for module, weights in ((theirs, rules.to_ours(state)), (again, ours)):
+    for module, weights in ((theirs, rules.from_external(state)), (again, ours)):
         network = load(build_model(imported.model), weights)
         here = run(network, imported.model, clips, STEPS / 1000, texts=list(texts))
         with torch.no_grad():
@@ -76,7 +76,7 @@ def test_the_defaults_are_the_published_14b():
     rules = form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
     with torch.device("meta"):
         published = {name: tuple(p.shape) for name, p in WanTransformer3DModel().named_parameters()}
-    assert rules.their_shapes() == published
+    assert rules.external_shapes() == published
 
 
 @pytest.mark.parametrize(

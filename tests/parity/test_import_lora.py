@@ -42,8 +42,8 @@ def a_base(case: Case) -> tuple[nn.Module, ModelConfig, RuleBook, dict[str, Tens
     theirs = case.module()
     imported = case.form.read_settings(theirs.config)
     rules = case.form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
-    base = random_weights(rules.shapes) | {n: torch.zeros(rules.shapes[n]) for n in rules.only_ours}
-    theirs.load_state_dict(rules.to_theirs(base))
+    base = random_weights(rules.shapes) | {n: torch.zeros(rules.shapes[n]) for n in rules.unmatched}
+    theirs.load_state_dict(rules.to_external(base))
     return theirs, imported.model, rules, base
 
 
@@ -80,7 +80,7 @@ def test_adapters_of_peft(build_model: BuildModel, tmp_path: Path, name: str, se
     there = with_peft(base[0], name, **patterns, **settings)
     there.save_pretrained(tmp_path)
     adapters = imported_from(tmp_path, case, base[1], base[2])
-    assert any("filled up to rank" in note for note in adapters.notes)
+    assert any("extended to rank" in note for note in adapters.notes)
     same_prediction(build_model, case, adapters, base, there.base_model.model)
 
 
@@ -205,7 +205,7 @@ def cut(part: str, axis: int) -> Change:
         (renamed("attentions_1", "attentions_7"), "1 of 1 layers are not of UNet2DConditionModel .*--base belong"),
         (cut("lora_down", 1), r"weight of the base is .* check --base"),
         (lambda t: {n: x / 0 for n, x in t.items()}, "not finite"),
-        (lambda t: {**t, "other": torch.ones(1)}, "other are no tensors of LoRA"),
+        (lambda t: {**t, "other": torch.ones(1)}, "other are not LoRA tensors"),
         (renamed("lora_unet", "lora_te_text_model"), "has no adapter of UNet2DConditionModel"),
         (cut("lora_up", 1), "which have no product"),
         (
@@ -226,7 +226,7 @@ def test_what_has_no_counterpart_is_refused(tmp_path: Path, change: Change, mess
 @pytest.mark.parametrize(
     ("layer", "message"),
     [
-        ("down_blocks.0.resnets.0.conv1", "beside a convolution of 3 x 3"),
+        ("down_blocks.0.resnets.0.conv1", "adapts a 3 x 3 convolution"),
         ("time_embedding.linear_1", None),
     ],
 )

@@ -244,10 +244,10 @@ OTHER_VAE = Case("", WanConfig(**WAN, in_channels=4, null_text="empty"), FlowMat
 @pytest.mark.parametrize(
     ("case", "said"),
     [
-        (replace(PIXART_T5, objective=FlowMatching()), "runs DDPM of 1000 steps .* trained by FlowMatching"),
+        (replace(PIXART_T5, objective=FlowMatching()), "runs DDPM of 1000 steps .* trained with FlowMatching"),
         (
             replace(PIXART_T5, model=replace(PIXART_T5.model, null_text="learned")),
-            "leads away from the embedding of the empty text.*null_text=empty",
+            "uses the embedding of the empty text as unconditional.*null_text=empty",
         ),
         (replace(PIXART_T5, encoders=None), "needs a T5 or a BERT, and the run names no text encoder"),
         (replace(PIXART_T5, encoders="{t5}:padded"), "needs a T5 or a BERT that makes `text`, without `:padded`"),
@@ -256,7 +256,7 @@ OTHER_VAE = Case("", WanConfig(**WAN, in_channels=4, null_text="empty"), FlowMat
         (replace(CASES["wan"], encoders="{t5}"), "a UMT5 or a T5 that makes `text`, .*, with `:zero_padded`"),
         (
             replace(XL, model=replace(XL.model, null_text="learned")),
-            "leads away from the embedding of the empty text or zeros.*null_text=empty or zeros",
+            "uses the embedding of the empty text or zeros as unconditional.*null_text=empty or zeros",
         ),
         (
             replace(XL, model=replace(XL.model, context_size=CLIP_WIDTH), encoders="text+pooled={clip}:padded"),

@@ -87,8 +87,8 @@ def test_a_record_of_foreign_classes_is_refused():
     [
         ("model", {"num_attention_heads": 3}, "num_attention_heads=3"),
         ("sampling", {"num_steps": 2000}, "2000"),
-        ("sampling", {"variance": "large"}, "sampling.solver='euler' does not draw"),
-        ("sampling", {"variance": "learned", "solver": "ancestral"}, "needs an objective that learns one"),
+        ("sampling", {"variance": "large"}, "has no effect with sampling.solver='euler'"),
+        ("sampling", {"variance": "learned", "solver": "ancestral"}, "needs an objective with a learned variance"),
         ("sampling", {"guidance_channels": 5}, "use at most 4"),
         ("training", {"recompute_layers": 2}, "recompute_layers=2"),
         ("schedule", {"min_lr": 1.0}, "min_lr=1.0"),
@@ -171,7 +171,7 @@ def test_a_shortened_run_says_what_it_does_not_reach(settings, line):
 def test_an_autoencoder_that_is_no_folder_is_refused(tmp_path):
     """A name on a hub is not looked up, and a relative path may be made later."""
     for missing in (tmp_path / "vae", "~/no such folder"):
-        with pytest.raises(ConfigError, match=r"sampling\.vae='.*' is no folder"):
+        with pytest.raises(ConfigError, match=r"sampling\.vae='.*' is not a folder"):
             changed(RUN, {"sampling.vae": str(missing)}).check()
     for name in (str(tmp_path), "models/vae", "stabilityai/sd-vae-ft-ema"):
         changed(RUN, {"sampling.vae": name}).check()

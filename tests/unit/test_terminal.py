@@ -28,7 +28,7 @@ def is_safe(text: str) -> bool:
 def test_only_what_is_visible_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert printable("line\n\tÄ 漢字 🙂") == "line\n\tÄ 漢字 🙂"
     assert printable(f"a{ATTACK}b\r\udcff\u2028c") == "a?]0;title??[2J?31m?b ? c"
-    assert printable("two\nlines", kept="") == "two lines"
+    assert printable("two\nlines", allowed="") == "two lines"
     echo("a\x1b", 1, Path("b\x07"), sep="\n")
     assert capsys.readouterr().out == "a?\n1\nb?\n"
 

@@ -29,7 +29,7 @@ MUTANTS = (
     ),
     Mutant(
         "pictograms: a drawing that is as near pushes the one asked for back",
-        "launch/pictograms.py",
+        "examples/pictograms/score.py",
         "distance_NM < own_N1",
         "distance_NM <= own_N1",
         (RANKS,),
@@ -85,10 +85,10 @@ MUTANTS = (
     ),
     Mutant(
         "speedrun: a process time that is not reached is confirmed",
-        "benchmarks/speedrun.py",
+        "examples/letters/speedrun.py",
         "found.process_s > SLOWER * claimed.process_s",
         "False",
-        ("tests/unit/benchmarks/test_speedrun.py",),
+        ("tests/unit/examples/letters/test_speedrun.py",),
     ),
     Mutant(
         "status: steps of an attempt that was killed count",
@@ -191,8 +191,8 @@ MUTANTS = (
     Mutant(
         "imported adapters: every part has the columns of the first",
         "dit/convert/lora_import.py",
-        "own[next(i for i, a in enumerate(different) if torch.equal(part.a, a))]",
-        "own[0]",
+        "row[next(i for i, a in enumerate(unique) if torch.equal(part.a, a))]",
+        "row[0]",
         (IMPORT_LORA,),
     ),
 )

@@ -127,7 +127,7 @@ MUTANTS = (
     ),
     Mutant(
         "FSDP: walks over units are made again and again",
-        "dit/parallel/fsdp_walks.py",
+        "dit/parallel/fsdp_patches.py",
         "if parent_module not in submodules:",
         "if True:",
         (GROWTH,),
@@ -141,7 +141,7 @@ MUTANTS = (
     ),
     Mutant(
         "FSDP: weights are freed before the layer's other inputs have gradients",
-        "dit/parallel/fsdp_release.py",
+        "dit/parallel/fsdp_patches.py",
         "if first.is_leaf:",
         "if not first.is_leaf:",
         (FSDP,),

@@ -70,8 +70,8 @@ MUTANTS = (
     Mutant(
         "thresholding: of the solver that follows a learned variance only",
         "dit/sampling/generate.py",
-        "return limited(objective.denoise(bound, x_TC, u, layout))",
-        "return objective.denoise(bound, x_TC, u, layout)",
+        "return clip(objective.denoise(predict, x_TC, u, layout))",
+        "return objective.denoise(predict, x_TC, u, layout)",
         (GENERATE,),
     ),
     Mutant(

@@ -59,7 +59,7 @@ def test_an_environment_that_contradicts_is_refused(monkeypatch: pytest.MonkeyPa
 def test_kernels_that_select_by_themselves_are_refused(setting: dict[str, object]) -> None:
     TrainingConfig(**setting).validate()
     (name,) = setting
-    with pytest.raises(ConfigError, match=rf"deterministic=True cannot be promised with training\.{name}="):
+    with pytest.raises(ConfigError, match=rf"deterministic=True does not work with training\.{name}="):
         TrainingConfig(deterministic=True, **setting).validate()
     TrainingConfig(deterministic=True, attention="flash_attn", kernels="triton").validate()
 

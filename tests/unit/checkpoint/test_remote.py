@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from dit.checkpoint import copier, remote
-from dit.checkpoint.copies import Copies
+from dit.checkpoint.background import copies as copies_module
+from dit.checkpoint.background import remote
+from dit.checkpoint.background.copies import Copies
+from dit.checkpoint.background.remote import OWNER, Owner, RemoteStore, copy_all, fetch_newer
 from dit.checkpoint.manifest import MANIFEST, verify_folder
-from dit.checkpoint.remote import OWNER, Owner, RemoteStore, copy_all, fetch_newer
 from dit.errors import CheckpointError, ConfigError
 from dit.settings import CheckpointConfig
 from tests.support.object_store import BUCKET, hanging, object_store
@@ -214,21 +215,21 @@ def test_no_store_at_all_is_named(tmp_path, monkeypatch):
 
 def test_another_run_changes_no_copy(bucket, tmp_path, monkeypatch):
     """It would replace the copy of the same step, and delete the others."""
-    monkeypatch.setattr(copier.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(copies_module.time, "sleep", lambda seconds: None)
     mine, other = make_store(tmp_path / "a", keep_last=2), make_store(tmp_path / "b", keep_last=1)
     config = CheckpointConfig(copy_to=ADDRESS)
     for step in (4, 6):
         save(mine, step)
-    assert copier.execute({"step": 6}, str(mine.root), config, MINE)["error"] is None
+    assert copies_module.execute({"step": 6}, str(mine.root), config, MINE)["error"] is None
     assert next(path for method, path in bucket.requests if method == "PUT").endswith(OWNER)
     before = bucket.objects()
     for step in (6, 7):
         save(other, step, consumed_samples=1)
-    error = copier.execute({"step": 7}, str(other.root), config, OTHER)["error"]
+    error = copies_module.execute({"step": 7}, str(other.root), config, OTHER)["error"]
     assert "has the copies of run mine in training.run_dir=runs/mine, and this is run other in" in error
     assert bucket.objects() == before
     moved = Owner("mine", {"training": {"run_dir": "runs/moved"}})
-    assert copier.execute({"step": 6}, str(mine.root), config, moved)["error"] is None
+    assert copies_module.execute({"step": 6}, str(mine.root), config, moved)["error"] is None
     assert RemoteStore(ADDRESS).owner() == moved
 
 
@@ -331,10 +332,10 @@ def test_the_process_ends_with_its_training_process(bucket, copying):
 
 def test_an_order_is_tried_again_and_its_error_is_the_reply(bucket, tmp_path, monkeypatch):
     waits = []
-    monkeypatch.setattr(copier.time, "sleep", waits.append)
-    monkeypatch.setattr(copier, "copy_all", lambda store, there: shutil.copy("nothing", "there"))
+    monkeypatch.setattr(copies_module.time, "sleep", waits.append)
+    monkeypatch.setattr(copies_module, "copy_all", lambda store, there: shutil.copy("nothing", "there"))
     monkeypatch.setattr(RemoteStore, "claim", lambda store, owner: None)
-    reply = copier.execute({"step": 4}, str(tmp_path), CheckpointConfig(copy_to=ADDRESS), MINE)
+    reply = copies_module.execute({"step": 4}, str(tmp_path), CheckpointConfig(copy_to=ADDRESS), MINE)
     assert reply["step"] == 4
     assert "FileNotFoundError" in reply["error"]
     assert waits == []  # not an error of the store
@@ -342,7 +343,7 @@ def test_an_order_is_tried_again_and_its_error_is_the_reply(bucket, tmp_path, mo
     def refuse(store, there):
         raise CheckpointError("no")
 
-    monkeypatch.setattr(copier, "copy_all", refuse)
-    assert copier.execute({"step": 4}, str(tmp_path), CheckpointConfig(copy_to=ADDRESS), MINE)["error"] == "no"
+    monkeypatch.setattr(copies_module, "copy_all", refuse)
+    assert copies_module.execute({"step": 4}, str(tmp_path), CheckpointConfig(copy_to=ADDRESS), MINE)["error"] == "no"
     assert waits == [2.0, 4.0]
     assert json.dumps(reply)

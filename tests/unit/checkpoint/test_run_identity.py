@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import yaml
 
+from dit.checkpoint.background.remote import OWNER, Owner, RemoteStore, copy_all
 from dit.checkpoint.records import CONFIG_FILE
-from dit.checkpoint.remote import OWNER, Owner, RemoteStore, copy_all
 from dit.checkpoint.run_identity import RUN_FILE, join_run
 from dit.checkpoint.store import CheckpointStore
 from dit.errors import CheckpointError, ConfigError

@@ -17,10 +17,9 @@ from contextlib import suppress
 import pytest
 import torch
 
-from dit.checkpoint import writer as writer_module
+from dit.checkpoint.background import writer as writer_module
+from dit.checkpoint.background.writer import ORDER, SharedMemory, Writer, WriterProcess
 from dit.checkpoint.store import CheckpointStore
-from dit.checkpoint.writer import ORDER, Settings, Writer
-from dit.checkpoint.writer_process import SharedMemory, WriterProcess
 from dit.errors import CheckpointError
 from dit.settings import CheckpointConfig
 from tests.unit.checkpoint.checkpoints import leftovers, make_store, newest_step
@@ -119,8 +118,8 @@ def test_the_parts_of_all_ranks_become_one_checkpoint(world):
     saving = world()
     assert saving.save(3) == [None] * RANKS
     saving.order(6)
-    saving.writers[0].order({"do": "attach", "step": 6, "meta": {"held_out_loss": 0.5, "held_out_step": 6}})
-    saving.writers[0].order({"do": "attach", "step": 5, "meta": {"held_out_loss": 0.1}})
+    saving.writers[0].request({"do": "attach", "step": 6, "meta": {"held_out_loss": 0.5, "held_out_step": 6}})
+    saving.writers[0].request({"do": "attach", "step": 5, "meta": {"held_out_loss": 0.1}})
     assert [saving.reply()["error"] for _ in range(3)] == [None] * 3
     for step in (3, 6):
         assert_saved(saving.store, step)
@@ -239,7 +238,7 @@ def test_an_orphan_does_not_wait_for_parts_that_will_not_come(tmp_path, monkeypa
     monkeypatch.setattr(writer_module, "ORPHAN_S", 0.2)
     ours, theirs = socket.socketpair()
     memory = SharedMemory()
-    alone = Writer(Settings(str(tmp_path), 0, 2, 600.0, {}), theirs, memory.descriptor)
+    alone = Writer(theirs, memory=memory.descriptor, root=str(tmp_path), rank=0, world_size=2, config={})
     memory.reserve(100)
     memory.write(0, [b"{}"])
     ours.close()
@@ -318,8 +317,9 @@ def both_ranks(root, step, timeout_s=20.0):
             memory.write(start, [text])
             files.append([name, start, len(text)])
             start += len(text)
-        settings = Settings(str(root), rank, 2, timeout_s, {"keep_last": 2})
-        one = Writer(settings, pairs[rank][1], memory.descriptor)
+        settings = {"root": str(root), "rank": rank, "world_size": 2}
+        config = {"keep_last": 2, "save_timeout_s": timeout_s}
+        one = Writer(pairs[rank][1], memory=memory.descriptor, **settings, config=config)
         order = {"do": "save", "step": step, "token": f"token {step}", "files": files[:-1], "meta": files[-1][1:]}
         replies[rank] = one.execute(order)["error"]
 

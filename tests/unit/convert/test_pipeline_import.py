@@ -49,7 +49,7 @@ def test_a_schedule_that_was_written_is_read_as_it_was(objective):
     ids=str,
 )
 def test_a_schedule_without_a_counterpart_is_refused(odd):
-    with pytest.raises(ConfigError, match="have no counterpart; import the network from a folder of its own"):
+    with pytest.raises(ConfigError, match="have no counterpart; copy the network to another folder"):
         read_schedule(scheduler_config(PUBLISHED) | odd, "here")
 
 
@@ -90,4 +90,4 @@ def test_a_network_of_its_own_and_other_pipelines_state_nothing(tmp_path):
     root = pipeline(tmp_path / "other", _class_name="KandinskyPipeline")
     found = complete(imported, root / "unet")
     assert found.trained == imported
-    assert "names 'KandinskyPipeline', which is not read" in found.notes[0]
+    assert "names 'KandinskyPipeline', which is not supported" in found.notes[0]

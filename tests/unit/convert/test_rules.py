@@ -30,23 +30,23 @@ def numbered(*shape: int) -> torch.Tensor:
 def test_by_head_is_a_permutation_and_its_inverse_undoes_it(form: ByHead):
     size = form.heads * sum(form.shares)
     ours = numbered(size, 5) if form.dim == 0 else numbered(5, size)
-    theirs = form.to_theirs(ours)
+    theirs = form.to_external(ours)
     assert [x.shape[form.dim] for x in theirs] == (
         [size] if form.fused else [form.heads * share for share in form.shares]
     )
-    assert torch.equal(form.to_ours(theirs), ours)
+    assert torch.equal(form.from_external(theirs), ours)
     assert torch.equal(torch.cat([x.flatten() for x in theirs]).sort().values, ours.flatten().sort().values)
 
 
 def test_by_head_gives_each_head_its_share_of_every_part():
     """Two heads of four features: q with its pairs turned, then v as it is."""
     q, v = torch.arange(8), torch.arange(100, 108)
-    ours = ByHead(2, (4, 4), turned=(0,)).to_ours([q, v])
+    ours = ByHead(2, (4, 4), turned=(0,)).from_external([q, v])
     assert ours.tolist() == [0, 2, 1, 3, 100, 101, 102, 103, 4, 6, 5, 7, 104, 105, 106, 107]
 
 
 def test_a_turned_head_goes_from_neighbours_to_halves():
-    assert TURNED_HEAD.to_ours([torch.arange(6)]).tolist() == [0, 2, 4, 1, 3, 5]
+    assert TURNED_HEAD.from_external([torch.arange(6)]).tolist() == [0, 2, 4, 1, 3, 5]
 
 
 def test_turned_pairs_keep_every_score():
@@ -63,7 +63,7 @@ def test_turned_pairs_keep_every_score():
         return torch.cat([a * by.cos() - b * by.sin(), b * by.cos() + a * by.sin()])
 
     theirs = neighbours(q, 2 * angle) @ neighbours(k, 5 * angle)
-    ours = halves(TURNED_HEAD.to_ours([q]), 2 * angle) @ halves(TURNED_HEAD.to_ours([k]), 5 * angle)
+    ours = halves(TURNED_HEAD.from_external([q]), 2 * angle) @ halves(TURNED_HEAD.from_external([k]), 5 * angle)
     torch.testing.assert_close(ours, theirs)
 
 
@@ -78,13 +78,13 @@ def test_turned_pairs_keep_every_score():
     ids=lambda x: type(x).__name__,
 )
 def test_forms_are_undone(form: Form, theirs: list[torch.Tensor]):
-    back = form.to_theirs(form.to_ours(theirs))
+    back = form.to_external(form.from_external(theirs))
     assert len(back) == len(theirs)
     assert all(torch.equal(x, y) for x, y in zip(back, theirs))
 
 
 def test_chunks_come_in_the_order_given():
-    assert Chunks((2, 0, 1)).to_ours([torch.arange(6)]).tolist() == [4, 5, 0, 1, 2, 3]
+    assert Chunks((2, 0, 1)).from_external([torch.arange(6)]).tolist() == [4, 5, 0, 1, 2, 3]
 
 
 def book(**options) -> RuleBook:
@@ -97,13 +97,13 @@ def test_a_book_has_every_parameter_and_every_tensor_once():
     with pytest.raises(AssertionError, match="two rules"):
         RuleBook({"a": (2,), "b": (3,)}, [Rule("a", ("x",)), Rule("b", ("x",))])
     with pytest.raises(ConfigError, match="1 unknown: c"):
-        book().to_theirs({"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(1)})
+        book().to_external({"a": torch.zeros(2), "b": torch.zeros(3), "c": torch.zeros(1)})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_numbers_of_every_precision_come_in_exactly(dtype: torch.dtype):
     x = torch.tensor([1 / 3, -2e-3]).to(dtype)
-    found = book().to_ours({"x": x, "y": torch.zeros(3)})["a"]
+    found = book().from_external({"x": x, "y": torch.zeros(3)})["a"]
     assert found.dtype == torch.float32
     assert torch.equal(found.to(dtype), x)
 
@@ -111,19 +111,19 @@ def test_numbers_of_every_precision_come_in_exactly(dtype: torch.dtype):
 @pytest.mark.parametrize(
     ("x", "message"),
     [
-        (torch.zeros(2, dtype=torch.int8), "x is of torch.int8; quantised"),
-        (torch.zeros(2).to(torch.float8_e4m3fn), "x is of torch.float8_e4m3fn; quantised"),
-        (torch.tensor([1.0, float("nan")]), "x holds 1 numbers that are not finite"),
+        (torch.zeros(2, dtype=torch.int8), "x has dtype torch.int8; quantised"),
+        (torch.zeros(2).to(torch.float8_e4m3fn), "x has dtype torch.float8_e4m3fn; quantised"),
+        (torch.tensor([1.0, float("nan")]), "x has 1 numbers that are not finite"),
     ],
 )
 def test_numbers_that_cannot_be_trusted_are_refused(x: torch.Tensor, message: str):
     with pytest.raises(ConfigError, match=message):
-        book().to_ours({"x": x, "y": torch.zeros(3)})
+        book().from_external({"x": x, "y": torch.zeros(3)})
 
 
 def test_exported_tensors_share_no_storage():
     """Files of tensors refuse two names for one storage."""
-    shared = RuleBook({"a": (2,)}, [Rule("a", ("x", "y"), Copies(2))]).to_theirs({"a": torch.ones(2)})
+    shared = RuleBook({"a": (2,)}, [Rule("a", ("x", "y"), Copies(2))]).to_external({"a": torch.ones(2)})
     assert shared["x"].data_ptr() != shared["y"].data_ptr()
 
 

@@ -110,7 +110,7 @@ def test_every_pack_comes_with_the_empty_text_by_the_encoder_of_the_data(folder,
 
 def test_data_without_an_encoder_cannot_train_a_model_that_reads_the_empty_text(folder):
     conditions = (replace(SPEC.condition("context"), null="empty text"),)
-    with pytest.raises(ConfigError, match="the encoder is not known; prepare the data"):
+    with pytest.raises(ConfigError, match="its text encoder is unknown; prepare the data"):
         null_texts(EnergonData(path=str(folder / "pixels")), conditions, CPU)
     with pytest.raises(ConfigError, match="makes no context"):
         null_texts(EnergonData(path="", online_text_encoder=f"pooled={folder}/clip"), conditions, CPU)

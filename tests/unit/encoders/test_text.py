@@ -61,7 +61,7 @@ def test_a_text_that_is_too_long_loses_its_last_words_and_is_named_with_its_leng
     long, full = encoder.encode(["word " * 600, "word " * 510])["text"]
     assert len(long) == 512
     torch.testing.assert_close(long, full, atol=BATCH_ATOL, rtol=0)
-    assert "1 texts are longer than the 512 tokens of all-minilm-l6-v2" in caplog.text
+    assert "1 texts are truncated to the 512 tokens of all-minilm-l6-v2" in caplog.text
     assert "of 602" in caplog.text
 
 

@@ -206,18 +206,18 @@ def test_a_line_is_read_as_it_is_written(tmp_path, monkeypatch):
     [
         ("t5", "unknown; use one of all-minilm"),
         ("{0}/nothing", "text encoder .* cannot be loaded|unknown"),
-        ("label={0}/t5", "an encoder makes text, text_2, pooled"),
+        ("label={0}/t5", "entries are text, text_2, pooled"),
         ("text+text={0}/t5", "write NAME"),
-        ("{0}/t5,{0}/text_encoder", "each entry has one encoder"),
+        ("{0}/t5,{0}/text_encoder", "make text twice; name other entries"),
         ("pooled={0}/t5", "makes no pooled vector"),
         ("{0}/t5:layer=penultimate", "only CLIP has"),
         ("identity:padded", "has no padding"),
-        ("{0}/t5:layer=3", "is no option"),
-        ("{0}/t5:max_tokens=0", "is no option"),
+        ("{0}/t5:layer=3", "is not an option"),
+        ("{0}/t5:max_tokens=0", "is not an option"),
         ("{0}/text_encoder:max_tokens=21", "reads 20 tokens, not max_tokens=21"),
-        ("{0}/t5:half", "is no option"),
-        ("{0}/t5:padded:joined", "no text before the joined one"),
-        ("pooled={0}/text_encoder,text+pooled={0}/projected:padded:joined", "each entry has one encoder"),
+        ("{0}/t5:half", "is not an option"),
+        ("{0}/t5:padded:joined", "no text before the joined encoder"),
+        ("pooled={0}/text_encoder,text+pooled={0}/projected:padded:joined", "make pooled twice; name other entries"),
         ("{0}/text_encoder,{0}/projected:padded:joined", "needs texts of one length"),
         ("{0}/t5:padded,{0}/projected:padded:joined", "needs texts of one length"),
     ],
@@ -229,5 +229,5 @@ def test_a_line_that_cannot_be_is_refused_with_the_cure(folder, line, fault):
 
 def test_another_kind_of_network_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(ConfigError, match="is a gpt2; networks of the kinds t5"):
+    with pytest.raises(ConfigError, match="is a gpt2; supported kinds are t5"):
         check_text_encoder(str(tmp_path))

@@ -45,7 +45,7 @@ def test_what_is_not_loaded_is_not_counted(tmp_path):
 
 
 def test_the_hub_is_not_asked(tmp_path):
-    with pytest.raises(ConfigError, match="google/t5-v1_1-xxl is no folder here; download it"):
+    with pytest.raises(ConfigError, match="google/t5-v1_1-xxl is not a local folder; download it"):
         weight_bytes(OnlineEncoding(text_encoder="google/t5-v1_1-xxl"), (CONTEXT,))
 
 
@@ -61,5 +61,5 @@ def test_the_dry_run_adds_them_to_the_memory(tmp_path):
     assert float(re.search(r"total +([\d.]+) GiB", text)[1]) == pytest.approx(alone + weights, abs=2e-3)
     task.data.online_text_encoder = "google/t5-v1_1-xxl"
     text = dry_run.report(task, world_size=1)
-    assert "without the encoders that run while training: google/t5-v1_1-xxl is no folder here" in text
+    assert "without the encoders that run while training: google/t5-v1_1-xxl is not a local folder" in text
     assert float(re.search(r"total +([\d.]+) GiB", text)[1]) == pytest.approx(alone, abs=2e-3)

@@ -1,33 +1,17 @@
 """Small real data sets, made once."""
 
-import shutil
-from collections.abc import Callable
 from pathlib import Path
 
-import matplotlib
 import pytest
 from small_data import clips, pictures, write_dataset
 
 from energon_data.dataset import EnergonData
-from energon_data.prepare.letters import LettersReport, prepare_letters
 
 
 @pytest.fixture(autouse=True)
 def no_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read in this process, unless a test asks for workers: processes take time to start."""
     monkeypatch.setitem(EnergonData.__init__.__kwdefaults__, "background", False)
-
-
-@pytest.fixture(scope="session")
-def bundled_fonts() -> Path:
-    return Path(matplotlib.get_data_path()) / "fonts" / "ttf"
-
-
-@pytest.fixture(scope="session")
-def letters(tmp_path_factory: pytest.TempPathFactory, bundled_fonts: Path) -> LettersReport:
-    """A small letters data set from the fonts that every installation has."""
-    out = tmp_path_factory.mktemp("letters") / "letters"
-    return prepare_letters(out, fonts=[bundled_fonts], variations=2, samples_per_shard=200)
 
 
 @pytest.fixture(scope="session")
@@ -44,13 +28,3 @@ def picture_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = [(12, 12), (10, 16), (20, 12)]
     splits = {"train": pictures(60, sizes=sizes), "val": pictures(9, sizes=sizes, seed=1)}
     return write_dataset(tmp_path_factory.mktemp("pictures") / "data", splits)
-
-
-@pytest.fixture
-def copy_of(tmp_path: Path) -> Callable[[Path], Path]:
-    """Copy a data set, to damage it."""
-
-    def copy(folder: Path) -> Path:
-        return Path(shutil.copytree(folder, tmp_path / "copy"))
-
-    return copy

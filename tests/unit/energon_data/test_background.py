@@ -1,13 +1,16 @@
 """Laws of worker processes: messages are exact, positions need no worker, and nothing outlives the stream."""
 
 import gc
+import multiprocessing
 import os
 import signal
-import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +21,12 @@ from small_data import spec
 from test_data_streams import PACKED, build, same, take, through_disk
 from torch import Tensor
 
-from energon_data import background
-from energon_data import nursery as nursery_module
-from energon_data.background import BackgroundSource
 from energon_data.dataset import EnergonData
-from energon_data.messages import Ahead, GoneError, Inbox, Outbox
-from energon_data.nursery import Nursery, nursery_of
 from energon_data.skip_log import SkipLog
 from energon_data.streams import Position, StreamGroup
+from energon_data.workers import background
+from energon_data.workers.background import BackgroundSource
+from energon_data.workers.messages import Ahead, Sender, receive
 from tests.support.sources import Watched
 
 Open = Callable[..., BackgroundSource]
@@ -47,12 +48,11 @@ def opened() -> Iterator[Open]:
 
 
 @pytest.fixture
-def ends() -> Iterator[tuple[Outbox, Inbox]]:
-    """The two ends of a channel, both in this process."""
-    ours, theirs = socket.socketpair()
-    yield Outbox(theirs), Inbox(ours)
-    ours.close()
-    theirs.close()
+def ends() -> Iterator[tuple[Sender, Connection]]:
+    """The two ends of a connection, both in this process."""
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        yield Sender(theirs, Ahead()), ours
 
 
 def plain(state: Any) -> Any:
@@ -71,8 +71,8 @@ def gone(pid: int) -> bool:
     return not Path(f"/proc/{pid}").exists()
 
 
-def test_a_message_has_every_tensor_to_the_bit(ends: tuple[Outbox, Inbox]) -> None:
-    outbox, inbox = ends
+def test_a_message_has_every_tensor_to_the_bit(ends: tuple[Sender, Connection]) -> None:
+    sender, connection = ends
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(700, 600, generator=generator)
     tensors = [
@@ -85,8 +85,8 @@ def test_a_message_has_every_tensor_to_the_bit(ends: tuple[Outbox, Inbox]) -> No
         torch.zeros(()).expand(3, 4),
         *(torch.arange(i) for i in range(700)),
     ]
-    outbox.send({"tensors": tensors, "text": "x"})
-    found = inbox.receive()
+    sender.send({"tensors": tensors, "text": "x"})
+    found = receive(connection)
     assert found["text"] == "x"
     for a, b in zip(tensors, found["tensors"], strict=True):
         assert a.dtype == b.dtype
@@ -94,48 +94,49 @@ def test_a_message_has_every_tensor_to_the_bit(ends: tuple[Outbox, Inbox]) -> No
         assert torch.equal(a, b)
 
 
-def test_memory_is_used_again_once_nothing_refers_to_it(ends: tuple[Outbox, Inbox]) -> None:
-    """A block for each message that is in use; one that is too short is replaced; what is read never changes."""
-    outbox, inbox = ends
+def test_memory_is_freed_with_the_last_view_of_a_message(ends: tuple[Sender, Connection]) -> None:
+    """And no descriptor stays open, in either process."""
+    sender, connection = ends
 
-    def passed(value: int, size: int) -> Tensor:
-        outbox.send(torch.full((size,), value))
-        found = inbox.receive()
-        assert found.tolist() == [value] * size
-        return found
+    def mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:dit-batch")
 
-    first, second = passed(1, 100), passed(2, 90)
-    part, places = first[64:], [first.data_ptr(), second.data_ptr()]
-    del first, second
-    assert passed(3, 80).data_ptr() not in places, "a block is known to be free one message later"
-    assert passed(4, 95).data_ptr() == places[1]
-    assert len(inbox._blocks) == len(outbox._blocks) == 3
-    assert part.tolist() == [1] * 36
-    del part
-    passed(5, 10_000)
-    assert len(inbox._blocks) == len(outbox._blocks) == 3
-    assert len({passed(6, 5).data_ptr() for _ in range(9)}) <= 2
+    descriptors = os.listdir("/proc/self/fd")
+    parts = []
+    for value in range(3):
+        sender.send([torch.full((100,), value), torch.zeros(5)])
+        first, _ = receive(connection)
+        parts.append(first[64:])
+        del first, _
+    assert mapped() == 3
+    assert [part.tolist() for part in parts] == [[value] * 36 for value in range(3)]
+    del parts[1]
+    assert mapped() == 2
+    parts.clear()
+    assert mapped() == 0
+    assert os.listdir("/proc/self/fd") == descriptors
 
 
-def test_nobody_waits_for_an_end_that_is_gone(ends: tuple[Outbox, Inbox]) -> None:
+def test_nobody_waits_for_an_end_that_is_gone(ends: tuple[Sender, Connection]) -> None:
     """What was sent before is received."""
-    outbox, inbox = ends
-    outbox.send("last")
-    outbox._channel.close()
-    assert inbox.receive() == "last"
-    with pytest.raises(GoneError):
-        inbox.receive()
-    ours, theirs = socket.socketpair()
+    sender, connection = ends
+    sender.send("last")
+    sender._connection.close()
+    assert receive(connection) == "last"
+    with pytest.raises((EOFError, ConnectionError)):
+        receive(connection)
+    ours, theirs = multiprocessing.Pipe()
     ours.close()
-    with pytest.raises(GoneError):
-        Outbox(theirs).send("nobody")
-    theirs.close()
+    with theirs, pytest.raises((EOFError, ConnectionError)):
+        Sender(theirs, Ahead()).send("nobody")
 
 
-def test_a_worker_has_no_part_of_the_training_process(opened: Open) -> None:
+def test_a_worker_has_no_part_of_the_training_process(opened: Open, tmp_path: Path) -> None:
     """A fork of this process would collect the group, and die or wait for its threads, which a fork does not have."""
     gc.disable()
     try:
+        file = os.open(tmp_path / "open", os.O_CREAT)
+        os.set_inheritable(file, True)
         group = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=10))
         circle: list[Any] = [group]
         circle.append(circle)
@@ -143,9 +144,12 @@ def test_a_worker_has_no_part_of_the_training_process(opened: Open) -> None:
         stream = opened(collects=True)
         stream.next()
         stream.next()
-        parent = int(Path(f"/proc/{stream._worker.pid}/stat").read_text().rpartition(")")[2].split()[1])
+        worker = stream._worker.pid
+        parent = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
         assert parent != os.getpid()
         assert len(list(Path(f"/proc/{parent}/task").iterdir())) == 1, "a fork of threads"
+        assert str(tmp_path / "open") not in {os.readlink(path) for path in Path(f"/proc/{worker}/fd").iterdir()}
+        os.close(file)
     finally:
         gc.enable()
 
@@ -228,31 +232,30 @@ def test_a_killed_worker_is_named(opened: Open) -> None:
         take(iter(stream.next, None), 100)  # some were sent before
 
 
-def test_workers_end_with_the_process_that_started_them(opened: Open) -> None:
-    stream = opened()
-    stream.next()
-    worker = stream._worker.pid
-    os.kill(int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1]), signal.SIGKILL)
-    nursery_of.cache_clear()
-    assert gone(worker)
-    with pytest.raises(RuntimeError, match="is gone, as is the process that started it"):
-        take(iter(stream.next, None), 100)  # some were sent before
-    opened().next()
+@pytest.mark.parametrize("how", ["exit", "kill"])
+def test_workers_end_with_the_training_process(how: str) -> None:
+    """Also if it is killed while they work on an item; a run that ends prints nothing about them."""
+    program = """
+import os, signal, sys, time
+from functools import partial
+sys.path.insert(0, sys.argv[2])
+from small_data import spec
+from energon_data.workers.background import BackgroundSource
+from tests.support.sources import Watched
 
-
-def test_the_nursery_ends_in_silence(capfd: pytest.CaptureFixture[str]) -> None:
-    """A run that ends has not read the last events: nothing of that is worth a word at the end of a training."""
-    nursery = Nursery()
-    ours, theirs = socket.socketpair()
-    nursery.start(theirs)
-    event = nursery._control.recv(nursery_module._EVENT.size, socket.MSG_PEEK)
-    _, worker, _ = nursery_module._EVENT.unpack(event)
-    itself = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
-    nursery._control.close()
-    assert os.waitpid(itself, 0)[1] == 0
-    ours.close()
-    theirs.close()
-    assert capfd.readouterr().err == ""
+if __name__ == "__main__":
+    stream = BackgroundSource(partial(Watched, spec(), seconds=600), "a test")
+    stream._start()
+    print(stream._worker.pid, flush=True)
+    time.sleep(0.5)
+    if sys.argv[1] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+"""
+    command = [sys.executable, "-c", program, how, str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    assert done.returncode == (0 if how == "exit" else -signal.SIGKILL)
+    assert gone(int(done.stdout))
 
 
 @pytest.mark.parametrize("fails_at", [1, 3])
@@ -278,7 +281,8 @@ def test_a_worker_ends_with_its_stream(how: str) -> None:
     if how == "close":
         stream.close()
     del stream
-    assert worker.wait() in (-signal.SIGKILL, 0)  # 0 if it saw the end of the channel first
+    worker.join()
+    assert worker.exitcode in (-signal.SIGKILL, 0)  # 0 if it saw the end of the connection first
     assert gone(worker.pid)
 
 
@@ -304,7 +308,7 @@ def test_a_micro_batch_is_late_if_it_is_asked_for_before_it_is_there(opened: Ope
     group.late()
     deadline = time.monotonic() + 60
     for _ in range(2):
-        while not source._inbox.has_message():
+        while not source._connection.poll():
             assert time.monotonic() < deadline
             time.sleep(0.01)
         take(group, 1)

@@ -230,7 +230,7 @@ def test_a_hub_that_cannot_be_reached_is_said_at_once(monkeypatch, capsys, read)
     """Not after a minute of retries, and not as a missing config.json."""
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    with pytest.raises(ConfigError, match=r"owner/model is neither a folder nor .* cannot be reached \(.*refused\)"):
+    with pytest.raises(ConfigError, match=r"owner/model is not a local folder and .* cannot be reached \(.*refused\)"):
         read("owner/model")
     assert capsys.readouterr() == ("", "")
 

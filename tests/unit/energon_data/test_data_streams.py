@@ -20,11 +20,11 @@ from dit.data_api import BatchSpec, DataConfig, merge_states
 from dit.errors import ConfigError, DataError
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
-from energon_data.prepare.letters import LettersReport
-from energon_data.prepare.moving_letters import DIRECTIONS, prepare_moving_letters
 from energon_data.state_codec import from_plain, to_plain
 from energon_data.streams import StreamGroup, check_streams
-from launch.letter_score import data_folder
+from examples.letters.moving import DIRECTIONS, prepare_moving_letters
+from examples.letters.score import data_folder
+from examples.letters.stills import LettersReport
 
 PACKED: dict[str, Any] = {
     "max_tokens_per_pack": 40,

@@ -16,14 +16,14 @@ from small_data import clips, npy, spec, write_dataset
 from dit.encoders.vae import load_vae
 from dit.errors import DataError
 from dit.sampling.grid import GAP
-from energon_data.contact_sheet import LINE, TILE, tile_of
 from energon_data.dataset import EnergonData
-from energon_data.false_colours import DEVIATIONS, coloured
 from energon_data.folder import check_dataset
 from energon_data.inspect import histogram, main
 from energon_data.prepare.__main__ import main as prepare
-from energon_data.survey import expected_packing, survey
-from energon_data.wandb_table import COLUMNS
+from energon_data.report.contact_sheet import LINE, TILE, tile_of
+from energon_data.report.false_colours import DEVIATIONS, coloured
+from energon_data.report.survey import expected_packing, survey
+from energon_data.report.wandb_table import COLUMNS
 from tests.support.encoders import prepare_twice
 
 
@@ -358,9 +358,9 @@ def test_drops_are_expected_before_training(tmp_path: Path, settings: dict[str, 
 
 def test_few_of_many_samples_are_read_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They are evenly distributed, and fewer if they take long."""
-    monkeypatch.setattr("energon_data.survey.MOST_BEFORE_TRAINING", 16)
+    monkeypatch.setattr("energon_data.report.survey.MOST_BEFORE_TRAINING", 16)
     folder = write_dataset(tmp_path / "data", {"train": clips(48, sizes=[(4, 8, 8)] + [(1, 4, 4)] * 3)})
     data = EnergonData(path=str(folder), max_tokens_per_pack=32)
     assert data.remarks(spec(micro_batch_size=1))[0].startswith(f"{folder}, 16 of 48 samples: 4 of 4 clips have")
-    monkeypatch.setattr("energon_data.survey.SECONDS", 0.0)
+    monkeypatch.setattr("energon_data.report.survey.SECONDS", 0.0)
     assert data.remarks(spec(micro_batch_size=1))[0].startswith(f"{folder}, 2 of 48 samples: 2 of 2 clips")

@@ -79,5 +79,5 @@ def test_models_that_do_not_follow_each_other_are_refused(
     with pytest.raises(ConfigError, match=r"takes no low-resolution picture \(model.low_resolution_factor is None\)"):
         Cascade(base, larger, {})
     other = generator_of(LARGER, build_model, 16, text_encoder="t5")
-    with pytest.raises(ConfigError, match="reads texts through t5, the one before it through None"):
+    with pytest.raises(ConfigError, match="uses text encoder t5, the model before it None"):
         Cascade(other, base, {})

@@ -72,7 +72,7 @@ def test_without_an_autoencoder_a_line_says_so_and_how_to_name_one(
 
 
 def test_an_autoencoder_that_was_asked_for_must_fit(autoencoders: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="decodes latents of 16 channels, the model has 4"):
+    with pytest.raises(ConfigError, match="decodes latents of 16 channels, but the model has 4"):
         find_autoencoder(4, autoencoders["wan"], None, "--vae PATH")
     with pytest.raises(ConfigError, match="no autoencoder at "):
         find_autoencoder(4, str(tmp_path / "gone"), autoencoders["image"], "--vae PATH")

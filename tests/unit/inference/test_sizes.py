@@ -37,7 +37,7 @@ def test_sizes_in_pixels_become_those_of_the_latent(
 @pytest.mark.parametrize(
     ("model", "geometry", "size", "message"),
     [
-        (STILLS, None, (1, 33, 48), "the height of 33 is no multiple of 2 .*; use 32 or 34"),
+        (STILLS, None, (1, 33, 48), "the height of 33 is not a multiple of 2 .*; use 32 or 34"),
         (
             STILLS,
             IMAGE,
@@ -48,7 +48,7 @@ def test_sizes_in_pixels_become_those_of_the_latent(
         (CLIPS, None, (3, 8, 8), "frames=3 cannot be cut into patches of 2 frames; .*: 2 or 4"),
         (STILLS, VIDEO, (80, 64, 64), r"frames=80 .* 1 \+ a multiple of 4 frames: 77 or 81"),
         (CLIPS, VIDEO, (9, 64, 64), r"frames=9 .*: 5 or 13"),
-        (LEARNED, VIDEO, (21, 512, 768), "are 6 x 32 x 48 patches, .* end at 5 x 32 x 48; draw at most 17 x 512 x 768"),
+        (LEARNED, VIDEO, (21, 512, 768), "are 6 x 32 x 48 patches, .* for 5 x 32 x 48; draw at most 17 x 512 x 768"),
         (LEARNED, None, (5, 66, 96), "draw at most 5 x 64 x 96"),
     ],
 )

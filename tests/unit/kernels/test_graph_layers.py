@@ -25,7 +25,7 @@ from dit.objectives.edm import EDM
 from dit.parallel.build import build_model
 from dit.parallel.dims import ParallelConfig
 from dit.settings import TrainingConfig
-from dit.training.step import training_forward_step
+from dit.step.forward_step import training_forward_step
 from dit.verify.trial import disturb_constants
 from tests.laws.backbones import config_of, pack
 

@@ -14,7 +14,7 @@ from unittest import mock
 from tests.integration.actions import Ended, command
 
 ROOT = Path(__file__).parents[3]
-PACKAGES = ("benchmarks", "dit", "docs", "energon_data", "launch", "recipes", "tests", ".github", ".ci")
+PACKAGES = ("benchmarks", "dit", "docs", "energon_data", "examples", "launch", "recipes", "tests", ".github", ".ci")
 FOLDERS = (ROOT.glob("*"), *((ROOT / package).rglob("*") for package in PACKAGES))
 FILES = sorted(path.relative_to(ROOT) for path in chain(*FOLDERS) if path.is_file())
 MARKDOWN = [path for path in FILES if path.suffix == ".md"]

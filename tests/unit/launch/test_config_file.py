@@ -13,10 +13,10 @@ from dit.config_record import CLASS_KEY, from_record, to_record
 from dit.errors import CheckpointError, ConfigError
 from dit.optimizer.schedules import Cosine
 from dit.training.pretrain import pretrain
+from examples.letters.recipes import letters_dit
 from launch import config_file
 from launch.overrides import apply_overrides
 from launch.train import load_component
-from recipes.letters import letters_dit
 from recipes.tiny import tiny_dit
 
 WORDS = st.text(st.characters(min_codepoint=32, max_codepoint=0x2FF), min_size=0, max_size=12)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dit import __version__
+from dit import __version__, extensions
 from dit.errors import EXIT_CONFIG, EXIT_OK, page_of
 from launch import check_packages, console
 
@@ -54,7 +54,8 @@ def test_every_command_is_one_that_python_m_starts():
     assert " ".join(sorted(console.COMMANDS)) == (
         "bench evaluate export import inspect kernels layouts plan prepare sample status train verify"
     )
-    assert [f"{name}*" for name in sorted(console.PACKAGES)] == sorted(SETUPTOOLS["packages"]["find"]["include"])
+    packages = {*console.PACKAGES, *extensions.own_packages()}
+    assert [f"{name}*" for name in sorted(packages)] == sorted(SETUPTOOLS["packages"]["find"]["include"])
 
 
 def test_help_lists_the_commands_and_imports_nothing_heavy(tmp_path: Path):
@@ -92,7 +93,7 @@ def test_plan_is_training_without_a_step(monkeypatch: pytest.MonkeyPatch):
     assert found == [["--dryrun", "--factory", "tiny_dit"], ["-l"]]
 
 
-@pytest.mark.parametrize("foreign", ["recipes", "benchmarks", "energon_data"])
+@pytest.mark.parametrize("foreign", ["recipes", "benchmarks", "energon_data", "examples"])
 def test_a_folder_with_a_package_name_does_not_hide_the_package_from_the_command(tmp_path: Path, foreign: str):
     (tmp_path / foreign).mkdir()
     (tmp_path / foreign / "__init__.py").write_text("raise RuntimeError('the user's own')\n")
@@ -110,6 +111,19 @@ def test_python_m_says_which_folder_hides_a_package(tmp_path: Path):
     [line] = ended.stderr.splitlines()
     assert f"{tmp_path}/recipes hides the package 'recipes' of megatron-dit in {REPOSITORY}" in line
     assert "start `megatron-dit COMMAND`" in line
+
+
+def test_python_m_goes_on_without_the_examples_if_a_folder_hides_them(tmp_path: Path):
+    """Many projects have a folder of this name, and few need the examples there."""
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "__init__.py").touch()
+    ended = python("-m", "energon_data.prepare", "--help", cwd=tmp_path)
+    assert ended.returncode == EXIT_OK
+    assert "images" in ended.stdout
+    assert "letters" not in ended.stdout
+    assert (
+        "letters of preparations is left out, because it cannot be imported: No module named 'examples" in ended.stderr
+    )
 
 
 @pytest.mark.parametrize("file", ["not_ours/__init__.py", "not_ours/data.txt", "not_ours.py"])

@@ -80,9 +80,9 @@ def test_a_damaged_file_is_refused(tmp_path, capsys, name):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (torch.zeros(2), "holds Tensor, not tensors by name"),
+        (torch.zeros(2), "has a Tensor, not tensors by name"),
         ({"a": torch.zeros(2), "b": 3.0}, "'b' is a float"),
-        ({}, "holds dict, not tensors by name"),
+        ({}, "has a dict, not tensors by name"),
     ],
 )
 def test_what_is_no_state_dict_is_refused(tmp_path, capsys, content, message):
@@ -189,8 +189,8 @@ def with_record(path: Path, text: str) -> Path:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"fps": ...}, "must hold class_names, fps,"),
-        ({"extra": 1}, "must hold class_names, fps,"),
+        ({"fps": ...}, "must have class_names, fps,"),
+        ({"extra": 1}, "must have class_names, fps,"),
         ({"model": {**MODEL, "hidden_size": "48"}}, "cannot have hidden_size='48'"),
         ({"model": {**MODEL, "add_bias": 1}}, "cannot have add_bias=1"),
         ({"model": {**MODEL, "num_layers": True}}, "cannot have num_layers=True"),
@@ -211,8 +211,8 @@ def with_record(path: Path, text: str) -> Path:
         ({"objective": {"name": "edm", "sigma_max": 10**400}}, "an integer of 401 digits"),
         ({"sampling": {"num_steps": "many"}}, "cannot have num_steps='many'"),
         ({"sampling": 3}, "sampling settings by name"),
-        ({"latent_size": [1, 4]}, "three whole numbers"),
-        ({"latent_size": [1, 4, -4]}, "three whole numbers"),
+        ({"latent_size": [1, 4]}, "three positive integers"),
+        ({"latent_size": [1, 4, -4]}, "three positive integers"),
         ({"latent_size": [1, 6, 6]}, "needs [1, 9, 48]"),
         ({"class_names": ["a", "b", "c", "d"]}, "must be at most 3 names"),
         ({"class_names": [1, 2, 3]}, "must be at most 3 names"),
@@ -380,10 +380,10 @@ def test_a_model_without_a_class_in_diffusers_says_what_the_nearest_do_otherwise
     from diffusers.models.transformers import pixart_transformer_2d, transformer_cosmos, transformer_kandinsky
 
     with pytest.raises(
-        ConfigError, match=r"has no model like DiTCrossConfig .*Kandinsky5.*Cosmos.*PixArt.*those with one"
+        ConfigError, match=r"has no model like DiTCrossConfig .*Kandinsky5.*Cosmos.*PixArt.*backbones with one"
     ):
         format_of_model(DiTCrossConfig())
-    with pytest.raises(ConfigError, match="has no model like MovieGenConfig; those with one"):
+    with pytest.raises(ConfigError, match="has no model like MovieGenConfig; backbones with one"):
         format_of_model(MovieGenConfig())
     block = transformer_kandinsky.Kandinsky5TransformerDecoderBlock(8, 4, 16, 8)
     assert block.visual_modulation.out_layer.out_features == 9 * 8
@@ -402,7 +402,7 @@ def test_a_model_without_a_class_in_diffusers_says_what_the_nearest_do_otherwise
     ("null_text", "notes"),
     [
         ("empty", ["embedding of the empty text: give --text-encoder"]),
-        ("learned", ["text.null is imported as zeros: their pipelines embed the empty text"]),
+        ("learned", ["text.null is imported as zeros: its pipelines embed the empty text"]),
         ("zeros", []),
     ],
 )

@@ -175,7 +175,7 @@ def test_a_plan_refuses_more_sampling_steps_than_the_objective_has():
     [
         ("own_data", "export      diffusers' PixArtTransformer2DModel"),
         ("own_data(backbone='dit')", "no export to diffusers: diffusers 0.38.0 has no model like DiTCrossConfig"),
-        ("tiny_stdit", "PixArtTransformer2DModel cannot hold this model: layer_pattern=['spatial', 'temporal']"),
+        ("tiny_stdit", "PixArtTransformer2DModel does not support this model: layer_pattern=['spatial', 'temporal']"),
     ],
 )
 def test_the_report_says_whether_the_model_leaves_to_diffusers(recipe: str, line: str):

@@ -40,5 +40,5 @@ def test_the_image_holds_what_on_gpu_starts():
     for image in images:
         copied = set(re.findall(r"^COPY (\w+) ", image, re.MULTILINE))
         assert started <= copied
-        assert copied == {"dit", "recipes", "energon_data", "launch", "benchmarks", "tests"}
+        assert copied == {"dit", "recipes", "energon_data", "launch", "benchmarks", "examples", "tests"}
     assert "pytest" in images[1]

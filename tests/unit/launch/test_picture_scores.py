@@ -1,6 +1,7 @@
 """The measurements of `launch.evaluate` on pictures, against the same computed by hand from a tiny model's samples."""
 
 from argparse import Namespace
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,11 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from dit import extensions
 from dit.data_api import NoData
 from dit.errors import ConfigError, DataError
 from dit.evaluation.clip import ClipModel
+from dit.evaluation.features import Features
 from dit.evaluation.frechet import Gaussian, frechet_distance
 from dit.evaluation.kernel_distance import kernel_distance
 from dit.inference.drawing import Request
@@ -25,9 +28,8 @@ from dit.run_config import RunConfig
 from dit.settings import SamplingConfig, TrainingConfig
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
-from launch import evaluate, letter_reader, picture_scores
+from launch import evaluate, picture_scores
 from launch.held_out import data_of
-from launch.letter_reader import LetterNetwork, LetterReader
 from launch.sample_requests import what_to_draw
 from tests.conftest import BuildModel
 from tests.unit.evaluation.test_clip import folder as clip_folder  # noqa: F401
@@ -61,15 +63,21 @@ def arguments(*words: str) -> Namespace:
 
 
 @pytest.fixture
-def reader(monkeypatch: pytest.MonkeyPatch) -> LetterReader:
+def features(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tensor], Tensor]:
+    """Register 128 random features of a grey picture of any size, under the name `pooled`."""
     torch.manual_seed(0)
-    found = LetterReader(LetterNetwork(5).eval(), 1.0, 1, tuple("ABCDE"))
-    monkeypatch.setattr(letter_reader, "load_reader", lambda folder: found)
-    return found
+    projection = torch.randn(16, 128)
+
+    def of(images: Tensor) -> Tensor:
+        return torch.nn.functional.adaptive_avg_pool2d(images[:, :1], 4).flatten(1).tanh() @ projection
+
+    registered = {"pooled": lambda args, generator: Features(of, "pooled pixels")}
+    monkeypatch.setattr(extensions, "load", lambda kind, product: product | (registered if kind == "features" else {}))
+    return of
 
 
 def test_distances_are_between_held_out_samples_and_generated_ones_of_the_same_conditions(
-    build_model: BuildModel, reader: LetterReader
+    build_model: BuildModel, features: Callable[[Tensor], Tensor]
 ) -> None:
     generator = generator_of(CLASSES, build_model)
     sides: tuple[list[Tensor], list[Tensor]] = ([], [])
@@ -79,22 +87,22 @@ def test_distances_are_between_held_out_samples_and_generated_ones_of_the_same_c
             sides, (batch.unpatchified(batch.latents_TC, 1, 2), generator.generate_pack(batch, SAMPLING))
         ):
             for latent in latents:
-                hidden = reader.network.features(latent[:, 0][None].clamp(-1, 1))
-                side.append(reader.network.head[:-1](hidden)[0].detach().double())
+                side.append(features(latent[:, 0][None].clamp(-1, 1))[0].double())
     real, drawn = (torch.stack(side) for side in sides)
     assert len(real) == len(drawn) == 8
     moments = [gaussian_of(side) for side in (real, drawn)]
-    fid = picture_scores.fid(arguments("--metric", "fid"), generator)
+    fid = picture_scores.fid(arguments("--metric", "fid", "--features", "pooled"), generator)
     assert fid.record == {
         "fid": pytest.approx(frechet_distance(*moments), rel=1e-4),
         "pictures": 8,
         "features": 128,
-        "network": "reader of letters",
+        "network": "pooled pixels",
     }
     assert "biased upwards" in fid.lines[1]
-    kid = picture_scores.kid(arguments("--metric", "kid"), generator)
+    words = ("--metric", "kid", "--features", "pooled")
+    kid = picture_scores.kid(arguments(*words), generator)
     assert kid.record["kid"] == pytest.approx(kernel_distance(real, drawn), rel=1e-4)
-    fewer = picture_scores.kid(arguments("--metric", "kid", "--samples", "4"), generator)
+    fewer = picture_scores.kid(arguments(*words, "--samples", "4"), generator)
     assert fewer.record["pictures"] == 4
 
 
@@ -249,8 +257,8 @@ def test_a_named_data_set_takes_the_place_of_the_runs(tmp_path: Path) -> None:
         data_of(arguments("--metric", "loss"), NoData())
 
 
-def test_features_of_letters_are_of_grey_pictures(build_model: BuildModel) -> None:
-    with pytest.raises(ConfigError, match="features letters are of grey letters, and the model has 3 channels"):
+def test_a_distance_needs_features(build_model: BuildModel, features: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(ConfigError, match=r"--metric fid compares features .* give --features PATH .*, or pooled$"):
         picture_scores.fid(arguments("--metric", "fid"), generator_of(TEXTS, build_model))
 
 

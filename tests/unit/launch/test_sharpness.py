@@ -17,14 +17,14 @@ from dit.inference.cascade import Cascade
 from dit.inference.generator import Generator
 from energon_data.mock import MockData
 from launch import evaluate, picture_scores, sharpness
-from launch.measurement import Measurement, draw_samples
+from launch.measurement import Measurement, Metric, draw_samples
 from launch.sharpness import Sharpness
 from tests.conftest import BuildModel
 from tests.unit.inference.test_cascade import BASE, LARGER, generator_of
 
 
 def arguments(*words: str) -> Namespace:
-    return evaluate.build_parser().parse_args(["--checkpoint", "run", *words])
+    return evaluate.build_parser().parse_args(["--checkpoint", "run", "--metric", "sharpness", *words])
 
 
 def psnr(pictures: np.ndarray, real: np.ndarray) -> float:
@@ -92,9 +92,9 @@ def test_a_cascade_is_measured_after_each_of_its_stages(
         pictures = drawn[args.checkpoint] = draw_samples(args, generator, {"label": labels})
         return Measurement([], {"side": pictures.shape[-1]})
 
-    monkeypatch.setitem(evaluate.METRICS, "letters", evaluate.Metric("", measure, lambda parser: None, asks=True))
+    monkeypatch.setitem(evaluate.METRICS, "side", Metric("", measure, by_condition=True))
     words = ["--cascade", "base=a", "larger=b", "--stage", "base", "steps=3", "--stage", "larger", "augmentation=0.5"]
-    assert evaluate.main([*words, "--seed", "4", "--json"]) == 0
+    assert evaluate.main([*words, "--metric", "side", "--seed", "4", "--json"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert found == [{"stage": "base", "side": 8}, {"stage": "larger", "side": 16}]
     cascade = Cascade(generators["b"], generators["a"], {"num_steps": 3}, level=0.5)
@@ -130,7 +130,8 @@ def test_each_stage_of_a_cascade_has_a_distance_from_a_reference(
 def test_what_reads_held_out_data_takes_no_cascade(capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate.main(["--cascade", "a=b", "--metric", "loss"]) == 2
     assert (
-        "--metric loss reads held-out data, and a cascade draws from words; use --checkpoint" in capsys.readouterr().err
+        "--metric loss reads held-out data, and a cascade draws samples of classes or texts; use"
+        in capsys.readouterr().err
     )
     assert evaluate.main(["--cascade", "a=b", "--metric", "fid"]) == 2
-    assert "a cascade draws from words; give --reference" in capsys.readouterr().err
+    assert "a cascade draws samples of classes or texts; give --reference" in capsys.readouterr().err

@@ -13,7 +13,7 @@ from dit.layout import SequenceLayout
 from dit.models.unet.config import UNetConfig
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.edm import EDM
-from dit.training.step import training_forward_step
+from dit.step.forward_step import training_forward_step
 from energon_data.mock import MockData
 from tests.conftest import BuildModel
 

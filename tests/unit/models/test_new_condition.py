@@ -17,7 +17,7 @@ from dit.models.dit.model import DiT
 from dit.objectives.flow_matching import FlowMatching
 from dit.sampling.generate import empty_pack, generate
 from dit.settings import SamplingConfig
-from dit.training.step import training_forward_step
+from dit.step.forward_step import training_forward_step
 from energon_data.mock import MockData
 from tests.conftest import BuildModel
 

@@ -51,11 +51,11 @@ def test_while_nothing_would_be_lost_a_request_is_honoured_at_once():
     """In the middle of a call, also for a request from before; outside, it is only noted again."""
     reached = []
     with PreemptionFlag((signal.SIGUSR1,)) as flag:
-        with pytest.raises(SystemExit) as left, flag.leaves_at_once():
+        with pytest.raises(SystemExit) as left, flag.exit_immediately():
             print(os.kill(os.getpid(), signal.SIGUSR1), reached.append("too far"))
         assert (left.value.code, reached) == (75, [])
         os.kill(os.getpid(), signal.SIGUSR1)
-        with pytest.raises(SystemExit) as left, flag.leaves_at_once():
+        with pytest.raises(SystemExit) as left, flag.exit_immediately():
             reached.append("too far")
         assert (left.value.code, reached) == (75, [])
 
@@ -70,7 +70,7 @@ def test_a_request_that_an_error_of_a_library_replaces_is_still_one():
             raise ValueError("could not determine the shape") from None
 
     with PreemptionFlag((signal.SIGUSR1,)) as flag:
-        with pytest.raises(SystemExit) as left, flag.leaves_at_once():
+        with pytest.raises(SystemExit) as left, flag.exit_immediately():
             as_array()
         assert left.value.code == 75
 
@@ -80,7 +80,7 @@ def test_a_rank_that_was_asked_and_lost_its_peer_was_preempted(monkeypatch):
     monkeypatch.setattr(guards, "SIGNAL_SKEW_S", 0.01)
 
     def ended_by(error, flag):
-        with flag.leaves_at_once():
+        with flag.exit_immediately():
             flag.signal_name = "SIGUSR1"
             raise error
 
@@ -90,7 +90,7 @@ def test_a_rank_that_was_asked_and_lost_its_peer_was_preempted(monkeypatch):
     assert left.value.code == 75
     with pytest.raises(ZeroDivisionError):
         ended_by(ZeroDivisionError(), PreemptionFlag())
-    with pytest.raises(ConnectionResetError), PreemptionFlag().leaves_at_once():
+    with pytest.raises(ConnectionResetError), PreemptionFlag().exit_immediately():
         raise lost
 
 
@@ -98,7 +98,7 @@ def test_a_rank_that_loses_its_peer_waits_for_a_signal_that_comes_later():
     with PreemptionFlag((signal.SIGUSR1,)) as flag:
         later = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1))
         later.start()
-        with pytest.raises(SystemExit) as left, flag.leaves_at_once():
+        with pytest.raises(SystemExit) as left, flag.exit_immediately():
             raise ConnectionResetError("connection reset by peer")
         later.join()
     assert left.value.code == 75

@@ -103,7 +103,7 @@ def test_what_a_dead_process_was_saving_is_waited_for(tmp_path, no_wait, caplog)
     holder.join()
     with caplog.at_level(logging.WARNING):
         take(tmp_path).__exit__(None, None, None)
-    assert "which is gone; what it was saving is still being written; waiting up to 900 s" in caplog.text
+    assert "which has ended; its checkpoint is still being written; waiting up to 900 s" in caplog.text
 
 
 @pytest.fixture

@@ -220,8 +220,8 @@ def test_failing_mirror_is_dropped_with_one_warning(tmp_path, picture, caplog, n
         tell_everything(fan, picture)
     assert len(read_records(record.path)) == 7
     assert (broken.calls, sound.calls) == (n, 8)
-    assert caplog.text.count("broken stops here (ConnectionError: service is gone)") == 1
-    assert caplog.text.count("missing stops here (ImportError") == 1
+    assert caplog.text.count("broken stops (ConnectionError: service is gone)") == 1
+    assert caplog.text.count("missing stops (ImportError") == 1
 
 
 def test_failing_record_is_an_error(tmp_path, monkeypatch):

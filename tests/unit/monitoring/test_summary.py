@@ -22,7 +22,7 @@ def test_the_best_held_out_loss_is_that_of_all_attempts(tmp_path):
         "finished step 8 of 8 after 3m05s, loss 0.5000, best held-out loss 0.5000 at step 4"
     )
     assert how_it_went(path, 8, 9, 2.0).startswith("stopped at step 8 of 9 after 2s")
-    assert how_it_went(path, 8, 9, 2.0).endswith("the same command goes on")
+    assert how_it_went(path, 8, 9, 2.0).endswith("the same command continues the run")
 
 
 def test_losses_of_steps_that_were_lost_do_not_count(tmp_path):
@@ -35,7 +35,8 @@ def test_losses_of_steps_that_were_lost_do_not_count(tmp_path):
             sink.scalars(step, {"loss": step / 16, "held_out/loss": loss}, 8 * step)
         sink.close()
     assert how_it_went(path, 6, 8, 1.0) == (
-        "stopped at step 6 of 8 after 1s, loss 0.3750, best held-out loss 0.5000 at step 4, the same command goes on"
+        "stopped at step 6 of 8 after 1s, loss 0.3750, best held-out loss 0.5000 at step 4, "
+        "the same command continues the run"
     )
 
 
@@ -43,6 +44,7 @@ DAMAGED = {
     "zeros": b"\0" * 200,
     "no table": b"[1]",
     "no step": b'{"kind": "scalars"}',
+    "incident without a step": b'{"kind": "incident", "time": 1, "attempt": 1, "incident": "rewind"}',
     "deep": b"[" * 100_000,
     "not UTF-8": b'{"kind": "\xff"}',
     "step of 400 digits": b'{"kind": "scalars", "step": 1' + b"0" * 400 + b', "time": 1, "attempt": 1}',

@@ -119,7 +119,7 @@ def test_a_model_without_augmentation_gets_its_picture_as_it_is() -> None:
 
 
 def test_objectives_that_do_not_noise_it_are_refused() -> None:
-    with pytest.raises(ConfigError, match="does not noise low-resolution pictures"):
+    with pytest.raises(ConfigError, match="does not add noise to low-resolution pictures"):
         check_outputs(DDPM(), MODEL)
     check_outputs(EDM(), MODEL)
     check_outputs(DDPM(), replace(MODEL, noise_augmentation=False))

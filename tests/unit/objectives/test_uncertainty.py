@@ -18,7 +18,7 @@ from dit.objectives.edm import EDM
 from dit.patchify import grid_positions
 from dit.sampling.generate import empty_pack, generate
 from dit.settings import SamplingConfig
-from dit.training.step import training_forward_step
+from dit.step.forward_step import training_forward_step
 from dit.training.validate import held_out_loss
 from tests.conftest import BuildModel
 

@@ -12,7 +12,8 @@ from dit.optimizer import update
 from dit.optimizer.master_weights import SLOTS, MasterShard
 from dit.parallel.build import count_parameters
 from dit.parallel.dims import ParallelConfig
-from dit.planner.trace import Job, trace
+from dit.planner.job import Job
+from dit.planner.trace import trace
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.tracing.packs import PackShape
 

@@ -48,9 +48,9 @@ def cuts(layout, shapes, world_size):
 def test_shards_end_between_rows(shapes, world_size):
     from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
 
-    from dit.parallel import fsdp_rows
+    from dit.parallel.fsdp_patches import shard_between_rows
 
-    fsdp_rows.shard_between_rows()
+    shard_between_rows()
     shapes = sorted(shapes, key=lambda shape: -shape[1])
     assert cuts(param_and_grad_buffer.build_data_parallel_buffer_index, shapes, world_size) == []
 
@@ -59,8 +59,8 @@ def test_without_the_repair_a_row_is_cut():
     """The repair can go when this fails: Megatron-Core then does it itself."""
     from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
 
-    from dit.parallel import fsdp_rows
+    from dit.parallel.fsdp_patches import shard_between_rows
 
-    fsdp_rows.shard_between_rows()
+    shard_between_rows()
     original = param_and_grad_buffer.build_data_parallel_buffer_index.__wrapped__
     assert cuts(original, [(6, 17), (12, 13)], world_size=2) == [(1, 221)]

@@ -11,7 +11,8 @@ from dit.objectives import addressed_noise
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer import master_weights
 from dit.parallel.dims import ParallelConfig
-from dit.planner.trace import Job, trace_here
+from dit.planner.job import Job
+from dit.planner.trace import trace_here
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.tracing.numbers import FEW_NUMBERS
 from dit.tracing.packs import PackShape

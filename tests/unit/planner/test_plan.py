@@ -8,8 +8,9 @@ import torch
 from benchmarks.parallel_training import tiny_model
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig, ParallelDims
+from dit.planner.job import Job, steady_state
 from dit.planner.plan import plan
-from dit.planner.trace import Job, _fused_rms_norm, steady_state, trace
+from dit.planner.trace import _fused_rms_norm, trace
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.tracing.counter import StepTrace
 from dit.tracing.packs import PackShape

@@ -21,7 +21,7 @@ from dit.models.stdit.config import STDiTConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.run_config import RunConfig
 from dit.settings import SamplingConfig
-from dit.training.device_batches import DeviceBatches
+from dit.step.device_batches import DeviceBatches
 from tests.conftest import BuildModel
 
 SMALL: dict[str, Any] = {

@@ -88,7 +88,7 @@ def test_pictures_pass_and_latents_get_a_preview():
 def test_wrong_input_is_refused():
     with pytest.raises(ConfigError, match="1 or 3 channels, got 4"):
         grid.image_grid(torch.zeros(1, 4, 8, 8))
-    with pytest.raises(ConfigError, match="2 images cannot carry 3 captions"):
+    with pytest.raises(ConfigError, match="2 images have 3 captions"):
         grid.image_grid(torch.zeros(2, 1, 8, 8), ["a", "b", "c"])
     with pytest.raises(ConfigError, match="got 0"):
         grid.image_grid(torch.zeros(0, 1, 8, 8))

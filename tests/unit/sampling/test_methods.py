@@ -241,7 +241,7 @@ def test_a_generator_is_guided_by_another():
 @pytest.mark.parametrize(
     ("model", "objective", "fault"),
     [
-        (MODEL, FlowMatching(), "was trained by FlowMatching"),
+        (MODEL, FlowMatching(), "was trained with FlowMatching"),
         (replace(MODEL, in_channels=8), EDM(), "latent_channels=8 .this model: 4"),
         (replace(MODEL, num_classes=7), EDM(), "'label' in another form"),
         (replace(MODEL, context_size=6), EDM(), "'context' in another form"),

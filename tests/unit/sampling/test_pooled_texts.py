@@ -48,9 +48,9 @@ def test_pooled_embeddings_change_the_samples(build_model: BuildModel) -> None:
 @pytest.mark.parametrize(
     ("line", "fault"),
     [
-        ("identity", r"gives a text of 257 features, the model takes \[384\]; set model.context_size to 257"),
-        ("all-minilm-l6-v2", r"takes a pooled text \[5\], and .* makes none; set sampling.prompts=none"),
-        ("text+pooled=all-minilm-l6-v2", r"gives a pooled text of 384 features, the model takes \[5\]"),
+        ("identity", r"makes a text of 257 features, but the model takes \[384\]; set model.context_size to 257"),
+        ("all-minilm-l6-v2", r"takes a pooled text \[5\] that .* does not make; set sampling.prompts=none"),
+        ("text+pooled=all-minilm-l6-v2", r"makes a pooled text of 384 features, but the model takes \[5\]"),
     ],
 )
 def test_prompts_that_the_encoders_do_not_fit_are_refused_before_training(line: str, fault: str) -> None:

@@ -21,16 +21,16 @@ def test_an_object_per_line_may_have_a_negative_and_a_seed(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("a cat", "line 2 is no JSON"),
-        ('["a"]', "line 2 is no object with a 'prompt'"),
+        ("a cat", "line 2 is not JSON"),
+        ('["a"]', "line 2 is not an object with a 'prompt'"),
         ('{"prompt": "a", "sed": 1}', "line 2 has a field 'sed'; the fields are prompt, negative, seed"),
-        ('{"prompt": "a", "seed": 1.5}', "line 2: seed is 1.5, wanted int"),
+        ('{"prompt": "a", "seed": 1.5}', "line 2: seed is 1.5, expected int"),
         ('{"prompt": "a", "seed": true}', "line 2: seed is True"),
         ('{"prompt": "a", "seed": -1}', "line 2: seed -1 is outside 0 to"),
-        ('{"prompt": null}', "line 2: prompt is None, wanted str"),
-        ('{"prompt": "a", "crop": 3}', "line 2: crop is 3, wanted list"),
-        ('{"prompt": "a", "crop": [3]}', "line 2: crop is .3., wanted two whole numbers of pixels"),
-        ('{"prompt": "a", "original_size": [3, -1]}', "line 2: original_size is .3, -1., wanted two"),
+        ('{"prompt": null}', "line 2: prompt is None, expected str"),
+        ('{"prompt": "a", "crop": 3}', "line 2: crop is 3, expected list"),
+        ('{"prompt": "a", "crop": [3]}', "line 2: crop is .3., expected two integers in pixels"),
+        ('{"prompt": "a", "original_size": [3, -1]}', "line 2: original_size is .3, -1., expected two"),
     ],
 )
 def test_a_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:

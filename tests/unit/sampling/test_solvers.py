@@ -415,9 +415,9 @@ def test_registry_knows_every_solver_of_the_settings():
         ({"name": "ddim", "eta": 0.5}, "pass noise_at"),
         ({"name": "ddim", "eta": 1.5}, "eta=1.5 does not fit"),
         ({"name": "heun", "eta": 0.5}, "eta=0.5 does not fit solver='heun'"),
-        ({"grid": torch.tensor([1.0, 0.5])}, "fall strictly and end with 0"),
-        ({"grid": torch.tensor([0.5, 1.0, 0.0])}, "fall strictly and end with 0"),
-        ({"grid": torch.tensor([0.0])}, "fall strictly and end with 0"),
+        ({"grid": torch.tensor([1.0, 0.5])}, "decrease strictly and end with 0"),
+        ({"grid": torch.tensor([0.5, 1.0, 0.0])}, "decrease strictly and end with 0"),
+        ({"grid": torch.tensor([0.0])}, "decrease strictly and end with 0"),
     ],
 )
 def test_impossible_requests_are_refused_with_a_cure(options, message):

@@ -190,7 +190,7 @@ def test_a_tile_gets_its_own_part_of_the_small_picture(build_model: BuildModel) 
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"tile_overlap": 4}, "tile_overlap=4 is of tiles, and there are none"),
+        ({"tile_overlap": 4}, "tile_overlap=4 has no effect without tiles"),
         ({"tile": 16, "tile_overlap": 16}, "tile_overlap=16 must be a multiple of 1 from 0 to 15"),
         ({"tile": 16, "tile_overlap": -1}, "tile_overlap=-1 must be"),
     ],

@@ -19,7 +19,7 @@ from dit.objectives.ddpm import DDPM
 from dit.objectives.flow_matching import FlowMatching
 from dit.patchify import grid_positions, patchify, unpatchify
 from dit.run_config import check_outputs
-from dit.training.step import training_forward_step
+from dit.step.forward_step import training_forward_step
 from dit.training.validate import NUM_BUCKETS, VALIDATION_SEED, held_out_loss, loss_at_times
 from tests.conftest import BuildModel
 

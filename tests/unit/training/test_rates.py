@@ -9,9 +9,9 @@ from benchmarks.step import build_parser, config_of
 from dit.backends.device import peak_flops
 from dit.backends.process_groups import ProcessGroups
 from dit.optimizer.part_norms import part_of
+from dit.step.forward_step import training_forward_step
 from dit.training import rates
 from dit.training.pretrain import Run
-from dit.training.step import training_forward_step
 
 pytestmark = pytest.mark.usefixtures("one_rank_world")
 

@@ -1,0 +1,314 @@
+"""Copies of checkpoints in an object store, or at any other address that fsspec supports.
+
+    s3://bucket/run/owner.yaml                                   id and settings of the run, written before a copy
+    s3://bucket/run/iter_0000400/rank_00000.safetensors ...      files of a checkpoint
+    s3://bucket/run/iter_0000400/manifest.json                   written last, deleted first: it marks a complete copy
+
+An object appears only when it is complete, so a manifest guarantees that all files that it lists were written before.
+Downloaded files are verified against the manifest, by size and SHA-256, before they become a checkpoint
+(`CheckpointStore.adopt`). The protocol's client determines credentials, region and endpoint: for `s3`,
+AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL and similar variables. This module does not import torch.
+"""
+
+import errno
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Optional, TypeVar
+
+import yaml
+
+from dit.checkpoint.manifest import MANIFEST, Manifest, step_of_folder, tree_files
+from dit.checkpoint.reader_lock import being_read
+from dit.checkpoint.records import CONFIG_FILE, usable
+from dit.checkpoint.store import CheckpointStore
+from dit.errors import CheckpointError
+from dit.safe_files import LONGEST_FILE, parse_yaml, read_bytes
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+CONNECT_S, READ_S, ATTEMPTS = 10, 60, 4
+"""Limits of one request to an S3 store: seconds to connect, seconds between two packets, number of attempts."""
+
+
+OWNER = "owner.yaml"
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The run that an address belongs to.
+
+    Attributes:
+        run: id of the run; None if an earlier version made the copies.
+        settings: see `RunConfig.to_record`.
+    """
+
+    run: Optional[str]
+    settings: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return f"run {self.run} in training.run_dir={self.settings['training']['run_dir']}"
+
+
+class RemoteStore:
+    """The copies of one run. Only one process at a time may write; any process may read.
+
+    Args:
+        address: address of the folder of the copies.
+
+    Raises:
+        CheckpointError: there is no client for the protocol.
+    """
+
+    def __init__(self, address: str) -> None:
+        import fsspec  # imported here because few runs need it
+
+        options: dict[str, Any] = {"skip_instance_cache": True}
+        if address.startswith("file://"):
+            options["auto_mkdir"] = True  # other stores have no folders
+        if address.startswith(("s3://", "s3a://")):
+            retries = {"max_attempts": ATTEMPTS, "mode": "standard"}
+            options["config_kwargs"] = {"connect_timeout": CONNECT_S, "read_timeout": READ_S, "retries": retries}
+            options["use_listings_cache"] = False
+        self.address = address.rstrip("/")
+        try:
+            self._files, root = fsspec.core.url_to_fs(self.address, **options)
+        except (ImportError, ValueError) as error:
+            raise CheckpointError(f"{address} cannot be used: {error}") from error
+        self._root = root.rstrip("/")
+
+    def owner(self) -> Optional[Owner]:
+        """Return the run that the address belongs to; None if the address is empty.
+
+        Earlier versions wrote no owner; their copies belong to the run in the newest manifest.
+
+        Raises:
+            CheckpointError: the store cannot be read, or its records are damaged.
+        """
+        with suppress(FileNotFoundError):
+            entry = self._record(OWNER)
+            with usable(f"{self.address}/{OWNER}"):
+                return Owner(str(entry["run"]), entry["settings"])
+        copies = self.manifests()
+        if not copies:
+            return None
+        step, manifest = copies.popitem()
+        try:
+            return Owner(manifest.run, self._record(f"{_folder(step)}/{CONFIG_FILE}"))
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{self.address}/{_folder(step)} has no {CONFIG_FILE}; delete that copy") from error
+
+    def put_owner(self, owner: Owner) -> None:
+        """Record the run that the address belongs to.
+
+        Raises:
+            FileNotFoundError: the bucket or the folder cannot be created.
+            CheckpointError: the store cannot be written.
+        """
+        text = yaml.safe_dump(asdict(owner), sort_keys=False).encode()
+        self._try(lambda: self._files.pipe_file(f"{self._root}/{OWNER}", text))
+
+    def claim(self, owner: Owner) -> None:
+        """Check that the address belongs to a run, and write its settings if they differ; call this before each change.
+
+        Raises:
+            CheckpointError: it belongs to another run, or the store cannot be read or written.
+        """
+        present = self.owner()
+        if present is not None and present.run != owner.run:
+            raise CheckpointError(
+                f"{self.address} has the copies of {present}, and this is {owner}; nothing was copied; give each run a "
+                "separate checkpoint.copy_to"
+            )
+        if present != owner:
+            self.put_owner(owner)
+
+    def steps(self) -> list[int]:
+        """Return the steps of all copies, including incomplete ones, ascending.
+
+        Raises:
+            CheckpointError: the store cannot be read.
+        """
+        try:
+            names = self._try(lambda: self._files.ls(self._root, detail=False, refresh=True))
+        except FileNotFoundError:
+            return []
+        steps = (step_of_folder(name.rstrip("/").rsplit("/", 1)[-1]) for name in names)
+        return sorted(step for step in steps if step is not None)
+
+    def manifests(self) -> dict[int, Manifest]:
+        """Return the manifests of all complete copies by step, ascending.
+
+        Damaged manifests are skipped with a warning.
+
+        Raises:
+            CheckpointError: the store cannot be read.
+        """
+        manifests_by_step = {}
+        for step in self.steps():
+            with suppress(FileNotFoundError):
+                text = self._try(partial(self._read, self._path(step, MANIFEST)))
+                try:
+                    manifest = Manifest.from_text(text.decode())
+                except ValueError as error:
+                    logger.warning("%s/%s is damaged: %s", self.address, _folder(step), error)
+                    continue
+                if manifest.step == step:
+                    manifests_by_step[step] = manifest
+        return manifests_by_step
+
+    def put(self, folder: Path, existing: Manifest | None = None) -> int:
+        """Copy a local checkpoint, locked against deletion meanwhile; return the number of copied bytes.
+
+        Args:
+            existing: manifest of the existing copy, if any; unchanged files are not copied again.
+
+        Raises:
+            CheckpointError: the folder was deleted, changed, or the store cannot be written.
+        """
+        with being_read(folder):
+            text = read_bytes(folder / MANIFEST)
+            manifest = Manifest.from_text(text.decode())
+            names = set(tree_files(folder)) - {MANIFEST}
+            if names != manifest.files.keys():
+                raise CheckpointError(f"{folder} has files that differ from its {MANIFEST}; it is not copied")
+            existing_files = {} if existing is None else existing.files
+            changed = sorted(name for name, record in manifest.files.items() if existing_files.get(name) != record)
+            if existing is not None and changed:
+                self._try(partial(self._files.rm_file, self._path(manifest.step, MANIFEST)))
+            for name in changed:
+                self._try(partial(self._files.put_file, str(folder / name), self._path(manifest.step, name)))
+            self._try(lambda: self._files.pipe_file(self._path(manifest.step, MANIFEST), text))
+        return sum(manifest.files[name].size_bytes for name in changed) + len(text)
+
+    def get(self, step: int, folder: Path) -> None:
+        """Copy the files of `step` into an empty folder, without its manifest; does not verify them.
+
+        Raises:
+            CheckpointError: the store cannot be read, or the manifest names a path outside the folder.
+        """
+        manifest = self.manifests().get(step)
+        if manifest is None:
+            raise CheckpointError(f"{self.address}/{_folder(step)} is not complete")
+        for name, record in manifest.files.items():
+            target = folder / name
+            if folder.resolve() not in target.resolve().parents:
+                raise CheckpointError(f"{self.address}/{_folder(step)} lists {name!r}, a path outside the checkpoint")
+            about = self._try(partial(self._files.info, self._path(step, name)))
+            if about["type"] != "file" or about["size"] != record.size_bytes:
+                raise CheckpointError(
+                    f"{self.address}/{_folder(step)}/{name} is a {about['type']} of {about['size']} bytes, its "
+                    f"{MANIFEST} says {record.size_bytes}; copy the checkpoint again"
+                )
+            target.parent.mkdir(parents=True, exist_ok=True)
+            self._try(partial(self._files.get_file, self._path(step, name), str(target)))
+
+    def delete(self, step: int) -> None:
+        """Delete the copy of `step`, its manifest first, so that an incomplete copy is never used.
+
+        Raises:
+            CheckpointError: the store cannot be written.
+        """
+        with suppress(FileNotFoundError):
+            self._try(lambda: self._files.rm_file(self._path(step, MANIFEST)))
+        with suppress(FileNotFoundError):
+            self._try(lambda: self._files.rm(self._path(step), recursive=True))
+
+    def _record(self, name: str) -> Any:
+        """Parse a YAML object.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+            CheckpointError: it cannot be read.
+        """
+        text = self._try(partial(self._read, f"{self._root}/{name}"))
+        try:
+            return parse_yaml(text)
+        except ValueError as error:
+            raise CheckpointError(f"{self.address}/{name} is damaged: {error}") from error
+
+    def _read(self, path: str) -> bytes:
+        """Read an object; objects longer than `LONGEST_FILE` are truncated, so that verification fails."""
+        if self.address.startswith("file://") and not Path(path).is_file():  # a pipe would block
+            raise FileNotFoundError(path)
+        try:
+            data: bytes = self._files.cat_file(path, start=0, end=LONGEST_FILE)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            return b""  # S3 refuses a range of an empty object
+        return data
+
+    def _path(self, step: int, name: str = "") -> str:
+        return f"{self._root}/{_folder(step)}/{name}".rstrip("/")
+
+    def _try(self, action: Callable[[], T]) -> T:
+        """Call the store, and convert the many exception types of its clients.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+            CheckpointError: any other error.
+        """
+        try:
+            return action()
+        except (FileNotFoundError, CheckpointError):
+            raise
+        except Exception as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise CheckpointError(
+                f"{self.address}: {type(error).__name__}: {reason}; check address, credentials and network"
+            ) from error
+
+
+def copy_all(store: CheckpointStore, remote: RemoteStore) -> int:
+    """Copy complete local checkpoints that are missing remotely or differ, newest first, and delete unselected copies.
+
+    A copy is retained while its local checkpoint exists, or if the retention rules select it among the copies. An empty
+    run folder therefore deletes only what the rules would delete.
+
+    Returns:
+        The number of copied bytes.
+
+    Raises:
+        CheckpointError: the store cannot be read or written, or the newest checkpoint cannot be copied.
+    """
+    copies, local = remote.manifests(), store.complete()
+    sent = 0
+    for step, manifest in sorted(local.items(), reverse=True):
+        if step not in copies or copies[step].to_text() != manifest.to_text():
+            sent += remote.put(store.path(step), copies.get(step))
+    keep = store.retained({**copies, **local}) | local.keys()
+    cut_off = {step for step in remote.steps() if step not in copies and step < max(local, default=0)}
+    for step in (copies.keys() | cut_off) - keep:
+        remote.delete(step)
+    return sent
+
+
+def fetch_newer(store: CheckpointStore, remote: RemoteStore) -> int | None:
+    """Copy the newest valid checkpoint of the remote store that is newer than all local ones, and verify it.
+
+    Returns:
+        Step of the fetched checkpoint; None if there is none.
+
+    Raises:
+        CheckpointError: the remote store cannot be read, or the local disk cannot be written.
+    """
+    newest = max(store.complete(), default=-1)
+    for step, manifest in sorted(remote.manifests().items(), reverse=True):
+        if step <= newest:
+            return None
+        logger.info("fetching checkpoint of step %d (%d bytes) from %s", step, manifest.size_bytes, remote.address)
+        try:
+            store.adopt(manifest, partial(remote.get, step))
+            return step
+        except CheckpointError as error:
+            logger.warning("skipping %s/%s: %s", remote.address, _folder(step), error)
+    return None
+
+
+def _folder(step: int) -> str:
+    return f"iter_{step:07d}"

@@ -1,0 +1,203 @@
+"""The training program of one rank, for a trace: build the model and its optimizer, and run `train_step`."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Optional
+
+import torch
+from torch import nn
+
+from dit.backends.megatron_types import MegatronOptimizer
+from dit.backends.process_groups import ProcessGroups
+from dit.batch import PackedBatch
+from dit.context_parallel.shard_batch import shard
+from dit.models.base import Backbone, Stage
+from dit.optimizer.ema import EMA
+from dit.optimizer.master_weights import SLOTS, gradient_norm, master_shards
+from dit.optimizer.update import Update, build_update
+from dit.parallel.build import TracedBuild, build_model, build_optimizer, wrap
+from dit.parallel.implementations import target_of
+from dit.parallel.loss_scale import LossScale, loss_scale_of
+from dit.planner.job import Job, steady_state
+from dit.step.forward_step import ForwardStep, noise_kernel, training_forward_step
+from dit.step.train_step import Compute, Logs, Part, StepFunctions, StepObserver, train_step
+from dit.tracing.counter import PHASES, STATE, StepCounter, StepTrace, combined
+from dit.tracing.packs import batch_of
+
+
+@dataclass
+class State:
+    """State of the traced rank, see `dit.step.train_step.StepState`."""
+
+    wrapped: Sequence[Any]
+    optimizer: MegatronOptimizer
+    update: Update
+    loss_scale: Optional[LossScale]
+    groups: ProcessGroups
+    step: int = 0
+
+
+class Phases(StepObserver):
+    """Reports the ends of a step's phases to the counter.
+
+    Args:
+        num_chunks: number of model chunks of this rank.
+        marked: indices of forward-step calls.
+
+    Attributes:
+        marks: counts before each of these calls.
+    """
+
+    def __init__(self, counter: StepCounter, num_chunks: int, marked: Sequence[int]) -> None:
+        self.counter, self.num_chunks, self.marked = counter, num_chunks, marked
+        self.marks: list[StepTrace] = []
+        self._before_update = counter.trace
+        self._calls = itertools.count()
+
+    def enter(self, part: Part) -> None:
+        counter = self.counter
+        if part == "loss":
+            counter.phase(PHASES[1])
+        elif part == "gradient norm":
+            self._before_update = counter.trace.copy()
+        elif part == "update":
+            counter.phase(PHASES[2])
+        elif part == "end":
+            counter.phase(PHASES[3])
+            counter.trace.parts["update"] = counter.trace.since(self._before_update)
+
+    def compute(self, compute: Compute, batches: Iterator[PackedBatch]) -> Logs:
+        """Compute the gradients; returns no logs, because a plan does not count the sums of a few numbers."""
+        compute(batches)
+        return []
+
+    def marking(self, forward_step: ForwardStep) -> ForwardStep:
+        """Return a forward step that adds the counts of marked calls."""
+
+        def marked(batches: Iterator[PackedBatch], network: nn.Module) -> Any:
+            counter = self.counter
+            if next(self._calls) not in self.marked:
+                return forward_step(batches, network)
+            self.marks.append(counter.trace.copy())
+            output = forward_step(batches, network)
+            forward = counter.trace.since(self.marks[-1])
+            counter.trace.parts["forward"] = combined([forward], [self.num_chunks])  # of one chunk
+            return output
+
+        return marked
+
+
+class Program:
+    """Builds the model of a job on one rank and runs its steps.
+
+    Args:
+        counter: counts the operations; gets the ends of the phases.
+    """
+
+    def __init__(self, job: Job, groups: ProcessGroups, counter: StepCounter) -> None:
+        self.job, self.groups, self.counter = job, groups, counter
+
+    def run(self) -> StepTrace:
+        """Build the model, its optimizer and the optimizer's state, and trace a step."""
+        job, training, counter = self.job, self.job.training, self.counter
+
+        def build(stages: Optional[Sequence[Stage]]) -> list[Backbone]:
+            # A compiler's fusions are not known in advance, so a plan counts the eager layer.
+            kernels = "eager" if training.kernels == "compile" else training.kernels
+            eager_settings = replace(training, attention="auto", linears="auto", kernels=kernels)
+            traced = TracedBuild(stages, job.kernels)
+            learns_uncertainty = job.objective.learns_uncertainty
+            return build_model(
+                job.model, job.parallel, eager_settings, self.groups, uncertainty=learns_uncertainty, traced=traced
+            )
+
+        chunks = build(job.stages)
+        if self.groups.pp.size() > 1:
+            counter.received_shape = self._between_stages(build)
+        wrapped = wrap(chunks, job.parallel, self.groups)
+        weights = counter.live
+        optimizer = build_optimizer(wrapped, job.optimizer, job.parallel, training, self.groups)
+        shards = master_shards(optimizer, chunks, offload=job.optimizer.offload)
+        before = counter.live
+        decay = None if training.ema_offload else training.ema_decay
+        ema = None if decay is None else EMA(shards, decay)
+        average = counter.live - before
+        target = target_of(job.model, training.precision, job.kernels)
+        self.mix = noise_kernel(job.model, training, job.kernels)
+        update = build_update(optimizer, shards, ema, job.optimizer.clip_grad, target, training.kernels)
+        self._create_optimizer_state(wrapped, optimizer, update)
+        if job.optimizer.offload:
+            counter.live -= sum(master.slot(name).nbytes for master in shards for name in SLOTS)
+        state = dict(zip(STATE, (weights, counter.live - weights - average, average)))
+        scale = loss_scale_of(optimizer)
+        if scale is not None:
+            scale.tokens = 1  # the traced step is not the first of its run
+        self.state = State(wrapped, optimizer, update, scale, self.groups)
+        steady = steady_state(job.parallel, self.groups.pp.rank(), job.world_size)
+        traced = job.micro_batches if job.in_full else min(job.micro_batches, steady.micro_batches)
+        if job.fills_caches:
+            self._step(steady.unit)
+        counter.begin()
+        counter.trace.state_bytes = state
+        marks = self._step(traced, steady.calls)
+        step = counter.trace
+        if len(marks) < len(steady.calls):  # too few micro-batches to fill the pipeline
+            return step
+        unit = marks[1].since(marks[0])
+        parts = {**step.parts, "micro-batch": combined([unit], [1 / steady.unit])}
+        missing = (job.micro_batches - traced) / steady.unit
+        total = combined([replace(step, parts={}), unit], [1, missing])
+        return replace(total, state_bytes=step.state_bytes, peak_bytes=step.peak_bytes, parts=parts)
+
+    def _create_optimizer_state(self, wrapped: Sequence[Any], optimizer: MegatronOptimizer, update: Update) -> None:
+        """Run an update without a step, in which the optimizer creates its state."""
+        for chunk in wrapped:
+            chunk.zero_grad_buffer()
+            if self.job.parallel.data_parallel == "fsdp":
+                chunk.finish_grad_sync()  # shows the optimizer the local gradients
+        update(gradient_norm(optimizer), 1)
+
+    @torch.no_grad()
+    def _between_stages(self, build: Callable[[Sequence[Stage]], list[Backbone]]) -> list[int]:
+        """Return the shape of activations sent between pipeline stages: that of the first layer's output."""
+        (first,) = build([Stage(range(1), first=True, last=False)])
+        batch = self._batch()
+        time_S = torch.zeros(batch.layout.num_samples)
+        return list(first(batch.latents_TC, time_S, batch).shape)
+
+    def _step(self, micro_batches: int, marked: Sequence[int] = ()) -> list[StepTrace]:
+        """Run the optimizer step of training.
+
+        Args:
+            marked: indices of forward-step calls.
+
+        Returns:
+            Counts before each of these calls.
+        """
+        job, counter, wrapped = self.job, self.counter, self.state.wrapped
+        phases = Phases(counter, len(wrapped), marked)
+
+        def forward_step(_: int) -> ForwardStep:
+            # All steps drop the same conditions, so that a trace does not depend on `fills_caches`.
+            return phases.marking(training_forward_step(job.objective, job.model, job.training.seed, 1, self.mix))
+
+        def finalize(*args: Any, **kwargs: Any) -> None:
+            counter.phase(PHASES[0])
+            exchange(*args, **kwargs)
+
+        counter.peak = counter.live
+        config = wrapped[0].config
+        exchange, config.finalize_model_grads_func = config.finalize_model_grads_func, finalize
+        rates = job.optimizer.lr, job.optimizer.beta1
+        functions = StepFunctions(job.objective, forward_step, lambda _: rates, micro_batches)
+        train_step(self.state, (self._batch() for _ in range(micro_batches)), functions, phases)
+        config.finalize_model_grads_func = exchange
+        return phases.marks
+
+    def _batch(self) -> PackedBatch:
+        """Return a micro-batch with this rank's tokens."""
+        job, model = self.job, self.job.model
+        batch = batch_of(model, job.pack)
+        cp = self.groups.cp
+        return shard(batch, cp.rank(), cp.size(), job.parallel.context_split)

@@ -1,0 +1,129 @@
+"""Micro-batches on the device: checked against the model, moved, counted in samples, tokens and FLOPs."""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Optional
+
+import torch
+
+from dit.batch import PackedBatch
+from dit.condition_table import DEFAULT_FPS, FPS
+from dit.data_api import BatchSpec, DataStream
+from dit.monitoring.heartbeat import Phase
+from dit.patchify import Grid
+
+
+@dataclass
+class Consumed:
+    """Counters of one rank since the last reset.
+
+    Attributes:
+        valid_tokens: number of real tokens.
+        padded_tokens: number of tokens, including padding.
+        flops: FLOPs of each micro-batch.
+        waited_s: seconds until requested micro-batches arrived in this process, without those of `peek`.
+    """
+
+    samples: int = 0
+    valid_tokens: int = 0
+    padded_tokens: int = 0
+    flops: list[int] = field(default_factory=list)
+    waited_s: float = 0.0
+    keys: list[str] = field(default_factory=list)
+
+
+class DeviceBatches(Iterator[PackedBatch]):
+    """Micro-batches on the device, checked against the model and sharded for this rank.
+
+    Counts cover full packs, so sum them over the data-parallel group only.
+
+    Args:
+        stream: source of full packs.
+        device: target device.
+        spec: the properties that the model requires.
+        flops: returns the executed training FLOPs of a micro-batch.
+        shard: selects the local tokens of a full pack (context parallel).
+        encode: turns pixels and captions into latents and texts (`dit.encoders.online`).
+        phase: phase of this rank, updated while it waits for data.
+
+    Attributes:
+        device: target device.
+        largest_grid: (t, h, w) patches of the sample with the most tokens so far.
+        fps: frames per second of that sample.
+        step_batches: local micro-batches since `begin_step`, before their copy to the device.
+    """
+
+    def __init__(
+        self,
+        stream: DataStream,
+        device: torch.device,
+        spec: BatchSpec,
+        flops: Callable[[PackedBatch], int],
+        shard: Callable[[PackedBatch], PackedBatch] = lambda batch: batch,
+        encode: Callable[[PackedBatch], PackedBatch] = lambda batch: batch,
+        phase: Optional[Phase] = None,
+    ) -> None:
+        self._phase = phase or Phase()
+        self._peeked: Optional[PackedBatch] = None
+        self._shard, self._encode = shard, encode
+        self._stream, self.device, self._spec, self._flops = stream, device, spec, flops
+        self.consumed = Consumed()
+        self.largest_grid: Optional[Grid] = None
+        self.fps = DEFAULT_FPS
+        self.step_batches: list[PackedBatch] = []
+
+    def begin_step(self) -> None:
+        """Forget the micro-batches of the previous step."""
+        self.step_batches.clear()
+
+    def replay(self) -> Iterator[PackedBatch]:
+        """Return the micro-batches of the current step again, on the device."""
+        self._phase.enter("computes")
+        return (batch.to(self.device) for batch in self.step_batches)
+
+    def peek(self) -> PackedBatch:
+        """Return the next full pack without consuming it, as the source returned it."""
+        if self._peeked is None:
+            self._phase.enter("reads data")
+            self._peeked = next(self._stream)
+            self._phase.enter("computes")
+        return self._peeked
+
+    def __next__(self) -> PackedBatch:
+        began = time.perf_counter()
+        pack, self._peeked = self.peek(), None
+        self.consumed.waited_s += time.perf_counter() - began
+        batch = self._encode(pack)
+        batch.validate(self._spec.conditions, patch_volume=self._spec.patch_volume)
+        self.consumed.samples += batch.layout.num_samples
+        self.consumed.valid_tokens += batch.layout.valid_tokens
+        self.consumed.padded_tokens += batch.layout.total_tokens
+        self.consumed.flops.append(self._flops(batch))
+        self.consumed.keys.extend(batch.keys)
+        condition = batch.conditions.get(FPS.name)
+        rates = [DEFAULT_FPS] * len(batch.grids) if condition is None else condition.values.tolist()
+        for grid, fps in zip(batch.grids, rates):
+            if self.largest_grid is None or prod(grid) > prod(self.largest_grid):
+                self.largest_grid, self.fps = grid, fps
+        local = self._shard(batch)
+        self.step_batches.append(local)
+        return local.to(self.device, non_blocking=True)
+
+    def latent_size(self, spec: BatchSpec) -> tuple[int, int, int]:
+        """Return (T, H, W) of the largest latent so far."""
+        assert self.largest_grid is not None
+        t, h, w = self.largest_grid
+        return t * spec.patch_temporal, h * spec.patch_spatial, w * spec.patch_spatial
+
+    def restore_largest(self, metadata: Mapping[str, Any], spec: BatchSpec) -> None:
+        """Restore the size of the largest sample from `latent_size` (T, H, W) and `fps` in a checkpoint's metadata."""
+        t, h, w = metadata["latent_size"]
+        self.largest_grid = t // spec.patch_temporal, h // spec.patch_spatial, w // spec.patch_spatial
+        self.fps = metadata.get("fps", DEFAULT_FPS)
+
+    def reset(self) -> Consumed:
+        """Return the counters and start new ones."""
+        counted, self.consumed = self.consumed, Consumed()
+        return counted

@@ -1,0 +1,78 @@
+"""The forward step of one micro-batch: drop conditions, add noise, predict, compute the loss."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Optional
+
+import torch
+from megatron.core.utils import get_attr_wrapped_model
+from torch import Tensor, nn
+
+from dit.batch import PackedBatch
+from dit.kernels.choice import choose
+from dit.kernels.resolve import NOISE
+from dit.models.base import ModelConfig
+from dit.objectives.addressed_noise import AddressedNoise, Mix
+from dit.objectives.base import Objective, Prepared
+from dit.parallel.implementations import target_of
+from dit.patchify import split_outputs
+from dit.settings import TrainingConfig
+
+Logged = dict[str, Tensor]
+LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, Logged]]
+ForwardStep = Callable[[Iterator[PackedBatch], nn.Module], tuple[Tensor, LossFunction]]
+
+
+def noise_kernel(model: ModelConfig, training: TrainingConfig, device: Optional[torch.device] = None) -> Optional[Mix]:
+    """Return the kernel that draws and mixes noise, see `AddressedNoise.mix_TC`; None for the eager form.
+
+    Args:
+        device: None for that of this process.
+
+    Raises:
+        ConfigError: the kernel that `training.kernels` names does not run here.
+    """
+    return choose(NOISE, target_of(model, training.precision, device), training.kernels).load()
+
+
+def drop_conditions(batch: PackedBatch, noise: AddressedNoise, model: ModelConfig) -> PackedBatch:
+    """Drop conditions of some samples, for classifier-free guidance: see `Conditions.drop`."""
+    return replace(batch, conditions=batch.conditions.drop(model.conditions(), noise.uniform_S, batch.layout))
+
+
+class LevelsOnly(AddressedNoise):
+    """The draws per sample, and zeros per token, for pipeline stages between the first and the last."""
+
+    def normal_TC(self, purpose: str, channels: int, offset_SC: Optional[Tensor] = None) -> Tensor:
+        return torch.zeros(1, 1, device=self.layout.device).expand(self.layout.num_local_tokens, channels)
+
+
+def training_forward_step(
+    objective: Objective, model: ModelConfig, seed: int, step: int, mix: Optional[Mix] = None
+) -> ForwardStep:
+    """Return the forward step of optimizer step `step` for Megatron-Core's schedules.
+
+    Its loss function returns (loss sum, real tokens, logs: the sums of `logged`, then the tokens). The update divides
+    the gradients by the real tokens of the global batch (`dit.backends.gradients`).
+    """
+
+    def loss_function(prepared: Prepared, batch: PackedBatch, prediction_TC: Tensor) -> tuple[Tensor, Tensor, Logged]:
+        outputs_TC = split_outputs(prediction_TC, model.token_channels, model.in_channels)
+        total, count, terms = objective.loss(outputs_TC, prepared, batch.layout)
+        return total, count.int(), {"sums": torch.stack([*terms.values(), count])}
+
+    def forward_step(batches: Iterator[PackedBatch], network: nn.Module) -> tuple[Tensor, LossFunction]:
+        batch = next(batches)
+        stage = get_attr_wrapped_model(network, "stage")
+        # Only the first stage (inputs) and the last one (targets) use noise per token.
+        kind, kernel = (AddressedNoise, mix) if stage.first or stage.last else (LevelsOnly, None)
+        noise = kind(seed, step, batch.sample_ids_S, batch.layout, batch.draws_S, kernel, model.in_channels)
+        batch = objective.augment(drop_conditions(batch, noise, model), model.conditions(), noise, draw=True)
+        if model.activation_dropout:
+            batch = replace(batch, dropout_S=noise.keys_S("dropout"))
+        prepared = objective.prepare(batch, noise)
+        prediction_TC = network(prepared.inputs_TC, prepared.time_S, batch)
+        return prediction_TC, partial(loss_function, prepared, batch)
+
+    return forward_step

@@ -1,0 +1,189 @@
+"""Steps whose loss or gradient norm is not finite or spikes: they make no update on any rank, and are reported.
+
+    training.on_bad_numbers   parameters, optimizer, average   step                data
+    stop                      unchanged; the run ends          not counted         as in the last checkpoint
+    skip                      unchanged                        counted             continue
+    rewind                    from the last checkpoint         of the checkpoint   continue; those since then are lost
+
+Source of `rewind`: Chowdhery et al. 2022, arXiv:2204.02311, section 5.1 (PaLM restarted 100 steps before a spike, and
+skipped the batches around it).
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+
+from dit.backends.process_groups import ProcessGroups
+from dit.batch import PackedBatch
+from dit.checkpoint.checkpointer import Checkpointer
+from dit.checkpoint.train_state import TrainState
+from dit.durable_files import strict_json, write_record
+from dit.errors import NotFiniteError
+from dit.monitoring.expert_load import expert_layers
+from dit.monitoring.guards import suspicion
+from dit.monitoring.run_log import RunLog
+from dit.run_config import RunConfig
+from dit.safe_files import make_folder
+from dit.step.train_step import Step
+from dit.step_checks.first_bad_tensor import Probe, find_first
+from dit.step_checks.spikes import Bad, NumberGuard
+
+FOLDER = "bad_steps"
+NUM_KEYS = 64
+"""Samples of each rank that an incident lists."""
+
+
+class BadSteps:
+    """Judges the steps of a run, and handles bad ones according to `training.on_bad_numbers`.
+
+    Attributes:
+        guard: limits of loss and gradient norm.
+        skipped: number of skipped updates in this process.
+    """
+
+    def __init__(self, config: RunConfig, state: TrainState, groups: ProcessGroups) -> None:
+        training = config.training
+        self.config, self.state, self.groups = config, state, groups
+        self.guard = NumberGuard(
+            training.spike_threshold, training.spike_window, training.max_bad_steps, training.bad_steps_within
+        )
+        self.skipped = 0
+        self._loads = [layer.load for chunk in state.chunks for _, layer in expert_layers(chunk)]
+
+    def begin_step(self) -> None:
+        """Store the logged counts before a step."""
+        for load in self._loads:
+            load.begin_step()
+
+    def drop_counts(self) -> None:
+        """Discard the counts of a step that makes no update."""
+        for load in self._loads:
+            load.drop_step()
+
+    def judge(
+        self, step: Step, batches: Sequence[PackedBatch], keys: Sequence[str], log: RunLog
+    ) -> Literal["update", "skip", "rewind"]:
+        """Return the use of a step's gradients; a bad step is computed again and recorded. Every rank calls this.
+
+        Args:
+            batches: local micro-batches of the step.
+            keys: samples of this rank in the step.
+
+        Raises:
+            NotFiniteError: the run must end, because of its policy or because there were too many bad steps.
+        """
+        bad = self.guard.judge(step.number, step.loss, step.grad_norm)
+        if bad is None:
+            return "update"
+        scale = self.state.loss_scale
+        if step.overflowed and scale is not None and math.isfinite(step.loss):
+            bad = replace(bad, reason=f"{bad.reason} {scale.exhausted()}")
+        policy = self.config.training.on_bad_numbers
+        model, state = self.config.model, self.state
+        probe = Probe(state, self.config.objective, (model.token_channels, model.in_channels))
+        compiled = self.config.training.compile or self.config.training.kernels == "compile"
+        # The hooks of the probe would cause a recompilation, or would not run.
+        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+            first, report = find_first(probe, step.forward_step, batches, step.sums, self.groups)
+        if compiled:
+            report["repeats"] = None  # the eager computation rounds differently
+        suspects = find_suspects(step.sums[:-1].sum().item(), keys)
+        self.guard.note_bad(bad.step)
+        ends = policy == "stop" or self.guard.too_many()
+        where = self._where(bad, report, str(first) if first is not None else None)
+        details: dict[str, Any] = {
+            "reason": bad.reason,
+            "loss": bad.loss,
+            "grad_norm": bad.grad_norm,
+            "ranks": sorted(suspects),
+            "samples": {str(rank): samples[:NUM_KEYS] for rank, samples in suspects.items()} or self._all_keys(keys),
+            "began": where,
+        }
+        self._write(bad.step, {"step": bad.step, **details, **report})
+        log.incident(bad.kind, bad.step, **details, action="stop" if ends else policy)
+        if policy != "stop" and not ends:
+            log.message(f"step {bad.step}: {bad.reason}; {where}; {_CONSEQUENCE[policy]}")
+            self.skipped += policy == "skip"
+            return policy
+        if policy != "stop":
+            limit = f"{self.guard.max_bad} in {self.guard.within} steps"
+            where += f"; more bad steps than training.max_bad_steps allows ({limit})"
+        suspect, advice = suspicion(suspects)
+        raise NotFiniteError(
+            f"step {bad.step}: {bad.reason}; the update was not applied; {where}. {suspect}; {advice}"
+            "resume from the last checkpoint with a lower optimizer.lr or optimizer.clip_grad, or a longer "
+            "schedule.warmup_steps, or training.on_bad_numbers=skip or rewind"
+        )
+
+    def go_back(self, bad_step: int, checkpointer: Checkpointer, log: RunLog, keys: Sequence[str]) -> None:
+        """Load the last checkpoint, except for the position of the data, and record the number of skipped steps.
+
+        Args:
+            keys: samples that this rank read since the last log line.
+
+        Raises:
+            NotFiniteError: there is no valid checkpoint.
+        """
+        for load in self._loads:
+            load.take(torch.device("cpu"))  # the log line before the checkpoint has its counts
+        metadata = checkpointer.rewind(self.state)
+        if metadata is None:
+            raise NotFiniteError(
+                f"step {bad_step} has bad numbers and training.on_bad_numbers=rewind, but there is no valid checkpoint "
+                "to go back to; start again with a shorter checkpoint.interval, or with training.on_bad_numbers=skip"
+            )
+        self.guard.load_state_dict({**metadata.get("guard", {}), "bad_steps": self.guard.bad_steps})
+        steps = bad_step - self.state.step
+        log.message(f"step {bad_step}: back to step {self.state.step}; the data of {steps} steps are skipped")
+        to_step = self.state.step
+        log.incident("rewind", bad_step, to_step=to_step, steps_left_out=steps, last_samples=list(keys)[-NUM_KEYS:])
+
+    def _all_keys(self, keys: Sequence[str]) -> dict[str, list[str]]:
+        """Return the samples of every rank, if the local loss of each rank is finite."""
+        gathered: list[Any] = [None] * self.groups.world_size
+        dist.all_gather_object(gathered, list(keys)[:NUM_KEYS])
+        return {str(rank): samples for rank, samples in enumerate(gathered)}
+
+    @staticmethod
+    def _where(bad: Bad, report: dict[str, Any], first: str | None) -> str:
+        if first is not None:
+            return f"the first number that is not finite is {first}"
+        if bad.kind == "spike" and report["repeats"] is not False:
+            rank, (key, loss) = max(
+                ((rank, worst[0]) for rank, worst in report["worst_samples"].items()), key=lambda item: item[1][1]
+            )
+            return f"a second computation gives the same; the largest loss is {loss:.6g} of sample {key} on rank {rank}"
+        if report["repeats"] is False:
+            cause = " and the losses differ from the first: "
+        else:
+            cause = ": the sum of the gradients over ranks, or its norm, overflows, or "
+        return f"in a second computation, all numbers of the step are finite{cause}suspect a fault of the machine"
+
+    def _write(self, step: int, report: dict[str, Any]) -> None:
+        if self.groups.rank == 0:
+            folder = make_folder(Path(self.config.training.run_dir) / FOLDER)
+            write_record(folder / f"step_{step:07d}.json", strict_json(report, indent=1))
+
+
+_CONSEQUENCE = {
+    "skip": "the update is skipped",
+    "rewind": "the run returns to its last checkpoint and skips the data since then",
+}
+
+
+def find_suspects(local_loss: float, sample_keys: Sequence[str]) -> dict[int, list[str]]:
+    """Return the ranks whose local loss is not finite, with their samples; every rank calls this and gets all.
+
+    Args:
+        local_loss: sum of this rank's losses in the step, before any reduction.
+        sample_keys: samples of this rank in the step.
+    """
+    samples: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(samples, None if math.isfinite(local_loss) else list(sample_keys))
+    return {rank: keys for rank, keys in enumerate(samples) if keys is not None}

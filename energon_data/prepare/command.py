@@ -1,0 +1,52 @@
+"""A command of `python -m energon_data.prepare`, and flags that several commands have."""
+
+import argparse
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Optional
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command that writes a data set.
+
+    Attributes:
+        summary: its line in the help.
+        add_arguments: adds its flags, with `--out` for the folder. It runs for every `--help`, so it imports nothing
+            heavy.
+        run: writes the data set.
+        folders: flags that write the data folders of recipes, by folder name; errors for missing folders show them.
+    """
+
+    summary: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+    run: Callable[[argparse.Namespace], None]
+    folders: Mapping[str, str] = field(default_factory=dict)
+
+
+def add_text_encoder(parser: argparse.ArgumentParser) -> None:
+    """Add the flag of encoders that embed captions."""
+    parser.add_argument(
+        "--text-encoder",
+        action="append",
+        metavar="[ENTRY=]NAME",
+        help="store embeddings of the captions: all-minilm-l6-v2, or a folder or hub name of T5 or CLIP; again for "
+        "further entries, such as pooled=NAME",
+    )
+
+
+def text_encoder(args: argparse.Namespace) -> Optional[str]:
+    """Return all `--text-encoder` flags as one line."""
+    return ",".join(args.text_encoder) if args.text_encoder else None
+
+
+def add_work(parser: argparse.ArgumentParser, *, validation: float) -> None:
+    """Add the flags of commands that write a data set in resumable units of work."""
+    parser.add_argument("--validation", type=float, default=validation, metavar="SHARE", help="held out (%(default)s)")
+    parser.add_argument(
+        "--samples-per-shard", type=int, default=1000, metavar="N", help="files of a shard (%(default)s)"
+    )
+    parser.add_argument("--processes", type=int, default=os.cpu_count() or 1, metavar="N", help="(%(default)s)")
+    parser.add_argument("--dry-run", action="store_true", help="print what would be written, from a few samples")
+    parser.add_argument("--force", action="store_true", help="replace an older data set")

@@ -1,0 +1,315 @@
+"""Survey of a split of a data set: sizes, durations, texts, captions, damage, and filling of packs."""
+
+import io
+import tarfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Optional
+
+from torch import Tensor
+
+from dit.condition_table import CONTEXT, FPS
+from dit.data_api import BatchSpec, sample_id
+from dit.errors import DataError
+from dit.patchify import frames_to_patch
+from dit.safe_files import open_binary
+from dit.sampling.grid import spread
+from energon_data.decoder import decode_sample
+from energon_data.filters import TOO_LONG
+from energon_data.folder import SplitInfo, stored_names
+from energon_data.latent_scale import Moments
+from energon_data.packing import greedy_knapsack, padded_length
+from energon_data.report.false_colours import middle_frame
+from energon_data.samples import CAPTIONS as SEVERAL_CAPTIONS
+from energon_data.samples import LATENT, META_PART, Clip, SampleError
+from energon_data.skip_log import Skip, SkipCounter
+from energon_data.tar_index import UnusualTarError, group_members, parse_members, read_offsets, read_tar
+
+if TYPE_CHECKING:
+    from energon_data.task_encoder import EncoderOptions
+
+CAPTIONS = ("caption", "text", "prompt")
+"""Metadata entries for a caption; a part called `txt` is used if there are none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """Properties of one sample.
+
+    Attributes:
+        key: name of the sample.
+        size: (C, T, H, W) of its latent or pixels.
+        fps: frames per second; None if the metadata lack it.
+        text_tokens: rows of its text embedding; None without one.
+        caption: caption; None without one.
+        names: names of its parts without extension, and of its metadata.
+    """
+
+    key: str
+    size: tuple[int, int, int, int]
+    fps: Optional[float] = None
+    text_tokens: Optional[int] = None
+    caption: Optional[str] = None
+    names: tuple[str, ...] = ()
+
+    @property
+    def duration_s(self) -> Optional[float]:
+        """Duration of a clip in seconds; None for an image or an unknown frame rate."""
+        frames = self.size[1]
+        return frames / self.fps if frames > 1 and self.fps else None
+
+    def tokens(self, patch: Sequence[int]) -> Optional[int]:
+        """Return the tokens of the sample; None if its latent cannot be cut into such patches.
+
+        Args:
+            patch: sides in time, height and width.
+        """
+        frames = frames_to_patch(self.size[1], patch[0])
+        sides = (frames, *self.size[2:])
+        if any(side % part for side, part in zip(sides, patch, strict=True)):
+            return None
+        t, h, w = (side // part for side, part in zip(sides, patch, strict=True))
+        return t * h * w
+
+
+@dataclass(kw_only=True)
+class Survey:
+    """Results of reading samples of a split.
+
+    Attributes:
+        info: the checked split.
+        shards: number of samples and bytes of each shard, by name.
+        seen: samples that training can read.
+        lost: number of unreadable samples by reason, and the first of each reason.
+        shown: frames `[C, H, W]` of some samples, for a contact sheet.
+        latents: moments of the latents; empty for pixels.
+    """
+
+    info: SplitInfo
+    shards: dict[str, tuple[int, int]]
+    seen: list[Seen] = field(default_factory=list)
+    lost: Counter[str] = field(default_factory=Counter)
+    examples: dict[str, str] = field(default_factory=dict)
+    shown: list[tuple[Seen, Tensor]] = field(default_factory=list)
+    latents: Moments = field(default_factory=Moments)
+
+    @property
+    def num_read(self) -> int:
+        """Number of samples read."""
+        return len(self.seen) + self.lost.total()
+
+
+def survey(
+    info: SplitInfo,
+    *,
+    limit: Optional[int],
+    pictures: int = 0,
+    show: Callable[[Tensor], Tensor] = middle_frame,
+    require_checksums: bool = True,
+) -> Survey:
+    """Read samples of a split in the same way as training.
+
+    Args:
+        info: from `energon_data.folder.check_dataset`.
+        limit: largest number of samples to read, evenly distributed over the split; None for all.
+        pictures: number of frames to return, evenly distributed.
+        show: converts a latent or pixels `[C, T, H, W]` to a frame `[C, H, W]`.
+        require_checksums: samples without checksums count as damaged, as in `EnergonData`.
+
+    Raises:
+        DataError: no sample can be read.
+    """
+    from energon_data.cookers import cook_clip  # imports Energon
+
+    sizes = {path.name: (len(read_offsets(path)) - 1, path.stat().st_size) for path in info.shards}
+    result = Survey(info=info, shards=sizes)
+    indices = spread(info.samples, limit or info.samples)
+    shown = {indices[i] for i in spread(len(indices), pictures)}
+    for index, (shard, data) in zip(indices, _read(info.shards, indices), strict=True):
+        key = f"#{index}"
+        try:
+            key, parts = _parts(data)
+            sample = decode_sample(key, parts, require_checksums=require_checksums)
+            clip = cook_clip(sample | {"__key__": key, "__shard__": "", "__restore_key__": (), "__sources__": None})
+        except SampleError as error:
+            result.lost[error.reason] += 1
+            result.examples.setdefault(error.reason, f"{shard.name}/{key}: {error.detail}")
+            continue
+        result.seen.append(_seen(clip, sample))
+        if LATENT in result.seen[-1].names:
+            result.latents = result.latents.plus(Moments.of(clip.latent.double().numpy()))
+        if index in shown:
+            result.shown.append((result.seen[-1], show(clip.latent)))  # the clip itself is freed
+    if not result.seen:
+        reasons = "; ".join(f"{reason}: {detail}" for reason, detail in result.examples.items())
+        raise DataError(f"none of {result.num_read} samples of {info.path} can be read: {reasons}")
+    return result
+
+
+def _read(shards: Sequence[Path], indices: Sequence[int]) -> Iterator[tuple[Path, bytes]]:
+    """Yield the shard and the bytes of samples of a split, in ascending order of index."""
+    remaining, first = iter(indices), 0
+    index = next(remaining, None)
+    for shard in shards:
+        offsets = read_offsets(shard).tolist()
+        with open_binary(shard) as file:
+            while index is not None and index - first < len(offsets) - 1:
+                start, end = offsets[index - first : index - first + 2]
+                file.seek(start)
+                yield shard, file.read(end - start)
+                index = next(remaining, None)
+        first += len(offsets) - 1
+
+
+def _parts(data: bytes) -> tuple[str, dict[str, bytes]]:
+    """Return the name and the parts of a sample from its bytes in a shard; supports tar extensions."""
+    try:
+        try:
+            members = parse_members(data)
+        except UnusualTarError:
+            members = [(member.name, read()) for member, read in read_tar(io.BytesIO(data))]
+        return group_members(members)
+    except (ValueError, tarfile.TarError) as error:
+        raise SampleError("unreadable", str(error)) from error
+
+
+def _seen(clip: Clip, sample: dict[str, Any]) -> Seen:
+    """Collect the properties of a decoded sample."""
+    channels, frames, height, width = clip.latent.shape
+    rates = [clip.metadata[name] for name in FPS.stored_as if isinstance(clip.metadata.get(name), int | float)]
+    text = next((part for name, part in clip.parts.items() if name.rpartition(".")[0] in CONTEXT.stored_as), None)
+    rows = next(iter(text.values())) if isinstance(text, dict) else text  # a safetensors part has tensors by name
+    stems = {name.rpartition(".")[0] or name for name in sample if name != META_PART}
+    return Seen(
+        key=clip.__key__,
+        size=(channels, frames, height, width),
+        fps=float(rates[0]) if rates else None,
+        text_tokens=None if rows is None else len(rows),
+        caption=_caption(sample),
+        names=tuple(sorted(stems | set(clip.metadata) - {"crc32"})),
+    )
+
+
+def _caption(sample: dict[str, Any]) -> Optional[str]:
+    metadata = sample[META_PART]
+    captions = [metadata[name] for name in CAPTIONS if isinstance(metadata.get(name), str)]
+    if "txt" in sample:
+        captions.append(sample["txt"].decode(errors="replace"))
+    return next((text.strip() for text in captions if text.strip()), None)
+
+
+MOST_BEFORE_TRAINING, ROUNDS, SECONDS = 256, 8, 10.0
+"""Samples read before step 1, in rounds distributed evenly over the data, and the time limit in seconds."""
+
+
+LENGTH_SETTINGS = ("max_tokens_per_pack", "max_tokens_per_sample", "pack_cost_tokens")
+"""Settings that limit the tokens of a sample."""
+
+
+def expected_drops(
+    info: SplitInfo, spec: BatchSpec, options: "EncoderOptions", settings: Mapping[str, Any]
+) -> list[str]:
+    """Describe the samples that settings will drop, one line per reason and kind; reads some samples.
+
+    Args:
+        options: encoder options built from the settings.
+        settings: settings of `EnergonData`, by name.
+    """
+    most = options.filters.max_tokens
+    if not options.filters.limits and most is None:
+        return []
+    from energon_data.augment import Visit
+    from energon_data.cookers import cook_clip
+    from energon_data.task_encoder import DiffusionTaskEncoder
+
+    encoder = DiffusionTaskEncoder(spec, options, SkipCounter(MOST_BEFORE_TRAINING))
+    indices, read = spread(info.samples, MOST_BEFORE_TRAINING), Counter[str]()
+    began = time.monotonic()
+    for first in range(ROUNDS):
+        round_of = indices[first::ROUNDS]
+        for index, (shard, data) in zip(round_of, _read(info.shards, round_of), strict=True):
+            with suppress(SampleError):  # training reports damage when it reads the data
+                key, parts = _parts(data)
+                sample = {"__key__": key, "__shard__": shard.name, "__restore_key__": (), "__sources__": None, **parts}
+                clip = encoder.clip_of(sample, Visit(0, 0, index, sample_id(key)), cook=cook_clip)
+                read[""] += 1
+                if clip is not None:
+                    read["clip" if clip.grid[0] > 1 else "image"] += 1
+        if time.monotonic() - began > SECONDS:
+            break
+    skips = encoder.ledger.drain()
+    read.update(skip.kind for skip in skips if skip.kind)
+    groups: dict[tuple[str, str], list[Skip]] = {}
+    for skip in skips:
+        if not skip.lost:
+            groups.setdefault((skip.reason, skip.kind), []).append(skip)
+    sampled = "" if read[""] == info.samples else f", {read['']:,} of {info.samples:,} samples"
+    multiple = 1 if options.max_tokens_per_pack is None else options.pack_multiple_of
+    lines = []
+    for (reason, kind), dropped in groups.items():
+        which = f"{info.path}{sampled}: {len(dropped):,} of {read[kind]:,} {kind or 'sample'}s"
+        if reason == TOO_LONG:
+            longest = max(skip.tokens for skip in dropped)
+            limit = next(f"data.{name}" for name in LENGTH_SETTINGS if settings[name] == most)
+            lines.append(
+                f"{which} have more than {limit}={most} tokens (the longest {longest:,}) and are dropped; raise "
+                f"{limit} to {padded_length(longest, multiple)}"
+            )
+        else:
+            lines.append(f"{which} are dropped ({reason}), the first: {dropped[0].detail}")
+    return lines
+
+
+def unused_choice_of_captions(infos: Sequence[SplitInfo]) -> list[str]:
+    """Return a line if `data.vary_captions=False` has no effect because no sample has several captions."""
+    stored = stored_names(infos)
+    if stored is None or SEVERAL_CAPTIONS in stored:
+        return []
+    folders = ", ".join(str(info.path) for info in infos)
+    return [f"data.vary_captions=False has no effect: none of the samples read from {folders} has several captions"]
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Filling of packs of a given length.
+
+    Attributes:
+        packs: number of packs.
+        samples: number of samples in them.
+        real: share of their tokens that belong to samples, without padding.
+        too_long: share of the samples that do not fit into a pack.
+    """
+
+    packs: int
+    samples: int
+    real: float
+    too_long: float
+
+
+def expected_packing(lengths: Sequence[int], capacity: int, *, buffer: int, multiple_of: int = 1) -> Packing:
+    """Pack samples as the loader does, buffer by buffer; samples are repeated if they do not fill a buffer.
+
+    Args:
+        lengths: tokens of each sample, in the order of the data.
+        capacity: `data.max_tokens_per_pack`.
+        buffer: `data.packing_buffer_size`.
+        multiple_of: `data.pack_multiple_of`.
+
+    Raises:
+        DataError: no sample fits.
+    """
+    fitting = [n for n in lengths if padded_length(n, multiple_of) <= capacity]
+    if not fitting:
+        raise DataError(
+            f"none of {len(lengths)} samples fits into packs of {capacity} tokens; the shortest has {min(lengths)}"
+        )
+    used = [fitting[i % len(fitting)] for i in range(max(len(fitting) // buffer, 1) * buffer)]
+    packs = 0
+    for start in range(0, len(used), buffer):
+        padded = [padded_length(n, multiple_of) for n in used[start : start + buffer]]
+        packs += len(greedy_knapsack(padded, capacity))
+    return Packing(packs, len(used), sum(used) / (packs * capacity), 1 - len(fitting) / len(lengths))

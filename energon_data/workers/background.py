@@ -1,0 +1,143 @@
+"""Reading a stream in a separate process, ahead of training.
+
+    training process              fork server of multiprocessing      worker
+    BackgroundSource   -- start -->  imports `preload` once   fork -->  `worker.work`
+    next               <-- items, some with the position after them (`messages`) --
+
+Workers are forked from a small process that has imported their dependencies. Forking the training process is unsafe:
+garbage collection in the child waits for threads that do not exist there (a gloo process group crashes with SIGSEGV or
+hangs), locks held by other threads are never released, and the child keeps files and weights.
+
+The position of the consumed data is known without asking the worker: the last position received, and the number of
+items since. Saving does not wait for the worker.
+"""
+
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Callable
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
+from multiprocessing.util import Finalize
+from typing import Any, Optional
+
+from dit.child_processes import run_signals_blocked
+from energon_data.streams import Position, Source, StreamItem
+from energon_data.workers.messages import Ahead, receive
+from energon_data.workers.worker import Message, work
+
+POSITION_EVERY = 32
+"""Items between two positions. A resumed run reads up to this many items again."""
+AHEAD = Ahead()
+WORKERS = multiprocessing.get_context("forkserver")
+WORKERS.set_forkserver_preload(["energon_data.workers.preload"])
+
+
+def read_ahead(open_source: Callable[[], Source], name: str) -> Source:
+    """Return a stream that a worker process reads (on Linux) or this process; arguments as in `BackgroundSource`."""
+    return BackgroundSource(open_source, name) if sys.platform == "linux" else open_source()
+
+
+class BackgroundSource:
+    """A stream that a worker process reads.
+
+    The fork server starts immediately, because its imports take seconds; the worker starts at the first `next`. It
+    exits with this object, with the training process, or with `close`.
+
+    Args:
+        open_source: opens the stream, in this process and, pickled, in the worker; the stream must give the same items
+            in both.
+        name: name of the stream, for messages.
+    """
+
+    def __init__(self, open_source: Callable[[], Source], name: str) -> None:
+        self._open_source, self._name = open_source, name
+        self._source = open_source()
+        self._worker: Optional[ForkServerProcess] = None
+        self._state, self._since = b"", 0
+        _start_server()
+
+    def _start(self) -> None:
+        position = self._source.state()
+        self._connection, worker_end = WORKERS.Pipe()
+        with worker_end:
+            arguments = worker_end, self._open_source, position, POSITION_EVERY, AHEAD
+            self._worker = WORKERS.Process(target=work, args=arguments)
+            self._worker.start()
+        self._state = pickle.dumps(position)
+        self._stop = Finalize(self, _stop, (self._worker, self._connection), exitpriority=0)
+
+    def next(self) -> StreamItem:
+        """Return the next item; do not call after a failure.
+
+        Raises:
+            RuntimeError: the worker was killed.
+        """
+        if self._worker is None:
+            self._start()
+        late = not self._connection.poll()
+        try:
+            message: Message = receive(self._connection)
+        except (EOFError, ConnectionError):
+            raise RuntimeError(
+                f"the worker process of {self._name} {self._ended()}; if it was short of memory, use a smaller "
+                "data.shuffle_buffer or data.packing_buffer_size, or data.background=False"
+            ) from None
+        message.item.late = late
+        self._since += 1
+        if message.state is not None:
+            self._state, self._since = message.state, 0
+        return message.item
+
+    def _ended(self) -> str:
+        """Wait for the worker to exit, and describe how it exited."""
+        assert self._worker is not None
+        self._worker.join()
+        code = self._worker.exitcode or 0
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+
+    def state(self) -> Position:
+        """Return the last position received, and the number of items since."""
+        if self._worker is None:
+            return self._source.state()
+        state, offset = pickle.loads(self._state)
+        return Position(state, offset + self._since)
+
+    def adapt(self, position: Position) -> Position:
+        """Convert a position to one that is equal under the current settings."""
+        return self._source.adapt(position)
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from `state`; call before the first `next`."""
+        self._source.load(state)
+
+    def close(self) -> None:
+        """Stop the worker."""
+        if self._worker is not None:
+            self._stop()
+        self._source.close()
+
+
+def _start_server() -> None:
+    """Start the fork server if it is not running: with this process's module path, and without a pool of threads."""
+    # With a safe path, folders in the working directory do not hide packages.
+    variables = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}
+    variables |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    former = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ |= variables
+    try:
+        with run_signals_blocked():
+            forkserver.ensure_running()
+    finally:
+        for name in variables:
+            del os.environ[name]
+        os.environ |= former
+
+
+def _stop(worker: ForkServerProcess, connection: Connection) -> None:
+    connection.close()
+    if worker.is_alive():
+        worker.kill()

@@ -1,0 +1,120 @@
+"""Messages from a data worker through shared memory.
+
+    worker                                 connection                      training process
+    pickle | values -> new memory file      -- sizes, memory file -->       tensors are views of the file
+    may be one message further ahead       <-- empty message --             message received
+
+A message is a pickle of protocol 5 and, outside of it, the values of its tensors. Both are written to a memory file
+(`memfd`), which has no name, is not limited by the size of /dev/shm, and is freed with the last view of it: a killed
+process leaves nothing behind.
+
+CPU milliseconds for a message of 6 tensors (medians of interleaved runs on one machine):
+
+                                                       5 MB: training   worker   21 MB: training   worker
+    memory files                                                  1.8      2.2               7.8      8.0
+    torch's shared tensors (`torch.multiprocessing`)              2.1      3.9               7.7     12.7
+    a pipe                                                        2.0      1.4              14.4     15.3
+
+"training" includes one copy of the tensors. torch needs an open file and space in /dev/shm for every tensor; a pipe has
+no room for messages that are ahead.
+"""
+
+import io
+import mmap
+import os
+import pickle
+from collections import deque
+from contextlib import suppress
+from itertools import accumulate
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+_ALIGNMENT = 64
+
+
+class Ahead(NamedTuple):
+    """Number of messages that a sender may be ahead of the receiver.
+
+    Attributes:
+        messages: limit for messages of any size.
+        if_small: limit while messages are small, because packs come in bursts of one buffer.
+        small_bytes: total size of pending messages up to which they count as small.
+    """
+
+    messages: int = 2
+    if_small: int = 32
+    small_bytes: int = 2**25
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles tensors with their values as out-of-band buffers."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is not Tensor:
+            return NotImplemented
+        values = value.detach().contiguous().view(-1).view(torch.uint8).numpy()
+        return _tensor, (pickle.PickleBuffer(values), value.dtype, tuple(value.shape))
+
+
+def _tensor(values: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    if not len(values):
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(values, dtype=dtype).view(shape)
+
+
+class Sender:
+    """The worker's end of a connection."""
+
+    def __init__(self, connection: Connection, ahead: Ahead) -> None:
+        self._connection, self._ahead = connection, ahead
+        self._pending: deque[int] = deque()  # bytes of each message that was not received yet
+
+    def send(self, message: object) -> None:
+        """Write a message to shared memory, and send it once fewer messages are pending than the limit.
+
+        Raises:
+            EOFError, ConnectionError: the receiver has exited.
+        """
+        pickled, buffers = io.BytesIO(), list[pickle.PickleBuffer]()
+        _Pickler(pickled, protocol=5, buffer_callback=buffers.append).dump(message)
+        parts = [pickled.getbuffer(), *(buffer.raw() for buffer in buffers)]
+        descriptor = os.memfd_create("dit-batch")
+        try:
+            with open(descriptor, "wb", closefd=False) as memory:
+                for part in parts:
+                    memory.write(part)
+                    memory.write(bytes(-len(part) % _ALIGNMENT))
+            while not self._has_room() or self._connection.poll():
+                self._connection.recv_bytes()
+                self._pending.popleft()
+            self._connection.send(list(map(len, parts)))
+            send_handle(self._connection, descriptor, None)
+        finally:
+            os.close(descriptor)
+        self._pending.append(sum(map(len, parts)))
+
+    def _has_room(self) -> bool:
+        is_small = sum(self._pending) < self._ahead.small_bytes
+        return len(self._pending) < (self._ahead.if_small if is_small else self._ahead.messages)
+
+
+def receive(connection: Connection) -> Any:
+    """Wait for a message; its tensors are views of shared memory.
+
+    Raises:
+        EOFError, ConnectionError: the sender has exited.
+    """
+    sizes = connection.recv()
+    descriptor = recv_handle(connection)
+    with suppress(ConnectionError):  # the sender may have exited after its last message
+        connection.send_bytes(b"")
+    # Populated at once, because a page fault for each page takes longer.
+    memory = memoryview(mmap.mmap(descriptor, 0, mmap.MAP_SHARED | mmap.MAP_POPULATE))
+    os.close(descriptor)
+    starts = accumulate((size + -size % _ALIGNMENT for size in sizes), initial=0)
+    pickled, *buffers = (memory[start : start + size] for start, size in zip(starts, sizes))
+    return pickle.loads(pickled, buffers=buffers)

@@ -1,0 +1,1 @@
+"""Cascades of Imagen's UNets that enlarge letters and pictograms."""

@@ -1,0 +1,1 @@
+"""Capital letters, rendered from the fonts of this machine, as pictures and as moving clips."""

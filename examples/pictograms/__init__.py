@@ -1,0 +1,1 @@
+"""Colour pictograms of Unicode characters, by name."""

@@ -1,0 +1,141 @@
+"""docs/patches.md: every patch of another library, and every private name that is used, read from the sources.
+
+`python -m launch.patches_page --write` writes the page; without `--write` it is printed.
+"""
+
+import argparse
+import ast
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple, Optional
+
+from dit.errors import EXIT_OK
+from dit.terminal import echo
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "patches.md"
+PACKAGES = ("dit", "energon_data", "launch", "recipes")
+LIBRARIES = ("megatron", "nemo_run", "torch")
+
+HEAD = """# Patches of other libraries
+
+<!-- Written by `python -m launch.patches_page --write`; a test keeps it current. Edit the decorators instead. -->
+
+This page lists the code that replaces, overrides or uses private parts of Megatron-Core, Megatron-Energon, torch and
+nemo-run. Each patch checks the installed version when it is applied, and refuses versions that it was not written for.
+To upgrade a library, compare each part with the new version, extend the versions in the decorator `patches`
+([dit/patches.py](../dit/patches.py)), and widen the bound in `pyproject.toml`.
+"""
+PRIVATE = """## Private names
+
+Names with a leading underscore that are used but not replaced. A file fails at the first use of a name that a new
+version lacks.
+
+| name | files |
+| --- | --- |"""
+
+
+class Patch(NamedTuple):
+    """One use of the decorator `patches`."""
+
+    file: Path
+    function: str
+    library: str
+    part: str
+    why: str
+    link: str
+
+
+def sources() -> dict[Path, ast.Module]:
+    """Return the syntax tree of every file of the packages, by path in the repository."""
+    files = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+    return {path.relative_to(ROOT): ast.parse(path.read_text()) for path in files}
+
+
+def patches_of(file: Path, tree: ast.Module) -> Iterator[Patch]:
+    """Yield the patches that a file declares."""
+    for node in ast.walk(tree):
+        for call in getattr(node, "decorator_list", ()):
+            if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "patches":
+                library, part = (ast.literal_eval(argument) for argument in call.args)
+                words = {word.arg: ast.literal_eval(word.value) for word in call.keywords}
+                yield Patch(file, getattr(node, "name", ""), library, part, words["why"], words.get("link", ""))
+
+
+def bindings(tree: ast.Module) -> dict[str, str]:
+    """Return the dotted name of each name that a file imports from one of the libraries."""
+    found: dict[str, str] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names = [
+                (a.asname or a.name.partition(".")[0], a.name if a.asname else a.name.partition(".")[0])
+                for a in node.names
+            ]
+        elif isinstance(node, ast.ImportFrom):
+            names = [(alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names]
+        else:
+            continue
+        found |= {name: dotted for name, dotted in names if dotted.partition(".")[0] in LIBRARIES}
+    return found
+
+
+def dotted_name(node: ast.AST, names: dict[str, str]) -> Optional[str]:
+    """Return the dotted name of `a.b.c` if `a` is imported from one of the libraries."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if isinstance(node, ast.Attribute) and (owner := dotted_name(node.value, names)):
+        return f"{owner}.{node.attr}"
+    return None
+
+
+def is_private(dotted: str) -> bool:
+    """Return whether a part of the name is private; `torch._foreach_*` have public documentation."""
+    return any(part.startswith("_") and not part.startswith(("__", "_foreach_")) for part in dotted.split("."))
+
+
+def private_names(tree: ast.Module) -> set[str]:
+    """Return the private names of the libraries that a file uses; of longer names that share a prefix, the longest."""
+    names = bindings(tree)
+    used = {dotted_name(node, names) for node in ast.walk(tree)}
+    found = {name for name in (*used, *names.values()) if name is not None and is_private(name)}
+    return {name for name in found if not any(other.startswith(f"{name}.") for other in found)}
+
+
+def page() -> str:
+    """Return docs/patches.md."""
+    trees = sources()
+    found = [patch for file, tree in trees.items() for patch in patches_of(file, tree)]
+    blocks = [HEAD]
+    for library in sorted({patch.library for patch in found}):
+        rows = [f"## {library}\n", "| part | function | reason |", "| --- | --- | --- |"]
+        for patch in found:
+            if patch.library == library:
+                link = f" ([upstream]({patch.link}))" if patch.link else ""
+                rows.append(
+                    f"| `{patch.part}` | `{patch.function}` in [{patch.file}](../{patch.file}) | {patch.why}{link} |"
+                )
+        blocks.append("\n".join(rows) + "\n")
+    users: dict[str, list[Path]] = {}
+    for file, tree in trees.items():
+        for name in private_names(tree):
+            users.setdefault(name, []).append(file)
+    rows = [
+        f"| `{name}` | {', '.join(f'[{file}](../{file})' for file in files)} |" for name, files in sorted(users.items())
+    ]
+    return "\n".join([*blocks, PRIVATE, *rows]) + "\n"
+
+
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run the command."""
+    parser = argparse.ArgumentParser(prog="python -m launch.patches_page", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="write docs/patches.md")
+    if parser.parse_args(argv).write:
+        PAGE.write_text(page())
+    else:
+        echo(page())
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,42 @@
+"""Defaults of small models, which train on CPU cores or on one GPU: the start of `own_data` and of the tiny recipes."""
+
+import nemo_run as run
+
+from dit.data_api import DataConfig
+from dit.models.base import ModelConfig
+from dit.objectives.flow_matching import FlowMatching
+from dit.optimizer.schedules import Cosine
+from dit.parallel.dims import ParallelConfig
+from dit.settings import CheckpointConfig, LoggingConfig, OptimizerConfig, SamplingConfig, TrainingConfig
+from dit.training.pretrain import pretrain
+
+
+def small_run(run_dir: str, model: run.Config[ModelConfig], data: run.Config[DataConfig]) -> run.Partial:
+    """Return a run of a model of a few million parameters: flow matching, AdamW, one rank or two.
+
+    * `optimizer.lr` is ten times that of the large recipes, because small models with small batches stay stable there.
+    * `training.ema_decay` averages about the last 200 steps. The default 0.9999 averages 10,000 steps, and these
+      runs are shorter.
+    * `training.precision` is fp32, which every device supports.
+    """
+    return run.Partial(
+        pretrain,
+        model=model,
+        data=data,
+        objective=run.Config(FlowMatching),
+        optimizer=run.Config(OptimizerConfig, lr=1e-3),
+        schedule=run.Config(Cosine, warmup_steps=100, min_lr=1e-5),
+        parallel=run.Config(ParallelConfig),
+        training=run.Config(
+            TrainingConfig,
+            run_dir=run_dir,
+            num_steps=2000,
+            micro_batch_size=1,
+            global_batch_size=2,
+            precision="fp32",
+            ema_decay=0.995,
+        ),
+        checkpoint=run.Config(CheckpointConfig, interval=250),
+        logging=run.Config(LoggingConfig),
+        sampling=run.Config(SamplingConfig, solver="euler", num_steps=30, guidance_scale=2.0),
+    )

@@ -1,0 +1,172 @@
+"""Laws of captions: every word is a fact that the font file states, read here with another library than ours."""
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from importlib.util import find_spec
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dit.batch import PackedBatch
+from dit.data_api import BatchSpec
+from dit.encoders.text import load_text_encoders
+from dit.encoders.text_config import ENCODERS
+from dit.errors import ConfigError, DataError
+from dit.models.dit.config import DiTConfig
+from energon_data.dataset import EnergonData
+from examples.letters.captions import Style, choose_caption, wordings
+from examples.letters.fonts import find_faces
+from examples.letters.loading import load_clips
+from examples.letters.stills import LettersReport, prepare_letters
+
+ENCODER = "all-minilm-l6-v2"
+needs_encoder = pytest.mark.skipif(
+    any(find_spec(package) is None for package in ("transformers", ENCODERS[ENCODER].package)),
+    reason="needs the extra 'text'",
+)
+FP16_RTOL = 2e-3  # one unit in the last place
+
+
+@cache
+def stated(path: Path) -> dict[str, bool]:
+    """Return what a font's tables say, by the words that captions use."""
+    ttlib = pytest.importorskip("fontTools.ttLib")
+    font = ttlib.TTFont(path)
+    os2, panose = font["OS/2"], font["OS/2"].panose
+    return {
+        "bold": os2.usWeightClass >= 600,
+        "light": os2.usWeightClass <= 300,
+        "italic": font["post"].italicAngle != 0,
+        "monospace": bool(font["post"].isFixedPitch),
+        "sans": panose.bFamilyType == 2 and panose.bSerifStyle >= 11 and not font["post"].isFixedPitch,
+        "serif": panose.bFamilyType == 2 and 2 <= panose.bSerifStyle < 11 and not font["post"].isFixedPitch,
+    }
+
+
+def test_captions_say_what_the_font_file_states(letters: LettersReport, bundled_fonts: Path) -> None:
+    """In both directions for the plain wording; whatever other wordings say is true."""
+    seen = set()
+    for split in ("train", "val"):
+        for _, meta in load_clips(letters.folder, split):
+            # Computer Modern's tables are wrong; its styles are written down by hand.
+            if meta["font"].startswith("cm"):
+                continue
+            stated_words = stated(bundled_fonts / meta["font"])
+            said = set(re.findall(r"[a-z]+", meta["caption"].replace(meta["family"], "")))
+            true_words = {word for word, true in stated_words.items() if true}
+            assert {word for word in stated_words if word in said} <= true_words, meta
+            assert not {"upright"} & said or not stated_words["italic"]
+            assert not {"regular"} & said or not (stated_words["bold"] or stated_words["light"])
+            if meta["caption"].endswith("font"):
+                assert true_words <= said
+            assert re.search(rf"\b{meta['letter']}\b", meta["caption"])
+            seen |= said & set(stated_words)
+    assert seen >= {"bold", "italic", "monospace", "sans", "serif"}
+
+
+def test_where_the_tables_are_silent_captions_are_too(bundled_fonts: Path) -> None:
+    """STIX has an empty panose and a name without a kind; its letters have serifs all the same."""
+    faces = {face.path.name: face for face in find_faces([bundled_fonts]).faces}
+    stix = faces["STIXGeneralBol.ttf"]
+    assert (stix.style_class, stix.kind) == ("serif", None)
+    assert Style.of(stix).caption("Q") == "the letter Q in a bold font"
+    assert Style.of(faces["DejaVuSansMono-Oblique.ttf"]).caption("A") == "the letter A in an italic monospace font"
+    assert Style.of(faces["DejaVuSans.ttf"]).caption("A") == "the letter A in a sans font"
+
+
+def test_wordings_differ_and_the_name_of_a_sample_addresses_one() -> None:
+    style = Style(weight="light", condensed=True, kind="script")
+    choices = wordings("Q", style, "Some Hand")
+    assert len(set(choices)) == len(choices) == 6
+    assert choices[0] == "the letter Q in a light condensed script font"
+    assert choices[2] == "capital Q, light, condensed, upright, script"
+    drawn = [choose_caption(f"key {i}", "Q", style, "Some Hand") for i in range(600)]
+    assert drawn == [choose_caption(f"key {i}", "Q", style, "Some Hand") for i in range(600)]
+    counts = [drawn.count(choice) for choice in choices]
+    assert min(counts) > 60
+    assert sum(counts) == 600
+
+
+@pytest.fixture(scope="module")
+def described(tmp_path_factory: pytest.TempPathFactory, bundled_fonts: Path) -> Path:
+    """Letters of two fonts with the embeddings of their captions."""
+    folder = tmp_path_factory.mktemp("described")
+    (folder / "fonts").mkdir()
+    for name in ("DejaVuSans.ttf", "DejaVuSerif-Bold.ttf"):
+        (folder / "fonts" / name).write_bytes((bundled_fonts / name).read_bytes())
+    prepare_letters(folder / "data", fonts=[folder / "fonts"], variations=1, text_encoder=ENCODER)
+    return folder / "data"
+
+
+def stream_of(stream: Any) -> Iterator[PackedBatch]:
+    while True:
+        yield next(stream)
+
+
+def spec(context_size: int) -> BatchSpec:
+    return DiTConfig(in_channels=1, patch_spatial=4, context_size=context_size).batch_spec(micro_batch_size=13)
+
+
+@needs_encoder
+def test_texts_come_back_as_the_encoder_gives_them(described: Path) -> None:
+    """Through shards, Energon and packing; each with its true length, each beside its own picture."""
+    captions = {meta["key"]: meta["caption"] for _, meta in load_clips(described, "train")}
+    pictures = {meta["key"]: latent for latent, meta in load_clips(described, "train")}
+    data = EnergonData(path=str(described), shuffle_buffer=0)
+    data.validate(spec(384), 1, 1)
+    assert data.text_encoder() == ENCODER
+    stream = data.build_train(spec(384), dp_rank=0, dp_size=1, seed=3, log_dir=None)
+    seen = set()
+    for _ in range(2):
+        batch = next(stream)
+        layout = batch.conditions["context"].layout
+        wanted = load_text_encoders(ENCODER).encode([captions[key] for key in batch.keys])["text"]
+        assert layout.lengths == tuple(len(rows) for rows in wanted)
+        for start, rows in zip(layout.starts, wanted, strict=True):
+            found = batch.conditions["context"].values[start : start + len(rows)].float()
+            torch.testing.assert_close(found, rows, rtol=FP16_RTOL, atol=FP16_RTOL)
+        for dense, key in zip(batch.grid(1, 4), batch.keys, strict=True):
+            torch.testing.assert_close(dense, pictures[key], atol=0, rtol=0)
+        seen |= set(batch.keys)
+    assert seen == set(captions)
+
+
+@needs_encoder
+def test_a_flipped_bit_in_a_text_is_refused(described: Path, copy_of) -> None:
+    folder = copy_of(described)
+    shard = next(folder.glob("train-*.tar"))
+    data = bytearray(shard.read_bytes())
+    at = data.index(b".text.npy") + 512 + 1000  # behind the member's header, in the values
+    data[at] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(DataError, match=r"text.npy.*CRC32"):
+        load_clips(folder, "train")
+    stream = EnergonData(path=str(folder), shuffle_buffer=0).build_train(
+        spec(384), dp_rank=0, dp_size=1, seed=3, log_dir=None
+    )
+    with pytest.raises(DataError, match="checksum"):
+        list(islice(stream_of(stream), 3))
+
+
+@needs_encoder
+def test_a_model_of_another_width_is_refused_before_it_is_built(described: Path) -> None:
+    with pytest.raises(ConfigError, match=r"384.*1024"):
+        EnergonData(path=str(described)).validate(spec(1024), 1, 1)
+
+
+def test_an_encoder_that_is_not_there_leaves_nothing_behind(bundled_fonts: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="unknown"):
+        prepare_letters(tmp_path / "out", fonts=[bundled_fonts], text_encoder="t5")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_faces_are_recorded_with_their_styles(letters: LettersReport) -> None:
+    content = json.loads((letters.folder / "dataset.json").read_text())
+    faces = {f["file"]: f for split in content["splits"].values() for f in split["faces"]}
+    assert Style.from_record(faces["DejaVuSerif-BoldItalic.ttf"]) == Style(weight="bold", slant="italic", kind="serif")
+    assert content["text_encoder"] is None

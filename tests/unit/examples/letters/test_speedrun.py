@@ -1,0 +1,47 @@
+"""A claim of the race is false if anything that it says is."""
+
+from dataclasses import replace
+
+import pytest
+
+from examples.letters.speedrun import SLOWER, Record, differences
+
+TRUE = Record(
+    factory="letters_dit",
+    overrides=[],
+    ranks=2,
+    revision="0" * 12,
+    process_s=100.0,
+    wall_s=60.0,
+    steps=2100,
+    data_sha256="d",
+    reader_sha256="r",
+    losses_sha256="l",
+    weights_sha256="w",
+    read=195,
+    total=208,
+    reader_accuracy=0.99,
+    machine="2 cores of one",
+    torch="2",
+)
+
+
+@pytest.mark.parametrize(
+    ("name", "claimed"),
+    [("total", 195), ("steps", 10), ("reader_accuracy", 0.5), ("read", 208), ("weights_sha256", "x")],
+)
+def test_whatever_is_claimed_otherwise_is_named(name, claimed):
+    assert differences(TRUE, TRUE) == []
+    (line,) = differences(replace(TRUE, **{name: claimed}), TRUE)
+    assert line.startswith(f"{name}: claimed {claimed}, measured {getattr(TRUE, name)}: ")
+
+
+def test_a_time_that_the_same_machine_does_not_reach_is_no_record():
+    """Other work changes the process time a little; on another machine it says nothing."""
+    claimed = replace(TRUE, process_s=1.0)
+    (line,) = differences(claimed, TRUE)
+    assert line.startswith("process_s: claimed 1 s, measured 100 s: ")
+    assert differences(claimed, replace(TRUE, machine="2 cores of another")) == []
+    assert differences(replace(TRUE, process_s=900.0), TRUE) == []
+    assert differences(TRUE, replace(TRUE, process_s=0.99 * SLOWER * TRUE.process_s)) == []
+    assert len(differences(TRUE, replace(TRUE, process_s=1.01 * SLOWER * TRUE.process_s))) == 1

@@ -1,0 +1,180 @@
+"""Laws of the letters: labels tell the truth, families are held out, nothing is half-written."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from dit.errors import ConfigError, DataError
+from dit.models.dit.config import DiTConfig
+from dit.patchify import unpatchify
+from energon_data.dataset import EnergonData
+from energon_data.prepare.__main__ import main
+from examples.letters.fonts import LETTERS, Face, find_faces, held_out_families
+from examples.letters.loading import load_letters
+from examples.letters.stills import LettersReport, prepare_letters, vary
+
+SPEC = DiTConfig(in_channels=1, patch_spatial=4, num_classes=26).batch_spec(micro_batch_size=26)
+
+
+def test_labels_letters_and_captions_agree(letters: LettersReport) -> None:
+    for split in ("train", "val"):
+        images, labels, metadata = load_letters(letters.folder, split)
+        assert images.shape == (letters.images[split], 1, 16, 16)
+        assert images.min() >= -1
+        assert images.max() <= 1
+        assert sorted(set(labels.tolist())) == list(range(26))
+        for label, meta in zip(labels.tolist(), metadata):
+            assert meta["letter"] == LETTERS[label] == meta["key"].split("_")[1]
+            assert meta["letter"] in meta["caption"]
+
+
+def test_pictures_of_a_letter_look_like_it(letters: LettersReport) -> None:
+    """A nearest-mean classifier from the training families reads held-out families far above chance (1 in 26)."""
+    images, labels, _ = load_letters(letters.folder, "train")
+    held_out, truth, _ = load_letters(letters.folder, "val")
+    means = torch.stack([images[labels == c].mean(0).flatten() for c in range(26)])
+    means = torch.nn.functional.normalize(means - means.mean(0), dim=1)
+    scores = (held_out.flatten(1) - images.flatten(1).mean(0)) @ means.T
+    assert (scores.argmax(1) == truth).float().mean() > 0.6
+
+
+def test_families_are_disjoint_and_each_split_has_several_styles(letters: LettersReport) -> None:
+    assert letters.split_by == "family"
+    _, _, train = load_letters(letters.folder, "train")
+    _, _, val = load_letters(letters.folder, "val")
+    assert not {m["family"] for m in train} & {m["family"] for m in val}
+    for part in (train, val):
+        assert len({tuple(m["styles"]) for m in part}) >= 3
+    recorded = json.loads((letters.folder / "dataset.json").read_text())["splits"]
+    assert set(recorded["train"]["families"]) == {m["family"] for m in train}
+    assert set(recorded["val"]["families"]) == {m["family"] for m in val}
+
+
+def test_symbol_fonts_and_duplicates_are_dropped(bundled_fonts: Path, tmp_path: Path) -> None:
+    (tmp_path / "Again.ttf").write_bytes((bundled_fonts / "DejaVuSans.ttf").read_bytes())
+    (tmp_path / "Garbage.ttf").write_bytes(b"no font")
+    report = find_faces([bundled_fonts, tmp_path])
+    used = {face.path.name for face in report.faces}
+    dropped = {Path(path).name: why for path, why in report.dropped.items()}
+    for name in ("cmsy10.ttf", "cmex10.ttf", "cmmi10.ttf", "LastResortHE-Regular.ttf", "STIXSizOneSymReg.ttf"):
+        assert name in dropped
+    assert {"DejaVuSerif.ttf", "STIXGeneralItalic.ttf", "cmr10.ttf", "cmtt10.ttf"} <= used
+    assert dropped["DejaVuSans.ttf"] == "same capitals as Again.ttf"
+    assert dropped["Garbage.ttf"].startswith("unreadable")
+    styles = {face.path.name: face.description for face in report.faces}
+    assert styles["DejaVuSerif-BoldItalic.ttf"] == "bold italic serif"
+    assert styles["DejaVuSansMono.ttf"] == "mono"
+    assert styles["cmb10.ttf"] == "bold serif"
+
+
+def test_a_style_class_never_loses_its_only_family() -> None:
+    def face(family: str, style_class: str) -> Face:
+        return Face(Path(family), family, style_class, (), np.zeros(0))
+
+    families = [("A", "serif"), ("B", "serif"), ("C", "sans"), ("D", "mono")]
+    held_out = held_out_families([face(*f) for f in families])
+    assert len(held_out) == 1
+    assert held_out < {"A", "B"}
+    assert held_out_families([face("A", "serif")] * 3) == set()
+    assert len(held_out_families([face("A", "serif"), face("B", "sans")])) == 1
+
+
+def test_first_variation_is_the_glyph_itself(bundled_fonts: Path) -> None:
+    glyphs = torch.from_numpy(find_faces([bundled_fonts]).faces[0].glyphs)
+    drawn = vary(glyphs, 3, 16, torch.Generator().manual_seed(0))
+    plain = torch.nn.functional.avg_pool2d(glyphs[:, None], 4)[:, 0] * 2 - 1
+    torch.testing.assert_close(drawn[:, 0], plain, atol=1e-4, rtol=0)
+    assert (drawn[:, 1] - drawn[:, 0]).abs().mean() > 0.02
+
+
+def test_same_seed_same_bytes(letters: LettersReport, bundled_fonts: Path, tmp_path: Path) -> None:
+    again = prepare_letters(tmp_path / "again", fonts=[bundled_fonts], variations=2, samples_per_shard=200)
+    for shard in sorted(letters.folder.glob("*.tar")):
+        assert shard.read_bytes() == (again.folder / shard.name).read_bytes()
+
+
+def test_round_trip_through_energon(letters: LettersReport) -> None:
+    """One epoch through Energon gives exactly the pictures of the folder, each once, as tokens."""
+    images, labels, metadata = load_letters(letters.folder, "train")
+    expected = {m["key"]: (image, label) for m, image, label in zip(metadata, images, labels.tolist())}
+    data = EnergonData(path=str(letters.folder), shuffle_buffer=0)
+    data.validate(SPEC, 1, 1)
+    assert data.class_names() == list(LETTERS)
+    stream = data.build_train(SPEC, dp_rank=0, dp_size=1, seed=3, log_dir=None)
+    seen = set()
+    for _ in range(len(expected) // 26):
+        batch = next(stream).validate(SPEC.conditions)
+        dense = batch.grid(1, 4)
+        for i, key in enumerate(batch.keys):
+            image, label = expected[key]
+            torch.testing.assert_close(dense[i, :, 0], image, atol=0, rtol=0)
+            assert int(batch.conditions["label"].values[i]) == label
+            tokens = batch.latents_TC.view(26, 16, 16)[i]
+            torch.testing.assert_close(unpatchify(tokens, (1, 4, 4), 1, 4)[:, 0], image, atol=0, rtol=0)
+        seen |= set(batch.keys)
+    assert seen == set(expected)
+
+
+def test_command_line_and_exit_codes(bundled_fonts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one_font = tmp_path / "fonts"
+    one_font.mkdir()
+    (one_font / "f.ttf").write_bytes((bundled_fonts / "cmr10.ttf").read_bytes())
+    out = tmp_path / "out"
+    args = ["letters", "--out", str(out), "--fonts", str(one_font), "--variations", "2"]
+    assert main(args) == 0
+    assert "only one font family" in capsys.readouterr().out
+    assert main(args) == 2
+    assert "--force" in capsys.readouterr().err
+    killed = tmp_path / ".out.tmp-999999999"
+    killed.mkdir()
+    assert main([*args, "--force", "--size", "8"]) == 0
+    images, _, _ = load_letters(out, "val")
+    assert images.shape[-2:] == (8, 8)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    assert main(["letters", "--out", str(tmp_path / "o2"), "--fonts", str(empty)]) == 3
+    assert "no TrueType font" in capsys.readouterr().err
+    assert main(["letters", "--out", str(tmp_path / "o2"), "--size", "2"]) == 2
+    # --force deletes nothing but an older data set.
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "thesis.txt").write_text("years of work")
+    assert main(["letters", "--out", str(precious), "--fonts", str(one_font), "--force"]) == 2
+    assert (precious / "thesis.txt").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "fonts", "out", "precious"]
+
+
+def test_module_entry_point() -> None:
+    run = subprocess.run([sys.executable, "-m", "energon_data.prepare", "--help"], capture_output=True, text=True)
+    assert run.returncode == 0
+    assert "letters" in run.stdout
+
+
+def test_a_failing_run_leaves_nothing_behind(
+    bundled_fonts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr("examples.letters.stills.write_energon_metadata", fail)
+    with pytest.raises(OSError, match="disk full"):
+        prepare_letters(tmp_path / "out", fonts=[bundled_fonts], variations=1)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_missing_folder_and_wrong_settings_are_named(tmp_path: Path, letters: LettersReport) -> None:
+    with pytest.raises(DataError, match="does not exist"):
+        load_letters(tmp_path / "nowhere", "train")
+    with pytest.raises(DataError, match="no split 'test'"):
+        load_letters(letters.folder, "test")
+    spec = DiTConfig(in_channels=1, patch_spatial=4, num_classes=10).batch_spec(micro_batch_size=4)
+    with pytest.raises(ConfigError, match="26 classes"):
+        EnergonData(path=str(letters.folder)).validate(spec, 1, 1)
+    with pytest.raises(ConfigError, match=r"model\.in_channels is 4; set model\.in_channels=1"):
+        EnergonData(path=str(letters.folder)).validate(replace(spec, latent_channels=4), 1, 1)

@@ -1,0 +1,141 @@
+"""What a step asks of torch, and where its host waits: bounds on counts, which no noise of the machine can move."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.plain import Case, ragged
+from benchmarks.step import build_parser, config_of
+from dit import philox
+from dit.backends.process_groups import ProcessGroups
+from dit.batch import PackedBatch
+from dit.models.base import ModelConfig
+from dit.models.dit.config import DiTConfig
+from dit.models.dit_cross.config import DiTCrossConfig
+from dit.objectives.flow_matching import FlowMatching
+from dit.parallel.dims import ParallelConfig
+from dit.planner.job import Job
+from dit.planner.trace import trace
+from dit.settings import OptimizerConfig, TrainingConfig
+from dit.tracing.packs import PackShape
+from dit.training.pretrain import Run
+from energon_data.mock import MockData
+from tests.support.calls import CallCounter, copies_to_host
+
+pytestmark = pytest.mark.usefixtures("one_rank_world")
+WAITS_PER_STEP = 2
+"""The number of tokens that divides the gradients, and the gradient norm, which the loop checks and logs."""
+
+
+def letters(folder: Any, *words: str, data: MockData | None = None) -> Any:
+    """Return the settings of `letters_dit` (6 layers, two micro-batches of 512 tokens) on synthetic pictures."""
+    asked = ["--factory", "letters_dit", "--shape", "1x16x16", *words]
+    config = config_of(build_parser().parse_args(asked), str(folder))
+    return config if data is None else replace(config, data=data)
+
+
+def warm(config: Any, groups: ProcessGroups) -> tuple[Run, torch.Tensor]:
+    """Return a run behind its first steps: the optimizer has its state, the data set its samples."""
+    dims, spec = config.check_here()
+    run = Run(config, dims, spec, groups, quiet=True)
+    sums = torch.zeros(len(config.objective.logged) + 1)
+    for _ in range(3):
+        run.step(sums)
+    return run, sums
+
+
+@pytest.mark.parametrize(("kind", "most"), [("dense", 2400), ("ragged", 3000)])
+def test_calls_of_a_step(kind: str, most: int, tmp_path, one_rank_world: ProcessGroups):
+    """An optimizer step of the six-layer model, its data and its average included, in calls of aten."""
+    config = letters(tmp_path)
+    if kind == "ragged":
+        config = letters(tmp_path, "training.global_batch_size=2", "training.micro_batch_size=1")
+        config = replace(config, data=replace(config.data, **ragged(Case(128, 6, 4, 4, 32, ragged=True))))
+    run, sums = warm(config, one_rank_world)
+    with CallCounter() as counter:
+        run.step(sums)
+    run.close()
+    assert len(run.batches.consumed.flops) == 8  # two micro-batches in each of four steps
+    assert counter.calls <= most, counter.by_operation.most_common(12)
+
+
+class Outside(Iterator[PackedBatch]):
+    """Micro-batches that are made beforehand: it is the loader's work, in other processes.
+
+    Args:
+        batches: of a run.
+    """
+
+    def __init__(self, batches: Any) -> None:
+        self.batches = batches
+        self.ready: list[PackedBatch] = []
+
+    def __next__(self) -> PackedBatch:
+        return self.ready.pop(0)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.batches, name)
+
+
+def model(kind: str, layers: int) -> ModelConfig:
+    sizes = {"hidden_size": 32, "num_layers": layers, "num_attention_heads": 2, "in_channels": 4, "patch_spatial": 2}
+    if kind == "dit":
+        return DiTConfig(**sizes, num_classes=10, class_dropout=0.1, position_embedding="rope_3d")
+    return DiTCrossConfig(**sizes, context_size=16, context_dropout=0.1, qk_layernorm=True)
+
+
+PACKS = {
+    "dense": {"shapes": ["1x8x8"]},
+    "ragged": {"shapes": ["1x8x8", "1x8x12", "1x4x4", "1x20x20"], "max_tokens_per_pack": 160, "pack_multiple_of": 4},
+}
+
+
+@pytest.mark.parametrize("pack", PACKS)
+@pytest.mark.parametrize("kind", ["dit", "dit_cross"])
+def test_a_step_waits_twice_and_no_layer_does(
+    kind: str, pack: str, tmp_path, one_rank_world: ProcessGroups, monkeypatch: pytest.MonkeyPatch
+):
+    """On the host's side of a step: no row is selected by a mask, and no gradient is put back row by row."""
+    monkeypatch.setattr(philox, "ten_rounds", philox._rounds)  # as beside a GPU
+    for layers in (2, 5):
+        data = MockData(dataset_size=16, **PACKS[pack])
+        batch = "1" if pack == "ragged" else "4"
+        words = [f"training.{name}_batch_size={batch}" for name in ("global", "micro")]
+        config = letters(tmp_path / f"{layers}", *words, data=data)
+        run, sums = warm(replace(config, model=model(kind, layers)), one_rank_world)
+        run.batches = Outside(run.batches)  # type: ignore[assignment]
+        run.batches.ready.append(next(run.batches.batches))
+        with ExitStack() as stack:
+            copies, counter = stack.enter_context(copies_to_host()), stack.enter_context(CallCounter())
+            run.step(sums)
+        run.close()
+        assert counter.waits <= WAITS_PER_STEP, counter.by_operation
+        assert sum(copies.values()) <= WAITS_PER_STEP, copies
+        assert not [name for name in counter.by_operation if name.startswith(("index_put", "_index_put", "nonzero"))]
+
+
+GRIDS = {"dense": ((1, 16, 16),) * 4, "ragged": ((1, 16, 16), (1, 8, 12), (4, 6, 6), (1, 2, 4))}
+
+
+@pytest.mark.parametrize("kind", ["dit", "dit_cross"])
+def test_a_step_of_a_gpu_waits_twice(kind: str):
+    """The step in bf16 with the attention and the packs of a GPU, on tensors without values: a read of one is seen."""
+    texts = (7, 30, 77, 12) if kind == "dit_cross" else ()
+    jobs = [
+        Job(
+            model(kind, layers),
+            FlowMatching(),
+            OptimizerConfig(),
+            ParallelConfig(),
+            TrainingConfig(precision="bf16", ema_decay=0.99),
+            PackShape(grids, texts, multiple_of=16, total_tokens=1536 if padded else None),
+        )
+        for layers in (2, 5)
+        for grids in GRIDS.values()
+        for padded in (False, True)
+    ]
+    assert [step.host_syncs for step in trace(jobs)] == [WAITS_PER_STEP] * len(jobs)

@@ -1,0 +1,61 @@
+"""What is counted on the way from the loader to the device."""
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from dit.batch import PackedBatch
+from dit.condition_table import LABEL
+from dit.data_api import BatchSpec
+from dit.step.device_batches import DeviceBatches
+from energon_data.mock import MockData
+
+SPEC = BatchSpec(
+    patch_temporal=1,
+    patch_spatial=2,
+    latent_channels=4,
+    conditions=(replace(LABEL, num_classes=10),),
+    micro_batch_size=4,
+)
+
+
+def test_waiting_for_the_loader_is_counted_and_other_work_is_not() -> None:
+    stream: Any = MockData().build_train(SPEC, dp_rank=0, dp_size=1, seed=0, log_dir=None)
+
+    class Slow:
+        def __next__(self) -> PackedBatch:
+            time.sleep(0.02)
+            return next(stream)
+
+    def encode(batch: PackedBatch) -> PackedBatch:
+        time.sleep(1.0)
+        return batch
+
+    slow: Any = Slow()
+    batches = DeviceBatches(slow, torch.device("cpu"), SPEC, lambda batch: 7, encode=encode)
+    for _ in range(3):
+        next(batches)
+    counted = batches.reset()
+    assert 0.06 <= counted.waited_s < 1.0
+    assert (counted.samples, counted.flops) == (12, [7, 7, 7])
+    assert batches.reset().waited_s == 0
+
+
+def test_a_batch_that_was_read_before_the_clock_started_is_no_wait() -> None:
+    """The first one: a loader takes seconds to start, and the share of the time that steps wait is at most 1."""
+    stream: Any = MockData().build_train(SPEC, dp_rank=0, dp_size=1, seed=0, log_dir=None)
+
+    class Slow:
+        def __next__(self) -> PackedBatch:
+            time.sleep(0.2)
+            return next(stream)
+
+    slow: Any = Slow()
+    batches = DeviceBatches(slow, torch.device("cpu"), SPEC, lambda batch: 7)
+    batches.peek()
+    next(batches)
+    assert batches.reset().waited_s < 0.1
+    next(batches)
+    assert batches.reset().waited_s >= 0.2
