@@ -1,7 +1,7 @@
 """Drawings of two parallel layouts with counted bytes: `python -m benchmarks.parallel_traffic [--write]`.
 
-The steps run on fake tensors (`dit.planner.trace`), which count what a rank sends. `--write` puts the drawings into
-docs/parallelism.md.
+`dit.planner.trace` runs the steps on fake tensors and counts the bytes that a rank sends. `--write` puts the drawings
+into docs/parallelism.md.
 """
 
 import argparse

@@ -41,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=Path,
         metavar="PATH",
         help="of fid and kid: compare with these, not with held-out data: an .npz file with mu and sigma (fid), feats "
-        "(kid) or pictures (arr_0), or a folder of pictures; what is drawn is then asked for as in launch.sample",
+        "(kid) or pictures (arr_0), or a folder of pictures; samples are then requested as in launch.sample",
     )
     group.add_argument(
         "--write-statistics",
@@ -51,9 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--clip-model", metavar="DIR", help="of clip: a local folder with transformers' CLIPModel")
     group.add_argument("--vae", metavar="PATH", help="autoencoder that decodes (default: the one the data set names)")
-    add_request_arguments(
-        parser.add_argument_group("what is drawn for --metric clip, and for fid and kid with --reference")
-    )
+    add_request_arguments(parser.add_argument_group("samples of --metric clip, and of fid and kid with --reference"))
 
 
 def fid(args: argparse.Namespace, generator: "Generator") -> Measurement:

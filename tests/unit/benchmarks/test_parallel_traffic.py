@@ -13,13 +13,13 @@ BF16, FP32 = 2, 4
 
 @pytest.fixture(scope="module")
 def steps():
-    """What every job sends, from one process."""
+    """The traces of every job, from one process."""
     jobs, stages = traffic.segment_jobs(), traffic.stage_jobs()
     found = trace([*jobs.values(), *stages])
     return dict(zip(jobs, found)), found[len(jobs) :]
 
 
-def test_the_page_shows_what_is_counted(steps):
+def test_the_page_shows_the_counted_bytes(steps):
     segments, stages = steps
     start, end = traffic.MARKS
     section = PAGE.read_text().partition(start)[2].partition(end)[0]

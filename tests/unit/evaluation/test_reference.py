@@ -1,4 +1,4 @@
-"""Reference statistics in `.npz` files: what is read, what is written, and what ends in one line."""
+"""Reference statistics in `.npz` files: reading, writing, and errors of one line."""
 
 import io
 import re
@@ -55,7 +55,7 @@ def test_published_statistics_are_those_of_the_features(tmp_path: Path, save: Ca
     assert torch.equal(feats, FEATURES)
 
 
-def test_what_is_written_can_be_read(tmp_path: Path) -> None:
+def test_written_statistics_can_be_read(tmp_path: Path) -> None:
     """Also by `numpy.load` without objects, as pytorch-fid reads it; features are rounded to float32."""
     moments = Moments()
     moments.add(FEATURES)
@@ -104,7 +104,7 @@ TILTED[0, 1] += 0.5
         ({"mu": np.zeros(20_000, np.float32), "sigma": SIGMA}, "at most 16,384 features"),
     ],
 )
-def test_what_is_no_covariance_ends_in_one_line(tmp_path: Path, arrays: dict[str, Any], said: str) -> None:
+def test_statistics_that_are_no_covariance_end_in_one_line(tmp_path: Path, arrays: dict[str, Any], said: str) -> None:
     assert re.search(said, one_line(saved(tmp_path / "x.npz", **arrays)))
 
 
