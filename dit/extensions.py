@@ -39,16 +39,16 @@ def registered(kind: Kind) -> dict[str, str]:
     group = f"megatron_dit.{kind}"
     points = sorted(metadata.entry_points(group=group), key=lambda point: point.name)
     ours = [point for point in points if point.dist is not None and point.dist.name == DISTRIBUTION]
-    found = dict(_of_clone().get(group, {})) if PROJECT.is_file() else {point.name: point.value for point in ours}
+    values = dict(_of_clone().get(group, {})) if PROJECT.is_file() else {point.name: point.value for point in ours}
     for point in points:
         if point in ours:
             continue
-        if found.setdefault(point.name, point.value) != point.value:
+        if values.setdefault(point.name, point.value) != point.value:
             raise ConfigError(
-                f"{found[point.name]} and {point.value} are both registered as {point.name!r} of {group}; "
+                f"{values[point.name]} and {point.value} are both registered as {point.name!r} of {group}; "
                 "uninstall one of the two packages, or rename the entry point"
             )
-    return found
+    return values
 
 
 def load(kind: Kind, product: dict[str, Any]) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def load(kind: Kind, product: dict[str, Any]) -> dict[str, Any]:
             )
         try:
             objects[name] = resolve_name(value)
-        except (ImportError, AttributeError) as error:
+        except Exception as error:  # the module is not ours and may raise anything
             warn(name, kind, error)
     return product | objects
 

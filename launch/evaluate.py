@@ -49,7 +49,7 @@ METRICS = {
         "similarity of generated pictures and their prompts by a CLIP model",
         picture_scores.clip,
         picture_scores.add_arguments,
-        asks=True,
+        by_condition=True,
     ),
 }
 
@@ -92,9 +92,10 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     metric = metrics()[args.metric]
     if args.minimum is not None and not metric.more_is_better:
         raise ConfigError(f"--minimum {args.minimum} needs a metric that grows with quality, and {args.metric} falls")
-    if args.cascade and not metric.asks:
+    if args.cascade and not metric.by_condition:
         raise ConfigError(
-            f"--metric {args.metric} reads held-out data, and a cascade draws from words; use --checkpoint"
+            f"--metric {args.metric} reads held-out data, and a cascade draws samples of classes or texts; "
+            "use --checkpoint"
         )
     missed = False
     for name, result in (
@@ -112,7 +113,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def measure_stages(args: argparse.Namespace, metric: Metric) -> Iterator[tuple[str, Measurement]]:
-    """Measure what a cascade has drawn after each of its stages; yields the name of the stage, and the result."""
+    """Measure the samples of a cascade after each stage; yields the name of the stage and the result."""
     environment.prepare()
     environment.quiet_libraries()
     from dit.inference.cascade import Cascade
@@ -125,7 +126,7 @@ def measure_stages(args: argparse.Namespace, metric: Metric) -> Iterator[tuple[s
         if before is not None:
             generator = Cascade(generator, *before, level=own.augmentation)
         yield stage.name, metric.measure(own, generator)
-        # Each `generate` is given the seed of all stages.
+        # All stages use the seed of `generate`.
         before = generator, {name: value for name, value in sampling_settings(own).items() if name != "seed"}
 
 

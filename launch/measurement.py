@@ -28,15 +28,15 @@ class Metric:
         measure: measures the generator of a checkpoint; every rank calls it.
         add_arguments: adds the flags that only this metric reads; metrics may share one function.
         more_is_better: whether `--minimum` applies to this metric.
-        asks: whether it requests samples by class or text, so that a cascade can draw them; else it reads held-out
-            data.
+        by_condition: whether it draws samples of classes or texts, which a cascade can draw, too; other metrics read
+            held-out data.
     """
 
     summary: str
     measure: Callable[[argparse.Namespace, "Generator"], "Measurement"]
     add_arguments: Callable[[argparse.ArgumentParser], None] = lambda parser: None
     more_is_better: bool = True
-    asks: bool = False
+    by_condition: bool = False
 
 
 @dataclass(frozen=True)

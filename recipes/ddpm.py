@@ -1,4 +1,4 @@
-"""Small pictures of a few classes: the conditional DDPM UNet on CIFAR-10, on letters, and on synthetic data."""
+"""Small pictures of a few classes: the conditional DDPM UNet on CIFAR-10 and on synthetic data."""
 
 import nemo_run as run
 
@@ -76,55 +76,6 @@ def ddpm_cifar10_512() -> run.Partial:
     recipe = ddpm_cifar10()
     recipe.model.mid_out_channels = [512, 512, 256]
     recipe.training.run_dir = "runs/ddpm_cifar10_512"
-    return recipe
-
-
-@run.cli.factory(target=pretrain)
-def ddpm_fonts() -> run.Partial:
-    """Capital letters A-Z, 32 x 32 pixels, class-conditional DDPM UNet (15.67 M), 320 pictures to a step: one GPU.
-
-    The data are rendered from the fonts of this machine by `python -m energon_data.prepare letters --size 32 --out
-    data/letters_32`; a class is a letter. Otherwise as ddpm_cifar10, without crops. `python -m launch.evaluate
-    --checkpoint runs/ddpm_fonts` reads the samples.
-    """
-    recipe = ddpm_cifar10()
-    recipe.model.in_channels = 1
-    recipe.model.num_classes = 26
-    recipe.data = run.Config(EnergonData, path="data/letters_32", bucket_by_shape=True)
-    recipe.training.run_dir = "runs/ddpm_fonts"
-    recipe.training.num_steps = 8000
-    recipe.training.micro_batch_size = 320
-    recipe.training.global_batch_size = 320
-    recipe.training.validation_interval = 200
-    recipe.training.sample_interval = 800
-    recipe.checkpoint.interval = 800
-    return recipe
-
-
-@run.cli.factory(target=pretrain)
-def ddpm_fonts_small() -> run.Partial:
-    """Capital letters A-Z, 16 x 16 pixels, class-conditional DDPM UNet (0.9 M): two CPU cores.
-
-    The data are those of `letters_dit`. As ddpm_fonts with fewer channels, a smaller batch and a faster sampler; it
-    predicts v, because the class is decided where a picture is nearly all noise, and errors of predicted noise hardly
-    show it there. Of 208 letters that it draws, 98 % are read correctly.
-    """
-    recipe = ddpm_fonts()
-    recipe.objective.prediction = "v"
-    recipe.data.path = "data/letters"
-    recipe.model.block_out_channels = [32, 64, 64]
-    recipe.model.mid_out_channels = [64]
-    recipe.optimizer.lr = 2e-3
-    recipe.training.run_dir = "runs/ddpm_fonts_small"
-    recipe.training.num_steps = 1500
-    recipe.training.micro_batch_size = 32
-    recipe.training.global_batch_size = 64
-    recipe.training.precision = "fp32"
-    recipe.training.ema_start_step = 500
-    recipe.training.validation_interval = 0
-    recipe.training.sample_interval = 0
-    recipe.checkpoint.interval = 500
-    recipe.sampling = run.Config(SamplingConfig, solver="dpmpp_2m", num_steps=30, guidance_scale=2.0)
     return recipe
 
 

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 from dit import extensions
@@ -30,16 +31,13 @@ REGISTERED = "Examples, and recipes of installed packages"
 _MEASURING = r"(?:bench|matrix|stage|mock|train_mock).*|.*_mock.*"
 SECTIONS = {
     "Start here": r"tiny_dit|own_data",
-    REGISTERED: r"(?!)",
+    REGISTERED: r"(?!)",  # by package, not by name
     "Your own data and open weights": r"own_.*|finetune.*|dreambooth",
-    "On two CPU cores": r"tiny_.*|ddpm_fonts.*",
+    "Seconds on any machine": r"tiny_.*",
     "Published and larger models": rf"(?!{_MEASURING}).*",
     "Measuring systems": _MEASURING,
 }
-"""The sections of the page and the list, by patterns of recipe names; the first match counts.
-
-Recipes from outside this package are in `REGISTERED`.
-"""
+"""The sections of the page and the list, by patterns of recipe names; the first match counts."""
 _SKIPPED_FILES = {"__init__.py", "registry.py"}
 
 
@@ -97,7 +95,7 @@ def _factory_arguments(decorator: ast.expr) -> dict[str, ast.expr] | None:
 
 def read_entries(file: Path, module: str) -> list[Entry]:
     """Return the factories that the file of a module defines, in its order."""
-    found = []
+    factories = []
     for node in ast.parse(file.read_text(encoding="utf-8"), str(file)).body:
         for decorator in getattr(node, "decorator_list", []):
             arguments = _factory_arguments(decorator)
@@ -106,23 +104,25 @@ def read_entries(file: Path, module: str) -> list[Entry]:
             name = ast.literal_eval(arguments["name"]) if "name" in arguments else node.name
             target = ast.unparse(arguments["target"]) if "target" in arguments else ""
             docstring = ast.get_docstring(node) or ""
-            found.append(Entry(name, module, node.name, target, docstring))
-    return found
+            factories.append(Entry(name, module, node.name, target, docstring))
+    return factories
 
 
-def _files() -> Iterator[tuple[Path, str]]:
-    """Yield the recipe files of this package and of registered modules, with the names of their modules."""
+def _entries_by_file() -> Iterator[list[Entry]]:
+    """Yield the factories of each recipe file: those of this package, then those of registered modules."""
     for file in sorted(FOLDER.glob("*.py")):
         if file.name not in _SKIPPED_FILES:
-            yield file, f"{PACKAGE}.{file.stem}"
+            yield read_entries(file, f"{PACKAGE}.{file.stem}")
     for name, module in extensions.registered("recipes").items():
         try:
             spec = find_spec(module)
             if spec is None or spec.origin is None:
                 raise ModuleNotFoundError(f"No module named {module!r}")
-            yield Path(spec.origin), module
-        except ImportError as error:
+            factories = read_entries(Path(spec.origin), module)
+        except (ImportError, SyntaxError) as error:
             extensions.warn(name, "recipes", error)
+        else:
+            yield factories
 
 
 @cache
@@ -132,13 +132,14 @@ def entries() -> tuple[Entry, ...]:
     Raises:
         ConfigError: two factories have one name.
     """
-    found: dict[str, Entry] = {}
-    for file, module in _files():
-        for entry in read_entries(file, module):
-            if entry.name in found:
-                raise ConfigError(f"{found[entry.name].module} and {module} both define {entry.name}; rename one")
-            found[entry.name] = entry
-    return tuple(found.values())
+    by_name: dict[str, Entry] = {}
+    for entry in chain.from_iterable(_entries_by_file()):
+        if entry.name in by_name:
+            raise ConfigError(
+                f"{by_name[entry.name].module} and {entry.module} both define {entry.name}; rename one of the two"
+            )
+        by_name[entry.name] = entry
+    return tuple(by_name.values())
 
 
 def recipes() -> list[Entry]:
@@ -186,8 +187,8 @@ def no_such_setting(owner: Callable[..., object], path: str, name: str, known: I
 
 def sections(group: Sequence[Entry]) -> dict[str, list[Entry]]:
     """Return recipes by section, without empty sections."""
-    found = {title: [entry for entry in group if entry.section == title] for title in SECTIONS}
-    return {title: entries for title, entries in found.items() if entries}
+    by_title = {title: [entry for entry in group if entry.section == title] for title in SECTIONS}
+    return {title: members for title, members in by_title.items() if members}
 
 
 def listing() -> str:

@@ -169,6 +169,7 @@ MAY_IMPORT = {
     "energon_data": {
         "dit.errors",
         "dit.patches",
+        "dit.extensions",
         "dit.durable_files",
         "dit.safe_files",
         "dit.terminal",

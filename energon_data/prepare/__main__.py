@@ -103,7 +103,7 @@ def _tensors(args: argparse.Namespace) -> None:
 
 
 def _add_media(command: str, parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--in", dest="source", type=Path, required=True, metavar="PATH", help="folder that is read")
+    parser.add_argument("--in", dest="source", type=Path, required=True, metavar="PATH", help="folder to read")
     if command in OF_FOLDERS:
         _add_folder(parser)
     _add_samples(parser, command)
@@ -129,11 +129,11 @@ def _add_huggingface(parser: argparse.ArgumentParser) -> None:
 
 def _add_folder(parser: argparse.ArgumentParser) -> None:
     groups = parser.add_mutually_exclusive_group()
-    groups.add_argument("--labels", action="store_true", help="the folders right below --in are classes")
+    groups.add_argument("--labels", action="store_true", help="the folders directly below --in are classes")
     groups.add_argument(
         "--repeats",
         action="store_true",
-        help="the folders right below --in are called N_NAME: read N times as often; NAME is the caption of files "
+        help="the folders directly below --in are named N_NAME: read N times as often; NAME is the caption of files "
         "without one",
     )
     parser.add_argument(
@@ -146,8 +146,8 @@ def _add_folder(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_samples(parser: argparse.ArgumentParser, command: str) -> None:
-    parser.add_argument("--out", type=Path, required=True, help="folder to make")
-    parser.add_argument("--size", type=int, metavar="N", help="pixels: N x N is the largest area (native sizes)")
+    parser.add_argument("--out", type=Path, required=True, help="folder to create")
+    parser.add_argument("--size", type=int, metavar="N", help="largest area, N x N pixels (native sizes)")
     parser.add_argument(
         "--aspect",
         choices=("keep", "square", "buckets"),
@@ -156,20 +156,24 @@ def _add_samples(parser: argparse.ArgumentParser, command: str) -> None:
     )
     parser.add_argument("--enlarge", action="store_true", help="scale smaller pictures up to --size")
     parser.add_argument(
-        "--max-cut", type=float, default=0.5, metavar="SHARE", help="skip what would lose more of it (%(default)s)"
+        "--max-cut",
+        type=float,
+        default=0.5,
+        metavar="SHARE",
+        help="skip pictures that would lose a larger share (%(default)s)",
     )
     parser.add_argument(
         "--multiple-of", type=int, default=16, metavar="N", help="of both sides, in pixels (%(default)s)"
     )
     if command in WITH_VIDEOS:
-        parser.add_argument("--fps", type=float, help="frames per second that are taken (all)")
+        parser.add_argument("--fps", type=float, help="frames per second to take (all)")
         parser.add_argument("--frames", type=int, metavar="N", help="cut videos into clips of N frames (one clip)")
         parser.add_argument("--frames-multiple-of", type=int, default=1, metavar="N", help="of a clip (%(default)s)")
-        parser.add_argument("--clips", type=int, metavar="N", help="most clips of one video (all)")
+        parser.add_argument("--clips", type=int, metavar="N", help="largest number of clips per video (all)")
     parser.add_argument(
         "--follow-links", action="store_true", help="also read files and folders outside of --in to which links lead"
     )
-    parser.add_argument("--caption", metavar="TEXT", help="of every file without one of its own")
+    parser.add_argument("--caption", metavar="TEXT", help="of every file without a caption")
     parser.add_argument("--caption-prefix", default="", metavar="TEXT", help="before every caption")
     parser.add_argument("--caption-suffix", default="", metavar="TEXT", help="after every caption")
     parser.add_argument(
@@ -198,10 +202,10 @@ def _add_tensors(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--in", dest="source", type=Path, required=True, metavar="PATH", help="folder of tars, a tar, or a wdinfo file"
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder to make")
-    parser.add_argument("--text-key", metavar="NAME", help="which of the encoders in a pickle (embeddings_t5_xxl)")
-    parser.add_argument("--text-encoder", metavar="NAME", help="what made the texts, recorded for prompts")
-    parser.add_argument("--vae", metavar="NAME", help="what made the latents, recorded for decoding")
+    parser.add_argument("--out", type=Path, required=True, help="folder to create")
+    parser.add_argument("--text-key", metavar="NAME", help="name of the encoder in a pickle (embeddings_t5_xxl)")
+    parser.add_argument("--text-encoder", metavar="NAME", help="encoder of the texts, recorded for prompts")
+    parser.add_argument("--vae", metavar="NAME", help="autoencoder of the latents, recorded for decoding")
     parser.add_argument("--follow-links", action="store_true", help="also read folders to which links lead")
     add_work(parser, validation=0.02)
 
@@ -210,7 +214,7 @@ def _add_cifar10(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--in", dest="source", type=Path, required=True, metavar="DIR", help="cifar-10-batches-py or -bin, unpacked"
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder to make")
+    parser.add_argument("--out", type=Path, required=True, help="folder to create")
     parser.add_argument("--samples-per-shard", type=int, default=2000, metavar="N", help="(%(default)s)")
     parser.add_argument("--force", action="store_true", help="replace an older data set")
 

@@ -1,6 +1,6 @@
-"""Small cascades of Imagen's UNets on two CPU cores: letters and colour pictograms at 16, 32 and 64 pixels.
+"""Recipes for cascades of Imagen's UNets on two CPU cores: letters and colour pictograms at 16, 32 and 64 pixels.
 
-Each model is a run of its own; `launch.sample --cascade base=RUN sr32=RUN sr64=RUN` draws through all of them.
+Each model is a separate run; `launch.sample --cascade base=RUN sr32=RUN sr64=RUN` samples from all of them.
 """
 
 import nemo_run as run
@@ -17,18 +17,18 @@ SIZES = {"channel_multipliers": [1, 2, 4], "num_res_blocks": [1, 1, 1], "attenti
 NARROW = {"head_size": 32, "norm_num_groups": 8}
 CLASSES = {"in_channels": 1, "num_classes": 26, "class_dropout": 0.1, "context_size": None, "attention_type": "self"}
 TEXTS = {"context_size": 384, "context_dropout": 0.1}
-# Which letter it is, is decided where the noise is several times as strong as the strokes, and the paper's
-# distribution of levels hardly trains there.
+# The network decides which letter it draws where the noise is several times as strong as the strokes. The paper's
+# distribution has few levels there.
 NOISY = {"p_mean": 0.5, "p_std": 1.4}
-# Drawings also have colours and flat grounds, which small levels decide: with those of letters they stay speckled.
+# Drawings also have colours and flat areas, which need small levels: with the levels of letters they stay speckled.
 WIDE = {"p_mean": 0.0, "p_std": 1.8}
 LARGER = {"low_resolution_factor": 2, "noise_augmentation": True}
-# The models before make small errors only. Noised as strongly as the paper's levels do, small pictures teach little.
+# The model before makes small errors only. The paper's levels would hide most of the small picture.
 AUGMENTATION = {"augmentation_p_mean": -3.0}
 
 
 def _run(recipe: run.Partial, name: str) -> run.Partial:
-    """Set what all models have in common: EDM, an average over the last hundred steps, no samples in between."""
+    """Set the common part of all models: EDM, a weight average over 100 steps, no samples during training."""
     recipe.objective = run.Config(EDM)
     recipe.optimizer.lr = 2e-3
     recipe.training.run_dir = f"runs/{name}"
@@ -57,7 +57,7 @@ def _pictograms(pixels: int) -> run.Partial:
 
 
 def _enlarging(recipe: run.Partial) -> run.Partial:
-    """Set the shorter training of a model that enlarges."""
+    """Set the shorter training of a super-resolution model."""
     recipe.objective = run.Config(EDM, **AUGMENTATION)
     recipe.training.num_steps = 900
     recipe.sampling.guidance_scale = 1.0
@@ -68,8 +68,8 @@ def _enlarging(recipe: run.Partial) -> run.Partial:
 def cascade_letters_16() -> run.Partial:
     """Capital letters A-Z, 16 x 16 pixels, Imagen's regular UNet: two CPU cores. The first model of a cascade.
 
-    The data are those of `letters_dit`; those of the next two models have `--size 32` and `--size 64`.
-    Of 208 letters that it draws, 96 % are read correctly.
+    The data are those of `letters_dit`; the next two models read data with `--size 32` and `--size 64`. Of 208 letters,
+    96 % are read correctly.
     """
     recipe = _letters(16, "data/letters")
     recipe.model = run.Config(UNetConfig, hidden_size=32, **SIZES, **NARROW, **CLASSES)
@@ -82,8 +82,8 @@ def cascade_letters_16() -> run.Partial:
 def cascade_letters_32() -> run.Partial:
     """Letters from 16 to 32 pixels, Imagen's Efficient UNet: two CPU cores. The second model of a cascade.
 
-    It makes its small pictures from the data, `python -m energon_data.prepare letters --size 32 --out data/letters_32`.
-    Of the letters of `cascade_letters_16` that it enlarges, 95 % are read correctly.
+    It reduces the data, `python -m energon_data.prepare letters --size 32 --out data/letters_32`, to get its inputs. Of
+    the enlarged letters of `cascade_letters_16`, 95 % are read correctly.
     """
     recipe = _enlarging(_letters(32, "data/letters_32"))
     recipe.model = run.Config(EfficientUNetConfig, hidden_size=32, **SIZES, **NARROW, **CLASSES, **LARGER)
@@ -109,8 +109,8 @@ def cascade_pictograms_16() -> run.Partial:
 
     The data are drawings and embeddings of their Unicode names: `python -m energon_data.prepare pictograms --size 64
     --blocks pictographs transport supplemental extended --count 400 --text-encoder all-minilm-l6-v2 --out
-    data/pictograms_64`, made smaller while they are read. Of all 400
-    drawings, the one asked for is nearest to 95 % of 200 samples.
+    data/pictograms_64`, reduced while they are read. For 95 % of 200
+    samples, the requested drawing is the nearest of all 400 drawings.
     """
     recipe = _pictograms(16)
     recipe.model = run.Config(UNetConfig, hidden_size=32, condition_size=64, **SIZES, **NARROW, **TEXTS)
@@ -124,8 +124,8 @@ def cascade_pictograms_32() -> run.Partial:
     """Colour pictograms from 16 to 32 pixels, Imagen's Efficient UNet: two CPU cores. The second model of a cascade.
 
     The data are all drawings, one in twenty held out: `python -m energon_data.prepare pictograms --size 64
-    --text-encoder all-minilm-l6-v2 --validation 0.05 --out data/all_pictograms_64`. Held-out drawings that it enlarges
-    are nearer to the real ones than by bicubic interpolation, 19.5 and 18.7 dB.
+    --text-encoder all-minilm-l6-v2 --validation 0.05 --out data/all_pictograms_64`. Enlarged held-out drawings have a
+    PSNR of 19.5 dB, and 18.7 dB with bicubic interpolation.
     """
     recipe = _enlarging(_pictograms(32))
     recipe.data.path = "data/all_pictograms_64"
@@ -138,9 +138,8 @@ def cascade_pictograms_32() -> run.Partial:
 def cascade_pictograms_64() -> run.Partial:
     """Colour pictograms from 32 to 64 pixels, Imagen's Efficient UNet: two CPU cores. The third model of a cascade.
 
-    The data are those of `cascade_pictograms_32`. Held-out drawings that it enlarges are nearer to the real ones than
-    by bicubic interpolation, 23.8 and 19.8 dB. Of samples drawn through the cascade, the drawing asked for is nearest
-    to 93.5 %.
+    The data are those of `cascade_pictograms_32`. Enlarged held-out drawings have a PSNR of 23.8 dB, and 19.8 dB with
+    bicubic interpolation. For 93.5 % of the samples of the cascade, the requested drawing is the nearest.
     """
     recipe = cascade_pictograms_32()
     recipe.data.resize_side = None

@@ -1,4 +1,4 @@
-"""Captions of letters in several wordings, from the properties that a font file states."""
+"""Captions of letters in several wordings, made from the properties that a font file states."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Measurements of generated letters besides reading them: the effect of style words, and the motion."""
+"""Two measurements of generated letters: the effect of style words, and the motion."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ class Check:
     Attributes:
         kind: `style` or `motion`; the command has a minimum for each.
         name: the property.
-        passed, total: samples that have it, and all samples.
+        passed, total: number of samples with the property, and of all samples.
         share: their ratio.
         detail: the numbers, and those of real letters.
     """
@@ -90,18 +90,18 @@ def contrasts(faces: Sequence[dict[str, Any]]) -> list[Contrast]:
     """
     styles = [Style.from_record(face) for face in faces]
     kinds = sorted({s.kind for s in styles if s.kind}, key=lambda kind: (-sum(s.kind == kind for s in styles), kind))
-    found = []
+    allowed = []
     for plain in (BOLD_LIGHT, BOLD_REGULAR, ITALIC_UPRIGHT):
         pairs = [replace(plain, more=replace(plain.more, kind=k), less=replace(plain.less, kind=k)) for k in kinds]
-        found += [pair for pair in pairs if pair.more in styles and pair.less in styles][:1]
-    return found
+        allowed += [pair for pair in pairs if pair.more in styles and pair.less in styles][:1]
+    return allowed
 
 
 def judge_contrast(contrast: Contrast, more: Tensor, less: Tensor, real: tuple[Tensor, Tensor]) -> Check:
     """Compare pictures of the same letters from the same noise in two styles.
 
     Args:
-        more, less: `[N, 1, H, W]`, asked for in either style.
+        more, less: `[N, 1, H, W]`, drawn in either style.
         real: pictures of real letters in either style.
     """
     a, b = contrast.measure(more), contrast.measure(less)
@@ -134,9 +134,9 @@ def judge_motion(clips: Tensor, directions: Sequence[str], real: Tensor, real_di
 
     def along_and_aside(clips: Tensor, directions: Sequence[str]) -> tuple[Tensor, Tensor]:
         steps = centres_of_ink(clips).diff(dim=1)
-        asked = torch.tensor([DIRECTIONS[d] for d in directions])[:, None]
-        along = (steps * asked).sum(-1)
-        aside = (steps * asked.flip(-1)).sum(-1)
+        requested = torch.tensor([DIRECTIONS[d] for d in directions])[:, None]
+        along = (steps * requested).sum(-1)
+        aside = (steps * requested.flip(-1)).sum(-1)
         return along, aside
 
     along, aside = along_and_aside(clips, directions)

@@ -1,4 +1,4 @@
-"""Find the text fonts of a machine: real capitals, no symbols, no duplicates, grouped into families and styles."""
+"""Find the text fonts of a machine: fonts with real capitals, each once, grouped into families and styles."""
 
 import hashlib
 import math

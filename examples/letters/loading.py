@@ -1,4 +1,4 @@
-"""Loads a folder of letters into memory without Energon, for the classifier of generated letters."""
+"""Load a folder of letters into memory without Energon, for the classifier of letters."""
 
 from itertools import pairwise
 from pathlib import Path

@@ -114,7 +114,7 @@ def render(glyph: Tensor, motion: Motion, size: int) -> Tensor:
 
 
 def boldest(faces: Sequence[Face]) -> list[Face]:
-    """Return the faces that are bold and upright, all if none is: the task is to learn the motion."""
+    """Return the bold upright faces, or all if there are none. One style suffices, because the task is the motion."""
     styles = [(face, Style.of(face)) for face in faces]
     return [face for face, style in styles if (style.weight, style.slant) == ("bold", "upright")] or [*faces]
 
@@ -176,7 +176,7 @@ def prepare_moving_letters(
         fonts: folders to look for fonts in, instead of matplotlib's and the system's.
         samples_per_shard: clips and stills per shard.
         variations: clips per glyph, font face and direction; held-out faces get half as many.
-        text_encoder: also store what these encoders make of each caption, see `dit.encoders.text_config`.
+        text_encoder: also store the embeddings of each caption by these encoders, see `dit.encoders.text_config`.
         seed: of all paths and of the order.
         force: replace an older data set.
 

@@ -1,4 +1,4 @@
-"""A small classifier of letters, trained on real letters only, to evaluate generated ones.
+"""A small classifier that is trained on real letters and evaluates generated ones.
 
 It is trained on the font families of the generator's training data, and its accuracy is measured on held-out families.
 A sample that it reads correctly therefore looks like a letter in general, not like one picture of the data.
@@ -145,9 +145,8 @@ def train_reader(
 def load_reader(folder: str | Path) -> LetterReader:
     """Return the classifier of a data set of letters; train it (under a minute) if it is missing or the data changed.
 
-    It reads the frames of clips one by one.
-
-    The network is stored as `letter_reader.safetensors` next to the data, with the digest of its training data.
+    The frames of clips are separate pictures. The network is stored as `letter_reader.safetensors` in the folder of the
+    data, with the digest of its training data.
 
     Raises:
         DataError: the data set is missing or damaged.
@@ -156,7 +155,7 @@ def load_reader(folder: str | Path) -> LetterReader:
 
     train_images, _, metadata = load_letters(folder, "train")
     held_images, _, held_metadata = load_letters(folder, "val")
-    # A class may be more than a letter, such as one that moves to the left.
+    # A class may be a letter with a direction, such as a letter that moves to the left.
     names = tuple(sorted({str(m["letter"]) for m in metadata}))
     train_labels, held_labels = (
         torch.tensor([names.index(m["letter"]) for m in part]) for part in (metadata, held_metadata)

@@ -1,4 +1,4 @@
-"""The metric `letters`: how many generated letters does a classifier of real letters read correctly?
+"""The metric `letters`: the share of generated letters that a classifier of real letters reads correctly.
 
 For a model of texts, every letter is generated in the styles of the training data, and the effect of style words is
 measured. For a model of moving letters, every frame is read, and the motion is measured.
@@ -75,19 +75,19 @@ def score(reader: LetterReader, samples: Tensor, letters: Sequence[int], checks:
         letters: index of the requested letter of each.
     """
     frames = samples.shape[2]
-    wanted = torch.as_tensor(letters).repeat_interleave(frames)
+    requested = torch.as_tensor(letters).repeat_interleave(frames)
     read = reader.read_letters(samples.movedim(2, 1).flatten(0, 1))
     names = reader.class_names
-    wrong = Counter(f"{names[w]} as {names[r]}" for w, r in zip(wanted.tolist(), read.tolist()) if w != r)
-    right = read == wanted
+    wrong = Counter(f"{names[w]} as {names[r]}" for w, r in zip(requested.tolist(), read.tolist()) if w != r)
+    right = read == requested
     by_frame = tuple(right.view(-1, frames).float().mean(0).tolist())
-    correct, total = int(right.sum()), len(wanted)
+    correct, total = int(right.sum()), len(requested)
     misread = dict(wrong.most_common())
     return Score(correct, total, correct / total, reader.accuracy, misread, by_frame, tuple(checks))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of this metric alone."""
+    """Add the flags of this metric."""
     group = parser.add_argument_group("--metric letters")
     group.add_argument(
         "--samples-per-class",
@@ -95,8 +95,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help=f"({SAMPLES_PER_CLASS}; of clips {CLIPS_PER_CLASS})",
     )
-    group.add_argument("--minimum-style", type=float, metavar="SHARE", help="exit with 1 if a style word does less")
-    group.add_argument("--minimum-motion", type=float, metavar="SHARE", help="the same for each measure of motion")
+    group.add_argument(
+        "--minimum-style", type=float, metavar="SHARE", help="exit with 1 if the share of any style word is lower"
+    )
+    group.add_argument(
+        "--minimum-motion",
+        type=float,
+        metavar="SHARE",
+        help="exit with 1 if the share of any measure of motion is lower",
+    )
 
 
 def data_folder(args: argparse.Namespace, generator: "Generator") -> str:
@@ -143,7 +150,7 @@ def _judge_classes(args: argparse.Namespace, generator: "Generator", reader: Let
     names = [name.split() for name in names_of_classes(generator)]
     if {words[0] for words in names} != set(reader.class_names):
         raise ConfigError(
-            f"the model draws {len(names)} classes but the reader knows {len(reader.class_names)} letters; "
+            f"the model has {len(names)} classes but the reader {len(reader.class_names)} letters; "
             "give the data set that the model was trained on with --data"
         )
     moving = all(len(words) > 1 for words in names)
@@ -175,7 +182,7 @@ def _judge_texts(args: argparse.Namespace, generator: "Generator", reader: Lette
     return judge(args, generator, reader, folder, description["splits"]["train"]["faces"])
 
 
-def _ask(args: argparse.Namespace, generator: "Generator", prompts: Sequence[str], *, moving: bool = False) -> Tensor:
+def _draw(args: argparse.Namespace, generator: "Generator", prompts: Sequence[str], *, moving: bool = False) -> Tensor:
     conditions = encode_prompts(generator, prompts)
     return _checked(draw_samples(args, generator, conditions), moving)
 
@@ -187,11 +194,11 @@ def _judge_moving_texts(
     from examples.letters.moving import DIRECTIONS, SPEEDS, caption
 
     each, speeds, names = args.samples_per_class or CLIPS_PER_CLASS, list(SPEEDS), reader.class_names
-    asked = [(x, d, speeds[i % len(speeds)]) for x in range(len(names)) for d in DIRECTIONS for i in range(each)]
-    samples = _ask(args, generator, [caption(names[x], *rest) for x, *rest in asked], moving=True)
-    letters = [letter for letter, _, _ in asked]
+    requested = [(x, d, speeds[i % len(speeds)]) for x in range(len(names)) for d in DIRECTIONS for i in range(each)]
+    samples = _draw(args, generator, [caption(names[x], *rest) for x, *rest in requested], moving=True)
+    letters = [letter for letter, _, _ in requested]
     _write_grid(samples, letters, reader, args, each)
-    return score(reader, samples, letters, _judge_clips(samples, [direction for _, direction, _ in asked], folder))
+    return score(reader, samples, letters, _judge_clips(samples, [direction for _, direction, _ in requested], folder))
 
 
 def _judge_styled_texts(
@@ -205,7 +212,7 @@ def _judge_styled_texts(
     each, names = args.samples_per_class or SAMPLES_PER_CLASS, reader.class_names
     letters = [letter for letter in range(len(names)) for _ in range(each)]
     prompts = [styles[i % len(styles)].caption(names[letter]) for i, letter in enumerate(letters)]
-    samples = _ask(args, generator, prompts)
+    samples = _draw(args, generator, prompts)
     _write_grid(samples, letters, reader, args, each)
     real, _, metadata = load_letters(folder, "train")
 
@@ -217,7 +224,7 @@ def _judge_styled_texts(
         # Sample i has the same noise in both, so only the word differs.
         both = (contrast.more, contrast.less)
         more, less = (
-            _ask(args, generator, [style.caption(name) for name in names] * PAIRS_PER_LETTER) for style in both
+            _draw(args, generator, [style.caption(name) for name in names] * PAIRS_PER_LETTER) for style in both
         )
         return judge_contrast(contrast, more[:, :, 0], less[:, :, 0], (real_in(contrast.more), real_in(contrast.less)))
 
@@ -242,9 +249,9 @@ def _write_grid(
     from dit.sampling.grid import image_grid, save_png
 
     images, frames, names = samples.movedim(2, 1).flatten(0, 1), samples.shape[2], reader.class_names
-    wanted = [letter for letter in letters for _ in range(frames)]
+    requested = [letter for letter in letters for _ in range(frames)]
     read = reader.read_letters(images).tolist()
-    captions = [names[w] if w == r else f"{names[w]} ({names[r]}?)" for w, r in zip(wanted, read)]
+    captions = [names[w] if w == r else f"{names[w]} ({names[r]}?)" for w, r in zip(requested, read)]
     save_png(image_grid(images, captions, columns=2 * (frames if frames > 1 else each)), args.out)
 
 
@@ -264,5 +271,8 @@ def shortfalls(result: Score, args: argparse.Namespace) -> list[str]:
 
 
 LETTERS = Metric(
-    "share of generated letters that a classifier of real letters reads correctly", measure, add_arguments, asks=True
+    "share of generated letters that a classifier of real letters reads correctly",
+    measure,
+    add_arguments,
+    by_condition=True,
 )

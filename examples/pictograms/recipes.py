@@ -1,4 +1,4 @@
-"""Colour pictograms by description, in the latents of an autoencoder that is trained here: no download."""
+"""Recipes for colour pictograms by name: an autoencoder, and a text-conditional DiT on its latents; no download."""
 
 import nemo_run as run
 
@@ -14,10 +14,10 @@ from examples.letters.recipes import letters_dit
 def pictogram_autoencoder() -> run.Partial:
     """Pictograms of 64 x 64 pixels to latents of 16 x 8 x 8 and back, KL autoencoder (1.0 M): two CPU cores.
 
-    The data are drawn by `python -m energon_data.prepare pictograms --size 64 --out data/pictograms` (needs pip install
-    -e '.[pictograms]'). `python -m launch.export --checkpoint runs/pictogram_autoencoder --format diffusers --out
-    runs/pictogram_vae` writes it as an AutoencoderKL of diffusers, which `energon_data.prepare --vae` and others read.
-    The same losses on one rank and on two.
+    `python -m energon_data.prepare pictograms --size 64 --out data/pictograms` draws the data (needs pip install -e
+    '.[pictograms]'). `python -m launch.export --checkpoint runs/pictogram_autoencoder --format diffusers --out
+    runs/pictogram_vae` exports the model as an AutoencoderKL of diffusers, for `energon_data.prepare --vae` and other
+    programs. One rank and two give the same losses.
     """
     recipe = letters_dit()
     recipe.model = run.Config(
@@ -29,7 +29,7 @@ def pictogram_autoencoder() -> run.Partial:
     )
     recipe.objective = run.Config(Autoencoding, kl_weight=1e-4)
     recipe.data = run.Config(EnergonData, path="data/pictograms", num_streams=2, bucket_by_shape=True)
-    # Few pictures and little time: small batches learn most from each picture.
+    # With few pictures and little time, small batches give more updates per picture.
     recipe.optimizer.lr = 3e-3
     recipe.training.run_dir = "runs/pictogram_autoencoder"
     recipe.training.num_steps = 2400

@@ -1,4 +1,4 @@
-"""How near generated pictograms come to those that were asked for, among all drawings of the data set."""
+"""The metric `pictograms`: rank of the requested drawing by its distance to a sample, among all drawings."""
 
 import argparse
 from collections.abc import Sequence
@@ -26,11 +26,12 @@ BATCH = 50
 
 @dataclass(frozen=True)
 class Ranks:
-    """How often the drawing that was asked for is among the nearest to a picture.
+    """Ranks of the requested drawings by distance.
 
     Attributes:
-        first, first_5, first_20: share of the pictures of which it is the nearest, or among the 5 or 20 nearest.
-        error: root mean square difference to the drawing that was asked for, per pixel value in [-1, 1].
+        first, first_5, first_20: share of the pictures whose requested drawing is the nearest, or among the 5 or 20
+            nearest drawings.
+        error: root mean square difference to the requested drawing, per pixel value in [-1, 1].
     """
 
     first: float
@@ -39,16 +40,16 @@ class Ranks:
     error: float
 
     @classmethod
-    def of(cls, pictures: Tensor, drawings: Tensor, asked: Sequence[int]) -> "Ranks":
+    def of(cls, pictures: Tensor, drawings: Tensor, requested: Sequence[int]) -> "Ranks":
         """Rank all drawings by their distance to each picture.
 
         Args:
             pictures: `[N, ...]` in [-1, 1].
             drawings: `[M, ...]`, of the same shape each.
-            asked: which drawing each picture shall be.
+            requested: index of the drawing that each picture shall show.
         """
         distance_NM = torch.cdist(pictures.flatten(1).double(), drawings.flatten(1).double())
-        own_N1 = distance_NM.gather(1, torch.tensor(asked)[:, None])
+        own_N1 = distance_NM.gather(1, torch.tensor(requested)[:, None])
         nearer_N = (distance_NM < own_N1).sum(1)
         first, first_5, first_20 = ((nearer_N < count).double().mean().item() for count in (1, 5, 20))
         error = (own_N1.square().mean() / pictures[0].numel()).sqrt().item()
@@ -65,9 +66,10 @@ class PictogramScore:
     """Results on generated pictograms.
 
     Attributes:
-        prompts, pictograms: pictures that were asked for, each by its name, and drawings that they are compared with.
-        samples: of the generated pictures.
-        autoencoder: of the true drawings, encoded and decoded, which samples can hardly surpass; None without one.
+        prompts, pictograms: number of requested names, and of drawings that samples are compared with.
+        samples: ranks of the generated pictures.
+        autoencoder: ranks of true drawings after encoding and decoding, an upper bound in practice; None without an
+            autoencoder.
         attribution: the authors of the drawings.
     """
 
@@ -78,27 +80,29 @@ class PictogramScore:
     attribution: str
 
     def missed(self, minimum: Optional[float]) -> list[str]:
-        """Return a line if fewer samples than this share have the one asked for among the 20 nearest drawings."""
+        """Return a line if the requested drawing is among the 20 nearest for a smaller share of the samples."""
         share = self.samples.first_20
         if minimum is None or share >= minimum:
             return []
-        return [f"below the minimum of {100 * minimum:.1f} %: asked for and among the 20 nearest, {100 * share:.1f} %"]
+        return [
+            f"below the minimum of {100 * minimum:.1f} %: requested drawing among the 20 nearest, {100 * share:.1f} %"
+        ]
 
     def lines(self) -> list[str]:
         lines = [
             f"{self.prompts} pictograms by name, each sample compared with {self.pictograms} drawings",
-            f"samples:     the one asked for is {self.samples.line()}",
+            f"samples:     the requested drawing is {self.samples.line()}",
         ]
         if self.autoencoder is not None:
-            lines.append(f"autoencoder: the one encoded is {self.autoencoder.line()}")
+            lines.append(f"autoencoder: the encoded drawing is {self.autoencoder.line()}")
         return [*lines, self.attribution]
 
 
 def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
-    """Ask for pictograms by their names, decode the samples, and compare them with all drawings of their size.
+    """Draw pictograms by name, decode the samples, and compare them with all drawings of the same size.
 
     Raises:
-        ConfigError: the run was not trained on pictograms with texts, or an encoder is not here.
+        ConfigError: the run was not trained on pictograms with texts, or an encoder is missing.
         DataError: the data set cannot be read.
     """
     from dit.encoders.vae import load_vae
@@ -109,23 +113,23 @@ def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
     if description.get("name") != NAME:
         raise ConfigError(f"{folder} holds no pictograms; give those that the model was trained on with --data")
     if not description.get("text_encoder"):
-        raise ConfigError("pictograms are asked for by text: prepare the data with --text-encoder")
+        raise ConfigError("pictograms are requested by text: prepare the data with --text-encoder")
     known = [Pictogram(**entry) for entry in description["pictograms"]]
     vae = load_vae(description["vae"]) if description.get("vae") else None
     size = generator.latent_size[-1] if vae is None else description["prepared"]["size"]
     drawings = torch.stack([pixel_values(pixels_of([draw(p.code_point, size)])) for p in known])
     count = min(PROMPTS, len(known))
-    asked = [i * len(known) // count for i in range(count)]
-    conditions = encode_prompts(generator, [known[i].caption() for i in asked])
+    requested = [i * len(known) // count for i in range(count)]
+    conditions = encode_prompts(generator, [known[i].caption() for i in requested])
     pictures = _decoded(vae, draw_samples(args, generator, conditions))
     if args.out and environment.rank() == 0:
         from dit.sampling.grid import image_grid, save_png
 
-        save_png(image_grid(pictures[:, :, 0], [known[i].name for i in asked]), args.out)
-    samples, ceiling = Ranks.of(pictures, drawings, asked), None
+        save_png(image_grid(pictures[:, :, 0], [known[i].name for i in requested]), args.out)
+    samples, ceiling = Ranks.of(pictures, drawings, requested), None
     if vae is not None:
-        encoded = torch.cat([vae.encode(part) for part in drawings[asked].split(BATCH)])
-        ceiling = Ranks.of(_decoded(vae, encoded), drawings, asked)
+        encoded = torch.cat([vae.encode(part) for part in drawings[requested].split(BATCH)])
+        ceiling = Ranks.of(_decoded(vae, encoded), drawings, requested)
     score = PictogramScore(count, len(known), samples, ceiling, description["attribution"])
     return Measurement(score.lines(), asdict(score) | {"minimum": args.minimum}, score.missed(args.minimum))
 
@@ -138,5 +142,7 @@ def _decoded(vae: Optional["VAE"], latents: Tensor) -> Tensor:
 
 
 PICTOGRAMS = Metric(
-    "distance of generated pictograms to the drawings requested by name, ranked among all drawings", measure, asks=True
+    "distance of generated pictograms to the drawings requested by name, ranked among all drawings",
+    measure,
+    by_condition=True,
 )

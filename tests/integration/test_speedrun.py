@@ -53,7 +53,7 @@ def test_a_record_replays_to_the_bit_and_a_false_one_does_not(tmp_path, words, c
 def test_what_is_no_race_is_refused(tmp_path, words, capsys):
     out = ["--out", str(tmp_path / "out")]
     for given, says in (
-        (["checkpoint.start_from=runs/other", *words], "checkpoint.start_from=runs/other is not free in this race"),
+        (["checkpoint.start_from=runs/other", *words], "checkpoint.start_from=runs/other is fixed in this race"),
         (["data=mock"], "has no shards; render the letters"),
     ):
         assert speedrun.main([*out, *given]) != EXIT_OK
@@ -65,7 +65,7 @@ def test_what_is_no_race_is_refused(tmp_path, words, capsys):
 def test_a_record_of_another_revision_is_not_checked(tmp_path, capsys):
     claim = tmp_path / "claim.json"
     assert speedrun.main(["--check", str(claim), "--out", str(tmp_path / "out")]) != EXIT_OK
-    assert "is no record of this race" in capsys.readouterr().err
+    assert "is not a record of this race" in capsys.readouterr().err
     numbers = {"ranks": 1, "process_s": 1.0, "wall_s": 1.0, "steps": 1, "read": 1, "total": 1, "reader_accuracy": 1.0}
     text = dict.fromkeys(Record.__dataclass_fields__, "x")
     claim.write_text(json.dumps(text | {"overrides": [], "revision": "000000000000"} | numbers))

@@ -61,3 +61,15 @@ def train(case: dict) -> dict:
     run.close()
     process_groups.release()
     return found
+
+
+def overflow_on_rank_1(case: dict) -> dict:
+    """Record an overflow on rank 1 only, as if its optimizer did not reduce it; report the result on rank 0."""
+    run = start(case)
+    scale = run.state.loss_scale
+    before = scale.value
+    scale.update(dist.get_rank() == 1)
+    result = {"overflowed": scale.settle(), "ratio": scale.value / before}
+    run.close()
+    process_groups.release()
+    return result

@@ -39,7 +39,7 @@ def results(tmp_path_factory):
         changes = options.pop("training", {})
         dynamic = () if "loss_scale" not in changes else SETTINGS  # they do not apply to a constant scale
         training = {name: value for name, value in {**TRAINING, **changes}.items() if name not in dynamic}
-        task = "tests.parallel.loss_scale_worker:train"
+        task = f"tests.parallel.loss_scale_worker:{options.pop('task', 'train')}"
         shared = {"task": task, "parallel": parallel, "precision": "fp16", "run_dir": folder / run_dir}
         return {**shared, "training": training, "steps": steps, **options}
 
@@ -48,6 +48,7 @@ def results(tmp_path_factory):
         **{(name, "bad"): case(kind, BAD_STEP, fault=ON_RANK_1) for name, kind in KINDS.items()},
         **{(name, "large"): case(KINDS[name], FIRST, **LARGE) for name in ("distributed", "tp2_sp")},
         "experts": case({**DISTRIBUTED, "expert_model_parallel_size": 2}, STEPS, model=EXPERTS, fault=ON_RANK_1),
+        "one optimizer": case(DISTRIBUTED, task="overflow_on_rank_1"),
         "long": case(DISTRIBUTED, fault=ON_RANK_1),
         "saved": case(DISTRIBUTED, SAVED_AT, run_dir="stopped", fault=ON_RANK_1, save=True),
         "resumed": case(DISTRIBUTED, STEPS - SAVED_AT, run_dir="stopped"),
@@ -71,6 +72,10 @@ def assert_same_state(found, expected):
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
+
+
+def test_all_ranks_follow_an_overflow_that_only_one_of_them_recorded(results):
+    assert results["one optimizer"] == {"overflowed": True, "ratio": 0.5}
 
 
 @pytest.mark.parametrize("layout", ["one rank", "distributed", "tp2_sp"])

@@ -127,5 +127,5 @@ def test_one_name_for_two_things_is_refused(install: Callable[..., None], tmp_pa
     install("again", recipes="again = again")
     (tmp_path / "again.py").write_text("@run.cli.factory(target=pretrain)\ndef tiny_dit(): ...\n")
     extensions.registered.cache_clear()
-    with pytest.raises(ConfigError, match=r"recipes\.tiny and again both define tiny_dit; rename one"):
+    with pytest.raises(ConfigError, match=r"recipes\.tiny and again both define tiny_dit; rename one of the two"):
         registry.entries()

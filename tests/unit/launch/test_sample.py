@@ -1,4 +1,4 @@
-"""Sampling and judging from the command line, on a generator small enough to know every pixel of."""
+"""Sampling from the command line, on a generator small enough to know every pixel of."""
 
 import json
 from dataclasses import dataclass, field, replace
@@ -10,15 +10,12 @@ import pytest
 import torch
 from PIL import Image
 from safetensors.torch import load_file
-from torch import nn
 
 from dit.condition_table import CONTEXT
 from dit.data_api import BatchSpec
 from dit.errors import CheckpointError, ConfigError
 from dit.models.dit.config import DiTConfig
 from dit.sampling import grid
-from examples.letters import score as letter_score
-from examples.letters.reader import LetterReader
 from launch import evaluate, sample, sample_requests
 
 NAMES = list("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
@@ -69,20 +66,10 @@ class FakeGenerator:
         return out
 
 
-class PixelNetwork(nn.Module):
-    def forward(self, images):
-        return images.flatten(1)[:, : len(NAMES)]
-
-
-READER = LetterReader(PixelNetwork(), accuracy=0.971, num_held_out=1040, class_names=tuple(NAMES))
-
-
 @pytest.fixture
 def generator(monkeypatch):
     fake = FakeGenerator()
     monkeypatch.setattr(sample, "open_generator", lambda args: fake)
-    monkeypatch.setattr(evaluate, "open_generator", lambda args: fake)
-    monkeypatch.setattr(letter_score, "load_reader", lambda folder: READER)
     return fake
 
 
@@ -350,44 +337,6 @@ def test_wrong_flags_are_code_2(tmp_path, capsys):
         assert leave.value.code == 2
     assert "eulr" in capsys.readouterr().err
     assert sample.main(["--checkpoint", "x", "--out", "x.jpg"]) == 2
-
-
-def judge(*arguments):
-    return evaluate.main(["--checkpoint", "run", "--metric", "letters", "--samples-per-class", "8", *arguments])
-
-
-def test_the_score_counts_what_is_read_as_asked(generator, capsys):
-    generator.confused = (16,)
-    assert judge() == 0
-    out = capsys.readouterr().out
-    assert "letters read correctly: 96.2 % (200 of 208; reader's own accuracy on held-out families 97.1 %)" in out
-    assert "misread: Q as A (8)" in out
-
-
-def test_below_the_minimum_is_not_success(generator, capsys):
-    generator.confused = (16,)
-    assert judge("--minimum", "0.96") == 0
-    assert judge("--minimum", "0.97") == evaluate.EXIT_BELOW_MINIMUM
-    assert judge("--minimum", "97") == 2
-    assert "0.9" in capsys.readouterr().err
-
-
-def test_the_result_as_json(generator, capsys):
-    assert judge("--json") == 0
-    result = json.loads(capsys.readouterr().out)
-    assert (result["correct"], result["total"], result["accuracy"]) == (208, 208, 1.0)
-    assert result["reader_accuracy"] == 0.971
-
-
-def test_another_number_of_classes_than_letters_is_refused(generator, capsys):
-    generator.class_names = NAMES[:10]
-    assert judge() == 2
-    assert "10 classes" in capsys.readouterr().err
-
-
-def test_the_judged_samples_can_be_looked_at(generator, tmp_path):
-    assert judge("--out", str(tmp_path / "judged.png")) == 0
-    assert (tmp_path / "judged.png").is_file()
 
 
 class Loaded:

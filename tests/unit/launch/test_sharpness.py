@@ -89,7 +89,7 @@ def test_a_cascade_is_measured_after_each_of_its_stages(
         pictures = drawn[args.checkpoint] = draw_samples(args, generator, {"label": labels})
         return Measurement([], {"side": pictures.shape[-1]})
 
-    monkeypatch.setitem(evaluate.METRICS, "side", Metric("", measure, asks=True))
+    monkeypatch.setitem(evaluate.METRICS, "side", Metric("", measure, by_condition=True))
     words = ["--cascade", "base=a", "larger=b", "--stage", "base", "steps=3", "--stage", "larger", "augmentation=0.5"]
     assert evaluate.main([*words, "--metric", "side", "--seed", "4", "--json"]) == 0
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -103,5 +103,6 @@ def test_a_cascade_is_measured_after_each_of_its_stages(
 def test_what_reads_held_out_data_takes_no_cascade(capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate.main(["--cascade", "a=b", "--metric", "loss"]) == 2
     assert (
-        "--metric loss reads held-out data, and a cascade draws from words; use --checkpoint" in capsys.readouterr().err
+        "--metric loss reads held-out data, and a cascade draws samples of classes or texts; use"
+        in capsys.readouterr().err
     )

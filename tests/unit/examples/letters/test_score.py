@@ -1,17 +1,20 @@
-"""The evaluation of models of text and of clips, on generators that follow the conditions, or ignore them."""
+"""The metric `letters`, on generators that follow the conditions, or ignore them."""
 
 import json
+from argparse import Namespace
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from dit.errors import ConfigError
 from examples.letters import score as letter_score
 from examples.letters.moving import CLASS_NAMES, DIRECTIONS
-from examples.letters.reader import LetterReader
+from examples.letters.reader import LetterNetwork, LetterReader
 from launch import evaluate
 from tests.unit.examples.letters.test_checks import face, walk
+from tests.unit.launch.test_sample import FakeGenerator
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 SIZE = 6
@@ -160,3 +163,65 @@ def test_clips_of_a_model_of_pictures_are_refused(judge, capsys):
     assert "has none" in capsys.readouterr().err
     assert judge(styled, PixelNetwork(), ALL_STYLES, "--minimum-motion", "90") == 2
     assert "--minimum-motion 90" in capsys.readouterr().err
+
+
+@pytest.fixture
+def generator(monkeypatch):
+    fake = FakeGenerator()
+    monkeypatch.setattr(evaluate, "open_generator", lambda args: fake)
+    monkeypatch.setattr(letter_score, "load_reader", lambda folder: reader(PixelNetwork()))
+    return fake
+
+
+def judge_classes(*arguments):
+    return evaluate.main(["--checkpoint", "run", "--metric", "letters", "--samples-per-class", "8", *arguments])
+
+
+def test_the_score_counts_what_is_read_as_asked(generator, capsys):
+    generator.confused = (16,)
+    assert judge_classes() == 0
+    out = capsys.readouterr().out
+    assert "letters read correctly: 96.2 % (200 of 208; reader's own accuracy on held-out families 97.0 %)" in out
+    assert "misread: Q as A (8)" in out
+
+
+def test_below_the_minimum_is_not_success(generator, capsys):
+    generator.confused = (16,)
+    assert judge_classes("--minimum", "0.96") == 0
+    assert judge_classes("--minimum", "0.97") == evaluate.EXIT_BELOW_MINIMUM
+    assert judge_classes("--minimum", "97") == 2
+    assert "0.9" in capsys.readouterr().err
+
+
+def test_the_result_as_json(generator, capsys):
+    assert judge_classes("--json") == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["correct"], result["total"], result["accuracy"]) == (208, 208, 1.0)
+    assert result["reader_accuracy"] == 0.97
+
+
+def test_another_number_of_classes_than_letters_is_refused(generator, capsys):
+    generator.class_names = list(LETTERS[:10])
+    assert judge_classes() == 2
+    assert "10 classes" in capsys.readouterr().err
+
+
+def test_the_judged_samples_can_be_looked_at(generator, tmp_path):
+    assert judge_classes("--out", str(tmp_path / "judged.png")) == 0
+    assert (tmp_path / "judged.png").is_file()
+
+
+def test_features_are_those_before_the_last_layer(monkeypatch):
+    network = LetterNetwork(5).eval()
+    monkeypatch.setattr(letter_score, "load_reader", lambda folder: reader(network))
+    monkeypatch.setattr(letter_score, "data_folder", lambda args, generator: "")
+    features = letter_score.reader_features(Namespace(), SimpleNamespace(config=config_of(channels=1)))
+    images = torch.rand(4, 1, 8, 8) * 2 - 1
+    found = features(images.expand(-1, 3, -1, -1))
+    torch.testing.assert_close(network.head[-1](found), network(images))
+    with pytest.raises(ConfigError, match="features of grey letters, and the model has 3 channels"):
+        letter_score.reader_features(Namespace(), SimpleNamespace(config=config_of(channels=3)))
+
+
+def config_of(channels):
+    return SimpleNamespace(model=SimpleNamespace(in_channels=channels))

@@ -33,14 +33,14 @@ TRUE = Record(
 def test_whatever_is_claimed_otherwise_is_named(name, claimed):
     assert differences(TRUE, TRUE) == []
     (line,) = differences(replace(TRUE, **{name: claimed}), TRUE)
-    assert line.startswith(f"{name}: {claimed} is claimed, {getattr(TRUE, name)} found: ")
+    assert line.startswith(f"{name}: claimed {claimed}, measured {getattr(TRUE, name)}: ")
 
 
 def test_a_time_that_the_same_machine_does_not_reach_is_no_record():
     """Other work changes the process time a little; on another machine it says nothing."""
     claimed = replace(TRUE, process_s=1.0)
     (line,) = differences(claimed, TRUE)
-    assert line.startswith("process_s: 1 s is claimed, 100 s found: ")
+    assert line.startswith("process_s: claimed 1 s, measured 100 s: ")
     assert differences(claimed, replace(TRUE, machine="2 cores of another")) == []
     assert differences(replace(TRUE, process_s=900.0), TRUE) == []
     assert differences(TRUE, replace(TRUE, process_s=0.99 * SLOWER * TRUE.process_s)) == []

@@ -40,8 +40,8 @@ def test_the_minimum_is_that_of_the_twenty_nearest(share, missed):
 
 def test_lines_have_the_samples_the_ceiling_and_the_authors():
     lines = score(0.6).lines()
-    assert lines[1].startswith("samples:     the one asked for is nearest 10.0 %, among 5 20.0 %, among 20 60.0 %; RMS")
-    assert lines[2].startswith("autoencoder: the one encoded is nearest 100.0 %")
+    assert lines[1].startswith("samples:     the requested drawing is nearest 10.0 %, among 5 20.0 %, among 20 60.0 %;")
+    assert lines[2].startswith("autoencoder: the encoded drawing is nearest 100.0 %")
     assert lines[-1] == "by somebody"
 
 
