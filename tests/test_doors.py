@@ -24,7 +24,13 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     # Calls that open a path, but for writing, see `is_writing`.
     "open": (READERS,),
     "Path.open": (READERS,),  # a member of an archive
-    "Path.read_text": (*KERNEL, "dit/verify/ranks.py", "recipes/registry.py", "benchmarks/parallel_matrix.py"),
+    "Path.read_text": (
+        *KERNEL,
+        "dit/verify/ranks.py",
+        "recipes/registry.py",
+        "launch/patches_page.py",
+        "benchmarks/parallel_matrix.py",
+    ),
     "Path.read_bytes": (OWN_PROCESSES[0],),
     # The rest create files exclusively, open folders, or flush what was written.
     "os.open": (

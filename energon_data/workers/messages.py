@@ -57,7 +57,7 @@ class _Pickler(pickle.Pickler):
         if type(value) is not Tensor:
             return NotImplemented
         values = value.detach().contiguous().view(-1).view(torch.uint8).numpy()
-        return _tensor, (pickle.PickleBuffer(values), value.dtype, tuple(value.shape))
+        return _tensor, (pickle.PickleBuffer(values.data), value.dtype, tuple(value.shape))
 
 
 def _tensor(values: memoryview, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
