@@ -63,7 +63,7 @@ class Squares:
 
 
 class Against(Report):
-    """Compares this rank's shard of each parameter with the reference files; nothing is gathered.
+    """Compares this rank's shard of each parameter with the reference files; no more than one parameter is gathered.
 
     Args:
         folder: folder of the reference files.

@@ -215,29 +215,30 @@ class Report:
 
         The last one lists the parameters and averages whose copies differ.
         """
-        weights = [(s.name, s.parameter, s.parameter.data) for s in session.shards]
-        parameters, drifted = self._of_all(weights, session.groups)
-        result: dict[str, Any] = {"parameters": parameters, "drifted": drifted}
+        groups = session.groups
+        weights = [(s.name, unshard(s.parameter.data.float(), s.parameter, groups)) for s in session.shards]
+        parameters, drifted = of_all_stages(weights, groups)
+        result: dict[str, Any] = {"parameters": parameters, "drifted": drifted + drifted_copies(session)}
         if session.ema is not None:
-            pairs = zip(session.shards, session.ema.values, strict=True)
-            averages = [(s.name, s.parameter, gathered(s, value.to(s.main.device))) for s, value in pairs]
-            result["averages"], drifted = self._of_all(averages, session.groups)
+            averages = [(s.name, unshard(average, s.parameter, groups)) for s, average in averages_of(session)]
+            result["averages"], drifted = of_all_stages(averages, groups)
             result["drifted"] += [f"{name} (average)" for name in drifted]
         return result
 
-    @staticmethod
-    def _of_all(
-        tensors: Sequence[tuple[str, Tensor, Tensor]], groups: ProcessGroups
-    ) -> tuple[dict[str, Tensor], list[str]]:
-        """Gather (name, parameter, tensor); also return the names whose copies differ."""
-        named = [(name, unshard(tensor.float(), parameter, groups)) for name, parameter, tensor in tensors]
-        by_name, drifted = of_all_stages(named, groups)
-        return by_name, drifted + [name for name, p, tensor in tensors if copies_differ(tensor, p, groups)]
+
+def averages_of(session: Built) -> Iterator[tuple[MasterShard, Tensor]]:
+    """Yield each shard with the average of its parameter, gathered over the ranks that shard it."""
+    values = [] if session.ema is None else session.ema.values
+    for master, value in zip(session.shards, values):
+        yield master, gathered(master, value.to(master.main.device))
 
 
 def drifted_copies(session: Built) -> list[str]:
-    """Return the names of this rank's parameters whose copies on other ranks differ."""
-    return [s.name for s in session.shards if copies_differ(s.parameter, s.parameter, session.groups)]
+    """Return the names of this rank's parameters and averages whose copies on other ranks differ."""
+    groups = session.groups
+    weights = [s.name for s in session.shards if copies_differ(s.parameter, s.parameter, groups)]
+    averages = [s.name for s, average in averages_of(session) if copies_differ(average, s.parameter, groups)]
+    return weights + [f"{name} (average)" for name in averages]
 
 
 class Recorder(StepObserver):

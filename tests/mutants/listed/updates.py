@@ -89,8 +89,8 @@ MUTANTS = (
     Mutant(
         "verify: copies of an average are not compared",
         "dit/verify/trial.py",
-        'result["drifted"] += [f"{name} (average)" for name in drifted]',
-        "pass",
+        'return weights + [f"{name} (average)" for name in averages]',
+        "return weights",
         (VERIFY,),
     ),
     Mutant(
