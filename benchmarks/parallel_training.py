@@ -5,7 +5,7 @@ A case is a dictionary: `parallel`, `packed`, `model` (settings of `tiny_model`)
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import partial
 from typing import Any
 
@@ -20,7 +20,7 @@ from dit.models.registry import config_class
 from dit.parallel.dims import ParallelConfig
 from dit.patchify import grid_positions
 from dit.verify import trial
-from dit.verify.trial import Built, Trial
+from dit.verify.trial import TRAINING, Built, Trial
 
 ONE_TOKEN = (1, 1, 1)
 GRIDS = [(1, 4, 4), (2, 2, 4), (1, 2, 2), (1, 4, 4), (1, 2, 4), (3, 2, 2), (1, 4, 4), (1, 2, 2)]
@@ -81,12 +81,14 @@ def packs(case: dict[str, Any], dp_rank: int, dp_size: int, token_multiple: int)
 
 def trial_of(case: dict[str, Any]) -> Trial:
     """Return the trial that a case describes."""
-    options = ("micro_batches", "steps", "precision", "recompute", "objective")
-    stated = {name: case[name] for name in options if name in case}
+    stated = {name: case[name] for name in ("steps", "objective") if name in case}
+    training = {"precision": case["precision"]} if "precision" in case else {}
+    batch = case.get("micro_batches", TRAINING.global_batch_size)
     return Trial(
         model=tiny_model(**case.get("model", {})),
         parallel=ParallelConfig(**case["parallel"]),
         stream=partial(packs, case),
+        training=replace(TRAINING, global_batch_size=batch, **training, **case.get("recompute", {})),
         alter=case.get("break"),
         **stated,
     )

@@ -1,6 +1,7 @@
 """Compare a parallel layout with one rank: `python -m launch.verify --factory RECIPE parallel.KEY=VALUE ...`.
 
-Both train two steps of the recipe's tiny form on gloo ranks of this machine, without a GPU and without data.
+Both train two steps of the recipe's tiny form on gloo ranks of this machine, without a GPU and without data. One rank
+trains in fp32, the layout in fp32 and in the recipe's precision.
 """
 
 import argparse
@@ -8,7 +9,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import count
 from pathlib import Path
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from dit.models.base import ModelConfig
     from dit.parallel.dims import ParallelConfig
     from dit.run_config import RunConfig
+    from dit.settings import TrainingConfig
     from dit.verify.laws import Check
     from dit.verify.report import Verdict
     from dit.verify.trial import Trial
@@ -46,9 +48,10 @@ examples
 The tiny form has the recipe's backbone, objective and options, in small widths, with two layers for each stage; its
 samples differ in length if the backbone takes such. First, one rank is checked by itself: padding, packs against their
 samples, their order, accumulation, and the class of diffusers that computes the same. Then every gradient (with LoRA
-those of the adapters, of the same kinds of layers), the losses, the weights after the steps and the copies of each
-parameter are compared with the layout's. The first wrong gradient is named with what is stated of its parameter. Exit
-code 0 says equal, 70 different (1 under torchrun, as for every failure).
+those of the adapters, of the same kinds of layers), the losses, the weights and their average after the steps, and the
+copies of each parameter are compared with the layout's, first in fp32, then in the recipe's precision within wider
+bounds. The first wrong gradient is named with the declaration of its parameter. The exit code is 0 if all are equal and
+70 otherwise (1 under torchrun, as for every failure).
 """
 
 
@@ -131,38 +134,45 @@ class MockPacks:
 
 @dataclass(frozen=True)
 class Pair:
-    """A layout and the one rank that it is compared with."""
+    """A layout and the one rank that it is compared with.
+
+    Attributes:
+        one: training on one rank, in fp32.
+        many: training under the layout.
+        bounds: largest accepted errors.
+    """
 
     one: "Trial"
     many: "Trial"
     world_size: int
     sizes: "AxisSizes"
+    bounds: Mapping[str, float]
 
 
-def world_size_of(parallel: "ParallelConfig", asked: Optional[int]) -> int:
-    """Return the ranks of a layout: those asked for, or the fewest, which for plain data parallelism are 2.
+def world_size_of(parallel: "ParallelConfig", requested: Optional[int]) -> int:
+    """Return the requested number of ranks, or the smallest of the layout; 2 for plain data parallelism.
 
     Raises:
-        ConfigError: one rank was asked for, or the layout needs many and nobody asked for them.
+        ConfigError: one rank is requested, or the layout needs many and no number is requested.
     """
     from dit.parallel.dims import fewest_ranks
 
     needed = max(2, fewest_ranks(parallel))
-    if asked is None and needed > MOST_RANKS:
+    if requested is None and needed > MOST_RANKS:
         raise ConfigError(
-            f"the layout needs {needed} ranks, many for one machine; set the sizes of parallel.* to 2, which shows the "
-            f"same faults, or start them nevertheless with --world-size {needed}"
+            f"the layout needs {needed} ranks, which is many for one machine; set the sizes of parallel.* to 2, which "
+            f"shows the same faults, or start them with --world-size {needed}"
         )
-    if asked is not None and asked < 2:
-        raise ConfigError(f"--world-size {asked} leaves nothing to compare with one rank; use at least 2")
-    return asked or needed
+    if requested is not None and requested < 2:
+        raise ConfigError(f"--world-size {requested} leaves nothing to compare with one rank; use at least 2")
+    return requested or needed
 
 
 def tiny_pair(config: "RunConfig", world_size: int) -> Pair:
     """Return the tiny form of a run under its layout and on one rank.
 
     Raises:
-        ConfigError: the layout cannot run, for the reasons for which training would refuse it.
+        ConfigError: the layout cannot run; training refuses it for the same reason.
     """
     from dit.verify.tiny import tiny_layout, tiny_model
 
@@ -171,17 +181,20 @@ def tiny_pair(config: "RunConfig", world_size: int) -> Pair:
 
 
 def pair_of(config: "RunConfig", world_size: int) -> Pair:
-    """Return a few steps of a model on synthetic packs of few tokens in fp32, under its layout and on one rank.
+    """Return two steps of a model on synthetic packs of few tokens in fp32, under its layout and on one rank.
+
+    The layout has the offloads of the recipe; one rank keeps everything on its device.
 
     Raises:
-        ConfigError: the layout cannot run, for the reasons for which training would refuse it.
+        ConfigError: the layout cannot run; training refuses it for the same reason.
     """
     from dit.parallel.dims import ParallelConfig
     from dit.run_config import RunConfig
     from dit.settings import CheckpointConfig, TrainingConfig
+    from dit.verify.compare import BOUNDS
     from dit.verify.report import axis_sizes
     from dit.verify.tiny import multiple_of, pack_tokens, tiny_grids
-    from dit.verify.trial import SEED, Trial
+    from dit.verify.trial import EMA_DECAY, OPTIMIZER, SEED, Trial
     from energon_data.mock import MockData
 
     parallel, model = config.parallel, config.model
@@ -191,7 +204,8 @@ def pair_of(config: "RunConfig", world_size: int) -> Pair:
         parallel.pipeline_model_parallel_size,
         parallel.context_parallel_size,
     )
-    micro_batches = multiple_of(max(1, world_size // (tp * pp * cp)) * pp, 4)  # as the interleaved schedule takes them
+    # The interleaved schedule needs a multiple of the stages.
+    micro_batches = multiple_of(max(1, world_size // (tp * pp * cp)) * pp, 4)
     t, s = model.patch_temporal, model.patch_spatial
     data = MockData(
         shapes=[f"{frames * t}x{height * s}x{width * s}" for frames, height, width in tiny_grids(model)],
@@ -200,61 +214,97 @@ def pair_of(config: "RunConfig", world_size: int) -> Pair:
         pack_multiple_of=multiple,
         num_streams=micro_batches,
     )
-    recompute = config.training.recompute
+    recipe = config.training
+    training = TrainingConfig(
+        global_batch_size=micro_batches,
+        precision="fp32",
+        seed=SEED,
+        recompute=recipe.recompute,
+        ema_decay=None if recipe.ema_decay is None else EMA_DECAY,
+    )
     dims, spec = RunConfig(
         model=model,
         data=data,
         objective=config.objective,
         parallel=parallel,
-        training=TrainingConfig(
-            global_batch_size=micro_batches, precision="fp32", recompute=recompute, compile=config.training.compile
-        ),
+        training=replace(training, compile=recipe.compile),
         checkpoint=CheckpointConfig(start_from=config.checkpoint.start_from),
     ).check(world_size)
     stream = MockStream(data, spec, SEED)
-    many = Trial(
+    one = Trial(
         model=model,
-        parallel=parallel,
+        parallel=ParallelConfig(data_parallel="ddp"),
         stream=stream,
         objective=config.objective,
-        micro_batches=micro_batches,
-        recompute={"recompute": recompute},
+        training=training,
+    )
+    many = replace(
+        one,
+        parallel=parallel,
+        training=replace(training, ema_offload=recipe.ema_offload),
+        optimizer=replace(OPTIMIZER, offload=config.optimizer.offload),
         by_rank=True,
     )
-    one = replace(many, parallel=ParallelConfig(data_parallel="ddp"), by_rank=False)
-    return Pair(one, many, world_size, axis_sizes(parallel, dims))
+    return Pair(one, many, world_size, axis_sizes(parallel, dims), BOUNDS)
+
+
+def in_half(pair: Pair, recipe: "TrainingConfig") -> Pair:
+    """Return a pair whose layout trains in the half precision of a recipe; one rank still trains in fp32.
+
+    A dynamic loss scale starts so high that gradients overflow in the first steps.
+    """
+    from dit.verify.compare import HALF_BOUNDS
+    from dit.verify.trial import HALF_OPTIMIZER, LARGE_LOSS_SCALE
+
+    half = replace(pair.many.training, precision=recipe.precision)
+    if recipe.precision == "fp16" and recipe.loss_scale is not None:
+        half = replace(half, loss_scale=recipe.loss_scale)
+    elif recipe.precision == "fp16":
+        first = max(recipe.initial_loss_scale, LARGE_LOSS_SCALE)
+        half = replace(half, initial_loss_scale=first, min_loss_scale=recipe.min_loss_scale)
+    one = replace(pair.one, optimizer=HALF_OPTIMIZER)
+    many = replace(pair.many, training=half, optimizer=replace(HALF_OPTIMIZER, offload=pair.many.optimizer.offload))
+    return replace(pair, one=one, many=many, bounds=HALF_BOUNDS[recipe.precision])
+
+
+def with_half(pair: Pair, recipe: "TrainingConfig") -> list[Pair]:
+    """Return the pair, and if the recipe trains in half precision, its pair in that precision."""
+    return [pair] if recipe.precision == "fp32" else [pair, in_half(pair, recipe)]
 
 
 def changed(config: "DataclassInstance") -> str:
-    """Write a configuration with the fields that differ from their defaults."""
-    usual = type(config)()
-    named = ((field.name, getattr(config, field.name)) for field in fields(config))
-    stated = ", ".join(f"{name}={value!r}" for name, value in named if value != getattr(usual, name))
-    return f"{type(config).__name__}({stated})"
+    """Format a configuration with the fields that differ from their defaults."""
+    default = type(config)()
+    values = ((field.name, getattr(config, field.name)) for field in fields(config))
+    text = ", ".join(f"{name}={value!r}" for name, value in values if value != getattr(default, name))
+    return f"{type(config).__name__}({text})"
 
 
 def compare(pair: Pair, one: dict[str, Any], many: dict[str, Any]) -> "Verdict":
-    """Compare what the ranks of both worlds report."""
+    """Compare the results of both worlds."""
     from dit.parallel.build import build_on_meta
     from dit.verify.report import judge
 
     model = build_on_meta(pair.many.model, uncertainty=pair.many.objective.learns_uncertainty)
-    return judge(one, many, model, pair.sizes)
+    return judge(one, many, model, pair.sizes, pair.bounds)
 
 
-def verify(pair: Pair, folder: Path) -> "Verdict":
-    """Train both on ranks of this machine and compare them.
+def verify(pairs: Sequence[Pair], folder: Path) -> "list[Verdict]":
+    """Train pairs of one layout on ranks of this machine and compare them.
 
     Raises:
         RuntimeError: a rank failed; the message holds the end of its output.
     """
     from dit.verify.ranks import run_world
 
-    one, many = (
-        run_world(size, [{"task": "dit.verify.trial:run_case", "trial": trial}], folder / name)[0]
-        for name, size, trial in (("one", 1, pair.one), ("many", pair.world_size, pair.many))
+    ones, manys = (
+        run_world(size, [{"task": "dit.verify.trial:run_case", "trial": trial} for trial in trials], folder / name)
+        for name, size, trials in (
+            ("one", 1, [pair.one for pair in pairs]),
+            ("many", pairs[0].world_size, [pair.many for pair in pairs]),
+        )
     )
-    return compare(pair, one, many)
+    return [compare(pair, one, many) for pair, one, many in zip(pairs, ones, manys, strict=True)]
 
 
 def check_case(trial: "Trial") -> dict[str, Any]:
@@ -274,19 +324,49 @@ def check_one_rank(trial: "Trial", folder: Path) -> "dict[str, Check]":
     return run_world(1, [check_case(trial)], folder)[0]
 
 
-def verify_full(config: "RunConfig", scratch: Optional[str]) -> Optional["Verdict"]:
-    """Compare the full-size model on the ranks that torchrun started; every rank calls this, rank 0 gets the verdict.
+@dataclass(frozen=True)
+class Outcome:
+    """Results of a command.
+
+    Attributes:
+        checks: absolute checks of one rank.
+        verdicts: comparisons with one rank, by precision of the layout.
+    """
+
+    checks: "dict[str, Check]"
+    verdicts: "dict[str, Verdict]"
+
+    @property
+    def is_right(self) -> bool:
+        right = all(verdict.is_equal for verdict in self.verdicts.values())
+        return right and not any(check.wrong for check in self.checks.values())
+
+    def text(self) -> str:
+        """Format the verdicts up to the first difference."""
+        lines = []
+        for precision, verdict in self.verdicts.items():
+            if precision != "fp32":
+                lines.append(f"\nthe layout in {precision}, one rank in fp32:")
+            lines.append(verdict.text())
+            if not verdict.is_equal:
+                break
+        return "\n".join(lines)
+
+
+def verify_full(config: "RunConfig", scratch: Optional[str]) -> Optional[Outcome]:
+    """Compare the full-size model on the ranks that torchrun started; every rank calls this, rank 0 gets the outcome.
 
     Args:
-        scratch: a folder that all ranks see, for the reference; None for the temporary one of this machine.
+        scratch: folder that all ranks share, for the reference; None for the temporary folder of this machine.
 
     Raises:
         ConfigError: torchrun did not start several ranks, the layout cannot run, or the disk is too small.
-        RuntimeError: the reference failed.
+        RuntimeError: a check of one rank or the reference failed to run.
     """
     from dit.backends.process_groups import world_size_from_environment
     from dit.parallel.build import build_on_meta, count_parameters
-    from dit.verify.full import differences, reference_bytes, reference_folder
+    from dit.verify.full import differences, reference_bytes, reference_folder, run_on_one_rank
+    from dit.verify.laws import text
     from dit.verify.report import judge_differences
 
     world_size = world_size_from_environment()
@@ -297,19 +377,26 @@ def verify_full(config: "RunConfig", scratch: Optional[str]) -> Optional["Verdic
         )
     pair = pair_of(config, world_size)
     count, trained = count_parameters(config.model), count_parameters(config.model, trained=True)
-    memory, disk = reference_bytes(trained, count - trained)
+    memory, disk = reference_bytes(trained, count - trained, averages=pair.one.training.ema_decay is not None)
     with reference_folder(scratch, disk) as folder:
         if os.environ["RANK"] == "0":
             echo(
-                f"{world_size} ranks against one, {changed(config.parallel)}; the one has all of the model in fp32, "
-                f"{memory / 2**30:.2f} GiB besides activations; meanwhile {folder} holds {disk / 2**30:.2f} GiB",
+                f"{world_size} ranks against one, {changed(config.parallel)}; the one rank trains the full model in "
+                f"fp32 and needs {memory / 2**30:.2f} GiB without activations, and {disk / 2**30:.2f} GiB in {folder}",
                 flush=True,
             )
-        found = differences(pair.one, pair.many, folder)
-    if found is None:
-        return None
+        checks = run_on_one_rank(check_case(pair.one), folder / "checks")
+        if checks is not None:
+            echo(text(checks), flush=True)
+        pairs = with_half(pair, config.training)
+        reports = [differences(each.one, each.many, folder) for each in pairs]
     model = build_on_meta(pair.many.model, uncertainty=pair.many.objective.learns_uncertainty)
-    return judge_differences(found, model, pair.sizes)
+    verdicts: dict[str, Verdict] = {
+        each.many.training.precision: judge_differences(report, model, each.sizes, each.bounds)
+        for each, report in zip(pairs, reports)
+        if report is not None
+    }
+    return Outcome(checks, verdicts) if verdicts else None
 
 
 def explain_layout(config: "RunConfig", world_size: Optional[int]) -> str:
@@ -347,22 +434,23 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return EXIT_OK
     began = time.perf_counter()
     if args.full:
-        found = verify_full(config, args.scratch)
-        if found is None:
+        outcome = verify_full(config, args.scratch)
+        if outcome is None:
             return EXIT_OK
-        echo(found.text(), f"in {time.perf_counter() - began:.0f} s", sep="\n")
-        if not found.is_equal:
-            name_root_cause("error: the layout differs from one rank; rank 0 has said where")
-        return EXIT_OK if found.is_equal else EXIT_UNEXPECTED
+        echo(outcome.text(), f"in {time.perf_counter() - began:.0f} s", sep="\n")
+        if not outcome.is_right:
+            name_root_cause("error: the layout differs from one rank, or a check failed; see the output of rank 0")
+        return EXIT_OK if outcome.is_right else EXIT_UNEXPECTED
     pair = tiny_pair(config, world_size_of(config.parallel, args.world_size))
     echo(f"{changed(pair.many.model)}\n{pair.world_size} ranks against one, {changed(pair.many.parallel)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         checks = check_one_rank(pair.one, Path(folder) / "checks")
         echo(text(checks), flush=True)
-        verdict = verify(pair, Path(folder))
-    echo(verdict.text(), f"in {time.perf_counter() - began:.0f} s", sep="\n")
-    is_right = verdict.is_equal and not any(check.wrong for check in checks.values())
-    return EXIT_OK if is_right else EXIT_UNEXPECTED
+        pairs = with_half(pair, config.training)
+        verdicts = verify(pairs, Path(folder))
+    outcome = Outcome(checks, {each.many.training.precision: verdict for each, verdict in zip(pairs, verdicts)})
+    echo(outcome.text(), f"in {time.perf_counter() - began:.0f} s", sep="\n")
+    return EXIT_OK if outcome.is_right else EXIT_UNEXPECTED
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dit.backends import device
 from dit.backends.device import ACCELERATOR, is_started
 from dit.patches import patches
 from dit.planner.job import Job
@@ -127,15 +128,13 @@ def _without_values() -> Iterator[None]:
     """
     from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer as fsdp
 
-    from dit.step import mean_loss
-
-    copy, mean_loss.begin_copy_to_host = mean_loss.begin_copy_to_host, lambda values: ([1.0] * len(values)).copy
+    copy, device.begin_copy_to_host = device.begin_copy_to_host, lambda values: ([1.0] * len(values)).copy
     move, nn.Module.to = nn.Module.to, lambda module, *_, **__: module  # type: ignore[method-assign, assignment]
     validate, fsdp.validate_uneven_dtensor = fsdp.validate_uneven_dtensor, lambda _: None
     try:
         yield
     finally:
-        mean_loss.begin_copy_to_host = copy
+        device.begin_copy_to_host = copy
         nn.Module.to = move  # type: ignore[method-assign]
         fsdp.validate_uneven_dtensor = validate
 

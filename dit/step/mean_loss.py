@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from dit.backends.device import begin_copy_to_host
+from dit.backends import device
 from dit.backends.process_groups import ProcessGroups
 from dit.objectives.base import Objective
 
@@ -23,7 +23,7 @@ class MeanLoss:
         # Tensor-parallel ranks have equal sums; averaging them shows a rank that is at fault.
         reduced = sums / groups.tp.size()
         dist.all_reduce(reduced)
-        self._read = begin_copy_to_host(reduced)
+        self._read = device.begin_copy_to_host(reduced)
 
     def value(self) -> float:
         """Return the mean over all tokens of the step; the same on every rank."""

@@ -39,10 +39,13 @@ class StepState(Protocol):
 
     wrapped: Sequence[Any]
     optimizer: MegatronOptimizer
-    update: Update
     loss_scale: Optional[LossScale]
     groups: ProcessGroups
     step: int
+
+    @property
+    def update(self) -> Update:
+        """Update of the weights and their average."""
 
 
 @dataclass(frozen=True)

@@ -128,7 +128,7 @@ class Probe:
             self._check_data(chunk, now)
             prediction_TC, loss = forward_step(iter([batch]), network)
             prepared, loss_batch = loss.args  # type: ignore[attr-defined]
-            if self._chunks[chunk].stage.first:  # type: ignore[union-attr]
+            if self._chunks[chunk].stage.first:
                 self._check("noised input", "inputs", prepared.inputs_TC, chunk, batch.layout, now)
 
             def checked_loss(prediction_TC: Tensor) -> tuple[Tensor, Tensor, Logged]:

@@ -104,7 +104,7 @@ def pretrain(
     )
     rank = int(os.environ.get("RANK", "0"))
     check_path("training.run_dir", training.run_dir)  # the lock and the exit record need it
-    training.check_time_out()  # and the process groups this
+    training.check_time_out()  # the process groups need it
     with (
         deterministic(training.deterministic),
         PreemptionFlag() as preemption,
@@ -144,9 +144,9 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
     A checkpoint is saved before validation and sampling of its step, so that an error there loses no step.
 
     Args:
-        run: the state and the actions.
-        record: gets the number of every completed step.
-        preemption: the request to stop.
+        run: state and actions of this rank.
+        record: exit record, updated with the number of every completed step.
+        preemption: request to stop.
         beat: called after every step.
 
     Returns:
@@ -184,8 +184,8 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
             late = limit.is_near(run.saves.longest_s)
             stop = any_rank(preemption.requested or late or state.step == training.stop_at_step)
             if stop and state.step != training.stop_at_step:
-                asked = preemption.signal_name or ("training.time_limit" if late else "another rank's")
-                run.log.incident("signal", state.step, signal=asked)
+                reason = preemption.signal_name or ("training.time_limit" if late else "another rank's")
+                run.log.incident("signal", state.step, signal=reason)
             run.saves.poll()
             save = stop or last or is_due(state.step, config.checkpoint.interval)
             # The counts since the last line are not in a checkpoint, so report them before.
@@ -396,7 +396,7 @@ class Run:
         self.log.scalars(state, values)
 
     def save(self) -> None:
-        """Write a checkpoint of this step, or begin to."""
+        """Save a checkpoint of this step, in the background if possible."""
         self.phase.enter("saves")
         self.log.sync()
         metadata = {
@@ -430,14 +430,14 @@ class Run:
         self.log.message(check_initial_loss(self.held_out_losses(micro_batches)["loss"], micro_batches))
 
     def held_out_losses(self, micro_batches: Optional[int] = None) -> dict[str, float]:
-        """Return the held-out losses of the weights that the model has.
+        """Return the held-out losses of the current weights.
 
         Args:
-            micro_batches: of each data-parallel rank; None for all.
+            micro_batches: number of micro-batches of each data-parallel rank; None for all.
         """
         config, groups = self.config, self.groups
-        passed = config.data.build_validation(self.spec, dp_rank=groups.dp_rank, dp_size=groups.dp_size)
-        batches = map(self.encode, islice(passed, micro_batches))
+        held_out = config.data.build_validation(self.spec, dp_rank=groups.dp_rank, dp_size=groups.dp_size)
+        batches = map(self.encode, islice(held_out, micro_batches))
         return held_out_loss(self.network, batches, config.objective, config.model, self.device, groups, self.shard)
 
     def sample(self) -> None:

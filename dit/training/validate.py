@@ -1,4 +1,4 @@
-"""Held-out loss, in total and by noise level, on fixed noise so that evaluations can be compared."""
+"""Held-out loss, in total and by noise level, with fixed noise so that evaluations are comparable."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -36,11 +36,11 @@ def held_out_loss(
 
     Args:
         network: predicts on full packs or, with `shard`, on their local tokens.
-        batches: of this data-parallel rank.
-        objective: has the loss.
-        model: has the channels.
-        device: of the network.
-        groups: the process groups.
+        batches: held-out micro-batches of this data-parallel rank.
+        objective: objective of the run.
+        model: configuration of the backbone.
+        device: device of the network.
+        groups: process groups.
         shard: selects the local tokens of a full pack (context parallel).
 
     Returns:
@@ -61,10 +61,10 @@ def loss_sums(
     device: torch.device,
     shard: Callable[[PackedBatch], PackedBatch] = lambda batch: batch,
 ) -> torch.Tensor:
-    """Sum the training loss over this rank's held-out samples; arguments as of `held_out_loss`.
+    """Sum the training loss over this rank's held-out samples; see `held_out_loss` for the arguments.
 
     Returns:
-        `[NUM_BUCKETS, logged + 1]` float32: by quarter of the noise levels, what the objective logs, and the tokens.
+        `[NUM_BUCKETS, logged + 1]` float32: for each quarter of the noise levels, the logged terms and the tokens.
     """
     names = objective.logged
     sums = torch.zeros(NUM_BUCKETS, len(names) + 1, device=device)
@@ -82,7 +82,7 @@ def loss_sums(
 
 
 def mean_losses(objective: Objective, sums: torch.Tensor) -> dict[str, float]:
-    """Return what `held_out_loss` does from the `loss_sums` of all ranks."""
+    """Return the result of `held_out_loss` from the `loss_sums` of all ranks."""
     totals: list[list[float]] = sums.tolist()
     count = max(1.0, sum(row[-1] for row in totals))
     means = [sum(row[i] for row in totals) / count for i in range(len(objective.logged))]
@@ -93,10 +93,10 @@ def mean_losses(objective: Objective, sums: torch.Tensor) -> dict[str, float]:
 
 
 class AtTimes(AddressedNoise):
-    """The noise of held-out samples whose noise levels are given.
+    """Noise of held-out samples with fixed noise levels.
 
     Args:
-        times_S: quantile of the level of each sample, float32 `[S]`.
+        times_S: quantile of each sample's noise level, float32 `[S]`.
     """
 
     def __init__(self, batch: PackedBatch, times_S: torch.Tensor) -> None:
@@ -117,13 +117,14 @@ def loss_at_times(
 ) -> torch.Tensor:
     """Sum the error of the velocity at the flow times 0/8, 1/8, ..., 7/8, one fixed time per held-out sample.
 
-    It does not depend on how training draws and weighs times, so it compares across systems: the validation loss of
-    FLUX.1 in MLPerf Training is the mean over the times of their means. A sample's time is its id modulo 8, where
-    MLPerf numbers its samples. If the network predicts x0, errors below `MIN_TIME` weigh as there.
+    The sums do not depend on the distribution and weights of times in training, so they are comparable across systems:
+    the validation loss of FLUX.1 in MLPerf Training is the mean over the times of their means. A sample's time is its
+    id modulo 8; MLPerf numbers its samples instead. If the network predicts x0, errors below `MIN_TIME` have the weight
+    of that time.
 
     Args:
-        network, batches, model, device: as of `held_out_loss`.
-        objective: what the network was trained for.
+        network, batches, model, device: see `held_out_loss`.
+        objective: training objective of the network.
 
     Returns:
         `[NUM_TIMES, 2]` float64: by time, the sum over samples of the mean squared error, and the number of samples.
@@ -159,10 +160,10 @@ def _loss_terms(
 
 
 def named_losses(objective: Objective, means: Sequence[float]) -> dict[str, float]:
-    """Return the logged names of the loss: `loss` and, if it has several terms, `loss_NAME` of each.
+    """Return the losses by logged name: `loss` and, if it has several terms, `loss_NAME` of each.
 
     Args:
-        means: of each term and measure, in the order of `objective.logged`.
+        means: mean of each term and measure, in the order of `objective.logged`.
     """
     named = {f"loss_{name}": mean for name, mean in zip(objective.logged, means, strict=True)}
     return {"loss": sum(means[: len(objective.terms)]), **(named if len(named) > 1 else {})}
@@ -172,14 +173,14 @@ def check_initial_loss(loss: float, micro_batches: int) -> str:
     """Return a line about the held-out loss before step 1.
 
     Args:
-        micro_batches: of each data-parallel rank, over which it was measured.
+        micro_batches: number of measured micro-batches of each data-parallel rank.
 
     Raises:
-        NotFiniteError: it is not finite.
+        NotFiniteError: the loss is not finite.
     """
     if not math.isfinite(loss):
         raise NotFiniteError(
             f"the held-out loss of the initial weights is {loss}, over {micro_batches} micro-batches of each "
-            "data-parallel rank; look for such values in the held-out data, or at the initial weights"
+            "data-parallel rank; check the held-out data and the initial weights"
         )
     return f"step 0: held-out loss {loss:.4f}, over {micro_batches} micro-batches of each rank"

@@ -1,8 +1,8 @@
 """Comparison of two training runs: a parallel layout against one rank. Tests and the table of layouts use it.
 
 A training run is the dictionary that the ranks of one world report: `losses` and `grad_norms` of every step,
-`gradients` of the first step, `parameters` after the last step (unsharded tensors by name), and `drifted`, the
-parameters whose copies differ between ranks.
+`gradients` of the first step, `parameters` after the last step (unsharded tensors by name), `averages` of them if there
+are any, and `drifted`, the parameters whose copies differ between ranks.
 """
 
 import math
@@ -25,6 +25,12 @@ FLOOR = 1e-2
 BOUNDS = {"losses": SUM_RTOL, "grad_norms": SUM_RTOL, "gradients": SUM_RTOL, "parameters": WEIGHT_RTOL}
 """Compared quantities, and the largest accepted relative error of a step or a parameter."""
 
+HALF_BOUNDS = {
+    "bf16": {"losses": 0.02, "grad_norms": 0.05, "gradients": 0.1, "parameters": 0.02},
+    "fp16": {"losses": 0.003, "grad_norms": 0.01, "gradients": 0.02, "parameters": 0.003},
+}
+"""The same for a layout that trains in half precision, compared with one rank in fp32."""
+
 Values = Mapping[str, Tensor] | Sequence[float]
 
 
@@ -33,37 +39,52 @@ class Comparison:
     """Differences between a training run and its reference.
 
     Attributes:
-        errors: for each name of `BOUNDS`, the relative error of each step or parameter.
+        errors: for each compared quantity, the relative error of each step or parameter.
         drifted: parameters whose copies on several ranks differ after the last step.
+        bounds: largest accepted error of each quantity.
     """
 
     errors: Mapping[str, Mapping[str, float]]
     drifted: tuple[str, ...]
+    bounds: Mapping[str, float]
 
     @property
     def differences(self) -> tuple[str, ...]:
         """One line for each difference; empty if the runs are equal."""
         lines = [
-            f"{kind} of {name}: relative error {error:.2e}, above {BOUNDS[kind]:.0e}"
-            for kind, errors in self.errors.items()
-            for name, error in errors.items()
-            if not error <= BOUNDS[kind]  # also where it is NaN
+            f"{kind} of {name}: relative error {error:.2e}, above {self.bounds[kind]:.0e}"
+            for kind in self.errors
+            for name, error in self.wrong(kind).items()
         ]
         return (*lines, *(f"{name}: its copies differ between ranks" for name in self.drifted))
 
+    def wrong(self, kind: str) -> dict[str, float]:
+        """Return the errors of a quantity that are above its bound or NaN."""
+        return {name: error for name, error in self.errors[kind].items() if not error <= self.bounds[kind]}
+
     def largest(self, kind: str) -> float:
-        """Return the largest error of a name of `BOUNDS`, NaN if there is one."""
+        """Return the largest error of a quantity, NaN if there is one."""
         return largest_error(self.errors[kind].values())
 
 
-def compare_training(one: Mapping[str, Any], many: Mapping[str, Any]) -> Comparison:
+def compare_training(
+    one: Mapping[str, Any], many: Mapping[str, Any], bounds: Mapping[str, float] = BOUNDS
+) -> Comparison:
     """Compare training under a layout with the same training on one rank.
 
     Args:
         one: the run on one rank.
         many: the run under the layout.
+        bounds: largest accepted errors; averages have the bound of the parameters.
     """
-    return Comparison({kind: relative_errors(one[kind], many[kind]) for kind in BOUNDS}, tuple(many["drifted"]))
+    bounds = with_averages(bounds, "averages" in one)
+    errors = {kind: relative_errors(one[kind], many[kind]) for kind in bounds}
+    return Comparison(errors, tuple(many["drifted"]), bounds)
+
+
+def with_averages(bounds: Mapping[str, float], has_averages: bool) -> Mapping[str, float]:
+    """Add the bound of the weight average, if there is one."""
+    return {**bounds, "averages": bounds["parameters"]} if has_averages else bounds
 
 
 def relative_errors(expected: Values, actual: Values) -> dict[str, float]:
@@ -75,11 +96,11 @@ def relative_errors(expected: Values, actual: Values) -> dict[str, float]:
     Raises:
         ValueError: both sides are empty.
     """
-    expected_by_name, given_by_name = _named(expected), _named(actual)
-    names = [*expected_by_name, *(name for name in given_by_name if name not in expected_by_name)]
+    expected_by_name, actual_by_name = _named(expected), _named(actual)
+    names = [*expected_by_name, *(name for name in actual_by_name if name not in expected_by_name)]
     if not names:
         raise ValueError("0 values to compare; record at least one step and one parameter")
-    return {name: _relative_error(expected_by_name.get(name), given_by_name.get(name)) for name in names}
+    return {name: _relative_error(expected_by_name.get(name), actual_by_name.get(name)) for name in names}
 
 
 def tensor_errors(expected: Mapping[str, Tensor], actual: Mapping[str, Tensor]) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """Comparison of a layout with one rank at full size, on the ranks that torchrun started. No rank gathers the model.
 
-    rank 0      trains the reference on one rank, in a separate process        --> gradients.pt, parameters.pt
-    others      wait
+    rank 0      trains the reference on one rank, in a separate process        --> gradients.pt, parameters.pt,
+    others      wait                                                               averages.pt
     all ranks   train under the layout; compare their shards with the same slices of the files (memory-mapped)
     rank 0      sums the squared errors of all ranks
 
@@ -33,20 +33,21 @@ from dit.verify.trial import Built, Report, Trial, drifted_copies, place_of, tra
 WAIT_S = 24 * 3600.0
 """Time limit for the reference run."""
 
-FILES = {"gradients": "gradients.pt", "parameters": "parameters.pt"}
+FILES = {"gradients": "gradients.pt", "parameters": "parameters.pt", "averages": "averages.pt"}
 
 
-def reference_bytes(trained: int, frozen: int = 0) -> tuple[int, int]:
+def reference_bytes(trained: int, frozen: int = 0, *, averages: bool = False) -> tuple[int, int]:
     """Return the bytes that the reference needs on one rank, without activations, and on disk.
 
-    Trained parameters need fp32 weights, gradients, Adam's two averages and the two copies that are written to disk;
-    frozen parameters need only their weights.
+    Trained parameters need fp32 weights, gradients, Adam's two moments and the copies that are written to disk; with a
+    weight average also the average and its copy. Frozen parameters need only their weights.
 
     Args:
         trained: number of trained parameters.
         frozen: number of frozen parameters.
+        averages: whether the run has a weight average.
     """
-    return 24 * trained + 4 * frozen, 8 * trained
+    return (32 if averages else 24) * trained + 4 * frozen, (12 if averages else 8) * trained
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Squares:
 
 
 class Against(Report):
-    """Compares this rank's shard of each parameter with the reference files; nothing is gathered.
+    """Compares this rank's shard of each parameter with the reference files; no more than one parameter is gathered.
 
     Args:
         folder: folder of the reference files.
@@ -79,7 +80,12 @@ class Against(Report):
 
     def weights(self, session: Built) -> dict[str, Any]:
         values = [s.parameter.detach().flatten()[s.start : s.stop] for s in session.shards]
-        return {"parameters": self._squares("parameters", session, values), "drifted": drifted_copies(session)}
+        averages = {} if session.ema is None else {"averages": self._squares("averages", session, session.ema.values)}
+        return {
+            "parameters": self._squares("parameters", session, values),
+            **averages,
+            "drifted": drifted_copies(session),
+        }
 
     def _squares(self, kind: str, session: Built, values: Sequence[Tensor]) -> dict[str, Squares]:
         reference: Mapping[str, Tensor] = torch.load(self.folder / FILES[kind], mmap=True, weights_only=True)
@@ -91,7 +97,7 @@ def _compared(full: Tensor, shard: MasterShard, values: Tensor, tp_rank: int) ->
     shape = shard.parameter.shape
     for dim, start in enumerate(sharding_of(shard.parameter, shard.name).origin(shape, tp_rank)):
         full = full.narrow(dim, start, shape[dim])
-    expected = full.flatten()[shard.start : shard.stop].to(values.device).double()
+    expected = full.flatten()[shard.start : shard.stop].to(values.device).double()  # averages may be on the host
     actual = values.detach().flatten().double()
     sums = [float(x.square().sum()) for x in (expected, actual, actual - expected)]
     return Squares(*sums)
@@ -102,7 +108,25 @@ def write_reference(case: dict[str, Any]) -> dict[str, Any]:
     result = train(case["trial"])
     result["names"] = list(result["gradients"])
     for kind, file in FILES.items():
-        torch.save(result.pop(kind), Path(case["folder"]) / file)
+        if kind in result:
+            tensors = {name: tensor.cpu() for name, tensor in result.pop(kind).items()}
+            torch.save(tensors, Path(case["folder"]) / file)
+    return result
+
+
+def run_on_one_rank(case: dict[str, Any], folder: Path) -> Any:
+    """Run a case of `run_world` in a separate process of rank 0, and return its result there; every rank calls this.
+
+    Raises:
+        RuntimeError: the process failed; on rank 0 the message ends with its last output.
+    """
+    result, failure = None, None
+    if dist.get_rank() == 0:
+        try:
+            (result,) = run_world(1, [case], folder, timeout_s=WAIT_S, device="" if use_cuda() else "cpu")
+        except RuntimeError as error:
+            failure = error
+    process_groups.raise_together(failure, RuntimeError("the process of one rank failed; see the error of rank 0"))
     return result
 
 
@@ -146,16 +170,8 @@ def differences(one: Trial, many: Trial, folder: Path) -> Optional[dict[str, Any
     Raises:
         RuntimeError: the reference failed; the message ends with its last output.
     """
-    failure: Optional[Exception] = None
-    reference: Optional[dict[str, Any]] = None
-    if dist.get_rank() == 0:
-        case = {"task": "dit.verify.full:write_reference", "trial": one, "folder": str(folder)}
-        try:
-            device = "" if use_cuda() else "cpu"
-            (reference,) = run_world(1, [case], folder / "reference", timeout_s=WAIT_S, device=device)
-        except RuntimeError as error:
-            failure = error
-    process_groups.raise_together(failure, RuntimeError("the reference failed; see the error of rank 0"))
+    case = {"task": "dit.verify.full:write_reference", "trial": one, "folder": str(folder)}
+    reference = run_on_one_rank(case, folder / "reference")
     result = train(replace(many, by_rank=False), report=Against(folder))
     results: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(results, result)
@@ -163,7 +179,11 @@ def differences(one: Trial, many: Trial, folder: Path) -> Optional[dict[str, Any
         return None
     return {
         **{kind: (reference[kind], result[kind]) for kind in ("losses", "grad_norms")},
-        **{kind: _summed(reference["names"], [(rank["place"], rank[kind]) for rank in results]) for kind in FILES},
+        **{
+            kind: _summed(reference["names"], [(rank["place"], rank[kind]) for rank in results])
+            for kind in FILES
+            if kind in result
+        },
         "drifted": [name for rank in results for name in rank["drifted"]],
     }
 

@@ -41,8 +41,9 @@ def call_flux(module: nn.Module, latents: Tensor, step: Tensor, conditions: Mapp
     count, channels, _, height, width = latents.shape
     h, w = height // 2, width // 2
     tokens = latents.view(count, channels, h, 2, w, 2).permute(0, 2, 4, 1, 3, 5).reshape(count, h * w, channels * 4)
-    ids = torch.zeros(h, w, 3)
-    ids[..., 1], ids[..., 2] = torch.arange(h)[:, None], torch.arange(w)[None]
+    ids = torch.zeros(h, w, 3, device=latents.device)
+    ids[..., 1] = torch.arange(h, device=latents.device)[:, None]
+    ids[..., 2] = torch.arange(w, device=latents.device)[None]
     texts = conditions["context"].view(count, -1, conditions["context"].shape[-1])
     guidance = {"guidance": conditions["guidance"]} if "guidance" in conditions else {}
     out = module(
@@ -51,7 +52,7 @@ def call_flux(module: nn.Module, latents: Tensor, step: Tensor, conditions: Mapp
         conditions["pooled"],
         step / 1000,
         img_ids=ids.reshape(-1, 3),
-        txt_ids=torch.zeros(texts.shape[1], 3),
+        txt_ids=torch.zeros(texts.shape[1], 3, device=latents.device),
         **guidance,
     ).sample
     return [out.view(count, h, w, -1, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(count, -1, 1, height, width)]
@@ -110,20 +111,21 @@ def compare_public(network: nn.Module, model: ModelConfig, batch: PackedBatch) -
     shapes = parameter_shapes(model)
     rules = form.rules(model, shapes, size)
     weights = {name: parameter.detach() for name, parameter in network.named_parameters() if name in shapes}
-    reference = getattr(diffusers, form.class_name).from_config(settings).eval()
+    device = batch.latents_TC.device
+    reference = getattr(diffusers, form.class_name).from_config(settings).eval().to(device)
     reference.load_state_dict(rules.to_external(weights), strict=not rules.stored_tables)
 
     conditions = {name: entry.values for name, entry in batch.conditions.items()}
     if (guidance := getattr(model, "guidance", None)) is not None:
-        conditions["guidance"] = torch.tensor([guidance])
+        conditions["guidance"] = torch.tensor([guidance], device=device)
     latents = unpatchify(batch.latents_TC, grid, t, s)[None]
-    predictions = CALLS[form.class_name](reference, latents, torch.tensor([STEP]), conditions)
+    predictions = CALLS[form.class_name](reference, latents, torch.tensor([STEP], device=device), conditions)
     cut = [patchify(x[0], x.shape[2] // grid[0], x.shape[4] // grid[2])[0] for x in predictions]
     exact_TC = torch.cat(cut, 1)
     network.zero_grad(set_to_none=True)
-    output_TC = network(batch.latents_TC, torch.tensor([STEP / 1000]), batch)
+    output_TC = network(batch.latents_TC, torch.tensor([STEP / 1000], device=device), batch)
     errors = tensor_errors({"output": exact_TC.detach()}, {"output": output_TC.detach()})
-    cotangent_TC = torch.randn(exact_TC.shape, generator=torch.Generator().manual_seed(STEP))
+    cotangent_TC = torch.randn(exact_TC.shape, generator=torch.Generator().manual_seed(STEP)).to(device)
     exact_TC.backward(cotangent_TC)
     output_TC.backward(cotangent_TC)
     gradients = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in network.named_parameters()}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dit.backends.sharding import HEADS, Axis, AxisSizes, ParameterSharding, Row, describe, in_columns, sharding_of
 from dit.parallel.dims import ParallelConfig, ParallelDims
-from dit.verify.compare import BOUNDS, Comparison, compare_training, relative_errors
+from dit.verify.compare import BOUNDS, Comparison, compare_training, relative_errors, with_averages
 
 MOST_ROWS, MOST_NAMES = 20, 4
 
@@ -87,7 +87,8 @@ class Verdict:
 
     def text(self) -> str:
         """Format the verdict as lines of text."""
-        kinds = [f"{kind} {self.comparison.largest(kind):.1e} (bound {bound:.0e})" for kind, bound in BOUNDS.items()]
+        bounds = self.comparison.bounds.items()
+        kinds = [f"{kind} {self.comparison.largest(kind):.1e} (bound {bound:.0e})" for kind, bound in bounds]
         lines = [f"largest relative errors: {', '.join(kinds)}"]
         if self.idle:
             lines.append(f"no gradient on either side, so not verified: {', '.join(self.idle)}")
@@ -105,8 +106,9 @@ class Verdict:
             ("losses", "loss"),
             ("grad_norms", "gradient norm"),
             ("parameters", "weight after the steps"),
+            ("averages", "weight average after the steps"),
         ):
-            errors = {name: e for name, e in self.comparison.errors[kind].items() if not e <= BOUNDS[kind]}
+            errors = self.comparison.wrong(kind) if kind in self.comparison.errors else {}
             if errors:
                 lines.append(
                     f"{quantity}: {len(errors)} of {len(self.comparison.errors[kind])} differ: {_listed(errors)}"
@@ -137,7 +139,7 @@ class Verdict:
     def reading(self) -> str:
         """Return the usual cause of an error with these ratios."""
         first = self.wrong[0]
-        if not self.comparison.errors["losses"]["step 0"] <= BOUNDS["losses"]:
+        if "step 0" in self.comparison.wrong("losses"):
             return "the first loss differs, too: check the forward pass and its sums before the gradients"
         ratios = [wrong.ratio for wrong in self.wrong]
         if len(ratios) == self.compared and max(ratios) - min(ratios) < 1e-3 * max(ratios):
@@ -165,17 +167,25 @@ class Verdict:
         return "neither missing nor counted twice: check the communication in the backward pass up to this parameter"
 
 
-def judge(one: Mapping[str, Any], many: Mapping[str, Any], model: nn.Module, sizes: AxisSizes) -> Verdict:
+def judge(
+    one: Mapping[str, Any],
+    many: Mapping[str, Any],
+    model: nn.Module,
+    sizes: AxisSizes,
+    bounds: Mapping[str, float] = BOUNDS,
+) -> Verdict:
     """Compare the results of `dit.verify.trial.train` on one rank and under a layout.
 
     Args:
         model: the unsharded model on the meta device (`build_on_meta`).
         sizes: sizes of the layout's axes.
+        bounds: largest accepted errors.
     """
     expected: Mapping[str, Tensor] = one["gradients"]
     actual: Mapping[str, Tensor] = many["gradients"]
     idle = [n for n, g in expected.items() if not g.any() and n in actual and not actual[n].any()]
-    comparison = compare_training(*({**side, "gradients": _without(side["gradients"], idle)} for side in (one, many)))
+    compared = [{**side, "gradients": _without(side["gradients"], idle)} for side in (one, many)]
+    comparison = compare_training(compared[0], compared[1], bounds)
     wrong = {
         name: Difference(
             norm=float(expected[name].norm()),
@@ -183,21 +193,25 @@ def judge(one: Mapping[str, Any], many: Mapping[str, Any], model: nn.Module, siz
             error=error,
             by_rank=_by_rank(name, expected[name], many.get("by_rank", {})),
         )
-        for name, error in comparison.errors["gradients"].items()
-        if not error <= BOUNDS["gradients"] and name in expected
+        for name, error in comparison.wrong("gradients").items()
+        if name in expected
     }
     return _verdict(comparison, wrong, idle, model, sizes)
 
 
-def judge_differences(reported: Mapping[str, Any], model: nn.Module, sizes: AxisSizes) -> Verdict:
+def judge_differences(
+    reported: Mapping[str, Any], model: nn.Module, sizes: AxisSizes, bounds: Mapping[str, float] = BOUNDS
+) -> Verdict:
     """Compare the result of `dit.verify.full.differences`; see `judge`."""
     gradients: Mapping[str, Difference] = reported["gradients"]
     idle = [name for name, one in gradients.items() if one.norm == 0 and one.error == 0]
     errors = {kind: relative_errors(*reported[kind]) for kind in ("losses", "grad_norms")}
     errors["gradients"] = {name: one.error for name, one in gradients.items() if name not in idle}
-    errors["parameters"] = {name: one.error for name, one in reported["parameters"].items()}
-    wrong = {name: gradients[name] for name, e in errors["gradients"].items() if not e <= BOUNDS["gradients"]}
-    comparison = Comparison({kind: errors[kind] for kind in BOUNDS}, tuple(reported["drifted"]))
+    for kind in ("parameters", "averages"):
+        if kind in reported:
+            errors[kind] = {name: one.error for name, one in reported[kind].items()}
+    comparison = Comparison(errors, tuple(reported["drifted"]), with_averages(bounds, "averages" in reported))
+    wrong = {name: gradients[name] for name in comparison.wrong("gradients")}
     return _verdict(comparison, wrong, idle, model, sizes)
 
 

@@ -4,44 +4,52 @@
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Optional
+from typing import Any, Optional
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from dit.backends import process_groups
+from dit.backends.device import local_device
 from dit.backends.init import init_of
 from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups
 from dit.backends.sharding import sharding_of
 from dit.batch import PackedBatch
 from dit.context_parallel.shard_batch import shard
+from dit.errors import ConfigError
 from dit.models.base import Backbone, ModelConfig
 from dit.monitoring.expert_load import expert_load
 from dit.objectives.addressed_noise import Mix
 from dit.objectives.base import Objective
 from dit.objectives.flow_matching import FlowMatching
-from dit.optimizer import master_weights as optim
-from dit.optimizer.master_weights import MasterShard, master_shards
+from dit.optimizer.ema import EMA
+from dit.optimizer.master_weights import MasterShard, copy_masters_to_model, master_shards
 from dit.optimizer.part_norms import PartNorms
 from dit.optimizer.update import Update, build_update
 from dit.parallel.build import build_model, build_optimizer, wrap
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
 from dit.parallel.implementations import target_of
-from dit.parallel.loss_scale import loss_scale_of
+from dit.parallel.loss_scale import LossScale, loss_scale_of
 from dit.settings import OptimizerConfig, TrainingConfig
-from dit.step.forward_step import noise_kernel, training_forward_step
-from dit.step.schedule import forward_backward
+from dit.step.forward_step import ForwardStep, noise_kernel, training_forward_step
+from dit.step.train_step import Action, Step, StepFunctions, StepObserver, train_step
 
 SEED = 5
+TRAINING = TrainingConfig(global_batch_size=4, precision="fp32", seed=SEED, ema_decay=None)
 # Gradients that are zero in exact arithmetic (a key bias does not change the softmax) are rounding errors, which Adam
-# would
-# scale to full steps if eps were smaller than these errors.
+# would scale to full steps if eps were smaller than these errors.
 OPTIMIZER = OptimizerConfig(lr=1e-2, clip_grad=0.5, weight_decay=0.1, eps=1e-6)
+# Rounding errors of half precision are much larger; with this eps, an update is proportional to its gradient.
+HALF_OPTIMIZER = replace(OPTIMIZER, lr=1.0, eps=0.1)
+EMA_DECAY = 0.5
+"""Decay of the weight average, small enough that two updates change it."""
+LARGE_LOSS_SCALE = 2.0**30
+"""Loss scale with which fp16 gradients overflow."""
 
 Stream = Callable[[int, int, int], Iterator[PackedBatch]]
 """Maps (data-parallel rank, data-parallel size, token multiple) to this rank's packs; picklable."""
@@ -53,9 +61,9 @@ class Trial:
 
     Attributes:
         stream: the data; in each step, all ranks together get the same packs under every layout.
-        micro_batches: micro-batches of one optimizer step, over all data-parallel ranks.
-        steps: number of optimizer steps.
-        recompute: values of `recompute`, `recompute_layers` and `kernels` of `TrainingConfig`.
+        training: micro-batches of a step over all replicas (`global_batch_size`), precision, seed, recompute, kernels,
+            average and loss scale.
+        steps: number of updates.
         alter: called with the built model before it is wrapped, for example to inject an error.
         by_rank: also report the local gradients of each rank.
     """
@@ -64,27 +72,29 @@ class Trial:
     parallel: ParallelConfig
     stream: Stream
     objective: Objective = field(default_factory=FlowMatching)
-    micro_batches: int = 4
+    training: TrainingConfig = field(default_factory=lambda: TRAINING)
+    optimizer: OptimizerConfig = field(default_factory=lambda: OPTIMIZER)
     steps: int = 2
-    precision: Literal["bf16", "fp16", "fp32"] = "fp32"
-    recompute: Mapping[str, Any] = field(default_factory=dict)
     alter: Optional[Callable[[list[Backbone]], None]] = None
     by_rank: bool = False
 
 
 @dataclass(kw_only=True)
 class Built:
-    """The model, optimizer and groups of a trial on this rank."""
+    """The model, optimizer and groups of a trial on this rank: its `dit.step.train_step.StepState`."""
 
     trial: Trial
     dims: ParallelDims
     groups: ProcessGroups
     chunks: list[Backbone]
-    wrapped: list[Any]
+    wrapped: Sequence[Any]
     optimizer: MegatronOptimizer
     shards: list[MasterShard]
+    ema: Optional[EMA]
     update: Update
+    loss_scale: Optional[LossScale]
     mix: Optional[Mix]
+    step: int = 0
 
     @property
     def model(self) -> ModelConfig:
@@ -119,11 +129,11 @@ def unshard(tensor: Tensor, parameter: Tensor, groups: ProcessGroups) -> Tensor:
     return torch.cat(parts, dim)
 
 
-def copies_differ(parameter: Tensor, groups: ProcessGroups) -> bool:
-    """Return whether the copies of a parameter differ between ranks."""
+def copies_differ(tensor: Tensor, parameter: Tensor, groups: ProcessGroups) -> bool:
+    """Return whether the copies of a parameter-shaped tensor differ between ranks."""
     for group in map(groups.along, sharding_of(parameter).replicated_over):
-        copies = [torch.empty_like(parameter) for _ in range(group.size())]
-        dist.all_gather(copies, parameter.detach().contiguous(), group=group)
+        copies = [torch.empty_like(tensor) for _ in range(group.size())]
+        dist.all_gather(copies, tensor.detach().contiguous(), group=group)
         if any(not torch.equal(copies[0], c) for c in copies[1:]):
             return True
     return False
@@ -149,19 +159,12 @@ def disturb_constants(chunks: Sequence[nn.Module], groups: ProcessGroups) -> Non
             values = torch.randn(shape, generator=torch.Generator().manual_seed(sum(name.encode()))) * 0.1
             for dim, start in enumerate(sharding.origin(parameter.shape, groups.tp.rank())):
                 values = values.narrow(dim, start, parameter.shape[dim])
-            parameter.add_(values)
-
-
-def training_of(trial: Trial) -> TrainingConfig:
-    """Return the training settings of a trial."""
-    return TrainingConfig(
-        global_batch_size=trial.micro_batches, precision=trial.precision, seed=SEED, **trial.recompute
-    )
+            parameter.add_(values.to(parameter.device))
 
 
 def build_chunks(trial: Trial) -> tuple[ProcessGroups, list[Backbone]]:
     """Build the groups and the model of a trial on this rank; no parameter is constant."""
-    model, parallel, training = trial.model, trial.parallel, training_of(trial)
+    model, parallel, training = trial.model, trial.parallel, trial.training
     groups = process_groups.initialize(parallel)
     chunks = build_model(model, parallel, training, groups, uncertainty=trial.objective.learns_uncertainty)
     disturb_constants(chunks, groups)
@@ -172,13 +175,15 @@ def build_chunks(trial: Trial) -> tuple[ProcessGroups, list[Backbone]]:
 
 def build(trial: Trial) -> Built:
     """Build the groups, the model and the optimizer of a trial on this rank."""
-    model, parallel, training = trial.model, trial.parallel, training_of(trial)
+    model, parallel, training = trial.model, trial.parallel, trial.training
     world_size = dist.get_world_size() if dist.is_initialized() else process_groups.world_size_from_environment()
     dims = check_parallel(model, parallel, training, world_size)
     groups, chunks = build_chunks(trial)
     wrapped = wrap(chunks, parallel, groups)
-    optimizer = build_optimizer(wrapped, OPTIMIZER, parallel, training, groups)
-    shards, target = master_shards(optimizer, chunks), target_of(model, trial.precision)
+    optimizer = build_optimizer(wrapped, trial.optimizer, parallel, training, groups)
+    shards = master_shards(optimizer, chunks, offload=trial.optimizer.offload)
+    ema = None if training.ema_decay is None else EMA(shards, training.ema_decay, offload=training.ema_offload)
+    target = target_of(model, training.precision)
     return Built(
         trial=trial,
         dims=dims,
@@ -187,13 +192,15 @@ def build(trial: Trial) -> Built:
         wrapped=wrapped,
         optimizer=optimizer,
         shards=shards,
+        ema=ema,
+        update=build_update(optimizer, shards, ema, trial.optimizer.clip_grad, target, training.kernels),
+        loss_scale=loss_scale_of(optimizer),
         mix=noise_kernel(model, training),
-        update=build_update(optimizer, shards, None, OPTIMIZER.clip_grad, target, training.kernels),
     )
 
 
 class Report:
-    """Gathers the unsharded gradients and weights on every rank."""
+    """Gathers the unsharded gradients, weights and averages on every rank."""
 
     def gradients(self, session: Built) -> dict[str, Any]:
         """Return `gradients` of the first step by name, and `by_rank` if the trial requests it."""
@@ -204,21 +211,66 @@ class Report:
         return {"gradients": gradients, **by_rank}
 
     def weights(self, session: Built) -> dict[str, Any]:
-        """Return `parameters` after the last step by name, and `drifted`, the names whose copies differ."""
-        named = [(s.name, unshard(s.parameter.data, s.parameter, session.groups)) for s in session.shards]
-        parameters, drifted = of_all_stages(named, session.groups)
-        return {"parameters": parameters, "drifted": drifted + drifted_copies(session)}
+        """Return `parameters` after the last step, `averages` if there are any, and `drifted`.
+
+        The last one lists the parameters and averages whose copies differ.
+        """
+        groups = session.groups
+        weights = [(s.name, unshard(s.parameter.data.float(), s.parameter, groups)) for s in session.shards]
+        parameters, drifted = of_all_stages(weights, groups)
+        result: dict[str, Any] = {"parameters": parameters, "drifted": drifted + drifted_copies(session)}
+        if session.ema is not None:
+            averages = [(s.name, unshard(average, s.parameter, groups)) for s, average in averages_of(session)]
+            result["averages"], drifted = of_all_stages(averages, groups)
+            result["drifted"] += [f"{name} (average)" for name in drifted]
+        return result
+
+
+def averages_of(session: Built) -> Iterator[tuple[MasterShard, Tensor]]:
+    """Yield each shard with the average of its parameter, gathered over the ranks that shard it."""
+    values = [] if session.ema is None else session.ema.values
+    for master, value in zip(session.shards, values):
+        yield master, gathered(master, value.to(master.main.device))
 
 
 def drifted_copies(session: Built) -> list[str]:
-    """Return the names of this rank's parameters whose copies on other ranks differ."""
-    return [s.name for s in session.shards if copies_differ(s.parameter, session.groups)]
+    """Return the names of this rank's parameters and averages whose copies on other ranks differ."""
+    groups = session.groups
+    weights = [s.name for s in session.shards if copies_differ(s.parameter, s.parameter, groups)]
+    averages = [s.name for s, average in averages_of(session) if copies_differ(average, s.parameter, groups)]
+    return weights + [f"{name} (average)" for name in averages]
+
+
+class Recorder(StepObserver):
+    """Records losses and norms of every update, and reports the gradients of the first.
+
+    Attributes:
+        result: results so far.
+    """
+
+    def __init__(self, session: Built, report: Report) -> None:
+        self.session, self.report = session, report
+        self.result: dict[str, Any] = {"losses": [], "grad_norms": [], "loss_scales": []}
+
+    def judge(self, step: Step) -> Action:
+        scale = self.session.loss_scale
+        if step.overflowed and scale is not None:
+            raise ConfigError(f"step {step.number}: the gradients overflow {scale.exhausted()}")
+        self.result["losses"].append(step.loss)
+        self.result["grad_norms"].append(step.grad_norm)
+        self.result["loss_scales"].append(1.0 if scale is None else scale.value)
+        if step.number == 1:
+            norms = PartNorms(self.session.optimizer, self.session.shards)
+            norms.measure(step.number)
+            self.result["part_norms"] = norms.take()
+            self.result |= self.report.gradients(self.session)
+        return "update"
 
 
 def train(
     trial: Trial, then: Optional[Callable[[Built], None]] = None, report: Optional[Report] = None
 ) -> dict[str, Any]:
-    """Train a trial's steps; a step whose fp16 gradients overflow makes no update.
+    """Train a trial's steps; a step whose fp16 gradients overflow is repeated with a lower loss scale.
 
     Args:
         then: called with the trained model before its process groups are destroyed.
@@ -229,43 +281,30 @@ def train(
     """
     report = report or Report()
     session = build(trial)
-    groups, optimizer = session.groups, session.optimizer
-    packs, scale = trial.stream(groups.dp_rank, groups.dp_size, session.dims.token_multiple), loss_scale_of(optimizer)
-    if scale is not None:
-        first = next(packs)
-        scale.start(first.layout.valid_tokens)
-        packs = itertools.chain([first], packs)
-    batches = (shard(pack, groups.cp.rank(), groups.cp.size(), trial.parallel.context_split) for pack in packs)
-    result: dict[str, Any] = {"losses": [], "grad_norms": [], "loss_scales": []}
-    for step in range(trial.steps):
-        for chunk in session.wrapped:
-            chunk.zero_grad_buffer()
-        optimizer.zero_grad()
-        forward_step = training_forward_step(trial.objective, trial.model, SEED, step, session.mix)
-        out = forward_backward(forward_step, batches, session.wrapped, session.dims.micro_batches, groups)
-        nothing = torch.zeros(len(trial.objective.logged) + 1, dtype=torch.float64)
-        sums = sum((o["sums"].double() for o in out), nothing).float()
-        dist.all_reduce(sums, group=groups.dp_cp)
-        dist.all_reduce(sums, group=groups.pp)
-        result["losses"].append((sums[: len(trial.objective.terms)].sum() / sums[-1]).item())
-        result["grad_norms"].append(optim.gradient_norm(optimizer))
-        result["loss_scales"].append(1.0 if scale is None else scale.value)
-        overflowed = scale is not None and scale.settle()
-        if step == 0:
-            norms = PartNorms(optimizer, session.shards)
-            norms.measure(step)
-            result["part_norms"] = norms.take()
-            result |= report.gradients(session)
-        if not overflowed:
-            session.update(result["grad_norms"][-1], step + 1)
+    groups, micro_batches = session.groups, session.dims.micro_batches
+    packs = trial.stream(groups.dp_rank, groups.dp_size, session.dims.token_multiple)
+    cp, split = groups.cp, trial.parallel.context_split
+    batches = (shard(pack, cp.rank(), cp.size(), split).to(local_device()) for pack in packs)
+
+    def forward_step(step: int) -> ForwardStep:
+        return training_forward_step(trial.objective, trial.model, trial.training.seed, step, session.mix)
+
+    rates = trial.optimizer.lr, trial.optimizer.beta1
+    functions = StepFunctions(trial.objective, forward_step, lambda _: rates, micro_batches)
+    recorder = Recorder(session, report)
+    for _ in range(trial.steps):
+        step_batches = list(itertools.islice(batches, micro_batches))
+        while train_step(session, iter(step_batches), functions, recorder).action == "overflow":
+            session.step -= 1
+    result = recorder.result
     # With an overlapped gather the last update waits for the next forward pass.
-    optim.copy_masters_to_model(optimizer, session.wrapped)
+    copy_masters_to_model(session.optimizer, session.wrapped)
     if trial.parallel.data_parallel == "fsdp":
         session.wrapped[0].start_param_sync(force_sync=True)  # gather all weights, to see what a forward pass would use
     result |= report.weights(session)
     if then is not None:
         then(session)
-    result["expert_load"] = expert_load(session.chunks, torch.device("cpu"))
+    result["expert_load"] = expert_load(session.chunks, local_device())
     process_groups.release()
     result["connections"] = len(list(Path("/proc/self/fd").glob("*")))
     return result

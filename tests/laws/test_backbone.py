@@ -206,8 +206,12 @@ def pair_of(name: str, layout: str) -> Pair:
         return pair
     # One step: in the second, weights that were rounded to another side would differ by a rounding of bf16.
     alter = norms_in_fp32 if name in CONVOLUTIONAL else None
-    one, many = (replace(x, precision="bf16", alter=alter, steps=1) for x in (pair.one, pair.many))
+    one, many = (replace(in_bf16(x), alter=alter, steps=1) for x in (pair.one, pair.many))
     return replace(pair, one=one, many=many)
+
+
+def in_bf16(trial: Trial) -> Trial:
+    return replace(trial, training=replace(trial.training, precision="bf16"))
 
 
 def supported(name: str, layout: str) -> bool:
@@ -271,7 +275,7 @@ def bf16_trials(
         return tiny_pair(replace(run_of(name), parallel=ParallelConfig(data_parallel=kind)), 2)
 
     def trained(ranks: int, trials: Iterable[Trial]) -> list[dict[str, Any]]:
-        cases = [{"task": "dit.verify.trial:run_case", "trial": replace(trial, precision="bf16")} for trial in trials]
+        cases = [{"task": "dit.verify.trial:run_case", "trial": in_bf16(trial)} for trial in trials]
         return run_world(ranks, cases, folder / str(ranks))
 
     alone = dict(zip(names, trained(1, (pair(name, "ddp").one for name in names))))

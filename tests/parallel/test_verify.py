@@ -1,29 +1,40 @@
 """`launch.verify` names the parameter in which a fault shows; `tests/laws` has what it finds equal."""
 
 import re
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
 
 import dit.verify.trial
+from dit.batch import PackedBatch
 from dit.errors import EXIT_CONFIG, EXIT_OK, EXIT_UNEXPECTED
+from dit.kernels.adamw import AdamW, Elements, Rates
 from dit.layout import SequenceLayout
+from dit.models.dit.config import DiTConfig
+from dit.models.dit.model import DiT
 from dit.models.lora_config import LoRAConfig
+from dit.optimizer import update
+from dit.optimizer.ema import EMA
 from dit.parallel.build import build_on_meta, count_parameters
 from dit.parallel.dims import ParallelConfig
+from dit.parallel.loss_scale import LossScale
 from dit.run_config import RunConfig
 from dit.step.forward_step import training_forward_step
 from dit.verify.full import differences, reference_bytes, reference_folder
 from dit.verify.ranks import run_world
 from dit.verify.report import Verdict, judge_differences
-from dit.verify.trial import train
+from dit.verify.trial import LARGE_LOSS_SCALE, train
 from launch.config_file import built
 from launch.train import call_recipe
-from launch.verify import Pair, compare, main, tiny_pair, verify_full
+from launch.verify import Outcome, Pair, compare, in_half, main, tiny_pair, verify_full
 from recipes import registry
 
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -90,9 +101,51 @@ def doubled_loss(case: dict) -> dict:
         return train(case["trial"])
 
 
-def full_size(case: dict) -> Optional[Verdict]:
-    """Compare a run at its full size on the ranks of this world; its reference is a process of its own."""
+def full_size(case: dict) -> Optional[Outcome]:
+    """Compare a run at its full size on the ranks of this world; its reference is a separate process."""
     return verify_full(case["config"], None)
+
+
+def skewed_average(case: dict) -> dict:
+    """Train, with another decay of the average on rank 1."""
+    decay = 0.75 if dist.get_rank() else 0.5
+    with mock.patch.object(EMA, "weight", return_value=1 - decay):
+        return train(case["trial"])
+
+
+def forgetful_offload(case: dict) -> dict:
+    """Train, without a copy of the updated moments to the host."""
+    original = update.with_moments_on_the_host
+
+    def forgetful(adamw: AdamW) -> AdamW:
+        on_the_host = original(adamw)
+
+        def update_copies(parameters: Sequence[Elements], rates: Rates) -> None:
+            copies = [replace(p, exp_avg=p.exp_avg.clone(), exp_avg_sq=p.exp_avg_sq.clone()) for p in parameters]
+            on_the_host(copies, rates)
+
+        return update_copies
+
+    with mock.patch.object(update, "with_moments_on_the_host", forgetful):
+        return train(case["trial"])
+
+
+def other_loss_scale(case: dict) -> dict:
+    """Train in fp16, with twice the divisor of the loss scale on rank 1."""
+    start = LossScale.start
+
+    def doubled(self: LossScale, tokens: int) -> None:
+        start(self, tokens)
+        self.tokens *= 1 + (dist.get_rank() == 1)
+
+    with mock.patch.object(LossScale, "start", doubled):
+        return train(case["trial"])
+
+
+def unchanged_model(case: dict) -> dict:
+    """Train, without a copy of the master weights to the weights of the model in half precision."""
+    with mock.patch.object(DistributedOptimizer, "_copy_main_params_to_model_params"):
+        return train(case["trial"])
 
 
 def full_differences(case: dict) -> Optional[dict[str, Any]]:
@@ -107,6 +160,20 @@ def forget_the_parts_of_adapters(chunks: list) -> None:
         for name, parameter in chunk.named_parameters():
             if "lora_" in name:
                 parameter.sequence_parallel = False
+
+
+@dataclass(kw_only=True)
+class LeakyConfig(DiTConfig):
+    """A DiT with a mistake that every layout has."""
+
+    model_path: ClassVar[Optional[str]] = f"{__name__}:Leaky"
+
+
+class Leaky(DiT):
+    """Adds the mean over all samples of the pack to the output."""
+
+    def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
+        return super().forward(inputs_TC, time_S, batch) + inputs_TC[batch.layout.valid_T].mean(0)
 
 
 def without_mask(chunks: list) -> None:
@@ -187,7 +254,27 @@ FAULTS = {
     "no sum": {"alter": sum_no_sequence_shards},
     "text twice": {"alter": sum_the_text_twice},
     "loss twice": {"task": "tests.parallel.test_verify:doubled_loss"},
+    "average": {"task": "tests.parallel.test_verify:skewed_average"},
 }
+RUN = "dit.verify.trial:run_case"
+SETTINGS: dict[str, tuple[str, Optional[str], str]] = {
+    "offload": ("fp32", "offload", RUN),
+    "offload, moments forgotten": ("fp32", "offload", "tests.parallel.test_verify:forgetful_offload"),
+    "bf16": ("bf16", None, RUN),
+    "bf16, no copy": ("bf16", None, "tests.parallel.test_verify:unchanged_model"),
+    "fp16": ("fp16", None, RUN),
+    "fp16, other scale": ("fp16", None, "tests.parallel.test_verify:other_loss_scale"),
+}
+"""Precision of the layout, whether its moments and its average are offloaded, and the task, which may have a fault."""
+
+
+def pair_with(precision: str, offload: Optional[str]) -> Pair:
+    """Return the pair of the recipe with other settings."""
+    config = replace(config_of(RECIPE), parallel=ParallelConfig(**TP2SP))
+    training = replace(config.training, precision=precision, ema_offload=offload is not None)
+    optimizer = replace(config.optimizer, offload=offload is not None)
+    pair = tiny_pair(replace(config, training=training, optimizer=optimizer), 2)
+    return pair if precision == "fp32" else in_half(pair, training)
 
 
 @pytest.fixture(scope="module")
@@ -199,12 +286,10 @@ def verdicts(tmp_path_factory):
     folder, pair = tmp_path_factory.mktemp("verify"), pair_of(RECIPE, **TP2SP)
     (one,) = run_world(1, [{"task": "dit.verify.trial:run_case", "trial": pair.one}], folder / "1")
     cases = [
-        {"task": fault.get("task", "dit.verify.trial:run_case"), "trial": replace(pair.many, alter=fault.get("alter"))}
+        {"task": fault.get("task", RUN), "trial": replace(pair.many, alter=fault.get("alter"))}
         for fault in FAULTS.values()
     ]
-    small = replace(config_of("tiny_dit_pack"), parallel=ParallelConfig(**TP2SP))
     cases += [
-        {"task": "tests.parallel.test_verify:full_size", "config": small},
         {
             "task": "tests.parallel.test_verify:full_differences",
             "one": pair.one,
@@ -217,16 +302,102 @@ def verdicts(tmp_path_factory):
         {"task": "dit.verify.trial:run_case", "trial": replace(adapted.many, alter=alter)}
         for alter in (None, forget_the_parts_of_adapters)
     ]
-    cases.append({"task": "tests.parallel.test_verify:full_size", "config": with_adapters("tiny_dit_pack", ["*"])})
-    *many, full, ungathered, sound, broken, full_adapted = run_world(2, cases, folder / "2")
+    *many, ungathered, sound, broken = run_world(2, cases, folder / "2")
     parts = judge_differences(ungathered, build_on_meta(pair.many.model), pair.sizes)
     return {name: compare(pair, one, found) for name, found in zip(FAULTS, many, strict=True)} | {
-        "full size": full,
         "not gathered": parts,
         "adapters": compare(adapted, one_adapted, sound),
         "adapters, no sum": compare(adapted, one_adapted, broken),
-        "adapters, full size": full_adapted,
     }
+
+
+@pytest.fixture(scope="module")
+def full_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
+    """The outcomes of runs at full size."""
+    config = config_of("tiny_dit_pack")
+    configs = {
+        "sound": replace(
+            config,
+            parallel=ParallelConfig(**TP2SP),
+            training=replace(config.training, precision="bf16", ema_offload=True),
+            optimizer=replace(config.optimizer, offload=True),
+        ),
+        "leaky": replace(
+            config,
+            parallel=ParallelConfig(data_parallel="ddp"),
+            model=LeakyConfig(**{field.name: getattr(config.model, field.name) for field in fields(config.model)}),
+        ),
+        "adapters": with_adapters("tiny_dit_pack", ["*"]),
+    }
+    cases = [{"task": "tests.parallel.test_verify:full_size", "config": config} for config in configs.values()]
+    return dict(zip(configs, run_world(2, cases, tmp_path_factory.mktemp("full")), strict=True))
+
+
+@pytest.fixture(scope="module")
+def with_settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Verdict, dict[str, Any]]]:
+    """The verdict of each of `SETTINGS`, and the result of its layout."""
+    folder = tmp_path_factory.mktemp("settings")
+    pairs = {name: pair_with(precision, offload) for name, (precision, offload, _) in SETTINGS.items()}
+    ones = {repr(pair.one): pair.one for pair in pairs.values()}
+    references = run_world(1, [{"task": RUN, "trial": trial} for trial in ones.values()], folder / "1")
+    reports = dict(zip(ones, references, strict=True))
+    cases = [{"task": SETTINGS[name][2], "trial": pair.many} for name, pair in pairs.items()]
+    results = zip(pairs.items(), run_world(2, cases, folder / "2"), strict=True)
+    return {name: (compare(pair, reports[repr(pair.one)], many), many) for (name, pair), many in results}
+
+
+@pytest.mark.parametrize("name", [name for name in SETTINGS if "," not in name])
+def test_the_settings_of_a_recipe_equal_one_rank(with_settings: dict[str, Any], name: str) -> None:
+    """Moments and average in host memory, and half precision within its bounds; one rank is plain, in fp32."""
+    verdict, _ = with_settings[name]
+    assert verdict.is_equal, verdict.text()
+    assert set(verdict.comparison.errors) == {"losses", "grad_norms", "gradients", "parameters", "averages"}
+
+
+def test_an_average_of_one_rank_that_differs_is_found(verdicts: dict[str, Verdict]) -> None:
+    verdict = verdicts["average"]
+    assert verdict.wrong == ()
+    assert {kind for kind in verdict.comparison.errors if verdict.comparison.wrong(kind)} == {"averages"}
+    assert "head.linear.bias (average)" in verdict.comparison.drifted
+    assert "weight average after the steps: " in verdict.text()
+
+
+def test_offload_that_forgets_the_moments_is_found(with_settings: dict[str, Any]) -> None:
+    """The first update has no earlier moments, so the second one is wrong."""
+    verdict, _ = with_settings["offload, moments forgotten"]
+    assert verdict.wrong == ()
+    assert verdict.comparison.wrong("parameters")
+    assert verdict.comparison.wrong("averages")
+
+
+def test_bf16_weights_that_miss_an_update_are_found(with_settings: dict[str, Any]) -> None:
+    verdict, _ = with_settings["bf16, no copy"]
+    assert verdict.wrong == ()
+    assert verdict.comparison.wrong("losses").keys() == {"step 1"}
+    assert verdict.comparison.wrong("parameters")
+
+
+def test_an_overflow_lowers_the_loss_scale_until_the_step_fits(with_settings: dict[str, Any]) -> None:
+    _, many = with_settings["fp16"]
+    assert len(many["losses"]) == 2
+    assert all(1.0 < scale < LARGE_LOSS_SCALE for scale in many["loss_scales"])
+
+
+def test_a_loss_scale_that_differs_between_ranks_is_found(with_settings: dict[str, Any]) -> None:
+    verdict, _ = with_settings["fp16, other scale"]
+    assert verdict.wrong
+    assert verdict.comparison.wrong("losses").keys() <= {"step 1"}
+
+
+def test_the_full_size_is_checked_on_one_rank_too(full_outcomes: dict[str, Outcome]) -> None:
+    """All checks of the tiny form; a fault of every layout is found by them only."""
+    sound, broken = full_outcomes["sound"], full_outcomes["leaky"]
+    assert sound.is_right
+    assert list(sound.checks) == ["padding", "packed", "order", "accumulated", "diffusers"]
+    assert all(check.errors for name, check in sound.checks.items() if name != "diffusers")
+    assert {name for name, check in broken.checks.items() if check.wrong} == {"packed", "accumulated"}
+    assert all(verdict.is_equal for verdict in broken.verdicts.values())
+    assert not broken.is_right
 
 
 def test_a_forgotten_sum_shows_first_in_the_parameter_nearest_the_loss(verdicts):
@@ -245,10 +416,12 @@ def test_a_forgotten_sum_shows_first_in_the_parameter_nearest_the_loss(verdicts)
     assert not any("linear_qkv" in wrong.row.name for wrong in verdict.wrong)
 
 
-def test_the_full_size_equals_one_rank(verdicts):
-    """The recipe's own sizes, on ranks that are there already; as many gradients as the model has parameters."""
-    verdict = verdicts["full size"]
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_the_full_size_equals_one_rank(full_outcomes, precision):
+    """At the recipe's sizes, with offload; as many gradients as the model has parameters."""
+    verdict = full_outcomes["sound"].verdicts[precision]
     assert verdict.comparison.differences == ()
+    assert "averages" in verdict.comparison.errors
     names = [name for name, _ in build_on_meta(config_of("tiny_dit_pack").model).named_parameters()]
     assert verdict.compared + len(verdict.idle) == len(names)
     assert "equal: " in verdict.text()
@@ -280,8 +453,8 @@ def test_a_wrong_gradient_of_an_adapter_is_named(verdicts):
     assert not any(part in wrong.row.name for wrong in verdict.wrong for part in split)
 
 
-def test_adapters_at_full_size_equal_one_rank(verdicts):
-    verdict = verdicts["adapters, full size"]
+def test_adapters_at_full_size_equal_one_rank(full_outcomes):
+    verdict = full_outcomes["adapters"].verdicts["fp32"]
     assert verdict.comparison.differences == ()
     assert verdict.compared + len(verdict.idle) == len(
         [
@@ -296,6 +469,7 @@ def test_the_reference_of_adapters_needs_little():
     """Of frozen weights, the weights: no gradient, no averages, no file."""
     assert reference_bytes(100) == (2400, 800)
     assert reference_bytes(10, 90) == (600, 80)
+    assert reference_bytes(100, averages=True) == (3200, 1200)
 
 
 def test_without_gathering_the_same_gradients_are_found_wrong(verdicts):
@@ -357,7 +531,7 @@ def test_the_command_says_equal_or_names_what_is_not(verdicts, capsys):
     out = capsys.readouterr().out
     assert "2 ranks against one, ParallelConfig(tensor_model_parallel_size=2, data_parallel='ddp')" in out
     assert "equal: 36 gradients, losses, weights and their copies" in out
-    with mock.patch("launch.verify.verify", return_value=verdicts["no sum"]):
+    with mock.patch("launch.verify.verify", return_value=[verdicts["no sum"]]):
         assert main(words) == EXIT_UNEXPECTED
     assert "first wrong gradient of the backward pass: head.linear.bias" in capsys.readouterr().out
 

@@ -23,6 +23,8 @@ from tests.mutants.listed.paths import (
     SHARDS,
     STATE_FILES,
     STORE,
+    TRAIN_STEP,
+    VERIFY,
     WRITER,
 )
 from tests.mutants.runner import Mutant
@@ -62,6 +64,41 @@ MUTANTS = (
         "chunk.zero_grad_buffer()",
         "chunk.train()",
         (RECHECK,),
+    ),
+    Mutant(
+        "step: a skipped update happens",
+        "dit/step/train_step.py",
+        'if step.action == "update":',
+        'if step.action != "rewind":',
+        (TRAIN_STEP,),
+    ),
+    Mutant(
+        "step: a rewound step is counted",
+        "dit/step/train_step.py",
+        'state.step += step.action != "rewind"',
+        "state.step += 1",
+        (TRAIN_STEP,),
+    ),
+    Mutant(
+        "step: the counts of a skipped step remain",
+        "dit/step/train_step.py",
+        "observer.discard(step)",
+        "pass",
+        (TRAIN_STEP,),
+    ),
+    Mutant(
+        "verify: copies of an average are not compared",
+        "dit/verify/trial.py",
+        'return weights + [f"{name} (average)" for name in averages]',
+        "return weights",
+        (VERIFY,),
+    ),
+    Mutant(
+        "verify: the full size is not checked on one rank",
+        "launch/verify.py",
+        "right and not any(check.wrong for check in self.checks.values())",
+        "right",
+        (VERIFY,),
     ),
     Mutant(
         "gradient clipped at three times the norm",
