@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> list[str]:
     """Write the file or folder.
 
     Returns:
-        What the other code base computes differently, one sentence each.
+        Sentences about differences of the other code base, one sentence each.
 
     Raises:
         CheckpointError: there is no valid checkpoint, it has no average, or the base of its adapters is missing.

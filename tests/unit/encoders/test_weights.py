@@ -61,5 +61,5 @@ def test_the_dry_run_adds_them_to_the_memory(tmp_path):
     assert float(re.search(r"total +([\d.]+) GiB", text)[1]) == pytest.approx(alone + weights, abs=2e-3)
     task.data.online_text_encoder = "google/t5-v1_1-xxl"
     text = dry_run.report(task, world_size=1)
-    assert "without the encoders that run while training: google/t5-v1_1-xxl is not a local folder" in text
+    assert "without the online encoders: google/t5-v1_1-xxl is not a local folder" in text
     assert float(re.search(r"total +([\d.]+) GiB", text)[1]) == pytest.approx(alone, abs=2e-3)

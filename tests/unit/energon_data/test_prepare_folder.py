@@ -236,10 +236,8 @@ def test_pictures_with_a_second_dot_are_samples_and_what_is_not_taken_is_counted
         "0.tar/mask.png": None,
     }
     assert found["skipped"] == {"missing_part": 1}
-    assert (
-        "two: 2 pictures or videos among ['v1.png', 'v2.png'], expected one"
-        in found["skipped_examples"]["missing_part"][0]
-    )
+    (example,) = found["skipped_examples"]["missing_part"]
+    assert "two: 2 pictures or videos among ['v1.png', 'v2.png'], expected one" in example
 
 
 # Pictures.

@@ -171,7 +171,7 @@ def test_rows_without_a_picture_or_with_a_damaged_one_are_named_and_the_others_s
         (["--caption-column", "label"], "no such column among image, text, score; name one of them"),
         (
             ["--image-column", "text"],
-            "--image-column text has string, not files of pictures; if these are URLs, download",
+            "--image-column text has string, not files of pictures; if these are URLs",
         ),
         (["--split", "tarin"], "has no split 'tarin', only train; did you mean train?"),
     ],
