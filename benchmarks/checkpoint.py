@@ -8,9 +8,9 @@ the machine affect both. Ours includes the SHA-256 of every byte and both includ
 load ends with the local ranges of this rank in place; copying the master weights to the model (a copy, and an
 all-gather if ranks own ranges) is the same work after either, and is timed separately as `publish`.
 
-A third pair takes turns, too: a complete synchronous save (`full_save`, with manifest and rename), and one beside
-training (`checkpoint.async_save`): how long it blocks (`beside_blocks`), and how long until it is durable
-(`beside_durable`, when nothing else runs).
+A third pair also alternates: a complete synchronous save (`full_save`, with manifest and rename), and an asynchronous
+one (`checkpoint.async_save`): the time that it blocks (`beside_blocks`), and the time until it is durable
+(`beside_durable`, if nothing else runs).
 """
 
 import argparse
@@ -91,7 +91,7 @@ def measure(config: "RunConfig", rounds: int, folder: Path) -> dict[str, Any]:
         saves[name].save(state, {})
 
     names = ("save", "dcp_save", "load", "dcp_load", "publish", "full_save", "beside_blocks", "beside_durable")
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
+    times_by_name: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for i in range(rounds + 1):
         ours, theirs = folder / f"ours_{i}", folder / f"dcp_{i}"
         if groups.rank == 0:
@@ -107,15 +107,15 @@ def measure(config: "RunConfig", rounds: int, folder: Path) -> dict[str, Any]:
         for name, run in [*in_turn, ("publish", lambda: copy_masters_to_model(state.optimizer, state.wrapped))]:
             times = timed(run)
             if i:  # the first round warms up
-                found[name].append(times)
+                times_by_name[name].append(times)
         for name in ("full", "beside") if i % 2 == 0 else ("beside", "full"):
             times = timed(partial(save, name))
             waited = timed(saves[name].wait)
             if i and name == "full":
-                found["full_save"].append(times)
+                times_by_name["full_save"].append(times)
             elif i:
-                found["beside_blocks"].append(times)
-                found["beside_durable"].append((times[0] + waited[0], times[1] + waited[1]))
+                times_by_name["beside_blocks"].append(times)
+                times_by_name["beside_durable"].append((times[0] + waited[0], times[1] + waited[1]))
         torch.distributed.barrier()
         if groups.rank == 0:
             shutil.rmtree(ours)
@@ -129,19 +129,21 @@ def measure(config: "RunConfig", rounds: int, folder: Path) -> dict[str, Any]:
         "rounds": rounds,
     }
     for what in ("save", "load"):
-        pairs = list(zip(found[what], found[f"dcp_{what}"], strict=True))
+        pairs = list(zip(times_by_name[what], times_by_name[f"dcp_{what}"], strict=True))
         for clock, unit in enumerate(("wall", "cpu")):
             record[f"{what}_{unit}_s"] = median(mine[clock] for mine, _ in pairs)
             record[f"dcp_{what}_{unit}_s"] = median(other[clock] for _, other in pairs)
             record[f"{what}_{unit}_ratio"] = median(mine[clock] / other[clock] for mine, other in pairs)
     for clock, unit in enumerate(("wall", "cpu")):
         for name in ("full_save", "beside_blocks", "beside_durable"):
-            record[f"{name}_{unit}_s"] = median(times[clock] for times in found[name])
-        pairs = list(zip(found["beside_blocks"], found["full_save"], strict=True))
+            record[f"{name}_{unit}_s"] = median(times[clock] for times in times_by_name[name])
+        pairs = list(zip(times_by_name["beside_blocks"], times_by_name["full_save"], strict=True))
         record[f"blocking_{unit}_ratio"] = median(mine[clock] / other[clock] for mine, other in pairs)
-    for one in saves.values():
-        one.close()
-    record["publish_wall_s"], record["publish_cpu_s"] = (median(times) for times in zip(*found["publish"], strict=True))
+    for checkpoints in saves.values():
+        checkpoints.close()
+    record["publish_wall_s"], record["publish_cpu_s"] = (
+        median(times) for times in zip(*times_by_name["publish"], strict=True)
+    )
     process_groups.destroy()
     return record
 
