@@ -93,15 +93,15 @@ def measure(config: "RunConfig", rounds: int, folder: Path) -> dict[str, Any]:
     names = ("save", "dcp_save", "load", "dcp_load", "publish", "full_save", "beside_blocks", "beside_durable")
     times_by_name: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     for i in range(rounds + 1):
-        ours, theirs = folder / f"ours_{i}", folder / f"dcp_{i}"
+        our_folder, dcp_folder = folder / f"ours_{i}", folder / f"dcp_{i}"
         if groups.rank == 0:
-            ours.mkdir()
+            our_folder.mkdir()
         torch.distributed.barrier()
         ways: list[tuple[str, Callable[[], Any]]] = [
-            ("save", lambda: save_state(ours, state.shards, state.ema, state.optimizer, groups)),  # noqa: B023
-            ("dcp_save", lambda: dcp.save(plain, checkpoint_id=theirs)),  # noqa: B023
-            ("load", lambda: load_shards(ours, state.shards, state.ema, state.optimizer, groups)),  # noqa: B023
-            ("dcp_load", lambda: dcp.load(plain, checkpoint_id=theirs)),  # noqa: B023
+            ("save", lambda: save_state(our_folder, state.shards, state.ema, state.optimizer, groups)),  # noqa: B023
+            ("dcp_save", lambda: dcp.save(plain, checkpoint_id=dcp_folder)),  # noqa: B023
+            ("load", lambda: load_shards(our_folder, state.shards, state.ema, state.optimizer, groups)),  # noqa: B023
+            ("dcp_load", lambda: dcp.load(plain, checkpoint_id=dcp_folder)),  # noqa: B023
         ]
         in_turn = ways if i % 2 == 0 else [ways[1], ways[0], ways[3], ways[2]]
         for name, run in [*in_turn, ("publish", lambda: copy_masters_to_model(state.optimizer, state.wrapped))]:
@@ -118,8 +118,8 @@ def measure(config: "RunConfig", rounds: int, folder: Path) -> dict[str, Any]:
                 times_by_name["beside_durable"].append((times[0] + waited[0], times[1] + waited[1]))
         torch.distributed.barrier()
         if groups.rank == 0:
-            shutil.rmtree(ours)
-            shutil.rmtree(theirs)
+            shutil.rmtree(our_folder)
+            shutil.rmtree(dcp_folder)
     record = {
         "device": describe(),
         "revision": revision(),
@@ -131,14 +131,14 @@ def measure(config: "RunConfig", rounds: int, folder: Path) -> dict[str, Any]:
     for what in ("save", "load"):
         pairs = list(zip(times_by_name[what], times_by_name[f"dcp_{what}"], strict=True))
         for clock, unit in enumerate(("wall", "cpu")):
-            record[f"{what}_{unit}_s"] = median(mine[clock] for mine, _ in pairs)
-            record[f"dcp_{what}_{unit}_s"] = median(other[clock] for _, other in pairs)
-            record[f"{what}_{unit}_ratio"] = median(mine[clock] / other[clock] for mine, other in pairs)
+            record[f"{what}_{unit}_s"] = median(our_time[clock] for our_time, _ in pairs)
+            record[f"dcp_{what}_{unit}_s"] = median(dcp_time[clock] for _, dcp_time in pairs)
+            record[f"{what}_{unit}_ratio"] = median(our_time[clock] / dcp_time[clock] for our_time, dcp_time in pairs)
     for clock, unit in enumerate(("wall", "cpu")):
         for name in ("full_save", "beside_blocks", "beside_durable"):
             record[f"{name}_{unit}_s"] = median(times[clock] for times in times_by_name[name])
         pairs = list(zip(times_by_name["beside_blocks"], times_by_name["full_save"], strict=True))
-        record[f"blocking_{unit}_ratio"] = median(mine[clock] / other[clock] for mine, other in pairs)
+        record[f"blocking_{unit}_ratio"] = median(our_time[clock] / dcp_time[clock] for our_time, dcp_time in pairs)
     for checkpoints in saves.values():
         checkpoints.close()
     record["publish_wall_s"], record["publish_cpu_s"] = (

@@ -285,7 +285,9 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     updates = {name: update(kernels) for name, kernels in UPDATES.items()}
     updates |= {name: count() for name, count in OUTSIDE.items()}
     if args.json:
-        echo(json.dumps({name: asdict(row) for name, row in {**rows, **updates}.items()}))
+        records = {name: asdict(row) for name, row in rows.items()}
+        records |= {name: asdict(row) for name, row in updates.items()}
+        echo(json.dumps(records))
         return EXIT_OK
     echo(table(rows))
     for name, passes in updates.items():

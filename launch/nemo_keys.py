@@ -95,12 +95,12 @@ def _augmentations(**steps: object) -> Settings:
     if {"center_crop_h_w", "random_crop_h_w"} <= set(names):
         raise ConfigError("one crop is made, at the centre or at random; remove one of the two")
     crop = steps.get("center_crop_h_w") or steps.get("random_crop_h_w")
-    found: dict[str, object] = {"data.flip": 0.5 if switch(steps.get("horizontal_flip") or False) else 0.0}
+    settings: dict[str, object] = {"data.flip": 0.5 if switch(steps.get("horizontal_flip") or False) else 0.0}
     if "resize_smallest_side" in names:
-        found["data.resize_side"] = steps["resize_smallest_side"]
+        settings["data.resize_side"] = steps["resize_smallest_side"]
     if crop:
-        found |= {"data.crop_size": _resolutions(crop), "data.random_crop": "random_crop_h_w" in names}
-    return found
+        settings |= {"data.crop_size": _resolutions(crop), "data.random_crop": "random_crop_h_w" in names}
+    return settings
 
 
 def _filter(method: Optional[str] = None, value: object = None) -> Settings:
@@ -263,11 +263,14 @@ def _objective(preconditioning: Preconditioning) -> list[Rule]:
         maps(f"{section}.noise_schedule", "objective.schedule", default="cosine"),
         maps(f"{section}.timesteps", "sampling.num_steps", note="training has continuous time; of sampling"),
     ]
-    mine, others = (edm, ddpm) if preconditioning == "EDM" else (ddpm, edm)
+    rules, other_rules = (edm, ddpm) if preconditioning == "EDM" else (ddpm, edm)
     return [
         maps(f"{section}.loss_type", "objective.loss_kind", default="l2"),
-        *mine,
-        *(only(*rule.keys, why=f"preconditioning_type: {preconditioning} has no such constant") for rule in others),
+        *rules,
+        *(
+            only(*rule.keys, why=f"preconditioning_type: {preconditioning} has no such constant")
+            for rule in other_rules
+        ),
     ]
 
 

@@ -54,7 +54,7 @@ def test_every_file_of_an_awkward_folder_is_a_sample_or_named_with_its_reason(tm
     num_taken = len(expected) - len(skipped)
     assert description["samples"]["train"] == num_taken
     summary = capsys.readouterr().out
-    assert f"taken: {num_taken} of {len(expected)} files" in summary
+    assert f"used: {num_taken} of {len(expected)} files" in summary
     assert "turned according to the file: 3 samples" in summary
     assert "cropped: by at most 17% (wide_pixels.mp4)" in summary
     assert "enlarged: 0 samples" in summary
