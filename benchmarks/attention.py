@@ -73,7 +73,7 @@ def measure(
             if layout.total_tokens <= REFERENCE_TOKENS:
                 expected = reference_attention(q, k, v, layout, layout)
                 error = ((out - expected).float().norm() / expected.float().norm()).item()
-            forward, both = [], []
+            forward, forward_and_backward = [], []
             for _ in range(repeats):
                 synchronize()
                 started = time.perf_counter()
@@ -82,7 +82,7 @@ def measure(
                 forward.append(time.perf_counter() - started)
                 out.backward(gradient)
                 synchronize()
-                both.append(time.perf_counter() - started)
+                forward_and_backward.append(time.perf_counter() - started)
     except RuntimeError as refusal:
         return {"status": "refused", "why": str(refusal).splitlines()[0]}
     operations = 4 * sum(n * n for n in lengths) * heads * head_size
@@ -90,9 +90,9 @@ def measure(
         "status": "ok",
         "relative_error": error,
         "forward_ms": 1e3 * median(forward),
-        "forward_backward_ms": 1e3 * median(both),
+        "forward_backward_ms": 1e3 * median(forward_and_backward),
         "forward_tflops": operations / median(forward) / 1e12,
-        "forward_backward_tflops": 3.5 * operations / median(both) / 1e12,
+        "forward_backward_tflops": 3.5 * operations / median(forward_and_backward) / 1e12,
     }
 
 

@@ -1,8 +1,8 @@
-"""What becomes of the pixels of pictures of many sizes: aspect buckets beside packs of native sizes.
+"""Pixels lost from pictures of many sizes: aspect buckets compared with packs of native sizes.
 
-A bucket trainer resizes a picture until it covers the bucket that is nearest to it in ratio, cuts off what stands out,
-and makes each batch of one bucket: what does not fill one at the end of an epoch is left out. A pack takes any size;
-borders are cut to a multiple of the autoencoder's compression times the patch.
+With buckets, a picture is scaled to cover the bucket with the nearest ratio and cut to it. A batch has pictures of one
+bucket; pictures that do not fill a batch at the end of an epoch are dropped. Packs take any size; borders are cut to a
+multiple of the autoencoder's compression times the patch.
 """
 
 import math
@@ -43,26 +43,26 @@ def cover(width: int, height: int, sizes: Sequence[Size] = SDXL) -> tuple[int, i
 
 
 def losses(pictures: Sequence[Size], target: Target, batch: int = 1) -> dict[str, float]:
-    """Return what is lost of the pictures, as shares.
+    """Return the losses of the pictures, as shares.
 
     Args:
-        target: from width and height to those before and after the cut.
-        batch: samples of one cut size that make a batch; others are left out. 1 leaves out none.
+        target: maps width and height to those before and after the cut.
+        batch: samples of one size in a batch; incomplete batches are dropped. 1 drops none.
 
     Returns:
-        `cut`: of the scaled pixels, beyond the cut; `shrunk`: of the stored pixels, by scaling down; `enlarged`: of the
-        pictures, scaled up; `dropped`: of the pictures, in no batch.
+        `cut`: scaled pixels that are cut off; `shrunk`: stored pixels lost by scaling down; `enlarged`: pictures that
+        are scaled up; `dropped`: pictures in no batch.
     """
-    made = [(w * h, target(w, h)) for w, h in pictures]
-    scaled = sum(wide * high for _, (wide, high, _, _) in made)
-    left = sum(w * h for _, (_, _, w, h) in made)
-    kept = sum(min(area, wide * high) for area, (wide, high, _, _) in made)
-    sizes = Counter((w, h) for _, (_, _, w, h) in made)
+    targets = [(w * h, target(w, h)) for w, h in pictures]
+    scaled = sum(wide * high for _, (wide, high, _, _) in targets)
+    after_cut = sum(w * h for _, (_, _, w, h) in targets)
+    after_scaling = sum(min(area, wide * high) for area, (wide, high, _, _) in targets)
+    sizes = Counter((w, h) for _, (_, _, w, h) in targets)
     return {
-        "cut": 1 - left / scaled,
-        "shrunk": 1 - kept / sum(area for area, _ in made),
-        "enlarged": sum(wide * high > area for area, (wide, high, _, _) in made) / len(made),
-        "dropped": sum(count % batch for count in sizes.values()) / len(made),
+        "cut": 1 - after_cut / scaled,
+        "shrunk": 1 - after_scaling / sum(area for area, _ in targets),
+        "enlarged": sum(wide * high > area for area, (wide, high, _, _) in targets) / len(targets),
+        "dropped": sum(count % batch for count in sizes.values()) / len(targets),
     }
 
 

@@ -1,14 +1,14 @@
-"""Say what the fused kernels reach of a GPU's memory bandwidth: `python -m benchmarks.kernels [--device h200]`.
+"""Memory bandwidth of the fused kernels, modelled or measured: `python -m benchmarks.kernels [--device h200]`.
 
-Without a GPU this is a model, not a measurement. Each kernel is compiled for the device; registers and shared memory of
-the machine code say how many programs a multiprocessor runs at once, and its loads how many bytes these wait for:
+Without a GPU this is a model, not a measurement. Each kernel is compiled for the device. Registers and shared memory of
+the machine code determine the number of concurrent programs per multiprocessor, and its loads the bytes in flight:
 
     bytes in flight = programs at once x threads x bytes of a thread's widest loads
     modelled        = min(bandwidth, bytes in flight / latency x (reads + writes) / reads) x balance
     balance         = programs / (programs of the multiprocessor that has most x multiprocessors)
 
-That is an upper bound: barriers, instructions and caches are not in it. On a GPU the same command also times each call,
-after what it reads was evicted from the caches, and prints what was measured.
+This is an upper bound, because barriers, instructions and caches are ignored. On a GPU the same command also times each
+call with cold caches and prints the measurements.
 """
 
 import argparse
@@ -39,13 +39,13 @@ LENGTHS = [3000, 410, 1999, 2005]
 
 @dataclass(frozen=True)
 class Chip:
-    """What limits the programs of a multiprocessor, and what it waits for.
+    """Limits of a GPU.
 
     Attributes:
-        capability: as the compiler names it.
+        capability: compute capability, as an integer.
         multiprocessors: of the GPU.
         bandwidth: bytes per second that an element-wise kernel reaches (`dit.planner.devices`).
-        shared_bytes: of a multiprocessor; a program needs one kilobyte more than it asks for.
+        shared_bytes: of a multiprocessor; a program needs one kilobyte more than it requests.
     """
 
     capability: int
@@ -59,11 +59,11 @@ CHIPS = {
     "h200": Chip(90, 132, H200.memory_bandwidth),
     "b200": Chip(100, 148, B200.memory_bandwidth),
 }
-OTHERWISE = "h200"  # modelled for where no GPU is, or one that is none of these
+OTHERWISE = "h200"  # default without a GPU, or for an unknown one
 REGISTERS, WARPS, PROGRAMS = 65536, 64, 32
-"""Of a multiprocessor, at most; a warp gets registers in units of 256."""
+"""Limits of a multiprocessor; a warp gets registers in units of 256."""
 LATENCY_S = 0.8e-6
-"""From a load to its data under load, an assumption: about 1,400 cycles."""
+"""Latency of a load under load, an assumption: about 1,400 cycles."""
 WARM_UP, REPEATS = 3, 20
 
 
@@ -72,9 +72,9 @@ class Row:
     """One kernel of a call.
 
     Attributes:
-        programs: of one multiprocessor at once.
-        occupancy: warps of these over the most that there can be.
-        in_flight: bytes that the GPU waits for.
+        programs: concurrent programs of a multiprocessor.
+        occupancy: their warps, divided by the largest possible number.
+        in_flight: bytes of outstanding loads.
         modelled: bytes per second, reads and writes.
     """
 
@@ -92,12 +92,12 @@ class Row:
 
 @dataclass(frozen=True)
 class Call:
-    """What a call moves, and how long it takes.
+    """Traffic and bandwidth of a call.
 
     Attributes:
         read, written: bytes.
-        modelled: bytes per second of all its kernels, by the slowest of them.
-        measured: None without a GPU.
+        modelled: bytes per second of its slowest kernel.
+        measured: bytes per second; None without a GPU.
     """
 
     case: str
@@ -108,7 +108,7 @@ class Call:
 
 
 class Traffic(TorchDispatchMode):
-    """Adds up what fused operators read and write: each argument and each result once."""
+    """Counts the bytes that fused operators read and write: each argument and each result once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def cases(device: torch.device) -> dict[str, Callable[[], object]]:
     pictures, channels = empty(16, 64 * 64, 256), 256
     rows, weight = rows_of_pictures(64 * 64), empty(channels, dtype=FP32)
     of_blocks = empty(16 * 64 * 64 // rows, 2, channels, dtype=FP32)
-    factors, rest = empty(16, 4, channels, dtype=FP32), empty(16, 2, channels, dtype=FP32)
+    factors, rest_N2C = empty(16, 4, channels, dtype=FP32), empty(16, 2, channels, dtype=FP32)
     modulation = empty(16, channels), empty(16, channels)
     many_elements = 1 << 24
     elements = []
@@ -162,7 +162,7 @@ def cases(device: torch.device) -> dict[str, Callable[[], object]]:
         g, p, m, v, average = (empty(many_elements, dtype=FP32) for _ in range(5))
         elements.append(Elements(g, p, m, v, average, empty(many_elements)))
     ids = torch.zeros(samples, dtype=torch.int64, device=device)
-    latents, one = empty(8 * TOKENS, 16), empty(samples, dtype=FP32)
+    latents, ones = empty(8 * TOKENS, 16), empty(samples, dtype=FP32)
     many = SequenceLayout.from_lengths([8 * n for n in LENGTHS], total_tokens=8 * TOKENS, device=device)
     rates = Rates(1e-4, 0.9, 0.99, 1e-8, 0.1, 10)
     modulated = gate, bias, scale, None
@@ -188,38 +188,40 @@ def cases(device: torch.device) -> dict[str, Callable[[], object]]:
         "group norm: sums of gradients": lambda: picture_ops.group_gradient_sums(
             pictures, pictures, factors, rows, True
         ),
-        "group norm: gradient": lambda: picture_ops.norm_groups_backward(pictures, pictures, factors, rest, rows, True),
+        "group norm: gradient": lambda: picture_ops.norm_groups_backward(
+            pictures, pictures, factors, rest_N2C, rows, True
+        ),
         "AdamW + average + copy": lambda: adamw(elements, rates),
-        "noise + noising": lambda: noise.mix(latents, many, ids, 1, (3, 4), 5, [(one, one), (one, one)]),
+        "noise + noising": lambda: noise.mix(latents, many, ids, 1, (3, 4), 5, [(ones, ones), (ones, ones)]),
     }
 
 
 def occupancy(registers: int, shared_bytes: int, warps: int, chip: Chip) -> int:
-    """Return how many programs of a kernel a multiprocessor runs at once."""
+    """Return the number of concurrent programs of a kernel per multiprocessor."""
     of_warp = -(-registers * 32 // 256) * 256
     return min(PROGRAMS, WARPS // warps, REGISTERS // of_warp // warps, chip.shared_bytes // (shared_bytes + 1024))
 
 
 def model(case: str, call: Callable[[], object], chip: Chip) -> tuple[Call, list[Row]]:
-    """Compile what a call launches for a chip, and model it; nothing runs."""
+    """Compile the kernels of a call for a chip, and model their bandwidth; nothing runs."""
     from dit.kernels.fused.gpu.ahead_of_time import record_launches
 
     with record_launches() as launches, Traffic() as traffic:
         call()
     rows = []
     for launch in launches:
-        made = launch.compiled(chip.capability)
-        programs = occupancy(made.registers, made.shared_bytes, launch.num_warps, chip)
-        widest = max(made.loads)
+        binary = launch.compiled(chip.capability)
+        programs = occupancy(binary.registers, binary.shared_bytes, launch.num_warps, chip)
+        widest = max(binary.loads)
         at_once = min(launch.grid, programs * chip.multiprocessors)
-        in_flight = at_once * launch.num_warps * 32 * made.loads[widest] * widest // 8
+        in_flight = at_once * launch.num_warps * 32 * binary.loads[widest] * widest // 8
         balance = launch.grid / (-(-launch.grid // chip.multiprocessors) * chip.multiprocessors)
         reached = in_flight / LATENCY_S * (traffic.read + traffic.written) / traffic.read
         modelled = min(chip.bandwidth, reached) * balance
         share = programs * launch.num_warps / WARPS
         rows.append(
             Row(
-                *(case, launch.name, launch.grid, made.registers, made.spills, made.shared_bytes),
+                *(case, launch.name, launch.grid, binary.registers, binary.spills, binary.shared_bytes),
                 *(programs, share, in_flight, modelled),
             )
         )
@@ -250,7 +252,7 @@ def table(calls: Sequence[Call], rows: Sequence[Row], chip: Chip) -> str:
 
 
 def kind_of(name: str) -> Optional[str]:
-    """Return which of `CHIPS` a device is, by its name as CUDA states it; None if it is none of them."""
+    """Return the key in `CHIPS` of a device, by its CUDA name; None if it is unknown."""
     device = device_of(name)
     return device.name.lower() if device is not None and device.name.lower() in CHIPS else None
 
@@ -259,7 +261,7 @@ def kind_of(name: str) -> Optional[str]:
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
-    parser.add_argument("--device", choices=CHIPS, help=f"for which it is modelled (this GPU's kind, else {OTHERWISE})")
+    parser.add_argument("--device", choices=CHIPS, help=f"modelled device (this GPU if known, else {OTHERWISE})")
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="operations whose name contains one of these")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     parser.add_argument("--out", type=Path, help="append one JSON line per operation to this file")
@@ -269,11 +271,11 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     for case, operation in cases(local_device()).items():
         if args.only and not any(text in case for text in args.only):
             continue
-        call, found = model(case, operation, chip)
+        call, kernels = model(case, operation, chip)
         if use_cuda():
             call = replace(call, measured=measure(operation, call.read + call.written))
         calls.append(call)
-        rows += found
+        rows += kernels
     if args.out:
         from benchmarks.step import revision
 
@@ -285,7 +287,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if args.json:
         echo(json.dumps({"calls": [asdict(call) for call in calls], "kernels": [asdict(row) for row in rows]}))
         return EXIT_OK
-    echo(f"modelled for {device} ({chip.bandwidth / 1e9:.0f} GB/s attainable), not measured, unless it says so")
+    echo(f"modelled for {device} ({chip.bandwidth / 1e9:.0f} GB/s attainable), not measured unless marked as measured")
     echo(table(calls, rows, chip))
     return EXIT_OK
 

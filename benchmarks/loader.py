@@ -1,8 +1,8 @@
 """Compare loaders on the same shards: `python -m benchmarks.loader`.
 
-Each reads, shuffles, decodes, patchifies and batches the same samples. Ours also verifies checksums, looks for values
-that are not finite, and knows at every micro-batch where to resume. Loaders take turns, each started anew; the first
-micro-batches, in which buffers fill, are not measured. Process time is that of this process and of all workers.
+Each reads, shuffles, decodes, patchifies and batches the same samples. Ours also verifies checksums, checks for values
+that are not finite, and can resume at every micro-batch. Loaders alternate and are restarted each time; the first
+micro-batches, which fill buffers, are not measured. Process time includes this process and all workers.
 """
 
 import argparse
@@ -211,8 +211,8 @@ def _children(process: str) -> list[str]:
 def _seconds_below(process: str) -> float:
     """Return the processor time of a process and of all below it."""
     fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    own = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return own + sum(map(_seconds_below, _children(process)))
+    seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return seconds + sum(map(_seconds_below, _children(process)))
 
 
 def read(name: str, case: Case, folder: Path, batches: int) -> Read:
@@ -238,14 +238,14 @@ def measure(name: str, folder: Path, rounds: int) -> list[dict[str, Any]]:
     """Read the samples of a case with each loader in turn; return a row for each."""
     case = CASES[name]
     folder = write(case, folder / name.replace(" ", "_"))
-    found: dict[str, list[Read]] = {loader: [] for loader in LOADERS}
+    reads_by_loader: dict[str, list[Read]] = {loader: [] for loader in LOADERS}
     for number in range(rounds + 1):
-        for loader, reads in found.items():
-            one = read(loader, case, folder, case.samples // case.batch // 2)
+        for loader, reads in reads_by_loader.items():
+            result = read(loader, case, folder, case.samples // case.batch // 2)
             if number:  # the first round brings imports and the page cache
-                reads.append(one)
+                reads.append(result)
     rows = []
-    for loader, reads in found.items():
+    for loader, reads in reads_by_loader.items():
         # Other work on the machine only makes a loader slower: the best round is the nearest to the truth.
         rows.append(
             {
@@ -255,10 +255,10 @@ def measure(name: str, folder: Path, rounds: int) -> list[dict[str, Any]]:
                 "samples_per_s": max(r.samples / r.seconds for r in reads),
                 "faster": median(
                     (a.process_seconds / a.samples) / (b.process_seconds / b.samples)
-                    for a, b in zip(reads, found[OURS])
+                    for a, b in zip(reads, reads_by_loader[OURS])
                 ),
                 "faster_wall": median(
-                    (a.seconds / a.samples) / (b.seconds / b.samples) for a, b in zip(reads, found[OURS])
+                    (a.seconds / a.samples) / (b.seconds / b.samples) for a, b in zip(reads, reads_by_loader[OURS])
                 ),
                 "save_ms": [1000 * s for r in reads for s in r.saving],
             }

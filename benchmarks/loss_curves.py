@@ -51,24 +51,24 @@ def losses(recipe: str, ranks: int, settings: Sequence[str], run_dir: Path) -> l
     words = [f"training.run_dir={run_dir}", f"training.num_steps={STEPS}", "training.log_interval=1", *quiet]
     command = [sys.executable, "-m", *torchrun, "--yes", "--factory", recipe, *words, "checkpoint.interval=0"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "DIT_DEVICE": "cpu"}
-    done = subprocess.run([*command, *settings], env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{recipe} on {ranks} ranks ended with {done.returncode}:\n{done.stderr[-2000:]}")
+    process = subprocess.run([*command, *settings], env=environment, capture_output=True, text=True)
+    if process.returncode:
+        raise RuntimeError(f"{recipe} on {ranks} ranks ended with {process.returncode}:\n{process.stderr[-2000:]}")
     by_step = scalars_by_step(read_records(run_dir / METRICS_FILE))
     return [by_step[step][LOSS] for step in sorted(by_step)]
 
 
 def curves(recipes: Sequence[str], layouts: Sequence[str]) -> Curves:
     """Return the losses of recipes on layouts: by recipe, then by layout."""
-    found: Curves = {}
+    by_recipe: Curves = {}
     with tempfile.TemporaryDirectory() as folder:
         for recipe in recipes:
-            found[recipe] = {}
+            by_recipe[recipe] = {}
             for i, name in enumerate(layouts):
                 ranks, settings = LAYOUTS[name]
-                found[recipe][name] = losses(recipe, ranks, settings, Path(folder) / f"{recipe}_{i}")
-                echo(f"{recipe}, {name}: {found[recipe][name][0]} ... {found[recipe][name][-1]}", flush=True)
-    return found
+                by_recipe[recipe][name] = losses(recipe, ranks, settings, Path(folder) / f"{recipe}_{i}")
+                echo(f"{recipe}, {name}: {by_recipe[recipe][name][0]} ... {by_recipe[recipe][name][-1]}", flush=True)
+    return by_recipe
 
 
 def compare(before: Curves, now: Curves) -> list[str]:
@@ -76,30 +76,32 @@ def compare(before: Curves, now: Curves) -> list[str]:
     differences = []
     for recipe, by_layout in now.items():
         for name, values in by_layout.items():
-            old = before.get(recipe, {}).get(name)
-            if old is None:
+            earlier = before.get(recipe, {}).get(name)
+            if earlier is None:
                 differences.append(f"{recipe}, {name}: not in the file")
-            elif old != values:
-                step = next((i for i, (a, b) in enumerate(zip(old, values)) if a != b), min(len(old), len(values)))
+            elif earlier != values:
+                step = next(
+                    (i for i, (a, b) in enumerate(zip(earlier, values)) if a != b), min(len(earlier), len(values))
+                )
                 differences.append(f"{recipe}, {name}: differs from step {step + 1} on")
     return differences
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
-    """Run the command; with `--compare` the exit code says whether every loss is equal to the bit."""
+    """Run the command; with `--compare` the exit code is 0 if every loss is equal to the bit."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loss_curves", description=__doc__)
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), metavar="NAME")
     parser.add_argument("--layouts", nargs="+", default=list(LAYOUTS), choices=list(LAYOUTS), metavar="NAME")
     parser.add_argument("--out", type=Path, help="write the losses to this JSON file")
     parser.add_argument("--compare", type=Path, help="compare with such a file")
     args = parser.parse_args(argv)
-    found = curves(args.recipes, args.layouts)
+    measured = curves(args.recipes, args.layouts)
     if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        args.out.write_text(json.dumps(measured, indent=1) + "\n")
     if args.compare is None:
         return EXIT_OK
-    differences = compare(read_json(args.compare, DataError, "give a file that --out wrote"), found)
-    echo("\n".join(differences) or f"all {len(found)} recipes equal {args.compare} to the bit")
+    differences = compare(read_json(args.compare, DataError, "give a file that --out wrote"), measured)
+    echo("\n".join(differences) or f"all {len(measured)} recipes equal {args.compare} to the bit")
     return EXIT_UNEXPECTED if differences else EXIT_OK
 
 

@@ -1,10 +1,10 @@
 """Compare ways to pack samples of many lengths: `python -m benchmarks.packing`.
 
-For each mix of lengths: the share of padding when packs are filled up to their capacity, process time per buffer, the
-imbalance of work over data-parallel ranks that take one pack each and wait for the slowest, and the tokens that they
-train per unit of that time, beside first-fit-decreasing. The work of a sample of n tokens is n + n^2 / `--attention`.
-Packs come in random order, as they do in training. A second table says what aspect buckets and packs lose of pictures
-(`benchmarks.buckets`); `--pictures N` alone prints that one.
+For each mix of lengths: the share of padding in packs that are filled up to their capacity, process time per buffer,
+the imbalance of work over data-parallel ranks that take one pack each and wait for the slowest, and the tokens that
+they train per unit of that time, relative to first-fit-decreasing. The work of a sample of n tokens is n + n^2 /
+`--attention`. Packs have a random order, as in training. A second table has the pixels lost with aspect buckets and
+packs (`benchmarks.buckets`); `--pictures N` prints only this table.
 """
 
 import argparse
@@ -58,7 +58,7 @@ MIXES: dict[str, tuple[Callable[[np.random.Generator, int], list[int]], int]] = 
 
 
 def alone(lengths: Sequence[int], capacity: int) -> Bins:
-    """Give each sample a pack of its own."""
+    """Put each sample into a separate pack."""
     return [[i] for i in range(len(lengths))]
 
 
@@ -75,7 +75,7 @@ def next_fit(lengths: Sequence[int], capacity: int) -> Bins:
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins:
-    """Put each sample, the longest first, into the first pack with room; the room is summed anew at each look."""
+    """Put each sample, the longest first, into the first pack with room; the room is recomputed each time."""
     bins: Bins = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         for items in bins:
@@ -92,12 +92,12 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> Bins:
     bins: Bins = []
     rooms: list[tuple[int, int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        at = bisect_left(rooms, (lengths[i], -1))
-        if at == len(rooms):
+        place = bisect_left(rooms, (lengths[i], -1))
+        if place == len(rooms):
             bins.append([i])
             insort(rooms, (capacity - lengths[i], len(bins) - 1))
         else:
-            room, number = rooms.pop(at)
+            room, number = rooms.pop(place)
             bins[number].append(i)
             insort(rooms, (room - lengths[i], number))
     return bins
@@ -145,8 +145,8 @@ def measure(mix: str, buffer: int, buffers: int, ranks: int, attention: int) -> 
         order = np.random.default_rng(1).permutation(len(packs))
         costs = [sum(n + n * n / attention for n in packs[i]) for i in order]
         imbalance, duration = synchronous(costs, ranks)
-        whole = len(packs) // ranks * ranks
-        tokens = sum(sum(packs[i]) for i in order[:whole])
+        num_packs = len(packs) // ranks * ranks
+        tokens = sum(sum(packs[i]) for i in order[:num_packs])
         rows.append(
             {
                 "mix": mix,
@@ -186,15 +186,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--buffers", type=int, default=20, help="buffers of each mix (20)")
     parser.add_argument("--ranks", type=int, default=64, help="data-parallel ranks (64)")
     parser.add_argument("--attention", type=int, default=ATTENTION, help=f"tokens of equal work ({ATTENTION})")
-    parser.add_argument("--pictures", type=int, metavar="N", help="only the pixels lost of so many pictures")
+    parser.add_argument("--pictures", type=int, metavar="N", help="print only the pixels lost from N pictures")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
     args = parser.parse_args(argv)
-    lost = buckets.measure(args.pictures or PICTURES)
+    losses = buckets.measure(args.pictures or PICTURES)
     if args.pictures is not None:
-        echo(buckets.table(lost))
+        echo(buckets.table(losses))
         return EXIT_OK
     rows = [row for mix in MIXES for row in measure(mix, args.buffer, args.buffers, args.ranks, args.attention)]
-    echo(table(rows, args.ranks), buckets.table(lost), sep="\n\n")
+    echo(table(rows, args.ranks), buckets.table(losses), sep="\n\n")
     if args.out:
         args.out.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     return EXIT_OK

@@ -1,4 +1,4 @@
-"""Count what a layer moves in memory outside of matrix products and attention: `python -m benchmarks.passes`.
+"""Count the memory traffic of a layer outside of matrix products and attention: `python -m benchmarks.passes`.
 
 A layer runs forward and backward on fake tensors, in bf16, and every operation is counted as it reaches the dispatcher.
 The unit is one read or one write of all tokens (tokens x hidden size x 2 bytes). Nothing is timed and no GPU is needed:
@@ -151,21 +151,21 @@ ROWS: tuple[tuple[str, LayerKernels, str], ...] = (
 
 def measure(kinds: Sequence[str]) -> dict[str, LayerTraffic]:
     """Trace every case with some kinds of `ROWS`, and the plain block; by the name of the row."""
-    found = {"plain PyTorch DiT block": plain()}
+    rows = {"plain PyTorch DiT block": plain()}
     for case in CASES:
         for kind, kernels, recompute in ROWS:
             if kind in kinds:
-                found[f"{case.name}, {kind}"] = trace(case, kernels, recompute)
-    return found
+                rows[f"{case.name}, {kind}"] = trace(case, kernels, recompute)
+    return rows
 
 
-def table(found: dict[str, LayerTraffic]) -> str:
+def table(rows: dict[str, LayerTraffic]) -> str:
     """Return the rows as a Markdown table."""
     lines = [
         "| layer | passes forward | backward | saved numbers per token / hidden | memory-bound kernels | products |",
         "| --- | --- | --- | --- | --- | --- |",
     ]
-    for name, row in found.items():
+    for name, row in rows.items():
         forward, backward = row.forward, row.backward
         products = forward.products + backward.products
         lines.append(
@@ -188,9 +188,9 @@ def update(kernels: str) -> Passes:
 
 
 def outside(kernels: str) -> Passes:
-    """Trace what a step of one micro-batch does in fp32 with a layer's parameters, outside of the layer.
+    """Trace the fp32 operations of a step of one micro-batch on a layer's parameters, outside of the layer.
 
-    From the gradients that its backward pass returns: to the main gradients, norm, clip, AdamW and average.
+    They start from the gradients of the backward pass: main gradients, norm, clipping, AdamW and average.
     """
     with _fake_step(kernels, "fp32") as (chunk, optimizer, call, unit):
 
@@ -281,18 +281,19 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--by-operation", action="store_true", help="print what each operation moves, too")
     args = parser.parse_args(argv)
     os.environ["DIT_DEVICE"] = "cpu"  # nothing is computed
-    found = measure(args.kinds or [kind for kind, _, _ in ROWS])
+    rows = measure(args.kinds or [kind for kind, _, _ in ROWS])
     updates = {name: update(kernels) for name, kernels in UPDATES.items()}
     updates |= {name: count() for name, count in OUTSIDE.items()}
     if args.json:
-        rows = {name: asdict(row) for name, row in found.items()} | {name: asdict(row) for name, row in updates.items()}
-        echo(json.dumps(rows))
+        records = {name: asdict(row) for name, row in rows.items()}
+        records |= {name: asdict(row) for name, row in updates.items()}
+        echo(json.dumps(records))
         return EXIT_OK
-    echo(table(found))
+    echo(table(rows))
     for name, passes in updates.items():
         echo(f"{name}: {passes.passes:.2f} passes of 4 bytes per parameter in {passes.kernels} kernels")
     if args.by_operation:
-        for name, row in found.items():
+        for name, row in rows.items():
             for direction in ("forward", "backward"):
                 parts = getattr(row, direction).largest
                 echo(f"{name}, {direction}: " + ", ".join(f"{op} {n:.2f}" for op, n in parts if n >= 0.005))

@@ -1,9 +1,9 @@
-"""Time our optimizer step beside that of a plain PyTorch DiT, interleaved: `python -m benchmarks.plain`, on CPU.
+"""Time our optimizer step and that of a plain PyTorch DiT, interleaved: `python -m benchmarks.plain`, on CPU.
 
-The plain step is what one writes by hand for one process: the network of Peebles and Xie 2023 in torch's own modules,
-flow matching on a fixed dense batch, gradient clipping, torch's fused AdamW and an average in one fused call. Ours is
-that of training, data and all. diffusers' `DiTTransformer2DModel` replaces the network in a third step where it is
-installed. Times are of the process, on one thread; ratios are medians over rounds in which each runs once.
+The plain step is hand-written for one process: the network of Peebles and Xie 2023 from torch modules, flow matching on
+a fixed dense batch, gradient clipping, torch's fused AdamW and an average in one fused call. Ours is the step of
+training, data included. In a third step, diffusers' `DiTTransformer2DModel` replaces the network, if it is installed.
+Times are process times on one thread; ratios are medians over rounds in which each step runs once.
 """
 
 import argparse
@@ -42,7 +42,7 @@ class Case:
 
     Attributes:
         side: of the picture in tokens; a batch has `batch` of them.
-        ragged: our pictures have many sizes, and share padded packs of as many tokens as the dense batch.
+        ragged: our pictures have many sizes, in padded packs with the number of tokens of the dense batch.
     """
 
     hidden: int
@@ -69,7 +69,7 @@ PATCH = 4
 
 
 class Block(nn.Module):
-    """Attention and MLP, each behind a norm that is scaled and shifted, and with a gate (adaLN-Zero)."""
+    """Attention and MLP, each with a preceding norm that is scaled and shifted, and a gate (adaLN-Zero)."""
 
     def __init__(self, size: int, heads: int) -> None:
         super().__init__()
@@ -215,11 +215,11 @@ def measure(case: Case, rounds: int, warmup: int, *, compiled: bool = False) -> 
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         groups = process_groups.initialize(ParallelConfig())
-        ours, parameters = our_step(case, folder, groups)
+        our_step_of_case, parameters = our_step(case, folder, groups)
         networks: dict[str, nn.Module] = {"plain": PlainDiT(case)}
         if find_spec("diffusers"):
             networks["diffusers"] = Diffusers(case)
-        steps = {"ours": ours}
+        steps = {"ours": our_step_of_case}
         if compiled:
             steps["compiled"], _ = our_step(case, f"{folder}/compiled", groups, "compile")
         steps |= {name: plain_step(network, case) for name, network in networks.items()}
@@ -240,9 +240,9 @@ def measure(case: Case, rounds: int, warmup: int, *, compiled: bool = False) -> 
     return row
 
 
-def _ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
+def _ratio(seconds: Sequence[float], reference_seconds: Sequence[float]) -> float:
     """Return the median over rounds, in which each ran once."""
-    return median(a / b for a, b in zip(ours, theirs, strict=True))
+    return median(a / b for a, b in zip(seconds, reference_seconds, strict=True))
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:

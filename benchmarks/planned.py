@@ -1,14 +1,14 @@
-"""Planned beside published: `python -m benchmarks.planned` predicts the rows that others have published on H100.
+"""Compare the planner with published measurements on H100: `python -m benchmarks.planned`.
 
-The matrix products, the attention and the traffic of a row are those of our recipe of the same model and layout, traced
-on fake tensors. The published systems ran neither our kernels for what is between them nor ours alone, so their
-memory-bound work is stated, not traced: the passes over memory of an eager adaLN block as counted in plain PyTorch, and
-adaLN's weights, which every rank of NeMo's has in full, updates in full and exchanges in full with its replicas. Before
-a step Megatron-Core's data parallelism sets gradients to zero, and behind it divides them, which ours does not. Their
-batch was not published: 256 samples are assumed, which matters for the row with pipeline stages.
+The matrix products, the attention and the traffic of a row are those of our recipe with the same model and layout,
+traced on fake tensors. The published systems have other memory-bound kernels, so this work is assumed, not traced: the
+passes over memory of an eager adaLN block as counted in plain PyTorch, and the unsharded adaLN weights, which every
+rank of NeMo stores, updates and exchanges with its replicas. Megatron-Core's data parallelism sets gradients to zero
+before a step and divides them after it; ours does not. The batch size was not published: 256 samples are assumed, which
+matters for the row with pipeline stages.
 
-Two constants are fitted, the rates of matrix products and of attention, on the four rows of NeMo; the row of Wan is in
-no fit. A row left out says what the fit is worth: the rates of the other three predict it.
+Two constants are fitted to the four rows of NeMo, the rates of matrix products and of attention; the row of Wan is not
+fitted. Leave-one-out errors show the quality of the fit: a row is predicted with the rates of the other three.
 """
 
 import argparse
@@ -43,9 +43,9 @@ if TYPE_CHECKING:
     from dit.tracing.counter import StepTrace
 
 EAGER_PASSES, EAGER_FORWARD_PASSES = 178, 52
-"""Reads and writes of tokens x hidden size that an eager layer of three sub-layers makes, and its forward pass alone.
+"""Reads and writes of tokens x hidden size in an eager layer of three sub-layers: in total, and in its forward pass.
 
-Counted in plain PyTorch for two sub-layers, 30 and 73, and carried over to cross-attention and the norms of q and k.
+Counted in plain PyTorch for two sub-layers, 30 and 73, and extrapolated to cross-attention and the norms of q and k.
 """
 FP32_BYTES = 4
 WEIGHT_BYTES = 2 + FP32_BYTES
@@ -61,16 +61,16 @@ MODULATION_BYTES = 12
 
 @dataclass(frozen=True)
 class Row:
-    """A published measurement on H100, 8 to a node.
+    """A published measurement on H100, 8 per node.
 
     Attributes:
         name: as in the table.
-        recipe: ours of the same model and layout.
-        gpus: it ran on.
-        tokens_per_s: of each GPU.
-        fitted: whether the constants may see it.
+        recipe: of this project, with the same model and layout.
+        gpus: number of GPUs.
+        tokens_per_s: per GPU.
+        fitted: whether the constants are fitted to it.
         overrides: of the recipe.
-        modulation: weights of a layer's adaLN projections, over the squared hidden size.
+        modulation: weights of a layer's adaLN projections, divided by the squared hidden size.
     """
 
     name: str
@@ -111,10 +111,10 @@ class Traced:
     Attributes:
         tokens: of a step.
         micro_batches: of a step on one replica.
-        memory: bytes that the published system is taken to move in a micro-batch and in its forward pass, by rank.
-        weights: those of a rank of the published system over those of ours, by rank.
-        gradients: bytes of them that it moves and we do not, by rank.
-        summed: bytes of gradients of adaLN's weights that its tensor-parallel ranks send to each other, by rank.
+        memory: assumed traffic in bytes of the published system in a micro-batch and in its forward pass, by rank.
+        weights: number of weights of a rank of the published system, divided by ours, by rank.
+        gradients: bytes of additional traffic of gradients in the published system, by rank.
+        summed: bytes of adaLN gradients that its tensor-parallel ranks send to each other, by rank.
     """
 
     row: Row
@@ -137,8 +137,8 @@ class Traced:
         cluster = Cluster(device, self.row.gpus, self.config.parallel)
         times = []
         for rank, trace in self.plan.ranks.items():
-            theirs = with_whole_modulations(trace, self.weights[rank], self.summed[rank])
-            cost = cost_of(theirs, self.micro_batches, cluster)
+            published = with_unsharded_modulations(trace, self.weights[rank], self.summed[rank])
+            cost = cost_of(published, self.micro_batches, cluster)
             cost[[MICRO_BATCH, FORWARD], K_MEMORY] = np.array(self.memory[rank]) / device.memory_bandwidth
             cost[[ONCE, UPDATE], K_MEMORY] *= self.weights[rank]
             cost[ONCE, K_MEMORY] += self.gradients[rank] / device.memory_bandwidth
@@ -165,34 +165,34 @@ def traced(row: Row) -> Traced:
     dims, _ = config.check(row.gpus)
     sample = planned_sample(task, config.model)
     parts = config.model, config.objective, config.optimizer, config.parallel, config.training
-    found = plan(*parts, sample.shape(dims), dims)
+    full_plan = plan(*parts, sample.shape(dims), dims)
     sizes, layout = config.model.megatron_sizes(), config.parallel
     layers = split_layers(sizes.num_layers, layout.pipeline_model_parallel_size)
-    again = recomputed_share(config.training, layout, sizes.num_layers)
+    recomputed = recomputed_share(config.training, layout, sizes.num_layers)
     share = layout.tensor_model_parallel_size * layout.context_parallel_size
     one_pass = 2 * sample.tokens * dims.micro_batch_size * sizes.hidden_size / share
     weights = row.modulation * sizes.hidden_size**2
     moved = (
-        (EAGER_PASSES + again * EAGER_FORWARD_PASSES) * one_pass + MODULATION_BYTES * weights,
+        (EAGER_PASSES + recomputed * EAGER_FORWARD_PASSES) * one_pass + MODULATION_BYTES * weights,
         EAGER_FORWARD_PASSES * one_pass + 2 * weights,
     )
-    memory = {rank: (moved[0] * layers[rank], moved[1] * layers[rank]) for rank in found.ranks}
+    memory = {rank: (moved[0] * layers[rank], moved[1] * layers[rank]) for rank in full_plan.ranks}
     elsewhere = 1 - 1 / layout.tensor_model_parallel_size
-    own = {rank: step.state_bytes["weights and gradients"] / WEIGHT_BYTES for rank, step in found.ranks.items()}
-    more = {rank: 1 + elsewhere * weights * layers[rank] / count for rank, count in own.items()}
+    counts = {rank: step.state_bytes["weights and gradients"] / WEIGHT_BYTES for rank, step in full_plan.ranks.items()}
+    ratios = {rank: 1 + elsewhere * weights * layers[rank] / count for rank, count in counts.items()}
     passes = 0 if layout.data_parallel == "fsdp" else GRADIENT_PASSES
-    gradients = {rank: passes * FP32_BYTES * count * more[rank] for rank, count in own.items()}
-    summed = {rank: 2 * elsewhere * FP32_BYTES * weights * layers[rank] for rank in own}
+    gradients = {rank: passes * FP32_BYTES * count * ratios[rank] for rank, count in counts.items()}
+    summed = {rank: 2 * elsewhere * FP32_BYTES * weights * layers[rank] for rank in counts}
     tokens = sample.tokens * config.training.global_batch_size
-    return Traced(row, config, found, tokens, dims.micro_batches, memory, more, gradients, summed)
+    return Traced(row, config, full_plan, tokens, dims.micro_batches, memory, ratios, gradients, summed)
 
 
-def with_whole_modulations(step: "StepTrace", weights: float, summed: float) -> "StepTrace":
-    """Return a step of a rank with adaLN's weights in full, as they are of all tensor-parallel ranks of NeMo's.
+def with_unsharded_modulations(step: "StepTrace", weights: float, summed: float) -> "StepTrace":
+    """Return a step of a rank with unsharded adaLN weights, as on all tensor-parallel ranks of NeMo.
 
     Args:
-        weights: that it exchanges with its replicas, over its own.
-        summed: bytes of their gradients, each rank's of its tokens, that it sends to its tensor-parallel peers.
+        weights: ratio of the weights exchanged with replicas to those in the step.
+        summed: bytes of adaLN gradients that the rank sends to its tensor-parallel peers.
     """
     sent = Counter(
         {
@@ -206,9 +206,9 @@ def with_whole_modulations(step: "StepTrace", weights: float, summed: float) -> 
 
 
 def fitted(rows: Sequence[Traced], start: Device = H100) -> Device:
-    """Return a device whose rates of matrix products and attention give the least squared relative errors.
+    """Return a device with rates of matrix products and attention that minimise the squared relative errors.
 
-    The errors are nearly linear in the inverse rates, so that Newton's steps on these settle at once.
+    The errors are nearly linear in the inverse rates, so Newton's method on these converges in a few steps.
     """
     inverse = np.array([1 / start.matmul_flops, 1 / start.attention_flops])
 
@@ -229,7 +229,7 @@ def left_out(rows: Sequence[Traced], row: Traced) -> Device:
 
 
 def table(rows: Sequence[Traced]) -> str:
-    """Return the predictions as a table, each beside that of a fit which has not seen the row."""
+    """Return a table of the predictions, each with the prediction of a fit without the row."""
     lines = [f"{'':<26} {'published':>10} {'planned':>10} {'error':>7} {'left out':>9}  the fit without it"]
     for row in rows:
         device = left_out(rows, row)
@@ -237,14 +237,14 @@ def table(rows: Sequence[Traced]) -> str:
             f"{row.row.name:<26} {row.measured * 1e3:>7,.0f} ms {row.predicted(H100).total * 1e3:>7,.0f} ms "
             f"{row.error(H100):>+7.1%} {row.error(device):>+9.1%}  {_rates(device)}"
         )
-    seen = [row for row in rows if row.row.fitted]
-    others = [row.row.name for row in rows if not row.row.fitted]
+    fitted_rows = [row for row in rows if row.row.fitted]
+    not_fitted = [row.row.name for row in rows if not row.row.fitted]
     return "\n".join(
         [
             *lines,
             "",
-            f"2 constants fitted to {len(seen)} rows: {_rates(fitted(seen))}; used: {_rates(H100)}",
-            f"in no fit: {', '.join(others)}",
+            f"2 constants fitted to {len(fitted_rows)} rows: {_rates(fitted(fitted_rows))}; used: {_rates(H100)}",
+            f"in no fit: {', '.join(not_fitted)}",
         ]
     )
 

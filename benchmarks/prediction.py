@@ -1,4 +1,4 @@
-"""What the planner predicts for a measurement: the same settings, traced on fake tensors, on the device's constants."""
+"""The planner's prediction for a measurement: the same settings on fake tensors, with the device's constants."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Optional
@@ -9,18 +9,18 @@ if TYPE_CHECKING:
     from dit.planner.devices import Device
 
 NODE = 8
-"""GPUs of a node, at most."""
+"""Largest number of GPUs per node."""
 OTHER_FORMS = ("PCIE", "NVL")
-"""Words of cards that share a name with a device of the planner, and have other rates."""
+"""Words in the names of cards with other rates than the device of the planner with the same name."""
 
 
 def device_of(name: str) -> Optional["Device"]:
-    """Return the planner's constants of a device, by its name as CUDA states it; None if it has none."""
+    """Return the planner's constants of a device, by its CUDA name; None if it is unknown."""
     from dit.planner.devices import DEVICES
 
     words = name.upper().replace("-", " ").split()
-    known = [device for device in DEVICES.values() if device.name.upper() in words]
-    return known[0] if known and not any(other in words for other in OTHER_FORMS) else None
+    devices = [device for device in DEVICES.values() if device.name.upper() in words]
+    return devices[0] if devices and not any(form in words for form in OTHER_FORMS) else None
 
 
 def predicted(words: Sequence[str], ranks: int, device: "Device") -> dict[str, Any]:
@@ -43,10 +43,10 @@ def predicted(words: Sequence[str], ranks: int, device: "Device") -> dict[str, A
     config = step.config_of(step.build_parser().parse_args(list(words)), "runs/planned")
     dims, _ = config.check(ranks)
     shape = sample_of(config.data, config.model).shape(dims)
-    found = plan(config.model, config.objective, config.optimizer, config.parallel, config.training, shape, dims)
+    step_plan = plan(config.model, config.objective, config.optimizer, config.parallel, config.training, shape, dims)
     cluster = Cluster(device, ranks, config.parallel, min(NODE, ranks))
     return {
-        "planned_ms": 1e3 * planned_step(found, dims, cluster).time.total,
-        "planned_memory_gib": found.fullest.peak / 2**30,
+        "planned_ms": 1e3 * planned_step(step_plan, dims, cluster).time.total,
+        "planned_memory_gib": step_plan.fullest.peak / 2**30,
         "planned_for": device.name,
     }

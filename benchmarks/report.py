@@ -1,8 +1,8 @@
-"""Our measurements beside published ones: `python -m benchmarks.report ROWS.jsonl ... --out report.md`.
+"""Compare our measurements with published ones: `python -m benchmarks.report ROWS.jsonl ... --out report.md`.
 
-Published rates are turned into operations by our own count of the same model and sequence: what the maths asks for
-("executed") and, beside NeMo's table, in its convention, which counts adaLN once per token. Rows of `benchmarks.step`
-and `benchmarks.sweep` are read; a row with `planned_ms` shows how far the plan was off.
+Published rates are converted to operations with our count for the same model and sequence: those of the model's
+formulas ("executed") and, for NeMo's table, in its convention, which counts adaLN once per token. The command reads
+rows of `benchmarks.step` and `benchmarks.sweep`; a row with `planned_ms` shows the error of the plan.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from dit.terminal import echo
 from launch import environment
 
 DENSE_BF16 = {"H100": 989.0, "GB200": 2500.0, "A100": 312.0}
-"""TFLOPS of one device without sparsity, as its maker states them."""
+"""TFLOPS of one device without sparsity, as published by its manufacturer."""
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,16 @@ class Published:
     """A published measurement of training.
 
     Attributes:
-        system: who measured.
+        system: name of the software.
         devices: number and kind.
         kind: a key of `DENSE_BF16`.
         what: model, sequence and layout.
-        source: where it stands.
-        recipe: ours of the same model and sequence; None where there is none.
-        tokens_per_s: per device; None if it was not published.
+        source: of the measurement.
+        recipe: of this project, with the same model and sequence; None if there is none.
+        tokens_per_s: per device; None if not published.
         samples_per_s: per device; for models of pixels.
-        tflops: as stated, per device, in the authors' own convention.
-        mfu: as stated, a share of the peak.
+        tflops: as published, per device, in the authors' convention.
+        mfu: as published, a share of the peak.
     """
 
     system: str
@@ -160,15 +160,15 @@ def published_row(row: Published) -> list[str]:
     share = executed / DENSE_BF16[row.kind] if executed else row.mfu
     rates = [cell(row.tokens_per_s), cell(row.samples_per_s)]
     numbers = [*rates, cell(row.tflops, ",.4g"), cell(executed), cell(nemo if row.source == _TABLE else None)]
-    by = "" if executed or not share else " (stated)"
-    return [row.system, row.devices, row.what, *numbers, cell(share, ".1%") + by, row.recipe or "-", row.source]
+    note = "" if executed or not share else " (stated)"
+    return [row.system, row.devices, row.what, *numbers, cell(share, ".1%") + note, row.recipe or "-", row.source]
 
 
 def our_row(row: dict[str, Any]) -> list[str]:
-    """Return a measurement of ours, with the plan and the published rate of its recipe where there are any."""
-    beside = next((other for other in PUBLISHED if other.recipe == row["recipe"]), None)
-    theirs, own = beside and beside.tokens_per_s, row.get("valid_tokens_per_s_per_rank")
-    ratio = own / theirs if own and theirs else None
+    """Return a measurement of ours, with the plan and the published rate of its recipe if available."""
+    published = next((entry for entry in PUBLISHED if entry.recipe == row["recipe"]), None)
+    published_rate, rate = published and published.tokens_per_s, row.get("valid_tokens_per_s_per_rank")
+    ratio = rate / published_rate if rate and published_rate else None
     planned, measured = row.get("planned_ms"), row.get("step_ms_p50")
     return [
         row["recipe"],
@@ -178,7 +178,7 @@ def our_row(row: dict[str, Any]) -> list[str]:
         cell(measured, ",.1f"),
         cell(planned, ",.1f"),
         cell(planned / measured if planned and measured else None, ".2f"),
-        cell(own),
+        cell(rate),
         cell(ratio, ".2f"),
         cell(row.get("samples_per_s"), ",.4g"),
         cell(row.get("tflops_per_rank_model"), ",.4g"),
@@ -198,15 +198,15 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
         "our recipe",
         "source",
     ]
-    ours = ["recipe", "layout", "devices", "status", "ms, measured", "ms, planned", "planned / measured"]
-    ours += ["tokens/s per rank", "of the published rate", "samples/s", "TFLOPS, executed", "TFLOPS, NeMo's convention"]
-    ours += ["MFU, executed", "revision"]
+    columns = ["recipe", "layout", "devices", "status", "ms, measured", "ms, planned", "planned / measured"]
+    columns += ["tokens/s per rank", "of the published rate", "samples/s", "TFLOPS, executed"]
+    columns += ["TFLOPS, NeMo's convention", "MFU, executed", "revision"]
     return "\n".join(
         [
             "# Report",
             "",
-            "Executed: the operations that the maths asks for, by our count, recomputation left out. NeMo's convention "
-            "counts the adaLN projections once per token, where they run once per sample; compare tokens/s.",
+            "Executed: the operations of the model's formulas, by our count, without recomputation. NeMo's convention "
+            "counts the adaLN projections once per token, although they run once per sample; compare tokens/s.",
             "",
             "## Published",
             "",
@@ -214,7 +214,7 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
             "",
             "## Ours",
             "",
-            *(table(ours, [our_row(row) for row in rows]) if rows else ["No rows were given."]),
+            *(table(columns, [our_row(row) for row in rows]) if rows else ["No rows were given."]),
             "",
             *([] if any(row["status"] == OK and row["device"] != "CPU" for row in rows) else ["No row of a GPU.", ""]),
         ]
@@ -230,8 +230,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     )
     parser.add_argument("--out", type=Path, help="write the page to this file instead of the console")
     args = parser.parse_args(argv)
-    if missing := [str(path) for path in args.rows if not path.exists()]:
-        raise ConfigError(f"there is no {', '.join(missing)}; benchmarks.step writes its rows to --out FILE")
+    if absent := [str(path) for path in args.rows if not path.exists()]:
+        raise ConfigError(f"there is no {', '.join(absent)}; benchmarks.step writes its rows to --out FILE")
     environment.prepare()
     text = page([row for path in args.rows for row in read_rows(path)])
     if args.out:

@@ -67,7 +67,7 @@ class Arm:
 
 @dataclass
 class Curve:
-    """What an arm did, by step.
+    """Measurements of an arm, by step.
 
     Attributes:
         losses, norms: of every step; the gradient norm before clipping. A step that is not finite ends them.
@@ -186,15 +186,15 @@ def study(args: argparse.Namespace) -> list[tuple[Arm, Curve]]:
     arms = [(arm, args.steps) for arm in grid]
     arms += [(arm, args.outlier + args.after) for arm in (Arm(least, first, 0, 0.0), *with_outlier)]
     groups = process_groups.initialize(ParallelConfig())
-    found = []
+    results = []
     with tempfile.TemporaryDirectory() as folder:
         for i, (arm, steps) in enumerate(arms):
             config = config_of(args.factory, args.overrides, arm, steps, f"{folder}/{i}")
             curve = train(config, groups, arm, args.scale)
-            found.append((arm, curve))
+            results.append((arm, curve))
             echo(row(arm, curve), flush=True)
     process_groups.destroy()
-    return found
+    return results
 
 
 def row(arm: Arm, curve: Curve) -> str:
@@ -215,11 +215,11 @@ def row(arm: Arm, curve: Curve) -> str:
     return f"| {' | '.join(map(str, cells))} |"
 
 
-def report(args: argparse.Namespace, found: Sequence[tuple[Arm, Curve]], seconds: float) -> str:
+def report(args: argparse.Namespace, results: Sequence[tuple[Arm, Curve]], seconds: float) -> str:
     """Return the page: what ran, the table, and what happened in sentences."""
     import torch
 
-    grid, outliers = found[:-3], found[-3:]
+    grid, outliers = results[:-3], results[-3:]
     diverged = [arm for arm, curve in grid if curve.diverged_at() is not None]
     by_name = {
         name: (sum(arm.name == name for arm in diverged), sum(arm.name == name for arm, _ in grid))
@@ -237,7 +237,7 @@ def report(args: argparse.Namespace, found: Sequence[tuple[Arm, Curve]], seconds
             "",
             "| rate | batch | with | outlier | steps | diverged | highest loss | highest norm | clipped | final loss |",
             "| ---: | ---: | --- | ---: | ---: | --- | ---: | ---: | ---: | ---: |",
-            *(row(arm, curve) for arm, curve in found),
+            *(row(arm, curve) for arm, curve in results),
             "",
             f"Diverged: the running loss of {WINDOW} steps is more than {FAR_ABOVE:g} times its lowest, or a number is "
             f"not finite. The final loss is the median of the last {LAST} steps. The last three rows are the same "
@@ -258,11 +258,11 @@ def _shown(loss: Optional[float]) -> str:
     return "none (not finite)" if loss is None else f"{loss:.4f}"
 
 
-def plot(found: Sequence[tuple[Arm, Curve]], path: Path) -> None:
+def plot(results: Sequence[tuple[Arm, Curve]], path: Path) -> None:
     """Draw the losses: the grid at its highest rate and first batch, and the arms with an outlier."""
     from matplotlib.figure import Figure
 
-    grid, outliers = found[:-3], found[-3:]
+    grid, outliers = results[:-3], results[-3:]
     highest, first = max(arm.rate for arm, _ in grid), grid[0][0].batch
     shown = [(arm.name, curve) for arm, curve in grid if arm.rate == highest and arm.batch == first]
     labels = ("no outlier", "outlier, no clipping", "outlier, clipping")
@@ -306,14 +306,14 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     environment.prepare()
     cli.check_factory(args.factory)
     began = time.monotonic()
-    found = study(args)
+    results = study(args)
     args.out.mkdir(parents=True, exist_ok=True)
-    page = report(args, found, time.monotonic() - began)
+    page = report(args, results, time.monotonic() - began)
     (args.out / "stability.md").write_text(page, encoding="utf-8")
     if args.record:
-        lines = [json.dumps({**asdict(arm), **asdict(curve)}) + "\n" for arm, curve in found]
+        lines = [json.dumps({**asdict(arm), **asdict(curve)}) + "\n" for arm, curve in results]
         args.record.write_text("".join(lines), encoding="utf-8")
-    plot(found, args.out / "stability.png")
+    plot(results, args.out / "stability.png")
     echo(page)
     return EXIT_OK
 

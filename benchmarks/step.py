@@ -175,24 +175,24 @@ def revision() -> str:
     """Return the git revision of the code, marked when the tree differs from it."""
     from dit.monitoring.environment_record import git_revision
 
-    found = git_revision()
-    return "unknown" if found is None else found["commit"][:12] + ("-dirty" if found["dirty"] else "")
+    record = git_revision()
+    return "unknown" if record is None else record["commit"][:12] + ("-dirty" if record["dirty"] else "")
 
 
 def table(record: dict[str, Any]) -> str:
     """Format a record, one quantity per line."""
     width = max(map(len, record))
-    shown = {k: f"{v:,.4g}" if isinstance(v, float) else v for k, v in record.items()}
-    return "\n".join(f"{name:<{width}}  {value}" for name, value in shown.items())
+    values = {k: f"{v:,.4g}" if isinstance(v, float) else v for k, v in record.items()}
+    return "\n".join(f"{name:<{width}}  {value}" for name, value in values.items())
 
 
 def where() -> dict[str, Any]:
-    """Return the device, the revision of the code and the versions: what a measurement is worth nothing without."""
+    """Return the device, the revision of the code and the versions, for the record of a measurement."""
     from dit.backends.device import describe
     from dit.monitoring.environment_record import versions
 
-    found = versions()
-    return {"device": describe(), "revision": revision(), "torch": found["packages"]["torch"], "versions": found}
+    record = versions()
+    return {"device": describe(), "revision": revision(), "torch": record["packages"]["torch"], "versions": record}
 
 
 def write(record: dict[str, Any], out: Optional[Path]) -> None:

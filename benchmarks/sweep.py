@@ -2,10 +2,10 @@
 
     python -m benchmarks.sweep --factory tiny_dit --layouts ddp distopt fsdp tp2 tp2sp pp2 cp2 --ranks 2 --out sweep
 
-Every cell is `benchmarks.step` in processes of its own. A cell that runs out of memory, whose layout is refused or
-that fails is a row, too. On a device that the planner knows, a row has its prediction beside the measurement. Rows that
-`--out` has are not measured again: the same command goes on where it was stopped.
-`--executor NAME` measures the cells as one nemo-run experiment (launch/README.md).
+Every cell runs `benchmarks.step` in separate processes. Cells that run out of memory, have an invalid layout or fail
+are rows, too. On a device with constants in the planner, a row also has the prediction. Rows in `--out` are not
+measured again, so the same command continues an interrupted sweep. `--executor NAME` measures the cells as one nemo-run
+experiment (launch/README.md).
 """
 
 import argparse
@@ -46,7 +46,7 @@ COLUMNS: dict[str, tuple[str, Callable[[float], str]]] = {
     "peak_memory_gib": ("GiB", lambda x: f"{x:.2f}"),
     "planned_memory_gib": ("GiB, planned", lambda x: f"{x:.2f}"),
 }
-"""Columns of the table: heading and format by the field of a row; a column without any value is left out."""
+"""Columns of the table: heading and format by the field of a row; columns without values are left out."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -59,22 +59,22 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=20, help="timed optimizer steps (%(default)s)")
     parser.add_argument("--warmup", type=int, default=5, help="optimizer steps before timing (%(default)s)")
     parser.add_argument("--shape", metavar="TxHxW", help="synthetic latents, as in benchmarks.step")
-    parser.add_argument("--limit", type=float, default=1800, help="seconds that a cell may take (%(default)s)")
+    parser.add_argument("--limit", type=float, default=1800, help="time limit of a cell in seconds (%(default)s)")
     parser.add_argument("--executor", help="measure as one nemo-run experiment; it has its own ranks")
     experiment.add_arguments(parser)
     grid.add_arguments(parser)
     return parser
 
 
-def asked(cell: grid.Cell, args: argparse.Namespace) -> dict[str, Any]:
-    """Return what a row was asked for: two rows with the same of it are one measurement."""
+def key_fields(cell: grid.Cell, args: argparse.Namespace) -> dict[str, Any]:
+    """Return the fields that identify the measurement of a row."""
     names = {"recipe": cell.recipe, "layout": cell.layout, "variant": cell.variant, "overrides": cell.overrides}
     return {**names, "ranks": args.ranks, "steps": args.steps, "warmup": args.warmup, "shape": args.shape}
 
 
 def is_row_of(row: dict[str, Any], cell: grid.Cell, args: argparse.Namespace) -> bool:
-    """Return whether a row is the measurement that is asked for."""
-    return all(row[key] == value for key, value in asked(cell, args).items())
+    """Return whether a row is the measurement of a cell."""
+    return all(row[key] == value for key, value in key_fields(cell, args).items())
 
 
 def words_of(cell: grid.Cell, args: argparse.Namespace, file: Path) -> list[str]:
@@ -91,7 +91,7 @@ def command_of(words: Sequence[str], ranks: int) -> list[str]:
 
 
 def run_here(command: Sequence[str], log: Path, limit: float) -> bool:
-    """Run a command in a session of its own, of which nothing stays; return whether it ended within the limit (s)."""
+    """Run a command in a new session and kill all its processes; return whether it ended within the limit (s)."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "w") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, start_new_session=True)
@@ -107,18 +107,18 @@ def run_here(command: Sequence[str], log: Path, limit: float) -> bool:
 
 
 def result_of(file: Path, log: Path, in_time: bool) -> dict[str, Any]:
-    """Return the record that a cell wrote, or how it ended without one.
+    """Return the record of a cell, or a record of its failure.
 
     Args:
         file: of its record.
         log: its output; may be missing.
-        in_time: whether it ended by itself.
+        in_time: whether it ended within the time limit.
     """
     if file.exists():
         record: dict[str, Any] = parse_json(read_bytes(file).splitlines()[0])
         return record
     text = read_bytes(log).decode(errors="replace") if log.exists() else ""
-    if OUT_OF_MEMORY in text.lower():  # of another rank than the first, which alone writes
+    if OUT_OF_MEMORY in text.lower():  # on another rank than rank 0, which writes the record
         return {"status": OUT_OF_MEMORY, **where()}
     errors = [line.strip() for line in text.splitlines() if "error:" in line.lower()]
     status = FAILED if in_time else TIMED_OUT
@@ -126,7 +126,7 @@ def result_of(file: Path, log: Path, in_time: bool) -> dict[str, Any]:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a sweep; a line that was cut while it was written does not count."""
+    """Return the rows of a sweep; an incomplete last line is ignored."""
     if not path.exists():
         return []
     complete = read_bytes(path).rpartition(b"\n")[0]
@@ -134,15 +134,15 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def append(path: Path, row: dict[str, Any]) -> None:
-    """Add a row to a sweep, behind those that are complete."""
-    write_atomic(path, "".join(json.dumps(known) + "\n" for known in [*read_rows(path), row]))
+    """Append a row to the complete rows of a sweep."""
+    write_atomic(path, "".join(json.dumps(each_row) + "\n" for each_row in [*read_rows(path), row]))
 
 
 def line_of(row: dict[str, Any]) -> str:
     """Return a row in a line for the console."""
     keys = [key for key in ("step_ms_p50", "valid_tokens_per_s_per_rank") if row.get(key) is not None]
-    found = [f"{COLUMNS[key][0]} {COLUMNS[key][1](row[key])}" for key in keys]
-    return "  ".join(filter(None, [*name_of(row), row["status"], *found, row.get("error")]))
+    values = [f"{COLUMNS[key][0]} {COLUMNS[key][1](row[key])}" for key in keys]
+    return "  ".join(filter(None, [*name_of(row), row["status"], *values, row.get("error")]))
 
 
 def name_of(row: dict[str, Any]) -> list[str]:
@@ -151,15 +151,15 @@ def name_of(row: dict[str, Any]) -> list[str]:
 
 
 def page(rows: Sequence[dict[str, Any]], title: str) -> str:
-    """Return the table of the rows, with what they were measured on and with."""
-    shown = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
+    """Return the table of the rows, with device, versions and numbers of steps."""
+    columns = [key for key in COLUMNS if any(row.get(key) is not None for row in rows)]
     names = [name for name in ("recipe", "layout", "variant") if any(row[name] for row in rows)]
     lines = [
-        f"| {' | '.join([*names, 'status', *(COLUMNS[key][0] for key in shown)])} |",
-        f"| {' | '.join(['---'] * (len(names) + 1) + ['---:'] * len(shown))} |",
+        f"| {' | '.join([*names, 'status', *(COLUMNS[key][0] for key in columns)])} |",
+        f"| {' | '.join(['---'] * (len(names) + 1) + ['---:'] * len(columns))} |",
     ]
     for row in rows:
-        cells = [COLUMNS[key][1](row[key]) if row.get(key) is not None else "-" for key in shown]
+        cells = [COLUMNS[key][1](row[key]) if row.get(key) is not None else "-" for key in columns]
         lines.append(f"| {' | '.join([*(row[name] or '-' for name in names), row['status'], *cells])} |")
     refused = [f"* {', '.join(name_of(row))}: {row['error']}" for row in rows if row.get("error")]
     places = sorted({f"{device_of(row)}, torch {row['torch']}, revision {row['revision']}" for row in rows})
@@ -169,12 +169,12 @@ def page(rows: Sequence[dict[str, Any]], title: str) -> str:
 
 
 def device_of(row: dict[str, Any]) -> str:
-    """Return how many of which device a row was measured on."""
+    """Return the number and name of the devices of a row."""
     return f"{row['ranks']} x {row['device']}"
 
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Draw tokens/s per rank of every cell; a cell without a time shows how it ended."""
+    """Draw tokens/s per rank of every cell; a cell without a time shows its status."""
     from matplotlib.figure import Figure
 
     recipes = list(dict.fromkeys(row["recipe"] for row in rows))
@@ -196,7 +196,7 @@ def measure_here(args: argparse.Namespace, cells: Sequence[grid.Cell]) -> None:
     """Measure cells one by one in processes of this machine, and append a row after each."""
     for cell in cells:
         file, log = args.out / "cells" / f"{cell.name}.jsonl", args.out / "logs" / f"{cell.name}.log"
-        file.unlink(missing_ok=True)  # of a sweep that was stopped before it took the row
+        file.unlink(missing_ok=True)  # left by a sweep that was stopped before it appended the row
         in_time = run_here(command_of(words_of(cell, args, file), args.ranks), log, args.limit)
         take(args, cell, result_of(file, log, in_time))
 
@@ -215,14 +215,14 @@ def measure_there(args: argparse.Namespace, cells: Sequence[grid.Cell], executor
 
 
 def take(args: argparse.Namespace, cell: grid.Cell, result: dict[str, Any]) -> None:
-    """Append the row of a cell, with what the planner says of it, and print it in a line."""
-    row = {**result, **planned(cell, args, result), **asked(cell, args)}
+    """Append the row of a cell, with the planner's prediction, and print it in a line."""
+    row = {**result, **planned(cell, args, result), **key_fields(cell, args)}
     append(args.out / ROWS, row)
     echo(line_of(row), flush=True)
 
 
 def planned(cell: grid.Cell, args: argparse.Namespace, result: dict[str, Any]) -> dict[str, Any]:
-    """Return what the planner predicts for a cell that was measured on a device that it knows; its fault is a note."""
+    """Return the planner's prediction for a measured cell, or its error; empty for an unknown device."""
     device = prediction.device_of(result["device"])
     if device is None or result["status"] != OK:
         return {}
@@ -244,16 +244,16 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     executor = None if args.executor is None else experiment.executor_of(args.executor, of_executor)
     if executor is not None:
         args.ranks = executor.nnodes() * executor.nproc_per_node()
-    have = read_rows(args.out / ROWS)
-    missing = [cell for cell in cells if not any(is_row_of(row, cell, args) for row in have)]
-    echo(f"{len(missing)} of {len(cells)} cells to measure")
+    finished = read_rows(args.out / ROWS)
+    to_measure = [cell for cell in cells if not any(is_row_of(row, cell, args) for row in finished)]
+    echo(f"{len(to_measure)} of {len(cells)} cells to measure")
     if executor is not None:
-        measure_there(args, missing, executor)
+        measure_there(args, to_measure, executor)
     elif args.dryrun:
-        for cell in missing:
+        for cell in to_measure:
             echo(shlex.join(command_of(words_of(cell, args, args.out / "cells" / f"{cell.name}.jsonl"), args.ranks)))
     else:
-        measure_here(args, missing)
+        measure_here(args, to_measure)
     if args.dryrun:
         return EXIT_OK
     rows = read_rows(args.out / ROWS)

@@ -1,9 +1,9 @@
-"""Time UNets of equal channels, ours, diffusers' and imagen-pytorch's, interleaved: `python -m benchmarks.unets`.
+"""Time UNets with equal channels, ours, diffusers' and imagen-pytorch's, interleaved: `python -m benchmarks.unets`.
 
 A step is a forward and a backward pass of pictures with texts, in fp32 on one CPU thread or in bf16 on a GPU. Our
 latent-diffusion UNet and diffusers' `UNet2DConditionModel` are the same network. imagen-pytorch's `Unet` has the
-channels of our regular one, but other blocks, each level's with the channels of the level before; it stands beside the
-one of ours whose number of operations is nearest. Other packages are compared where they are installed.
+channels of our regular UNet, but other blocks, with the channels of the previous level; it is compared with the variant
+of ours with the most similar number of operations. Other packages are compared if they are installed.
 """
 
 import argparse
@@ -36,7 +36,7 @@ TEXT_TOKENS, TEXT_WIDTH = 16, 128
 
 @dataclass(frozen=True)
 class Pictures:
-    """What every network is given.
+    """Inputs of every network.
 
     Attributes:
         batch: noised pictures as tokens of one pixel, and their texts of equal length.
@@ -67,8 +67,8 @@ class Arm:
     """A network to be timed.
 
     Attributes:
-        name: as shown.
-        beside: name of the arm that it is compared with.
+        name: in the table.
+        beside: name of the arm for comparison.
         network: has the parameters.
         step: runs forward and backward.
     """
@@ -81,14 +81,14 @@ class Arm:
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of an arm.
+    """Measurements of an arm.
 
     Attributes:
         parameters: of the network.
-        gflop: matrix products and convolutions of a step, for one picture.
-        seconds: of a step, the median; on CPU of process time.
-        images_per_s: pictures of a step by that time.
-        ratio: of its time to that of the arm beside it, the median over rounds.
+        gflop: matrix products and convolutions of a step, per picture.
+        seconds: median time of a step; process time on CPU.
+        images_per_s: pictures per second.
+        ratio: of its time to that of the arm for comparison, the median over rounds.
     """
 
     name: str
@@ -165,7 +165,7 @@ def imagen_arms(groups: "ProcessGroups", *, compiled: bool = True) -> Iterator[A
         network = Unet(
             dim=CHANNELS,
             dim_mults=tuple(fused.channel_multipliers),
-            num_resnet_blocks=1,  # beside the one that each level starts with
+            num_resnet_blocks=1,  # in addition to the first block of each level
             text_embed_dim=TEXT_WIDTH,
             cond_dim=TEXT_WIDTH,
             max_text_len=TEXT_TOKENS,
@@ -175,8 +175,8 @@ def imagen_arms(groups: "ProcessGroups", *, compiled: bool = True) -> Iterator[A
             attn_heads=fused.channels[-1] // HEAD,
         )
 
-        def predict(given: Pictures) -> "Tensor":
-            out: Tensor = network(given.noised_NCHW, given.time_N, text_embeds=given.texts_NLE, cond_drop_prob=0.0)
+        def predict(x: Pictures) -> "Tensor":
+            out: Tensor = network(x.noised_NCHW, x.time_N, text_embeds=x.texts_NLE, cond_drop_prob=0.0)
             return out
 
         yield theirs("imagen-pytorch Unet", single, network, predict)
@@ -203,18 +203,18 @@ def latent_arms(groups: "ProcessGroups") -> Iterator[Arm]:
         from dit.convert.diffusers_unet import DiffusersUNet
 
         settings, _ = DiffusersUNet().write_settings(model, (1, 64, 64))
-        for shown, layout in (("", torch.contiguous_format), (", channels-last", torch.channels_last)):
+        for suffix, layout in (("", torch.contiguous_format), (", channels-last", torch.channels_last)):
             network = UNet2DConditionModel.from_config(settings).train().to(memory_format=layout)
 
-            def predict(given: Pictures, network: "nn.Module" = network, layout: Any = layout) -> "Tensor":
-                pictures = given.noised_NCHW.contiguous(memory_format=layout)
-                out: Tensor = network(pictures, 999 * given.time_N, given.texts_NLE).sample
+            def predict(x: Pictures, network: "nn.Module" = network, layout: Any = layout) -> "Tensor":
+                pictures = x.noised_NCHW.contiguous(memory_format=layout)
+                out: Tensor = network(pictures, 999 * x.time_N, x.texts_NLE).sample
                 return out
 
-            yield theirs(f"diffusers UNet2DConditionModel{shown}", name, network, predict)
+            yield theirs(f"diffusers UNet2DConditionModel{suffix}", name, network, predict)
 
 
-def made_up(side: int, count: int) -> Pictures:
+def random_pictures(side: int, count: int) -> Pictures:
     """Return random pictures with texts of equal length."""
     import torch
 
@@ -235,7 +235,7 @@ def made_up(side: int, count: int) -> Pictures:
 
 
 def clock() -> float:
-    """Return seconds of this process on CPU, of the wall on a GPU whose work is done."""
+    """Return process seconds on CPU, or wall-clock seconds after synchronising the GPU."""
     from dit.backends.device import synchronize, use_cuda
 
     synchronize()
@@ -243,7 +243,7 @@ def clock() -> float:
 
 
 def measure(arms: Sequence[Arm], pictures: Pictures, rounds: int) -> list[Row]:
-    """Time every arm in every round, one after the other, behind two steps that do not count."""
+    """Time every arm in every round, sequentially, after two warm-up steps."""
     from torch.utils.flop_counter import FlopCounterMode
 
     count, flops = len(pictures.batch.grids), {}
@@ -262,10 +262,10 @@ def measure(arms: Sequence[Arm], pictures: Pictures, rounds: int) -> list[Row]:
             seconds[arm.name].append(clock() - began)
     rows = []
     for arm in arms:
-        own = median(seconds[arm.name])
-        ratio = median(theirs / ours for theirs, ours in zip(seconds[arm.name], seconds[arm.beside], strict=True))
+        step_s = median(seconds[arm.name])
+        ratio = median(a / b for a, b in zip(seconds[arm.name], seconds[arm.beside], strict=True))
         parameters = sum(p.numel() for p in arm.network.parameters())
-        rows.append(Row(arm.name, parameters, flops[arm.name] / 1e9, own, count / own, ratio))
+        rows.append(Row(arm.name, parameters, flops[arm.name] / 1e9, step_s, count / step_s, ratio))
     return rows
 
 
@@ -313,7 +313,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     from dit.parallel.dims import ParallelConfig
 
     groups = process_groups.initialize(ParallelConfig())
-    rows = measure([*imagen_arms(groups), *latent_arms(groups)], made_up(args.side, args.batch), args.rounds)
+    rows = measure([*imagen_arms(groups), *latent_arms(groups)], random_pictures(args.side, args.batch), args.rounds)
     process_groups.destroy()
     echo(table(rows))
     if args.out:

@@ -19,11 +19,11 @@ def check_packages(names: tuple[str, ...] = ("dit", "recipes", "energon_data")) 
         spec = find_spec(name)
         # A folder without `__init__.py` has no origin, and hides the packages of an editable install, too.
         places = [] if spec is None else list(spec.submodule_search_locations or [str(spec.origin)])
-        found = [Path(place).resolve() for place in places[:1]]
-        if found and found[0].parent != home:
+        folders = [Path(place).resolve() for place in places[:1]]
+        if folders and folders[0].parent != home:
             raise ImportError(
-                f"{found[0]} hides the package {name!r} of megatron-dit in {home}; start `megatron-dit COMMAND`, which "
-                "does not look into the current folder first, or another folder, or rename yours",
+                f"{folders[0]} hides the package {name!r} of megatron-dit in {home}; start `megatron-dit COMMAND`, "
+                "which does not look into the current folder first, or another folder, or rename yours",
                 name=__name__,
             )
 

@@ -5,7 +5,7 @@ import math
 
 
 def height_and_width(text: str) -> tuple[int, int]:
-    """Read a command-line argument such as 512x768; a single number is both."""
+    """Parse an argument such as 512x768; a single number stands for both."""
     sides = text.lower().split("x")
     if len(sides) > 2 or not all(side.isdecimal() and int(side) for side in sides):
         raise argparse.ArgumentTypeError(f"must be a height and a width such as 512x768, got {text!r}")
@@ -13,7 +13,7 @@ def height_and_width(text: str) -> tuple[int, int]:
 
 
 def top_and_left(text: str) -> tuple[int, int]:
-    """Read a command-line argument such as 0,128."""
+    """Parse an argument such as 0,128."""
     sides = text.split(",")
     if len(sides) != 2 or not all(side.isdecimal() for side in sides):
         raise argparse.ArgumentTypeError(f"must be the top and the left of a corner such as 0,128, got {text!r}")
@@ -21,14 +21,14 @@ def top_and_left(text: str) -> tuple[int, int]:
 
 
 def at_least_one(text: str) -> int:
-    """Read a command-line argument that is a whole number of at least 1."""
+    """Parse an integer of at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
     return int(text)
 
 
 def frame_rate(text: str) -> float:
-    """Read a command-line argument that is a number of frames per second."""
+    """Parse a number of frames per second."""
     try:
         fps = float(text)
     except ValueError:

@@ -155,13 +155,13 @@ def parse(argv: Sequence[str]) -> Options:
     for word in words:
         if not word.startswith("-"):
             if "=" not in word:
-                raise ConfigError(_stray(word))
+                raise ConfigError(_stray_word_message(word))
             options.overrides.append(word)
             continue
         flag, has_value, value = word.partition("=")
         name = _FLAGS.get(flag) or _ALIASES.get(flag)
         if name is None:
-            raise ConfigError(_unknown_flag(flag))
+            raise ConfigError(_unknown_flag_message(flag))
         if name not in _TAKES_VALUE:
             if has_value:
                 raise ConfigError(f"{flag} is a switch and takes no value, got {word!r}; write {flag}")
@@ -185,10 +185,10 @@ def check_factory(name: str) -> None:
         ConfigError: there is no such recipe.
     """
     base = name.partition("(")[0]
-    known = [entry.name for entry in registry.recipes()]
-    if "." not in base and base not in known:
-        hint = registry.did_you_mean(base, known) or "."
-        raise ConfigError(f"--factory {base}: no such recipe{hint} --list shows all {len(known)}")
+    names = [entry.name for entry in registry.recipes()]
+    if "." not in base and base not in names:
+        hint = registry.did_you_mean(base, names) or "."
+        raise ConfigError(f"--factory {base}: no such recipe{hint} --list shows all {len(names)}")
 
 
 def check_keys(overrides: Sequence[str]) -> None:
@@ -203,11 +203,11 @@ def check_keys(overrides: Sequence[str]) -> None:
         key = re.split(r"[-+*/|]?=", text, maxsplit=1)[0]
         part, _, name = key.partition(".")
         if part in PLAIN_PARTS:
-            known = [f.name for f in fields(PLAIN_PARTS[part])]
+            names = [f.name for f in fields(PLAIN_PARTS[part])]
             setting = re.split(r"[.\[]", name)[0]
-            elsewhere = any(other.rpartition(".")[2] == setting for other in PLAIN_KEYS)
-            if name and not elsewhere and registry.closest(setting, known):
-                raise ConfigError(registry.no_such_setting(PLAIN_PARTS[part], part, setting, known))
+            elsewhere = any(other_key.rpartition(".")[2] == setting for other_key in PLAIN_KEYS)
+            if name and not elsewhere and registry.closest(setting, names):
+                raise ConfigError(registry.no_such_setting(PLAIN_PARTS[part], part, setting, names))
 
 
 def _number(flag: str, value: str) -> int:
@@ -233,14 +233,14 @@ def _tokens(value: str) -> tuple[int, ...]:
     return tokens
 
 
-def _stray(word: str) -> str:
-    known = [entry.name for entry in registry.recipes()]
-    if word in known:
+def _stray_word_message(word: str) -> str:
+    names = [entry.name for entry in registry.recipes()]
+    if word in names:
         return f"{word!r} stands alone; recipes are selected by --factory {word}"
     return f"{word!r} is neither a flag nor an override; overrides are key.path=value, recipes --factory NAME"
 
 
-def _unknown_flag(flag: str) -> str:
+def _unknown_flag_message(flag: str) -> str:
     if flag in _ELSEWHERE:
         return f"{flag} of nemo-run is not offered here; {_ELSEWHERE[flag].format(page=page_of('launch'))}"
     hint = registry.did_you_mean(flag, [*_FLAGS, *(s for s in _ALIASES if s.startswith("--"))])

@@ -156,11 +156,11 @@ def _read(value: object, annotation: object, key: str, load_component: Callable[
     return parse_value("none" if value is None else str(value), annotation, key, load_component)
 
 
-def _target(name: object, wanted: list[type], key: str) -> type:
+def _target(name: object, types: list[type], key: str) -> type:
     """Import the class of a part, if it is from a trusted package and of the type of the setting."""
-    if name is None and len(wanted) == 1 and not inspect.isabstract(wanted[0]):
-        return wanted[0]
-    kinds = " or ".join(t.__name__ for t in wanted) or "a plain value"
+    if name is None and len(types) == 1 and not inspect.isabstract(types[0]):
+        return types[0]
+    kinds = " or ".join(t.__name__ for t in types) or "a plain value"
     if name is None:
         raise ConfigError(f"{key} names no class; add _target_ with the {kinds} to use")
     module, _, attribute = str(name).rpartition(".")
@@ -171,9 +171,9 @@ def _target(name: object, wanted: list[type], key: str) -> type:
             f"{TRUST_VARIABLE}=PACKAGE in the environment trusts a package of your own"
         )
     try:
-        found = getattr(importlib.import_module(module), attribute)
+        cls = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
         raise ConfigError(f"{key}: there is no {name!r}; write the class as package.module.Class") from error
-    if not inspect.isclass(found) or not issubclass(found, tuple(wanted)):
+    if not inspect.isclass(cls) or not issubclass(cls, tuple(types)):
         raise ConfigError(f"{key}: {name} is not {kinds}; change _target_")
-    return found
+    return cls

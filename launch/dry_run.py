@@ -1,11 +1,10 @@
-"""What a run will need, before it needs it: parameters, memory per rank and operations, without GPU, data or ranks.
+"""Plan of a run without GPU, data or ranks: parameters, memory per rank, operations.
 
-`launch.plan` searches the layout for it.
+`launch.plan` searches for the fastest layout.
 
-All of it is read from the program: operations from a forward pass on the meta device, memory from steps on fake tensors
-(`dit.planner`), which have a shape and no values. Of encoders that run while training the weights are counted, not what
-they compute with. What is not counted is what no tensor holds: CUDA's context, libraries' workspaces, the allocator's
-gaps.
+Operations are counted in a forward pass on the meta device, memory in steps on fake tensors (`dit.planner`), which have
+a shape but no values. Only the weights of online encoders are counted, not their activations. Memory outside of tensors
+is not counted: CUDA's context, workspaces of libraries, fragmentation of the allocator.
 """
 
 from collections.abc import Sequence
@@ -28,28 +27,28 @@ GIB = 2**30
 
 
 def _described(sample: Sample) -> str:
-    """Say for which sample the operations are counted."""
+    """Describe the sample whose operations are counted."""
     t, h, w = sample.grid
     text = "" if sample.text_tokens is None else f", {sample.text_tokens} of text"
     cure = {"": "", "shape": "; the shape is assumed: give --tokens TxHxW", "size": "; assumed: give --tokens TxHxW"}
-    return f"{sample.tokens} to a sample of {t}x{h}x{w} patches{text}{cure[sample.assumed]}"
+    return f"{sample.tokens} in a sample of {t}x{h}x{w} patches{text}{cure[sample.assumed]}"
 
 
-def layout_lines(config: "RunConfig", dims: ParallelDims, *, packed: bool, given: bool) -> list[str]:
-    """Say how a run is laid out, and which settings were adapted to its size.
+def layout_lines(config: "RunConfig", dims: ParallelDims, *, packed: bool, requested: bool) -> list[str]:
+    """Describe the layout of a run, and the settings that were adapted to its size.
 
     Args:
         config: checked settings.
-        dims: what checking them gave.
-        packed: micro-batches are packs.
-        given: the number of ranks was asked for.
+        dims: result of the check.
+        packed: whether micro-batches are packs.
+        requested: whether the user requested this number of ranks.
     """
     parallel, training = config.parallel, config.training
     batch = f"{dims.micro_batches} micro-batches x {dims.micro_batch_size} x {dims.data_parallel_size} replicas"
     changes = config.adaptations(dims)
     return [
         f"ranks       {dims.world_size} = {_sharing(parallel, dims)}, data_parallel={parallel.data_parallel}"
-        f"{'' if given else '; the fewest for this layout: give --world-size N'}",
+        f"{'' if requested else '; the fewest for this layout: give --world-size N'}",
         f"batch       {training.global_batch_size} {'packs' if packed else 'samples'} = {batch}",
         *(f"{'adapted' if line == changes[0] else '':<12}{line}" for line in changes),
     ]
@@ -66,13 +65,13 @@ def _sharing(parallel: ParallelConfig, dims: ParallelDims) -> str:
 
 
 def cost_lines(config: "RunConfig", dims: ParallelDims, sample: Sample, device: Optional["Device"] = None) -> list[str]:
-    """Say what a run costs: parameters, operations, memory of a rank, a checkpoint.
+    """Describe the costs of a run: parameters, operations, memory of a rank, checkpoint.
 
     Args:
         config: checked settings.
-        dims: what checking them gave.
-        sample: the sample that it is planned for.
-        device: whose time is planned, too.
+        dims: result of the check.
+        sample: the sample that the run is planned for.
+        device: for the planned time; None plans no time.
     """
     from dit.checkpoint.state_files import STAGING_BYTES, checkpoint_bytes
     from dit.monitoring.flops import PackFlops
@@ -111,21 +110,21 @@ def cost_lines(config: "RunConfig", dims: ParallelDims, sample: Sample, device: 
 
 
 def online_weights(config: "RunConfig") -> tuple[dict[str, int], list[str]]:
-    """Return the bytes of the weights of encoders that run while training, by row; a line where they are not known."""
+    """Return the bytes of the weights of online encoders, by row; or a line if they are unknown."""
     from dit.encoders.weights import weight_bytes
 
     encoding = config.data.online_encoding()
     if encoding is None:
         return {}, []
     try:
-        found = weight_bytes(encoding, config.model.conditions())
+        sizes = weight_bytes(encoding, config.model.conditions())
     except ConfigError as error:
-        return {}, [f"  without the encoders that run while training: {error}"]
-    return {f"weights of {name}": size for name, size in found.items()}, []
+        return {}, [f"  without the online encoders: {error}"]
+    return {f"weights of {name}": size for name, size in sizes.items()}, []
 
 
 def _time_line(config: "RunConfig", dims: ParallelDims, planned: "Plan", device: "Device", flops: float) -> str:
-    """Say how long a step takes on a device, 8 to a node.
+    """Describe the time of a step on nodes of 8 devices.
 
     Args:
         flops: of the step.
@@ -136,7 +135,7 @@ def _time_line(config: "RunConfig", dims: ParallelDims, planned: "Plan", device:
     time = planned_step(planned, dims, Cluster(device, dims.world_size, config.parallel)).time
     most = sorted(time.parts, key=lambda part: -time.parts[part])[:3]
     return (
-        f"time        {time.total * 1e3:,.0f} ms a step on {dims.world_size} {device.name}, planned: "
+        f"time        {time.total * 1e3:,.0f} ms per step on {dims.world_size} {device.name}, planned: "
         f"{', '.join(f'{part} {time.parts[part] / time.total:.0%}' for part in most)}; "
         f"MFU {flops / time.total / dims.world_size / device.peak_flops:.1%} (docs/planner.md)"
     )
@@ -153,9 +152,9 @@ def report(
 
     Args:
         world_size: ranks to plan for; None for the smallest world that fits the layout.
-        tokens: of a sample, or its (t, h, w) patches; None for what the data settings say, or 256.
-        text_tokens: of its text; None for what the data settings say, or 512.
-        device: whose time is planned, too; None for none.
+        tokens: of a sample, or its (t, h, w) patches; None for the value in the data settings, or 256.
+        text_tokens: of its text; None for the value in the data settings, or 512.
+        device: for the planned time; None plans no time.
 
     Raises:
         ConfigError: the settings do not fit together, or there is no such device.
@@ -163,10 +162,10 @@ def report(
     from dit.convert.diffusers_format import export_line
     from launch.config_file import built, summary
 
-    on = None if device is None else named_device(device)
+    planned_device = None if device is None else named_device(device)
     config = built(task)
     dims, _ = config.check(world_size)
     sample = planned_sample(task, config.model, tokens, text_tokens)
-    layout = layout_lines(config, dims, packed=sample.pack is not None, given=world_size is not None)
+    layout = layout_lines(config, dims, packed=sample.pack is not None, requested=world_size is not None)
     layout.append(f"export      {export_line(config.model)[1]}")
-    return "\n".join([summary(task), "", *layout, *cost_lines(config, dims, sample, on)])
+    return "\n".join([summary(task), "", *layout, *cost_lines(config, dims, sample, planned_device)])

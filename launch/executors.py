@@ -1,8 +1,8 @@
-"""Where the runs of an experiment run: nemo-run's executors, by name.
+"""nemo-run's executors by name, on which the runs of an experiment run.
 
 `launch.experiment --executor "slurm(account='a', job_dir='/shared', nodes=4)" executor.qos=high`. Every field of the
-executor can be set as `executor.FIELD=value`. The package is installed wherever a run starts: nothing is packed and
-sent but for SkyPilot, whose executor takes a git archive alone.
+executor can be set as `executor.FIELD=value`. The package must be installed where a run starts, because no code is
+sent, except by SkyPilot, whose executor always sends a git archive.
 """
 
 from collections.abc import Callable, Iterable
@@ -19,10 +19,10 @@ from nemo_run.core.execution.skypilot import SkypilotExecutor
 from dit.errors import ConfigError
 
 SAVE_S = 170
-"""Seconds that torchrun waits for ranks which save; Slurm's signal comes 10 s earlier before the limit."""
+"""Seconds that torchrun waits for ranks to save; Slurm sends its signal 10 s earlier, relative to the time limit."""
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(SAVE_S), "LOGLEVEL": "WARNING"}
 EXPERIMENTS = "experiments"
-"""Folder below nemo-run's own into which it writes experiments."""
+"""Subfolder of nemo-run's folder for experiments."""
 
 
 @run.cli.factory
@@ -48,7 +48,7 @@ def docker(
         ntasks_per_node=ranks,
         num_gpus=-1,
         runtime="nvidia",
-        ipc_mode="host",  # loader workers hand tensors over in shared memory
+        ipc_mode="host",  # loader workers send tensors through shared memory
         volumes=volumes or [],
         launcher="torchrun",
         packager=run.Config(run.Packager),
@@ -67,8 +67,8 @@ def slurm(
 ) -> run.Config[run.SlurmExecutor]:
     """Jobs of Slurm, submitted from a login node.
 
-    `job_dir` is the absolute path of the folder of nemo-run's scripts and logs, on a disk that all nodes see. A failed
-    job is requeued three times, 75 or not; launch/train.sh tells them apart.
+    `job_dir` is the absolute path of the folder for nemo-run's scripts and logs, on a disk that all nodes share. A
+    failed job is requeued up to three times, whatever its exit code; launch/train.sh depends on the exit code.
     """
     return run.Config(
         run.SlurmExecutor,
@@ -78,8 +78,8 @@ def slurm(
         ntasks_per_node=ranks,
         gpus_per_node=ranks,
         time=time,
-        launcher="torchrun",  # one task per node, whatever ntasks_per_node says
-        signal=f"TERM@{SAVE_S + 10}",  # nemo-run's torchrun has no --signals-to-handle; SIGTERM is passed on without
+        launcher="torchrun",  # one task per node, independent of ntasks_per_node
+        signal=f"TERM@{SAVE_S + 10}",  # nemo-run's torchrun has no --signals-to-handle; it always forwards SIGTERM
         retries=3,
         tunnel=run.Config(run.LocalTunnel, job_dir=f"{job_dir}/{EXPERIMENTS}"),
         packager=run.Config(run.Packager),
@@ -91,7 +91,7 @@ def slurm(
 def skypilot(
     gpus: str = "H100", ranks: int = 8, nodes: int = 1, infra: Optional[str] = None, image: Optional[str] = None
 ) -> run.Config[SkypilotExecutor]:
-    """A cluster of a cloud or of Kubernetes by SkyPilot (`infra="k8s/CONTEXT"`); the committed tree is installed."""
+    """A cloud or Kubernetes cluster with SkyPilot (`infra="k8s/CONTEXT"`); installs the committed tree."""
     return run.Config(
         SkypilotExecutor,
         gpus=gpus,
@@ -126,30 +126,30 @@ EXECUTORS: dict[str, Callable[..., run.Config]] = {
 
 
 def folder_of(executor: Executor, folder: Optional[Path], words: Iterable[str] = ()) -> Optional[Path]:
-    """Return the folder of nemo-run's scripts and logs; None for its default.
+    """Return the folder for nemo-run's scripts and logs; None for its default.
 
     Args:
-        executor: where runs are started.
+        executor: starts the runs.
         folder: requested by the user.
-        words: of all runs.
+        words: command-line arguments of all runs.
 
     Raises:
-        ConfigError: nemo-run would write scripts to one folder and submit those of another one, or change a path.
+        ConfigError: nemo-run would write scripts to one folder and submit those in another one, or change a path.
     """
     tunnel = getattr(executor, "tunnel", None)
     if not isinstance(tunnel, run.LocalTunnel):
         return folder
     submitted = Path(tunnel.job_dir)
-    written = (folder or submitted.parent).absolute() / EXPERIMENTS
-    if written != submitted:
+    target = (folder or submitted.parent).absolute() / EXPERIMENTS
+    if target != submitted:
         raise ConfigError(
-            f"nemo-run would write scripts to {written} and submit those in {submitted}; give slurm(job_dir=...) as an "
+            f"nemo-run would write scripts to {target} and submit those in {submitted}; give slurm(job_dir=...) as an "
             "absolute path, and leave out --folder"
         )
     for word in (str(submitted), *words):
         if f"/{RUNDIR_NAME}" in word:
             raise ConfigError(
-                f"{word}: nemo-run replaces every '/{RUNDIR_NAME}' in a Slurm script by a folder of its own; "
-                "choose a path without it"
+                f"{word}: nemo-run replaces every '/{RUNDIR_NAME}' in a Slurm script by another folder; choose a path "
+                "without it"
             )
     return submitted.parent

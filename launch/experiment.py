@@ -2,9 +2,9 @@
 
     python -m launch.experiment --executor "torchrun(ranks=2)" --factory tiny_dit --layouts ddp tp2 pp2
 
-Each run is `launch.train` with its own checks and exit codes, in a run folder of its own below `--runs`. On this
-machine they go one after the other, elsewhere all are submitted at once. A run that fails makes the command fail; the
-others still run. `--dryrun` prints what would be started.
+Each run is a `launch.train` process with its run folder below `--runs`. Runs on this machine are sequential; elsewhere
+all are submitted at once. If a run fails, the others still run, and the command fails. `--dryrun` prints the commands
+or scripts.
 """
 
 import argparse
@@ -29,10 +29,10 @@ EXECUTOR = "executor."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that say where an experiment runs."""
+    """Add the arguments that select where an experiment runs."""
     parser.add_argument("--name", help="of the experiment (default: the first recipe)")
     parser.add_argument("--folder", type=Path, help="of nemo-run's scripts and logs (slurm: job_dir; else ~/.nemo_run)")
-    parser.add_argument("--dryrun", action="store_true", help="print what would be started, and start nothing")
+    parser.add_argument("--dryrun", action="store_true", help="print the commands or scripts, and start nothing")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -43,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--executor", default="local", help="a name of launch/executors.py, with its arguments (%(default)s)"
     )
-    parser.add_argument("--detach", action="store_true", help="return once submitted; Slurm and SkyPilot alone")
+    parser.add_argument("--detach", action="store_true", help="return once submitted; only Slurm and SkyPilot")
     parser.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the run folders (%(default)s)")
     add_arguments(parser)
     grid.add_arguments(parser)
@@ -52,15 +52,15 @@ def build_parser() -> argparse.ArgumentParser:
 
 def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """Return the overrides of the runs, and those of the executor without their prefix."""
-    own = [word.removeprefix(EXECUTOR) for word in words if word.startswith(EXECUTOR)]
-    return [word for word in words if not word.startswith(EXECUTOR)], own
+    of_executor = [word.removeprefix(EXECUTOR) for word in words if word.startswith(EXECUTOR)]
+    return [word for word in words if not word.startswith(EXECUTOR)], of_executor
 
 
 def executor_of(text: str, overrides: Sequence[str] = ()) -> "Executor":
     """Return the executor that `name(argument=value)` and overrides of its fields describe.
 
     Raises:
-        ConfigError: there is no such executor, it does not take the arguments, or what it needs is not installed.
+        ConfigError: there is no such executor, it does not take the arguments, or a package is not installed.
     """
     import fiddle
     import nemo_run as run
@@ -80,7 +80,7 @@ def executor_of(text: str, overrides: Sequence[str] = ()) -> "Executor":
     apply_overrides(config, list(overrides), lambda name: None)
     try:
         executor: Executor = fiddle.build(config)
-    except (AssertionError, ImportError) as error:  # nemo-run's way to say that an extra of it is missing
+    except (AssertionError, ImportError) as error:  # nemo-run raises these if one of its extras is not installed
         raise ConfigError(f"--executor {name}: {str(error).partition(chr(10))[0]}") from error
     return executor
 
@@ -99,33 +99,33 @@ def execute(
 
     Args:
         title: of the experiment, a name of a folder.
-        module: with its own command line, such as `launch.train`.
-        tasks: words by the name of a task.
-        executor: where they run; on this machine one after the other.
-        folder: of scripts and logs; None for that of the executor, or nemo-run's own.
-        detach: return once submitted, with the states of that moment.
-        dryrun: print the scripts; no task has a state.
+        module: with a command line, such as `launch.train`.
+        tasks: words by name of the task.
+        executor: runs the tasks; sequentially on this machine.
+        folder: for scripts and logs; None for that of the executor, or nemo-run's default.
+        detach: return once submitted, with the current states.
+        dryrun: print the scripts; returns no states.
 
     Raises:
-        ConfigError: nemo-run's Slurm scripts cannot be in this folder, or cannot have such a word.
+        ConfigError: nemo-run's Slurm scripts cannot be in this folder, or do not support a word.
     """
     import nemo_run as run
     from nemo_run.core.execution.docker import DockerExecutor
 
     from launch.executors import folder_of
 
-    own, start = isinstance(executor, run.LocalExecutor), [module]
-    if own:  # python of this installation, also where its folder is not on PATH
+    is_local, start = isinstance(executor, run.LocalExecutor), [module]
+    if is_local:  # python of this installation, even if its folder is not on PATH
         path = os.pathsep.join(filter(None, (str(Path(sys.executable).parent), os.environ.get("PATH"))))
         executor.env_vars.setdefault("PATH", path)
-    if own and executor.launcher == "torchrun":
-        # nemo-run quotes the words of torchrun for a shell, and on this machine starts it without one.
+    if is_local and executor.launcher == "torchrun":
+        # nemo-run quotes the arguments of torchrun for a shell, but starts it without one on this machine.
         executor.launcher = None
         ranks = str(executor.nproc_per_node())
         start = ["torch.distributed.run", "--standalone", "--nproc-per-node", ranks, "-m", module]
     base = folder_of(executor, folder, chain.from_iterable(tasks.values()))
     if dryrun:
-        base = folder  # it needs no disk that all nodes see
+        base = folder  # no shared disk is needed
     quiet = {"skip_status_at_exit": True, "enable_goodbye_message": False, "log_level": "WARN"}
     with run.Experiment(title, base_dir=None if base is None else str(base), **quiet) as experiment:
         for name, words in tasks.items():
@@ -134,16 +134,16 @@ def execute(
         if dryrun:
             experiment.dryrun(log=False)
             for job in experiment.jobs:
-                echo(f"# {job.id}\n{_script(job._dryrun_info)}\n")  # nemo-run has no public name for it
+                echo(f"# {job.id}\n{_script(job._dryrun_info)}\n")  # no public name in nemo-run
             return {}
-        one_by_one = own or isinstance(executor, DockerExecutor)
-        experiment.run(sequential=one_by_one and len(tasks) > 1, detach=detach, tail_logs=not detach)
+        is_sequential = is_local or isinstance(executor, DockerExecutor)
+        experiment.run(sequential=is_sequential and len(tasks) > 1, detach=detach, tail_logs=not detach)
     jobs = experiment.status(return_dict=True) or {}
     return {name: str(job["status"]) for name, job in jobs.items()}
 
 
 def _script(planned: "AppDryRunInfo[Any]") -> str:
-    """Return what nemo-run would start: a command line on this machine, else the scheduler's own script."""
+    """Return the command line of nemo-run on this machine, else the script of the scheduler."""
     roles = getattr(planned.request, "role_params", {})
     return "\n".join(shlex.join(process.args) for processes in roles.values() for process in processes) or str(planned)
 
@@ -155,7 +155,7 @@ def conclude(states: Mapping[str, str], detached: bool) -> int:
     failed = [name for name, state in states.items() if state != SUCCEEDED]
     if not failed or detached:
         return EXIT_OK
-    hint = "; without Slurm's accounting (sacct) only exit.json in each run's folder says how it ended"
+    hint = "; without Slurm's accounting (sacct) only exit.json in each run's folder has the result"
     hint = hint if UNKNOWN in states.values() else ""
     echo(f"error: {len(failed)} of {len(states)} runs did not succeed: {', '.join(failed)}{hint}", file=sys.stderr)
     return EXIT_UNEXPECTED
@@ -166,7 +166,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     args = build_parser().parse_intermixed_args(argv)
     of_runs, of_executor = split_overrides(grid.overrides_of(args))
-    cells = grid.cells_of(args, of_runs, own=["training.run_dir"])
+    cells = grid.cells_of(args, of_runs, reserved=["training.run_dir"])
     environment.prepare()
     executor = executor_of(args.executor, of_executor)
     tasks = {

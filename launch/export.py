@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> list[str]:
     """Write the file or folder.
 
     Returns:
-        What the other code base computes differently, one sentence each.
+        Sentences about differences of the other code base, one sentence each.
 
     Raises:
         CheckpointError: there is no valid checkpoint, it has no average, or the base of its adapters is missing.
@@ -96,24 +96,24 @@ def run(args: argparse.Namespace) -> list[str]:
     from dit.checkpoint.base_model import read_run
     from dit.checkpoint.reading import find_checkpoint, read_settings, slot_of
 
-    found, _ = find_checkpoint(folder)
-    config, metadata = read_settings(found)
+    checkpoint, _ = find_checkpoint(folder)
+    config, metadata = read_settings(checkpoint)
     if config.objective.reconstructs:
-        config.model = with_latent_scale(config.model, found, raw_weights=args.raw_weights)
-    slot = slot_of(found, config, "raw" if args.raw_weights else "ema")
+        config.model = with_latent_scale(config.model, checkpoint, raw_weights=args.raw_weights)
+    slot = slot_of(checkpoint, config, "raw" if args.raw_weights else "ema")
     trained = trained_model(config, metadata)
     if args.format in ADAPTER_FORMATS:
-        return write_adapters(args.format, found, slot, config, trained, out)
+        return write_adapters(args.format, checkpoint, slot, config, trained, out)
     merged = [] if config.model.adapters is None else ["the adapters (LoRA) are merged into the weights"]
     if args.format == "dit":
-        return merged + write_original(trained, lambda: read_run(found, config, slot), out)
+        return merged + write_original(trained, lambda: read_run(checkpoint, config, slot), out)
     if args.format == "diffusers":
-        return merged + write_diffusers_folder(trained, lambda: read_run(found, config, slot), out)
+        return merged + write_diffusers_folder(trained, lambda: read_run(checkpoint, config, slot), out)
     from launch.export_pipeline import write_pipeline
 
     return merged + write_pipeline(
         trained if args.text_encoder is None else replace(trained, text_encoder=args.text_encoder),
-        lambda: read_run(found, config, slot),
+        lambda: read_run(checkpoint, config, slot),
         out,
         autoencoder=args.vae or config.sampling.vae or metadata.get("autoencoder"),
         text_encoder=args.text_encoder or trained.text_encoder,
@@ -242,11 +242,14 @@ def write_diffusers_folder(trained: "TrainedModel", weights: Callable[[], dict[s
     return [*notes, *note_objective(trained.objective, published), f"{out / PAGE} says how to {use} with diffusers"]
 
 
-def note_objective(own: "Objective", published: "Objective") -> list[str]:
+def note_objective(objective: "Objective", published: "Objective") -> list[str]:
     """Return a note if the weights need another scheduler than the published ones of the same class."""
-    if own == published or own.reconstructs:
+    if objective == published or objective.reconstructs:
         return []
-    return [f"the weights were trained by {own}, the published ones by {published}: choose the scheduler for the first"]
+    return [
+        f"the weights were trained by {objective}, the published ones by {published}: "
+        "choose the scheduler for the first"
+    ]
 
 
 def original_rules(model: "ModelConfig", latent_size: "LatentSize") -> "RuleBook":

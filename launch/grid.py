@@ -1,7 +1,7 @@
-"""Grids of runs: recipes x layouts x variants, as `launch.experiment` trains them and `benchmarks.sweep` times them.
+"""Grids of runs: recipes x layouts x variants, for `launch.experiment` and `benchmarks.sweep`.
 
-A layout is written as recipes spell it, `tp2sp_cp4`, `fsdp`, `tp2+pp2`; `own` is that of the recipe. Sizes that it does
-not name are 1, whatever the recipe has.
+A layout is written like in names of recipes, `tp2sp_cp4`, `fsdp`, `tp2+pp2`; `own` is that of the recipe. Other sizes
+are 1, independent of the recipe.
 """
 
 import argparse
@@ -30,7 +30,7 @@ class Cell:
     """One run of a grid.
 
     Attributes:
-        recipe: a name of `--list`.
+        recipe: a name in `--list`.
         layout: as in `layout_overrides`.
         variant: further overrides, separated by spaces; may be empty.
         common: overrides of every cell.
@@ -43,12 +43,12 @@ class Cell:
 
     @property
     def overrides(self) -> list[str]:
-        """All overrides, the later ones win."""
+        """All overrides; later ones take precedence."""
         return [*self.common, *layout_overrides(self.layout), *self.variant.split()]
 
     @property
     def name(self) -> str:
-        """A name that a folder or a job can have; unequal for unequal cells of a grid."""
+        """A name for a folder or a job, unique in the grid."""
         return re.sub(r"[^\w.=-]+", "_", ".".join(filter(None, (self.recipe, self.layout, self.variant))))
 
 
@@ -56,29 +56,29 @@ def layout_overrides(text: str) -> list[str]:
     """Return the overrides of a layout: `tp2sp`, `cp4`, `pp2_fsdp`, or `own` for none.
 
     Raises:
-        ConfigError: a word is not one of a layout, or is there twice.
+        ConfigError: a word is unknown or repeated.
     """
     if text == OWN:
         return []
     settings: dict[str, int | bool | str] = {**dict.fromkeys(SIZES.values(), 1), "sequence_parallel": False}
-    named, rest = set[str](), text
-    while rest:
-        match = _WORDS.match(rest)
+    names, remainder = set[str](), text
+    while remainder:
+        match = _WORDS.match(remainder)
         setting = _setting(match) if match else None
-        if match is None or (setting and setting[0] in named):
+        if match is None or (setting and setting[0] in names):
             raise ConfigError(
-                f"layout {text!r}: {rest!r} is not a further word of a layout; write sizes as {', '.join(SIZES)} with "
+                f"layout {text!r}: {remainder!r} is unknown or repeated; write sizes as {', '.join(SIZES)} with "
                 f"a number, then sp, {', '.join(DATA_PARALLEL)}, such as tp2sp_cp4 or fsdp, or {OWN}"
             )
         if setting:
-            named.add(setting[0])
+            names.add(setting[0])
             settings[setting[0]] = setting[1]
-        rest = rest[match.end() :]
+        remainder = remainder[match.end() :]
     return [f"parallel.{key}={value}" for key, value in settings.items()]
 
 
 def _setting(word: re.Match[str]) -> Optional[tuple[str, int | bool | str]]:
-    """Return the setting that a word of a layout makes; None for a separator."""
+    """Return the setting for a word of a layout; None for a separator."""
     if size := word["size"]:
         return SIZES[size], int(word["number"])
     if word["sequence"]:
@@ -102,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def overrides_of(args: argparse.Namespace) -> list[str]:
-    """Return the overrides of every run, also those that stand behind a list of recipes or layouts."""
+    """Return the overrides of every run, including those that follow a list of recipes or layouts."""
     return [*args.overrides, *filter(_is_override, (*args.factory, *args.layouts))]
 
 
@@ -110,15 +110,15 @@ def _is_override(word: str) -> bool:
     return "=" in word.partition("(")[0]
 
 
-def cells_of(args: argparse.Namespace, common: Sequence[str], own: Sequence[str] = ()) -> list[Cell]:
+def cells_of(args: argparse.Namespace, common: Sequence[str], reserved: Sequence[str] = ()) -> list[Cell]:
     """Return the cells of a parsed command, recipe by recipe.
 
     Args:
         common: overrides of every cell.
-        own: settings that the command itself makes for each cell.
+        reserved: settings that the command sets for each cell.
 
     Raises:
-        ConfigError: a recipe does not exist, a layout is not one, two cells are equal, or a setting is `own`.
+        ConfigError: a recipe does not exist, a layout is invalid, two cells are equal, or a setting is reserved.
     """
     from launch import cli
 
@@ -126,14 +126,14 @@ def cells_of(args: argparse.Namespace, common: Sequence[str], own: Sequence[str]
     for recipe in recipes:
         cli.check_factory(recipe)
     grid = product(recipes, layouts or [OWN], args.vary or [""])
-    found = [Cell(recipe, layout, variant, tuple(common)) for recipe, layout, variant in grid]
-    names = [cell.name for cell in found]
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ConfigError(f"the grid has {', '.join(twice)} twice; name each recipe, layout and variant once")
-    for cell in found:
+    cells = [Cell(recipe, layout, variant, tuple(common)) for recipe, layout, variant in grid]
+    names = [cell.name for cell in cells]
+    if repeated := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"the grid has {', '.join(repeated)} twice; name each recipe, layout and variant once")
+    for cell in cells:
         for word in cell.overrides:
             key, equals, _ = word.partition("=")
-            if not equals or key in own:
+            if not equals or key in reserved:
                 reason = "is set by the command for each run" if equals else "is not key=value"
                 raise ConfigError(f"override {word!r} {reason}; leave it out")
-    return found
+    return cells

@@ -1,4 +1,4 @@
-"""Held-out data for `launch.evaluate`: every rank takes every so many micro-batches, none twice."""
+"""Held-out data for `launch.evaluate`, distributed over the ranks by micro-batch."""
 
 import argparse
 from collections.abc import Iterator
@@ -27,11 +27,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def held_out_batches(args: argparse.Namespace, generator: "Generator") -> Iterator[PackedBatch]:
-    """Return this rank's share of the held-out micro-batches, encoded where the run encodes them.
+    """Return this rank's share of the held-out micro-batches, encoded if the run encodes online.
 
     Raises:
-        ConfigError: the run has no data, and `--data` names none.
-        DataError: they cannot be read.
+        ConfigError: the run has no data, and `--data` is not given.
+        DataError: the data cannot be read.
     """
     from dit.backends.device import local_device
     from dit.encoders.online import batch_encoder
@@ -45,10 +45,10 @@ def held_out_batches(args: argparse.Namespace, generator: "Generator") -> Iterat
 
 
 def data_of(args: argparse.Namespace, data: DataConfig) -> DataConfig:
-    """Return the data of the run with what the arguments change; folders are read by Energon.
+    """Return the data of the run with the changes in the arguments; `--data` names a folder for Energon.
 
     Raises:
-        ConfigError: there are no data, or they have no limit of held-out samples.
+        ConfigError: there are no data, or `--samples` does not apply to them.
     """
     changes: dict[str, Any] = {}
     if args.samples is not None:

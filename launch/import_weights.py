@@ -1,4 +1,4 @@
-"""Write a run folder of another code base's weights.
+"""Write a run folder with the weights of another code base.
 
 `python -m launch.import_weights --from DiT-XL-2-256x256.pt --format dit --out runs/dit_xl2`
 """
@@ -30,8 +30,8 @@ LORA = "lora"
 IMPORT_FORMATS = (*FORMATS, "nemo_imagen", LORA)
 NEMO_ENCODER = "the files do not name the text encoder (NeMo's is google-t5/t5-11b): give --text-encoder for prompts"
 DESCRIPTION = (
-    "Write a run folder of weights from facebookresearch/DiT, diffusers or NeMo's Imagen, or of adapters (LoRA) that "
-    "were made elsewhere, to sample from or to start from."
+    "Write a run folder with weights from facebookresearch/DiT, diffusers or NeMo's Imagen, or with adapters (LoRA) "
+    "from other code bases, for sampling or fine-tuning."
 )
 EXAMPLES = """\
 examples
@@ -44,10 +44,10 @@ examples
   python -m launch.import_weights --from my-lora --format lora --base runs/pixart --out runs/lora
 
 Objective, class names, latent size and sampling defaults are read from files of launch.export; otherwise
-defaults are assumed and printed. A pipeline of Stable Diffusion v1, v2 or XL (a folder with model_index.json) also
-states its text encoders, its autoencoder and its noise schedule.
+defaults are assumed and printed. The text encoders, the autoencoder and the noise schedule of a pipeline of Stable
+Diffusion v1, v2 or XL (a folder with model_index.json) are imported, too.
 
-Nothing in the files is executed; pickles with anything but tensors are refused.
+Nothing in the files is executed; pickles with other objects than tensors are errors.
 """
 
 
@@ -76,18 +76,18 @@ def build_parser() -> argparse.ArgumentParser:
         "--num-attention-heads", type=at_least_one, metavar="N", help="of a dit file of another width than S, B, L, XL"
     )
     parser.add_argument(
-        "--nemo-config", metavar="FILE", help="training document of a nemo_imagen file that is no .nemo, YAML"
+        "--nemo-config", metavar="FILE", help="training document (YAML) for a nemo_imagen file that is not a .nemo"
     )
     parser.add_argument(
         "--text-encoder",
         action="append",
         metavar="[ENTRY=]NAME",
-        help="encoder of prompts, as energon_data.prepare takes it, if the files do not state it; again for others",
+        help="text encoder of prompts, as in energon_data.prepare, if it is not in the files; repeat for several",
     )
     parser.add_argument(
         "--objective",
         metavar="NAME",
-        help="objective of the weights, if the files do not state it: ddpm, edm or flow_matching, with settings "
+        help="objective of the weights, if it is not in the files: ddpm, edm or flow_matching, with settings "
         "as in \"ddpm(prediction='v')\"",
     )
     return parser
@@ -97,18 +97,18 @@ def run(args: argparse.Namespace) -> list[str]:
     """Write the run folder.
 
     Returns:
-        What our network computes differently, one sentence each.
+        Sentences about differences of our network, and about the source of the metadata.
 
     Raises:
-        ConfigError: the files cannot be read, have another model than they state, there is no such text encoder, or
-            `--out` cannot be used.
+        ConfigError: the files cannot be read or contradict each other, there is no such text encoder, or `--out`
+            cannot be used.
     """
     source = Path(args.source)
     if not source.exists():
         raise ConfigError(f"--from {source} does not exist; give a file of weights or a folder in the diffusers layout")
     if args.format not in ("dit", LORA) and args.num_attention_heads is not None:
-        stated = "config.json" if args.format == "diffusers" else "document of the training"
-        raise ConfigError(f"--num-attention-heads is for --format dit; a {stated} states it")
+        source_of_heads = "config.json" if args.format == "diffusers" else "training document"
+        raise ConfigError(f"--num-attention-heads is for --format dit; the {source_of_heads} has it")
     if args.format != "nemo_imagen" and args.nemo_config is not None:
         raise ConfigError(f"--nemo-config is for --format nemo_imagen, not {args.format}; leave it out")
     if (args.format == LORA) != (args.base is not None):
@@ -126,35 +126,35 @@ def run(args: argparse.Namespace) -> list[str]:
 
     objective = None if args.objective is None else read_objective(args.objective)
     if args.format == "nemo_imagen":
-        found = read_nemo_imagen(source, args.nemo_config)
+        content = read_nemo_imagen(source, args.nemo_config)
         if args.text_encoder is None:
-            found.trained.notes.append(NEMO_ENCODER)
+            content.trained.notes.append(NEMO_ENCODER)
     else:
-        found = read_original(source, args) if args.format == "dit" else read_diffusers_folder(source)
-    weights = found.rules.from_external(found.tensors)
+        content = read_original(source, args) if args.format == "dit" else read_diffusers_folder(source)
+    weights = content.rules.from_external(content.tensors)
     if args.drop_variance:
-        mean, weights = drop_variance(found.trained, weights)
-        found = replace(found, trained=mean)
-    trained, notes = settle(found, objective)
+        mean, weights = drop_variance(content.trained, weights)
+        content = replace(content, trained=mean)
+    trained, notes = settle(content, objective)
     if args.text_encoder is not None:
         trained = replace(trained, text_encoder=check_text_encoder(",".join(args.text_encoder)).recorded)
     elif trained.text_encoder is None and any(c.null == "empty text" for c in trained.model.conditions()):
-        notes.append("guidance leads away from the embedding of the empty text: give --text-encoder, or sample without")
+        notes.append("guidance needs the embedding of the empty text: give --text-encoder, or sample without guidance")
     sampling = build(SamplingConfig, trained.sampling, "the record's sampling")
     with RunLock(args.out, setting="--out") as lock:
         lock.check()
         origin = f"{args.format}: {source.resolve()}"
-        write_imported(Path(args.out), weights, trained, sampling, origin, autoencoder=found.autoencoder)
-    zeros = [f"{name} is imported as zeros: {why}" for name, why in found.rules.unmatched.items()]
-    return [*trained.notes, *zeros, *found.notes, *notes]
+        write_imported(Path(args.out), weights, trained, sampling, origin, autoencoder=content.autoencoder)
+    zeros = [f"{name} is imported as zeros: {why}" for name, why in content.rules.unmatched.items()]
+    return [*trained.notes, *zeros, *content.notes, *notes]
 
 
 def write_adapter_run(source: Path, args: argparse.Namespace) -> list[str]:
-    """Write a run folder of adapters that were made elsewhere, beside the weights of a run here; return the notes.
+    """Write a run folder with imported adapters for the weights of an existing run; return the notes.
 
     Raises:
         CheckpointError: `--base` has no valid checkpoint.
-        ConfigError: the adapters cannot be read or are not of that model, or `--base` has adapters itself.
+        ConfigError: the adapters cannot be read or do not fit the model, or `--base` already has adapters.
     """
     from dit.checkpoint.base_model import digest_of
     from dit.checkpoint.full_weights import write_imported
@@ -168,18 +168,18 @@ def write_adapter_run(source: Path, args: argparse.Namespace) -> list[str]:
     from dit.parallel.build import parameter_shapes
 
     flags = ("drop_variance", "num_attention_heads", "text_encoder", "objective")
-    if given := [name for name in flags if getattr(args, name)]:
-        raise ConfigError(f"--{given[0].replace('_', '-')} is of the model, and --base has that; leave it out")
+    if flag := next((name for name in flags if getattr(args, name)), None):
+        raise ConfigError(f"--{flag.replace('_', '-')} is a property of the model in --base; leave it out")
     if not Path(args.base).is_dir():
-        raise CheckpointError(f"--base {args.base} is no folder; give a run folder, or one checkpoint folder in it")
+        raise CheckpointError(f"--base {args.base} is not a folder; give a run folder, or one checkpoint folder in it")
     folder, _ = find_checkpoint(args.base)
     config, metadata = read_settings(folder)
     if config.model.adapters is not None:
-        raise ConfigError(f"--base {args.base} has adapters itself; give the run of the full model")
+        raise ConfigError(f"--base {args.base} already has adapters; give the run of the full model")
     form, trained = format_of_model(config.model), trained_model(config, metadata)
     rules = form.rules(config.model, parameter_shapes(config.model), trained.latent_size)
-    every = parameter_shapes(config.model.with_adapters(LoRAConfig(rank=1, targets=["*"])))
-    linears = [name.removesuffix(A_WEIGHT) for name in every if name.endswith(A_WEIGHT)]
+    adapted = parameter_shapes(config.model.with_adapters(LoRAConfig(rank=1, targets=["*"])))
+    linears = [name.removesuffix(A_WEIGHT) for name in adapted if name.endswith(A_WEIGHT)]
     adapters = read_adapters(source, form, config.model, rules, linears)
     trained = replace(trained, model=config.model.with_adapters(adapters.config))
     base = {"folder": str(folder.resolve()), "digest": digest_of(read_manifest(folder))}
@@ -194,17 +194,17 @@ def write_adapter_run(source: Path, args: argparse.Namespace) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Found:
-    """The content of the files.
+class Content:
+    """The content of the imported files.
 
     Attributes:
-        trained: the model, with published defaults for what the files do not state.
+        trained: the model, with published defaults for values that are not in the files.
         rules: between the weights.
-        tensors: theirs, by name.
-        recorded: the files have the record of `launch.export`, NeMo's settings, or the schedule of a pipeline, so
-            nothing is assumed.
+        tensors: of the files, by name.
+        recorded: whether the files have the record of `launch.export`, NeMo's settings, or the schedule of a pipeline,
+            so that nothing is assumed.
         autoencoder: folder of the pipeline's autoencoder; None without.
-        notes: what the pipeline does otherwise, a sentence each.
+        notes: sentences about differences from the pipeline.
     """
 
     trained: "TrainedModel"
@@ -215,26 +215,26 @@ class Found:
     notes: Sequence[str] = ()
 
 
-def settle(found: Found, objective: Optional["Objective"]) -> tuple["TrainedModel", list[str]]:
+def settle(content: Content, objective: Optional["Objective"]) -> tuple["TrainedModel", list[str]]:
     """Return the model with its objective, and notes on the source of the metadata.
 
     Args:
-        found: the content of the files.
+        content: of the files.
         objective: given by the user, which takes precedence; None if not given.
     """
-    trained = found.trained
-    whose = "recorded with the weights" if found.recorded else "that of the published weights of this class"
+    trained = content.trained
+    origin = "recorded with the weights" if content.recorded else "that of the published weights of this class"
     notes = []
     if objective is None:
-        verb = "read" if found.recorded else "assumed"
-        notes.append(f"{verb} objective: {trained.objective} ({whose})")
-        if not found.recorded:
-            notes[-1] += "; give --objective if these were trained by another"
+        verb = "read" if content.recorded else "assumed"
+        notes.append(f"{verb} objective: {trained.objective} ({origin})")
+        if not content.recorded:
+            notes[-1] += "; give --objective if these were trained with another"
     elif objective != trained.objective:
-        notes.append(f"--objective: {objective} is used, not {trained.objective} ({whose})")
+        notes.append(f"--objective: {objective} is used, not {trained.objective} ({origin})")
         trained = replace(trained, objective=objective, sampling={})
     if trained.class_names is None and trained.model.num_classes is not None:
-        notes.append(f"the files name no classes; they are 0 to {trained.model.num_classes - 1}")
+        notes.append(f"the files have no class names; classes are 0 to {trained.model.num_classes - 1}")
     elif trained.class_names is not None:
         notes.append(f"read {len(trained.class_names)} class names")
     notes.append(f"latents of {' x '.join(map(str, trained.latent_size))} (frames x height x width)")
@@ -245,7 +245,7 @@ def read_objective(text: str) -> "Objective":
     """Build the objective of `--objective`: a name, or a name with settings in parentheses.
 
     Raises:
-        ConfigError: it cannot be read, there is no such objective, or a setting does not fit it.
+        ConfigError: the syntax is wrong, there is no such objective, or a setting does not fit it.
     """
     from dit.convert.run_record import objective_of
 
@@ -261,17 +261,17 @@ def read_objective(text: str) -> "Objective":
     return objective_of({"name": call.func.id, **settings})
 
 
-def read_original(source: Path, args: argparse.Namespace) -> Found:
+def read_original(source: Path, args: argparse.Namespace) -> Content:
     """Read a state dict of facebookresearch/DiT."""
     from dit.convert.original_dit import read_sizes
     from dit.convert.run_record import METADATA_KEY, read_json_record
     from dit.convert.state_files import read_metadata, read_tensors
     from dit.models.dit.config import DiTConfig
 
-    theirs = read_tensors(source)
+    tensors = read_tensors(source)
     record = read_metadata(source).get(METADATA_KEY)
     if record is None:
-        trained = read_sizes(theirs, args.num_attention_heads)
+        trained = read_sizes(tensors, args.num_attention_heads)
         trained.model.validate()
     else:
         trained = read_json_record(record, DiTConfig)
@@ -279,16 +279,16 @@ def read_original(source: Path, args: argparse.Namespace) -> Found:
         heads = trained.model.num_attention_heads
         if args.num_attention_heads not in (None, heads):
             raise ConfigError(
-                f"--num-attention-heads {args.num_attention_heads}: {source} says {heads}; leave the flag out"
+                f"--num-attention-heads {args.num_attention_heads}: {source} records {heads}; leave the flag out"
             )
-    return Found(trained, original_rules(trained.model, trained.latent_size), theirs, record is not None)
+    return Content(trained, original_rules(trained.model, trained.latent_size), tensors, record is not None)
 
 
-def read_diffusers_folder(source: Path) -> Found:
+def read_diffusers_folder(source: Path) -> Content:
     """Read a folder in the diffusers layout: of a network, or of a pipeline of Stable Diffusion.
 
     Raises:
-        ConfigError: also where the record of the export and the settings beside it describe different models.
+        ConfigError: the folder cannot be read, or the record of the export and the settings contradict each other.
     """
     from dit.convert.diffusers_format import format_of_settings
     from dit.convert.pipeline_import import complete, network_folder
@@ -297,16 +297,16 @@ def read_diffusers_folder(source: Path) -> Found:
     from dit.parallel.build import parameter_shapes
 
     source = network_folder(source)
-    settings, theirs = read_diffusers(source)
+    settings, tensors = read_diffusers(source)
     form = format_of_settings(settings)
     trained = form.read_settings(settings)
     if CONFIG_KEY in settings:
         exported = from_record(settings[CONFIG_KEY], form.config_class)
-        written, _ = form.write_settings(exported.model, exported.latent_size)
+        recorded_settings, _ = form.write_settings(exported.model, exported.latent_size)
         plain = parse_json(json.dumps({**form.defaults, **settings}))
-        changed = [n for n in form.defaults if plain[n] != parse_json(json.dumps(written[n]))]
+        changed = [n for n in form.defaults if plain[n] != parse_json(json.dumps(recorded_settings[n]))]
         if changed:
-            changes = ", ".join(f"{n}={plain[n]!r} (recorded: {written[n]!r})" for n in changed)
+            changes = ", ".join(f"{n}={plain[n]!r} (recorded: {recorded_settings[n]!r})" for n in changed)
             raise ConfigError(
                 f"{source}/config.json was changed after its export: {changes}; remove {CONFIG_KEY} from it and give "
                 "--objective"
@@ -318,10 +318,10 @@ def read_diffusers_folder(source: Path) -> Found:
     trained.model.validate()
     rules = form.rules(trained.model, parameter_shapes(trained.model), trained.latent_size)
     recorded = CONFIG_KEY in settings or of_pipeline.has_schedule
-    return Found(trained, rules, theirs, recorded, of_pipeline.autoencoder, of_pipeline.notes)
+    return Content(trained, rules, tensors, recorded, of_pipeline.autoencoder, of_pipeline.notes)
 
 
-def read_nemo_imagen(source: Path, document: Optional[str]) -> Found:
+def read_nemo_imagen(source: Path, document: Optional[str]) -> Content:
     """Read a checkpoint of NeMo's Imagen.
 
     Args:
@@ -329,7 +329,7 @@ def read_nemo_imagen(source: Path, document: Optional[str]) -> Found:
         document: of the training; None for the settings in a `.nemo` file.
 
     Raises:
-        ConfigError: also where neither has settings.
+        ConfigError: the files cannot be read, or there are no settings.
     """
     import fiddle
 
@@ -342,16 +342,16 @@ def read_nemo_imagen(source: Path, document: Optional[str]) -> Found:
 
     stored, tensors, notes = nemo_imagen.read(source)
     if document is not None:
-        stored = read_yaml(Path(document), ConfigError, "write the path of a YAML file after --nemo-config")
+        stored = read_yaml(Path(document), ConfigError, "give the path of a YAML file with --nemo-config")
     elif stored is None:
         raise ConfigError(f"{source} does not have the settings of its network; give --nemo-config FILE, or a .nemo")
     task, size = nemo_config.load_network(stored, document or source, load_component)
     model, objective = fiddle.build(task.model), fiddle.build(task.objective)
     model.validate()
-    named = ("solver", "num_steps", "guidance_scale", "thresholding")
-    sampling = {name: getattr(task.sampling, name) for name in named}
+    names = ("solver", "num_steps", "guidance_scale", "thresholding")
+    sampling = {name: getattr(task.sampling, name) for name in names}
     trained = TrainedModel(model, objective, (1, size, size), sampling, notes=notes)
-    return Found(trained, nemo_imagen.rules(model, parameter_shapes(model)), tensors, recorded=True)
+    return Content(trained, nemo_imagen.rules(model, parameter_shapes(model)), tensors, recorded=True)
 
 
 @one_line_errors

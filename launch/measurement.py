@@ -46,7 +46,7 @@ class Measurement:
     """The result of one metric.
 
     Attributes:
-        lines: for people.
+        lines: for the console.
         record: the same as plain values, for `--json`.
         missed: one line for each minimum that was not reached; the command then exits with 1.
     """
@@ -57,18 +57,18 @@ class Measurement:
 
 
 def folder_to_compare(args: argparse.Namespace, generator: "Generator", names: Collection[str], what: str) -> str:
-    """Return the data set whose samples a metric compares with: the flag, else the run's; of a blend, the one member.
+    """Return the reference data set of a metric: that of the flag, of the run, or the suitable member of its blend.
 
     Args:
-        names: what suitable data sets call themselves in `dataset.json`.
-        what: they hold, for messages.
+        names: `name` of suitable data sets in `dataset.json`.
+        what: their content, for messages.
 
     Returns:
-        Its folder; empty if the run read none.
+        Its folder; empty if the run has no data folder.
 
     Raises:
-        ConfigError: the run trained on a blend with several suitable data sets, or none.
-        DataError: it cannot be read.
+        ConfigError: the blend of the run does not have exactly one suitable data set.
+        DataError: the blend cannot be read.
     """
     if args.data:
         return args.data
@@ -81,8 +81,8 @@ def folder_to_compare(args: argparse.Namespace, generator: "Generator", names: C
     readable = [member for member, suits in members.items() if suits]
     if len(readable) != 1:
         raise ConfigError(
-            f"the run trained on {data.origin}, a blend with {len(readable)} data sets of {what}, and samples are "
-            f"compared with one; name it, as in --data {(readable or list(members))[0]} (the blend has "
+            f"the run trained on {data.origin}, a blend with {len(readable)} data sets of {what}, but samples are "
+            f"compared with one; name it, such as --data {(readable or list(members))[0]} (the blend has "
             f"{', '.join(members)})"
         )
     return readable[0]
@@ -91,10 +91,10 @@ def folder_to_compare(args: argparse.Namespace, generator: "Generator", names: C
 def draw_samples(
     args: argparse.Namespace, generator: "Generator", conditions: "Mapping[str, Sequence[Value]]"
 ) -> Tensor:
-    """Draw a sample for each value of the conditions, as many at a time as fit; every rank calls this.
+    """Draw a sample for each value of the conditions (collective).
 
-    The ranks take turns by batch. The batches do not depend on the number of ranks, so neither do the samples, to the
-    bit.
+    Batches are distributed over the ranks. They do not depend on the number of ranks, so the samples are bit-identical
+    on any number of ranks.
 
     Returns:
         Latents `[N, C, T, H, W]`, all of them on every rank, on its device.
@@ -102,17 +102,17 @@ def draw_samples(
     count, at_once = len(next(iter(conditions.values()))), generator.batch_size(None, None)
     starts = range(0, count, at_once)
     rank, ranks = environment.rank(), environment.world_size()
-    drawn = []
+    batches = []
     for start in starts[rank::ranks]:
         rows = range(start, min(start + at_once, count))
-        given = {name: [values[i] for i in rows] for name, values in conditions.items()}
-        drawn.append(generator.generate(conditions=given, numbers=rows, **sampling_settings(args)))
+        of_batch = {name: [values[i] for i in rows] for name, values in conditions.items()}
+        batches.append(generator.generate(conditions=of_batch, numbers=rows, **sampling_settings(args)))
     if ranks == 1:
-        return torch.cat(drawn)
+        return torch.cat(batches)
     import torch.distributed as dist
 
     from dit.backends.device import local_device
 
     of_rank: list[list[Tensor]] = [[]] * ranks
-    dist.all_gather_object(of_rank, [latents.cpu() for latents in drawn])
+    dist.all_gather_object(of_rank, [latents.cpu() for latents in batches])
     return torch.cat([of_rank[i % ranks][i // ranks] for i in range(len(starts))]).to(local_device())

@@ -59,7 +59,7 @@ def load(path: str | Path, load_component: Callable[[str], None]) -> tuple[run.P
         load_component: see `apply_overrides`.
 
     Returns:
-        The recipe, and what became of every key.
+        The recipe, and what became of each key.
 
     Raises:
         ConfigError: the file cannot be read, or keys of it are refused; one line for each of them.
@@ -71,21 +71,21 @@ def load(path: str | Path, load_component: Callable[[str], None]) -> tuple[run.P
     if "optim" in document and "optim" not in document["model"]:  # some documents have the section at the top
         document["model"]["optim"] = document.pop("optim")
     values = dict(nemo_keys.leaves(document))
-    values = _resolved(values, problems, values)
-    unet_type: UNetType = _selected(values, "model.unet_type", problems)
-    preconditioning: Preconditioning = _selected(values, "model.preconditioning_type", problems)
+    values = _replace_references(values, problems, values)
+    unet_type: UNetType = _read_choice(values, "model.unet_type", problems)
+    preconditioning: Preconditioning = _read_choice(values, "model.preconditioning_type", problems)
     rules = nemo_keys.rules(unet_type, preconditioning, synthetic=values.get("model.data.synthetic_data") is True)
     open_keys = {key for key, value in values.items() if value == OPEN}
     open_keys -= {key for rule in rules if rule.has_no_effect for key in rule.keys}
     for key in sorted(open_keys):
         problems.append(f"{key}={OPEN} is left open; fill it in, or remove it")
         values[key] = None
-    problems += _unknown(values, [*nemo_keys.KINDS, *(key for rule in rules for key in rule.keys)])
+    problems += _find_unknown_keys(values, [*nemo_keys.KINDS, *(key for rule in rules for key in rule.keys)])
     task = _start(unet_type, preconditioning, values)
     rows = [row for rule in rules if (row := _apply(rule, values, task, problems, load_component))]
-    problems += _contradictions(rows)
+    problems += _find_contradictions(rows)
     if problems:
-        raise _refused(path, problems)
+        raise _make_error(path, problems)
     return task, rows
 
 
@@ -113,14 +113,14 @@ def load_network(
         raise ConfigError(f"{source} has no section `unet`; give the document of the training by --nemo-config")
     problems: list[str] = []
     values = dict(nemo_keys.leaves(document))
-    unet_type: UNetType = _selected(values, "model.unet_type", problems)
-    preconditioning: Preconditioning = _selected(values, "model.preconditioning_type", problems)
+    unet_type: UNetType = _read_choice(values, "model.unet_type", problems)
+    preconditioning: Preconditioning = _read_choice(values, "model.preconditioning_type", problems)
     rules = nemo_keys.network_rules(unet_type, preconditioning)
-    known = {key for rule in rules for key in rule.keys}
+    known_keys = {key for rule in rules for key in rule.keys}
     network = ("model.unet.", "model.preconditioning.")
-    read = [key for key in values if key in known or key.startswith(network)]
-    values = _resolved(values, problems, read)
-    problems += _unknown(values, sorted(known))
+    read = [key for key in values if key in known_keys or key.startswith(network)]
+    values = _replace_references(values, problems, read)
+    problems += _find_unknown_keys(values, sorted(known_keys))
     size = values.get("model.unet.image_size")
     if not isinstance(size, int) or size < 1:
         problems.append(f"model.unet.image_size={size} is no number of pixels")
@@ -128,12 +128,12 @@ def load_network(
     for rule in rules:
         _apply(rule, values, task, problems, load_component)
     if problems:
-        raise _refused(source, problems)
+        raise _make_error(source, problems)
     assert size is not None
     return task, size
 
 
-def _refused(source: str | Path, problems: Sequence[str]) -> ConfigError:
+def _make_error(source: str | Path, problems: Sequence[str]) -> ConfigError:
     return ConfigError(f"{source}: {len(problems)} refused\n  " + "\n  ".join(problems))
 
 
@@ -142,58 +142,58 @@ def table(rows: Sequence[Row]) -> str:
     lines = ["NeMo's document -> settings"]
     for row in rows:
         if row.settings:
-            lines.append(f"  {_shown(row)} -> {' '.join(row.settings)}" + (f"  ({row.note})" if row.note else ""))
+            lines.append(f"  {_row_text(row)} -> {' '.join(row.settings)}" + (f"  ({row.note})" if row.note else ""))
     lines.append("keys without a setting here")
-    lines += [f"  {_shown(row)}: {row.note}" for row in rows if not row.settings]
+    lines += [f"  {_row_text(row)}: {row.note}" for row in rows if not row.settings]
     return "\n".join(lines)
 
 
-def _shown(row: Row) -> str:
-    return _text_of(row.given) or "NeMo's default"
+def _row_text(row: Row) -> str:
+    return _entries_text(row.given) or "NeMo's default"
 
 
-def _text_of(values: Mapping[str, object]) -> str:
+def _entries_text(values: Mapping[str, object]) -> str:
     return ", ".join(key if isinstance(value, dict) else f"{key}={value}" for key, value in values.items())
 
 
-def _resolved(values: Mapping[str, Any], problems: list[str], keys: Iterable[str]) -> dict[str, Any]:
+def _replace_references(values: Mapping[str, Any], problems: list[str], keys: Iterable[str]) -> dict[str, Any]:
     """Return the values of some keys, with `${key}` replaced by the value of that key."""
     resolved: dict[str, Any] = {}
 
-    def value_of(key: str, seen: tuple[str, ...]) -> Any:
+    def value_of(key: str, path: tuple[str, ...]) -> Any:
         if key not in resolved:
-            resolved[key] = resolve(key, seen)
+            resolved[key] = resolve(key, path)
         return resolved[key]
 
-    def resolve(key: str, seen: tuple[str, ...]) -> Any:
+    def resolve(key: str, path: tuple[str, ...]) -> Any:
         value = values[key]
         if not isinstance(value, str):
             return value
         names = _REFERENCE.findall(value)
         for name in names:
-            if name not in values or name in seen:
-                raise ConfigError(f"{key}={value}: {name} is {'its own value' if name in seen else 'no key'}")
-        if len(seen) > DEEPEST:
+            if name not in values or name in path:
+                raise ConfigError(f"{key}={value}: {name} is {'its own value' if name in path else 'no key'}")
+        if len(path) > DEEPEST:
             raise ConfigError(f"{key}={value}: references are nested deeper than {DEEPEST} levels")
-        parts = {name: value_of(name, (*seen, name)) for name in names}
+        parts = {name: value_of(name, (*path, name)) for name in names}
         if _REFERENCE.fullmatch(value):
             return parts[names[0]]
         texts = {name: str(part) for name, part in parts.items()}
         if sum(len(texts[name]) for name in names) > LONGEST_VALUE:
             raise ConfigError(f"{key}={value}: its references become a text of more than {LONGEST_VALUE:,} characters")
-        return _REFERENCE.sub(lambda found: texts[found[1]], value)
+        return _REFERENCE.sub(lambda match: texts[match[1]], value)
 
-    found: dict[str, Any] = {}
+    answers: dict[str, Any] = {}
     for key in keys:
         try:
-            found[key] = value_of(key, (key,))
+            answers[key] = value_of(key, (key,))
         except ConfigError as error:
             problems.append(str(error))
-            found[key] = None
-    return found
+            answers[key] = None
+    return answers
 
 
-def _selected(values: Mapping[str, Any], key: str, problems: list[str]) -> Any:
+def _read_choice(values: Mapping[str, Any], key: str, problems: list[str]) -> Any:
     """Return the value of a key that selects the rules; the first choice where it is wrong."""
     choices = get_args(nemo_keys.KINDS[key])
     if values.get(key) in choices:
@@ -202,19 +202,19 @@ def _selected(values: Mapping[str, Any], key: str, problems: list[str]) -> Any:
     return choices[0]
 
 
-def _unknown(values: Mapping[str, Any], known: Sequence[str]) -> Iterator[str]:
+def _find_unknown_keys(values: Mapping[str, Any], known_keys: Sequence[str]) -> Iterator[str]:
     for key, value in values.items():
-        if key not in known and not (value is None and any(other.startswith(f"{key}.") for other in known)):
-            yield f"{key}={value}: no such key is known{_did_you_mean(key, known)}"
+        if key not in known_keys and not (value is None and any(name.startswith(f"{key}.") for name in known_keys)):
+            yield f"{key}={value}: no such key is known{_suggest(key, known_keys)}"
 
 
-def _did_you_mean(key: str, known: Sequence[str]) -> str:
+def _suggest(key: str, known_keys: Sequence[str]) -> str:
     """Return the nearest key of the same section, else of any section."""
     section, _, name = key.rpartition(".")
-    for some in ([other for other in known if other.rpartition(".")[0] == section], known):
-        near = registry.closest(name, {other.rpartition(".")[2] for other in some}, count=1)
-        if near:
-            return f"; did you mean {next(other for other in some if other.rpartition('.')[2] == near[0])}?"
+    for candidates in ([key for key in known_keys if key.rpartition(".")[0] == section], known_keys):
+        nearest = registry.closest(name, {key.rpartition(".")[2] for key in candidates}, count=1)
+        if nearest:
+            return f"; did you mean {next(key for key in candidates if key.rpartition('.')[2] == nearest[0])}?"
     return ""
 
 
@@ -252,35 +252,35 @@ def _apply(
     load_component: Callable[[str], None],
 ) -> Row | None:
     """Apply a rule to the run; return its row if the document has one of its keys or a default of NeMo's is ours."""
-    given = {key: value for key, value in values.items() if key in rule.keys and value is not None}
-    shown = _text_of(given) or ", ".join(rule.keys)
-    missing = [key for key in rule.keys if key not in given]
-    if rule.required and missing:
-        problems.append(f"{missing[0]} is missing, and NeMo has no default for it")
+    entries = {key: value for key, value in values.items() if key in rule.keys and value is not None}
+    shown_keys = _entries_text(entries) or ", ".join(rule.keys)
+    missing_keys = [key for key in rule.keys if key not in entries]
+    if rule.required and missing_keys:
+        problems.append(f"{missing_keys[0]} is missing, and NeMo has no default for it")
         return None
     try:
-        named = {key.rpartition(".")[2]: value for key, value in given.items()}
-        settings = [f"{path}={_text(value)}" for path, value in rule.settings(**named).items()]
+        arguments = {key.rpartition(".")[2]: value for key, value in entries.items()}
+        settings = [f"{path}={_text(value)}" for path, value in rule.settings(**arguments).items()]
         apply_overrides(task, settings, load_component)
     except ConfigError as error:
-        problems.append(f"{shown}: {error}")
+        problems.append(f"{shown_keys}: {error}")
         return None
     except TypeError as error:
-        problems.append(f"{shown}: a value of another type is expected ({error})")
+        problems.append(f"{shown_keys}: a value of another type is expected ({error})")
         return None
-    return Row(given, settings, rule.note) if given or settings else None
+    return Row(entries, settings, rule.note) if entries or settings else None
 
 
 def _text(value: object) -> str:
     return "none" if value is None else str(value)
 
 
-def _contradictions(rows: Sequence[Row]) -> Iterator[str]:
+def _find_contradictions(rows: Sequence[Row]) -> Iterator[str]:
     """Find settings that two keys give different values."""
-    first: dict[str, tuple[str, Row]] = {}
+    first_rows: dict[str, tuple[str, Row]] = {}
     for row in rows:
         for setting in row.settings:
             path = setting.partition("=")[0]
-            earlier, other = first.setdefault(path, (setting, row))
-            if earlier != setting:
-                yield f"{_shown(other)} and {_shown(row)} disagree; write the same value"
+            first_setting, first_row = first_rows.setdefault(path, (setting, row))
+            if first_setting != setting:
+                yield f"{_row_text(first_row)} and {_row_text(row)} disagree; write the same value"

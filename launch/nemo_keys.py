@@ -1,4 +1,4 @@
-"""What each key of a NeMo Imagen document means here: settings of ours, nothing, or a reason to refuse it.
+"""Rules for the keys of a NeMo Imagen document: our settings, no effect, or an error.
 
 The keys are those of NeMo 2.0, `examples/multimodal/text_to_image/imagen/conf`; defaults are those of its constructors.
 """
@@ -23,7 +23,7 @@ def _resolutions(value: object) -> list[int]:
     """Read `[64, 256]`, or `64, 64`."""
     entries = value.split(",") if isinstance(value, str) else value
     if not isinstance(entries, Sequence) or len(entries) != 2 or not all(str(e).strip().isdecimal() for e in entries):
-        raise ConfigError(f"{value!r} is not two numbers of pixels")
+        raise ConfigError(f"{value!r} is not a pair of sizes in pixels")
     return [int(entry) for entry in entries]
 
 
@@ -95,12 +95,12 @@ def _augmentations(**steps: object) -> Settings:
     if {"center_crop_h_w", "random_crop_h_w"} <= set(names):
         raise ConfigError("one crop is made, at the centre or at random; remove one of the two")
     crop = steps.get("center_crop_h_w") or steps.get("random_crop_h_w")
-    found: dict[str, object] = {"data.flip": 0.5 if switch(steps.get("horizontal_flip") or False) else 0.0}
+    settings: dict[str, object] = {"data.flip": 0.5 if switch(steps.get("horizontal_flip") or False) else 0.0}
     if "resize_smallest_side" in names:
-        found["data.resize_side"] = steps["resize_smallest_side"]
+        settings["data.resize_side"] = steps["resize_smallest_side"]
     if crop:
-        found |= {"data.crop_size": _resolutions(crop), "data.random_crop": "random_crop_h_w" in names}
-    return found
+        settings |= {"data.crop_size": _resolutions(crop), "data.random_crop": "random_crop_h_w" in names}
+    return settings
 
 
 def _filter(method: Optional[str] = None, value: object = None) -> Settings:
@@ -268,11 +268,14 @@ def _objective(preconditioning: Preconditioning) -> list[Rule]:
         maps(f"{section}.noise_schedule", "objective.schedule", default="cosine"),
         maps(f"{section}.timesteps", "sampling.num_steps", note="training has continuous time; of sampling"),
     ]
-    mine, others = (edm, ddpm) if preconditioning == "EDM" else (ddpm, edm)
+    rules, other_rules = (edm, ddpm) if preconditioning == "EDM" else (ddpm, edm)
     return [
         maps(f"{section}.loss_type", "objective.loss_kind", default="l2"),
-        *mine,
-        *(only(*rule.keys, why=f"preconditioning_type: {preconditioning} has no such constant") for rule in others),
+        *rules,
+        *(
+            only(*rule.keys, why=f"preconditioning_type: {preconditioning} has no such constant")
+            for rule in other_rules
+        ),
     ]
 
 
@@ -313,7 +316,7 @@ _EXPERIMENT = [
     maps("exp_manager.wandb_logger_kwargs.project", "logging.wandb_project"),
     maps("exp_manager.wandb_logger_kwargs.name", "logging.wandb_name"),
     maps("exp_manager.wandb_logger_kwargs.group", "logging.wandb_group"),
-    *unused("exp_manager.wandb_logger_kwargs.resume", "a resumed run goes on with its page"),
+    *unused("exp_manager.wandb_logger_kwargs.resume", "a resumed run continues its page"),
     maps("exp_manager.create_tensorboard_logger", "logging.tensorboard", default=True),
     Rule(
         (
@@ -333,7 +336,7 @@ _EXPERIMENT = [
     Rule(("exp_manager.resume_if_exists", "exp_manager.resume_ignore_no_checkpoint"), _resume),
     Rule(("exp_manager.ema.enable", "exp_manager.ema.decay"), _average, "in fp32, sharded as the master weights"),
     maps("exp_manager.ema.every_n_steps", "training.ema_interval"),
-    maps("exp_manager.ema.validate_original_weights", "training.validate_raw_weights", note="beside the average"),
+    maps("exp_manager.ema.validate_original_weights", "training.validate_raw_weights", note="and the average"),
     maps("exp_manager.ema.cpu_offload", "training.ema_offload"),
 ]
 _ENGINE = [
@@ -389,7 +392,7 @@ _DATA = [
         "shorter texts are not padded; pooling and norms compute what they would with zeros",
     ),
     *unused("model.data.synthetic_data model.data.synthetic_data_length", "data.path names the data"),
-    *unused("model.data.num_workers", "data.background reads every stream in a process of its own"),
+    *unused("model.data.num_workers", "data.background reads every stream in a separate process"),
     *unused(
         "model.data.validation model.data.test",
         "energon_data.prepare splits the data; training.validation_interval measures the loss of the split val",
@@ -455,7 +458,7 @@ SECTIONS = (
     *("model.data.validation", "model.data.test"),
     *(f"{CORRUPTION}.{part}" for part in (*PUBLISHED_CORRUPTION, "kernel_radius_dict")),
 )
-"""Keys whose values are read as a whole."""
+"""Keys whose values are read as one object."""
 KINDS = {"model.unet_type": UNetType, "model.preconditioning_type": Preconditioning}
 """The keys that select the network and the objective, and their values."""
 

@@ -12,7 +12,7 @@ Settings = Mapping[str, object]
 
 @dataclass(frozen=True)
 class Rule:
-    """What keys that are read together become.
+    """Keys that are read together, and the settings that they become.
 
     Attributes:
         keys: dotted.
@@ -54,8 +54,8 @@ def maps(
         note, required: see `Rule`.
     """
 
-    def settings(**given: object) -> Settings:
-        value = next(iter(given.values()), default)
+    def settings(**values: object) -> Settings:
+        value = next(iter(values.values()), default)
         return {} if value is None else {setting: read(value)}
 
     return Rule((key,), settings, note, required)
@@ -64,8 +64,8 @@ def maps(
 def only(key: str, *allowed: object, why: str) -> Rule:
     """Return the rule of a key that is refused unless it is absent or has one of these values."""
 
-    def settings(**given: object) -> Settings:
-        for value in given.values():
+    def settings(**values: object) -> Settings:
+        for value in values.values():
             if value not in allowed:
                 raise ConfigError(f"{why}; remove the key" + (f" or set it to {allowed[0]}" if allowed else ""))
         return {}

@@ -1,7 +1,7 @@
-"""This project for nemo-run's own command: `nemorun dit pretrain --factory tiny_dit --yes training.num_steps=5`.
+"""Support for nemo-run's command: `nemorun dit pretrain --factory tiny_dit --yes training.num_steps=5`.
 
-nemo-run loads this module through the entry point `dit` of pyproject.toml and offers what it finds registered: the
-training function, every recipe, the named parts, and the executors (`executor=torchrun executor.ntasks_per_node=2`).
+nemo-run loads this module through the entry point `dit` in pyproject.toml. The import registers the training function,
+all recipes, the named parts, and the executors (`executor=torchrun executor.ntasks_per_node=2`).
 """
 
 import importlib

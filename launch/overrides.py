@@ -126,9 +126,9 @@ def value_of(node: Node, name: str) -> Any:
     if name in node.__arguments__:
         return node.__arguments__[name]
     if dataclasses.is_dataclass(fn):
-        made = {f.name: f.default_factory for f in dataclasses.fields(fn)}.get(name, dataclasses.MISSING)
-        if made is not dataclasses.MISSING:
-            return made()
+        factory = {f.name: f.default_factory for f in dataclasses.fields(fn)}.get(name, dataclasses.MISSING)
+        if factory is not dataclasses.MISSING:
+            return factory()
     default = inspect.signature(fn).parameters[name].default
     return None if default is inspect.Parameter.empty else default
 
@@ -139,11 +139,11 @@ def annotation_of(node: Node, name: str, path: str) -> object:
     Raises:
         ConfigError: there is no setting of that name; the message names the nearest ones.
     """
-    known = parameters(node)
+    annotations = parameters(node)
     name = name.partition("[")[0]
-    if name in known:
-        return known[name]
-    raise ConfigError(registry.no_such_setting(node.__fn_or_cls__, path, name, known))
+    if name in annotations:
+        return annotations[name]
+    raise ConfigError(registry.no_such_setting(node.__fn_or_cls__, path, name, annotations))
 
 
 def all_keys(node: Node, path: str = "") -> list[str]:
@@ -221,10 +221,14 @@ def _component(text: str, targets: list[type], key: str, load_component: Callabl
                 except ConfigError as error:
                     raise ConfigError(f"{key}={text}: {error}") from error
             return part
-    wanted = {t.__name__ for t in targets}
-    known = [entry.name for entry in registry.components() if entry.target.split(".")[-1] in wanted]
-    names = f"; choose one of {', '.join(known)}" if known else "; none has a name, so set its fields one by one"
-    raise ConfigError(f"{key}={text}: no {' or '.join(sorted(wanted))} of that name{names}")
+    type_names = {t.__name__ for t in targets}
+    component_names = [entry.name for entry in registry.components() if entry.target.split(".")[-1] in type_names]
+    names = (
+        f"; choose one of {', '.join(component_names)}"
+        if component_names
+        else "; none has a name, so set its fields one by one"
+    )
+    raise ConfigError(f"{key}={text}: no {' or '.join(sorted(type_names))} of that name{names}")
 
 
 def split_arguments(text: str) -> list[str]:

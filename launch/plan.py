@@ -1,7 +1,7 @@
-"""Search the layout that trains a recipe fastest: `python -m launch.plan --factory NAME --gpus 256 --device h100`.
+"""Search for the fastest layout of a recipe: `python -m launch.plan --factory NAME --gpus 256 --device h100`.
 
-Time and memory come from steps traced on fake tensors (`dit.planner`). No GPU is needed, and none was asked: what the
-model of time was checked against, and what not, is in docs/planner.md.
+Time and memory are computed from steps traced on fake tensors (`dit.planner`), so no GPU is needed. docs/planner.md
+documents how the model of time was checked.
 """
 
 import argparse
@@ -60,12 +60,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Rates:
-    """Turns the time of a step into what people compare.
+    """Converts the time of a step to throughput and MFU.
 
     Attributes:
         unit: "tokens" or "images".
-        per_step: of these.
-        flops: of a step by convention (`dit.monitoring.flops`); of "hardware", without recompute. No "nemo" for images.
+        per_step: units per step.
+        flops: of a step by convention (`dit.monitoring.flops`); "hardware" is without recompute. No "nemo" for images.
         recomputed: operations of one more forward pass through all layers.
     """
 
@@ -82,13 +82,13 @@ class Rates:
     def mfu(self, candidate: "Candidate", seconds: float) -> dict[str, float]:
         """Return the share of the device's dense bf16 peak by convention."""
         peak = self.problem.device.peak_flops * self.problem.world_size
-        done = {**self.flops, "hardware": self.flops["hardware"] + candidate.recomputed * self.recomputed}
-        return {name: flops / seconds / peak for name, flops in done.items()}
+        executed = {**self.flops, "hardware": self.flops["hardware"] + candidate.recomputed * self.recomputed}
+        return {name: flops / seconds / peak for name, flops in executed.items()}
 
 
 @dataclass(frozen=True)
 class Report:
-    """What a search has found, and the best layout traced at its real depth."""
+    """Result of a search, with the best layout traced at its full depth."""
 
     problem: "Problem"
     rates: Rates
@@ -103,7 +103,7 @@ class Report:
         verdict, problem = self.verdict, self.problem
         count = len(self.allowed.found)
         head = (
-            f"{count:,} layouts of {problem.world_size} {problem.device.name}, {problem.node_size} to a node: "
+            f"{count:,} layouts of {problem.world_size} {problem.device.name}, {problem.node_size} per node: "
             f"{len(verdict.fitting):,} fit, {len(verdict.too_large):,} do not; "
             f"traced in {self.seconds[0]:.0f} s, searched in {self.seconds[1]:.1f} s"
         )
@@ -117,21 +117,21 @@ class Report:
         for priced in rows:
             seconds = priced.time.total
             lines.append(
-                f"{named(priced.candidate, priced.dims):<58} {seconds * 1e3:>7,.0f} ms "
+                f"{layout_name(priced.candidate, priced.dims):<58} {seconds * 1e3:>7,.0f} ms "
                 f"{self.rates.per_gpu(seconds):>13,.0f} {self.rates.mfu(priced.candidate, seconds)['model']:>6.1%} "
                 f"{priced.peak / GIB:>6.1f} GiB"
             )
         return lines
 
     def best(self) -> list[str]:
-        """Return the best layout in full, from a trace of its real depth."""
+        """Describe the best layout, from a trace of its full depth."""
         priced = self.verdict.fitting[0]
         assert self.step is not None
         assert self.peak is not None
         time = self.step.time
         mfu = ", ".join(f"{name} {share:.1%}" for name, share in self.rates.mfu(priced.candidate, time.total).items())
         return [
-            f"the first, traced at its real depth: {time.total * 1e3:,.0f} ms, {self.peak / GIB:.1f} GiB",
+            f"the first, traced at its full depth: {time.total * 1e3:,.0f} ms, {self.peak / GIB:.1f} GiB",
             *(
                 f"  {name:<17} {seconds * 1e3:>9,.1f} ms {seconds / time.total:>6.1%}"
                 for name, seconds in time.parts.items()
@@ -142,23 +142,23 @@ class Report:
         ]
 
     def losers(self) -> list[str]:
-        """Say why the others lose, do not fit or are not allowed: one line for each kind."""
+        """Return a line for each reason why other layouts are slower, do not fit or are not allowed."""
         lines = []
         for item, group in self.verdict.by_item().items():
             first = group[0]
             lines.append(
-                f"{len(group):>6,} do not fit, most of it {item}: the smallest needs {first.peak / GIB:,.1f} GiB "
-                f"({named(first.candidate, first.dims)})"
+                f"{len(group):>6,} do not fit because of {item}: the smallest needs {first.peak / GIB:,.1f} GiB "
+                f"({layout_name(first.candidate, first.dims)})"
             )
         for part, group in self.verdict.by_loss().items():
             first, best = group[0], self.verdict.fitting[0]
             slower = first.time.total / best.time.total - 1
             lines.append(
-                f"{len(group):>6,} lose by {CAUSES[part]}: the fastest takes {slower:.1%} longer "
-                f"({named(first.candidate, first.dims)})"
+                f"{len(group):>6,} slower because of {CAUSES[part]}: the fastest takes {slower:.1%} longer "
+                f"({layout_name(first.candidate, first.dims)})"
             )
         refused = sorted(self.allowed.refused.values(), reverse=True)
-        return [*lines, *(f"{count:>6,} not allowed, as: {example}" for count, example in refused)]
+        return [*lines, *(f"{count:>6,} not allowed, for example: {example}" for count, example in refused)]
 
     def record(self) -> dict[str, Any]:
         """Return the report as plain values."""
@@ -181,7 +181,7 @@ class Report:
     def _row(self, priced: "Priced") -> dict[str, Any]:
         seconds = priced.time.total
         return {
-            "layout": named(priced.candidate, priced.dims),
+            "layout": layout_name(priced.candidate, priced.dims),
             "overrides": overrides(priced.candidate, self.problem),
             "step_s": seconds,
             "parts_s": priced.time.parts,
@@ -191,8 +191,8 @@ class Report:
         }
 
 
-def named(candidate: "Candidate", dims: "ParallelDims") -> str:
-    """Return a layout in one short line."""
+def layout_name(candidate: "Candidate", dims: "ParallelDims") -> str:
+    """Return a short name of a layout."""
     shape = candidate.shape
     sizes = {"TP": shape.tensor, "CP": shape.context, "PP": candidate.pipeline, "VPP": candidate.chunks or 1}
     words = [f"{name}{size}" for name, size in {**sizes, "EP": shape.expert}.items() if size > 1]
@@ -205,8 +205,8 @@ def named(candidate: "Candidate", dims: "ParallelDims") -> str:
     return " ".join(words)
 
 
-def stage_named(shape: "Shape") -> str:
-    """Return what of a layout is traced, in a few words."""
+def stage_name(shape: "Shape") -> str:
+    """Return a short name of the traced part of a layout."""
     sizes = {"TP": shape.tensor, "CP": shape.context, "EP": shape.expert}
     words = [f"{name}{size}" for name, size in sizes.items() if size > 1] + (["FSDP"] if shape.fsdp else [])
     words += [] if shape.recompute == "none" else [f"recompute {shape.recompute}"]
@@ -214,34 +214,34 @@ def stage_named(shape: "Shape") -> str:
 
 
 def overrides(candidate: "Candidate", problem: "Problem") -> list[str]:
-    """Return the settings that turn the recipe into this layout."""
+    """Return the overrides that select this layout for the recipe."""
     layout = candidate.parallel(problem.parallel)
     training = candidate.training(problem.training, problem.layers_of_chunk(candidate))
-    found = []
-    for name, new, old in (("parallel", layout, problem.parallel), ("training", training, problem.training)):
-        found += [f"{name}.{key}={value}" for key, value in vars(new).items() if value != vars(old)[key]]
-    return found
+    changes = []
+    for name, part, original in (("parallel", layout, problem.parallel), ("training", training, problem.training)):
+        changes += [f"{name}.{key}={value}" for key, value in vars(part).items() if value != vars(original)[key]]
+    return changes
 
 
 def rates(problem: "Problem", sample: "Sample") -> Rates:
-    """Count the work of a step."""
+    """Count the units and operations of a step."""
     from dit.layout import SequenceLayout
     from dit.monitoring.flops import Convention, PackFlops
 
     texts = None if sample.text_tokens is None else SequenceLayout.from_lengths([sample.text_tokens])
-    given = SequenceLayout.from_lengths([sample.tokens]), [sample.grid], texts
+    pack = SequenceLayout.from_lengths([sample.tokens]), [sample.grid], texts
     counter, samples = PackFlops(problem.model), sample.count(1) * problem.training.global_batch_size
     pictures = not problem.model.supports.mixed_shapes
-    # NeMo's formula is one of parameters and tokens, and says nothing of convolutions.
+    # NeMo's formula depends on parameters and tokens, and does not apply to convolutions.
     conventions: tuple[Convention, ...] = ("model", "hardware") if pictures else ("model", "hardware", "nemo")
-    flops: dict[str, float] = {name: float(samples * counter.training(*given, convention=name)) for name in conventions}
-    again = samples * counter.training(*given, convention="hardware", recomputed=1.0) - flops["hardware"]
-    unit, each = ("images", 1) if pictures else ("tokens", sample.tokens)
-    return Rates(problem, unit, samples * each, flops, again)
+    flops: dict[str, float] = {name: float(samples * counter.training(*pack, convention=name)) for name in conventions}
+    recomputed = samples * counter.training(*pack, convention="hardware", recomputed=1.0) - flops["hardware"]
+    unit, units_per_sample = ("images", 1) if pictures else ("tokens", sample.tokens)
+    return Rates(problem, unit, samples * units_per_sample, flops, recomputed)
 
 
 def problem_of(args: argparse.Namespace) -> tuple["Problem", "Sample"]:
-    """Read what is to be trained on what.
+    """Return the planned run and its sample.
 
     Raises:
         ConfigError: the device or the recipe does not exist, or the recipe's settings do not fit.
@@ -255,8 +255,8 @@ def problem_of(args: argparse.Namespace) -> tuple["Problem", "Sample"]:
     for flag, value in (("--gpus", args.gpus), ("--nodes-of", args.nodes_of), ("--top", args.top)):
         if value < 1:
             raise ConfigError(f"{flag} must be at least 1, got {value}")
-    given = ["--tokens", args.tokens] if args.tokens else []
-    options = cli.parse(["--factory", args.factory, *given, *args.overrides])
+    tokens = ["--tokens", args.tokens] if args.tokens else []
+    options = cli.parse(["--factory", args.factory, *tokens, *args.overrides])
     cli.check_factory(args.factory)
     task = resolve(options)
     config = built(task)
@@ -277,35 +277,35 @@ def problem_of(args: argparse.Namespace) -> tuple["Problem", "Sample"]:
 
 
 def searched(problem: "Problem", sample: "Sample") -> Report:
-    """Trace what the layouts need, price all of them, and trace the best one at its real depth."""
+    """Trace the parts that layouts consist of, price all layouts, and trace the best one at its full depth."""
     from dit.planner.layouts import allowed, candidates, shapes
     from dit.planner.plan import plan
     from dit.planner.search import Prices, costs, judged
     from dit.planner.step import planned_step
     from dit.planner.time import Cluster
 
-    found = allowed(problem, candidates(problem))
-    if not found.found:
-        return Report(problem, rates(problem, sample), found, judged(problem, []), (0.0, 0.0), None, None)
-    started, needed, traced = time.perf_counter(), shapes(found.found), {}
-    for number, shape in enumerate(needed, 1):
-        announce(f"tracing stage {number} of {len(needed)}: {stage_named(shape)}")
-        traced[shape] = costs(problem, shape, found.found)
-    between = time.perf_counter()
+    layouts = allowed(problem, candidates(problem))
+    if not layouts.found:
+        return Report(problem, rates(problem, sample), layouts, judged(problem, []), (0.0, 0.0), None, None)
+    started, stages, traced = time.perf_counter(), shapes(layouts.found), {}
+    for number, shape in enumerate(stages, 1):
+        announce(f"tracing stage {number} of {len(stages)}: {stage_name(shape)}")
+        traced[shape] = costs(problem, shape, layouts.found)
+    end_of_traces = time.perf_counter()
     prices = Prices(problem, traced)
-    verdict = judged(problem, [prices.of(candidate, dims) for candidate, dims in found.found])
-    spent = between - started, time.perf_counter() - between
+    verdict = judged(problem, [prices.of(candidate, dims) for candidate, dims in layouts.found])
+    seconds = end_of_traces - started, time.perf_counter() - end_of_traces
     step = peak = None
     if verdict.fitting:
         candidate, dims = verdict.fitting[0].candidate, verdict.fitting[0].dims
         layout = candidate.parallel(problem.parallel)
         training = candidate.training(problem.training, problem.layers_of_chunk(candidate))
         parts = problem.model, problem.objective, problem.optimizer, layout, training
-        announce(f"tracing the fastest layout at its real depth: {named(candidate, dims)}")
+        announce(f"tracing the fastest layout at its full depth: {layout_name(candidate, dims)}")
         full = plan(*parts, sample.shape(dims), dims)
         step = planned_step(full, dims, Cluster(problem.device, problem.world_size, layout, problem.node_size))
         peak = full.fullest.peak
-    return Report(problem, rates(problem, sample), found, verdict, spent, step, peak)
+    return Report(problem, rates(problem, sample), layouts, verdict, seconds, step, peak)
 
 
 @one_line_errors
@@ -324,7 +324,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         from launch.step_picture import draw
 
         best = report.verdict.fitting[0]
-        title = f"{args.factory}, {args.gpus} {problem.device.name}: {named(best.candidate, best.dims)}"
+        title = f"{args.factory}, {args.gpus} {problem.device.name}: {layout_name(best.candidate, best.dims)}"
         draw(report.step, title).save(args.out)
     return EXIT_OK if report.verdict.fitting else EXIT_CONFIG
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 DEFAULT_TOKENS = 256
 DEFAULT_TEXT_TOKENS = 512
 LARGEST_PICTURE = 64 * 64
-"""Tokens that are taken to be one picture where nothing says how they lie; more of them are a clip."""
+"""Largest number of tokens of unknown shape that is assumed to be one picture; more tokens are a clip."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,8 @@ class Sample:
         grid: its (t, h, w) patches.
         text_tokens: of its text; None for a model without text.
         pack: tokens of a micro-batch that is a pack of such samples; None for micro-batches of `micro_batch_size`.
-        assumed: what nothing says: "" for nothing, "shape" for how the tokens lie, "size" for how many they are.
+        assumed: property that is unknown and assumed: "" for none, "shape" for the grid, "size" for the number of
+            tokens.
     """
 
     grid: Grid
@@ -65,7 +66,7 @@ def named_device(name: str) -> "Device":
     """Return the constants of a device.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: the name is unknown.
     """
     from dit.planner.devices import DEVICES
 
@@ -75,7 +76,7 @@ def named_device(name: str) -> "Device":
 
 
 def assumed_grid(tokens: int) -> Grid:
-    """Return the patches of a picture, or of as few as make a clip, as square as the number of tokens allows."""
+    """Return a grid for a number of tokens, as square as possible, with as few frames as possible."""
     frames = next(t for t in range(1, tokens + 1) if tokens % t == 0 and tokens // t <= LARGEST_PICTURE)
     area = tokens // frames
     height = max(side for side in range(1, math.isqrt(area) + 1) if area % side == 0)
@@ -85,11 +86,11 @@ def assumed_grid(tokens: int) -> Grid:
 def planned_sample(
     task: "run.Partial", model: ModelConfig, tokens: Optional[Sequence[int]] = None, text_tokens: Optional[int] = None
 ) -> Sample:
-    """Return the sample of the data settings: the largest synthetic one, the longest that is read, or what is cut out.
+    """Return the sample in the data settings: the largest synthetic sample, the longest sample, or the crop.
 
     Args:
-        tokens: of a sample, or its (t, h, w) patches, instead.
-        text_tokens: of its text, instead.
+        tokens: of a sample, or its (t, h, w) patches; overrides the data settings.
+        text_tokens: of its text; overrides the data settings.
     """
     return sample_of(fiddle.build(task.data), model, tokens, text_tokens)
 
@@ -103,8 +104,8 @@ def sample_of(
     if model.context_size is None:
         text_tokens = None
     elif text_tokens is None:
-        known = data.text_tokens if isinstance(data, MockData) else getattr(data, "max_text_tokens", None)
-        text_tokens = known or DEFAULT_TEXT_TOKENS
+        setting = data.text_tokens if isinstance(data, MockData) else getattr(data, "max_text_tokens", None)
+        text_tokens = setting or DEFAULT_TEXT_TOKENS
     assumed: Literal["", "shape", "size"] = ""
     if tokens is None and isinstance(data, MockData):
         patch_t, patch_s = model.patch_temporal, model.patch_spatial

@@ -1,4 +1,4 @@
-"""What the files of a run folder say of the run: read at any time, also while it runs or after a crash."""
+"""Status of a run from the files in its folder; works at any time, also during the run or after a crash."""
 
 import fcntl
 import math
@@ -23,29 +23,29 @@ from dit.safe_files import open_regular, parse_json, parse_yaml, read_bytes
 from dit.terminal import printable
 
 HELD_OUT = "held_out/loss"
-RECENT = 50  # log lines of which "now" is the mean or median
-SLOW = 1.2  # times the median, from which on the slowest rank is named
+RECENT = 50  # number of log lines in means and medians of current values
+SLOW = 1.2  # ratio to the median above which the slowest rank is named
 GRID = re.compile(r"samples/step_\d+/(ema|raw)\.(png|gif)$")  # in the run folder, which may have been moved
-FRESH_S = 60.0  # age of the newest heartbeat up to which a run goes on, where no lock tells
+FRESH_S = 60.0  # largest age of the newest heartbeat of a running run, on a disk without locks
 
 
 @dataclass
 class RunStatus:
-    """A run, as its files tell it.
+    """Status of a run.
 
     Attributes:
         run_dir: its folder.
-        num_steps: that it is to make; None if unknown.
-        series: by name of a scalar, its values by step, also those that are not finite; without steps that the run
-            lost, see `current_records`.
-        times: when each logged step was reported, seconds since the epoch, by step; only of the newest attempt.
-        attempt: starts so far.
-        incidents: records of what went wrong, oldest first.
+        num_steps: planned optimizer steps; None if unknown.
+        series: values by step for each scalar, including values that are not finite, without discarded steps (see
+            `current_records`).
+        times: when each logged step of the newest attempt was reported, seconds since the epoch, by step.
+        attempt: number of starts.
+        incidents: records of incidents, oldest first.
         pictures: newest grids of samples: step and file by name, `samples` and `samples_raw`.
-        running: whether a process has the lock of the folder; None if that is unknown.
+        running: whether a process has the lock of the folder; None if unknown.
         holder: that process.
-        beat: when a rank wrote its heartbeat last; None if none did.
-        checkpoints: published steps, and when each was published.
+        beat: time of the newest heartbeat; None if there is none.
+        checkpoints: publication time of each published step.
         now: time of reading.
     """
 
@@ -64,28 +64,28 @@ class RunStatus:
 
     @property
     def step(self) -> int:
-        """The newest step that this attempt has logged or saved; before the first, that of the newest checkpoint."""
+        """The newest logged or saved step of this attempt; before the first one, that of the newest checkpoint."""
         began = min(self.times.values(), default=0.0)
         saved = [step for step, published in self.checkpoints.items() if published >= began]
         return max([*self.times, *saved], default=0)
 
     @property
     def goes_on(self) -> bool:
-        """Whether the run is running, as its lock says; on a disk without locks, as its heartbeats say."""
+        """Whether the run is running, according to its lock, or to its heartbeats on a disk without locks."""
         if self.running is None:
             return self.beat is not None and self.now - self.beat <= FRESH_S
         return self.running
 
     @property
     def seconds_per_step(self) -> Optional[float]:
-        """Seconds of a step over the newest log lines of this attempt, with all that happens between steps."""
+        """Seconds per step over the newest log lines of this attempt, including the time between steps."""
         steps = sorted(self.times)[-RECENT:]
         if len(steps) < 2:
             return None
         return (self.times[steps[-1]] - self.times[steps[0]]) / (steps[-1] - steps[0])
 
     def recent(self, name: str) -> list[float]:
-        """Return those of the newest values of a scalar that are finite, oldest first."""
+        """Return the finite values among the newest values of a scalar, oldest first."""
         values = self.series.get(name, {})
         return [values[step] for step in sorted(values)[-RECENT:] if math.isfinite(values[step])]
 
@@ -94,12 +94,12 @@ def read_status(run_dir: Path) -> RunStatus:
     """Read a run folder.
 
     Raises:
-        ConfigError: it is not one.
+        ConfigError: the folder is not a run folder.
     """
     metrics = run_dir / METRICS_FILE
     if not metrics.is_file() and read_outcome(run_dir) is None:
         raise ConfigError(
-            f"{run_dir} is no run folder: it has neither {METRICS_FILE} nor exit.json; give training.run_dir"
+            f"{run_dir} is not a run folder: it has no {METRICS_FILE} and no exit.json; give training.run_dir"
         )
     status = RunStatus(run_dir)
     with suppress(OSError, ValueError, TypeError, KeyError):
@@ -117,7 +117,7 @@ def read_status(run_dir: Path) -> RunStatus:
 
 
 def _add(status: RunStatus, record: Mapping[str, Any]) -> None:
-    """Take in a record of `read_records`; values of wrong kinds are left out."""
+    """Add a record of `read_records`; values of wrong types are ignored."""
     attempt, step = record["attempt"], record["step"]
     if attempt > status.attempt:
         status.attempt = attempt
@@ -163,8 +163,8 @@ def _lock(run_dir: Path) -> tuple[Optional[bool], str]:
 
 
 def lines(status: RunStatus) -> list[str]:
-    """Return eleven lines on how a run is doing."""
-    found = [
+    """Describe a run in eleven lines."""
+    text_lines = [
         f"{status.run_dir}: {_state(status)}",
         f"step        {_progress(status)}",
         f"rate        {_rate(status)}",
@@ -177,7 +177,7 @@ def lines(status: RunStatus) -> list[str]:
         f"checkpoint  {_checkpoint(status)}",
         f"incidents   {_incidents(status)}",
     ]
-    return [printable(line, allowed="") for line in found]
+    return [printable(line, allowed="") for line in text_lines]
 
 
 def _state(status: RunStatus) -> str:
@@ -185,14 +185,14 @@ def _state(status: RunStatus) -> str:
     if status.running is None and (outcome is None or (status.beat or 0.0) > outcome.time):
         beats = "no heartbeat" if status.beat is None else f"heartbeat {format_duration(status.now - status.beat)} ago"
         likely = "it is running" if status.goes_on else "it has ended"
-        return f"unknown, for this disk has no locks; by its files {likely} ({beats})"
+        return f"unknown, because this disk has no locks; according to its files {likely} ({beats})"
     if status.running:
         silent = f", last line {format_duration(status.now - max(status.times.values()))} ago" if status.times else ""
         return f"running ({status.holder}){silent}"
     if outcome is not None:
         ended = f"ended {format_duration(status.now - outcome.time)} ago: {outcome.reason} (code {outcome.code})"
         return ended + (f": {outcome.error}" if outcome.error else "")
-    return "ended without a record: it was killed, or its machine died; the same command goes on"
+    return "ended without a record: it was killed, or its machine failed; the same command continues the run"
 
 
 def _progress(status: RunStatus) -> str:
@@ -214,8 +214,8 @@ def _rate(status: RunStatus) -> str:
 
 def _memory(status: RunStatus) -> str:
     peaks = {kind: status.recent(f"peak_memory_{kind}_bytes") for kind in ("allocated", "reserved", "resident")}
-    known = [f"{values[-1] / 2**30:.1f} GiB {kind}" for kind, values in peaks.items() if values]
-    return f"peak of the fullest rank: {', '.join(known)}" if known else "unknown yet"
+    sizes = [f"{values[-1] / 2**30:.1f} GiB {kind}" for kind, values in peaks.items() if values]
+    return f"peak of the fullest rank: {', '.join(sizes)}" if sizes else "unknown yet"
 
 
 def _loss(status: RunStatus) -> str:
@@ -224,14 +224,14 @@ def _loss(status: RunStatus) -> str:
     if not steps:
         return "none yet"
     finite = [step for step in steps if math.isfinite(values[step])]
-    lost = sum(not math.isfinite(values[step]) for step in steps[-RECENT:])
-    note = f"; not finite in {lost} of the last {len(steps[-RECENT:])} lines" if lost else ""
+    num_bad = sum(not math.isfinite(values[step]) for step in steps[-RECENT:])
+    note = f"; not finite in {num_bad} of the last {len(steps[-RECENT:])} lines" if num_bad else ""
     text = f"{values[steps[-1]]:.4f}"
     if not finite:
         return text + note
     span = max(1, min(RECENT, len(finite) // 2))
     now = _mean([values[step] for step in finite[-span:]])
-    text += f", mean of the last {span} {'finite ' if lost else ''}lines {now:.4f}"
+    text += f", mean of the last {span} {'finite ' if num_bad else ''}lines {now:.4f}"
     if len(finite) < 2:
         return text + note
     before = _mean([values[step] for step in finite[-2 * span : -span]])
@@ -259,7 +259,7 @@ def _grad_norm(status: RunStatus) -> str:
 
 
 def _largest_part(status: RunStatus) -> str:
-    """Name the part of the model with the largest gradient norm in the newest line that has these norms."""
+    """Return the part of the model with the largest gradient norm in the newest line that has these norms."""
     parts = {name[10:]: values for name, values in status.series.items() if name.startswith("grad_norm/")}
     newest = max((max(values) for values in parts.values()), default=0)
     norms = {part: values[newest] for part, values in parts.items() if math.isfinite(values.get(newest, math.nan))}
@@ -274,8 +274,8 @@ def _data(status: RunStatus) -> str:
     if not waits:
         return "unknown yet"
     (dropped,) = status.recent("dropped_samples")[-1:] or [0.0]
-    made = status.recent("loader_samples_per_s")
-    rate = f"{median(made):,.0f} samples/s" if made else "an unknown number"
+    rates = status.recent("loader_samples_per_s")
+    rate = f"{median(rates):,.0f} samples/s" if rates else "an unknown number"
     return f"waits {_mean(waits):.1%} of the time, the loaders make {rate}, {dropped:,.0f} samples dropped"
 
 
@@ -285,8 +285,8 @@ def _ranks(status: RunStatus) -> str:
     if not slowest or not ranks or not any(middle):
         return "unknown yet"
     ratio, which = _mean(slowest) / _mean(middle), ranks[0][0]
-    named = f" (most often rank {which:.0f})" if ratio >= SLOW else ""
-    return f"compute {_mean(middle):.3g} s of a step, the slowest {ratio:.2f} times the median{named}"
+    rank = f" (most often rank {which:.0f})" if ratio >= SLOW else ""
+    return f"compute {_mean(middle):.3g} s of a step, the slowest {ratio:.2f} times the median{rank}"
 
 
 def _checkpoint(status: RunStatus) -> str:
@@ -309,8 +309,8 @@ def _incidents(status: RunStatus) -> str:
 def describe(incident: dict[str, Any]) -> str:
     """Return an incident in a line."""
     details = incident.get("details")
-    named = details.items() if isinstance(details, dict) else ()
-    parts = [f"{key}: {value}" for key, value in named if isinstance(value, (str, int, float))]
+    entries = details.items() if isinstance(details, dict) else ()
+    parts = [f"{key}: {value}" for key, value in entries if isinstance(value, (str, int, float))]
     return f"step {incident.get('step')} {incident.get('incident')}" + (f" ({'; '.join(parts)})" if parts else "")
 
 

@@ -1,7 +1,7 @@
 """Draw samples from a checkpoint: `python -m launch.sample --checkpoint runs/letters_dit --out samples.png`.
 
-The ending of `--out` chooses what is written: `.png` shows clips frame beside frame, `.gif` and `.mp4` play them.
-Started by torchrun, the ranks share the samples; these do not depend on the number of ranks.
+The ending of `--out` selects the format: `.png` shows the frames of clips in rows, `.gif` and `.mp4` play them. Under
+torchrun, the samples are distributed over the ranks; they do not depend on the number of ranks.
 """
 
 import argparse
@@ -35,8 +35,8 @@ METHODS = (
     *("guidance_channels", "guidance_rescale", "guidance_interval"),
     *("s_churn", "s_tmin", "s_tmax", "s_noise"),
 )
-"""Settings of sampling that are flags of the same name."""
-DESCRIPTION = "Draw samples from a checkpoint as one labelled picture or film, and as files of their own."
+"""Sampling settings that are flags of the same name."""
+DESCRIPTION = "Draw samples from a checkpoint as one labelled picture or animation, and as separate files."
 EXAMPLES = """\
 examples
   python -m launch.sample --checkpoint runs/letters_dit                       every class once, samples.png
@@ -52,23 +52,23 @@ examples
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that choose a checkpoint, or a cascade of them, and how to sample from it."""
+    """Add the flags that select a checkpoint, or a cascade of them, and the sampling settings."""
     group = parser.add_argument_group("sampling", "defaults are those of the run")
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--checkpoint", metavar="DIR", help="run folder, or one checkpoint in it")
     source.add_argument(
-        "--cascade", nargs="+", metavar="NAME=DIR", help="several: each enlarges the pictures of the one before"
+        "--cascade", nargs="+", metavar="NAME=DIR", help="several: each enlarges the pictures of the previous one"
     )
     add_cascade_arguments(parser)
     parser.add_argument("--raw-weights", action="store_true", help="use the raw weights instead of their average (EMA)")
-    group.add_argument("--solver", choices=SOLVERS, help="how the sampling equation is integrated")
+    group.add_argument("--solver", choices=SOLVERS, help="integrator of the sampling ODE or SDE")
     group.add_argument("--steps", type=at_least_one, metavar="N", help="solver steps")
     group.add_argument("--variance", choices=VARIANCES, help="of the noise in each step of --solver ancestral")
     group.add_argument("--guidance-scale", type=float, metavar="X", help="classifier-free guidance; 1 for none")
     group.add_argument(
         "--guide",
         metavar="DIR",
-        help="guide by this weaker checkpoint: a smaller model, or an earlier one (autoguidance)",
+        help="guide with this weaker checkpoint: a smaller model, or an earlier one (autoguidance)",
     )
     group.add_argument(
         "--guidance-rescale",
@@ -86,9 +86,9 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--s-churn", type=float, metavar="X", help="noise that --solver heun adds over all steps, for EDM; 0 for none"
     )
-    group.add_argument("--s-tmin", type=float, metavar="X", help="least sigma at which it is added")
-    group.add_argument("--s-tmax", type=float, metavar="X", help="largest sigma at which it is added")
-    group.add_argument("--s-noise", type=float, metavar="X", help="its standard deviation, such as 1.003")
+    group.add_argument("--s-tmin", type=float, metavar="X", help="smallest sigma at which noise is added")
+    group.add_argument("--s-tmax", type=float, metavar="X", help="largest sigma at which noise is added")
+    group.add_argument("--s-noise", type=float, metavar="X", help="standard deviation of the noise, such as 1.003")
     group.add_argument(
         "--guidance-channels", type=at_least_one, metavar="N", help="guide the first N channels of a latent only"
     )
@@ -157,13 +157,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def open_generator(args: argparse.Namespace, groups: Optional["ProcessGroups"] = None) -> "Generator":
-    """Load what samples from the checkpoint the arguments name.
+    """Load the model of the checkpoint in the arguments.
 
     Args:
-        groups: as of `load_generator`.
+        groups: as in `load_generator`.
 
     Raises:
-        CheckpointError: the folder is missing or holds no valid checkpoint.
+        CheckpointError: the folder is missing or has no valid checkpoint.
     """
     folder = Path(args.checkpoint)
     if not folder.is_dir():
@@ -178,13 +178,13 @@ def open_generator(args: argparse.Namespace, groups: Optional["ProcessGroups"] =
     generator = load_generator(folder, weights=weights, groups=groups)
     if args.guide is not None:
         if not Path(args.guide).is_dir():
-            raise CheckpointError(f"--guide {args.guide} is no folder; give a run folder, or one checkpoint in it")
+            raise CheckpointError(f"--guide {args.guide} is not a folder; give a run folder, or one checkpoint in it")
         generator.guide_by(load_generator(args.guide, weights=weights, groups=groups))
     return generator
 
 
 def sampling_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the keyword arguments of `generate`; None leaves a setting to the run's own."""
+    """Return the keyword arguments of `generate`; None selects the setting of the run."""
     return {
         "solver": args.solver,
         "num_steps": args.steps,
@@ -199,15 +199,15 @@ def sampling_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def tile_settings(args: argparse.Namespace) -> dict[str, Any]:
-    """Return those of `sampling_settings` that the run has no setting for."""
+    """Return the part of `sampling_settings` without a corresponding setting of the run."""
     return {"tile": args.tile, "tile_overlap": args.tile_overlap}
 
 
 def read_size(args: argparse.Namespace, generator: "Generator", geometry: Optional["Geometry"]) -> dict[str, Any]:
-    """Return the keyword arguments of `generate` that `--size` and `--frames` ask for, in positions of a latent.
+    """Return the keyword arguments of `generate` for `--size` and `--frames`, in positions of a latent.
 
     Raises:
-        ConfigError: such samples cannot be drawn.
+        ConfigError: the model cannot draw samples of this size.
     """
     if args.size is None and args.frames is None:
         return {}
@@ -224,7 +224,7 @@ def read_size(args: argparse.Namespace, generator: "Generator", geometry: Option
 
 @contextlib.contextmanager
 def progress_bar(num_samples: int, num_batches: int, num_steps: int) -> Iterator[Callable[[int, int], None]]:
-    """Show the progress of this rank on a terminal; yields what to call with the batch and the solver step."""
+    """Show the progress of this rank on a terminal; yields a callback for the batch and the solver step."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -236,35 +236,35 @@ def progress_bar(num_samples: int, num_batches: int, num_steps: int) -> Iterator
 
 
 def run(args: argparse.Namespace) -> None:
-    """Draw the samples and write them; of a cascade, those of every stage."""
+    """Draw the samples and write them; for a cascade, those of every stage."""
     pictures = None if args.low_resolution is None else read_pictures(args.low_resolution)
     if not args.cascade:
         draw_and_write(args, pictures)
         return
     if args.guide is not None:
-        raise ConfigError(f"--guide {args.guide} is of one model; give it to a stage, --stage NAME guide=DIR")
+        raise ConfigError(f"--guide {args.guide} applies to one model; set it for a stage, --stage NAME guide=DIR")
     if environment.world_size() > 1:
         raise ConfigError("--cascade runs on one rank; start it without torchrun")
     from dit.backends import process_groups
 
     for stage in read_stages(args.cascade, args.stage):
         pictures = draw_and_write(arguments_of(stage, args), pictures)
-        process_groups.release()  # the next model makes its own
+        process_groups.release()  # the next model creates new groups
 
 
 def arguments_of(stage: Stage, args: argparse.Namespace) -> argparse.Namespace:
-    """Return the arguments of this command for a stage of a cascade, with files of its own."""
-    own = stage.arguments(args)
-    own.files = None if args.files is None else args.files / stage.name
-    own.save_latents = None if args.save_latents is None else stage.file(args.save_latents)
-    return own
+    """Return the arguments of this command for a stage of a cascade, with separate files."""
+    of_stage = stage.arguments(args)
+    of_stage.files = None if args.files is None else args.files / stage.name
+    of_stage.save_latents = None if args.save_latents is None else stage.file(args.save_latents)
+    return of_stage
 
 
 def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]]) -> list[Tensor]:
     """Draw the samples of one checkpoint and write them.
 
     Args:
-        pictures: that a super-resolution model enlarges, `[C, 1, h, w]` of each sample; None for none.
+        pictures: to be enlarged by a super-resolution model, `[C, 1, h, w]` per sample; None for other models.
 
     Returns:
         The latent of each sample that this rank has drawn, `[C, T, H, W]`.
@@ -307,11 +307,11 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
         clip_ending=default_clip_ending() if args.clips is None else f".{args.clips}",
     )
     batch_size = args.batch or generator.batch_size(settings.get("frames"), settings.get("size"))
-    mine = len(batches(requests, batch_size)[rank::world_size])
+    num_batches = len(batches(requests, batch_size)[rank::world_size])
     num_steps = args.steps or generator.config.sampling.num_steps
-    drawn: dict[int, Tensor] = {}
+    latent_by_index: dict[int, Tensor] = {}
     started = time.monotonic()
-    with progress_bar(len(requests), mine, num_steps) as on_step:
+    with progress_bar(len(requests), num_batches, num_steps) as on_step:
         for indices, latents in draw(
             generator,
             requests,
@@ -322,23 +322,23 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
             **settings,
         ):
             gallery.add(indices, latents, decode(latents))
-            drawn |= dict(zip(indices, latents.cpu()))
-    made = [drawn[index] for index in sorted(drawn)]
+            latent_by_index |= dict(zip(indices, latents.cpu()))
+    local_latents = [latent_by_index[index] for index in sorted(latent_by_index)]
     if not gallery.gather():
-        return made
+        return local_latents
     seconds = time.monotonic() - started
     gallery.save_record()
     if args.save_latents is not None:
         gallery.save_latents(args.save_latents, {} if name is None else {"autoencoder": name})
     gallery.save_grid(out, args.columns, args.count if args.count > 1 else None)
-    shown = "" if gallery.shown == len(requests) else f", the first {gallery.shown} shown"
-    echo(f"{out}: {counted(len(requests), 'sample')} in {seconds:.1f} s{shown}")
+    note = "" if gallery.shown == len(requests) else f", the first {gallery.shown} shown"
+    echo(f"{out}: {counted(len(requests), 'sample')} in {seconds:.1f} s{note}")
     for path in (args.files, args.save_latents):
         if path is not None:
             echo(f"{path}: all {len(requests)}")
     for line in generator.attributions:
         echo(f"trained on {line}")
-    return made
+    return local_latents
 
 
 @one_line_errors

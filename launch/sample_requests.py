@@ -1,4 +1,4 @@
-"""What the samples of a command show: classes, texts and other conditions, from the words of the command line."""
+"""Classes, texts and other conditions of samples, from the command line."""
 
 import argparse
 from collections.abc import Sequence
@@ -23,22 +23,22 @@ MAX_DEFAULT_CLASSES = 36
 
 
 def add_request_arguments(parser: argparse._ActionsContainer) -> None:
-    """Add the flags that say what samples show; see `what_to_draw`."""
-    what = parser.add_mutually_exclusive_group()
-    what.add_argument("--labels", metavar="A,B,C", help="classes by name or number (default: every class)")
-    what.add_argument("--label", metavar="N", help="one class by name or number")
-    what.add_argument(
-        "--prompt", nargs="+", metavar="TEXT", help="texts, for a model that takes text (default: the run's own)"
+    """Add the flags for the conditions of samples; see `what_to_draw`."""
+    content = parser.add_mutually_exclusive_group()
+    content.add_argument("--labels", metavar="A,B,C", help="classes by name or number (default: every class)")
+    content.add_argument("--label", metavar="N", help="one class by name or number")
+    content.add_argument(
+        "--prompt", nargs="+", metavar="TEXT", help="texts, for a model that takes text (default: those of the run)"
     )
-    what.add_argument(
+    content.add_argument(
         "--prompts",
         type=Path,
         metavar="FILE",
-        help="a text per line; of a .jsonl an object with prompt and, if wanted, negative, seed, original_size, crop "
-        "and target_size",
+        help="a text per line; a .jsonl has an object per line with prompt and optionally negative, seed, "
+        "original_size, crop and target_size",
     )
-    what.add_argument("--text-embedding", nargs="+", metavar="FILE", help="the same as .npy files, already embedded")
-    parser.add_argument("--negative-prompt", metavar="TEXT", help="text that guidance leads away from")
+    content.add_argument("--text-embedding", nargs="+", metavar="FILE", help="embedded texts, as .npy files")
+    parser.add_argument("--negative-prompt", metavar="TEXT", help="text of the unconditional branch of guidance")
     parser.add_argument(
         "--condition",
         action="append",
@@ -62,7 +62,7 @@ def add_request_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def read_labels(text: str, class_names: Sequence[str]) -> list[int]:
-    """Turn `A,B,3` into class numbers; a name wins over a number, its case counts only where two names differ by it.
+    """Convert `A,B,3` to class numbers; names take precedence over numbers, and case matters only if ambiguous.
 
     Raises:
         ConfigError: there is no such class.
@@ -75,16 +75,16 @@ def read_labels(text: str, class_names: Sequence[str]) -> list[int]:
         if label is None and word.isdecimal() and int(word) < len(class_names):
             label = int(word)
         if label is None:
-            shown = ", ".join(class_names[:40]) + (", ..." if len(class_names) > 40 else "")
+            names = ", ".join(class_names[:40]) + (", ..." if len(class_names) > 40 else "")
             raise ConfigError(
-                f"no class {word!r}; the model knows {len(class_names)} classes, 0 to {len(class_names) - 1}: {shown}"
+                f"no class {word!r}; the model has {len(class_names)} classes, 0 to {len(class_names) - 1}: {names}"
             )
         labels.append(label)
     return labels
 
 
 def names_of_classes(generator: "Generator") -> list[str]:
-    """Return the name of each class, its number where it has none.
+    """Return the name of each class, or its number if it has no name.
 
     Raises:
         ConfigError: the model was trained without classes.
@@ -101,7 +101,7 @@ def read_embedding(path: str, context_size: int) -> Tensor:
     """Read the embedding of one text, `[tokens, context_size]`, from a `.npy` file.
 
     Raises:
-        ConfigError: the file is missing, is no array, or does not fit the model.
+        ConfigError: the file is missing, is not an array, or does not fit the model.
     """
     try:
         array = read_array(Path(path))
@@ -114,23 +114,23 @@ def read_embedding(path: str, context_size: int) -> Tensor:
     return torch.from_numpy(array).float()
 
 
-def read_conditions(asked: Sequence[Sequence[str]], drawn: int) -> dict[str, list[Any]]:
-    """Read what `--condition NAME VALUE ...` gives, by name: numbers, or the arrays of `.npy` files.
+def read_conditions(flags: Sequence[Sequence[str]], count: int) -> dict[str, list[Any]]:
+    """Read the values of `--condition NAME VALUE ...` by name: numbers, or the arrays of `.npy` files.
 
     Args:
-        asked: the words behind each flag.
-        drawn: how many different texts, classes or samples are drawn; one value is taken for all of them.
+        flags: arguments of each flag.
+        count: number of different texts, classes or samples; a single value is used for all of them.
 
     Raises:
-        ConfigError: there are more or fewer values, or one cannot be read.
+        ConfigError: the number of values is wrong, or one cannot be read.
     """
-    found = {}
-    for name, *words in asked:
-        if len(words) not in (1, drawn):
-            raise ConfigError(f"--condition {name} has {len(words)} values for {drawn} samples; give one, or {drawn}")
+    conditions = {}
+    for name, *words in flags:
+        if len(words) not in (1, count):
+            raise ConfigError(f"--condition {name} has {len(words)} values for {count} samples; give one, or {count}")
         values = [_read_value(name, word) for word in words]
-        found[name] = values * drawn if len(values) == 1 else values
-    return found
+        conditions[name] = values * count if len(values) == 1 else values
+    return conditions
 
 
 def _read_value(name: str, word: str) -> Any:
@@ -142,36 +142,36 @@ def _read_value(name: str, word: str) -> Any:
         return torch.from_numpy(read_array(Path(word))).float()
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"--condition {name} {word} is no number and cannot be read: {error}; save it with numpy.save"
+            f"--condition {name} {word} is not a number and cannot be read: {error}; save it with numpy.save"
         ) from error
 
 
 def encode_prompts(generator: "Generator", prompts: Sequence[str]) -> dict[str, list[Tensor]]:
-    """Embed texts as those of the training data were.
+    """Embed texts with the encoders of the training data.
 
     Returns:
-        For each condition that their encoders make and the model takes, its value for each text.
+        For each condition that the encoders make and the model takes, its value for each text.
 
     Raises:
-        ConfigError: the model takes no text, or its encoder is not known or not installed.
+        ConfigError: the model takes no text, or its encoder is unknown or not installed.
     """
     if not generator.config.model.context_size:
         raise ConfigError("the model of this checkpoint takes no text; choose classes with --labels")
     if generator.text_encoder is None:
         raise ConfigError(
-            "the checkpoint does not name the encoder of its texts, for its data set named none; "
-            "embed the texts yourself and give --text-embedding"
+            "the checkpoint has no text encoder, because its data set names none; embed the texts yourself and give "
+            "--text-embedding"
         )
     from dit.backends.device import local_device
     from dit.encoders.text import load_text_encoders
     from dit.encoders.text_config import as_conditions
 
-    made = load_text_encoders(generator.text_encoder, str(local_device())).encode(prompts)
-    return as_conditions(made, generator.spec.conditions)
+    entries = load_text_encoders(generator.text_encoder, str(local_device())).encode(prompts)
+    return as_conditions(entries, generator.spec.conditions)
 
 
 def telling_words(prompts: Sequence[str]) -> list[str]:
-    """Leave out articles and what all prompts share, so that what tells them apart fits above a small picture."""
+    """Remove articles and words that all prompts share, so that the rest fits above a small picture."""
     shared = set.intersection(*(set(prompt.split()) for prompt in prompts)) | {"a", "an"}
     return [" ".join(word for word in prompt.split() if word not in shared) or prompt for prompt in prompts]
 
@@ -179,7 +179,7 @@ def telling_words(prompts: Sequence[str]) -> list[str]:
 def read_texts(
     args: argparse.Namespace, prompts: Sequence[str], generator: "Generator"
 ) -> tuple[dict[str, list[Tensor]], list[str]]:
-    """Return the conditions and the caption of each text, or of each embedding asked for."""
+    """Return the conditions and the caption of each text, or of each requested embedding."""
     if prompts:
         return encode_prompts(generator, prompts), telling_words(prompts)
     model = generator.config.model
@@ -196,10 +196,10 @@ def what_to_draw(
     *,
     every_class: bool = False,
 ) -> list["Request"]:
-    """Return the samples that the arguments ask for: `--count` of each prompt, embedding or class.
+    """Return the requested samples: `--count` of each prompt, embedding or class.
 
     Args:
-        size: height and width of their latents; None for the largest that was trained on.
+        size: height and width of their latents; None for the largest training sample.
         every_class: without a choice, request all classes, not at most `MAX_DEFAULT_CLASSES`.
     """
     from dit.inference.drawing import Request, numbered
@@ -207,32 +207,32 @@ def what_to_draw(
     prompts = [Prompt(text) for text in args.prompt or ()]
     if args.prompts is not None:
         prompts = read_prompts(args.prompts)
-    chosen = args.labels if args.label is None else args.label
-    if chosen is None and not (prompts or args.text_embedding) and generator.text_encoder:
+    labels = args.labels if args.label is None else args.label
+    if labels is None and not (prompts or args.text_embedding) and generator.text_encoder:
         prompts = [Prompt(text) for text in generator.config.sampling.prompts or ()]
     if args.negative_prompt is not None and not (prompts or args.text_embedding):
-        raise ConfigError("--negative-prompt leads away from a text, so it needs --prompt or --text-embedding")
-    given: dict[str, list[Any]] = {}
+        raise ConfigError("--negative-prompt needs --prompt or --text-embedding")
+    conditions: dict[str, list[Any]] = {}
     records: list[dict[str, Any]]
     if prompts or args.text_embedding:
         texts, captions = read_texts(args, [prompt.prompt for prompt in prompts], generator)
-        given |= texts
+        conditions |= texts
         records = [{"prompt": p.prompt} for p in prompts] or [{"text_embedding": path} for path in args.text_embedding]
-    elif generator.config.model.num_classes or chosen is not None:
+    elif generator.config.model.num_classes or labels is not None:
         names = names_of_classes(generator)
         most = len(names) if every_class else MAX_DEFAULT_CLASSES
-        given["label"] = spread(len(names), most) if chosen is None else read_labels(chosen, names)
-        captions = [names[label] for label in given["label"]]
+        conditions["label"] = spread(len(names), most) if labels is None else read_labels(labels, names)
+        captions = [names[label] for label in conditions["label"]]
         records = [{"class": name} for name in captions]
     else:
         captions, records = [""], [{}]
     negatives: list[Optional[str]] = [p.negative for p in prompts] or [None] * len(captions)
     negatives = [args.negative_prompt if negative is None else negative for negative in negatives]
-    led_away = encode_negatives(generator, negatives)
-    given |= read_conditions(args.condition, len(captions))
-    given |= lengths_of(args, prompts or [Prompt("")] * len(captions), generator, size)
+    negative_conditions = encode_negatives(generator, negatives)
+    conditions |= read_conditions(args.condition, len(captions))
+    conditions |= lengths_of(args, prompts or [Prompt("")] * len(captions), generator, size)
     seeds = [prompt.seed for prompt in prompts] or [None] * len(captions)
-    own = generator.config.sampling.seed if args.seed is None else args.seed
+    default_seed = generator.config.sampling.seed if args.seed is None else args.seed
     requests = []
     for index, (seed, number) in enumerate(numbered(seeds, args.count)):
         i = index // args.count
@@ -240,11 +240,11 @@ def what_to_draw(
         requests.append(
             Request(
                 caption=captions[i] or f"sample {index}",
-                conditions={name: values[i] for name, values in given.items()},
-                negative=led_away[i],
+                conditions={name: values[i] for name, values in conditions.items()},
+                negative=negative_conditions[i],
                 seed=seed,
                 number=number,
-                record=record | {"seed": own if seed is None else seed, "number": number},
+                record=record | {"seed": default_seed if seed is None else seed, "number": number},
             )
         )
     return requests
@@ -253,23 +253,23 @@ def what_to_draw(
 def lengths_of(
     args: argparse.Namespace, prompts: Sequence[Prompt], generator: "Generator", size: Optional[tuple[int, int]]
 ) -> dict[str, list[Tensor]]:
-    """Return the six lengths of each prompt, if any of them is given: its own, else those of the command line.
+    """Return the six lengths of each prompt if any is given; those of a prompt override those of the command line.
 
     Raises:
         ConfigError: the model takes none.
     """
-    asked = [{name: getattr(p, name) or getattr(args, name) for name in LENGTHS} for p in prompts]
-    if not any(value is not None for pairs in asked for value in pairs.values()):
+    requested = [{name: getattr(p, name) or getattr(args, name) for name in LENGTHS} for p in prompts]
+    if not any(value is not None for pairs in requested for value in pairs.values()):
         return {}
     if generator.spec.condition(SIZE_AND_CROP.name) is None:
         raise ConfigError(
-            "original size, crop and target size are conditions of Stable Diffusion XL, and this model takes none of "
+            "original size, crop and target size are conditions of Stable Diffusion XL, but this model takes none of "
             "them; leave them out"
         )
-    drawn = size_and_crop(*generator.size_of(None, size)[1:])[4:].tolist()
+    sample_size = size_and_crop(*generator.size_of(None, size)[1:])[4:].tolist()
     values = []
-    for pairs in asked:
-        target = pairs["target_size"] or drawn
+    for pairs in requested:
+        target = pairs["target_size"] or sample_size
         lengths = [*(pairs["original_size"] or target), *(pairs["crop"] or (0, 0)), *target]
         values.append(torch.tensor(lengths, dtype=torch.float32))
     return {SIZE_AND_CROP.name: values}

@@ -53,7 +53,7 @@ _ENTRY = re.compile(r"^([a-z_0-9]+(?:, [a-z_0-9]+)*): (.*)$")
 
 def meanings(kind: type) -> dict[str, str]:
     """Return the description of each field in the `Attributes` or `Args` of a class and its bases."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         lines = inspect.cleandoc(base.__doc__ or "").splitlines()
         inside, names = False, list[str]()
@@ -64,10 +64,10 @@ def meanings(kind: type) -> dict[str, str]:
             entry = _ENTRY.match(line.strip()) if inside and re.match(r" {4}\S", line) else None
             if entry:
                 names = entry[1].split(", ")
-                found.update(dict.fromkeys(names, entry[2]))
+                texts.update(dict.fromkeys(names, entry[2]))
             else:
-                found.update({name: f"{found[name]} {line.strip()}" for name in names})
-    return found
+                texts.update({name: f"{texts[name]} {line.strip()}" for name in names})
+    return texts
 
 
 def _type(annotation: object) -> str:
@@ -113,8 +113,8 @@ def rows(kind: type) -> Iterator[Row]:
         if default is dataclasses.MISSING:
             factory = field.default_factory
             default = "required" if factory is dataclasses.MISSING else factory()
-        shown = "required" if default == "required" else f"`{default}`"
-        yield Row(field.name, _type(types[field.name]), shown, descriptions[field.name].replace("|", "\\|"))
+        default_text = "required" if default == "required" else f"`{default}`"
+        yield Row(field.name, _type(types[field.name]), default_text, descriptions[field.name].replace("|", "\\|"))
 
 
 def page() -> str:
@@ -135,9 +135,9 @@ def page() -> str:
             blocks.append(f"### {kind.__name__}\n\n{summary}\n")
             if inherited := [f"`{row.name}` ({row.default})" for row in table if row.key in shared]:
                 blocks.append(f"Shared settings and their defaults: {', '.join(inherited)}.\n")
-            if own := [row for row in table if row.key not in shared]:
+            if rest := [row for row in table if row.key not in shared]:
                 header = ["| setting | type | default | meaning |", "| --- | --- | --- | --- |"]
-                lines = [f"| `{row.name}` | {row.kind} | {row.default} | {row.meaning} |" for row in own]
+                lines = [f"| `{row.name}` | {row.kind} | {row.default} | {row.meaning} |" for row in rest]
                 blocks.append("\n".join([*header, *lines]) + "\n")
     return "\n".join(blocks)
 

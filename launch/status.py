@@ -46,12 +46,12 @@ def figure_bytes(runs: Sequence[RunStatus]) -> bytes:
         for number, run in enumerate(runs):
             values = run.series.get(name, {})
             steps = [step for step in sorted(values) if math.isfinite(values[step])]
-            drawn = [values[step] for step in steps]
-            axes.plot(steps, drawn, marker="." if len(steps) < 40 else "", linewidth=0.9, color=f"C{number}")
+            heights = [values[step] for step in steps]
+            axes.plot(steps, heights, marker="." if len(steps) < 40 else "", linewidth=0.9, color=f"C{number}")
             for incident in run.incidents:
                 if isinstance(incident.get("step"), int):
                     axes.axvline(incident["step"], color=f"C{number}", linestyle=":", linewidth=0.8)
-            if logarithmic and drawn and min(drawn) > 0:
+            if logarithmic and heights and min(heights) > 0:
                 axes.set_yscale("log")
         axes.set(title=title, xlabel="step")
         axes.grid(alpha=0.3)

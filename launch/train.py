@@ -1,7 +1,7 @@
-"""The training command: `python -m launch.train --factory RECIPE ...`, alone or under torchrun.
+"""The training command: `python -m launch.train --factory RECIPE ...`, with or without torchrun.
 
-nemo-run has the recipes, parses the overrides and runs the task. Its own `main` is not used, because it always exits
-with 0 and ignores unknown flags. This one returns the exit codes of `dit.errors`.
+nemo-run provides recipes, parses the overrides and runs the task. Its `main` is not used, because it always exits with
+0 and ignores unknown flags. This one returns the exit codes of `dit.errors`.
 """
 
 import importlib
@@ -56,7 +56,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         return exit_code(error)
     except SystemExit as leave:
         if leave.code == EXIT_PREEMPTED:
-            name_root_cause("stopped on request; after a preemption, the same command goes on", failed=False)
+            name_root_cause("stopped on request; after a preemption, the same command continues the run", failed=False)
         if isinstance(leave.code, str):
             echo(leave.code, file=sys.stderr)
         return exit_code(leave)
@@ -126,12 +126,12 @@ def _execute(options: cli.Options) -> int:
 
 
 def _check(options: cli.Options) -> None:
-    """Refuse an impossible command line before the heavy imports."""
-    given = [flag for flag in ("factory", "yaml", "nemo_config") if getattr(options, flag)]
-    if len(given) > 1:
-        flags = " and ".join(f"--{flag.replace('_', '-')}" for flag in given)
+    """Check the command line before the heavy imports."""
+    sources = [flag for flag in ("factory", "yaml", "nemo_config") if getattr(options, flag)]
+    if len(sources) > 1:
+        flags = " and ".join(f"--{flag.replace('_', '-')}" for flag in sources)
         raise ConfigError(f"{flags} both select the run; give one of them, and overrides for the rest")
-    if not given:
+    if not sources:
         raise ConfigError(
             "no recipe selected; give --factory NAME (--list shows all), --yaml FILE or --nemo-config FILE"
         )
@@ -175,20 +175,20 @@ def _check_run(task: "run.Partial") -> None:
 
 
 def _note_export(task: "run.Partial") -> None:
-    """Say that a model cannot leave to diffusers before it is trained, not after."""
+    """Print before training that a model cannot be exported to diffusers."""
     import fiddle
 
     from dit.convert.diffusers_format import export_line
 
-    leaves, line = export_line(fiddle.build(task.model))
-    if not leaves:
+    is_exportable, line = export_line(fiddle.build(task.model))
+    if not is_exportable:
         echo(line, flush=True)
 
 
 def resolve(options: cli.Options) -> "run.Partial":
     """Return the configured task: the recipe (or that of a file) with the overrides applied.
 
-    What a document of NeMo's became is printed, on rank 0.
+    Rank 0 prints the settings that result from a document of NeMo.
 
     Raises:
         ConfigError: the recipe, a key or a value does not exist.
@@ -215,7 +215,7 @@ def call_recipe(text: str) -> "run.Partial":
     """Call a recipe given as `name`, `package.module.name` or `name(argument=value)`.
 
     Raises:
-        ConfigError: it cannot be imported, is no recipe, or does not take the arguments.
+        ConfigError: it cannot be imported, is not a recipe, or does not take the arguments.
     """
     import nemo_run as run
     from nemo_run.cli.cli_parser import CLIException, parse_cli_args
@@ -234,15 +234,15 @@ def call_recipe(text: str) -> "run.Partial":
             raise
         raise ConfigError(f"--factory {name}: {error}; write package.module.function, or a name of --list") from error
     if has_arguments:
-        given = split_arguments(arguments.removesuffix(")"))
-        known = list(inspect.signature(factory).parameters)
-        for argument in (words.partition("=")[0].strip() for words in given):
-            if argument not in known:
-                takes = f"takes {', '.join(known)}" if known else "takes no arguments; its settings can be overridden"
-                hint = registry.did_you_mean(argument, known)
+        words = split_arguments(arguments.removesuffix(")"))
+        names = list(inspect.signature(factory).parameters)
+        for argument in (word.partition("=")[0].strip() for word in words):
+            if argument not in names:
+                takes = f"takes {', '.join(names)}" if names else "takes no arguments; its settings can be overridden"
+                hint = registry.did_you_mean(argument, names)
                 raise ConfigError(f"--factory {text}: {attribute} has no argument {argument!r}, it {takes}{hint}")
         try:
-            call = parse_cli_args(factory, given, output_type=run.Partial)
+            call = parse_cli_args(factory, words, output_type=run.Partial)
         except CLIException as error:
             raise ConfigError(f"--factory {text}: {error.args[0]}; its settings can be overridden instead") from error
         import fiddle
@@ -279,7 +279,7 @@ def _report(error: UserError, verbose: bool) -> None:
     message = on_a_screen(str(error).partition("\n\nFiddle context:")[0])
     name_root_cause(f"error: {message}")
     several = environment.world_size() > 1
-    # Errors that are equal on all ranks are printed once; other errors may be of one rank.
+    # Errors that are equal on all ranks are printed once; other errors may concern one rank.
     if not several or environment.rank() == 0 or exit_code(error) not in SAME_ON_ALL_RANKS:
         echo(f"{f'rank {environment.rank()}: ' if several else ''}error: {message}", file=sys.stderr)
     if verbose:

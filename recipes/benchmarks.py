@@ -189,7 +189,7 @@ def _matrix(name: str, *, pipeline: bool = False, experts: bool = False, fsdp: b
 
 @run.cli.factory(target=pretrain)
 def matrix_fsdp() -> run.Partial:
-    """A small DiT on clips of 1024 tokens under FSDP alone: 1, 2, 4 or 8 ranks.
+    """A small DiT on clips of 1024 tokens with FSDP only: 1, 2, 4 or 8 ranks.
 
     Twenty steps, to see a layout train before a long run is given to it; `python -m benchmarks.parallel_matrix`
     compares every parameter's gradient with one rank.

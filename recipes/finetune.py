@@ -1,4 +1,4 @@
-"""Fine-tuning: the model of a run folder, trained or imported, goes on with a folder of one's own pictures.
+"""Fine-tuning: continue the training of a model in a run folder, trained or imported, on the user's pictures.
 
 A recipe reads model, objective and sampling defaults from the run folder that `base` names
 (`--factory "finetune(base='runs/pixart')"`), and starts from its weights. docs/fine-tuning.md has the commands.
@@ -60,7 +60,7 @@ def _with_lora(recipe: run.Partial, rank: int) -> run.Partial:
     model = recipe.model.__fn_or_cls__
     if "lora" not in {field.name for field in fields(model)}:
         raise ConfigError(f"{model.__name__} has no adapters (LoRA); train all its weights with the recipe finetune")
-    if getattr(recipe.model, "lora", None) is None:  # else those of the base, with which the run goes on
+    if getattr(recipe.model, "lora", None) is None:  # otherwise those of the base, which are trained further
         recipe.model.lora = run.Config(LoRAConfig, rank=rank)
     recipe.optimizer.lr = 1e-4
     return recipe
@@ -68,34 +68,34 @@ def _with_lora(recipe: run.Partial, rank: int) -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def finetune(base: Optional[str] = None) -> run.Partial:
-    """All weights of the model in a run folder, on one's own pictures: 2000 steps at lr 1e-5, batch 4, one GPU or more.
+    """All weights of the model in a run folder, on the user's pictures: 2000 steps, lr 1e-5, batch 4, 1 GPU or more.
 
-    `--factory "finetune(base='runs/pixart')" data.path=data/mine`: the model, its objective and sampling are those of
-    the folder, which `launch.import_weights` or a training wrote. Without `base`: the model of `pretrain` (51 M), from
-    `runs/pretrain`. The optimizer is fresh; only a run of its own that was stopped is resumed.
+    `--factory "finetune(base='runs/pixart')" data.path=data/mine`: model, objective and sampling are those of the
+    folder, from `launch.import_weights` or a training. Without `base`: the model of `pretrain` (51 M), from
+    `runs/pretrain`. The optimizer state is new, except if this run itself is resumed.
     """
     return _on_base("finetune", base)
 
 
 @run.cli.factory(target=pretrain)
 def finetune_lora(base: Optional[str] = None) -> run.Partial:
-    """Adapters of rank 16 (LoRA) beside the model in a run folder, on one's own pictures: lr 1e-4, one GPU or more.
+    """Adapters of rank 16 (LoRA) for the model in a run folder, on the user's pictures: lr 1e-4, 1 GPU or more.
 
     As finetune, but the weights of the base are frozen: optimizer state and checkpoints are those of the adapters. Runs
-    under every layout. A base that has adapters, trained here or imported by `launch.import_weights --format lora`,
-    goes on with them. `launch.export --format diffusers-lora` or `comfyui-lora` writes the adapters for others.
+    under every layout. Adapters in the base, trained here or imported by `launch.import_weights --format lora`, are
+    trained further. `launch.export --format diffusers-lora` or `comfyui-lora` exports the adapters.
     """
     return _with_lora(_on_base("finetune_lora", base), rank=16)
 
 
 @run.cli.factory(target=pretrain)
 def dreambooth(base: Optional[str] = None) -> run.Partial:
-    """The model in a run folder learns one subject from about five pictures: 1000 steps at lr 1e-6, batch 2, one GPU.
+    """DreamBooth: one subject from about five pictures, for the model in a run folder: 1000 steps, lr 1e-6, batch 2.
 
     Each picture has the caption "a photo of sks dog": a rare word for the subject, and its class. Prior preservation is
     a blend with pictures of the class that the base draws: `data.blend=[{path: data/subject, weight: 1}, {path:
-    data/class, weight: 1}]`. `model.lora=lora optimizer.lr=1e-4` trains adapters alone. The learning rate is that of
-    NeMo's recipe, whose TP 8 does not divide the 6 heads of the model of `pretrain`.
+    data/class, weight: 1}]`. `model.lora=lora optimizer.lr=1e-4` trains only adapters. One GPU. The learning rate is
+    that of NeMo's recipe, whose TP 8 does not divide the 6 heads of the model of `pretrain`.
 
     Source: Ruiz et al. 2022, arXiv:2208.12242, sections 3.2 and 3.3; the blend gives both terms the same weight.
     """

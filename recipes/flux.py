@@ -1,7 +1,7 @@
 """FLUX.1: text and image as two streams, then as one; flow matching on images of 1024 px (4096 tokens).
 
-Sizes and settings are NeMo's. Counts of GPUs follow from the layout and from the memory that `--dryrun` estimates; none
-of these runs has been made at full size here. A sample needs a pooled text embedding (`pooled.npy`) besides its text.
+Sizes and settings are NeMo's. Numbers of GPUs follow from the layout and from the memory that `--dryrun` estimates;
+none of these runs has been made at full size. A sample needs a text and a pooled text embedding (`pooled.npy`).
 """
 
 import nemo_run as run
@@ -82,7 +82,7 @@ def bench_flux12b_1024() -> run.Partial:
 
 
 def _on_one_gpu(name: str, blocks: int) -> run.Partial:
-    """Return FLUX.1 cut to joint blocks and twice as many single-stream ones, as the whole has them (19 and 38)."""
+    """Return FLUX.1 with fewer joint blocks, and twice the number of single-stream blocks, as in the full model."""
     recipe = as_mock(_flux(name, flux_dev()), IMAGE_1024)
     recipe.model.num_joint_layers, recipe.model.num_single_layers = blocks, 2 * blocks
     recipe.training.global_batch_size = 1

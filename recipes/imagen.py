@@ -136,7 +136,7 @@ def tiny_imagen() -> run.Partial:
 def tiny_imagen_sr() -> run.Partial:
     """Synthetic pictures of 16 px from those of 4 px, an Efficient UNet of 32 and 64 channels: seconds anywhere.
 
-    The small picture is made from the large one and noised at a level of its own; 20 steps, in which the loss falls.
+    The small picture is made from the large one and noised at a separate level; 20 steps, in which the loss falls.
     """
     recipe = imagen_600m_res_256()
     recipe.model = run.Config(

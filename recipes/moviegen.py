@@ -99,9 +99,9 @@ def pretrain_ditllama3b() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama5b_wide28() -> run.Partial:
-    """MovieGen-3B (5.02 B) by what it is, 28 layers of the width of 5B: another name of pretrain_ditllama3b.
+    """MovieGen-3B (5.02 B): 28 layers of the width of 5B, an alias of pretrain_ditllama3b.
 
-    The same run folder, too; 32 x 80 GB, as there.
+    It has the same run folder and also runs on 32 x 80 GB.
     """
     return pretrain_ditllama3b()
 
@@ -199,7 +199,7 @@ def pretrain_ditllama30b_stage3() -> run.Partial:
     """MovieGen-30B (33.4 B), stage 3: images and clips of 768 px, TP 2 + SP, CP 8, FSDP: 128 x 80 GB.
 
     As stage 2, whose weights it starts from: of four samples three are images of 2304 tokens, one is a clip of up to
-    73,728, in packs of so many. Every GPU works on 9216 tokens of a pack; cheap activations are recomputed, and
+    73,728, in packs of 73,728. Every GPU works on 9216 tokens of a pack; cheap activations are recomputed, and
     --dryrun estimates 60 GiB on each of 128 GPUs.
     """
     recipe = pretrain_ditllama30b_stage2()

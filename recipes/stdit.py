@@ -133,7 +133,7 @@ def mock_stdit3b_opensora() -> run.Partial:
 
 
 def _bench(name: str, comm: str, context_size: int) -> run.Partial:
-    """Return four pairs of ST-DiT-3B on one clip of 73,728 tokens, spread over context-parallel ranks alone.
+    """Return four pairs of ST-DiT-3B on one clip of 73,728 tokens, with context parallelism only.
 
     For 8192 tokens: `data.height=32 data.width=32`.
     """
@@ -151,7 +151,7 @@ def _bench(name: str, comm: str, context_size: int) -> run.Partial:
 def bench_stdit_hybrid_cp1() -> run.Partial:
     """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 1, attention made local by all-to-all: one GPU of 80 GB.
 
-    Nothing travels: what one GPU does alone, the measure of the others. --dryrun estimates 56 GiB.
+    No communication; the baseline for the others. --dryrun estimates 56 GiB.
     """
     return _bench("bench_stdit_hybrid_cp1", "hybrid", 1)
 

@@ -1,1 +1,1 @@
-"""Makers of data sets. Run `python -m energon_data.prepare --help`."""
+"""Preparation of data sets. Run `python -m energon_data.prepare --help`."""

@@ -1,6 +1,6 @@
-"""The samples of a WebDataset, read member by member, in the order of each archive.
+"""Samples of a WebDataset, read member by member, in the order of each archive.
 
-A sample is called by the archive's path within the folder and its own name there.
+The name of a sample consists of the archive's path within the folder and the name in the archive.
 """
 
 import os
@@ -36,24 +36,24 @@ def list_tars(folder: Path, *, follow_links: bool = False) -> tuple[list[Path], 
     if folder.is_file():
         return [folder], []
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is neither a folder nor a file; --in names a folder of .tar files, or one of them")
+        raise ConfigError(f"{folder} does not exist; --in names a folder of .tar files, or one of them")
     skipped: list[Skipped] = []
     paths = [place / name for place, names in walk.folders_below(folder, follow_links, skipped) for name in names]
     tars = sorted(path for path in paths if path.suffix == ".tar" and path.is_file())
     if not tars:
         links = f" ({walk.reasons(skipped)})" if skipped else ""
-        raise DataError(f"{folder} holds no .tar file{links}; for single pictures use `prepare images`")
+        raise DataError(f"{folder} has no .tar file{links}; for single pictures use `prepare images`")
     return tars, skipped
 
 
 def tar_stamp(path: Path) -> list[Any]:
-    """Return path, size and time of an archive, by which an interrupted preparation notices another one."""
+    """Return path, size and time of an archive, so that a resumed preparation detects a changed one."""
     about = path.stat()
     return [str(path), about.st_size, about.st_mtime_ns]
 
 
 def name_within(path: Path, root: Path) -> str:
-    """Return a file's path within a folder, with `/`; its full path if it lies elsewhere, its name if it is `root`."""
+    """Return a file's path within a folder, with `/`; its full path outside the folder, its name if it is `root`."""
     if path == root:
         return path.name
     return path.relative_to(root).as_posix() if path.is_relative_to(root) else path.as_posix()
@@ -70,14 +70,14 @@ AnyNamed = TypeVar("AnyNamed", bound=_Named)
 def first_of_each_name(
     sources: Iterable[AnyNamed | tuple[str, SampleError]],
 ) -> Iterator[AnyNamed | tuple[str, SampleError]]:
-    """Yield the samples of an archive, but for a second one of a name its name and the reason `duplicate`."""
-    known: set[str] = set()
+    """Yield the samples of an archive; replace a sample with a repeated name by the name and the reason `duplicate`."""
+    names: set[str] = set()
     for source in sources:
         if not isinstance(source, tuple):
-            if source.name in known:
-                yield source.name, SampleError("duplicate", "the archive has this name twice; the first sample is kept")
+            if source.name in names:
+                yield source.name, SampleError("duplicate", "the archive has this name twice; the first sample is used")
                 continue
-            known.add(source.name)
+            names.add(source.name)
         yield source
 
 
@@ -86,14 +86,14 @@ def read_tar(
 ) -> Iterator[Source | tuple[str, SampleError]]:
     """Read the samples of one tar file in its order; members of a sample share the name before the first dot.
 
-    The part that a member is of its sample follows that dot: `photo.png` is `png`. A picture or video whose part has
-    further dots (`photo.v2.png`) is taken if the sample has no other.
+    The rest of the name is the part: `photo.png` has the part `png`. A picture or video whose part has further dots
+    (`photo.v2.png`) is used if the sample has no other.
 
     Args:
-        root: folder within which the archive is named; its own by default.
+        root: folder that the archive's name is relative to; by default its parent folder.
 
     Yields:
-        A sample, or the name and reason of one that cannot be used. A truncated archive ends with such a pair.
+        A sample, or the name and reason of an unusable one. A truncated archive ends with such a pair.
     """
     where = path.name if root is None else name_within(path, root)
     return first_of_each_name(_members_by_sample(path, where, extensions))
@@ -130,7 +130,7 @@ def _members_by_sample(
 
 
 def _has_end(path: Path) -> bool:
-    """Tell whether an archive ends with two empty blocks; one that is cut between two members does not."""
+    """Return whether an archive ends with two empty blocks; an archive truncated between members does not."""
     with open_binary(path) as file:
         file.seek(-min(1024, path.stat().st_size), os.SEEK_END)
         return file.read() == bytes(1024)
@@ -143,8 +143,8 @@ def _from_parts(where: str, parts: Mapping[str, bytes], extensions: Iterable[str
         if len(media) != 1:
             raise SampleError(
                 "missing_part",
-                f"{len(media)} pictures or videos of {sorted(parts)}, wanted one; members that share the name before "
-                "the first dot are one sample",
+                f"{len(media)} pictures or videos among {sorted(parts)}, expected one; members that share the name "
+                "before the first dot are one sample",
             )
         version = media[0].rpartition(".")[0]
 

@@ -1,13 +1,13 @@
-"""Make shards from a listing: in parallel, restartable, the same bytes every time.
+"""Write shards from a listing: in parallel, restartable, with bit-identical results.
 
-The listing is cut into units of work. A unit writes at most one shard per split, `train-000012.tar`, and then a record,
-`unit-000012.json`, that says it is finished. What is interrupted leaves finished units behind in a folder beside the
-one asked for; the same command goes on from there. Nothing depends on how many processes work. Under torchrun, unit n
-is made by rank n modulo their number; rank 0 opens the folder and publishes it.
+The listing is split into units of work. A unit writes at most one shard per split, `train-000012.tar`, and then a
+record, `unit-000012.json`, that marks it as finished. An interrupted preparation leaves finished units in a folder next
+to the output; the same command continues with them. The result does not depend on the number of processes. Under
+torchrun, rank n modulo the number of ranks makes unit n; rank 0 opens the folder and publishes it.
 
-    .OUT.partial/plan.json           what the result depends on: another command does not go on with this folder
-    .OUT.partial/unit-000012.json    this unit is finished: its shards with their SHA-256, what was skipped and why
-    .OUT.partial/data/               becomes OUT by one rename; its skipped.jsonl names what was skipped
+    .OUT.partial/plan.json           everything that the result depends on; another command cannot use this folder
+    .OUT.partial/unit-000012.json    a finished unit: its shards with their SHA-256, skipped files and reasons
+    .OUT.partial/data/               renamed to OUT at the end; its skipped.jsonl lists skipped files
 """
 
 import hashlib
@@ -42,15 +42,15 @@ from energon_data.samples import SampleError
 TRAIN, VALIDATION = "train", "val"
 PLAN = "plan.json"
 SKIPPED = "skipped.jsonl"
-EXAMPLES = 3  # skipped samples that are named per reason
-CAPTIONS = 16  # captions that a data set names as examples
+EXAMPLES = 3  # skipped samples that are listed per reason
+CAPTIONS = 16  # captions that a data set lists as examples
 
 
 class Changes(NamedTuple):
-    """What preparation did to the pixels of a sample.
+    """Changes to the pixels of a sample.
 
     Attributes:
-        turned: an orientation, or pixels that are not square, were applied as the file states them.
+        turned: the orientation, or the pixel aspect ratio, in the file was applied.
         cut: share of the picture that was cut off.
         enlarged: the picture was scaled up.
     """
@@ -62,16 +62,16 @@ class Changes(NamedTuple):
 
 @dataclass(frozen=True)
 class Sample:
-    """What goes into a shard.
+    """A sample to be written to a shard.
 
     Attributes:
         key: name of the sample.
-        origin: name of the file that it is from; all samples of a file go to one split.
+        origin: name of its file; all samples of a file belong to one split.
         parts: bytes by part name.
         shape: of its pixels or latent.
-        changes: what was done to its pixels.
-        latent: moments of its latent; of no values for pixels.
-        repeats: how often it is read in one pass over the training data; that of all samples of its unit.
+        changes: to its pixels.
+        latent: moments of its latent; empty for pixels.
+        repeats: number of reads in one pass over the training data; equal for all samples of a unit.
     """
 
     key: str
@@ -85,25 +85,25 @@ class Sample:
 
 
 Raw = Source | tuple[str, SampleError]
-"""A sample before it is decoded, or the name of one that cannot be read, and why."""
+"""An undecoded sample, or the name and error of one that cannot be read."""
 Work = Callable[[Iterable[Any], "UnitRecord"], Iterator[Sample]]
-"""Turns sources (of pictures and videos: `Raw`) into samples in their order; writes what it skips into the record."""
+"""Converts sources (of pictures and videos: `Raw`) to samples in their order; adds skipped ones to the record."""
 
 
 @dataclass
 class UnitRecord:
-    """What a finished unit wrote.
+    """Counts of a finished unit.
 
     Attributes:
-        shards: samples, bytes and SHA-256 of each shard by its name, and the repeats of its samples if not 1.
-        files: files with a sample, of pictures and videos.
+        shards: samples, bytes and SHA-256 of each shard by name, and the repeats of its samples if not 1.
+        files: number of picture and video files with a sample.
         skips: files and samples that are not used.
-        shapes: samples by the shape of their pixels or latent.
-        captions: examples of them, at random: of all different ones, those whose hashes are the smallest.
+        shapes: number of samples by the shape of their pixels or latent.
+        captions: random examples: those with the smallest hashes of all different captions.
         num_classes: one more than the largest label; 0 without labels.
-        labelled: samples with a label.
-        without_caption: samples without a caption.
-        turned, enlarged: samples with these `Changes`.
+        labelled: number of samples with a label.
+        without_caption: number of samples without a caption.
+        turned, enlarged: number of samples with these `Changes`.
         largest_cut: share of a picture, and the name of its file.
         latents: moments of all latents.
     """
@@ -121,7 +121,7 @@ class UnitRecord:
     largest_cut: tuple[float, str] = (0.0, "")
     latents: Moments = field(default_factory=Moments)
 
-    def made(self, sample: Sample) -> None:
+    def count(self, sample: Sample) -> None:
         """Count a sample that is written."""
         self.shapes["x".join(map(str, sample.shape))] += 1
         if isinstance(caption := sample.metadata.get("caption"), str):
@@ -157,8 +157,8 @@ class UnitRecord:
         """The first skips of each reason."""
         examples: dict[str, list[str]] = {}
         for name, reason, detail in self.skips:
-            if len(named := examples.setdefault(reason, [])) < EXAMPLES:
-                named.append(f"{name}: {detail}")
+            if len(texts := examples.setdefault(reason, [])) < EXAMPLES:
+                texts.append(f"{name}: {detail}")
         return examples
 
     def of(self, split: str) -> dict[str, dict[str, Any]]:
@@ -182,18 +182,18 @@ class UnitRecord:
 
 
 def is_held_out(origin: str, share: float) -> bool:
-    """Tell whether the samples of a file belong to the validation split: decided by its name alone."""
+    """Return whether the samples of a file belong to the validation split; depends only on its name."""
     return sample_id(f"split/{origin}") % 1_000_000 < round(share * 1_000_000)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A preparation, described so that it can be sent to another process and recognised when it is started again.
+    """Functions and settings of a preparation; picklable, for other processes.
 
     Attributes:
         out: folder to make.
-        sources: from a unit to its sources.
-        work: turns sources into samples.
+        sources: maps a unit to its sources.
+        work: converts sources to samples.
         validation: share of the samples that is held out.
     """
 
@@ -204,7 +204,7 @@ class Job:
 
     @property
     def partial(self) -> Path:
-        """Where unfinished work lies."""
+        """Folder for unfinished work."""
         return self.out.with_name(f".{self.out.name}.partial")
 
     @property
@@ -220,15 +220,15 @@ def _make_unit(job: Job, number: int, sources: Iterable[Any]) -> UnitRecord:
     for sample in job.work(sources, record):
         split = VALIDATION if is_held_out(sample.origin, job.validation) else TRAIN
         writers[split].add(sample.key, sample.metadata, sample.parts)
-        record.made(sample)
+        record.count(sample)
         repeats = {"repeats": sample.repeats} if sample.repeats > 1 else {}
     for writer in writers.values():
         writer.close()
         for name in writer.shards:
             with open_binary(job.data / name) as shard:
                 os.fsync(shard.fileno())
-        more = repeats if writer.split == TRAIN else {}
-        record.shards |= {name: facts | more for name, facts in writer.shards.items()}
+        extra = repeats if writer.split == TRAIN else {}
+        record.shards |= {name: facts | extra for name, facts in writer.shards.items()}
     write_atomic(_record_file(job, number), json.dumps(vars(record)))
     return record
 
@@ -238,7 +238,7 @@ def _record_file(job: Job, number: int) -> Path:
 
 
 def _finished(job: Job, number: int) -> Optional[UnitRecord]:
-    """Return the record of a finished unit whose shards are there in full."""
+    """Return the record of a unit if all its shards are complete, else None."""
     try:
         body = parse_json(read_bytes(_record_file(job, number)))
         typed = {
@@ -269,24 +269,24 @@ def build(
     on_unit: Callable[[int, UnitRecord], None] = lambda *_: None,
     on_resume: Callable[[int], None] = lambda _: None,
 ) -> UnitRecord:
-    """Write all shards, going on with what an interrupted run of the same plan finished.
+    """Write all shards, starting with the finished units of an interrupted run of the same plan.
 
-    If it fails, `job.partial` remains only if it holds finished units, from which the same call goes on.
+    After a failure `job.partial` is deleted unless it has finished units, with which the same call continues.
 
     Args:
-        units: what `job.sources` reads, one after the other.
-        plan: what the result depends on, as plain values.
-        processes: units made side by side; 1 works in this process.
-        force: replace an older data set, and do not go on with the unfinished work of another plan.
+        units: arguments of `job.sources`.
+        plan: everything that the result depends on, as plain values.
+        processes: number of units made at the same time; 1 works in this process.
+        force: replace an older data set, and discard the unfinished work of another plan.
         ranks: the processes that call this together; all get the counts.
-        on_unit: called with the number of every finished unit and its record, also of those finished earlier.
+        on_unit: called with the number and the record of every finished unit, earlier ones included.
         on_resume: called with the number of units that an interrupted run finished, unless it is 0.
 
     Returns:
         The counts of all units.
 
     Raises:
-        ConfigError: the folder exists, or unfinished work is of another command, and `force` is not set.
+        ConfigError: the folder exists, or has unfinished work of another command, and `force` is not set.
         DataError: no sample is left for training, or the ranks do not share the folder.
     """
     if ranks.is_first:
@@ -302,7 +302,7 @@ def build(
     if not total.of(TRAIN):
         if ranks.is_first:
             shutil.rmtree(job.partial)
-        why = reasons(total.skips) or "the input holds none, or all are held out"
+        why = reasons(total.skips) or "the input has none, or all are held out"
         raise DataError(f"no sample is left for training: {why}")
     return total
 
@@ -329,13 +329,13 @@ def _build(
     ranks.wait()
     for number in numbers:
         if number not in records:  # of another rank
-            found = _finished(job, number)
-            if found is None:
+            unit_record = _finished(job, number)
+            if unit_record is None:
                 raise DataError(
-                    f"unit {number} of another rank is not in {job.partial}; all {ranks.count} ranks must see one "
+                    f"unit {number} of another rank is not in {job.partial}; all {ranks.count} ranks must see the same "
                     "folder: give --out on a file system that the nodes share"
                 )
-            records[number] = found
+            records[number] = unit_record
     ranks.wait()
     total = UnitRecord()
     for _, record in sorted(records.items()):
@@ -359,22 +359,22 @@ def _records(job: Job, units: Sequence[Any], todo: Sequence[int], processes: int
 
 
 def _open_partial(job: Job, plan: dict[str, Any], force: bool) -> None:
-    """Make the folder of unfinished work, or recognise it as this plan's own."""
-    plan = parse_json(json.dumps(plan))  # as it reads back
+    """Create the folder for unfinished work, or check that an existing one belongs to this plan."""
+    plan = parse_json(json.dumps(plan))  # normalised, for the comparison with the file
     file = job.partial / PLAN
     if job.partial.exists():
         try:
-            known = parse_json(read_bytes(file))
+            old_plan = parse_json(read_bytes(file))
         except (OSError, ValueError):
-            known = None
-        if known == plan:
+            old_plan = None
+        if old_plan == plan:
             job.data.mkdir(exist_ok=True)
             return
-        if not force and known is not None:
-            differing = sorted(k for k in {*plan, *known} if known.get(k) != plan.get(k))
+        if not force and old_plan is not None:
+            differing = sorted(k for k in {*plan, *old_plan} if old_plan.get(k) != plan.get(k))
             raise ConfigError(
-                f"{job.partial} holds unfinished work of another command (it differs in {', '.join(differing)}); "
-                "finish that one, or start anew with --force"
+                f"{job.partial} has unfinished work of another command (it differs in {', '.join(differing)}); "
+                "finish that one, or start from the beginning with --force"
             )
         shutil.rmtree(job.partial)
     job.data.mkdir(parents=True)
@@ -386,15 +386,15 @@ def _open_partial(job: Job, plan: dict[str, Any], force: bool) -> None:
 
 
 def finish(job: Job, total: UnitRecord, description: dict[str, Any]) -> None:
-    """Index the shards, describe the data set and put it in its place.
+    """Index the shards, write `dataset.json` and publish the data set.
 
     Args:
-        description: entries of `dataset.json` besides format, shards, counts and skips.
+        description: entries of `dataset.json` in addition to format, shards, counts and skips.
     """
     by_split = {split: shards for split in (TRAIN, VALIDATION) if (shards := total.of(split))}
     shards = {name: facts for some in by_split.values() for name, facts in some.items()}
     for path in job.data.glob("*.tar"):
-        if path.name not in shards:  # of a unit that was interrupted, by a listing with more units
+        if path.name not in shards:  # left by an interrupted unit of a longer listing
             path.unlink()
     lines = [json.dumps({"file": skip.name, "reason": skip.reason, "detail": skip.detail}) for skip in total.skips]
     (job.data / SKIPPED).write_text("".join(f"{line}\n" for line in lines))

@@ -1,13 +1,13 @@
-"""CIFAR-10 from its own local files, of the version for Python or of the binary version.
+"""CIFAR-10 from local files of the Python or the binary version.
 
     cifar-10-batches-py/                        cifar-10-batches-bin/
-      data_batch_1 ... data_batch_5               data_batch_1.bin ... data_batch_5.bin      trained on
+      data_batch_1 ... data_batch_5               data_batch_1.bin ... data_batch_5.bin      training
       test_batch                                  test_batch.bin                             held out
       batches.meta                                batches.meta.txt                           names of the classes
 
-A batch for Python is a pickle of a dictionary with `data` (uint8 `[N, 3072]`) and `labels`; one of the binary version
-is records of a label and 3,072 bytes. The bytes of a picture are its red, its green and its blue plane, row by row.
-Keys and names are texts, or bytes where Python 3 read the original pickles as bytes and wrote them again.
+A batch for Python is a pickle of a dictionary with `data` (uint8 `[N, 3072]`) and `labels`; a binary batch consists of
+records of a label and 3,072 bytes. A picture is stored as its red, green and blue plane, row by row. Keys and names are
+texts, or bytes if Python 3 has read the original pickles as bytes and written them again.
 
 Source: Krizhevsky 2009, Learning Multiple Layers of Features from Tiny Images; www.cs.toronto.edu/~kriz/cifar.html.
 """
@@ -56,14 +56,14 @@ def read_batch(folder: Path, name: str) -> Batch:
         raise DataError(f"{path} cannot be read as a batch of CIFAR-10: {detail}") from error
     if len(labels) != len(pixels) or not all(label in range(NUM_CLASSES) for label in labels):
         raise DataError(
-            f"{path} has {len(pixels)} pictures and {len(labels)} labels, which must be as many, from 0 to 9"
+            f"{path} has {len(pixels)} pictures and {len(labels)} labels; each picture needs a label from 0 to 9"
         )
     return Batch(pixels.reshape(-1, CHANNELS, SIDE, SIDE), labels)
 
 
 def _records(data: bytes) -> tuple[np.ndarray, list[int]]:
     if not data or len(data) % (1 + PICTURE_BYTES):
-        raise SampleError("wrong_shape", f"{len(data)} bytes are no records of {1 + PICTURE_BYTES}")
+        raise SampleError("wrong_shape", f"{len(data)} bytes are not records of {1 + PICTURE_BYTES}")
     records = np.frombuffer(data, np.uint8).reshape(-1, 1 + PICTURE_BYTES)
     return records[:, 1:], records[:, 0].tolist()
 
@@ -73,16 +73,16 @@ def _pickled(data: bytes) -> tuple[np.ndarray, list[int]]:
     pixels, labels = entries.get("data"), entries.get("labels")
     labels = labels.tolist() if isinstance(labels, np.ndarray) else labels
     if not isinstance(pixels, np.ndarray) or pixels.dtype != np.uint8 or pixels.shape[1:] != (PICTURE_BYTES,):
-        raise SampleError("wrong_part", f"it holds no `data` of bytes [N, {PICTURE_BYTES}]")
+        raise SampleError("wrong_part", f"it has no `data` of bytes [N, {PICTURE_BYTES}]")
     if not isinstance(labels, list) or not all(isinstance(label, int) for label in labels):
-        raise SampleError("wrong_part", "it holds no `labels`, a list of numbers")
+        raise SampleError("wrong_part", "it has no `labels`, a list of numbers")
     return pixels, labels
 
 
 def _entries(data: bytes) -> Mapping[str, Any]:
-    """Return the entries of a pickled dictionary by their names as text; none of anything else."""
-    found = read_pickle(data)
-    return {_text(name): value for name, value in found.items()} if isinstance(found, dict) else {}
+    """Return the entries of a pickled dictionary with names as text; empty for other objects."""
+    content = read_pickle(data)
+    return {_text(name): value for name, value in content.items()} if isinstance(content, dict) else {}
 
 
 def _text(value: Any) -> Any:
@@ -104,9 +104,11 @@ def read_class_names(folder: Path) -> list[str]:
             names = [_text(name) for name in names] if isinstance(names, list) else names
     except (OSError, UnicodeDecodeError, SampleError) as error:
         detail = error.detail if isinstance(error, SampleError) else error
-        raise DataError(f"{folder} names no classes: {detail}; it must hold CIFAR-10's files as unpacked") from error
+        raise DataError(
+            f"{folder} has no class names: {detail}; it must have the unpacked files of CIFAR-10"
+        ) from error
     if not isinstance(names, list) or len(names) != NUM_CLASSES or not all(isinstance(name, str) for name in names):
-        raise DataError(f"{folder} names {names!r:.80} as classes, which must be {NUM_CLASSES}")
+        raise DataError(f"{folder} has the class names {names!r:.80}, expected {NUM_CLASSES}")
     return names
 
 
@@ -114,7 +116,7 @@ def prepare_cifar10(source: Path, out: Path, *, samples_per_shard: int = 2000, f
     """Write CIFAR-10 as Energon shards of PNG pictures with labels; `out` appears only when complete.
 
     Args:
-        source: the folder of the unpacked files, or one that holds it.
+        source: the folder of the unpacked files, or its parent folder.
         out: folder to create.
         force: replace an older data set.
 

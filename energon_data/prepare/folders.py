@@ -1,11 +1,11 @@
 """The files of a user's folder, with their captions, classes and metadata from the usual conventions.
 
-    cats/1.jpg  cats/1.txt                 a caption beside each file (.txt, .caption), or a .json object with more
+    cats/1.jpg  cats/1.txt                 a caption next to each file (.txt, .caption), or a .json object with more
     cats/1.jpg  dogs/7.png                 one folder per class (`labels`)
-    10_sks dog/1.jpg                       read 10 times as often; caption "sks dog" if it has none (`repeats`)
+    10_sks dog/1.jpg                       repeated 10 times; caption "sks dog" if it has none (`repeats`)
     metadata.jsonl  .csv  .parquet         one row per file
 
-`energon_data.prepare.lists` has the lists.
+See `energon_data.prepare.lists` for the lists.
 """
 
 import re
@@ -36,15 +36,15 @@ MAX_REPEATS = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Entry:
-    """One file of a folder, small enough to be listed by the million; `source` opens what lies beside it.
+    """One file of a folder; small, because a folder may have millions of files.
 
     Attributes:
         name: path within the folder, with `/`.
         size: bytes; -1 if the file does not exist.
-        mtime_ns: when it was last written, nanoseconds since the epoch.
-        beside: name, size and time of each of its `COMPANIONS`; none are looked for where a list has the rows.
+        mtime_ns: time of the last change, nanoseconds since the epoch.
+        beside: name, size and time of each of its `COMPANIONS`; empty if a list has the rows.
         row: of a list of files, None if there is no such list.
-        repeats: how often it is read in one pass over the data.
+        repeats: number of reads in one pass over the data.
         caption: of its folder, for a file without one.
     """
 
@@ -59,22 +59,22 @@ class Entry:
 
     @property
     def group(self) -> str:
-        """Name of the folder right below the user's folder; empty for a file outside of any."""
+        """Name of the first folder below the user's folder; empty for a file directly in the user's folder."""
         return self.name.rpartition("/")[0].partition("/")[0]
 
     @property
     def stamp(self) -> list[Any]:
-        """By which an interrupted preparation notices another file, caption or metadata under an old name."""
+        """Values by which a resumed preparation detects a changed file, caption or metadata."""
         return [self.name, self.size, self.mtime_ns, *self.beside]
 
     def source(self, folder: Path, *, follow_links: bool = False) -> Source:
-        """Read the caption and metadata that lie beside the file.
+        """Read the caption and metadata next to the file.
 
         Args:
-            follow_links: also read files outside of the folder to which links lead.
+            follow_links: also read linked files outside of the folder.
 
         Raises:
-            SampleError: they are damaged, or a link that leaves the folder.
+            SampleError: they are damaged, or a link leads out of the folder.
         """
         path, root = folder / self.name, None if follow_links else folder
         row = dict(self.row) if self.row is not None else self._beside(folder, root)
@@ -91,22 +91,22 @@ class Entry:
         )
 
     def _beside(self, folder: Path, root: Optional[Path]) -> dict[str, Any]:
-        """Return what the files beside this one say."""
-        found: dict[str, Any] = {}
+        """Return the content of the companion files."""
+        row: dict[str, Any] = {}
         for name, _, _ in self.beside:
             data = read_file((folder / self.name).with_name(name), root)
-            found |= read_object(data, name) if name.lower().endswith(".json") else {"caption": read_text(data, name)}
-        return found
+            row |= read_object(data, name) if name.lower().endswith(".json") else {"caption": read_text(data, name)}
+        return row
 
 
 class Listing(NamedTuple):
     """The files of a folder.
 
     Attributes:
-        entries: those that are read, by name.
+        entries: files to read, by name.
         classes: names of the classes; empty without labels.
-        skipped: the others.
-        list_file: the list of files that was read, if there is one.
+        skipped: files that are not read.
+        list_file: the list of files that was read, if any.
     """
 
     entries: list[Entry]
@@ -124,34 +124,34 @@ def list_folder(
     list_file: Optional[Path] = None,
     follow_links: bool = False,
 ) -> Listing:
-    """List the files of a folder and of those below it, sorted by name.
+    """List the files of a folder and its subfolders, sorted by name.
 
     Args:
-        extensions: which files are samples.
-        labels: the folders right below are classes, numbered by name.
-        repeats: the folders right below are called `N_NAME`.
+        extensions: of samples.
+        labels: the first level of folders are classes, numbered by name.
+        repeats: the first level of folders are called `N_NAME`.
         list_file: a list of files, see `energon_data.prepare.lists`; None for that of the folder, if it has one.
-        follow_links: also list folders to which links lead, and accept a list of files that is a link.
+        follow_links: also list linked folders, and accept a list of files that is a link.
 
     Raises:
         ConfigError: the folder or the list does not exist.
-        DataError: it has no such file, one lies outside of every class, or a list of files is damaged.
+        DataError: there is no file with such an extension, a file is outside of all classes, or the list is damaged.
     """
     if not folder.is_dir():
         hint = "; `prepare huggingface` reads parquet files" if folder.suffix == ".parquet" else ""
-        raise ConfigError(f"{folder} is no folder; --in names the folder that holds the files{hint}")
+        raise ConfigError(f"{folder} is not a folder; --in names the folder with the files{hint}")
     list_file = find_list(folder, list_file, follow_links=follow_links)
     entries, skipped = _walk(folder, extensions, follow_links)
     if list_file is not None:
-        rows, missing = read_list(list_file, [entry.name for entry in entries])
+        rows, without_file = read_list(list_file, [entry.name for entry in entries])
         entries, skipped = _listed(entries, skipped, rows, list_file)
-        skipped += missing
+        skipped += without_file
     skipped.sort()
     if not entries:
         why = f"; {walk.reasons(skipped)}" if skipped else ""
         hint = "; `prepare huggingface` reads .parquet" if any(s.name.endswith(".parquet") for s in skipped) else ""
         endings = ", ".join(sorted(extensions))
-        raise DataError(f"{folder} holds no file that ends in {endings}, also not in the folders below it{why}{hint}")
+        raise DataError(f"{folder} and its subfolders have no file that ends in {endings}{why}{hint}")
     if labels:
         classes = _groups(folder, entries, "class folder")
         number = {name: i for i, name in enumerate(classes)}
@@ -165,37 +165,37 @@ def list_folder(
 def _listed(
     entries: Sequence[Entry], skipped: Sequence[Skipped], rows: Rows, list_file: Path
 ) -> tuple[list[Entry], list[Skipped]]:
-    """Return the files that a list names, in the order of their names, and what else the folder holds."""
+    """Return the files in a list, sorted by name, and the other files of the folder."""
     existing = {entry.name: entry for entry in entries}
     unlisted = SampleError("not_listed", f"not in {list_file.name}")
-    others = [skip for skip in skipped if skip.reason != "no_picture" and skip.name not in rows]
-    others += [Skipped.of(name, unlisted) for name in existing if name not in rows]
-    # What the list names and the folder lacks stays in: it is counted as a sample that cannot be read.
+    not_used = [skip for skip in skipped if skip.reason != "no_picture" and skip.name not in rows]
+    not_used += [Skipped.of(name, unlisted) for name in existing if name not in rows]
+    # Listed files that do not exist are included, so that they count as samples that cannot be read.
     entries = [
         replace(existing.get(name, Entry(name=name, size=-1)), row=row, beside=())
         for name, of_file in sorted(rows.items())
         for row in of_file
     ]
-    return entries, others
+    return entries, not_used
 
 
-def _groups(folder: Path, entries: Sequence[Entry], what: str) -> list[str]:
-    """Return the folders right below, sorted.
+def _groups(folder: Path, entries: Sequence[Entry], kind: str) -> list[str]:
+    """Return the first level of folders, sorted.
 
     Raises:
-        DataError: a file lies in none of them.
+        DataError: a file is in none of them.
     """
     outside = [entry.name for entry in entries if "/" not in entry.name]
     if outside:
-        raise DataError(f"{folder / outside[0]} lies in no {what}, and {len(outside) - 1} other files; move them")
+        raise DataError(f"{folder / outside[0]} and {len(outside) - 1} other files are in no {kind}; move them")
     return sorted({entry.group for entry in entries})
 
 
 def _repeats(folder: Path) -> tuple[int, str]:
-    """Return the repeats and the caption that the name of a folder states.
+    """Parse the repeats and the caption from the name of a folder.
 
     Raises:
-        DataError: it states none, or too many.
+        DataError: the name has another form, or too many repeats.
     """
     match = re.fullmatch(r"(\d+)_(.+)", folder.name)
     if match is None or not 1 <= int(match[1]) <= MAX_REPEATS:
@@ -207,12 +207,12 @@ def _repeats(folder: Path) -> tuple[int, str]:
 
 
 def _walk(folder: Path, extensions: frozenset[str], follow_links: bool) -> tuple[list[Entry], list[Skipped]]:
-    """Return every file of these kinds by name, and what else lies in the folder."""
+    """Return every file with these extensions by name, and the other files."""
     entries: list[Entry] = []
     skipped: list[Skipped] = []
     for place, names in walk.folders_below(folder, follow_links, skipped):
         companions: dict[tuple[str, str], str] = {}
-        for name in reversed(names):  # of cat.txt and cat.TXT the first
+        for name in reversed(names):  # of cat.txt and cat.TXT, the first one counts
             if (extension := walk.extension_of(name)) in COMPANIONS:
                 companions.setdefault((walk.stem_of(name), extension), name)
         media = {walk.stem_of(name) for name in names if walk.extension_of(name) in PICTURES | VIDEOS}
@@ -226,7 +226,7 @@ def _walk(folder: Path, extensions: frozenset[str], follow_links: bool) -> tuple
                 continue
             names_beside = [companions.get((walk.stem_of(name), extension)) for extension in COMPANIONS]
             beside = tuple(
-                seen for other in names_beside if other is not None and (seen := walk.seen_file(place / other))
+                file for companion in names_beside if companion and (file := walk.seen_file(place / companion))
             )
             about = path.stat()
             entries.append(Entry(name=full_name, size=about.st_size, mtime_ns=about.st_mtime_ns, beside=beside))

@@ -1,10 +1,10 @@
-"""Pictures of a data set of the library `datasets`: by its name on the Hugging Face hub, or local files.
+"""Read pictures with the library `datasets`, from the Hugging Face hub or local files.
 
-    NAME, OWNER/NAME          of the hub, copied to its local cache
+    NAME, OWNER/NAME          on the hub, downloaded to its local cache
     FOLDER                    with parquet or arrow files, or made by `save_to_disk`
-    FILE.parquet              such as the hub's own: a column of {"bytes": ..., "path": ...}, and a column of captions
+    FILE.parquet              as on the hub: a column of {"bytes": ..., "path": ...}, and a column of captions
 
-A column of pictures holds such entries or plain bytes, which `dit.media` decodes. No code of a data set is run.
+A column of pictures has such entries or plain bytes, which `dit.media` decodes. Code in a data set is never run.
 """
 
 import difflib
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 NAME = "huggingface"
 KINDS = ("arrow", "cache", "csv", "imagefolder", "json", "parquet", "webdataset")
-"""Readers of `datasets` that are used."""
+"""Supported readers of `datasets`."""
 _IMAGE, _LABEL = "image", "label"
 _CAPTIONS = (*CAPTION_NAMES, "txt")
 _SCALARS = re.compile(r"bool|u?int\d+|float\d+|(large_)?string(_view)?")
@@ -38,7 +38,7 @@ _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """Which rows and columns of a data set are read.
+    """Selection of rows and columns of a data set.
 
     Attributes:
         split: name of the split.
@@ -46,7 +46,7 @@ class Table:
         image_column: column of pictures; None for the only one, or `image`.
         caption_column: column of captions, each a text or a list of texts; None for `caption`, `text`, `prompt` or
             `txt`, if there is one.
-        label_column: column of class numbers; None for `label`, if it holds numbers.
+        label_column: column of class numbers; None for `label`, if it has numbers.
     """
 
     split: str = "train"
@@ -58,10 +58,10 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rows:
-    """An opened data set with the columns that are read; its files, not its rows, travel to other processes.
+    """An opened data set with the selected columns; pickling it copies file names, not rows.
 
     Attributes:
-        root: folder that rows may name files of; None for any.
+        root: folder whose files rows may name; None for any.
     """
 
     dataset: "Dataset"
@@ -75,7 +75,7 @@ class _Rows:
         """Return a row as a source.
 
         Raises:
-            SampleError: it has no picture, or its caption or class is none.
+            SampleError: it has no picture, or an invalid caption or class.
         """
         row = self.dataset[number]
         stored, caption, label = row.pop(self.image), row.pop(self.caption, None), row.pop(self.label, None)
@@ -83,7 +83,7 @@ class _Rows:
             name=self.name(number),
             read=partial(_picture, stored, self.root),
             captions=captions_of({"caption": caption}),
-            label=class_of(None if label == -1 else label),  # -1 stands for no class
+            label=class_of(None if label == -1 else label),  # -1 means no class
             metadata=scalars_of(row),
         )
 
@@ -93,7 +93,7 @@ class _Rows:
 
 
 def _picture(stored: Any, root: Optional[Path]) -> bytes:
-    """Return the file of a picture as a row has it: bytes, or a path in the place of bytes."""
+    """Return the file of a picture from the entry of a row: bytes, or a path."""
     data, path = (stored.get("bytes"), stored.get("path")) if isinstance(stored, dict) else (stored, None)
     if isinstance(data, bytes):
         return data
@@ -120,25 +120,25 @@ def prepare_huggingface(
     samples_per_shard: int = 1000,
     validation: float = 0.02,
 ) -> Preparation:
-    """Open a data set and say what there is to do; `Preparation.run` does it.
+    """Open a data set and return its preparation.
 
     Args:
         source: name on the hub, or path of a folder or parquet file.
-        follow_links: also read files outside of `source` that rows name in the place of bytes.
-        samples_per_shard: rows that are read for one shard.
+        follow_links: also read files outside of `source` that rows name instead of bytes.
+        samples_per_shard: rows per shard.
         validation: share of the rows that is held out.
 
     Raises:
-        ConfigError: there is no such data set, split or column, or options do not fit this machine.
+        ConfigError: there is no such data set, split or column, or options need packages that are not installed.
         DataError: the files are damaged.
     """
     dataset, root = _open(source, table)
     image, caption, label = _columns(dataset, table)
     fingerprint = dataset._fingerprint
     features = dataset.features
-    others = [name for name, feature in features.items() if _SCALARS.fullmatch(str(getattr(feature, "dtype", "")))]
-    chosen = dict.fromkeys(name for name in (image, caption, label, *others) if name is not None)
-    dataset = _undecoded(dataset.select_columns(list(chosen)), image)
+    scalars = [name for name, feature in features.items() if _SCALARS.fullmatch(str(getattr(feature, "dtype", "")))]
+    selected = dict.fromkeys(name for name in (image, caption, label, *scalars) if name is not None)
+    dataset = _undecoded(dataset.select_columns(list(selected)), image)
     names = None if label is None else getattr(features[label], "names", None)
     rows = _Rows(
         dataset=dataset,
@@ -167,7 +167,7 @@ def prepare_huggingface(
 
 
 def _open(source: str, table: Table) -> tuple["Dataset", Path]:
-    """Return a split of a data set, and the folder that its rows may name files of."""
+    """Return a split of a data set, and the folder whose files its rows may name."""
     try:
         import datasets
     except ImportError as error:
@@ -184,7 +184,9 @@ def _open(source: str, table: Table) -> tuple["Dataset", Path]:
         return splits[_split_of(source, table.split, splits)], path
     if path.is_file():
         if path.suffix != ".parquet":
-            raise ConfigError(f"{source} is no .parquet file; --in names one, a folder of them, or a name on the hub")
+            raise ConfigError(
+                f"{source} is not a .parquet file; --in names one, a folder of them, or a name on the hub"
+            )
         words: dict[str, Any] = {"path": "parquet", "data_files": source}
     else:
         words = {"path": source, "name": table.config}
@@ -201,12 +203,12 @@ def _open(source: str, table: Table) -> tuple["Dataset", Path]:
 
 
 def _check_hub(source: str) -> None:
-    """Check that a name can be one of the hub, and that the hub can be reached if the cache has no such data set."""
+    """Check that a name has the form of hub names, and that the hub can be reached if the data set is not cached."""
     import datasets
     from huggingface_hub import constants
 
     if not _HUB_NAME.fullmatch(source):
-        raise ConfigError(f"{source} is no folder or file, and no name on the Hub; give a path, or OWNER/NAME")
+        raise ConfigError(f"{source} is not a folder, a file or a name on the Hub; give a path, or OWNER/NAME")
     cached = (
         Path(constants.HF_HUB_CACHE, f"datasets--{source.replace('/', '--')}"),
         Path(datasets.config.HF_DATASETS_CACHE, source.replace("/", "___")),
@@ -216,7 +218,7 @@ def _check_hub(source: str) -> None:
 
 
 def _loaded(source: str, load: Any) -> Any:
-    """Return what a function of `datasets` returns; its errors become one line."""
+    """Call a function of `datasets`; its errors become one line."""
     from datasets.exceptions import DatasetGenerationError
 
     try:
@@ -228,8 +230,8 @@ def _loaded(source: str, load: Any) -> Any:
         raise ConfigError(f"{source} cannot be opened: {' '.join(str(error).split())}") from error
 
 
-def _split_of(source: str, split: str, known: Iterable[str]) -> str:
-    names = list(known)
+def _split_of(source: str, split: str, splits: Iterable[str]) -> str:
+    names = list(splits)
     if split not in names:
         raise ConfigError(f"{source} has no split {split!r}, only {', '.join(names)}{_hint('--split', split, names)}")
     return split
@@ -244,27 +246,27 @@ def _columns(dataset: "Dataset", table: Table) -> tuple[str, Optional[str], Opti
     """Return the columns of pictures, captions and classes.
 
     Raises:
-        ConfigError: one that is named does not exist, or no column holds pictures, or several do.
+        ConfigError: a named column does not exist, or the column of pictures is not unique.
     """
     features = dataset.features
-    for flag, named in (
+    for flag, column in (
         ("--image-column", table.image_column),
         ("--caption-column", table.caption_column),
         ("--label-column", table.label_column),
     ):
-        if named is not None and named not in features:
-            known = ", ".join(features)
-            raise ConfigError(f"{flag} {named}: no such column among {known}{_hint(flag, named, list(features))}")
+        if column is not None and column not in features:
+            names = ", ".join(features)
+            raise ConfigError(f"{flag} {column}: no such column among {names}{_hint(flag, column, list(features))}")
     pictures = [name for name, feature in features.items() if _holds_pictures(feature)]
     image = table.image_column or (_IMAGE if _IMAGE in pictures else None)
     if image is None and len(pictures) != 1:
-        found = f"several columns hold pictures: {', '.join(pictures)}" if pictures else "no column holds pictures"
-        raise ConfigError(f"{found}; name one of {', '.join(features)} with --image-column")
+        fault = f"several columns have pictures: {', '.join(pictures)}" if pictures else "no column has pictures"
+        raise ConfigError(f"{fault}; name one of {', '.join(features)} with --image-column")
     image = image or pictures[0]
     if image not in pictures:
         raise ConfigError(
-            f"--image-column {image} holds {_type_of(features[image])}, not files of pictures; of URLs, download the "
-            "pictures first (img2dataset) and prepare its output"
+            f"--image-column {image} has {_type_of(features[image])}, not files of pictures; if these are URLs, "
+            "download the pictures first (img2dataset) and prepare its output"
         )
     caption = table.caption_column or next((name for name in _CAPTIONS if name in features), None)
     is_number = "int" in str(getattr(features.get(_LABEL), "dtype", ""))
@@ -284,7 +286,7 @@ def _type_of(feature: Any) -> str:
 
 
 def _undecoded(dataset: "Dataset", image: str) -> "Dataset":
-    """Return the data set with the files of its pictures in the place of pictures that Pillow decodes."""
+    """Return the data set with files instead of decoded pictures."""
     from datasets import Image
 
     if isinstance(dataset.features[image], Image):

@@ -1,11 +1,11 @@
-"""Lists of files: captions, classes and more for the files of a folder, one row each.
+"""Lists of files: captions, classes and other metadata for the files of a folder, one row each.
 
     metadata.jsonl  .csv  .parquet    `file_name`, `caption` (or `text`, `prompt`), `label`, and others; `start` and
-                                      `end` in seconds make a clip of a video, which may have several such rows
-    Train_GCC-training.tsv            Conceptual Captions: caption TAB URL, without a header; row 0 is that of 0.jpg,
+                                      `end` in seconds define a clip of a video, which may have several such rows
+    Train_GCC-training.tsv            Conceptual Captions: caption TAB URL, without a header; row 0 belongs to 0.jpg,
                                       000000000.jpg or 0_name.jpg
 
-A file of the folder that its list does not name is skipped.
+Files that are not in the list are skipped.
 """
 
 import csv
@@ -26,24 +26,24 @@ from energon_data.samples import SampleError
 LISTS = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
 KINDS = (".jsonl", ".csv", ".parquet", ".tsv")
 Rows = dict[str, list[dict[str, Any]]]
-"""Rows by file name; several only of a video, each with another start or end."""
-_TEXTS = frozenset({"file_name", "file", *CAPTION_NAMES})  # also where they spell a number
+"""Rows by file name; only a video may have several, with different starts or ends."""
+_TEXTS = frozenset({"file_name", "file", *CAPTION_NAMES})  # text even if they look like a number
 _ROW_NUMBER = re.compile(r"(\d+)(\D.*)?")
 
 
-def find_list(folder: Path, named: Optional[Path] = None, *, follow_links: bool = False) -> Optional[Path]:
-    """Return the list of files to read: the one that the user names, else the first of `LISTS` in the folder, or None.
+def find_list(folder: Path, list_file: Optional[Path] = None, *, follow_links: bool = False) -> Optional[Path]:
+    """Return the list of files to read: `list_file`, else the first of `LISTS` in the folder, or None.
 
     Raises:
-        ConfigError: there is no such list, or it is of another kind than `KINDS`.
+        ConfigError: `list_file` does not exist, or its ending is not in `KINDS`.
         DataError: the list in the folder is a link that leads out of it.
     """
-    if named is not None:
-        if not named.is_file():
-            raise ConfigError(f"--list {named} does not exist; name a file of rows, one for each picture or clip")
-        if named.suffix not in KINDS:
-            raise ConfigError(f"--list {named} must end in {', '.join(KINDS)}")
-        return named
+    if list_file is not None:
+        if not list_file.is_file():
+            raise ConfigError(f"--list {list_file} does not exist; name a file of rows, one for each picture or clip")
+        if list_file.suffix not in KINDS:
+            raise ConfigError(f"--list {list_file} must end in {', '.join(KINDS)}")
+        return list_file
     path = next((folder / name for name in LISTS if (folder / name).is_file()), None)
     if path is not None and not follow_links and leaves(path, folder):
         raise DataError(f"{path} is a link to a file outside of {folder}; {FOLLOW}")
@@ -59,13 +59,13 @@ def list_stamp(path: Optional[Path]) -> Optional[list[str]]:
 
 
 def read_list(path: Path, names: Collection[str]) -> tuple[Rows, list[Skipped]]:
-    """Return the rows of a list by file name, and what it says of files that do not exist.
+    """Return the rows of a list by file name, and a record of rows without a file.
 
     Args:
-        names: files of the folder. Rows of a `.tsv` are found by their numbers; other lists name their files.
+        names: files of the folder. Rows of a `.tsv` are matched by number; other lists name their files.
 
     Raises:
-        DataError: the list cannot be read, or a row names no file inside the folder, or one that another row names.
+        DataError: the list cannot be read, or a row names no file inside the folder, or the file of another row.
     """
     if path.suffix == ".tsv":
         return _numbered_rows(path, names)
@@ -78,25 +78,25 @@ def read_list(path: Path, names: Collection[str]) -> tuple[Rows, list[Skipped]]:
             hint = "" if "file_name" in row else f" among {', '.join(row) or 'no entries'}"
             raise DataError(
                 f"{path}, row {number}: file_name is {name!r}{hint}; name a file relative to --in (`prepare "
-                "huggingface` reads pictures inside of parquet files)"
+                "huggingface` reads pictures inside parquet files)"
             )
         if name.startswith("/") or ".." in PurePosixPath(name).parts or "\\" in name:
             raise DataError(f"{path}, row {number}: file_name {name!r} leaves the folder; name files inside it")
         name = str(PurePosixPath(name))
         span = "" if row.get("start") is None and row.get("end") is None else f"{row.get('start')} to {row.get('end')}"
-        others = rows.setdefault(name, {})
-        if others and ("" in others or span == "" or span in others):
+        by_span = rows.setdefault(name, {})
+        if by_span and ("" in by_span or span == "" or span in by_span):
             part = f", {span}," if span else ""
             raise DataError(
-                f"{path}, row {number}: {name!r}{part} is listed twice; leave one row, or give each clip of a video a "
-                "start and an end of its own"
+                f"{path}, row {number}: {name!r}{part} is listed twice; leave one row, or give the clips of a video "
+                "different starts or ends"
             )
-        others[span] = row
+        by_span[span] = row
     return {name: list(of_file.values()) for name, of_file in rows.items()}, []
 
 
 def _numbered_rows(path: Path, names: Collection[str]) -> tuple[Rows, list[Skipped]]:
-    """Return the rows of Conceptual Captions by the numbers with which the names of files begin."""
+    """Return the rows of Conceptual Captions, matched by the numbers at the start of file names."""
     by_number: dict[int, str] = {}
     for name in sorted(names):
         match = _ROW_NUMBER.fullmatch(PurePosixPath(name).stem)
@@ -104,7 +104,7 @@ def _numbered_rows(path: Path, names: Collection[str]) -> tuple[Rows, list[Skipp
             continue
         number = int(match[1])
         if number in by_number:
-            raise DataError(f"{by_number[number]} and {name} both have the number {number}, of one row of {path}")
+            raise DataError(f"{by_number[number]} and {name} both have the number {number} of a row of {path}")
         by_number[number] = name
     rows: Rows = {}
     count = 0
@@ -114,7 +114,7 @@ def _numbered_rows(path: Path, names: Collection[str]) -> tuple[Rows, list[Skipp
             is_url = [field.startswith(("http://", "https://")) for field in fields[:2]]
             if sum(is_url) != 1:
                 raise DataError(
-                    f"{path}, row {number}: {fields[:2]!r:.120} is no caption and URL with a tab between them; other "
+                    f"{path}, row {number}: {fields[:2]!r:.120} is not a caption and a URL separated by a tab; other "
                     "lists are .csv or .jsonl with file_name and text"
                 )
             if number in by_number:
@@ -122,16 +122,16 @@ def _numbered_rows(path: Path, names: Collection[str]) -> tuple[Rows, list[Skipp
     beyond = [name for number, name in by_number.items() if number >= count]
     if beyond:
         raise DataError(
-            f"{beyond[0]} has no row in {path}, whose rows have the numbers 0 to {count - 1}; rename files that are "
-            "counted from 1, or each has the caption of another"
+            f"{beyond[0]} has no row in {path}, whose rows have the numbers 0 to {count - 1}; if the files are counted "
+            "from 1, rename them, because each would get the caption of another"
         )
-    missing = SampleError("not_a_file", f"{count - len(rows):,} of {count:,} rows have no picture in the folder")
-    return rows, [Skipped.of(path.name, missing)] if len(rows) < count else []
+    error = SampleError("not_a_file", f"{count - len(rows):,} of {count:,} rows have no picture in the folder")
+    return rows, [Skipped.of(path.name, error)] if len(rows) < count else []
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[io.TextIOWrapper]:
-    """Open a list; what is wrong with its content is raised as `DataError`."""
+    """Open a list; errors in its content are raised as `DataError`."""
     try:
         with io.TextIOWrapper(open_binary(path), encoding="utf-8-sig", newline="") as lines:
             yield lines
@@ -149,8 +149,8 @@ def _parsed(path: Path) -> Iterator[dict[str, Any]]:
     with _opened(path) as lines:
         if path.suffix == ".csv":
             for row in csv.DictReader(lines):
-                given = {k: v for k, v in row.items() if k is not None and v not in (None, "")}
-                yield {k: v if k in _TEXTS else _scalar(v) for k, v in given.items()}
+                fields = {k: v for k, v in row.items() if k is not None and v not in (None, "")}
+                yield {k: v if k in _TEXTS else _scalar(v) for k, v in fields.items()}
             return
         for line in lines:
             if line.strip():
@@ -173,7 +173,7 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def _scalar(text: str) -> Any:
-    """Return a CSV field as the number that it spells, else as text."""
+    """Return a CSV field as a number if possible, else as text."""
     for kind in (int, float):
         try:
             return kind(text)

@@ -1,4 +1,4 @@
-"""Pictures and videos of a user become samples: kept as pixels, or encoded by a VAE; captions embedded if asked for."""
+"""Convert pictures and videos to samples: stored as pixels or encoded by a VAE, with optional caption embeddings."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -34,16 +34,15 @@ from energon_data.samples import SampleError
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How a picture or video becomes a sample.
+    """Settings for the conversion of pictures and videos.
 
     Attributes:
         fit: size of pictures and frames.
         cut: clips of videos.
-        image_format, quality: how pixels are stored if they are not the file's own.
-        vae: an autoencoder; samples then hold latents instead of pixels.
+        image_format, quality: format of changed pixels; unchanged files are copied.
+        vae: an autoencoder; samples then have latents instead of pixels.
         precision, device: of the encoders.
-        text_encoder: encoders as in `dit.encoders.text_config`; samples then hold what these make of their
-            captions, and need one.
+        text_encoder: encoders as in `dit.encoders.text_config`; samples then need a caption, and have its embeddings.
         batch: samples decoded and encoded together.
         wording: changes to captions.
     """
@@ -62,7 +61,7 @@ class Options:
 
 @dataclass
 class _Decoded:
-    """A clip (a picture has one frame) on its way into a shard; `file` is what it was read from, if that may stay."""
+    """A decoded clip (a picture has one frame); `file` is its original file if the pixels are unchanged."""
 
     key: str
     source: Source
@@ -80,17 +79,17 @@ class _Decoded:
 
 @dataclass(frozen=True)
 class MakeSamples:
-    """Turns sources into samples; a value, so that it can be sent to other processes.
+    """Converts sources to samples; picklable, for other processes.
 
     Attributes:
-        gifs: those that become clips; others are pictures, of their first frame.
+        gifs: which GIFs become clips; the others become pictures of their first frame.
     """
 
     options: Options
     gifs: Literal["all", "animated", "none"] = "none"
 
     def __call__(self, sources: Iterable[Raw], record: UnitRecord) -> Iterator[Sample]:
-        """Yield the samples of one unit in order, and count what is skipped."""
+        """Yield the samples of one unit in order, and count skipped sources."""
         waiting: list[_Decoded] = []
         for clip in self._decoded(sources, record):
             waiting.append(clip)
@@ -189,7 +188,7 @@ class MakeSamples:
 
 
 def _lengths(size: tuple[int, int], target: Target) -> list[int]:
-    """Return `SIZE_AND_CROP` of a picture: the crop is where the scaled picture is cut.
+    """Return `SIZE_AND_CROP` of a picture; the crop is the corner of the cut in the scaled picture.
 
     Args:
         size: width and height of the original.
@@ -199,7 +198,7 @@ def _lengths(size: tuple[int, int], target: Target) -> list[int]:
 
 
 def _metadata(clip: _Decoded) -> dict[str, Any]:
-    """Return what the shard says of a sample: the user's own entries, and what was done."""
+    """Return the metadata of a sample: the user's entries, and those of the conversion."""
     source = clip.source
     _, frames, height, width = clip.shape
     captions = source.captions

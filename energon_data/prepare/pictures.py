@@ -1,4 +1,4 @@
-"""The sizes that pictures and frames are brought to."""
+"""Selection of the size to which pictures and frames are scaled and cut."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -13,7 +13,7 @@ Aspect = Literal["keep", "square", "buckets"]
 
 
 class Target(NamedTuple):
-    """Width and height that a picture is scaled to, then width and height that the cut leaves."""
+    """Width and height after scaling, then width and height after the cut."""
 
     wide: int
     high: int
@@ -27,7 +27,7 @@ class Target(NamedTuple):
 
     @property
     def corner(self) -> tuple[int, int]:
-        """Left and top of the cut, around the middle of the scaled picture."""
+        """Left and top of the cut, which is centred in the scaled picture."""
         return (self.wide - self.cut_wide) // 2, (self.high - self.cut_high) // 2
 
     def enlarges(self, width: int, height: int) -> bool:
@@ -37,18 +37,17 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Which size a picture is brought to.
+    """Rules for the target size of pictures.
 
-    With `size`, it is scaled to cover one of the sizes that `aspect` allows, and its middle is cut out. Of these sizes
-    the one with the largest area * (share of the picture that is left)**4 is selected: near in ratio, and not small.
+    With `size`, a picture is scaled to cover one of the sizes that `aspect` allows, and the centre is cut out. The
+    selected size maximises area * (remaining share of the picture)**4: a similar ratio, and not small.
 
     Attributes:
-        size: side of a square, in pixels, whose area is the largest that a picture may have; None for native sizes,
-            which are cut only.
-        aspect: `keep` allows the sizes of which a side cannot be longer, `square` only `size` x `size`, `buckets` those
-            of `buckets(size, multiple_of)`.
+        size: side, in pixels, of a square with the largest allowed area; None for native sizes, which are only cut.
+        aspect: `keep` allows all sizes with maximal sides, `square` only `size` x `size`, `buckets` those of
+            `buckets(size, multiple_of)`.
         multiple_of: both sides become multiples of it (VAE compression times patch).
-        enlarge: scale small pictures up; otherwise a size that is larger than the picture on a side is not allowed.
+        enlarge: scale small pictures up; otherwise sizes with a side longer than the picture's are not allowed.
         max_cut: largest share of a picture that may be cut off.
     """
 
@@ -69,9 +68,9 @@ class Fit:
         if not 0 <= self.max_cut <= 1:
             raise ConfigError(f"--max-cut {self.max_cut:g} must be a share of the picture, from 0 to 1")
 
-    @lru_cache(maxsize=1024)  # noqa: B019, for the frames of a clip; a value
+    @lru_cache(maxsize=1024)  # noqa: B019, for the frames of a clip; instances are immutable
     def target(self, width: int, height: int) -> Target:
-        """Return how a picture is scaled and cut.
+        """Return the sizes to which a picture is scaled and cut.
 
         Args:
             width, height: in pixels.
@@ -83,8 +82,8 @@ class Fit:
         if not sizes:
             side = self.size if self.aspect == "square" else self.multiple_of
             cure = "; --enlarge scales it up" if self.size is not None else ""
-            least = f"the least is {side} x {side}" if self.aspect != "buckets" else "no bucket is as small"
-            raise SampleError("too_small", f"{width} x {height} pixels; {least}{cure}")
+            smallest = f"the smallest size is {side} x {side}" if self.aspect != "buckets" else "no bucket is as small"
+            raise SampleError("too_small", f"{width} x {height} pixels; {smallest}{cure}")
 
         def score(size: tuple[int, int]) -> float:
             ratio = size[0] / size[1] * height / width
@@ -118,7 +117,7 @@ class Fit:
         return [size for size in (*highest, *widest) if 0 not in size]
 
     def apply(self, picture: Image.Image) -> Image.Image:
-        """Scale and cut a picture around its middle; the very same object if it fits already.
+        """Scale a picture and cut out its centre; returns the same object if no change is needed.
 
         Raises:
             SampleError: as `target`.
@@ -136,11 +135,11 @@ class Fit:
 def buckets(size: int, multiple_of: int) -> list[tuple[int, int]]:
     """Return (width, height) of the aspect buckets: multiples, area at most `size` squared, ratios from 1:4 to 4:1.
 
-    For every width that is a multiple, the largest height that fits; of buckets with one height, the widest.
+    Every width is combined with its largest height; of buckets with the same height, only the widest is returned.
     """
-    found: dict[int, int] = {}
+    widths: dict[int, int] = {}
     for width in range(multiple_of, 4 * size + 1, multiple_of):
         height = size * size // width // multiple_of * multiple_of
         if height and 1 / 4 <= width / height <= 4:
-            found[height] = width
-    return [(width, height) for height, width in sorted(found.items())]
+            widths[height] = width
+    return [(width, height) for height, width in sorted(widths.items())]

@@ -1,4 +1,4 @@
-"""A command of a user on one input: what there is to do, before anything is done."""
+"""A preparation command with its listed input, before any sample is made."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
@@ -45,12 +45,12 @@ def _sources_of_tar(extensions: frozenset[str], root: Path, unit: Path) -> Itera
 
 @dataclass(frozen=True)
 class Preparation:
-    """A command on one input: what there is to do, before anything is done.
+    """A preparation command with its listed input, before any sample is made.
 
     Attributes:
-        entries: files, or tar archives.
+        entries: number of files, or of tar archives.
         classes: names of the classes; empty without labels.
-        plan: what the result depends on.
+        plan: everything that the result depends on.
         about: further entries of `dataset.json`.
         skipped: files of the input that are not read.
     """
@@ -84,13 +84,13 @@ class Preparation:
         Args:
             source: the user's folder (or tar file).
             labels, repeats, list_file: see `list_folder`.
-            follow_links: also read files and folders outside of `source` to which links lead.
-            samples_per_shard: files that are read for one shard.
+            follow_links: also read linked files and folders outside of `source`.
+            samples_per_shard: files per shard.
             validation: share of the files that is held out.
 
         Raises:
-            ConfigError: options do not fit each other or this machine.
-            DataError: the input holds nothing to prepare, or its list of files is damaged.
+            ConfigError: options contradict each other or need packages that are not installed.
+            DataError: the input has no usable file, or its list of files is damaged.
         """
         _check(options, samples_per_shard, validation)
         extensions = EXTENSIONS[command]
@@ -137,15 +137,15 @@ class Preparation:
         samples_per_shard: int,
         validation: float,
     ) -> "Preparation":
-        """Describe a data set whose sources are made, not read from files.
+        """Describe a data set whose sources are generated, not read from files.
 
         Args:
-            sources: from some of the entries to their sources; picklable.
-            plan: what else the result depends on.
+            sources: maps some of the entries to their sources; picklable.
+            plan: further values that the result depends on.
             about: further entries of `dataset.json`.
 
         Raises:
-            ConfigError: options do not fit each other or this machine.
+            ConfigError: options contradict each other or need packages that are not installed.
         """
         _check(options, samples_per_shard, validation)
         units = [list(entries[i : i + samples_per_shard]) for i in range(0, len(entries), samples_per_shard)]
@@ -167,13 +167,13 @@ class Preparation:
         on_unit: Callable[[int, UnitRecord], None] = lambda *_: None,
         on_resume: Callable[[int], None] = lambda _: None,
     ) -> UnitRecord:
-        """Make the data set; of several ranks, all call this, and all get the counts.
+        """Make the data set (collective); all ranks get the counts.
 
         Args:
             processes, force, on_unit, on_resume: as in `build`.
 
         Raises:
-            ConfigError: the folder exists, or unfinished work is of another command, and `force` is not set.
+            ConfigError: the folder exists, or has unfinished work of another command, and `force` is not set.
             DataError: no sample could be used.
         """
         ranks = Ranks()
@@ -195,29 +195,29 @@ class Preparation:
     def _description(self, total: UnitRecord) -> dict[str, Any]:
         options = self.options
         shape = [int(side) for side in total.shapes.most_common(1)[0][0].split("x")]
-        made = {name: value for name, value in self.plan.items() if name != "files"}
+        prepared = {name: value for name, value in self.plan.items() if name != "files"}
         return {
             **self.about,
             "latent_shape": shape,
             **({"class_names": self.classes} if self.classes else {}),
             **({} if options.text_encoder is None else text_record(options.text_encoder)),
             **({} if options.vae is None else {"vae": options.vae}),
-            "prepared": made,
+            "prepared": prepared,
         }
 
     def try_out(self) -> tuple[list[Sample], UnitRecord]:
         """Make a few samples in memory, for a dry run."""
-        record, found = UnitRecord(skips=list(self.skipped)), []
+        record, samples = UnitRecord(skips=list(self.skipped)), []
         for unit in self.units:
             for sample in self.job.work(self.job.sources(unit), record):
-                found.append(sample)
-                if len(found) == TRY_OUT:
-                    return found, record
-        return found, record
+                samples.append(sample)
+                if len(samples) == TRY_OUT:
+                    return samples, record
+        return samples, record
 
 
 def _units_of_equal_repeats(entries: Sequence[Entry], samples_per_shard: int) -> list[list[Entry]]:
-    """Cut a listing into units; a shard is read as often as each of its samples."""
+    """Split a listing into units of samples with the same repeats, because a shard is repeated as a unit."""
     by_repeats: dict[int, list[Entry]] = {}
     for entry in entries:
         by_repeats.setdefault(entry.repeats, []).append(entry)
@@ -227,7 +227,7 @@ def _units_of_equal_repeats(entries: Sequence[Entry], samples_per_shard: int) ->
 
 
 def _check_heic(entries: Sequence[Entry]) -> None:
-    """Raise `ConfigError` if there are HEIC files and no reader of them."""
+    """Raise `ConfigError` if there are HEIC files but no reader for them."""
     heic = [entry.name for entry in entries if PurePosixPath(entry.name).suffix[1:].lower() in HEIC]
     if heic and not reads_heic():
         raise ConfigError(f"{heic[0]} and {len(heic) - 1:,} other files: {HEIC_IS_MISSING}, or move them away")
@@ -240,19 +240,19 @@ def _check(options: Options, samples_per_shard: int, validation: float) -> None:
         ConfigError: a number is out of range, or an encoder does not exist or does not fit.
     """
     if not 0 <= validation < 1:
-        raise ConfigError(f"--validation {validation:g} is the share held out: 0 for none, below 1")
+        raise ConfigError(f"--validation {validation:g} must be a share: at least 0 and below 1")
     if samples_per_shard < 1 or options.batch < 1:
         raise ConfigError("--samples-per-shard and --batch must be at least 1")
     if not 1 <= options.quality <= 100:
-        raise ConfigError(f"--quality {options.quality} must lie between 1 and 100")
+        raise ConfigError(f"--quality {options.quality} must be between 1 and 100")
     _check_encoders(options)
 
 
 def _check_encoders(options: Options) -> None:
-    """Check that the encoders exist and that what is fed to them has sizes they take.
+    """Check that the encoders exist and that sizes are multiples of the autoencoder's compression.
 
     Raises:
-        ConfigError: one does not.
+        ConfigError: an encoder does not exist, or a size does not fit.
     """
     if options.text_encoder is not None:
         check_text_encoder(options.text_encoder)
@@ -262,5 +262,5 @@ def _check_encoders(options: Options) -> None:
     if options.fit.multiple_of % geometry.space:
         raise ConfigError(
             f"--multiple-of {options.fit.multiple_of} must be a multiple of {geometry.space}, the compression of "
-            f"{options.vae}; times the model's patch is best"
+            f"{options.vae}, best times the patch size of the model"
         )

@@ -1,21 +1,21 @@
-"""Several processes that prepare one data set together, on one machine or many: started by torchrun or srun.
+"""Preparation by several processes on one or many machines, started by torchrun or srun.
 
-They share the folder that is made, and wait for each other at three points: when unfinished work of an earlier start
-was recognised, when all units are finished, and when everyone has read their records.
+The processes write to the same folder. They synchronise three times: after rank 0 has opened the folder, after all
+units are finished, and after all records have been read.
 """
 
 import os
 from datetime import timedelta
 
-LONGEST_WAIT = timedelta(days=30)  # for the slowest rank's units
+LONGEST_WAIT = timedelta(days=30)  # for the units of the slowest rank
 
 
 class Ranks:
-    """This process among those that were started together; alone without a launcher.
+    """Rank and number of the processes of a launcher; one process without a launcher.
 
     Attributes:
         rank: number of this process.
-        count: how many there are.
+        count: number of processes.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class Ranks:
         return self.rank == 0
 
     def wait(self) -> None:
-        """Return when all processes have come here."""
+        """Wait until all processes call this."""
         if self.count == 1:
             return
         import torch.distributed as dist

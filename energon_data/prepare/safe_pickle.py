@@ -1,7 +1,7 @@
-"""Read the pickles of older data sets (tensors, arrays, lists and dictionaries of them) without running any of them.
+"""Read pickles of older data sets (tensors, arrays, lists and dictionaries of them) without running their code.
 
-A pickle is a program that may call what it names. This reader knows a closed list of names, each of which only makes
-numbers; anything else ends the reading before it is called.
+A pickle is a program that may call any function that it names. This reader has a closed list of functions, which only
+create numbers; any other name raises an error before it is called.
 """
 
 import io
@@ -19,28 +19,28 @@ from dit.safe_files import read_torch
 from energon_data.samples import SampleError
 
 MAX_BYTES = 1 << 32
-"""A larger part is refused: nothing of an older data set comes near."""
+"""Longest part; those of older data sets are far shorter."""
 
 
 def _storage(data: bytes) -> Any:
-    """Stand in for `torch.storage._load_from_bytes`, which would run the pickle inside."""
+    """Replace `torch.storage._load_from_bytes`, which would run the pickle inside."""
     return read_torch(data)
 
 
 def _array(kind: object, shape: object, code: object) -> np.ndarray:
-    """Stand in for numpy's `_reconstruct`, which makes an empty array of any class."""
+    """Replace numpy's `_reconstruct`, which makes an empty array of any class."""
     return np.ndarray.__new__(np.ndarray, (0,), "b")
 
 
 def _from_buffer(data: Any, dtype: object, shape: tuple[int, ...], order: Any) -> np.ndarray:
-    """Stand in for numpy's `_frombuffer`, by which protocol 5 writes arrays."""
+    """Replace numpy's `_frombuffer`, which protocol 5 uses for arrays."""
     if not isinstance(dtype, np.dtype) or not isinstance(data, (bytes, bytearray)):
-        raise SampleError("pickled", "an array that is no buffer of numbers")
+        raise SampleError("pickled", "an array that is not a buffer of numbers")
     return np.frombuffer(bytearray(data), dtype).reshape(shape, order=order)
 
 
 def _dtype(code: object, *_: object) -> np.dtype:
-    """Stand in for `numpy.dtype`: number types only, no objects and no records."""
+    """Replace `numpy.dtype`: number types only, no objects and no records."""
     if not isinstance(code, str) or np.dtype(code).kind not in "biufc":
         raise SampleError("pickled", f"an array of {code!r}; only arrays of numbers are read")
     return np.dtype(code)
@@ -52,13 +52,13 @@ def _dtype(code: object, *_: object) -> np.dtype:
     why="pickles of torch name this private function",
 )
 def _rebuild(*args: Any) -> Tensor:
-    """Stand in for `torch._utils._rebuild_tensor_v2`, without its hooks."""
+    """Replace `torch._utils._rebuild_tensor_v2`, without its hooks."""
     storage, offset, size, stride = args[:4]
     return torch._utils._rebuild_tensor(storage, offset, size, stride)
 
 
 def _latin1(text: str, encoding: str) -> bytes:
-    """Stand in for `_codecs.encode`, by which protocol 2 writes bytes."""
+    """Replace `_codecs.encode`, which protocol 2 uses for bytes."""
     if encoding != "latin1":
         raise SampleError("pickled", f"bytes in {encoding!r}; only latin1 is read")
     return text.encode("latin1")
@@ -79,10 +79,10 @@ KNOWN: dict[tuple[str, str], Callable[..., Any]] = {
 
 class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        found = KNOWN.get((module, name))
-        if found is None:
-            raise SampleError("pickled", f"it calls {module}.{name}, which no tensor needs; nothing was run")
-        return found
+        function = KNOWN.get((module, name))
+        if function is None:
+            raise SampleError("pickled", f"it calls {module}.{name}, which tensors do not need; nothing was run")
+        return function
 
     def persistent_load(self, pid: Any) -> Any:
         raise SampleError("pickled", "it refers to something outside the file; nothing was run")
@@ -92,17 +92,17 @@ def read_pickle(data: bytes) -> Any:
     """Return the tensors, arrays, texts, numbers, lists and dictionaries of a pickle.
 
     Raises:
-        SampleError: it names anything else, is damaged, or is larger than `MAX_BYTES`.
+        SampleError: it names other functions, is damaged, or is larger than `MAX_BYTES`.
     """
-    # Python 2 wrote texts and bytes alike; latin1 loses none of them.
+    # Python 2 wrote texts and bytes in the same way; latin1 can represent both.
     return _read(data, lambda: _Reader(io.BytesIO(data), encoding="latin1").load())
 
 
 def read_torch_file(data: bytes) -> Any:
-    """Return what `torch.save` wrote, of tensors and plain containers alone.
+    """Read a file of `torch.save` with only tensors and plain containers.
 
     Raises:
-        SampleError: it holds anything else, is damaged, or is larger than `MAX_BYTES`.
+        SampleError: it has other objects, is damaged, or is larger than `MAX_BYTES`.
     """
     return _read(data, lambda: read_torch(data))
 
@@ -114,7 +114,7 @@ def _read(data: bytes, read: Callable[[], Any]) -> Any:
         return read()
     except SampleError:
         raise
-    except Exception as error:  # a damaged pickle can end in nearly any exception
+    except Exception as error:  # a damaged pickle can raise nearly any exception
         raise SampleError("pickled", f"unreadable: {type(error).__name__}: {error!s:.120}") from error
 
 

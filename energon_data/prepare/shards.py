@@ -1,4 +1,4 @@
-"""Write WebDataset shards and Energon's metadata; a folder is created only when complete."""
+"""Write WebDataset shards and Energon's metadata; a folder appears only when it is complete."""
 
 import contextlib
 import hashlib
@@ -33,12 +33,12 @@ def npy_bytes(array: np.ndarray) -> bytes:
 
 
 class ShardWriter:
-    """Collects samples into shards of one split.
+    """Writes samples to shards of one split.
 
     Args:
-        folder: where the shards go.
+        folder: for the shards.
         split: name of the split; shards are called `SPLIT-000000.tar`.
-        samples_per_shard: samples in every shard but the last; None for one shard with all.
+        samples_per_shard: samples in every shard except the last; None for one shard with all.
         first: number of the first shard.
     """
 
@@ -56,16 +56,16 @@ class ShardWriter:
             DataError: the key is not a valid name, or another sample of the split has it.
         """
         if "." in key or not key:
-            raise DataError(f"a sample name must not be empty or hold a dot, got {key!r}")
+            raise DataError(f"a sample name must not be empty or contain a dot, got {key!r}")
         if key in self._keys:
-            raise DataError(f"two samples of split {self.split!r} are called {key!r}; give each a name of its own")
+            raise DataError(f"two samples of split {self.split!r} are called {key!r}; use different names")
         self._keys.add(key)
         if self._tar is None:
             name = f"{self.split}-{self.first + len(self.shards):06d}.tar"
             self._name = name
             self._tar = tarfile.open(self.folder / name, "w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115
             self._count = 0
-        # Sorted names, no time, no owner: the same samples always give the same bytes.
+        # Sorted names without time and owner, so that equal samples give equal bytes.
         for part, data in [(META_PART, seal(metadata, parts)), *sorted(parts.items())]:
             member = tarfile.TarInfo(f"{key}.{part}")
             member.size, member.mode = len(data), 0o644
@@ -87,10 +87,9 @@ class ShardWriter:
 
 
 class _InThisProcess:
-    """Indexes shards one after the other, in place of Energon's pool.
+    """Indexes shards sequentially, in place of Energon's pool.
 
-    Energon forks a process that has started threads for its queues; in rare cases the child never ends, and everything
-    waits for it.
+    Energon forks a process that has started threads for its queues; in rare cases the child hangs.
     """
 
     def __init__(
@@ -100,11 +99,11 @@ class _InThisProcess:
         self.tasks: list[Any] = []
 
     def submit_task(self, task: Any) -> None:
-        """Keep a shard for `process`."""
+        """Store a shard for `process`."""
         self.tasks.append(task)
 
     def process(self) -> Any:
-        """Index all shards and return what the aggregator has of them."""
+        """Index all shards and return the aggregator's result."""
         self.aggregator.on_start(self)
         for task in self.tasks:
             items = iter(self.produce(task))
@@ -120,7 +119,7 @@ def write_energon_metadata(
     """Index the shards and write `.nv-meta` for a `CrudeWebdataset`, without any prompt.
 
     Args:
-        repeats: how often a shard is read in one pass, if not once: its split names it as often.
+        repeats: number of reads of a shard in one pass, if not 1; the split lists the shard that many times.
 
     Raises:
         DataError: two samples have the same key, or Energon did not write all its files.
@@ -129,9 +128,9 @@ def write_energon_metadata(
     from megatron.energon.flavors.webdataset import prepare
 
     names = sorted(shards)
-    said = io.StringIO()
+    output = io.StringIO()
     try:
-        with contextlib.redirect_stdout(said), mock.patch.object(prepare, "AggregatorPool", _InThisProcess):
+        with contextlib.redirect_stdout(output), mock.patch.object(prepare, "AggregatorPool", _InThisProcess):
             BaseWebdatasetFactory.prepare_dataset(
                 folder,
                 names,
@@ -140,28 +139,28 @@ def write_energon_metadata(
                 workers=1,
             )
     except SystemExit as leave:  # Energon prints the reason and exits
-        reason = " ".join(said.getvalue().split())
+        reason = " ".join(output.getvalue().split())
         raise DataError(
-            f"the shards in {folder} cannot be indexed: {reason or 'Energon did not say why'}; no two samples may have "
-            "one name, in all splits together"
+            f"the shards in {folder} cannot be indexed: {reason or 'Energon printed no reason'}; names of samples must "
+            "be unique over all splits"
         ) from leave
     meta = folder / ".nv-meta"
     (meta / "dataset.yaml").write_text("__module__: megatron.energon\n__class__: CrudeWebdataset\n")
     if repeats:
         split_file = meta / "split.yaml"
         content = read_yaml(split_file, DataError, "prepare the folder again")
-        for split in content["split_parts"]:  # in place of Energon's patterns, which name each shard once
-            own = [name for name in names if name.startswith(f"{split}-")]
-            content["split_parts"][split] = [name for name in own for _ in range(repeats.get(name, 1))]
+        for split in content["split_parts"]:  # in place of Energon's patterns, which list each shard once
+            shards_of_split = [name for name in names if name.startswith(f"{split}-")]
+            content["split_parts"][split] = [name for name in shards_of_split for _ in range(repeats.get(name, 1))]
         text = yaml.safe_dump(content, sort_keys=False)
         if len(text) > LONGEST_YAML:
             raise DataError(f"{len(names)} shards with their repeats are too many names; raise --samples-per-shard")
         split_file.write_text(text)
     needed = [meta / ".info.json", meta / "split.yaml", meta / "index.sqlite"]
     needed += [(folder / name).with_suffix(".tar.idx") for name in names]
-    missing = [path.name for path in needed if not path.is_file()]
-    if missing:
-        raise DataError(f"indexing the shards in {folder} did not write {missing}; is the disk full?")
+    absent = [path.name for path in needed if not path.is_file()]
+    if absent:
+        raise DataError(f"indexing the shards in {folder} did not write {absent}; is the disk full?")
 
 
 def _remove_leftovers(out: Path) -> None:
@@ -180,7 +179,7 @@ def check_replaceable(out: Path, *, force: bool) -> None:
     """Check that a data set may be made at `out`.
 
     Raises:
-        ConfigError: `out` exists and `force` is not set, or `out` is not a data set of ours.
+        ConfigError: `out` exists and `force` is not set, or `out` is not a data set of this project.
     """
     if out.exists() and not force:
         raise ConfigError(f"{out} exists already; choose another --out, or replace it with --force")
@@ -189,10 +188,10 @@ def check_replaceable(out: Path, *, force: bool) -> None:
 
 
 def publish(folder: Path, out: Path) -> None:
-    """Rename a finished folder to `out`, in place of an older data set if there is one."""
+    """Rename a finished folder to `out`; replaces an older data set."""
     if out.exists():
-        with tempfile.TemporaryDirectory(prefix=f".{out.name}.old-", dir=out.parent) as old:
-            out.rename(Path(old) / out.name)
+        with tempfile.TemporaryDirectory(prefix=f".{out.name}.old-", dir=out.parent) as trash:
+            out.rename(Path(trash) / out.name)
             folder.rename(out)
     else:
         folder.rename(out)
@@ -203,7 +202,7 @@ def published_folder(out: Path, *, force: bool) -> Iterator[Path]:
     """Yield a temporary folder that replaces `out` after the block, and is deleted if the block raises.
 
     Raises:
-        ConfigError: `out` exists and `force` is not set, or `out` is not a data set of ours.
+        ConfigError: `out` exists and `force` is not set, or `out` is not a data set of this project.
     """
     check_replaceable(out, force=force)
     out.parent.mkdir(parents=True, exist_ok=True)

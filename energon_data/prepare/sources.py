@@ -1,4 +1,4 @@
-"""A picture or video of a user before it is decoded, with what a row or the files beside it say of it."""
+"""An undecoded picture or video of a user, with its captions, class and metadata."""
 
 import errno
 import hashlib
@@ -31,16 +31,16 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """One picture or video before it is decoded.
+    """An undecoded picture or video.
 
     Attributes:
         name: path within the user's folder or archive, for messages and as the address of the sample.
         read: returns the bytes of the file.
-        captions: in the order given; empty if there is none.
+        captions: in their order; may be empty.
         label: class number.
-        metadata: further scalars that go with the sample.
-        span: start and end in seconds of a clip of a video; None for all of it.
-        repeats: how often it is read in one pass over the data.
+        metadata: further scalars of the sample.
+        span: start and end in seconds of a clip of a video; None for the complete video.
+        repeats: number of reads in one pass over the data.
     """
 
     name: str
@@ -53,17 +53,17 @@ class Source:
 
     @property
     def address(self) -> str:
-        """Name of the file and, after `#t=`, the span, for messages."""
+        """Name of the file, followed by `#t=` and the span, for messages."""
         return self.name if self.span is None else f"{self.name}#t={self.span}"
 
     @property
     def key(self) -> str:
-        """The sample's name inside a shard: readable, without dots, and of its own for every address."""
+        """Name of the sample inside a shard: readable, without dots, and unique for every address."""
         return self._key(self.address)
 
     @property
     def origin(self) -> str:
-        """The key of the file, which all of its clips have in common."""
+        """Key of the file, shared by all of its clips."""
         return self._key(self.name)
 
     def _key(self, address: str) -> str:
@@ -77,15 +77,15 @@ class Source:
 
 
 def scalars_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a row that go along with the sample."""
+    """Return the entries of a row that are stored with the sample."""
     return {k: v for k, v in row.items() if k not in _RESERVED and isinstance(v, (str, int, float, bool))}
 
 
 def span_of(row: Mapping[str, Any]) -> Optional[Span]:
-    """Return the span that `start` and `end` of a row state, None without them.
+    """Return the span from `start` and `end` of a row, None without them.
 
     Raises:
-        SampleError: one is no number of seconds from 0, or the end is not after the start.
+        SampleError: one is not a number of seconds from 0, or the end is not after the start.
     """
     start, end = row.get("start"), row.get("end")
     if start is None and end is None:
@@ -104,24 +104,24 @@ def class_of(value: Any) -> Optional[int]:
     """Return a class number.
 
     Raises:
-        SampleError: it is none.
+        SampleError: the value is not a class number.
     """
     if value is None:
         return None
     if isinstance(value, str) and value.strip().isdecimal():
         return int(value)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise SampleError("metadata", f"label is {value!r}, not a whole number from 0")
+        raise SampleError("metadata", f"label is {value!r}, not an integer from 0")
     return value
 
 
 def leaves(path: Path, root: Path) -> bool:
-    """Return whether links lead from a path below `root` to a file outside of it."""
+    """Return whether a path below `root` leads through links to a file outside of it."""
     return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
 
 
 def read_file(path: Path, root: Optional[Path]) -> bytes:
-    """Return the bytes of a file, which links may not lead out of `root`."""
+    """Return the bytes of a file; links may not lead out of `root`."""
     try:
         if root is not None and leaves(path, root):
             raise SampleError("path_escape", f"{path.name} is a link to a file outside of {root}; {FOLLOW}")
@@ -131,8 +131,11 @@ def read_file(path: Path, root: Optional[Path]) -> bytes:
         raise SampleError(reason, f"cannot read: {error}") from error
 
 
-def read_text(data: bytes, what: str) -> str:
-    """Return the text of a file called `what`.
+def read_text(data: bytes, name: str) -> str:
+    """Return the text in a file.
+
+    Args:
+        name: of the file, for messages.
 
     Raises:
         SampleError: it is not UTF-8.
@@ -140,29 +143,32 @@ def read_text(data: bytes, what: str) -> str:
     try:
         return data.decode("utf-8-sig").strip()
     except UnicodeDecodeError as error:
-        raise SampleError("bad_caption", f"{what} is not UTF-8: {error}") from error
+        raise SampleError("bad_caption", f"{name} is not UTF-8: {error}") from error
 
 
-def read_object(data: bytes, what: str) -> dict[str, Any]:
-    """Return the JSON object of a file called `what`.
+def read_object(data: bytes, name: str) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Args:
+        name: of the file, for messages.
 
     Raises:
-        SampleError: it is none.
+        SampleError: it is not a JSON object.
     """
     try:
         value = parse_json(data)
     except ValueError as error:
-        raise SampleError("bad_json", f"{what} is no JSON: {error}") from error
+        raise SampleError("bad_json", f"{name} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise SampleError("bad_json", f"{what} is a {type(value).__name__}, not an object")
+        raise SampleError("bad_json", f"{name} is a {type(value).__name__}, not an object")
     return value
 
 
 def captions_of(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the captions of a row: one string or a list of them, under the first of `CAPTION_NAMES` that is there.
+    """Return the captions of a row: a string or a list of strings, under the first present name of `CAPTION_NAMES`.
 
     Raises:
-        SampleError: it is neither.
+        SampleError: the entry has another type.
     """
     for name in CAPTION_NAMES:
         value = row.get(name)
@@ -170,6 +176,6 @@ def captions_of(row: Mapping[str, Any]) -> tuple[str, ...]:
             continue
         several = value if isinstance(value, list) else [value]
         if not all(isinstance(text, str) for text in several):
-            raise SampleError("bad_caption", f"{name} is {value!r:.80}, neither text nor a list of texts")
+            raise SampleError("bad_caption", f"{name} is {value!r:.80}, not a text or a list of texts")
         return tuple(text.strip() for text in several if text.strip())
     return ()

@@ -1,14 +1,14 @@
-"""Data sets of older systems become ones of this project: tensors from pickles are read safely and stored plainly.
+"""Convert data sets of older systems: read tensors from pickles safely and store them as safetensors.
 
-    sample of the archive             becomes
-    .pth      latent [1?, C, T, H, W] latent.safetensors, dtype and bits as they were
-    .pickle   text [1?, K, W]         text.safetensors, without the rows of zeros behind the text
+    part in the archive               part in the shard
+    .pth      latent [1?, C, T, H, W] latent.safetensors, same dtype and bits
+    .pickle   text [1?, K, W]         text.safetensors, without trailing rows of zeros
     .json     framerate, image_height fps, height, ...
-    .jpg      picture                 pixels.jpg, the file itself
+    .jpg      picture                 pixels.jpg, the unchanged file
     .txt      caption                 `caption` of the metadata
 
-Archives of NeMo and DFM hold `.pth`, `.pickle` and `.json`; the pickle of a clip is a list whose first entry is the
-text. Pre-encoded archives of NeMo's Imagen hold `.jpg`, `.txt` and a `.pickle` of a dictionary: encoder -> array, or
+Archives of NeMo and DFM have `.pth`, `.pickle` and `.json`; the pickle of a clip is a list whose first entry is the
+text. Pre-encoded archives of NeMo's Imagen have `.jpg`, `.txt` and a `.pickle` of a dictionary: encoder -> array, or
 encoder -> {"encodings": array}. A wdinfo file lists tar files.
 """
 
@@ -52,43 +52,43 @@ TEXT = "text"
 
 @dataclass(frozen=True)
 class Archived:
-    """The parts of one sample by extension, as they lie in an archive."""
+    """The parts of one sample in an archive, by extension."""
 
     name: str
     parts: Mapping[str, bytes]
 
 
 def list_archives(path: Path, *, follow_links: bool = False) -> tuple[list[Path], list[Skipped]]:
-    """Return the tar files of a folder, or those that a wdinfo file lists, and links to folders that are not read.
+    """Return the tar files of a folder or a wdinfo file, and links to folders that are not read.
 
     Raises:
         ConfigError: the path does not exist.
-        DataError: there is none, or the list cannot be read.
+        DataError: there is no tar file, or the list cannot be read.
     """
     if not (path.is_file() and path.suffix in (".pkl", ".pickle")):
         return list_tars(path, follow_links=follow_links)
     try:
         listed = read_pickle(read_bytes(path))
     except SampleError as error:
-        raise DataError(f"{path}: {error.detail}; list the archives by naming their folder") from error
+        raise DataError(f"{path}: {error.detail}; name the folder of the archives instead") from error
     names = listed.get("tar_files") if isinstance(listed, dict) else None
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
-        raise DataError(f"{path} has no list 'tar_files' of names; list the archives by naming their folder")
-    found = [path.parent / name for name in names]  # an absolute name stays as it is
-    missing = [str(archive) for archive in found if not archive.is_file()]
-    if missing:
-        raise DataError(f"{path} lists {missing[0]}, which does not exist, and {len(missing) - 1} other files")
-    twice = [str(archive) for archive, count in Counter(found).items() if count > 1]
-    if twice:
-        raise DataError(f"{path} lists {twice[0]} twice, and {len(twice) - 1} other files; list each once")
-    return found, []
+        raise DataError(f"{path} has no list 'tar_files' of names; name the folder of the archives instead")
+    archives = [path.parent / name for name in names]  # absolute names are unchanged
+    absent = [str(archive) for archive in archives if not archive.is_file()]
+    if absent:
+        raise DataError(f"{path} lists {absent[0]}, which does not exist, and {len(absent) - 1} other files")
+    repeated = [str(archive) for archive, count in Counter(archives).items() if count > 1]
+    if repeated:
+        raise DataError(f"{path} lists {repeated[0]} twice, and {len(repeated) - 1} other files; list each once")
+    return archives, []
 
 
 def read_archive(root: Path, path: Path) -> Iterator[Archived | tuple[str, SampleError]]:
     """Read the samples of one tar file in its order; a damaged archive ends with a name and the reason.
 
     Args:
-        root: folder within which the archive is named.
+        root: folder that the archive's name is relative to.
     """
     return first_of_each_name(_members_by_sample(path, name_within(path, root)))
 
@@ -120,16 +120,16 @@ def _members_by_sample(path: Path, where: str) -> Iterator[Archived | tuple[str,
 
 @dataclass(frozen=True)
 class Rewrite:
-    """Turns archived samples into ours; a value, so that it can be sent to other processes.
+    """Converts archived samples; picklable, for other processes.
 
     Attributes:
-        text_key: of the texts that a pickle holds by encoder; None if it holds one.
+        text_key: encoder whose text is selected from a pickle with several; None for a pickle with one.
     """
 
     text_key: Optional[str] = None
 
     def __call__(self, sources: Iterable[Archived | tuple[str, SampleError]], record: UnitRecord) -> Iterator[Sample]:
-        """Yield the samples of one archive, and count what is skipped."""
+        """Yield the samples of one archive, and count skipped ones."""
         for source in sources:
             if isinstance(source, tuple):
                 record.skip(*source)
@@ -150,10 +150,10 @@ class Rewrite:
         if "txt" in parts:
             row["caption"] = read_text(parts["txt"], "txt")
         label = class_of(read_text(parts["cls"], "cls") if "cls" in parts else row.get("label"))
-        made, shape, moments = self._media(parts)
+        new_parts, shape, moments = self._media(parts)
         pickled = parts.get("pickle", parts.get("pkl"))
         if pickled is not None:
-            made[f"{TEXT}.safetensors"] = save({TEXT: self._text(read_pickle(pickled))})
+            new_parts[f"{TEXT}.safetensors"] = save({TEXT: self._text(read_pickle(pickled))})
         caption = row.get("caption")
         metadata = {
             **scalars_of(row),
@@ -162,7 +162,7 @@ class Rewrite:
             **({"label": label} if label is not None else {}),
         }
         key = Source(name=archived.name, read=bytes).key
-        return Sample(key, archived.name, metadata, made, shape, latent=moments)
+        return Sample(key, archived.name, metadata, new_parts, shape, latent=moments)
 
     def _media(self, parts: Mapping[str, bytes]) -> tuple[dict[str, bytes], tuple[int, ...], Moments]:
         """Return the part of the latent or the picture, its shape, and the moments of the latent."""
@@ -170,17 +170,17 @@ class Rewrite:
         if stored is not None:
             latent = as_tensor(read_torch_file(stored))
             if latent is None:
-                raise SampleError("wrong_part", "the .pth file holds no tensor of floating-point numbers")
+                raise SampleError("wrong_part", "the .pth file has no tensor of floating-point numbers")
             latent = _without_batch(latent, 4)
             if latent.dim() == 3:
                 latent = latent[:, None]
             if latent.dim() != 4:
-                raise SampleError("wrong_shape", f"the latent has shape {list(latent.shape)}, wanted [C, T, H, W]")
+                raise SampleError("wrong_shape", f"the latent has shape {list(latent.shape)}, expected [C, T, H, W]")
             moments = Moments.of(latent.double().numpy())
             return {f"{LATENT}.safetensors": save({LATENT: latent})}, tuple(latent.shape), moments
         pictures = [part for part in parts if part in PICTURES]
         if len(pictures) != 1:
-            raise SampleError("missing_part", f"neither a latent (.pth) nor a picture among {sorted(parts)}")
+            raise SampleError("missing_part", f"no latent (.pth) and no picture among {sorted(parts)}")
         width, height = open_picture(parts[pictures[0]]).size
         return {f"{PIXELS}.{pictures[0]}": parts[pictures[0]]}, (3, 1, height, width), Moments()
 
@@ -198,10 +198,10 @@ class Rewrite:
             value = value[0]
         text = as_tensor(value)
         if text is None:
-            raise SampleError("wrong_part", "the .pickle file holds no text of floating-point numbers")
+            raise SampleError("wrong_part", "the .pickle file has no text of floating-point numbers")
         text = _without_batch(text, 2)
         if text.dim() != 2:
-            raise SampleError("wrong_shape", f"the text has shape {list(text.shape)}, wanted [K, width]")
+            raise SampleError("wrong_shape", f"the text has shape {list(text.shape)}, expected [K, width]")
         real = torch.nonzero((text != 0).any(1)).flatten()
         return text[: int(real[-1]) + 1 if len(real) else 1].contiguous()
 
@@ -220,21 +220,21 @@ def prepare_tensors(
     follow_links: bool = False,
     validation: float = 0.02,
 ) -> Preparation:
-    """Say what there is to do for a data set of archived tensors; `Preparation.run` does it.
+    """Return the preparation of a data set of archived tensors.
 
     Args:
         source: a folder of tar files, one of them, or a wdinfo file.
-        text_key: of the texts that a pickle holds by encoder.
-        text_encoder, vae: what made the texts and latents, to be recorded; `launch.sample` looks there.
-        follow_links: also read folders of archives outside of `source` to which links lead.
+        text_key: encoder whose text is selected from a pickle with several.
+        text_encoder, vae: encoders of the texts and latents, recorded for `launch.sample`.
+        follow_links: also read linked folders of archives outside of `source`.
         validation: share of the samples that is held out.
 
     Raises:
-        ConfigError: the source does not exist, or the share is none.
+        ConfigError: the source does not exist, or the share is out of range.
         DataError: there is no archive.
     """
     if not 0 <= validation < 1:
-        raise ConfigError(f"--validation {validation:g} is the share held out: 0 for none, below 1")
+        raise ConfigError(f"--validation {validation:g} must be a share: at least 0 and below 1")
     archives, skipped = list_archives(source, follow_links=follow_links)
     about = {"text_encoder": text_encoder, "vae": vae}
     plan = {

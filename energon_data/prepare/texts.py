@@ -1,4 +1,4 @@
-"""What text encoders make of captions, as parts of samples and as the record of a data set."""
+"""Text embeddings of captions as parts of samples, and their record in a data set."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Optional
@@ -37,7 +37,7 @@ def caption_parts(encoders: "TextEncoders", captions: Sequence[Sequence[str]]) -
 
 
 def text_record(line: Optional[str]) -> dict[str, Any]:
-    """Return what `dataset.json` says of the texts: their encoders, and the width of `text.npy`.
+    """Return the entries of `dataset.json` about texts: their encoders, and the width of `text.npy`.
 
     Raises:
         ConfigError: an encoder is unknown or not installed.

@@ -1,4 +1,4 @@
-"""Videos cut into clips of one length."""
+"""Cut videos into clips of one length."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from energon_data.samples import SampleError
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How a video becomes clips.
+    """Settings for cutting a video into clips.
 
     Attributes:
-        fps: frames per second that are taken: for each instant the frame on display then. None for every frame.
-        frames: frames of each clip; the rest of a video that does not fill one is left out. None for one clip with
-            everything.
-        multiple_of: frames of a clip are cut to this multiple, plus `first` (a causal VAE reads 1 + 4 n).
+        fps: sampled frames per second; each sample is the frame displayed at that time. None for every frame.
+        frames: frames of each clip; the last part of a video, if shorter, is dropped. None for one clip with all
+            frames.
+        multiple_of: the length of a clip is `first` plus a multiple of this (a causal VAE reads 1 + 4 n).
         first: see `multiple_of`.
-        clips: most clips of one video, from its beginning; None for all.
+        clips: largest number of clips of a video, from its beginning; None for all.
     """
 
     fps: Optional[float] = None
@@ -32,16 +32,16 @@ class Cut:
 
     def __post_init__(self) -> None:
         if self.fps is not None and not 0.001 <= self.fps <= 1000:
-            raise ConfigError(f"--fps {self.fps:g} must lie between 0.001 and 1000 frames per second")
+            raise ConfigError(f"--fps {self.fps:g} must be between 0.001 and 1000 frames per second")
         if self.multiple_of < 1:
             raise ConfigError(f"--frames-multiple-of {self.multiple_of} must be at least 1")
         if self.clips is not None and self.clips < 1:
             raise ConfigError(f"--clips {self.clips} must be at least 1; leave it out for all clips")
-        if self.frames is not None and (self.frames < 1 or self.whole(self.frames) != self.frames):
+        if self.frames is not None and (self.frames < 1 or self.usable(self.frames) != self.frames):
             raise ConfigError(f"--frames {self.frames} must be {self.first} plus a multiple of {self.multiple_of}")
 
-    def whole(self, frames: int) -> int:
-        """Return how many of so many frames a clip can have; 0 if there are too few."""
+    def usable(self, frames: int) -> int:
+        """Return the largest allowed length of a clip within `frames`; 0 if there are too few."""
         if frames < max(1, self.first):
             return 0
         return (frames - self.first) // self.multiple_of * self.multiple_of + self.first
@@ -53,7 +53,7 @@ def clips_of(
     """Cut a video into clips.
 
     Args:
-        span: start and end in seconds of the part that is cut; None for all of it.
+        span: start and end in seconds of the part that is cut; None for the complete video.
 
     Yields:
         The frames of a clip, and frames per second.
@@ -62,19 +62,19 @@ def clips_of(
         SampleError: as `sampled_frames`, or the video is too short for one clip.
     """
     frames: list[Image.Image] = []
-    rate, given = 0.0, 0
+    rate, count = 0.0, 0
     deadline = Deadline()
     for picture, rate in sampled_frames(data, cut.fps, deadline, span):
         frames.append(picture)
         if cut.frames is not None and len(frames) == cut.frames:
             yield frames, rate
-            frames, given = [], given + 1
-            if given == cut.clips:
+            frames, count = [], count + 1
+            if count == cut.clips:
                 return
             deadline.restart()
-    usable = cut.whole(len(frames)) if cut.frames is None else 0
+    usable = cut.usable(len(frames)) if cut.frames is None else 0
     if usable:
         yield frames[:usable], rate
-    elif not given:
+    elif not count:
         needed = cut.frames or max(1, cut.first, cut.multiple_of if not cut.first else 0)
         raise SampleError("too_short", f"{len(frames)} frames, a clip needs {needed}")

@@ -1,4 +1,4 @@
-"""Folders of a user: the files in them, and those that preparation does not take."""
+"""Files in a user's folder, and reasons why a file is not used."""
 
 import os
 import stat
@@ -12,9 +12,9 @@ from energon_data.media_files import PICTURES, VIDEOS
 from energon_data.samples import SampleError
 
 COMPANIONS = ("json", "caption", "txt")
-"""Extensions of what lies beside a file of the same name, in either case; of several captions the last one counts."""
+"""Extensions of metadata files with the name of a picture, in either case; of several captions the last one counts."""
 FOLLOW = "--follow-links reads it"
-"""What a user can do about a link."""
+"""The cure for a link that is not followed."""
 
 
 class Skipped(NamedTuple):
@@ -26,7 +26,7 @@ class Skipped(NamedTuple):
 
     @classmethod
     def of(cls, name: str, error: SampleError) -> "Skipped":
-        """Return the record of a file that is skipped because of an error."""
+        """Return the record of a file that was skipped because of an error."""
         return cls(name, error.reason, error.detail)
 
 
@@ -38,7 +38,7 @@ def reasons(skipped: Sequence[Skipped], most: int = 3) -> str:
 
 
 def folders_below(folder: Path, follow_links: bool, skipped: list[Skipped]) -> Iterator[tuple[Path, list[str]]]:
-    """Yield a folder and those below it, each with the names of its files; hidden folders and files are left out.
+    """Yield a folder and its subfolders, each with the names of its files, without hidden folders and files.
 
     Args:
         skipped: links to folders that are not read are appended to it.
@@ -71,7 +71,7 @@ def extension_of(name: str) -> str:
 
 
 def not_read(path: Path, extensions: frozenset[str]) -> Optional[SampleError]:
-    """Return why a command that takes `extensions` does not read a file; None if it does."""
+    """Return the reason why a command that reads `extensions` does not read a file; None if it reads the file."""
     extension = extension_of(path.name)
     if extension in COMPANIONS:
         return SampleError("no_picture", "no picture or video has its name")
@@ -86,7 +86,7 @@ def not_read(path: Path, extensions: frozenset[str]) -> Optional[SampleError]:
 
 
 def seen_file(path: Path) -> Optional[tuple[str, int, int]]:
-    """Return name, size and time of a file, None if it is none."""
+    """Return name, size and time of a regular file, or None."""
     try:
         about = path.stat()
     except OSError:

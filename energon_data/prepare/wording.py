@@ -1,11 +1,11 @@
 """Changes to the captions of a user: a default, a prefix and a suffix, and other orders of their tags.
 
     "a, b, c, d" with tag_orders=3, keep_tags=1, prefix="photo,"
-        photo, a, b, c, d        as written: held-out data are read with this one
-        photo, a, d, b, c        tags in other orders, the first one kept in its place
+        photo, a, b, c, d        original order, which validation reads
+        photo, a, d, b, c        other orders of the tags; the first tag is fixed
         photo, a, c, d, b
 
-All orders are stored as captions of one sample, of which training draws one at each reading.
+All orders are stored as captions of one sample; training draws one of them at each reading.
 """
 
 import random
@@ -23,14 +23,14 @@ MAX_ORDERS = 100
 
 @dataclass(frozen=True, kw_only=True)
 class Wording:
-    """How the captions of a file become those of its samples.
+    """Changes to the captions of files.
 
     Attributes:
-        default: caption of every file without one of its own.
-        prefix, suffix: put before and after every caption; tags that are shuffled stay between them.
-        tag_orders: captions to store of each file, its first caption with the comma-separated tags in different orders.
-            Training draws one of them at each reading. 1 keeps the captions as they are.
-        keep_tags: tags at the beginning that stay in their places.
+        default: caption of every file without a caption.
+        prefix, suffix: text before and after every caption, outside of the shuffled tags.
+        tag_orders: number of stored captions per file: its first caption with the comma-separated tags in different
+            orders. Training draws one of them at each reading. 1 leaves the captions unchanged.
+        keep_tags: number of tags at the beginning that are not shuffled.
     """
 
     default: Optional[str] = None
@@ -41,7 +41,7 @@ class Wording:
 
     def __post_init__(self) -> None:
         if not 1 <= self.tag_orders <= MAX_ORDERS:
-            raise ConfigError(f"--shuffle-tags {self.tag_orders} must lie between 1 and {MAX_ORDERS} stored orders")
+            raise ConfigError(f"--shuffle-tags {self.tag_orders} must be between 1 and {MAX_ORDERS} stored orders")
         if self.keep_tags < 0:
             raise ConfigError(f"--keep-tags {self.keep_tags} must be at least 0")
         if self.keep_tags and self.tag_orders == 1:
@@ -51,8 +51,8 @@ class Wording:
         """Return the captions of a file.
 
         Args:
-            captions: its own ones.
-            name: of the file; the orders of its tags depend on it and on nothing else.
+            captions: of the file, before the changes.
+            name: of the file; the orders of its tags depend only on it.
         """
         if not captions:
             captions = () if self.default is None else (self.default,)
@@ -61,17 +61,17 @@ class Wording:
         return tuple(self._framed(caption) for caption in captions)
 
     def _shuffled(self, caption: str, name: str) -> list[str]:
-        """Return a caption as it is, and with its tags in other orders, all different."""
+        """Return a caption unchanged, and with its tags in other orders, all different."""
         tags = [tag for tag in map(str.strip, caption.split(",")) if tag]
-        kept, moving = tags[: self.keep_tags], tags[self.keep_tags :]
+        fixed, moving = tags[: self.keep_tags], tags[self.keep_tags :]
         order = random.Random(sample_id(f"tags/{name}"))
-        found = {tuple(moving): caption}
-        while len(found) < min(self.tag_orders, factorial(len(set(moving)))):
+        captions = {tuple(moving): caption}
+        while len(captions) < min(self.tag_orders, factorial(len(set(moving)))):
             order.shuffle(moving)
-            found.setdefault(tuple(moving), ", ".join([*kept, *moving]))
-        return list(found.values())
+            captions.setdefault(tuple(moving), ", ".join([*fixed, *moving]))
+        return list(captions.values())
 
     def _framed(self, caption: str) -> str:
         before = f"{self.prefix} " if self.prefix and not self.prefix[-1].isspace() else self.prefix
-        joined = self.suffix[:1].isspace() or self.suffix[:1] in _PUNCTUATION  # also where there is none
+        joined = self.suffix[:1].isspace() or self.suffix[:1] in _PUNCTUATION  # also for an empty suffix
         return f"{before}{caption}{self.suffix if joined else f' {self.suffix}'}"

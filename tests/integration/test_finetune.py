@@ -251,7 +251,7 @@ def test_comfyui_gets_the_layers_of_the_original_code(ended: dict[str, Any], fol
         ("no base", ["model.lora trains adapters of", "checkpoint.start_from=RUN_DIR"]),
         ("on adapters", ["has only adapters (LoRA) for the weights of", "/base/"]),
         ("other rank", ["lora_A.weight"]),
-        ("lora on lora", ["has adapters itself"]),
+        ("lora on lora", ["already has adapters"]),
         ("other base", ["has adapters (LoRA) for the weights of", "checkpoint.start_from="]),
     ],
 )

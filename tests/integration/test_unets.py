@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.unets import TEXT_WIDTH, Row, imagen_arms, latent_arms, made_up, measure, table
+from benchmarks.unets import TEXT_WIDTH, Row, imagen_arms, latent_arms, measure, random_pictures, table
 from dit.backends.process_groups import ProcessGroups
 
 pytestmark = pytest.mark.matrix
@@ -11,7 +11,7 @@ pytestmark = pytest.mark.matrix
 @pytest.fixture(scope="module")
 def rows(one_rank_world: ProcessGroups) -> dict[str, Row]:
     arms = [*imagen_arms(one_rank_world, compiled=False), *latent_arms(one_rank_world)]
-    return {row.name: row for row in measure(arms, made_up(8, 1), 1)}
+    return {row.name: row for row in measure(arms, random_pictures(8, 1), 1)}
 
 
 def test_diffusers_builds_the_network_of_ours(rows: dict[str, Row]) -> None:

@@ -1,4 +1,4 @@
-"""The schedule and the other parts that a pipeline of Stable Diffusion states beside its network."""
+"""The schedule and the other parts of a Stable Diffusion pipeline around its network."""
 
 import json
 from dataclasses import replace
@@ -27,7 +27,7 @@ XL = LDMUNetConfig(context_size=24, pooled_size=10, null_text="zeros")
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
-def test_a_schedule_that_was_written_is_read_as_it_was(objective):
+def test_a_written_schedule_is_read_back_unchanged(objective):
     found = read_schedule(scheduler_config(objective), "here")
     theirs = DDIMScheduler.from_config(scheduler_config(objective)).alphas_cumprod.sqrt()
     ours = found.noise_schedule.angles(torch.device("cpu")).cos().float()
@@ -63,7 +63,7 @@ def pipeline(root: Path, **index) -> Path:
 
 
 @pytest.mark.parametrize(("index", "null"), [({}, "zeros"), ({"force_zeros_for_empty_prompt": False}, "empty")])
-def test_parts_are_those_of_the_folder_around_the_network(tmp_path, index, null):
+def test_parts_are_read_from_the_folder_around_the_network(tmp_path, index, null):
     """Wherever the network's folder is named; a scheduler that spaces its steps in another way is noted."""
     root = pipeline(tmp_path / "xl", **index)
     assert network_folder(root) == network_folder(root / "unet") == root / "unet"
@@ -83,7 +83,7 @@ def test_parts_are_those_of_the_folder_around_the_network(tmp_path, index, null)
     assert "spaced 'trailing', those of the pipeline's scheduler 'leading'" in found.notes[0]
 
 
-def test_a_network_of_its_own_and_other_pipelines_state_nothing(tmp_path):
+def test_a_network_without_pipeline_and_other_pipelines_add_nothing(tmp_path):
     imported = TrainedModel(XL, PUBLISHED, (1, 8, 8), {})
     (tmp_path / "unet").mkdir()
     assert complete(imported, tmp_path / "unet").trained == imported

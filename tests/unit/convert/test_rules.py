@@ -77,13 +77,13 @@ def test_turned_pairs_keep_every_score():
     ],
     ids=lambda x: type(x).__name__,
 )
-def test_forms_are_undone(form: Form, theirs: list[torch.Tensor]):
+def test_forms_are_inverted_exactly(form: Form, theirs: list[torch.Tensor]):
     back = form.to_external(form.from_external(theirs))
     assert len(back) == len(theirs)
     assert all(torch.equal(x, y) for x, y in zip(back, theirs))
 
 
-def test_chunks_come_in_the_order_given():
+def test_chunks_have_the_given_order():
     assert Chunks((2, 0, 1)).from_external([torch.arange(6)]).tolist() == [4, 5, 0, 1, 2, 3]
 
 

@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 
 
 def packs(folder, kind, spec=SPEC, **settings):
-    """Return the first packs of a kind of data, as the loader gives them, and what is to be encoded."""
+    """Return the first packs of a kind of data, as the loader makes them, and the encoding."""
     own = {"max_tokens_per_pack": 24, "pad_packs": True, "packing_buffer_size": 8, "shuffle_buffer": 0, **settings}
     if kind == "pixels":
         line = f"text={folder}/t5,pooled={folder}/clip"
@@ -60,7 +60,7 @@ def test_an_encoded_pack_is_that_of_stored_latents_and_embeddings(folder, one_ra
         assert found.to("cpu").latents_TC.requires_grad is False
 
 
-def test_each_part_is_encoded_alone_beside_stored_ones(folder, one_rank_world):
+def test_one_part_is_encoded_while_the_other_is_stored(folder, one_rank_world):
     """Captions with stored latents, and pixels with stored embeddings that the pixels' data lack."""
     texts, encoding = packs(folder, "latents", online_text_encoder=f"text={folder}/t5,pooled={folder}/clip")
     both = encoded(folder, one_rank_world.tp_cp)
@@ -84,7 +84,7 @@ def test_encoders_run_in_the_precision_that_is_set(folder, one_rank_world):
             assert not torch.equal(x, y)
 
 
-def test_an_encoder_of_what_the_model_does_not_take_is_not_loaded(folder, one_rank_world):
+def test_an_encoder_of_an_unused_entry_is_not_loaded(folder, one_rank_world):
     spec = replace(SPEC, conditions=tuple(c for c in SPEC.conditions if c.name != "pooled"))
     _, encoding = packs(folder, "pixels")
     assert [encoder.config.makes for encoder in OnlineEncoders(encoding, spec, CPU, one_rank_world.tp_cp).texts] == [

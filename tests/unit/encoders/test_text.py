@@ -1,4 +1,4 @@
-"""Laws of the text encoder: the same text gives the same numbers, alone, among others, today and tomorrow."""
+"""Laws of the text encoder: the embedding of a text is the same in any batch and in any process."""
 
 from dataclasses import replace
 from importlib.util import find_spec
@@ -24,7 +24,7 @@ def encoder():
 
 
 @installed
-def test_a_text_keeps_its_numbers_whatever_is_encoded_beside_it(encoder):
+def test_an_embedding_does_not_depend_on_other_texts_in_the_batch(encoder):
     together = encoder.encode(TEXTS)["text"]
     backwards = encoder.encode(TEXTS[::-1] + TEXTS)["text"][: len(TEXTS)][::-1]
     for words, a, b in zip(TEXTS, together, backwards, strict=True):
@@ -48,7 +48,7 @@ def test_a_text_has_its_true_length(encoder):
 
 
 @installed
-def test_one_other_word_changes_its_own_row_most(encoder):
+def test_another_word_changes_its_row_most(encoder):
     bold, light = encoder.encode([TEXTS[0], TEXTS[3]])["text"]
     change = (bold - light).norm(dim=1)
     assert bold.shape == light.shape
@@ -57,7 +57,7 @@ def test_one_other_word_changes_its_own_row_most(encoder):
 
 
 @installed
-def test_a_text_that_is_too_long_loses_its_last_words_and_is_named_with_its_length(encoder, caplog):
+def test_a_text_that_is_too_long_is_truncated_with_a_warning(encoder, caplog):
     long, full = encoder.encode(["word " * 600, "word " * 510])["text"]
     assert len(long) == 512
     torch.testing.assert_close(long, full, atol=BATCH_ATOL, rtol=0)
@@ -81,7 +81,7 @@ def test_other_weights_under_the_same_name_are_refused(monkeypatch):
         text.TextEncoders(NAME)
 
 
-def test_what_is_missing_is_named_with_the_cure(monkeypatch):
+def test_a_missing_package_is_named_with_the_cure(monkeypatch):
     with pytest.raises(ConfigError, match="unknown; use one of all-minilm"):
         text_config.check_text_encoder("t5")
     monkeypatch.setitem(text_config.ENCODERS, NAME, replace(text_config.ENCODERS[NAME], package="no_such_package"))

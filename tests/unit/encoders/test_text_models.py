@@ -27,7 +27,7 @@ ROUNDING = {"rtol": 1e-4, "atol": 1e-5}  # fp32: sums of another batch size are 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A pipeline's folder, whose tokenizers lie beside the models, and models with their own tokenizers."""
+    """A pipeline's folder with tokenizers next to the models, and models that contain tokenizers."""
     root = tmp_path_factory.mktemp("encoders")
     save_clip(root / "text_encoder", root / "tokenizer")
     save_t5(root / "text_encoder_2", root / "tokenizer_2")
@@ -58,7 +58,7 @@ def test_t5_gives_the_real_tokens_of_a_masked_batch(folder):
 
 
 def test_flux_takes_t5_tokens_and_the_pooled_vector_of_clip(folder):
-    """With `padded`, all numbers of diffusers' `FluxPipeline.encode_prompt`; the tokenizers lie beside the models."""
+    """With `padded`, all numbers of diffusers' `FluxPipeline.encode_prompt`; the tokenizers are next to the models."""
     pipeline = FluxPipeline(
         scheduler=None,
         vae=None,
@@ -158,7 +158,7 @@ def test_clip_gives_the_penultimate_layer_and_the_projected_vector_of_sdxl(folde
 
 
 @pytest.mark.parametrize("name", ["t5", "text_encoder", "identity"])
-def test_a_text_has_its_numbers_whatever_is_encoded_beside_it(folder, name):
+def test_an_embedding_does_not_depend_on_the_other_texts(folder, name):
     line = name if name == "identity" else f"{folder}/{name}"
     encoders = TextEncoders(line if name != "text_encoder" else f"text+pooled={line}")
     together = encoders.encode([*TEXTS, *TEXTS[::-1]])
@@ -222,7 +222,7 @@ def test_a_line_is_read_as_it_is_written(tmp_path, monkeypatch):
         ("{0}/t5:padded,{0}/projected:padded:joined", "needs texts of one length"),
     ],
 )
-def test_a_line_that_cannot_be_is_refused_with_the_cure(folder, line, fault):
+def test_an_invalid_line_is_refused_with_the_cure(folder, line, fault):
     with pytest.raises(ConfigError, match=fault):
         check_text_encoder(line.format(folder))
 

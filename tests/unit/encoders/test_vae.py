@@ -117,7 +117,7 @@ def test_bf16_is_close_and_gives_float32(saved):
     assert not torch.equal(rounded, exact)
 
 
-def test_what_cannot_be_read_or_encoded_is_one_line(saved, tmp_path):
+def test_errors_of_reading_and_encoding_are_one_line(saved, tmp_path):
     folder, _ = saved("hunyuan")
     with pytest.raises(ConfigError, match="multiples of 8"):
         Geometry.read(folder).latent_shape(1, 30, 32)

@@ -1,4 +1,4 @@
-"""The weights of online encoders are counted without loading them: as many bytes as loaded ones have."""
+"""The weights of online encoders are counted without loading them: the same number of bytes as loaded ones."""
 
 import re
 
@@ -36,21 +36,21 @@ def test_the_count_is_that_of_loaded_encoders(tmp_path, precision):
         assert found == expected
 
 
-def test_what_is_not_loaded_is_not_counted(tmp_path):
-    """The model takes tokens alone; bytes of a text need no network."""
+def test_encoders_that_are_not_loaded_are_not_counted(tmp_path):
+    """The model takes only tokens; the identity encoder has no network."""
     t5, clip = save_t5(tmp_path / "t5"), save_clip(tmp_path / "clip")
     line = f"text={t5},pooled={clip}"
     assert set(weight_bytes(OnlineEncoding(text_encoder=line), (CONTEXT,))) == {str(t5)}
     assert weight_bytes(OnlineEncoding(vae="identity", text_encoder="identity"), (CONTEXT,)) == {"identity": 0}
 
 
-def test_the_hub_is_not_asked(tmp_path):
+def test_the_hub_is_not_contacted(tmp_path):
     with pytest.raises(ConfigError, match="google/t5-v1_1-xxl is not a local folder; download it"):
         weight_bytes(OnlineEncoding(text_encoder="google/t5-v1_1-xxl"), (CONTEXT,))
 
 
 def test_the_dry_run_adds_them_to_the_memory(tmp_path):
-    """Where they are not known, it says so."""
+    """If they are unknown, a line says so."""
     task = call_recipe("own_data")
     text = dry_run.report(task, world_size=1)
     alone = float(re.search(r"total +([\d.]+) GiB", text)[1])
@@ -61,5 +61,5 @@ def test_the_dry_run_adds_them_to_the_memory(tmp_path):
     assert float(re.search(r"total +([\d.]+) GiB", text)[1]) == pytest.approx(alone + weights, abs=2e-3)
     task.data.online_text_encoder = "google/t5-v1_1-xxl"
     text = dry_run.report(task, world_size=1)
-    assert "without the encoders that run while training: google/t5-v1_1-xxl is not a local folder" in text
+    assert "without the online encoders: google/t5-v1_1-xxl is not a local folder" in text
     assert float(re.search(r"total +([\d.]+) GiB", text)[1]) == pytest.approx(alone, abs=2e-3)

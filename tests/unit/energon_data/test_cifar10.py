@@ -122,8 +122,8 @@ def test_both_versions_give_every_picture_with_its_class(tmp_path: Path, write, 
             python2_pickle({"data": np.zeros((2, 3072), np.uint8), "labels": [0, 10]}),
             "2 pictures and 2 labels",
         ),
-        ("test_batch", b"cos\nsystem\n(S'true'\ntR.", "it calls os.system, which no tensor needs; nothing was run"),
-        ("batches.meta", python2_pickle({"label_names": ["a"]}), "which must be 10"),
+        ("test_batch", b"cos\nsystem\n(S'true'\ntR.", "it calls os.system, which tensors do not need; nothing was run"),
+        ("batches.meta", python2_pickle({"label_names": ["a"]}), "expected 10"),
     ],
 )
 def test_what_is_no_cifar10_is_refused_and_nothing_is_written(

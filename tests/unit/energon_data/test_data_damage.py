@@ -538,7 +538,7 @@ def test_damage_after_the_check_is_counted_not_fatal_to_the_budget(
 def test_writer_refuses_names_it_could_not_read_back(tmp_path: Path) -> None:
     writer = ShardWriter(tmp_path, "train", 4)
     for key in ("", "a.b"):
-        with pytest.raises(DataError, match="must not be empty or hold a dot"):
+        with pytest.raises(DataError, match="must not be empty or contain a dot"):
             writer.add(key, {}, {})
 
 
@@ -546,13 +546,13 @@ def test_two_samples_of_one_name_are_refused(tmp_path: Path) -> None:
     """At once within a split; between splits by the indexer, which says so on its way out of the process."""
     writer = ShardWriter(tmp_path, "train", 4)
     writer.add("same", {}, {})
-    with pytest.raises(DataError, match=r"two samples of split 'train' are called 'same'; give each a name"):
+    with pytest.raises(DataError, match=r"two samples of split 'train' are called 'same'; use different names"):
         writer.add("same", {}, {})
     writer.close()
     other = ShardWriter(tmp_path, "val", 4)
     other.add("same", {}, {})
     other.close()
-    with pytest.raises(DataError, match=r"duplicate key.*\"same\".*no two samples may have one name"):
+    with pytest.raises(DataError, match=r"duplicate key.*\"same\".*names of samples must be unique"):
         write_energon_metadata(tmp_path, {**writer.shards, **other.shards}, ["train", "val"])
 
 

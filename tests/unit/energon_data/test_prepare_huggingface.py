@@ -169,7 +169,10 @@ def test_rows_without_a_picture_or_with_a_damaged_one_are_named_and_the_others_s
     [
         (["--image-column", "imgae"], "no such column among image, text, score; did you mean image?"),
         (["--caption-column", "label"], "no such column among image, text, score; name one of them"),
-        (["--image-column", "text"], "--image-column text holds string, not files of pictures; of URLs, download"),
+        (
+            ["--image-column", "text"],
+            "--image-column text has string, not files of pictures; if these are URLs",
+        ),
         (["--split", "tarin"], "has no split 'tarin', only train; did you mean train?"),
     ],
 )
@@ -183,11 +186,11 @@ def test_a_column_or_split_that_does_not_exist_is_one_line(tmp_path, capsys, wor
 def test_data_without_pictures_or_with_two_columns_of_them_say_which_columns_there_are(tmp_path, capsys):
     write_parquet(tmp_path / "urls.parquet", {"url": ["https://x/1.jpg"], "caption": ["text"]})
     assert prepare(tmp_path / "urls.parquet", tmp_path / "out") == EXIT_CONFIG
-    assert "no column holds pictures; name one of url, caption with --image-column" in capsys.readouterr().err
+    assert "no column has pictures; name one of url, caption with --image-column" in capsys.readouterr().err
     picture = rows(1)["image"]
     write_parquet(tmp_path / "two.parquet", {"before": picture, "after": picture})
     assert prepare(tmp_path / "two.parquet", tmp_path / "out") == EXIT_CONFIG
-    assert "several columns hold pictures: before, after; name one" in capsys.readouterr().err
+    assert "several columns have pictures: before, after; name one" in capsys.readouterr().err
 
 
 def test_a_damaged_file_is_one_line(tmp_path, capsys):
@@ -209,7 +212,7 @@ def test_code_of_a_data_set_is_not_run(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("someone/no-such-data", "cannot be reached"), ("data/no/such", "no folder or file")]
+    ("name", "says"), [("someone/no-such-data", "cannot be reached"), ("data/no/such", "not a folder, a file")]
 )
 def test_a_name_on_the_hub_without_a_network_is_one_line(tmp_path, capsys, monkeypatch, name, says):
     def unreachable(*args, **kwargs):

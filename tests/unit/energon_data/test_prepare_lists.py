@@ -136,7 +136,7 @@ def test_the_same_clip_twice_is_refused_with_its_row(tmp_path, capsys, again):
     (tmp_path / "in" / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
     assert prepare(tmp_path / "in", tmp_path / "out") == EXIT_DATA
     assert "row 2: 'a.mp4'" in (said := capsys.readouterr().err)
-    assert "is listed twice; leave one row, or give each clip of a video a start and an end of its own" in said
+    assert "is listed twice; leave one row, or give the clips of a video different starts or ends" in said
 
 
 # Conceptual Captions.
@@ -178,7 +178,7 @@ def test_the_address_may_come_first(tmp_path):
     [
         (["1.png", "4.png"], "", "4.png has no row in"),
         (["1.png", "sub/001.png"], "", "1.png and sub/001.png both have the number 1"),
-        (["1.png"], "no address\n", "row 4: ['no address'] is no caption and URL with a tab between them"),
+        (["1.png"], "no address\n", "row 4: ['no address'] is not a caption and a URL separated by a tab"),
     ],
 )
 def test_numbers_that_cannot_be_those_of_the_rows_are_refused(tmp_path, capsys, names, line, says):

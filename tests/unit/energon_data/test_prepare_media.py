@@ -528,7 +528,7 @@ def test_bad_files_are_counted_by_reason_and_nothing_else_is_lost(tmp_path):
         f"p{i:02d}.png" for i in (0, 1, 2, 8, 9, 10, 11)
     }
     description = json.loads((tmp_path / "out" / "dataset.json").read_text())
-    assert description["skipped_examples"]["too_small"] == ["p06.png: 8 x 8 pixels; the least is 16 x 16"]
+    assert description["skipped_examples"]["too_small"] == ["p06.png: 8 x 8 pixels; the smallest size is 16 x 16"]
 
 
 @pytest.mark.parametrize("damage", ["empty", "all_bad"])
@@ -537,7 +537,7 @@ def test_no_sample_is_an_error(tmp_path, damage):
     source.mkdir()
     if damage == "all_bad":
         (source / "a.png").write_bytes(b"nothing")
-    with pytest.raises(DataError, match=r"holds no file|no sample is left for training: 1 bad_image"):
+    with pytest.raises(DataError, match=r"have no file|no sample is left for training: 1 bad_image"):
         prepare(source, tmp_path / "out")
     assert not (tmp_path / "out").exists()
 

@@ -54,8 +54,8 @@ def test_every_file_of_an_awkward_folder_is_a_sample_or_named_with_its_reason(tm
     num_taken = len(expected) - len(skipped)
     assert description["samples"]["train"] == num_taken
     summary = capsys.readouterr().out
-    assert f"taken: {num_taken} of {len(expected)} files" in summary
-    assert "turned as the file states: 3 samples" in summary
+    assert f"used: {num_taken} of {len(expected)} files" in summary
+    assert "turned according to the file: 3 samples" in summary
     assert "cropped: by at most 17% (wide_pixels.mp4)" in summary
     assert "enlarged: 0 samples" in summary
     assert f"every skipped file and its reason: {tmp_path / 'out' / 'skipped.jsonl'}" in summary
@@ -151,12 +151,12 @@ def test_a_preparation_that_fails_goes_on_from_where_it_was_and_says_so(tmp_path
         code = EXIT_CONFIG if isinstance(error, OSError) else EXIT_INTERRUPTED
         assert prepare(source, out, "--samples-per-shard", "2") == code
     said = capsys.readouterr().err
-    assert f"the same command goes on from {partial}" in said
+    assert f"the same command continues from {partial}" in said
     assert "Traceback" not in said
     if isinstance(error, OSError):
         assert f"error: {partial}: No space left on device" in said
     assert prepare(source, out, "--samples-per-shard", "2") == EXIT_OK
-    assert f"{out}: goes on after 2 of 3 parts, which are in {partial}" in capsys.readouterr().err
+    assert f"{out}: continues after 2 of 3 parts, which are in {partial}" in capsys.readouterr().err
     assert not partial.exists()
 
 
@@ -167,5 +167,5 @@ def test_a_preparation_that_fails_before_its_first_shard_leaves_nothing(tmp_path
         assert prepare(source, tmp_path / "out") == EXIT_CONFIG
     (source / "0.png").write_bytes(b"")
     assert prepare(source, tmp_path / "none", "--size", "64", "--aspect", "square") == EXIT_DATA
-    assert "goes on" not in capsys.readouterr().err
+    assert "continues" not in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"in"}

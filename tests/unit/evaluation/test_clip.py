@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_scores_are_the_models_own_logits(folder: Path) -> None:
+def test_scores_are_the_logits_of_the_model(folder: Path) -> None:
     images = torch.rand(3, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(1)) * 2 - 1
     theirs = transformers.CLIPModel.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
@@ -71,7 +71,7 @@ def test_a_folder_without_a_model_is_refused(tmp_path: Path) -> None:
 
 
 class Halves(torch.nn.Module):
-    """Returns the mean of each colour over the whole picture, or logits unless features are asked for."""
+    """Returns the mean of each colour over the picture, or logits unless features are requested."""
 
     def forward(self, images: torch.Tensor, return_features: bool = False) -> torch.Tensor:
         if return_features:

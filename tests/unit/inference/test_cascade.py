@@ -1,4 +1,4 @@
-"""A cascade that is drawn from as one model: equal to its models one behind the other."""
+"""A cascade used as one model equals its models in sequence."""
 
 import pytest
 import torch
@@ -51,10 +51,10 @@ def stages(build_model: BuildModel) -> tuple[Generator, Generator]:
 
 
 @pytest.mark.parametrize("level", [None, 0.5])
-def test_a_cascade_is_its_models_one_behind_the_other(stages: tuple[Generator, Generator], level: float | None) -> None:
-    """To the bit: with settings of their own, the same seed and numbers, and pictures twice, then four times as large.
+def test_a_cascade_equals_its_models_in_sequence(stages: tuple[Generator, Generator], level: float | None) -> None:
+    """To the bit: with different settings, the same seed and numbers, and pictures enlarged by 2, then by 4.
 
-    The third model enlarges to a size it was not trained on.
+    The third model enlarges to a size that it was not trained on.
     """
     base, larger = stages
     numbers = [4, 0, 9]

@@ -37,7 +37,7 @@ def autoencoders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", ["image", "wan"])
-def test_samples_are_decoded_one_like_many(
+def test_a_sample_is_decoded_the_same_in_any_batch(
     autoencoders: dict[str, str], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In batches as small as one picture, with the autoencoder's scale, shift and frame count."""
@@ -50,12 +50,12 @@ def test_samples_are_decoded_one_like_many(
     assert pictures.std() > 0.01
 
 
-def test_pixels_stay_as_they_are() -> None:
+def test_pixels_are_unchanged() -> None:
     pixels = torch.rand(2, 3, 1, 4, 4) * 2 - 1
     assert torch.equal(Decoder(None, CPU)(pixels), pixels)
 
 
-def test_without_an_autoencoder_a_line_says_so_and_how_to_name_one(
+def test_without_an_autoencoder_a_note_has_the_option_that_selects_one(
     autoencoders: dict[str, str], tmp_path: Path
 ) -> None:
     image, gone = autoencoders["image"], str(tmp_path / "gone")
@@ -71,7 +71,7 @@ def test_without_an_autoencoder_a_line_says_so_and_how_to_name_one(
     assert find_autoencoder(3, None, None, "--vae PATH") == (None, None)
 
 
-def test_an_autoencoder_that_was_asked_for_must_fit(autoencoders: dict[str, str], tmp_path: Path) -> None:
+def test_a_requested_autoencoder_must_fit(autoencoders: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="decodes latents of 16 channels, but the model has 4"):
         find_autoencoder(4, autoencoders["wan"], None, "--vae PATH")
     with pytest.raises(ConfigError, match="no autoencoder at "):

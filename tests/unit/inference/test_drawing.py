@@ -51,7 +51,7 @@ def test_samples_do_not_depend_on_the_ranks_and_hardly_on_the_batch(generator: G
         torch.testing.assert_close(alone[i], one[i], rtol=0, atol=ROUNDING)
 
 
-def test_a_sample_with_its_own_seed_is_that_of_the_seed_alone(generator: Generator) -> None:
+def test_a_sample_with_a_seed_does_not_depend_on_other_samples(generator: Generator) -> None:
     together = drawn(generator, requests(SEEDS), 10)
     alone = generator.generate([1, 1], seed=5)
     for i in (0, 1):
@@ -64,12 +64,12 @@ def test_a_sample_with_its_own_seed_is_that_of_the_seed_alone(generator: Generat
     assert (together[0] - together[1]).abs().max() > 0.1
 
 
-def test_equal_seeds_of_all_samples_are_one_seed(generator: Generator) -> None:
+def test_equal_seeds_per_sample_equal_one_common_seed(generator: Generator) -> None:
     """To the bit: the noise of a seed per sample is that of one seed for all."""
     assert torch.equal(generator.generate([0, 1, 2], seeds=[11] * 3), generator.generate([0, 1, 2], seed=11))
 
 
-def test_samples_with_and_without_negatives_are_in_batches_of_their_own() -> None:
+def test_samples_with_and_without_negatives_are_in_different_batches() -> None:
     negative = {"context": torch.zeros(1, 6)}
     asked = [Request("", {"label": 0}, negative if i in (1, 2, 5) else {}, None, i) for i in range(6)]
     assert batches(asked, 2) == [[0], [1, 2], [3, 4], [5]]
@@ -81,7 +81,7 @@ def test_steps_are_counted_for_every_batch(generator: Generator) -> None:
     assert sorted(set(steps)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
-def test_a_gallery_writes_a_file_for_each_sample_and_what_it_shows(tmp_path: Path) -> None:
+def test_a_gallery_writes_a_file_and_a_record_for_each_sample(tmp_path: Path) -> None:
     pictures = torch.rand(3, 3, 1, 5, 4) * 2 - 1
     records = [{"prompt": name, "seed": 7} for name in "abc"]
     gallery = Gallery(list("abc"), records, folder=tmp_path / "files", keep_latents=True, clip_ending=".gif")
@@ -103,7 +103,7 @@ def test_a_gallery_writes_a_file_for_each_sample_and_what_it_shows(tmp_path: Pat
 
 
 @pytest.mark.parametrize("ending", [".gif", ".mp4"])
-def test_a_clip_is_a_film_of_its_own_at_the_rate_asked_for(tmp_path: Path, ending: str) -> None:
+def test_a_clip_is_an_animation_at_the_requested_rate(tmp_path: Path, ending: str) -> None:
     """And a row of its frames in a grid that is a picture."""
     clips = torch.stack([torch.full((3, 3, 16, 16), level) for level in (-1.0, 1.0)])
     clips[:, :, 1] = 0

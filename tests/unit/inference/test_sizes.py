@@ -1,4 +1,4 @@
-"""Which sizes can be drawn, in pixels or in positions of a latent, and what is said of the others."""
+"""Sizes that can be drawn, in pixels or in positions of a latent, and the errors for other sizes."""
 
 from typing import Any, Optional
 
@@ -59,6 +59,6 @@ def test_other_sizes_are_refused_with_the_nearest_that_fit(
         check_size(model.batch_spec(), model, size, geometry)
 
 
-def test_positions_without_a_table_have_no_end() -> None:
+def test_positions_without_a_table_have_no_limit() -> None:
     model = MovieGenConfig(position_embedding="sincos_3d", patch_spatial=2)
     assert check_size(model.batch_spec(), model, (9, 4096, 4096)) == (9, 4096, 4096)

@@ -298,7 +298,7 @@ def test_what_counts_is_the_flag_then_the_record_then_the_publication(tmp_path):
         assert found[name, True, False][:2] == (EDM(sigma_data=1.0), {})
         assert found[name, True, False][2].startswith(f"--objective: {EDM(sigma_data=1.0)} is used, not")
     args.num_attention_heads = 6
-    with pytest.raises(ConfigError, match="says 4; leave the flag out"):
+    with pytest.raises(ConfigError, match="records 4; leave the flag out"):
         import_weights.read_original(recorded, args)
 
 

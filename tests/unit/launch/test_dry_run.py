@@ -20,7 +20,7 @@ def laid_out(task, world_size=None):
     """Return how the report says that a run is laid out."""
     config = built(task)
     dims, _ = config.check(world_size)
-    return "\n".join(dry_run.layout_lines(config, dims, packed=False, given=world_size is not None))
+    return "\n".join(dry_run.layout_lines(config, dims, packed=False, requested=world_size is not None))
 
 
 def test_the_report_says_what_was_asked_for(capsys):
@@ -29,7 +29,7 @@ def test_the_report_says_what_was_asked_for(capsys):
     text = dry_run.report(task, world_size=1, tokens=(4, 4, 2), text_tokens=3)
     assert capsys.readouterr().err == "tracing a step: 1 rank = tensor 1 x data 1\n"
     assert "8 samples = 2 micro-batches x 4 x 1 replicas" in text
-    assert "32 to a sample of 4x4x2 patches, 3 of text)" in text
+    assert "32 in a sample of 4x4x2 patches, 3 of text)" in text
     count = int(re.search(r"parameters +([\d,]+)", text)[1].replace(",", ""))
     model = fiddle.build(task.model)
     assert count == num_parameters(model)

@@ -37,9 +37,7 @@ def test_a_layout_is_written_as_recipes_spell_it():
 
 @pytest.mark.parametrize("layout", ["tp", "tp0", "2tp", "tp2tp4", "fsdp_ddp", "spsp", "zero3", "tp2 sp"])
 def test_a_word_that_is_no_layout_is_named(layout):
-    with pytest.raises(
-        ConfigError, match=r"layout .* is not a further word of a layout; write sizes as tp, pp, cp, ep"
-    ):
+    with pytest.raises(ConfigError, match=r"layout .* is unknown or repeated; write sizes as tp, pp, cp, ep"):
         grid.layout_overrides(layout)
 
 
@@ -47,7 +45,7 @@ def parsed(*words: str) -> list[grid.Cell]:
     parser = argparse.ArgumentParser()
     grid.add_arguments(parser)
     args = parser.parse_intermixed_args(words)
-    return grid.cells_of(args, grid.overrides_of(args), own=["training.run_dir"])
+    return grid.cells_of(args, grid.overrides_of(args), reserved=["training.run_dir"])
 
 
 def test_a_grid_has_every_combination_and_a_variant_wins():

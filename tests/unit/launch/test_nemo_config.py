@@ -548,7 +548,7 @@ def test_every_key_that_is_mapped_is_changed_by_a_test(tmp_path: Path) -> None:
         ({"model.conditioning.encoder_path": "???"}, "model.conditioning.encoder_path=??? is left open"),
         ({CUT: {"horizontal_flip": True, "resize_smallest_side": 64}}, "resized, then cut, then mirrored"),
         ({f"{CUT}.random_crop_h_w": "64, 64"}, "one crop is made"),
-        ({f"{CUT}.center_crop_h_w": "64"}, "'64' is not two numbers of pixels"),
+        ({f"{CUT}.center_crop_h_w": "64"}, "'64' is not a pair of sizes in pixels"),
         ({"model.data.train.filterings": {"resolution": {"value": 3}}}, "a filter has a method and a value"),
         ({"model.data.webdataset.object_store": True}, "shards are files"),
         ({"model.optim.name": "sgd"}, "the optimizer is AdamW"),

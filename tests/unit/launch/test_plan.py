@@ -33,9 +33,9 @@ def test_the_table_begins_with_the_fastest_and_accounts_for_all(written):
     assert [row["step_s"] for row in rows] == sorted(row["step_s"] for row in rows)
     assert rows[0]["layout"] in text
     assert f"{len(rows) + len(record['too_large']):,} layouts of 4 h200" in text
-    losers = [int(line.split()[0].replace(",", "")) for line in text.splitlines() if " lose by " in line]
+    losers = [int(line.split()[0].replace(",", "")) for line in text.splitlines() if " slower because of " in line]
     assert sum(losers) == len(rows) - 1
-    assert any("not allowed, as: " in line for line in text.splitlines()) == bool(record["not_allowed"])
+    assert any("not allowed, for example: " in line for line in text.splitlines()) == bool(record["not_allowed"])
 
 
 def test_every_trace_is_announced_before_the_table(written):
@@ -47,7 +47,7 @@ def test_every_trace_is_announced_before_the_table(written):
         f"tracing stage {i + 1} of {len(stages)}" for i in range(len(stages))
     ]
     assert {word for line in stages for word in line.partition(": ")[2].split()} >= {"one", "TP2", "FSDP"}
-    assert last == f"tracing the fastest layout at its real depth: {record['fitting'][0]['layout']}"
+    assert last == f"tracing the fastest layout at its full depth: {record['fitting'][0]['layout']}"
 
 
 def test_rates_follow_from_the_time(written):

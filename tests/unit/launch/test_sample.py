@@ -190,7 +190,7 @@ def test_other_conditions_are_passed_on_for_all_or_for_each(generator, tmp_path,
     assert draw(tmp_path, *asked, "0.25", "1", "2") == 2
     assert "--condition level has 3 values for 2 samples" in capsys.readouterr().err
     assert draw(tmp_path, *asked, "nothing.npy") == 2
-    assert "level nothing.npy is no number and cannot be read" in capsys.readouterr().err
+    assert "level nothing.npy is not a number and cannot be read" in capsys.readouterr().err
 
 
 class LengthEncoder:
@@ -364,9 +364,9 @@ def test_a_guide_is_loaded_beside_the_model(tmp_path, monkeypatch):
     assert found.asked == (large, "raw", "ranks")
     assert found.guide.asked == (small, "raw", "ranks")
     assert sample.open_generator(parse(["--checkpoint", large])).guide is None
-    with pytest.raises(CheckpointError, match=f"--guide {small}er is no folder"):
+    with pytest.raises(CheckpointError, match=f"--guide {small}er is not a folder"):
         sample.open_generator(parse(["--checkpoint", large, "--guide", f"{small}er"]))
     (stage,) = sample.read_stages([f"base={large}"], [["base", f"guide={small}"]])
     assert sample.open_generator(stage.arguments(parse(["--cascade", f"base={large}"]))).guide.asked[0] == small
-    with pytest.raises(ConfigError, match="give it to a stage, --stage NAME guide=DIR"):
+    with pytest.raises(ConfigError, match="set it for a stage, --stage NAME guide=DIR"):
         sample.run(parse(["--cascade", f"base={large}", "--guide", small]))

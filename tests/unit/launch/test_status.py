@@ -187,7 +187,7 @@ def test_where_a_disk_has_no_locks_the_heartbeats_tell(half_done: Path, monkeypa
 
     (half_done / RunLock(half_done).path.name).write_text("{}")
     monkeypatch.setattr("launch.run_status.fcntl.flock", refuse)
-    no_locks = "unknown, for this disk has no locks; by its files it "
+    no_locks = "unknown, because this disk has no locks; according to its files it "
     assert f"{no_locks}has ended (no heartbeat)" in told(half_done)["run"]
     beat(half_done, 4)
     said = told(half_done)
@@ -327,4 +327,4 @@ def test_the_page_shows_the_newest_samples_of_both_weights(tmp_path: Path) -> No
 
 def test_a_folder_of_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
-    assert "is no run folder" in capsys.readouterr().err
+    assert "is not a run folder" in capsys.readouterr().err

@@ -16,8 +16,8 @@ def git(folder, *arguments):
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_revision_and_dirty_flag_are_those_of_the_codes_own_repository(tmp_path, monkeypatch):
-    """A change makes it dirty; a package inside somebody else's repository has no revision of its own."""
+def test_revision_and_dirty_flag_belong_to_the_repository_of_the_code(tmp_path, monkeypatch):
+    """A change makes it dirty; a package inside another repository has no revision."""
     git(tmp_path, "init", "--quiet")
     (tmp_path / "code.py").write_text("a = 1\n")
     (tmp_path / "installed").mkdir()
@@ -31,7 +31,7 @@ def test_revision_and_dirty_flag_are_those_of_the_codes_own_repository(tmp_path,
     assert git_revision() is None
 
 
-def test_the_record_names_versions_and_what_was_resolved(monkeypatch):
+def test_the_record_has_versions_and_resolved_implementations(monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     selections = {"attention": Selection("sdpa", {"varlen": "needs CUDA"}), "swiglu": Selection("eager", {})}
     record = environment_record(8, selections)
@@ -47,7 +47,7 @@ def test_the_record_names_versions_and_what_was_resolved(monkeypatch):
 
 
 def test_attempts_are_added(tmp_path, caplog):
-    """Also to what an older version wrote; a damaged file is said and begun anew."""
+    """Also to the file of an older version; a damaged file is replaced with a warning."""
     path = tmp_path / "env.json"
     path.write_text('{"torch": "2.0"}')
     append_attempt(path, {"torch": "2.1"})

@@ -64,7 +64,7 @@ def test_a_rank_that_torchrun_stops_because_another_one_failed_is_not_preempted(
         (SystemExit(9), 9, "unexpected"),
     ],
 )
-def test_every_way_out_is_recorded(tmp_path, error, code, reason):
+def test_every_kind_of_exit_is_recorded(tmp_path, error, code, reason):
     """Code and reason follow the error's class; the error itself passes through; bugs come with their traceback."""
     assert end_with(tmp_path / "run", error) == code
     record = json.loads((tmp_path / "run" / "exit.json").read_text())
@@ -84,7 +84,7 @@ def test_preemption_is_recorded(tmp_path):
 
 
 def test_a_new_attempt_forgets_the_old_record(tmp_path):
-    """While a run goes on there is no exit record, and an old failure does not outlive a success."""
+    """A running run has no exit record, and an old failure does not remain after a success."""
     end_with(tmp_path, ConfigError("old"), rank=3)
     with ExitRecord(tmp_path):
         assert read_outcome(tmp_path) is None
@@ -109,7 +109,7 @@ def test_first_cause_wins_in_any_order_of_writing(tmp_path, seed):
     assert read_outcome(tmp_path) == Outcome(code=3, reason="data", step=5, rank=2, time=3.0)
 
 
-def test_another_runs_records_are_left_alone(tmp_path):
+def test_records_of_another_run_are_not_changed(tmp_path):
     """An attempt that does not own the folder removes nothing and writes nothing, whatever its rank."""
     write_outcome(tmp_path, Outcome(code=3, reason="data", step=5, rank=2, time=3.0))
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
@@ -147,8 +147,8 @@ def test_ranks_failing_at_the_same_moment_agree(tmp_path):
         assert not list(run_dir.glob("*.part"))
 
 
-def test_full_disk_does_not_hide_the_error(tmp_path, monkeypatch, caplog, capsys):
-    """The record goes to stderr, the original error goes on."""
+def test_a_full_disk_does_not_hide_the_error(tmp_path, monkeypatch, caplog, capsys):
+    """The record is printed to stderr, and the original error is raised."""
 
     def full(*args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -175,12 +175,12 @@ def test_full_disk_does_not_hide_the_error(tmp_path, monkeypatch, caplog, capsys
         (KeyboardInterrupt(), False),
     ],
 )
-def test_only_communication_errors_are_echoes(error, lost):
+def test_only_communication_errors_count_as_lost_peers(error, lost):
     assert is_peer_lost(error) == lost
 
 
 def test_a_real_gloo_peer_loss_is_recognised(tmp_path):
-    """What the survivor of a killed peer really sees is an echo, not a cause."""
+    """The error on the survivor of a killed peer is recognised as a consequence."""
     torch = pytest.importorskip("torch")
     context = multiprocessing.get_context("spawn")
     ranks = [context.Process(target=_lose_a_peer, args=(str(tmp_path), rank)) for rank in range(2)]

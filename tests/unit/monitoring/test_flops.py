@@ -114,7 +114,7 @@ def test_xl_2_is_the_papers_figure():
 
 
 def test_padding_costs_the_device_and_not_the_model():
-    """Padding changes the hardware count alone; without padding the two agree."""
+    """Padding changes only the hardware count; without padding both counts are equal."""
     ragged, padded = (shape_of(LAYOUTS[name]) for name in ("ragged", "padded"))
     flops = PackFlops(MID)
     for convention in ("model", "nemo"):
@@ -133,7 +133,7 @@ def test_rows_of_one_rank_do_not_change_the_pack():
 
 
 def test_expert_choice_costs_a_dense_mlp_of_its_mean_width():
-    """64 experts of width 1024 at capacity factor 8 are a dense 8192, but for the router (EC-DiT 1B)."""
+    """64 experts of width 1024 at capacity factor 8 cost a dense MLP of width 8192, except the router (EC-DiT 1B)."""
     dense = DiTConfig(hidden_size=2048, num_layers=16, num_attention_heads=32, ffn_hidden_size=8192)
     sparse = replace(dense, num_experts=64, moe_ffn_hidden_size=1024, moe_capacity_factor=8.0)
     layout = SequenceLayout.from_lengths([256, 1024])
@@ -144,7 +144,7 @@ def test_expert_choice_costs_a_dense_mlp_of_its_mean_width():
 
 @pytest.mark.parametrize("convention", ["model", "hardware", "nemo"])
 def test_samples_add_up(convention: Convention):
-    """A pack costs what its samples cost alone: attention never crosses them, conditioning runs once for each."""
+    """The cost of a pack is the sum over its samples: attention never crosses them, conditioning runs once for each."""
     flops, alone = PackFlops(MID), [SequenceLayout.from_lengths([n]) for n in (100, 7, 64)]
     pack = flops.training(*shape_of(SequenceLayout.from_lengths([100, 7, 64])), convention=convention)
     assert pack == sum(flops.training(*shape_of(layout), convention=convention) for layout in alone)
@@ -170,7 +170,7 @@ def test_nemo_convention_of_a_config_is_the_plain_formula():
     assert PackFlops(XL_2).training(*shape, convention="nemo") / 4096 == pytest.approx(formula)
 
 
-def test_nemo_convention_overstates_long_samples_by_what_runs_once_per_sample():
+def test_nemo_convention_counts_once_per_token_work_that_runs_once_per_sample():
     """Per token the conventions differ by the weights that meet no token, nearly all of them adaLN's."""
     s = 1 << 16
     flops, layout = PackFlops(XL_2), SequenceLayout.from_lengths([s])

@@ -1,4 +1,4 @@
-"""Preemption flag, finite check and stack dumps, where needed in a process of their own."""
+"""Preemption flag, finite check and stack dumps, if necessary in a separate process."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ with PreemptionFlag() as flag:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_signal_is_honoured_at_the_end_of_the_step(number):
+def test_a_signal_stops_the_run_at_the_end_of_the_step(number):
     """The process lives on, finishes its step, and knows which signal came."""
     child = subprocess.Popen([sys.executable, "-c", PREEMPTED_CHILD], stdout=subprocess.PIPE, text=True)
     assert child.stdout.readline() == "ready False\n"
@@ -37,8 +37,8 @@ def test_signal_is_honoured_at_the_end_of_the_step(number):
     assert out == f"0 {number.name}\n"
 
 
-def test_handlers_come_back():
-    """After the run the signals do what they did before, also when it failed."""
+def test_signal_handlers_are_restored():
+    """After the run the signals have their previous handlers, also after a failure."""
     before = signal.getsignal(signal.SIGUSR1)
     flag = PreemptionFlag((signal.SIGUSR1,))
     with pytest.raises(ZeroDivisionError), flag:
@@ -47,7 +47,7 @@ def test_handlers_come_back():
     assert signal.getsignal(signal.SIGUSR1) is before
 
 
-def test_while_nothing_would_be_lost_a_request_is_honoured_at_once():
+def test_a_request_ends_the_process_at_once_if_there_is_nothing_to_save():
     """In the middle of a call, also for a request from before; outside, it is only noted again."""
     reached = []
     with PreemptionFlag((signal.SIGUSR1,)) as flag:
@@ -60,7 +60,7 @@ def test_while_nothing_would_be_lost_a_request_is_honoured_at_once():
         assert (left.value.code, reached) == (75, [])
 
 
-def test_a_request_that_an_error_of_a_library_replaces_is_still_one():
+def test_a_request_counts_even_if_a_library_replaces_the_exception():
     """As in torch.asarray of a storage, while weights are read."""
 
     def as_array():
@@ -75,7 +75,7 @@ def test_a_request_that_an_error_of_a_library_replaces_is_still_one():
         assert left.value.code == 75
 
 
-def test_a_rank_that_was_asked_and_lost_its_peer_was_preempted(monkeypatch):
+def test_a_rank_with_a_request_and_a_lost_peer_is_preempted(monkeypatch):
     """The signal comes while it waits for the peer, so the lost peer is seen first; other errors stay errors."""
     monkeypatch.setattr(guards, "SIGNAL_SKEW_S", 0.01)
 
@@ -113,12 +113,12 @@ def test_suspicion_names_ranks_and_the_first_samples():
     assert look.startswith("look at these samples")
 
 
-def test_an_overflow_in_the_backward_pass_accuses_no_sample():
+def test_an_overflow_in_the_backward_pass_blames_no_sample():
     assert suspicion({}) == ("Each rank's own loss is finite", "")
 
 
-def test_watchdog_writes_the_stacks_of_a_hang_only(tmp_path):
-    """Beats keep it quiet; a hang shows every thread's stack; the run goes on."""
+def test_the_watchdog_writes_stacks_only_during_a_hang(tmp_path):
+    """With beats it writes nothing; during a hang it writes every thread's stack; the run continues."""
     path = tmp_path / "stacks" / "rank_0.txt"
     done = threading.Event()
     thread = threading.Thread(target=done.wait, name="waiting")

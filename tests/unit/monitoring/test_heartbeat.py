@@ -20,7 +20,7 @@ from dit.monitoring.heartbeat import Beat, Heartbeat, machine, read_beats, verdi
 
 
 def beats(*phases: tuple[int, str]) -> dict[int, Beat]:
-    """Return what ranks of other machines wrote, given their steps and phases."""
+    """Return beats of ranks on other machines, from their steps and phases."""
     now = time.time()
     return {rank: Beat(rank, f"node{rank}", 1, step, phase, now, now, "") for rank, (step, phase) in enumerate(phases)}
 
@@ -30,7 +30,7 @@ def judge(found: dict[int, Beat], world_size: int, silent_s: float = 50, silent:
     return verdict(found, {rank: 100.0 * (rank == silent) for rank in found}, 0, world_size, silent_s)
 
 
-def test_a_silent_rank_is_blamed_before_one_that_is_behind():
+def test_a_silent_rank_is_blamed_before_a_late_one():
     found = beats((7, "reduces the gradient"), (6, "reads data"), (7, "reduces the gradient"))
     text, blamed, silent = judge(found, 3, silent=2)
     assert (blamed, silent) == ([2], True)
@@ -45,13 +45,13 @@ def test_the_earliest_phase_of_the_earliest_step_is_late(late):
     assert judge(beats((7, "reduces the gradient"), late, (7, "updates")), 3)[1:] == ([1], False)
 
 
-def test_nobody_is_blamed_if_all_are_alike():
+def test_no_rank_is_blamed_if_all_have_the_same_progress():
     text, blamed, silent = judge(beats((7, "saves"), (7, "saves")), 2)
     assert (blamed, silent) == ([], False)
     assert "all 2 ranks are in the same phase" in text
 
 
-def test_a_process_of_this_machine_that_is_stopped_or_dead_is_known_at_once():
+def test_a_stopped_or_dead_process_of_this_machine_is_detected_at_once():
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     found = beats((7, "updates"), (7, "updates"))
     found[1] = replace(found[1], host=socket.gethostname(), machine=machine(), pid=child.pid)
@@ -66,7 +66,7 @@ def test_a_process_of_this_machine_that_is_stopped_or_dead_is_known_at_once():
     assert judge(found, 2)[0].endswith("is dead")
 
 
-def test_a_rank_without_progress_ends_with_a_verdict_and_one_with_progress_does_not(tmp_path):
+def test_only_a_rank_without_progress_ends_with_a_verdict(tmp_path):
     """Progress is any phase; the verdict is in the exit record, and the incident in the record of the run."""
     codes, ended = [], threading.Event()
 
@@ -126,8 +126,8 @@ with Heartbeat(sys.argv[1], 0, 1, 1.8) as heart:
 
 
 @pytest.mark.parametrize("hangs", [False, True])
-def test_the_time_in_which_a_process_was_stopped_is_no_hang(tmp_path, hangs):
-    """As a laptop that sleeps, a paused machine or Ctrl-Z: it goes on when it wakes; a hang afterwards is one."""
+def test_time_in_which_a_process_was_stopped_does_not_count_as_a_hang(tmp_path, hangs):
+    """For example a sleeping laptop, a paused machine or Ctrl-Z; a hang afterwards still counts."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", HELD_UP, str(tmp_path)], **pipes) as child:
         assert child.stdout.readline() == b"waits\n"
@@ -189,7 +189,7 @@ with PreemptionFlag() as flag, Heartbeat(sys.argv[1], 0, 1, 1.2) as heart:
 
 
 @pytest.mark.parametrize("launched", [True, False])
-def test_a_rank_whose_launcher_died_is_asked_to_stop(tmp_path, launched):
+def test_a_rank_with_a_dead_launcher_gets_a_stop_request(tmp_path, launched):
     """A process that no launcher started outlives its shell."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith("TORCHELASTIC")}
     environ |= {"TORCHELASTIC_RUN_ID": "1"} if launched else {}

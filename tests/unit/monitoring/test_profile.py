@@ -44,6 +44,6 @@ def test_a_trace_holds_its_steps(tmp_path, steps, start, expected):
 
 
 @pytest.mark.parametrize("steps", [[], [3], [0, 1], [3, 2], [1, 2, 3]])
-def test_steps_that_are_no_interval_are_refused(steps):
+def test_invalid_intervals_of_steps_are_refused(steps):
     with pytest.raises(ConfigError, match=r"logging\.profile_steps="):
         LoggingConfig(profile_steps=steps).validate()

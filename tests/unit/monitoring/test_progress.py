@@ -49,7 +49,7 @@ def run(stream):
     return stream.getvalue()
 
 
-def test_a_line_says_that_steps_wait_for_data_if_they_do():
+def test_a_line_has_the_share_of_waiting_for_data():
     waits = {"loss": 1.0, "data_wait_share": 0.123, "loader_samples_per_s": 3104.2}
     line = "step 3/9  loss 1.0000  waited 12% for data (the loader makes 3,104 samples/s)  ETA 2s"
     assert format_progress(3, 9, waits, 2.0) == line
@@ -94,5 +94,5 @@ def test_missing_quantities_are_left_out():
         (-3, "0s"),
     ],
 )
-def test_durations_read_well(seconds, text):
+def test_durations_are_formatted(seconds, text):
     assert format_duration(seconds) == text

@@ -39,7 +39,7 @@ def take(run_dir):
     return lock
 
 
-def test_a_second_process_is_refused_and_learns_who_has_the_folder(tmp_path, no_wait, monkeypatch):
+def test_a_second_process_is_refused_with_the_name_of_the_first(tmp_path, no_wait, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "4711")
     first = take(tmp_path / "run")
     holder = json.loads((tmp_path / "run" / LOCK_FILE).read_text())
@@ -75,8 +75,8 @@ def test_a_crash_releases_it(tmp_path, no_wait):
     take(tmp_path).__exit__(None, None, None)
 
 
-def test_a_predecessor_that_is_still_ending_is_waited_for(tmp_path, caplog):
-    """As after a requeue: a line says who is waited for, then the run starts."""
+def test_a_new_run_waits_for_a_process_that_is_ending(tmp_path, caplog):
+    """As after a requeue: a line names the other process, then the run starts."""
     first = take(tmp_path)
     ending = threading.Timer(0.5, first.__exit__, (None, None, None))
     ending.start()
@@ -96,7 +96,7 @@ def _hold_with_a_writer(run_dir, seconds):
     os._exit(0)
 
 
-def test_what_a_dead_process_was_saving_is_waited_for(tmp_path, no_wait, caplog):
+def test_a_new_run_waits_for_the_save_of_a_dead_process(tmp_path, no_wait, caplog):
     """Its writer has the lock; nobody else would end it."""
     holder = multiprocessing.get_context("fork").Process(target=_hold_with_a_writer, args=(tmp_path, 2))
     holder.start()
@@ -117,7 +117,7 @@ def orphaned(tmp_path):
     lock.__exit__(None, None, None)
 
 
-def test_a_holder_whose_launcher_is_dead_is_waited_for(tmp_path, no_wait, orphaned, caplog):
+def test_a_new_run_waits_for_a_process_with_a_dead_launcher(tmp_path, no_wait, orphaned, caplog):
     """It saves, which may take longer than the wait for a run that was stopped."""
     ending = threading.Timer(0.5, orphaned.__exit__, (None, None, None))
     ending.start()
@@ -128,14 +128,14 @@ def test_a_holder_whose_launcher_is_dead_is_waited_for(tmp_path, no_wait, orphan
     assert "whose launcher is dead; it saves and will stop; waiting up to 900 s" in caplog.text
 
 
-def test_a_holder_whose_launcher_is_dead_is_a_reason_to_try_again(tmp_path, monkeypatch, orphaned):
+def test_a_process_with_a_dead_launcher_is_a_busy_error(tmp_path, monkeypatch, orphaned):
     monkeypatch.setattr(run_lock, "ENDING_WAIT_S", 0.0)
     with pytest.raises(BusyError, match=r"whose launcher is dead; .* give the same command again after") as raised:
         take(tmp_path)
     assert exit_code(raised.value) == 70
 
 
-def test_the_heartbeat_of_an_earlier_attempt_says_nothing_of_the_holder(tmp_path, no_wait, orphaned):
+def test_the_heartbeat_of_an_earlier_attempt_is_ignored(tmp_path, no_wait, orphaned):
     path = tmp_path / "heartbeats" / "rank_0.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "pid": 1}))
     with pytest.raises(ConfigError, match="stop that run"):
@@ -165,7 +165,7 @@ def test_a_pipe_in_its_place_does_not_hang(tmp_path, no_wait):
         take(tmp_path)
 
 
-def test_a_folder_that_was_made_anew_by_another_run_is_not_ours(tmp_path):
+def test_a_folder_recreated_by_another_run_is_not_ours(tmp_path):
     """A lock on a deleted file guards nothing; the new folder belongs to who locked it there."""
     first = take(tmp_path / "run")
     (tmp_path / "run").rename(tmp_path / "moved")

@@ -59,8 +59,8 @@ def picture(tmp_path):
 # --- metrics.jsonl --------------------------------------------------------------------------------------------------
 
 
-def test_values_come_back_to_the_bit(tmp_path):
-    """Any float survives, the training loss also as hex; what JSON cannot say is still strict JSON."""
+def test_values_are_read_back_to_the_bit(tmp_path):
+    """Any float is exact, the training loss also as hex; values outside of JSON are still strict JSON."""
     rng = random.Random(0)
     losses = [struct.unpack("<d", rng.randbytes(8))[0] for _ in range(300)] + [0.1 + 0.2, -0.0, 5e-324]
     losses = [x for x in losses if math.isfinite(x)] + [math.nan, math.inf, -math.inf]
@@ -173,7 +173,7 @@ def test_only_torn_line_leaves_an_empty_file(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
 
 
-def test_scalar_may_not_pose_as_a_field(tmp_path):
+def test_a_scalar_may_not_have_the_name_of_a_field(tmp_path):
     with pytest.raises(AssertionError, match="time"):
         JsonlSink(tmp_path / "metrics.jsonl").scalars(1, {"time": 1.0}, 1)
 
@@ -225,7 +225,7 @@ def test_failing_mirror_is_dropped_with_one_warning(tmp_path, picture, caplog, n
 
 
 def test_failing_record_is_an_error(tmp_path, monkeypatch):
-    """Without the record of truth training must not go on: exit code 5, with a cure."""
+    """Training must not continue without its record: exit code 5, with a cure."""
     fan = FanOut(JsonlSink(tmp_path / "metrics.jsonl"), {})
     fan.scalars(1, {"loss": 1.0}, 1)
 
@@ -245,7 +245,7 @@ def test_failing_record_is_an_error(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("how", ["deleted", "moved", "replaced"])
-def test_a_record_that_is_no_longer_at_its_place_is_an_error(tmp_path, how):
+def test_a_moved_or_deleted_record_is_an_error(tmp_path, how):
     """Writes to a deleted file would succeed and be lost."""
     path = tmp_path / "run" / "metrics.jsonl"
     sink = JsonlSink(path)
@@ -258,7 +258,7 @@ def test_a_record_that_is_no_longer_at_its_place_is_an_error(tmp_path, how):
 
 
 def test_tensorboard_shows_the_resumed_history(tmp_path, picture):
-    """Scalars and pictures read back; what a dead process wrote beyond its checkpoint is hidden after the resume."""
+    """Scalars and pictures are read back; entries of a dead process after its checkpoint are hidden by the resume."""
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for resumed_step, steps, loss in ((None, (1, 2, 3), 1.0), (1, (2,), 2.0)):
         sink = TensorBoardSink(tmp_path / "events", resumed_step)
@@ -350,7 +350,7 @@ def test_wandb_offline_stays_in_the_run_folder_and_keeps_its_id(tmp_path):
 @pytest.mark.parametrize(
     ("asked", "key", "mirrored"), [(None, True, True), (None, False, False), (False, True, False), (True, False, True)]
 )
-def test_wandb_is_on_where_there_is_a_key_unless_the_settings_say(asked, key, mirrored, tmp_path, monkeypatch):
+def test_wandb_is_on_with_a_key_unless_the_settings_disable_it(asked, key, mirrored, tmp_path, monkeypatch):
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     if key:
@@ -380,7 +380,7 @@ class FakeRun:
 
 
 def keep_wandb_in(folder, monkeypatch):
-    """Restore after the test what the sink sets in the environment."""
+    """Restore the environment variables of the sink after the test."""
     for name in ("DATA", "CACHE", "CONFIG"):
         monkeypatch.setenv(f"WANDB_{name}_DIR", str(folder / "wandb" / name.lower()))
 

@@ -25,7 +25,7 @@ def test_the_best_held_out_loss_is_that_of_all_attempts(tmp_path):
     assert how_it_went(path, 8, 9, 2.0).endswith("the same command continues the run")
 
 
-def test_losses_of_steps_that_were_lost_do_not_count(tmp_path):
+def test_losses_of_discarded_steps_do_not_count(tmp_path):
     """Killed after step 8, resumed after step 4, and stopped at step 6."""
     path = tmp_path / "metrics.jsonl"
     for start, held_out in ((0, {4: 0.5, 8: 0.125}), (4, {6: 0.75})):
@@ -53,7 +53,7 @@ DAMAGED = {
 
 @pytest.mark.parametrize("name", DAMAGED)
 @pytest.mark.parametrize("place", ["first", "middle", "last"])
-def test_a_damaged_line_ends_no_run(tmp_path, name, place, caplog):
+def test_a_damaged_line_does_not_end_a_run(tmp_path, name, place, caplog):
     """The line is skipped and counted; the next attempt still has the next number."""
     path = tmp_path / "metrics.jsonl"
     for step in (4, 8):
@@ -73,13 +73,13 @@ def test_a_damaged_line_ends_no_run(tmp_path, name, place, caplog):
     assert "skipped 1 damaged lines of 3" in caplog.text
 
 
-def test_a_loss_that_is_no_number_is_skipped(tmp_path):
+def test_a_loss_that_is_not_a_number_is_skipped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"kind": "scalars", "step": 9, "time": 1, "attempt": 1, "loss": [], "held_out/loss": "x"}\n')
     assert how_it_went(path, 9, 9, 1.0) == "finished step 9 of 9 after 1s"
 
 
-def test_a_run_without_lines_has_no_losses_to_tell(tmp_path):
+def test_a_run_without_lines_has_no_losses_in_its_summary(tmp_path):
     JsonlSink(tmp_path / "metrics.jsonl").close()
     assert how_it_went(tmp_path / "metrics.jsonl", 4, 4, 1.0) == "finished step 4 of 4 after 1s"
 
@@ -93,7 +93,7 @@ def test_a_run_without_lines_has_no_losses_to_tell(tmp_path):
         ({"text_encoder": "all-minilm-l6-v2", "prompts": ["the letter Q"]}, []),
     ],
 )
-def test_the_command_is_one_that_a_shell_and_the_sampler_take(arguments, words):
+def test_a_shell_and_the_sampler_accept_the_command(arguments, words):
     from launch.sample import build_parser
 
     command = drawing_command("runs/my run", **({"frames": 1, "text_encoder": None, "prompts": None} | arguments))

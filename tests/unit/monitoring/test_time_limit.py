@@ -30,12 +30,12 @@ def test_durations_are_those_of_slurm(text, seconds):
 
 
 @pytest.mark.parametrize("text", ["", "0", "0:0", "-5", "1-", "a", "1:2:3:4", "1.5", "inf", "1-2-3", "٣", "9" * 30])
-def test_other_texts_are_refused_by_name(text):
+def test_other_texts_are_refused_with_the_name_of_the_setting(text):
     with pytest.raises(ConfigError, match=r"training\.time_limit=.*such as 03:55:00"):
         TrainingConfig(time_limit=text).validate()
 
 
-def test_the_start_of_a_process_is_its_start():
+def test_the_start_of_a_process_is_read_from_proc():
     before = time.time()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
         assert before - 0.1 <= started_at(process.pid) <= time.time() + 0.1

@@ -1,4 +1,4 @@
-"""Clips as files: what is read back is what was drawn, at its rate, for ever."""
+"""Clips as files: frames and rate are read back as written, and the clip repeats."""
 
 import builtins
 
@@ -39,7 +39,7 @@ def test_a_grid_shows_every_sample_in_every_frame():
             assert np.array_equal(tile(np.asarray(image), index, 2), expected)
 
 
-def test_a_gif_gives_back_every_frame_its_rate_and_repeats(tmp_path):
+def test_a_gif_keeps_every_frame_its_rate_and_repeats(tmp_path):
     frames = clip_grid(moving_dot(), ["a", "b"])
     path = save_gif(frames, tmp_path / "deep" / "x.gif", fps=8)
     with Image.open(path) as clip:
@@ -70,7 +70,7 @@ def test_a_rate_that_a_gif_cannot_state_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("fps", [8, 29.97])
-def test_an_mp4_gives_back_every_frame_and_its_rate(tmp_path, fps):
+def test_an_mp4_keeps_every_frame_and_its_rate(tmp_path, fps):
     av = pytest.importorskip("av")
     frames = clip_grid(moving_dot(), ["a", "b"])
     assert frames[0].size[0] % 2 == 0
@@ -87,7 +87,7 @@ def test_an_mp4_gives_back_every_frame_and_its_rate(tmp_path, fps):
             assert tile(found, index, 2)[..., 0].argmax() == wanted.argmax()
 
 
-def test_odd_sides_are_filled_up(tmp_path):
+def test_odd_sides_are_padded(tmp_path):
     av = pytest.importorskip("av")
     picture = Image.fromarray(np.full((7, 9, 3), 200, np.uint8))
     with av.open(str(save_mp4([picture], tmp_path / "x.mp4", fps=8))) as file:

@@ -47,7 +47,7 @@ def generator_of(network: Any, model: ModelConfig, **metadata: Any) -> Generator
 
 
 @pytest.mark.parametrize("name", CONDITIONED)
-def test_samples_are_those_of_the_network_told_the_frame_rate(build_model: BuildModel, name: str) -> None:
+def test_samples_equal_those_of_the_network_at_the_frame_rate(build_model: BuildModel, name: str) -> None:
     model = CONDITIONED[name]
     network = build_model(model, perturb=0.1)
 
@@ -109,7 +109,7 @@ def clips(*samples: tuple[tuple[int, int, int], float]) -> PackedBatch:
 
 
 def test_the_rate_of_the_data_is_that_of_the_first_sample_with_most_tokens() -> None:
-    """So a run on images and clips is sampled as what it draws: the largest of them."""
+    """So the samples of a run on images and clips have the rate of the largest ones."""
     packs = [
         clips(((1, 2, 2), 30.0)),
         clips(((1, 4, 4), 30.0), ((4, 4, 4), 8.0), ((1, 2, 2), 30.0)),

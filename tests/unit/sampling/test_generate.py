@@ -44,7 +44,7 @@ def drawn(negative: Sequence[Tensor] | None, scale: float) -> Tensor:
     )
 
 
-def test_guidance_leads_away_from_no_class_and_from_no_text_or_the_negative_one():
+def test_the_unconditional_branch_has_no_class_and_no_text_or_the_negative_one():
     """uncond + g (cond - uncond), of a network that predicts a constant, which is then the sample."""
     for negative, uncond in ((None, 3 + 10 * 5.0), (NEGATIVE, 3 - 10 * 1.0)):
         for scale in (0.0, 2.5):
@@ -55,7 +55,7 @@ def test_guidance_leads_away_from_no_class_and_from_no_text_or_the_negative_one(
     assert [float(sample.mean()) for sample in drawn(None, 1.0)] == [label + 10.0 for label in LABELS]
 
 
-def test_every_step_of_a_stochastic_solver_draws_noise_of_its_own():
+def test_every_step_of_a_stochastic_solver_draws_new_noise():
     """With 0 for the clean estimate a step is alpha s**2 / (alpha_s sigma**2) x + fresh noise, unlike any before it.
 
     Source: Ho et al. 2020, arXiv:2006.11239, Eq. 7, for any alpha and sigma and the next deviation s.
@@ -137,7 +137,7 @@ def test_thresholds_limit_the_clean_estimate(thresholding: str, solver: str) -> 
         torch.testing.assert_close(values[:-1], torch.full_like(values[:-1], quiet))
 
 
-def test_a_threshold_takes_the_mean_of_a_learned_variance_alone() -> None:
+def test_a_threshold_applies_only_to_the_mean_with_a_learned_variance() -> None:
     def network(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
         return torch.cat([torch.full_like(inputs_TC, 3.0), torch.full_like(inputs_TC, 0.9)], 1)
 

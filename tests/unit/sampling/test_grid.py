@@ -16,7 +16,7 @@ def pixels(image: Image.Image) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("columns", "captions"), [(1, True), (2, False), (3, True), (5, True)])
-def test_every_pixel_of_every_tile_lands_where_the_formula_says(columns, captions):
+def test_every_pixel_of_every_tile_is_at_the_place_of_the_formula(columns, captions):
     """Each image has its own grey ramp; cut out again at `tile_origin`, it is the enlarged image to the bit."""
     images = torch.rand(5, 1, 6, 4, generator=torch.Generator().manual_seed(1)) * 2 - 1
     names = list("ABCDE") if captions else None

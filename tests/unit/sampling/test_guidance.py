@@ -57,7 +57,7 @@ def test_scale_one_is_the_conditional_branch_and_calls_nothing_else():
     assert needs_unconditional(7.5)
 
 
-def test_scale_is_the_classic_one():
+def test_scale_zero_is_unconditional_and_one_is_conditional():
     """Scale 0 is unconditional, 2 goes as far again; NeMo's cond + g (cond - uncond) is scale g + 1."""
     cond, uncond = torch.tensor([3.0]), torch.tensor([1.0])
     assert [combine(cond, uncond, s).item() for s in (0.0, 1.0, 2.0)] == [1.0, 3.0, 5.0]
@@ -119,8 +119,8 @@ def test_a_layout_followed_by_itself_repeats_samples_and_padding(rows):
     assert torch.equal(double.token_index_T, layout.token_index_T.repeat(2))
 
 
-def test_dynamic_threshold_scales_each_sample_by_its_own_quantile():
-    """A sample within [-1, 1] stays; a loud one is clipped at its quantile and divided by it, alone in the pack."""
+def test_dynamic_threshold_scales_each_sample_by_its_quantile():
+    """A sample within [-1, 1] is unchanged; a larger one is clipped at its quantile and divided by it."""
     layout = SequenceLayout.from_lengths([100, 50], multiple_of=64)
     x = torch.zeros(layout.total_tokens, 2)
     x[:100] = torch.linspace(-4, 4, 200).view(100, 2)
@@ -134,7 +134,7 @@ def test_dynamic_threshold_scales_each_sample_by_its_own_quantile():
     assert torch.equal(static_threshold(x), x.clamp(-1, 1))
 
 
-def test_dynamic_threshold_refuses_what_it_cannot_do():
+def test_dynamic_threshold_refuses_invalid_quantiles_and_sharded_samples():
     with pytest.raises(ConfigError, match=r"quantile=1\.5"):
         dynamic_threshold(torch.zeros(10, 2), LAYOUT, 1.5)
     with pytest.raises(ConfigError, match="has 2 of 10 tokens; sample with context_parallel_size=1"):

@@ -225,7 +225,7 @@ MODEL = DiTConfig(in_channels=CHANNELS, patch_spatial=1, num_classes=CLASSES)
 
 
 def test_a_generator_is_guided_by_another():
-    """Guided away from itself it draws what it draws without guidance."""
+    """Guided by itself it draws the samples without guidance."""
     same, weak = generator_of(MODEL), generator_of(replace(MODEL, hidden_size=48, num_attention_heads=4), Network(0.4))
     plain = same.generate(LABELS, guidance_scale=1.0)
     same.guide_by(generator_of(MODEL))
@@ -273,7 +273,7 @@ def test_settings_without_effect_are_refused(settings, fault):
         SamplingConfig(**settings).validate()
 
 
-def test_what_a_command_asks_for_unsets_what_it_leaves_without_effect():
+def test_options_of_a_command_reset_settings_that_they_leave_without_effect():
     """The run's own settings; those of the command itself are refused."""
     run = generator_of(MODEL, solver="heun", s_churn=2.0, s_noise=1.1, guidance_rescale=0.5)
     assert run.sampling().s_churn == 2.0

@@ -1,4 +1,4 @@
-"""A model that takes a pooled embedding beside each text's tokens is never given the null vector in its place."""
+"""A model with a pooled embedding next to each text's tokens never gets the null vector instead."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,4 +1,4 @@
-"""Files of prompts: what they ask for, and which lines are refused."""
+"""Files of prompts: their content, and errors for invalid lines."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def test_a_wrong_line_is_named(tmp_path: Path, line: str, message: str) -> None:
         read_prompts(tmp_path / "x.jsonl")
 
 
-def test_no_prompts_are_refused(tmp_path: Path) -> None:
+def test_a_file_without_prompts_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_text("\n")
     for path, message in ((tmp_path / "x.txt", "has no prompt"), (tmp_path / "y.txt", "cannot be read")):
         with pytest.raises(ConfigError, match=message):

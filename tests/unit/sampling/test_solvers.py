@@ -63,7 +63,7 @@ def test_solver_has_its_order_on_every_path(name, objective):
 
 @pytest.mark.parametrize("objective", [EDM(), FlowMatching(), FlowMatching(time_shift=3.0)], ids=repr)
 @pytest.mark.parametrize("name", DETERMINISTIC)
-def test_solver_keeps_its_order_on_the_objectives_own_grid(name, objective):
+def test_solver_keeps_its_order_on_the_grid_of_the_objective(name, objective):
     """From pure noise, alpha = 0 included; the multistep solver loses a logarithm of n there."""
     coarse, fine = (relative_error(name, objective, objective.sampling_grid(n)) for n in (128, 256))
     expected = SOLVERS[name].order
@@ -367,7 +367,7 @@ def test_every_prediction_type_samples_the_same(schedule, steps):
     torch.testing.assert_close(ends[1], exact, rtol=0.15, atol=0)
 
 
-def test_multistep_solver_is_first_order_behind_zero_alpha():
+def test_multistep_solver_is_first_order_after_zero_alpha():
     """The first two steps from flow time 1 are DDIM steps: log(alpha / sigma) was minus infinity."""
     flow = FlowMatching()
     grid = torch.tensor([1.0, 0.8, 0.5, 0.0], dtype=torch.float64)
@@ -380,7 +380,7 @@ def test_multistep_solver_is_first_order_behind_zero_alpha():
 
 @every_path
 @pytest.mark.parametrize("name", sorted(SOLVERS))
-def test_state_keeps_the_precision_asked_for(name, objective):
+def test_state_has_the_requested_precision(name, objective):
     """float32 and float64 agree to float32 rounding; `dtype` decides, else the start does."""
     grid = objective.sampling_grid(12)
     seen = set()
@@ -397,7 +397,7 @@ def test_state_keeps_the_precision_asked_for(name, objective):
     torch.testing.assert_close(single.double(), double, rtol=1e-5, atol=1e-6)
 
 
-def test_registry_knows_every_solver_of_the_settings():
+def test_registry_has_every_solver_of_the_settings():
     """SamplingConfig.solver and SOLVERS list the same words."""
     fields = SamplingConfig.__dataclass_fields__
     assert sorted(fields["solver"].type.__args__) == sorted(SOLVERS)

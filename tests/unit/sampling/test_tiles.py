@@ -67,7 +67,7 @@ def test_tiles_cover_a_side_with_their_overlap(side: int, tile: int, overlap: in
     assert tile_starts(side, tile, overlap) == list(starts)
 
 
-def test_as_many_tiles_as_are_needed() -> None:
+def test_the_number_of_tiles_is_minimal() -> None:
     """For every side: they begin and end with it, overlap enough, and one fewer would not do."""
     for side in range(6, 60):
         starts = tile_starts(side, 7, 3)
@@ -125,7 +125,7 @@ def test_a_network_of_pixels_draws_the_same_picture_in_tiles(solver: str, frames
     assert full.std() > 0.1
 
 
-def test_no_seam_shows() -> None:
+def test_tiles_leave_no_visible_seam() -> None:
     """A blurring network: where tiles meet, neighbouring pixels differ no more than elsewhere."""
     settings = {"solver": "euler", "num_steps": 8, "guidance_scale": 1.0, "seed": 3}
     batch = pack(40, 40)
@@ -153,8 +153,8 @@ class Seen:
         return self.network(inputs_TC, time_S, batch)
 
 
-def test_a_generator_draws_a_larger_picture_in_tiles_of_its_own_size(build_model: BuildModel) -> None:
-    """It sees pictures of the size of training alone; each with its part of the small picture."""
+def test_a_generator_draws_a_larger_picture_in_tiles_of_the_training_size(build_model: BuildModel) -> None:
+    """The network gets only pictures of the training size, each with its part of the small picture."""
     generator = generator_of(LARGER, build_model, 16)
     small = [torch.randn(1, 1, 24, 32, generator=torch.Generator().manual_seed(i)) for i in range(2)]
     given = {"conditions": {LOW_RESOLUTION.name: small}, "frames": 1, "size": (24, 32), "labels": [0, 2]}
@@ -172,7 +172,7 @@ def test_a_generator_draws_a_larger_picture_in_tiles_of_its_own_size(build_model
     assert torch.equal(generator.generate(**given, tile=32), full)
 
 
-def test_a_tile_gets_its_own_part_of_the_small_picture(build_model: BuildModel) -> None:
+def test_a_tile_gets_its_part_of_the_small_picture(build_model: BuildModel) -> None:
     """A network that reads it pixel by pixel draws the same in tiles, of which two are computed together."""
     generator = generator_of(LARGER, build_model, 16)
 
@@ -202,7 +202,7 @@ def test_tiles_that_do_not_fit_are_refused(build_model: BuildModel, given: dict,
 
 
 def test_a_cascade_enlarges_in_tiles(build_model: BuildModel) -> None:
-    """As its last model alone does from the pictures of the one before."""
+    """Equals its last model on the pictures of the previous one."""
     base, larger = generator_of(BASE, build_model, 16), generator_of(LARGER, build_model, 16)
     tiles = {"tile": 16, "tile_overlap": 8}
     drawn = Cascade(larger, base, {}).generate([0, 1], seed=4, **tiles)

@@ -33,13 +33,13 @@ def test_outliers_in_the_history_do_not_move_the_limit():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["loss", "grad_norm"])
-def test_what_is_not_finite_is_bad_from_the_first_step_and_without_a_threshold(name, bad):
+def test_a_number_that_is_not_finite_is_bad_from_the_first_step_and_without_a_threshold(name, bad):
     found = guard(None).judge(1, **{"loss": 1.0, "grad_norm": 1.0, name: bad})
     assert (found.kind, found.step) == ("not_finite", 1)
 
 
 @pytest.mark.parametrize(("loss", "grad_norm", "named"), [(1e3, 5.0, "loss=1000"), (2.0, 6.0, "grad_norm=6")])
-def test_a_spike_of_either_is_bad_and_names_the_numbers(loss, grad_norm, named):
+def test_a_spike_of_loss_or_norm_is_bad_and_the_message_has_the_numbers(loss, grad_norm, named):
     found = fed(guard()).judge(17, loss, grad_norm)
     assert found.kind == "spike"
     assert named in found.reason

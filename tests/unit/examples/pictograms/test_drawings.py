@@ -109,7 +109,7 @@ def test_the_same_command_writes_the_same_bytes(folder, tmp_path):
         (["--size", "32", "--count", "0"], r"--count 0: there are 1\d\d\d pictograms"),
         (["--size", "32", "--blocks", "emoticon"], "--blocks emoticon: unknown; use some of symbols, dingbats"),
         (["--size", "32", "--wordings", "4"], "--wordings 4: there are 3"),
-        (["--size", "32", "--validation", "1"], "--validation 1 is the share held out"),
+        (["--size", "32", "--validation", "1"], "--validation 1 must be a share"),
     ],
 )
 def test_what_cannot_be_made_is_refused_in_one_line(tmp_path, capsys, flags, says):
