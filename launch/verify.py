@@ -140,6 +140,7 @@ class Pair:
         one: training on one rank, in fp32.
         many: training under the layout.
         bounds: largest accepted errors.
+        floor: smallest norm that an error is divided by, as a share of the largest norm.
     """
 
     one: "Trial"
@@ -147,6 +148,7 @@ class Pair:
     world_size: int
     sizes: "AxisSizes"
     bounds: Mapping[str, float]
+    floor: float = 0.0
 
 
 def world_size_of(parallel: "ParallelConfig", requested: Optional[int]) -> int:
@@ -253,7 +255,7 @@ def in_half(pair: Pair, recipe: "TrainingConfig") -> Pair:
 
     A dynamic loss scale starts so high that gradients overflow in the first steps.
     """
-    from dit.verify.compare import HALF_BOUNDS
+    from dit.verify.compare import FLOOR, HALF_BOUNDS
     from dit.verify.trial import HALF_OPTIMIZER, LARGE_LOSS_SCALE
 
     half = replace(pair.many.training, precision=recipe.precision)
@@ -264,7 +266,7 @@ def in_half(pair: Pair, recipe: "TrainingConfig") -> Pair:
         half = replace(half, initial_loss_scale=first, min_loss_scale=recipe.min_loss_scale)
     one = replace(pair.one, optimizer=HALF_OPTIMIZER)
     many = replace(pair.many, training=half, optimizer=replace(HALF_OPTIMIZER, offload=pair.many.optimizer.offload))
-    return replace(pair, one=one, many=many, bounds=HALF_BOUNDS[recipe.precision])
+    return replace(pair, one=one, many=many, bounds=HALF_BOUNDS[recipe.precision], floor=FLOOR)
 
 
 def with_half(pair: Pair, recipe: "TrainingConfig") -> list[Pair]:
@@ -286,7 +288,7 @@ def compare(pair: Pair, one: dict[str, Any], many: dict[str, Any]) -> "Verdict":
     from dit.verify.report import judge
 
     model = build_on_meta(pair.many.model, uncertainty=pair.many.objective.learns_uncertainty)
-    return judge(one, many, model, pair.sizes, pair.bounds)
+    return judge(one, many, model, pair.sizes, pair.bounds, pair.floor)
 
 
 def verify(pairs: Sequence[Pair], folder: Path) -> "list[Verdict]":
@@ -392,7 +394,7 @@ def verify_full(config: "RunConfig", scratch: Optional[str]) -> Optional[Outcome
         reports = [differences(each.one, each.many, folder) for each in pairs]
     model = build_on_meta(pair.many.model, uncertainty=pair.many.objective.learns_uncertainty)
     verdicts: dict[str, Verdict] = {
-        each.many.training.precision: judge_differences(report, model, each.sizes, each.bounds)
+        each.many.training.precision: judge_differences(report, model, each.sizes, each.bounds, each.floor)
         for each, report in zip(pairs, reports)
         if report is not None
     }

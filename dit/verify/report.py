@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from dit.backends.sharding import HEADS, Axis, AxisSizes, ParameterSharding, Row, describe, in_columns, sharding_of
 from dit.parallel.dims import ParallelConfig, ParallelDims
-from dit.verify.compare import BOUNDS, Comparison, compare_training, relative_errors, with_averages
+from dit.verify.compare import BOUNDS, Comparison, compare_training, floored, relative_errors, with_averages
 
 MOST_ROWS, MOST_NAMES = 20, 4
 
@@ -173,6 +173,7 @@ def judge(
     model: nn.Module,
     sizes: AxisSizes,
     bounds: Mapping[str, float] = BOUNDS,
+    floor: float = 0.0,
 ) -> Verdict:
     """Compare the results of `dit.verify.trial.train` on one rank and under a layout.
 
@@ -180,12 +181,13 @@ def judge(
         model: the unsharded model on the meta device (`build_on_meta`).
         sizes: sizes of the layout's axes.
         bounds: largest accepted errors.
+        floor: see `floored`.
     """
     expected: Mapping[str, Tensor] = one["gradients"]
     actual: Mapping[str, Tensor] = many["gradients"]
     idle = [n for n, g in expected.items() if not g.any() and n in actual and not actual[n].any()]
     compared = [{**side, "gradients": _without(side["gradients"], idle)} for side in (one, many)]
-    comparison = compare_training(compared[0], compared[1], bounds)
+    comparison = compare_training(compared[0], compared[1], bounds, floor)
     wrong = {
         name: Difference(
             norm=float(expected[name].norm()),
@@ -200,16 +202,22 @@ def judge(
 
 
 def judge_differences(
-    reported: Mapping[str, Any], model: nn.Module, sizes: AxisSizes, bounds: Mapping[str, float] = BOUNDS
+    reported: Mapping[str, Any],
+    model: nn.Module,
+    sizes: AxisSizes,
+    bounds: Mapping[str, float] = BOUNDS,
+    floor: float = 0.0,
 ) -> Verdict:
     """Compare the result of `dit.verify.full.differences`; see `judge`."""
     gradients: Mapping[str, Difference] = reported["gradients"]
     idle = [name for name, one in gradients.items() if one.norm == 0 and one.error == 0]
     errors = {kind: relative_errors(*reported[kind]) for kind in ("losses", "grad_norms")}
-    errors["gradients"] = {name: one.error for name, one in gradients.items() if name not in idle}
-    for kind in ("parameters", "averages"):
-        if kind in reported:
-            errors[kind] = {name: one.error for name, one in reported[kind].items()}
+    for kind in ("gradients", "parameters", "averages"):
+        differences: Mapping[str, Difference] = reported.get(kind, {})
+        compared = {n: one for n, one in differences.items() if kind != "gradients" or n not in idle}
+        if compared:
+            norms = {name: one.norm for name, one in compared.items()}
+            errors[kind] = floored({name: one.error for name, one in compared.items()}, norms, floor)
     comparison = Comparison(errors, tuple(reported["drifted"]), with_averages(bounds, "averages" in reported))
     wrong = {name: gradients[name] for name in comparison.wrong("gradients")}
     return _verdict(comparison, wrong, idle, model, sizes)
