@@ -206,9 +206,7 @@ def pair_of(config: "RunConfig", world_size: int) -> Pair:
         data=data,
         objective=config.objective,
         parallel=parallel,
-        training=TrainingConfig(
-            global_batch_size=micro_batches, precision="fp32", recompute=recompute, compile=config.training.compile
-        ),
+        training=TrainingConfig(global_batch_size=micro_batches, precision="fp32", recompute=recompute),
         checkpoint=CheckpointConfig(start_from=config.checkpoint.start_from),
     ).check(world_size)
     stream = MockStream(data, spec, SEED)

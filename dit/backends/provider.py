@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from dit.backends.device import local_device
 from dit.backends.expert_dispatch import ExpertDispatch
 from dit.backends.gathered_linear import GatheredLinear
-from dit.backends.graph_linears import GraphColumnLinear, GraphRowLinear, SumOverRanks
 from dit.backends.init import ZEROS, Init, uniform, with_init
 from dit.backends.pending_bias import PendingBias
 from dit.backends.sharding import GradientCovers, ParameterSharding, adapter_shardings, set_sharding, sharding_of
@@ -43,6 +42,11 @@ class ColumnLinear(ColumnParallelLinear):
 
     is_unsharded, returns_bias, skip_bias_add, skip_bias_gradient = False, False, False, False
 
+    @property
+    def compiles(self) -> bool:
+        """Whether torch.compile supports the layer; Megatron-Core's communication breaks a graph."""
+        return self.is_unsharded
+
     def forward(self, x_TD: Tensor) -> Tensor | PendingBias:
         bias = self.bias
         if self.skip_bias_gradient:
@@ -64,6 +68,11 @@ class RowLinear(RowParallelLinear):
     """
 
     is_unsharded, returns_bias, skip_bias_add = False, False, False
+
+    @property
+    def compiles(self) -> bool:
+        """See `ColumnLinear.compiles`."""
+        return self.is_unsharded
 
     def forward(self, x_TD: Tensor) -> Tensor | PendingBias:
         if self.is_unsharded:
@@ -122,9 +131,6 @@ class LayerProvider:
     ) -> None:
         self.config, self.kernels = config, kernels
         self._column, self._row = choose(LINEARS, Target(local_device(), config.params_dtype), linears).load()
-        if kernels.in_graph:
-            self._column, self._row = GraphColumnLinear, GraphRowLinear
-            self._sum_in_graph = SumOverRanks(groups and groups.tp)
         self.tp_group = _OneRank() if groups is None else groups.tp
         self.tp_size, self.tp_rank = self.tp_group.size(), self.tp_group.rank()
         self._groups = groups
@@ -274,7 +280,6 @@ class LayerProvider:
             bias=bias,
             group=self.tp_group,
             sequence_parallel=self.sequence_parallel,
-            in_graph=self.kernels.in_graph,
             dtype=self.config.params_dtype,
             device=self._device,
         )
@@ -361,8 +366,6 @@ class LayerProvider:
         """Sum a tensor over the tensor-parallel ranks, and its gradient in the backward pass."""
         if self.tp_size == 1:
             return x
-        if self.kernels.in_graph:
-            return self._sum_in_graph(x)
         return copy_to_tensor_model_parallel_region(
             reduce_from_tensor_model_parallel_region(x, group=self.tp_group), group=self.tp_group
         )

@@ -36,13 +36,6 @@ def gelu(x: Tensor) -> Tensor:
     return out
 
 
-def gelu_in_graph(x: Tensor) -> Tensor:
-    """Compute `gelu` with operations that a compiler can fuse and differentiate."""
-    if x.device.type != "cpu" or x.dtype not in EXACT:
-        return F.gelu(x, approximate="tanh")
-    return x * torch.sigmoid(x * (A + A * B * x * x))
-
-
 def _gate(x: Tensor, square: Tensor) -> Tensor:
     """Return sigmoid(2 u)."""
     return torch.add(A, square, alpha=A * B).mul_(x).sigmoid_()

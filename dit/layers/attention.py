@@ -45,6 +45,7 @@ class WidthRMSNorm(nn.Module):
     def __init__(self, num_heads: int, head_size: int, provider: LayerProvider, *, eps: float) -> None:
         super().__init__()
         self.eps, self.width, self.provider = eps, num_heads * head_size, provider
+        self.compiles = provider.tp_size == 1  # see `ColumnLinear.compiles`
         self.weight = provider.split_vector(self.width, ONES)
 
     def forward(self, x_TNH: Tensor) -> Tensor:

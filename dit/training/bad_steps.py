@@ -115,7 +115,7 @@ class BadSteps:
         model, state = self.config.model, self.state
         channels = model.token_channels, model.in_channels
         probe = Probe(state.chunks, state.wrapped, self.config.objective, channels, self.groups)
-        compiled = self.config.training.compile or self.config.training.kernels == "compile"
+        compiled = self.config.training.kernels == "compile"
         # Compiled blocks would be compiled again around the looks, or run without them.
         with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
             first, report = find_culprit(probe, forward_step, batches, sums, self.groups)

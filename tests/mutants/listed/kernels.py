@@ -3,6 +3,7 @@
 from tests.mutants.listed.paths import (
     ATTENTION,
     CHOICE,
+    COMPILED,
     DIT,
     DIT_CROSS,
     FUSED_LAYERS,
@@ -10,13 +11,26 @@ from tests.mutants.listed.paths import (
     FUSED_OPS,
     FUSED_PICTURES,
     FUSED_UPDATE,
-    GRAPHS,
     ROTARY,
     STABLE,
 )
 from tests.mutants.runner import Mutant
 
 MUTANTS = (
+    Mutant(
+        "compiled layer: selective recompute saves everything",
+        "dit/kernels/compiled.py",
+        "partitioner.aggressive_recomputation = selective",
+        "partitioner.aggressive_recomputation = False",
+        (COMPILED,),
+    ),
+    Mutant(
+        "compiled layer: packs of other lengths need other graphs",
+        "dit/kernels/compiled.py",
+        "dynamic=False if one_size else None",
+        "dynamic=False",
+        (COMPILED,),
+    ),
     Mutant(
         "adaLN: torch's eps for the model's",
         "dit/kernels/modulation.py",
@@ -207,20 +221,6 @@ MUTANTS = (
         (ATTENTION,),
     ),
     Mutant(
-        "compiled layer: selective recompute saves everything",
-        "dit/kernels/compiled.py",
-        "CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE",
-        "CheckpointPolicy.MUST_SAVE",
-        (GRAPHS,),
-    ),
-    Mutant(
-        "compiled layer: selective recompute repeats products",
-        "dit/kernels/compiled.py",
-        "CheckpointPolicy.MUST_SAVE if expensive else CheckpointPolicy.PREFER_RECOMPUTE",
-        "CheckpointPolicy.PREFER_RECOMPUTE",
-        (GRAPHS,),
-    ),
-    Mutant(
         "heap: what the user has set is changed",
         "dit/heap.py",
         "any(name in environ for name in VARIABLES)",
@@ -240,26 +240,5 @@ MUTANTS = (
         "np.where(index < lengths, index, 0)",
         "index.clip(max=layout.total_tokens - 1 - starts.max())",
         (ATTENTION,),
-    ),
-    Mutant(
-        "compiled layer: the gradient of a modulation is that of the first sample",
-        "dit/kernels/graph_layout.py",
-        "return one_hot_ST @ grads[0], None, None",
-        "return one_hot_ST[:1].expand_as(one_hot_ST) @ grads[0], None, None",
-        (GRAPHS,),
-    ),
-    Mutant(
-        "compiled layer: every length of a pack is a graph of its own",
-        "dit/kernels/compiled.py",
-        "mark_dynamic_sizes(inputs)",
-        "pass",
-        (GRAPHS,),
-    ),
-    Mutant(
-        "compiled layer: padding is a key of its sample",
-        "dit/kernels/graph_layout.py",
-        "return _layout_of(tuple(lengths_S.tolist()),",
-        "return _layout_of(tuple(padded_S.tolist()),",
-        (GRAPHS,),
     ),
 )
