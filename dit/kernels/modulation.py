@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dit.kernels.gelu import gelu
 from dit.kernels.recompute import recomputable
 from dit.layout import SequenceLayout
 
@@ -148,7 +147,7 @@ def residual_norm_modulate(
 @recomputable
 def gelu_tanh(x_TF: Tensor, bias_F: Optional[Tensor] = None) -> Tensor:
     """Compute tanh-approximated GELU(x + bias) (Hendrycks and Gimpel 2016)."""
-    return gelu(x_TF if bias_F is None else x_TF + bias_F)
+    return F.gelu(x_TF if bias_F is None else x_TF + bias_F, approximate="tanh")
 
 
 @recomputable
