@@ -86,8 +86,8 @@ def attend_densely(
     if nothing_attends(layout_q, layout_k):
         return zeros_of(q_TNH, k_KNH, v_KNH)
     groups = grouped(layout_q, layout_k)
-    parts = groups.queries.gather(q_TNH), groups.keys.gather(k_KNH), groups.keys.gather(v_KNH)
-    return groups.queries.scatter([_dense(kernel, *qkv, count) for *qkv, count in zip(*parts, groups.counts)])
+    parts = zip(groups.queries.gather(q_TNH), groups.keys.gather(k_KNH), groups.keys.gather(v_KNH), groups.counts)
+    return groups.queries.scatter([_dense(kernel, q, k, v, count) for q, k, v, count in parts])
 
 
 def _dense(kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, batch: int) -> Tensor:

@@ -1,12 +1,13 @@
 """Transformer layers under `training.kernels=compile`: the numbers of eager layers, and few graphs.
 
-Graphs are counted, and run as torch's own operators (`aot_eager`).
+Graphs are counted, and run as torch's own operators (`aot_eager`), because generating code takes minutes.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from shutil import which
 from typing import Any
 
 import pytest
@@ -188,6 +189,18 @@ def test_experts_bf16_and_adapters_have_the_numbers_of_eager_layers(
         expected = step(eager, model, batch)
         assert len(expected) > 1
         assert same(step(network, model, batch), expected, rtol), precision
+
+
+@pytest.mark.matrix
+@pytest.mark.skipif(which("g++") is None, reason="needs a C++ compiler")
+def test_generated_code_has_the_numbers_of_eager_layers(one_rank_world: ProcessGroups) -> None:
+    """The compiler of `training.kernels=compile` itself."""
+    torch._dynamo.reset()
+    model = replace(config_of("dit_cross"), num_layers=2)
+    eager, network = (network_of(model, one_rank_world, kernels=kernels) for kernels in ("eager", "compile"))
+    for kind in ("dense", "padded"):
+        batch = batch_of(model, kind)
+        assert same(step(network, model, batch), step(eager, model, batch)), kind
 
 
 def test_the_backbone_of_the_page_has_the_numbers_of_eager_layers(
