@@ -163,12 +163,8 @@ def plain_step(network: nn.Module, case: Case) -> Callable[[], None]:
     return step
 
 
-def our_step(case: Case, folder: str, groups: "ProcessGroups", kernels: str = "auto") -> tuple[Callable[[], None], int]:
-    """Return the step of a run, and the number of its parameters.
-
-    Args:
-        kernels: `training.kernels`.
-    """
+def our_step(case: Case, folder: str, groups: "ProcessGroups") -> tuple[Callable[[], None], int]:
+    """Return the step of a run, and the number of its parameters."""
     from dit.parallel.build import count_parameters
     from dit.training.pretrain import Run
 
@@ -177,7 +173,6 @@ def our_step(case: Case, folder: str, groups: "ProcessGroups", kernels: str = "a
         *(f"model.hidden_size={case.hidden}", f"model.num_layers={case.layers}"),
         *(f"model.num_attention_heads={case.heads}", f"model.patch_spatial={PATCH}"),
         *(f"training.ema_decay={DECAY}", f"training.global_batch_size={batch}", f"training.micro_batch_size={batch}"),
-        f"training.kernels={kernels}",
     ]
     pixels = case.side * PATCH
     config = config_of(
@@ -203,12 +198,8 @@ def ragged(case: Case) -> dict[str, Any]:
     return {"shapes": shapes, "max_tokens_per_pack": case.batch * case.side**2, "pack_multiple_of": 1}
 
 
-def measure(case: Case, rounds: int, warmup: int, *, compiled: bool = False) -> dict[str, Any]:
-    """Time the steps of one case and return its row.
-
-    Args:
-        compiled: also time our step with `training.kernels=compile`.
-    """
+def measure(case: Case, rounds: int, warmup: int) -> dict[str, Any]:
+    """Time the steps of one case and return its row."""
     from dit.backends import process_groups
     from dit.parallel.dims import ParallelConfig
 
@@ -220,8 +211,6 @@ def measure(case: Case, rounds: int, warmup: int, *, compiled: bool = False) -> 
         if find_spec("diffusers"):
             networks["diffusers"] = Diffusers(case)
         steps = {"ours": our_step_of_case}
-        if compiled:
-            steps["compiled"], _ = our_step(case, f"{folder}/compiled", groups, "compile")
         steps |= {name: plain_step(network, case) for name, network in networks.items()}
         seconds: dict[str, list[float]] = {name: [] for name in steps}
         for number in range(warmup + rounds):
@@ -235,8 +224,6 @@ def measure(case: Case, rounds: int, warmup: int, *, compiled: bool = False) -> 
     row: dict[str, Any] = {"case": case.name, "milliseconds": {n: 1e3 * median(s) for n, s in seconds.items()}}
     row["parameters"] = {"ours": parameters} | counts
     row["ratio"] = {name: _ratio(seconds["ours"], seconds[name]) for name in networks}
-    if compiled:
-        row["compiled_to_eager"] = _ratio(seconds["compiled"], seconds["ours"])
     return row
 
 
@@ -256,12 +243,6 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         cells = [f"{times[name]:,.1f}" if name in times else "-" for name in ("ours", "plain", "diffusers")]
         cells += [f"{ratio[name]:.2f}" if name in ratio else "-" for name in ("plain", "diffusers")]
         lines.append(f"| {row['case']} | {' | '.join(cells)} |")
-    lines += [
-        f"\n{row['case']}: layers compiled (training.kernels=compile) {row['milliseconds']['compiled']:,.1f} ms, "
-        f"{row['compiled_to_eager']:.2f} of ours"
-        for row in rows
-        if "compiled_to_eager" in row
-    ]
     return "\n".join(lines)
 
 
@@ -272,7 +253,6 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--warmup", type=int, default=3, help="steps of each before (%(default)s)")
     numbers = range(len(CASES))
     parser.add_argument("--only", type=int, nargs="+", choices=numbers, default=numbers, help="numbers of the cases")
-    parser.add_argument("--compiled", action="store_true", help="also our step with training.kernels=compile")
     parser.add_argument("--out", type=Path, help="append a line of JSON to this file")
     return parser
 
@@ -285,11 +265,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         raise ConfigError(f"--rounds={args.rounds} must be at least 1 and --warmup={args.warmup} at least 0")
     environment.prepare()
     torch.set_num_threads(1)
-    rows = [
-        measure(case, args.rounds, args.warmup, compiled=args.compiled)
-        for i, case in enumerate(CASES)
-        if i in args.only
-    ]
+    rows = [measure(case, args.rounds, args.warmup) for i, case in enumerate(CASES) if i in args.only]
     echo(table(rows))
     if args.out:
         with open(args.out, "a", encoding="utf-8") as file:

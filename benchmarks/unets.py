@@ -134,7 +134,7 @@ def imagen_arms(groups: "ProcessGroups", *, compiled: bool = True) -> Iterator[A
     """Yield our regular UNet of Imagen with each of its options, and imagen-pytorch's where it is installed.
 
     Args:
-        compiled: with `training.compile`, whose first step takes minutes on CPU.
+        compiled: with `training.kernels=compile`, whose first step takes minutes on CPU.
     """
     from dit.models.unet.config import UNetConfig
 
@@ -155,7 +155,7 @@ def imagen_arms(groups: "ProcessGroups", *, compiled: bool = True) -> Iterator[A
     yield ours(f"{name}, stacked attention", name, stacked, groups)
     yield ours(f"{name}, checkpointed", name, fused, groups, recompute="full")
     if compiled:
-        yield ours(f"{name}, compiled", name, fused, groups, compile=True)
+        yield ours(f"{name}, compiled", name, fused, groups, kernels="compile")
     single = f"{name}, one block of a level, stacked attention"
     yield ours(single, single, replace(stacked, num_res_blocks=[1] * LEVELS), groups)
     if find_spec("imagen_pytorch"):

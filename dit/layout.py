@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Optional
+from typing import Literal, Optional
 
 import torch
 from torch import Tensor
@@ -121,6 +121,16 @@ class SequenceLayout:
         return n if len(set(self.lengths)) == 1 and self.total_tokens == n * self.num_samples else None
 
     @cached_property
+    def kind(self) -> Literal["one sample", "dense", "ragged"]:
+        """Whether the local tokens are one sample, a dense batch of samples, or anything else.
+
+        Compiled layers read this instead of lengths, so that packs of any lengths use the same graphs.
+        """
+        if self.num_samples == 1:
+            return "one sample"
+        return "dense" if self.local_indices is None and self.uniform_length else "ragged"
+
+    @cached_property
     def starts(self) -> tuple[int, ...]:
         """Index of the first token of each sample, on the host."""
         return tuple(accumulate(self.padded_lengths, initial=0))[:-1]
@@ -217,7 +227,8 @@ class SequenceLayout:
         This is the gradient of `per_token`. The gradient of plain indexing adds row by row, which takes four times as
         long on CPU, and on CUDA it sorts all tokens in every layer.
         """
-        if self.local_indices is None and self.total_tokens >= LONG * self.num_samples:  # few long samples
+        splits = self.local_indices is None and not torch.compiler.is_compiling()  # lengths are not part of a graph
+        if splits and self.total_tokens >= LONG * self.num_samples:  # few long samples
             ends = (*self.starts[1:], self.total_tokens)
             counts = [end - start for start, end in zip(self.starts, ends)]
             return torch.stack([sample_TD.sum(0) for sample_TD in x_TD.split(counts)])

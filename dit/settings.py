@@ -88,15 +88,13 @@ class TrainingConfig:
         kernels: implementation of the memory-bound operations of transformer layers (norms, modulation, residuals,
             heads, rotary positions, activations) and of the optimizer's update: `eager`, or one `triton` kernel for
             each; `auto` selects `triton` on devices where tests/gpu has passed with it, which is none yet. Numbers
-            change by rounding. `compile` compiles each layer to one graph with torch.compile (DiT without experts, with
-            cross-attention, Movie Gen and Wan); the update stays eager.
-        compile: compile the residual blocks of Imagen's UNets with torch.compile; numbers change by rounding. Not under
-            FSDP. Transformer layers: `kernels=compile`.
+            change by rounding. `compile` compiles the layers by torch.compile (DiT, DiT with cross-attention, Movie
+            Gen, Wan, residual blocks of Imagen's UNets; not under FSDP); the update stays eager.
         deterministic: use kernels with bit-identical results in every run on the same machines and layout; an operation
             without such a kernel ends the run. Slower (docs/runs.md).
         recompute: activations that are recomputed in the backward pass instead of saved: none, the cheap ones
             (`selective`: modulated norms, activation functions; with `kernels=compile` all except matrix products,
-            attention and communicated tensors), or all (`full`: only layer inputs are saved).
+            attention and communication), or all (`full`: only layer inputs are saved).
         recompute_layers: number of layers to recompute in each pipeline stage (or virtual chunk), from the first one;
             None for all.
         seed: of initial weights, data order and all noise.
@@ -145,7 +143,6 @@ class TrainingConfig:
     attention: Literal["auto", "sdpa", "varlen", "flash_attn", "transformer_engine"] = "auto"
     linears: Literal["auto", "megatron", "transformer_engine"] = "auto"
     kernels: Literal["auto", "triton", "compile", "eager"] = "auto"
-    compile: bool = False
     deterministic: bool = False
     recompute: Literal["none", "selective", "full"] = "none"
     recompute_layers: Optional[int] = None
@@ -266,7 +263,6 @@ class TrainingConfig:
             "attention": (self.attention == "transformer_engine", "attention=auto"),
             "linears": (self.linears == "transformer_engine", "linears=megatron"),
             "kernels": (self.kernels == "compile", "kernels=eager or triton"),
-            "compile": (self.compile, "compile=False"),
         }
         for name, (is_requested, cure) in unchecked.items():
             if self.deterministic and is_requested:

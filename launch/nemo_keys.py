@@ -342,7 +342,13 @@ _EXPERIMENT = [
 _ENGINE = [
     maps("model.micro_batch_size", "training.micro_batch_size", required=True, note="at most"),
     maps("model.global_batch_size", "training.global_batch_size", required=True),
-    maps("model.inductor", "training.compile", default=False, note="the residual blocks are compiled, not all"),
+    maps(
+        "model.inductor",
+        "training.kernels",
+        lambda compiles: "compile" if compiles else "auto",
+        default=False,
+        note="the residual blocks are compiled, not all",
+    ),
     only("model.inductor_cudagraphs", False, why="no CUDA graphs are recorded"),
     maps("model.channels_last", "model.channels_last", note="a layout of memory; numbers are the same"),
     maps("model.seed", "training.seed"),

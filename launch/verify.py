@@ -229,7 +229,7 @@ def pair_of(config: "RunConfig", world_size: int) -> Pair:
         data=data,
         objective=config.objective,
         parallel=parallel,
-        training=replace(training, compile=recipe.compile),
+        training=training,
         checkpoint=CheckpointConfig(start_from=config.checkpoint.start_from),
     ).check(world_size)
     stream = MockStream(data, spec, SEED)

@@ -83,9 +83,3 @@ def build_model(one_rank_world: ProcessGroups) -> BuildModel:
         return model
 
     return build
-
-
-@pytest.fixture
-def unpadded_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Attend on CPU to groups of equally long segments alone, as on other devices: no operation is for idle slots."""
-    monkeypatch.setattr("dit.kernels.segment_groups.LONGEST_PADDED", 0)

@@ -23,8 +23,6 @@ from megatron.core.tensor_parallel import (
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from torch import Tensor, nn
 
-from dit.backends.graph_linears import TensorRanks, communicate
-
 
 class GatheredLinear(nn.Linear):
     """y = x W^T + b, described above.
@@ -33,7 +31,6 @@ class GatheredLinear(nn.Linear):
         in_features, out_features: sizes of the unsharded layer.
         group: the tensor-parallel group; None for one rank.
         sequence_parallel: whether each rank has different tokens of the samples.
-        in_graph: whether the layer runs inside a compiled layer.
     """
 
     def __init__(
@@ -44,29 +41,20 @@ class GatheredLinear(nn.Linear):
         bias: bool,
         group: Any,
         sequence_parallel: bool,
-        in_graph: bool,
         dtype: torch.dtype,
         device: Any,
     ) -> None:
-        self.ranks = TensorRanks(group)
-        super().__init__(in_features, out_features // self.ranks.size, bias=bias, dtype=dtype, device=device)
-        self._group, self._sequence_parallel, self._in_graph = group, sequence_parallel, in_graph
+        self.ranks = 1 if group is None else group.size()
+        super().__init__(in_features, out_features // self.ranks, bias=bias, dtype=dtype, device=device)
+        self._group, self._sequence_parallel = group, sequence_parallel
+        self.compiles = self.ranks == 1  # see `ColumnLinear.compiles`
 
     def forward(self, x_SD: Tensor) -> Tensor:
-        if self.ranks.size == 1:
+        if self.ranks == 1:
             return super().forward(x_SD)
         if not self._sequence_parallel:
-            x_SD = (
-                communicate(x_SD, "identity", self.ranks)
-                if self._in_graph
-                else copy_to_tensor_model_parallel_region(x_SD, group=self._group)
-            )
+            x_SD = copy_to_tensor_model_parallel_region(x_SD, group=self._group)
         y_SF = super().forward(x_SD)
-        if self._in_graph:
-            y_FS = y_SF.t()
-            if not self._sequence_parallel:
-                return communicate(y_FS, "gather_replicated", self.ranks).t()
-            return communicate(y_FS.float(), "gather", self.ranks).t().to(y_SF.dtype)
         if not self._sequence_parallel:
             return gather_from_tensor_model_parallel_region(y_SF, group=self._group)
         return all_gather_last_dim_from_tensor_parallel_region(y_SF.float(), group=self._group).to(y_SF.dtype)

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from dit.backends.device import local_device
 from dit.backends.expert_dispatch import ExpertDispatch
 from dit.backends.gathered_linear import GatheredLinear
-from dit.backends.graph_linears import GraphColumnLinear, GraphRowLinear, SumOverRanks
 from dit.backends.init import ZEROS, Init, uniform, with_init
+from dit.backends.pending_bias import PendingBias
 from dit.backends.sharding import GradientCovers, ParameterSharding, adapter_shardings, set_sharding, sharding_of
 from dit.errors import ConfigError
 from dit.kernels.choice import UNTRIED, Implementation, Op, Target, choose, installed, on_cuda
@@ -35,38 +35,51 @@ class ColumnLinear(ColumnParallelLinear):
 
     Attributes:
         is_unsharded: whether this rank has all features, so that the layer is a plain torch linear.
+        returns_bias: whether the layer returns a `PendingBias`.
         skip_bias_add: whether the output does not include the bias.
-        adds_bias: whether this layer computes the gradient of its bias.
+        skip_bias_gradient: whether the output includes the bias, whose gradient the next operation computes.
     """
 
-    is_unsharded, skip_bias_add, adds_bias = False, False, True
+    is_unsharded, returns_bias, skip_bias_add, skip_bias_gradient = False, False, False, False
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        if not self.adds_bias:
-            return nn.functional.linear(x_TD, self.weight, self.bias.detach())
-        if self.is_unsharded:
-            return nn.functional.linear(x_TD, self.weight, None if self.skip_bias_add else self.bias)
-        return super().forward(x_TD)[0]
+    @property
+    def compiles(self) -> bool:
+        """Whether torch.compile supports the layer; Megatron-Core's communication breaks a graph."""
+        return self.is_unsharded
+
+    def forward(self, x_TD: Tensor) -> Tensor | PendingBias:
+        bias = self.bias
+        if self.skip_bias_gradient:
+            y_TD = nn.functional.linear(x_TD, self.weight, bias.detach())
+        elif self.is_unsharded:
+            y_TD = nn.functional.linear(x_TD, self.weight, None if self.skip_bias_add else bias)
+        else:
+            y_TD = super().forward(x_TD)[0]
+        if not self.returns_bias:
+            return y_TD
+        return PendingBias(y_TD, bias if self.skip_bias_add or self.skip_bias_gradient else None)
 
 
 class RowLinear(RowParallelLinear):
     """y = x W^T + b with the input features split over tensor-parallel ranks; scatters the tokens under SP.
 
     Attributes:
-        is_unsharded, skip_bias_add: as in `ColumnLinear`.
+        is_unsharded, returns_bias, skip_bias_add: as in `ColumnLinear`.
     """
 
-    is_unsharded, skip_bias_add = False, False
+    is_unsharded, returns_bias, skip_bias_add = False, False, False
 
-    def forward(self, x_TD: Tensor) -> Tensor:
+    @property
+    def compiles(self) -> bool:
+        """See `ColumnLinear.compiles`."""
+        return self.is_unsharded
+
+    def forward(self, x_TD: Tensor) -> Tensor | PendingBias:
         if self.is_unsharded:
-            return nn.functional.linear(x_TD, self.weight, None if self.skip_bias_add else self.bias)
-        return super().forward(x_TD)[0]
-
-
-def unadded_bias(layer: nn.Module) -> Optional[Tensor]:
-    """Return the bias that the operation after a parallel linear still has to add, or None."""
-    return layer.bias if layer.skip_bias_add else None  # type: ignore[return-value]
+            y_TD = nn.functional.linear(x_TD, self.weight, None if self.skip_bias_add else self.bias)
+        else:
+            y_TD = super().forward(x_TD)[0]
+        return PendingBias(y_TD, self.bias if self.skip_bias_add else None) if self.returns_bias else y_TD
 
 
 def _transformer_engine() -> tuple[Any, Any]:
@@ -118,9 +131,6 @@ class LayerProvider:
     ) -> None:
         self.config, self.kernels = config, kernels
         self._column, self._row = choose(LINEARS, Target(local_device(), config.params_dtype), linears).load()
-        if kernels.in_graph:
-            self._column, self._row = GraphColumnLinear, GraphRowLinear
-            self._sum_in_graph = SumOverRanks(groups and groups.tp)
         self.tp_group = _OneRank() if groups is None else groups.tp
         self.tp_size, self.tp_rank = self.tp_group.size(), self.tp_group.rank()
         self._groups = groups
@@ -135,8 +145,8 @@ class LayerProvider:
         return self.config.sequence_parallel and self.tp_size > 1
 
     @property
-    def _leaves_bias(self) -> bool:
-        """Whether the operation after a linear adds the bias.
+    def _skips_bias_add(self) -> bool:
+        """Whether a linear with `skip_bias_add` leaves its bias to the next operation.
 
         A fused operation adds it at no cost. Under tensor parallelism the matrix product cannot add it.
         """
@@ -171,12 +181,12 @@ class LayerProvider:
         """Build a linear layer whose output features are split.
 
         Args:
-            skip_bias_add: whether the layer may leave its bias to the operation after it, which adds `unadded_bias`.
+            skip_bias_add: whether the layer returns a `PendingBias`.
             replicated_input: whether the input is replicated over tensor-parallel ranks even under sequence parallelism
                 (text). Then no tokens are gathered, and every rank computes the gradient of all tokens.
         """
         self.split(out_features, "output features")
-        config, skip_bias_add = self.config, skip_bias_add and self._leaves_bias
+        config, skips = self.config, skip_bias_add and self._skips_bias_add
         if replicated_input:
             config = copy(config)
             config.sequence_parallel = False
@@ -187,32 +197,30 @@ class LayerProvider:
             init_method=None,
             bias=bias,
             gather_output=False,
-            skip_bias_add=skip_bias_add,
+            skip_bias_add=skips,
             is_expert=False,
             tp_group=self.tp_group,
         )
         sharding = ParameterSharding(
             split_dim=0, gradient_covers="all_tokens" if replicated_input else "sequence_shard"
         )
-        layer.is_unsharded, layer.skip_bias_add = self.tp_size == 1, skip_bias_add
+        layer.is_unsharded, layer.returns_bias, layer.skip_bias_add = self.tp_size == 1, skip_bias_add, skips
         _initialize(layer, sharding, sharding, init)
         return layer
 
     def heads_linear(
         self, in_features: int, out_features: int, *, bias: bool, init: Init, replicated_input: bool = False
-    ) -> tuple[ColumnLinear, bool]:
-        """Build a projection to attention heads; the matrix product adds the bias.
+    ) -> ColumnLinear:
+        """Build a projection to attention heads, which returns a `PendingBias` for `split_heads`.
 
-        On one tensor-parallel rank, the fused kernel after the projection writes the gradient of its output and sums
-        the gradient of its bias in the same pass.
-
-        Returns:
-            The layer, and whether `split_heads` computes the gradient of its bias.
+        The matrix product adds the bias. On one tensor-parallel rank, the fused `split_heads` writes the gradient of
+        the output and sums the gradient of the bias in the same pass.
         """
         layer = self.column_linear(in_features, out_features, bias=bias, init=init, replicated_input=replicated_input)
-        fused_bias = bias and self.kernels.adds_bias and self.tp_size == 1 and isinstance(layer, ColumnLinear)
-        layer.adds_bias = not fused_bias
-        return layer, fused_bias
+        layer.returns_bias = True
+        fused_bias = bias and self.kernels.adds_bias and self.tp_size == 1
+        layer.skip_bias_gradient = fused_bias and isinstance(layer, ColumnLinear)
+        return layer
 
     def row_linear(
         self, in_features: int, out_features: int, *, bias: bool, init: Init, skip_bias_add: bool = False
@@ -220,10 +228,10 @@ class LayerProvider:
         """Build a linear layer whose input features are split.
 
         Args:
-            skip_bias_add: whether the layer may leave its bias to the operation after it, which adds `unadded_bias`.
+            skip_bias_add: whether the layer returns a `PendingBias`.
         """
         self.split(in_features, "input features")
-        skip_bias_add = skip_bias_add and self._leaves_bias
+        skips = skip_bias_add and self._skips_bias_add
         layer = self._row(
             in_features,
             out_features,
@@ -231,11 +239,11 @@ class LayerProvider:
             init_method=None,
             bias=bias,
             input_is_parallel=True,
-            skip_bias_add=skip_bias_add,
+            skip_bias_add=skips,
             is_expert=False,
             tp_group=self.tp_group,
         )
-        layer.is_unsharded, layer.skip_bias_add = self.tp_size == 1, skip_bias_add
+        layer.is_unsharded, layer.returns_bias, layer.skip_bias_add = self.tp_size == 1, skip_bias_add, skips
         # The bias is added to the local tokens, after the sum over ranks.
         _initialize(layer, ParameterSharding(split_dim=1), REPLICATED, init)
         return layer
@@ -272,7 +280,6 @@ class LayerProvider:
             bias=bias,
             group=self.tp_group,
             sequence_parallel=self.sequence_parallel,
-            in_graph=self.kernels.in_graph,
             dtype=self.config.params_dtype,
             device=self._device,
         )
@@ -359,8 +366,6 @@ class LayerProvider:
         """Sum a tensor over the tensor-parallel ranks, and its gradient in the backward pass."""
         if self.tp_size == 1:
             return x
-        if self.kernels.in_graph:
-            return self._sum_in_graph(x)
         return copy_to_tensor_model_parallel_region(
             reduce_from_tensor_model_parallel_region(x, group=self.tp_group), group=self.tp_group
         )

@@ -6,16 +6,24 @@ This project has not run them yet: Transformer Engine has no CPU wheel, and no G
 from megatron.core.extensions.transformer_engine import TEColumnParallelLinear, TERowParallelLinear
 from torch import Tensor
 
+from dit.backends.pending_bias import PendingBias
+
 
 class TEColumnLinear(TEColumnParallelLinear):
     """`ColumnLinear` with Transformer Engine."""
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return super().forward(x_TD)[0]
+    returns_bias = False
+
+    def forward(self, x_TD: Tensor) -> Tensor | PendingBias:
+        y_TD, bias = super().forward(x_TD)
+        return PendingBias(y_TD, bias) if self.returns_bias else y_TD
 
 
 class TERowLinear(TERowParallelLinear):
     """`RowLinear` with Transformer Engine."""
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return super().forward(x_TD)[0]
+    returns_bias = False
+
+    def forward(self, x_TD: Tensor) -> Tensor | PendingBias:
+        y_TD, bias = super().forward(x_TD)
+        return PendingBias(y_TD, bias) if self.returns_bias else y_TD

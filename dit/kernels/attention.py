@@ -12,13 +12,12 @@ from collections.abc import Callable
 from functools import partial
 from inspect import signature
 from itertools import accumulate
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from dit.kernels.grouped_sdpa import grouped_sdpa
 from dit.kernels.segment_groups import grouped
 from dit.layout import SequenceLayout
 
@@ -60,19 +59,12 @@ def zeros_of(q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor) -> Tensor:
 def segment_sdpa(
     q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout
 ) -> Tensor:
-    """Run scaled-dot-product attention on groups of segments, each group as one dense batch.
+    """Run scaled-dot-product attention on groups of segments of equal length, each group as one dense batch.
 
-    Runs on every device of torch. A dense batch needs one call and no copy of the tokens. On CPU, short segments of
-    nearly equal length share a group.
+    Runs on every device of torch. A dense batch needs one call and no copy of the tokens.
     """
-    masks = q_TNH.device.type == "cpu"  # on other devices a mask would exclude the fast kernels
-    full_q, full_k = layout_q.gathered, layout_k.gathered
-    dense = full_q.uniform_length and full_k.uniform_length
-    ragged = not dense and not nothing_attends(full_q, full_k)
-    # Respect `sdpa_kernel` if it disables flash attention.
-    if masks and ragged and q_TNH.shape[1] == k_KNH.shape[1] and torch.backends.cuda.flash_sdp_enabled():
-        return grouped_sdpa(q_TNH, k_KNH, v_KNH, grouped(full_q, full_k, pads=True, dtype=q_TNH.dtype))
-    return attend_densely(_grouped_sdpa, q_TNH, k_KNH, v_KNH, layout_q, layout_k, masks=masks)
+    kernel = partial(sdpa, enable_gqa=q_TNH.shape[1] != k_KNH.shape[1])
+    return attend_densely(kernel, q_TNH, k_KNH, v_KNH, layout_q, layout_k)
 
 
 def attend_densely(
@@ -82,42 +74,26 @@ def attend_densely(
     v_KNH: Tensor,
     layout_q: SequenceLayout,
     layout_k: SequenceLayout,
-    *,
-    masks: bool = False,
 ) -> Tensor:
-    """Run a dense kernel on groups of segments, each group as one batch.
+    """Run a dense kernel on groups of segments of equal length, each group as one batch.
 
     Args:
-        kernel: attention of queries, keys and values `[batch, N, n, H]`; with `masks`, an optional fourth argument is
-            added to the scores.
-        masks: whether short segments of nearly equal length share a group.
+        kernel: attention of queries, keys and values `[batch, N, n, H]`.
     """
     layout_q, layout_k = layout_q.gathered, layout_k.gathered
     if layout_q.uniform_length and layout_k.uniform_length:
         return _dense(kernel, q_TNH, k_KNH, v_KNH, layout_q.num_samples)
     if nothing_attends(layout_q, layout_k):
         return zeros_of(q_TNH, k_KNH, v_KNH)
-    pack = grouped(layout_q, layout_k, pads=masks, dtype=q_TNH.dtype)
-    q, (k, v) = pack.queries.gather(q_TNH), (pack.keys.gather(x) for x in (k_KNH, v_KNH))
-    qs, ks, vs = (
-        x.split([group.count * n for group, n in zip(pack.groups, sizes)]) if len(pack.groups) > 1 else [x]
-        for x, sizes in zip((q, k, v), (pack.sizes_q, pack.sizes_k, pack.sizes_k))
-    )
-    parts = [
-        _dense(kernel, q_i, k_i, v_i, group.count, *([] if group.mask is None else [group.mask]))
-        for group, q_i, k_i, v_i in zip(pack.groups, qs, ks, vs)
-    ]
-    return pack.queries.scatter(parts[0] if len(parts) == 1 else torch.cat(parts))
+    groups = grouped(layout_q, layout_k)
+    parts = zip(groups.queries.gather(q_TNH), groups.keys.gather(k_KNH), groups.keys.gather(v_KNH), groups.counts)
+    return groups.queries.scatter([_dense(kernel, q, k, v, count) for q, k, v, count in parts])
 
 
-def _dense(kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, batch: int, *mask: Tensor) -> Tensor:
+def _dense(kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, batch: int) -> Tensor:
     """Attend inside `batch` segments of equal length; return `[batch * n, N, H]`."""
     q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q, k, v))
-    return kernel(q, k, v, *mask).transpose(1, 2).flatten(0, 1)
-
-
-def _grouped_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor] = None) -> Tensor:
-    return sdpa(q, k, v, attn_mask=mask, enable_gqa=q.shape[1] != k.shape[1])
+    return kernel(q, k, v).transpose(1, 2).flatten(0, 1)
 
 
 def varlen_attention(

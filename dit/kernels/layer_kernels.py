@@ -1,4 +1,4 @@
-"""The memory-bound operations of a layer as one set, either eager, fused in Triton, or compiled.
+"""The memory-bound operations of a layer as one set, either eager or fused in Triton.
 
 A layer calls the set that `training.kernels` selects, so the layer needs no branch.
 """
@@ -55,7 +55,6 @@ class LayerKernels:
         norm_groups: see `dit.kernels.group_norm`.
         adds_bias: whether `split_heads` computes the gradient of the projection's bias, and the other operations add
             the bias of the linear before them. If False, the linear adds its bias, which is cheaper there.
-        in_graph: whether the layer runs as one compiled graph, with a `dit.kernels.graph_layout.GraphLayout`.
     """
 
     norm_modulate: Callable[[Tensor, NormModulation, SequenceLayout], tuple[Tensor, Tensor]]
@@ -68,7 +67,6 @@ class LayerKernels:
     swiglu: Activation
     norm_groups: NormGroups
     adds_bias: bool
-    in_graph: bool = False
 
 
 EAGER = LayerKernels(
@@ -96,21 +94,4 @@ def fused() -> LayerKernels:
         activations.swiglu,
         group_norm.norm_groups,
         adds_bias=True,
-    )
-
-
-def compiled() -> LayerKernels:
-    """Return the operations for layers compiled by torch.compile."""
-    from dit.kernels import graph_kernels
-
-    return LayerKernels(
-        graph_kernels.norm_modulate,
-        graph_kernels.residual,
-        graph_kernels.residual_norm_modulate,
-        rope.split_heads,
-        graph_kernels.gelu_tanh,
-        graph_kernels.swiglu,
-        group_norm.norm_groups,
-        adds_bias=False,
-        in_graph=True,
     )

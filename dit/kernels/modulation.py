@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dit.kernels.gelu import gelu
 from dit.kernels.recompute import recomputable
 from dit.layout import SequenceLayout
 
@@ -22,15 +21,14 @@ def broadcast_per_sample(x_SD: Tensor, layout: SequenceLayout) -> Tensor:
     One sample: `[1, D]` broadcasts over `[T, D]`. Dense batch: `[S, 1, D]` broadcasts over `[S, n, D]`. Both are views.
     Ragged pack: `[T, D]`, one copy per token.
     """
-    if layout.num_samples == 1:
-        return x_SD
-    return layout.per_token(x_SD) if _batch_length(layout) is None else x_SD[:, None]
+    if layout.kind == "ragged":
+        return layout.per_token(x_SD)
+    return x_SD[:, None] if layout.kind == "dense" else x_SD
 
 
-def by_sample(x_TD: Tensor, layout: SequenceLayout) -> Tensor:
-    """Return a view of the tokens over which per-sample vectors broadcast."""
-    length = _batch_length(layout)
-    return x_TD if length is None else x_TD.view(layout.num_samples, length, x_TD.shape[-1])
+def by_sample(x_TD: Tensor, like: Tensor) -> Tensor:
+    """Return a view of the tokens that broadcasts with `like`, a result of `broadcast_per_sample`."""
+    return x_TD.view(len(like), -1, x_TD.shape[-1]) if like.dim() == 3 else x_TD
 
 
 def _tokens(x: Tensor) -> Tensor:
@@ -40,14 +38,9 @@ def _tokens(x: Tensor) -> Tensor:
 
 def _sum_tokens(x: Tensor, layout: SequenceLayout) -> Tensor:
     """Sum the result of `by_sample` over the tokens of each sample: `[S, D]`."""
-    if layout.num_samples == 1:
-        return x.sum(0, keepdim=True)
-    return layout.sum_tokens(x) if _batch_length(layout) is None else x.sum(1)
-
-
-def _batch_length(layout: SequenceLayout) -> Optional[int]:
-    """Return the length of the samples of a dense batch; None for one sample and for a ragged pack."""
-    return None if layout.num_samples == 1 or layout.local_indices is not None else layout.uniform_length
+    if layout.kind == "ragged":
+        return layout.sum_tokens(x)
+    return x.sum(1) if layout.kind == "dense" else x.sum(0, keepdim=True)
 
 
 class _MultiplyAdd(torch.autograd.Function):
@@ -61,16 +54,17 @@ class _MultiplyAdd(torch.autograd.Function):
         ctx: Any, added: Tensor, factor_SD: Tensor, x_TD: Tensor, layout: SequenceLayout, per_sample: bool
     ) -> Tensor:
         ctx.layout, ctx.per_sample = layout, per_sample
-        factor, x = broadcast_per_sample(factor_SD, layout), by_sample(x_TD, layout)
+        factor = broadcast_per_sample(factor_SD, layout)
+        x = by_sample(x_TD, factor)
         ctx.save_for_backward(factor, x)
-        added = broadcast_per_sample(added, layout) if per_sample else by_sample(added, layout)
+        added = broadcast_per_sample(added, layout) if per_sample else by_sample(added, factor)
         return _tokens(torch.addcmul(added, x, factor))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Optional[Tensor], ...]:
         (factor, x), layout, needs_grad = ctx.saved_tensors, ctx.layout, ctx.needs_input_grad
-        grad = by_sample(grads[0], layout)
+        grad = by_sample(grads[0], factor)
         grad_added = _sum_tokens(grad, layout) if ctx.per_sample and needs_grad[0] else grads[0]
         grad_factor = _sum_tokens(grad * x, layout) if needs_grad[1] else None
         return grad_added, grad_factor, _tokens(grad * factor) if needs_grad[2] else None, None, None
@@ -153,7 +147,7 @@ def residual_norm_modulate(
 @recomputable
 def gelu_tanh(x_TF: Tensor, bias_F: Optional[Tensor] = None) -> Tensor:
     """Compute tanh-approximated GELU(x + bias) (Hendrycks and Gimpel 2016)."""
-    return gelu(x_TF if bias_F is None else x_TF + bias_F)
+    return F.gelu(x_TF if bias_F is None else x_TF + bias_F, approximate="tanh")
 
 
 @recomputable

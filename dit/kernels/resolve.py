@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dit.kernels.adamw import AdamW
 from dit.kernels.attention import Attention, flash_attention, segment_sdpa, varlen_attention
-from dit.kernels.block_choice import ATTENTION_BLOCKS, TORCH_FLASH
+from dit.kernels.attention_blocks import BlockAttention, EagerBlocks, FlashBlocks
 from dit.kernels.choice import (
     LAYERS_ONLY,
     SLOW_START,
@@ -20,12 +20,16 @@ from dit.kernels.choice import (
     Op,
     code_generator,
     half_on_cuda,
+    head_sizes,
     installed,
     on_cuda_or_interpreted,
 )
-from dit.kernels.layer_kernels import EAGER, LayerKernels, compiled, fused
+from dit.kernels.layer_kernels import EAGER, LayerKernels, fused
 from dit.kernels.te_attention import TEAttention
 from dit.layout import SequenceLayout
+
+# torch's flash kernels are called directly, without the padding of head sizes that torch otherwise adds.
+TORCH_FLASH = (half_on_cuda, head_sizes(multiple_of=8, largest=256))
 
 ATTENTION = Op[Attention](
     "attention",
@@ -40,11 +44,18 @@ ATTENTION = Op[Attention](
 """Attention over packs, see `attention`."""
 
 
+ATTENTION_BLOCKS = Op[BlockAttention](
+    "attention_blocks",
+    (Implementation("flash", FlashBlocks, TORCH_FLASH), Implementation("eager", EagerBlocks)),
+)
+"""Attention to one block of keys, used by ring attention, see `attention_blocks`."""
+
+
 LAYERS = Op[LayerKernels](
     "layers",
     (
         Implementation("triton", fused, (on_cuda_or_interpreted, installed("triton")), UNTRIED),
-        Implementation("compile", compiled, (code_generator,), SLOW_START),
+        Implementation("compile", lambda: EAGER, (code_generator,), SLOW_START),  # see `compiled`
         Implementation("eager", lambda: EAGER),
     ),
     setting="training.kernels",

@@ -50,6 +50,11 @@ class Heads:
     keys: bool = True
     values: bool = True
 
+    @property
+    def size(self) -> int:
+        """Number of heads in a group."""
+        return self.queries + self.keys + self.values
+
     def views(self, x_TGMH: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries `[T, N, H]`, keys and values `[T, G, H]`; missing parts have zero heads."""
         if self.queries == 1 and self.keys and self.values:

@@ -6,6 +6,7 @@ from typing import Optional
 from torch import Tensor, nn
 
 from dit.backends.init import ONES, ZEROS, xavier_uniform
+from dit.backends.pending_bias import PendingBias
 from dit.backends.provider import LayerProvider
 from dit.backends.sharding import replicate_on_all_stages
 from dit.kernels.layer_kernels import LayerKernels
@@ -69,22 +70,29 @@ class SublayerModulation:
         """Return x as the residual, and norm(x) * (1 + scale) + shift as the input of the sub-layer."""
         return self.kernels.norm_modulate(x_TD, self.norm, layout)
 
-    def gated_residual(
-        self, x_TD: Tensor, y_TD: Tensor, layout: SequenceLayout, bias_D: Optional[Tensor] = None
-    ) -> Tensor:
-        """Return x + gate * (y + bias)."""
-        return self.kernels.residual(x_TD, y_TD, self.gate_SD, bias_D, layout)
+    def gated_residual(self, x_TD: Tensor, y_TD: Tensor | PendingBias, layout: SequenceLayout) -> Tensor:
+        """Return x + gate * y."""
+        return self.kernels.residual(x_TD, *_with_gate(y_TD, self.gate_SD), layout)
 
     def gated_residual_then_norm(
-        self,
-        following: "SublayerModulation",
-        x_TD: Tensor,
-        y_TD: Tensor,
-        layout: SequenceLayout,
-        bias_D: Optional[Tensor] = None,
+        self, following: "SublayerModulation", x_TD: Tensor, y_TD: Tensor | PendingBias, layout: SequenceLayout
     ) -> tuple[Tensor, Tensor]:
-        """Return x + gate * (y + bias), and the input of the following sub-layer."""
-        return self.kernels.residual_norm_modulate(x_TD, y_TD, self.gate_SD, bias_D, following.norm, layout)
+        """Return x + gate * y, and the input of the following sub-layer."""
+        return self.kernels.residual_norm_modulate(x_TD, *_with_gate(y_TD, self.gate_SD), following.norm, layout)
+
+    def residual_then_norm(
+        self, x_TD: Tensor, y_TD: Tensor | PendingBias, layout: SequenceLayout
+    ) -> tuple[Tensor, Tensor]:
+        """Return x + y for a previous sub-layer without a gate, and the input of this sub-layer."""
+        return self.kernels.residual_norm_modulate(x_TD, *_with_gate(y_TD, None), self.norm, layout)
+
+
+def _with_gate(
+    y_TD: Tensor | PendingBias, gate_SD: Optional[Tensor]
+) -> tuple[Tensor, Optional[Tensor], Optional[Tensor]]:
+    """Return output, gate and bias of a sub-layer, in the order of the kernels' arguments."""
+    y_TD, bias_D = PendingBias.of(y_TD)
+    return y_TD, gate_SD, bias_D
 
 
 class Modulation(nn.Module):

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from dit.backends.init import ONES, ZEROS, xavier_uniform
-from dit.backends.provider import LayerProvider, unadded_bias
+from dit.backends.pending_bias import PendingBias
+from dit.backends.provider import LayerProvider
 from dit.kernels.attention import Attention
 from dit.kernels.layer_kernels import LayerKernels
 from dit.kernels.rope import HeadNorm, Heads, Rotation
@@ -21,7 +22,6 @@ class AttentionOptions(TypedDict, total=False):
     qk_layernorm: bool
     norm_full_width: bool
     eps: float
-    skip_bias_add: bool
 
 
 class HeadRMSNorm(nn.Module):
@@ -45,6 +45,7 @@ class WidthRMSNorm(nn.Module):
     def __init__(self, num_heads: int, head_size: int, provider: LayerProvider, *, eps: float) -> None:
         super().__init__()
         self.eps, self.width, self.provider = eps, num_heads * head_size, provider
+        self.compiles = provider.tp_size == 1  # see `ColumnLinear.compiles`
         self.weight = provider.split_vector(self.width, ONES)
 
     def forward(self, x_TNH: Tensor) -> Tensor:
@@ -69,18 +70,20 @@ ONE_HEAD = Heads(1, keys=False, values=False)
 
 def split_heads(
     kernels: LayerKernels,
-    x_TGMH: Tensor,
+    projection: PendingBias,
+    groups: int,
     heads: Heads,
     norms: tuple[nn.Module, nn.Module],
     rotation: Optional[Rotation] = None,
-    bias: Optional[Tensor] = None,
 ) -> list[Tensor]:
     """Split a projection into its queries, keys and values; normalise and rotate queries and keys.
 
     Args:
+        projection: output of `LayerProvider.heads_linear`.
+        groups: local groups of heads.
         norms: norms of queries and of keys, from `qk_norms`; identities for none.
-        bias: see `dit.kernels.rope.split_heads`.
     """
+    x_TGMH, bias = projection.y.unflatten(-1, (groups, heads.size, -1)), projection.bias
     if isinstance(norms[1], HeadRMSNorm):
         weight_q, weight_k = (norm.get_parameter("weight") for norm in norms)
         head_norm = HeadNorm(weight_q if heads.queries else None, weight_k if heads.keys else None, norms[1].eps)
@@ -114,7 +117,6 @@ class SelfAttention(nn.Module):
         qk_layernorm: normalise queries and keys per head.
         norm_full_width: normalise them over the full width instead. Megatron-Core's `qk_layernorm` must then be False,
             because these weights are split over ranks.
-        skip_bias_add: whether to leave the output bias to the residual, which adds `output_bias`.
         attention: the attention implementation of this process.
     """
 
@@ -130,25 +132,18 @@ class SelfAttention(nn.Module):
         qk_layernorm: bool = False,
         norm_full_width: bool = False,
         eps: float = 1e-6,
-        skip_bias_add: bool = False,
     ) -> None:
         super().__init__()
         self.attention, self.kernels = attention, provider.kernels
         groups = num_heads if num_query_groups is None else num_query_groups
-        self.local_heads = provider.split(num_heads, "num_attention_heads")
+        provider.split(num_heads, "num_attention_heads")
         self.local_groups = provider.split(groups, "num_query_groups")
-        self.heads_per_group = num_heads // groups
+        self.heads = Heads(num_heads // groups)
         head_size = hidden_size // num_heads
         rows = hidden_size + 2 * groups * head_size
-        self.linear_qkv, self.bias_to_heads = provider.heads_linear(
-            hidden_size, rows, bias=bias, init=xavier_uniform(hidden_size, rows)
-        )
+        self.linear_qkv = provider.heads_linear(hidden_size, rows, bias=bias, init=xavier_uniform(hidden_size, rows))
         self.linear_proj = provider.row_linear(
-            hidden_size,
-            hidden_size,
-            bias=bias,
-            init=xavier_uniform(hidden_size, hidden_size),
-            skip_bias_add=skip_bias_add,
+            hidden_size, hidden_size, bias=bias, init=xavier_uniform(hidden_size, hidden_size), skip_bias_add=True
         )
         norms: tuple[nn.Module, nn.Module] = (nn.Identity(), nn.Identity())
         if qk_layernorm:
@@ -162,7 +157,7 @@ class SelfAttention(nn.Module):
         rotation: Optional[Rotation] = None,
         *,
         attend: Optional[Attention] = None,
-    ) -> Tensor:
+    ) -> PendingBias:
         """Attend inside each sample.
 
         Args:
@@ -170,15 +165,9 @@ class SelfAttention(nn.Module):
             rotation: rotary positions of the gathered tokens (all tensor-parallel ranks), or None.
             attend: attention within segments smaller than samples. Default: the implementation of this process.
         """
-        x_TGMH = self.linear_qkv(x_TD).unflatten(-1, (self.local_groups, self.heads_per_group + 2, -1))
-        bias, norms = self.linear_qkv.bias if self.bias_to_heads else None, (self.q_layernorm, self.k_layernorm)
-        q, k, v = split_heads(self.kernels, x_TGMH, Heads(self.heads_per_group), norms, rotation, bias)
+        norms = self.q_layernorm, self.k_layernorm
+        q, k, v = split_heads(self.kernels, self.linear_qkv(x_TD), self.local_groups, self.heads, norms, rotation)
         return self.linear_proj((attend or self.attention)(q, k, v, layout, layout).flatten(1))
-
-    @property
-    def output_bias(self) -> Optional[Tensor]:
-        """Bias that the residual still has to add, or None."""
-        return unadded_bias(self.linear_proj)
 
 
 class CrossAttention(nn.Module):
@@ -195,7 +184,6 @@ class CrossAttention(nn.Module):
         bias: whether the projections have biases.
         qk_layernorm: normalise queries and keys per head.
         norm_full_width: normalise them over the full width instead, as in `SelfAttention`.
-        skip_bias_add: as in `SelfAttention`.
         zero_output: zero-initialise the output projection, for a residual without gate (PixArt-alpha, Chen et al. 2023,
             section 2.3).
         attention: the attention implementation of this process; replicated keys need no communication.
@@ -215,7 +203,6 @@ class CrossAttention(nn.Module):
         norm_full_width: bool = False,
         zero_output: bool = False,
         eps: float = 1e-6,
-        skip_bias_add: bool = False,
     ) -> None:
         super().__init__()
         self.attention, self.kernels = attention, provider.kernels
@@ -224,12 +211,12 @@ class CrossAttention(nn.Module):
         self.local_groups = provider.split(groups, "num_query_groups")
         head_size = hidden_size // num_heads
         square, rows = xavier_uniform(hidden_size, hidden_size), 2 * groups * head_size
-        self.linear_q, self.q_bias_to_heads = provider.heads_linear(hidden_size, hidden_size, bias=bias, init=square)
-        self.linear_kv, self.kv_bias_to_heads = provider.heads_linear(
+        self.linear_q = provider.heads_linear(hidden_size, hidden_size, bias=bias, init=square)
+        self.linear_kv = provider.heads_linear(
             context_size, rows, bias=bias, init=xavier_uniform(context_size, rows), replicated_input=True
         )
         self.linear_proj = provider.row_linear(
-            hidden_size, hidden_size, bias=bias, init=ZEROS if zero_output else square, skip_bias_add=skip_bias_add
+            hidden_size, hidden_size, bias=bias, init=ZEROS if zero_output else square, skip_bias_add=True
         )
         norms: tuple[nn.Module, nn.Module] = (nn.Identity(), nn.Identity())
         if qk_layernorm:
@@ -238,17 +225,8 @@ class CrossAttention(nn.Module):
 
     def forward(
         self, x_TD: Tensor, context_KD: Tensor, layout: SequenceLayout, context_layout: SequenceLayout
-    ) -> Tensor:
+    ) -> PendingBias:
         norms = self.q_layernorm, self.k_layernorm
-        q_TN1H = self.linear_q(x_TD).unflatten(-1, (self.local_heads, 1, -1))
-        kv_KG2H = self.linear_kv(context_KD).unflatten(-1, (self.local_groups, 2, -1))
-        q_bias = self.linear_q.bias if self.q_bias_to_heads else None
-        kv_bias = self.linear_kv.bias if self.kv_bias_to_heads else None
-        (q,) = split_heads(self.kernels, q_TN1H, ONE_HEAD, norms, bias=q_bias)
-        k, v = split_heads(self.kernels, kv_KG2H, Heads(0), norms, bias=kv_bias)
+        (q,) = split_heads(self.kernels, self.linear_q(x_TD), self.local_heads, ONE_HEAD, norms)
+        k, v = split_heads(self.kernels, self.linear_kv(context_KD), self.local_groups, Heads(0), norms)
         return self.linear_proj(self.attention(q, k, v, layout, context_layout).flatten(1))
-
-    @property
-    def output_bias(self) -> Optional[Tensor]:
-        """Bias that the residual still has to add, or None."""
-        return unadded_bias(self.linear_proj)

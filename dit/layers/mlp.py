@@ -5,40 +5,28 @@ from typing import Optional
 from torch import Tensor, nn
 
 from dit.backends.init import xavier_uniform
-from dit.backends.provider import LayerProvider, unadded_bias
+from dit.backends.pending_bias import PendingBias
+from dit.backends.provider import LayerProvider
+from dit.layout import SequenceLayout
 
 
 class MLP(nn.Module):
-    """Linear, tanh-GELU, Linear (DiT).
+    """Linear, tanh-GELU, Linear (DiT)."""
 
-    Args:
-        skip_bias_add: whether to leave the output bias to the residual, which adds `output_bias`.
-    """
-
-    def __init__(
-        self,
-        hidden_size: int,
-        ffn_hidden_size: int,
-        provider: LayerProvider,
-        *,
-        bias: bool = True,
-        skip_bias_add: bool = False,
-    ) -> None:
+    def __init__(self, hidden_size: int, ffn_hidden_size: int, provider: LayerProvider, *, bias: bool = True) -> None:
         super().__init__()
         init = xavier_uniform(hidden_size, ffn_hidden_size)
         self.activation = provider.kernels.gelu_tanh
         self.linear_fc1 = provider.column_linear(hidden_size, ffn_hidden_size, bias=bias, init=init, skip_bias_add=True)
-        self.linear_fc2 = provider.row_linear(
-            ffn_hidden_size, hidden_size, bias=bias, init=init, skip_bias_add=skip_bias_add
-        )
+        self.linear_fc2 = provider.row_linear(ffn_hidden_size, hidden_size, bias=bias, init=init, skip_bias_add=True)
 
-    @property
-    def output_bias(self) -> Optional[Tensor]:
-        """Bias that the residual still has to add, or None."""
-        return unadded_bias(self.linear_fc2)
+    def forward(self, x_TD: Tensor, layout: Optional[SequenceLayout] = None) -> PendingBias:
+        """Apply the layer to each token.
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return self.linear_fc2(self.activation(self.linear_fc1(x_TD), unadded_bias(self.linear_fc1)))
+        Args:
+            layout: unused, so that a block calls this layer and `MoE` in the same way.
+        """
+        return self.linear_fc2(self.activation(*self.linear_fc1(x_TD)))
 
 
 class SwiGLU(nn.Module):
@@ -57,7 +45,8 @@ class SwiGLU(nn.Module):
         self.linear_fc1 = provider.column_linear(
             hidden_size, 2 * ffn_hidden_size, bias=bias, init=init, skip_bias_add=True
         )
-        self.linear_fc2 = provider.row_linear(ffn_hidden_size, hidden_size, bias=bias, init=init)
+        self.linear_fc2 = provider.row_linear(ffn_hidden_size, hidden_size, bias=bias, init=init, skip_bias_add=True)
 
-    def forward(self, x_TD: Tensor) -> Tensor:
-        return self.linear_fc2(self.activation(self.linear_fc1(x_TD), unadded_bias(self.linear_fc1)))
+    def forward(self, x_TD: Tensor, layout: Optional[SequenceLayout] = None) -> PendingBias:
+        """Apply the layer to each token; `layout` is unused, see `MLP`."""
+        return self.linear_fc2(self.activation(*self.linear_fc1(x_TD)))

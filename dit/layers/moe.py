@@ -61,6 +61,9 @@ class MoE(nn.Module):
     layer has experts.
     """
 
+    compiles = False
+    """torch.compile does not support numbers of tokens that depend on data; see `dit.kernels.compiled`."""
+
     def __init__(
         self,
         hidden_size: int,

@@ -149,9 +149,7 @@ class ModelConfig(ABC):
     model_path: ClassVar[Optional[str]] = None
     supports: ClassVar[Supports] = Supports()
     compiles: ClassVar[bool] = False
-    """Whether the network has `Backbone.compiled_units`."""
-    layers_in_graph: ClassVar[bool] = False
-    """Whether each of its layers runs as one compiled graph (`training.kernels=compile`)."""
+    """Whether torch.compile supports its layers (`training.kernels=compile`)."""
 
     in_channels: int = 4
     patch_spatial: int = 2
@@ -295,7 +293,7 @@ class Backbone(nn.Module, ABC):
     Their weights are used only inside their own `forward`.
     """
     compiled_units: tuple[type[nn.Module], ...] = ()
-    """Classes of layers that `training.compile` compiles separately; inputs and outputs are tensors, not layouts."""
+    """Classes of layers that `training.kernels=compile` compiles; empty for those of `fsdp_units`."""
 
     def __init__(self, stage: Stage) -> None:
         super().__init__()

@@ -20,11 +20,10 @@ from dit.backends.provider import LayerProvider
 from dit.backends.sharding import write_attributes
 from dit.context_parallel.attention import ContextAttention
 from dit.kernels.attention import Attention
-from dit.kernels.block_choice import ATTENTION_BLOCKS
 from dit.kernels.choice import AUTO, Target, choose
-from dit.kernels.compiled import compile_layers, compile_transformer_layers
+from dit.kernels.compiled import compile_layers, run_eagerly
 from dit.kernels.recompute import recompute_activations
-from dit.kernels.resolve import ATTENTION, LAYERS
+from dit.kernels.resolve import ATTENTION, ATTENTION_BLOCKS, LAYERS
 from dit.models.base import Backbone, ModelConfig, Stage
 from dit.models.registry import build_backbone
 from dit.parallel.dims import ParallelConfig, check_supported
@@ -174,13 +173,6 @@ def attention_path(parallel: ParallelConfig, groups: ProcessGroups, target: Targ
     )
 
 
-def graph_attention() -> Attention:
-    """Return the attention for layers that run as one compiled graph."""
-    from dit.kernels import graph_kernels  # registers its operators
-
-    return graph_kernels.graph_attention
-
-
 @patches(
     "megatron-core 0.16",
     "core/distributed/finalize_model_grads.py: has_cond_embedder",
@@ -214,8 +206,9 @@ def build_model(
     kernels = choose(LAYERS, target, training.kernels).load()
     provider = LayerProvider(config, groups.collection, training.linears, kernels)
     path = attention_path(parallel, groups, target, training.attention)
-    if kernels.in_graph:
-        path = graph_attention()
+    compiles = training.kernels == "compile"
+    if compiles:
+        path = run_eagerly(path)
     local_stages = stages(
         config.num_layers,
         groups.pp.size(),
@@ -237,14 +230,14 @@ def build_model(
             first_stage=chunk.stage.first,
             sums_head_norms=config.qk_layernorm,
         )
-        if training.compile:
-            compile_layers(module for module in chunk.modules() if isinstance(module, chunk.compiled_units))
-        layers = list(chunk.units())
-        recomputed = layers[: training.recompute_layers]
-        if kernels.in_graph:
-            compile_transformer_layers(layers, selective=len(recomputed) if training.recompute == "selective" else 0)
-        if not kernels.in_graph or training.recompute != "selective":  # in a graph, the compiler handles selective
-            for layer in recomputed:
+        if compiles:
+            compile_layers(
+                (module for module in chunk.modules() if isinstance(module, chunk.compiled_units or chunk.fsdp_units)),
+                one_size=not model.supports.mixed_shapes,
+                selective=training.recompute == "selective",
+            )
+        if not compiles or training.recompute != "selective":  # the compiler selects what it saves
+            for layer in list(chunk.units())[: training.recompute_layers]:
                 recompute_activations(layer, training.recompute)
     return chunks
 

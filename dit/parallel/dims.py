@@ -191,35 +191,27 @@ def check_supported(model: ModelConfig, parallel: ParallelConfig, training: Trai
     if parallel.data_parallel == "fsdp":
         cure = "parallel.data_parallel=distributed_optimizer"
         model.check_supports(Ability.FSDP, "parallel.data_parallel=fsdp", cure)
-    if training.compile and (not model.compiles or parallel.data_parallel == "fsdp"):
-        raise ConfigError(
-            "training.compile=True compiles UNet blocks whose weights stay allocated; "
-            f"model={type(model).__name__} with parallel.data_parallel={parallel.data_parallel} "
-            f"{'gathers and frees the weights' if model.compiles else 'has no such blocks'}; use training.compile=False"
-            f"{' and training.kernels=compile' if model.layers_in_graph else ''}"
-        )
     if training.kernels == "compile":
-        _check_layers_in_graph(model, parallel, training)
+        _check_compiled(model, parallel, training)
     for precision, ability in (("bf16", Ability.BF16), ("fp16", Ability.FP16)):
         if training.precision == precision:
             model.check_supports(ability, f"training.precision={precision}", "training.precision=fp32")
 
 
-def _check_layers_in_graph(model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig) -> None:
-    """Check that each layer can be compiled to one graph."""
-    name, cp = type(model).__name__, parallel.context_parallel_size
-    experts = model.megatron_sizes().num_moe_experts
+def _check_compiled(model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig) -> None:
+    """Check that the layers can be compiled."""
+    layers = training.recompute_layers
     for refused, why in (
-        (not model.layers_in_graph, f"the layers of model={name} need layouts that a compiled graph does not support"),
         (
-            experts is not None,
-            f"with model.num_experts={experts} the number of tokens per expert depends on the data, which a compiled "
-            "graph does not support",
+            not model.compiles,
+            f"the layers of model={type(model).__name__} have inputs that torch.compile does not support",
         ),
-        (cp > 1, f"parallel.context_parallel_size={cp} communicates keys and values inside attention"),
         (parallel.data_parallel == "fsdp", "parallel.data_parallel=fsdp gathers and frees the weights of a layer"),
-        (training.attention not in ("auto", "sdpa"), f"training.attention={training.attention} cannot be compiled"),
         (training.linears == "transformer_engine", "training.linears=transformer_engine cannot be compiled"),
+        (
+            training.recompute == "selective" and layers is not None,
+            f"training.recompute=selective with training.recompute_layers={layers}: the layers share their graphs",
+        ),
     ):
         if refused:
             raise ConfigError(f"training.kernels=compile is not available: {why}; use training.kernels=auto")

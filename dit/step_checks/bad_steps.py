@@ -87,7 +87,7 @@ class BadSteps:
         policy = self.config.training.on_bad_numbers
         model, state = self.config.model, self.state
         probe = Probe(state, self.config.objective, (model.token_channels, model.in_channels))
-        compiled = self.config.training.compile or self.config.training.kernels == "compile"
+        compiled = self.config.training.kernels == "compile"
         # The hooks of the probe would cause a recompilation, or would not run.
         with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
             first, report = find_first(probe, step.forward_step, batches, step.sums, self.groups)

@@ -26,8 +26,8 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "stable_attention": ({"stable_attention": True}, {}, SUM_RTOL),
     "recompute_full": ({}, {"recompute": "full"}, 0.0),
     "recompute_selective": ({}, {"recompute": "selective"}, 0.0),
-    "compiled": ({}, {"compile": True}, SUM_RTOL),
-    "compiled_recompute_full": ({}, {"compile": True, "recompute": "full"}, SUM_RTOL),
+    "compiled": ({}, {"kernels": "compile"}, SUM_RTOL),
+    "compiled_recompute_full": ({}, {"kernels": "compile", "recompute": "full"}, SUM_RTOL),
 }
 ROWS = [
     pytest.param(name, option, marks=pytest.mark.matrix if "compiled" in option else ())
@@ -51,7 +51,7 @@ def step(model: ModelConfig, training: dict[str, Any], groups: ProcessGroups) ->
 def test_an_option_changes_no_number(one_rank_world: ProcessGroups, name: str, option: str) -> None:
     """The default: pictures are views of the tokens, attention is torch's fused one, activations are saved."""
     of_model, of_training, rtol = OPTIONS[option]
-    model = replace(config_of(name), **BASES[name], **(ONE_LEVEL if of_training.get("compile") else {}))
+    model = replace(config_of(name), **BASES[name], **(ONE_LEVEL if "kernels" in of_training else {}))
     expected = step(model, {}, one_rank_world)
     found = step(replace(model, **of_model), of_training, one_rank_world)
     assert expected.isfinite().all()

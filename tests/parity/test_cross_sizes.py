@@ -90,7 +90,6 @@ def test_ec_dit_has_the_operations_of_its_dense_form():
     assert PackFlops(experts).forward(*pack) == PackFlops(dense).forward(*pack) + router
 
 
-@pytest.mark.usefixtures("unpadded_groups")
 @pytest.mark.parametrize("samples", [DENSE, MIXED, [Sample((1, 2, 2))]], ids=["dense", "mixed", "no_text"])
 @pytest.mark.parametrize("name", [*BASES, "low_rank", "grouped", "experts"])
 def test_flops_are_those_of_torch(build_model: BuildModel, name: str, samples: list[Sample]):

@@ -148,7 +148,6 @@ def test_named_sizes_have_their_parameters(name: str):
     assert ours == pytest.approx(published, rel=0.01)
 
 
-@pytest.mark.usefixtures("unpadded_groups")
 @pytest.mark.parametrize("samples", [DENSE, MIXED], ids=["dense", "mixed"])
 @pytest.mark.parametrize("guidance", [None, 3.5])
 def test_flops_are_those_of_torch(build_model: BuildModel, samples: list[Sample], guidance: float | None):

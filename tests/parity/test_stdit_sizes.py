@@ -50,7 +50,6 @@ def test_named_sizes_have_their_parameters(name: str):
     assert ours == pytest.approx(stated, rel=0.05)
 
 
-@pytest.mark.usefixtures("unpadded_groups")
 @pytest.mark.parametrize("samples", [DENSE, MIXED, [Sample((1, 2, 2))]], ids=["dense", "mixed", "no_text"])
 @pytest.mark.parametrize(
     "changes",

@@ -113,7 +113,6 @@ def test_the_published_row_follows_from_the_config():
     assert 325.8e12 / work == pytest.approx(1974, rel=0.005)
 
 
-@pytest.mark.usefixtures("unpadded_groups")
 @pytest.mark.parametrize("samples", [DENSE, MIXED], ids=["dense", "mixed"])
 @pytest.mark.parametrize("changes", [{}, {"num_query_groups": 2, "size_conditioning": True}], ids=["wan", "grouped"])
 def test_flops_are_those_of_torch(build_model: BuildModel, samples: list[Sample], changes: dict):

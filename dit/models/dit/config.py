@@ -20,7 +20,7 @@ class DiTConfig(ExpertOptions, TransformerModelConfig):
         time_frequency_shift: 1 sets the sinusoid's last frequency to 1 / 10000 (DDPM, diffusers); 0 as in DiT.
     """
 
-    layers_in_graph: ClassVar[bool] = True
+    compiles: ClassVar[bool] = True
 
     num_layers: int = 12
     qk_layernorm: bool = False

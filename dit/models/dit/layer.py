@@ -33,11 +33,10 @@ class DiTLayer(nn.Module):
             bias=bias,
             qk_layernorm=config.qk_layernorm,
             eps=eps,
-            skip_bias_add=True,
         )
         self.mlp: MLP | MoE
         if config.num_experts is None:
-            self.mlp = MLP(config.hidden_size, config.ffn_size, provider, bias=bias, skip_bias_add=True)
+            self.mlp = MLP(config.hidden_size, config.ffn_size, provider, bias=bias)
         else:
             self.mlp = MoE(config.hidden_size, provider, bias=bias, **config.moe_arguments(config.ffn_size))
 
@@ -47,7 +46,5 @@ class DiTLayer(nn.Module):
         attention_mod, mlp_mod = self.modulation(cond_SD)
         x_TD, y_TD = attention_mod.norm_modulate(x_TD, layout)
         y_TD = self.attention(y_TD, layout, rotation)
-        x_TD, y_TD = attention_mod.gated_residual_then_norm(mlp_mod, x_TD, y_TD, layout, self.attention.output_bias)
-        if isinstance(self.mlp, MoE):
-            return mlp_mod.gated_residual(x_TD, self.mlp(y_TD, layout), layout)
-        return mlp_mod.gated_residual(x_TD, self.mlp(y_TD), layout, self.mlp.output_bias)
+        x_TD, y_TD = attention_mod.gated_residual_then_norm(mlp_mod, x_TD, y_TD, layout)
+        return mlp_mod.gated_residual(x_TD, self.mlp(y_TD, layout), layout)

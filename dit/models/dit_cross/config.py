@@ -18,7 +18,7 @@ class DiTCrossConfig(CrossAttentionModelConfig):
         position_embedding: fixed sine-cosine over (h, w) or (t, h, w) added to the tokens, or rotary over (t, h, w).
     """
 
-    layers_in_graph: ClassVar[bool] = True
+    compiles: ClassVar[bool] = True
 
     add_bias: bool = False
     adaln_lora_rank: Optional[int] = None

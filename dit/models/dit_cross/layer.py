@@ -31,12 +31,11 @@ class DiTCrossLayer(nn.Module):
             "bias": bias,
             "qk_layernorm": config.qk_layernorm,
             "eps": eps,
-            "skip_bias_add": True,
         }
         self.modulation = Modulation(size, 3, provider, bias=bias, eps=eps, rank=config.adaln_lora_rank)
         self.attention = SelfAttention(size, heads, provider, attention, **options)
         self.cross_attention = CrossAttention(size, config.context_size, heads, provider, attention, **options)
-        self.mlp = MLP(size, config.ffn_size, provider, bias=bias, skip_bias_add=True)
+        self.mlp = MLP(size, config.ffn_size, provider, bias=bias)
 
     def forward(
         self,
@@ -50,7 +49,7 @@ class DiTCrossLayer(nn.Module):
         attention_mod, cross_mod, mlp_mod = self.modulation(cond_SD)
         x_TD, y_TD = attention_mod.norm_modulate(x_TD, layout)
         y_TD = self.attention(y_TD, layout, rotation)
-        x_TD, y_TD = attention_mod.gated_residual_then_norm(cross_mod, x_TD, y_TD, layout, self.attention.output_bias)
+        x_TD, y_TD = attention_mod.gated_residual_then_norm(cross_mod, x_TD, y_TD, layout)
         y_TD = self.cross_attention(y_TD, context_KD, layout, context_layout)
-        x_TD, y_TD = cross_mod.gated_residual_then_norm(mlp_mod, x_TD, y_TD, layout, self.cross_attention.output_bias)
-        return mlp_mod.gated_residual(x_TD, self.mlp(y_TD), layout, self.mlp.output_bias)
+        x_TD, y_TD = cross_mod.gated_residual_then_norm(mlp_mod, x_TD, y_TD, layout)
+        return mlp_mod.gated_residual(x_TD, self.mlp(y_TD), layout)

@@ -7,12 +7,12 @@ import torch
 from torch import Tensor, nn
 
 from dit.backends.init import xavier_uniform
-from dit.backends.provider import LayerProvider, unadded_bias
+from dit.backends.provider import LayerProvider
 from dit.joint_layout import JointLayout
 from dit.kernels.attention import Attention
 from dit.kernels.rope import HeadNorm, Heads, Rotation
 from dit.layers.adaln import Modulation, SublayerModulation
-from dit.layers.attention import ONE_HEAD, HeadRMSNorm
+from dit.layers.attention import ONE_HEAD, HeadRMSNorm, split_heads
 from dit.layers.mlp import MLP
 from dit.layout import SequenceLayout
 from dit.models.flux.config import FluxConfig
@@ -30,22 +30,18 @@ class Stream(nn.Module):
         self.local_heads = provider.split(config.num_attention_heads, "num_attention_heads")
         self.kernels = provider.kernels
         self.modulation = Modulation(size, 2, provider, eps=eps)
-        self.linear_qkv, self.bias_to_heads = provider.heads_linear(
-            size, 3 * size, bias=True, init=xavier_uniform(size, 3 * size)
-        )
+        self.linear_qkv = provider.heads_linear(size, 3 * size, bias=True, init=xavier_uniform(size, 3 * size))
         self.linear_proj = provider.row_linear(
             size, size, bias=True, init=xavier_uniform(size, size), skip_bias_add=True
         )
         self.q_layernorm = HeadRMSNorm(config.head_size, provider, eps=eps)
         self.k_layernorm = HeadRMSNorm(config.head_size, provider, eps=eps)
-        self.mlp = MLP(size, config.ffn_hidden_size, provider, skip_bias_add=True)
+        self.mlp = MLP(size, config.ffn_hidden_size, provider)
 
     def qkv(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and keys, both normalised, and values, each `[T, N, H]`."""
-        x_TN3H = self.linear_qkv(x_TD).unflatten(-1, (self.local_heads, 3, -1))
-        norm = HeadNorm(self.q_layernorm.weight, self.k_layernorm.weight, self.q_layernorm.eps)
-        bias = self.linear_qkv.bias if self.bias_to_heads else None
-        q, k, v = self.kernels.split_heads(x_TN3H, Heads(1), norm, bias=bias)
+        norms = self.q_layernorm, self.k_layernorm
+        q, k, v = split_heads(self.kernels, self.linear_qkv(x_TD), self.local_heads, Heads(1), norms)
         return q, k, v
 
 
@@ -94,10 +90,8 @@ class JointLayer(nn.Module):
     ) -> Tensor:
         attention_mod, mlp_mod = mods
         y_TD = stream.linear_proj(attended)
-        x_TD, y_TD = attention_mod.gated_residual_then_norm(
-            mlp_mod, x_TD, y_TD, layout, unadded_bias(stream.linear_proj)
-        )
-        return mlp_mod.gated_residual(x_TD, stream.mlp(y_TD), layout, stream.mlp.output_bias)
+        x_TD, y_TD = attention_mod.gated_residual_then_norm(mlp_mod, x_TD, y_TD, layout)
+        return mlp_mod.gated_residual(x_TD, stream.mlp(y_TD), layout)
 
 
 class SingleLayer(nn.Module):
@@ -155,4 +149,4 @@ class SingleLayer(nn.Module):
         q, k, v = self.kernels.split_heads(qkv.unflatten(-1, (3, -1)), Heads(1), norm, rotation_J)
         attended = self.attention(q, k, v, joint, joint)
         both = torch.cat([attended, self.kernels.gelu_tanh(mlp, None)], -1)
-        return mod.gated_residual(x_JD, self.linear_out(both.flatten(1)), layout, unadded_bias(self.linear_out))
+        return mod.gated_residual(x_JD, self.linear_out(both.flatten(1)), layout)

@@ -27,7 +27,7 @@ class MovieGenConfig(ExpertOptions, CrossAttentionModelConfig):
         max_grid: largest numbers of patches along t, h and w for learned positions; larger samples raise an error.
     """
 
-    layers_in_graph: ClassVar[bool] = True
+    compiles: ClassVar[bool] = True
 
     hidden_size: int = 2048
     num_layers: int = 16

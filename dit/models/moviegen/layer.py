@@ -36,7 +36,6 @@ class MovieGenLayer(nn.Module):
             "qk_layernorm": config.qk_layernorm,
             "eps": eps,
         }
-        self.kernels = provider.kernels
         self.modulation = Modulation(size, 2, provider, bias=False, eps=eps)
         self.attention_norm = RMSNorm(size, provider, eps=eps)
         self.attention = SelfAttention(size, heads, provider, attention, **options)
@@ -68,6 +67,5 @@ class MovieGenLayer(nn.Module):
         x_TD, y_TD = attention_mod.norm_modulate(x_TD, layout)
         x_TD = attention_mod.gated_residual(x_TD, self.attention(y_TD, layout, rotation), layout)
         y_TD = self.cross_attention(self.cross_norm(x_TD), context_KD, layout, context_layout)
-        x_TD, y_TD = self.kernels.residual_norm_modulate(x_TD, y_TD, None, None, mlp_mod.norm, layout)
-        y_TD = self.mlp(y_TD, layout) if isinstance(self.mlp, MoE) else self.mlp(y_TD)
-        return mlp_mod.gated_residual(x_TD, y_TD, layout)
+        x_TD, y_TD = mlp_mod.residual_then_norm(x_TD, y_TD, layout)
+        return mlp_mod.gated_residual(x_TD, self.mlp(y_TD, layout), layout)

@@ -51,15 +51,13 @@ class STDiTLayer(nn.Module):
             "bias": config.add_bias,
             "qk_layernorm": config.qk_layernorm,
             "eps": eps,
-            "skip_bias_add": True,
         }
-        self.kernels = provider.kernels
         self.modulation = TableModulation(size, len(kinds) + 1, provider, eps=eps)
         self.attentions = nn.ModuleDict(
             {kind: SelfAttention(size, heads, provider, attention, **options) for kind in kinds}
         )
         self.cross_attention = CrossAttention(size, size, heads, provider, attention, zero_output=True, **options)
-        self.mlp = MLP(size, config.ffn_size, provider, bias=config.add_bias, skip_bias_add=True)
+        self.mlp = MLP(size, config.ffn_size, provider, bias=config.add_bias)
 
     def forward(
         self,
@@ -75,8 +73,7 @@ class STDiTLayer(nn.Module):
             segments, rotation = plans[kind].segments, plans[kind].rotation
             x_TD, y_TD = mod.norm_modulate(x_TD, layout)
             y_TD = attention(segments.dispatch(y_TD), layout, rotation, attend=segments.attend)
-            x_TD = mod.gated_residual(x_TD, segments.combine(y_TD), layout, attention.output_bias)
+            x_TD = mod.gated_residual(x_TD, y_TD.map(segments.combine), layout)
         y_TD = self.cross_attention(x_TD, context_KD, layout, context_layout)
-        bias_D = self.cross_attention.output_bias
-        x_TD, y_TD = self.kernels.residual_norm_modulate(x_TD, y_TD, None, bias_D, mlp_mod.norm, layout)
-        return mlp_mod.gated_residual(x_TD, self.mlp(y_TD), layout, self.mlp.output_bias)
+        x_TD, y_TD = mlp_mod.residual_then_norm(x_TD, y_TD, layout)
+        return mlp_mod.gated_residual(x_TD, self.mlp(y_TD), layout)

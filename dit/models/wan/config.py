@@ -21,7 +21,7 @@ class WanConfig(CrossAttentionModelConfig):
         position_embedding: rotary over (t, h, w), as in Wan, or fixed sine-cosine over (t, h, w) added to the tokens.
     """
 
-    layers_in_graph: ClassVar[bool] = True
+    compiles: ClassVar[bool] = True
 
     context_size: Optional[int] = 4096
     hidden_size: int = 1536

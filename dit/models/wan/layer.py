@@ -29,14 +29,12 @@ class WanLayer(nn.Module):
             "qk_layernorm": config.qk_layernorm,
             "norm_full_width": True,
             "eps": eps,
-            "skip_bias_add": True,
         }
-        self.kernels = provider.kernels
         self.modulation = TableModulation(size, 2, provider, eps=eps)
         self.attention = SelfAttention(size, heads, provider, attention, **options)
         self.cross_norm = LayerNorm(size, provider, eps=eps)
         self.cross_attention = CrossAttention(size, size, heads, provider, attention, zero_output=True, **options)
-        self.mlp = MLP(size, config.ffn_size, provider, skip_bias_add=True)
+        self.mlp = MLP(size, config.ffn_size, provider)
 
     def forward(
         self,
@@ -50,8 +48,7 @@ class WanLayer(nn.Module):
         attention_mod, mlp_mod = self.modulation(shared_SD)
         x_TD, y_TD = attention_mod.norm_modulate(x_TD, layout)
         y_TD = self.attention(y_TD, layout, rotation)
-        x_TD = attention_mod.gated_residual(x_TD, y_TD, layout, self.attention.output_bias)
+        x_TD = attention_mod.gated_residual(x_TD, y_TD, layout)
         y_TD = self.cross_attention(self.cross_norm(x_TD), context_KD, layout, context_layout)
-        bias_D = self.cross_attention.output_bias
-        x_TD, y_TD = self.kernels.residual_norm_modulate(x_TD, y_TD, None, bias_D, mlp_mod.norm, layout)
-        return mlp_mod.gated_residual(x_TD, self.mlp(y_TD), layout, self.mlp.output_bias)
+        x_TD, y_TD = mlp_mod.residual_then_norm(x_TD, y_TD, layout)
+        return mlp_mod.gated_residual(x_TD, self.mlp(y_TD), layout)

@@ -23,8 +23,8 @@ MUTANTS = (
     Mutant(
         "modulations: the gradient of their input is that of the own features",
         "dit/backends/gathered_linear.py",
-        "else copy_to_tensor_model_parallel_region(x_SD, group=self._group)",
-        "else x_SD",
+        "x_SD = copy_to_tensor_model_parallel_region(x_SD, group=self._group)",
+        "pass",
         (LAYOUTS,),
     ),
     Mutant(

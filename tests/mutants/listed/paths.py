@@ -14,7 +14,7 @@ EMBEDDINGS = "tests/unit/layers/test_embeddings.py"
 ROTARY = "tests/unit/layers/test_rotary.py"
 MOE = "tests/unit/layers/test_moe.py"
 ATTENTION = "tests/unit/kernels/test_attention.py"
-CHOICE, GRAPHS = "tests/unit/kernels/test_choice.py", "tests/unit/kernels/test_graph_layers.py"
+CHOICE, COMPILED = "tests/unit/kernels/test_choice.py", "tests/unit/kernels/test_compiled_layers.py"
 FUSED = "tests/unit/kernels/test_fused.py"
 FUSED_LAYERS, FUSED_PICTURES, FUSED_NOISE, FUSED_UPDATE = (
     f"{FUSED}::test_every_kernel_is_its_formula_in_the_interpreter[{part}]"

@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from dit.kernels.attention import _packed, attend_densely, reference_attention, segment_sdpa
-from dit.kernels.grouped_sdpa import row_width
-from dit.kernels.rope import Heads
 from dit.layout import SequenceLayout
 from tests.support.calls import CallCounter
 from tests.unit.kernels.attention_cases import CASES, GQA_CASES, AttentionCase, check
@@ -104,18 +102,15 @@ def test_dense_pack_copies_no_rows(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize(
-    ("pads", "lengths_q", "lengths_k", "calls"),
+    ("lengths_q", "lengths_k", "calls"),
     [
-        (True, (4, 6, 4, 6, 4), (2, 2, 2, 3, 2), [5]),
-        (True, (4, 8, 9, 6, 16), None, [2, 3]),
-        (True, (17, 6, 40, 6, 31), None, [1, 2, 2]),
-        (True, (65, 66, 65), None, [1, 2]),
-        (True, (8, 8, 7), (20, 40, 33), [1, 2]),
-        (False, (4, 6, 4, 6, 4), (2, 2, 2, 3, 2), [1, 1, 3]),
+        ((4, 8, 4, 8, 4), None, [2, 3]),
+        ((65, 66, 65), None, [1, 2]),
+        ((4, 6, 4, 6, 4), (2, 2, 2, 3, 2), [1, 1, 3]),
     ],
 )
-def test_samples_of_similar_lengths_share_a_call(pads, lengths_q, lengths_k, calls, monkeypatch: pytest.MonkeyPatch):
-    """Short ones up to the same power of two, long ones of equal lengths, at every position in the pack."""
+def test_samples_of_equal_lengths_share_a_call(lengths_q, lengths_k, calls):
+    """At every position in the pack, if their texts have equal lengths, too."""
     batches = []
 
     def kernel(q: torch.Tensor, *_: object) -> torch.Tensor:
@@ -123,47 +118,8 @@ def test_samples_of_similar_lengths_share_a_call(pads, lengths_q, lengths_k, cal
         return torch.zeros_like(q)
 
     case = AttentionCase("mixed", lengths_q, lengths_k)
-    attend_densely(kernel, *case.qkv(), *case.layouts(), masks=pads)
+    attend_densely(kernel, *case.qkv(), *case.layouts())
     assert sorted(batches) == calls
-
-
-def rows_of_a_projection(case: AttentionCase, heads: int, keys: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Return a projection, and its views as queries, keys and values: group by group, heads of queries first."""
-    tokens = case.layouts()[0].total_tokens
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(tokens, keys, heads + 2, case.head_size, generator=generator).requires_grad_()
-    return x, list(Heads(heads).views(x))
-
-
-@pytest.mark.parametrize("padding", [1, 4])
-def test_tokens_of_a_projection_are_copied_once(padding: int):
-    """Queries, keys and values that are views of one tensor: its rows are selected once, with the same numbers."""
-    case = AttentionCase("mixed", (4, 6, 70, 3), multiple_of_q=padding, tail_q=5)
-    layout, _ = case.layouts()
-    results = []
-    for apart in (False, True):
-        x, views = rows_of_a_projection(case, 1, 4)
-        with CallCounter() as counter, torch.no_grad():
-            segment_sdpa(*(y.clone() if apart else y for y in views), layout, layout)
-        out = segment_sdpa(*(y.clone() if apart else y for y in views), layout, layout)
-        (grad,) = torch.autograd.grad(out.sin().sum(), x)
-        assert counter.by_operation["index_select"] == 1 + (3 if apart else 1)  # and the output's
-        results.append((out, grad))
-    for one, three in zip(*results):
-        assert torch.equal(one, three)
-
-
-def test_tensors_that_do_not_share_rows_are_copied_apart():
-    """Heads that overlap, other tensors, a part of the features, and heads that were copied for grouped queries."""
-    case = AttentionCase("mixed", (4, 6))
-    x, (q, k, v) = rows_of_a_projection(case, 1, 4)
-    assert row_width((q, k, v)) == x[0].numel()
-    assert row_width((k, v, q)) == x[0].numel()
-    assert row_width((q, k, v.clone())) is None
-    assert row_width((q, k)) is None
-    assert row_width((q, k, v[1:])) is None
-    assert row_width(tuple(y.transpose(1, 2) for y in (q, k, v))) is None
-    assert row_width(rows_of_a_projection(case, 2, 2)[1]) is None
 
 
 def test_a_sample_in_a_shared_call_never_sees_another():

@@ -399,7 +399,7 @@ MAPPED: list[tuple[str, str, Any, dict[str, Any]]] = [
     ("base", "exp_manager.ema.cpu_offload", True, {"training.ema_offload": True}),
     ("base", "model.micro_batch_size", 24, {"training.micro_batch_size": 24}),
     ("base", "model.global_batch_size", 96, {"training.global_batch_size": 96}),
-    ("base", "model.inductor", True, {"training.compile": True}),
+    ("base", "model.inductor", True, {"training.kernels": "compile"}),
     ("base", "model.channels_last", False, {"model.channels_last": False}),
     ("base", "model.seed", 7, {"training.seed": 7}),
     ("base", "model.ddp_overlap", False, {"parallel.overlap_grad_reduce": False}),

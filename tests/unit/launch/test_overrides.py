@@ -196,7 +196,6 @@ def test_every_field_of_a_settings_class_can_be_reached():
         "linears": "megatron",
         "kernels": "eager",
         "recompute": "full",
-        "compile": "True",
         "deterministic": "True",
     }
     values |= dict.fromkeys(("loss_scale", "initial_loss_scale", "min_loss_scale"), "7.0")

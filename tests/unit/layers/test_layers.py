@@ -5,6 +5,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 
 from dit.backends.init import initialize_weights
+from dit.backends.pending_bias import PendingBias
 from dit.backends.process_groups import ProcessGroups
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
@@ -47,10 +48,18 @@ def test_attention_does_not_mix_samples(provider: LayerProvider):
     layer = started(SelfAttention(16, 4, provider, segment_sdpa, qk_layernorm=True))
     x = randn(24, 16).requires_grad_()
     for i, (start, length) in enumerate(zip(LAYOUT.starts, LAYOUT.lengths)):
-        (grad,) = torch.autograd.grad(layer(x, LAYOUT)[start : start + length].square().sum(), x)
+        (grad,) = torch.autograd.grad(layer(x, LAYOUT).added()[start : start + length].square().sum(), x)
         own = (LAYOUT.segment_ids_T == i) & LAYOUT.valid_T
         assert (grad[own].abs().sum(1) > 0).all()
         assert not grad[~own].any()
+
+
+@pytest.mark.parametrize("biases", [(True, True), (True, False), (False, True), (False, False)])
+def test_a_sum_of_outputs_keeps_every_pending_bias(biases: tuple[bool, bool]):
+    a, b = (PendingBias(randn(5, 4, seed=i), randn(4, seed=10 + i) if has else None) for i, has in enumerate(biases))
+    torch.testing.assert_close((a + b).added(), a.added() + b.added())
+    torch.testing.assert_close((a + randn(5, 4, seed=7)).added(), a.added() + randn(5, 4, seed=7))
+    assert torch.equal(a.map(lambda y: y.flip(0)).added(), a.added().flip(0))
 
 
 def test_query_and_key_norms_fix_the_scale(provider: LayerProvider):
@@ -58,11 +67,11 @@ def test_query_and_key_norms_fix_the_scale(provider: LayerProvider):
     for qk_layernorm in (True, False):
         layer = started(SelfAttention(16, 4, provider, segment_sdpa, bias=False, qk_layernorm=qk_layernorm, eps=1e-12))
         x = randn(24, 16)
-        before = layer(x, LAYOUT)
+        before = layer(x, LAYOUT).added()
         with torch.no_grad():
             # Rows are ordered by head: q, k, v of each head; q and k grow, v stays.
             layer.linear_qkv.weight.view(4, 3, 4, 16)[:, :2] *= 5.0
-        assert torch.allclose(layer(x, LAYOUT), before, atol=1e-5) == qk_layernorm
+        assert torch.allclose(layer(x, LAYOUT).added(), before, atol=1e-5) == qk_layernorm
 
 
 def test_head_norm_gives_unit_root_mean_square(provider: LayerProvider):
@@ -97,7 +106,7 @@ def test_mlp_is_its_formula(provider: LayerProvider):
     x = randn(7, 16)
     hidden = x @ layer.linear_fc1.weight.T
     hidden = hidden / 2 * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (hidden + 0.044715 * hidden**3)))
-    torch.testing.assert_close(layer(x), hidden @ layer.linear_fc2.weight.T, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(layer(x).added(), hidden @ layer.linear_fc2.weight.T, rtol=1e-5, atol=1e-6)
 
 
 def test_label_table_has_a_row_for_no_class(provider: LayerProvider):

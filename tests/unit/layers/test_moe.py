@@ -138,7 +138,7 @@ def test_one_expert_is_a_plain_mlp(one_rank_world: ProcessGroups, router: str):
     mlp = MLP(SIZE, INNER, provider)
     mlp.load_state_dict(layer.experts["0"].state_dict(), strict=False)
     x = randn(40, SIZE)
-    torch.testing.assert_close(layer(x, LAYOUT)[LAYOUT.valid_T], mlp(x)[LAYOUT.valid_T])
+    torch.testing.assert_close(layer(x, LAYOUT)[LAYOUT.valid_T], mlp(x).added()[LAYOUT.valid_T])
 
 
 def test_both_routers_agree_when_everything_is_selected(provider: LayerProvider):

@@ -62,7 +62,6 @@ def batch_of(layout: SequenceLayout, config: DiTConfig) -> PackedBatch:
     )
 
 
-@pytest.mark.usefixtures("unpadded_groups")
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("config", [TINY, MID, WIDE_MLP, MOE, MOE_TOP_K], ids=CONFIG_NAMES)
 def test_counts_are_those_of_torch(build_model: BuildModel, config: DiTConfig, layout: SequenceLayout):
@@ -81,7 +80,6 @@ def test_counts_are_those_of_torch(build_model: BuildModel, config: DiTConfig, l
     assert total == flops.training(*shape, convention="hardware") - 2 * inputs * config.hidden_size
 
 
-@pytest.mark.usefixtures("unpadded_groups")
 @pytest.mark.parametrize(("settings", "share"), [({}, 1.0), ({"recompute_layers": 2}, 0.4)], ids=["all", "two_of_five"])
 def test_recomputed_layers_are_counted_as_the_device_runs_them(build_model: BuildModel, settings: dict, share: float):
     training = TrainingConfig(recompute="full", **settings)

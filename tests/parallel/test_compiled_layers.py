@@ -11,6 +11,7 @@ LAYOUTS = {
     "tp2_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "tp2": {"tensor_model_parallel_size": 2},
     "pp2": {"pipeline_model_parallel_size": 2},
+    "cp2": {"context_parallel_size": 2},
     "distributed_optimizer2": {"overlap_grad_reduce": True, "overlap_param_gather": True},
 }
 MODELS = {"dit": {}, "dit_cross": {"backbone": "dit_cross"}, "wan": {"backbone": "wan"}}
