@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from dit.training.step import training_forward_step
+from dit.step.forward_step import training_forward_step
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import saved_tensors_hooks
