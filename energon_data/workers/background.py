@@ -82,10 +82,7 @@ class BackgroundSource:
         try:
             message: Message = receive(self._connection)
         except (EOFError, ConnectionError):
-            raise RuntimeError(
-                f"the worker process of {self._name} {self._ended()}; if it was short of memory, use a smaller "
-                "data.shuffle_buffer or data.packing_buffer_size, or data.background=False"
-            ) from None
+            raise RuntimeError(f"the worker process of {self._name} {self._ended()}") from None
         message.item.late = late
         self._since += 1
         if message.state is not None:
@@ -97,7 +94,12 @@ class BackgroundSource:
         assert self._worker is not None
         self._worker.join()
         code = self._worker.exitcode or 0
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+        if code >= 0:
+            return f"ended with code {code}; see its error above"
+        return (
+            f"was killed by {signal.Signals(-code).name}; if it was short of memory, use a smaller data.shuffle_buffer "
+            "or data.packing_buffer_size, or data.background=False"
+        )
 
     def state(self) -> Position:
         """Return the last position received, and the number of items since."""

@@ -16,7 +16,8 @@ CPU milliseconds for a message of 6 tensors (medians of interleaved runs on one 
     a pipe                                                        2.0      1.4              14.4     15.3
 
 "training" includes one copy of the tensors. torch needs an open file and space in /dev/shm for every tensor; a pipe has
-no room for messages that are ahead.
+no room for messages that are ahead. Memory that is reused once all views of it are freed took 0.7 and 3.5 ms in
+training, 1.5 and 5.7 in the worker, for twice the code; a step on a GPU takes some hundred milliseconds.
 """
 
 import io
