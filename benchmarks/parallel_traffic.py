@@ -22,7 +22,8 @@ from dit.models.stdit.config import STDiTConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import parameter_shapes
 from dit.parallel.dims import ParallelConfig
-from dit.planner.trace import Job, trace
+from dit.planner.job import Job
+from dit.planner.trace import trace
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.terminal import echo
 from dit.tracing.counter import StepTrace
