@@ -242,7 +242,7 @@ def test_a_reference_that_does_not_fit_is_refused(
 def test_every_class_is_requested_unless_some_are_named(build_model: BuildModel) -> None:
     generator = generator_of(replace(CLASSES, num_classes=40), build_model)
     for words, every, count in (((), True, 40), ((), False, 36), (("--labels", "3,5"), True, 2)):
-        requests = what_to_draw(arguments(*words), generator, every_class=every)
+        requests = what_to_draw(arguments("--metric", "fid", *words), generator, every_class=every)
         assert len(requests) == count
 
 

@@ -146,7 +146,7 @@ def test_the_default_of_each_kind_of_data_leaves_to_diffusers(tmp_path):
     fill(tmp_path / "in")
     assert leaves(recipe(made(tmp_path), text_encoder=t5)) == "PixArtAlphaPipeline"
     assert leaves(recipe(tmp_path / "data", text_encoder="all-minilm-l6-v2")) == "PixArtAlphaPipeline"
-    assert leaves(recipe(tmp_path / "data", text_encoder=t5, backbone="wan")) == "WanTransformer3DModel"
+    assert leaves(recipe(tmp_path / "data", text_encoder=t5, backbone="wan")) == "WanPipeline"
     with pytest.raises(ConfigError, match="no model like DiTCrossConfig"):
         leaves(recipe(tmp_path / "data", text_encoder=t5, backbone="dit"))
     with pytest.raises(ConfigError, match=r"backbone='flux'.* reads a pooled text"):
