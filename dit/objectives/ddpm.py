@@ -10,7 +10,7 @@ from torch import Tensor
 from dit.batch import PackedBatch
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
-from dit.objectives.addressed_noise import AddressedNoise, Pairs
+from dit.objectives.addressed_noise import AddressedNoise, Mixture
 from dit.objectives.base import (
     LossKind,
     Network,
@@ -148,7 +148,8 @@ class DDPM(Objective):
         t_S = self.noise_schedule.training_time(noise.level_S().double())
         angle_S = self.noise_schedule.angle(t_S)
         alpha_S, sigma_S = self.path.alpha_sigma(angle_S)
-        inputs_TC, target_TC = self._noised(batch, noise, alpha_S.float(), sigma_S.float())
+        mixtures = self._mixtures(alpha_S.float(), sigma_S.float())
+        inputs_TC, target_TC = noise.mix(batch.latents_TC, *mixtures, offset_SC=self._offset(batch, noise))
         own_S = sample_weights(batch)
         weight_S = own_S
         if self.min_snr_gamma is not None:
@@ -162,29 +163,15 @@ class DDPM(Objective):
             bound_weight_S=self.vlb_weight * own_S if self.learned_variance else None,
         )
 
-    def _noised(
-        self, batch: PackedBatch, noise: AddressedNoise, alpha_S: Tensor, sigma_S: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return x_t and what the network predicts."""
+    def _mixtures(self, alpha_S: Tensor, sigma_S: Tensor) -> tuple[Mixture, Mixture]:
+        """Return the coefficients of x_t and of the target."""
+        targets: dict[Prediction, Mixture] = {"noise": (0.0, 1.0), "x0": (1.0, 0.0), "v": (-sigma_S, alpha_S)}
+        return (alpha_S, sigma_S), targets[self.prediction]
 
-        def pairs() -> Pairs:
-            inputs, eps = (alpha_S, sigma_S), (torch.zeros_like(alpha_S), torch.ones_like(alpha_S))
-            return {"noise": [inputs, eps], "x0": [inputs], "v": [inputs, (-sigma_S, alpha_S)]}[self.prediction]
-
-        offset_SC = (
-            self.noise_offset * noise.normal_SC("offset", batch.latents_TC.shape[-1]) if self.noise_offset else None
-        )
-        mixed = noise.mix_TC("eps", batch.latents_TC, pairs, offset_SC)
-        x0_TC = batch.latents_TC.float()
-        if mixed is not None:
-            return mixed[0], x0_TC if self.prediction == "x0" else mixed[1]
-        alpha_T1, sigma_T1 = (batch.layout.per_token(x_S) for x_S in (alpha_S, sigma_S))
-        target_TC = eps_TC = noise.normal_TC("eps", x0_TC.shape[-1], offset_SC)
-        if self.prediction == "x0":
-            target_TC = x0_TC
-        elif self.prediction == "v":
-            target_TC = alpha_T1 * eps_TC - sigma_T1 * x0_TC
-        return alpha_T1 * x0_TC + sigma_T1 * eps_TC, target_TC
+    def _offset(self, batch: PackedBatch, noise: AddressedNoise) -> Optional[Tensor]:
+        if not self.noise_offset:
+            return None
+        return self.noise_offset * noise.normal_SC("offset", batch.latents_TC.shape[-1])
 
     def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
         """Compare the mean's output with its target and, of a learned variance, the reverse step with the true one."""

@@ -12,7 +12,7 @@ from dit.batch import PackedBatch
 from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
-from dit.objectives.addressed_noise import AddressedNoise, Pairs
+from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.augmentation import noised_low_resolution
 from dit.objectives.base import (
     LossKind,
@@ -140,26 +140,17 @@ class EDM(Objective):
             the batch's own loss weights.
         """
         sigma_S = self.level(noise.level_S())
-        mixed = noise.mix_TC("eps", batch.latents_TC, lambda: self._pairs(sigma_S))
-        if mixed is None:
-            x0_TC, sigma_T1 = batch.latents_TC.float(), batch.layout.per_token(sigma_S)
-            x_TC = x0_TC + sigma_T1 * noise.normal_TC("eps", x0_TC.shape[-1])
-            c_skip, c_out, c_in = self.scalings(sigma_T1)
-            mixed = c_in * x_TC, (x0_TC - c_skip * x_TC) / c_out
+        _, c_out, c_in = self.scalings(sigma_S)
+        # In (x0 - c_skip x) / c_out, x0 has the coefficient (1 - c_skip) / c_out = c_out / sigma_data**2, and eps has
+        # -c_skip sigma / c_out = -sigma_data c_in. The right-hand sides do not subtract nearly equal numbers.
+        target = (c_out / self.sigma_data**2, -self.sigma_data * c_in)
+        inputs_TC, target_TC = noise.mix(batch.latents_TC, (c_in, c_in * sigma_S), target)
         return Prepared(
-            inputs_TC=mixed[0],
+            inputs_TC=inputs_TC,
             time_S=sigma_S.log() / 4,
-            target_TC=mixed[1],
+            target_TC=target_TC,
             weight_S=sample_weights(batch),
         )
-
-    def _pairs(self, sigma_S: Tensor) -> Pairs:
-        """Return the parts of x0 and of the noise in input and target.
-
-        (1 - c_skip) / c_out is c_out / sigma_data**2, and c_skip sigma / c_out is sigma_data c_in.
-        """
-        _, c_out, c_in = self.scalings(sigma_S)
-        return [(c_in, c_in * sigma_S), (c_out / self.sigma_data**2, -self.sigma_data * c_in)]
 
     def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
         """Compare a prediction with its target; with a learned uncertainty u, scale the error by e**-u and add u.

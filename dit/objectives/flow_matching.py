@@ -10,7 +10,7 @@ from torch import Tensor
 from dit.batch import PackedBatch
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
-from dit.objectives.addressed_noise import AddressedNoise, Pairs
+from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import (
     LossKind,
     Network,
@@ -101,29 +101,14 @@ class FlowMatching(Objective):
             weight is multiplied by `min_snr_weight` instead, for both.
         """
         t_S, weight_S = self.level(noise.level_S()), sample_weights(batch)
-        inputs_TC, target_TC = self._noised(batch, noise, t_S)
+        target = (1.0, 0.0) if self.prediction == "x0" else (-1.0, 1.0)
+        inputs_TC, target_TC = noise.mix(batch.latents_TC, (1 - t_S, t_S), target)
         if self.min_snr_gamma is not None:
             slope_S = torch.ones_like(t_S) if self.prediction == "x0" else -t_S
             weight_S = weight_S * min_snr_weight(1 - t_S, t_S, slope_S, self.min_snr_gamma)
         elif self.prediction == "x0":
             weight_S = weight_S / t_S.clamp(min=MIN_TIME) ** 2
         return Prepared(inputs_TC=inputs_TC, time_S=t_S, target_TC=target_TC, weight_S=weight_S)
-
-    def _noised(self, batch: PackedBatch, noise: AddressedNoise, t_S: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x_t and what the network predicts."""
-        of_x0 = self.prediction == "x0"
-
-        def pairs() -> Pairs:
-            inputs, velocity = (1 - t_S, t_S), (-torch.ones_like(t_S), torch.ones_like(t_S))
-            return [inputs] if of_x0 else [inputs, velocity]
-
-        mixed = noise.mix_TC("eps", batch.latents_TC, pairs)
-        x0_TC = batch.latents_TC.float()
-        if mixed is not None:
-            return mixed[0], x0_TC if of_x0 else mixed[1]
-        t_T1 = batch.layout.per_token(t_S)
-        eps_TC = noise.normal_TC("eps", x0_TC.shape[-1])
-        return (1 - t_T1) * x0_TC + t_T1 * eps_TC, x0_TC if of_x0 else eps_TC - x0_TC
 
     def denoise(self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout) -> Tensor:
         """Return the network's x0, or x0 = x - t v of its velocity, with t = `u`."""

@@ -22,7 +22,7 @@ from dit.batch import PackedBatch
 from dit.context_parallel.shard_batch import shard
 from dit.models.base import Backbone, ModelConfig
 from dit.monitoring.expert_load import expert_load
-from dit.objectives.addressed_noise import Mix
+from dit.objectives.addressed_noise import NoiseMixer
 from dit.objectives.base import Objective
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer import master_weights as optim
@@ -84,7 +84,7 @@ class Built:
     optimizer: MegatronOptimizer
     shards: list[MasterShard]
     update: Update
-    mix: Optional[Mix]
+    mix: NoiseMixer
 
     @property
     def model(self) -> ModelConfig:

@@ -47,8 +47,8 @@ MUTANTS = (
     Mutant(
         "flow matching: velocity reversed",
         "dit/objectives/flow_matching.py",
-        "x0_TC if of_x0 else eps_TC - x0_TC",
-        "x0_TC if of_x0 else x0_TC - eps_TC",
+        'if self.prediction == "x0" else (-1.0, 1.0)',
+        'if self.prediction == "x0" else (1.0, -1.0)',
         (OBJECTIVES,),
     ),
     Mutant(
@@ -61,8 +61,8 @@ MUTANTS = (
     Mutant(
         "DDPM: sign of v",
         "dit/objectives/ddpm.py",
-        "target_TC = alpha_T1 * eps_TC - sigma_T1 * x0_TC",
-        "target_TC = alpha_T1 * eps_TC + sigma_T1 * x0_TC",
+        '"v": (-sigma_S, alpha_S)}',
+        '"v": (sigma_S, alpha_S)}',
         (OBJECTIVES,),
     ),
     Mutant(
@@ -192,10 +192,17 @@ MUTANTS = (
         (NOISE,),
     ),
     Mutant(
-        "fused noise: EDM's target without the noise of its input",
+        "EDM: sign of the noise in the target",
         "dit/objectives/edm.py",
-        "-self.sigma_data * c_in)]",
-        "self.sigma_data * c_in)]",
+        "-self.sigma_data * c_in)",
+        "self.sigma_data * c_in)",
+        (OBJECTIVES,),
+    ),
+    Mutant(
+        "fused noise: offset not scaled as the noise",
+        "dit/kernels/fused/noise.py",
+        "layout.per_token(b_S[:, None] * offset_SC)",
+        "layout.per_token(offset_SC)",
         (FUSED_NOISE,),
     ),
     Mutant(

@@ -9,7 +9,7 @@ import torch
 from dit.batch import PackedBatch
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
-from dit.objectives.addressed_noise import AddressedNoise
+from dit.objectives.addressed_noise import AddressedNoise, skip_mixing
 from dit.objectives.base import Objective, pointwise_error
 from dit.objectives.ddpm import DDPM, MIN_ALPHA_FROM_NOISE
 from dit.objectives.edm import EDM
@@ -100,6 +100,22 @@ def test_true_target_denoises_to_the_clean_latents(objective):
         denoised = objective.denoise(network, alpha * x0_TC + sigma * eps_TC[rows], u_S[i], layout)
         assert denoised.dtype == torch.float64
         torch.testing.assert_close(denoised, x0_TC, rtol=1e-5, atol=1e-5)
+
+
+@every_objective
+def test_a_middle_pipeline_stage_prepares_times_and_weights_without_noise_per_token(objective):
+    """It uses neither inputs nor targets, but its blocks need the times that the other stages have."""
+
+    class NoTokens(AddressedNoise):
+        def normal_TC(self, purpose, channels):
+            raise AssertionError("noise per token was drawn")
+
+    batch = pack([3, 5])
+    middle = NoTokens(1234, 0, batch.sample_ids_S, batch.layout, mixer=skip_mixing)
+    prepared, full = (objective.prepare(batch, noise) for noise in (middle, noise_for(batch)))
+    assert prepared.inputs_TC.shape == full.inputs_TC.shape
+    assert torch.equal(prepared.time_S, full.time_S)
+    assert torch.equal(prepared.weight_S, full.weight_S)
 
 
 @every_objective
