@@ -75,19 +75,19 @@ class PictureWriter:
             raise ConfigError(f"sampling.prompts cannot be drawn, for {lacks}; set sampling.prompts=none")
         widths = as_conditions(check_text_encoder(self.text_encoder).widths, self.spec.conditions)
         for condition in self.spec.conditions:
-            if CONTEXT.name not in (condition.name, condition.beside):
+            if CONTEXT.name not in (condition.name, condition.requires):
                 continue
             width = widths.get(condition.name)
             if width is None:
                 raise ConfigError(
-                    f"sampling.prompts cannot be drawn, for the model takes a {condition.what} "
+                    f"sampling.prompts cannot be drawn, for the model takes a {condition.description} "
                     f"{list(condition.shape or ())}, and the data's text encoder {self.text_encoder!r} makes none; set "
                     "sampling.prompts=none"
                 )
             if condition.shape not in (None, (width,)):
                 raise ConfigError(
-                    f"the data's text encoder {self.text_encoder!r} gives a {condition.what} of {width} features, the "
-                    f"model takes {list(condition.shape)}; {condition.cure_of_width(width)}"
+                    f"the data's text encoder {self.text_encoder!r} gives a {condition.description} of {width} "
+                    f"features, the model takes {list(condition.shape)}; {condition.cure_of_width(width)}"
                 )
 
     def draw(
