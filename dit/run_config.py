@@ -233,7 +233,7 @@ def check_outputs(objective: Objective, model: ModelConfig) -> None:
             f"objective {objective} and model {type(model).__name__} do not go together: objective=autoencoding trains "
             "an autoencoder, and nothing else does; select both, or neither"
         )
-    if not objective.augments and any(condition.name == AUGMENTATION.name for condition in model.conditions()):
+    if objective.augmentation is None and any(condition.name == AUGMENTATION.name for condition in model.conditions()):
         raise ConfigError(
             f"objective {objective} does not noise low-resolution pictures, which model.noise_augmentation=True asks "
             "for; select objective=edm, or set model.noise_augmentation=False"

@@ -238,7 +238,7 @@ def compare(pair: Pair, one: dict[str, Any], many: dict[str, Any]) -> "Verdict":
     from dit.parallel.build import build_on_meta
     from dit.verify.report import judge
 
-    model = build_on_meta(pair.many.model, uncertainty=pair.many.objective.learns_uncertainty)
+    model = build_on_meta(pair.many.model, uncertainty=pair.many.objective.weighting is not None)
     return judge(one, many, model, pair.sizes)
 
 
@@ -308,7 +308,7 @@ def verify_full(config: "RunConfig", scratch: Optional[str]) -> Optional["Verdic
         found = differences(pair.one, pair.many, folder)
     if found is None:
         return None
-    model = build_on_meta(pair.many.model, uncertainty=pair.many.objective.learns_uncertainty)
+    model = build_on_meta(pair.many.model, uncertainty=pair.many.objective.weighting is not None)
     return judge_differences(found, model, pair.sizes)
 
 
@@ -323,7 +323,7 @@ def explain_layout(config: "RunConfig", world_size: Optional[int]) -> str:
     from dit.verify.report import axis_sizes
 
     dims, _ = config.check(world_size)
-    model = build_on_meta(config.model, uncertainty=config.objective.learns_uncertainty)
+    model = build_on_meta(config.model, uncertainty=config.objective.weighting is not None)
     return explain(model, axis_sizes(config.parallel, dims))
 
 

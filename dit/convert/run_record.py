@@ -118,6 +118,7 @@ def build(settings_class: type[Settings], values: object, what: str) -> Settings
         raise ConfigError(f"{what} must be settings by name, got {values!r:.200}")
     assert is_dataclass(settings_class)
     hints = {f.name: get_type_hints(settings_class)[f.name] for f in fields(settings_class) if f.init}
+    values = {name: _part(value, hints.get(name), f"{what}'s {name}") for name, value in values.items()}
     unknown = [str(name) for name in values if name not in hints]
     wrong = [
         f"{name}={value!r:.80}" for name, value in values.items() if name in hints and not _fits(value, hints[name])
@@ -127,6 +128,12 @@ def build(settings_class: type[Settings], values: object, what: str) -> Settings
         reasons = "; ".join(f"{verb} {', '.join(names)}" for verb, names in parts if names)
         raise ConfigError(f"{what} {reasons}; its settings are {', '.join(hints)}")
     return settings_class(**values)
+
+
+def _part(value: object, hint: Any, what: str) -> object:
+    """Build a setting that is a settings class itself, or is Optional; return other values unchanged."""
+    classes = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and is_dataclass(kind)]
+    return build(classes[0], value, what) if classes and isinstance(value, Mapping) else value
 
 
 def _fits(value: object, hint: Any) -> bool:

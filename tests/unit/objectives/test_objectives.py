@@ -10,10 +10,11 @@ from dit.batch import PackedBatch
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import AddressedNoise, skip_mixing
-from dit.objectives.base import Objective, pointwise_error
-from dit.objectives.ddpm import DDPM, MIN_ALPHA_FROM_NOISE
+from dit.objectives.base import Objective
+from dit.objectives.ddpm import DDPM, MIN_ALPHA_FROM_NOISE, LearnedVariance
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import MIN_TIME, FlowMatching
+from dit.objectives.losses import pointwise_error
 
 DDPMS = [
     DDPM(schedule=schedule, prediction=prediction, discrete_steps=steps)
@@ -31,7 +32,7 @@ RESCALED = [
     for prediction in ("x0", "v")
 ]
 LEARNED = [
-    DDPM(prediction=prediction, schedule="cosine", discrete_steps=20, learned_variance=True, vlb_weight=0.01)
+    DDPM(prediction=prediction, schedule="cosine", discrete_steps=20, variance=LearnedVariance(vlb_weight=0.01))
     for prediction in ("noise", "x0", "v")
 ]
 OBJECTIVES: list[Objective] = [
@@ -462,11 +463,11 @@ def test_objectives_compare_and_print_by_their_settings():
         (lambda: DDPM(schedule="sqrt"), "schedule='sqrt' is unknown"),
         (lambda: DDPM(loss_kind="mse"), "loss_kind='mse'"),
         (lambda: DDPM(discrete_steps=10), "discrete_steps=10 is too short"),
-        (lambda: DDPM(learned_variance=True), "discrete_steps is None; use 1000"),
-        (lambda: DDPM(learned_variance=True, discrete_steps=1, schedule="cosine"), "discrete_steps is 1; use 1000"),
+        (lambda: DDPM(variance=LearnedVariance()), "discrete_steps is None; use 1000"),
+        (lambda: DDPM(variance=LearnedVariance(), discrete_steps=1, schedule="cosine"), "is 1; use 1000"),
         (lambda: DDPM(min_snr_gamma=0.0), "objective.min_snr_gamma=0.0 must be"),
         (lambda: FlowMatching(min_snr_gamma=-1.0), "objective.min_snr_gamma=-1.0 must be"),
-        (lambda: DDPM(vlb_weight=-1.0), "objective.vlb_weight=-1.0 must be"),
+        (lambda: LearnedVariance(vlb_weight=-1.0), "objective.variance.vlb_weight=-1.0 must be"),
         (lambda: EDM().sampling_grid(0), "num_steps=0"),
         (lambda: FlowMatching().sampling_grid(0), "num_steps=0"),
         (lambda: DDPM().sampling_grid(0), "num_steps=0"),
