@@ -12,6 +12,7 @@ from dit.data_api import BatchSpec, DataConfig, NoData
 from dit.errors import CheckpointError, ConfigError
 from dit.kernels.recompute import check_recompute
 from dit.models.base import Ability, ModelConfig
+from dit.models.conditioned import ClassConditioned, TextConditioned
 from dit.objectives.base import Objective
 from dit.objectives.edm import VarianceExplodingPath
 from dit.optimizer.schedules import Constant, Schedule
@@ -149,14 +150,14 @@ class RunConfig:
             ),
             (
                 "model",
-                model.num_classes is None and model.class_dropout > 0,
+                isinstance(model, ClassConditioned) and model.num_classes is None and model.class_dropout > 0,
                 "class_dropout",
                 "without model.num_classes",
                 "set model.num_classes",
             ),
             (
                 "model",
-                model.context_size is None and model.context_dropout > 0,
+                isinstance(model, TextConditioned) and model.context_size is None and model.context_dropout > 0,
                 "context_dropout",
                 "without model.context_size",
                 "set model.context_size",

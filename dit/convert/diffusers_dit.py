@@ -107,6 +107,7 @@ class DiffusersDiT(DiffusersFormat[DiTConfig]):
 
     def for_pipeline(self, trained: TrainedModel, weights: dict[str, Tensor]) -> tuple[TrainedModel, dict[str, Tensor]]:
         """Put the vector of no class where `DiTPipeline` looks for it, behind zeros for the classes that are unused."""
+        assert isinstance(trained.model, DiTConfig)
         classes, name = trained.model.num_classes, "conditioner.label.weight"
         if classes is None or classes > PIPELINE_CLASSES:
             raise ConfigError(f"--format pipeline: DiTPipeline has up to {PIPELINE_CLASSES} classes, not {classes}")

@@ -56,10 +56,10 @@ def from_record(record: object, model_class: type[ModelConfig]) -> TrainedModel:
     size, names, fps = record["latent_size"], record["class_names"], record["fps"]
     if not (_fits(size, list[int]) and len(size) == 3 and min(size) > 0):
         raise ConfigError(f"the record's latent_size={size!r} must be three whole numbers of at least 1, (T, H, W)")
-    if not _fits(names, Optional[list[str]]) or len(names or ()) > (model.num_classes or 0):
-        raise ConfigError(
-            f"the record's class_names must be at most {model.num_classes or 0} names; got {names!r:.200}"
-        )
+    label = model.condition("label")
+    num_classes = 0 if label is None else label.num_classes or 0
+    if not _fits(names, Optional[list[str]]) or len(names or ()) > num_classes:
+        raise ConfigError(f"the record's class_names must be at most {num_classes} names; got {names!r:.200}")
     if not _fits(fps, Optional[float]) or (fps is not None and not fps > 0):
         raise ConfigError(f"the record's fps={fps!r} must be a positive number")
     if not _fits(record["text_encoder"], Optional[str]) or not isinstance(record["sampling"], Mapping):

@@ -70,8 +70,9 @@ class PictureWriter:
     def _check_prompts(self) -> None:
         from dit.encoders.text_config import as_conditions, check_text_encoder
 
-        if self.text_encoder is None or self.model.context_size is None:
-            lacks = "the model takes no text" if self.model.context_size is None else "the data name no text encoder"
+        takes_text = self.model.condition(CONTEXT.name) is not None
+        if self.text_encoder is None or not takes_text:
+            lacks = "the data name no text encoder" if takes_text else "the model takes no text"
             raise ConfigError(f"sampling.prompts cannot be drawn, for {lacks}; set sampling.prompts=none")
         widths = as_conditions(check_text_encoder(self.text_encoder).widths, self.spec.conditions)
         for condition in self.spec.conditions:
@@ -115,12 +116,12 @@ class PictureWriter:
         if self.sampling.prompts:
             captions = self.sampling.prompts * self.sampling.samples_per_class
             count = len(captions)
-        elif self.model.num_classes is not None:
-            shown = spread(self.model.num_classes, MAX_CLASSES_SHOWN)
+        elif (label := self.model.condition(LABEL.name)) and label.num_classes is not None:
+            shown = spread(label.num_classes, MAX_CLASSES_SHOWN)
             columns = len(shown)
             given[LABEL.name] = labels = shown * self.sampling.samples_per_class
             count = len(labels)
-            captions = [str(label) if self.class_names is None else self.class_names[label] for label in labels]
+            captions = [str(index) if self.class_names is None else self.class_names[index] for index in labels]
         empty: dict[str, Sequence[Value]] = {name: [null] * count for name, null in self.nulls.items()}
         given = {FPS.name: [fps] * count, **empty, **given, **self._encoded_prompts()}
         batch = empty_pack(self.spec, latent_size, count, device, given)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from dit.models.dit.config import DiTConfig
 from energon_data.prepare.moving_letters import CLASS_NAMES, DIRECTIONS
 from launch import evaluate, letter_score
 from launch.letter_reader import LetterReader
@@ -64,7 +65,7 @@ def judge(monkeypatch):
             words = conditions.get("context") or [CLASS_NAMES[label] for label in conditions["label"]]
             return torch.stack([draw(x) for x in words])
 
-        model = SimpleNamespace(num_classes=num_classes, context_size=None if num_classes else 8)
+        model = DiTConfig(num_classes=num_classes, context_size=None if num_classes else 8)
         generator = SimpleNamespace(
             config=SimpleNamespace(model=model, data=SimpleNamespace(path="here")),
             class_names=CLASS_NAMES,
