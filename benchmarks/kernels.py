@@ -133,6 +133,7 @@ def cases(device: torch.device) -> dict[str, Callable[[], object]]:
     from dit.kernels.fused.adamw import adamw
     from dit.kernels.fused.blocks import FORWARD_ROWS, blocks_of, rows_of_blocks, rows_of_pictures
     from dit.layout import SequenceLayout
+    from dit.objectives.addressed_noise import AddressedNoise
 
     layout = SequenceLayout.from_lengths(LENGTHS, multiple_of=128, total_tokens=TOKENS, device=device)
     samples = layout.num_samples
@@ -164,6 +165,7 @@ def cases(device: torch.device) -> dict[str, Callable[[], object]]:
     ids = torch.zeros(samples, dtype=torch.int64, device=device)
     latents, ones = empty(8 * TOKENS, 16), empty(samples, dtype=FP32)
     many = SequenceLayout.from_lengths([8 * n for n in LENGTHS], total_tokens=8 * TOKENS, device=device)
+    draws = AddressedNoise(1, 5, ids, many, mixer=noise.mix)
     rates = Rates(1e-4, 0.9, 0.99, 1e-8, 0.1, 10)
     modulated = gate, bias, scale, None
     return {
@@ -192,7 +194,7 @@ def cases(device: torch.device) -> dict[str, Callable[[], object]]:
             pictures, pictures, factors, rest_N2C, rows, True
         ),
         "AdamW + average + copy": lambda: adamw(elements, rates),
-        "noise + noising": lambda: noise.mix(latents, many, ids, 1, (3, 4), 5, [(ones, ones), (ones, ones)]),
+        "noise + noising": lambda: draws.mix(latents, (ones, ones), (ones, ones)),
     }
 
 

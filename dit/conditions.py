@@ -1,14 +1,14 @@
-"""Conditions as data: the inputs of a network besides the noised latents, by name.
+"""Conditions as data: the inputs of a network other than the noised latents, by name.
 
 A `Condition` is a declaration, a row of `dit.condition_table`; a model lists its conditions (`ModelConfig.conditions`).
 An `Entry` has the values of a condition for the samples of one pack, along one of three axes:
 
-    axis      values      one value belongs to                   examples
-    sample    [S, ...]    a sample                               class, pooled text, frame rate, noise level
-    text      [K, D]      a text token; a layout says whose      the tokens of a text encoder, of a second one
-    latent    [T, C]      a latent token, as the latents         low-resolution picture, mask, control picture
+    axis      values      one value per                          examples
+    sample    [S, ...]    sample                                 class, pooled text, frame rate, noise level
+    text      [K, D]      text token, with the texts' layout     tokens of one text encoder, or of a second one
+    latent    [T, C]      latent token                           low-resolution picture, mask, control picture
 
-`Conditions`, the entries of a pack, moves, splits, drops, replaces, joins and checks all of them in the same way. No
+`Conditions`, the entries of a pack, moves, splits, drops, replaces, joins and checks all entries in the same way. No
 other module depends on which conditions exist.
 
 Shape suffixes: T packed tokens, S samples in the pack, K packed text tokens, C channels per token, D any width.
@@ -36,41 +36,41 @@ class Condition:
     """The declaration of a condition: its shape, where samples store it, how it is dropped, and its null value.
 
     Attributes:
-        name: in models and batches.
-        axis: along which it has values.
-        what: noun for messages.
-        shape: of a sample's value without the token axis: `()` is a number, `(D,)` the width of a vector or of a text
-            token, `(C,)` the channels of a picture of the latent's size, patchified as the latent is. None
-            allows every shape.
-        dtype: of the entry; None for that of the stored values.
+        name: name in models and batches.
+        axis: axis of the values.
+        description: noun for messages.
+        shape: shape of a sample's value without the token axis: `()` is a number, `(D,)` the width of a vector or of a
+            text token, `(C,)` the channels of a picture of the latent's size, patchified like the latent. None allows
+            every shape.
+        dtype: dtype of the entry; None for that of the stored values.
         num_classes: the values are classes in `[0, num_classes)`; None for real numbers.
-        null: replaces a dropped value: a number, `no class` (the class index `num_classes`), `learned` (a parameter of
-            the model, which reads `Entry.dropped_S`), or `empty text` (the embedding of "", see `Entry.null`).
-        dropout: share of samples trained without it, for guidance away from its null; None: it is never dropped,
-            also not by guidance.
-        group: conditions of one group are dropped by one draw per sample: the samples of the smallest share lose them
-            all.
-        beside: another condition that must be given together with this one.
-        default: value of the samples that store none; None: each must store one.
+        null: replacement of a dropped value: a number, `no class` (the class index `num_classes`), `learned` (a
+            parameter of the model, which reads `Entry.dropped_S`), or `empty text` (the embedding of "", see
+            `Entry.null`).
+        dropout: share of samples trained without the condition, for guidance; None: never dropped, also not by
+            guidance.
+        group: one draw per sample drops all conditions of a group, so the samples of the smallest share lose them all.
+        requires: condition that must be present together with this one.
+        default: value of samples that store none; None: each sample must store one.
         limits: valid values of a number.
-        derive: makes the value of a sample that stores none from its latent `[C, T, H, W]`; None: nothing does.
-        stored_as: its names in a sample, of which the first existing one is used: a key of the metadata if it is one
-            number, else an array part (`NAME.npy` or `NAME.safetensors`) or, per sample, a list in the metadata.
-        setting: the setting of the model that requires it, for messages.
-        hint: how to train without it, for messages.
-        made_with: what makes values as wide as the model reads, for messages about narrower ones.
+        derive: computes the value of a sample that stores none from its latent `[C, T, H, W]`; None: not possible.
+        stored_as: names in a sample; the first existing one is used. A number is a key of the metadata; an array is a
+            part (`NAME.npy` or `NAME.safetensors`) or, per sample, a list in the metadata.
+        setting: setting of the model that requires the condition, for messages.
+        hint: how to train without the condition, for messages.
+        made_with: encoders that produce values of the model's width, for messages about narrower ones.
     """
 
     name: str
     axis: Axis
-    what: str
+    description: str
     shape: Optional[tuple[int, ...]] = ()
     dtype: Optional[torch.dtype] = torch.float32
     num_classes: Optional[int] = None
     null: float | Literal["learned", "no class", "empty text"] = "learned"
     dropout: Optional[float] = None
     group: str = "conditions"
-    beside: Optional[str] = None
+    requires: Optional[str] = None
     default: Optional[float] = None
     limits: tuple[float, float] = (-math.inf, math.inf)
     derive: Optional[Callable[[Tensor], Tensor]] = None
@@ -81,23 +81,23 @@ class Condition:
 
     @property
     def is_number(self) -> bool:
-        """Whether a sample has one number, rather than an array."""
+        """Whether the value of a sample is one number, not an array."""
         return self.axis == "sample" and self.shape == ()
 
     @property
     def null_value(self) -> Optional[float]:
-        """The number that replaces a dropped value; None if that is a parameter or an embedding."""
+        """Number that replaces a dropped value; None if a parameter or an embedding does."""
         if self.null in ("learned", "empty text"):
             return None
         return self.num_classes if self.null == "no class" else float(self.null)
 
     @property
     def or_without(self) -> str:
-        """End of a message: how to train without the condition, if there is a setting for it."""
+        """End of a message: how to train without the condition, if a setting allows it."""
         return f", or train without{self.hint}: {self.setting}=null" if self.setting else ""
 
     def cure_of_width(self, width: int) -> str:
-        """Return the end of a message about values of another width than the model reads."""
+        """Return the end of a message about values whose width differs from the model's."""
         if self.made_with and self.shape is not None and width < self.shape[0]:
             return self.made_with
         return f"set {self.setting or 'its size'} to {width}"
@@ -118,20 +118,21 @@ class Condition:
         sides = {"sample": ("width",), "text": ("tokens", "width"), "latent": ("C", "T", "H", "W")}[self.axis]
         shape = list(value.shape)
         if len(shape) != len(sides) or 0 in shape:
-            return f"the {self.what} has shape {shape}, wanted [{', '.join(sides)}]"
+            return f"the {self.description} has shape {shape}, wanted [{', '.join(sides)}]"
         if self.axis == "latent" and shape[1:] != list(latent_size):
-            return f"the {self.what} is {shape[1:]} (T x H x W), the latent {list(latent_size)}; store it at that size"
+            size = f"{shape[1:]} (T x H x W), the latent {list(latent_size)}"
+            return f"the {self.description} is {size}; store it at that size"
         width = shape[0] if self.axis == "latent" else shape[-1]
         if self.shape is not None and (width,) != self.shape:
-            return f"the {self.what} is {width} wide, the model takes {self.shape[0]}"
+            return f"the {self.description} is {width} wide, the model takes {self.shape[0]}"
         return None
 
     def pack(self, values: Sequence[Value], layout: SequenceLayout, patch: tuple[int, int]) -> "Entry":
         """Concatenate the values of the samples of a pack.
 
         Args:
-            values: of each sample.
-            layout: of the latents.
+            values: one value per sample.
+            layout: layout of the latents.
             patch: sides of a patch in time and in space.
         """
         if self.is_number:
@@ -145,7 +146,7 @@ class Condition:
         return Entry(self.axis, layout.insert_padding(patchify_all(tensors, *patch)))
 
     def absent(self, layout: SequenceLayout, patch: tuple[int, int]) -> Optional["Entry"]:
-        """Return the entry of samples without the condition: the default or the null; None if the null is no number."""
+        """Return the entry of samples without the condition: its default or null; None if the null is not a number."""
         value = self.null_value if self.default is None else self.default
         if value is None or self.shape is None:
             return None
@@ -162,8 +163,8 @@ def moved(value: Tensor, device: torch.device | str, non_blocking: bool) -> Tens
     """Copy a tensor to `device`.
 
     Args:
-        non_blocking: do not wait for the device. A copy from ordinary memory waits until all earlier work on the device
-            is done, whatever it is asked for; one from page-locked memory is queued behind that work.
+        non_blocking: do not wait for the device. Only a copy from page-locked memory is queued after the device's
+            earlier work; a copy from ordinary memory always waits until that work is done.
     """
     if non_blocking and value.device.type == "cpu" != torch.device(device).type:
         value = value.pin_memory()
@@ -175,13 +176,13 @@ class Entry:
     """The values of one condition for the samples of a pack.
 
     Attributes:
-        axis: along which the values are.
+        axis: axis of the values.
         values: `[S, ...]`, `[K, D]` or `[T, C]`.
-        layout: of the text tokens; None for the other axes.
-        dropped_S: True where the model's learned null replaces the value; None for nowhere.
-        null: `[k, D]`, the embedding of the empty text. Its tokens, over and over, replace those of a dropped text,
-            because attention over a token that is repeated is that over the token. `[D]` of a pooled text. None for
-            zeros, as in synthetic data, which have no text encoder.
+        layout: layout of the text tokens; None for the other axes.
+        dropped_S: True where the model's learned null replaces the value; None if it does so nowhere.
+        null: embedding of the empty text, `[k, D]`, or `[D]` for a pooled text. Its tokens, repeated, replace those of
+            a dropped text, because attention over a repeated token equals attention over the token. None for zeros, as
+            in synthetic data, which have no text encoder.
     """
 
     axis: Axis
@@ -205,11 +206,11 @@ class Entry:
         return replace(self, values=self.values[indices_T]) if self.axis == "latent" else self
 
     def drop(self, condition: Condition, dropped_S: Tensor, layout: SequenceLayout) -> "Entry":
-        """Replace the values of some samples by the null, in addition to earlier ones.
+        """Replace the values of some samples by the null; earlier replacements stay.
 
         Args:
             dropped_S: True for these samples.
-            layout: of the local latents.
+            layout: layout of the local latents.
         """
         if condition.null == "learned":
             return replace(self, dropped_S=dropped_S if self.dropped_S is None else self.dropped_S | dropped_S)
@@ -226,12 +227,12 @@ class Entry:
         return replace(self, values=self.values.masked_fill(mask, condition.null_value or 0))
 
     def followed_by(self, other: "Entry") -> "Entry":
-        """Concatenate the entry of another pack with as many samples."""
+        """Concatenate the entry of another pack of the same number of samples."""
         layout = dropped_S = None
         if self.layout is not None and other.layout is not None:
             layout = self.layout.followed_by(other.layout)
-        if (known_S := other.dropped_S if self.dropped_S is None else self.dropped_S) is not None:
-            nowhere_S = torch.zeros_like(known_S)
+        if (present_S := other.dropped_S if self.dropped_S is None else self.dropped_S) is not None:
+            nowhere_S = torch.zeros_like(present_S)
             dropped_S = torch.cat([nowhere_S if x.dropped_S is None else x.dropped_S for x in (self, other)])
         return Entry(self.axis, torch.cat([self.values, other.values]), layout, dropped_S, self.null)
 
@@ -255,12 +256,12 @@ class Conditions(Mapping[str, Entry]):
     """The conditions of one pack by name; every operation returns new ones.
 
     Args:
-        entries: by name; None is left out.
+        entries: entries by name; None is omitted.
     """
 
     def __init__(self, entries: Optional[Mapping[str, Optional[Entry]]] = None, **named: Optional[Entry]) -> None:
-        every = {**(entries or {}), **named}
-        self._entries = {name: entry for name, entry in every.items() if entry is not None}
+        entries = {**(entries or {}), **named}
+        self._entries = {name: entry for name, entry in entries.items() if entry is not None}
 
     def __getitem__(self, name: str) -> Entry:
         return self._entries[name]
@@ -275,7 +276,7 @@ class Conditions(Mapping[str, Entry]):
         return f"Conditions({', '.join(f'{name}={list(entry.values.shape)}' for name, entry in self.items())})"
 
     def __or__(self, others: Mapping[str, Entry]) -> "Conditions":
-        """Add entries, in place of those of the same name."""
+        """Add entries; they replace entries of the same name."""
         return Conditions({**self._entries, **others})
 
     def layout(self, name: str) -> Optional[SequenceLayout]:
@@ -307,13 +308,13 @@ class Conditions(Mapping[str, Entry]):
             u < p: both are dropped        p <= u < q: only the second is dropped        q <= u: both are present
 
         The fraction p of the samples without any condition trains the unconditional prediction, which guidance
-        subtracts. With two independent draws it would be only p * q. Different shares also train some conditions alone:
-        guidance away from a negative text, without a class, needs a class dropout above that of the text.
+        subtracts. With two independent draws it would be only p * q. Different shares also train single conditions:
+        guidance away from a negative text without a class needs a class dropout above that of the text.
 
         Args:
-            wanted: of the model.
-            draw: returns numbers in [0, 1) of each sample, `[S]`, for a purpose.
-            layout: of the local latents.
+            wanted: conditions of the model.
+            draw: returns one number in [0, 1) per sample, `[S]`, for a purpose.
+            layout: layout of the local latents.
 
         Source: Ho and Salimans 2022, arXiv:2207.12598, Algorithm 1, for one condition.
         """
@@ -329,13 +330,13 @@ class Conditions(Mapping[str, Entry]):
         return self | changed
 
     def unconditional(self, wanted: Sequence[Condition], layout: SequenceLayout) -> "Conditions":
-        """Drop every condition that training drops, for all samples: the unconditional branch of guidance."""
+        """Drop every droppable condition for all samples: the unconditional branch of guidance."""
         everywhere_S = torch.ones(layout.num_samples, dtype=torch.bool, device=layout.device)
         droppable = [c for c in wanted if c.dropout is not None and c.name in self]
         return self | {c.name: self[c.name].drop(c, everywhere_S, layout) for c in droppable}
 
     def followed_by(self, others: "Conditions") -> "Conditions":
-        """Concatenate the conditions of another pack with as many samples.
+        """Concatenate the conditions of another pack of the same number of samples.
 
         Raises:
             BatchError: the packs do not have the same conditions.
@@ -350,33 +351,33 @@ class Conditions(Mapping[str, Entry]):
         """Check the entries against the pack and the conditions of the model.
 
         Args:
-            wanted: of the model.
-            layout: of the latents.
+            wanted: conditions of the model.
+            layout: layout of the latents.
             keys: name of each sample.
             patch_volume: latent positions in a patch.
 
         Returns:
-            The errors; empty if there is none.
+            The errors; an empty list if all entries are valid.
         """
-        wrong = []
+        errors = []
         for name, entry in self.items():
             need = layout.num_local_tokens if entry.axis == "latent" else layout.num_samples
             if entry.axis == "text":
                 texts = entry.layout
                 if texts is None:
-                    wrong.append(f"condition {name!r} is per text token and has no layout")
+                    errors.append(f"condition {name!r} is per text token and has no layout")
                     continue
                 if texts.num_samples != layout.num_samples:
-                    wrong.append(f"condition {name!r} has {texts.num_samples} texts, needs {layout.num_samples}")
+                    errors.append(f"condition {name!r} has {texts.num_samples} texts, needs {layout.num_samples}")
                 need = texts.total_tokens
             if len(entry.values) != need:
-                wrong.append(f"condition {name!r} has {len(entry.values)} rows, needs {need}")
+                errors.append(f"condition {name!r} has {len(entry.values)} rows, needs {need}")
         for condition in wanted:
             if condition.name in self:
-                wrong.extend(_wrong_values(condition, self[condition.name], keys, patch_volume))
+                errors.extend(_wrong_values(condition, self[condition.name], keys, patch_volume))
             elif condition.default is None:
-                wrong.append(f"the model takes the condition {condition.name!r}, the batch has {sorted(self)}")
-        return wrong
+                errors.append(f"the model takes the condition {condition.name!r}, the batch has {sorted(self)}")
+        return errors
 
 
 def _wrong_values(condition: Condition, entry: Entry, keys: Sequence[str], patch_volume: int) -> Iterator[str]:
@@ -409,9 +410,9 @@ def pack_conditions(
     """Pack the conditions of samples.
 
     Args:
-        wanted: of the model.
-        given: the values of each sample, by name of the condition; missing conditions get no entry.
-        layout: of the latents.
+        wanted: conditions of the model.
+        given: values of each sample, by name of the condition; missing conditions get no entry.
+        layout: layout of the latents.
         patch: sides of a patch in time and in space.
     """
     return Conditions({c.name: c.pack(given[c.name], layout, patch) for c in wanted if c.name in given})
@@ -423,13 +424,14 @@ def check_given(
     """Check the conditions that a user gives for sampling.
 
     Args:
-        wanted: of the model.
+        wanted: conditions of the model.
         given: values of each sample, by name of the condition.
-        count: samples.
-        latent_size: (T, H, W) of each.
+        count: number of samples.
+        latent_size: (T, H, W) of each sample.
 
     Raises:
-        ConfigError: the model does not take it, it has another shape or range, or its companion (`beside`) is missing.
+        ConfigError: the model does not take a condition, a value has another shape or range, or a condition that
+            must accompany another one (`requires`) is missing.
     """
     by_name = {condition.name: condition for condition in wanted}
     for name, values in given.items():
@@ -446,8 +448,8 @@ def check_given(
             if fault is not None:
                 raise ConfigError(f"{name} {fault}" if condition.is_number else fault)
     for condition in wanted:
-        if condition.beside in given and condition.name not in given and condition.default is None:
+        if condition.requires in given and condition.name not in given and condition.default is None:
             raise ConfigError(
-                f"{condition.beside!r} is given without {condition.name!r}, which this model takes beside it; give one "
+                f"{condition.requires!r} is given without {condition.name!r}, which this model takes with it; give one "
                 f"of {list(condition.shape or ())} features for each sample"
             )

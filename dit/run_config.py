@@ -12,6 +12,7 @@ from dit.data_api import BatchSpec, DataConfig, NoData
 from dit.errors import CheckpointError, ConfigError
 from dit.kernels.recompute import check_recompute
 from dit.models.base import Ability, ModelConfig
+from dit.models.conditioned import ClassConditioned, TextConditioned
 from dit.objectives.base import Objective
 from dit.objectives.edm import VarianceExplodingPath
 from dit.optimizer.schedules import Constant, Schedule
@@ -149,14 +150,14 @@ class RunConfig:
             ),
             (
                 "model",
-                model.num_classes is None and model.class_dropout > 0,
+                isinstance(model, ClassConditioned) and model.num_classes is None and model.class_dropout > 0,
                 "class_dropout",
                 "without model.num_classes",
                 "set model.num_classes",
             ),
             (
                 "model",
-                model.context_size is None and model.context_dropout > 0,
+                isinstance(model, TextConditioned) and model.context_size is None and model.context_dropout > 0,
                 "context_dropout",
                 "without model.context_size",
                 "set model.context_size",
@@ -233,7 +234,7 @@ def check_outputs(objective: Objective, model: ModelConfig) -> None:
             f"objective {objective} and model {type(model).__name__} do not go together: objective=autoencoding trains "
             "an autoencoder, and nothing else does; select both, or neither"
         )
-    if not objective.augments and any(condition.name == AUGMENTATION.name for condition in model.conditions()):
+    if objective.augmentation is None and any(condition.name == AUGMENTATION.name for condition in model.conditions()):
         raise ConfigError(
             f"objective {objective} does not add noise to low-resolution pictures, which model.noise_augmentation=True "
             "needs; select objective=edm, or set model.noise_augmentation=False"

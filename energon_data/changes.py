@@ -40,7 +40,7 @@ def check_changes(changes: ChangesOfPixels, spec: BatchSpec, multiple: int, *, o
     if not changes.size_or_side:
         return
     # Conditions derived from the picture are derived from the changed picture.
-    others = [c.what for c in spec.conditions if c.axis == "latent" and c.derive is None]
+    others = [c.description for c in spec.conditions if c.axis == "latent" and c.derive is None]
     if others:
         raise ConfigError(
             f"data.resize_side, crop_size and flip change the picture, and not the {' or '.join(others)} that the "

@@ -128,8 +128,8 @@ def _read_array(condition: Condition, clip: Clip) -> Tensor:
         shape = sides.format("*" if condition.shape is None else condition.shape[0])
         raise SampleError(
             "missing_part",
-            f"the model takes a {condition.what} and the sample has no {condition.stored_as[0]}.npy; store its "
-            f"{condition.what}, {shape}{condition.or_without}",
+            f"the model takes a {condition.description} and the sample has no {condition.stored_as[0]}.npy; store its "
+            f"{condition.description}, {shape}{condition.or_without}",
         )
     if condition.axis == "latent":
         if value.dim() == 3:

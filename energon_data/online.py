@@ -35,7 +35,7 @@ def check_online_texts(line: str, spec: BatchSpec) -> None:
         width = widths.get(condition.name)
         if width is not None and condition.shape not in (None, (width,)):
             raise ConfigError(
-                f"data.online_text_encoder={line} makes a {condition.what} of {width} features, the model takes "
+                f"data.online_text_encoder={line} makes a {condition.description} of {width} features, the model takes "
                 f"{list(condition.shape)}; {condition.cure_of_width(width)}"
             )
 

@@ -257,7 +257,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             value = read_condition(condition, clip)
             if isinstance(value, Tensor):
                 value = value[: self.options.max_text_tokens] if condition.axis == "text" else value
-                filters.check_values(value, condition.what)
+                filters.check_values(value, condition.description)
             if value is not None:
                 clip.conditions[condition.name] = value
         if self.options.embedded:

@@ -184,7 +184,7 @@ def trained_model(config: "RunConfig", metadata: dict[str, Any]) -> "TrainedMode
         latent_size=(frames, height, width),
         sampling=asdict(config.sampling),
         # A data set may have classes that the model does not use.
-        class_names=None if config.model.num_classes is None else metadata["class_names"],
+        class_names=None if config.model.condition("label") is None else metadata["class_names"],
         text_encoder=metadata.get("text_encoder"),
         fps=metadata.get("fps"),
     )

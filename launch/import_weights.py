@@ -233,8 +233,9 @@ def settle(content: Content, objective: Optional["Objective"]) -> tuple["Trained
     elif objective != trained.objective:
         notes.append(f"--objective: {objective} is used, not {trained.objective} ({origin})")
         trained = replace(trained, objective=objective, sampling={})
-    if trained.class_names is None and trained.model.num_classes is not None:
-        notes.append(f"the files have no class names; classes are 0 to {trained.model.num_classes - 1}")
+    label = trained.model.condition("label")
+    if trained.class_names is None and label is not None and label.num_classes is not None:
+        notes.append(f"the files have no class names; classes are 0 to {label.num_classes - 1}")
     elif trained.class_names is not None:
         notes.append(f"read {len(trained.class_names)} class names")
     notes.append(f"latents of {' x '.join(map(str, trained.latent_size))} (frames x height x width)")

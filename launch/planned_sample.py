@@ -101,7 +101,7 @@ def sample_of(
     """Return the sample of built data settings; see `planned_sample`."""
     pack = getattr(data, "max_tokens_per_pack", None)
     limit = getattr(data, "max_tokens_per_sample", None) or pack
-    if model.context_size is None:
+    if model.condition("context") is None:
         text_tokens = None
     elif text_tokens is None:
         setting = data.text_tokens if isinstance(data, MockData) else getattr(data, "max_text_tokens", None)

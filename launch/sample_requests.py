@@ -89,12 +89,12 @@ def names_of_classes(generator: "Generator") -> list[str]:
     Raises:
         ConfigError: the model was trained without classes.
     """
-    count = generator.config.model.num_classes
-    if not count:
+    label = generator.config.model.condition("label")
+    if label is None or label.num_classes is None:
         raise ConfigError("the model of this checkpoint takes no class; give --prompt or only --count")
     if generator.class_names:
         return list(generator.class_names)
-    return [str(i) for i in range(count)]
+    return [str(i) for i in range(label.num_classes)]
 
 
 def read_embedding(path: str, context_size: int) -> Tensor:
@@ -155,7 +155,7 @@ def encode_prompts(generator: "Generator", prompts: Sequence[str]) -> dict[str, 
     Raises:
         ConfigError: the model takes no text, or its encoder is unknown or not installed.
     """
-    if not generator.config.model.context_size:
+    if generator.config.model.condition("context") is None:
         raise ConfigError("the model of this checkpoint takes no text; choose classes with --labels")
     if generator.text_encoder is None:
         raise ConfigError(
@@ -182,10 +182,10 @@ def read_texts(
     """Return the conditions and the caption of each text, or of each requested embedding."""
     if prompts:
         return encode_prompts(generator, prompts), telling_words(prompts)
-    model = generator.config.model
-    if not model.context_size:
+    text = generator.config.model.condition("context")
+    if text is None or text.shape is None:
         raise ConfigError("the model of this checkpoint takes no text; choose classes with --labels")
-    contexts = [read_embedding(path, model.context_size) for path in args.text_embedding]
+    contexts = [read_embedding(path, text.shape[0]) for path in args.text_embedding]
     return {"context": contexts}, [Path(path).stem for path in args.text_embedding]
 
 
@@ -218,7 +218,7 @@ def what_to_draw(
         texts, captions = read_texts(args, [prompt.prompt for prompt in prompts], generator)
         conditions |= texts
         records = [{"prompt": p.prompt} for p in prompts] or [{"text_embedding": path} for path in args.text_embedding]
-    elif generator.config.model.num_classes or labels is not None:
+    elif generator.config.model.condition("label") or labels is not None:
         names = names_of_classes(generator)
         most = len(names) if every_class else MAX_DEFAULT_CLASSES
         conditions["label"] = spread(len(names), most) if labels is None else read_labels(labels, names)

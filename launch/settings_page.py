@@ -26,6 +26,8 @@ PARTS = {
     "model.lora": ["dit.models.lora_config:LoRAConfig"],
     "data": ["energon_data.dataset:EnergonData", "energon_data.mock:MockData"],
     "objective": list(OBJECTIVES.values()),
+    "objective.variance": ["dit.objectives.ddpm:LearnedVariance"],
+    "objective.weighting": ["dit.objectives.losses:UncertaintyWeighting"],
     "optimizer": ["dit.settings:OptimizerConfig"],
     "schedule": [
         f"dit.optimizer.schedules:{name}"

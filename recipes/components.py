@@ -20,9 +20,10 @@ from dit.models.stdit.config import STDiTConfig
 from dit.models.wan.config import WanConfig
 from dit.objectives.autoencoding import Autoencoding
 from dit.objectives.base import Objective
-from dit.objectives.ddpm import DDPM
+from dit.objectives.ddpm import DDPM, LearnedVariance
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
+from dit.objectives.losses import UncertaintyWeighting
 from dit.optimizer.schedules import (
     WSD,
     Constant,
@@ -266,7 +267,7 @@ def edm() -> run.Config[EDM]:
 @run.cli.factory(target=Objective)
 def edm_uncertainty() -> run.Config[EDM]:
     """EDM with noise levels weighed by a learned uncertainty, with p_mean and p_std of EDM2 (Karras et al. 2024)."""
-    return run.Config(EDM, p_mean=-0.4, p_std=1.0, uncertainty=True)
+    return run.Config(EDM, p_mean=-0.4, p_std=1.0, weighting=uncertainty())
 
 
 @run.cli.factory(target=Objective)
@@ -296,7 +297,19 @@ def ddpm_latent() -> run.Config[DDPM]:
 @run.cli.factory(target=Objective)
 def ddpm_learned_variance() -> run.Config[DDPM]:
     """DDPM that learns its variance as the original DiT does; set model.out_channels to twice model.in_channels."""
-    return run.Config(DDPM, schedule="linear", discrete_steps=1000, prediction="noise", learned_variance=True)
+    return run.Config(DDPM, schedule="linear", discrete_steps=1000, prediction="noise", variance=learned_variance())
+
+
+@run.cli.factory(target=UncertaintyWeighting)
+def uncertainty() -> run.Config[UncertaintyWeighting]:
+    """Noise levels weighted by a learned uncertainty (EDM2), `objective.weighting=uncertainty` of EDM."""
+    return run.Config(UncertaintyWeighting)
+
+
+@run.cli.factory(target=LearnedVariance)
+def learned_variance() -> run.Config[LearnedVariance]:
+    """Learned variance of the reverse steps, `objective.variance=learned_variance` of DDPM; two outputs per channel."""
+    return run.Config(LearnedVariance)
 
 
 @run.cli.factory(target=OptimizerConfig)

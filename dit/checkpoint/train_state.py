@@ -72,7 +72,7 @@ def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> Tr
         CheckpointError, ConfigError: see `load_base`.
     """
     training = config.training
-    learned = config.objective.learns_uncertainty
+    learned = config.objective.weighting is not None
     chunks = build_model(config.model, config.parallel, training, groups, uncertainty=learned)
     base = load_base(config, chunks, groups)
     wrapped = wrap(chunks, config.parallel, groups)

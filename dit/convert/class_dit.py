@@ -7,7 +7,7 @@ from dit.convert.variance import predicts_variance
 from dit.layers.positions import sincos
 from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
-from dit.objectives.ddpm import DDPM
+from dit.objectives.ddpm import DDPM, LearnedVariance
 from dit.patchify import grid_positions
 
 ONLY_THESE = {
@@ -33,7 +33,8 @@ def trained_objective(model: ModelConfig) -> DDPM:
     Source: facebookresearch/DiT, `diffusion/__init__.py`: 1000 steps, linear betas; the network predicts the noise, and
     the variance in a second half of its channels.
     """
-    return DDPM(schedule="linear", discrete_steps=1000, prediction="noise", learned_variance=predicts_variance(model))
+    variance = LearnedVariance() if predicts_variance(model) else None
+    return DDPM(schedule="linear", discrete_steps=1000, prediction="noise", variance=variance)
 
 
 def published_sampling(model: DiTConfig) -> dict[str, object]:

@@ -107,6 +107,7 @@ class DiffusersDiT(DiffusersFormat[DiTConfig]):
 
     def for_pipeline(self, trained: TrainedModel, weights: dict[str, Tensor]) -> tuple[TrainedModel, dict[str, Tensor]]:
         """Move the vector of "no class" to the index that `DiTPipeline` uses, after zeros for unused classes."""
+        assert isinstance(trained.model, DiTConfig)
         classes, name = trained.model.num_classes, "conditioner.label.weight"
         if classes is None or classes > PIPELINE_CLASSES:
             raise ConfigError(f"--format pipeline: DiTPipeline has at most {PIPELINE_CLASSES} classes, not {classes}")

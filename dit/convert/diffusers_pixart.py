@@ -23,7 +23,7 @@ from dit.convert.variance import predicts_variance
 from dit.errors import ConfigError
 from dit.layers.positions import sincos
 from dit.models.stdit.config import STDiTConfig
-from dit.objectives.ddpm import DDPM
+from dit.objectives.ddpm import DDPM, LearnedVariance
 from dit.patchify import grid_positions
 
 ONLY_THESE = {
@@ -117,9 +117,8 @@ class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
             position_span=size // published["patch_size"] / scale,
             null_text="empty",
         )
-        objective = DDPM(
-            schedule="linear", discrete_steps=1000, prediction="noise", learned_variance=predicts_variance(model)
-        )
+        variance = LearnedVariance() if predicts_variance(model) else None
+        objective = DDPM(schedule="linear", discrete_steps=1000, prediction="noise", variance=variance)
         sampling = {"solver": "dpmpp_2m", "num_steps": 20, "guidance_scale": 4.5}
         return TrainedModel(model, objective, (1, size, size), sampling)
 

@@ -128,8 +128,8 @@ def how_to_sample(trained: TrainedModel) -> list[str]:
     out, channels = getattr(model, "out_channels", None), model.in_channels
     if out not in (None, channels):
         lines.append(f"only the first {channels} of the {out} predicted channels are the mean")
-    if model.num_classes is not None:
-        lines.append(f"classes are 0 to {model.num_classes - 1}; {model.num_classes} means no class, for guidance")
+    if (label := model.condition("label")) and label.num_classes is not None:
+        lines.append(f"classes are 0 to {label.num_classes - 1}; {label.num_classes} means no class, for guidance")
     lines.append(
         f"latents of {' x '.join(map(str, trained.latent_size))} (frames x height x width), {channels} channels"
     )
@@ -170,7 +170,8 @@ def page(
 
 def loop(trained: TrainedModel, scheduler_class: str) -> str:
     """Return a Python function that samples a class-conditional transformer with diffusers' scheduler."""
-    objective = trained.objective
+    objective, label = trained.objective, trained.model.condition("label")
+    assert label is not None
     start, steps, inputs, time, velocity = "noise", "num_steps", "x", "t", []
     if isinstance(objective, FlowMatching):
         steps = "sigmas=[1 - i / num_steps for i in range(num_steps)]"
@@ -195,7 +196,7 @@ def sample(transformer_folder, scheduler_folder, labels, num_steps, guidance_sca
     if noise is None:
         noise = torch.randn(len(labels), channels, size, size)
     labels = torch.tensor(labels)
-    labels = torch.cat([labels, torch.full_like(labels, {trained.model.num_classes})])  # no class
+    labels = torch.cat([labels, torch.full_like(labels, {label.num_classes})])  # no class
     x = {start}
     for t in scheduler.timesteps:
         both = torch.cat([{inputs}] * 2)

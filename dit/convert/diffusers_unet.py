@@ -39,7 +39,7 @@ NAMES = {
 """Parts of names that differ: ours, diffusers'."""
 ADDED = {"addition_embed_type": "text_time", "addition_time_embed_dim": LENGTH_FEATURES}
 """Settings of diffusers for a pooled text and six lengths."""
-ONLY_THESE = {"patch_spatial": 1, "patch_temporal": 1, "num_classes": None}
+ONLY_THESE = {"patch_spatial": 1, "patch_temporal": 1}
 
 DEFAULTS: Mapping[str, Any] = {
     "sample_size": None,

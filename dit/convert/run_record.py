@@ -56,10 +56,10 @@ def from_record(record: object, model_class: type[ModelConfig]) -> TrainedModel:
     size, names, fps = record["latent_size"], record["class_names"], record["fps"]
     if not (_fits(size, list[int]) and len(size) == 3 and min(size) > 0):
         raise ConfigError(f"the record's latent_size={size!r} must be three positive integers, (T, H, W)")
-    if not _fits(names, Optional[list[str]]) or len(names or ()) > (model.num_classes or 0):
-        raise ConfigError(
-            f"the record's class_names must be at most {model.num_classes or 0} names, got {names!r:.200}"
-        )
+    label = model.condition("label")
+    num_classes = 0 if label is None else label.num_classes or 0
+    if not _fits(names, Optional[list[str]]) or len(names or ()) > num_classes:
+        raise ConfigError(f"the record's class_names must be at most {num_classes} names, got {names!r:.200}")
     if not _fits(fps, Optional[float]) or (fps is not None and not fps > 0):
         raise ConfigError(f"the record's fps={fps!r} must be a positive number")
     if not _fits(record["text_encoder"], Optional[str]) or not isinstance(record["sampling"], Mapping):
@@ -122,6 +122,7 @@ def build(settings_class: type[Settings], values: object, label: str) -> Setting
         raise ConfigError(f"{label} must be settings by name, got {values!r:.200}")
     assert is_dataclass(settings_class)
     hints = {f.name: get_type_hints(settings_class)[f.name] for f in fields(settings_class) if f.init}
+    values = {name: _part(value, hints.get(name), f"{label}'s {name}") for name, value in values.items()}
     unknown = [str(name) for name in values if name not in hints]
     wrong = [
         f"{name}={value!r:.80}" for name, value in values.items() if name in hints and not _fits(value, hints[name])
@@ -131,6 +132,12 @@ def build(settings_class: type[Settings], values: object, label: str) -> Setting
         reasons = "; ".join(f"{verb} {', '.join(names)}" for verb, names in parts if names)
         raise ConfigError(f"{label} {reasons}; its settings are {', '.join(hints)}")
     return settings_class(**values)
+
+
+def _part(value: object, hint: Any, label: str) -> object:
+    """Build a setting that is a settings class itself, or is Optional; return other values unchanged."""
+    classes = [kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and is_dataclass(kind)]
+    return build(classes[0], value, label) if classes and isinstance(value, Mapping) else value
 
 
 def _fits(value: object, hint: Any) -> bool:

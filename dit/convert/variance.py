@@ -45,7 +45,7 @@ def drop_variance(trained: TrainedModel, weights: Mapping[str, Tensor]) -> tuple
     mean = replace(
         trained,
         model=replace(model, out_channels=None),
-        objective=replace(objective, learned_variance=False) if isinstance(objective, DDPM) else objective,
+        objective=replace(objective, variance=None) if isinstance(objective, DDPM) else objective,
         sampling={name: value for name, value in trained.sampling.items() if name != "variance"},
     )
     return mean, {**weights, **cut}

@@ -70,24 +70,25 @@ class PictureWriter:
     def _check_prompts(self) -> None:
         from dit.encoders.text_config import as_conditions, check_text_encoder
 
-        if self.text_encoder is None or self.model.context_size is None:
-            reason = "the model takes no text" if self.model.context_size is None else "the data name no text encoder"
+        takes_text = self.model.condition(CONTEXT.name) is not None
+        if self.text_encoder is None or not takes_text:
+            reason = "the data name no text encoder" if takes_text else "the model takes no text"
             raise ConfigError(f"sampling.prompts cannot be drawn because {reason}; set sampling.prompts=none")
         widths = as_conditions(check_text_encoder(self.text_encoder).widths, self.spec.conditions)
         for condition in self.spec.conditions:
-            if CONTEXT.name not in (condition.name, condition.beside):
+            if CONTEXT.name not in (condition.name, condition.requires):
                 continue
             width = widths.get(condition.name)
             if width is None:
                 raise ConfigError(
-                    f"sampling.prompts cannot be drawn because the model takes a {condition.what} "
+                    f"sampling.prompts cannot be drawn because the model takes a {condition.description} "
                     f"{list(condition.shape or ())} that the data's text encoder {self.text_encoder!r} does not make; "
                     "set sampling.prompts=none"
                 )
             if condition.shape not in (None, (width,)):
                 raise ConfigError(
-                    f"the data's text encoder {self.text_encoder!r} makes a {condition.what} of {width} features, but "
-                    f"the model takes {list(condition.shape)}; {condition.cure_of_width(width)}"
+                    f"the data's text encoder {self.text_encoder!r} makes a {condition.description} of {width} "
+                    f"features, but the model takes {list(condition.shape)}; {condition.cure_of_width(width)}"
                 )
 
     def draw(
@@ -115,12 +116,12 @@ class PictureWriter:
         if self.sampling.prompts:
             captions = self.sampling.prompts * self.sampling.samples_per_class
             count = len(captions)
-        elif self.model.num_classes is not None:
-            classes = spread(self.model.num_classes, MAX_CLASSES_SHOWN)
-            columns = len(classes)
-            conditions[LABEL.name] = labels = classes * self.sampling.samples_per_class
+        elif (label := self.model.condition(LABEL.name)) and label.num_classes is not None:
+            shown = spread(label.num_classes, MAX_CLASSES_SHOWN)
+            columns = len(shown)
+            conditions[LABEL.name] = labels = shown * self.sampling.samples_per_class
             count = len(labels)
-            captions = [str(label) if self.class_names is None else self.class_names[label] for label in labels]
+            captions = [str(index) if self.class_names is None else self.class_names[index] for index in labels]
         empty: dict[str, Sequence[Value]] = {name: [null] * count for name, null in self.nulls.items()}
         conditions = {FPS.name: [fps] * count, **empty, **conditions, **self._encoded_prompts()}
         batch = empty_pack(self.spec, latent_size, count, device, conditions)

@@ -4,10 +4,7 @@ Each op has an eager implementation, the reference on every device, and may have
 torch; kernels of other packages are added to `auto` after `tests/gpu` has passed with them.
 """
 
-from collections.abc import Sequence
-from typing import Optional, Protocol
-
-from torch import Tensor
+from typing import Optional
 
 from dit.kernels.adamw import AdamW
 from dit.kernels.attention import Attention, flash_attention, segment_sdpa, varlen_attention
@@ -26,7 +23,7 @@ from dit.kernels.choice import (
 )
 from dit.kernels.layer_kernels import EAGER, LayerKernels, fused
 from dit.kernels.te_attention import TEAttention
-from dit.layout import SequenceLayout
+from dit.objectives.addressed_noise import NoiseMixer, mix_eagerly
 
 # torch's flash kernels are called directly, without the padding of head sizes that torch otherwise adds.
 TORCH_FLASH = (half_on_cuda, head_sizes(multiple_of=8, largest=256))
@@ -63,37 +60,22 @@ LAYERS = Op[LayerKernels](
 """Norms, modulation, residuals, heads, rotary positions and activations, see `layer_kernels`."""
 
 
-class Mix(Protocol):
-    """See `dit.objectives.addressed_noise.Mix`."""
-
-    def __call__(
-        self,
-        x0_TC: Tensor,
-        layout: SequenceLayout,
-        ids_S: Tensor,
-        seed: int | Tensor,
-        words: tuple[int, int],
-        step: int,
-        pairs: Sequence[tuple[Tensor, Tensor]],
-    ) -> list[Tensor]: ...
-
-
-def _fused_mix() -> Mix:
+def _fused_mix() -> NoiseMixer:
     from dit.kernels.fused.noise import mix
 
     return mix
 
 
-NOISE = Op[Optional[Mix]](
+NOISE = Op[NoiseMixer](
     "noise",
     (
         Implementation("triton", _fused_mix, (on_cuda_or_interpreted, installed("triton")), UNTRIED),
-        Implementation("compile", lambda: None, (), LAYERS_ONLY),
-        Implementation("eager", lambda: None),
+        Implementation("compile", lambda: mix_eagerly, (), LAYERS_ONLY),
+        Implementation("eager", lambda: mix_eagerly),
     ),
     setting="training.kernels",
 )
-"""Noise generated and mixed with latents in one kernel; None for the eager code in `dit.philox` and objectives."""
+"""Noise mixed with latents, see `AddressedNoise.mix`."""
 
 
 def _fused_adamw() -> AdamW:

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, ClassVar, Optional, Self
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dit.batch import PackedBatch
-from dit.condition_table import CONTEXT, FPS, LABEL
+from dit.condition_table import FPS
 from dit.conditions import Condition
 from dit.data_api import BatchSpec
 from dit.errors import ConfigError
@@ -136,12 +136,6 @@ class ModelConfig(ABC):
     Attributes:
         in_channels: channels of a latent before patchifying.
         patch_spatial, patch_temporal: patch sizes.
-        num_classes: number of classes that the model is conditioned on; None for none.
-        class_dropout: fraction of samples trained without their class, for guidance; 0.1 as in DiT (Peebles and Xie
-            2023).
-        context_size: width of the text embeddings; None for a model without text.
-        context_dropout: fraction of samples trained without their text, for guidance; 0.1 as in Open-Sora, compared
-            with 0.2 in NeMo's recipes. With classes and texts, the smaller fraction is trained without both.
         model_path: `module:Class` of the network, for a backbone outside this repository; backbones inside it have a
             line in `dit.models.registry`.
     """
@@ -154,10 +148,6 @@ class ModelConfig(ABC):
     in_channels: int = 4
     patch_spatial: int = 2
     patch_temporal: int = 1
-    num_classes: Optional[int] = None
-    class_dropout: float = 0.1
-    context_size: Optional[int] = None
-    context_dropout: float = 0.1
 
     def check_supports(self, ability: Ability, setting: str, cure: str) -> None:
         """Check that the backbone supports a feature.
@@ -217,12 +207,11 @@ class ModelConfig(ABC):
 
         Every model has the frame rate, because samples are played at the frame rate of the data.
         """
-        conditions = [FPS]
-        if self.num_classes is not None:
-            conditions.append(replace(LABEL, num_classes=self.num_classes, dropout=self.class_dropout))
-        if self.context_size is not None:
-            conditions.append(replace(CONTEXT, shape=(self.context_size,), dropout=self.context_dropout))
-        return tuple(conditions)
+        return (FPS,)
+
+    def condition(self, name: str) -> Optional[Condition]:
+        """Return the condition of this name; None if the model does not have it."""
+        return next((condition for condition in self.conditions() if condition.name == name), None)
 
     def batch_spec(self, *, micro_batch_size: int = 1, multiple_of: int = 1) -> BatchSpec:
         """Return the properties of micro-batches that this model requires.

@@ -7,6 +7,7 @@ from dit.condition_table import CONTEXT
 from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.models.base import TransformerSizes
+from dit.models.conditioned import ClassConditioned, TextConditioned
 from dit.models.transformer_config import TransformerModelConfig
 from dit.ranges import check_choice
 
@@ -14,7 +15,7 @@ NullText = Literal["learned", "empty"]
 
 
 @dataclass(kw_only=True)
-class CrossAttentionModelConfig(TransformerModelConfig):
+class CrossAttentionModelConfig(TransformerModelConfig, TextConditioned, ClassConditioned):
     """Settings of a backbone with text cross-attention.
 
     Attributes:

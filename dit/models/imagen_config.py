@@ -6,7 +6,8 @@ from typing import ClassVar, Literal, Optional
 from dit.condition_table import AUGMENTATION, LOW_RESOLUTION
 from dit.conditions import Condition
 from dit.errors import ConfigError
-from dit.models.base import ModelConfig, Supports, TransformerSizes
+from dit.models.base import Supports, TransformerSizes
+from dit.models.conditioned import ClassConditioned, TextConditioned
 from dit.ranges import COUNT, LAYERS, SHARE, WIDTH, check_choice, check_ranges, whole
 from dit.resize import Kernel, LowResolution
 
@@ -17,7 +18,7 @@ AttentionType = Literal["self", "cross", "fused", "stacked"]
 
 
 @dataclass(kw_only=True)
-class ImagenConfig(ModelConfig):
+class ImagenConfig(TextConditioned, ClassConditioned):
     """A UNet on pixels, conditioned on text and, for super-resolution, on a low-resolution picture.
 
     Level i has pictures of 1 / 2^i of the full size; in the Efficient UNet, 1 / 2^(i + 1).

@@ -1,13 +1,16 @@
-"""Counter-based noise: a function of its address (seed, step, sample, draw of the sample, purpose, element).
+"""Counter-based noise, a function of (seed, step, sample, draw of the sample, purpose, element), and its mixing.
 
-The same sample gets the same noise on every parallel layout, on every pipeline stage and after every resume, because
-no generator has a state. Each rank computes the numbers of its local tokens. A sample that comes twice in one step gets
-different noise each time: the data stream numbers its draws (`PackedBatch.draws_S`).
+A sample gets the same noise on every parallel layout, on every pipeline stage and after a resume, because no generator
+has a state. Each rank computes the numbers of its local tokens. If a sample occurs twice in one step, the two have
+different noise, because the data stream numbers its draws (`PackedBatch.draws_S`).
+
+Objectives compute coefficients per sample, and `AddressedNoise.mix` applies them to latents and noise. Three functions
+implement it: `mix_eagerly` (the reference), the kernel in `dit.kernels.fused.noise`, and `skip_mixing`.
 """
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Optional, Protocol
+from typing import Optional
 
 import torch
 from torch import Tensor
@@ -15,34 +18,17 @@ from torch import Tensor
 from dit.layout import SequenceLayout
 from dit.philox import MASK32, Words, philox, to_normal, to_uniform
 
-# Odd, so that two draws of one sample never share an address (modulo 2**64), and large, so that those of two samples,
-# whose ids are hashes, do no more often than the hashes.
+# Odd, so that two draws of one sample never share an address (modulo 2**64). Large, so that draws of two samples, whose
+# ids are hashes, collide no more often than the hashes.
 _DRAW_STRIDE = 0x5851F42D4C957F2D
-
-
 _KEY_WORD = 0x5DEECE66
 
-Pairs = Sequence[tuple[Tensor, Tensor]]
-
-
-class Mix(Protocol):
-    """Draws `normal_TC` and mixes it with clean latents, without writing it to memory."""
-
-    def __call__(
-        self,
-        x0_TC: Tensor,
-        layout: SequenceLayout,
-        ids_S: Tensor,
-        seed: int | Tensor,
-        words: tuple[int, int],
-        step: int,
-        pairs: Pairs,
-    ) -> list[Tensor]:
-        """Return a x0 + b noise, float32 `[T, C]`, for each pair of numbers `[S]`.
-
-        Args:
-            words: exclusive or the lower and the upper word of the seed, they are the key.
-        """
+LATENT_NOISE = "eps"
+"""Purpose of the noise that corrupts the latents."""
+Mixture = tuple[Tensor | float, Tensor | float]
+"""Coefficients (a, b) of a x0 + b eps: a number per sample, float32 `[S]`, or one number for all samples."""
+NoiseMixer = Callable[["AddressedNoise", Tensor, Sequence[Mixture], Optional[Tensor]], list[Tensor]]
+"""Implementation of `AddressedNoise.mix`: from (noise, x0_TC, mixtures, offset_SC) to one tensor per mixture."""
 
 
 class AddressedNoise:
@@ -53,11 +39,10 @@ class AddressedNoise:
         step: optimizer step, counted from 0.
         sample_ids_S: address of each sample, int64.
         layout: of the local tokens.
-        draws_S: number of each sample's draw from the data, int64; None where a sample comes once: its noise is then
-            that of draw 0.
-        mix: kernel for `mix_TC`; None for none.
-        latent_channels: of a latent; the features of a token are those of its positions, one position behind another.
-            None for one position.
+        draws_S: number of each sample's draw from the data, int64; None for draw 0 of every sample.
+        mixer: implementation of `mix`; None for `mix_eagerly`.
+        latent_channels: channels of a latent. The features of a token are those of its positions in order; None if a
+            token is one position.
     """
 
     def __init__(
@@ -67,20 +52,22 @@ class AddressedNoise:
         sample_ids_S: Tensor,
         layout: SequenceLayout,
         draws_S: Optional[Tensor] = None,
-        mix: Optional[Mix] = None,
+        mixer: Optional[NoiseMixer] = None,
         latent_channels: Optional[int] = None,
     ) -> None:
-        self.seed, self.step, self.layout, self.mix = seed, step, layout, mix
+        self.seed, self.step, self.layout = seed, step, layout
+        self.mixer = mix_eagerly if mixer is None else mixer
         self.latent_channels = latent_channels
         self.ids_S = sample_ids_S if draws_S is None else sample_ids_S + draws_S * _DRAW_STRIDE  # wraps modulo 2**64
         self._low_S, self._high_S = self.ids_S & MASK32, (self.ids_S >> 32) & MASK32
         self._steps_S, self._first_S = torch.full_like(self.ids_S, step), torch.zeros_like(self.ids_S)
 
-    def _key(self, purpose: str, seed: int | Tensor) -> tuple[int | Tensor, int | Tensor]:
+    def key(self, purpose: str, seed: int | Tensor) -> tuple[int | Tensor, int | Tensor]:
+        """Return the two words of the Philox key of a purpose."""
         return (seed ^ zlib.crc32(purpose.encode())) & MASK32, ((seed >> 32) ^ _KEY_WORD) & MASK32
 
     def _words_S(self, purpose: str) -> Words:
-        return philox((self._first_S, self._steps_S, self._low_S, self._high_S), self._key(purpose, self.seed))
+        return philox((self._first_S, self._steps_S, self._low_S, self._high_S), self.key(purpose, self.seed))
 
     def level_S(self) -> Tensor:
         """Draw the quantile of each sample's noise level, in (0, 1), float32 `[S]`."""
@@ -95,40 +82,55 @@ class AddressedNoise:
         words = self._words_S(purpose)
         return words[0] | (words[1] >> 1) << 32
 
-    def normal_S(self, purpose: str) -> Tensor:
-        """Draw one standard normal number per sample, float32 `[S]`."""
-        return to_normal(self._words_S(purpose))[0]
-
     def normal_SC(self, purpose: str, columns: int) -> Tensor:
-        """Draw one standard normal number per sample and channel, float32 `[S, columns]`, equal at all positions."""
+        """Draw one standard normal number per sample and channel, float32 `[S, columns]`, repeated per position."""
         channels = self.latent_channels or columns
         block = torch.arange(-(-channels // 4), device=self.layout.device)
         seed = self.seed if isinstance(self.seed, int) else self.seed[:, None]
         counter = (block, self._steps_S[:, None], self._low_S[:, None], self._high_S[:, None])
         e, s, low, high = torch.broadcast_tensors(*counter)
-        words = philox((e, s, low, high), self._key(purpose, seed))
+        words = philox((e, s, low, high), self.key(purpose, seed))
         return torch.stack(to_normal(words), -1).flatten(1)[:, :channels].repeat(1, columns // channels)
 
-    def mix_TC(
-        self, purpose: str, x0_TC: Tensor, pairs: Callable[[], Pairs], offset_SC: Optional[Tensor] = None
-    ) -> Optional[Sequence[Tensor]]:
-        """Return a x0 + b `normal_TC` for each pair (a, b) of numbers `[S]`, float32; None if no kernel does it."""
-        if self.mix is None:
-            return None
-        words = zlib.crc32(purpose.encode()), _KEY_WORD
-        mixed = self.mix(x0_TC, self.layout, self.ids_S, self.seed, words, self.step, pairs())
-        if offset_SC is None:
-            return mixed
-        return [x_TC + self.layout.per_token(b_S[:, None] * offset_SC) for x_TC, (_, b_S) in zip(mixed, pairs())]
+    def mix(self, x0_TC: Tensor, *mixtures: Mixture, offset_SC: Optional[Tensor] = None) -> list[Tensor]:
+        """Return a x0 + b (eps + offset), float32 `[T, C]`, for each pair (a, b); eps is standard normal noise.
 
-    def normal_TC(self, purpose: str, channels: int, offset_SC: Optional[Tensor] = None) -> Tensor:
-        """Draw standard normal noise for every local token, float32 `[T, channels]`; add the offset of its sample."""
+        Args:
+            x0_TC: clean latents.
+            mixtures: coefficients a and b, such as those of the input and of the target.
+            offset_SC: added to the noise of every token of a sample.
+        """
+        return self.mixer(self, x0_TC, mixtures, offset_SC)
+
+    def normal_TC(self, purpose: str, channels: int) -> Tensor:
+        """Draw standard normal noise for every local token, float32 `[T, channels]`."""
         blocks = -(-channels // 4)
         element = self.layout.token_index_T[:, None] * blocks + torch.arange(blocks, device=self.layout.device)
         of_T1 = self.layout.segment_ids_T[:, None]
         seed = self.seed if isinstance(self.seed, int) else self.seed[of_T1]
         counter = (element, self._steps_S[0], self._low_S[of_T1], self._high_S[of_T1])
         e, s, low, high = torch.broadcast_tensors(*counter)
-        words = philox((e, s, low, high), self._key(purpose, seed))
-        eps_TC = torch.stack(to_normal(words), -1).flatten(1)[:, :channels]
-        return eps_TC if offset_SC is None else eps_TC + self.layout.per_token(offset_SC)
+        words = philox((e, s, low, high), self.key(purpose, seed))
+        return torch.stack(to_normal(words), -1).flatten(1)[:, :channels]
+
+
+def mix_eagerly(
+    noise: AddressedNoise, x0_TC: Tensor, mixtures: Sequence[Mixture], offset_SC: Optional[Tensor]
+) -> list[Tensor]:
+    """Draw the noise, then mix it with the latents: the reference of `AddressedNoise.mix` on every device."""
+    per_token = noise.layout.per_token
+    x0_TC, eps_TC = x0_TC.float(), noise.normal_TC(LATENT_NOISE, x0_TC.shape[-1])
+    if offset_SC is not None:
+        eps_TC = eps_TC + per_token(offset_SC)
+
+    def scaled(x_TC: Tensor, coefficient: Tensor | float) -> Tensor:
+        return x_TC * (per_token(coefficient) if isinstance(coefficient, Tensor) else coefficient)
+
+    return [scaled(x0_TC, a) + scaled(eps_TC, b) for a, b in mixtures]
+
+
+def skip_mixing(
+    noise: AddressedNoise, x0_TC: Tensor, mixtures: Sequence[Mixture], offset_SC: Optional[Tensor]
+) -> list[Tensor]:
+    """Return the latents: pipeline stages between the first and the last use neither inputs nor targets."""
+    return [x0_TC] * len(mixtures)

@@ -1,4 +1,4 @@
-"""Autoencoding: reconstruct pixels from a narrow latent that stays close to a standard normal (a KL autoencoder)."""
+"""Autoencoding: reconstruct pixels from a latent whose posterior stays close to a standard normal (KL autoencoder)."""
 
 from dataclasses import dataclass
 from typing import NoReturn
@@ -9,38 +9,30 @@ from torch import Tensor
 from dit.batch import PackedBatch
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
-from dit.objectives.addressed_noise import AddressedNoise
-from dit.objectives.base import (
-    LossKind,
-    Network,
-    Objective,
-    Prepared,
-    Term,
-    sample_weights,
-    token_error,
-)
+from dit.objectives.addressed_noise import LATENT_NOISE, AddressedNoise
+from dit.objectives.base import Network, Objective, Prepared, sample_weights
+from dit.objectives.losses import LossKind, Term, token_error
 from dit.ranges import NOT_NEGATIVE, check_choice, check_ranges
 
 
 @dataclass(kw_only=True)
 class Autoencoding(Objective):
-    """The negative evidence lower bound of a Gaussian posterior, per pixel value, its KL term weighted.
+    """The negative evidence lower bound of a Gaussian posterior per pixel value, with a weighted KL term.
 
     With x of C values in a token, posterior N(mean, exp(logvar)) of its latent, and z = mean + exp(logvar / 2) eps:
 
         loss = 1/C sum |x - decode(z)|**p  +  kl_weight/C * 1/2 sum (mean**2 + exp(logvar) - 1 - logvar)
 
-    A token is one position of the latent: the patch of the model is the compression of the autoencoder. eps is drawn as
-    the noise of the other objectives is, by counter, and reaches the network behind the pixels; without it the network
-    decodes the mean. Left out: a perceptual and an adversarial term.
+    A token is one position of the latent: the patch of the model is the compression of the autoencoder. The network
+    receives eps after the pixels; without eps it decodes the mean. There is no perceptual and no adversarial term.
 
     Args:
         loss_kind: p = 1 (`l1`, sharp edges) or p = 2 (`l2`, a Gaussian likelihood), or `huber`.
-        kl_weight: 1e-6 in latent diffusion, where the latent is scaled afterwards; 1 with `l2` is a variational
+        kl_weight: 1e-6 in latent diffusion, which scales the latent afterwards; 1 with `l2` gives a variational
             autoencoder of noise variance 1/2.
 
     Raises:
-        ConfigError: a constant lies outside its range.
+        ConfigError: a constant is outside its range.
 
     Source: Kingma and Welling 2014, arXiv:1312.6114, Eq. 7, 10 and appendix B; Rombach et al. 2022, arXiv:2112.10752,
     section 3.1 and appendix G, "KL-reg".
@@ -62,14 +54,14 @@ class Autoencoding(Objective):
         return True
 
     def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
-        """State what the network encodes and decodes.
+        """Return pixels and noise.
 
         Returns:
-            Prepared, all float32: inputs_TC, the pixels and behind them as many numbers of noise, of which the network
-            takes those that its latent needs; time_S of zeros, target_TC, the pixels, and the batch's own weights.
+            Prepared, all float32: inputs_TC, the pixels followed by noise of the same width, of which the network reads
+            the width of its latent; time_S, zeros; target_TC, the pixels; and the batch's loss weights.
         """
         x_TC = batch.latents_TC.float()
-        eps_TC = noise.normal_TC("eps", x_TC.shape[-1])
+        eps_TC = noise.normal_TC(LATENT_NOISE, x_TC.shape[-1])
         weight_S = sample_weights(batch)
         return Prepared(
             inputs_TC=torch.cat([x_TC, eps_TC], 1), time_S=torch.zeros_like(weight_S), target_TC=x_TC, weight_S=weight_S
@@ -79,7 +71,7 @@ class Autoencoding(Objective):
         """Compare the reconstruction with the pixels, and the posterior with a standard normal.
 
         Args:
-            prediction_TC: of the local tokens: the reconstruction, then mean and log variance of the latent.
+            prediction_TC: reconstruction of the local tokens, then mean and log variance of their latent.
         """
         channels = prepared.target_TC.shape[1]
         reconstruction_TC, posterior_TC = prediction_TC[:, :channels], prediction_TC[:, channels:]

@@ -1,8 +1,9 @@
-"""DDPM: variance-preserving diffusion in continuous time or on a classic table of steps."""
+"""DDPM: variance-preserving diffusion, in continuous time or on a table of steps."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import ClassVar, Literal, Optional
 
 import torch
 from torch import Tensor
@@ -10,19 +11,9 @@ from torch import Tensor
 from dit.batch import PackedBatch
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
-from dit.objectives.addressed_noise import AddressedNoise, Pairs
-from dit.objectives.base import (
-    LossKind,
-    Network,
-    Objective,
-    Path,
-    Prepared,
-    Term,
-    min_snr_weight,
-    sample_weights,
-    shared_time,
-    token_error,
-)
+from dit.objectives.addressed_noise import AddressedNoise, Mixture
+from dit.objectives.base import Network, Objective, Path, Prepared, sample_weights, shared_time
+from dit.objectives.losses import LossKind, Term, min_snr_weight, token_error
 from dit.objectives.noise_levels import ScheduleName, TableSchedule, make_schedule
 from dit.objectives.variational_bound import VariationalBound
 from dit.ranges import INSIDE_0_1, NOT_NEGATIVE, POSITIVE, SHARE, check_choice, check_ranges, whole
@@ -30,17 +21,18 @@ from dit.ranges import INSIDE_0_1, NOT_NEGATIVE, POSITIVE, SHARE, check_choice, 
 Prediction = Literal["noise", "x0", "v"]
 NetworkTime = Literal["time", "log_snr"]
 MAX_LOG_SNR = 20.0
-"""Of a network's time, either sign: beyond, x_t is x0 or the noise to the precision of float32."""
-
-# A noise prediction is divided by alpha to get x0. Sampling from it starts here, just below where the linear schedule
-# ends anyway (0.0064); a cosine schedule goes on to 0 and would multiply the network's error without bound.
+"""Largest absolute log SNR as a network's time; beyond it, x_t equals x0 or the noise in float32."""
 MIN_ALPHA_FROM_NOISE = 5e-3
-# A lower limit of alpha as a divisor: x0 is finite at alpha = 0, too.
+"""Alpha at which sampling from a noise prediction starts, because x0 = (x - sigma eps) / alpha multiplies its error.
+
+The linear schedule ends at 0.0064, the cosine schedule at 0.
+"""
 TINY_ALPHA = 1e-8
+"""Lower limit of alpha as a divisor, so that x0 is finite at alpha = 0."""
 
 
 class AnglePath(Path):
-    """x_u = cos(u) x0 + sin(u) eps: the position on the path is the angle between data and noise."""
+    """x_u = cos(u) x0 + sin(u) eps; the position on the path is the angle between data and noise."""
 
     def alpha_sigma(self, u: Tensor) -> tuple[Tensor, Tensor]:
         return u.cos(), u.sin()
@@ -50,39 +42,67 @@ class AnglePath(Path):
 
 
 @dataclass(kw_only=True)
-class DDPM(Objective):
-    """DDPM with the simple (unweighted) loss, one time per packed sample; the network may predict its variance, too.
+class LearnedVariance:
+    """A learned variance of the reverse steps, exp(w log beta + (1 - w) log beta~).
+
+    The network has a second output v per channel, and w = (v + 1) / 2. v learns from the variational bound, which does
+    not change the mean: loss = simple + vlb_weight * bound. `sampling.variance=learned` samples with it.
 
     Args:
-        schedule: how noise grows over time.
-        prediction: what the network outputs: the noise, the clean latent, or v = alpha eps - sigma x0. Training and
-            sampling both follow it.
-        discrete_steps: length of the table of steps; the network gets step k as k / discrete_steps. None for
+        vlb_weight: weight of the bound, the sum over all steps in bits per dimension.
+
+    Raises:
+        ConfigError: the weight is negative.
+
+    Source: Nichol and Dhariwal 2021, arXiv:2102.09672, Eq. 15 and 16, in bits as in their published code.
+    """
+
+    vlb_weight: float = 1e-3
+
+    def __post_init__(self) -> None:
+        check_ranges("objective.variance", self, {"vlb_weight": NOT_NEGATIVE})
+
+
+@dataclass(frozen=True)
+class PreparedBound(Prepared):
+    """A corrupted micro-batch for the variational bound.
+
+    Attributes:
+        t_S: time of each sample in the table of steps, float64.
+        bound_weight_S: weight of each sample's bound.
+    """
+
+    t_S: Tensor
+    bound_weight_S: Tensor
+
+
+@dataclass(kw_only=True)
+class DDPM(Objective):
+    """DDPM with the simple (unweighted) loss, one time per packed sample.
+
+    Args:
+        schedule: schedule of the noise over time.
+        prediction: output of the network: the noise, the clean latent, or v = alpha eps - sigma x0.
+        discrete_steps: length of the table of steps; the network receives step k as k / discrete_steps. None for
             continuous time in [0, 1].
-        beta_start, beta_end: variance that the first and the last of 1000 steps add, of the schedules `linear` and
-            `scaled_linear`; other lengths, continuous time included, end at the same noise. None for the published
-            ones, 1e-4 and 0.02, or 0.00085 and 0.012.
-        zero_terminal_snr: rescale the table so that its last step is pure noise, from which sampling then starts as it
-            was trained; for `prediction` v or x0, because noise says nothing of x0 there.
-        noise_offset: strength of a number that is added to the noise of every position, drawn for each channel of each
-            sample, in training only: the network learns to change the mean of a picture. 0.05 for SDXL; 0 for none.
-        network_time: what the network gets as the time: the time in [0, 1], or the log SNR ln(alpha^2 / sigma^2), as
-            Imagen's networks do.
+        beta_start, beta_end: variance that the first and the last of 1000 steps add, for `linear` and `scaled_linear`.
+            Other lengths and continuous time end at the same noise. None for the published values, 1e-4 and 0.02, or
+            0.00085 and 0.012.
+        zero_terminal_snr: rescale the table so that its last step, where sampling starts, is pure noise; for
+            `prediction` v or x0.
+        noise_offset: standard deviation of a number per channel and sample that is added to the noise of every position
+            in training, so that the network learns to change the mean of a picture. 0.05 for SDXL; 0 for none.
+        network_time: input of the network: the time in [0, 1], or the log SNR ln(alpha^2 / sigma^2), as in Imagen.
         loss_kind: pointwise error.
         min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma), 5 in the paper; None for the simple loss.
-        learned_variance: the network predicts a second output for every channel, v: the reverse steps have the variance
-            exp(w log beta + (1 - w) log beta~) with w = (v + 1) / 2. It learns from the variational bound, which leaves
-            the mean alone: loss = simple + vlb_weight * bound. `ancestral` samples with it where sampling.variance is
-            `learned`; other solvers take the mean.
-        vlb_weight: of the bound, the sum over all steps in bits per dimension.
+        variance: learned variance of the reverse steps (`learned_variance`), for a table of steps; None for none.
 
     Raises:
         ConfigError: an unknown choice, a table too short for its schedule, betas that do not fit it, a learned variance
             or a zero terminal SNR without a table, or the latter with a prediction of the noise.
 
     Source: Ho et al. 2020, arXiv:2006.11239, Eq. 4 and 14; v prediction, Salimans and Ho 2022, arXiv:2202.00512,
-    Appendix D; learned variance, Nichol and Dhariwal 2021, arXiv:2102.09672, Eq. 15 and 16 with their published code's
-    bits; min-SNR, Hang et al. 2023, arXiv:2303.09556; zero terminal SNR, Lin et al. 2023, arXiv:2305.08891,
+    Appendix D; min-SNR, Hang et al. 2023, arXiv:2303.09556; zero terminal SNR, Lin et al. 2023, arXiv:2305.08891,
     Algorithm 1; offset noise, Guttenberg 2023 (crosslabs.org, "Diffusion with Offset Noise").
     """
 
@@ -96,16 +116,19 @@ class DDPM(Objective):
     network_time: NetworkTime = "time"
     loss_kind: LossKind = "l2"
     min_snr_gamma: Optional[float] = None
-    learned_variance: bool = False
-    vlb_weight: float = 1e-3
+    variance: Optional[LearnedVariance] = None
+
+    former_settings: ClassVar[Mapping[str, str]] = {
+        "learned_variance": "variance=learned_variance",
+        "vlb_weight": "variance.vlb_weight",
+    }
 
     def __post_init__(self) -> None:
         self.path = AnglePath()
         check_choice("prediction", self.prediction, Prediction)
         check_choice("loss_kind", self.loss_kind, LossKind)
         check_choice("network_time", self.network_time, NetworkTime)
-        ranges = {"discrete_steps": whole(1, 1_000_000), "min_snr_gamma": POSITIVE, "vlb_weight": NOT_NEGATIVE}
-        ranges["noise_offset"] = SHARE
+        ranges = {"discrete_steps": whole(1, 1_000_000), "min_snr_gamma": POSITIVE, "noise_offset": SHARE}
         check_ranges("objective", self, {**ranges, **dict.fromkeys(("beta_start", "beta_end"), INSIDE_0_1)})
         if self.zero_terminal_snr and (self.discrete_steps is None or self.prediction == "noise"):
             raise ConfigError(
@@ -117,85 +140,72 @@ class DDPM(Objective):
             self.schedule, self.discrete_steps, self.beta_start, self.beta_end, zero_snr=self.zero_terminal_snr
         )
         self._bound: Optional[VariationalBound] = None
-        if self.learned_variance:
+        if self.variance is not None:
             if not isinstance(self.noise_schedule, TableSchedule) or self.noise_schedule.num_steps < 2:
                 raise ConfigError(
-                    "objective.learned_variance needs a table of at least 2 steps, and objective.discrete_steps is "
-                    f"{self.discrete_steps}; use 1000, or learned_variance=false"
+                    "objective.variance needs a table of at least 2 steps, and objective.discrete_steps is "
+                    f"{self.discrete_steps}; use 1000, or variance=none"
                 )
             self._bound = VariationalBound(self.noise_schedule)
 
     @property
     def num_outputs(self) -> int:
-        return 2 if self.learned_variance else 1
+        return 1 if self.variance is None else 2
 
     @property
     def terms(self) -> tuple[str, ...]:
-        return ("simple", "vlb") if self.learned_variance else super().terms
+        return super().terms if self.variance is None else ("simple", "vlb")
 
     def level(self, quantile_S: Tensor) -> Tensor:
-        """Return the angle drawn by each quantile, float64."""
+        """Return the angle at each quantile, float64."""
         return self.noise_schedule.angle(self.noise_schedule.training_time(quantile_S.double()))
 
     def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
-        """Corrupt a packed micro-batch and state what the backbone must output.
+        """Corrupt a packed micro-batch and return the target of the network.
 
         Returns:
-            Prepared, all float32: inputs_TC = alpha x0 + sigma eps, time_S in [0, 1], target_TC as `prediction` says
-            and the batch's own loss weights, times those of min-SNR and of the bound.
+            Prepared, all float32: inputs_TC = alpha x0 + sigma eps, time_S as in `network_time`, target_TC as in
+            `prediction`, and the batch's loss weights, times `min_snr_weight` if it is set.
         """
-        # The scalars of each sample are computed in float64: alpha = cos(phi) has few digits left near pure noise.
+        # Coefficients are computed in float64, because alpha = cos(phi) loses digits near pure noise.
         t_S = self.noise_schedule.training_time(noise.level_S().double())
         angle_S = self.noise_schedule.angle(t_S)
         alpha_S, sigma_S = self.path.alpha_sigma(angle_S)
-        inputs_TC, target_TC = self._noised(batch, noise, alpha_S.float(), sigma_S.float())
-        own_S = sample_weights(batch)
-        weight_S = own_S
+        mixtures = self._mixtures(alpha_S.float(), sigma_S.float())
+        inputs_TC, target_TC = noise.mix(batch.latents_TC, *mixtures, offset_SC=self._offset(batch, noise))
+        weight_S = sample_weights(batch)
         if self.min_snr_gamma is not None:
             slope_S = self._slope(alpha_S, sigma_S)
-            weight_S = own_S * min_snr_weight(alpha_S, sigma_S, slope_S, self.min_snr_gamma).float()
-        return Prepared(
+            weight_S = weight_S * min_snr_weight(alpha_S, sigma_S, slope_S, self.min_snr_gamma).float()
+        prepared = Prepared(
             inputs_TC=inputs_TC,
             time_S=self._network_time(t_S, angle_S).float(),
             target_TC=target_TC,
             weight_S=weight_S,
-            bound_weight_S=self.vlb_weight * own_S if self.learned_variance else None,
         )
+        if self.variance is None:
+            return prepared
+        return PreparedBound(**vars(prepared), t_S=t_S, bound_weight_S=self.variance.vlb_weight * sample_weights(batch))
 
-    def _noised(
-        self, batch: PackedBatch, noise: AddressedNoise, alpha_S: Tensor, sigma_S: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return x_t and what the network predicts."""
+    def _mixtures(self, alpha_S: Tensor, sigma_S: Tensor) -> tuple[Mixture, Mixture]:
+        """Return the coefficients of x_t and of the target."""
+        targets: dict[Prediction, Mixture] = {"noise": (0.0, 1.0), "x0": (1.0, 0.0), "v": (-sigma_S, alpha_S)}
+        return (alpha_S, sigma_S), targets[self.prediction]
 
-        def pairs() -> Pairs:
-            inputs, eps = (alpha_S, sigma_S), (torch.zeros_like(alpha_S), torch.ones_like(alpha_S))
-            return {"noise": [inputs, eps], "x0": [inputs], "v": [inputs, (-sigma_S, alpha_S)]}[self.prediction]
-
-        offset_SC = (
-            self.noise_offset * noise.normal_SC("offset", batch.latents_TC.shape[-1]) if self.noise_offset else None
-        )
-        mixed = noise.mix_TC("eps", batch.latents_TC, pairs, offset_SC)
-        x0_TC = batch.latents_TC.float()
-        if mixed is not None:
-            return mixed[0], x0_TC if self.prediction == "x0" else mixed[1]
-        alpha_T1, sigma_T1 = (batch.layout.per_token(x_S) for x_S in (alpha_S, sigma_S))
-        target_TC = eps_TC = noise.normal_TC("eps", x0_TC.shape[-1], offset_SC)
-        if self.prediction == "x0":
-            target_TC = x0_TC
-        elif self.prediction == "v":
-            target_TC = alpha_T1 * eps_TC - sigma_T1 * x0_TC
-        return alpha_T1 * x0_TC + sigma_T1 * eps_TC, target_TC
+    def _offset(self, batch: PackedBatch, noise: AddressedNoise) -> Optional[Tensor]:
+        if not self.noise_offset:
+            return None
+        return self.noise_offset * noise.normal_SC("offset", batch.latents_TC.shape[-1])
 
     def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
-        """Compare the mean's output with its target and, of a learned variance, the reverse step with the true one."""
+        """Compare the prediction with its target and, for a learned variance, the reverse step with the true one."""
         if self._bound is None:
             return super().loss_terms(prediction_TC, prepared, layout)
-        assert prepared.bound_weight_S is not None  # `prepare` made it
+        assert isinstance(prepared, PreparedBound)
         valid_T1 = layout.valid_T[:, None]
         output_TC, v_TC = prediction_TC.chunk(2, dim=-1)
         simple_T = token_error(output_TC, prepared.target_TC, layout, self.loss_kind)
-        t_S = prepared.time_S.double()
-        alpha_S, sigma_S = self.path.alpha_sigma(self.noise_schedule.angle(t_S))
+        alpha_S, sigma_S = self.path.alpha_sigma(self.noise_schedule.angle(prepared.t_S))
         alpha_T1, sigma_T1, slope_T1 = (
             layout.per_token(x_S.float()) for x_S in (alpha_S, sigma_S, self._slope(alpha_S, sigma_S))
         )
@@ -204,7 +214,7 @@ class DDPM(Objective):
             for part_TC in (prepared.inputs_TC, prepared.target_TC, output_TC.detach(), v_TC)
         )
         bound_T = self._bound.bits(
-            step_T1=layout.per_token(self._bound.table.step(t_S)),
+            step_T1=layout.per_token(self._bound.table.step(prepared.t_S)),
             x0_TC=self._clean(x_TC, target_TC, alpha_T1, sigma_T1),
             difference_TC=slope_T1 * (target_TC - output_TC),
             v_TC=v_TC,
@@ -213,7 +223,7 @@ class DDPM(Objective):
         return {"simple": Term(simple_T, prepared.weight_S), "vlb": Term(bound_T, prepared.bound_weight_S)}
 
     def _clean(self, x_TC: Tensor, output_TC: Tensor, alpha: Tensor, sigma: Tensor) -> Tensor:
-        """Return x0 from the noised latents and the network's noise, x0 or v."""
+        """Return x0 from the noised latents and the predicted noise, x0 or v."""
         if self.prediction == "noise":
             return (x_TC - sigma * output_TC) / alpha.clamp(min=TINY_ALPHA)
         if self.prediction == "x0":
@@ -227,18 +237,18 @@ class DDPM(Objective):
         return torch.ones_like(sigma) if self.prediction == "x0" else -sigma
 
     def _output(self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout) -> Tensor:
-        """Run the network at one angle for all samples; it computes in float32."""
+        """Run the network in float32 at one angle for all samples."""
         time = self._network_time(self.noise_schedule.time(u), u)
         return network(x_TC.float(), shared_time(time, layout)).to(x_TC.dtype)
 
     def _network_time(self, t: Tensor, angle: Tensor) -> Tensor:
-        """Return what the network gets at time `t`, the angle of which is `angle`."""
+        """Return the network's input for time `t`, whose angle is `angle`."""
         if self.network_time == "time":
             return t
         return (-2 * angle.tan().log()).clamp(-MAX_LOG_SNR, MAX_LOG_SNR)
 
     def denoise(self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout) -> Tensor:
-        """Return x0 from the network's noise, x0 or v at the angle `u`."""
+        """Return x0 from the predicted noise, x0 or v at the angle `u`."""
         alpha, sigma = self.path.alpha_sigma(u)
         output_TC = self._output(network, x_TC, u, layout)
         return self._clean(x_TC, output_TC, alpha, sigma)
@@ -246,15 +256,15 @@ class DDPM(Objective):
     def denoise_with_variance(
         self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout
     ) -> tuple[Tensor, Tensor]:
-        """Return x0 as `denoise` does, and (v + 1) / 2 of the network's second output."""
-        if not self.learned_variance:
+        """Return x0 as in `denoise`, and (v + 1) / 2 of the network's second output."""
+        if self.variance is None:
             return super().denoise_with_variance(network, x_TC, u, layout)
         both_TC = self._output(network, x_TC, u, layout)
         output_TC, v_TC = both_TC.chunk(2, dim=-1)
         return self._clean(x_TC, output_TC, *self.path.alpha_sigma(u)), (v_TC + 1) / 2
 
     def sampling_grid(self, num_steps: int) -> Tensor:
-        """Return angles evenly spaced in time, then 0; on a table, only angles the network was trained at.
+        """Return angles evenly spaced in time, then 0; for a table, angles of its steps.
 
         Raises:
             ConfigError: `num_steps` is below 1 or above the length of the table.

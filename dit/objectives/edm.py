@@ -1,30 +1,20 @@
-"""EDM: a preconditioner scales the input and the target of the network to unit variance."""
+"""EDM: a preconditioner scales input and target of the network to unit variance."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Optional
+from typing import ClassVar, Optional
 
 import torch
 from torch import Tensor
 
 from dit.batch import PackedBatch
-from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
-from dit.objectives.addressed_noise import AddressedNoise, Pairs
-from dit.objectives.augmentation import noised_low_resolution
-from dit.objectives.base import (
-    LossKind,
-    Network,
-    Objective,
-    Path,
-    Prepared,
-    Term,
-    sample_weights,
-    shared_time,
-    token_error,
-)
+from dit.objectives.addressed_noise import AddressedNoise
+from dit.objectives.augmentation import Augmentation
+from dit.objectives.base import Network, Objective, Path, Prepared, sample_weights, shared_time
+from dit.objectives.losses import LossKind, UncertaintyWeighting
 from dit.objectives.noise_levels import log_normal
 from dit.ranges import FINITE, check_choice, check_ranges
 
@@ -32,7 +22,7 @@ _PAPER = {"sigma_data": 0.5, "p_std": 1.2, "rho": 7.0}
 
 
 class VarianceExplodingPath(Path):
-    """x_u = x0 + u eps: the position on the path is sigma itself."""
+    """x_u = x0 + u eps; the position on the path is sigma."""
 
     def alpha_sigma(self, u: Tensor) -> tuple[Tensor, Tensor]:
         return torch.ones_like(u), u
@@ -45,31 +35,25 @@ class VarianceExplodingPath(Path):
 class EDM(Objective):
     """EDM training objective, one noise level per packed sample.
 
-    The loss is taken in network space, where lambda(sigma) * c_out**2 == 1 and every noise level weighs the same. For
-    `l1` and `huber` this is the error of sqrt(lambda) * D against sqrt(lambda) * x0, because sqrt(lambda) = 1 / c_out.
-
-    Training draws are not clipped to [sigma_min, sigma_max]; these bound the sampling grid only. NeMo's pipeline
-    trains with p_mean 0, p_std 1 where the paper has -1.2 and 1.2.
+    The loss compares outputs of the network, where lambda(sigma) * c_out**2 == 1 and every noise level weighs the same.
 
     Args:
         sigma_data: standard deviation of clean latents (dimensionless, after VAE scale and shift).
-        p_mean: mean of log sigma.
-        p_std: standard deviation of log sigma.
-        augmentation_p_mean: mean of log sigma', which noises low-resolution pictures in training; None for `p_mean`,
-            as NeMo has it. At the paper's p_mean half of the small pictures are noised by more than sigma' = 0.3 and
-            a small model hardly learns to read clean ones.
+        p_mean: mean of log sigma in training; -1.2 in the paper, 0 in NeMo.
+        p_std: standard deviation of log sigma in training; 1.2 in the paper, 1 in NeMo.
+        augmentation_p_mean: mean of log sigma' of the noise on low-resolution pictures in training; None for `p_mean`,
+            as in NeMo. At -1.2, half of the pictures get sigma' > 0.3, and a small model hardly learns to use clean
+            ones.
         sigma_min: last noise level of the sampling grid before 0.
         sigma_max: first noise level of the sampling grid.
-        rho: how strongly the grid crowds at low noise.
+        rho: exponent of the sampling grid; a larger one has more steps at low noise.
         loss_kind: pointwise error.
-        uncertainty: weigh noise levels by a learned u(sigma): loss = error / e**u + u. At its minimum e**u is the mean
-            error at a noise level, so that all levels weigh the same in the gradient. `loss_raw` logs the plain error.
+        weighting: learned weights of the noise levels (`uncertainty`); None for equal weights.
 
     Raises:
-        ConfigError: a constant lies outside its range.
+        ConfigError: a constant is outside its range.
 
-    Source: Karras et al. 2022, arXiv:2206.00364, Table 1 and Eq. 5, 7 and 8; uncertainty, Karras et al. 2024 (EDM2),
-    arXiv:2312.02696, Eq. 21.
+    Source: Karras et al. 2022, arXiv:2206.00364, Table 1 and Eq. 5, 7 and 8.
     """
 
     sigma_data: float = 0.5
@@ -80,7 +64,9 @@ class EDM(Objective):
     sigma_max: float = 80.0
     rho: float = 7.0
     loss_kind: LossKind = "l2"
-    uncertainty: bool = False
+    weighting: Optional[UncertaintyWeighting] = None
+
+    former_settings: ClassVar[Mapping[str, str]] = {"uncertainty": "weighting=uncertainty"}
 
     def __post_init__(self) -> None:
         self.path = VarianceExplodingPath()
@@ -96,35 +82,17 @@ class EDM(Objective):
             )
 
     @property
-    def terms(self) -> tuple[str, ...]:
-        return ("scaled", "uncertainty") if self.uncertainty else super().terms
-
-    @property
-    def measures(self) -> tuple[str, ...]:
-        return ("raw",) if self.uncertainty else super().measures
-
-    @property
-    def learns_uncertainty(self) -> bool:
-        return self.uncertainty
-
-    @property
-    def augments(self) -> bool:
-        return True
-
-    def augment(
-        self, batch: PackedBatch, wanted: Sequence[Condition], noise: AddressedNoise, *, draw: bool
-    ) -> PackedBatch:
-        """Noise low-resolution pictures by sigma', drawn around a mean of its own, and scale them by c_in(sigma')."""
-        levels = self.augmentation_level if draw else None
-        return noised_low_resolution(batch, wanted, noise, levels, lambda sigma: self.scalings(sigma)[2])
+    def augmentation(self) -> Augmentation:
+        """Noise at level sigma'; noised pictures are scaled by c_in(sigma')."""
+        return Augmentation(self.augmentation_level, lambda sigma: self.scalings(sigma)[2])
 
     def augmentation_level(self, quantile_S: Tensor) -> Tensor:
-        """Return sigma' drawn by each quantile."""
+        """Return sigma' at each quantile."""
         mean = self.p_mean if self.augmentation_p_mean is None else self.augmentation_p_mean
         return log_normal(quantile_S, mean, self.p_std)
 
     def level(self, quantile_S: Tensor) -> Tensor:
-        """Return sigma drawn by each quantile."""
+        """Return sigma at each quantile."""
         return log_normal(quantile_S, self.p_mean, self.p_std)
 
     def scalings(self, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -133,50 +101,24 @@ class EDM(Objective):
         return self.sigma_data**2 / total, sigma * self.sigma_data / total.sqrt(), total.rsqrt()
 
     def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
-        """Corrupt a packed micro-batch and state what the backbone must output.
+        """Corrupt a packed micro-batch and return the target of the network.
 
         Returns:
-            Prepared, all float32: inputs_TC = c_in x, time_S = log(sigma) / 4, target_TC = (x0 - c_skip x) / c_out and
-            the batch's own loss weights.
+            Prepared, all float32: inputs_TC = c_in x with x = x0 + sigma eps, time_S = log(sigma) / 4,
+            target_TC = (x0 - c_skip x) / c_out, and the batch's loss weights.
         """
         sigma_S = self.level(noise.level_S())
-        mixed = noise.mix_TC("eps", batch.latents_TC, lambda: self._pairs(sigma_S))
-        if mixed is None:
-            x0_TC, sigma_T1 = batch.latents_TC.float(), batch.layout.per_token(sigma_S)
-            x_TC = x0_TC + sigma_T1 * noise.normal_TC("eps", x0_TC.shape[-1])
-            c_skip, c_out, c_in = self.scalings(sigma_T1)
-            mixed = c_in * x_TC, (x0_TC - c_skip * x_TC) / c_out
+        _, c_out, c_in = self.scalings(sigma_S)
+        # In (x0 - c_skip x) / c_out, x0 has the coefficient (1 - c_skip) / c_out = c_out / sigma_data**2, and eps has
+        # -c_skip sigma / c_out = -sigma_data c_in. The right-hand sides do not subtract nearly equal numbers.
+        target = (c_out / self.sigma_data**2, -self.sigma_data * c_in)
+        inputs_TC, target_TC = noise.mix(batch.latents_TC, (c_in, c_in * sigma_S), target)
         return Prepared(
-            inputs_TC=mixed[0],
+            inputs_TC=inputs_TC,
             time_S=sigma_S.log() / 4,
-            target_TC=mixed[1],
+            target_TC=target_TC,
             weight_S=sample_weights(batch),
         )
-
-    def _pairs(self, sigma_S: Tensor) -> Pairs:
-        """Return the parts of x0 and of the noise in input and target.
-
-        (1 - c_skip) / c_out is c_out / sigma_data**2, and c_skip sigma / c_out is sigma_data c_in.
-        """
-        _, c_out, c_in = self.scalings(sigma_S)
-        return [(c_in, c_in * sigma_S), (c_out / self.sigma_data**2, -self.sigma_data * c_in)]
-
-    def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
-        """Compare a prediction with its target; with a learned uncertainty u, scale the error by e**-u and add u.
-
-        u is added for every real token, as the error is: a pack, and the ranks that share a sample's tokens, then count
-        it as often as the errors that it scales.
-        """
-        if not self.uncertainty:
-            return super().loss_terms(prediction_TC, prepared, layout)
-        output_TC, u_T = prediction_TC[:, :-1], torch.where(layout.valid_T, prediction_TC[:, -1].float(), 0.0)
-        error_T = token_error(output_TC, prepared.target_TC, layout, self.loss_kind)
-        weight_S = prepared.weight_S
-        return {
-            "scaled": Term(error_T * torch.exp(-u_T), weight_S),
-            "uncertainty": Term(u_T, weight_S),
-            "raw": Term(error_T.detach(), weight_S),
-        }
 
     def denoise(self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout) -> Tensor:
         """Return D(x; sigma) = c_skip x + c_out F(c_in x, log(sigma) / 4) with sigma = `u`."""

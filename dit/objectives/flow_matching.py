@@ -10,28 +10,20 @@ from torch import Tensor
 from dit.batch import PackedBatch
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
-from dit.objectives.addressed_noise import AddressedNoise, Pairs
-from dit.objectives.base import (
-    LossKind,
-    Network,
-    Objective,
-    Path,
-    Prepared,
-    min_snr_weight,
-    sample_weights,
-    shared_time,
-)
+from dit.objectives.addressed_noise import AddressedNoise
+from dit.objectives.base import Network, Objective, Path, Prepared, sample_weights, shared_time
+from dit.objectives.losses import LossKind, min_snr_weight
 from dit.objectives.noise_levels import logit_normal, shift_time
 from dit.ranges import FINITE, POSITIVE, check_choice, check_ranges
 
 TimeDistribution = Literal["uniform", "logit_normal"]
 Prediction = Literal["velocity", "x0"]
 MIN_TIME = 0.05
-"""Below this time an error of x0 weighs as if it were at this time (Li and He 2025)."""
+"""Lower limit of the time that divides errors of x0 (Li and He 2025)."""
 
 
 class StraightPath(Path):
-    """x_u = (1 - u) x0 + u eps: the position on the path is flow time."""
+    """x_u = (1 - u) x0 + u eps; the position on the path is flow time."""
 
     def alpha_sigma(self, u: Tensor) -> tuple[Tensor, Tensor]:
         return 1 - u, u
@@ -42,25 +34,24 @@ class StraightPath(Path):
 
 @dataclass(kw_only=True)
 class FlowMatching(Objective):
-    """Flow matching: the loss is the error of the velocity v = eps - x0, with one time per packed sample.
+    """Flow matching: the loss is the error of the velocity v = eps - x0, with one time t per packed sample.
 
-    Time runs from 0 (data) to 1 (noise), and the network gets t itself.
+    Time increases from 0 (data) to 1 (noise), and the network receives t.
 
     Args:
-        prediction: what the network outputs: the velocity, or the clean latent, from which v = (x_t - x0) / t. Noise
-            fills all dimensions of a token and data few: use `x0` where a token has more dimensions than the network
-            has features, or nearly so.
-        time_distribution: how training draws t before the shift.
+        prediction: output of the network: the velocity, or the clean latent, from which v = (x_t - x0) / t. Use `x0` if
+            a token has about as many dimensions as the network has features, or more.
+        time_distribution: distribution of t in training, before the shift.
         logit_mean: mean of logit(t), for `logit_normal`.
         logit_std: standard deviation of logit(t), for `logit_normal`.
-        time_shift: moves t towards noise, in training and on the sampling grid; 1 for none. Samples of more tokens
+        time_shift: shift of t towards noise, in training and on the sampling grid; 1 for none. Samples with more tokens
             need a larger one.
         loss_kind: pointwise error.
         min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma), SNR = ((1 - t) / t)**2; None for the error of
             the velocity.
 
     Raises:
-        ConfigError: a constant lies outside its range.
+        ConfigError: a constant is outside its range.
 
     Source: Lipman et al. 2023, arXiv:2210.02747; Liu et al. 2023, arXiv:2209.03003; time distribution and shift,
     Esser et al. 2024, arXiv:2403.03206, Eq. 19 and 23; prediction of x0, Li and He 2025, arXiv:2511.13720;
@@ -86,44 +77,28 @@ class FlowMatching(Objective):
                 raise ConfigError(f"FlowMatching {name}={getattr(self, name)} must be positive; the default is 1")
 
     def level(self, quantile_S: Tensor) -> Tensor:
-        """Return the shifted time drawn by each quantile."""
+        """Return the shifted time at each quantile."""
         if self.time_distribution == "logit_normal":
             quantile_S = logit_normal(quantile_S, self.logit_mean, self.logit_std)
         return shift_time(quantile_S, self.time_shift)
 
     def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
-        """Corrupt a packed micro-batch and state what the backbone must output.
+        """Corrupt a packed micro-batch and return the target of the network.
 
         Returns:
-            Prepared, all float32: inputs_TC = (1 - t) x0 + t eps and time_S = t. For `velocity`, target_TC = eps - x0
-            and weight_S is the batch's own loss weight. For `x0`, target_TC = x0 and that weight is divided by t
-            squared: the error of x0, divided by t, is the error of the velocity. With `min_snr_gamma`, that
-            weight is multiplied by `min_snr_weight` instead, for both.
+            Prepared, all float32: inputs_TC = (1 - t) x0 + t eps, time_S = t, target_TC = eps - x0 or x0, and the
+            batch's loss weights, times `min_snr_weight` if it is set. Otherwise the weights of `x0` are divided by
+            t**2, because the error of x0 divided by t is the error of the velocity.
         """
         t_S, weight_S = self.level(noise.level_S()), sample_weights(batch)
-        inputs_TC, target_TC = self._noised(batch, noise, t_S)
+        target = (1.0, 0.0) if self.prediction == "x0" else (-1.0, 1.0)
+        inputs_TC, target_TC = noise.mix(batch.latents_TC, (1 - t_S, t_S), target)
         if self.min_snr_gamma is not None:
             slope_S = torch.ones_like(t_S) if self.prediction == "x0" else -t_S
             weight_S = weight_S * min_snr_weight(1 - t_S, t_S, slope_S, self.min_snr_gamma)
         elif self.prediction == "x0":
             weight_S = weight_S / t_S.clamp(min=MIN_TIME) ** 2
         return Prepared(inputs_TC=inputs_TC, time_S=t_S, target_TC=target_TC, weight_S=weight_S)
-
-    def _noised(self, batch: PackedBatch, noise: AddressedNoise, t_S: Tensor) -> tuple[Tensor, Tensor]:
-        """Return x_t and what the network predicts."""
-        of_x0 = self.prediction == "x0"
-
-        def pairs() -> Pairs:
-            inputs, velocity = (1 - t_S, t_S), (-torch.ones_like(t_S), torch.ones_like(t_S))
-            return [inputs] if of_x0 else [inputs, velocity]
-
-        mixed = noise.mix_TC("eps", batch.latents_TC, pairs)
-        x0_TC = batch.latents_TC.float()
-        if mixed is not None:
-            return mixed[0], x0_TC if of_x0 else mixed[1]
-        t_T1 = batch.layout.per_token(t_S)
-        eps_TC = noise.normal_TC("eps", x0_TC.shape[-1])
-        return (1 - t_T1) * x0_TC + t_T1 * eps_TC, x0_TC if of_x0 else eps_TC - x0_TC
 
     def denoise(self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout) -> Tensor:
         """Return the network's x0, or x0 = x - t v of its velocity, with t = `u`."""

@@ -1,10 +1,7 @@
-"""Where the noise levels come from: monotone inverse CDFs of a quantile in (0, 1), and the DDPM noise schedules.
+"""Distributions of the noise level, as increasing functions of a quantile in (0, 1), and the noise schedules of DDPM.
 
-A quantile stands for a draw, so that a sample's noise level is a function of its address and grows with the quantile:
-a larger quantile is never a cleaner sample.
-
-DDPM schedules are written in the angle phi, with alpha = cos(phi) and sigma = sin(phi): alpha**2 + sigma**2 = 1 holds
-by construction, clean is phi = 0, pure noise is phi = pi / 2, and nothing divides by an alpha that has gone to zero.
+Schedules use the angle phi, with alpha = cos(phi) and sigma = sin(phi): alpha**2 + sigma**2 = 1 by construction, clean
+latents have phi = 0, pure noise has phi = pi / 2, and no formula divides by an alpha of 0.
 """
 
 import math
@@ -19,16 +16,16 @@ from dit.ranges import check_choice
 
 ScheduleName = Literal["linear", "cosine", "scaled_linear"]
 
-# The published tables have this many steps; tables of another length scale beta so that the total noise stays.
 REFERENCE_STEPS = 1000
+"""Length of the published tables; tables of another length scale beta so that the total noise is the same."""
 PUBLISHED_BETAS = {"linear": (1e-4, 0.02), "scaled_linear": (0.00085, 0.012)}
-POWERS = {"linear": 1, "scaled_linear": 2}  # beta to the power of one over this grows linearly
+POWERS = {"linear": 1, "scaled_linear": 2}  # beta ** (1 / power) increases linearly
 COSINE_OFFSET = 0.008
 COSINE_MAX_BETA = 0.999
 
 
 def log_normal(quantile: Tensor, mean: float, std: float) -> Tensor:
-    """Return the value below which the share `quantile` of exp(N(mean, std**2)) lies.
+    """Return the quantile of exp(N(mean, std**2)).
 
     Source: Karras et al. 2022, arXiv:2206.00364, Table 1 (training noise distribution).
     """
@@ -36,7 +33,7 @@ def log_normal(quantile: Tensor, mean: float, std: float) -> Tensor:
 
 
 def logit_normal(quantile: Tensor, mean: float, std: float) -> Tensor:
-    """Return the value in (0, 1) below which the share `quantile` of sigmoid(N(mean, std**2)) lies.
+    """Return the quantile of sigmoid(N(mean, std**2)).
 
     Source: Esser et al. 2024, arXiv:2403.03206, Eq. 19.
     """
@@ -44,7 +41,7 @@ def logit_normal(quantile: Tensor, mean: float, std: float) -> Tensor:
 
 
 def shift_time(t: Tensor, time_shift: float) -> Tensor:
-    """Move flow time towards noise: t' = shift * t / (1 + (shift - 1) * t); 1 changes nothing, 0 and 1 stay.
+    """Shift flow time towards noise, t' = shift * t / (1 + (shift - 1) * t); a shift of 1 changes nothing.
 
     Source: Esser et al. 2024, arXiv:2403.03206, Eq. 23 (resolution-dependent shift).
     """
@@ -52,11 +49,11 @@ def shift_time(t: Tensor, time_shift: float) -> Tensor:
 
 
 class Schedule(ABC):
-    """A variance-preserving noise schedule: time t in [0, 1] against the angle phi = atan2(sigma, alpha)."""
+    """A variance-preserving noise schedule: the angle phi = atan2(sigma, alpha) as a function of time t in [0, 1]."""
 
     @abstractmethod
     def training_time(self, quantile: Tensor) -> Tensor:
-        """Return the time drawn by a quantile; every time is equally likely."""
+        """Return the time at a quantile of the uniform distribution of times."""
 
     @abstractmethod
     def angle(self, t: Tensor) -> Tensor:
@@ -64,19 +61,19 @@ class Schedule(ABC):
 
     @abstractmethod
     def time(self, angle: Tensor) -> Tensor:
-        """Return the time that a network gets at `angle`; angles beyond the schedule give its ends."""
+        """Return the time of a network's input at `angle`; angles outside the schedule give its ends."""
 
     @abstractmethod
     def sampling_angles(self, num_steps: int, max_angle: float) -> Tensor:
-        """Return `num_steps` falling angles, float64, evenly spaced in time from at most `max_angle`, without 0.
+        """Return `num_steps` decreasing angles, float64, evenly spaced in time from at most `max_angle`, without 0.
 
         Raises:
-            ConfigError: the schedule has fewer steps than that.
+            ConfigError: the schedule has fewer steps.
         """
 
 
 class ContinuousSchedule(Schedule):
-    """A schedule with every time in [0, 1]."""
+    """A schedule with continuous time in [0, 1]."""
 
     def training_time(self, quantile: Tensor) -> Tensor:
         return quantile
@@ -87,10 +84,10 @@ class ContinuousSchedule(Schedule):
 
 
 class CosineSchedule(ContinuousSchedule):
-    """The angle grows linearly, from just above 0 to pi / 2.
+    """The angle increases linearly, from just above 0 to pi / 2.
 
-    Source: Nichol and Dhariwal 2021, arXiv:2102.09672, Eq. 17; in log-SNR, as Imagen's continuous time has it,
-    -ln(cos((t + s) / (1 + s) * pi / 2)**-2 - 1).
+    Source: Nichol and Dhariwal 2021, arXiv:2102.09672, Eq. 17. Imagen writes it as
+    log-SNR = -ln(cos((t + s) / (1 + s) * pi / 2)**-2 - 1).
     """
 
     def angle(self, t: Tensor) -> Tensor:
@@ -101,10 +98,10 @@ class CosineSchedule(ContinuousSchedule):
 
 
 class LinearSchedule(ContinuousSchedule):
-    """beta linear in time: -ln(alpha**2) = 1e-4 + 10 t**2.
+    """beta increases linearly with time: -ln(alpha**2) = 1e-4 + 10 t**2.
 
-    Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, log-SNR = -ln(expm1(1e-4 + 10 t**2)); it stays within
-    0.015 rad of the 1000-step table of Ho et al. 2020, arXiv:2006.11239.
+    Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, log-SNR = -ln(expm1(1e-4 + 10 t**2)), within 0.015 rad of
+    the 1000-step table of Ho et al. 2020, arXiv:2006.11239.
     """
 
     def angle(self, t: Tensor) -> Tensor:
@@ -115,13 +112,13 @@ class LinearSchedule(ContinuousSchedule):
 
 
 class PowerSchedule(ContinuousSchedule):
-    """A power of beta linear in time: beta itself (power 1) or its root (2); the limit of tables of ever more steps.
+    """beta ** (1 / power) increases linearly with time; the limit of a table with infinitely many steps.
 
-    -ln(alpha**2) is the integral of 1000 * (a + (b - a) t)**power with a, b the roots of the two betas.
+    -ln(alpha**2) is the integral of 1000 * (a + (b - a) t)**power, with a**power and b**power the two betas.
 
     Args:
-        first, last: beta at time 0 and 1, of one step of 1000.
-        power: of what is linear.
+        first, last: beta at time 0 and 1, for one step of 1000.
+        power: 1, or 2 if the root of beta increases linearly.
 
     Source: power 1, Song et al. 2021, arXiv:2011.13456, Eq. 32 (VP); power 2, Rombach et al. 2022, arXiv:2112.10752.
     """
@@ -142,10 +139,10 @@ class PowerSchedule(ContinuousSchedule):
 
 
 class TableSchedule(Schedule):
-    """A discrete schedule of N steps, numbered from 0; the time of step k is k / N.
+    """A discrete schedule of N steps, counted from 0; the time of step k is k / N.
 
-    Step 0 is already noised (beta_0 > 0); the clean latent lies before it. Between two steps the network gets the
-    nearest one, because it has seen no other.
+    Step 0 already has noise (beta_0 > 0). Between two steps, the network receives the time of the nearest step, because
+    it was trained with no other.
 
     Args:
         betas: variance added by each step, float64 `[N]`.
@@ -157,7 +154,7 @@ class TableSchedule(Schedule):
         self.betas = betas
 
     def angles(self, device: torch.device) -> Tensor:
-        """Return phi of every step, float64 `[N]`, on `device` (copied there once)."""
+        """Return phi of every step, float64 `[N]`, on `device`; it is copied there once."""
         if device not in self._angles:
             self._angles[device] = self._angles[torch.device("cpu")].to(device)
         return self._angles[device]
@@ -169,7 +166,7 @@ class TableSchedule(Schedule):
         return self.angles(t.device)[self.step(t)].to(t.dtype)
 
     def step(self, t: Tensor) -> Tensor:
-        """Return the number of the step at time `t`, int64."""
+        """Return the index of the step at time `t`, int64."""
         return (t * self.num_steps).round().long().clamp(0, self.num_steps - 1)
 
     def time(self, angle: Tensor) -> Tensor:
@@ -192,10 +189,10 @@ class TableSchedule(Schedule):
 
 
 def beta_ends(name: ScheduleName, beta_start: Optional[float], beta_end: Optional[float]) -> tuple[float, float]:
-    """Return the first and the last beta of a table of 1000 steps: those that are set, else the published ones.
+    """Return the first and the last beta of a table of 1000 steps; None selects the published value.
 
     Raises:
-        ConfigError: the schedule has none to set, or beta does not grow.
+        ConfigError: the schedule has no such betas, or beta does not increase.
     """
     if name == "cosine":
         raise ConfigError(
@@ -218,14 +215,15 @@ def discrete_betas(
     """Return the variance added by each of `num_steps` steps, float64.
 
     Args:
-        beta_start, beta_end: first and last of a table of 1000 steps; None for the published ones.
+        beta_start, beta_end: first and last beta of a table of 1000 steps; None for the published values.
 
     Raises:
-        ConfigError: the schedule is unknown, or too short for it (some beta would reach 1), or as in `beta_ends`.
+        ConfigError: the schedule is unknown, or the table is too short for it (a beta would reach 1), or as in
+            `beta_ends`.
 
     Source: linear, Ho et al. 2020, arXiv:2006.11239; cosine, Nichol and Dhariwal 2021, arXiv:2102.09672, Eq. 17 with
-    beta capped at 0.999; scaled_linear, Rombach et al. 2022, arXiv:2112.10752. Other lengths than 1000 scale the two
-    linear ones by 1000 / num_steps.
+    beta at most 0.999; scaled_linear, Rombach et al. 2022, arXiv:2112.10752. For lengths other than 1000, the two
+    linear schedules are scaled by 1000 / num_steps.
     """
     check_choice("schedule", name, ScheduleName)
     if num_steps < 1:
@@ -248,10 +246,10 @@ def discrete_betas(
 
 
 def zero_terminal_snr(betas: Tensor) -> Tensor:
-    """Rescale the betas of a table so that its last step is pure noise: the last beta is 1.
+    """Rescale the betas of a table so that its last step is pure noise, i.e. the last beta is 1.
 
-    alpha, the root of the product of all 1 - beta up to a step, is shifted and stretched so that its last value becomes
-    0 and its first one stays.
+    alpha, the root of the cumulative product of 1 - beta, is shifted and scaled so that its last value becomes 0 and
+    its first value does not change.
 
     Source: Lin et al. 2023, arXiv:2305.08891, Algorithm 1.
     """
@@ -272,7 +270,7 @@ def make_schedule(
     """Build the schedule `name`, continuous if `discrete_steps` is None.
 
     Args:
-        beta_start, beta_end: first and last beta of a table of 1000 steps; None for the published ones.
+        beta_start, beta_end: first and last beta of a table of 1000 steps; None for the published values.
         zero_snr: rescale the table by `zero_terminal_snr`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The variational bound of a reverse chain with a learned variance, step by step."""
+"""The variational bound of a reverse chain with a learned variance, one step at a time."""
 
 import math
 
@@ -7,20 +7,21 @@ from torch import Tensor
 
 from dit.objectives.noise_levels import TableSchedule
 
-# Half the distance of two pixel values in [-1, 1], and the values from which the first and last bin are open.
 HALF_BIN = 1 / 255
+"""Half of the distance between two pixel values in [-1, 1]."""
 OPEN_FROM = 0.999
+"""Absolute pixel value beyond which the first and the last bin extend to infinity."""
 MIN_PROBABILITY = 1e-12
 
 
 class VariationalBound:
-    """L_vlb of a table of N steps: N times the expected KL divergence of a step, which for the first is a likelihood.
+    """L_vlb of a table of N steps: N times the expected KL divergence of a step; for step 0, a negative log likelihood.
 
     Args:
-        table: the noise schedule, with at least two steps.
+        table: noise schedule with at least two steps.
 
     Source: Nichol and Dhariwal 2021, arXiv:2102.09672, Eq. 4 to 7, 10, 11 and 15; Ho et al. 2020, arXiv:2006.11239,
-    Eq. 13 for the decoder, whose bins are those of pixels in [-1, 1]. The original DiT trains its latents with it, too.
+    Eq. 13 for the decoder. Its bins are those of pixels in [-1, 1], also for latents, as in the original DiT.
     """
 
     def __init__(self, table: TableSchedule) -> None:
@@ -28,7 +29,7 @@ class VariationalBound:
         signal = (1 - table.betas).cumprod(0)
         before = torch.cat([torch.ones_like(signal[:1]), signal[:-1]])
         posterior = table.betas * (1 - before) / (1 - signal)
-        posterior[0] = posterior[1]  # that of the first step is 0, whose logarithm is infinite
+        posterior[0] = posterior[1]  # the variance of the first step is 0, and its logarithm infinite
         x0_weight = table.betas * before.sqrt() / (1 - signal)
         self._steps_N3 = torch.stack([table.betas.log(), posterior.log(), x0_weight], -1).float()
 
@@ -36,16 +37,16 @@ class VariationalBound:
         """Return N times the bits per dimension of one step, for each token, float32 `[T]`.
 
         Args:
-            step_T1: number of the step, int64.
+            step_T1: index of the step, int64.
             x0_TC: clean latents.
-            difference_TC: clean latents less the network's estimate of them.
-            v_TC: where the log variance lies between that of the posterior (-1) and log beta (1).
+            difference_TC: clean latents minus the network's estimate of them.
+            v_TC: position of the log variance between that of the posterior (-1) and log beta (1).
         """
         steps_T3 = self._steps_N3.to(v_TC.device)[step_T1[:, 0]]
         log_beta_T1, log_posterior_T1, x0_weight_T1 = steps_T3.split(1, dim=-1)
         part_TC = (v_TC + 1) / 2
         log_variance_TC = part_TC * log_beta_T1 + (1 - part_TC) * log_posterior_T1
-        mean_TC = x0_weight_T1 * difference_TC  # difference of the two means
+        mean_TC = x0_weight_T1 * difference_TC  # difference of the means
         nats_TC = torch.where(
             step_T1 == 0,
             decoder_nats(x0_TC, mean_TC, log_variance_TC),
@@ -55,15 +56,15 @@ class VariationalBound:
 
 
 def kl_nats(difference: Tensor, log_variance_p: Tensor, log_variance_q: Tensor) -> Tensor:
-    """Return the KL divergence of q from p, two Gaussians whose means have this difference, elementwise."""
+    """Return the elementwise KL divergence of q from p, Gaussians whose means differ by `difference`."""
     ratio = log_variance_p - log_variance_q
     return (torch.exp(ratio) - 1 - ratio + difference.square() * torch.exp(-log_variance_q)) / 2
 
 
 def decoder_nats(x0: Tensor, difference: Tensor, log_variance: Tensor) -> Tensor:
-    """Return the negative log probability of the bin of `x0` under a Gaussian whose mean is `x0 - difference`."""
+    """Return the negative log probability of the bin of `x0` under a Gaussian with mean `x0 - difference`."""
     scale = torch.exp(-log_variance / 2)
-    # By symmetry in the lower tail: in the upper one a probability would be a difference of two numbers near 1.
+    # Symmetry moves the bin to the lower tail; in the upper tail, both probabilities would be close to 1.
     away = -difference.abs()
     inside = torch.special.ndtr(scale * (away + HALF_BIN)) - torch.special.ndtr(scale * (away - HALF_BIN))
     first = torch.special.ndtr(scale * (difference + HALF_BIN))

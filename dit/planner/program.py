@@ -107,7 +107,7 @@ class Program:
             kernels = "eager" if training.kernels == "compile" else training.kernels
             eager_settings = replace(training, attention="auto", linears="auto", kernels=kernels)
             traced = TracedBuild(stages, job.kernels)
-            learns_uncertainty = job.objective.learns_uncertainty
+            learns_uncertainty = job.objective.weighting is not None
             return build_model(
                 job.model, job.parallel, eager_settings, self.groups, uncertainty=learns_uncertainty, traced=traced
             )

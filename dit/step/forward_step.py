@@ -13,7 +13,7 @@ from dit.batch import PackedBatch
 from dit.kernels.choice import choose
 from dit.kernels.resolve import NOISE
 from dit.models.base import ModelConfig
-from dit.objectives.addressed_noise import AddressedNoise, Mix
+from dit.objectives.addressed_noise import AddressedNoise, NoiseMixer, skip_mixing
 from dit.objectives.base import Objective, Prepared
 from dit.parallel.implementations import target_of
 from dit.patchify import split_outputs
@@ -24,8 +24,8 @@ LossFunction = Callable[[Tensor], tuple[Tensor, Tensor, Logged]]
 ForwardStep = Callable[[Iterator[PackedBatch], nn.Module], tuple[Tensor, LossFunction]]
 
 
-def noise_kernel(model: ModelConfig, training: TrainingConfig, device: Optional[torch.device] = None) -> Optional[Mix]:
-    """Return the kernel that draws and mixes noise, see `AddressedNoise.mix_TC`; None for the eager form.
+def noise_kernel(model: ModelConfig, training: TrainingConfig, device: Optional[torch.device] = None) -> NoiseMixer:
+    """Return the implementation of `AddressedNoise.mix` that `training.kernels` selects.
 
     Args:
         device: None for that of this process.
@@ -41,15 +41,8 @@ def drop_conditions(batch: PackedBatch, noise: AddressedNoise, model: ModelConfi
     return replace(batch, conditions=batch.conditions.drop(model.conditions(), noise.uniform_S, batch.layout))
 
 
-class LevelsOnly(AddressedNoise):
-    """The draws per sample, and zeros per token, for pipeline stages between the first and the last."""
-
-    def normal_TC(self, purpose: str, channels: int, offset_SC: Optional[Tensor] = None) -> Tensor:
-        return torch.zeros(1, 1, device=self.layout.device).expand(self.layout.num_local_tokens, channels)
-
-
 def training_forward_step(
-    objective: Objective, model: ModelConfig, seed: int, step: int, mix: Optional[Mix] = None
+    objective: Objective, model: ModelConfig, seed: int, step: int, mix: Optional[NoiseMixer] = None
 ) -> ForwardStep:
     """Return the forward step of optimizer step `step` for Megatron-Core's schedules.
 
@@ -66,8 +59,8 @@ def training_forward_step(
         batch = next(batches)
         stage = get_attr_wrapped_model(network, "stage")
         # Only the first stage (inputs) and the last one (targets) use noise per token.
-        kind, kernel = (AddressedNoise, mix) if stage.first or stage.last else (LevelsOnly, None)
-        noise = kind(seed, step, batch.sample_ids_S, batch.layout, batch.draws_S, kernel, model.in_channels)
+        mixer = mix if stage.first or stage.last else skip_mixing
+        noise = AddressedNoise(seed, step, batch.sample_ids_S, batch.layout, batch.draws_S, mixer, model.in_channels)
         batch = objective.augment(drop_conditions(batch, noise, model), model.conditions(), noise, draw=True)
         if model.activation_dropout:
             batch = replace(batch, dropout_S=noise.keys_S("dropout"))

@@ -255,7 +255,7 @@ class Run:
         self.device = local_device()
         self.mix = noise_kernel(config.model, config.training)
         # The members of a blend need to agree only on conditions of the model.
-        self.class_names = None if config.model.num_classes is None else config.data.class_names()
+        self.class_names = None if config.model.condition("label") is None else config.data.class_names()
         self.state = build_state(config, spec, groups)
         self.network = FullNetwork(self.state.wrapped, groups)
         store = CheckpointStore(Path(config.training.run_dir) / "checkpoints", config.checkpoint)
@@ -284,7 +284,7 @@ class Run:
             with usable(store.root / METADATA_FILE):
                 self.batches.restore_largest(self.checkpointer.resumed_metadata, spec)
                 self.bad_steps.guard.load_state_dict(self.checkpointer.resumed_metadata.get("guard", {}))
-        self.text_encoder = None if config.model.context_size is None else config.data.text_encoder()
+        self.text_encoder = None if config.model.condition("context") is None else config.data.text_encoder()
         self.autoencoder = config.sampling.vae or config.data.autoencoder()
         self.attributions = config.data.attributions()
         model, objective, sampling = config.model, config.objective, config.sampling

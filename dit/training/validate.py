@@ -12,8 +12,9 @@ from dit.batch import PackedBatch
 from dit.errors import NotFiniteError
 from dit.models.base import ModelConfig
 from dit.objectives.addressed_noise import AddressedNoise
-from dit.objectives.base import Objective, Term
+from dit.objectives.base import Objective
 from dit.objectives.flow_matching import FlowMatching
+from dit.objectives.losses import Term
 from dit.patchify import split_outputs
 
 NUM_BUCKETS = 4
@@ -163,7 +164,7 @@ def named_losses(objective: Objective, means: Sequence[float]) -> dict[str, floa
     """Return the losses by logged name: `loss` and, if it has several terms, `loss_NAME` of each.
 
     Args:
-        means: mean of each term and measure, in the order of `objective.logged`.
+        means: of each term, in the order of `objective.logged`.
     """
     named = {f"loss_{name}": mean for name, mean in zip(objective.logged, means, strict=True)}
     return {"loss": sum(means[: len(objective.terms)]), **(named if len(named) > 1 else {})}

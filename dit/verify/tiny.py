@@ -60,8 +60,8 @@ def tiny_model(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
         "norm_num_groups": HEAD_SIZE // 2,
         **_levels(),
         "adaln_lora_rank": 4,
-        "class_dropout": model.class_dropout if model.num_classes is None else 0.3,
-        "context_dropout": model.context_dropout if model.context_size is None else 0.5,
+        "class_dropout": settings.get("class_dropout") if settings.get("num_classes") is None else 0.3,
+        "context_dropout": settings.get("context_dropout") if settings.get("context_size") is None else 0.5,
         **_depth(settings, parallel),
         **_experts(settings, parallel),
     }

@@ -24,7 +24,7 @@ from dit.context_parallel.shard_batch import shard
 from dit.errors import ConfigError
 from dit.models.base import Backbone, ModelConfig
 from dit.monitoring.expert_load import expert_load
-from dit.objectives.addressed_noise import Mix
+from dit.objectives.addressed_noise import NoiseMixer
 from dit.objectives.base import Objective
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer.ema import EMA
@@ -93,7 +93,7 @@ class Built:
     ema: Optional[EMA]
     update: Update
     loss_scale: Optional[LossScale]
-    mix: Optional[Mix]
+    mix: NoiseMixer
     step: int = 0
 
     @property
@@ -166,7 +166,7 @@ def build_chunks(trial: Trial) -> tuple[ProcessGroups, list[Backbone]]:
     """Build the groups and the model of a trial on this rank; no parameter is constant."""
     model, parallel, training = trial.model, trial.parallel, trial.training
     groups = process_groups.initialize(parallel)
-    chunks = build_model(model, parallel, training, groups, uncertainty=trial.objective.learns_uncertainty)
+    chunks = build_model(model, parallel, training, groups, uncertainty=trial.objective.weighting is not None)
     disturb_constants(chunks, groups)
     if trial.alter is not None:
         trial.alter(chunks)

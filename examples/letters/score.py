@@ -140,7 +140,7 @@ def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
             raise ConfigError(f"--{name.replace('_', '-')} {share} is a share; use a value from 0 to 1, such as 0.9")
     folder = data_folder(args, generator)
     reader = load_reader(folder)
-    judge = _judge_classes if generator.config.model.num_classes else _judge_texts
+    judge = _judge_classes if generator.config.model.condition("label") else _judge_texts
     result = judge(args, generator, reader, folder)
     return Measurement(result.lines(), asdict(result) | {"minimum": args.minimum}, shortfalls(result, args))
 

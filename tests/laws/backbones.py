@@ -160,9 +160,6 @@ BACKBONES = {
             "num_attention_heads": {"rope_axes": [4, 8, 4]},
             "position_embedding": {"rope_axes": [16, 56, 56]},
         },
-        refused=("num_classes",),
-        given={"class_dropout": {}},
-        without_effect={"class_dropout": "it takes no class"},
         text_tokens=1,  # a dropped text keeps its length in joint attention, a missing one is one null token
     ),
     "wan": Row(recipe="wan_14b_mock"),
@@ -170,9 +167,6 @@ BACKBONES = {
         recipe="tiny_ddpm_unet",
         quick=("fsdp2",),
         other={"block_out_channels": [8, 16], "mid_out_channels": [24, 8]},
-        refused=("context_size",),
-        given={"context_dropout": {}},
-        without_effect={"context_dropout": "it takes no text"},
         objective=DDPM(discrete_steps=1000),
     ),
     "ldm_unet": Row(
@@ -187,9 +181,6 @@ BACKBONES = {
             "norm_num_groups": 2,
             "null_text": "empty",
         },
-        refused=("num_classes",),
-        given={"class_dropout": {}},
-        without_effect={"class_dropout": "it takes no class"},
         objective=DDPM(schedule="scaled_linear", discrete_steps=1000),
     ),
     "sdxl_unet": Row(
@@ -204,9 +195,7 @@ BACKBONES = {
             "norm_num_groups": 2,
             "null_text": "learned",
         },
-        refused=("num_classes",),
-        given={"class_dropout": {}},
-        without_effect={"class_dropout": "it takes no class", "num_attention_heads": "head_size says it"},
+        without_effect={"num_attention_heads": "head_size replaces it"},
         objective=DDPM(schedule="scaled_linear", discrete_steps=1000),
     ),
     "imagen": Row(
@@ -224,9 +213,6 @@ BACKBONES = {
     "trial_unet": Row(
         recipe="tests.laws.trial_unet.trial_unet",
         other={"norm_groups": 2},
-        refused=("context_size",),
-        given={"context_dropout": {}},
-        without_effect={"context_dropout": "it takes no text"},
     ),
     "autoencoder": Row(
         recipe="pictogram_autoencoder",
@@ -241,12 +227,8 @@ BACKBONES = {
             "shift_factor": 0.5,
         },
         also={"patch_spatial": {"block_out_channels": [8, 8, 8]}},
-        refused=("num_classes", "context_size", "patch_temporal"),
-        given={"class_dropout": {}, "context_dropout": {}},
-        without_effect={
-            **dict.fromkeys(("class_dropout", "context_dropout"), "it takes no condition"),
-            **dict.fromkeys(("scaling_factor", "shift_factor"), "others scale its latents"),
-        },
+        refused=("patch_temporal",),
+        without_effect=dict.fromkeys(("scaling_factor", "shift_factor"), "other models scale its latents"),
         objective=Autoencoding(kl_weight=0.1),
     ),
 }

@@ -18,14 +18,15 @@ from dit.condition_table import LABEL
 from dit.errors import ConfigError
 from dit.kernels.attention import Attention
 from dit.layers.embeddings import LabelEmbedder, TimestepEmbedder
-from dit.models.base import Backbone, ModelConfig, Stage, Supports, TransformerSizes
+from dit.models.base import Backbone, Stage, Supports, TransformerSizes
+from dit.models.conditioned import ClassConditioned
 from dit.training.pretrain import pretrain
 from energon_data.mock import MockData
 from recipes.tiny import tiny_dit
 
 
 @dataclass(kw_only=True)
-class UNetConfig(ModelConfig):
+class UNetConfig(ClassConditioned):
     """A UNet of two resolutions, conditioned on time and class.
 
     Attributes:
@@ -44,8 +45,6 @@ class UNetConfig(ModelConfig):
     norm_groups: int = 4
 
     def validate(self) -> None:
-        if self.context_size is not None:
-            raise ConfigError(f"model.context_size={self.context_size}: this UNet takes no text; leave it at None")
         if self.hidden_size % self.norm_groups:
             raise ConfigError(
                 f"model.hidden_size={self.hidden_size} is not a multiple of model.norm_groups={self.norm_groups}; "

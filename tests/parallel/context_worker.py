@@ -20,7 +20,7 @@ from dit.kernels.attention import Attention
 from dit.kernels.choice import Target
 from dit.layout import SequenceLayout
 from dit.models.base import Backbone
-from dit.objectives.ddpm import DDPM
+from dit.objectives.ddpm import DDPM, LearnedVariance
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import attention_path, build_model
@@ -169,7 +169,7 @@ def run_in_full(case: dict) -> list[dict]:
     config = RunConfig(
         model=tiny_model(num_layers=LAYERS, out_channels=8),
         data=MockData(shapes=["1x8x8", "2x4x8", "1x4x6"], max_tokens_per_pack=48, validation_samples=6, num_streams=1),
-        objective=DDPM(schedule="cosine", discrete_steps=50, learned_variance=True, min_snr_gamma=5.0),
+        objective=DDPM(schedule="cosine", discrete_steps=50, variance=LearnedVariance(), min_snr_gamma=5.0),
         parallel=ParallelConfig(**case["parallel"]),
         training=TrainingConfig(
             run_dir=case["run_dir"],

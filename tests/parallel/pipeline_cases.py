@@ -11,6 +11,7 @@ import torch
 from benchmarks.parallel_training import build, micro_batch, tiny_model, train
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
+from dit.objectives.losses import UncertaintyWeighting
 from dit.parallel.dims import ParallelConfig
 from dit.settings import SamplingConfig
 from dit.verify.trial import Built, gathered, of_all_stages, unshard
@@ -172,7 +173,7 @@ def run_legs(case: dict) -> dict:
             data=MockData(
                 shapes=["1x8x8", "1x4x8"], text_tokens=5, max_tokens_per_pack=40, pack_multiple_of=8, num_streams=1
             ),
-            objective=EDM(uncertainty=True),
+            objective=EDM(weighting=UncertaintyWeighting()),
             optimizer=OptimizerConfig(lr=1e-3),
             parallel=ParallelConfig(**parallel),
             training=TrainingConfig(

@@ -6,6 +6,7 @@ import torch
 from benchmarks.parallel_world import run_world
 from dit.models.lora_config import LoRAConfig
 from dit.objectives.edm import EDM
+from dit.objectives.losses import UncertaintyWeighting
 from dit.verify.compare import SUM_RTOL, relative_errors
 from tests.support.ranks import rows, selected
 from tests.support.reference import assert_equal_training
@@ -101,7 +102,7 @@ def results(request, tmp_path_factory):
     wanted, wanted_bf16 = selected(request, ADAPTED_ROW), selected(request, BF16_ROW)
     folder = tmp_path_factory.mktemp("worlds")
     found = {}
-    learns = {"packed": True, "objective": EDM(uncertainty=True)}
+    learns = {"packed": True, "objective": EDM(weighting=UncertaintyWeighting())}
     kinds = {False: {"packed": False}, True: {"packed": True}, "uncertainty": learns}
     one = [{"parallel": {"data_parallel": "ddp"}, **kind} for kind in kinds.values()]
     for name, model in ADAPTERS.items():

@@ -147,7 +147,6 @@ def test_odd_sides_come_back(build_model: BuildModel, side: int):
         ({"block_out_channels": [8]}, r"block_out_channels=\[8\].* at least two resolutions"),
         ({"mid_out_channels": []}, "mid_out_channels="),
         ({"block_out_channels": [8, 6]}, "must be multiples of model.num_attention_heads=4"),
-        ({"context_size": 8}, "context_size=8, but this UNet is conditioned on classes"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(changes: dict, says: str):

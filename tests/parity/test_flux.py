@@ -183,7 +183,6 @@ def test_recompute_of_every_block_adds_the_blocks():
         ({"hidden_size": 50}, ["hidden_size=50", "num_attention_heads=4"]),
         ({"ffn_hidden_size": 41}, ["ffn_hidden_size=41", "num_attention_heads=4", "use 40"]),
         ({"num_single_layers": 0}, ["num_single_layers=0"]),
-        ({"num_classes": 3}, ["num_classes=3"]),
         ({"context_size": None}, ["context_size=None"]),
         ({"rope_axes": [2, 4, 4]}, ["add up to 10", "12"]),
         ({"rope_axes": [3, 4, 5]}, ["[3, 4, 5]", "even"]),

@@ -144,7 +144,8 @@ def a_run(folder: Path, case: Case) -> Path:
     vae, names = save_vae(folder / "vae", case), {"t5": save_t5(folder / "t5"), "clip": save_clip(folder / "clip")}
     names["projected"] = save_clip(folder / "projected", projected=True)
     line = None if case.encoders is None else check_text_encoder(case.encoders.format(**names)).recorded
-    classes = case.model.num_classes
+    label = case.model.condition("label")
+    classes = None if label is None else label.num_classes
     trained = TrainedModel(
         case.model,
         case.objective,

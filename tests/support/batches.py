@@ -72,8 +72,8 @@ def pack(
         context=per_text_token(context, context_layout, dropped),
         fps=per_sample(torch.tensor([sample.fps for sample in samples])),
     )
-    if config.num_classes is not None:
-        labels = torch.tensor([config.num_classes if s.label is None else s.label for s in samples])
+    if condition := config.condition("label"):
+        labels = torch.tensor([condition.num_classes if s.label is None else s.label for s in samples])
         conditions |= {"label": per_sample(labels)}
     if (size := pooled_size(config)) is not None:
         given = [sample.pooled(size) for sample in samples]

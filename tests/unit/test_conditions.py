@@ -293,7 +293,7 @@ def test_shards_give_every_condition_and_what_is_missing_or_unused_is_named(tmp_
     (line,) = match_conditions([FPS, sized(LABEL)], stored)
     assert "text, text_2, pooled" in line
     assert "label" not in line
-    mood = Condition(name="mood", axis="sample", what="mood", stored_as=("mood", "temper"))
+    mood = Condition(name="mood", axis="sample", description="mood", stored_as=("mood", "temper"))
     with pytest.raises(ConfigError, match=r"takes the condition 'mood'.*stores 'mood' or 'temper', only"):
         match_conditions([*WANTED, mood], stored)
     bare = {"label", "latent"}

@@ -6,7 +6,7 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from dit.layout import SequenceLayout
+from dit.objectives.addressed_noise import LATENT_NOISE, AddressedNoise, Mixture
 
 
 @torch.library.custom_op("dit::mix", mutates_args=())
@@ -43,19 +43,21 @@ def _(x0, segments, token_index, ids, seeds, pairs, key0, key1, step):  # type: 
     return _outputs(x0, pairs)
 
 
-def mix(
-    x0_TC: Tensor,
-    layout: SequenceLayout,
-    ids_S: Tensor,
-    seed: int | Tensor,
-    words: tuple[int, int],
-    step: int,
-    pairs: Sequence[tuple[Tensor, Tensor]],
-) -> list[Tensor]:
-    """Mix clean latents and noise, see `dit.objectives.addressed_noise.Mix`."""
-    coefficients = torch.stack([part.float() for pair in pairs for part in pair]).view(len(pairs), 2, -1)
-    pack_seed = seed if isinstance(seed, int) else 0
-    key = tuple((word ^ (pack_seed >> shift)) & 0xFFFFFFFF for word, shift in zip(words, (0, 32)))
-    seeds_S = None if isinstance(seed, int) else seed.contiguous()
+def mix(noise: AddressedNoise, x0_TC: Tensor, mixtures: Sequence[Mixture], offset_SC: Optional[Tensor]) -> list[Tensor]:
+    """Mix latents and noise in one kernel, see `AddressedNoise.mix`."""
+    layout, ids_S = noise.layout, noise.ids_S
+    parts = [_per_sample(coefficient, ids_S) for mixture in mixtures for coefficient in mixture]
+    pairs_K2S = torch.stack(parts).view(len(mixtures), 2, -1)
+    pack_seed, seeds_S = (noise.seed, None) if isinstance(noise.seed, int) else (0, noise.seed.contiguous())
+    key = noise.key(LATENT_NOISE, pack_seed)
     indices = layout.segment_ids_T.contiguous(), layout.token_index_T.contiguous()
-    return mix_op(x0_TC.contiguous(), *indices, ids_S.contiguous(), seeds_S, coefficients, *key, step)
+    mixed = mix_op(x0_TC.contiguous(), *indices, ids_S.contiguous(), seeds_S, pairs_K2S, *key, noise.step)
+    if offset_SC is None:
+        return mixed
+    return [x_TC + layout.per_token(b_S[:, None] * offset_SC) for x_TC, b_S in zip(mixed, pairs_K2S[:, 1])]
+
+
+def _per_sample(coefficient: Tensor | float, ids_S: Tensor) -> Tensor:
+    if isinstance(coefficient, Tensor):
+        return coefficient.float()
+    return torch.full(ids_S.shape, coefficient, dtype=torch.float32, device=ids_S.device)

@@ -5,7 +5,7 @@ from typing import ClassVar, Optional
 
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig, Supports, TransformerSizes
-from dit.ranges import FINITE, LAYERS, POSITIVE, SHARE, WIDTH, check_ranges
+from dit.ranges import FINITE, LAYERS, POSITIVE, WIDTH, check_ranges
 
 
 @dataclass(kw_only=True)
@@ -49,17 +49,11 @@ class AutoencoderConfig(ModelConfig):
         return self.token_channels + self.posterior_features
 
     def validate(self) -> None:
-        for name in ("num_classes", "context_size"):
-            if getattr(self, name) is not None:
-                raise ConfigError(
-                    f"model.{name}={getattr(self, name)}, but an autoencoder has no conditions; set it to null"
-                )
         check_ranges(
             "model",
             self,
             {
                 **dict.fromkeys(("in_channels", "latent_channels", "block_out_channels", "norm_num_groups"), WIDTH),
-                **dict.fromkeys(("class_dropout", "context_dropout"), SHARE),
                 "layers_per_block": LAYERS,
                 "scaling_factor": POSITIVE,
                 "shift_factor": FINITE,

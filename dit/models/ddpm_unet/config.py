@@ -4,12 +4,13 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Optional
 
 from dit.errors import ConfigError
-from dit.models.base import ModelConfig, Supports, TransformerSizes
+from dit.models.base import Supports, TransformerSizes
+from dit.models.conditioned import ClassConditioned
 from dit.models.transformer_config import check_numbers
 
 
 @dataclass(kw_only=True)
-class DDPMUNetConfig(ModelConfig):
+class DDPMUNetConfig(ClassConditioned):
     """A small UNet for pictures, conditioned on time and class; each frame of a clip is a separate picture.
 
     Attributes:
@@ -39,11 +40,6 @@ class DDPMUNetConfig(ModelConfig):
         return len(self.block_out_channels) - 1
 
     def validate(self) -> None:
-        if self.context_size is not None:
-            raise ConfigError(
-                f"model.context_size={self.context_size}, but this UNet is conditioned on classes, not on text; set it "
-                "to null, or use another backbone"
-            )
         check_numbers(self)
         if self.hidden_size % 2:
             raise ConfigError(

@@ -4,12 +4,13 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from dit.models.base import TransformerSizes
+from dit.models.conditioned import ClassConditioned, TextConditioned
 from dit.models.expert_options import ExpertOptions
 from dit.models.transformer_config import Positions, TransformerModelConfig
 
 
 @dataclass(kw_only=True)
-class DiTConfig(ExpertOptions, TransformerModelConfig):
+class DiTConfig(ExpertOptions, TransformerModelConfig, TextConditioned, ClassConditioned):
     """DiT with adaLN-Zero, conditioned on class, pooled text or both; its MLPs may be mixtures of experts.
 
     Attributes:

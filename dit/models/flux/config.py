@@ -7,6 +7,7 @@ from dit.condition_table import POOLED
 from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.models.base import TransformerSizes
+from dit.models.conditioned import TextConditioned
 from dit.models.transformer_config import TransformerModelConfig
 from dit.ranges import check_unused
 
@@ -14,7 +15,7 @@ Positions = Literal["rope_3d", "sincos_3d"]
 
 
 @dataclass(kw_only=True)
-class FluxConfig(TransformerModelConfig):
+class FluxConfig(TransformerModelConfig, TextConditioned):
     """FLUX.1: blocks with text and image as two streams, then blocks with one stream. The defaults are the 12B model.
 
     Attributes:
@@ -53,11 +54,6 @@ class FluxConfig(TransformerModelConfig):
         self.check_sizes()
         if self.context_size is None:
             raise ConfigError("model.context_size=None, but FLUX needs text; set it to the embeddings' width (4096)")
-        if self.num_classes is not None:
-            raise ConfigError(
-                f"model.num_classes={self.num_classes}: FLUX is conditioned on text, not on classes; leave it None, or "
-                "use the DiT backbones"
-            )
         if self.ffn_hidden_size % self.num_attention_heads:
             nearest = max(1, round(self.ffn_hidden_size / self.num_attention_heads)) * self.num_attention_heads
             raise ConfigError(

@@ -6,7 +6,8 @@ from typing import ClassVar, Literal, Optional, Self
 from dit.condition_table import CONTEXT, CONTROL, POOLED, SIZE_AND_CROP
 from dit.conditions import Condition
 from dit.errors import ConfigError
-from dit.models.base import ModelConfig, Supports, TransformerSizes
+from dit.models.base import Supports, TransformerSizes
+from dit.models.conditioned import TextConditioned
 from dit.models.lora_config import LoRAConfig
 from dit.models.transformer_config import check_numbers
 from dit.ranges import check_choice
@@ -26,7 +27,7 @@ TWO_ENCODERS = (
 
 
 @dataclass(kw_only=True)
-class LDMUNetConfig(ModelConfig):
+class LDMUNetConfig(TextConditioned):
     """The UNet of latent diffusion, conditioned on time and text; each frame of a clip is a separate picture.
 
     The default sizes are those of Stable Diffusion v1: 859,520,964 parameters, plus a learned null token unless
@@ -115,11 +116,6 @@ class LDMUNetConfig(ModelConfig):
         return 4 * self.block_out_channels[0]
 
     def validate(self) -> None:
-        if self.num_classes is not None:
-            raise ConfigError(
-                f"model.num_classes={self.num_classes}, but this UNet is conditioned on text, not on classes; set it "
-                "to null, or use another backbone"
-            )
         if self.context_size is None:
             raise ConfigError(
                 "model.context_size=None, but this UNet attends to text; set it to the width of the text embeddings"

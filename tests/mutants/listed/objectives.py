@@ -25,7 +25,7 @@ MUTANTS = (
     ),
     Mutant(
         "held-out loss forgets the sample weights",
-        "dit/objectives/base.py",
+        "dit/objectives/losses.py",
         "layout.sum_per_sample(self.error_T) * self.weight_S",
         "layout.sum_per_sample(self.error_T)",
         (LOSSES,),
@@ -47,8 +47,8 @@ MUTANTS = (
     Mutant(
         "flow matching: velocity reversed",
         "dit/objectives/flow_matching.py",
-        "x0_TC if of_x0 else eps_TC - x0_TC",
-        "x0_TC if of_x0 else x0_TC - eps_TC",
+        'if self.prediction == "x0" else (-1.0, 1.0)',
+        'if self.prediction == "x0" else (1.0, -1.0)',
         (OBJECTIVES,),
     ),
     Mutant(
@@ -61,8 +61,8 @@ MUTANTS = (
     Mutant(
         "DDPM: sign of v",
         "dit/objectives/ddpm.py",
-        "target_TC = alpha_T1 * eps_TC - sigma_T1 * x0_TC",
-        "target_TC = alpha_T1 * eps_TC + sigma_T1 * x0_TC",
+        '"v": (-sigma_S, alpha_S)}',
+        '"v": (sigma_S, alpha_S)}',
         (OBJECTIVES,),
     ),
     Mutant(
@@ -95,7 +95,7 @@ MUTANTS = (
     ),
     Mutant(
         "loss: sum over channels for the mean",
-        "dit/objectives/base.py",
+        "dit/objectives/losses.py",
         "pointwise_error(prediction_TC, target_TC, kind).mean(-1)",
         "pointwise_error(prediction_TC, target_TC, kind).sum(-1)",
         (OBJECTIVES,),
@@ -123,14 +123,14 @@ MUTANTS = (
     ),
     Mutant(
         "min-SNR: the SNR is that of amplitudes",
-        "dit/objectives/base.py",
+        "dit/objectives/losses.py",
         "(alpha / sigma).square().clamp(max=gamma)",
         "(alpha / sigma).clamp(max=gamma)",
         (OBJECTIVES,),
     ),
     Mutant(
         "loss: half of l1",
-        "dit/objectives/base.py",
+        "dit/objectives/losses.py",
         "return difference.abs()",
         "return difference.abs() / 2",
         (OBJECTIVES,),
@@ -138,8 +138,8 @@ MUTANTS = (
     Mutant(
         "learned variance: min-SNR weighs the bound, too",
         "dit/objectives/ddpm.py",
-        "self.vlb_weight * own_S",
-        "self.vlb_weight * weight_S",
+        "self.variance.vlb_weight * sample_weights(batch)",
+        "self.variance.vlb_weight * weight_S",
         (BOUND, OBJECTIVES),
     ),
     Mutant(
@@ -151,14 +151,14 @@ MUTANTS = (
     ),
     Mutant(
         "uncertainty: errors grow with it",
-        "dit/objectives/edm.py",
+        "dit/objectives/losses.py",
         "error_T * torch.exp(-u_T)",
         "error_T * torch.exp(u_T)",
         (UNCERTAINTY,),
     ),
     Mutant(
         "uncertainty: padding counts",
-        "dit/objectives/edm.py",
+        "dit/objectives/losses.py",
         "torch.where(layout.valid_T, prediction_TC[:, -1].float(), 0.0)",
         "prediction_TC[:, -1].float()",
         (UNCERTAINTY,),
@@ -192,10 +192,17 @@ MUTANTS = (
         (NOISE,),
     ),
     Mutant(
-        "fused noise: EDM's target without the noise of its input",
+        "EDM: sign of the noise in the target",
         "dit/objectives/edm.py",
-        "-self.sigma_data * c_in)]",
-        "self.sigma_data * c_in)]",
+        "-self.sigma_data * c_in)",
+        "self.sigma_data * c_in)",
+        (OBJECTIVES,),
+    ),
+    Mutant(
+        "fused noise: offset not scaled as the noise",
+        "dit/kernels/fused/noise.py",
+        "layout.per_token(b_S[:, None] * offset_SC)",
+        "layout.per_token(offset_SC)",
         (FUSED_NOISE,),
     ),
     Mutant(

@@ -10,7 +10,7 @@ from dit.convert.rules import TURNED_HEAD, Axes, ByHead, Chunks, Copies, Form, R
 from dit.convert.variance import drop_variance
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
-from dit.objectives.ddpm import DDPM
+from dit.objectives.ddpm import DDPM, LearnedVariance
 from dit.run_config import check_outputs
 
 
@@ -130,7 +130,7 @@ def test_exported_tensors_share_no_storage():
 def test_dropping_the_variance_keeps_the_mean_of_every_position():
     model = DiTConfig(in_channels=2, out_channels=4, patch_spatial=2)
     rows = numbered(16)  # four positions of (2 means, 2 variances)
-    learned = DDPM(discrete_steps=1000, learned_variance=True)
+    learned = DDPM(discrete_steps=1000, variance=LearnedVariance())
     trained = TrainedModel(model, learned, (1, 4, 4), {"solver": "ancestral", "variance": "learned"})
     weights = {"head.linear.weight": rows[:, None], "head.linear.bias": rows, "other": rows}
     mean, others = drop_variance(trained, weights)

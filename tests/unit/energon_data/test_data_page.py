@@ -205,7 +205,8 @@ def test_the_table_says_what_every_recipe_asks_of_its_folder():
             asked.setdefault(path, []).append(entry.name)
             _, latents, tokens, text = rows[path]
             assert re.match(rf"{model.in_channels} (x|channels)", latents), entry.name
-            assert text.split()[0] == str(model.context_size or "none").lower(), entry.name
+            context = model.condition("context")
+            assert text.split()[0] == ("none" if context is None else str(context.shape[0])), entry.name
             if limit is not None and not path.startswith("data/moving_letters"):  # many to a pack
                 assert limit in {int(n.replace(",", "")) for n in re.findall(r"\d[\d,]*", tokens)}, entry.name
     assert {path: sorted(names) for path, names in asked.items()} == {p: sorted(row[0]) for p, row in rows.items()}

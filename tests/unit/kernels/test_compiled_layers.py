@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from dit.step.forward_step import training_forward_step
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd.graph import saved_tensors_hooks
@@ -26,6 +25,7 @@ from dit.objectives.edm import EDM
 from dit.parallel.build import build_model
 from dit.parallel.dims import ParallelConfig
 from dit.settings import TrainingConfig
+from dit.step.forward_step import training_forward_step
 from dit.verify.trial import disturb_constants
 from tests.laws.backbones import config_of, pack
 from tests.unit.launch import pages

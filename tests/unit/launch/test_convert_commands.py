@@ -21,7 +21,7 @@ from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.moviegen.config import MovieGenConfig
 from dit.objectives import OBJECTIVES
-from dit.objectives.ddpm import DDPM
+from dit.objectives.ddpm import DDPM, LearnedVariance
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import parameter_shapes
@@ -307,7 +307,7 @@ def test_weights_with_a_variance_are_imported_as_trained_with_one(tmp_path):
     save_file(random_state(**{**SIZES, "out_channels": 8}), tmp_path / "sigma.safetensors")
     args = argparse.Namespace(num_attention_heads=4)
     trained, _ = import_weights.settle(import_weights.read_original(tmp_path / "sigma.safetensors", args), None)
-    assert trained.objective == DDPM(schedule="linear", discrete_steps=1000, learned_variance=True)
+    assert trained.objective == DDPM(schedule="linear", discrete_steps=1000, variance=LearnedVariance())
     check_outputs(trained.objective, trained.model)
     sampling = build(SamplingConfig, trained.sampling, "the record's sampling")
     check_sampling(sampling, trained.objective, trained.model)
@@ -321,6 +321,10 @@ def test_the_names_of_objectives_are_those_of_recipes():
     """What `objective=NAME` of training accepts, `--objective NAME` of an import does, too."""
     assert OBJECTIVES.keys() <= {entry.name for entry in registry.components()}
     assert [name_of(objective_of({"name": name})) for name in OBJECTIVES] == list(OBJECTIVES)
+    learned = {"name": "ddpm", "discrete_steps": 1000, "variance": {"vlb_weight": 0.5}}
+    assert objective_of(learned) == DDPM(discrete_steps=1000, variance=LearnedVariance(vlb_weight=0.5))
+    with pytest.raises(ConfigError, match="objective ddpm's variance has no setting vlb_wight"):
+        objective_of({**learned, "variance": {"vlb_wight": 0.5}})
 
 
 def test_large_models_are_written_in_shards_and_read_again(tmp_path):

@@ -1,6 +1,7 @@
 """Overrides reach the setting they name, with the type the signature asks for."""
 
 import importlib
+from functools import reduce
 from pathlib import Path
 from typing import Literal, Optional
 
@@ -144,7 +145,9 @@ def test_every_setting_of_every_part_has_its_value(part):
     config = getattr(importlib.import_module(part.module), part.function)()
     made = fiddle.build(config)
     for key in all_keys(config):
-        assert value_of(config, key) == getattr(made, key)
+        *parents, name = key.split(".")
+        node = reduce(value_of, parents, config)
+        assert fiddle.build(value_of(node, name)) == getattr(reduce(getattr, parents, made), name)
 
 
 def test_a_default_list_is_changed_like_any_other():

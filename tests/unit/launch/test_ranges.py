@@ -65,7 +65,7 @@ MAY_BE_ZERO = {
     *("sampling.guidance_scale", "sampling.seed", "sampling.guidance_rescale", "sampling.s_churn", "sampling.s_tmin"),
     *("data.shuffle_buffer", "data.max_lost_samples", "data.min_aesthetic_score", "data.flip"),
     *("data.min_seconds", "data.max_seconds", "data.min_caption_length", "data.max_caption_length"),
-    *("objective.logit_mean", "objective.p_mean", "objective.vlb_weight", "objective.kl_weight"),
+    *("objective.logit_mean", "objective.p_mean", "objective.kl_weight"),
     *("objective.augmentation_p_mean", "objective.noise_offset"),
     *(
         "model.shift_factor",
@@ -88,7 +88,7 @@ MAY_BE_HUGE = {
     *("schedule.div_factor", "schedule.final_div_factor"),
     *("objective.logit_mean", "objective.logit_std", "objective.time_shift", "training.spike_threshold"),
     "training.hang_timeout_s",
-    *("objective.min_snr_gamma", "objective.vlb_weight", "objective.kl_weight"),
+    *("objective.min_snr_gamma", "objective.kl_weight"),
     *("model.scaling_factor", "model.shift_factor"),
     "objective.augmentation_p_mean",
     *("objective.p_mean", "objective.p_std", "objective.sigma_data", "objective.sigma_max", "objective.rho"),

@@ -43,12 +43,7 @@ class FakeGenerator:
 
     @property
     def config(self):
-        model = SimpleNamespace(
-            num_classes=self.num_classes,
-            context_size=self.context_size,
-            in_channels=self.channels,
-            largest_grid=None,
-        )
+        model = DiTConfig(num_classes=self.num_classes, context_size=self.context_size, in_channels=self.channels)
         sampling = SimpleNamespace(prompts=None, seed=7, num_steps=3)
         return SimpleNamespace(model=model, data=SimpleNamespace(path="somewhere"), sampling=sampling)
 

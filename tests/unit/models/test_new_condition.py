@@ -21,7 +21,7 @@ from dit.step.forward_step import training_forward_step
 from energon_data.mock import MockData
 from tests.conftest import BuildModel
 
-MOOD = Condition(name="mood", axis="sample", what="mood", null=-2.0, stored_as=("mood",))
+MOOD = Condition(name="mood", axis="sample", description="mood", null=-2.0, stored_as=("mood",))
 
 
 @dataclass(kw_only=True)

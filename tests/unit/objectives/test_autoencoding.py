@@ -76,7 +76,6 @@ def test_the_network_gets_the_pixels_and_noise_by_address():
         (["model.patch_spatial=4"], "patch_spatial=4: 4 resolutions .* compress 8 times; set it to 8"),
         (["model.norm_num_groups=5"], r"block_out_channels=\[.*\] must be multiples of model.norm_num_groups=5"),
         (["model.latent_channels=96"], "latent_channels=96 .* 192 pixel values, .*; use at most 95"),
-        (["model.context_size=384"], "model.context_size=384, but an autoencoder has no conditions"),
         (["model.patch_temporal=2"], "model.patch_temporal=2, but each frame is encoded separately"),
         (["model.layers_per_block=0"], "model.layers_per_block=0 must be a whole number of at least 1"),
     ],

@@ -9,11 +9,12 @@ import torch
 from dit.batch import PackedBatch
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
-from dit.objectives.addressed_noise import AddressedNoise
-from dit.objectives.base import Objective, pointwise_error
-from dit.objectives.ddpm import DDPM, MIN_ALPHA_FROM_NOISE
+from dit.objectives.addressed_noise import AddressedNoise, skip_mixing
+from dit.objectives.base import Objective
+from dit.objectives.ddpm import DDPM, MIN_ALPHA_FROM_NOISE, LearnedVariance
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import MIN_TIME, FlowMatching
+from dit.objectives.losses import pointwise_error
 
 DDPMS = [
     DDPM(schedule=schedule, prediction=prediction, discrete_steps=steps)
@@ -31,7 +32,7 @@ RESCALED = [
     for prediction in ("x0", "v")
 ]
 LEARNED = [
-    DDPM(prediction=prediction, schedule="cosine", discrete_steps=20, learned_variance=True, vlb_weight=0.01)
+    DDPM(prediction=prediction, schedule="cosine", discrete_steps=20, variance=LearnedVariance(vlb_weight=0.01))
     for prediction in ("noise", "x0", "v")
 ]
 OBJECTIVES: list[Objective] = [
@@ -100,6 +101,22 @@ def test_true_target_denoises_to_the_clean_latents(objective):
         denoised = objective.denoise(network, alpha * x0_TC + sigma * eps_TC[rows], u_S[i], layout)
         assert denoised.dtype == torch.float64
         torch.testing.assert_close(denoised, x0_TC, rtol=1e-5, atol=1e-5)
+
+
+@every_objective
+def test_a_middle_pipeline_stage_prepares_times_and_weights_without_noise_per_token(objective):
+    """It uses neither inputs nor targets, but its blocks need the times that the other stages have."""
+
+    class NoTokens(AddressedNoise):
+        def normal_TC(self, purpose, channels):
+            raise AssertionError("noise per token was drawn")
+
+    batch = pack([3, 5])
+    middle = NoTokens(1234, 0, batch.sample_ids_S, batch.layout, mixer=skip_mixing)
+    prepared, full = (objective.prepare(batch, noise) for noise in (middle, noise_for(batch)))
+    assert prepared.inputs_TC.shape == full.inputs_TC.shape
+    assert torch.equal(prepared.time_S, full.time_S)
+    assert torch.equal(prepared.weight_S, full.weight_S)
 
 
 @every_objective
@@ -446,11 +463,11 @@ def test_objectives_compare_and_print_by_their_settings():
         (lambda: DDPM(schedule="sqrt"), "schedule='sqrt' is unknown"),
         (lambda: DDPM(loss_kind="mse"), "loss_kind='mse'"),
         (lambda: DDPM(discrete_steps=10), "discrete_steps=10 is too short"),
-        (lambda: DDPM(learned_variance=True), "discrete_steps is None; use 1000"),
-        (lambda: DDPM(learned_variance=True, discrete_steps=1, schedule="cosine"), "discrete_steps is 1; use 1000"),
+        (lambda: DDPM(variance=LearnedVariance()), "discrete_steps is None; use 1000"),
+        (lambda: DDPM(variance=LearnedVariance(), discrete_steps=1, schedule="cosine"), "is 1; use 1000"),
         (lambda: DDPM(min_snr_gamma=0.0), "objective.min_snr_gamma=0.0 must be"),
         (lambda: FlowMatching(min_snr_gamma=-1.0), "objective.min_snr_gamma=-1.0 must be"),
-        (lambda: DDPM(vlb_weight=-1.0), "objective.vlb_weight=-1.0 must be"),
+        (lambda: LearnedVariance(vlb_weight=-1.0), "objective.variance.vlb_weight=-1.0 must be"),
         (lambda: EDM().sampling_grid(0), "num_steps=0"),
         (lambda: FlowMatching().sampling_grid(0), "num_steps=0"),
         (lambda: DDPM().sampling_grid(0), "num_steps=0"),

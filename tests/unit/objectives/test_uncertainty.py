@@ -15,6 +15,7 @@ from dit.models.dit.config import DiTConfig
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Prepared
 from dit.objectives.edm import EDM
+from dit.objectives.losses import UncertaintyWeighting
 from dit.patchify import grid_positions
 from dit.sampling.generate import empty_pack, generate
 from dit.settings import SamplingConfig
@@ -23,7 +24,7 @@ from dit.training.validate import held_out_loss
 from tests.conftest import BuildModel
 
 MODEL = DiTConfig(hidden_size=16, num_layers=1, num_attention_heads=2, in_channels=2, patch_spatial=1, num_classes=None)
-OBJECTIVE = EDM(uncertainty=True, p_mean=-0.4, p_std=1.0)
+OBJECTIVE = EDM(weighting=UncertaintyWeighting(), p_mean=-0.4, p_std=1.0)
 SEED, STEP = 3, 11
 
 
@@ -120,7 +121,7 @@ def test_the_start_is_plain_edm(build_model: BuildModel) -> None:
     batch, found = pack(), []
     for objective in (EDM(p_mean=-0.4, p_std=1.0), OBJECTIVE):
         network = build_model(MODEL, perturb=0.1)
-        if objective.uncertainty:
+        if objective.weighting is not None:
             network.learn_uncertainty(network.provider)  # type: ignore[arg-type]
             torch.nn.init.zeros_(network.uncertainty.weight)
         prediction_TC, loss_function = training_forward_step(objective, MODEL, SEED, STEP)(iter([batch]), network)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
-from dit.objectives.ddpm import DDPM, Prediction
+from dit.objectives.ddpm import DDPM, LearnedVariance, Prediction
 from tests.unit.objectives.test_objectives import noise_for, pack
 
 NUM_STEPS, WEIGHT = 20, 0.01
@@ -53,7 +53,7 @@ def bound(steps_T: Tensor, x0_TC: Tensor, eps_TC: Tensor, x0_hat_TC: Tensor, v_T
 def case(prediction: Prediction) -> dict[str, Tensor]:
     """Samples at all steps, the outputs of a network that is nearly right, and what the paper makes of them."""
     ddpm = DDPM(
-        prediction=prediction, schedule="cosine", discrete_steps=NUM_STEPS, learned_variance=True, vlb_weight=WEIGHT
+        prediction=prediction, schedule="cosine", discrete_steps=NUM_STEPS, variance=LearnedVariance(vlb_weight=WEIGHT)
     )
     batch = pack(SAMPLES)
     batch.loss_weight_S = torch.rand(len(SAMPLES), generator=torch.Generator().manual_seed(2)) + 0.5
@@ -102,7 +102,7 @@ def test_the_hybrid_loss_is_the_papers(prediction):
 
 def test_min_snr_weighs_the_simple_loss_alone():
     """The bound of each sample stays; its simple loss is that of the noise times min(SNR, gamma) / SNR."""
-    settings = {"schedule": "cosine", "discrete_steps": NUM_STEPS, "learned_variance": True, "vlb_weight": WEIGHT}
+    settings = {"schedule": "cosine", "discrete_steps": NUM_STEPS, "variance": LearnedVariance(vlb_weight=WEIGHT)}
     batch = pack(SAMPLES)
     batch.loss_weight_S = torch.rand(len(SAMPLES), generator=torch.Generator().manual_seed(2)) + 0.5
     losses = []
@@ -118,9 +118,21 @@ def test_min_snr_weighs_the_simple_loss_alone():
     torch.testing.assert_close(losses[1]["simple"], losses[0]["simple"] * snr_S.clamp(max=0.5) / snr_S)
 
 
+def test_the_bound_does_not_depend_on_the_networks_time():
+    """A network that receives the log SNR has the bound of one that receives the time."""
+    batch, losses = pack(SAMPLES), []
+    for network_time in ("time", "log_snr"):
+        settings = {"schedule": "cosine", "discrete_steps": NUM_STEPS, "variance": LearnedVariance()}
+        ddpm = DDPM(network_time=network_time, **settings)
+        prepared = ddpm.prepare(batch, noise_for(batch))
+        outputs_TC = torch.zeros(len(prepared.target_TC), 2 * prepared.target_TC.shape[1])
+        losses.append(ddpm.loss_terms(outputs_TC, prepared, batch.layout)["vlb"].sum_per_sample(batch.layout))
+    assert torch.equal(*losses)
+
+
 def test_a_perfect_step_costs_nothing():
     """Where mean and variance are those of the posterior, only the decoder of the first step is left."""
-    ddpm = DDPM(schedule="cosine", discrete_steps=NUM_STEPS, learned_variance=True)
+    ddpm = DDPM(schedule="cosine", discrete_steps=NUM_STEPS, variance=LearnedVariance())
     batch = pack(SAMPLES)
     prepared = ddpm.prepare(batch, noise_for(batch))
     outputs_TC = torch.cat([prepared.target_TC, -torch.ones_like(prepared.target_TC)], -1)

@@ -13,7 +13,7 @@ from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Objective
-from dit.objectives.ddpm import DDPM
+from dit.objectives.ddpm import DDPM, LearnedVariance
 from dit.objectives.flow_matching import FlowMatching
 from dit.sampling.generate import empty_pack, generate
 from dit.settings import SamplingConfig
@@ -82,7 +82,7 @@ def test_guidance_takes_the_first_channels_of_the_mean_and_leaves_the_variance_t
     Of two steps the first draws noise: x = mean + small**(1 - w) large**w z, with w of the conditional network.
     """
     spec = DiTConfig(patch_spatial=2, num_classes=3).batch_spec()
-    objective = DDPM(prediction="x0", schedule="cosine", discrete_steps=100, learned_variance=True)
+    objective = DDPM(prediction="x0", schedule="cosine", discrete_steps=100, variance=LearnedVariance())
     batch = empty_pack(spec, (1, 4, 4), 2, torch.device("cpu"), {"label": LABELS})
     states: list[Tensor] = []
 
@@ -114,7 +114,7 @@ def test_guidance_takes_the_first_channels_of_the_mean_and_leaves_the_variance_t
 
 def test_a_variance_that_was_not_learned_is_refused():
     settings = {"solver": "ancestral", "num_steps": 2, "guidance_scale": 1.0, "seed": 0, "variance": "learned"}
-    with pytest.raises(ConfigError, match="variance='learned' needs a network that learned one"):
+    with pytest.raises(ConfigError, match="variance='learned' needs a network with a learned variance"):
         generate(by_condition, FlowMatching(prediction="x0"), pack(), SPEC, SamplingConfig(**settings))
 
 
@@ -141,7 +141,7 @@ def test_a_threshold_applies_only_to_the_mean_with_a_learned_variance() -> None:
     def network(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
         return torch.cat([torch.full_like(inputs_TC, 3.0), torch.full_like(inputs_TC, 0.9)], 1)
 
-    objective = DDPM(prediction="x0", discrete_steps=10, schedule="cosine", learned_variance=True)
+    objective = DDPM(prediction="x0", discrete_steps=10, schedule="cosine", variance=LearnedVariance())
     settings = {"solver": "ancestral", "variance": "learned", "num_steps": 3, "guidance_scale": 1.0, "seed": 0}
     assert (generate(network, objective, pack(), SPEC, SamplingConfig(thresholding="static", **settings)) == 1).all()
     assert (generate(network, objective, pack(), SPEC, SamplingConfig(**settings)) == 3).all()

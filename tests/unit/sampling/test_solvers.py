@@ -12,7 +12,7 @@ from torch import Tensor
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.base import Objective, Path
-from dit.objectives.ddpm import DDPM
+from dit.objectives.ddpm import DDPM, LearnedVariance
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.sampling.solvers import FRACTIONS, SOLVERS, Reverse, Solver, ddim, dpmpp_2m, euler, heun, solve
@@ -182,7 +182,7 @@ def test_ancestral_is_the_reverse_chain_of_the_table(variance: str) -> None:
     The variance is (1 - abar') / (1 - abar) beta, beta, or exp(w log of the second + (1 - w) log of the first). On a
     part of the table beta = 1 - abar / abar' of the steps that are left.
     """
-    ddpm = DDPM(discrete_steps=1000, learned_variance=True)
+    ddpm = DDPM(discrete_steps=1000, variance=LearnedVariance())
     layout = SequenceLayout.from_lengths([3])
     generator = torch.Generator().manual_seed(0)
     x, eps, v, z = torch.randn(4, 3, 2, dtype=torch.float64, generator=generator)

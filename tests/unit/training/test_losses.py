@@ -15,7 +15,7 @@ from dit.layout import SequenceLayout
 from dit.models.dit.config import DiTConfig
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Objective
-from dit.objectives.ddpm import DDPM
+from dit.objectives.ddpm import DDPM, LearnedVariance
 from dit.objectives.flow_matching import FlowMatching
 from dit.patchify import grid_positions, patchify, unpatchify
 from dit.run_config import check_outputs
@@ -68,7 +68,7 @@ def test_a_step_reports_the_weighted_sum_and_the_real_tokens(build_model: BuildM
 def test_a_learned_variance_is_the_second_half_of_the_channels_of_a_picture(build_model: BuildModel) -> None:
     """A step's loss is that of the pictures, mean and variance, that the predicted tokens lay side by side."""
     model = replace(MODEL, patch_spatial=2, out_channels=4)
-    objective = DDPM(schedule="cosine", discrete_steps=20, learned_variance=True)
+    objective = DDPM(schedule="cosine", discrete_steps=20, variance=LearnedVariance())
     layout = SequenceLayout.from_lengths([4, 9])
     batch = PackedBatch(
         latents_TC=torch.randn(13, 8, generator=torch.Generator().manual_seed(0)),
@@ -116,7 +116,7 @@ def test_offset_noise_has_a_number_for_each_channel_of_a_latent(one_rank_world: 
 
 def test_held_out_loss_has_the_terms_of_a_learned_variance(one_rank_world: ProcessGroups) -> None:
     """What each adds to the loss, which is their sum, from the same terms as a step's."""
-    objective = DDPM(schedule="cosine", discrete_steps=20, learned_variance=True)
+    objective = DDPM(schedule="cosine", discrete_steps=20, variance=LearnedVariance())
 
     def network(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
         return torch.cat([inputs_TC.sin(), inputs_TC.cos()], -1)
@@ -138,7 +138,7 @@ def test_held_out_loss_has_the_terms_of_a_learned_variance(one_rank_world: Proce
 
 @pytest.mark.parametrize(
     ("out_channels", "objective", "channels"),
-    [(4, FlowMatching(), 2), (4, DDPM(), 2), (None, DDPM(discrete_steps=100, learned_variance=True), 4)],
+    [(4, FlowMatching(), 2), (4, DDPM(), 2), (None, DDPM(discrete_steps=100, variance=LearnedVariance()), 4)],
 )
 def test_model_and_objective_must_agree_on_the_outputs(
     out_channels: Optional[int], objective: Objective, channels: int

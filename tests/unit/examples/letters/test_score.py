@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dit.errors import ConfigError
+from dit.models.dit.config import DiTConfig
 from examples.letters import score as letter_score
 from examples.letters.moving import CLASS_NAMES, DIRECTIONS
 from examples.letters.reader import LetterNetwork, LetterReader
@@ -68,7 +69,7 @@ def judge(monkeypatch):
             words = conditions.get("context") or [CLASS_NAMES[label] for label in conditions["label"]]
             return torch.stack([draw(x) for x in words])
 
-        model = SimpleNamespace(num_classes=num_classes, context_size=None if num_classes else 8)
+        model = DiTConfig(num_classes=num_classes, context_size=None if num_classes else 8)
         generator = SimpleNamespace(
             config=SimpleNamespace(model=model, data=SimpleNamespace(path="here")),
             class_names=CLASS_NAMES,

@@ -1,0 +1,49 @@
+"""Settings of models that are conditioned on a class or a text.
+
+A backbone's config lists these classes after the class of its sizes, whose defaults then take precedence.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Optional
+
+from dit.condition_table import CONTEXT, LABEL
+from dit.conditions import Condition
+from dit.models.base import ModelConfig
+
+
+@dataclass(kw_only=True)
+class ClassConditioned(ModelConfig):
+    """A model that may be conditioned on a class.
+
+    Attributes:
+        num_classes: number of classes that the model is conditioned on; None for none.
+        class_dropout: fraction of samples trained without their class, for guidance; 0.1 as in DiT (Peebles and Xie
+            2023).
+    """
+
+    num_classes: Optional[int] = None
+    class_dropout: float = 0.1
+
+    def conditions(self) -> tuple[Condition, ...]:
+        if self.num_classes is None:
+            return super().conditions()
+        return (*super().conditions(), replace(LABEL, num_classes=self.num_classes, dropout=self.class_dropout))
+
+
+@dataclass(kw_only=True)
+class TextConditioned(ModelConfig):
+    """A model that may be conditioned on a text.
+
+    Attributes:
+        context_size: width of the text embeddings; None for a model without text.
+        context_dropout: fraction of samples trained without their text, for guidance; 0.1 as in Open-Sora, compared
+            with 0.2 in NeMo's recipes. With classes and texts, the smaller fraction is trained without both.
+    """
+
+    context_size: Optional[int] = None
+    context_dropout: float = 0.1
+
+    def conditions(self) -> tuple[Condition, ...]:
+        if self.context_size is None:
+            return super().conditions()
+        return (*super().conditions(), replace(CONTEXT, shape=(self.context_size,), dropout=self.context_dropout))

@@ -1,0 +1,93 @@
+"""Errors of a prediction, and the terms of a loss that are built from them."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from dit.layout import SequenceLayout
+
+LossKind = Literal["l2", "l1", "huber"]
+
+
+@dataclass(frozen=True)
+class Term:
+    """One summand of a loss: an error per token, and a weight per sample; float32.
+
+    Attributes:
+        error_T: error of each local token, the mean over its channels; 0 in padding.
+        weight_S: weight of each sample.
+    """
+
+    error_T: Tensor
+    weight_S: Tensor
+
+    def sum(self, layout: SequenceLayout) -> Tensor:
+        """Return the weighted sum over the local tokens."""
+        return (self.error_T * layout.per_token(self.weight_S)[:, 0]).sum()
+
+    def sum_per_sample(self, layout: SequenceLayout) -> Tensor:
+        """Return the weighted sum over the local tokens of each sample `[S]`."""
+        return layout.sum_per_sample(self.error_T) * self.weight_S
+
+
+@dataclass(kw_only=True)
+class UncertaintyWeighting:
+    """Weight noise levels by a learned u(sigma): loss = error / e**u + u.
+
+    At the minimum, e**u is the mean error at a noise level, so all levels weigh the same in the gradient. The network
+    has a head for u (`dit.layers.uncertainty`). `loss_raw` logs the unweighted error.
+
+    Source: Karras et al. 2024 (EDM2), arXiv:2312.02696, Eq. 21.
+    """
+
+    terms: ClassVar[tuple[str, ...]] = ("scaled", "uncertainty")
+    logged: ClassVar[tuple[str, ...]] = (*terms, "raw")
+
+    def loss_terms(
+        self, prediction_TC: Tensor, target_TC: Tensor, weight_S: Tensor, layout: SequenceLayout, kind: LossKind
+    ) -> dict[str, Term]:
+        """Scale the errors by e**-u and add u for every real token, so that u counts as often as the errors.
+
+        Args:
+            prediction_TC: prediction of the local tokens; its last column is u.
+        """
+        error_T = token_error(prediction_TC[:, :-1], target_TC, layout, kind)
+        u_T = torch.where(layout.valid_T, prediction_TC[:, -1].float(), 0.0)
+        return {
+            "scaled": Term(error_T * torch.exp(-u_T), weight_S),
+            "uncertainty": Term(u_T, weight_S),
+            "raw": Term(error_T.detach(), weight_S),
+        }
+
+
+def pointwise_error(prediction: Tensor, target: Tensor, kind: LossKind) -> Tensor:
+    """Return the elementwise error in float32; `huber` is the smooth l1 error with threshold 1."""
+    difference = prediction.float() - target.float()
+    if kind == "l2":
+        return difference.square()
+    if kind == "l1":
+        return difference.abs()
+    return torch.nn.functional.huber_loss(prediction.float(), target.float(), reduction="none")
+
+
+def token_error(prediction_TC: Tensor, target_TC: Tensor, layout: SequenceLayout, kind: LossKind) -> Tensor:
+    """Return the error of each local token, the mean over its channels, float32 `[T]`; 0 in padding."""
+    valid_T1 = layout.valid_T[:, None]
+    # Mask before the error, not after: otherwise a NaN in padding would return as 0 * NaN in the gradient.
+    prediction_TC, target_TC = (torch.where(valid_T1, x_TC.float(), 0.0) for x_TC in (prediction_TC, target_TC))
+    return pointwise_error(prediction_TC, target_TC, kind).mean(-1)
+
+
+def min_snr_weight(alpha: Tensor, sigma: Tensor, slope: Tensor, gamma: float) -> Tensor:
+    """Return the weight that turns the squared error of an output into that of x0, weighted by min(SNR, gamma).
+
+    Args:
+        alpha, sigma: coefficients of the path; SNR = (alpha / sigma)**2.
+        slope: d x0 / d output.
+        gamma: largest weight of the error of x0; 5 in the paper.
+
+    Source: Hang et al. 2023, arXiv:2303.09556, section 3.4.
+    """
+    return (alpha / sigma).square().clamp(max=gamma) * slope.square()

@@ -1,0 +1,55 @@
+"""Options of objectives that are parts: a learned variance, and learned weights of the noise levels."""
+
+import json
+
+import pytest
+
+from dit.config_record import from_record, to_record
+from dit.errors import ConfigError
+from dit.objectives.base import Objective
+from dit.objectives.ddpm import DDPM, LearnedVariance
+from dit.objectives.edm import EDM
+from dit.objectives.losses import UncertaintyWeighting
+from launch.config_file import built
+from launch.overrides import apply_overrides
+from launch.train import call_recipe, load_component
+
+
+def objective_from(*settings: str) -> Objective:
+    task = call_recipe("tiny_dit")
+    apply_overrides(task, list(settings), load_component)
+    return built(task).objective
+
+
+@pytest.mark.parametrize(
+    ("settings", "objective"),
+    [
+        (["objective=edm", "objective.weighting=uncertainty"], EDM(weighting=UncertaintyWeighting())),
+        (["objective=edm_uncertainty"], EDM(p_mean=-0.4, p_std=1.0, weighting=UncertaintyWeighting())),
+        (["objective=edm_uncertainty", "objective.weighting=none"], EDM(p_mean=-0.4, p_std=1.0)),
+        (["objective=ddpm(variance=learned_variance)"], DDPM(discrete_steps=1000, variance=LearnedVariance())),
+        (
+            ["objective=ddpm_learned_variance", "objective.variance.vlb_weight=0.5"],
+            DDPM(discrete_steps=1000, variance=LearnedVariance(vlb_weight=0.5)),
+        ),
+    ],
+)
+def test_parts_are_set_on_the_command_line_and_rebuilt_from_records(settings, objective):
+    """The record is that of a run."""
+    built_objective = objective_from(*settings)
+    assert built_objective == objective
+    assert from_record(json.loads(json.dumps(to_record(objective)))) == objective
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["objective=edm", "objective.uncertainty=True"], "use objective.weighting=uncertainty"),
+        (["objective=ddpm", "objective.learned_variance=True"], "use objective.variance=learned_variance"),
+        (["objective=ddpm", "objective.vlb_weight=1"], "use objective.variance.vlb_weight"),
+        (["objective=ddpm(learned_variance=True)"], "use variance=learned_variance"),
+    ],
+)
+def test_a_former_setting_is_refused_with_the_new_one(settings, message):
+    with pytest.raises(ConfigError, match=message):
+        objective_from(*settings)
