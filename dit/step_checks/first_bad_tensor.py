@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dit.backends.pending_bias import PendingBias
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 from dit.checkpoint.train_state import TrainState
@@ -239,7 +240,8 @@ class Probe:
 
 
 def _tensors(values: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors among values."""
+    """Yield the floating-point tensors among values, without a pending bias, which is a parameter."""
+    values = values.y if isinstance(values, PendingBias) else values
     for value in values if isinstance(values, (tuple, list)) else (values,):
         if isinstance(value, Tensor) and value.is_floating_point():
             yield value
