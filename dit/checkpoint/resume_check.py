@@ -45,7 +45,7 @@ SETTINGS: dict[str, tuple[str, str]] = {
         "global_batch_size precision seed ema_decay ema_start_step ema_interval",
         # The stream itself refuses a changed micro-batch if that would change the samples of a step.
         "run_dir num_steps micro_batch_size loss_scale initial_loss_scale min_loss_scale loss_scale_window attention "
-        "deterministic linears kernels compile recompute recompute_layers ema_offload log_interval validation_interval "
+        "deterministic linears kernels recompute recompute_layers ema_offload log_interval validation_interval "
         "validate_raw_weights sanity_micro_batches sample_interval hooks stop_at_step time_limit collective_timeout_s "
         "on_bad_numbers spike_threshold spike_window max_bad_steps bad_steps_within "
         "recheck_interval hang_timeout_s",

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from dit.layout import SequenceLayout
+from dit.patches import patches
 
 BACKEND: Any = "inductor"
 """Backend of the compiler, read at the first run of a layer; tests that count graphs set `aot_eager`."""
@@ -24,6 +25,11 @@ LARGEST_COUNT = 32
 """Limit of graphs per function, which differ by kind of pack, gradients and class of layer."""
 
 
+@patches(
+    "torch 2.11-2.14",
+    "torch/_functorch/config.py: aggressive_recomputation; torch/_dynamo/config.py: recompile_limit",
+    why="torch.compile has no argument for the two",
+)
 def compile_layers(
     layers: Iterable[nn.Module],
     *,

@@ -1,4 +1,4 @@
-"""What preparation prints: progress, the closing table, and the forecast of a dry run."""
+"""Console output of preparation: progress, summary, and the forecast of a dry run."""
 
 import argparse
 import sys
@@ -16,13 +16,13 @@ from energon_data.prepare.ranks import Ranks
 
 
 def make(preparation: Preparation, args: argparse.Namespace) -> Optional[UnitRecord]:
-    """Make a data set, or with `--dry-run` describe it; of several ranks the first one prints.
+    """Make a data set, or describe it with `--dry-run`; rank 0 prints.
 
     Args:
-        args: flags of every command that has units of work.
+        args: flags shared by all commands that have units of work.
 
     Returns:
-        The counts; None of a dry run.
+        The counts; None for a dry run.
     """
     first = Ranks().is_first
     if args.dry_run:
@@ -30,7 +30,7 @@ def make(preparation: Preparation, args: argparse.Namespace) -> Optional[UnitRec
             echo(_forecast(preparation))
         return None
     began = time.monotonic()
-    total = _run_with_progress(preparation, args, shown=first)
+    total = _run_with_progress(preparation, args, visible=first)
     if first:
         noun = "row" if _entry(preparation) == "row" else "file"
         echo(_summary(args.out, total, time.monotonic() - began, noun))
@@ -38,7 +38,7 @@ def make(preparation: Preparation, args: argparse.Namespace) -> Optional[UnitRec
 
 
 def make_captioned(preparation: Preparation, args: argparse.Namespace) -> None:
-    """Make a data set of a user's files, as `make`, and count those without a caption or class."""
+    """Call `make`, and print the number of samples without a caption or class."""
     total = make(preparation, args)
     if total is not None and Ranks().is_first:
         count = total.shapes.total()
@@ -48,9 +48,9 @@ def make_captioned(preparation: Preparation, args: argparse.Namespace) -> None:
             echo(f"  without a class: {count - total.labelled:,} of {count:,}")
 
 
-def _run_with_progress(preparation: Preparation, args: argparse.Namespace, *, shown: bool) -> UnitRecord:
-    """Make the data set beside a progress bar in files (archives, of a WebDataset) with rate and time left."""
-    hidden = None if shown else True  # None: where there is no terminal
+def _run_with_progress(preparation: Preparation, args: argparse.Namespace, *, visible: bool) -> UnitRecord:
+    """Make the data set with a progress bar in files (or archives) with rate and remaining time."""
+    hidden = None if visible else True  # None: hidden only without a terminal
     name = f"preparing {args.out}"
     with tqdm(total=preparation.entries, unit=_entry(preparation), desc=name, disable=hidden) as bar:
 
@@ -61,9 +61,11 @@ def _run_with_progress(preparation: Preparation, args: argparse.Namespace, *, sh
                 bar.write(printable("; ".join(texts[0] for texts in record.examples.values())), file=sys.stderr)
 
         def resume(finished: int) -> None:
-            if shown:
+            if visible:
                 units = f"{finished:,} of {len(preparation.units):,} parts"
-                bar.write(f"{args.out}: goes on after {units}, which are in {preparation.job.partial}", file=sys.stderr)
+                bar.write(
+                    f"{args.out}: continues after {units}, which are in {preparation.job.partial}", file=sys.stderr
+                )
 
         work = {"processes": args.processes, "force": args.force, "on_unit": show, "on_resume": resume}
         try:
@@ -72,8 +74,8 @@ def _run_with_progress(preparation: Preparation, args: argparse.Namespace, *, sh
             partial = preparation.job.partial
             if isinstance(error, OSError) and error.filename is None:  # a failed write does not name its file
                 error.filename = str(partial)
-            if shown and partial.exists() and not isinstance(error, ConfigError):
-                bar.write(f"the same command goes on from {partial}", file=sys.stderr)
+            if visible and partial.exists() and not isinstance(error, ConfigError):
+                bar.write(f"the same command continues from {partial}", file=sys.stderr)
             raise
 
 
@@ -85,7 +87,11 @@ def _entry(preparation: Preparation) -> str:
 
 
 def _summary(out: Path, total: UnitRecord, seconds: float, noun: str) -> str:
-    """Describe a finished data set in a few lines; `noun` is what a sample is made of."""
+    """Describe a finished data set in a few lines.
+
+    Args:
+        noun: for the entries of the input.
+    """
     size = sum(facts["bytes"] for facts in total.shards.values())
     samples, shards = counted(total.shapes.total(), "sample"), counted(len(total.shards), "shard")
     lines = [f"{out}: {samples} in {shards}, {size:,} bytes, {seconds:.0f} s"]
@@ -100,8 +106,8 @@ def _summary(out: Path, total: UnitRecord, seconds: float, noun: str) -> str:
     if total.latents.number:
         lines.append(f"  latents: {total.latents.line()}")
     if total.files:
-        lines.append(f"  taken: {total.files:,} of {counted(total.files + len(total.skips), noun)}")
-        lines.append(f"  turned as the file states: {counted(total.turned, 'sample')}")
+        lines.append(f"  used: {total.files:,} of {counted(total.files + len(total.skips), noun)}")
+        lines.append(f"  turned according to the file: {counted(total.turned, 'sample')}")
         share, name = total.largest_cut
         lines.append(f"  cropped: {f'by at most {share:.0%} ({name})' if share else 'none'}")
         lines.append(f"  enlarged: {counted(total.enlarged, 'sample')}")
@@ -113,17 +119,17 @@ def _summary(out: Path, total: UnitRecord, seconds: float, noun: str) -> str:
 
 
 def _forecast(preparation: Preparation) -> str:
-    """Say what would be made, from a few samples made in memory."""
+    """Describe the data set that would be made, from a few samples made in memory."""
     samples, record = preparation.try_out()
     entry = _entry(preparation)
     lines = [f"{preparation.job.out}: nothing is written; found {counted(preparation.entries, entry)}"]
     for sample in samples:
         size = sum(map(len, sample.parts.values()))
-        named = sample.metadata.get("caption", "no caption")
-        if (others := len(sample.metadata.get("captions", ())) - 1) > 0:
-            named += f" (and {counted(others, 'other caption')})"
+        caption = sample.metadata.get("caption", "no caption")
+        if (num_others := len(sample.metadata.get("captions", ())) - 1) > 0:
+            caption += f" (and {counted(num_others, 'other caption')})"
         lines.append(
-            f"  {sample.key}: {'x'.join(map(str, sample.shape))}, {', '.join(sample.parts)}, {size:,} bytes; {named}"
+            f"  {sample.key}: {'x'.join(map(str, sample.shape))}, {', '.join(sample.parts)}, {size:,} bytes; {caption}"
         )
     for reason, texts in record.examples.items():
         lines.append(f"  skipped, {reason}: {texts[0]}")

@@ -244,7 +244,6 @@ def test_models_that_theirs_cannot_hold_are_refused(changes: dict, message: str)
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_classes": 3}, "num_classes=3, but this UNet is conditioned on text"),
         ({"context_size": None}, "context_size=None"),
         ({"head_size": 5}, "model.head_size=5"),
         ({"transformer_layers": [1, 1]}, "one number for each resolution"),

@@ -116,7 +116,7 @@ def test_weights_that_are_not_finite_are_refused_by_name(run_dir, tmp_path, caps
     commands = {
         sample: ["--out", str(tmp_path / "x.png")],
         export: ["--format", "dit", "--out", str(tmp_path / "x.pt")],
-        evaluate: ["--count", "2"],
+        evaluate: ["--metric", "letters", "--count", "2"],
     }
     for command, words in commands.items():
         assert command.main(["--checkpoint", str(run_dir), *words]) == exit_code(CheckpointError("")), command

@@ -132,5 +132,5 @@ def test_the_watchdog_writes_stacks_only_during_a_hang(tmp_path):
     done.set()
     thread.join()
     text = path.read_text()
-    assert "test_watchdog_writes_the_stacks" in text
+    assert "test_the_watchdog_writes_stacks_only_during_a_hang" in text
     assert text.count("(most recent call first)") >= 2
