@@ -46,7 +46,7 @@ MAY_IMPORT = {
         *("dit.errors", "dit.philox", "dit.layout", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives"),
         *("dit.conditions", "dit.durable_files", "dit.safe_files", "dit.media", "dit.settings"),
     },
-    "dit.kernels": {"dit.errors", "dit.layout", "dit.objectives"},
+    "dit.kernels": {"dit.errors", "dit.patches", "dit.layout", "dit.objectives"},
     "dit.context_parallel": {"dit.errors", "dit.layout", "dit.joint_layout", "dit.batch", "dit.kernels"},
     "dit.backends": {"dit.errors", "dit.patches", "dit.safe_files", "dit.philox", "dit.kernels"},
     "dit.layers": {
