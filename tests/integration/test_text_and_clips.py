@@ -135,8 +135,8 @@ def mixed(font: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, d
     """`moving_letters_mixed` on its data and on a blend with letters, which have other classes; one rank and two."""
     folder = tmp_path_factory.mktemp("mixed")
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("letters", "moving_letters"):
-            patch.setattr(f"energon_data.prepare.{module}.encode_captions", fake_texts)
+        for module in ("stills", "moving"):
+            patch.setattr(f"examples.letters.{module}.encode_captions", fake_texts)
         small: dict[str, Any] = {"fonts": [font], "size": 8, "variations": 1}
         prepare_moving_letters(folder / "moving", frames=4, stills=2, **small)
         prepare_letters(folder / "letters", **small)
