@@ -109,10 +109,11 @@ def test_the_ends_of_the_logarithm_have_their_digits():
     assert float(((ours - radius).abs() / radius).max()) <= NORMAL_ULPS * ULP[torch.float32]
 
 
-def test_two_mixtures_of_one_noise_in_bf16_latents():
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_mixtures_of_one_noise_in_bf16_latents(count):
     generator = torch.Generator().manual_seed(2)
     x0 = torch.randn(37, 6, generator=generator).bfloat16()
-    pairs = [tuple(torch.randn(2, 3, generator=generator)) for _ in range(2)]
+    pairs = [tuple(torch.randn(2, 3, generator=generator)) for _ in range(count)]
     got = noise_of(PADDED).mix(x0, *pairs)
     eps, radius = normals(PADDED, SEED, 6)
     for ours, (a, b) in zip(got, pairs, strict=True):

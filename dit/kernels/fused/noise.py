@@ -21,7 +21,7 @@ def mix_op(
     key1: int,
     step: int,
 ) -> list[Tensor]:
-    """Return a x0 + b noise for each pair (a, b), float32.
+    """Return a x0 + b noise for each of one or two pairs (a, b), float32.
 
     Args:
         segments_T, token_index_T: sample of each token, and index within the sample.
@@ -51,7 +51,9 @@ def mix(noise: AddressedNoise, x0_TC: Tensor, mixtures: Sequence[Mixture], offse
     pack_seed, seeds_S = (noise.seed, None) if isinstance(noise.seed, int) else (0, noise.seed.contiguous())
     key = noise.key(LATENT_NOISE, pack_seed)
     indices = layout.segment_ids_T.contiguous(), layout.token_index_T.contiguous()
-    mixed = mix_op(x0_TC.contiguous(), *indices, ids_S.contiguous(), seeds_S, pairs_K2S, *key, noise.step)
+    addresses = x0_TC.contiguous(), *indices, ids_S.contiguous(), seeds_S
+    # The kernel computes up to two mixtures, such as input and target.
+    mixed = [x_TC for two_K2S in pairs_K2S.split(2) for x_TC in mix_op(*addresses, two_K2S, *key, noise.step)]
     if offset_SC is None:
         return mixed
     return [x_TC + layout.per_token(b_S[:, None] * offset_SC) for x_TC, b_S in zip(mixed, pairs_K2S[:, 1])]
