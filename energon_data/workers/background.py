@@ -18,7 +18,7 @@ import pickle
 import signal
 import sys
 from collections.abc import Callable
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from multiprocessing.util import Finalize
@@ -65,8 +65,9 @@ class BackgroundSource:
         self._connection, worker_end = WORKERS.Pipe()
         with worker_end:
             arguments = worker_end, self._open_source, position, POSITION_EVERY, AHEAD
-            self._worker = WORKERS.Process(target=work, args=arguments)
-            self._worker.start()
+            worker = WORKERS.Process(target=work, args=arguments)
+            worker.start()
+        self._worker = worker
         self._state = pickle.dumps(position)
         self._stop = Finalize(self, _stop, (self._worker, self._connection), exitpriority=0)
 
@@ -131,6 +132,7 @@ def _start_server() -> None:
     former = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ |= variables
     try:
+        resource_tracker.ensure_running()  # its start unblocks SIGINT and SIGTERM
         with run_signals_blocked():
             forkserver.ensure_running()
     finally:

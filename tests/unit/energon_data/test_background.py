@@ -258,6 +258,35 @@ if __name__ == "__main__":
     assert gone(int(done.stdout))
 
 
+def test_signals_to_all_processes_of_a_run_do_not_end_the_fork_server() -> None:
+    """In a new process, whose first use of multiprocessing starts its resource tracker, which unblocks signals."""
+    program = """
+import signal, sys
+from functools import partial
+from multiprocessing import forkserver
+sys.path.insert(0, sys.argv[1])
+from small_data import spec
+from energon_data.workers.background import BackgroundSource
+from tests.support.sources import Watched
+
+if __name__ == "__main__":
+    stream = BackgroundSource(partial(Watched, spec()), "a test")
+    lines = open(f"/proc/{forkserver._forkserver._forkserver_pid}/status").read().splitlines()
+    (mask,) = (int(line.split()[1], 16) for line in lines if line.startswith("SigBlk:"))
+    print([bool(mask >> number - 1 & 1) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)])
+"""
+    command = [sys.executable, "-c", program, str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == "[True, True, True]\n"
+
+
+def test_a_stream_whose_worker_cannot_start_can_be_closed() -> None:
+    stream = BackgroundSource(lambda: Watched(spec()), "stream 0 of a test")
+    with pytest.raises(Exception, match="pickle"):
+        stream.next()
+    stream.close()
+
+
 @pytest.mark.parametrize("fails_at", [1, 3])
 def test_a_fault_in_the_worker_comes_as_a_delivery(opened: Open, fails_at: int) -> None:
     stream = opened(fails_at=fails_at)
