@@ -17,7 +17,7 @@ from functools import cache
 from importlib import metadata
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any, Literal
+from typing import Any, Literal, Optional
 
 from dit.errors import ConfigError
 from dit.safe_files import read_bytes
@@ -39,7 +39,8 @@ def registered(kind: Kind) -> dict[str, str]:
     group = f"megatron_dit.{kind}"
     points = sorted(metadata.entry_points(group=group), key=lambda point: point.name)
     ours = [point for point in points if point.dist is not None and point.dist.name == DISTRIBUTION]
-    values = dict(_of_clone().get(group, {})) if PROJECT.is_file() else {point.name: point.value for point in ours}
+    clone = _of_clone()
+    values = {point.name: point.value for point in ours} if clone is None else dict(clone.get(group, {}))
     for point in points:
         if point in ours:
             continue
@@ -79,14 +80,16 @@ def warn(name: str, kind: Kind, error: Exception) -> None:
 
 def own_packages() -> set[str]:
     """Return the packages that a clone registers and contains."""
-    packages = {value.partition(".")[0] for points in _of_clone().values() for value in points.values()}
+    groups = _of_clone() or {}
+    packages = {value.partition(".")[0] for points in groups.values() for value in points.values()}
     return {package for package in packages if (PROJECT.parent / package).is_dir()}
 
 
 @cache
-def _of_clone() -> dict[str, dict[str, str]]:
-    """Return the entry points of this project's pyproject.toml by group; none without the file."""
-    if not PROJECT.is_file():
-        return {}
-    groups = tomllib.loads(read_bytes(PROJECT).decode())["project"].get("entry-points", {})
+def _of_clone() -> Optional[dict[str, dict[str, str]]]:
+    """Return the entry points of this project's pyproject.toml by group; None if there is no such file."""
+    project = tomllib.loads(read_bytes(PROJECT).decode()).get("project", {}) if PROJECT.is_file() else {}
+    if project.get("name") != DISTRIBUTION:  # without a clone, this is a file of another distribution in site-packages
+        return None
+    groups = project.get("entry-points", {})
     return {name: dict(points) for name, points in groups.items() if name.startswith("megatron_dit.")}

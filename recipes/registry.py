@@ -119,7 +119,7 @@ def _entries_by_file() -> Iterator[list[Entry]]:
             if spec is None or spec.origin is None:
                 raise ModuleNotFoundError(f"No module named {module!r}")
             factories = read_entries(Path(spec.origin), module)
-        except (ImportError, SyntaxError) as error:
+        except Exception as error:  # the module is not ours and may raise anything
             extensions.warn(name, "recipes", error)
         else:
             yield factories

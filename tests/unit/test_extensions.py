@@ -118,6 +118,29 @@ def test_what_cannot_be_imported_is_left_out_with_a_warning(
     ]
 
 
+def test_a_package_that_raises_any_error_is_left_out_of_the_recipes(
+    install: Callable[..., None], tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    (tmp_path / "broken_parent").mkdir()
+    (tmp_path / "broken_parent" / "__init__.py").write_text("None.attribute\n")
+    (tmp_path / "broken_parent" / "recipes.py").touch()
+    install("broken-parent", recipes="broken = broken_parent.recipes")
+    with caplog.at_level(logging.WARNING):
+        assert any(entry.name == "tiny_dit" for entry in registry.entries())
+    assert [record.message.partition(" is left out")[0] for record in caplog.records] == ["broken of recipes"]
+
+
+@pytest.mark.parametrize("text", ["[tool.poetry]\nname = 'other'\n", "[project]\nname = 'other'\n"])
+def test_a_pyproject_of_another_project_is_not_read(
+    install: Callable[..., None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str
+):
+    """Some distributions install theirs into site-packages, next to ours."""
+    (tmp_path / "pyproject.toml").write_text(text)
+    monkeypatch.setattr(extensions, "PROJECT", tmp_path / "pyproject.toml")
+    install("megatron-dit", metrics="mark = dit.errors:ConfigError")
+    assert extensions.registered("metrics")["mark"] == "dit.errors:ConfigError"
+
+
 def test_one_name_for_two_things_is_refused(install: Callable[..., None], tmp_path: Path):
     install("taken", metrics="loss = dit.errors:ConfigError", features="letters = dit.errors:ConfigError")
     with pytest.raises(ConfigError, match=r"dit\.errors:ConfigError is registered as 'loss' of metrics"):
