@@ -8,9 +8,10 @@ the machine affect both. Ours includes the SHA-256 of every byte and both includ
 load ends with the local ranges of this rank in place; copying the master weights to the model (a copy, and an
 all-gather if ranks own ranges) is the same work after either, and is timed separately as `publish`.
 
-Complete saves alternate, too: a synchronous one (`full_save`, with manifest and rename), and one in the background
-(`checkpoint.async_save`): how long it blocks (`beside_blocks`), and how long until it is durable (`beside_durable`,
-when nothing else runs). With `--dcp-process` also DCP's `async_save` in a process (`dcp_blocks`, `dcp_durable`).
+A third pair also alternates: a complete synchronous save (`full_save`, with manifest and rename), and an asynchronous
+one (`checkpoint.async_save`): the time that it blocks (`beside_blocks`), and the time until it is durable
+(`beside_durable`, if nothing else runs). With `--dcp-process` also DCP's `async_save` in a process
+(`dcp_blocks`, `dcp_durable`).
 """
 
 import argparse
@@ -98,38 +99,38 @@ def measure(config: "RunConfig", rounds: int, folder: Path, *, dcp_process: bool
     def dcp_async(path: Path) -> Any:
         return dcp.async_save(plain, checkpoint_id=path, async_checkpointer_type=AsyncCheckpointerType.PROCESS)
 
-    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    times_by_name: dict[str, list[tuple[float, float]]] = defaultdict(list)
     for i in range(rounds + 1):
-        ours, theirs = folder / f"ours_{i}", folder / f"dcp_{i}"
+        our_folder, dcp_folder = folder / f"ours_{i}", folder / f"dcp_{i}"
         if groups.rank == 0:
-            ours.mkdir()
+            our_folder.mkdir()
         torch.distributed.barrier()
         ways: list[tuple[str, Callable[[], Any]]] = [
-            ("save", lambda: save_state(ours, state.shards, state.ema, state.optimizer, groups)),  # noqa: B023
-            ("dcp_save", lambda: dcp.save(plain, checkpoint_id=theirs)),  # noqa: B023
-            ("load", lambda: load_shards(ours, state.shards, state.ema, state.optimizer, groups)),  # noqa: B023
-            ("dcp_load", lambda: dcp.load(plain, checkpoint_id=theirs)),  # noqa: B023
+            ("save", lambda: save_state(our_folder, state.shards, state.ema, state.optimizer, groups)),  # noqa: B023
+            ("dcp_save", lambda: dcp.save(plain, checkpoint_id=dcp_folder)),  # noqa: B023
+            ("load", lambda: load_shards(our_folder, state.shards, state.ema, state.optimizer, groups)),  # noqa: B023
+            ("dcp_load", lambda: dcp.load(plain, checkpoint_id=dcp_folder)),  # noqa: B023
         ]
         in_turn = ways if i % 2 == 0 else [ways[1], ways[0], ways[3], ways[2]]
         for name, run in [*in_turn, ("publish", lambda: copy_masters_to_model(state.optimizer, state.wrapped))]:
             times = timed(run)
             if i:  # the first round warms up
-                found[name].append(times)
+                times_by_name[name].append(times)
         for name in ("full", "beside") if i % 2 == 0 else ("beside", "full"):
             times = timed(partial(save, name))
             waited = timed(saves[name].wait)
             if i and name == "full":
-                found["full_save"].append(times)
+                times_by_name["full_save"].append(times)
             elif i:
-                found["beside_blocks"].append(times)
-                found["beside_durable"].append((times[0] + waited[0], times[1] + waited[1]))
+                times_by_name["beside_blocks"].append(times)
+                times_by_name["beside_durable"].append((times[0] + waited[0], times[1] + waited[1]))
         if dcp_process:
             pending: list[Any] = []
             times = timed(lambda: pending.append(dcp_async(folder / f"dcp_async_{i}")))  # noqa: B023
             waited = timed(lambda: pending[0].result())  # noqa: B023
             if i:
-                found["dcp_blocks"].append(times)
-                found["dcp_durable"].append((times[0] + waited[0], times[1] + waited[1]))
+                times_by_name["dcp_blocks"].append(times)
+                times_by_name["dcp_durable"].append((times[0] + waited[0], times[1] + waited[1]))
         torch.distributed.barrier()
         if groups.rank == 0:
             for path in folder.glob(f"*_{i}"):
@@ -143,19 +144,21 @@ def measure(config: "RunConfig", rounds: int, folder: Path, *, dcp_process: bool
         "rounds": rounds,
     }
     for what in ("save", "load"):
-        pairs = list(zip(found[what], found[f"dcp_{what}"], strict=True))
+        pairs = list(zip(times_by_name[what], times_by_name[f"dcp_{what}"], strict=True))
         for clock, unit in enumerate(("wall", "cpu")):
-            record[f"{what}_{unit}_s"] = median(mine[clock] for mine, _ in pairs)
-            record[f"dcp_{what}_{unit}_s"] = median(other[clock] for _, other in pairs)
-            record[f"{what}_{unit}_ratio"] = median(mine[clock] / other[clock] for mine, other in pairs)
+            record[f"{what}_{unit}_s"] = median(our_time[clock] for our_time, _ in pairs)
+            record[f"dcp_{what}_{unit}_s"] = median(dcp_time[clock] for _, dcp_time in pairs)
+            record[f"{what}_{unit}_ratio"] = median(our_time[clock] / dcp_time[clock] for our_time, dcp_time in pairs)
     for clock, unit in enumerate(("wall", "cpu")):
-        for name in ("full_save", "beside_blocks", "beside_durable", *(n for n in found if n in DCP_ASYNC)):
-            record[f"{name}_{unit}_s"] = median(times[clock] for times in found[name])
-        pairs = list(zip(found["beside_blocks"], found["full_save"], strict=True))
-        record[f"blocking_{unit}_ratio"] = median(mine[clock] / other[clock] for mine, other in pairs)
-    for one in saves.values():
-        one.close()
-    record["publish_wall_s"], record["publish_cpu_s"] = (median(times) for times in zip(*found["publish"], strict=True))
+        for name in ("full_save", "beside_blocks", "beside_durable", *(n for n in times_by_name if n in DCP_ASYNC)):
+            record[f"{name}_{unit}_s"] = median(times[clock] for times in times_by_name[name])
+        pairs = list(zip(times_by_name["beside_blocks"], times_by_name["full_save"], strict=True))
+        record[f"blocking_{unit}_ratio"] = median(blocked[clock] / full[clock] for blocked, full in pairs)
+    for checkpoints in saves.values():
+        checkpoints.close()
+    record["publish_wall_s"], record["publish_cpu_s"] = (
+        median(times) for times in zip(*times_by_name["publish"], strict=True)
+    )
     process_groups.destroy()
     return record
 

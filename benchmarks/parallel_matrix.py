@@ -126,19 +126,19 @@ class Outcome:
         return tuple(name for comparison in self.comparisons for name in comparison.drifted)
 
 
-def not_carried(written: dict[str, Any], read: dict[str, Any]) -> tuple[str, ...]:
+def not_carried(before: dict[str, Any], read: dict[str, Any]) -> tuple[str, ...]:
     """List the tensors that a checkpoint changed, and copies that differ."""
     return (
-        *(n for n, value in written.items() if n != "drifted" and not _same(value, read[n])),
-        *written["drifted"],
+        *(n for n, value in before.items() if n != "drifted" and not _same(value, read[n])),
+        *before["drifted"],
         *read["drifted"],
     )
 
 
-def _same(written: object, read: object) -> bool:
-    if isinstance(written, Tensor) and isinstance(read, Tensor):
-        return torch.equal(written, read)
-    return written == read
+def _same(before: object, read: object) -> bool:
+    if isinstance(before, Tensor) and isinstance(read, Tensor):
+        return torch.equal(before, read)
+    return before == read
 
 
 def run(rows: Sequence[Row], folder: Path) -> dict[str, Outcome]:
@@ -150,7 +150,7 @@ def run(rows: Sequence[Row], folder: Path) -> dict[str, Outcome]:
     for row in rows:
         if row.task not in tasks:
             tasks.append(row.task)
-    alone, saved_alone = {"data_parallel": "ddp"}, [str(folder / f"task_{i}") for i in range(len(tasks))]
+    one_rank, saved_alone = {"data_parallel": "ddp"}, [str(folder / f"task_{i}") for i in range(len(tasks))]
     number = {row.name: tasks.index(row.task) for row in rows}
 
     def training(parallel: dict[str, Any], task: dict[str, Any]) -> list[dict[str, Any]]:
@@ -162,9 +162,9 @@ def run(rows: Sequence[Row], folder: Path) -> dict[str, Outcome]:
     first = [
         case
         for task, path in zip(tasks, saved_alone)
-        for case in (*training(alone, task), moving("save", alone, task, path))
+        for case in (*training(one_rank, task), moving("save", one_rank, task, path))
     ]
-    one = run_world(1, first, folder / "first")
+    on_one_rank = run_world(1, first, folder / "first")
     by_start: dict[tuple[int, str], list[Row]] = defaultdict(list)
     for row in rows:
         # Megatron-FSDP never releases the groups of its models, and their threads poll: each such row starts new ranks.
@@ -184,7 +184,7 @@ def run(rows: Sequence[Row], folder: Path) -> dict[str, Outcome]:
         results = run_world(world, cases, folder / name, timeout_s=1800.0)
         many |= {row.name: results[4 * i : 4 * i + 4] for i, row in enumerate(group)}
     last = [
-        moving("load", alone, row.task, str(folder / f"row_{name}_{i}"))
+        moving("load", one_rank, row.task, str(folder / f"row_{name}_{i}"))
         for _, name, group in starts
         for i, row in enumerate(group)
     ]
@@ -192,10 +192,10 @@ def run(rows: Sequence[Row], folder: Path) -> dict[str, Outcome]:
     outcomes = {}
     for row, on_one in zip((row for *_, group in starts for row in group), loaded, strict=True):
         dense, packed, saved, back = many[row.name]
-        alone_dense, alone_packed, alone_saved = one[3 * number[row.name] :][:3]
-        lost = (*not_carried(saved, on_one), *not_carried(alone_saved, back))
+        alone_dense, alone_packed, alone_saved = on_one_rank[3 * number[row.name] :][:3]
+        not_restored = (*not_carried(saved, on_one), *not_carried(alone_saved, back))
         comparisons = (compare_training(alone_dense, dense), compare_training(alone_packed, packed))
-        outcomes[row.name] = Outcome(comparisons, lost)
+        outcomes[row.name] = Outcome(comparisons, not_restored)
     return outcomes
 
 
@@ -204,11 +204,11 @@ def table(rows: Sequence[Row], outcomes: dict[str, Outcome]) -> str:
     heads = ("layout", "ranks", *ERROR_COLUMNS.values(), "copies", "checkpoint to and from one rank", "status")
     lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     for row in rows:
-        it = outcomes[row.name]
-        errors = (f"{it.errors[kind]:.1e}" for kind in ERROR_COLUMNS)
-        copies = "equal" if not it.drifted else f"{len(it.drifted)} differ"
-        moves = "to the bit" if not it.lost else f"{len(it.lost)} lost"
-        status = "equal" if not it.differences else f"**differs** ({it.differences[0]})"
+        outcome = outcomes[row.name]
+        errors = (f"{outcome.errors[kind]:.1e}" for kind in ERROR_COLUMNS)
+        copies = "equal" if not outcome.drifted else f"{len(outcome.drifted)} differ"
+        moves = "to the bit" if not outcome.lost else f"{len(outcome.lost)} lost"
+        status = "equal" if not outcome.differences else f"**differs** ({outcome.differences[0]})"
         lines.append(f"| {' | '.join((row.name, str(row.world), *errors, copies, moves, status))} |")
     return "\n".join(lines)
 
@@ -217,9 +217,9 @@ def write_page(text: str, path: Path = PAGE, marks: tuple[str, str] = (START, EN
     """Write a table between its marks in the page."""
     start, end = marks
     page = path.read_text()
-    before, _, rest = page.partition(start)
-    _, _, after = rest.partition(end)
-    if not rest or not after:
+    before, _, remainder = page.partition(start)
+    _, _, after = remainder.partition(end)
+    if not remainder or not after:
         raise ValueError(f"{path} lacks the marks {start} and {end}")
     path.write_text(f"{before}{start}\n{text}\n{end}{after}")
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 EXACT = {"DDIMScheduler": "ddim", "FlowMatchEulerDiscreteScheduler": "euler"}
-"""Solver of ours that a scheduler of diffusers computes."""
+"""Our solver that a scheduler of diffusers computes."""
 
 
 def write_pipeline(
@@ -34,8 +34,8 @@ def write_pipeline(
     """Write a folder that `diffusers.DiffusionPipeline.from_pretrained` opens; return the notes.
 
     Args:
-        autoencoder: that made the latents, as in `dit.encoders.vae`.
-        text_encoder: that embedded the texts, as in `dit.encoders.text_config`.
+        autoencoder: the one that made the latents, as in `dit.encoders.vae`.
+        text_encoder: the one that embedded the texts, as in `dit.encoders.text_config`.
 
     Raises:
         ConfigError: diffusers has no pipeline that draws what our sampler draws, a part of it is missing, or the folder
@@ -46,7 +46,7 @@ def write_pipeline(
     geometry = check_autoencoder(pipeline, trained, autoencoder)
     encoders = check_encoders(pipeline, text_encoder)
     assert autoencoder is not None
-    trained, ours = form.for_pipeline(trained, weights())
+    trained, tensors = form.for_pipeline(trained, weights())
     settings, notes = form.write_settings(trained.model, trained.latent_size)
     scheduler = scheduler_config(trained.objective)
     assert scheduler is not None  # `pipeline_of`
@@ -58,9 +58,11 @@ def write_pipeline(
         notes.append(pipeline.note)
     if pipeline.flow and not pipeline.guided_by_texts and trained.sampling.get("guidance_scale", 1.0) != 1:
         notes.append(f"{pipeline.class_name} is called without guidance by texts, as launch.sample --guidance-scale 1")
-    solver, own = EXACT[scheduler["_class_name"]], trained.sampling.get("solver")
-    if own not in (None, solver):
-        notes.append(f"the scheduler is that of solver={solver}; the run samples by {own}, which differs slightly")
+    solver, run_solver = EXACT[scheduler["_class_name"]], trained.sampling.get("solver")
+    if run_solver not in (None, solver):
+        notes.append(
+            f"the scheduler is that of solver={solver}; the run samples by {run_solver}, which differs slightly"
+        )
 
     def write_parts(folder: Path) -> dict[str, str]:
         VAE(autoencoder).save(folder / "vae", shift=pipeline.shift)
@@ -71,13 +73,15 @@ def write_pipeline(
             classes |= dict(zip(names, saved, strict=True))
         return {"model_index.json": to_json(model_index(pipeline, form, trained, classes))}
 
-    most = {part.makes: encoder.geometry().max_tokens for part, encoder in zip(pipeline.texts, encoders, strict=True)}
+    token_limits = {
+        part.makes: encoder.geometry().max_tokens for part, encoder in zip(pipeline.texts, encoders, strict=True)
+    }
     pixels = geometry.pixel_shape(*trained.latent_size)
-    code = loading_lines(pipeline, trained, pixels=pixels, most_tokens=most)
+    code = loading_lines(pipeline, trained, pixels=pixels, most_tokens=token_limits)
     rules = form.rules(trained.model, parameter_shapes(trained.model), trained.latent_size)
     write_diffusers(
         {**settings, CONFIG_KEY: to_record(trained)},
-        rules.to_external(ours),
+        rules.to_external(tensors),
         out,
         subfolder=form.part,
         texts={
@@ -122,7 +126,7 @@ def check_encoders(pipeline: Pipeline, line: Optional[str]) -> list[TextEncoderC
             f"--format pipeline: {pipeline.class_name} needs {' and '.join(part.known for part in pipeline.texts)}, "
             "and the run names no text encoder; give --text-encoder"
         )
-    given = check_text_encoder(line).encoders
+    available = check_text_encoder(line).encoders
     encoders = []
     for part in pipeline.texts:
         needs = f"{part.known} that makes {' and '.join(f'`{entry}`' for entry in part.makes)}"
@@ -132,7 +136,7 @@ def check_encoders(pipeline: Pipeline, line: Optional[str]) -> list[TextEncoderC
         needs += ", `:joined`" if part.joined else ""
         fitting = [
             encoder
-            for encoder in given
+            for encoder in available
             if set(part.makes) <= set(encoder.makes)
             and encoder.geometry().kind in part.kinds
             and (encoder.layer, encoder.joined) == (part.layer, part.joined)
