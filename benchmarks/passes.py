@@ -199,7 +199,7 @@ def outside(kernels: str) -> Passes:
             optimizer.zero_grad()
             _Layer.apply(*(p for p in chunk.parameters() if p.requires_grad)).backward()
             chunk.finish_grad_sync()
-            chunk.scale_gradients(1 / 1000)
+            chunk.factor.begin([1 / 1000].copy)
             optimizer.prepare_grads()
             foreach.l2_norm(0, torch.zeros(1), [optimizer.get_main_grads_for_grad_norm()])
             call(1.0, 1)

@@ -10,9 +10,9 @@ from typing import Any, Optional
 import torch
 from torch import Tensor
 
-from dit.conditions import Condition, Conditions, moved
+from dit.conditions import Condition, Conditions
 from dit.errors import BatchError
-from dit.layout import SequenceLayout
+from dit.layout import SequenceLayout, to_device
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ class PackedBatch:
     repeated: bool = False
     raw: Optional[RawSamples] = None
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "PackedBatch":
-        """Move every tensor to `device`, asynchronously if `non_blocking` is True.
+    def to(self, device: torch.device | str) -> "PackedBatch":
+        """Move every tensor to `device`; the host does not wait.
 
         Raises:
             BatchError: the pack is not encoded yet.
@@ -83,10 +83,8 @@ class PackedBatch:
         for part in fields(self):
             value = getattr(self, part.name)
             if isinstance(value, Tensor):
-                parts[part.name] = moved(value, device, non_blocking)
-            elif isinstance(value, Conditions):
-                parts[part.name] = value.to(device, non_blocking=non_blocking)
-            elif isinstance(value, SequenceLayout):
+                parts[part.name] = to_device(value, device)
+            elif isinstance(value, (Conditions, SequenceLayout)):
                 parts[part.name] = value.to(device)
         return replace(self, **parts)
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from dit.errors import BatchError, ConfigError
-from dit.layout import SequenceLayout
+from dit.layout import SequenceLayout, to_device
 from dit.patchify import patchify_all
 
 Axis = Literal["sample", "text", "latent"]
@@ -159,18 +159,6 @@ class Condition:
         return Entry(self.axis, torch.full((layout.num_samples, *self.shape), value, dtype=self.dtype))
 
 
-def moved(value: Tensor, device: torch.device | str, non_blocking: bool) -> Tensor:
-    """Copy a tensor to `device`.
-
-    Args:
-        non_blocking: do not wait for the device. Only a copy from page-locked memory is queued after the device's
-            earlier work; a copy from ordinary memory always waits until that work is done.
-    """
-    if non_blocking and value.device.type == "cpu" != torch.device(device).type:
-        value = value.pin_memory()
-    return value.to(device, non_blocking=non_blocking)
-
-
 @dataclass(frozen=True)
 class Entry:
     """The values of one condition for the samples of a pack.
@@ -191,14 +179,14 @@ class Entry:
     dropped_S: Optional[Tensor] = None
     null: Optional[Tensor] = None
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Entry":
+    def to(self, device: torch.device | str) -> "Entry":
         """Move every tensor to `device`."""
         return Entry(
             self.axis,
-            moved(self.values, device, non_blocking),
+            to_device(self.values, device),
             None if self.layout is None else self.layout.to(device),
-            None if self.dropped_S is None else moved(self.dropped_S, device, non_blocking),
-            None if self.null is None else moved(self.null, device, non_blocking),
+            None if self.dropped_S is None else to_device(self.dropped_S, device),
+            None if self.null is None else to_device(self.null, device),
         )
 
     def select(self, indices_T: Tensor) -> "Entry":
@@ -291,9 +279,9 @@ class Conditions(Mapping[str, Entry]):
         """Set the embeddings of the empty text, `[k, D]` by name, which replace dropped texts."""
         return self | {name: replace(self[name], null=null) for name, null in nulls.items() if name in self}
 
-    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Conditions":
+    def to(self, device: torch.device | str) -> "Conditions":
         """Move every tensor to `device`."""
-        return Conditions({name: entry.to(device, non_blocking=non_blocking) for name, entry in self.items()})
+        return Conditions({name: entry.to(device) for name, entry in self.items()})
 
     def select(self, indices_T: Tensor) -> "Conditions":
         """Select the local tokens of a context-parallel rank on the latent axis."""

@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal, Optional
+from typing import Any, Literal, Optional
 
 import torch
 from torch import Tensor
@@ -17,6 +17,17 @@ from dit.errors import BatchError
 
 LONG = 128
 """From this average sample length, `sum_tokens` makes one vectorised sum per sample; below it, one call for all."""
+
+
+def to_device(values: Tensor, device: torch.device | str) -> Tensor:
+    """Copy a tensor to `device`; the host does not wait.
+
+    A copy from ordinary memory to a GPU waits for all earlier work of the device. A copy from page-locked memory is
+    queued after it.
+    """
+    if values.device.type == "cpu" and torch.device(device).type not in ("cpu", "meta"):
+        return values.pin_memory().to(device, non_blocking=True)
+    return values.to(device)
 
 
 @dataclass(frozen=True)
@@ -136,14 +147,19 @@ class SequenceLayout:
         return tuple(accumulate(self.padded_lengths, initial=0))[:-1]
 
     @cached_property
+    def lengths_S(self) -> Tensor:
+        """Real tokens of each sample, int64."""
+        return self.tensor(self.lengths)
+
+    @cached_property
     def cu_seqlens(self) -> Tensor:
         """Cumulative real lengths, int32 `[S + 1]` (as in Transformer Engine and flash-attn)."""
-        return torch.tensor((0, *accumulate(self.lengths)), dtype=torch.int32, device=self.device)
+        return self.tensor((0, *accumulate(self.lengths)), torch.int32)
 
     @cached_property
     def cu_seqlens_padded(self) -> Tensor:
         """Cumulative padded lengths, int32 `[S + 1]`."""
-        return torch.tensor((0, *accumulate(self.padded_lengths)), dtype=torch.int32, device=self.device)
+        return self.tensor((0, *accumulate(self.padded_lengths)), torch.int32)
 
     @cached_property
     def _all_segment_ids(self) -> Tensor:
@@ -151,7 +167,7 @@ class SequenceLayout:
             torch.arange(self.num_samples), torch.tensor(self.padded_lengths), output_size=sum(self.padded_lengths)
         )
         tail = torch.full((self.total_tokens - len(ids),), self.num_samples - 1)
-        return torch.cat([ids, tail]).to(self.device)
+        return to_device(torch.cat([ids, tail]), self.device)
 
     @cached_property
     def segment_ids_T(self) -> Tensor:
@@ -185,7 +201,7 @@ class SequenceLayout:
         """Indices of the real tokens in the global pack, int64 `[R]`."""
         shifts = torch.tensor([start - first for start, first in zip(self.starts, accumulate(self.lengths, initial=0))])
         shift_R = torch.repeat_interleave(shifts, torch.tensor(self.lengths), output_size=self.valid_tokens)
-        return (torch.arange(self.valid_tokens) + shift_R).to(self.device)
+        return to_device(torch.arange(self.valid_tokens) + shift_R, self.device)
 
     @cached_property
     def tables(self) -> dict[Hashable, object]:
@@ -202,8 +218,7 @@ class SequenceLayout:
     @cached_property
     def valid_T(self) -> Tensor:
         """True for the real tokens among the local ones."""
-        lengths = torch.tensor(self.lengths, device=self.device)
-        return self.token_index_T < lengths[self.segment_ids_T]
+        return self.token_index_T < self.lengths_S[self.segment_ids_T]
 
     @cached_property
     def tokens_by_sample(self) -> tuple[Tensor, Tensor]:
@@ -306,15 +321,19 @@ class SequenceLayout:
         selected = indices_T if self.local_indices is None else self.local_indices[indices_T]
         return replace(
             self,
-            local_indices=selected.to(self.device),
+            local_indices=to_device(selected, self.device),
             parent=self.gathered if gathered else None,
             local=local,
             window=window,
         )
 
+    def tensor(self, values: Sequence[Any], dtype: Optional[torch.dtype] = None) -> Tensor:
+        """Return numbers as a tensor on the device of the layout; the host does not wait."""
+        return to_device(torch.tensor(values, dtype=dtype), self.device)
+
     def to(self, device: torch.device | str) -> "SequenceLayout":
         """Move the index tensors to `device`."""
-        indices = None if self.local_indices is None else self.local_indices.to(device)
+        indices = None if self.local_indices is None else to_device(self.local_indices, device)
         parent = None if self.parent is None else self.parent.to(device)
         local = None if self.local is None else self.local.to(device)
         return replace(self, device=torch.device(device), local_indices=indices, parent=parent, local=local)

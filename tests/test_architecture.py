@@ -126,8 +126,9 @@ MAY_IMPORT = {
         *("dit.conditions", "dit.condition_table", "dit.resize", "dit.safe_files"),
     },
     "dit.step": {
-        *("dit.settings", "dit.batch", "dit.condition_table", "dit.patchify", "dit.data_api", "dit.objectives"),
-        *("dit.kernels", "dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.monitoring"),
+        *("dit.settings", "dit.batch", "dit.layout", "dit.condition_table", "dit.patchify", "dit.data_api"),
+        *("dit.objectives", "dit.kernels", "dit.backends", "dit.models", "dit.parallel", "dit.optimizer"),
+        "dit.monitoring",
     },
     "dit.step_checks": {
         *("dit.errors", "dit.settings", "dit.durable_files", "dit.safe_files", "dit.layout", "dit.batch"),
@@ -377,6 +378,25 @@ def test_cuda_is_named_in_backends_and_kernels_only():
             if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda":
                 found.append(f"{path}:{node.lineno}: torch.cuda; ask dit.backends.device")
     report(found)
+
+
+def test_tables_reach_the_device_without_a_wait():
+    """`to_device` and `SequenceLayout.tensor` copy from pinned memory; `torch.tensor(values, device=...)` waits."""
+    rooms = ("step", "objectives", "kernels", "layers", "models", "context_parallel", "layout", "batch", "conditions")
+    report(
+        [
+            f"{path}:{node.lineno} {ast.unparse(node)}"
+            for path in FILES
+            if path.parts[0] == "dit" and path.parts[1].removesuffix(".py") in rooms
+            for node in ast.walk(tree(path))
+            if isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and (
+                (node.func.attr in ("tensor", "as_tensor") and any(k.arg == "device" for k in node.keywords))
+                or (node.func.attr == "to" and node.args and ast.unparse(node.args[0]).endswith("layout.device"))
+            )
+        ]
+    )
 
 
 def assigned_attributes(node: ast.AST) -> list[ast.Attribute]:

@@ -2,7 +2,6 @@
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
@@ -12,21 +11,32 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from dit.backends import device
 from dit.patches import patches
 
 PENDING_BYTES = 64 << 20
 """Size of pending gradients at which they are added to the main gradients before the backward pass ends."""
 
 
-@dataclass
 class GradientFactor:
     """Factor that the optimizer update still has to apply to the gradients: 1 / tokens of the global batch.
 
     Megatron-Core scales all main gradients in a separate pass on every rank. Here the update applies this factor and
-    the clipping factor together, and only to the gradients of the weights that the rank updates.
+    the clipping factor together, and only to the gradients of the weights that the rank updates. The host reads the
+    factor after the gradient norm, which the device computes later, so reading it adds no wait.
     """
 
-    value: float = 1.0
+    def __init__(self) -> None:
+        self._read: Callable[[], list[float]] = [1.0].copy
+
+    @property
+    def value(self) -> float:
+        """The factor; 1 until a step has counted its tokens."""
+        return self._read()[0]
+
+    def begin(self, read: Callable[[], list[float]] = [1.0].copy) -> None:
+        """Set the function that returns the factor of this step; by default, 1."""
+        self._read = read
 
 
 def finalize_gradients(
@@ -35,7 +45,7 @@ def finalize_gradients(
     pg_collection: Any,
     force_all_reduce: Optional[bool] = False,
 ) -> None:
-    """Reduce the gradients of a step and set their scaling factor; synchronises the host with the device once.
+    """Reduce the gradients of a step and set their scaling factor; the host does not wait for the device.
 
     Args:
         wrapped: this rank's model chunks; the gradients of Megatron-FSDP chunks are scaled immediately.
@@ -50,10 +60,13 @@ def finalize_gradients(
         dist.broadcast(num_tokens, group=pg_collection.pp, group_src=pg_collection.pp.size() - 1)
     if pg_collection.dp_cp.size() > 1:
         dist.all_reduce(num_tokens, group=pg_collection.dp_cp)
-    tokens = int(num_tokens)
+    factor = num_tokens.clamp(min=1).double().reciprocal()  # without tokens, all gradients are 0
+    read = device.begin_copy_to_host(factor.view(1))
     for chunk in wrapped:
-        if tokens:
-            chunk.scale_gradients(1 / tokens)
+        if isinstance(chunk, DataParallel):
+            chunk.factor.begin(read)
+        else:
+            chunk.scale_gradients(factor)
 
 
 class _Pending:
@@ -104,8 +117,8 @@ class DataParallel(DistributedDataParallel):
 
     @patches(
         "megatron-core 0.16",
-        "core/distributed/distributed_data_parallel.py: _make_backward_post_hook, zero_grad_buffer, scale_gradients",
-        why="it adds, zeroes and scales the gradient of one parameter at a time",
+        "core/distributed/distributed_data_parallel.py: _make_backward_post_hook, zero_grad_buffer",
+        why="it adds and zeroes the gradient of one parameter at a time",
     )
     def _make_backward_post_hook(self, param: nn.Parameter) -> Callable[..., None]:
         add_pending, pending = self._add_pending, self._pending
@@ -127,16 +140,12 @@ class DataParallel(DistributedDataParallel):
     def zero_grad_buffer(self) -> None:
         """Begin a step: mark all main gradients as stale, and drop pending gradients of a failed pass."""
         self._pending.take()
-        self.factor.value = 1.0
+        self.factor.begin()
         self._stale.update(self.params_with_grad)
         for param in self.params_with_grad:
             param.grad_added_to_main_grad = False
         for bucket_group in self.bucket_groups + self.expert_parallel_bucket_groups:
             bucket_group.reset()
-
-    def scale_gradients(self, scaling_factor: float) -> None:
-        """Multiply the factor that the update applies to the main gradients."""
-        self.factor.value *= scaling_factor
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Start to reduce the main gradients."""

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from dit.errors import BatchError
-from dit.layout import SequenceLayout
+from dit.layout import SequenceLayout, to_device
 
 ContextSplit = Literal["contiguous", "load_balanced"]
 
@@ -74,7 +74,7 @@ class TokenPartition:
 
     def of_rank(self, rank: int) -> Tensor:
         """Return the global indices of one rank's tokens, ascending, int64 on the layout's device."""
-        return self.indices_RT[rank].to(self._device)
+        return to_device(self.indices_RT[rank], self._device)
 
     def blocks(self, ranks_per_block: int = 1) -> tuple[SequenceLayout, ...]:
         """Return, for each block of adjacent ranks, the layout of their tokens as one pack; samples may be empty."""
@@ -100,7 +100,7 @@ class TokenPartition:
             join = self.indices_RT[ranks].flatten().argsort()
             identity = torch.arange(len(join))
             inverse = torch.empty_like(join).scatter_(0, join, identity)
-            orders = (join.to(self._device), inverse.to(self._device))
+            orders = (to_device(join, self._device), to_device(inverse, self._device))
             self._orders[key] = None if torch.equal(join, identity) else orders
         return self._orders[key]
 

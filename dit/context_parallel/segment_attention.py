@@ -33,7 +33,7 @@ from dit.context_parallel.exchange import ExchangePlan, exchange
 from dit.context_parallel.partition import ContextSplit, TokenPartition, context_partition
 from dit.context_parallel.segments import AttentionKind, Grids, Segments, assign_owners, segments_of
 from dit.kernels.attention import Attention, zeros_of
-from dit.layout import SequenceLayout
+from dit.layout import SequenceLayout, to_device
 
 
 @dataclass(frozen=True)
@@ -146,7 +146,7 @@ def _order(indices: Tensor, tokens_in: int, device: torch.device) -> Optional[Ex
     """Return the plan that selects `indices` of `tokens_in` tokens, in this order; None for the identity."""
     if torch.equal(indices, torch.arange(tokens_in)):
         return None
-    return ExchangePlan(indices.to(device), None, tokens_in, len(indices))
+    return ExchangePlan(to_device(indices, device), None, tokens_in, len(indices))
 
 
 @lru_cache(maxsize=32)
@@ -167,7 +167,7 @@ def _split_segments(
     index_T[segments.indices_V] = torch.arange(len(segments.indices_V))
     index_T[index_T < 0] = torch.arange(len(segments.indices_V), pack.total_tokens)
     sorted_RT, order_RT = index_T[indices_RT].sort(1)
-    orders = tuple(ExchangePlan(order.to(pack.device), None, len(order), len(order)) for order in order_RT)
+    orders = tuple(ExchangePlan(to_device(order, pack.device), None, len(order), len(order)) for order in order_RT)
     return _SplitSegments(orders, TokenPartition(sorted_RT, _local_counts(segments, indices_RT), None, pack.device))
 
 
@@ -224,8 +224,8 @@ def _owned_segments(
     received_V = owned & (part_V == tp_rank)
     receive_index = rank_V[received_V].argsort(stable=True)
     plan = ExchangePlan(
-        (index_V[sent] % tokens_in).to(pack.device),
-        receive_index.to(pack.device),
+        to_device(index_V[sent] % tokens_in, pack.device),
+        to_device(receive_index, pack.device),
         tokens_in,
         tokens_out,
         tuple(owner_V[sent].bincount(minlength=size).tolist()),
@@ -239,4 +239,4 @@ def _owned_segments(
     positions_T3 = torch.zeros(tp_size * tokens_out, 3, dtype=torch.int64)
     positions_T3[gathered] = segments.positions_V3[owned]
     order = _order(gathered, tp_size * tokens_out, pack.device)
-    return _LocalSegments(layout, order, plan, positions_T3.to(pack.device))
+    return _LocalSegments(layout, order, plan, to_device(positions_T3, pack.device))

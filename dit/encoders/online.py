@@ -19,12 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dit.batch import PackedBatch, pixel_values
-from dit.conditions import Condition, Conditions, moved, pack_conditions
+from dit.conditions import Condition, Conditions, pack_conditions
 from dit.data_api import BatchSpec, DataConfig, OnlineEncoding
 from dit.encoders.batching import in_batches
 from dit.encoders.text import TextEncoder, empty_texts, join_entries
 from dit.encoders.text_config import as_conditions, check_text_encoder
 from dit.encoders.vae import VAE
+from dit.layout import to_device
 from dit.patchify import patchify_all
 
 MAX_BATCH_PIXELS = 1 << 20
@@ -117,7 +118,7 @@ class OnlineEncoders:
         assert vae is not None
 
         def encode(indices: list[int]) -> list[Tensor]:
-            stacked = moved(torch.stack([pixels[i] for i in indices]), self.device, non_blocking=True)
+            stacked = to_device(torch.stack([pixels[i] for i in indices]), self.device)
             return [vae.encode(pixel_values(stacked))]
 
         shapes = [clip.shape[1:] for clip in pixels]

@@ -159,7 +159,7 @@ def _segments_with_padding(layout_q: SequenceLayout, layout_k: SequenceLayout) -
             for start, length, end in zip(layout.starts, layout.lengths, ends):
                 padding = end - start - length
                 lengths[i].extend([length, 0, padding] if i else [length, padding, 0])
-        cumulative = [torch.tensor((0, *accumulate(x)), dtype=torch.int32, device=layout_q.device) for x in lengths]
+        cumulative = [layout_q.tensor((0, *accumulate(x)), torch.int32) for x in lengths]
         segments = layout_q.tables[key] = *cumulative, max(lengths[0]), max(lengths[1])
     assert isinstance(segments, tuple)
     return segments

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dit.kernels.segment_groups import segment_groups
-from dit.layout import SequenceLayout
+from dit.layout import SequenceLayout, to_device
 
 
 class Block(NamedTuple):
@@ -164,9 +164,9 @@ class _Segments:
         ends = lengths.cumsum(0)
         total = int(lengths.sum())
         rows = torch.arange(total) + (starts - ends + lengths).repeat_interleave(lengths)
-        cu_seqlens = torch.nn.functional.pad(ends, (1, 0)).to(layout.device, torch.int32)
+        cu_seqlens = to_device(torch.nn.functional.pad(ends, (1, 0)).int(), layout.device)
         all_rows = total == layout.total_tokens
-        return None if all_rows else rows.to(layout.device), cu_seqlens, max(lengths.tolist(), default=0)
+        return None if all_rows else to_device(rows, layout.device), cu_seqlens, max(lengths.tolist(), default=0)
 
 
 @lru_cache(maxsize=256)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dit.layout import SequenceLayout
+from dit.layout import SequenceLayout, to_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +105,7 @@ def _rows(layout: SequenceLayout, groups: list[list[int]]) -> Rows:
     token_R, row_T = np.concatenate(spans), np.zeros(layout.total_tokens, dtype=np.int64)
     row_T[token_R] = np.arange(len(token_R))
     absent = np.setdiff1d(np.arange(layout.total_tokens), token_R)
-    tables = [torch.from_numpy(x).to(layout.device) for x in (token_R, row_T, absent)]
+    tables = [to_device(torch.from_numpy(x), layout.device) for x in (token_R, row_T, absent)]
     sizes = [sum(layout.lengths[i] for i in group) for group in groups]
     return Rows(tables[0], tables[1], tables[2] if len(absent) else None, sizes)
 

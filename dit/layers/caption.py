@@ -24,13 +24,13 @@ TextPooling = Literal["attention", "mean"]
 def missing_tokens(layout: SequenceLayout, padded: Optional[int]) -> Tensor:
     """Return the number of padding tokens that extend each text to `padded` tokens, `[S, 1]`; zeros for None."""
     counts = [max((padded or 0) - length, 0) for length in layout.lengths]
-    return torch.tensor(counts, device=layout.device)[:, None]
+    return layout.tensor(counts)[:, None]
 
 
 def mean_of_texts(x_KD: Tensor, layout: SequenceLayout, padding_D: Tensor, padded: Optional[int]) -> Tensor:
     """Return the mean over the tokens of each text `[S, D]`, float32; see `normalise_texts`."""
     missing_S1 = missing_tokens(layout, padded)
-    count_S1 = torch.tensor(layout.lengths, device=x_KD.device)[:, None] + missing_S1
+    count_S1 = layout.lengths_S[:, None] + missing_S1
     sums_SD = layout.sum_per_sample(x_KD.float())
     return (sums_SD if padded is None else sums_SD + missing_S1 * padding_D.float()) / count_S1
 
@@ -50,7 +50,7 @@ def normalise_texts(
     """
     x_KGC = x_KD.float().unflatten(1, (groups, -1))
     padding_GC, missing_S1 = padding_D.float().unflatten(0, (groups, -1)), missing_tokens(layout, padded)
-    count_S1 = (torch.tensor(layout.lengths, device=x_KD.device)[:, None] + missing_S1) * x_KGC.shape[-1]
+    count_S1 = (layout.lengths_S[:, None] + missing_S1) * x_KGC.shape[-1]
     sum_SG = layout.sum_per_sample(x_KGC.sum(-1))
     if padded is not None:
         sum_SG = sum_SG + missing_S1 * padding_GC.sum(-1)

@@ -76,7 +76,7 @@ class Conditioner(nn.Module):
         if self.fps is not None:
             cond_SD = cond_SD + self.fps(_fps(time_S, batch))
         if self.size is not None and self.patch is not None:
-            grids_S3 = torch.tensor(batch.grids, dtype=torch.float32, device=time_S.device)
+            grids_S3 = batch.layout.tensor(batch.grids, torch.float32)
             frames_S, height_S, width_S = (n * side for n, side in zip(grids_S3.unbind(-1), self.patch))
             fps_S = _fps(time_S, batch)
             cond_SD = cond_SD + self.size(height_S, width_S, frames_S / fps_S)

@@ -82,8 +82,8 @@ def spanning(
     Source: Chen et al. 2023 (PixArt-alpha), arXiv:2310.00426, section 2.4, after Xie et al. 2023 (DiffFit): index x
     training grid / grid of the sample.
     """
-    scale_S3 = torch.tensor([(1.0, span / h, span / w) for _, h, w in grids], dtype=torch.float64)
-    return positions_T3 * layout.per_token(scale_S3.to(positions_T3.device))
+    scale_S3 = layout.tensor([(1.0, span / h, span / w) for _, h, w in grids], torch.float64)
+    return positions_T3 * layout.per_token(scale_S3)
 
 
 @dataclass(frozen=True)

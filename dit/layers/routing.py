@@ -120,6 +120,6 @@ def balancing_loss(scores_TE: Tensor, counts_SE: Tensor, layout: SequenceLayout,
     arXiv:2202.08906 (ST-MoE). Deviation: both papers average over the tokens of a batch instead of a sample.
     """
     num_experts = scores_TE.shape[1]
-    lengths_S1 = torch.tensor(layout.lengths, dtype=scores_TE.dtype, device=scores_TE.device)[:, None]
+    lengths_S1 = layout.lengths_S[:, None].to(scores_TE.dtype)
     share_SE = counts_SE.to(scores_TE.dtype) / (lengths_S1 * top_k)
     return num_experts * (layout.sum_per_sample(scores_TE) * share_SE).sum()

@@ -47,11 +47,12 @@ class TimeLimit:
         start: of the job, seconds since the epoch; None to look it up.
 
     Attributes:
-        longest_step_s: longest time between the ends of two steps, all work of the loop included.
+        longest_step_s: longest time between two calls of `is_near`, all work of the loop included.
+        near: newest result of `is_near`.
     """
 
     def __init__(self, limit: Optional[str], start: Optional[float] = None) -> None:
-        self.longest_step_s = 0.0
+        self.longest_step_s, self.near = 0.0, False
         self._last: Optional[float] = None
         self._end: Optional[float] = None
         if limit is not None:
@@ -67,4 +68,5 @@ class TimeLimit:
         if self._last is not None:
             self.longest_step_s = max(self.longest_step_s, now - self._last)
         self._last = now
-        return self._end is not None and now + self.longest_step_s + SAVES * longest_save_s + MARGIN_S >= self._end
+        self.near = self._end is not None and now + self.longest_step_s + SAVES * longest_save_s + MARGIN_S >= self._end
+        return self.near

@@ -1,4 +1,4 @@
-"""Micro-batches on the device: checked against the model, moved, counted in samples, tokens and FLOPs."""
+"""Micro-batches on the device: checked against the model, copied, counted in samples, tokens and FLOPs."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -109,7 +109,7 @@ class DeviceBatches(Iterator[PackedBatch]):
                 self.largest_grid, self.fps = grid, fps
         local = self._shard(batch)
         self.step_batches.append(local)
-        return local.to(self.device, non_blocking=True)
+        return local.to(self.device)
 
     def latent_size(self, spec: BatchSpec) -> tuple[int, int, int]:
         """Return (T, H, W) of the largest latent so far."""

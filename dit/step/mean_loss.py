@@ -1,31 +1,38 @@
-"""The mean loss of a step over all ranks."""
+"""The mean loss of a step and the requests to stop, over all ranks."""
 
 import torch
 import torch.distributed as dist
 
 from dit.backends import device
 from dit.backends.process_groups import ProcessGroups
+from dit.layout import to_device
 from dit.objectives.base import Objective
 
 
 class MeanLoss:
-    """The loss of a step over all ranks, while it is copied to the host.
+    """The loss of a step and the requests to stop after it, over all ranks, while they are copied to the host.
 
     The sum over ranks follows the backward pass on the device. The host reads it after the gradient norm, which is
     computed later, so reading it adds no wait.
 
     Args:
         sums: sums of this rank in the step: the logged terms and the tokens; zeros on ranks without a loss.
+        stop: whether this rank asks to stop after the step.
     """
 
-    def __init__(self, sums: torch.Tensor, objective: Objective, groups: ProcessGroups) -> None:
+    def __init__(self, sums: torch.Tensor, objective: Objective, groups: ProcessGroups, *, stop: bool = False) -> None:
         self._num_terms = len(objective.terms)
         # Tensor-parallel ranks have equal sums; averaging them shows a rank that is at fault.
-        reduced = sums / groups.tp.size()
+        request = to_device(torch.tensor([float(stop)]), sums.device)
+        reduced = torch.cat([sums / groups.tp.size(), request])
         dist.all_reduce(reduced)
         self._read = device.begin_copy_to_host(reduced)
 
     def value(self) -> float:
         """Return the mean over all tokens of the step; the same on every rank."""
-        *terms, tokens = self._read()
+        *terms, tokens, _ = self._read()
         return sum(terms[: self._num_terms]) / tokens if tokens else float("nan")
+
+    def stop(self) -> bool:
+        """Return whether any rank asks to stop; the same on every rank."""
+        return self._read()[-1] > 0

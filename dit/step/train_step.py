@@ -91,6 +91,11 @@ class Step:
         """Mean loss over the tokens of all ranks."""
         return self.mean_loss.value()
 
+    @property
+    def stop(self) -> bool:
+        """Whether any rank asks to stop after this step."""
+        return self.mean_loss.stop()
+
 
 class StepObserver:
     """Calls from a step to its checks and timers; this base class changes nothing and accepts every step."""
@@ -101,6 +106,10 @@ class StepObserver:
     def compute(self, compute: Compute, batches: Iterator[PackedBatch]) -> Logs:
         """Compute the gradients once, or several times to compare them; the last result is used."""
         return compute(batches)
+
+    def stop_requested(self) -> bool:
+        """Return whether this rank asks to stop after the step; called once per step."""
+        return False
 
     def judge(self, step: Step) -> Action:
         """Decide on the update; every rank returns the same."""
@@ -134,9 +143,9 @@ def train_step(
     logs = observer.compute(compute, batches)
 
     observer.enter("loss")
-    none = torch.zeros(len(functions.objective.logged) + 1, device=local_device())
-    sums = sum((log["sums"] for log in logs), none)
-    mean_loss = MeanLoss(sums, functions.objective, state.groups)
+    zeros = torch.zeros(len(functions.objective.logged) + 1, device=local_device())
+    sums = sum((log["sums"] for log in logs), zeros)
+    mean_loss = MeanLoss(sums, functions.objective, state.groups, stop=observer.stop_requested())
 
     observer.enter("gradient norm")
     set_rates(state.optimizer, *functions.rates(state.step))

@@ -25,9 +25,11 @@ class RunChecks(StepObserver):
 
     Attributes:
         first_steps: checks of the first steps; None for no checks.
+        asks_to_stop: returns whether this rank asks to stop after the current step; None for never.
     """
 
     first_steps: Optional[FirstSteps] = None
+    asks_to_stop: Optional[Callable[[], bool]] = None
 
     def __init__(
         self,
@@ -57,6 +59,9 @@ class RunChecks(StepObserver):
 
     def compute(self, compute: Compute, batches: Iterator[PackedBatch]) -> Logs:
         return self.recheck.compute(compute, batches, self.batches, self.log)
+
+    def stop_requested(self) -> bool:
+        return self.asks_to_stop is not None and self.asks_to_stop()
 
     def judge(self, step: Step) -> Action:
         keys = self.batches.consumed.keys[self._num_keys :]

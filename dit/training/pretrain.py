@@ -161,6 +161,12 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
     if state.step == 0 and training.sanity_micro_batches:
         run.check_validation(training.sanity_micro_batches)
     limit = TimeLimit(training.time_limit)
+
+    def stop_requested() -> bool:
+        late = limit.is_near(run.saves.longest_s)
+        return preemption.requested or late or state.step + 1 == training.stop_at_step
+
+    run.checks.asks_to_stop = stop_requested
     run.check_first_steps()
     traced = config.logging.profile_steps if run.groups.rank == 0 else None
     with StepProfile(Path(training.run_dir) / "profile" / "rank_0.json.gz", traced) as trace:
@@ -181,10 +187,9 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
             for hook in run.hooks if run.last_action == "update" else ():
                 hook.on_step(state, grad_norm)
             last = state.step == training.num_steps
-            late = limit.is_near(run.saves.longest_s)
-            stop = any_rank(preemption.requested or late or state.step == training.stop_at_step)
+            stop = run.must_stop
             if stop and state.step != training.stop_at_step:
-                reason = preemption.signal_name or ("training.time_limit" if late else "another rank's")
+                reason = preemption.signal_name or ("training.time_limit" if limit.near else "another rank's")
                 run.log.incident("signal", state.step, signal=reason)
             run.saves.poll()
             save = stop or last or is_due(state.step, config.checkpoint.interval)
@@ -231,10 +236,12 @@ class Run:
         bad_steps: judges each step before its update.
         checks: all checks of a step.
         last_action: use of the newest gradients.
+        must_stop: whether any rank asked to stop after the newest step.
         grad_norm: gradient norm of the newest update.
     """
 
     last_action: Action = "update"
+    must_stop = False
     grad_norm = 0.0
 
     def __init__(
@@ -333,7 +340,7 @@ class Run:
             MachineError: the step does not repeat, see `Recheck`.
         """
         step = train_step(self.state, self.batches, self.functions, self.checks)
-        self.last_action = step.action
+        self.last_action, self.must_stop = step.action, step.stop
         if step.action == "update":
             loss_sums += step.sums
             self.grad_norm = step.grad_norm

@@ -1,6 +1,7 @@
 """Laws of packs and layouts."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from dit.batch import PackedBatch
 from dit.condition_table import LABEL
 from dit.conditions import Conditions, Entry, per_sample, per_text_token
 from dit.errors import BatchError
-from dit.layout import SequenceLayout
+from dit.layout import SequenceLayout, to_device
 from dit.patchify import grid_positions, patchify
 
 layouts = st.builds(
@@ -243,6 +244,33 @@ def test_validate_reports_everything_that_is_wrong_at_once():
     batch.keys, batch.latents_TC = ("a", "b"), torch.zeros(2, 8)
     with pytest.raises(BatchError, match=r"latents_TC has 2 rows.*; keys has 2 rows"):
         batch.validate()
+
+
+class Recorded:
+    """Stands for a tensor in ordinary memory of the host, and records its copies."""
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def pin_memory(self) -> "Recorded":
+        self.calls.append("pin_memory")
+        return self
+
+    def to(self, device: str, *, non_blocking: bool = False) -> "Recorded":
+        self.calls.append((device, non_blocking))
+        return self
+
+
+@pytest.mark.parametrize(
+    ("device", "calls"),
+    [("cuda:0", ["pin_memory", ("cuda:0", True)]), ("cpu", [("cpu", False)]), ("meta", [("meta", False)])],
+)
+def test_a_copy_to_a_gpu_comes_from_pinned_memory_and_does_not_wait(device: str, calls: list[Any]) -> None:
+    values: Any = Recorded()
+    to_device(values, device)
+    assert values.calls == calls
 
 
 def test_moving_a_batch_moves_every_tensor_and_both_layouts():

@@ -90,6 +90,6 @@ def _blocks(layout: SequenceLayout, rows: int) -> Blocks:
         counts[segment] += 1
     offsets = tuple(accumulate(counts, initial=0))
     return Blocks(
-        torch.tensor(table, dtype=torch.int32, device=layout.device).view(-1, 3),
-        torch.tensor(offsets, dtype=torch.int32, device=layout.device),
+        layout.tensor(table, torch.int32).view(-1, 3),
+        layout.tensor(offsets, torch.int32),
     )

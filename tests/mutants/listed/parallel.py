@@ -198,8 +198,8 @@ MUTANTS = (
     Mutant(
         "gradients: never divided by the tokens",
         "dit/backends/gradients.py",
-        "self.factor.value *= scaling_factor",
-        "self.factor.value *= 1.0",
+        "chunk.factor.begin(read)",
+        "chunk.factor.begin()",
         ("tests/unit/backends/test_gradients.py",),
     ),
 )

@@ -464,4 +464,18 @@ MUTANTS = (
         "os.getppid()",
         (HEARTBEAT,),
     ),
+    Mutant(
+        "step: the host waits for each table of a pack",
+        "dit/layout.py",
+        "return values.pin_memory().to(device, non_blocking=True)",
+        "return values.to(device)",
+        ("tests/unit/test_batch.py",),
+    ),
+    Mutant(
+        "step: a request to stop is forgotten",
+        "dit/step/mean_loss.py",
+        "return self._read()[-1] > 0",
+        "return False",
+        ("tests/unit/step/test_calls.py",),
+    ),
 )
