@@ -7,7 +7,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal, Optional
+from typing import Literal, Optional
 
 import torch
 from torch import Tensor
@@ -327,7 +327,9 @@ class SequenceLayout:
             window=window,
         )
 
-    def tensor(self, values: Sequence[Any], dtype: Optional[torch.dtype] = None) -> Tensor:
+    def tensor(
+        self, values: Sequence[float] | Sequence[Sequence[float]], dtype: Optional[torch.dtype] = None
+    ) -> Tensor:
         """Return numbers as a tensor on the device of the layout; the host does not wait."""
         return to_device(torch.tensor(values, dtype=dtype), self.device)
 

@@ -125,8 +125,8 @@ MUTANTS = (
     Mutant(
         "layout: one padding row is real",
         "dit/layout.py",
-        "self.token_index_T < lengths[self.segment_ids_T]",
-        "self.token_index_T <= lengths[self.segment_ids_T]",
+        "self.token_index_T < self.lengths_S[self.segment_ids_T]",
+        "self.token_index_T <= self.lengths_S[self.segment_ids_T]",
         (BATCH,),
     ),
     Mutant(

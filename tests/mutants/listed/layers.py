@@ -185,8 +185,8 @@ MUTANTS = (
     Mutant(
         "Imagen: the norm of a text counts its padding",
         "dit/layers/caption.py",
-        "count_S1 = (torch.tensor(layout.lengths",
-        "count_S1 = (torch.tensor(layout.padded_lengths",
+        "(layout.lengths_S[:, None] + missing_S1)",
+        "(layout.cu_seqlens_padded.diff()[:, None] + missing_S1)",
         (IMAGEN,),
     ),
     Mutant(
