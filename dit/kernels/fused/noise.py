@@ -6,10 +6,11 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from dit.kernels.fused.operators import operator, results_of
 from dit.objectives.addressed_noise import LATENT_NOISE, AddressedNoise, Mixture
 
 
-@torch.library.custom_op("dit::mix", mutates_args=())
+@operator("mix")
 def mix_op(
     x0_TC: Tensor,
     segments_T: Tensor,
@@ -38,7 +39,7 @@ def _outputs(x0: Tensor, pairs: Tensor) -> list[Tensor]:
     return [torch.empty_like(x0, dtype=torch.float32) for _ in range(len(pairs))]
 
 
-@mix_op.register_fake
+@results_of("mix")
 def _(x0, segments, token_index, ids, seeds, pairs, key0, key1, step):  # type: ignore[no-untyped-def]
     return _outputs(x0, pairs)
 
@@ -49,11 +50,11 @@ def mix(noise: AddressedNoise, x0_TC: Tensor, mixtures: Sequence[Mixture], offse
     parts = [_per_sample(coefficient, ids_S) for mixture in mixtures for coefficient in mixture]
     pairs_K2S = torch.stack(parts).view(len(mixtures), 2, -1)
     pack_seed, seeds_S = (noise.seed, None) if isinstance(noise.seed, int) else (0, noise.seed.contiguous())
-    key = noise.key(LATENT_NOISE, pack_seed)
+    key0, key1 = (int(word) for word in noise.key(LATENT_NOISE, pack_seed))
     indices = layout.segment_ids_T.contiguous(), layout.token_index_T.contiguous()
     addresses = x0_TC.contiguous(), *indices, ids_S.contiguous(), seeds_S
     # The kernel computes up to two mixtures, such as input and target.
-    mixed = [x_TC for two_K2S in pairs_K2S.split(2) for x_TC in mix_op(*addresses, two_K2S, *key, noise.step)]
+    mixed = [x_TC for two_K2S in pairs_K2S.split(2) for x_TC in mix_op(*addresses, two_K2S, key0, key1, noise.step)]
     if offset_SC is None:
         return mixed
     return [x_TC + layout.per_token(b_S[:, None] * offset_SC) for x_TC, b_S in zip(mixed, pairs_K2S[:, 1])]

@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from dit.kernels.fused.blocks import GROUPS, ROWS_OF_TILES, Blocks, cdiv
+from dit.kernels.fused.operators import operator, results_of
 
 
 def _empty(like: Tensor) -> Tensor:
     return like.new_empty(0)
 
 
-@torch.library.custom_op("dit::residual_norm", mutates_args=())
+@operator("residual_norm")
 def residual_norm(
     x_TD: Tensor,
     y_TD: Optional[Tensor],
@@ -64,12 +65,12 @@ def _residual_norm_outputs(
     return out, torch.empty_like(x), mean, x.new_empty(len(x), dtype=torch.float32)
 
 
-@residual_norm.register_fake
+@results_of("residual_norm")
 def _(x, y, gate, bias, shift, scale, weight, table, offsets, eps, rms):  # type: ignore[no-untyped-def]
     return _residual_norm_outputs(x, y, scale, rms)
 
 
-@torch.library.custom_op("dit::residual_norm_backward", mutates_args=())
+@operator("residual_norm_backward")
 def residual_norm_backward(
     grad_normed_TD: Optional[Tensor],
     grad_out_TD: Optional[Tensor],
@@ -126,12 +127,12 @@ def _backward_outputs(
     )
 
 
-@residual_norm_backward.register_fake
+@results_of("residual_norm_backward")
 def _(grad_normed, grad_out, x, y, gate, bias, scale, weight, mean, rstd, table, offsets):  # type: ignore[no-untyped-def]
     return _backward_outputs(grad_normed, grad_out, gate, bias, scale, table)
 
 
-@torch.library.custom_op("dit::segment_sums", mutates_args=())
+@operator("segment_sums")
 def segment_sums(
     sums_BKD: Tensor,
     gate_SD: Optional[Tensor],
@@ -175,12 +176,12 @@ def _sums_outputs(
     return rows(scale), rows(scale), rows(gate), row(bias), row(weight)
 
 
-@segment_sums.register_fake
+@results_of("segment_sums")
 def _(sums, gate, bias, scale, weight, table, offsets, dtype):  # type: ignore[no-untyped-def]
     return _sums_outputs(sums, gate, bias, scale, weight, offsets, dtype)
 
 
-@torch.library.custom_op("dit::heads", mutates_args=())
+@operator("heads")
 def heads(
     x_TGMH: Tensor,
     weight_q: Optional[Tensor],
@@ -214,12 +215,12 @@ def _heads_outputs(x: Tensor, keys: bool) -> tuple[Tensor, Tensor]:
     return q, x.new_empty((tokens, groups, size)) if keys else _empty(x)
 
 
-@heads.register_fake
+@results_of("heads")
 def _(x, weight_q, weight_k, cos, sin, keys, eps):  # type: ignore[no-untyped-def]
     return _heads_outputs(x, keys)
 
 
-@torch.library.custom_op("dit::heads_backward", mutates_args=())
+@operator("heads_backward")
 def heads_backward(
     grad_q: Optional[Tensor],
     grad_k: Optional[Tensor],
@@ -273,12 +274,12 @@ def _heads_backward_outputs(
     )
 
 
-@heads_backward.register_fake
+@results_of("heads_backward")
 def _(grad_q, grad_k, grad_v, x, weight_q, weight_k, cos, sin, groups, eps, bias):  # type: ignore[no-untyped-def]
     return _heads_backward_outputs(grad_q, grad_k, grad_v, x, groups, bias)
 
 
-@torch.library.custom_op("dit::column_sums", mutates_args=())
+@operator("column_sums")
 def column_sums(sums: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum the rows of a matrix in order, in float32; return `dtype`."""
     from dit.kernels.fused.gpu import heads as gpu
@@ -288,12 +289,12 @@ def column_sums(sums: Tensor, dtype: torch.dtype) -> Tensor:
     return out
 
 
-@column_sums.register_fake
+@results_of("column_sums")
 def _(sums, dtype):  # type: ignore[no-untyped-def]
     return sums.new_empty(sums.shape[1], dtype=dtype)
 
 
-@torch.library.custom_op("dit::activation", mutates_args=())
+@operator("activation")
 def activation(x_TF: Tensor, bias_F: Optional[Tensor], gated: bool) -> Tensor:
     """Compute GELU(x + bias), or SiLU(gate) * up with alternating features."""
     from dit.kernels.fused.gpu import activations as gpu
@@ -307,12 +308,12 @@ def _activation_output(x: Tensor, gated: bool) -> Tensor:
     return x.new_empty((x.shape[0], x.shape[1] // 2 if gated else x.shape[1]))
 
 
-@activation.register_fake
+@results_of("activation")
 def _(x, bias, gated):  # type: ignore[no-untyped-def]
     return _activation_output(x, gated)
 
 
-@torch.library.custom_op("dit::activation_backward", mutates_args=())
+@operator("activation_backward")
 def activation_backward(grad: Tensor, x_TF: Tensor, bias_F: Optional[Tensor], gated: bool) -> tuple[Tensor, Tensor]:
     """Return the gradient of x, and a float32 matrix whose column sums are the gradient of the bias."""
     from dit.kernels.fused.gpu import activations as gpu
@@ -327,6 +328,6 @@ def _activation_backward_outputs(x: Tensor, bias: Optional[Tensor]) -> tuple[Ten
     return torch.empty_like(x), x.new_empty((blocks, x.shape[1]), dtype=torch.float32)
 
 
-@activation_backward.register_fake
+@results_of("activation_backward")
 def _(grad, x, bias, gated):  # type: ignore[no-untyped-def]
     return _activation_backward_outputs(x, bias)

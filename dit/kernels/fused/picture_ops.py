@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from dit.kernels.fused.blocks import cdiv
+from dit.kernels.fused.operators import operator, results_of
 
 
 def _sums_of(x_NPC: Tensor, rows: int) -> Tensor:
@@ -16,7 +17,7 @@ def _sums_of(x_NPC: Tensor, rows: int) -> Tensor:
     return x_NPC.new_empty((pictures * cdiv(positions, rows), 2, channels), dtype=torch.float32)
 
 
-@torch.library.custom_op("dit::group_sums", mutates_args=())
+@operator("group_sums")
 def group_sums(x_NPC: Tensor, rows: int) -> Tensor:
     """Return each channel's mean and sum of squared deviations over blocks of `rows` positions, `[B, 2, C]`."""
     from dit.kernels.fused.gpu import group_norm as gpu
@@ -26,12 +27,12 @@ def group_sums(x_NPC: Tensor, rows: int) -> Tensor:
     return sums
 
 
-@group_sums.register_fake
+@results_of("group_sums")
 def _(x, rows):  # type: ignore[no-untyped-def]
     return _sums_of(x, rows)
 
 
-@torch.library.custom_op("dit::group_factors", mutates_args=())
+@operator("group_factors")
 def group_factors(
     sums_B2C: Tensor,
     weight: Tensor,
@@ -52,12 +53,12 @@ def group_factors(
     return factors
 
 
-@group_factors.register_fake
+@results_of("group_factors")
 def _(sums, weight, bias, scale, shift, pictures, positions, groups, rows, eps):  # type: ignore[no-untyped-def]
     return sums.new_empty((pictures, 4, sums.shape[2]))
 
 
-@torch.library.custom_op("dit::norm_groups", mutates_args=())
+@operator("norm_groups")
 def norm_groups(x_NPC: Tensor, factors_N4C: Tensor, rows: int, activate: bool) -> Tensor:
     """Compute act((x - mean) factor + offset)."""
     from dit.kernels.fused.gpu import group_norm as gpu
@@ -67,12 +68,12 @@ def norm_groups(x_NPC: Tensor, factors_N4C: Tensor, rows: int, activate: bool) -
     return out
 
 
-@norm_groups.register_fake
+@results_of("norm_groups")
 def _(x, factors, rows, activate):  # type: ignore[no-untyped-def]
     return torch.empty_like(x)
 
 
-@torch.library.custom_op("dit::group_gradient_sums", mutates_args=())
+@operator("group_gradient_sums")
 def group_gradient_sums(grad: Tensor, x_NPC: Tensor, factors_N4C: Tensor, rows: int, activate: bool) -> Tensor:
     """Return the sums of dh and of dh times the normalised value over blocks of `rows` positions, `[B, 2, C]`."""
     from dit.kernels.fused.gpu import group_norm as gpu
@@ -82,12 +83,12 @@ def group_gradient_sums(grad: Tensor, x_NPC: Tensor, factors_N4C: Tensor, rows: 
     return sums
 
 
-@group_gradient_sums.register_fake
+@results_of("group_gradient_sums")
 def _(grad, x, factors, rows, activate):  # type: ignore[no-untyped-def]
     return _sums_of(x, rows)
 
 
-@torch.library.custom_op("dit::group_gradients", mutates_args=())
+@operator("group_gradients")
 def group_gradients(
     sums_B2C: Tensor,
     factors_N4C: Tensor,
@@ -124,12 +125,12 @@ def _gradients(factors: Tensor, scale: Optional[Tensor], dtype: torch.dtype) -> 
     )
 
 
-@group_gradients.register_fake
+@results_of("group_gradients")
 def _(sums, factors, weight, bias, scale, positions, groups, dtype):  # type: ignore[no-untyped-def]
     return _gradients(factors, scale, dtype)
 
 
-@torch.library.custom_op("dit::norm_groups_backward", mutates_args=())
+@operator("norm_groups_backward")
 def norm_groups_backward(
     grad: Tensor, x_NPC: Tensor, factors_N4C: Tensor, rest_N2C: Tensor, rows: int, activate: bool
 ) -> Tensor:
@@ -141,6 +142,6 @@ def norm_groups_backward(
     return out
 
 
-@norm_groups_backward.register_fake
+@results_of("norm_groups_backward")
 def _(grad, x, factors, rest, rows, activate):  # type: ignore[no-untyped-def]
     return torch.empty_like(x)

@@ -71,9 +71,9 @@ class _ResidualNorm(torch.autograd.Function):
         grad_shift, grad_scale, grad_gate, grad_bias, grad_weight = (
             grad if value is not None else None for grad, value in zip(grads, (scale, scale, gate, bias, weight))
         )
-        grad_x = grad_out if scale is None else grad_x
-        grad_y = (grad_x if gate is None else grad_y) if ctx.residual else None
-        return grad_x, grad_y, grad_gate, grad_bias, grad_shift, grad_scale, grad_weight, None, None, None
+        grad_of_x = grad_out if scale is None else grad_x
+        grad_of_y = (grad_of_x if gate is None else grad_y) if ctx.residual else None
+        return grad_of_x, grad_of_y, grad_gate, grad_bias, grad_shift, grad_scale, grad_weight, None, None, None
 
 
 def _apply(
