@@ -252,10 +252,15 @@ if __name__ == "__main__":
         os.kill(os.getpid(), signal.SIGKILL)
 """
     command = [sys.executable, "-c", program, how, str(Path(__file__).parent)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stderr == ""
-    assert done.returncode == (0 if how == "exit" else -signal.SIGKILL)
-    assert gone(int(done.stdout))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as training:
+        assert training.stdout is not None
+        worker = int(training.stdout.readline())
+        assert training.wait() == (0 if how == "exit" else -signal.SIGKILL)
+        is_gone = gone(worker)
+        if not is_gone:
+            os.kill(worker, signal.SIGKILL)
+        assert is_gone, "the item takes 600 s"
+        assert training.communicate() == ("", "")
 
 
 def test_signals_to_all_processes_of_a_run_do_not_end_the_fork_server() -> None:
