@@ -38,10 +38,13 @@ $(VENV)/.installed: pyproject.toml constraints.txt hashes.txt
 NOT_HASHED = torch $(addprefix cuda-,bindings pathfinder toolkit) $(addprefix nvidia-,cublas cuda-cupti cuda-nvrtc \
   cuda-runtime cudnn-cu13 cufft cufile curand cusolver cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx)
 
-hashes: ## write hashes.txt again, after a change of constraints.txt or pyproject.toml (needs uv)
-	UV_CUSTOM_COMPILE_COMMAND='make hashes' uv pip compile --quiet --universal --generate-hashes --no-annotate \
-	  --python-version 3.11 --extra dev --extra encoders -c constraints.txt --output-file hashes.txt \
-	  $(addprefix --no-emit-package ,$(NOT_HASHED)) pyproject.toml
+COMPILE = UV_CUSTOM_COMPILE_COMMAND='make hashes' uv pip compile --quiet --universal --generate-hashes --no-annotate \
+  --python-version 3.11 $(addprefix --no-emit-package ,$(NOT_HASHED))
+
+hashes: ## write hashes.txt and hashes-docs.txt again, after a change of constraints.txt or pyproject.toml (needs uv)
+	$(COMPILE) --extra dev --extra encoders -c constraints.txt --output-file hashes.txt pyproject.toml
+	$(COMPILE) --extra docs -c hashes.txt --output-file hashes-docs.txt pyproject.toml \
+	  $$(sed -n 's/==.*//p' hashes.txt | sed 's/^/--no-emit-package /')
 
 data/letters/dataset.json: | $(VENV)/.installed
 	$(VENV)/bin/python -m energon_data.prepare letters --out data/letters
@@ -145,7 +148,7 @@ benchmark: $(VENV)/.installed ## step time of the tiny recipe on this machine
 	$(VENV)/bin/python -m benchmarks.step --factory tiny_dit
 
 docs: $(VENV)/.installed ## the documentation as a site in site/; every link is checked
-	$(INSTALL) -c constraints.txt --no-build-isolation -e '.[docs]'
+	$(INSTALL) --require-hashes --only-binary :all: --no-deps -r hashes-docs.txt
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 clean: ## remove what the commands above made

@@ -7,6 +7,7 @@ and of packages that the user names in `DIT_PACKAGES` are instantiated, so readi
 import dataclasses
 import importlib
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from dit.errors import CheckpointError
@@ -14,6 +15,15 @@ from dit.errors import CheckpointError
 CLASS_KEY = "_target_"
 TRUST_VARIABLE = "DIT_PACKAGES"
 """Environment variable: additional packages, separated by commas, whose settings classes records may name."""
+
+
+SWITCHES = {
+    **{name: name for name in ("compile", "uncertainty", "learned_variance", "num_classes", "context_size")},
+    "vlb_weight": "learned_variance",
+    "class_dropout": "num_classes",
+    "context_dropout": "context_size",
+}
+"""Settings that were removed from some classes, and the setting of the class that turned each of them on."""
 
 
 def trusted_packages() -> tuple[str, ...]:
@@ -64,6 +74,24 @@ def from_record(record: object) -> Any:
     if not (isinstance(settings_class, type) and dataclasses.is_dataclass(settings_class)):
         raise CheckpointError(f"the record names {name!r}, which is not a settings class")
     try:
-        return settings_class(**values)
+        return settings_class(**without_inert(settings_class, values))
     except TypeError as error:
-        raise CheckpointError(f"the record of {name!r} does not fit this version: {error}") from error
+        cause = "; ".join(moved(settings_class, values)) or error
+        raise CheckpointError(f"the record of {name!r} does not fit this version: {cause}") from error
+
+
+def without_inert(settings_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings in a record without removed ones that were off when it was written."""
+    names = {f.name for f in dataclasses.fields(settings_class)}
+
+    def is_inert(name: str) -> bool:
+        switch = values.get(SWITCHES[name]) if name in SWITCHES and name not in names else True
+        return switch is None or switch is False
+
+    return {name: value for name, value in values.items() if not is_inert(name)}
+
+
+def moved(settings_class: type, values: Mapping[str, Any]) -> list[str]:
+    """Return a line for each setting in a record that has a replacement, see `former_settings` of the class."""
+    former = getattr(settings_class, "former_settings", {})
+    return [f"{name}={values[name]!r} is now {new}" for name, new in former.items() if name in values]

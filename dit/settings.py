@@ -1,7 +1,8 @@
 """Settings of a training run; `validate` raises `ConfigError` with the number and its range."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Optional, get_type_hints
+from typing import ClassVar, Literal, Optional, get_type_hints
 
 from dit.errors import ConfigError
 from dit.ranges import (
@@ -130,6 +131,8 @@ class TrainingConfig:
         hang_timeout_s: seconds without progress (a step, a micro-batch) after which a rank ends the run and names the
             rank that it waits for; at most 240 if that rank is stopped or dead. None for never.
     """
+
+    former_settings: ClassVar[Mapping[str, str]] = {"compile": "kernels=compile"}
 
     run_dir: str = "runs/default"
     num_steps: int = 1000

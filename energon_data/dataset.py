@@ -23,7 +23,7 @@ from energon_data.held_out import share_validation
 from energon_data.online import check_online_texts, check_vae, embedded_widths
 from energon_data.packing import CostLimit, check_pack_multiple
 from energon_data.skip_log import SKIP_FILE, SkipLog
-from energon_data.streams import Source, StreamGroup, automatic_streams, check_streams, streams_of
+from energon_data.streams import Source, StreamGroup, check_streams, open_streams
 from energon_data.values import check_values
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class EnergonData(DataConfig):
         blend: several data sets with weights instead of `path`: `[{path: DIR, weight: 3}, ...]`.
         blend_steps: steps at which the weights change; each weight is then a list with one number per stage.
         num_streams: global streams of the run, a divisor of a step's micro-batches; None for the largest divisor up to
-            8.
+            8, or for the number of the checkpoint that the run resumes from.
             More ranks than streams read the data several times: set the largest number of replicas of the run.
         background: read every stream in a separate worker process, ahead of training (only on Linux).
         shuffle_buffer: samples shuffled in memory before batching; 0 for none.
@@ -337,22 +337,30 @@ class EnergonData(DataConfig):
         from energon_data.workers.background import read_ahead
 
         self.folders(self.train_split)
-        num_streams = self.num_streams or automatic_streams(micro_batches_per_step)
-        streams, sources = streams_of(dp_rank, dp_size, num_streams), {}
-        if dp_rank == 0 and len(streams) * dp_size > num_streams:
-            logger.info(
-                "%d replicas share %d data streams and read the data %d times; in a new run, set data.num_streams=%d",
-                dp_size,
-                num_streams,
-                len(streams) * dp_size // num_streams,
-                math.lcm(num_streams, dp_size),
-            )
-        for stream in streams:
+
+        def open_stream(stream: int, num_streams: int) -> Source:
+            shared_by = dp_size // math.gcd(num_streams, dp_size)
+            if dp_rank == stream == 0 and shared_by > 1:
+                logger.info(
+                    "%d replicas share %d data streams and read the data %d times; in a new run, set "
+                    "data.num_streams=%d",
+                    dp_size,
+                    num_streams,
+                    shared_by,
+                    math.lcm(num_streams, dp_size),
+                )
             opens = partial(self._open, spec, stream, num_streams, seed, micro_batches_per_step)
-            sources[stream] = read_ahead(opens, f"stream {stream} of {self.origin}") if self.background else opens()
-        log = SkipLog(self.max_lost_samples, Path(log_dir) / SKIP_FILE if log_dir is not None else None)
-        return StreamGroup(
-            sources, num_streams=num_streams, dp_rank=dp_rank, dp_size=dp_size, log=log, origin=self.origin
+            return read_ahead(opens, f"stream {stream} of {self.origin}") if self.background else opens()
+
+        return open_streams(
+            open_stream,
+            self.num_streams,
+            spec,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            micro_batches_per_step=micro_batches_per_step,
+            log=SkipLog(self.max_lost_samples, Path(log_dir) / SKIP_FILE if log_dir is not None else None),
+            origin=self.origin,
         )
 
     def _open(self, spec: BatchSpec, stream: int, num_streams: int, seed: int, micro_batches_per_step: int) -> Source:

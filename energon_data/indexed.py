@@ -29,7 +29,7 @@ from energon_data.held_out import share_validation
 from energon_data.packing import check_pack_multiple
 from energon_data.samples import Clip, SampleError
 from energon_data.skip_log import SKIP_FILE, SkipCounter, SkipLog, TooManyDroppedError
-from energon_data.streams import Position, Source, StreamGroup, StreamItem, automatic_streams, check_streams, streams_of
+from energon_data.streams import Position, Source, StreamGroup, StreamItem, check_streams, open_streams
 from energon_data.task_encoder import DiffusionTaskEncoder, EncoderOptions
 
 HELD_OUT_SEED = 0
@@ -155,14 +155,19 @@ class Samples(DataConfig):
         """Build this rank's endless streams; dropped samples are appended to `log_dir/data_skipped.jsonl`."""
         from energon_data.workers.background import read_ahead
 
-        num_streams = self.num_streams or automatic_streams(micro_batches_per_step)
-        sources: dict[int, Source] = {}
-        for stream in streams_of(dp_rank, dp_size, num_streams):
+        def open_stream(stream: int, num_streams: int) -> Source:
             opens = partial(IndexedSource, self, spec, seed=seed, stream=stream, num_streams=num_streams)
-            sources[stream] = read_ahead(opens, f"stream {stream} of {self.origin}") if self.background else opens()
-        log = SkipLog(self.max_lost_samples, Path(log_dir) / SKIP_FILE if log_dir is not None else None)
-        return StreamGroup(
-            sources, num_streams=num_streams, dp_rank=dp_rank, dp_size=dp_size, log=log, origin=self.origin
+            return read_ahead(opens, f"stream {stream} of {self.origin}") if self.background else opens()
+
+        return open_streams(
+            open_stream,
+            self.num_streams,
+            spec,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            micro_batches_per_step=micro_batches_per_step,
+            log=SkipLog(self.max_lost_samples, Path(log_dir) / SKIP_FILE if log_dir is not None else None),
+            origin=self.origin,
         )
 
     def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:

@@ -23,9 +23,8 @@ from energon_data.streams import (
     Position,
     StreamGroup,
     StreamItem,
-    automatic_streams,
     check_streams,
-    streams_of,
+    open_streams,
 )
 
 _CACHED = 64
@@ -142,13 +141,15 @@ class MockData(DataConfig):
         micro_batches_per_step: int = 1,
     ) -> StreamGroup:
         """Build this rank's endless streams."""
-        num_streams = self.num_streams or automatic_streams(micro_batches_per_step)
-        sources = {
-            stream: MockSource(self, spec, seed=seed, split="train", stream=stream, num_streams=num_streams)
-            for stream in streams_of(dp_rank, dp_size, num_streams)
-        }
-        return StreamGroup(
-            sources, num_streams=num_streams, dp_rank=dp_rank, dp_size=dp_size, log=SkipLog(0), origin="mock data"
+        return open_streams(
+            lambda s, n: MockSource(self, spec, seed=seed, split="train", stream=s, num_streams=n),
+            self.num_streams,
+            spec,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            micro_batches_per_step=micro_batches_per_step,
+            log=SkipLog(0),
+            origin="mock data",
         )
 
     def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:

@@ -17,14 +17,14 @@ larger than the data, copies of a sample have different numbers, and therefore d
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Optional, Protocol
 
 import torch
 
 from dit.batch import PackedBatch
-from dit.data_api import SampleCounts
+from dit.data_api import BatchSpec, SampleCounts
 from dit.errors import ConfigError, DataError
 from energon_data.skip_log import Skip, SkipLog
 
@@ -104,6 +104,50 @@ def streams_of(dp_rank: int, dp_size: int, num_streams: int) -> range:
     return range(dp_rank % shared, num_streams, shared)
 
 
+def open_streams(
+    open_stream: Callable[[int, int], Source],
+    requested: Optional[int],
+    spec: BatchSpec,
+    *,
+    dp_rank: int,
+    dp_size: int,
+    micro_batches_per_step: int,
+    log: SkipLog,
+    origin: str,
+) -> "StreamGroup":
+    """Open the streams of one data-parallel rank.
+
+    Args:
+        open_stream: opens a global stream, given its number and the number of streams.
+        requested: number of global streams. None for `automatic_streams`, or the number in a loaded state.
+        log, origin: see `StreamGroup`.
+    """
+
+    def opened(num_streams: int) -> dict[int, Source]:
+        return {s: open_stream(s, num_streams) for s in streams_of(dp_rank, dp_size, num_streams)}
+
+    def reopened(num_streams: int) -> dict[int, Source]:
+        if num_streams not in range(1, micro_batches_per_step + 1) or micro_batches_per_step % num_streams:
+            size, rest = divmod(micro_batches_per_step * spec.micro_batch_size, math.lcm(num_streams, dp_size))
+            raise ConfigError(
+                f"the data state has {num_streams} streams, and a step of {micro_batches_per_step} micro-batches would "
+                "use them unequally; set training.micro_batch_size"
+                + (" and global_batch_size to their previous values" if rest else f"={size}")
+            )
+        return opened(num_streams)
+
+    num_streams = requested or automatic_streams(micro_batches_per_step)
+    return StreamGroup(
+        opened(num_streams),
+        num_streams=num_streams,
+        dp_rank=dp_rank,
+        dp_size=dp_size,
+        log=log,
+        origin=origin,
+        reopen=reopened if requested is None else None,
+    )
+
+
 class StreamGroup:
     """The micro-batches of one data-parallel rank.
 
@@ -112,6 +156,7 @@ class StreamGroup:
         num_streams: global streams of the run.
         log: log of dropped samples.
         origin: name of the data, for messages.
+        reopen: opens the rank's streams of another number of global streams; None if the number may not change.
     """
 
     def __init__(
@@ -123,15 +168,19 @@ class StreamGroup:
         dp_size: int,
         log: SkipLog,
         origin: str,
+        reopen: Optional[Callable[[int], Mapping[int, Source]]] = None,
     ) -> None:
-        self._sources = dict(sorted(sources.items()))
-        self._num_streams, self._dp_rank, self._dp_size = num_streams, dp_rank, dp_size
-        self._log, self._origin = log, origin
+        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self._log, self._origin, self._reopen = log, origin, reopen
         self._consumed = 0  # micro-batches of all ranks; stored modulo lcm(num_streams, dp_size)
-        self._read = dict.fromkeys(self._sources, 0)  # items read, by stream
-        self._drawn = dict.fromkeys(self._sources, 0)  # samples read, by stream
+        self._use(sources, num_streams)
         self._to_discard: dict[int, int] = {}  # items between a loaded state and its position, by stream
         self._made, self._made_in_s, self._at_once, self._late = 0, 0.0, 1, 0
+
+    def _use(self, sources: Mapping[int, Source], num_streams: int) -> None:
+        self._sources, self._num_streams = dict(sorted(sources.items())), num_streams
+        self._read = dict.fromkeys(self._sources, 0)  # items read, by stream
+        self._drawn = dict.fromkeys(self._sources, 0)  # samples read, by stream
 
     def __iter__(self) -> "StreamGroup":
         return self
@@ -195,21 +244,25 @@ class StreamGroup:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the union of the `state_dict`s of any number of ranks.
+        """Continue from the union of the `state_dict`s of any number of ranks, with its number of streams.
 
         Raises:
-            DataError: the state has another number of streams, lacks a stream of this rank, or was saved between two
-                micro-batches of a step with another data-parallel size.
+            ConfigError: the state has another number of streams than the settings, or one that does not divide the
+                micro-batches of a step.
+            DataError: the state lacks a stream of this rank, or was saved between two micro-batches of a step with
+                another data-parallel size.
         """
         if state.get("format", 1) != 1 or not {"streams", "num_streams", "next"} <= set(state):
             raise DataError("this is not a data state of format 1; use the version that saved it, or start a new run")
-        if state["num_streams"] != self._num_streams:
-            raise DataError(
-                f"the data state has {state['num_streams']} streams, this run reads {self._num_streams}, which would "
-                f"repeat some samples and lose others; set data.num_streams={state['num_streams']}, which works for "
-                "any number of ranks, and a training.micro_batch_size with which a step has a multiple of "
-                f"{state['num_streams']} micro-batches"
-            )
+        if (num_streams := state["num_streams"]) != self._num_streams:
+            if self._reopen is None:
+                raise ConfigError(
+                    f"the data state has {num_streams} streams, this run reads {self._num_streams}, which would repeat "
+                    f"some samples and lose others; set data.num_streams={num_streams} or data.num_streams=None"
+                )
+            sources = self._reopen(num_streams)
+            self.close()
+            self._use(sources, num_streams)
         if state["next"] % self._dp_size:
             raise DataError(
                 f"the data state was saved inside a step on {state['dp_size']} data-parallel ranks; resume on as many "

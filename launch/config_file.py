@@ -19,7 +19,7 @@ import yaml
 from nemo_run.config import Config, Partial
 
 from dit.checkpoint.records import CONFIG_FILE
-from dit.config_record import CLASS_KEY, TRUST_VARIABLE, trusted_packages
+from dit.config_record import CLASS_KEY, TRUST_VARIABLE, trusted_packages, without_inert
 from dit.errors import ConfigError
 from dit.run_config import RunConfig
 from dit.safe_files import read_yaml
@@ -140,8 +140,9 @@ def _read(value: object, annotation: object, key: str, load_component: Callable[
     targets = component_types(annotation)
     if isinstance(value, dict) and (targets or CLASS_KEY in value):
         settings = dict(value)
-        config = Config(_target(settings.pop(CLASS_KEY, None), targets, key))
-        _fill(config, settings, key, load_component)
+        kind = _target(settings.pop(CLASS_KEY, None), targets, key)
+        config = Config(kind)
+        _fill(config, without_inert(kind, settings), key, load_component)
         return config
     if isinstance(value, list):
         lists = [kind for kind in (annotation, *get_args(annotation)) if get_origin(kind) is list]

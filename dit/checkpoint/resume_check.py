@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dit.config_record import CLASS_KEY, to_record
+from dit.config_record import CLASS_KEY, to_record, without_inert
 from dit.errors import ConfigError
 from dit.run_config import RunConfig
 
@@ -116,7 +116,7 @@ def _part_changes(name: str, saved: Mapping[str, Any], part: "DataclassInstance"
     if old_class != new_class:
         yield Change(name, old_class, new_class)
         return
-    new, defaults = to_record(part), to_record(_defaults(part))
+    new, defaults, saved = to_record(part), to_record(_defaults(part)), without_inert(type(part), saved)
     for key in dict.fromkeys([*new, *saved]):
         old, now = saved.get(key, defaults.get(key)), new.get(key, "no longer a setting")
         if key != CLASS_KEY and old != now:

@@ -4,7 +4,7 @@ Source: Radford et al. 2021, arXiv:2103.00020; the score, Hessel et al. 2021, ar
 of its factor 2.5, as is usual for generated pictures.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,10 @@ class ClipModel:
         self._model: Any = model.to(device)
         self.device = device
         self.width = int(model.config.projection_dim)
+
+    def state_dict(self) -> Mapping[str, Tensor]:
+        """Return the weights."""
+        return self._model.state_dict()
 
     @torch.no_grad()
     def image_features(self, images: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """Feature networks for pictures, loaded from files of the user."""
 
+import hashlib
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
@@ -26,7 +27,8 @@ class Features:
 
     Attributes:
         of: maps pictures `[N, 3, H, W]` in [-1, 1] to features `[N, D]`.
-        network: name of the network, for reports: distances of different networks are not comparable.
+        network: name of the network, for reports and stored statistics: distances of different networks are not
+            comparable. It includes a digest of weights that are not published ones, see `named`.
         note: warning for readers of the distances.
     """
 
@@ -53,9 +55,14 @@ def load_features(path: str | Path, device: torch.device) -> Features:
     """
     path = Path(path)
     if path.is_dir():
-        return Features(ClipModel(path, device).image_features, f"CLIP of {path.name}")
+        clip = ClipModel(path, device)
+        return Features(clip.image_features, named(f"CLIP of {path.name}", bytes_of(clip.state_dict())))
     if _is_program(path):
-        return Features(_program(path, device), f"TorchScript of {path.name}")
+        with zipfile.ZipFile(path) as archive:
+            # The folder in the archive has the name under which the file was saved.
+            members = ((name.partition("/")[2], archive.read(name)) for name in sorted(archive.namelist()))
+            name = named(f"TorchScript of {path.name}", members)
+        return Features(_program(path, device), name)
     try:
         tensors = read_tensors(path)
     except ConfigError as error:
@@ -76,6 +83,22 @@ def load_features(path: str | Path, device: torch.device) -> Features:
     if kind == FID:
         return Features(features, "Inception of FID")
     return Features(features, "Inception of torchvision", TORCHVISION_NOTE)
+
+
+def named(name: str, parts: Iterable[tuple[str, bytes]]) -> str:
+    """Return a name with the start of the SHA-256 of the named parts of a network."""
+    digest = hashlib.sha256()
+    for key, content in parts:
+        digest.update(f"{key} {len(content)} ".encode())
+        digest.update(content)
+    return f"{name} ({digest.hexdigest()[:12]})"
+
+
+def bytes_of(state: Mapping[str, Tensor]) -> Iterator[tuple[str, bytes]]:
+    """Yield the name and the bytes of each tensor of a state dict."""
+    for key in sorted(state):
+        tensor = state[key].detach().cpu().contiguous()
+        yield f"{key} {tensor.dtype} {tuple(tensor.shape)}", tensor.view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def _is_program(path: Path) -> bool:

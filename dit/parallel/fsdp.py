@@ -27,7 +27,7 @@ from dit.backends.sharding import sharding_of, write_shard_attributes
 from dit.errors import ConfigError
 from dit.models.base import Backbone
 from dit.parallel.dims import FSDPSharding
-from dit.parallel.fsdp_patches import cached_module_walks, release_by_hook, shard_between_rows
+from dit.parallel.fsdp_patches import cached_module_walks, reduce_trained_groups, release_by_hook, shard_between_rows
 from dit.patches import patches
 
 BUCKET_ELEMENTS = 40_000_000  # for parameters outside FSDP units; Megatron-Core's bucket size for data parallelism
@@ -98,6 +98,7 @@ def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups)
             fsdp_unit_modules=list(backbone.fsdp_units) if sharding == "optim_grads_params" else [],
             pg_collection=groups.collection,
         )
+    reduce_trained_groups(wrapped.param_and_grad_buffer)
     for parameter in sharded_parameters(wrapped):
         write_shard_attributes(parameter.owner, sharding_of(parameter.raw, parameter.name))
     return wrapped
@@ -106,15 +107,16 @@ def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups)
 @patches(
     "megatron-core 0.16",
     "core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py: MegatronFSDP._register_fsdp_hooks",
-    why="it registers gradient hooks on frozen parameters, which torch refuses, and after a frozen embedding it never "
-    "frees the weights of the first unit",
+    why="it registers gradient hooks on frozen parameters, which torch refuses, and after a frozen embedding it frees "
+    "the weights of the first unit only at the end of a step",
 )
 def _prepare_frozen(backbone: Backbone) -> None:
     """Prepare a backbone with frozen parameters for Megatron-FSDP.
 
     Megatron-FSDP registers a gradient hook on every parameter, which torch does not allow for frozen parameters. It
-    frees the gathered weights of a unit when the gradient of its input is computed; after a frozen embedding there
-    would be no such gradient, and the next step would use stale adapters.
+    frees the gathered weights of a unit when the gradient of its input is computed. After a frozen embedding there
+    would be no such gradient: the weights of the first unit would stay gathered until the end of the step, and its
+    forward pass would not prefetch the next unit.
     """
     frozen = [parameter for parameter in backbone.parameters() if not parameter.requires_grad]
     for parameter in frozen:

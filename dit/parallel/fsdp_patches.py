@@ -103,6 +103,26 @@ def release_by_hook() -> None:
     megatron_fsdp.RegisterFSDPBackwardFunction = _ReleaseAfterBackward
 
 
+@patches(
+    "megatron-core 0.16",
+    "core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py: ParamAndGradBuffer.reduce_scatter_gradients",
+    why="it fails if a group of parameters is frozen, because such a group has no gradients",
+)
+def reduce_trained_groups(buffer: param_and_grad_buffer.ParamAndGradBuffer) -> None:
+    """Make the reduction of unsharded gradients skip groups of frozen parameters."""
+    reduce = buffer.reduce_scatter_gradients
+
+    def reduce_trained(async_op: bool = True) -> None:
+        groups = buffer.parameter_groups
+        buffer.parameter_groups = [group for group in groups if group.main_grad_buffer is not None]
+        try:
+            reduce(async_op)
+        finally:
+            buffer.parameter_groups = groups
+
+    buffer.reduce_scatter_gradients = reduce_trained
+
+
 class _ReleaseAfterBackward:
     """Replaces the autograd function that Megatron-FSDP applies to the inputs of a unit."""
 

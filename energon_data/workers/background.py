@@ -17,6 +17,7 @@ import os
 import pickle
 import signal
 import sys
+import tempfile
 from collections.abc import Callable
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
@@ -32,6 +33,9 @@ from energon_data.workers.worker import Message, work
 POSITION_EVERY = 32
 """Items between two positions. A resumed run reads up to this many items again."""
 AHEAD = Ahead()
+LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
+"""Longest name of a temporary folder, in bytes, in which the address of the fork server's socket is not too long."""
+SHORT_FOLDER = "/tmp"
 WORKERS = multiprocessing.get_context("forkserver")
 WORKERS.set_forkserver_preload(["energon_data.workers.preload"])
 
@@ -125,17 +129,24 @@ class BackgroundSource:
 
 
 def _start_server() -> None:
-    """Start the fork server if it is not running: with this process's module path, and without a pool of threads."""
+    """Start the fork server if it is not running: with this process's module path, and without a pool of threads.
+
+    Its socket is in the temporary folder, or in `SHORT_FOLDER` if the address would be too long.
+    """
     # With a safe path, folders in the working directory do not hide packages.
     variables = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}
     variables |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     former = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ |= variables
+    former_folder = tempfile.tempdir
+    if len(os.fsencode(tempfile.gettempdir())) > LONGEST_FOLDER:
+        tempfile.tempdir = SHORT_FOLDER
     try:
         resource_tracker.ensure_running()  # its start unblocks SIGINT and SIGTERM
         with run_signals_blocked():
             forkserver.ensure_running()
     finally:
+        tempfile.tempdir = former_folder
         for name in variables:
             del os.environ[name]
         os.environ |= former

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import pickle
+import select
 import signal
 import time
 import traceback
@@ -15,7 +16,7 @@ from typing import NamedTuple, Optional
 import torch
 
 from dit.child_processes import RUN_SIGNALS
-from dit.errors import EXIT_UNEXPECTED
+from dit.errors import EXIT_OK
 from dit.heap import keep_freed_memory
 from energon_data.streams import Position, Source, StreamItem
 from energon_data.workers.messages import Ahead, Sender
@@ -40,7 +41,7 @@ def work(
         ahead: limits of items made ahead of training.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, RUN_SIGNALS)  # the training process decides when its workers exit
-    Thread(target=_exit_with_parent, daemon=True).start()
+    Thread(target=_exit_with_training, args=(connection,), daemon=True).start()
     keep_freed_memory()
     torch.set_num_threads(1)  # one core for each stream
     sender = Sender(connection, ahead)
@@ -66,9 +67,12 @@ def _messages(open_source: Callable[[], Source], position: Position, position_ev
         yield Message(StreamItem(None, [], traceback.format_exc(), is_bug=True), None)
 
 
-def _exit_with_parent() -> None:
-    """Exit when the training process exits, also if it is killed."""
+def _exit_with_training(connection: Connection) -> None:
+    """Exit when the training process exits, also if it is killed, or closes the connection."""
     parent = multiprocessing.parent_process()
     assert parent is not None
-    parent.join()
-    os._exit(EXIT_UNEXPECTED)
+    ends = select.poll()
+    ends.register(parent.sentinel, select.POLLIN)
+    ends.register(connection, 0)  # only its end, because the main thread reads it
+    ends.poll()
+    os._exit(EXIT_OK)

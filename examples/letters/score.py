@@ -117,7 +117,7 @@ def reader_features(args: argparse.Namespace, generator: "Generator") -> "Featur
     Raises:
         ConfigError: the model does not generate grey pictures.
     """
-    from dit.evaluation.features import Features
+    from dit.evaluation.features import Features, bytes_of, named
 
     if (channels := generator.config.model.in_channels) != 1:
         raise ConfigError(
@@ -125,7 +125,8 @@ def reader_features(args: argparse.Namespace, generator: "Generator") -> "Featur
             "Inception v3, a TorchScript file or a folder with a CLIP model as --features PATH"
         )
     reader = load_reader(data_folder(args, generator))
-    return Features(lambda images: reader.features(images[:, :1].cpu()), "reader of letters")
+    name = named("reader of letters", bytes_of(reader.network.state_dict()))
+    return Features(lambda images: reader.features(images[:, :1].cpu()), name)
 
 
 def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:

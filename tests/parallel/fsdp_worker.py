@@ -146,6 +146,15 @@ class Awkward(Backbone):
         return self.head(x)
 
 
+class Frozen(Awkward):
+    """All parameters before its first layer are frozen, as those of a model with adapters."""
+
+    def __init__(self, config) -> None:
+        super().__init__(config)
+        self.scale.requires_grad = False
+        self.embed.requires_grad_(False)
+
+
 class ConditionedUnit(nn.Module):
     """A layer that reads both of its inputs twice, its condition first."""
 
@@ -186,11 +195,15 @@ class Joined(Backbone):
         return self.head(x)
 
     def _look(self, i: int, grad: torch.Tensor) -> None:
-        weights = [layer.linear.weight.untyped_storage().nbytes() for layer in self.layers]
-        self.gathered[i] = [j for j, size in enumerate(weights) if size > 0]
+        self.gathered[i] = unsharded(self.layers)
 
 
-BACKBONES = {"awkward": (Awkward, "fp32"), "joined": (Joined, "bf16")}
+def unsharded(layers: nn.ModuleList) -> list[int]:
+    """Return the numbers of the layers whose weights are gathered."""
+    return [i for i, layer in enumerate(layers) if layer.linear.weight.untyped_storage().nbytes() > 0]
+
+
+BACKBONES = {"awkward": (Awkward, "fp32"), "frozen": (Frozen, "fp32"), "joined": (Joined, "bf16")}
 
 
 def gradients(case: dict) -> dict:
@@ -211,9 +224,10 @@ def gradients(case: dict) -> dict:
     for i, part in enumerate(x):
         with config.no_sync_func() if config.no_sync_func and i < len(x) - 1 else torch.enable_grad():
             wrapped[0](part).square().sum().backward()
+    left = unsharded(backbone.layers)
     config.finalize_model_grads_func(wrapped, torch.tensor(len(x), dtype=torch.int32), groups.collection)
     norm = gradient_norm(optimizer)
     result = {"norm": norm, "gradients": {s.name: gathered(s, s.grad) for s in shards}}
-    result["gathered"] = getattr(backbone, "gathered", None)
+    result |= {"gathered": getattr(backbone, "gathered", None), "left": left}
     process_groups.release()
     return result

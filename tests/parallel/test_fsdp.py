@@ -29,7 +29,7 @@ EXPERT_LAYOUTS = {
 }
 CASES = [(name, packed) for named in LAYOUTS.values() for name in named for packed in (False, True)]
 SHARDINGS = ("optim", "optim_grads", "optim_grads_params")
-SMALL = ("awkward", "joined")
+SMALL = ("awkward", "frozen", "joined")
 BF16_SHARDINGS = ("optim", "optim_grads_params")
 
 SUM_RTOL = 1e-5  # fp32; sums are taken in another order
@@ -75,6 +75,7 @@ def results(tmp_path_factory):
         1: {
             "fsdp2_to_ddp1": resumes("fsdp2", DDP),
             **{f"{backbone}_one": small(backbone, DDP) for backbone in SMALL},
+            "frozen_fsdp1": small("frozen", FSDP),
             "one_experts": {"parallel": DDP, "packed": True, "model": EXPERTS},
             "loaded_experts": experts("load", DDP),
             **{f"one_{packed}": {"parallel": DDP, "packed": packed} for packed in (False, True)},
@@ -144,6 +145,19 @@ def test_weights_are_freed_behind_the_backward_pass_of_their_layer(results):
     """When the gradient of a layer's input is there, before others are gathered: full weights have those below."""
     found = results["joined_optim_grads_params"]["gathered"]
     assert found == {layer: list(range(layer)) for layer in range(6)}
+
+
+@pytest.mark.parametrize("backbone", SMALL)
+def test_no_weights_of_layers_stay_gathered_after_the_backward_pass(results, backbone):
+    """Also of a first layer whose input needs no gradient, because everything before it is frozen."""
+    assert results[f"{backbone}_optim_grads_params"]["left"] == []
+
+
+@pytest.mark.parametrize("kind", [*SHARDINGS, "fsdp1"])
+def test_gradients_of_a_model_with_frozen_parameters_arrive(results, kind):
+    one, many = results["frozen_one"], results[f"frozen_{kind}"]
+    assert not {"scale", "embed.weight"} & one["gradients"].keys()
+    assert_close(many["gradients"], one["gradients"], SUM_RTOL)
 
 
 def test_fsdp_is_the_same_run_as_the_distributed_optimizer(results):

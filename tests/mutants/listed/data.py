@@ -223,7 +223,7 @@ MUTANTS = (
     Mutant(
         "workers outlive the training process",
         "energon_data/workers/worker.py",
-        "Thread(target=_exit_with_parent, daemon=True).start()",
+        "Thread(target=_exit_with_training, args=(connection,), daemon=True).start()",
         "pass",
         (WORKERS,),
     ),
@@ -394,5 +394,19 @@ MUTANTS = (
         "StateReader(directory, finite=True)",
         "StateReader(directory)",
         (HOSTILE,),
+    ),
+    Mutant(
+        "streams: a resumed run reads its own default number",
+        "energon_data/streams.py",
+        "reopen=reopened if requested is None else None",
+        "reopen=None",
+        (f"{STREAMS}::test_a_resumed_run_keeps_the_number_of_streams",),
+    ),
+    Mutant(
+        "workers: the end of the connection does not end one",
+        "energon_data/workers/worker.py",
+        "ends.register(connection, 0)",
+        "pass",
+        (f"{WORKERS}::test_close_ends_a_worker_whose_fork_server_was_killed",),
     ),
 )

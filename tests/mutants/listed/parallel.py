@@ -112,11 +112,11 @@ MUTANTS = (
         (LAYOUTS,),
     ),
     Mutant(
-        "adapters: FSDP's first layer keeps old ones",
+        "frozen embedding: the weights of FSDP's first layer stay gathered",
         "dit/parallel/fsdp.py",
         "first.detach().requires_grad_()",
         "first.detach()",
-        (LAYOUTS,),
+        (f"{FSDP}::test_no_weights_of_layers_stay_gathered_after_the_backward_pass",),
     ),
     Mutant(
         "FSDP: the update is one operation on DTensors",
@@ -201,5 +201,12 @@ MUTANTS = (
         "chunk.factor.begin(read)",
         "chunk.factor.begin()",
         ("tests/unit/backends/test_gradients.py",),
+    ),
+    Mutant(
+        "FSDP: frozen parameters have gradients to reduce",
+        "dit/parallel/fsdp_patches.py",
+        " if group.main_grad_buffer is not None]",
+        "]",
+        (f"{FSDP}::test_gradients_of_a_model_with_frozen_parameters_arrive",),
     ),
 )

@@ -203,7 +203,7 @@ MUTANTS = (
         "dit/optimizer/master_weights.py",
         "clip_grad / (grad_norm + 1e-6)",
         "clip_grad / (grad_norm + 1.0)",
-        (FUSED_UPDATE,),
+        (OFFLOAD,),
     ),
     Mutant(
         "checkpoints: content not compared",

@@ -6,10 +6,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -25,7 +27,7 @@ from energon_data.dataset import EnergonData
 from energon_data.skip_log import SkipLog
 from energon_data.streams import Position, StreamGroup
 from energon_data.workers import background
-from energon_data.workers.background import BackgroundSource
+from energon_data.workers.background import LONGEST_FOLDER, SHORT_FOLDER, BackgroundSource
 from energon_data.workers.messages import Ahead, Sender, receive
 from tests.support.sources import Watched
 
@@ -252,10 +254,59 @@ if __name__ == "__main__":
         os.kill(os.getpid(), signal.SIGKILL)
 """
     command = [sys.executable, "-c", program, how, str(Path(__file__).parent)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stderr == ""
-    assert done.returncode == (0 if how == "exit" else -signal.SIGKILL)
-    assert gone(int(done.stdout))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as training:
+        assert training.stdout is not None
+        worker = int(training.stdout.readline())
+        assert training.wait() == (0 if how == "exit" else -signal.SIGKILL)
+        is_gone = gone(worker)
+        if not is_gone:
+            os.kill(worker, signal.SIGKILL)
+        assert is_gone, "the item takes 600 s"
+        assert training.communicate() == ("", "")
+
+
+def test_close_ends_a_worker_whose_fork_server_was_killed(opened: Open) -> None:
+    """Its exit code is unknown then, and it counts as ended while it still runs."""
+    stream = opened(seconds=600)
+    stream._start()
+    os.kill(forkserver._forkserver._forkserver_pid, signal.SIGKILL)
+    worker = stream._worker
+    worker.join()
+    assert worker.exitcode == 255
+    assert Path(f"/proc/{worker.pid}").exists()
+    stream.close()
+    is_gone = gone(worker.pid)
+    if not is_gone:
+        os.kill(worker.pid, signal.SIGKILL)
+    assert is_gone
+
+
+@pytest.mark.parametrize("longer", [0, 1])
+def test_the_temporary_folder_may_have_a_long_name(longer: int) -> None:
+    """The address of a socket has at most 107 bytes."""
+    program = """
+import os, sys
+from functools import partial
+sys.path.insert(0, sys.argv[1])
+from multiprocessing import forkserver
+from small_data import spec
+from energon_data.workers.background import BackgroundSource
+from tests.support.sources import Watched
+
+if __name__ == "__main__":
+    stream = BackgroundSource(partial(Watched, spec()), "a test")
+    print(os.path.dirname(os.path.dirname(forkserver._forkserver._forkserver_address)))
+    stream.next()
+    stream.close()
+"""
+    with tempfile.TemporaryDirectory(dir=SHORT_FOLDER) as parent:
+        folder = Path(parent, "x" * (LONGEST_FOLDER + longer - len(f"{parent}/")))
+        folder.mkdir()
+        command = [sys.executable, "-c", program, str(Path(__file__).parent)]
+        environment = {**os.environ, "TMPDIR": str(folder)}
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        assert done.stdout.strip() == (SHORT_FOLDER if longer else str(folder))
+        assert list(folder.iterdir()) == []
 
 
 def test_signals_to_all_processes_of_a_run_do_not_end_the_fork_server() -> None:

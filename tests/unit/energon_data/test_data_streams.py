@@ -126,7 +126,7 @@ def test_resume_continues_bit_for_bit(case: tuple[DataConfig, int], steps: int) 
     same(rest, take(twice, 13))
 
 
-@pytest.mark.parametrize("worlds", [(2, 4), (4, 2), (1, 2, 8, 3), (8, 1, 6)])
+@pytest.mark.parametrize("worlds", [(2, 4), (4, 2), (1, 2, 3, 8), (8, 1, 6)])
 def test_resume_on_other_numbers_of_ranks(case: tuple[DataConfig, int], worlds: tuple[int, ...]) -> None:
     """A step has 24 micro-batches; four streams are read by more and by fewer ranks, in turn."""
     data, mbs = case
@@ -137,8 +137,9 @@ def test_resume_on_other_numbers_of_ranks(case: tuple[DataConfig, int], worlds: 
             if state is not None:
                 rank.load_state_dict(state)
         same(take(alone, 24), [next(ranks[j % dp]) for j in range(24)])
-        state = through_disk(merge_states([rank.state_dict() for rank in ranks]))
-        assert sorted(state["streams"]) == [0, 1, 2, 3]
+        states = [rank.state_dict() for rank in ranks]
+        assert sorted(s for one in states for s in one["streams"]) == [0, 1, 2, 3], "one rank saves each position"
+        state = through_disk(merge_states(states))
 
 
 def test_a_step_has_the_same_samples_with_smaller_micro_batches(mixed_folder: Path) -> None:
@@ -152,6 +153,29 @@ def test_a_step_has_the_same_samples_with_smaller_micro_batches(mixed_folder: Pa
             {(k, int(d)) for b in take(s, n) for k, d in zip(b.keys, b.draws_S)} for s, n in ((large, 2), (small, 4))
         ]
         assert samples[0] == samples[1]
+
+
+@pytest.mark.parametrize("name", ["dense", "packed", "mock packed"])
+def test_a_resumed_run_keeps_the_number_of_streams(name: str, mixed_folder: Path, picture_folder: Path) -> None:
+    """The default depends on the micro-batches of a step, which may follow the number of ranks."""
+    data, mbs = CASES[name](mixed_folder, picture_folder)
+    data.num_streams = None
+
+    def rank(r: int, dp: int, micro_batches: int, mbs: int = mbs) -> StreamGroup:
+        settings = {"dp_rank": r, "dp_size": dp, "seed": 5, "log_dir": None, "micro_batches_per_step": micro_batches}
+        return data.build_train(build_spec(data, mbs, 1), **settings)
+
+    alone, state = rank(0, 1, 2), {}
+    for dp, micro_batches in ((1, 2), (8, 8), (2, 4), (3, 6)):
+        ranks = [rank(r, dp, micro_batches) for r in range(dp)]
+        for one in ranks if state else ():
+            one.load_state_dict(state)
+        same(take(alone, 24), [next(ranks[j % dp]) for j in range(24)])
+        state = through_disk(merge_states([one.state_dict() for one in ranks]))
+        assert sorted(state["streams"]) == [0, 1]
+    for micro_batches, size, cure in ((3, 4, "=6$"), (3, 1, " and global_batch_size to their previous values")):
+        with pytest.raises(ConfigError, match=f"has 2 streams.*3 micro-batches.*set training.micro_batch_size{cure}"):
+            rank(0, 1, micro_batches, size).load_state_dict(state)
 
 
 LAYOUTS = (1, 2, 8)
@@ -512,7 +536,7 @@ def test_states_that_do_not_fit_are_refused(mixed_folder: Path) -> None:
     stream = build(data(), 0, 2)
     next(stream)
     state = stream.state_dict()
-    with pytest.raises(DataError, match=r"4 streams, this run reads 2.*data.num_streams=4"):
+    with pytest.raises(ConfigError, match=r"4 streams, this run reads 2.*data.num_streams=4"):
         build(data(num_streams=2), 0, 2).load_state_dict(state)
     with pytest.raises(DataError, match=r"lacks the streams \[1, 3\]"):
         build(data(), 1, 2).load_state_dict(state)

@@ -1,10 +1,13 @@
 """CLIP scores and features against transformers' own logits, of a model with random weights in the real layout."""
 
 import json
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dit.errors import ConfigError
 from dit.evaluation.clip import ClipModel
@@ -77,6 +80,30 @@ class Halves(torch.nn.Module):
         if return_features:
             return images.float().mean((2, 3))
         return images.float().mean((1, 2, 3))
+
+
+def test_networks_of_one_name_and_other_weights_have_other_names(folder: Path, tmp_path: Path) -> None:
+    """Stored statistics have the name, so those of other weights are refused; a copy has the same."""
+    names = []
+    for i, number in enumerate((1.0, 1.0, 2.0)):
+        module = torch.nn.Conv2d(3, 1, 1)
+        torch.nn.init.constant_(module.weight, number)
+        torch.nn.init.constant_(module.bias, 0.0)
+        (tmp_path / str(i)).mkdir()
+        torch.jit.script(module).save(str(tmp_path / str(i) / "x.pt"))
+        names.append(load_features(tmp_path / str(i) / "x.pt", CPU).network)
+    assert names[0] == names[1] != names[2]
+    assert all(re.fullmatch(r"TorchScript of x\.pt \([0-9a-f]{12}\)", name) for name in names)
+    copy = shutil.copytree(folder, tmp_path / "clip")
+    before = load_features(copy, CPU).network
+    assert before == load_features(copy, CPU).network
+    (file,) = copy.glob("*.safetensors")
+    weights = load_file(file)
+    weights[min(weights)] += 1
+    save_file(weights, file, metadata={"format": "pt"})
+    after = load_features(copy, CPU).network
+    assert before != after
+    assert re.fullmatch(r"CLIP of clip \([0-9a-f]{12}\)", after)
 
 
 def test_a_torchscript_file_gets_bytes_and_returns_features(tmp_path: Path) -> None:

@@ -1,8 +1,13 @@
-"""What `make` and the CPU image install: the versions of constraints.txt, by files whose hashes are in hashes.txt."""
+"""What `make` and the CPU image install: the versions of constraints.txt, by files whose hashes are in hashes.txt.
+
+hashes-docs.txt has what `make docs` installs in addition.
+"""
 
 import re
+import tomllib
 from pathlib import Path
 
+import pytest
 from packaging.markers import default_environment
 from packaging.requirements import Requirement
 
@@ -10,9 +15,9 @@ ROOT = Path(__file__).resolve().parents[3]
 HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}$")
 
 
-def hashed() -> dict[str, tuple[Requirement, list[str]]]:
-    """Return every requirement of hashes.txt with its hashes."""
-    lines = [line for line in (ROOT / "hashes.txt").read_text().splitlines() if not line.startswith("#")]
+def hashed(file: str = "hashes.txt") -> dict[str, tuple[Requirement, list[str]]]:
+    """Return every requirement of a file with its hashes."""
+    lines = [line for line in (ROOT / file).read_text().splitlines() if not line.startswith("#")]
     found = {}
     for entry in "\n".join(lines).replace(" \\\n", "\n").split("\n"):
         if not entry.startswith(" "):
@@ -28,13 +33,22 @@ def pinned() -> dict[str, str]:
     return {name.lower().replace("_", "-"): version for name, version in (line.split("==") for line in lines)}
 
 
-def test_every_requirement_is_pinned_and_has_hashes() -> None:
-    found = hashed()
-    assert len(found) > 200
+@pytest.mark.parametrize(("file", "least"), [("hashes.txt", 200), ("hashes-docs.txt", 10)])
+def test_every_requirement_is_pinned_and_has_hashes(file: str, least: int) -> None:
+    found = hashed(file)
+    assert len(found) > least
     for requirement, hashes in found.values():
         assert re.fullmatch(r"==[^*,]+", str(requirement.specifier)), requirement
         assert hashes, requirement
         assert all(HASH.fullmatch(one) for one in hashes), requirement
+
+
+def test_the_pages_need_what_has_hashes() -> None:
+    """Every package that `make docs` needs, with the version of hashes.txt for those that are there."""
+    assert not hashed().keys() & hashed("hashes-docs.txt").keys()
+    metadata = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    needed = {Requirement(text).name.lower() for text in metadata["docs"]}
+    assert needed <= hashed("hashes-docs.txt").keys()
 
 
 def test_the_versions_are_those_of_the_constraints() -> None:
@@ -52,13 +66,14 @@ def test_the_versions_are_those_of_the_constraints() -> None:
 
 
 def test_nothing_else_is_downloaded_without_a_hash() -> None:
-    """In both files: only torch and MkDocs may be; the project itself is installed without its dependencies."""
+    """In both files: only torch may be; the project itself is installed without its dependencies."""
     for name in ("Makefile", "Dockerfile"):
         text = (ROOT / name).read_text().split("FROM ${BASE}")[0].replace("\\\n", "")
         lines = [line for line in re.split(r"&&|\n", text) if re.search(r"\$\(INSTALL\)|pip install", line)]
-        commands = [line for line in lines if "INSTALL =" not in line and "sbom" not in line and "[docs]" not in line]
+        commands = [line for line in lines if "INSTALL =" not in line and "sbom" not in line]
         assert [("--require-hashes" in c, "--no-deps" in c, c.rstrip().endswith(" torch")) for c in commands] == [
             (True, True, False),
             (False, False, True),
             (False, True, False),
+            *([(True, True, False)] if name == "Makefile" else []),
         ], commands

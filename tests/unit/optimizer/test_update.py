@@ -1,15 +1,17 @@
 """Updates with Adam's moments in host memory, part by part."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks.parallel_training import tiny_model
+from dit.backends.gradients import GradientFactor
 from dit.kernels.adamw import Elements, Rates, adamw
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer import update
-from dit.optimizer.master_weights import SLOTS, MasterShard
+from dit.optimizer.master_weights import SLOTS, MasterShard, factor_of_update
 from dit.parallel.build import count_parameters
 from dit.parallel.dims import ParallelConfig
 from dit.planner.job import Job
@@ -49,6 +51,19 @@ def test_parts_are_updated_as_the_whole_is(monkeypatch: pytest.MonkeyPatch, part
         for name in ("main", "exp_avg", "exp_avg_sq", "average", "model"):
             expected, found = getattr(one, name), getattr(other, name)
             assert (expected is None and found is None) or torch.equal(expected, found), name
+
+
+def test_clipping_is_that_of_megatron_core() -> None:
+    """`clip_grad_by_total_norm_fp32` adds 1e-6 to the norm, which matters for small norms."""
+    optimizer = SimpleNamespace(gradient_factor=GradientFactor(0.25))
+    for norm, clip_grad, expected in (
+        (2e-6, 1e-6, 1e-6 / (2e-6 + 1e-6)),
+        (1e-6, 1.5e-6, 1.5e-6 / (1e-6 + 1e-6)),
+        (3.0, 1.0, 1.0 / (3.0 + 1e-6)),
+        (1e-6, 1.0, 1.0),
+        (3.0, 0.0, 1.0),
+    ):
+        assert factor_of_update(optimizer, norm, clip_grad) == pytest.approx(0.25 * expected, rel=1e-12)
 
 
 def test_moments_are_where_they_were_asked_for() -> None:

@@ -220,6 +220,11 @@ def test_features_are_those_before_the_last_layer(monkeypatch):
     images = torch.rand(4, 1, 8, 8) * 2 - 1
     found = features(images.expand(-1, 3, -1, -1))
     torch.testing.assert_close(network.head[-1](found), network(images))
+    names = [features.network]
+    for changed in (0.0, 1.0):
+        network.head[2].weight.data[0, 0] += changed
+        names.append(letter_score.reader_features(Namespace(), SimpleNamespace(config=config_of(channels=1))).network)
+    assert names[0] == names[1] != names[2]
     with pytest.raises(ConfigError, match="features of grey letters, and the model has 3 channels"):
         letter_score.reader_features(Namespace(), SimpleNamespace(config=config_of(channels=3)))
 
