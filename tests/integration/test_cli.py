@@ -1,10 +1,14 @@
 """The launcher under torchrun: what the seed command promises, and that a failing run is not a success."""
 
 import json
+import re
 import subprocess
 import sys
 
 import pytest
+
+from tests.integration import actions
+from tests.support.ranks import Job, run_jobs
 
 OWN = "tests.unit.launch.recipes_for_tests.ending"
 
@@ -24,8 +28,10 @@ def test_torchrun_fails_when_one_rank_fails(run_dir, succeeds):
     assert done.returncode == (0 if succeeds else 1)
     assert ("rank 1: error: shard 7 is gone" in done.stderr) == (not succeeds)
     assert ("Root Cause" in done.stderr) == (not succeeds)
-    if not succeeds:  # the last thing torchrun says
-        assert "traceback : error: shard 7 is gone" in done.stderr.partition("Root Cause")[2]
+    if not succeeds:  # the last lines of torchrun: the code that the process ended with, and its error
+        root_cause = done.stderr.partition("Root Cause")[2]
+        assert re.search(r"exitcode +: 3 ", root_cause)
+        assert "traceback : error: shard 7 is gone" in root_cause
 
 
 def test_a_recipe_trains_resumes_and_draws(tmp_path):
@@ -37,14 +43,13 @@ def test_a_recipe_trains_resumes_and_draws(tmp_path):
     assert done.stdout.count("EDM(") == 1
     assert json.loads((run_dir / "exit.json").read_text())["code"] == 0
 
-    again = [sys.executable, "-m", "launch.train", "--yes", "--yaml", str(run_dir / "config.yaml")]
-    done = subprocess.run([*again, "training.num_steps=3"], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    picture = tmp_path / "x.png"
+    again = ["--yes", "--yaml", str(run_dir / "config.yaml"), "training.num_steps=3"]
+    draw = ["--checkpoint", str(run_dir), "--steps", "2", "--out", str(picture)]
+    jobs = {"again": Job(actions.train, {"arguments": again}), "draw": Job(actions.draw, {"arguments": draw})}
+    ended = run_jobs(tmp_path / "world", jobs)
+    assert ended["again"].code == 0, ended["again"].err
     steps = [json.loads(line).get("step") for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert max(s for s in steps if s is not None) == 3
-
-    picture = tmp_path / "x.png"
-    command = [sys.executable, "-m", "launch.sample", "--checkpoint", str(run_dir), "--steps", "2"]
-    done = subprocess.run([*command, "--out", str(picture)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert ended["draw"].code == 0, ended["draw"].err
     assert picture.is_file()

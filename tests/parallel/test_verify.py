@@ -284,7 +284,8 @@ def verdicts(tmp_path_factory):
     `tests/laws` has those of sound backbones in their tiny form.
     """
     folder, pair = tmp_path_factory.mktemp("verify"), pair_of(RECIPE, **TP2SP)
-    (one,) = run_world(1, [{"task": "dit.verify.trial:run_case", "trial": pair.one}], folder / "1")
+    adapted = adapters_pair()
+    one, one_adapted = run_world(1, [{"task": RUN, "trial": trial} for trial in (pair.one, adapted.one)], folder / "1")
     cases = [
         {"task": fault.get("task", RUN), "trial": replace(pair.many, alter=fault.get("alter"))}
         for fault in FAULTS.values()
@@ -296,11 +297,8 @@ def verdicts(tmp_path_factory):
             "many": replace(pair.many, alter=sum_no_sequence_shards),
         },
     ]
-    adapted = adapters_pair()
-    (one_adapted,) = run_world(1, [{"task": "dit.verify.trial:run_case", "trial": adapted.one}], folder / "adapted")
     cases += [
-        {"task": "dit.verify.trial:run_case", "trial": replace(adapted.many, alter=alter)}
-        for alter in (None, forget_the_parts_of_adapters)
+        {"task": RUN, "trial": replace(adapted.many, alter=alter)} for alter in (None, forget_the_parts_of_adapters)
     ]
     *many, ungathered, sound, broken = run_world(2, cases, folder / "2")
     parts = judge_differences(ungathered, build_on_meta(pair.many.model), pair.sizes)

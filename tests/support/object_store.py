@@ -32,6 +32,7 @@ class ObjectStore:
         self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
+        self._client: Any = None
 
     @property
     def environ(self) -> dict[str, str]:
@@ -45,7 +46,16 @@ class ObjectStore:
 
     def client(self) -> Any:
         """Return boto3's client: another one than that of the code under test."""
-        return boto3.client("s3", endpoint_url=self.environ["AWS_ENDPOINT_URL"])
+        if self._client is None:  # takes a tenth of a second
+            self._client = boto3.client("s3", endpoint_url=self.environ["AWS_ENDPOINT_URL"])
+        return self._client
+
+    def clear(self) -> None:
+        """Delete all objects, open the door, and forget the requests."""
+        self.door = lambda method, path: None
+        for entry in self.client().list_objects_v2(Bucket=BUCKET).get("Contents", []):
+            self.client().delete_object(Bucket=BUCKET, Key=entry["Key"])
+        self.requests.clear()
 
     def objects(self) -> dict[str, bytes]:
         """Return the content of all objects by key."""

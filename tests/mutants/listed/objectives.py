@@ -4,7 +4,7 @@ from tests.mutants.listed.paths import (
     AUGMENTATION,
     AUTOENCODING,
     BOUND,
-    FUSED_NOISE,
+    FUSED_KERNELS,
     GENERATE,
     LOSSES,
     NOISE,
@@ -203,7 +203,7 @@ MUTANTS = (
         "dit/kernels/fused/noise.py",
         "layout.per_token(b_S[:, None] * offset_SC)",
         "layout.per_token(offset_SC)",
-        (FUSED_NOISE,),
+        (FUSED_KERNELS,),
     ),
     Mutant(
         "autoencoder: divergence of the variance squared",

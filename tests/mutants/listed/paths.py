@@ -16,10 +16,7 @@ MOE = "tests/unit/layers/test_moe.py"
 ATTENTION = "tests/unit/kernels/test_attention.py"
 CHOICE, COMPILED = "tests/unit/kernels/test_choice.py", "tests/unit/kernels/test_compiled_layers.py"
 FUSED = "tests/unit/kernels/test_fused.py"
-FUSED_LAYERS, FUSED_PICTURES, FUSED_NOISE, FUSED_UPDATE = (
-    f"{FUSED}::test_every_kernel_is_its_formula_in_the_interpreter[{part}]"
-    for part in ("layers", "pictures", "noise", "update")
-)
+FUSED_KERNELS = f"{FUSED}::test_every_kernel_is_its_formula_in_the_interpreter"
 FUSED_OPS = "tests/unit/kernels/test_modulation.py"
 BATCH = "tests/unit/test_batch.py"
 DAMAGE = "tests/unit/energon_data/test_data_damage.py"

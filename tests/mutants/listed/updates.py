@@ -4,7 +4,7 @@ from tests.mutants.listed.paths import (
     AVERAGE,
     BOXES,
     FLOPS,
-    FUSED_UPDATE,
+    FUSED_KERNELS,
     HEARTBEAT,
     LIMIT,
     LOCK,
@@ -196,7 +196,7 @@ MUTANTS = (
         "dit/optimizer/update.py",
         "count = get_step_count(self.optimizer) + 1",
         "count = max(get_step_count(self.optimizer), 1)",
-        (FUSED_UPDATE,),
+        (FUSED_KERNELS,),
     ),
     Mutant(
         "fused update: clips by another norm than Megatron-Core",

@@ -30,10 +30,7 @@ def server():
 @pytest.fixture
 def bucket(server):
     yield server
-    server.door = lambda method, path: None
-    server.requests.clear()
-    for key in server.objects():
-        server.client().delete_object(Bucket=BUCKET, Key=key)
+    server.clear()
 
 
 def content(folder):

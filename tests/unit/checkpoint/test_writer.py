@@ -333,6 +333,7 @@ def both_ranks(root, step, timeout_s=20.0):
 
 def test_crash_of_a_machine_at_every_system_call_leaves_a_valid_checkpoint(tmp_path, monkeypatch):
     """All writers die at once before each changing system call of a save in turn."""
+    monkeypatch.setattr(writer_module, "POLL_S", 0.001)
     outcomes = set()
     for n in itertools.count(1):
         root = tmp_path / str(n)
@@ -377,7 +378,7 @@ def test_failing_disk_at_every_system_call_is_reported_and_harms_nothing(tmp_pat
         with monkeypatch.context() as patched:
             trip = Trip(n, fail)
             trip.install(patched, ("mkdir", "write", "fsync", "rename"))
-            errors = both_ranks(root, 20, timeout_s=0.3)
+            errors = both_ranks(root, 20, timeout_s=0.1)
         store = make_store(root, keep_last=2)
         if errors[0] is not None:
             failures += 1

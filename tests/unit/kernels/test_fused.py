@@ -21,36 +21,26 @@ BF16, FP32, INT32, INT64, NUMBER = "bf16", "fp32", "int32", "int64", "number"
 
 
 def interpret(*arguments: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *arguments]
+    """Run `tests/interpreted` in one process, because a start takes longer than most of its files."""
+    folder = str(REPOSITORY / "tests" / "interpreted")
+    options = ("-q", "-x", "-p", "no:cacheprovider", "-p", "pytest_timeout")
+    environment = {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     done = subprocess.run(
-        command, env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+        [sys.executable, "-m", "pytest", *options, *arguments, folder],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 
 
-TESTS = REPOSITORY / "tests" / "interpreted"
-INTERPRETED = {
-    "layers": ("residual_norm", "heads_and_activations", "models"),
-    "pictures": ("group_norm", "unets"),
-    "noise": ("noise",),
-    "update": ("adamw", "update"),
-}
-
-
-def test_every_file_is_interpreted():
-    named = {f"test_{name}.py" for names in INTERPRETED.values() for name in names}
-    assert named == {path.name for path in TESTS.glob("test_*.py")}
-
-
-@pytest.mark.parametrize("names", INTERPRETED.values(), ids=INTERPRETED)
-def test_every_kernel_is_its_formula_in_the_interpreter(names):
-    interpret(*(str(TESTS / f"test_{name}.py") for name in names))
+def test_every_kernel_is_its_formula_in_the_interpreter():
+    interpret()
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("names", INTERPRETED.values(), ids=INTERPRETED)
-def test_more_sizes_and_layouts_in_the_interpreter(names):
-    interpret("-m", "matrix", *(str(TESTS / f"test_{name}.py") for name in names))
+def test_more_sizes_and_layouts_in_the_interpreter():
+    interpret("-m", "matrix")
 
 
 PARTS = {"GATE": 1, "BIAS": 1, "NORM": 1, "WEIGHT": 0}

@@ -1,6 +1,7 @@
 """`megatron-dit`: quick, the same code as `python -m`, and not misled by folders of the user's own."""
 
 import ast
+import inspect
 import os
 import subprocess
 import sys
@@ -50,7 +51,9 @@ def console_script(*words: str, cwd: Path) -> subprocess.CompletedProcess:
 
 def test_every_command_is_one_that_python_m_starts():
     for command in console.COMMANDS.values():
-        assert callable(import_module(command.module).main), command
+        module = import_module(command.module)
+        assert callable(module.main), command
+        assert inspect.getsource(module).endswith('if __name__ == "__main__":\n    sys.exit(main())\n'), command
     assert " ".join(sorted(console.COMMANDS)) == (
         "bench evaluate export import inspect kernels layouts plan prepare sample status train verify"
     )

@@ -202,27 +202,27 @@ def test_where_a_disk_has_no_locks_the_heartbeats_tell(half_done: Path, monkeypa
     assert "unknown" not in told(half_done)["run"]
 
 
-@pytest.mark.parametrize(
-    "damaged",
-    [
-        '{"kind": "scalars", "step": 3, "attempt": "2", "time": 1, "loss": 1}',
-        '{"kind": "scalars", "step": 3, "attempt": 1, "time": "then", "samples_per_s": 1}',
-        '{"kind": "scalars", "step": 3, "attempt": 1, "samples_per_s": 1, "loss": {}}',
-        '{"kind": "scalars", "step": 3, "attempt": 1, "time": 1, "samples_per_s": ' + "9" * 400 + "}",
-        '{"kind": "incident", "step": 3, "incident": "rewind"}',
-        '{"kind": "incident", "step": 3, "incident": "rewind", "details": {"to_step": null}}',
-        '{"kind": "incident", "step": 3, "incident": "spike", "details": [1]}',
-        '{"kind": "scalars", "step": ' + "[" * 100_000 + "}",
-        '{"kind": ["scalars"], "step": 3}',
-    ],
+DAMAGED = (
+    '{"kind": "scalars", "step": 3, "attempt": "2", "time": 1, "loss": 1}',
+    '{"kind": "scalars", "step": 3, "attempt": 1, "time": "then", "samples_per_s": 1}',
+    '{"kind": "scalars", "step": 3, "attempt": 1, "samples_per_s": 1, "loss": {}}',
+    '{"kind": "scalars", "step": 3, "attempt": 1, "time": 1, "samples_per_s": ' + "9" * 400 + "}",
+    '{"kind": "incident", "step": 3, "incident": "rewind"}',
+    '{"kind": "incident", "step": 3, "incident": "rewind", "details": {"to_step": null}}',
+    '{"kind": "incident", "step": 3, "incident": "spike", "details": [1]}',
+    '{"kind": "scalars", "step": ' + "[" * 100_000 + "}",
+    '{"kind": ["scalars"], "step": 3}',
 )
-def test_records_with_values_of_other_kinds_end_nothing(tmp_path: Path, damaged: str) -> None:
-    folder = run_folder(tmp_path / "run", scalars(1), scalars(2))
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write(damaged + "\n" + json.dumps(scalars(4)) + "\n")
-    said = told(folder)
-    assert said["step"].startswith("4 of 40")
-    assert main([str(folder), "--html", str(tmp_path / "page.html")]) == 0
+
+
+def test_records_with_values_of_other_kinds_end_nothing(tmp_path: Path) -> None:
+    """Neither the status of a run nor a page of all of them."""
+    folders = [run_folder(tmp_path / f"run{number}", scalars(1), scalars(2)) for number in range(len(DAMAGED))]
+    for folder, damaged in zip(folders, DAMAGED):
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write(damaged + "\n" + json.dumps(scalars(4)) + "\n")
+        assert told(folder)["step"].startswith("4 of 40"), damaged
+    assert main([*map(str, folders), "--html", str(tmp_path / "page.html")]) == 0
 
 
 def test_numbers_that_are_not_finite_are_said_and_make_no_trend(tmp_path: Path) -> None:

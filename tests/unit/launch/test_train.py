@@ -164,14 +164,6 @@ def test_the_parts_that_are_checked_first_are_those_of_training():
     assert {part: hints[part] for part in cli.PLAIN_PARTS} == cli.PLAIN_PARTS
 
 
-def test_a_plain_process_exits_with_the_code():
-    """The same as in process, through the interpreter's own exit."""
-    more = ["--factory", OWN, "--yes", "training.run_dir=data"]
-    done = subprocess.run([sys.executable, "-m", "launch.train", *more], capture_output=True, text=True, check=False)
-    assert done.returncode == 3
-    assert "shard 7 is gone" in done.stderr
-
-
 def test_prepare_keeps_what_the_user_has_set():
     environ = {"TOKENIZERS_PARALLELISM": "true", "PYTORCH_CUDA_ALLOC_CONF": "backend:native"}
     environ["TORCH_FR_BUFFER_SIZE"] = "7"

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -125,21 +125,27 @@ with Heartbeat(sys.argv[1], 0, 1, 1.8) as heart:
 """
 
 
-@pytest.mark.parametrize("hangs", [False, True])
-def test_time_in_which_a_process_was_stopped_does_not_count_as_a_hang(tmp_path, hangs):
+def test_time_in_which_a_process_was_stopped_does_not_count_as_a_hang(tmp_path):
     """For example a sleeping laptop, a paused machine or Ctrl-Z; a hang afterwards still counts."""
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
-    with subprocess.Popen([sys.executable, "-c", HELD_UP, str(tmp_path)], **pipes) as child:
-        assert child.stdout.readline() == b"waits\n"
-        os.kill(child.pid, signal.SIGSTOP)
+    with ExitStack() as stack:
+        for name in ("goes_on", "hangs"):
+            (tmp_path / name).mkdir()
+        goes_on, hangs = (
+            stack.enter_context(subprocess.Popen([sys.executable, "-c", HELD_UP, str(tmp_path / name)], **pipes))
+            for name in ("goes_on", "hangs")
+        )
+        for child in (goes_on, hangs):
+            assert child.stdout.readline() == b"waits\n"
+            os.kill(child.pid, signal.SIGSTOP)
         time.sleep(4.0)
-        os.kill(child.pid, signal.SIGCONT)
+        for child in (goes_on, hangs):
+            os.kill(child.pid, signal.SIGCONT)
         time.sleep(0.9)
-        assert child.poll() is None
-        if not hangs:
-            child.stdin.write(b"\n")
-            child.stdin.flush()
-        assert child.wait(20) == (70 if hangs else 0)
+        assert goes_on.poll() is hangs.poll() is None
+        goes_on.stdin.write(b"\n")
+        goes_on.stdin.flush()
+        assert (goes_on.wait(20), hangs.wait(20)) == (0, 70)
 
 
 def write_beat(folder: Path, at: float) -> None:
