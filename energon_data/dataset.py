@@ -23,7 +23,14 @@ from energon_data.held_out import share_validation
 from energon_data.online import check_online_texts, check_vae, embedded_widths
 from energon_data.packing import CostLimit, check_pack_multiple
 from energon_data.skip_log import SKIP_FILE, SkipLog
-from energon_data.streams import Source, StreamGroup, automatic_streams, check_streams, streams_of
+from energon_data.streams import (
+    Source,
+    StreamGroup,
+    StreamSettings,
+    automatic_streams,
+    check_streams,
+    streams_of,
+)
 from energon_data.values import check_values
 
 if TYPE_CHECKING:
@@ -37,69 +44,55 @@ _SEEDS_APART = 1_000_003  # offset between the seeds of a blend's stages
 
 
 @dataclass(kw_only=True)
-class EnergonData(DataConfig):
+class EnergonData(StreamSettings, DataConfig):
     """Samples from WebDataset shards, read by Megatron-Energon.
 
     Attributes:
         path: a data set folder with `.nv-meta`, or a metadataset `.yaml` that blends several.
-        blend: several data sets with weights instead of `path`: `[{path: DIR, weight: 3}, ...]`.
+        blend: data sets with weights instead of `path`: `[{path: DIR, weight: 3}, ...]`.
         blend_steps: steps at which the weights change; each weight is then a list with one number per stage.
-        num_streams: global streams of the run, a divisor of a step's micro-batches; None for the largest divisor up to
-            8.
-            More ranks than streams read the data several times: set the largest number of replicas of the run.
         background: read every stream in a separate worker process, ahead of training (only on Linux).
         shuffle_buffer: samples shuffled in memory before batching; 0 for none.
         max_samples_per_sequence: split shards into runs of about this many samples and shuffle the runs; None for
             complete shards.
-        max_tokens_per_pack: pack samples of any length up to this many tokens (micro_batch_size must then be 1); None
-            for dense batches.
-        pack_multiple_of: samples are selected into packs as if each were padded to a multiple of this many tokens, so
-            that packs are the same under every layout whose multiple divides it.
-        pack_cost_tokens: limit the work of every pack to that of one sample of this many tokens, so that ranks wait
-            little for each other; attention is quadratic. `max_tokens_per_pack` may be 1.25 times this.
+        pack_cost_tokens: limit the work of a pack to that of one sample of this many tokens, so that ranks wait little
+            for each other; attention is quadratic. `max_tokens_per_pack` may be 1.25 times this.
         packing_buffer_size: number of buffered samples from which packs are filled.
         pad_packs: pad every pack to `max_tokens_per_pack`, so all have one shape.
-        bucket_by_shape: batch only samples of the same latent shape together, as convolutional backbones need.
-        max_text_tokens: longer texts are truncated; None for no limit.
-        max_tokens_per_sample: longer samples are dropped and counted; None for the length of a pack.
+        bucket_by_shape: batch only samples of the same shape together, as convolutional backbones need.
+        max_text_tokens: truncate longer texts; None for no limit.
+        max_tokens_per_sample: drop longer samples; None for the length of a pack.
         max_abs_latent: latents with larger absolute values count as damaged.
-        min_aesthetic_score: samples with a lower score, or none, are dropped and counted; None for no limit.
-        min_side, max_side: limits of both sides of a picture or frame in pixels, before any resize; others are dropped
-            and counted.
-        max_aspect_ratio: limit of the ratio of longer to shorter side; others are dropped and counted.
-        min_seconds, max_seconds: limits of the duration of a clip; others are dropped and counted. An image lasts 0
-            seconds.
-        min_caption_length, max_caption_length: limits of the caption's length in characters; others are dropped and
-            counted.
-        resize_side: resize the smaller side of pictures and clips to this many pixels at load time; None for the stored
-            size.
-        crop_size: height and width in pixels of a crop at load time; None for the full picture.
-        random_crop: whether the crop position is random; otherwise, and in held-out data, it is the centre.
+        min_aesthetic_score: drop samples with a lower score, or without one.
+        min_side, max_side: limits of both sides of a stored picture or frame in pixels; others are dropped.
+        max_aspect_ratio: drop samples with a larger ratio of longer to shorter side.
+        min_seconds, max_seconds: limits of the duration of a clip (0 for an image); others are dropped.
+        min_caption_length, max_caption_length: limits of the caption in characters; others are dropped.
+        resize_side: resize the smaller side of pictures and clips to this many pixels at load time.
+        crop_size: crop to this height and width in pixels at load time.
+        random_crop: crop at a random position; otherwise, and in held-out data, at the centre.
         flip: probability that a picture or clip is mirrored; never in held-out data.
-        corrupt_low_resolution: blur, resize and add noise to the low-resolution pictures derived for a super-resolution
-            model; not to stored ones, and never in held-out data.
+        corrupt_low_resolution: blur, resize and add noise to the low-resolution pictures that are derived for a
+            super-resolution model; never in held-out data.
         vary_captions: draw one of a sample's captions at each read; otherwise, and in held-out data, use the first.
-        max_lost_samples: damaged samples that the streams of one data-parallel rank may drop before the run ends.
-        require_checksums: samples whose metadata lacks the CRC32 of a part count as damaged. Existing checksums are
-            always verified.
-        online_vae: an autoencoder (`--vae` of `energon_data.prepare`) that encodes the stored pixels on the training
-            device in every step; None for stored latents, or pixels that are the latents.
+        max_lost_samples: damaged samples that a data-parallel rank may drop before the run ends.
+        require_checksums: count samples without a CRC32 of each part as damaged. Existing checksums are always
+            verified.
+        online_vae: an autoencoder (`--vae` of `energon_data.prepare`) that encodes stored pixels on the training device
+            in every step; None if latents are stored.
         online_text_encoder: encoders, such as `text=google/t5-v1_1-xl,pooled=openai/clip-vit-large-patch14`, that embed
-            the stored captions on the training device in every step; None for stored embeddings.
-        online_precision: precision of these encoders' weights and activations; their outputs are float32 either way.
+            stored captions on the training device in every step; None if embeddings are stored.
+        online_precision: precision of these encoders; their outputs are float32.
         train_split, validation_split: names of the splits.
-        validation_samples: number of held-out samples of one pass; None for the full split.
+        validation_samples: held-out samples of one pass; None for the full split.
     """
 
     path: str = ""
     blend: Optional[list[dict[str, Any]]] = None
     blend_steps: Optional[list[int]] = None
-    num_streams: Optional[int] = None
     background: bool = True
     shuffle_buffer: int = 1000
     max_samples_per_sequence: Optional[int] = None
-    max_tokens_per_pack: Optional[int] = None
-    pack_multiple_of: int = 16
     pack_cost_tokens: Optional[int] = None
     packing_buffer_size: int = 256
     pad_packs: bool = False

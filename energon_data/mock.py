@@ -23,6 +23,7 @@ from energon_data.streams import (
     Position,
     StreamGroup,
     StreamItem,
+    StreamSettings,
     automatic_streams,
     check_streams,
     streams_of,
@@ -33,8 +34,10 @@ _CACHED = 64
 
 
 @dataclass(kw_only=True)
-class MockData(DataConfig):
+class MockData(StreamSettings, DataConfig):
     """Random latents around one pattern per class.
+
+    Packs are filled in order, and padded to `max_tokens_per_pack`.
 
     Attributes:
         frames, height, width: size of every latent.
@@ -42,11 +45,7 @@ class MockData(DataConfig):
         text_tokens: tokens of the longest text; lengths vary between half of it and this number.
         fps: frames per second of every clip.
         dataset_size: number of distinct samples before they repeat; None for no limit.
-        num_streams: see `EnergonData`.
-        max_tokens_per_pack: fill packs, in order, up to this many tokens and pad them to it (micro_batch_size must
-            then be 1); None for dense batches.
-        pack_multiple_of: see `EnergonData`.
-        validation_samples: number of samples of one validation pass.
+        validation_samples: held-out samples of one pass.
     """
 
     frames: int = 1
@@ -56,9 +55,6 @@ class MockData(DataConfig):
     text_tokens: int = 16
     fps: float = 24.0
     dataset_size: Optional[int] = None
-    num_streams: Optional[int] = None
-    max_tokens_per_pack: Optional[int] = None
-    pack_multiple_of: int = 16
     validation_samples: int = 32
 
     def sizes(self) -> list[tuple[int, int, int]]:

@@ -49,7 +49,7 @@ class LearnedVariance:
     not change the mean: loss = simple + vlb_weight * bound. `sampling.variance=learned` samples with it.
 
     Args:
-        vlb_weight: weight of the bound, the sum over all steps in bits per dimension.
+        vlb_weight: weight of the variational bound, in bits per dimension over all steps.
 
     Raises:
         ConfigError: the weight is negative.
@@ -81,21 +81,18 @@ class DDPM(Objective):
     """DDPM with the simple (unweighted) loss, one time per packed sample.
 
     Args:
-        schedule: schedule of the noise over time.
+        schedule: noise schedule.
         prediction: output of the network: the noise, the clean latent, or v = alpha eps - sigma x0.
-        discrete_steps: length of the table of steps; the network receives step k as k / discrete_steps. None for
-            continuous time in [0, 1].
-        beta_start, beta_end: variance that the first and the last of 1000 steps add, for `linear` and `scaled_linear`.
-            Other lengths and continuous time end at the same noise. None for the published values, 1e-4 and 0.02, or
-            0.00085 and 0.012.
-        zero_terminal_snr: rescale the table so that its last step, where sampling starts, is pure noise; for
-            `prediction` v or x0.
-        noise_offset: standard deviation of a number per channel and sample that is added to the noise of every position
-            in training, so that the network learns to change the mean of a picture. 0.05 for SDXL; 0 for none.
-        network_time: input of the network: the time in [0, 1], or the log SNR ln(alpha^2 / sigma^2), as in Imagen.
-        loss_kind: pointwise error.
-        min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma), 5 in the paper; None for the simple loss.
-        variance: learned variance of the reverse steps (`learned_variance`), for a table of steps; None for none.
+        discrete_steps: length of the table of steps; None for continuous time. The network receives step k as k /
+            discrete_steps.
+        beta_start, beta_end: variance of the first and the last of 1000 steps; other lengths end at the same noise.
+            None for the published values, 1e-4 and 0.02 (`linear`), or 0.00085 and 0.012 (`scaled_linear`).
+        zero_terminal_snr: rescale the table so that its last step is pure noise.
+        noise_offset: standard deviation of noise that is equal at all positions of a sample and channel, added in
+            training; 0.05 for SDXL.
+        network_time: input of the network: the time, or the log SNR ln(alpha^2 / sigma^2), as in Imagen.
+        min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma); None for the unweighted loss.
+        variance: learned variance of the reverse steps (`learned_variance`), for a table of steps.
 
     Raises:
         ConfigError: an unknown choice, a table too short for its schedule, betas that do not fit it, a learned variance

@@ -22,22 +22,21 @@ class ParallelConfig:
         sequence_parallel: shard activations between the linear layers over the tensor-parallel ranks.
         pipeline_model_parallel_size: ranks over which the layers are split.
         virtual_pipeline_model_parallel_size: model chunks per pipeline rank (interleaved schedule).
-        pipeline_layers: layers of each stage in the order of the network, one number per pipeline rank (times virtual
-            chunks); None for equal stages. Stages with the embedding or the head may have fewer layers.
+        pipeline_layers: layers of each stage, one number per pipeline rank (times virtual chunks); None for equal
+            stages.
         context_parallel_size: ranks over which the tokens of every sample are split.
         context_comm: communication of keys and values under context parallelism: `p2p` (ring), `all_gather`, `a2a`
             (Ulysses), or `a2a+p2p` (all-to-all among adjacent ranks, a ring across these groups).
-        context_a2a_size: ranks of an all-to-all under `a2a+p2p`; None for the other schemes.
-        context_split: each rank gets one contiguous chunk of each sample, or two chunks that balance a causal mask
-            (Transformer Engine's order). Attention here is bidirectional, so `contiguous` is balanced too.
-        spatial_temporal_comm: attention inside frames and columns under context parallelism: `hybrid` (one all-to-all
-            dispatches complete segments, one combines the results) or `context` (split segments, as `context_comm`).
+        context_a2a_size: ranks of an all-to-all under `a2a+p2p`.
+        context_split: each rank gets one contiguous chunk of each sample, or two chunks in Transformer Engine's order.
+            Attention is bidirectional, so both are balanced.
+        spatial_temporal_comm: attention inside frames and columns under context parallelism: `hybrid` (an all-to-all
+            dispatches complete segments) or `context` (split segments, as `context_comm`).
         expert_model_parallel_size: ranks over which the experts of a layer are split, taken from the tensor-, context-
-            and data-parallel ranks of a pipeline stage.
+            and data-parallel ranks of a stage.
         expert_tensor_parallel_size: ranks over which one expert is split; must be 1, because experts are not split.
         data_parallel: state that data-parallel ranks shard: nothing, the optimizer, or everything (FSDP).
-        fsdp_sharding: state that Megatron-FSDP shards: the optimizer and its fp32 weights, also the gradients, or also
-            the model's weights.
+        fsdp_sharding: state that Megatron-FSDP shards: the optimizer, also the gradients, or also the weights.
         overlap_grad_reduce: reduce gradients during the backward pass; FSDP with sharded gradients always does.
         overlap_param_gather: gather parameters during the forward pass (distributed optimizer); FSDP with sharded
             weights always does.

@@ -14,9 +14,8 @@ class UNetConfig(ImagenConfig):
     Attributes:
         condition_size: width of the projected text tokens for attention.
         dropout: dropout rate in residual blocks; counter-based.
-        resample_with_conv: downsample by a convolution instead of average pooling; upsampling is a transposed
-            convolution in both cases.
-        resample_blocks: resample in residual blocks, by average pooling and transposed convolutions on both branches;
+        resample_with_conv: downsample by a convolution instead of average pooling.
+        resample_blocks: resample in residual blocks, by average pooling and transposed convolutions;
             `resample_with_conv` is then ignored.
     """
 
