@@ -7,6 +7,7 @@ and of packages that the user names in `DIT_PACKAGES` are instantiated, so readi
 import dataclasses
 import importlib
 import os
+from collections.abc import Mapping
 from typing import Any
 
 from dit.errors import CheckpointError
@@ -34,6 +35,16 @@ def to_record(value: object) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     return str(value)
+
+
+def without_removed(settings_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop settings that only earlier versions had, if their value had the effect that this version always has.
+
+    Args:
+        settings_class: its `removed_settings` are these values.
+    """
+    removed = getattr(settings_class, "removed_settings", {})
+    return {name: value for name, value in values.items() if name not in removed or value != removed[name]}
 
 
 def from_record(record: object) -> Any:
@@ -64,6 +75,6 @@ def from_record(record: object) -> Any:
     if not (isinstance(settings_class, type) and dataclasses.is_dataclass(settings_class)):
         raise CheckpointError(f"the record names {name!r}, which is not a settings class")
     try:
-        return settings_class(**values)
+        return settings_class(**without_removed(settings_class, values))
     except TypeError as error:
         raise CheckpointError(f"the record of {name!r} does not fit this version: {error}") from error

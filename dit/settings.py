@@ -1,7 +1,8 @@
 """Settings of a training run; `validate` raises `ConfigError` with the number and its range."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Optional, get_type_hints
+from typing import ClassVar, Literal, Optional, get_type_hints
 
 from dit.errors import ConfigError
 from dit.ranges import (
@@ -23,8 +24,6 @@ from dit.ranges import (
     duration_s,
     whole,
 )
-
-MIN_HISTORY = 16  # steps before a number can be a spike
 
 
 @dataclass(kw_only=True)
@@ -80,7 +79,6 @@ class TrainingConfig:
             None for a dynamic factor.
         initial_loss_scale: fp16 only: the dynamic factor at step 1. If a gradient overflows, the step makes no update
             and the factor is halved.
-        min_loss_scale: fp16 only: an overflow at this factor ends the run.
         loss_scale_window: fp16 only: the dynamic factor is doubled after this many steps without an overflow.
         attention: implementation of attention; `auto` selects torch's varlen kernel for bf16 on CUDA, and
             scaled-dot-product attention elsewhere. `megatron-dit kernels` lists the available ones.
@@ -100,14 +98,9 @@ class TrainingConfig:
         seed: of initial weights, data order and all noise.
         ema_decay: decay of the weight average per update (fp32); None for no average.
         ema_start_step: the average equals the weights until this step.
-        ema_interval: the average is updated after steps that are multiples of this.
         ema_offload: store the average in host memory; every update copies the weights there.
         log_interval: steps between log lines; a line is also written before each checkpoint.
         validation_interval: steps between held-out losses; 0 for never.
-        validate_raw_weights: in addition to the held-out loss of the average, measure that of the weights, as
-            `held_out_raw`.
-        sanity_micro_batches: held-out micro-batches of each data-parallel rank that are measured before step 1, so that
-            errors of validation appear early; 0 for none.
         sample_interval: steps between sample grids; 0 for never.
         hooks: user classes, `['package.module.Class']`, called after every step and validation; see
             `dit.training.hooks`. The environment variable DIT_PACKAGES names their packages.
@@ -117,9 +110,7 @@ class TrainingConfig:
             then (`rewind`).
         spike_threshold: a loss or gradient norm this many robust standard deviations above its running median is a
             spike (`dit.step_checks.spikes`); None for no limit. 20 tolerates the noise of small batches.
-        spike_window: applied steps in the running median.
-        max_bad_steps: more bad steps than this within `bad_steps_within` steps end the run.
-        bad_steps_within: steps in which bad steps are counted.
+        max_bad_steps: more bad steps than this within 100 steps end the run.
         recheck_interval: steps between steps that are computed twice, to find faults of the machine that raise no error
             (`dit.step_checks.recheck`); 0 for never. Needs `deterministic`.
         time_limit: wall-clock time of the job, as for Slurm's `--time` (`03:55:00`, `1-00:00:00`, or minutes). The run
@@ -138,7 +129,6 @@ class TrainingConfig:
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     loss_scale: Optional[float] = None
     initial_loss_scale: float = 2.0**16
-    min_loss_scale: float = 1.0
     loss_scale_window: int = 1000
     attention: Literal["auto", "sdpa", "varlen", "flash_attn", "transformer_engine"] = "auto"
     linears: Literal["auto", "megatron", "transformer_engine"] = "auto"
@@ -149,24 +139,28 @@ class TrainingConfig:
     seed: int = 1234
     ema_decay: Optional[float] = 0.9999
     ema_start_step: int = 0
-    ema_interval: int = 1
     ema_offload: bool = False
     log_interval: int = 10
     validation_interval: int = 0
-    validate_raw_weights: bool = False
-    sanity_micro_batches: int = 0
     sample_interval: int = 0
     hooks: Optional[list[str]] = None
     stop_at_step: Optional[int] = None
     on_bad_numbers: Literal["stop", "skip", "rewind"] = "stop"
     spike_threshold: Optional[float] = None
-    spike_window: int = 128
     max_bad_steps: int = 3
-    bad_steps_within: int = 100
     recheck_interval: int = 0
     time_limit: Optional[str] = None
     collective_timeout_s: float = 600.0
     hang_timeout_s: Optional[float] = 1800.0
+
+    removed_settings: ClassVar[Mapping[str, object]] = {
+        "min_loss_scale": 1.0,
+        "ema_interval": 1,
+        "validate_raw_weights": False,
+        "sanity_micro_batches": 0,
+        "spike_window": 128,
+        "bad_steps_within": 100,
+    }
 
     def check_time_out(self) -> None:
         """Check the settings that process groups need, before all others."""
@@ -187,22 +181,17 @@ class TrainingConfig:
                 "global_batch_size": whole(1, 2**24),
                 "loss_scale": LOSS_SCALE,
                 "initial_loss_scale": LOSS_SCALE,
-                "min_loss_scale": LOSS_SCALE,
                 "loss_scale_window": COUNT,
                 "recompute_layers": COUNT,
                 "seed": SEED,
                 "ema_decay": SHARE_BELOW_1,
                 "ema_start_step": COUNT_OR_NONE,
-                "ema_interval": COUNT,
                 "log_interval": COUNT,
                 "validation_interval": COUNT_OR_NONE,
-                "sanity_micro_batches": COUNT_OR_NONE,
                 "sample_interval": COUNT_OR_NONE,
                 "stop_at_step": COUNT,
                 "spike_threshold": POSITIVE,
-                "spike_window": whole(MIN_HISTORY, 100_000),
                 "max_bad_steps": COUNT,
-                "bad_steps_within": COUNT,
                 "recheck_interval": COUNT_OR_NONE,
                 "hang_timeout_s": POSITIVE,
             },
@@ -210,35 +199,22 @@ class TrainingConfig:
         check_choice("training.on_bad_numbers", self.on_bad_numbers, get_type_hints(TrainingConfig)["on_bad_numbers"])
         self._check_deterministic()
         self._check_unused()
-        if self.min_loss_scale > self.initial_loss_scale:
-            raise ConfigError(
-                f"training.min_loss_scale={self.min_loss_scale:g} is above training.initial_loss_scale="
-                f"{self.initial_loss_scale:g}; lower the first or raise the second"
-            )
 
     def _check_unused(self) -> None:
         """Raise an error for settings that have no effect because of other settings."""
-        dynamic = ("initial_loss_scale", "min_loss_scale", "loss_scale_window")
-        average = ("ema_start_step", "ema_interval", "ema_offload", "validate_raw_weights")
+        dynamic = ("initial_loss_scale", "loss_scale_window")
         groups = (
-            (self.ema_decay is None, average, "with training.ema_decay=None", "set training.ema_decay"),
             (
-                not self.validation_interval,
-                ("validate_raw_weights",),
-                "with training.validation_interval=0",
-                "set training.validation_interval",
+                self.ema_decay is None,
+                ("ema_start_step", "ema_offload"),
+                "with training.ema_decay=None",
+                "set training.ema_decay",
             ),
             (
                 self.on_bad_numbers == "stop",
-                ("max_bad_steps", "bad_steps_within"),
+                ("max_bad_steps",),
                 "with training.on_bad_numbers=stop, which ends the run at the first bad step",
                 "set training.on_bad_numbers=skip or rewind",
-            ),
-            (
-                self.spike_threshold is None,
-                ("spike_window",),
-                "with training.spike_threshold=None",
-                "set training.spike_threshold",
             ),
             (
                 self.precision != "fp16",
@@ -287,11 +263,8 @@ class CheckpointConfig:
         keep_last: number of newest checkpoints to retain, at least 1.
         keep_every: also retain checkpoints of steps that are multiples of this; 0 for none.
         keep_best: also retain this many with the lowest held-out loss.
-        keep_best_training: also retain this many with the lowest training loss, the mean since the last log line.
         async_save: a save blocks training only while each rank copies its part to host memory; another process writes
             it (`dit.checkpoint.saves`). Needs host memory for the part of a rank.
-        failed_saves_allowed: consecutive saves that may fail without ending the run. One more failure, or a failure of
-            the last save, ends it with code 6.
         save_timeout_s: seconds after which an asynchronous save, or a copy to another place, counts as failed.
         copy_to: address to which every checkpoint is also copied, such as `s3://bucket/folder`; if its newest
             checkpoint is newer than that of the run folder, a run resumes from it (`dit.checkpoint.background.remote`).
@@ -313,15 +286,15 @@ class CheckpointConfig:
     keep_last: int = 2
     keep_every: int = 0
     keep_best: int = 0
-    keep_best_training: int = 0
     async_save: bool = False
-    failed_saves_allowed: int = 2
     save_timeout_s: float = 1800.0
     copy_to: Optional[str] = None
     resume: Literal["auto", "never", "must"] = "auto"
     resume_from: Optional[str] = None
     start_from: Optional[str] = None
     accept_changes: Optional[list[str]] = None
+
+    removed_settings: ClassVar[Mapping[str, object]] = {"keep_best_training": 0, "failed_saves_allowed": 2}
 
     def validate(self) -> None:
         """Check every field by itself."""
@@ -336,9 +309,9 @@ class CheckpointConfig:
                 f"checkpoint.resume_from={self.resume_from} continues a run, but {conflict} starts a new one; "
                 "remove one of the two"
             )
-        names = ("interval", "keep_every", "keep_best", "keep_best_training", "failed_saves_allowed")
         ranges = {"keep_last": COUNT, "save_timeout_s": POSITIVE}
-        check_ranges("checkpoint", self, ranges | dict.fromkeys(names, COUNT_OR_NONE))
+        ranges |= dict.fromkeys(("interval", "keep_every", "keep_best"), COUNT_OR_NONE)
+        check_ranges("checkpoint", self, ranges)
 
 
 @dataclass(kw_only=True)
@@ -394,9 +367,9 @@ class SamplingConfig:
             one, in each sample; 0 for none, 0.7 in the paper (Lin et al. 2023, arXiv:2305.08891, section 3.4).
         guidance_interval: smallest and largest noise level sigma / alpha with guidance. None for all (Kynkäänniemi et
             al. 2024, arXiv:2404.07724).
-        s_churn, s_tmin, s_tmax, s_noise: noise that `heun` adds before each of its steps for the EDM objective, at
-            sigma from s_tmin to s_tmax (None for any), with standard deviation s_noise; s_churn is the total over all
-            steps, 0 for none (Karras et al. 2022, arXiv:2206.00364, Algorithm 2).
+        churn: `[s_churn, s_tmin, s_tmax, s_noise]`, such as `[40, 0.05, 50, 1.003]`: noise that `heun` adds before its
+            steps for the EDM objective, `s_churn` over all steps, at sigma from `s_tmin` to `s_tmax`, of standard
+            deviation `s_noise` (Karras et al. 2022, arXiv:2206.00364, Algorithm 2).
         thresholding: of the clean estimate at every step, for pixels: `static` clamps it to [-1, 1]; `dynamic` clamps
             each sample to its 99.5 % quantile and divides by it, if that is above 1 (Imagen, at a large scale).
         samples_per_class: rows of the grid.
@@ -414,16 +387,18 @@ class SamplingConfig:
     guidance_channels: Optional[int] = None
     guidance_rescale: float = 0.0
     guidance_interval: Optional[list[float]] = None
-    s_churn: float = 0.0
-    s_tmin: float = 0.0
-    s_tmax: Optional[float] = None
-    s_noise: float = 1.0
+    churn: Optional[list[float]] = None
     thresholding: Literal["none", "static", "dynamic"] = "none"
     samples_per_class: int = 1
     raw_weights: bool = False
     prompts: Optional[list[str]] = None
     vae: Optional[str] = None
     seed: int = 7
+
+    former_settings: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("s_churn", "s_tmin", "s_tmax", "s_noise"), "churn=[s_churn,s_tmin,s_tmax,s_noise]"
+    )
+    removed_settings: ClassVar[Mapping[str, object]] = {"s_churn": 0, "s_tmin": 0, "s_tmax": None, "s_noise": 1}
 
     def validate(self) -> None:
         """Check every field by itself."""
@@ -435,7 +410,7 @@ class SamplingConfig:
                 "guidance_scale": FINITE,
                 "guidance_channels": COUNT,
                 "guidance_rescale": SHARE,
-                **dict.fromkeys(("guidance_interval", "s_churn", "s_tmin", "s_tmax", "s_noise"), NOT_NEGATIVE),
+                **dict.fromkeys(("guidance_interval", "churn"), NOT_NEGATIVE),
                 "samples_per_class": COUNT,
                 "seed": SEED,
             },
@@ -444,6 +419,11 @@ class SamplingConfig:
         if interval is not None and (len(interval) != 2 or not interval[0] < interval[1]):
             raise ConfigError(
                 f"sampling.guidance_interval={interval} must be two noise levels, low and high, such as [0.2,5]"
+            )
+        if self.churn is not None and (len(self.churn) != 4 or not self.churn[0] > 0):
+            raise ConfigError(
+                f"sampling.churn={self.churn} must be four numbers, [s_churn, s_tmin, s_tmax, s_noise], the first "
+                "above 0, such as [40,0.05,50,1.003]; or none"
             )
         hints = get_type_hints(SamplingConfig)
         for name in ("solver", "variance", "thresholding"):
@@ -462,15 +442,9 @@ class SamplingConfig:
             ),
             (
                 self.solver != "heun",
-                ["s_churn"],
+                ["churn"],
                 f"with sampling.solver={self.solver}",
                 "use sampling.solver=heun",
-            ),
-            (
-                self.solver != "heun" or not self.s_churn,
-                ["s_tmin", "s_tmax", "s_noise"],
-                "without sampling.s_churn",
-                "set sampling.s_churn with sampling.solver=heun",
             ),
         ]
         return [(names, where, cure) for unused, names, where, cure in groups if unused]

@@ -2,12 +2,12 @@
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Optional
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Optional
 
 from dit.batch import PackedBatch
 from dit.condition_table import CONTEXT, LABEL
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PIXEL_CHANNELS = 3
+TRAIN_SPLIT = "train"
 _SEEDS_APART = 1_000_003  # offset between the seeds of a blend's stages
 
 
@@ -62,7 +63,6 @@ class EnergonData(StreamSettings, DataConfig):
         bucket_by_shape: batch only samples of the same shape together, as convolutional backbones need.
         max_text_tokens: truncate longer texts; None for no limit.
         max_tokens_per_sample: drop longer samples; None for the length of a pack.
-        max_abs_latent: latents with larger absolute values count as damaged.
         min_aesthetic_score: drop samples with a lower score, or without one.
         min_side, max_side: limits of both sides of a stored picture or frame in pixels; others are dropped.
         max_aspect_ratio: drop samples with a larger ratio of longer to shorter side.
@@ -83,7 +83,7 @@ class EnergonData(StreamSettings, DataConfig):
         online_text_encoder: encoders, such as `text=google/t5-v1_1-xl,pooled=openai/clip-vit-large-patch14`, that embed
             stored captions on the training device in every step; None if embeddings are stored.
         online_precision: precision of these encoders; their outputs are float32.
-        train_split, validation_split: names of the splits.
+        validation_split: name of the split that held-out losses are measured on.
         validation_samples: held-out samples of one pass; None for the full split.
     """
 
@@ -99,7 +99,6 @@ class EnergonData(StreamSettings, DataConfig):
     bucket_by_shape: bool = False
     max_text_tokens: Optional[int] = 512
     max_tokens_per_sample: Optional[int] = None
-    max_abs_latent: float = 1e3
     min_aesthetic_score: Optional[float] = None
     min_side: Optional[int] = None
     max_side: Optional[int] = None
@@ -119,9 +118,10 @@ class EnergonData(StreamSettings, DataConfig):
     online_vae: Optional[str] = None
     online_text_encoder: Optional[str] = None
     online_precision: Literal["fp32", "bf16"] = "fp32"
-    train_split: str = "train"
     validation_split: str = "val"
     validation_samples: Optional[int] = 512
+
+    removed_settings: ClassVar[Mapping[str, object]] = {"max_abs_latent": 1e3, "train_split": "train"}
 
     def mixes_shapes(self, spec: BatchSpec) -> bool:
         """Return whether samples of different shapes may share a micro-batch; depends on the settings only."""
@@ -136,7 +136,7 @@ class EnergonData(StreamSettings, DataConfig):
         """
         self.check_settings(spec, dp_size, micro_batches_per_step)
         num_streams = check_streams(self.num_streams, micro_batches_per_step)
-        infos = self.folders(self.train_split)
+        infos = self.folders(TRAIN_SPLIT)
         stored_channels = spec.latent_channels
         if self.online_vae is not None:
             check_vae(self.online_vae, spec)
@@ -228,12 +228,12 @@ class EnergonData(StreamSettings, DataConfig):
         for path in self._paths():
             with suppress(DataError):  # validation raises it, if the run has one
                 held_out[f"{path} ({self.validation_split})"] = identity(path, self.validation_split)
-        train = {f"{path} ({self.train_split})": identity(path, self.train_split) for path in self._paths()}
+        train = {f"{path} ({TRAIN_SPLIT})": identity(path, TRAIN_SPLIT) for path in self._paths()}
         return {"path" if self.blend is None else "blend": train, "validation_split": held_out}
 
     def epoch_samples(self) -> Optional[int]:
         """Return the samples of the training split; None for a blend, whose members are read in other proportions."""
-        infos = self.folders(self.train_split)
+        infos = self.folders(TRAIN_SPLIT)
         return infos[0].samples if len(infos) == 1 else None
 
     def _read_as(self, split: str, stage: Optional[int]) -> AbstractContextManager[str]:
@@ -290,7 +290,6 @@ class EnergonData(StreamSettings, DataConfig):
             )
         return EncoderOptions(
             filters=Filters(
-                max_abs=self.max_abs_latent,
                 limits={name: limit for name, limit in limits.items() if limit != Limits()},
                 max_tokens=min(lengths) if lengths else None,
             ),
@@ -329,7 +328,7 @@ class EnergonData(StreamSettings, DataConfig):
         """
         from energon_data.workers.background import read_ahead
 
-        self.folders(self.train_split)
+        self.folders(TRAIN_SPLIT)
         num_streams = self.num_streams or automatic_streams(micro_batches_per_step)
         streams, sources = streams_of(dp_rank, dp_size, num_streams), {}
         if dp_rank == 0 and len(streams) * dp_size > num_streams:
@@ -358,13 +357,13 @@ class EnergonData(StreamSettings, DataConfig):
             options = self._options(spec)
             if pack_multiple_of is not None:
                 options = replace(options, pack_multiple_of=pack_multiple_of)
-            with self._read_as(self.train_split, stage) as path:
+            with self._read_as(TRAIN_SPLIT, stage) as path:
                 return EnergonSource(
                     path,
                     spec,
                     options,
                     reopen=partial(open_stage, stage),
-                    split=self.train_split,
+                    split=TRAIN_SPLIT,
                     stream=stream,
                     num_streams=num_streams,
                     seed=seed + stage * _SEEDS_APART,
@@ -407,7 +406,7 @@ class EnergonData(StreamSettings, DataConfig):
         """Describe samples that settings will drop and settings without effect, one line each; reads a few samples."""
         from energon_data.report.survey import expected_drops, unused_choice_of_captions
 
-        infos, options = self.folders(self.train_split), self._options(spec)
+        infos, options = self.folders(TRAIN_SPLIT), self._options(spec)
         lines = [line for info in infos for line in expected_drops(info, spec, options, vars(self))]
         return lines if self.vary_captions else lines + unused_choice_of_captions(infos)
 
@@ -420,7 +419,7 @@ class EnergonData(StreamSettings, DataConfig):
         Raises:
             ConfigError: captions are to be embedded, and none of the first samples has one.
         """
-        stored = stored_names(self.folders(self.train_split))
+        stored = stored_names(self.folders(TRAIN_SPLIT))
         if stored is None or self.online_text_encoder is None:
             return stored
         if "caption" not in stored:
@@ -450,7 +449,7 @@ class EnergonData(StreamSettings, DataConfig):
 
     def attributions(self) -> list[str]:
         """Return the distinct `attribution` lines of the members' `dataset.json`."""
-        attributions = (info.description.get("attribution") for info in self.folders(self.train_split))
+        attributions = (info.description.get("attribution") for info in self.folders(TRAIN_SPLIT))
         return list(dict.fromkeys(line for line in attributions if line))
 
     def autoencoder(self) -> Optional[str]:
@@ -467,7 +466,7 @@ class EnergonData(StreamSettings, DataConfig):
 
     def _agreed(self, name: str, why: str) -> Any:
         """Return an entry of `dataset.json` that must be equal in all members that have it."""
-        infos = self.folders(self.train_split)
+        infos = self.folders(TRAIN_SPLIT)
         entries = {str(i.path): i.description[name] for i in infos if i.description.get(name)}
         values = list(entries.values())
         if any(value != values[0] for value in values):

@@ -19,7 +19,7 @@ import yaml
 from nemo_run.config import Config, Partial
 
 from dit.checkpoint.records import CONFIG_FILE
-from dit.config_record import CLASS_KEY, TRUST_VARIABLE, trusted_packages
+from dit.config_record import CLASS_KEY, TRUST_VARIABLE, trusted_packages, without_removed
 from dit.errors import ConfigError
 from dit.run_config import RunConfig
 from dit.safe_files import read_yaml
@@ -131,7 +131,7 @@ def load(path: str | Path, function: Callable[..., object], load_component: Call
 
 
 def _fill(node: Config | Partial, raw: dict[str, Any], path: str, load_component: Callable[[str], None]) -> None:
-    for name, value in raw.items():
+    for name, value in without_removed(node.__fn_or_cls__, raw).items():
         key = f"{path}.{name}" if path else str(name)
         setattr(node, name, _read(value, normalise(annotation_of(node, str(name), path)), key, load_component))
 

@@ -158,11 +158,11 @@ def _run_dir(exp_dir: str = "nemo_experiments", name: str = "default") -> Settin
 
 
 def _best(save_top_k: object = None, monitor: str = "val_loss") -> Settings:
-    if save_top_k is None:
+    if not save_top_k:
         return {}
     if save_top_k == -1:
         return {"checkpoint.keep_every": 1}
-    losses = {"reduced_train_loss": "checkpoint.keep_best_training", "val_loss": "checkpoint.keep_best"}
+    losses = {"reduced_train_loss": "checkpoint.keep_last", "val_loss": "checkpoint.keep_best"}
     return {one_of(losses)(monitor): save_top_k}
 
 
@@ -298,7 +298,7 @@ _TRAINER = [
     maps("trainer.gradient_clip_val", "optimizer.clip_grad", default=0.0),
     *unused(
         "trainer.num_sanity_val_steps trainer.limit_val_batches trainer.val_check_interval",
-        "NeMo's Imagen has no validation; training.validation_interval and sanity_micro_batches for ours",
+        "NeMo's Imagen has no validation; training.validation_interval for ours",
     ),
 ]
 _RESUME = [
@@ -330,13 +330,13 @@ _EXPERIMENT = [
     Rule(
         ("exp_manager.checkpoint_callback_params.monitor", "exp_manager.checkpoint_callback_params.save_top_k"),
         _best,
-        "the newest checkpoints are retained, too",
+        "the newest checkpoints are retained, too, and in place of those of the lowest training loss",
     ),
     *unused("exp_manager.checkpoint_callback_params.filename", "a checkpoint is called by its step"),
     Rule(("exp_manager.resume_if_exists", "exp_manager.resume_ignore_no_checkpoint"), _resume),
     Rule(("exp_manager.ema.enable", "exp_manager.ema.decay"), _average, "in fp32, sharded as the master weights"),
-    maps("exp_manager.ema.every_n_steps", "training.ema_interval"),
-    maps("exp_manager.ema.validate_original_weights", "training.validate_raw_weights", note="and the average"),
+    *unused("exp_manager.ema.every_n_steps", "the average is updated after every step"),
+    *unused("exp_manager.ema.validate_original_weights", "the loss of the average is measured"),
     maps("exp_manager.ema.cpu_offload", "training.ema_offload"),
 ]
 _ENGINE = [
@@ -350,7 +350,7 @@ _ENGINE = [
         note="the residual blocks are compiled, not all",
     ),
     only("model.inductor_cudagraphs", False, why="no CUDA graphs are recorded"),
-    maps("model.channels_last", "model.channels_last", note="a layout of memory; numbers are the same"),
+    *unused("model.channels_last", "pictures are always channels-last in memory; numbers are the same"),
     maps("model.seed", "training.seed"),
     maps("model.ddp_overlap", "parallel.overlap_grad_reduce"),
     *unused("model.apex_transformer_log_level model.gradient_as_bucket_view", "of NeMo's engine"),

@@ -100,6 +100,7 @@ MAY_IMPORT = {
     "dit.evaluation": {"dit.errors", "dit.safe_files", "dit.backends", "dit.convert", "dit.encoders"},
     "dit.convert": {
         "dit.errors",
+        "dit.config_record",
         "dit.ranges",
         "dit.condition_table",
         "dit.safe_files",

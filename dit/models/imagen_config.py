@@ -1,5 +1,6 @@
 """Settings common to Imagen's two UNets."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Optional
 
@@ -48,7 +49,6 @@ class ImagenConfig(TextConditioned, ClassConditioned):
         low_resolution_kernel: bicubic kernel that enlarges it: `pil` (a = -0.5), or `opencv` (a = -0.75, NeMo).
         noise_augmentation: add noise of a random level to the low-resolution picture in training, and condition on the
             level.
-        channels_last: keep pictures channels-last in memory, like tokens, which avoids a copy.
     """
 
     supports: ClassVar[Supports] = Supports(
@@ -77,7 +77,8 @@ class ImagenConfig(TextConditioned, ClassConditioned):
     low_resolution_factor: Optional[int] = None
     low_resolution_kernel: Kernel = "pil"
     noise_augmentation: bool = False
-    channels_last: bool = True
+
+    removed_settings: ClassVar[Mapping[str, object]] = {"channels_last": True}
 
     @property
     def vector_size(self) -> int:

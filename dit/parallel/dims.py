@@ -1,8 +1,9 @@
 """Sizes of the parallel layout, and their checks before any memory is allocated."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Optional, get_args
+from typing import ClassVar, Literal, Optional, get_args
 
 from dit.errors import ConfigError
 from dit.models.base import Ability, ModelConfig, TransformerSizes
@@ -34,7 +35,6 @@ class ParallelConfig:
             dispatches complete segments) or `context` (split segments, as `context_comm`).
         expert_model_parallel_size: ranks over which the experts of a layer are split, taken from the tensor-, context-
             and data-parallel ranks of a stage.
-        expert_tensor_parallel_size: ranks over which one expert is split; must be 1, because experts are not split.
         data_parallel: state that data-parallel ranks shard: nothing, the optimizer, or everything (FSDP).
         fsdp_sharding: state that Megatron-FSDP shards: the optimizer, also the gradients, or also the weights.
         overlap_grad_reduce: reduce gradients during the backward pass; FSDP with sharded gradients always does.
@@ -53,11 +53,12 @@ class ParallelConfig:
     context_split: Literal["contiguous", "load_balanced"] = "contiguous"
     spatial_temporal_comm: Literal["hybrid", "context"] = "hybrid"
     expert_model_parallel_size: int = 1
-    expert_tensor_parallel_size: int = 1
     data_parallel: Literal["ddp", "distributed_optimizer", "fsdp"] = "distributed_optimizer"
     fsdp_sharding: FSDPSharding = "optim_grads_params"
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
+
+    removed_settings: ClassVar[Mapping[str, object]] = {"expert_tensor_parallel_size": 1}
 
     def validate(self) -> None:
         """Check the range of every size; `check_parallel` checks the sizes against each other, the model and the job.
@@ -67,8 +68,7 @@ class ParallelConfig:
         """
         sizes = (
             *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
-            *("context_parallel_size", "context_a2a_size"),
-            *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+            *("context_parallel_size", "context_a2a_size", "expert_model_parallel_size"),
         )
         check_ranges("parallel", self, dict.fromkeys(sizes, RANKS) | {"pipeline_layers": LAYERS})
 
@@ -144,11 +144,6 @@ def _check_pipeline(parallel: ParallelConfig, num_layers: int) -> None:
 
 def _check_experts(parallel: ParallelConfig, num_experts: Optional[int]) -> None:
     ep = parallel.expert_model_parallel_size
-    if parallel.expert_tensor_parallel_size > 1:
-        raise ConfigError(
-            f"parallel.expert_tensor_parallel_size={parallel.expert_tensor_parallel_size} is not available: an expert "
-            "is not split; use 1, and split the experts over parallel.expert_model_parallel_size ranks"
-        )
     if num_experts is None:
         if ep > 1:
             raise ConfigError(

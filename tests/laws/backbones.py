@@ -131,7 +131,6 @@ IMAGEN_OTHER: dict[str, Any] = {
     "low_resolution_factor": 4,
     "low_resolution_kernel": "pil",
     "noise_augmentation": False,
-    "channels_last": False,
 }
 IMAGEN: dict[str, Any] = {
     "given": {"num_attention_heads": {"head_size": None}},

@@ -43,7 +43,6 @@ COMMON: dict[str, dict[str, Any]] = {
     "learned_time": {"learned_time_features": 6},
     "heads": {"head_size": None, "num_attention_heads": 2, "init_kernel_size": 5},
     "noised": {"low_resolution_factor": 4, "noise_augmentation": True},
-    "copied": {"channels_last": False},
 }
 REGULAR = {
     **COMMON,

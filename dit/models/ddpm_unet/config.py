@@ -18,7 +18,7 @@ class DDPMUNetConfig(ClassConditioned):
         block_out_channels: channels at each resolution, the full one first.
         mid_out_channels: channels of each pair of convolutions at the lowest resolution. [256, 256] gives 15.66 M
             parameters, [512, 512, 256] 23.34 M.
-        num_attention_heads: heads of the attention after every block on the way down and up.
+        num_attention_heads: heads of every attention.
     """
 
     supports: ClassVar[Supports] = Supports(

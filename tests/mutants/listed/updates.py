@@ -1,7 +1,6 @@
 """The update, and what a run keeps: one wrong line each."""
 
 from tests.mutants.listed.paths import (
-    AVERAGE,
     BOXES,
     FLOPS,
     FUSED_UPDATE,
@@ -143,14 +142,7 @@ MUTANTS = (
         (OPTIMIZER,),
     ),
     Mutant(
-        "average updated in every step, whatever its interval",
-        "dit/optimizer/ema.py",
-        "if step % self.interval",
-        "if step % 1",
-        (AVERAGE,),
-    ),
-    Mutant(
-        "the checkpoints of the highest training losses stay",
+        "the checkpoints of the highest held-out losses stay",
         "dit/checkpoint/store.py",
         "ranked = sorted((loss, -step) for",
         "ranked = sorted((-loss, -step) for",
