@@ -32,11 +32,13 @@ class OptimizerConfig:
 
     Attributes:
         lr: peak learning rate.
-        beta1, beta2, eps: Adam's constants.
+        beta1: decay of the mean of the gradient.
+        beta2: decay of the mean of its square.
+        eps: added to the divisor.
         weight_decay: decoupled; not applied to biases, norms and other one-dimensional parameters.
         clip_grad: largest global gradient norm; 0 disables clipping.
-        offload: store Adam's moments in host memory, which saves 8 bytes of device memory per parameter of a rank. Each
-            update copies them to the device and back in parts; numbers change by rounding.
+        offload: store Adam's moments in host memory, which saves 8 bytes of device memory per parameter; numbers change
+            by rounding.
     """
 
     lr: float = 1e-4
@@ -71,55 +73,48 @@ class TrainingConfig:
     Attributes:
         run_dir: folder for all files of the run.
         num_steps: optimizer steps of the run, including those before a resume.
-        micro_batch_size: largest number of samples (or packs) per forward pass of a data-parallel rank. If the global
-            batch is not a multiple of it, the next smaller divisor is used. Results do not depend on it.
+        micro_batch_size: largest number of samples (or packs) per forward pass of a rank. The largest divisor of the
+            global batch up to it is used; results do not depend on it.
         global_batch_size: samples (or packs) per optimizer step over all ranks.
         precision: `bf16` or `fp16` (both with fp32 master weights and gradients), or `fp32`.
-        loss_scale: fp16 only: a constant factor of a micro-batch's mean loss, by which the fp32 gradients are divided;
-            None for a dynamic factor.
-        initial_loss_scale: fp16 only: the dynamic factor at step 1. If a gradient overflows, the step makes no update
-            and the factor is halved.
-        loss_scale_window: fp16 only: the dynamic factor is doubled after this many steps without an overflow.
-        attention: implementation of attention; `auto` selects torch's varlen kernel for bf16 on CUDA, and
-            scaled-dot-product attention elsewhere. `megatron-dit kernels` lists the available ones.
+        loss_scale: fp16 only: constant factor of the loss; None for a dynamic factor.
+        initial_loss_scale: fp16 only: first value of the dynamic factor. A gradient overflow skips the update and
+            halves it.
+        loss_scale_window: fp16 only: steps without overflow after which the dynamic factor doubles.
+        attention: implementation of attention; `auto` selects torch's varlen kernel for bf16 on CUDA, else
+            scaled-dot-product attention. `megatron-dit kernels` lists the available ones.
         linears: library of the parallel linears; `auto` selects Megatron-Core's.
-        kernels: implementation of the memory-bound operations of transformer layers (norms, modulation, residuals,
-            heads, rotary positions, activations) and of the optimizer's update: `eager`, or one `triton` kernel for
-            each; `auto` selects `triton` on devices where tests/gpu has passed with it, which is none yet. Numbers
-            change by rounding. `compile` compiles the layers by torch.compile (DiT, DiT with cross-attention, Movie
-            Gen, Wan, residual blocks of Imagen's UNets; not under FSDP); the update stays eager.
-        deterministic: use kernels with bit-identical results in every run on the same machines and layout; an operation
-            without such a kernel ends the run. Slower (docs/runs.md).
-        recompute: activations that are recomputed in the backward pass instead of saved: none, the cheap ones
-            (`selective`: modulated norms, activation functions; with `kernels=compile` all except matrix products,
-            attention and communication), or all (`full`: only layer inputs are saved).
-        recompute_layers: number of layers to recompute in each pipeline stage (or virtual chunk), from the first one;
-            None for all.
+        kernels: implementation of norms, modulation, residuals, rotary positions, activations and the optimizer's
+            update: `eager`, `triton`, or `compile` (torch.compile of the layers, not under FSDP). `auto` selects
+            `triton` on devices where tests/gpu has passed, which is none yet. Numbers change by rounding.
+        deterministic: use kernels with bit-identical results on the same machines and layout; an operation without one
+            ends the run. Slower (docs/runs.md).
+        recompute: activations that the backward pass recomputes: none, the cheap ones (`selective`: norms, activation
+            functions; with `kernels=compile` all except matrix products, attention and communication), or all (`full`).
+        recompute_layers: number of layers of each pipeline stage to recompute, from the first one; None for all.
         seed: of initial weights, data order and all noise.
-        ema_decay: decay of the weight average per update (fp32); None for no average.
+        ema_decay: decay of the weight average per step (fp32); None for no average.
         ema_start_step: the average equals the weights until this step.
-        ema_offload: store the average in host memory; every update copies the weights there.
+        ema_offload: store the average in host memory.
         log_interval: steps between log lines; a line is also written before each checkpoint.
         validation_interval: steps between held-out losses; 0 for never.
         sample_interval: steps between sample grids; 0 for never.
-        hooks: user classes, `['package.module.Class']`, called after every step and validation; see
-            `dit.training.hooks`. The environment variable DIT_PACKAGES names their packages.
+        hooks: user classes, `['package.module.Class']`, called after every step and validation (`dit.training.hooks`).
+            The environment variable DIT_PACKAGES names their packages.
         stop_at_step: stop after this step as if preempted, with a checkpoint (for tests and short jobs).
-        on_bad_numbers: action before the update of a step with a loss or gradient norm that is not finite or spikes:
-            end the run (`stop`), omit the update (`skip`), or return to the last checkpoint and omit the data since
-            then (`rewind`).
+        on_bad_numbers: action if a loss or gradient norm is not finite or spikes: end the run (`stop`), omit the update
+            (`skip`), or return to the last checkpoint and omit the data since then (`rewind`).
         spike_threshold: a loss or gradient norm this many robust standard deviations above its running median is a
-            spike (`dit.step_checks.spikes`); None for no limit. 20 tolerates the noise of small batches.
+            spike; None for no limit. 20 tolerates the noise of small batches.
         max_bad_steps: more bad steps than this within 100 steps end the run.
-        recheck_interval: steps between steps that are computed twice, to find faults of the machine that raise no error
-            (`dit.step_checks.recheck`); 0 for never. Needs `deterministic`.
+        recheck_interval: steps between steps that are computed twice, to detect faulty hardware; 0 for never. Needs
+            `deterministic`.
         time_limit: wall-clock time of the job, as for Slurm's `--time` (`03:55:00`, `1-00:00:00`, or minutes). The run
-            saves and stops with code 75 before it, as if preempted: early enough for the longest step and two of the
-            longest saves so far (`dit.monitoring.time_limit`). None for no limit.
-        collective_timeout_s: a rank that waits longer for its peers in a collective ends the run with code 70; must be
-            longer than the longest synchronous save, validation or sampling of one rank.
-        hang_timeout_s: seconds without progress (a step, a micro-batch) after which a rank ends the run and names the
-            rank that it waits for; at most 240 if that rank is stopped or dead. None for never.
+            saves and stops with code 75 before it, as if preempted.
+        collective_timeout_s: a rank that waits longer in a collective ends the run with code 70; must exceed the
+            longest synchronous save, validation or sampling.
+        hang_timeout_s: seconds without progress after which a rank ends the run and names the rank that it waits for;
+            at most 240 if that rank is stopped or dead. None for never.
     """
 
     run_dir: str = "runs/default"
@@ -263,23 +258,19 @@ class CheckpointConfig:
         keep_last: number of newest checkpoints to retain, at least 1.
         keep_every: also retain checkpoints of steps that are multiples of this; 0 for none.
         keep_best: also retain this many with the lowest held-out loss.
-        async_save: a save blocks training only while each rank copies its part to host memory; another process writes
-            it (`dit.checkpoint.saves`). Needs host memory for the part of a rank.
-        save_timeout_s: seconds after which an asynchronous save, or a copy to another place, counts as failed.
-        copy_to: address to which every checkpoint is also copied, such as `s3://bucket/folder`; if its newest
-            checkpoint is newer than that of the run folder, a run resumes from it (`dit.checkpoint.background.remote`).
-            Copies of another run are an error (`dit.checkpoint.run_identity`). None for no copy.
-        resume: `auto` resumes from the newest valid checkpoint; it starts from step 0 if there is no checkpoint, and
-            fails if all are damaged. `must` fails if none is valid. `never` starts from step 0, also if all are
-            damaged, and fails if one is valid.
-        resume_from: a new run continues from the full state of this run folder or checkpoint: step, weights, optimizer,
-            average and data position. A run with checkpoints resumes from those.
-        start_from: a new run starts from the weights of this run folder or checkpoint (from their average if it has
-            one), with new step, optimizer state and data position. A run with checkpoints resumes from those.
+        async_save: write checkpoints in another process; training waits only for a copy to host memory.
+        save_timeout_s: seconds after which an asynchronous save, or a copy, counts as failed.
+        copy_to: address to which every checkpoint is also copied, such as `s3://bucket/folder`. A run resumes from it
+            if its newest checkpoint is newer than that of the run folder. Copies of another run are an error.
+        resume: `auto` resumes from the newest valid checkpoint, starts from step 0 if there is none, and fails if all
+            are damaged. `must` fails if none is valid. `never` starts from step 0, and fails if one is valid.
+        resume_from: a new run continues from the full state of this run folder or checkpoint. A run with checkpoints
+            resumes from those.
+        start_from: a new run starts from the weights (the average if there is one) of this run folder or checkpoint. A
+            run with checkpoints resumes from those.
         accept_changes: settings such as `optimizer.beta2`, or parts such as `objective`, that may differ from the
-            checkpoint although they change the experiment (`resume_check`). `data.path` and `data.blend` also accept
-            other data in the same folder. After an accepted change of the data or their order, the data start from the
-            beginning.
+            checkpoint although they change the experiment. `data.path` and `data.blend` also accept other data in the
+            same folder. After a change of the data, reading starts from the beginning.
     """
 
     interval: int = 1000
@@ -320,15 +311,14 @@ class LoggingConfig:
 
     Attributes:
         tensorboard: write `events/` in the run folder.
-        wandb: mirror to Weights & Biases; offline without a key. None mirrors if there is a key (from `wandb login`, or
-            `WANDB_API_KEY`) and the package is installed.
+        wandb: mirror to Weights & Biases; offline without a key. None mirrors if there is a key and the package is
+            installed.
         wandb_project: project of the run.
-        wandb_name, wandb_group: name and group of its page; None for wandb's default.
-        wandb_artifacts: upload each checkpoint as an artifact, named by step and epoch; offline, only refer to its
-            folder. Training waits while the files are hashed and copied to `wandb/`.
-        part_norms: also log the gradient norm of each part of the model, as `grad_norm/layers.attention`. Reads the
-            gradients once more in each step with a log line.
-        profile_steps: first and last step that rank 0 traces into `profile/`, such as [10, 11]; None for no trace.
+        wandb_name: name of the run; None for wandb's default.
+        wandb_group: group of the run; None for wandb's default.
+        wandb_artifacts: upload each checkpoint as an artifact; training waits while its files are hashed and copied.
+        part_norms: also log the gradient norm of each part of the model, as `grad_norm/layers.attention`.
+        profile_steps: first and last step that rank 0 traces into `profile/`, such as [10, 11].
     """
 
     tensorboard: bool = True
@@ -357,26 +347,24 @@ class SamplingConfig:
     Attributes:
         solver: integrator of the sampling ODE or SDE.
         num_steps: solver steps; `heun` calls the network twice per step.
-        variance: of the noise that `ancestral` draws at each step: `small`, that of the posterior given x0; `large`,
-            beta of the forward step; `learned`, the prediction of a network trained with `ddpm_learned_variance`,
-            between the two.
+        variance: noise variance of `ancestral`: that of the posterior given x0 (`small`), beta of the forward step
+            (`large`), or `learned` (`ddpm_learned_variance`).
         guidance_scale: classifier-free guidance x0 = uncond + scale * (cond - uncond); 1 for none.
-        guidance_channels: number of channels of a latent that are guided, from the first one; the others are those of
-            the conditional network. None for all. facebookresearch/DiT guides 3 of 4.
+        guidance_channels: guide only this many channels of a latent, from the first one (3 of 4 in
+            facebookresearch/DiT); None for all.
         guidance_rescale: share of the guided prediction that is scaled to the standard deviation of the conditional
-            one, in each sample; 0 for none, 0.7 in the paper (Lin et al. 2023, arXiv:2305.08891, section 3.4).
-        guidance_interval: smallest and largest noise level sigma / alpha with guidance. None for all (Kynkäänniemi et
-            al. 2024, arXiv:2404.07724).
-        churn: `[s_churn, s_tmin, s_tmax, s_noise]`, such as `[40, 0.05, 50, 1.003]`: noise that `heun` adds before its
-            steps for the EDM objective, `s_churn` over all steps, at sigma from `s_tmin` to `s_tmax`, of standard
-            deviation `s_noise` (Karras et al. 2022, arXiv:2206.00364, Algorithm 2).
-        thresholding: of the clean estimate at every step, for pixels: `static` clamps it to [-1, 1]; `dynamic` clamps
-            each sample to its 99.5 % quantile and divides by it, if that is above 1 (Imagen, at a large scale).
+            one; 0.7 in Lin et al. 2023, arXiv:2305.08891.
+        guidance_interval: smallest and largest noise level sigma / alpha with guidance; None for all
+            (arXiv:2404.07724).
+        churn: `[s_churn, s_tmin, s_tmax, s_noise]` of EDM, such as `[40, 0.05, 50, 1.003]`: `heun` adds noise before
+            its steps (Karras et al. 2022, arXiv:2206.00364, Algorithm 2).
+        thresholding: limit of the clean estimate, for pixels: `static` clamps it to [-1, 1]; `dynamic` divides each
+            sample by its 99.5 % quantile if that is above 1 (Imagen).
         samples_per_class: rows of the grid.
-        raw_weights: during training, also draw a grid with the raw weights in addition to that of the average.
-        prompts: texts to sample instead of classes, for a text-conditional model; None for no texts.
-        vae: autoencoder that decodes the samples of a latent model: a folder in diffusers' layout, or a name on the
-            Hugging Face hub; None for that of the data.
+        raw_weights: during training, also draw a grid with the raw weights.
+        prompts: texts to sample instead of classes.
+        vae: autoencoder that decodes latents: a folder in diffusers' layout, or a name on the Hugging Face hub; None
+            for that of the data.
         seed: of the initial noise.
     """
 

@@ -49,39 +49,40 @@ class EnergonData(StreamSettings, DataConfig):
     """Samples from WebDataset shards, read by Megatron-Energon.
 
     Attributes:
-        path: a data set folder with `.nv-meta`, or a metadataset `.yaml` that blends several.
+        path: a data set folder with `.nv-meta`, or a metadataset `.yaml`.
         blend: data sets with weights instead of `path`: `[{path: DIR, weight: 3}, ...]`.
         blend_steps: steps at which the weights change; each weight is then a list with one number per stage.
         background: read every stream in a separate worker process, ahead of training (only on Linux).
         shuffle_buffer: samples shuffled in memory before batching; 0 for none.
         max_samples_per_sequence: split shards into runs of about this many samples and shuffle the runs; None for
             complete shards.
-        pack_cost_tokens: limit the work of a pack to that of one sample of this many tokens, so that ranks wait little
-            for each other; attention is quadratic. `max_tokens_per_pack` may be 1.25 times this.
+        pack_cost_tokens: limit the work of a pack to that of one sample of this many tokens, so that ranks wait less;
+            `max_tokens_per_pack` may be 1.25 times this.
         packing_buffer_size: number of buffered samples from which packs are filled.
         pad_packs: pad every pack to `max_tokens_per_pack`, so all have one shape.
         bucket_by_shape: batch only samples of the same shape together, as convolutional backbones need.
         max_text_tokens: truncate longer texts; None for no limit.
         max_tokens_per_sample: drop longer samples; None for the length of a pack.
         min_aesthetic_score: drop samples with a lower score, or without one.
-        min_side, max_side: limits of both sides of a stored picture or frame in pixels; others are dropped.
+        min_side: drop pictures and clips with a smaller side, in stored pixels.
+        max_side: drop pictures and clips with a larger side, in stored pixels.
         max_aspect_ratio: drop samples with a larger ratio of longer to shorter side.
-        min_seconds, max_seconds: limits of the duration of a clip (0 for an image); others are dropped.
-        min_caption_length, max_caption_length: limits of the caption in characters; others are dropped.
+        min_seconds: drop shorter clips; an image lasts 0 seconds.
+        max_seconds: drop longer clips.
+        min_caption_length: drop samples with a shorter caption, in characters.
+        max_caption_length: drop samples with a longer caption, in characters.
         resize_side: resize the smaller side of pictures and clips to this many pixels at load time.
         crop_size: crop to this height and width in pixels at load time.
         random_crop: crop at a random position; otherwise, and in held-out data, at the centre.
         flip: probability that a picture or clip is mirrored; never in held-out data.
-        corrupt_low_resolution: blur, resize and add noise to the low-resolution pictures that are derived for a
-            super-resolution model; never in held-out data.
+        corrupt_low_resolution: blur, resize and add noise to derived low-resolution pictures; never in held-out data.
         vary_captions: draw one of a sample's captions at each read; otherwise, and in held-out data, use the first.
         max_lost_samples: damaged samples that a data-parallel rank may drop before the run ends.
         require_checksums: count samples without a CRC32 of each part as damaged. Existing checksums are always
             verified.
-        online_vae: an autoencoder (`--vae` of `energon_data.prepare`) that encodes stored pixels on the training device
-            in every step; None if latents are stored.
+        online_vae: an autoencoder that encodes stored pixels in every step; None if latents are stored.
         online_text_encoder: encoders, such as `text=google/t5-v1_1-xl,pooled=openai/clip-vit-large-patch14`, that embed
-            stored captions on the training device in every step; None if embeddings are stored.
+            stored captions in every step; None if embeddings are stored.
         online_precision: precision of these encoders; their outputs are float32.
         validation_split: name of the split that held-out losses are measured on.
         validation_samples: held-out samples of one pass; None for the full split.

@@ -40,11 +40,13 @@ class MockData(StreamSettings, DataConfig):
     Packs are filled in order, and padded to `max_tokens_per_pack`.
 
     Attributes:
-        frames, height, width: size of every latent.
+        frames: frames of every latent.
+        height: height of every latent.
+        width: width of every latent.
         shapes: several sizes, used in turn, such as `["1x32x32", "8x16x16"]` (frames x height x width).
-        text_tokens: tokens of the longest text; lengths vary between half of it and this number.
+        text_tokens: tokens of the longest text; the shortest has half of them.
         fps: frames per second of every clip.
-        dataset_size: number of distinct samples before they repeat; None for no limit.
+        dataset_size: number of distinct samples; None for no limit.
         validation_samples: held-out samples of one pass.
     """
 

@@ -35,11 +35,10 @@ class StreamSettings:
 
     Attributes:
         num_streams: global streams of the run, a divisor of a step's micro-batches; None for the largest divisor up to
-            8. More ranks than streams read the data several times: set the largest number of replicas of the run.
-        max_tokens_per_pack: pack samples up to this many tokens (micro_batch_size must then be 1); None for dense
-            batches.
-        pack_multiple_of: select samples into packs as if each were padded to a multiple of this many tokens, so that
-            packs are the same under every layout whose multiple divides it.
+            8. Set the largest number of replicas of the run.
+        max_tokens_per_pack: pack samples up to this many tokens (micro_batch_size must be 1); None for dense batches.
+        pack_multiple_of: select samples into packs as if each were padded to a multiple of this, so that packs do not
+            depend on the layout.
     """
 
     num_streams: Optional[int] = None

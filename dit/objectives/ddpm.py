@@ -85,8 +85,9 @@ class DDPM(Objective):
         prediction: output of the network: the noise, the clean latent, or v = alpha eps - sigma x0.
         discrete_steps: length of the table of steps; None for continuous time. The network receives step k as k /
             discrete_steps.
-        beta_start, beta_end: variance of the first and the last of 1000 steps; other lengths end at the same noise.
-            None for the published values, 1e-4 and 0.02 (`linear`), or 0.00085 and 0.012 (`scaled_linear`).
+        beta_start: variance of the first of 1000 steps; None for the published one, 1e-4 (`linear`) or 0.00085
+            (`scaled_linear`).
+        beta_end: variance of the last of 1000 steps; None for 0.02 or 0.012. Other lengths end at the same noise.
         zero_terminal_snr: rescale the table so that its last step is pure noise.
         noise_offset: standard deviation of noise that is equal at all positions of a sample and channel, added in
             training; 0.05 for SDXL.

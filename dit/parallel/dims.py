@@ -27,19 +27,18 @@ class ParallelConfig:
             stages.
         context_parallel_size: ranks over which the tokens of every sample are split.
         context_comm: communication of keys and values under context parallelism: `p2p` (ring), `all_gather`, `a2a`
-            (Ulysses), or `a2a+p2p` (all-to-all among adjacent ranks, a ring across these groups).
+            (Ulysses), or `a2a+p2p` (both, in groups).
         context_a2a_size: ranks of an all-to-all under `a2a+p2p`.
         context_split: each rank gets one contiguous chunk of each sample, or two chunks in Transformer Engine's order.
             Attention is bidirectional, so both are balanced.
-        spatial_temporal_comm: attention inside frames and columns under context parallelism: `hybrid` (an all-to-all
-            dispatches complete segments) or `context` (split segments, as `context_comm`).
+        spatial_temporal_comm: attention inside frames and columns under context parallelism: on complete segments,
+            after an all-to-all (`hybrid`), or on split ones (`context`).
         expert_model_parallel_size: ranks over which the experts of a layer are split, taken from the tensor-, context-
-            and data-parallel ranks of a stage.
+            and data-parallel ranks.
         data_parallel: state that data-parallel ranks shard: nothing, the optimizer, or everything (FSDP).
         fsdp_sharding: state that Megatron-FSDP shards: the optimizer, also the gradients, or also the weights.
         overlap_grad_reduce: reduce gradients during the backward pass; FSDP with sharded gradients always does.
-        overlap_param_gather: gather parameters during the forward pass (distributed optimizer); FSDP with sharded
-            weights always does.
+        overlap_param_gather: gather parameters during the forward pass; FSDP with sharded weights always does.
     """
 
     tensor_model_parallel_size: int = 1

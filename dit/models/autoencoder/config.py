@@ -20,8 +20,9 @@ class AutoencoderConfig(ModelConfig):
         layers_per_block: residual blocks at each resolution on the way down; one more on the way up.
         norm_num_groups: groups of the group norms.
         mid_block_add_attention: use attention over the positions of the latent.
-        scaling_factor, shift_factor: models that train on the latents normalise them as (z - shift_factor) *
-            scaling_factor; None measures the factors when the weights are exported.
+        scaling_factor: models that train on the latents normalise them as (z - shift_factor) * scaling_factor; None
+            measures both at export.
+        shift_factor: see `scaling_factor`.
     """
 
     supports: ClassVar[Supports] = Supports(
