@@ -137,8 +137,8 @@ MUTANTS = (
     Mutant(
         "average starts a step early",
         "dit/optimizer/ema.py",
-        "if step <= self.start_step:",
-        "if step < self.start_step:",
+        "if step <= self.start_step else",
+        "if step < self.start_step else",
         (OPTIMIZER,),
     ),
     Mutant(
