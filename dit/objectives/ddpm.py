@@ -85,9 +85,8 @@ class DDPM(Objective):
         prediction: output of the network: the noise, the clean latent, or v = alpha eps - sigma x0.
         discrete_steps: length of the table of steps; None for continuous time. The network receives step k as k /
             discrete_steps.
-        beta_start: variance of the first of 1000 steps; None for the published one, 1e-4 (`linear`) or 0.00085
-            (`scaled_linear`).
-        beta_end: variance of the last of 1000 steps; None for 0.02 or 0.012. Other lengths end at the same noise.
+        betas: variance of the first and the last of 1000 steps; other lengths end at the same noise. None for the
+            published values, [1e-4, 0.02] (`linear`) or [0.00085, 0.012] (`scaled_linear`).
         zero_terminal_snr: rescale the table so that its last step is pure noise.
         noise_offset: standard deviation of noise that is equal at all positions of a sample and channel, added in
             training; 0.05 for SDXL.
@@ -107,8 +106,7 @@ class DDPM(Objective):
     schedule: ScheduleName = "linear"
     prediction: Prediction = "noise"
     discrete_steps: Optional[int] = None
-    beta_start: Optional[float] = None
-    beta_end: Optional[float] = None
+    betas: Optional[list[float]] = None
     zero_terminal_snr: bool = False
     noise_offset: float = 0.0
     network_time: NetworkTime = "time"
@@ -119,7 +117,10 @@ class DDPM(Objective):
     former_settings: ClassVar[Mapping[str, str]] = {
         "learned_variance": "variance=learned_variance",
         "vlb_weight": "variance.vlb_weight",
+        "beta_start": "betas=[beta_start,beta_end]",
+        "beta_end": "betas=[beta_start,beta_end]",
     }
+    removed_settings: ClassVar[Mapping[str, object]] = {"beta_start": None, "beta_end": None}
 
     def __post_init__(self) -> None:
         self.path = AnglePath()
@@ -127,7 +128,7 @@ class DDPM(Objective):
         check_choice("loss_kind", self.loss_kind, LossKind)
         check_choice("network_time", self.network_time, NetworkTime)
         ranges = {"discrete_steps": whole(1, 1_000_000), "min_snr_gamma": POSITIVE, "noise_offset": SHARE}
-        check_ranges("objective", self, {**ranges, **dict.fromkeys(("beta_start", "beta_end"), INSIDE_0_1)})
+        check_ranges("objective", self, {**ranges, "betas": INSIDE_0_1})
         if self.zero_terminal_snr and (self.discrete_steps is None or self.prediction == "noise"):
             raise ConfigError(
                 "objective.zero_terminal_snr ends a table of steps at pure noise, which a prediction of the noise "
@@ -135,7 +136,7 @@ class DDPM(Objective):
                 f"{self.prediction}; use discrete_steps=1000 and prediction=v, or zero_terminal_snr=false"
             )
         self.noise_schedule = make_schedule(
-            self.schedule, self.discrete_steps, self.beta_start, self.beta_end, zero_snr=self.zero_terminal_snr
+            self.schedule, self.discrete_steps, self.betas, zero_snr=self.zero_terminal_snr
         )
         self._bound: Optional[VariationalBound] = None
         if self.variance is not None:

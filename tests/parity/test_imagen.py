@@ -46,8 +46,8 @@ COMMON: dict[str, dict[str, Any]] = {
 }
 REGULAR = {
     **COMMON,
-    "pooled": {"resample_with_conv": False},
-    "resample_blocks": {"resample_blocks": True},
+    "pooled": {"resampling": "pool"},
+    "resample_blocks": {"resampling": "block"},
     "no_text": {"context_size": None, "attention_type": "self"},
 }
 EFFICIENT = {**COMMON, "plain_sum": {"skip_scaling": False}, "base": {"low_resolution_factor": None}}
