@@ -169,7 +169,7 @@ def _saves(config: "RunConfig", state: "TrainState", root: Path, *, is_async: bo
     from dit.checkpoint.store import CheckpointStore
     from dit.monitoring.run_log import RunLog
 
-    settings = replace(config.checkpoint, async_save=is_async, keep_last=1, failed_saves_allowed=0)
+    settings = replace(config.checkpoint, async_save=is_async, keep_last=1)
     return Saves(Checkpointer(CheckpointStore(root, settings), config), state, RunLog())
 
 

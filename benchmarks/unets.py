@@ -150,7 +150,6 @@ def imagen_arms(groups: "ProcessGroups", *, compiled: bool = True) -> Iterator[A
     stacked = replace(fused, attention_type="stacked")
     name = "Imagen"
     yield ours(name, name, fused, groups)
-    yield ours(f"{name}, pictures copied", name, replace(fused, channels_last=False), groups)
     yield ours(f"{name}, stable attention", name, replace(fused, stable_attention=True), groups)
     yield ours(f"{name}, stacked attention", name, stacked, groups)
     yield ours(f"{name}, checkpointed", name, fused, groups, recompute="full")

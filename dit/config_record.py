@@ -46,6 +46,21 @@ def to_record(value: object) -> Any:
     return str(value)
 
 
+def without_removed(settings_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop settings in a record that only earlier versions had, if this version always does what they did.
+
+    These are settings whose value became a constant (`removed_settings` of the class), and those that were off.
+    """
+    removed = getattr(settings_class, "removed_settings", {})
+    names = {f.name for f in dataclasses.fields(settings_class)}
+
+    def is_inert(name: str) -> bool:
+        switch = values.get(SWITCHES[name]) if name in SWITCHES and name not in names else True
+        return switch is None or switch is False or (name in removed and values[name] == removed[name])
+
+    return {name: value for name, value in values.items() if not is_inert(name)}
+
+
 def from_record(record: object) -> Any:
     """Rebuild the value that `to_record` wrote.
 
@@ -74,21 +89,10 @@ def from_record(record: object) -> Any:
     if not (isinstance(settings_class, type) and dataclasses.is_dataclass(settings_class)):
         raise CheckpointError(f"the record names {name!r}, which is not a settings class")
     try:
-        return settings_class(**without_inert(settings_class, values))
+        return settings_class(**without_removed(settings_class, values))
     except TypeError as error:
         cause = "; ".join(moved(settings_class, values)) or error
         raise CheckpointError(f"the record of {name!r} does not fit this version: {cause}") from error
-
-
-def without_inert(settings_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings in a record without removed ones that were off when it was written."""
-    names = {f.name for f in dataclasses.fields(settings_class)}
-
-    def is_inert(name: str) -> bool:
-        switch = values.get(SWITCHES[name]) if name in SWITCHES and name not in names else True
-        return switch is None or switch is False
-
-    return {name: value for name, value in values.items() if not is_inert(name)}
 
 
 def moved(settings_class: type, values: Mapping[str, Any]) -> list[str]:

@@ -270,10 +270,10 @@ def check_sampling(sampling: SamplingConfig, objective: Objective, model: ModelC
             f"sampling.variance='learned' needs an objective with a learned variance, but it is {objective}; "
             "use sampling.variance=small or large, or objective=ddpm_learned_variance"
         )
-    if sampling.s_churn and not isinstance(objective.path, VarianceExplodingPath):
+    if sampling.churn is not None and not isinstance(objective.path, VarianceExplodingPath):
         raise ConfigError(
-            f"sampling.s_churn={sampling.s_churn:g} raises the noise level sigma of EDM's path, but the objective is "
-            f"{objective}; use objective=edm, or sampling.s_churn=0"
+            f"sampling.churn={sampling.churn} raises the noise level sigma of EDM's path, but the objective is "
+            f"{objective}; use objective=edm, or sampling.churn=none"
         )
     if (guided := sampling.guidance_channels) is not None and guided > model.in_channels:
         raise ConfigError(

@@ -25,8 +25,6 @@ from dit.ranges import (
     whole,
 )
 
-MIN_HISTORY = 16  # steps before a number can be a spike
-
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
@@ -34,11 +32,13 @@ class OptimizerConfig:
 
     Attributes:
         lr: peak learning rate.
-        beta1, beta2, eps: Adam's constants.
+        beta1: decay of the mean of the gradient.
+        beta2: decay of the mean of its square.
+        eps: added to the divisor.
         weight_decay: decoupled; not applied to biases, norms and other one-dimensional parameters.
         clip_grad: largest global gradient norm; 0 disables clipping.
-        offload: store Adam's moments in host memory, which saves 8 bytes of device memory per parameter of a rank. Each
-            update copies them to the device and back in parts; numbers change by rounding.
+        offload: store Adam's moments in host memory, which saves 8 bytes of device memory per parameter; numbers change
+            by rounding.
     """
 
     lr: float = 1e-4
@@ -73,63 +73,48 @@ class TrainingConfig:
     Attributes:
         run_dir: folder for all files of the run.
         num_steps: optimizer steps of the run, including those before a resume.
-        micro_batch_size: largest number of samples (or packs) per forward pass of a data-parallel rank. If the global
-            batch is not a multiple of it, the next smaller divisor is used. Results do not depend on it.
+        micro_batch_size: largest number of samples (or packs) per forward pass of a rank. The largest divisor of the
+            global batch up to it is used; results do not depend on it.
         global_batch_size: samples (or packs) per optimizer step over all ranks.
         precision: `bf16` or `fp16` (both with fp32 master weights and gradients), or `fp32`.
-        loss_scale: fp16 only: a constant factor of a micro-batch's mean loss, by which the fp32 gradients are divided;
-            None for a dynamic factor.
-        initial_loss_scale: fp16 only: the dynamic factor at step 1. If a gradient overflows, the step makes no update
-            and the factor is halved.
-        min_loss_scale: fp16 only: an overflow at this factor ends the run.
-        loss_scale_window: fp16 only: the dynamic factor is doubled after this many steps without an overflow.
-        attention: implementation of attention; `auto` selects torch's varlen kernel for bf16 on CUDA, and
-            scaled-dot-product attention elsewhere. `megatron-dit kernels` lists the available ones.
+        loss_scale: fp16 only: constant factor of the loss; None for a dynamic factor.
+        initial_loss_scale: fp16 only: first value of the dynamic factor. A gradient overflow skips the update and
+            halves it.
+        loss_scale_window: fp16 only: steps without overflow after which the dynamic factor doubles.
+        attention: implementation of attention; `auto` selects torch's varlen kernel for bf16 on CUDA, else
+            scaled-dot-product attention. `megatron-dit kernels` lists the available ones.
         linears: library of the parallel linears; `auto` selects Megatron-Core's.
-        kernels: implementation of the memory-bound operations of transformer layers (norms, modulation, residuals,
-            heads, rotary positions, activations) and of the optimizer's update: `eager`, or one `triton` kernel for
-            each; `auto` selects `triton` on devices where tests/gpu has passed with it, which is none yet. Numbers
-            change by rounding. `compile` compiles the layers by torch.compile (DiT, DiT with cross-attention, Movie
-            Gen, Wan, residual blocks of Imagen's UNets; not under FSDP); the update stays eager.
-        deterministic: use kernels with bit-identical results in every run on the same machines and layout; an operation
-            without such a kernel ends the run. Slower (docs/runs.md).
-        recompute: activations that are recomputed in the backward pass instead of saved: none, the cheap ones
-            (`selective`: modulated norms, activation functions; with `kernels=compile` all except matrix products,
-            attention and communication), or all (`full`: only layer inputs are saved).
-        recompute_layers: number of layers to recompute in each pipeline stage (or virtual chunk), from the first one;
-            None for all.
+        kernels: implementation of norms, modulation, residuals, rotary positions, activations and the optimizer's
+            update: `eager`, `triton`, or `compile` (torch.compile of the layers, not under FSDP). `auto` selects
+            `triton` on devices where tests/gpu has passed, which is none yet. Numbers change by rounding.
+        deterministic: use kernels with bit-identical results on the same machines and layout; an operation without one
+            ends the run. Slower (docs/runs.md).
+        recompute: activations that the backward pass recomputes: none, the cheap ones (`selective`: norms, activation
+            functions; with `kernels=compile` all except matrix products, attention and communication), or all (`full`).
+        recompute_layers: number of layers of each pipeline stage to recompute, from the first one; None for all.
         seed: of initial weights, data order and all noise.
-        ema_decay: decay of the weight average per update (fp32); None for no average.
+        ema_decay: decay of the weight average per step (fp32); None for no average.
         ema_start_step: the average equals the weights until this step.
-        ema_interval: the average is updated after steps that are multiples of this.
-        ema_offload: store the average in host memory; every update copies the weights there.
+        ema_offload: store the average in host memory.
         log_interval: steps between log lines; a line is also written before each checkpoint.
         validation_interval: steps between held-out losses; 0 for never.
-        validate_raw_weights: in addition to the held-out loss of the average, measure that of the weights, as
-            `held_out_raw`.
-        sanity_micro_batches: held-out micro-batches of each data-parallel rank that are measured before step 1, so that
-            errors of validation appear early; 0 for none.
         sample_interval: steps between sample grids; 0 for never.
-        hooks: user classes, `['package.module.Class']`, called after every step and validation; see
-            `dit.training.hooks`. The environment variable DIT_PACKAGES names their packages.
+        hooks: user classes, `['package.module.Class']`, called after every step and validation (`dit.training.hooks`).
+            The environment variable DIT_PACKAGES names their packages.
         stop_at_step: stop after this step as if preempted, with a checkpoint (for tests and short jobs).
-        on_bad_numbers: action before the update of a step with a loss or gradient norm that is not finite or spikes:
-            end the run (`stop`), omit the update (`skip`), or return to the last checkpoint and omit the data since
-            then (`rewind`).
+        on_bad_numbers: action if a loss or gradient norm is not finite or spikes: end the run (`stop`), omit the update
+            (`skip`), or return to the last checkpoint and omit the data since then (`rewind`).
         spike_threshold: a loss or gradient norm this many robust standard deviations above its running median is a
-            spike (`dit.step_checks.spikes`); None for no limit. 20 tolerates the noise of small batches.
-        spike_window: applied steps in the running median.
-        max_bad_steps: more bad steps than this within `bad_steps_within` steps end the run.
-        bad_steps_within: steps in which bad steps are counted.
-        recheck_interval: steps between steps that are computed twice, to find faults of the machine that raise no error
-            (`dit.step_checks.recheck`); 0 for never. Needs `deterministic`.
+            spike; None for no limit. 20 tolerates the noise of small batches.
+        max_bad_steps: more bad steps than this within 100 steps end the run.
+        recheck_interval: steps between steps that are computed twice, to detect faulty hardware; 0 for never. Needs
+            `deterministic`.
         time_limit: wall-clock time of the job, as for Slurm's `--time` (`03:55:00`, `1-00:00:00`, or minutes). The run
-            saves and stops with code 75 before it, as if preempted: early enough for the longest step and two of the
-            longest saves so far (`dit.monitoring.time_limit`). None for no limit.
-        collective_timeout_s: a rank that waits longer for its peers in a collective ends the run with code 70; must be
-            longer than the longest synchronous save, validation or sampling of one rank.
-        hang_timeout_s: seconds without progress (a step, a micro-batch) after which a rank ends the run and names the
-            rank that it waits for; at most 240 if that rank is stopped or dead. None for never.
+            saves and stops with code 75 before it, as if preempted.
+        collective_timeout_s: a rank that waits longer in a collective ends the run with code 70; must exceed the
+            longest synchronous save, validation or sampling.
+        hang_timeout_s: seconds without progress after which a rank ends the run and names the rank that it waits for;
+            at most 240 if that rank is stopped or dead. None for never.
     """
 
     former_settings: ClassVar[Mapping[str, str]] = {"compile": "kernels=compile"}
@@ -141,7 +126,6 @@ class TrainingConfig:
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
     loss_scale: Optional[float] = None
     initial_loss_scale: float = 2.0**16
-    min_loss_scale: float = 1.0
     loss_scale_window: int = 1000
     attention: Literal["auto", "sdpa", "varlen", "flash_attn", "transformer_engine"] = "auto"
     linears: Literal["auto", "megatron", "transformer_engine"] = "auto"
@@ -152,24 +136,28 @@ class TrainingConfig:
     seed: int = 1234
     ema_decay: Optional[float] = 0.9999
     ema_start_step: int = 0
-    ema_interval: int = 1
     ema_offload: bool = False
     log_interval: int = 10
     validation_interval: int = 0
-    validate_raw_weights: bool = False
-    sanity_micro_batches: int = 0
     sample_interval: int = 0
     hooks: Optional[list[str]] = None
     stop_at_step: Optional[int] = None
     on_bad_numbers: Literal["stop", "skip", "rewind"] = "stop"
     spike_threshold: Optional[float] = None
-    spike_window: int = 128
     max_bad_steps: int = 3
-    bad_steps_within: int = 100
     recheck_interval: int = 0
     time_limit: Optional[str] = None
     collective_timeout_s: float = 600.0
     hang_timeout_s: Optional[float] = 1800.0
+
+    removed_settings: ClassVar[Mapping[str, object]] = {
+        "min_loss_scale": 1.0,
+        "ema_interval": 1,
+        "validate_raw_weights": False,
+        "sanity_micro_batches": 0,
+        "spike_window": 128,
+        "bad_steps_within": 100,
+    }
 
     def check_time_out(self) -> None:
         """Check the settings that process groups need, before all others."""
@@ -190,22 +178,17 @@ class TrainingConfig:
                 "global_batch_size": whole(1, 2**24),
                 "loss_scale": LOSS_SCALE,
                 "initial_loss_scale": LOSS_SCALE,
-                "min_loss_scale": LOSS_SCALE,
                 "loss_scale_window": COUNT,
                 "recompute_layers": COUNT,
                 "seed": SEED,
                 "ema_decay": SHARE_BELOW_1,
                 "ema_start_step": COUNT_OR_NONE,
-                "ema_interval": COUNT,
                 "log_interval": COUNT,
                 "validation_interval": COUNT_OR_NONE,
-                "sanity_micro_batches": COUNT_OR_NONE,
                 "sample_interval": COUNT_OR_NONE,
                 "stop_at_step": COUNT,
                 "spike_threshold": POSITIVE,
-                "spike_window": whole(MIN_HISTORY, 100_000),
                 "max_bad_steps": COUNT,
-                "bad_steps_within": COUNT,
                 "recheck_interval": COUNT_OR_NONE,
                 "hang_timeout_s": POSITIVE,
             },
@@ -213,35 +196,22 @@ class TrainingConfig:
         check_choice("training.on_bad_numbers", self.on_bad_numbers, get_type_hints(TrainingConfig)["on_bad_numbers"])
         self._check_deterministic()
         self._check_unused()
-        if self.min_loss_scale > self.initial_loss_scale:
-            raise ConfigError(
-                f"training.min_loss_scale={self.min_loss_scale:g} is above training.initial_loss_scale="
-                f"{self.initial_loss_scale:g}; lower the first or raise the second"
-            )
 
     def _check_unused(self) -> None:
         """Raise an error for settings that have no effect because of other settings."""
-        dynamic = ("initial_loss_scale", "min_loss_scale", "loss_scale_window")
-        average = ("ema_start_step", "ema_interval", "ema_offload", "validate_raw_weights")
+        dynamic = ("initial_loss_scale", "loss_scale_window")
         groups = (
-            (self.ema_decay is None, average, "with training.ema_decay=None", "set training.ema_decay"),
             (
-                not self.validation_interval,
-                ("validate_raw_weights",),
-                "with training.validation_interval=0",
-                "set training.validation_interval",
+                self.ema_decay is None,
+                ("ema_start_step", "ema_offload"),
+                "with training.ema_decay=None",
+                "set training.ema_decay",
             ),
             (
                 self.on_bad_numbers == "stop",
-                ("max_bad_steps", "bad_steps_within"),
+                ("max_bad_steps",),
                 "with training.on_bad_numbers=stop, which ends the run at the first bad step",
                 "set training.on_bad_numbers=skip or rewind",
-            ),
-            (
-                self.spike_threshold is None,
-                ("spike_window",),
-                "with training.spike_threshold=None",
-                "set training.spike_threshold",
             ),
             (
                 self.precision != "fp16",
@@ -290,41 +260,34 @@ class CheckpointConfig:
         keep_last: number of newest checkpoints to retain, at least 1.
         keep_every: also retain checkpoints of steps that are multiples of this; 0 for none.
         keep_best: also retain this many with the lowest held-out loss.
-        keep_best_training: also retain this many with the lowest training loss, the mean since the last log line.
-        async_save: a save blocks training only while each rank copies its part to host memory; another process writes
-            it (`dit.checkpoint.saves`). Needs host memory for the part of a rank.
-        failed_saves_allowed: consecutive saves that may fail without ending the run. One more failure, or a failure of
-            the last save, ends it with code 6.
-        save_timeout_s: seconds after which an asynchronous save, or a copy to another place, counts as failed.
-        copy_to: address to which every checkpoint is also copied, such as `s3://bucket/folder`; if its newest
-            checkpoint is newer than that of the run folder, a run resumes from it (`dit.checkpoint.background.remote`).
-            Copies of another run are an error (`dit.checkpoint.run_identity`). None for no copy.
-        resume: `auto` resumes from the newest valid checkpoint; it starts from step 0 if there is no checkpoint, and
-            fails if all are damaged. `must` fails if none is valid. `never` starts from step 0, also if all are
-            damaged, and fails if one is valid.
-        resume_from: a new run continues from the full state of this run folder or checkpoint: step, weights, optimizer,
-            average and data position. A run with checkpoints resumes from those.
-        start_from: a new run starts from the weights of this run folder or checkpoint (from their average if it has
-            one), with new step, optimizer state and data position. A run with checkpoints resumes from those.
+        async_save: write checkpoints in another process; training waits only for a copy to host memory.
+        save_timeout_s: seconds after which an asynchronous save, or a copy, counts as failed.
+        copy_to: address to which every checkpoint is also copied, such as `s3://bucket/folder`. A run resumes from it
+            if its newest checkpoint is newer than that of the run folder. Copies of another run are an error.
+        resume: `auto` resumes from the newest valid checkpoint, starts from step 0 if there is none, and fails if all
+            are damaged. `must` fails if none is valid. `never` starts from step 0, and fails if one is valid.
+        resume_from: a new run continues from the full state of this run folder or checkpoint. A run with checkpoints
+            resumes from those.
+        start_from: a new run starts from the weights (the average if there is one) of this run folder or checkpoint. A
+            run with checkpoints resumes from those.
         accept_changes: settings such as `optimizer.beta2`, or parts such as `objective`, that may differ from the
-            checkpoint although they change the experiment (`resume_check`). `data.path` and `data.blend` also accept
-            other data in the same folder. After an accepted change of the data or their order, the data start from the
-            beginning.
+            checkpoint although they change the experiment. `data.path` and `data.blend` also accept other data in the
+            same folder. After a change of the data, reading starts from the beginning.
     """
 
     interval: int = 1000
     keep_last: int = 2
     keep_every: int = 0
     keep_best: int = 0
-    keep_best_training: int = 0
     async_save: bool = False
-    failed_saves_allowed: int = 2
     save_timeout_s: float = 1800.0
     copy_to: Optional[str] = None
     resume: Literal["auto", "never", "must"] = "auto"
     resume_from: Optional[str] = None
     start_from: Optional[str] = None
     accept_changes: Optional[list[str]] = None
+
+    removed_settings: ClassVar[Mapping[str, object]] = {"keep_best_training": 0, "failed_saves_allowed": 2}
 
     def validate(self) -> None:
         """Check every field by itself."""
@@ -339,9 +302,9 @@ class CheckpointConfig:
                 f"checkpoint.resume_from={self.resume_from} continues a run, but {conflict} starts a new one; "
                 "remove one of the two"
             )
-        names = ("interval", "keep_every", "keep_best", "keep_best_training", "failed_saves_allowed")
         ranges = {"keep_last": COUNT, "save_timeout_s": POSITIVE}
-        check_ranges("checkpoint", self, ranges | dict.fromkeys(names, COUNT_OR_NONE))
+        ranges |= dict.fromkeys(("interval", "keep_every", "keep_best"), COUNT_OR_NONE)
+        check_ranges("checkpoint", self, ranges)
 
 
 @dataclass(kw_only=True)
@@ -350,15 +313,14 @@ class LoggingConfig:
 
     Attributes:
         tensorboard: write `events/` in the run folder.
-        wandb: mirror to Weights & Biases; offline without a key. None mirrors if there is a key (from `wandb login`, or
-            `WANDB_API_KEY`) and the package is installed.
+        wandb: mirror to Weights & Biases; offline without a key. None mirrors if there is a key and the package is
+            installed.
         wandb_project: project of the run.
-        wandb_name, wandb_group: name and group of its page; None for wandb's default.
-        wandb_artifacts: upload each checkpoint as an artifact, named by step and epoch; offline, only refer to its
-            folder. Training waits while the files are hashed and copied to `wandb/`.
-        part_norms: also log the gradient norm of each part of the model, as `grad_norm/layers.attention`. Reads the
-            gradients once more in each step with a log line.
-        profile_steps: first and last step that rank 0 traces into `profile/`, such as [10, 11]; None for no trace.
+        wandb_name: name of the run; None for wandb's default.
+        wandb_group: group of the run; None for wandb's default.
+        wandb_artifacts: upload each checkpoint as an artifact; training waits while its files are hashed and copied.
+        part_norms: also log the gradient norm of each part of the model, as `grad_norm/layers.attention`.
+        profile_steps: first and last step that rank 0 traces into `profile/`, such as [10, 11].
     """
 
     tensorboard: bool = True
@@ -387,26 +349,24 @@ class SamplingConfig:
     Attributes:
         solver: integrator of the sampling ODE or SDE.
         num_steps: solver steps; `heun` calls the network twice per step.
-        variance: of the noise that `ancestral` draws at each step: `small`, that of the posterior given x0; `large`,
-            beta of the forward step; `learned`, the prediction of a network trained with `ddpm_learned_variance`,
-            between the two.
+        variance: noise variance of `ancestral`: that of the posterior given x0 (`small`), beta of the forward step
+            (`large`), or `learned` (`ddpm_learned_variance`).
         guidance_scale: classifier-free guidance x0 = uncond + scale * (cond - uncond); 1 for none.
-        guidance_channels: number of channels of a latent that are guided, from the first one; the others are those of
-            the conditional network. None for all. facebookresearch/DiT guides 3 of 4.
+        guidance_channels: guide only this many channels of a latent, from the first one (3 of 4 in
+            facebookresearch/DiT); None for all.
         guidance_rescale: share of the guided prediction that is scaled to the standard deviation of the conditional
-            one, in each sample; 0 for none, 0.7 in the paper (Lin et al. 2023, arXiv:2305.08891, section 3.4).
-        guidance_interval: smallest and largest noise level sigma / alpha with guidance. None for all (Kynkäänniemi et
-            al. 2024, arXiv:2404.07724).
-        s_churn, s_tmin, s_tmax, s_noise: noise that `heun` adds before each of its steps for the EDM objective, at
-            sigma from s_tmin to s_tmax (None for any), with standard deviation s_noise; s_churn is the total over all
-            steps, 0 for none (Karras et al. 2022, arXiv:2206.00364, Algorithm 2).
-        thresholding: of the clean estimate at every step, for pixels: `static` clamps it to [-1, 1]; `dynamic` clamps
-            each sample to its 99.5 % quantile and divides by it, if that is above 1 (Imagen, at a large scale).
+            one; 0.7 in Lin et al. 2023, arXiv:2305.08891.
+        guidance_interval: smallest and largest noise level sigma / alpha with guidance; None for all
+            (arXiv:2404.07724).
+        churn: `[s_churn, s_tmin, s_tmax, s_noise]` of EDM, such as `[40, 0.05, 50, 1.003]`: `heun` adds noise before
+            its steps (Karras et al. 2022, arXiv:2206.00364, Algorithm 2).
+        thresholding: limit of the clean estimate, for pixels: `static` clamps it to [-1, 1]; `dynamic` divides each
+            sample by its 99.5 % quantile if that is above 1 (Imagen).
         samples_per_class: rows of the grid.
-        raw_weights: during training, also draw a grid with the raw weights in addition to that of the average.
-        prompts: texts to sample instead of classes, for a text-conditional model; None for no texts.
-        vae: autoencoder that decodes the samples of a latent model: a folder in diffusers' layout, or a name on the
-            Hugging Face hub; None for that of the data.
+        raw_weights: during training, also draw a grid with the raw weights.
+        prompts: texts to sample instead of classes.
+        vae: autoencoder that decodes latents: a folder in diffusers' layout, or a name on the Hugging Face hub; None
+            for that of the data.
         seed: of the initial noise.
     """
 
@@ -417,16 +377,18 @@ class SamplingConfig:
     guidance_channels: Optional[int] = None
     guidance_rescale: float = 0.0
     guidance_interval: Optional[list[float]] = None
-    s_churn: float = 0.0
-    s_tmin: float = 0.0
-    s_tmax: Optional[float] = None
-    s_noise: float = 1.0
+    churn: Optional[list[float]] = None
     thresholding: Literal["none", "static", "dynamic"] = "none"
     samples_per_class: int = 1
     raw_weights: bool = False
     prompts: Optional[list[str]] = None
     vae: Optional[str] = None
     seed: int = 7
+
+    former_settings: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("s_churn", "s_tmin", "s_tmax", "s_noise"), "churn=[s_churn,s_tmin,s_tmax,s_noise]"
+    )
+    removed_settings: ClassVar[Mapping[str, object]] = {"s_churn": 0, "s_tmin": 0, "s_tmax": None, "s_noise": 1}
 
     def validate(self) -> None:
         """Check every field by itself."""
@@ -438,7 +400,7 @@ class SamplingConfig:
                 "guidance_scale": FINITE,
                 "guidance_channels": COUNT,
                 "guidance_rescale": SHARE,
-                **dict.fromkeys(("guidance_interval", "s_churn", "s_tmin", "s_tmax", "s_noise"), NOT_NEGATIVE),
+                **dict.fromkeys(("guidance_interval", "churn"), NOT_NEGATIVE),
                 "samples_per_class": COUNT,
                 "seed": SEED,
             },
@@ -447,6 +409,11 @@ class SamplingConfig:
         if interval is not None and (len(interval) != 2 or not interval[0] < interval[1]):
             raise ConfigError(
                 f"sampling.guidance_interval={interval} must be two noise levels, low and high, such as [0.2,5]"
+            )
+        if self.churn is not None and (len(self.churn) != 4 or not self.churn[0] > 0):
+            raise ConfigError(
+                f"sampling.churn={self.churn} must be four numbers, [s_churn, s_tmin, s_tmax, s_noise], the first "
+                "above 0, such as [40,0.05,50,1.003]; or none"
             )
         hints = get_type_hints(SamplingConfig)
         for name in ("solver", "variance", "thresholding"):
@@ -465,15 +432,9 @@ class SamplingConfig:
             ),
             (
                 self.solver != "heun",
-                ["s_churn"],
+                ["churn"],
                 f"with sampling.solver={self.solver}",
                 "use sampling.solver=heun",
-            ),
-            (
-                self.solver != "heun" or not self.s_churn,
-                ["s_tmin", "s_tmax", "s_noise"],
-                "without sampling.s_churn",
-                "set sampling.s_churn with sampling.solver=heun",
             ),
         ]
         return [(names, where, cure) for unused, names, where, cure in groups if unused]

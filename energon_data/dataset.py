@@ -2,12 +2,12 @@
 
 import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Optional
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Optional
 
 from dit.batch import PackedBatch
 from dit.condition_table import CONTEXT, LABEL
@@ -23,7 +23,7 @@ from energon_data.held_out import share_validation
 from energon_data.online import check_online_texts, check_vae, embedded_widths
 from energon_data.packing import CostLimit, check_pack_multiple
 from energon_data.skip_log import SKIP_FILE, SkipLog
-from energon_data.streams import Source, StreamGroup, check_streams, open_streams
+from energon_data.streams import Source, StreamGroup, StreamSettings, check_streams, open_streams
 from energon_data.values import check_values
 
 if TYPE_CHECKING:
@@ -33,80 +33,66 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PIXEL_CHANNELS = 3
+TRAIN_SPLIT = "train"
 _SEEDS_APART = 1_000_003  # offset between the seeds of a blend's stages
 
 
 @dataclass(kw_only=True)
-class EnergonData(DataConfig):
+class EnergonData(StreamSettings, DataConfig):
     """Samples from WebDataset shards, read by Megatron-Energon.
 
     Attributes:
-        path: a data set folder with `.nv-meta`, or a metadataset `.yaml` that blends several.
-        blend: several data sets with weights instead of `path`: `[{path: DIR, weight: 3}, ...]`.
+        path: a data set folder with `.nv-meta`, or a metadataset `.yaml`.
+        blend: data sets with weights instead of `path`: `[{path: DIR, weight: 3}, ...]`.
         blend_steps: steps at which the weights change; each weight is then a list with one number per stage.
-        num_streams: global streams of the run, a divisor of a step's micro-batches; None for the largest divisor up to
-            8, or for the number of the checkpoint that the run resumes from.
-            More ranks than streams read the data several times: set the largest number of replicas of the run.
         background: read every stream in a separate worker process, ahead of training (only on Linux).
         shuffle_buffer: samples shuffled in memory before batching; 0 for none.
         max_samples_per_sequence: split shards into runs of about this many samples and shuffle the runs; None for
             complete shards.
-        max_tokens_per_pack: pack samples of any length up to this many tokens (micro_batch_size must then be 1); None
-            for dense batches.
-        pack_multiple_of: samples are selected into packs as if each were padded to a multiple of this many tokens, so
-            that packs are the same under every layout whose multiple divides it.
-        pack_cost_tokens: limit the work of every pack to that of one sample of this many tokens, so that ranks wait
-            little for each other; attention is quadratic. `max_tokens_per_pack` may be 1.25 times this.
+        pack_cost_tokens: limit the work of a pack to that of one sample of this many tokens, so that ranks wait less;
+            `max_tokens_per_pack` may be 1.25 times this.
         packing_buffer_size: number of buffered samples from which packs are filled.
         pad_packs: pad every pack to `max_tokens_per_pack`, so all have one shape.
-        bucket_by_shape: batch only samples of the same latent shape together, as convolutional backbones need.
-        max_text_tokens: longer texts are truncated; None for no limit.
-        max_tokens_per_sample: longer samples are dropped and counted; None for the length of a pack.
-        max_abs_latent: latents with larger absolute values count as damaged.
-        min_aesthetic_score: samples with a lower score, or none, are dropped and counted; None for no limit.
-        min_side, max_side: limits of both sides of a picture or frame in pixels, before any resize; others are dropped
-            and counted.
-        max_aspect_ratio: limit of the ratio of longer to shorter side; others are dropped and counted.
-        min_seconds, max_seconds: limits of the duration of a clip; others are dropped and counted. An image lasts 0
-            seconds.
-        min_caption_length, max_caption_length: limits of the caption's length in characters; others are dropped and
-            counted.
-        resize_side: resize the smaller side of pictures and clips to this many pixels at load time; None for the stored
-            size.
-        crop_size: height and width in pixels of a crop at load time; None for the full picture.
-        random_crop: whether the crop position is random; otherwise, and in held-out data, it is the centre.
+        bucket_by_shape: batch only samples of the same shape together, as convolutional backbones need.
+        max_text_tokens: truncate longer texts; None for no limit.
+        max_tokens_per_sample: drop longer samples; None for the length of a pack.
+        min_aesthetic_score: drop samples with a lower score, or without one.
+        min_side: drop pictures and clips with a smaller side, in stored pixels.
+        max_side: drop pictures and clips with a larger side, in stored pixels.
+        max_aspect_ratio: drop samples with a larger ratio of longer to shorter side.
+        min_seconds: drop shorter clips; an image lasts 0 seconds.
+        max_seconds: drop longer clips.
+        min_caption_length: drop samples with a shorter caption, in characters.
+        max_caption_length: drop samples with a longer caption, in characters.
+        resize_side: resize the smaller side of pictures and clips to this many pixels at load time.
+        crop_size: crop to this height and width in pixels at load time.
+        random_crop: crop at a random position; otherwise, and in held-out data, at the centre.
         flip: probability that a picture or clip is mirrored; never in held-out data.
-        corrupt_low_resolution: blur, resize and add noise to the low-resolution pictures derived for a super-resolution
-            model; not to stored ones, and never in held-out data.
+        corrupt_low_resolution: blur, resize and add noise to derived low-resolution pictures; never in held-out data.
         vary_captions: draw one of a sample's captions at each read; otherwise, and in held-out data, use the first.
-        max_lost_samples: damaged samples that the streams of one data-parallel rank may drop before the run ends.
-        require_checksums: samples whose metadata lacks the CRC32 of a part count as damaged. Existing checksums are
-            always verified.
-        online_vae: an autoencoder (`--vae` of `energon_data.prepare`) that encodes the stored pixels on the training
-            device in every step; None for stored latents, or pixels that are the latents.
+        max_lost_samples: damaged samples that a data-parallel rank may drop before the run ends.
+        require_checksums: count samples without a CRC32 of each part as damaged. Existing checksums are always
+            verified.
+        online_vae: an autoencoder that encodes stored pixels in every step; None if latents are stored.
         online_text_encoder: encoders, such as `text=google/t5-v1_1-xl,pooled=openai/clip-vit-large-patch14`, that embed
-            the stored captions on the training device in every step; None for stored embeddings.
-        online_precision: precision of these encoders' weights and activations; their outputs are float32 either way.
-        train_split, validation_split: names of the splits.
-        validation_samples: number of held-out samples of one pass; None for the full split.
+            stored captions in every step; None if embeddings are stored.
+        online_precision: precision of these encoders; their outputs are float32.
+        validation_split: name of the split that held-out losses are measured on.
+        validation_samples: held-out samples of one pass; None for the full split.
     """
 
     path: str = ""
     blend: Optional[list[dict[str, Any]]] = None
     blend_steps: Optional[list[int]] = None
-    num_streams: Optional[int] = None
     background: bool = True
     shuffle_buffer: int = 1000
     max_samples_per_sequence: Optional[int] = None
-    max_tokens_per_pack: Optional[int] = None
-    pack_multiple_of: int = 16
     pack_cost_tokens: Optional[int] = None
     packing_buffer_size: int = 256
     pad_packs: bool = False
     bucket_by_shape: bool = False
     max_text_tokens: Optional[int] = 512
     max_tokens_per_sample: Optional[int] = None
-    max_abs_latent: float = 1e3
     min_aesthetic_score: Optional[float] = None
     min_side: Optional[int] = None
     max_side: Optional[int] = None
@@ -126,9 +112,10 @@ class EnergonData(DataConfig):
     online_vae: Optional[str] = None
     online_text_encoder: Optional[str] = None
     online_precision: Literal["fp32", "bf16"] = "fp32"
-    train_split: str = "train"
     validation_split: str = "val"
     validation_samples: Optional[int] = 512
+
+    removed_settings: ClassVar[Mapping[str, object]] = {"max_abs_latent": 1e3, "train_split": "train"}
 
     def mixes_shapes(self, spec: BatchSpec) -> bool:
         """Return whether samples of different shapes may share a micro-batch; depends on the settings only."""
@@ -143,7 +130,7 @@ class EnergonData(DataConfig):
         """
         self.check_settings(spec, dp_size, micro_batches_per_step)
         num_streams = check_streams(self.num_streams, micro_batches_per_step)
-        infos = self.folders(self.train_split)
+        infos = self.folders(TRAIN_SPLIT)
         stored_channels = spec.latent_channels
         if self.online_vae is not None:
             check_vae(self.online_vae, spec)
@@ -235,12 +222,12 @@ class EnergonData(DataConfig):
         for path in self._paths():
             with suppress(DataError):  # validation raises it, if the run has one
                 held_out[f"{path} ({self.validation_split})"] = identity(path, self.validation_split)
-        train = {f"{path} ({self.train_split})": identity(path, self.train_split) for path in self._paths()}
+        train = {f"{path} ({TRAIN_SPLIT})": identity(path, TRAIN_SPLIT) for path in self._paths()}
         return {"path" if self.blend is None else "blend": train, "validation_split": held_out}
 
     def epoch_samples(self) -> Optional[int]:
         """Return the samples of the training split; None for a blend, whose members are read in other proportions."""
-        infos = self.folders(self.train_split)
+        infos = self.folders(TRAIN_SPLIT)
         return infos[0].samples if len(infos) == 1 else None
 
     def _read_as(self, split: str, stage: Optional[int]) -> AbstractContextManager[str]:
@@ -297,7 +284,6 @@ class EnergonData(DataConfig):
             )
         return EncoderOptions(
             filters=Filters(
-                max_abs=self.max_abs_latent,
                 limits={name: limit for name, limit in limits.items() if limit != Limits()},
                 max_tokens=min(lengths) if lengths else None,
             ),
@@ -336,7 +322,7 @@ class EnergonData(DataConfig):
         """
         from energon_data.workers.background import read_ahead
 
-        self.folders(self.train_split)
+        self.folders(TRAIN_SPLIT)
 
         def open_stream(stream: int, num_streams: int) -> Source:
             shared_by = dp_size // math.gcd(num_streams, dp_size)
@@ -373,13 +359,13 @@ class EnergonData(DataConfig):
             options = self._options(spec)
             if pack_multiple_of is not None:
                 options = replace(options, pack_multiple_of=pack_multiple_of)
-            with self._read_as(self.train_split, stage) as path:
+            with self._read_as(TRAIN_SPLIT, stage) as path:
                 return EnergonSource(
                     path,
                     spec,
                     options,
                     reopen=partial(open_stage, stage),
-                    split=self.train_split,
+                    split=TRAIN_SPLIT,
                     stream=stream,
                     num_streams=num_streams,
                     seed=seed + stage * _SEEDS_APART,
@@ -422,7 +408,7 @@ class EnergonData(DataConfig):
         """Describe samples that settings will drop and settings without effect, one line each; reads a few samples."""
         from energon_data.report.survey import expected_drops, unused_choice_of_captions
 
-        infos, options = self.folders(self.train_split), self._options(spec)
+        infos, options = self.folders(TRAIN_SPLIT), self._options(spec)
         lines = [line for info in infos for line in expected_drops(info, spec, options, vars(self))]
         return lines if self.vary_captions else lines + unused_choice_of_captions(infos)
 
@@ -435,7 +421,7 @@ class EnergonData(DataConfig):
         Raises:
             ConfigError: captions are to be embedded, and none of the first samples has one.
         """
-        stored = stored_names(self.folders(self.train_split))
+        stored = stored_names(self.folders(TRAIN_SPLIT))
         if stored is None or self.online_text_encoder is None:
             return stored
         if "caption" not in stored:
@@ -465,7 +451,7 @@ class EnergonData(DataConfig):
 
     def attributions(self) -> list[str]:
         """Return the distinct `attribution` lines of the members' `dataset.json`."""
-        attributions = (info.description.get("attribution") for info in self.folders(self.train_split))
+        attributions = (info.description.get("attribution") for info in self.folders(TRAIN_SPLIT))
         return list(dict.fromkeys(line for line in attributions if line))
 
     def autoencoder(self) -> Optional[str]:
@@ -482,7 +468,7 @@ class EnergonData(DataConfig):
 
     def _agreed(self, name: str, why: str) -> Any:
         """Return an entry of `dataset.json` that must be equal in all members that have it."""
-        infos = self.folders(self.train_split)
+        infos = self.folders(TRAIN_SPLIT)
         entries = {str(i.path): i.description[name] for i in infos if i.description.get(name)}
         values = list(entries.values())
         if any(value != values[0] for value in values):

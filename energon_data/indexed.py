@@ -29,7 +29,15 @@ from energon_data.held_out import share_validation
 from energon_data.packing import check_pack_multiple
 from energon_data.samples import Clip, SampleError
 from energon_data.skip_log import SKIP_FILE, SkipCounter, SkipLog, TooManyDroppedError
-from energon_data.streams import Position, Source, StreamGroup, StreamItem, check_streams, open_streams
+from energon_data.streams import (
+    Position,
+    Source,
+    StreamGroup,
+    StreamItem,
+    StreamSettings,
+    check_streams,
+    open_streams,
+)
 from energon_data.task_encoder import DiffusionTaskEncoder, EncoderOptions
 
 HELD_OUT_SEED = 0
@@ -49,31 +57,25 @@ class Sample:
 
 
 @dataclass(kw_only=True)
-class Samples(DataConfig):
+class Samples(StreamSettings, DataConfig):
     """A data source with random access; a subclass adds its fields, `__len__` and `__getitem__`.
 
     `__getitem__` may raise any exception for a damaged sample, which is then dropped and counted.
 
     Attributes:
-        max_tokens_per_pack: see `EnergonData`.
-        pack_multiple_of: see `EnergonData`.
         packing_buffer_size: number of buffered samples from which packs are filled.
         max_text_tokens: longer texts are truncated; None for no limit.
         same_shape: whether all samples have the shape of the first, as convolutional networks need.
         max_lost_samples: number of damaged samples that may be dropped before the run ends.
         validation_samples: number of samples held out from training, selected at random; 0 for none.
-        num_streams: see `EnergonData`.
         background: read each stream in a separate process.
     """
 
-    max_tokens_per_pack: Optional[int] = None
-    pack_multiple_of: int = 16
     packing_buffer_size: int = 64
     max_text_tokens: Optional[int] = None
     same_shape: bool = False
     max_lost_samples: int = 0
     validation_samples: int = 0
-    num_streams: Optional[int] = None
     background: bool = True
 
     @abstractmethod

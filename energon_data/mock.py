@@ -23,6 +23,7 @@ from energon_data.streams import (
     Position,
     StreamGroup,
     StreamItem,
+    StreamSettings,
     check_streams,
     open_streams,
 )
@@ -32,20 +33,20 @@ _CACHED = 64
 
 
 @dataclass(kw_only=True)
-class MockData(DataConfig):
+class MockData(StreamSettings, DataConfig):
     """Random latents around one pattern per class.
 
+    Packs are filled in order, and padded to `max_tokens_per_pack`.
+
     Attributes:
-        frames, height, width: size of every latent.
+        frames: frames of every latent.
+        height: height of every latent.
+        width: width of every latent.
         shapes: several sizes, used in turn, such as `["1x32x32", "8x16x16"]` (frames x height x width).
-        text_tokens: tokens of the longest text; lengths vary between half of it and this number.
+        text_tokens: tokens of the longest text; the shortest has half of them.
         fps: frames per second of every clip.
-        dataset_size: number of distinct samples before they repeat; None for no limit.
-        num_streams: see `EnergonData`.
-        max_tokens_per_pack: fill packs, in order, up to this many tokens and pad them to it (micro_batch_size must
-            then be 1); None for dense batches.
-        pack_multiple_of: see `EnergonData`.
-        validation_samples: number of samples of one validation pass.
+        dataset_size: number of distinct samples; None for no limit.
+        validation_samples: held-out samples of one pass.
     """
 
     frames: int = 1
@@ -55,9 +56,6 @@ class MockData(DataConfig):
     text_tokens: int = 16
     fps: float = 24.0
     dataset_size: Optional[int] = None
-    num_streams: Optional[int] = None
-    max_tokens_per_pack: Optional[int] = None
-    pack_multiple_of: int = 16
     validation_samples: int = 32
 
     def sizes(self) -> list[tuple[int, int, int]]:

@@ -29,6 +29,24 @@ from dit.errors import ConfigError, DataError
 from energon_data.skip_log import Skip, SkipLog
 
 
+@dataclass(kw_only=True)
+class StreamSettings:
+    """Streams and packs of every data source.
+
+    Attributes:
+        num_streams: global streams of the run, a divisor of a step's micro-batches; None for the largest divisor up to
+            8, or for the number of the checkpoint that the run resumes from. More replicas than streams read the data
+            several times: set the largest number of replicas of the run.
+        max_tokens_per_pack: pack samples up to this many tokens (micro_batch_size must be 1); None for dense batches.
+        pack_multiple_of: select samples into packs as if each were padded to a multiple of this, so that packs do not
+            depend on the layout.
+    """
+
+    num_streams: Optional[int] = None
+    max_tokens_per_pack: Optional[int] = None
+    pack_multiple_of: int = 16
+
+
 @dataclass
 class StreamItem:
     """One item of a stream: a micro-batch, or the reason why there is none, and the samples skipped before it.

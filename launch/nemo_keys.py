@@ -59,6 +59,11 @@ def _attention_kernel(*, stable_attention: object = True, flash_attention: objec
     return {"model.stable_attention": stable_attention}
 
 
+def _resampling(*, resblock_updown: object = False, resample_with_conv: object = True) -> Settings:
+    outside_blocks = "conv" if switch(resample_with_conv) else "pool"
+    return {"model.resampling": "block" if switch(resblock_updown) else outside_blocks}
+
+
 def _dropout(value: object) -> object:
     if value is True:
         raise ConfigError("True is no share (NeMo's layer would drop everything); write one, such as 0.1")
@@ -104,10 +109,9 @@ def _augmentations(**steps: object) -> Settings:
 
 
 def _filter(method: Optional[str] = None, value: object = None) -> Settings:
-    limits = {"larger": "data.min_side", "smaller": "data.max_side"}
     if (method is None) != (value is None):
         raise ConfigError("a filter has a method and a value; write both")
-    return {} if method is None else {one_of(limits)(method): value}
+    return {} if method is None else {one_of({"larger": "data.min_side", "smaller": "data.max_side"})(method): value}
 
 
 def _corruption(**section: object) -> Settings:
@@ -158,11 +162,11 @@ def _run_dir(exp_dir: str = "nemo_experiments", name: str = "default") -> Settin
 
 
 def _best(save_top_k: object = None, monitor: str = "val_loss") -> Settings:
-    if save_top_k is None:
+    if not save_top_k:
         return {}
     if save_top_k == -1:
         return {"checkpoint.keep_every": 1}
-    losses = {"reduced_train_loss": "checkpoint.keep_best_training", "val_loss": "checkpoint.keep_best"}
+    losses = {"reduced_train_loss": "checkpoint.keep_last", "val_loss": "checkpoint.keep_best"}
     return {one_of(losses)(monitor): save_top_k}
 
 
@@ -194,7 +198,6 @@ def _online(online_encoding: object = False, encoder_path: Optional[str] = None)
 
 def _network(unet_type: UNetType) -> list[Rule]:
     """Return the rules of `model.unet`, and of what belongs to the small picture."""
-    regular, efficient = "is of unet_type base and sr-unet", "is of unet_type sr"
     unet, train = "model.unet", "model.data.train"
     rules = [
         maps(f"{unet}.embed_dim", "model.hidden_size", required=True),
@@ -227,10 +230,8 @@ def _network(unet_type: UNetType) -> list[Rule]:
             only(f"{unet}.stride", 2, why="each level but the last halves the size"),
             *unused(f"{unet}.image_size", "this network takes any size; data.crop_size is that of the training"),
         ]
-        others, why = (
-            "num_res_blocks cond_dim attention_resolutions dropout resblock_updown resample_with_conv",
-            regular,
-        )
+        others = "num_res_blocks cond_dim attention_resolutions dropout resblock_updown resample_with_conv"
+        why = "is of unet_type base and sr-unet"
     else:
         levels = tuple(f"{unet}.{name}" for name in ("image_size", "attention_resolutions", "channel_mult"))
         rules += [
@@ -238,10 +239,9 @@ def _network(unet_type: UNetType) -> list[Rule]:
             Rule((f"{unet}.num_res_blocks", f"{unet}.channel_mult"), _blocks, required=True),
             maps(f"{unet}.cond_dim", "model.condition_size", default=512),
             maps(f"{unet}.dropout", "model.dropout", _dropout, default=False),
-            maps(f"{unet}.resblock_updown", "model.resample_blocks", default=False),
-            maps(f"{unet}.resample_with_conv", "model.resample_with_conv", default=True),
+            Rule((f"{unet}.resblock_updown", f"{unet}.resample_with_conv"), _resampling),
         ]
-        others, why = "num_resblocks atnn_enabled_at stride skip_connection_scaling", efficient
+        others, why = "num_resblocks atnn_enabled_at stride skip_connection_scaling", "is of unet_type sr"
     rules += [only(f"{unet}.{name}", why=f"it {why}, not of {unet_type}") for name in others.split()]
     sides = (f"{train}.target_resolutions", f"{train}.corruption_aug.target_resolution")
     if unet_type == "base":
@@ -298,7 +298,7 @@ _TRAINER = [
     maps("trainer.gradient_clip_val", "optimizer.clip_grad", default=0.0),
     *unused(
         "trainer.num_sanity_val_steps trainer.limit_val_batches trainer.val_check_interval",
-        "NeMo's Imagen has no validation; training.validation_interval and sanity_micro_batches for ours",
+        "NeMo's Imagen has no validation; training.validation_interval for ours",
     ),
 ]
 _RESUME = [
@@ -330,13 +330,13 @@ _EXPERIMENT = [
     Rule(
         ("exp_manager.checkpoint_callback_params.monitor", "exp_manager.checkpoint_callback_params.save_top_k"),
         _best,
-        "the newest checkpoints are retained, too",
+        "the newest checkpoints are retained, too, and in place of those of the lowest training loss",
     ),
     *unused("exp_manager.checkpoint_callback_params.filename", "a checkpoint is called by its step"),
     Rule(("exp_manager.resume_if_exists", "exp_manager.resume_ignore_no_checkpoint"), _resume),
     Rule(("exp_manager.ema.enable", "exp_manager.ema.decay"), _average, "in fp32, sharded as the master weights"),
-    maps("exp_manager.ema.every_n_steps", "training.ema_interval"),
-    maps("exp_manager.ema.validate_original_weights", "training.validate_raw_weights", note="and the average"),
+    *unused("exp_manager.ema.every_n_steps", "the average is updated after every step"),
+    *unused("exp_manager.ema.validate_original_weights", "the loss of the average is measured"),
     maps("exp_manager.ema.cpu_offload", "training.ema_offload"),
 ]
 _ENGINE = [
@@ -350,7 +350,7 @@ _ENGINE = [
         note="the residual blocks are compiled, not all",
     ),
     only("model.inductor_cudagraphs", False, why="no CUDA graphs are recorded"),
-    maps("model.channels_last", "model.channels_last", note="a layout of memory; numbers are the same"),
+    *unused("model.channels_last", "pictures are always channels-last in memory; numbers are the same"),
     maps("model.seed", "training.seed"),
     maps("model.ddp_overlap", "parallel.overlap_grad_reduce"),
     *unused("model.apex_transformer_log_level model.gradient_as_bucket_view", "of NeMo's engine"),

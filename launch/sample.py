@@ -31,10 +31,7 @@ if TYPE_CHECKING:
 SOLVERS, VARIANCES, THRESHOLDINGS = (
     get_args(get_type_hints(SamplingConfig)[name]) for name in ("solver", "variance", "thresholding")
 )
-METHODS = (
-    *("guidance_channels", "guidance_rescale", "guidance_interval"),
-    *("s_churn", "s_tmin", "s_tmax", "s_noise"),
-)
+METHODS = ("guidance_channels", "guidance_rescale", "guidance_interval", "churn")
 """Sampling settings that are flags of the same name."""
 DESCRIPTION = "Draw samples from a checkpoint as one labelled picture or animation, and as separate files."
 EXAMPLES = """\
@@ -84,11 +81,12 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         help="guide only at noise levels (sigma / alpha) from LOW to HIGH",
     )
     group.add_argument(
-        "--s-churn", type=float, metavar="X", help="noise that --solver heun adds over all steps, for EDM; 0 for none"
+        "--churn",
+        type=float,
+        nargs=4,
+        metavar=("TOTAL", "LOW", "HIGH", "STD"),
+        help="noise before the steps of --solver heun, for EDM, at sigma from LOW to HIGH, such as 40 0.05 50 1.003",
     )
-    group.add_argument("--s-tmin", type=float, metavar="X", help="smallest sigma at which noise is added")
-    group.add_argument("--s-tmax", type=float, metavar="X", help="largest sigma at which noise is added")
-    group.add_argument("--s-noise", type=float, metavar="X", help="standard deviation of the noise, such as 1.003")
     group.add_argument(
         "--guidance-channels", type=at_least_one, metavar="N", help="guide the first N channels of a latent only"
     )

@@ -9,11 +9,11 @@ import inspect
 import re
 import sys
 import typing
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, Optional, get_type_hints
+from typing import NamedTuple, Optional, TypeAlias, get_type_hints
 
 from dit.errors import EXIT_OK
 from dit.models.registry import BACKBONES
@@ -53,22 +53,28 @@ has no effect because of other settings. Intervals above `training.num_steps` ar
 _ENTRY = re.compile(r"^([a-z_0-9]+(?:, [a-z_0-9]+)*): (.*)$")
 
 
-def meanings(kind: type) -> dict[str, str]:
-    """Return the description of each field in the `Attributes` or `Args` of a class and its bases."""
+def own_meanings(kind: type) -> dict[str, str]:
+    """Return the description of each field in the `Attributes` or `Args` of a class, without its bases."""
     texts: dict[str, str] = {}
+    inside, names = False, list[str]()
+    for line in inspect.cleandoc(vars(kind).get("__doc__") or "").splitlines():
+        if not line.startswith(" "):
+            inside, names = line in ("Attributes:", "Args:") or (inside and not line), []
+            continue
+        entry = _ENTRY.match(line.strip()) if inside and re.match(r" {4}\S", line) else None
+        if entry:
+            names = entry[1].split(", ")
+            texts.update(dict.fromkeys(names, entry[2]))
+        else:
+            texts.update({name: f"{texts[name]} {line.strip()}" for name in names})
+    return texts
+
+
+def meanings(kind: type) -> dict[str, tuple[str, type]]:
+    """Return the description of each field of a class, and the nearest class of its bases that has it."""
+    texts: dict[str, tuple[str, type]] = {}
     for base in reversed(kind.__mro__):
-        lines = inspect.cleandoc(base.__doc__ or "").splitlines()
-        inside, names = False, list[str]()
-        for line in lines:
-            if not line.startswith(" "):
-                inside, names = line in ("Attributes:", "Args:") or (inside and not line), []
-                continue
-            entry = _ENTRY.match(line.strip()) if inside and re.match(r" {4}\S", line) else None
-            if entry:
-                names = entry[1].split(", ")
-                texts.update(dict.fromkeys(names, entry[2]))
-            else:
-                texts.update({name: f"{texts[name]} {line.strip()}" for name in names})
+        texts |= {name: (text, base) for name, text in own_meanings(base).items()}
     return texts
 
 
@@ -83,8 +89,11 @@ def _type(annotation: object) -> str:
     return str(annotation).replace("typing.", "")
 
 
-SHARED = 3
+SHARED = 2
 """A setting that this many classes of a part have, with the same type and meaning, is described once."""
+
+
+Key: TypeAlias = tuple[str, str, str]
 
 
 class Row(NamedTuple):
@@ -94,10 +103,12 @@ class Row(NamedTuple):
     kind: str
     default: str
     meaning: str
+    owner: type
+    """The class with the description."""
 
     @property
-    def key(self) -> tuple[str, str, str]:
-        """Everything except the default."""
+    def key(self) -> Key:
+        """Name, type and meaning."""
         return self.name, self.kind, self.meaning
 
 
@@ -116,7 +127,28 @@ def rows(kind: type) -> Iterator[Row]:
             factory = field.default_factory
             default = "required" if factory is dataclasses.MISSING else factory()
         default_text = "required" if default == "required" else f"`{default}`"
-        yield Row(field.name, _type(types[field.name]), default_text, descriptions[field.name].replace("|", "\\|"))
+        meaning, owner = descriptions[field.name]
+        yield Row(field.name, _type(types[field.name]), default_text, meaning.replace("|", "\\|"), owner)
+
+
+ANY_CLASS = "Shared settings"
+"""Title of the table of settings that classes without a common base describe in the same words."""
+
+
+def shared_rows(tables: Iterable[Sequence[Row]]) -> dict[Key, tuple[str, Row]]:
+    """Return the settings that several classes share, each with the title of its table and its first row.
+
+    Args:
+        tables: settings of each class of a part.
+    """
+    by_key: dict[Key, list[Row]] = {}
+    for row in chain.from_iterable(tables):
+        by_key.setdefault(row.key, []).append(row)
+    shared = {key: group for key, group in by_key.items() if len(group) >= SHARED}
+    owners = {key: {row.owner for row in group} for key, group in shared.items()}
+    return {
+        key: (ANY_CLASS if len(owners[key]) > 1 else group[0].owner.__name__, group[0]) for key, group in shared.items()
+    }
 
 
 def page() -> str:
@@ -126,22 +158,32 @@ def page() -> str:
         blocks.append(f"## {part}\n")
         names = [path.split(":") for path in paths]
         tables = {kind: list(rows(kind)) for kind in (getattr(import_module(module), name) for module, name in names)}
-        counts = Counter(row.key for table in tables.values() for row in table)
-        shared = [key for key, count in counts.items() if count >= SHARED]
-        if shared:
+        shared = shared_rows(tables.values())
+        for title in dict.fromkeys(title for title, _ in shared.values()):
+            group = [row for name, row in shared.values() if name == title]
+            summary = "Of several classes below." if title == ANY_CLASS else _summary(group[0].owner)
             header = ["| setting | type | meaning |", "| --- | --- | --- |"]
-            lines = [f"| `{name}` | {kind} | {meaning} |" for name, kind, meaning in shared]
-            blocks.append("### Shared settings\n\n" + "\n".join([*header, *lines]) + "\n")
+            lines = [f"| `{row.name}` | {row.kind} | {row.meaning} |" for row in group]
+            blocks += [f"### {title}\n\n{summary}\n", "\n".join([*header, *lines]) + "\n"]
         for kind, table in tables.items():
-            summary = inspect.cleandoc(kind.__doc__ or "").partition("\n")[0]
-            blocks.append(f"### {kind.__name__}\n\n{summary}\n")
-            if inherited := [f"`{row.name}` ({row.default})" for row in table if row.key in shared]:
-                blocks.append(f"Shared settings and their defaults: {', '.join(inherited)}.\n")
+            blocks.append(f"### {kind.__name__}\n\n{_summary(kind)}\n")
+            defaults: dict[str, list[str]] = {}
+            for row in table:
+                if row.key in shared:
+                    defaults.setdefault(shared[row.key][0], []).append(f"`{row.name}` ({row.default})")
+            if defaults:
+                lines = [f"{title}: {', '.join(items)}" for title, items in defaults.items()]
+                blocks.append(f"Settings described above, with their defaults. {'. '.join(lines)}.\n")
             if rest := [row for row in table if row.key not in shared]:
                 header = ["| setting | type | default | meaning |", "| --- | --- | --- | --- |"]
                 lines = [f"| `{row.name}` | {row.kind} | {row.default} | {row.meaning} |" for row in rest]
                 blocks.append("\n".join([*header, *lines]) + "\n")
     return "\n".join(blocks)
+
+
+def _summary(kind: type) -> str:
+    """Return the first line of a docstring."""
+    return inspect.cleandoc(kind.__doc__ or "").partition("\n")[0]
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:

@@ -262,8 +262,7 @@ def in_half(pair: Pair, recipe: "TrainingConfig") -> Pair:
     if recipe.precision == "fp16" and recipe.loss_scale is not None:
         half = replace(half, loss_scale=recipe.loss_scale)
     elif recipe.precision == "fp16":
-        first = max(recipe.initial_loss_scale, LARGE_LOSS_SCALE)
-        half = replace(half, initial_loss_scale=first, min_loss_scale=recipe.min_loss_scale)
+        half = replace(half, initial_loss_scale=max(recipe.initial_loss_scale, LARGE_LOSS_SCALE))
     one = replace(pair.one, optimizer=HALF_OPTIMIZER)
     many = replace(pair.many, training=half, optimizer=replace(HALF_OPTIMIZER, offload=pair.many.optimizer.offload))
     return replace(pair, one=one, many=many, bounds=HALF_BOUNDS[recipe.precision], floor=FLOOR)

@@ -182,6 +182,9 @@ def no_such_setting(owner: Callable[..., object], path: str, name: str, known: I
     at, known = f"{path}." if path else "", list(known)
     if replacement := getattr(owner, "former_settings", {}).get(name):
         return f"{at}{name}: {owner.__name__} has no setting {name!r} any more; use {at}{replacement}"
+    removed = getattr(owner, "removed_settings", {})
+    if name in removed:
+        return f"{at}{name}: {owner.__name__} has no setting {name!r} any more; it is always {removed[name]}"
     near = [at + key for key in closest(name, known)]
     hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known)}"
     return f"{at}{name}: {owner.__name__} has no setting {name!r}; {hint}"

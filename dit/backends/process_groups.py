@@ -28,7 +28,6 @@ class GroupSizes(Protocol):
     context_parallel_size: int
     context_a2a_size: Optional[int]
     expert_model_parallel_size: int
-    expert_tensor_parallel_size: int
 
 
 @dataclass(frozen=True)
@@ -169,7 +168,7 @@ def initialize(parallel: GroupSizes, *, timeout_s: float = 600.0) -> ProcessGrou
         context_parallel_size=parallel.context_parallel_size,
         hierarchical_context_parallel_sizes=inner and [inner, parallel.context_parallel_size // inner],
         expert_model_parallel_size=parallel.expert_model_parallel_size,
-        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        expert_tensor_parallel_size=1,  # an expert is not split; the default is the tensor-parallel size
         create_gloo_process_groups=False,
         distributed_timeout_minutes=timeout_s / 60,  # Megatron-Core passes it to timedelta, which accepts floats
     )

@@ -99,7 +99,6 @@ class Checkpointer:
             self._fingerprint = model_fingerprint(global_shapes(parameters_of(state.shards), state.groups))
         return {
             "consumed_samples": state.consumed_samples,
-            "training_loss": state.training_loss,
             **held_out_meta(state.held_out),
             "fingerprint": self._fingerprint,
             "torch": torch.__version__,
@@ -233,7 +232,6 @@ class Checkpointer:
         with usable(folder / MANIFEST):
             state.step = manifest.step
             state.consumed_samples = int(manifest.meta["consumed_samples"])
-            state.training_loss = manifest.training_loss
             state.held_out = manifest.held_out
 
     def _check_ema(self, state: TrainState, folder: Path, saved: dict[str, Any]) -> None:

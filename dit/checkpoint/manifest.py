@@ -59,9 +59,8 @@ class Manifest:
     Attributes:
         step: optimizer steps done when the checkpoint was taken.
         files: every file except the manifest, by path relative to the folder, with forward slashes.
-        meta: plain JSON that a run reads before loading: `consumed_samples`, `training_loss`, `held_out_loss` and the
-            step it was
-            measured at (`held_out_step`), `fingerprint` (`model_fingerprint`) and other plain JSON.
+        meta: plain JSON that a run reads before loading: `consumed_samples`, `held_out_loss` and the step it
+            was measured at (`held_out_step`), `fingerprint` (`model_fingerprint`) and other plain JSON.
         created: seconds since the epoch.
     """
 
@@ -88,12 +87,6 @@ class Manifest:
     def held_out_loss(self) -> Optional[float]:
         """The held-out loss of this step; None if it was not measured."""
         return None if self.held_out is None or self.held_out.step != self.step else self.held_out.loss
-
-    @property
-    def training_loss(self) -> Optional[float]:
-        """The newest logged training loss; None if it was not recorded."""
-        value = self.meta.get("training_loss")
-        return None if value is None else float(value)
 
     @property
     def is_imported(self) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dit.config_record import CLASS_KEY, to_record, without_inert
+from dit.config_record import CLASS_KEY, to_record, without_removed
 from dit.errors import ConfigError
 from dit.run_config import RunConfig
 
@@ -29,26 +29,25 @@ SETTINGS: dict[str, tuple[str, str]] = {
     "model": (EVERY, ""),
     "objective": (EVERY, ""),
     "data": (
-        "path blend blend_steps train_split shuffle_buffer max_samples_per_sequence max_tokens_per_pack "
+        "path blend blend_steps shuffle_buffer max_samples_per_sequence max_tokens_per_pack "
         "pack_cost_tokens packing_buffer_size pad_packs bucket_by_shape max_text_tokens max_tokens_per_sample "
         "min_aesthetic_score min_side max_side max_aspect_ratio min_seconds max_seconds min_caption_length "
         "max_caption_length resize_side crop_size random_crop flip corrupt_low_resolution vary_captions online_vae "
         "online_text_encoder online_precision frames height width shapes same_shape text_tokens fps dataset_size",
         # The stream itself refuses a changed number of streams.
-        "num_streams pack_multiple_of background max_abs_latent max_lost_samples require_checksums validation_split "
+        "num_streams pack_multiple_of background max_lost_samples require_checksums validation_split "
         "validation_samples",
     ),
     "optimizer": ("beta1 beta2 eps weight_decay", "lr clip_grad offload"),
     "schedule": ("", EVERY),
     "parallel": ("", EVERY),
     "training": (
-        "global_batch_size precision seed ema_decay ema_start_step ema_interval",
+        "global_batch_size precision seed ema_decay ema_start_step",
         # The stream itself refuses a changed micro-batch if that would change the samples of a step.
-        "run_dir num_steps micro_batch_size loss_scale initial_loss_scale min_loss_scale loss_scale_window attention "
+        "run_dir num_steps micro_batch_size loss_scale initial_loss_scale loss_scale_window attention "
         "deterministic linears kernels recompute recompute_layers ema_offload log_interval validation_interval "
-        "validate_raw_weights sanity_micro_batches sample_interval hooks stop_at_step time_limit collective_timeout_s "
-        "on_bad_numbers spike_threshold spike_window max_bad_steps bad_steps_within "
-        "recheck_interval hang_timeout_s",
+        "sample_interval hooks stop_at_step time_limit collective_timeout_s "
+        "on_bad_numbers spike_threshold max_bad_steps recheck_interval hang_timeout_s",
     ),
     "checkpoint": ("", EVERY),
     "logging": ("", EVERY),
@@ -116,7 +115,7 @@ def _part_changes(name: str, saved: Mapping[str, Any], part: "DataclassInstance"
     if old_class != new_class:
         yield Change(name, old_class, new_class)
         return
-    new, defaults, saved = to_record(part), to_record(_defaults(part)), without_inert(type(part), saved)
+    saved, new, defaults = without_removed(type(part), saved), to_record(part), to_record(_defaults(part))
     for key in dict.fromkeys([*new, *saved]):
         old, now = saved.get(key, defaults.get(key)), new.get(key, "no longer a setting")
         if key != CLASS_KEY and old != now:

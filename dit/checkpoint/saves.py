@@ -4,8 +4,8 @@
   process writes it (`dit.checkpoint.background.writer`) during training.
 * Only one save is in progress at a time: the next save waits for it, with a warning. The end of the run and a request
   to stop wait, too.
-* A failed save is logged as an error, and training continues. More than `checkpoint.failed_saves_allowed` failures in a
-  row, or a failure of the last save, end the run with a specific exit code.
+* A failed save is logged as an error, and training continues. More than `FAILED_SAVES_ALLOWED` failures in a row, or a
+  failure of the last save, end the run with a specific exit code.
 * With `checkpoint.copy_to`, rank 0 has finished checkpoints copied to another place during training. The run ends when
   its newest checkpoint is copied.
 * All ranks decide alike: while a save is in progress, they agree once per step on whether it has failed or is complete.
@@ -40,6 +40,8 @@ POLL_S = 0.005
 """Time between two polls of a save in progress."""
 CLOSE_S = 2 * ORPHAN_S
 """Time that an exiting rank waits for its writer to exit."""
+FAILED_SAVES_ALLOWED = 2
+"""Consecutive saves that may fail; one more, or a failure of the last save, ends the run."""
 ASSUMED_BYTES_PER_S = 100e6
 """Assumed rate of one rank before the first save is timed; that of a slow shared disk."""
 
@@ -301,13 +303,13 @@ class Saves:
 
     def _failed(self, step: int, error: str) -> None:
         self.failures += 1
-        allowed, self._error = self.config.failed_saves_allowed, error
+        self._error = error
         with suppress(CheckpointError):  # the record may fail on the same disk; the error is logged below
             self.reports.save_failed(step, error, self.failures)
-        if self.failures > allowed:
-            suffix = f" This is failure {self.failures} in a row, checkpoint.failed_saves_allowed={allowed}."
-            raise SaveError(error + (suffix if allowed else ""))
-        logger.error("SAVE FAILED (%d in a row, the run ends after %d): %s", self.failures, allowed + 1, error)
+        if self.failures > FAILED_SAVES_ALLOWED:
+            raise SaveError(f"{error} This is failure {self.failures} in a row.")
+        most = FAILED_SAVES_ALLOWED + 1
+        logger.error("SAVE FAILED (%d in a row, the run ends after %d): %s", self.failures, most, error)
 
 
 def _assumed_s(state: TrainState) -> float:

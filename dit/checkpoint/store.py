@@ -242,11 +242,10 @@ class CheckpointStore:
     def prune(self, *, up_to: Optional[int] = None, verified: Optional[int] = None) -> list[int]:
         """Delete the checkpoints that no retention rule selects.
 
-        Retained are the `keep_last` newest ones, those of steps that are multiples of `keep_every`, the `keep_best`
-        Retained are the `keep_last` newest ones, those of steps that are multiples of `keep_every`, the `keep_best`
-        ones with the lowest held-out loss, and the `keep_best_training` ones with the lowest training loss. The rules
-        ignore damaged checkpoints. Nothing is deleted unless one of the retained checkpoints verifies. A checkpoint
-        that is being read (`dit.checkpoint.reader_lock`) is deleted by the next save.
+        Retained are the `keep_last` newest ones, those of steps that are multiples of `keep_every`, and the `keep_best`
+        ones with the lowest held-out loss. The rules ignore damaged checkpoints. Nothing is deleted unless one of the
+        retained checkpoints verifies. A checkpoint that is being read (`dit.checkpoint.reader_lock`) is deleted by the
+        next save.
 
         Args:
             up_to: ignore newer checkpoints (a run that resumed before damaged ones replaces them later); None for no
@@ -289,8 +288,7 @@ class CheckpointStore:
         keep = set(newest[: self.config.keep_last])
         if self.config.keep_every:
             keep |= {step for step in newest if step % self.config.keep_every == 0}
-        keep |= _lowest({step: m.held_out_loss for step, m in manifests.items()}, self.config.keep_best)
-        return keep | _lowest({step: m.training_loss for step, m in manifests.items()}, self.config.keep_best_training)
+        return keep | _lowest({step: m.held_out_loss for step, m in manifests.items()}, self.config.keep_best)
 
     def _folders(self) -> Iterator[tuple[int, Path]]:
         with suppress(FileNotFoundError, NotADirectoryError):

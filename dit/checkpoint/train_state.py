@@ -30,7 +30,6 @@ class TrainState:
         step: number of optimizer steps done.
         update: updates weights and average.
         consumed_samples: number of samples trained on by all ranks.
-        training_loss: newest logged training loss; None before the first.
         held_out: newest held-out loss; None before the first.
         loss_scale: loss scale of an fp16 run; None in other precisions.
         base: checkpoint of the frozen weights, as in `Manifest.base`; None if all weights are trained.
@@ -48,7 +47,6 @@ class TrainState:
     update: Update
     step: int = 0
     consumed_samples: int = 0
-    training_loss: Optional[float] = None
     held_out: Optional[HeldOut] = None
     loss_scale: Optional[LossScale] = None
     base: Optional[Mapping[str, str]] = None
@@ -80,8 +78,7 @@ def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> Tr
     shards = master_shards(optimizer, chunks, offload=config.optimizer.offload)
     ema = None
     if training.ema_decay is not None:
-        start, interval = training.ema_start_step, training.ema_interval
-        ema = EMA(shards, training.ema_decay, start, interval, offload=training.ema_offload)
+        ema = EMA(shards, training.ema_decay, training.ema_start_step, offload=training.ema_offload)
     stream = config.data.build_train(
         spec,
         dp_rank=groups.dp_rank,

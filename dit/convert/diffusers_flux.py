@@ -117,7 +117,7 @@ class DiffusersFlux(DiffusersFormat[FluxConfig]):
         return TrainedModel(model, FlowMatching(time_shift=3.0), LATENT_SIZE, sampling, notes=notes)
 
     def write(self, model: FluxConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
-        values = {name: getattr(model, name) for name in (*ONLY_THESE, "ffn_hidden_size")}
+        values = {name: getattr(model, name) for name in ONLY_THESE} | {"ffn_hidden_size": model.ffn_size}
         supported = {**ONLY_THESE, "ffn_hidden_size": 4 * model.hidden_size}
         require(f"{self.class_name} does not support this model", values, supported, TRAIN_THAT_WAY)
         settings = {
@@ -178,7 +178,7 @@ def _joint(model: FluxConfig, layer: str, block: str) -> list[Rule]:
 
 
 def _single(model: FluxConfig, layer: str, block: str) -> list[Rule]:
-    heads, size, share = model.num_attention_heads, model.head_size, model.ffn_hidden_size // model.num_attention_heads
+    heads, size, share = model.num_attention_heads, model.head_size, model.ffn_size // model.num_attention_heads
     inward = ByHead(heads, (size, size, size, share), turned=(0, 1))
     outward = ByHead(heads, (size, share), fused=True, dim=1)
     parts = [f"{block}.attn.to_q", f"{block}.attn.to_k", f"{block}.attn.to_v", f"{block}.proj_mlp"]

@@ -49,7 +49,7 @@ def scheduler_config(objective: Objective) -> Optional[dict[str, Any]]:
             "rescale_betas_zero_snr": objective.zero_terminal_snr,
         }
         if objective.schedule != "cosine":
-            ends = beta_ends(objective.schedule, objective.beta_start, objective.beta_end)
+            ends = beta_ends(objective.schedule, objective.betas)
             scaled = (beta * REFERENCE_STEPS / objective.discrete_steps for beta in ends)
             settings |= dict(zip(("beta_start", "beta_end"), scaled))
     else:

@@ -112,7 +112,7 @@ def read_schedule(settings: Mapping[str, Any], where: str) -> DDPM:
         )
     options: dict[str, Any] = {"schedule": schedules[name], "prediction": predictions[predicted]}
     if (published := PUBLISHED_BETAS.get(schedules[name])) is not None:
-        for key, setting, usual in zip(("beta_start", "beta_end"), betas, published):
-            beta = setting * steps / REFERENCE_STEPS
-            options[key] = None if abs(beta / usual - 1) < 1e-9 else beta
+        scaled = [beta * steps / REFERENCE_STEPS for beta in betas]
+        ends = [usual if abs(beta / usual - 1) < 1e-9 else beta for beta, usual in zip(scaled, published)]
+        options["betas"] = None if ends == list(published) else ends
     return DDPM(discrete_steps=steps, zero_terminal_snr=bool(settings.get("rescale_betas_zero_snr", False)), **options)

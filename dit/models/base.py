@@ -131,11 +131,14 @@ class Supports:
 
 @dataclass(kw_only=True)
 class ModelConfig(ABC):
-    """Settings of a backbone in recipes. Subclasses add their own fields, and list unsupported features in `supports`.
+    """Settings of every backbone.
+
+    Subclasses add their own fields, and list unsupported features in `supports`.
 
     Attributes:
-        in_channels: channels of a latent before patchifying.
-        patch_spatial, patch_temporal: patch sizes.
+        in_channels: channels of a latent (of a picture for an autoencoder).
+        patch_spatial: height and width of a patch, which is one token; the compression factor of an autoencoder.
+        patch_temporal: frames of a patch.
         model_path: `module:Class` of the network, for a backbone outside this repository; backbones inside it have a
             line in `dit.models.registry`.
     """

@@ -16,9 +16,9 @@ class ClassConditioned(ModelConfig):
     """A model that may be conditioned on a class.
 
     Attributes:
-        num_classes: number of classes that the model is conditioned on; None for none.
-        class_dropout: fraction of samples trained without their class, for guidance; 0.1 as in DiT (Peebles and Xie
-            2023).
+        num_classes: number of classes, in addition to a learned vector for the unconditional case; None for a model
+            without classes.
+        class_dropout: fraction of samples trained without their class, for guidance (0.1 in DiT).
     """
 
     num_classes: Optional[int] = None
@@ -35,9 +35,9 @@ class TextConditioned(ModelConfig):
     """A model that may be conditioned on a text.
 
     Attributes:
-        context_size: width of the text embeddings; None for a model without text.
-        context_dropout: fraction of samples trained without their text, for guidance; 0.1 as in Open-Sora, compared
-            with 0.2 in NeMo's recipes. With classes and texts, the smaller fraction is trained without both.
+        context_size: width of the text embeddings; None for a model without text, where the backbone allows it.
+        context_dropout: fraction of samples trained without their text, for guidance. With classes and texts, the
+            smaller fraction is trained without both.
     """
 
     context_size: Optional[int] = None

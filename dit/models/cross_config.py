@@ -19,15 +19,13 @@ class CrossAttentionModelConfig(TransformerModelConfig, TextConditioned, ClassCo
     """Settings of a backbone with text cross-attention.
 
     Attributes:
-        context_size: width of the text embeddings; required, because every layer attends to the text.
         num_layers: number of blocks.
-        num_query_groups: key and value heads in self- and cross-attention, each shared by several query heads; one per
-            query head if None.
-        qk_layernorm: RMSNorm on queries and keys per head, in self- and cross-attention.
-        fps_conditioning: condition on the frame rate, with 30 for samples without a frame rate.
+        num_query_groups: key and value heads, each shared by several query heads; one per query head if None.
+        qk_layernorm: RMSNorm on queries and keys per head.
+        fps_conditioning: condition on the frame rate; 30 for samples without one.
         size_conditioning: condition on height, width and duration.
         null_text: replacement of a dropped text, also the negative input of guidance: a `learned` token, or the
-            embedding of the `empty` text, as in the pipelines of diffusers.
+            embedding of the `empty` text (diffusers).
     """
 
     in_channels: int = 16

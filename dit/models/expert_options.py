@@ -14,12 +14,12 @@ Router = Literal["expert_choice", "top_k"]
 
 @dataclass(kw_only=True)
 class ExpertOptions:
-    """Settings that replace the MLP of every layer by a mixture of experts; inherited by the backbone's config.
+    """A mixture of experts in place of the MLP of every layer.
 
     Attributes:
         num_experts: experts of each layer; None for a dense MLP.
         moe_ffn_hidden_size: inner width of one expert; the width of the dense MLP if None.
-        moe_router: `expert_choice` (experts select tokens of each sample, EC-DiT) or `top_k` (tokens select experts).
+        moe_router: `expert_choice` (experts select tokens of each sample) or `top_k` (tokens select experts).
         moe_capacity_factor: mean number of experts per token (`expert_choice`).
         moe_top_k: experts per token (`top_k`).
         moe_aux_loss_coeff: weight of the balancing loss (`top_k`).

@@ -1,5 +1,6 @@
 """Settings common to Imagen's two UNets."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Literal, Optional
 
@@ -28,26 +29,26 @@ class ImagenConfig(TextConditioned, ClassConditioned):
         channel_multipliers: channels of each level, the full size first, as multiples of `hidden_size`.
         num_res_blocks: residual blocks of each level on the way down.
         attention_levels: levels with attention, counted from 0 at the full size.
-        attention_type: attention of positions to each other (`self`), to the text (`cross`), to both at once (`fused`),
-            or a block of self-attention, cross-attention and feed-forward (`stacked`).
-        head_size: channels per attention head; None to set `num_attention_heads` instead.
+        attention_type: `self` (positions to each other), `cross` (to the text), `fused` (both at once), or `stacked`
+            (self-attention, cross-attention and feed-forward).
+        head_size: features per attention head; None to set `num_attention_heads` instead.
         num_attention_heads: attention heads if `head_size` is None.
         norm_num_groups: groups of the group norms.
         init_kernel_size: kernel size of the first convolution, odd.
-        text_pooling: pooling of the text to the conditioning vector: attention pooling or the mean.
+        text_pooling: pooling of the text to the conditioning vector.
         null_token: append a learned token to every text.
-        padded_text_tokens: text length, including zero padding, in pooling and norms of the text, as required by NeMo's
-            weights; None to use only real tokens.
+        padded_text_tokens: text length, including zero padding, in pooling and norms, as required by NeMo's weights;
+            None to use only real tokens.
         learned_time_features: features of a time embedding with learned frequencies, even; None for fixed sinusoids.
-        scale_shift_norm: the conditioning vector scales and shifts the output of a norm; False adds it before the norm.
-        stable_attention: use attention whose backward pass neither overflows nor underflows in half precision, instead
-            of `training.attention`.
-        low_resolution_factor: condition on a picture smaller by this factor, enlarged bicubically; None for none. It is
-            computed from the data if they do not contain `low_resolution`.
-        low_resolution_kernel: bicubic kernel for enlarging: `pil` (a = -0.5), or `opencv` (a = -0.75), as in NeMo.
-        noise_augmentation: add noise to the low-resolution picture, in training at a random level for each sample, and
-            condition on the level.
-        channels_last: keep pictures channels-last in memory, like tokens, which avoids a copy.
+        scale_shift_norm: scale and shift the output of a norm by the conditioning vector; False adds the vector before
+            the norm.
+        stable_attention: use attention with a backward pass that does not overflow in half precision, instead of
+            `training.attention`.
+        low_resolution_factor: condition on a picture smaller by this factor, read from the data or computed; None for
+            none.
+        low_resolution_kernel: bicubic kernel that enlarges it: `pil` (a = -0.5), or `opencv` (a = -0.75, NeMo).
+        noise_augmentation: add noise of a random level to the low-resolution picture in training, and condition on the
+            level.
     """
 
     supports: ClassVar[Supports] = Supports(
@@ -76,7 +77,8 @@ class ImagenConfig(TextConditioned, ClassConditioned):
     low_resolution_factor: Optional[int] = None
     low_resolution_kernel: Kernel = "pil"
     noise_augmentation: bool = False
-    channels_last: bool = True
+
+    removed_settings: ClassVar[Mapping[str, object]] = {"channels_last": True}
 
     @property
     def vector_size(self) -> int:

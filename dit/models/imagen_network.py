@@ -29,7 +29,7 @@ class ImagenNetwork(Backbone):
     def __init__(self, config: ImagenConfig, condition_size: int, provider: LayerProvider, stage: Stage) -> None:
         super().__init__(stage)
         self.config = provider.config
-        self.channels_last, self.size_multiple = config.channels_last, config.size_multiple
+        self.size_multiple = config.size_multiple
         self.attends_to_text = config.attention_type != "self"
         size, learned = config.vector_size, config.learned_time_features
         self.time = TimeEmbedder(size, provider, features=config.hidden_size, learned=learned)
@@ -62,9 +62,8 @@ class ImagenNetwork(Backbone):
             )
         if self.reads_low_resolution:
             inputs_TC = torch.cat([inputs_TC, batch.conditions[LOW_RESOLUTION.name].values], 1)
+        # Channels-last in memory, like tokens, which avoids a copy.
         x_NCHW = batch.dense(inputs_TC.to(self.first.weight.dtype))[:, 0].permute(0, 3, 1, 2)
-        if not self.channels_last:
-            x_NCHW = x_NCHW.contiguous()
         out_NCHW = self.predict(self.first(x_NCHW), self._conditions(time_S, batch))
         return batch.layout.insert_padding(out_NCHW.permute(0, 2, 3, 1).flatten(0, 2))
 

@@ -18,10 +18,9 @@ class LoRAConfig:
 
     Attributes:
         rank: rows of A and columns of B.
-        alpha: numerator of the scale alpha / rank of the adapters' output; the rank if None, which gives a scale of 1.
-        targets: name patterns of the linear layers with an adapter; `*` matches any text. The default is attention and
-            MLP of every block; `layers.*` adds the modulations, and in a UNet `*.attentions.*` the projections around
-            its transformers.
+        alpha: the output of the adapters is scaled by alpha / rank; 1 if None.
+        targets: name patterns of the linear layers with an adapter. The default is attention and MLP of every block;
+            `layers.*` adds the modulations.
 
     Source: Hu et al. 2021, arXiv:2106.09685, section 4.1.
     """

@@ -64,9 +64,8 @@ class RotarySettings:
 
     Attributes:
         rope_theta: ratio of the shortest to the longest wavelength.
-        rope_scaling: extension of the axes beyond the training length: `ntk` increases theta, `linear` divides the
-            index.
-        rope_factors: extension along t, h and w, such as `[2, 1, 1]` for clips of twice the length; None for none.
+        rope_scaling: extension beyond the training length: `ntk` increases theta, `linear` divides the index.
+        rope_factors: extension along t, h and w, such as `[2, 1, 1]` for clips of twice the length.
     """
 
     rope_theta: float = 10000.0
@@ -76,18 +75,19 @@ class RotarySettings:
 
 @dataclass(kw_only=True)
 class TransformerModelConfig(ModelConfig, RotarySettings):
-    """Sizes of every transformer backbone. A subclass adds `num_layers` and its own sizes.
+    """Sizes of every transformer backbone.
+
+    A subclass adds `num_layers` and its own sizes, and annotates the choices of `position_embedding`.
 
     Attributes:
         hidden_size: width of the tokens.
         num_attention_heads: heads of every attention.
         ffn_hidden_size: inner width of the MLP; 4 * hidden_size if None.
-        out_channels: channels predicted per latent position; `in_channels` if None (twice that for a learned variance).
+        out_channels: channels predicted per latent position; `in_channels` if None. Twice that for a learned variance.
         layernorm_epsilon: epsilon of all norms.
-        position_embedding: kind of position embedding; a subclass annotates its choices.
-        time_scale: factor of the objective's time before its sinusoid.
-        lora: train only low-rank adapters on linear layers of the model in `checkpoint.start_from`; None trains all
-            parameters.
+        position_embedding: fixed sine-cosine over (h, w) or (t, h, w) added to the tokens, or rotary over (t, h, w).
+        time_scale: factor of the objective's time before its sinusoid; also of the guidance scale in FLUX.
+        lora: train only low-rank adapters of the model in `checkpoint.start_from`; None trains all parameters.
     """
 
     hidden_size: int = 384

@@ -55,18 +55,12 @@ class RunLog:
             self._sinks.scalars(state.step, values, state.consumed_samples)
             self._progress.update(state.step, values)
 
-    def held_out(self, state: TrainState, losses: Mapping[str, float], raw: Optional[Mapping[str, float]]) -> None:
-        """Report the held-out losses of a step, and flush them to the disk.
-
-        Args:
-            raw: losses of the raw weights, if measured in addition to those of the average.
-        """
+    def held_out(self, state: TrainState, losses: Mapping[str, float]) -> None:
+        """Report the held-out losses of a step, and flush them to the disk."""
         if self._sinks is not None:
-            kinds = {"held_out": losses, "held_out_raw": raw or {}}
-            scalars = {f"{kind}/{name}": value for kind, values in kinds.items() for name, value in values.items()}
+            scalars = {f"held_out/{name}": value for name, value in losses.items()}
             self._sinks.scalars(state.step, scalars, state.consumed_samples)
-            of_weights = "" if raw is None else f", of the raw weights {raw['loss']:.4f}"
-            self.message(f"step {state.step}: held-out loss {losses['loss']:.4f}{of_weights}")
+            self.message(f"step {state.step}: held-out loss {losses['loss']:.4f}")
             self._sinks.sync()
 
     def samples(self, state: TrainState, path: Path, name: str = "samples") -> None:

@@ -27,9 +27,8 @@ class Autoencoding(Objective):
     receives eps after the pixels; without eps it decodes the mean. There is no perceptual and no adversarial term.
 
     Args:
-        loss_kind: p = 1 (`l1`, sharp edges) or p = 2 (`l2`, a Gaussian likelihood), or `huber`.
-        kl_weight: 1e-6 in latent diffusion, which scales the latent afterwards; 1 with `l2` gives a variational
-            autoencoder of noise variance 1/2.
+        kl_weight: weight of the KL term; 1e-6 in latent diffusion, 1 with `l2` for a variational autoencoder of noise
+            variance 1/2.
 
     Raises:
         ConfigError: a constant is outside its range.

@@ -61,7 +61,7 @@ class Objective(ABC):
 
     Attributes:
         path: noising path; objectives that reconstruct have none.
-        loss_kind: pointwise error.
+        loss_kind: pointwise error: squared, absolute (sharp edges in an autoencoder), or Huber.
         weighting: learned weights of the noise levels; None for the weights of `prepare`.
         former_settings: settings that moved, and the overrides that replace them, for error messages.
     """

@@ -49,7 +49,7 @@ class LearnedVariance:
     not change the mean: loss = simple + vlb_weight * bound. `sampling.variance=learned` samples with it.
 
     Args:
-        vlb_weight: weight of the bound, the sum over all steps in bits per dimension.
+        vlb_weight: weight of the variational bound, in bits per dimension over all steps.
 
     Raises:
         ConfigError: the weight is negative.
@@ -81,21 +81,18 @@ class DDPM(Objective):
     """DDPM with the simple (unweighted) loss, one time per packed sample.
 
     Args:
-        schedule: schedule of the noise over time.
+        schedule: noise schedule.
         prediction: output of the network: the noise, the clean latent, or v = alpha eps - sigma x0.
-        discrete_steps: length of the table of steps; the network receives step k as k / discrete_steps. None for
-            continuous time in [0, 1].
-        beta_start, beta_end: variance that the first and the last of 1000 steps add, for `linear` and `scaled_linear`.
-            Other lengths and continuous time end at the same noise. None for the published values, 1e-4 and 0.02, or
-            0.00085 and 0.012.
-        zero_terminal_snr: rescale the table so that its last step, where sampling starts, is pure noise; for
-            `prediction` v or x0.
-        noise_offset: standard deviation of a number per channel and sample that is added to the noise of every position
-            in training, so that the network learns to change the mean of a picture. 0.05 for SDXL; 0 for none.
-        network_time: input of the network: the time in [0, 1], or the log SNR ln(alpha^2 / sigma^2), as in Imagen.
-        loss_kind: pointwise error.
-        min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma), 5 in the paper; None for the simple loss.
-        variance: learned variance of the reverse steps (`learned_variance`), for a table of steps; None for none.
+        discrete_steps: length of the table of steps; None for continuous time. The network receives step k as k /
+            discrete_steps.
+        betas: variance of the first and the last of 1000 steps; other lengths end at the same noise. None for the
+            published values, [1e-4, 0.02] (`linear`) or [0.00085, 0.012] (`scaled_linear`).
+        zero_terminal_snr: rescale the table so that its last step is pure noise.
+        noise_offset: standard deviation of noise that is equal at all positions of a sample and channel, added in
+            training; 0.05 for SDXL.
+        network_time: input of the network: the time, or the log SNR ln(alpha^2 / sigma^2), as in Imagen.
+        min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma); None for the unweighted loss.
+        variance: learned variance of the reverse steps (`learned_variance`), for a table of steps.
 
     Raises:
         ConfigError: an unknown choice, a table too short for its schedule, betas that do not fit it, a learned variance
@@ -109,8 +106,7 @@ class DDPM(Objective):
     schedule: ScheduleName = "linear"
     prediction: Prediction = "noise"
     discrete_steps: Optional[int] = None
-    beta_start: Optional[float] = None
-    beta_end: Optional[float] = None
+    betas: Optional[list[float]] = None
     zero_terminal_snr: bool = False
     noise_offset: float = 0.0
     network_time: NetworkTime = "time"
@@ -121,7 +117,10 @@ class DDPM(Objective):
     former_settings: ClassVar[Mapping[str, str]] = {
         "learned_variance": "variance=learned_variance",
         "vlb_weight": "variance.vlb_weight",
+        "beta_start": "betas=[beta_start,beta_end]",
+        "beta_end": "betas=[beta_start,beta_end]",
     }
+    removed_settings: ClassVar[Mapping[str, object]] = {"beta_start": None, "beta_end": None}
 
     def __post_init__(self) -> None:
         self.path = AnglePath()
@@ -129,7 +128,7 @@ class DDPM(Objective):
         check_choice("loss_kind", self.loss_kind, LossKind)
         check_choice("network_time", self.network_time, NetworkTime)
         ranges = {"discrete_steps": whole(1, 1_000_000), "min_snr_gamma": POSITIVE, "noise_offset": SHARE}
-        check_ranges("objective", self, {**ranges, **dict.fromkeys(("beta_start", "beta_end"), INSIDE_0_1)})
+        check_ranges("objective", self, {**ranges, "betas": INSIDE_0_1})
         if self.zero_terminal_snr and (self.discrete_steps is None or self.prediction == "noise"):
             raise ConfigError(
                 "objective.zero_terminal_snr ends a table of steps at pure noise, which a prediction of the noise "
@@ -137,7 +136,7 @@ class DDPM(Objective):
                 f"{self.prediction}; use discrete_steps=1000 and prediction=v, or zero_terminal_snr=false"
             )
         self.noise_schedule = make_schedule(
-            self.schedule, self.discrete_steps, self.beta_start, self.beta_end, zero_snr=self.zero_terminal_snr
+            self.schedule, self.discrete_steps, self.betas, zero_snr=self.zero_terminal_snr
         )
         self._bound: Optional[VariationalBound] = None
         if self.variance is not None:

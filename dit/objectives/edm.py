@@ -38,17 +38,15 @@ class EDM(Objective):
     The loss compares outputs of the network, where lambda(sigma) * c_out**2 == 1 and every noise level weighs the same.
 
     Args:
-        sigma_data: standard deviation of clean latents (dimensionless, after VAE scale and shift).
-        p_mean: mean of log sigma in training; -1.2 in the paper, 0 in NeMo.
-        p_std: standard deviation of log sigma in training; 1.2 in the paper, 1 in NeMo.
-        augmentation_p_mean: mean of log sigma' of the noise on low-resolution pictures in training; None for `p_mean`,
-            as in NeMo. At -1.2, half of the pictures get sigma' > 0.3, and a small model hardly learns to use clean
-            ones.
+        sigma_data: standard deviation of clean latents.
+        p_mean: mean of log sigma in training; 0 in NeMo.
+        p_std: standard deviation of log sigma in training; 1 in NeMo.
+        augmentation_p_mean: mean of log sigma of the noise on low-resolution pictures in training; None for `p_mean`,
+            as in NeMo.
         sigma_min: last noise level of the sampling grid before 0.
         sigma_max: first noise level of the sampling grid.
         rho: exponent of the sampling grid; a larger one has more steps at low noise.
-        loss_kind: pointwise error.
-        weighting: learned weights of the noise levels (`uncertainty`); None for equal weights.
+        weighting: learned weights of the noise levels (`uncertainty`).
 
     Raises:
         ConfigError: a constant is outside its range.

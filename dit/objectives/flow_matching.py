@@ -39,16 +39,14 @@ class FlowMatching(Objective):
     Time increases from 0 (data) to 1 (noise), and the network receives t.
 
     Args:
-        prediction: output of the network: the velocity, or the clean latent, from which v = (x_t - x0) / t. Use `x0` if
-            a token has about as many dimensions as the network has features, or more.
+        prediction: output of the network: the velocity, or the clean latent. Use `x0` if a token has about as many
+            dimensions as the network has features, or more.
         time_distribution: distribution of t in training, before the shift.
         logit_mean: mean of logit(t), for `logit_normal`.
         logit_std: standard deviation of logit(t), for `logit_normal`.
-        time_shift: shift of t towards noise, in training and on the sampling grid; 1 for none. Samples with more tokens
-            need a larger one.
-        loss_kind: pointwise error.
-        min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma), SNR = ((1 - t) / t)**2; None for the error of
-            the velocity.
+        time_shift: shift of t towards noise, in training and sampling; 1 for none. Samples with more tokens need a
+            larger one.
+        min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma); None for the unweighted loss.
 
     Raises:
         ConfigError: a constant is outside its range.

@@ -6,6 +6,7 @@ latents have phi = 0, pure noise has phi = pi / 2, and no formula divides by an 
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Literal, Optional
 
 import torch
@@ -188,34 +189,32 @@ class TableSchedule(Schedule):
         return angles[steps]
 
 
-def beta_ends(name: ScheduleName, beta_start: Optional[float], beta_end: Optional[float]) -> tuple[float, float]:
-    """Return the first and the last beta of a table of 1000 steps; None selects the published value.
+def beta_ends(name: ScheduleName, betas: Optional[Sequence[float]]) -> tuple[float, float]:
+    """Return the first and the last beta of a table of 1000 steps; None selects the published values.
 
     Raises:
-        ConfigError: the schedule has no such betas, or beta does not increase.
+        ConfigError: the schedule has no such betas, or there are not two, or beta does not increase.
     """
     if name == "cosine":
         raise ConfigError(
-            f"objective.beta_start={beta_start}, objective.beta_end={beta_end}: the cosine schedule has no betas to "
-            "set; use objective.schedule=linear or scaled_linear, or leave both at null"
+            f"objective.betas={betas}: the cosine schedule has no betas to set; use objective.schedule=linear or "
+            "scaled_linear, or objective.betas=none"
         )
-    first, last = PUBLISHED_BETAS[name]
-    first, last = first if beta_start is None else beta_start, last if beta_end is None else beta_end
-    if not first < last:
+    if betas is None:
+        return PUBLISHED_BETAS[name]
+    if len(betas) != 2 or not betas[0] < betas[1]:
         raise ConfigError(
-            f"objective.beta_start={first:g} must be below objective.beta_end={last:g}; the published ones of the "
-            f"{name} schedule are {PUBLISHED_BETAS[name]}"
+            f"objective.betas={betas} must be two increasing numbers; the published ones of the {name} schedule are "
+            f"{PUBLISHED_BETAS[name]}"
         )
-    return first, last
+    return betas[0], betas[1]
 
 
-def discrete_betas(
-    name: ScheduleName, num_steps: int, beta_start: Optional[float] = None, beta_end: Optional[float] = None
-) -> Tensor:
+def discrete_betas(name: ScheduleName, num_steps: int, betas: Optional[Sequence[float]] = None) -> Tensor:
     """Return the variance added by each of `num_steps` steps, float64.
 
     Args:
-        beta_start, beta_end: first and last beta of a table of 1000 steps; None for the published values.
+        betas: first and last beta of a table of 1000 steps; None for the published values.
 
     Raises:
         ConfigError: the schedule is unknown, or the table is too short for it (a beta would reach 1), or as in
@@ -228,21 +227,21 @@ def discrete_betas(
     check_choice("schedule", name, ScheduleName)
     if num_steps < 1:
         raise ConfigError(f"discrete_steps={num_steps} must be at least 1; use 1000, or None for continuous time")
-    if name == "cosine" and beta_start is None and beta_end is None:
+    if name == "cosine" and betas is None:
         edges = torch.linspace(0, 1, num_steps + 1, dtype=torch.float64)
         alpha2 = CosineSchedule().angle(edges).cos().square()
         return (1 - alpha2[1:] / alpha2[:-1]).clamp(max=COSINE_MAX_BETA)
-    first, last = beta_ends(name, beta_start, beta_end)
+    first, last = beta_ends(name, betas)
     power = POWERS[name]
     roots = torch.linspace(first ** (1 / power), last ** (1 / power), num_steps, dtype=torch.float64)
-    betas = roots**power * (REFERENCE_STEPS / num_steps)
-    if betas.max() >= 1:
+    table = roots**power * (REFERENCE_STEPS / num_steps)
+    if table.max() >= 1:
         fits = math.floor(REFERENCE_STEPS * last) + 1
         raise ConfigError(
             f"discrete_steps={num_steps} is too short for the {name} schedule: beta would reach "
-            f"{betas.max():.3g}; use at least {fits} steps, or None for continuous time"
+            f"{table.max():.3g}; use at least {fits} steps, or None for continuous time"
         )
-    return betas
+    return table
 
 
 def zero_terminal_snr(betas: Tensor) -> Tensor:
@@ -262,15 +261,14 @@ def zero_terminal_snr(betas: Tensor) -> Tensor:
 def make_schedule(
     name: ScheduleName,
     discrete_steps: Optional[int],
-    beta_start: Optional[float] = None,
-    beta_end: Optional[float] = None,
+    betas: Optional[Sequence[float]] = None,
     *,
     zero_snr: bool = False,
 ) -> Schedule:
     """Build the schedule `name`, continuous if `discrete_steps` is None.
 
     Args:
-        beta_start, beta_end: first and last beta of a table of 1000 steps; None for the published values.
+        betas: first and last beta of a table of 1000 steps; None for the published values.
         zero_snr: rescale the table by `zero_terminal_snr`.
 
     Raises:
@@ -278,11 +276,11 @@ def make_schedule(
     """
     check_choice("schedule", name, ScheduleName)
     if discrete_steps is not None:
-        betas = discrete_betas(name, discrete_steps, beta_start, beta_end)
-        return TableSchedule(zero_terminal_snr(betas) if zero_snr else betas)
-    if beta_start is None and beta_end is None and name != "scaled_linear":
+        table = discrete_betas(name, discrete_steps, betas)
+        return TableSchedule(zero_terminal_snr(table) if zero_snr else table)
+    if betas is None and name != "scaled_linear":
         return CosineSchedule() if name == "cosine" else LinearSchedule()
-    return PowerSchedule(*beta_ends(name, beta_start, beta_end), POWERS[name])
+    return PowerSchedule(*beta_ends(name, betas), POWERS[name])
 
 
 def _angle_of_decay(decay: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,36 +18,23 @@ class EMA:
         shards: this rank's master shards.
         decay: decay per update.
         start_step: the average equals the weights up to this step.
-        interval: steps between updates; the average is updated after steps that are multiples of it.
         offload: whether the average is in host memory; an update then copies the weights there, one after another.
     """
 
-    def __init__(
-        self,
-        shards: list[MasterShard],
-        decay: float,
-        start_step: int = 0,
-        interval: int = 1,
-        *,
-        offload: bool = False,
-    ) -> None:
-        self.decay, self.start_step, self.interval, self.offload = decay, start_step, interval, offload
+    def __init__(self, shards: list[MasterShard], decay: float, start_step: int = 0, *, offload: bool = False) -> None:
+        self.decay, self.start_step, self.offload = decay, start_step, offload
         self.shards = shards
         device = torch.device("cpu") if offload else None
         self.values: list[Tensor] = [shard.main.detach().to(device, copy=True) for shard in shards]
 
-    def weight(self, step: int) -> Optional[float]:
-        """Return the share of the new weights in the average after optimizer step `step`; None for no update."""
-        if step <= self.start_step:
-            return 1.0
-        return None if step % self.interval else 1.0 - self.decay
+    def weight(self, step: int) -> float:
+        """Return the share of the new weights in the average after optimizer step `step`."""
+        return 1.0 if step <= self.start_step else 1.0 - self.decay
 
     @torch.no_grad()
     def update(self, step: int) -> None:
         """Update the average with the weights after optimizer step `step` (counted from 1)."""
         mains, weight = [shard.main for shard in self.shards], self.weight(step)
-        if weight is None:
-            return
         if weight == 1.0:
             torch._foreach_copy_(self.values, mains)
         elif self.offload:

@@ -6,8 +6,9 @@ from 1, so that the learning rate of the first update is not 0.
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 from dit.errors import ConfigError
 from dit.ranges import (
@@ -16,7 +17,6 @@ from dit.ranges import (
     NOT_NEGATIVE,
     POSITIVE,
     SHARE,
-    SHARE_BELOW_1,
     Range,
     check_choice,
     check_ranges,
@@ -24,6 +24,7 @@ from dit.ranges import (
 
 Decay = Literal["linear", "one_minus_sqrt"]
 Anneal = Literal["cos", "linear"]
+BASE_MOMENTUM, MAX_MOMENTUM = 0.85, 0.95  # defaults of torch's OneCycleLR
 
 
 @dataclass(kw_only=True)
@@ -258,16 +259,15 @@ class TorchOneCycle(Schedule):
     """The one-cycle policy as in `torch.optim.lr_scheduler.OneCycleLR`, over all updates of the run.
 
     The rate rises from `peak / div_factor` to the peak, which it has at update `pct_start * num_steps`, and falls to
-    `peak / div_factor / final_div_factor`. If `cycle_momentum` is set, Adam's beta1 changes from
-    `max_momentum` to `base_momentum` at the peak and back, and `optimizer.beta1` is not used.
+    `peak / div_factor / final_div_factor`.
 
     Attributes:
         pct_start: fraction of the run before the peak.
         div_factor: ratio of the peak to the first rate.
         final_div_factor: ratio of the first to the last rate.
-        anneal_strategy: both ramps are half cosines, or linear.
-        cycle_momentum: whether beta1 changes; torch's default is True.
-        base_momentum, max_momentum: beta1 at the peak and at both ends.
+        anneal_strategy: shape of both ramps: half cosines, or linear.
+        cycle_momentum: change beta1 from 0.95 to 0.85 at the peak and back, instead of `optimizer.beta1`; torch's
+            default is True.
 
     Source: torch.optim.lr_scheduler.OneCycleLR; Smith and Topin 2017, arXiv:1708.07120.
     """
@@ -277,13 +277,12 @@ class TorchOneCycle(Schedule):
     final_div_factor: float = 1e4
     anneal_strategy: Anneal = "cos"
     cycle_momentum: bool = False
-    base_momentum: float = 0.85
-    max_momentum: float = 0.95
+
+    removed_settings: ClassVar[Mapping[str, object]] = {"base_momentum": 0.85, "max_momentum": 0.95}
 
     def validate(self) -> None:
-        momentum = dict.fromkeys(("base_momentum", "max_momentum"), SHARE_BELOW_1)
         factors = dict.fromkeys(("div_factor", "final_div_factor"), POSITIVE)
-        check_ranges("schedule", self, {"pct_start": SHARE, **factors, **momentum})
+        check_ranges("schedule", self, {"pct_start": SHARE, **factors})
         check_choice("schedule.anneal_strategy", self.anneal_strategy, Anneal)
 
     def rate(self, update: int, num_steps: int, peak: float) -> float:
@@ -293,7 +292,7 @@ class TorchOneCycle(Schedule):
     def momentum(self, update: int, num_steps: int, beta1: float) -> float:
         if not self.cycle_momentum:
             return beta1
-        return self._cycle(update, num_steps, self.max_momentum, self.base_momentum, self.max_momentum)
+        return self._cycle(update, num_steps, MAX_MOMENTUM, BASE_MOMENTUM, MAX_MOMENTUM)
 
     def _cycle(self, update: int, num_steps: int, start: float, middle: float, end: float) -> float:
         update, summit = min(update, num_steps), self.pct_start * num_steps  # not rounded, as in torch

@@ -83,7 +83,7 @@ def megatron_config(
         deallocate_pipeline_outputs=vpp is None,
         context_parallel_size=parallel.context_parallel_size,
         expert_model_parallel_size=parallel.expert_model_parallel_size,
-        expert_tensor_parallel_size=parallel.expert_tensor_parallel_size,
+        expert_tensor_parallel_size=1,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=precision == "bf16",
@@ -309,7 +309,7 @@ def build_optimizer(
         fp16=precision == "fp16",
         loss_scale=training.loss_scale,
         initial_loss_scale=training.initial_loss_scale,
-        min_loss_scale=training.min_loss_scale,
+        min_loss_scale=1.0,  # an overflow at this scale ends the run
         loss_scale_window=training.loss_scale_window,
         hysteresis=1,  # the first overflow halves the scale
         params_dtype=DTYPES[precision],

@@ -1,8 +1,9 @@
 """Sizes of the parallel layout, and their checks before any memory is allocated."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, Optional, get_args
+from typing import ClassVar, Literal, Optional, get_args
 
 from dit.errors import ConfigError
 from dit.models.base import Ability, ModelConfig, TransformerSizes
@@ -22,25 +23,22 @@ class ParallelConfig:
         sequence_parallel: shard activations between the linear layers over the tensor-parallel ranks.
         pipeline_model_parallel_size: ranks over which the layers are split.
         virtual_pipeline_model_parallel_size: model chunks per pipeline rank (interleaved schedule).
-        pipeline_layers: layers of each stage in the order of the network, one number per pipeline rank (times virtual
-            chunks); None for equal stages. Stages with the embedding or the head may have fewer layers.
+        pipeline_layers: layers of each stage, one number per pipeline rank (times virtual chunks); None for equal
+            stages.
         context_parallel_size: ranks over which the tokens of every sample are split.
         context_comm: communication of keys and values under context parallelism: `p2p` (ring), `all_gather`, `a2a`
-            (Ulysses), or `a2a+p2p` (all-to-all among adjacent ranks, a ring across these groups).
-        context_a2a_size: ranks of an all-to-all under `a2a+p2p`; None for the other schemes.
-        context_split: each rank gets one contiguous chunk of each sample, or two chunks that balance a causal mask
-            (Transformer Engine's order). Attention here is bidirectional, so `contiguous` is balanced too.
-        spatial_temporal_comm: attention inside frames and columns under context parallelism: `hybrid` (one all-to-all
-            dispatches complete segments, one combines the results) or `context` (split segments, as `context_comm`).
+            (Ulysses), or `a2a+p2p` (both, in groups).
+        context_a2a_size: ranks of an all-to-all under `a2a+p2p`.
+        context_split: each rank gets one contiguous chunk of each sample, or two chunks in Transformer Engine's order.
+            Attention is bidirectional, so both are balanced.
+        spatial_temporal_comm: attention inside frames and columns under context parallelism: on complete segments,
+            after an all-to-all (`hybrid`), or on split ones (`context`).
         expert_model_parallel_size: ranks over which the experts of a layer are split, taken from the tensor-, context-
-            and data-parallel ranks of a pipeline stage.
-        expert_tensor_parallel_size: ranks over which one expert is split; must be 1, because experts are not split.
+            and data-parallel ranks.
         data_parallel: state that data-parallel ranks shard: nothing, the optimizer, or everything (FSDP).
-        fsdp_sharding: state that Megatron-FSDP shards: the optimizer and its fp32 weights, also the gradients, or also
-            the model's weights.
+        fsdp_sharding: state that Megatron-FSDP shards: the optimizer, also the gradients, or also the weights.
         overlap_grad_reduce: reduce gradients during the backward pass; FSDP with sharded gradients always does.
-        overlap_param_gather: gather parameters during the forward pass (distributed optimizer); FSDP with sharded
-            weights always does.
+        overlap_param_gather: gather parameters during the forward pass; FSDP with sharded weights always does.
     """
 
     tensor_model_parallel_size: int = 1
@@ -54,11 +52,12 @@ class ParallelConfig:
     context_split: Literal["contiguous", "load_balanced"] = "contiguous"
     spatial_temporal_comm: Literal["hybrid", "context"] = "hybrid"
     expert_model_parallel_size: int = 1
-    expert_tensor_parallel_size: int = 1
     data_parallel: Literal["ddp", "distributed_optimizer", "fsdp"] = "distributed_optimizer"
     fsdp_sharding: FSDPSharding = "optim_grads_params"
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
+
+    removed_settings: ClassVar[Mapping[str, object]] = {"expert_tensor_parallel_size": 1}
 
     def validate(self) -> None:
         """Check the range of every size; `check_parallel` checks the sizes against each other, the model and the job.
@@ -68,8 +67,7 @@ class ParallelConfig:
         """
         sizes = (
             *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
-            *("context_parallel_size", "context_a2a_size"),
-            *("expert_model_parallel_size", "expert_tensor_parallel_size"),
+            *("context_parallel_size", "context_a2a_size", "expert_model_parallel_size"),
         )
         check_ranges("parallel", self, dict.fromkeys(sizes, RANKS) | {"pipeline_layers": LAYERS})
 
@@ -145,11 +143,6 @@ def _check_pipeline(parallel: ParallelConfig, num_layers: int) -> None:
 
 def _check_experts(parallel: ParallelConfig, num_experts: Optional[int]) -> None:
     ep = parallel.expert_model_parallel_size
-    if parallel.expert_tensor_parallel_size > 1:
-        raise ConfigError(
-            f"parallel.expert_tensor_parallel_size={parallel.expert_tensor_parallel_size} is not available: an expert "
-            "is not split; use 1, and split the experts over parallel.expert_model_parallel_size ranks"
-        )
     if num_experts is None:
         if ep > 1:
             raise ConfigError(

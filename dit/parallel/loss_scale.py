@@ -112,8 +112,8 @@ class LossScale:
     def exhausted(self) -> str:
         """Return the reason why an overflow did not lower the scale, and the cure."""
         return (
-            f"with a loss scale of {self.value:g}, the smallest that the settings allow (lower training.min_loss_scale "
-            "or training.loss_scale, or train with training.precision=bf16)"
+            f"with a loss scale of {self.value:g}, the smallest possible (lower training.loss_scale if it is set, or "
+            "train with training.precision=bf16)"
         )
 
     def scalars(self) -> dict[str, float]:

@@ -60,17 +60,17 @@ class Churn:
     """
 
     gamma: float
-    s_tmin: float = 0.0
-    s_tmax: float = math.inf
-    s_noise: float = 1.0
+    s_tmin: float
+    s_tmax: float
+    s_noise: float
 
     @classmethod
     def of(cls, sampling: SamplingConfig) -> Optional["Churn"]:
         """Return the churn in the settings; None if it is off."""
-        if not sampling.s_churn:
+        if sampling.churn is None:
             return None
-        gamma = min(sampling.s_churn / sampling.num_steps, math.sqrt(2) - 1)
-        return cls(gamma, sampling.s_tmin, math.inf if sampling.s_tmax is None else sampling.s_tmax, sampling.s_noise)
+        s_churn, s_tmin, s_tmax, s_noise = sampling.churn
+        return cls(min(s_churn / sampling.num_steps, math.sqrt(2) - 1), s_tmin, s_tmax, s_noise)
 
     def raised(self, x_TC: Tensor, sigma: Tensor, eps_TC: Tensor) -> tuple[Tensor, Tensor]:
         """Return the state with the added noise, and its sigma."""
@@ -260,8 +260,8 @@ def solve(
         raise ConfigError(f"eta={eta} does not fit solver={name!r}; only 'ddim' takes one, between 0 and 1")
     if churn is not None and (name != "heun" or not isinstance(path, VarianceExplodingPath)):
         raise ConfigError(
-            f"s_churn raises sigma of EDM's path, before steps of heun, got solver={name!r} on "
-            f"{type(path).__name__}; use solver='heun' with objective=edm, or s_churn=0"
+            f"churn raises sigma of EDM's path, before steps of heun, got solver={name!r} on "
+            f"{type(path).__name__}; use solver='heun' with objective=edm, or churn=None"
         )
     if noise_at is None and (SOLVERS[name].stochastic or eta or churn is not None):
         raise ConfigError(f"solver={name!r} with eta={eta} draws fresh noise at every step; pass noise_at")

@@ -50,9 +50,7 @@ class BadSteps:
     def __init__(self, config: RunConfig, state: TrainState, groups: ProcessGroups) -> None:
         training = config.training
         self.config, self.state, self.groups = config, state, groups
-        self.guard = NumberGuard(
-            training.spike_threshold, training.spike_window, training.max_bad_steps, training.bad_steps_within
-        )
+        self.guard = NumberGuard(training.spike_threshold, training.max_bad_steps)
         self.skipped = 0
         self._loads = [layer.load for chunk in state.chunks for _, layer in expert_layers(chunk)]
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Optional
 
-from dit.settings import MIN_HISTORY
-
+MIN_HISTORY = 16  # steps before a number can be a spike
+HISTORY = 128  # steps in the running median
+PERIOD = 100  # steps in which bad steps are counted
 NORMAL = 1.4826  # standard deviations of a normal distribution in one median absolute deviation
 FLOOR = 0.01  # smallest scale as a share of the median; otherwise, any change of a nearly constant number is a spike
 
@@ -54,11 +55,13 @@ class NumberGuard:
 
     Args:
         threshold: a number this many robust standard deviations above the median is a spike; None for no limit.
+        max_bad: more than `max_bad` bad steps within `within` steps are too many.
         window: number of applied steps in the history.
-        max_bad, within: more than `max_bad` bad steps within `within` steps are too many.
     """
 
-    def __init__(self, threshold: Optional[float], window: int, max_bad: int, within: int) -> None:
+    def __init__(
+        self, threshold: Optional[float], max_bad: int, *, window: int = HISTORY, within: int = PERIOD
+    ) -> None:
         self.threshold, self.max_bad, self.within = threshold, max_bad, within
         self._histories: dict[str, deque[float]] = {name: deque(maxlen=window) for name in ("loss", "grad_norm")}
         self.bad_steps: list[int] = []

@@ -5,7 +5,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
 from typing import Optional
 
@@ -59,7 +58,7 @@ from dit.step_checks.run_checks import RunChecks
 from dit.step_checks.wiring import FirstSteps
 from dit.training.hooks import load_hooks
 from dit.training.rates import counters, mean_terms, memory_peaks, rank_times, rates, report_drops, report_progress
-from dit.training.validate import check_initial_loss, held_out_loss, named_losses
+from dit.training.validate import held_out_loss, named_losses
 
 logger = log.getLogger(__name__)
 
@@ -158,8 +157,6 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
     run.log.start(state.step)
     if state.step > 0 and is_due(state.step, training.validation_interval) and not state.is_validated:
         run.validate(saved=True)  # the previous attempt ended between saving and validating
-    if state.step == 0 and training.sanity_micro_batches:
-        run.check_validation(training.sanity_micro_batches)
     limit = TimeLimit(training.time_limit)
 
     def stop_requested() -> bool:
@@ -399,7 +396,6 @@ class Run:
             **expert_load(state.chunks, self.device),
         }
         report_drops(state, int(counted["dropped_samples"]), self.groups, self.log)
-        state.training_loss = values.get("loss", state.training_loss)
         self.log.scalars(state, values)
 
     def save(self) -> None:
@@ -423,28 +419,18 @@ class Run:
         self.phase.enter("validates")
         with state.averaged():
             losses = self.held_out_losses()
-        compared = self.config.training.validate_raw_weights and state.ema is not None
-        raw = self.held_out_losses() if compared else None
         state.held_out = HeldOut(losses["loss"], state.step)
-        self.log.held_out(state, losses, raw)
+        self.log.held_out(state, losses)
         if saved:
             self.saves.attach_held_out(state)
         for hook in self.hooks:
             hook.on_validation(state, losses)
 
-    def check_validation(self, micro_batches: int) -> None:
-        """Measure the held-out loss of the first micro-batches of each data-parallel rank, before step 1."""
-        self.log.message(check_initial_loss(self.held_out_losses(micro_batches)["loss"], micro_batches))
-
-    def held_out_losses(self, micro_batches: Optional[int] = None) -> dict[str, float]:
-        """Return the held-out losses of the current weights.
-
-        Args:
-            micro_batches: number of micro-batches of each data-parallel rank; None for all.
-        """
+    def held_out_losses(self) -> dict[str, float]:
+        """Return the held-out losses of the current weights."""
         config, groups = self.config, self.groups
         held_out = config.data.build_validation(self.spec, dp_rank=groups.dp_rank, dp_size=groups.dp_size)
-        batches = map(self.encode, islice(held_out, micro_batches))
+        batches = map(self.encode, held_out)
         return held_out_loss(self.network, batches, config.objective, config.model, self.device, groups, self.shard)
 
     def sample(self) -> None:

@@ -1,6 +1,5 @@
 """Held-out loss, in total and by noise level, with fixed noise so that evaluations are comparable."""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -9,7 +8,6 @@ import torch.distributed as dist
 
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
-from dit.errors import NotFiniteError
 from dit.models.base import ModelConfig
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Objective
@@ -168,20 +166,3 @@ def named_losses(objective: Objective, means: Sequence[float]) -> dict[str, floa
     """
     named = {f"loss_{name}": mean for name, mean in zip(objective.logged, means, strict=True)}
     return {"loss": sum(means[: len(objective.terms)]), **(named if len(named) > 1 else {})}
-
-
-def check_initial_loss(loss: float, micro_batches: int) -> str:
-    """Return a line about the held-out loss before step 1.
-
-    Args:
-        micro_batches: number of measured micro-batches of each data-parallel rank.
-
-    Raises:
-        NotFiniteError: the loss is not finite.
-    """
-    if not math.isfinite(loss):
-        raise NotFiniteError(
-            f"the held-out loss of the initial weights is {loss}, over {micro_batches} micro-batches of each "
-            "data-parallel rank; check the held-out data and the initial weights"
-        )
-    return f"step 0: held-out loss {loss:.4f}, over {micro_batches} micro-batches of each rank"

@@ -13,7 +13,6 @@ import torch
 from PIL import Image
 
 from benchmarks import stability
-from dit.checkpoint.manifest import read_manifest
 from dit.monitoring.sinks import read_records
 from tests.integration import actions
 from tests.integration.runs import (
@@ -31,9 +30,9 @@ from tests.unit.launch.pages import blocks, run_line, shown_commands, shown_file
 
 pytestmark = pytest.mark.matrix
 
-NUM_STEPS, DECAY, INTERVAL, START = 7, 0.75, 3, 1
+NUM_STEPS, DECAY, START = 7, 0.75, 1
 ROUNDING = {"rtol": 1e-5, "atol": 1e-6}  # fp32: one multiplication and one addition
-LOOP = {"training__ema_decay": DECAY, "training__ema_interval": INTERVAL, "training__ema_start_step": START}
+LOOP = {"training__ema_decay": DECAY, "training__ema_start_step": START}
 NEMO_PAGE = Path("docs/nemo.md")
 STUDY = [
     *("--rates", "1e-3", "1e30", "--batches", "4", "--steps", "4", "--outlier", "3", "--after", "2"),
@@ -58,9 +57,8 @@ def done(folder: Path) -> dict[str, Any]:
         jobs[name] = Job(actions.train, {"arguments": arguments, "fault": fault}, ranks)
 
     hooks = {"training__hooks": "['tests.support.hooks.Recorder']"}
-    looked_at = {"training__validate_raw_weights": True, "training__sanity_micro_batches": 2}
-    add("options", fault=partial(faults.hooked, folder / "hooks.jsonl"), **LOOP, **looked_at, **hooks)
-    add("fsdp", ranks=2, **LOOP, **looked_at, parallel__data_parallel="fsdp")
+    add("options", fault=partial(faults.hooked, folder / "hooks.jsonl"), **LOOP, **hooks)
+    add("fsdp", ranks=2, **LOOP, parallel__data_parallel="fsdp")
     add("no average", training__ema_decay=None)
     add("stopped", **LOOP, training__stop_at_step=4)
     add("goes on", at="stopped", **LOOP, training__ema_offload=True)
@@ -69,8 +67,7 @@ def done(folder: Path) -> dict[str, Any]:
     add("named again", at="named", **LOOP, checkpoint__resume_from=named, training__num_steps=NUM_STEPS + 1)
     add("nowhere", checkpoint__resume_from=folder / "none")
     add("two starts", checkpoint__resume_from=named, checkpoint__start_from=named)
-    add("other", **{**LOOP, "training__ema_interval": 2}, checkpoint__resume_from=named)
-    add("best", checkpoint__keep_last=1, checkpoint__keep_best_training=2, optimizer__lr=0.3)
+    add("other", **{**LOOP, "training__ema_start_step": 2}, checkpoint__resume_from=named)
     add("not trusted", **hooks)
     for name, text in shown_files(Path("docs/runs.md")).items():
         (folder / name).write_text(text)
@@ -94,8 +91,8 @@ def state(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
     return read_tensors(checkpoint(run_dir, step))
 
 
-def test_the_average_is_updated_at_multiples_of_the_interval_alone(done: dict[str, Any], folder: Path) -> None:
-    """From the files of every step: equal to the weights until the start, then its formula, or unchanged to the bit."""
+def test_the_average_follows_its_formula_after_its_start(done: dict[str, Any], folder: Path) -> None:
+    """From the files of every step: equal to the weights until the start."""
     assert done["options"].code == 0, done["options"].err
     before = state(folder / "options", START)
     for name in [name for name in before if name.startswith("weight.")]:
@@ -103,15 +100,12 @@ def test_the_average_is_updated_at_multiples_of_the_interval_alone(done: dict[st
     for step in range(START + 1, NUM_STEPS + 1):
         now = state(folder / "options", step)
         for name in [name for name in now if name.startswith("ema.")]:
-            if step % INTERVAL:
-                assert torch.equal(now[name], before[name])
-            else:
-                expected = DECAY * before[name] + (1 - DECAY) * now[name.replace("ema.", "weight.", 1)]
-                torch.testing.assert_close(now[name], expected, **ROUNDING)
+            expected = DECAY * before[name] + (1 - DECAY) * now[name.replace("ema.", "weight.", 1)]
+            torch.testing.assert_close(now[name], expected, **ROUNDING)
         before = now
 
 
-def test_a_run_that_stopped_within_an_interval_goes_on_to_the_bit(done: dict[str, Any], folder: Path) -> None:
+def test_a_stopped_run_goes_on_to_the_bit(done: dict[str, Any], folder: Path) -> None:
     """With the average in host memory from then on, which changes no number."""
     assert (done["stopped"].code, done["goes on"].code) == (75, 0), done["goes on"].err
     assert_same_bits(state(folder / "stopped", NUM_STEPS), state(folder / "options", NUM_STEPS))
@@ -119,23 +113,17 @@ def test_a_run_that_stopped_within_an_interval_goes_on_to_the_bit(done: dict[str
 
 
 def test_what_is_looked_at_changes_no_number(done: dict[str, Any], folder: Path) -> None:
-    """Validation of the weights, before step 1, and hooks; without an average there is one held-out loss."""
+    """Validation of the average, and hooks; the held-out loss is that of the average if there is one."""
     assert done["no average"].code == 0, done["no average"].err
     assert losses(folder / "options") == losses(folder / "no average")
-    raw = scalars(folder / "options", "held_out_raw/loss")
-    assert raw == scalars(folder / "no average", "held_out/loss")
+    raw = scalars(folder / "no average", "held_out/loss")
     assert sorted(raw) == [3, 6]
     assert all(raw[step] != loss for step, loss in scalars(folder / "options", "held_out/loss").items())
-    assert scalars(folder / "no average", "held_out_raw/loss") == {}
-    assert done["options"].out.count("step 0: held-out loss") == 1
-    assert "step 0" not in done["goes on"].out + done["no average"].out
 
 
 def test_two_ranks_with_fsdp_give_the_same_numbers(done: dict[str, Any], folder: Path) -> None:
-    """The first two held-out micro-batches of each rank are other samples than those of one rank alone."""
     assert [ended.code for ended in done["fsdp"]] == [0, 0], done["fsdp"][0].err
-    assert done["fsdp"][0].out.count("step 0: held-out loss") == 1
-    for name in ("loss", "held_out/loss", "held_out_raw/loss"):
+    for name in ("loss", "held_out/loss"):
         assert scalars(folder / "fsdp", name) == pytest.approx(scalars(folder / "options", name), rel=1e-5), name
 
 
@@ -177,18 +165,7 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused(done: dict[str, Any]) ->
     assert [done[name].code for name in ("nowhere", "two starts", "other")] == [5, 2, 2]
     assert "checkpoint.resume_from" in done["nowhere"].err
     assert "remove one of the two" in done["two starts"].err
-    assert "training.ema_interval: 3 -> 2" in done["other"].err
-
-
-def test_the_checkpoints_of_the_lowest_training_losses_stay(done: dict[str, Any], folder: Path) -> None:
-    """Those of the record, which each manifest has, too; at this rate the loss is not lowest at the end."""
-    assert done["best"].code == 0, done["best"].err
-    recorded = scalars(folder / "best", "loss")
-    best = sorted(recorded, key=lambda step: recorded[step])[:2]
-    assert checkpoints(folder / "best") == [f"iter_{step:07d}" for step in sorted({*best, NUM_STEPS})]
-    assert NUM_STEPS not in best
-    for step in best:
-        assert read_manifest(checkpoint(folder / "best", step)).training_loss == recorded[step]
+    assert "training.ema_start_step: 1 -> 2" in done["other"].err
 
 
 def test_a_document_of_nemo_trains(done: dict[str, Any], folder: Path) -> None:

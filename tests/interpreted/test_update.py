@@ -13,7 +13,7 @@ EP2 = {**DISTRIBUTED, "expert_model_parallel_size": 2}
 OVERLAPPED = {**DISTRIBUTED, "overlap_grad_reduce": True, "overlap_param_gather": True}
 ONE = {"ddp1": DDP, "distributed1": DISTRIBUTED}
 TWO = {"ddp2": DDP, "distributed2": DISTRIBUTED, "overlapped2": OVERLAPPED, "fsdp2": FSDP}
-OFFLOADED = {"training": {**SETTINGS["training"], "ema_offload": True, "ema_interval": 2}}
+OFFLOADED = {"training": {**SETTINGS["training"], "ema_offload": True}}
 STEPS, SAVED_AT = 5, 3
 CPU = {"timeout_s": 1800.0}
 

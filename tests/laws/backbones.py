@@ -131,7 +131,6 @@ IMAGEN_OTHER: dict[str, Any] = {
     "low_resolution_factor": 4,
     "low_resolution_kernel": "pil",
     "noise_augmentation": False,
-    "channels_last": False,
 }
 IMAGEN: dict[str, Any] = {
     "given": {"num_attention_heads": {"head_size": None}},
@@ -200,13 +199,7 @@ BACKBONES = {
     ),
     "imagen": Row(
         recipe="imagen_400m_res_256",
-        other={
-            **IMAGEN_OTHER,
-            "condition_size": 24,
-            "dropout": 0.5,
-            "resample_with_conv": False,
-            "resample_blocks": True,
-        },
+        other={**IMAGEN_OTHER, "condition_size": 24, "dropout": 0.5, "resampling": "block"},
         **IMAGEN,
     ),
     "efficient_unet": Row(recipe="imagen_600m_res_256", other={**IMAGEN_OTHER, "skip_scaling": False}, **IMAGEN),

@@ -22,7 +22,6 @@ ONE_LEVEL = {"channel_multipliers": [1], "num_res_blocks": [1], "attention_level
 SUM_RTOL = 1e-5  # fp32: sums are taken in another order, and fused operations round less often
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     # settings of the model and of the training, and the largest relative error
-    "pictures_copied": ({"channels_last": False}, {}, SUM_RTOL),
     "stable_attention": ({"stable_attention": True}, {}, SUM_RTOL),
     "recompute_full": ({}, {"recompute": "full"}, 0.0),
     "recompute_selective": ({}, {"recompute": "selective"}, 0.0),

@@ -124,7 +124,12 @@ def sample_and_validate(case: dict) -> dict:
         share = partial(shard, cp_rank=groups.cp.rank(), cp_size=groups.cp.size(), split=split)
         losses = held_out_loss(backbone, packs, FlowMatching(), model, torch.device("cpu"), groups, share)
         methods = SamplingConfig(
-            solver="heun", num_steps=3, seed=7, s_churn=2.0, guidance_rescale=0.5, guidance_interval=[0.1, 3.0]
+            solver="heun",
+            num_steps=3,
+            seed=7,
+            churn=[2.0, 0.0, 1e9, 1.0],
+            guidance_rescale=0.5,
+            guidance_interval=[0.1, 3.0],
         )
         churned = generate(network, EDM(sigma_max=5.0), pack, spec, methods)
         offset = held_out_loss(

@@ -87,7 +87,8 @@ def predict(case: dict) -> dict:
         losses = held_out_loss(network, batches, FlowMatching(), tiny_model(), torch.device("cpu"), groups)
         options = {"solver": "heun", "num_steps": 2, "guidance_scale": 2.0, "seed": 3}
         samples = generate(network, FlowMatching(), pack, spec, SamplingConfig(**options))
-        churned = generate(network, EDM(), pack, spec, SamplingConfig(**options, s_churn=1.5, guidance_rescale=0.5))
+        churn = SamplingConfig(**options, churn=[1.5, 0.0, 1e9, 1.0], guidance_rescale=0.5)
+        churned = generate(network, EDM(), pack, spec, churn)
     after = [p for chunk in it.chunks for p in chunk.parameters()]
     _, differ = of_all_stages([("samples", samples), ("loss", torch.tensor(losses["loss"]))], groups)
     process_groups.release()

@@ -15,14 +15,13 @@ KINDS = {
     "tp2_sp": {**DISTRIBUTED, "tensor_model_parallel_size": 2, "sequence_parallel": True},
 }
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}
-INITIAL, WINDOW = 64.0, 2
+INITIAL, WINDOW = 4.0, 2
 TRAINING = {
-    **{"global_batch_size": 4, "ema_decay": 0.5, "initial_loss_scale": INITIAL, "min_loss_scale": INITIAL / 4},
-    "loss_scale_window": WINDOW,
+    **{"global_batch_size": 4, "ema_decay": 0.5, "initial_loss_scale": INITIAL, "loss_scale_window": WINDOW},
 }
 SUBNORMAL = 2.0**-24
 FIRST = 12
-SETTINGS = ("initial_loss_scale", "min_loss_scale", "loss_scale_window")
+SETTINGS = ("initial_loss_scale", "loss_scale_window")
 LARGE = {
     "data": {"shapes": ["1x32x64", "1x32x32"], "max_tokens_per_pack": 1280},
     "training": {name: getattr(TrainingConfig, name) for name in SETTINGS},
@@ -60,7 +59,7 @@ def results(tmp_path_factory):
         # Scales that differ by a power of two: fp16 rounds the same digits.
         **{scale: case(DDP, 1, training={"loss_scale": scale}) for scale in (1.0, 4.0, 64.0)},
         ("one rank", "large"): case(DDP, FIRST, **LARGE),
-        "huge": case(DDP, STEPS, training={"initial_loss_scale": 2.0**32, "min_loss_scale": 1.0}),
+        "huge": case(DDP, STEPS, training={"initial_loss_scale": 2.0**32}),
     }
     found = {}
     for world, named in ((1, one), (2, two)):
@@ -103,8 +102,8 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(results, kind):
 def test_the_scale_doubles_after_the_window(results):
     """By the formula: two good steps double it, an overflow halves it and restarts the count."""
     run = results["long"]
-    assert run["scales"] == [64.0, 64.0, 32.0, 32.0, 64.0, 64.0]
-    assert run["last_scale"] == 128.0
+    assert run["scales"] == [INITIAL * factor for factor in (1, 1, 1 / 2, 1 / 2, 1, 1)]
+    assert run["last_scale"] == 2 * INITIAL
     assert run["skips"] == [0, 1, 1, 1, 1, 1]
 
 
@@ -126,12 +125,11 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(results):
 
 def test_an_overflow_with_the_smallest_scale_stops_the_run(results):
     run = results["always"]
-    assert run["scales"] == [64.0, 32.0, 16.0]
-    assert run["last_scale"] == 16.0
+    assert run["scales"] == [4.0, 2.0, 1.0]
+    assert run["last_scale"] == 1.0
     assert run["step"] == 2
     assert "Each rank's own loss is finite" in run["error"]
-    assert "loss scale of 16" in run["error"]
-    assert "training.min_loss_scale" in run["error"]
+    assert "loss scale of 1," in run["error"]
     assert "precision=bf16" in run["error"]
     assert_same_state(run["after"], run["before"])
 
@@ -148,7 +146,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(results):
     run = results["loss"]
     assert run["step"] == BAD_STEP - 1
     assert "The loss of rank 1 is not finite" in run["error"]
-    assert "min_loss_scale" not in run["error"]
+    assert "smallest possible" not in run["error"]
     assert run["last_scale"] == INITIAL, "its gradients say nothing of the scale"
 
 

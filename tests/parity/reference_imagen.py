@@ -139,9 +139,9 @@ class UNetReference(ImagenReference):
 
     def changed(self, x: Tensor, name: str, way: str) -> Tensor:
         pooled = lambda x, name: F.avg_pool2d(x, 2)  # noqa: E731
-        if self.config.resample_blocks:
+        if self.config.resampling == "block":
             return self.block(x, name, pooled if way == "down" else self.twice)
-        if way == "down" and not self.config.resample_with_conv:
+        if way == "down" and self.config.resampling == "pool":
             return pooled(x, name)
         if way == "down":
             return self.conv(x, f"{name}.convolution", stride=2, padding=1)

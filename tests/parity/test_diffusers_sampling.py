@@ -56,7 +56,7 @@ OBJECTIVES = [
     ("ddim", 10, DDPM(discrete_steps=1000, schedule="scaled_linear", prediction="v")),
     ("ddim", 5, DDPM(discrete_steps=100, schedule="cosine", prediction="x0")),
     ("ddim", 10, DDPM(discrete_steps=1000, schedule="scaled_linear", prediction="v", zero_terminal_snr=True)),
-    ("ddim", 5, DDPM(discrete_steps=500, beta_start=2e-4, beta_end=0.013)),
+    ("ddim", 5, DDPM(discrete_steps=500, betas=[2e-4, 0.013])),
     ("euler", 5, EDM(sigma_max=20.0, sigma_data=0.8)),
 ]
 

@@ -43,12 +43,11 @@ COMMON: dict[str, dict[str, Any]] = {
     "learned_time": {"learned_time_features": 6},
     "heads": {"head_size": None, "num_attention_heads": 2, "init_kernel_size": 5},
     "noised": {"low_resolution_factor": 4, "noise_augmentation": True},
-    "copied": {"channels_last": False},
 }
 REGULAR = {
     **COMMON,
-    "pooled": {"resample_with_conv": False},
-    "resample_blocks": {"resample_blocks": True},
+    "pooled": {"resampling": "pool"},
+    "resample_blocks": {"resampling": "block"},
     "no_text": {"context_size": None, "attention_type": "self"},
 }
 EFFICIENT = {**COMMON, "plain_sum": {"skip_scaling": False}, "base": {"low_resolution_factor": None}}

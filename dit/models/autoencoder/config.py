@@ -15,15 +15,14 @@ class AutoencoderConfig(ModelConfig):
     A token is one position of the latent. Each step between two entries of `block_out_channels` compresses by 2.
 
     Attributes:
-        in_channels: channels of the pictures.
-        patch_spatial: spatial compression factor.
         latent_channels: channels of the latent.
         block_out_channels: channels at each resolution, the full one first.
-        layers_per_block: residual blocks of the encoder at each resolution; the decoder has one more.
+        layers_per_block: residual blocks at each resolution on the way down; one more on the way up.
         norm_num_groups: groups of the group norms.
-        mid_block_add_attention: use attention over the positions of the latent, in encoder and decoder.
-        scaling_factor, shift_factor: normalisation (z - shift_factor) * scaling_factor for models that train on the
-            latents, unused by the network; None measures them when the weights are exported.
+        mid_block_add_attention: use attention over the positions of the latent.
+        scaling_factor: models that train on the latents normalise them as (z - shift_factor) * scaling_factor; None
+            measures both at export.
+        shift_factor: see `scaling_factor`.
     """
 
     supports: ClassVar[Supports] = Supports(

@@ -14,13 +14,11 @@ class DDPMUNetConfig(ClassConditioned):
     """A small UNet for pictures, conditioned on time and class; each frame of a clip is a separate picture.
 
     Attributes:
-        num_classes: number of classes, in addition to a learned vector for the unconditional case. None for a model
-            without classes.
-        hidden_size: width of the conditioning vector: a sinusoid of the time, plus the vector of the class.
+        hidden_size: width of the conditioning vector.
         block_out_channels: channels at each resolution, the full one first.
-        mid_out_channels: channels of each pair of convolutions at the lowest resolution. [256, 256] gives the model of
-            15.66 M parameters, [512, 512, 256] the model of 23.34 M.
-        num_attention_heads: heads of the attention after every block on the way down and up.
+        mid_out_channels: channels of each pair of convolutions at the lowest resolution. [256, 256] gives 15.66 M
+            parameters, [512, 512, 256] 23.34 M.
+        num_attention_heads: heads of every attention.
     """
 
     supports: ClassVar[Supports] = Supports(

@@ -16,9 +16,8 @@ class DiTConfig(ExpertOptions, TransformerModelConfig, TextConditioned, ClassCon
     Attributes:
         num_layers: number of blocks.
         qk_layernorm: RMSNorm on queries and keys per head.
-        add_bias: use biases in attention, MLP and modulation.
-        position_embedding: fixed sine-cosine over (h, w) as in the paper, or over (t, h, w); or rotary over (t, h, w).
-        time_frequency_shift: 1 sets the sinusoid's last frequency to 1 / 10000 (DDPM, diffusers); 0 as in DiT.
+        add_bias: use biases in the linear layers of the blocks.
+        time_frequency_shift: 1 sets the last frequency of the sinusoid to 1 / 10000 (DDPM, diffusers); 0 as in DiT.
     """
 
     compiles: ClassVar[bool] = True

@@ -13,9 +13,8 @@ class DiTCrossConfig(CrossAttentionModelConfig):
     """DiT with text cross-attention, conditioned on time, frame rate, size and class by adaLN-Zero.
 
     Attributes:
-        add_bias: use biases in attention, MLP and modulation.
-        adaln_lora_rank: factor each block's modulation through this many features; None for full matrices.
-        position_embedding: fixed sine-cosine over (h, w) or (t, h, w) added to the tokens, or rotary over (t, h, w).
+        add_bias: use biases in the linear layers of the blocks.
+        adaln_lora_rank: rank of a factored modulation in each block; None for full matrices.
     """
 
     compiles: ClassVar[bool] = True

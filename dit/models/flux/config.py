@@ -18,16 +18,14 @@ Positions = Literal["rope_3d", "sincos_3d"]
 class FluxConfig(TransformerModelConfig, TextConditioned):
     """FLUX.1: blocks with text and image as two streams, then blocks with one stream. The defaults are the 12B model.
 
+    The text (T5-XXL) has no positions, and t of an image is 0.
+
     Attributes:
-        context_size: width of the text embeddings (T5-XXL).
         pooled_size: width of the pooled text embedding (CLIP).
         num_joint_layers: blocks with two streams and joint attention.
         num_single_layers: blocks with one stream, after the joint blocks.
-        position_embedding: rotary over (t, h, w), as in FLUX, or fixed sine-cosine over (t, h, w) added to the image
-            tokens; the text has no positions.
-        rope_axes: features of a head that rotate with t, h and w; t of an image is 0.
-        guidance: guidance scale as a condition of a guidance-distilled network, the same for all samples, or None.
-        time_scale: factor of the objective's time, and of the guidance scale, before their sinusoids.
+        rope_axes: features of a head that rotate with t, h and w.
+        guidance: guidance scale as a condition of a guidance-distilled network, the same for all samples.
     """
 
     in_channels: int = 16
@@ -37,7 +35,7 @@ class FluxConfig(TransformerModelConfig, TextConditioned):
     num_attention_heads: int = 24
     num_joint_layers: int = 19
     num_single_layers: int = 38
-    ffn_hidden_size: int = 12288
+    ffn_hidden_size: Optional[int] = 12288
     position_embedding: Positions = "rope_3d"
     rope_axes: list[int] = field(default_factory=lambda: [16, 56, 56])
     guidance: Optional[float] = None
@@ -54,10 +52,10 @@ class FluxConfig(TransformerModelConfig, TextConditioned):
         self.check_sizes()
         if self.context_size is None:
             raise ConfigError("model.context_size=None, but FLUX needs text; set it to the embeddings' width (4096)")
-        if self.ffn_hidden_size % self.num_attention_heads:
-            nearest = max(1, round(self.ffn_hidden_size / self.num_attention_heads)) * self.num_attention_heads
+        if self.ffn_size % self.num_attention_heads:
+            nearest = max(1, round(self.ffn_size / self.num_attention_heads)) * self.num_attention_heads
             raise ConfigError(
-                f"model.ffn_hidden_size={self.ffn_hidden_size} is not a multiple of "
+                f"model.ffn_hidden_size={self.ffn_size} is not a multiple of "
                 f"model.num_attention_heads={self.num_attention_heads}, but a single-stream block splits its MLP over "
                 f"the heads; use {nearest}"
             )

@@ -36,7 +36,7 @@ class Stream(nn.Module):
         )
         self.q_layernorm = HeadRMSNorm(config.head_size, provider, eps=eps)
         self.k_layernorm = HeadRMSNorm(config.head_size, provider, eps=eps)
-        self.mlp = MLP(size, config.ffn_hidden_size, provider)
+        self.mlp = MLP(size, config.ffn_size, provider)
 
     def qkv(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and keys, both normalised, and values, each `[T, N, H]`."""
@@ -113,7 +113,7 @@ class SingleLayer(nn.Module):
         self.attention, self.kernels = attention, provider.kernels
         size, ffn, heads, eps = (
             config.hidden_size,
-            config.ffn_hidden_size,
+            config.ffn_size,
             config.num_attention_heads,
             config.layernorm_epsilon,
         )

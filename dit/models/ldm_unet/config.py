@@ -32,26 +32,24 @@ class LDMUNetConfig(TextConditioned):
 
     The default sizes are those of Stable Diffusion v1: 859,520,964 parameters, plus a learned null token unless
     `null_text` selects another null. Stable Diffusion XL, 2,567,463,684 parameters, is `model=sdxl_unet` in recipes.
+    The conditioning vector is four times as wide as the first level. With `head_size`, diffusers' files have linear
+    layers for the projections around a transformer; without, convolutions.
 
     Attributes:
-        block_out_channels: channels at each resolution, the full one first; the conditioning vector is four times as
-            wide as the first.
+        block_out_channels: channels at each resolution, the full one first.
         layers_per_block: residual blocks at each resolution on the way down; one more on the way up.
         transformer_layers: layers of the transformer after each residual block of a resolution; 0 for none.
         mid_transformer_layers: layers of the transformer at the lowest resolution; 0 for none.
-        num_attention_heads: heads of every attention if `head_size` is None.
-        head_size: features per head. With it, the number of heads grows with the channels, and diffusers' files have
-            linear layers for the projections around a transformer; None gives convolutions there.
-        pooled_size: width of a pooled text embedding, which is embedded together with six lengths: original size, crop
-            position and target size. None for neither.
+        num_attention_heads: attention heads if `head_size` is None.
+        head_size: features per attention head; None to set `num_attention_heads` instead.
+        pooled_size: width of a pooled text embedding, which is embedded with original size, crop position and target
+            size; None for none of them.
         norm_num_groups: groups of the group norms.
-        control_channels: channels of a control picture of the latent's size, such as a semantic map with one channel
-            per class, concatenated to the latent at the input. None for none.
+        control_channels: channels of a control picture of the latent's size, such as a semantic map; None for none.
         null_text: replacement of a dropped text, also the negative input of guidance: a `learned` token, the embedding
-            of the `empty` text (Stable Diffusion v1 and v2), which needs texts of one length (`:padded` encoders), or
-            `zeros` (Stable Diffusion XL). It also applies to a pooled text, which has zeros with a `learned` token.
-        lora: train only low-rank adapters on linear layers of the model in `checkpoint.start_from`; None trains all
-            parameters.
+            of the `empty` text (needs `:padded` encoders), or `zeros`. A dropped pooled text is zeros, or that of the
+            `empty` text.
+        lora: train only low-rank adapters of the model in `checkpoint.start_from`; None trains all parameters.
 
     Source of the control picture: Rombach et al. 2022, arXiv:2112.10752, section 4.3.2 (semantic synthesis); of the
     pooled text and the lengths: Podell et al. 2023 (SDXL), arXiv:2307.01952, sections 2.1 and 2.2.

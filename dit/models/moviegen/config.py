@@ -16,15 +16,13 @@ Positions = Literal["learned_3d", "sincos_3d", "rope_3d"]
 class MovieGenConfig(ExpertOptions, CrossAttentionModelConfig):
     """A diffusion transformer with Llama blocks: RMSNorm, SwiGLU, grouped-query attention, no biases.
 
-    The feed-forwards may be mixtures of SwiGLU experts; with expert choice, this is NeMo's variant of EC-DiT.
+    The feed-forwards may be mixtures of SwiGLU experts; with expert choice, this is NeMo's variant of EC-DiT. Query and
+    key norms are as in NeMo's DiT; the paper's Llama 3 block and NeMo's Movie Gen have none (`qk_layernorm=False`).
 
     Attributes:
-        num_query_groups: 8, as in Llama 3.
-        qk_layernorm: RMSNorm on queries and keys, as in the other backbones with text and in NeMo's DiT. Use False for
-            the paper's Llama 3 block and for NeMo's Movie Gen.
         position_embedding: `learned_3d` adds three learned vectors (t, h, w) at every layer, as in the paper;
-            `sincos_3d` adds fixed sine-cosine over (t, h, w) to the tokens once, `rope_3d` rotates queries and keys.
-        max_grid: largest numbers of patches along t, h and w for learned positions; larger samples raise an error.
+            `sincos_3d` adds fixed sine-cosine to the tokens once; `rope_3d` rotates queries and keys.
+        max_grid: largest numbers of patches along t, h and w for learned positions.
     """
 
     compiles: ClassVar[bool] = True

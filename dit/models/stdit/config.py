@@ -15,16 +15,12 @@ class STDiTConfig(CrossAttentionModelConfig):
     """DiT with adaLN-single and full, spatial (within a frame) or temporal (at one position of all frames) attention.
 
     Attributes:
-        layer_pattern: self-attentions of each layer, in order and joined by `+`, repeated over the depth:
-            `["spatial", "temporal"]` alternates layers (Open-Sora), `["spatial+full+temporal"]` has all three in each
-            layer, `["full"]` is PixArt-alpha. Cross-attention and MLP follow in every layer.
-        num_layers: number of layers, a multiple of the length of `layer_pattern`; a pair of a spatial and a temporal
-            layer counts as two.
-        add_bias: use biases in attention and MLP.
-        position_embedding: fixed sine-cosine over (h, w) or (t, h, w) added to the tokens, or rotary over (t, h, w).
-        position_span: number of position indices over the height and width of every sample at any resolution; None
-            uses the patch indices.
-        temporal_rope: rotate all features of a head with the frame index in temporal attention.
+        layer_pattern: self-attentions of each layer, repeated over the depth: `["spatial", "temporal"]` alternates
+            layers (Open-Sora), `["spatial+full+temporal"]` has all three in each layer, `["full"]` is PixArt-alpha.
+        add_bias: use biases in the linear layers of the blocks.
+        position_span: number of position indices over height and width of a sample at any resolution; None uses the
+            patch indices.
+        temporal_rope: rotate queries and keys with the frame index in temporal attention.
     """
 
     in_channels: int = 4

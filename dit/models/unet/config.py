@@ -1,10 +1,13 @@
 """Settings of Imagen's regular UNet."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Optional
+from typing import ClassVar, Literal, Optional
 
 from dit.models.imagen_config import ImagenConfig
-from dit.ranges import SHARE_BELOW_1, WIDTH, check_ranges
+from dit.ranges import SHARE_BELOW_1, WIDTH, check_choice, check_ranges
+
+Resampling = Literal["conv", "pool", "block"]
 
 
 @dataclass(kw_only=True)
@@ -14,16 +17,22 @@ class UNetConfig(ImagenConfig):
     Attributes:
         condition_size: width of the projected text tokens for attention.
         dropout: dropout rate in residual blocks; counter-based.
-        resample_with_conv: downsample by a convolution instead of average pooling; upsampling is a transposed
-            convolution in both cases.
-        resample_blocks: resample in residual blocks, by average pooling and transposed convolutions on both branches;
-            `resample_with_conv` is then ignored.
+        resampling: downsampling by a convolution (`conv`), by average pooling (`pool`), or in residual blocks by
+            pooling, with upsampling in such blocks (`block`).
     """
 
     condition_size: int = 512
     dropout: float = 0.0
-    resample_with_conv: bool = True
-    resample_blocks: bool = False
+    resampling: Resampling = "conv"
+
+    former_settings: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("resample_with_conv", "resample_blocks"), "resampling=conv, pool or block"
+    )
+    removed_settings: ClassVar[Mapping[str, object]] = {
+        **ImagenConfig.removed_settings,
+        "resample_with_conv": True,
+        "resample_blocks": False,
+    }
 
     @property
     def text_width(self) -> Optional[int]:
@@ -39,4 +48,5 @@ class UNetConfig(ImagenConfig):
 
     def validate(self) -> None:
         check_ranges("model", self, {"condition_size": WIDTH, "dropout": SHARE_BELOW_1})
+        check_choice("model.resampling", self.resampling, Resampling)
         super().validate()

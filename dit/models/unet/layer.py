@@ -71,7 +71,8 @@ class Downsample(nn.Module):
 
     def __init__(self, channels: int, config: UNetConfig, provider: LayerProvider) -> None:
         super().__init__()
-        self.convolution = Convolution(channels, channels, provider, stride=2) if config.resample_with_conv else None
+        learned = config.resampling == "conv"
+        self.convolution = Convolution(channels, channels, provider, stride=2) if learned else None
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         return avg_pool2d(x_NCHW, 2) if self.convolution is None else self.convolution(x_NCHW)

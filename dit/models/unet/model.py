@@ -63,7 +63,7 @@ class UNet(ImagenNetwork):
             return AttentionBlock(config.attention_type, channels, config.text_width, heads, groups, provider, selected)
 
         def resample(kind: Resample, channels: int) -> nn.Module:
-            if config.resample_blocks:
+            if config.resampling == "block":
                 return block(channels, channels, kind)
             return Downsample(channels, config, provider) if kind == "down" else Upsample(channels, provider)
 

@@ -13,12 +13,9 @@ Positions = Literal["rope_3d", "sincos_3d"]
 class WanConfig(CrossAttentionModelConfig):
     """Wan 2.1's text-to-video transformer, with one modulation for all layers. The defaults are the 1.3B model.
 
-    Conditioning on class, frame rate and size is optional; Wan has none of them.
+    Texts (UMT5-XXL) are projected once for all layers; query and key norms span all heads. Conditioning on class, frame
+    rate and size is optional; Wan has none of them.
 
-    Attributes:
-        context_size: width of the text embeddings (UMT5-XXL), which are projected once for all layers.
-        qk_layernorm: RMSNorm on queries and keys over the full width of all heads.
-        position_embedding: rotary over (t, h, w), as in Wan, or fixed sine-cosine over (t, h, w) added to the tokens.
     """
 
     compiles: ClassVar[bool] = True

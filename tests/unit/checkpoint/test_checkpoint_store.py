@@ -208,30 +208,27 @@ def test_link_in_a_finished_write_is_not_published(tmp_path):
 
 @pytest.mark.parametrize("later", [False, True], ids=["with the save", "after the save"])
 def test_keep_rules_are_exact(tmp_path, later):
-    """After every save exactly the newest two, the multiples of ten, the two best and the best in training are there.
+    """After every save exactly the newest two, the multiples of ten and the two best are there.
 
     Whether the loss is known when the checkpoint is saved, or measured and attached afterwards; the loss that is known
     before is that of an older step then, and counts for none but its own.
     """
-    store = make_store(tmp_path, keep_last=2, keep_every=10, keep_best=2, keep_best_training=1)
+    store = make_store(tmp_path, keep_last=2, keep_every=10, keep_best=2)
     rng = random.Random(0)
-    losses, training = {}, {}
+    losses = {}
     for step in range(1, 31):
-        training[step] = rng.random()
         losses[step] = rng.choice([0.25, 0.5, math.nan, 1.0, None]) if step % 3 else rng.random()
         if later:
-            save(store, step, held_out_loss=0.0, held_out_step=step - 1, training_loss=training[step])
+            save(store, step, held_out_loss=0.0, held_out_step=step - 1)
             store.attach(step, {"held_out_loss": losses[step], "held_out_step": step})
         else:
-            save(store, step, held_out_loss=losses[step], training_loss=training[step])
+            save(store, step, held_out_loss=losses[step])
         measured = [s for s in losses if losses[s] is not None and not math.isnan(losses[s])]
         present = {s for s in measured if store.path(s).exists() or s == step}
         best = set(sorted(present, key=lambda s: (losses[s], -s))[:2])
         # A best one can only leave because two better ones came, so the best of those present are the best of all.
         assert best == set(sorted(measured, key=lambda s: (losses[s], -s))[:2])
-        assert set(store.steps()) == {step, max(step - 1, 1)} | set(range(10, step + 1, 10)) | best | {
-            min(training, key=training.__getitem__)
-        }
+        assert set(store.steps()) == {step, max(step - 1, 1)} | set(range(10, step + 1, 10)) | best
 
 
 def test_the_only_valid_checkpoint_is_never_deleted(tmp_path, caplog):
@@ -290,7 +287,7 @@ def test_failed_deletion_does_not_stop_the_run(tmp_path, monkeypatch, caplog):
     assert leftovers(store) == ["iter_0000003.tmp"]
 
 
-@pytest.mark.parametrize("keep", [{"keep_last": 0}, {"keep_every": -1}, {"keep_best": -1}, {"keep_best_training": -1}])
+@pytest.mark.parametrize("keep", [{"keep_last": 0}, {"keep_every": -1}, {"keep_best": -1}])
 def test_impossible_keep_rules_are_refused(tmp_path, keep):
     with pytest.raises(ConfigError, match=next(iter(keep))):
         make_store(tmp_path, **keep)

@@ -226,7 +226,7 @@ def test_the_blend_is_read(written, tmp_path):
 
 def test_the_limits_and_their_defaults_are_those_of_the_loader():
     rows = re.findall(r"^\| `data\.(\w+)` \| (\S+) \|", LOADER_PAGE.read_text(), re.MULTILINE)
-    assert len(rows) == 6
+    assert len(rows) == 5
     assert dict(rows) == {name: str(getattr(EnergonData(), name)) for name, _ in rows}
     assert f"`data.validation_samples` ({EnergonData().validation_samples})" in LOADER_PAGE.read_text()
     assert f"{GIVE_UP_AFTER:,} in a row" in LOADER_PAGE.read_text()

@@ -106,7 +106,7 @@ def test_settings_reach_the_generator(generator, tmp_path):
             "static",
             *("--tile", "24", "--tile-overlap", "8"),
             *("--guidance-rescale", "0.7", "--guidance-interval", "0.2", "5"),
-            *("--s-churn", "4", "--s-tmin", "0.1", "--s-tmax", "50", "--s-noise", "1.003"),
+            *("--churn", "4", "0.1", "50", "1.003"),
         )
         == 0
     )
@@ -123,10 +123,7 @@ def test_settings_reach_the_generator(generator, tmp_path):
         "guidance_channels": 3,
         "guidance_rescale": 0.7,
         "guidance_interval": [0.2, 5.0],
-        "s_churn": 4.0,
-        "s_tmin": 0.1,
-        "s_tmax": 50.0,
-        "s_noise": 1.003,
+        "churn": [4.0, 0.1, 50.0, 1.003],
         "thresholding": "static",
         "seed": 0,
         "tile": 24,

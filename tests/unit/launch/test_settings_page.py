@@ -40,7 +40,11 @@ class Derived(Base):
 
 
 def test_a_meaning_is_that_of_the_nearest_class():
-    assert settings_page.meanings(Derived) == {"a": "two lines.", "b": "two lines.", "c": "of the derived class."}
+    assert settings_page.meanings(Derived) == {
+        "a": ("two lines.", Base),
+        "b": ("two lines.", Base),
+        "c": ("of the derived class.", Derived),
+    }
 
 
 def test_a_setting_without_a_meaning_is_named():
@@ -54,13 +58,42 @@ def test_a_setting_without_a_meaning_is_named():
         list(settings_page.rows(Silent))
 
 
+@dataclass
+class Sibling(Base):
+    """Another class.
+
+    Attributes:
+        d: of its own.
+    """
+
+    c: int = 5
+    d: int = 6
+
+
+@dataclass
+class Stranger:
+    """No relative.
+
+    Attributes:
+        d: of its own.
+    """
+
+    d: int = 7
+
+
+def test_settings_of_the_same_meaning_are_shared_under_the_name_of_their_class():
+    tables = [list(settings_page.rows(kind)) for kind in (Base, Sibling, Stranger)]
+    shared = {row.name: title for title, row in settings_page.shared_rows(tables).values()}
+    assert shared == {"a": "Base", "b": "Base", "c": "Base", "d": settings_page.ANY_CLASS}
+
+
+def test_a_setting_of_another_meaning_is_not_shared():
+    tables = [list(settings_page.rows(kind)) for kind in (Base, Derived)]
+    assert {row.name for _, row in settings_page.shared_rows(tables).values()} == {"a", "b"}
+
+
 def test_a_shared_setting_is_described_once_and_has_its_default_in_every_class():
     page = settings_page.page()
-    assert (
-        page.count(
-            "| `num_classes` | int or None | number of classes that the model is conditioned on; None for none. |"
-        )
-        == 1
-    )
+    assert page.count("| `num_classes` | int or None | number of classes, ") == 1
     _, _, dit = page.partition("### DiTConfig")
     assert "`num_classes` (`None`)" in dit.partition("###")[0]

@@ -22,10 +22,8 @@ def optimizer_of(one_rank_world, **training):
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
-        ({"min_loss_scale": 2.0, "initial_loss_scale": 1.0}, "min_loss_scale=2 is above training.initial_loss_scale=1"),
         ({"loss_scale": 8.0, "precision": "bf16"}, "loss_scale=8.0 has no effect with training.precision=bf16"),
         ({"initial_loss_scale": 2.0**40}, "initial_loss_scale"),
-        ({"min_loss_scale": 0.0}, "min_loss_scale"),
         ({"loss_scale_window": 0}, "loss_scale_window"),
     ],
 )
@@ -35,16 +33,14 @@ def test_wrong_settings_are_named(settings, says):
 
 
 def test_every_setting_reaches_the_scale(one_rank_world):
-    """By the formula: halves on an overflow, down to the minimum; doubles after the window."""
-    optimizer = optimizer_of(
-        one_rank_world, precision="fp16", initial_loss_scale=8.0, min_loss_scale=2.0, loss_scale_window=3
-    )
+    """By the formula: halves on an overflow, down to 1; doubles after the window."""
+    optimizer = optimizer_of(one_rank_world, precision="fp16", initial_loss_scale=4.0, loss_scale_window=3)
     scale, found = loss_scale_of(optimizer), []
     for overflow in (True, True, True, False, False, False, False, False, True, False):
         scale.update(overflow)
         assert scale.settle() is overflow
         found.append((scale.value, scale.shrank))
-    values = [4.0, 2.0, 2.0, 2.0, 2.0, 4.0, 4.0, 4.0, 2.0, 2.0]
+    values = [2.0, 1.0, 1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 1.0, 1.0]
     shrank = [True, True, False, False, False, False, False, False, True, False]
     assert found == list(zip(values, shrank))
     assert scale.overflowed_steps == 4

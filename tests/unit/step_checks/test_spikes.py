@@ -11,7 +11,7 @@ HISTORY = [float(value) for value in range(1, 18)]  # median 9, median absolute 
 
 
 def guard(threshold: float | None = 10.0, window: int = 16, max_bad: int = 2, within: int = 10) -> NumberGuard:
-    return NumberGuard(threshold, window, max_bad, within)
+    return NumberGuard(threshold, max_bad, window=window, within=within)
 
 
 def fed(judge: NumberGuard, count: int = 16) -> NumberGuard:
