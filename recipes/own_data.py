@@ -152,7 +152,7 @@ def own_data(
     text_encoder: Optional[str] = None,
     backbone: Optional[str] = None,
 ) -> run.Partial:
-    """A model of one's own pictures and clips (4 M with texts) that diffusers has, too: two CPU cores or one GPU.
+    """Your own pictures or clips, a small backbone that diffusers supports (4 M with texts): two CPU cores or one GPU.
 
     `python -m energon_data.prepare images --in pictures --out data/mine --size 256 --vae VAE --text-encoder
     all-minilm-l6-v2`, then `python -m launch.train --yes --factory own_data`. Channels, patch, width of the texts or
