@@ -50,8 +50,8 @@ class Entry:
         name: name on the command line.
         module: importable module that defines it.
         function: name of the function in that module.
-        target: what the factory is registered for: the training function for a recipe, a type for a component.
-        docstring: its whole docstring, dedented.
+        target: registered target: the training function for a recipe, a type for a component.
+        docstring: its docstring, dedented.
     """
 
     name: str
@@ -144,7 +144,7 @@ def entries() -> tuple[Entry, ...]:
 
 
 def recipes() -> list[Entry]:
-    """Return what `--factory` accepts."""
+    """Return the recipes that `--factory` accepts."""
     return [e for e in entries() if e.is_recipe]
 
 
