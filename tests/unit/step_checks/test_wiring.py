@@ -1,6 +1,10 @@
 """Checks before the first step that one rank can make."""
 
+import re
 from dataclasses import replace
+
+import pytest
+import torch
 
 from benchmarks.parallel_training import tiny_model
 from dit.monitoring.run_log import RunLog
@@ -15,9 +19,12 @@ def test_latents_of_another_scale_are_reported(one_rank_world, monkeypatch):
     monkeypatch.setattr(log, "message", lines.append)
     checks = FirstSteps([], one_rank_world)
     batch = pack(DENSE, tiny_model(), multiple_of=32)
-    checks.check_inputs(batch, 1, log)
+    real_T1 = batch.layout.valid_T[:, None]
+    latents_TC = torch.randn(batch.latents_TC.shape, generator=torch.Generator().manual_seed(0))
+    checks.check_inputs(replace(batch, latents_TC=latents_TC.where(real_T1, 1e3)), 1, log)
     assert lines == []
-    checks.check_inputs(replace(batch, latents_TC=100 * batch.latents_TC), 1, log)
+    checks.check_inputs(replace(batch, latents_TC=100 * latents_TC), 1, log)
     (line,) = lines
-    assert "the latents have a standard deviation of 1" in line
+    std = float(re.search(r"the latents have a standard deviation of (\S+),", line)[1])
+    assert std == pytest.approx(100, rel=0.2)
     assert "scale pixels to [-1, 1]" in line
