@@ -120,11 +120,6 @@ class Outcome:
         """The largest relative error of each compared kind, the worse of dense and packed batches."""
         return {kind: largest_error(c.largest(kind) for c in self.comparisons) for kind in BOUNDS}
 
-    @property
-    def drifted(self) -> tuple[str, ...]:
-        """Parameters whose copies on several ranks differ."""
-        return tuple(name for comparison in self.comparisons for name in comparison.drifted)
-
 
 def not_carried(before: dict[str, Any], read: dict[str, Any]) -> tuple[str, ...]:
     """List the tensors that a checkpoint changed, and copies that differ."""
@@ -201,15 +196,13 @@ def run(rows: Sequence[Row], folder: Path) -> dict[str, Outcome]:
 
 def table(rows: Sequence[Row], outcomes: dict[str, Outcome]) -> str:
     """Return the status table in Markdown."""
-    heads = ("layout", "ranks", *ERROR_COLUMNS.values(), "copies", "checkpoint to and from one rank", "status")
+    heads = ("layout", "ranks", *ERROR_COLUMNS.values(), "status")
     lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     for row in rows:
         outcome = outcomes[row.name]
         errors = (f"{outcome.errors[kind]:.1e}" for kind in ERROR_COLUMNS)
-        copies = "equal" if not outcome.drifted else f"{len(outcome.drifted)} differ"
-        moves = "to the bit" if not outcome.lost else f"{len(outcome.lost)} lost"
         status = "equal" if not outcome.differences else f"**differs** ({outcome.differences[0]})"
-        lines.append(f"| {' | '.join((row.name, str(row.world), *errors, copies, moves, status))} |")
+        lines.append(f"| {' | '.join((row.name, str(row.world), *errors, status))} |")
     return "\n".join(lines)
 
 

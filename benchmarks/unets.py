@@ -68,13 +68,13 @@ class Arm:
 
     Attributes:
         name: in the table.
-        beside: name of the arm for comparison.
+        compared_with: name of the arm for comparison.
         network: has the parameters.
         step: runs forward and backward.
     """
 
     name: str
-    beside: str
+    compared_with: str
     network: "nn.Module"
     step: Callable[[Pictures], None]
 
@@ -99,7 +99,7 @@ class Row:
     ratio: float
 
 
-def ours(name: str, beside: str, model: "ModelConfig", groups: "ProcessGroups", **training: Any) -> Arm:
+def ours(name: str, compared_with: str, model: "ModelConfig", groups: "ProcessGroups", **training: Any) -> Arm:
     """Build a network of this project; `training` are fields of `TrainingConfig`."""
     from dit.backends.device import use_cuda
     from dit.parallel.build import build_model
@@ -113,10 +113,10 @@ def ours(name: str, beside: str, model: "ModelConfig", groups: "ProcessGroups", 
         batch = pictures.batch
         network(batch.latents_TC, pictures.time_N, batch).backward(pictures.cotangent_TC)
 
-    return Arm(name, beside, network, step)
+    return Arm(name, compared_with, network, step)
 
 
-def theirs(name: str, beside: str, network: "nn.Module", predict: Callable[[Pictures], "Tensor"]) -> Arm:
+def theirs(name: str, compared_with: str, network: "nn.Module", predict: Callable[[Pictures], "Tensor"]) -> Arm:
     """Compare a network on pictures `[N, C, H, W]`."""
     import torch
 
@@ -127,7 +127,7 @@ def theirs(name: str, beside: str, network: "nn.Module", predict: Callable[[Pict
     def step(pictures: Pictures) -> None:
         predict(pictures).backward(pictures.dense(pictures.cotangent_TC))
 
-    return Arm(name, beside, network, step)
+    return Arm(name, compared_with, network, step)
 
 
 def imagen_arms(groups: "ProcessGroups", *, compiled: bool = True) -> Iterator[Arm]:
@@ -262,7 +262,7 @@ def measure(arms: Sequence[Arm], pictures: Pictures, rounds: int) -> list[Row]:
     rows = []
     for arm in arms:
         step_s = median(seconds[arm.name])
-        ratio = median(a / b for a, b in zip(seconds[arm.name], seconds[arm.beside], strict=True))
+        ratio = median(a / b for a, b in zip(seconds[arm.name], seconds[arm.compared_with], strict=True))
         parameters = sum(p.numel() for p in arm.network.parameters())
         rows.append(Row(arm.name, parameters, flops[arm.name] / 1e9, step_s, count / step_s, ratio))
     return rows

@@ -105,9 +105,9 @@ class Condition:
     def out_of_range(self, value: float) -> Optional[str]:
         """Return an error for an invalid class or number, None for a valid one."""
         if self.num_classes is not None:
-            return None if 0 <= value < self.num_classes else f"{value:.0f}, the model knows 0..{self.num_classes - 1}"
+            return None if 0 <= value < self.num_classes else f"{value:.0f}, the classes are 0..{self.num_classes - 1}"
         low, high = self.limits
-        return None if low <= value <= high else f"{value:g}, valid are {low:g} to {high:g}"
+        return None if low <= value <= high else f"{value:g}, outside {low:g} to {high:g}"
 
     def wrong_shape(self, value: Tensor, latent_size: Sequence[int]) -> Optional[str]:
         """Return an error for the shape of one sample's value, None if it is valid.
@@ -118,14 +118,27 @@ class Condition:
         sides = {"sample": ("width",), "text": ("tokens", "width"), "latent": ("C", "T", "H", "W")}[self.axis]
         shape = list(value.shape)
         if len(shape) != len(sides) or 0 in shape:
-            return f"the {self.description} has shape {shape}, wanted [{', '.join(sides)}]"
+            return f"the {self.description} has shape {shape}, must be [{', '.join(sides)}]"
         if self.axis == "latent" and shape[1:] != list(latent_size):
             size = f"{shape[1:]} (T x H x W), the latent {list(latent_size)}"
-            return f"the {self.description} is {size}; store it at that size"
+            return f"the {self.description} has the size {size}; store it at the size of the latent"
         width = shape[0] if self.axis == "latent" else shape[-1]
         if self.shape is not None and (width,) != self.shape:
-            return f"the {self.description} is {width} wide, the model takes {self.shape[0]}"
+            return f"the {self.description} has width {width}, the model takes width {self.shape[0]}"
         return None
+
+    def invalid(self, value: Value, latent_size: Sequence[int]) -> Optional[str]:
+        """Return an error for a value that a user gives for one sample, None if it is valid.
+
+        Args:
+            latent_size: (T, H, W) of the sample's latent.
+        """
+        if not self.is_number:
+            return self.wrong_shape(torch.as_tensor(value), latent_size)
+        if isinstance(value, Tensor) and value.numel() != 1:
+            return f"{self.name} has shape {list(value.shape)}; give one number for each sample"
+        fault = None if isinstance(value, Tensor) else self.out_of_range(value)
+        return fault and f"{self.name} {fault}"
 
     def pack(self, values: Sequence[Value], layout: SequenceLayout, patch: tuple[int, int]) -> "Entry":
         """Concatenate the values of the samples of a pack.
@@ -287,7 +300,9 @@ class Conditions(Mapping[str, Entry]):
         """Select the local tokens of a context-parallel rank on the latent axis."""
         return Conditions({name: entry.select(indices_T) for name, entry in self.items()})
 
-    def drop(self, wanted: Sequence[Condition], draw: Callable[[str], Tensor], layout: SequenceLayout) -> "Conditions":
+    def drop(
+        self, required: Sequence[Condition], draw: Callable[[str], Tensor], layout: SequenceLayout
+    ) -> "Conditions":
         """Drop conditions of some samples, for classifier-free guidance.
 
         There is one uniform draw per sample and group; each condition of the group is dropped if the draw is below its
@@ -300,7 +315,7 @@ class Conditions(Mapping[str, Entry]):
         guidance away from a negative text without a class needs a class dropout above that of the text.
 
         Args:
-            wanted: conditions of the model.
+            required: conditions of the model.
             draw: returns one number in [0, 1) per sample, `[S]`, for a purpose.
             layout: layout of the local latents.
 
@@ -308,7 +323,7 @@ class Conditions(Mapping[str, Entry]):
         """
         draws: dict[str, Tensor] = {}
         changed = {}
-        for condition in wanted:
+        for condition in required:
             if condition.dropout is None or condition.name not in self:
                 continue
             if condition.group not in draws:
@@ -317,10 +332,10 @@ class Conditions(Mapping[str, Entry]):
             changed[condition.name] = self[condition.name].drop(condition, dropped_S, layout)
         return self | changed
 
-    def unconditional(self, wanted: Sequence[Condition], layout: SequenceLayout) -> "Conditions":
+    def unconditional(self, required: Sequence[Condition], layout: SequenceLayout) -> "Conditions":
         """Drop every droppable condition for all samples: the unconditional branch of guidance."""
         everywhere_S = torch.ones(layout.num_samples, dtype=torch.bool, device=layout.device)
-        droppable = [c for c in wanted if c.dropout is not None and c.name in self]
+        droppable = [c for c in required if c.dropout is not None and c.name in self]
         return self | {c.name: self[c.name].drop(c, everywhere_S, layout) for c in droppable}
 
     def followed_by(self, others: "Conditions") -> "Conditions":
@@ -334,12 +349,12 @@ class Conditions(Mapping[str, Entry]):
         return Conditions({name: entry.followed_by(others[name]) for name, entry in self.items()})
 
     def problems(
-        self, wanted: Sequence[Condition], layout: SequenceLayout, keys: Sequence[str], patch_volume: int
+        self, required: Sequence[Condition], layout: SequenceLayout, keys: Sequence[str], patch_volume: int
     ) -> list[str]:
         """Check the entries against the pack and the conditions of the model.
 
         Args:
-            wanted: conditions of the model.
+            required: conditions of the model.
             layout: layout of the latents.
             keys: name of each sample.
             patch_volume: latent positions in a patch.
@@ -360,7 +375,7 @@ class Conditions(Mapping[str, Entry]):
                 need = texts.total_tokens
             if len(entry.values) != need:
                 errors.append(f"condition {name!r} has {len(entry.values)} rows, needs {need}")
-        for condition in wanted:
+        for condition in required:
             if condition.name in self:
                 errors.extend(_wrong_values(condition, self[condition.name], keys, patch_volume))
             elif condition.default is None:
@@ -390,7 +405,7 @@ def _wrong_values(condition: Condition, entry: Entry, keys: Sequence[str], patch
 
 
 def pack_conditions(
-    wanted: Sequence[Condition],
+    required: Sequence[Condition],
     given: Mapping[str, Sequence[Value]],
     layout: SequenceLayout,
     patch: tuple[int, int],
@@ -398,21 +413,21 @@ def pack_conditions(
     """Pack the conditions of samples.
 
     Args:
-        wanted: conditions of the model.
+        required: conditions of the model.
         given: values of each sample, by name of the condition; missing conditions get no entry.
         layout: layout of the latents.
         patch: sides of a patch in time and in space.
     """
-    return Conditions({c.name: c.pack(given[c.name], layout, patch) for c in wanted if c.name in given})
+    return Conditions({c.name: c.pack(given[c.name], layout, patch) for c in required if c.name in given})
 
 
 def check_given(
-    wanted: Sequence[Condition], given: Mapping[str, Sequence[Value]], count: int, latent_size: Sequence[int]
+    required: Sequence[Condition], given: Mapping[str, Sequence[Value]], count: int, latent_size: Sequence[int]
 ) -> None:
     """Check the conditions that a user gives for sampling.
 
     Args:
-        wanted: conditions of the model.
+        required: conditions of the model.
         given: values of each sample, by name of the condition.
         count: number of samples.
         latent_size: (T, H, W) of each sample.
@@ -421,7 +436,7 @@ def check_given(
         ConfigError: the model does not take a condition, a value has another shape or range, or a condition that
             must accompany another one (`requires`) is missing.
     """
-    by_name = {condition.name: condition for condition in wanted}
+    by_name = {condition.name: condition for condition in required}
     for name, values in given.items():
         if name not in by_name:
             raise ConfigError(f"the model takes no condition {name!r}; it takes {sorted(by_name)}")
@@ -429,13 +444,9 @@ def check_given(
         if len(values) != count:
             raise ConfigError(f"{len(values)} values of the condition {name!r} for {count} samples; give one for each")
         for value in values:
-            if isinstance(value, Tensor):
-                fault = None if condition.is_number else condition.wrong_shape(value, latent_size)
-            else:
-                fault = condition.out_of_range(value)
-            if fault is not None:
-                raise ConfigError(f"{name} {fault}" if condition.is_number else fault)
-    for condition in wanted:
+            if (fault := condition.invalid(value, latent_size)) is not None:
+                raise ConfigError(fault)
+    for condition in required:
         if condition.requires in given and condition.name not in given and condition.default is None:
             raise ConfigError(
                 f"{condition.requires!r} is given without {condition.name!r}, which this model takes with it; give one "

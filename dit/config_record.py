@@ -26,10 +26,14 @@ SWITCHES = {
 """Settings that were removed from some classes, and the setting of the class that turned each of them on."""
 
 
+def user_packages() -> tuple[str, ...]:
+    """Return the packages that `DIT_PACKAGES` names."""
+    return tuple(name.strip() for name in os.environ.get(TRUST_VARIABLE, "").split(",") if name.strip())
+
+
 def trusted_packages() -> tuple[str, ...]:
     """Return the packages whose classes a record may name; they are imported to rebuild it."""
-    extra = os.environ.get(TRUST_VARIABLE, "").split(",")
-    return ("dit", "energon_data", *(name.strip() for name in extra if name.strip()))
+    return ("dit", "energon_data", *user_packages())
 
 
 def to_record(value: object) -> Any:

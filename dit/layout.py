@@ -1,5 +1,8 @@
 """The layout of a packed token axis (THD): which tokens belong to which sample.
 
+A token is real (valid) or padding: `valid_T` marks the real ones. T counts tokens; frames are `T` only in the shape
+`[C, T, H, W]` of a latent, and `t` in a grid `(t, h, w)`.
+
 Shape suffixes: T local tokens of the pack, S samples in the pack, R real tokens of the pack, D any width.
 """
 
@@ -171,7 +174,7 @@ class SequenceLayout:
 
     @cached_property
     def segment_ids_T(self) -> Tensor:
-        """Sample of each local token, int64; the tail pad counts as the last sample."""
+        """Sample of each local token, int64; padding has the number of its sample, the tail pad that of the last."""
         return self._all_segment_ids if self.local_indices is None else self._all_segment_ids[self.local_indices]
 
     @cached_property

@@ -19,6 +19,7 @@ import catalogue
 from nemo_run.cli.cli_parser import CLIException, Operation, PythonicParser, TypeParser
 from nemo_run.config import Config, Partial, get_type_namespace
 
+from dit.config_record import TRUST_VARIABLE
 from dit.errors import ConfigError
 from dit.patches import patches
 from dit.safe_files import parse_yaml
@@ -224,7 +225,7 @@ def _component(text: str, targets: list[type], key: str, load_component: Callabl
     type_names = {t.__name__ for t in targets}
     component_names = [entry.name for entry in registry.components() if entry.target.split(".")[-1] in type_names]
     names = (
-        f"; choose one of {', '.join(component_names)}"
+        f"; choose one of {', '.join(component_names)}, or set {TRUST_VARIABLE}=MODULE for a name of your own"
         if component_names
         else "; none has a name, so set its fields one by one"
     )

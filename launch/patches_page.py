@@ -22,9 +22,9 @@ HEAD = """# Patches of other libraries
 
 <!-- Written by `python -m launch.patches_page --write`; a test keeps it current. Edit the decorators instead. -->
 
-This page lists the code that replaces, overrides or uses private parts of Megatron-Core, Megatron-Energon, torch and
-nemo-run. Each patch checks the installed version when it is applied, and refuses versions that it was not written for.
-To upgrade a library, compare each part with the new version, extend the versions in the decorator `patches`
+Which code replaces, overrides or uses private parts of Megatron-Core, Megatron-Energon, torch and nemo-run? Each patch
+checks the installed version when it is applied, and refuses versions that it was not written for. To upgrade a library,
+compare each part with the new version, extend the versions in the decorator `patches`
 ([dit/patches.py](../dit/patches.py)), and widen the bound in `pyproject.toml`.
 """
 PRIVATE = """## Private names
@@ -32,7 +32,7 @@ PRIVATE = """## Private names
 Names with a leading underscore that are used but not replaced. A file fails at the first use of a name that a new
 version lacks.
 
-| name | files |
+| file | names |
 | --- | --- |"""
 
 
@@ -112,16 +112,11 @@ def page() -> str:
         for patch in found:
             if patch.library == library:
                 link = f" ([upstream]({patch.link}))" if patch.link else ""
-                rows.append(
-                    f"| `{patch.part}` | `{patch.function}` in [{patch.file}](../{patch.file}) | {patch.why}{link} |"
-                )
+                rows.append(f"| `{patch.part}` | [`{patch.function}`](../{patch.file}) | {patch.why}{link} |")
         blocks.append("\n".join(rows) + "\n")
-    users: dict[str, list[Path]] = {}
-    for file, tree in trees.items():
-        for name in private_names(tree):
-            users.setdefault(name, []).append(file)
+    names = {file: sorted(private_names(tree)) for file, tree in trees.items()}
     rows = [
-        f"| `{name}` | {', '.join(f'[{file}](../{file})' for file in files)} |" for name, files in sorted(users.items())
+        f"| [{file}](../{file}) | {', '.join(f'`{name}`' for name in used)} |" for file, used in names.items() if used
     ]
     return "\n".join([*blocks, PRIVATE, *rows]) + "\n"
 

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Optional
 
+from dit.config_record import TRUST_VARIABLE, user_packages
 from dit.errors import (
     EXIT_CONFIG,
     EXIT_MACHINE,
@@ -255,10 +256,23 @@ def call_recipe(text: str) -> "run.Partial":
 
 
 def load_component(name: str) -> None:
-    """Import the recipe file that registers the component of this name, if there is one."""
-    for entry in registry.components():
-        if entry.name == name:
-            importlib.import_module(entry.module)
+    """Import the module that registers the component of this name.
+
+    If no module of this project does, the packages in `DIT_PACKAGES` are imported.
+
+    Raises:
+        ConfigError: one of these packages does not exist.
+    """
+    modules = [entry.module for entry in registry.components() if entry.name == name]
+    for module in modules or user_packages():
+        try:
+            importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name != module:
+                raise
+            raise ConfigError(
+                f"{TRUST_VARIABLE} names {module!r}, which is not installed and not in this folder"
+            ) from error
 
 
 def _configure_logging(verbose: bool) -> None:

@@ -425,7 +425,6 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         cli.check_factory(args.factory)
     environment.prepare()
     environment.quiet_libraries()
-    from dit.verify.laws import text
     from launch.config_file import built
     from launch.train import resolve
 
@@ -442,16 +441,31 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         if not outcome.is_right:
             name_root_cause("error: the layout differs from one rank, or a check failed; see the output of rank 0")
         return EXIT_OK if outcome.is_right else EXIT_UNEXPECTED
-    pair = tiny_pair(config, world_size_of(config.parallel, args.world_size))
+    world_size = world_size_of(config.parallel, args.world_size)
+    try:
+        outcome = verify_tiny(config, world_size)
+    except ConfigError as error:
+        raise ConfigError(f"tiny form of the recipe: {error}") from error
+    echo(outcome.text(), f"in {time.perf_counter() - began:.0f} s", sep="\n")
+    return EXIT_OK if outcome.is_right else EXIT_UNEXPECTED
+
+
+def verify_tiny(config: "RunConfig", world_size: int) -> Outcome:
+    """Check the tiny form of a run on one rank, and compare its layout with one rank.
+
+    Raises:
+        ConfigError: the tiny form or the layout is not possible.
+    """
+    from dit.verify.laws import text
+
+    pair = tiny_pair(config, world_size)
     echo(f"{changed(pair.many.model)}\n{pair.world_size} ranks against one, {changed(pair.many.parallel)}", flush=True)
     with tempfile.TemporaryDirectory() as folder:
         checks = check_one_rank(pair.one, Path(folder) / "checks")
         echo(text(checks), flush=True)
         pairs = with_half(pair, config.training)
         verdicts = verify(pairs, Path(folder))
-    outcome = Outcome(checks, {each.many.training.precision: verdict for each, verdict in zip(pairs, verdicts)})
-    echo(outcome.text(), f"in {time.perf_counter() - began:.0f} s", sep="\n")
-    return EXIT_OK if outcome.is_right else EXIT_UNEXPECTED
+    return Outcome(checks, {each.many.training.precision: verdict for each, verdict in zip(pairs, verdicts)})
 
 
 if __name__ == "__main__":

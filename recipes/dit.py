@@ -117,9 +117,10 @@ def dit_xl2_imagenet() -> run.Partial:
 def text_conditional(name: str, model: run.Config[ModelConfig]) -> run.Partial:
     """Return NeMo's base setting for one model: EDM, up to 2048 tokens a sample, batch 32, AdamW at a constant 1e-4.
 
-    NeMo halves latents of unit variance, draws log sigma from N(0, 1) and samples from 80 down to 0.002; on the latents
-    as they are, the same process has every sigma doubled. Its guidance of 7 is 8 on the classic scale. Texts are left
-    out for one sample in five, as there. Deviation: samples are drawn from an average of the weights (0.9999).
+    NeMo divides latents of unit variance by 2, draws log sigma from N(0, 1), and samples from sigma = 80 to 0.002. Here
+    latents are not divided, so every sigma is doubled. NeMo computes cond + 7 (cond - uncond), which is
+    uncond + 8 (cond - uncond), so `guidance_scale` is 8. One sample in five is trained without text, as in NeMo.
+    Deviation: samples are drawn with averaged weights (decay 0.9999).
 
     Source: NeMo diffusion collection v2.1.0, recipe `pretrain`; its other recipes change this one.
     """
@@ -188,7 +189,7 @@ def with_fsdp(recipe: run.Partial) -> run.Partial:
 def pretrain_s() -> run.Partial:
     """DiT-S with text (51 M), NeMo's base recipe: EDM on images and clips of up to 2048 tokens: one GPU or more.
 
-    Micro-batches of one sample, 32 to a step. For samples of mixed length set `data.max_tokens_per_pack`.
+    Micro-batches of one sample, 32 per step. For samples of mixed length set `data.max_tokens_per_pack`.
     """
     return text_conditional("pretrain", dit_cross_s())
 
@@ -222,7 +223,7 @@ def pretrain_xl() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_xl_dfm() -> run.Partial:
-    """DiT-XL with text and low-rank adaLN (675 M), packs of 8000 tokens, two to a step: one or two 80 GB GPUs.
+    """DiT-XL with text and low-rank adaLN (675 M), packs of 8000 tokens, two per step: one or two 80 GB GPUs.
 
     The modulation goes through 256 features, which takes 252 M parameters off DiT-XL and no work off its tokens.
     Cosine schedule over 10,000 steps, warm-up 2000.
@@ -241,7 +242,7 @@ def pretrain_xl_dfm() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_7b() -> run.Partial:
-    """DiT-7B with text (7.19 B) on images of 256 tokens (256 px), 4608 to a step: 16 x 80 GB or more.
+    """DiT-7B with text (7.19 B) on images of 256 tokens (256 px), 4608 per step: 16 x 80 GB or more.
 
     Weights and gradients take 40 GiB on every GPU; the optimizer (80 GiB) and the average (27 GiB) are spread over all
     of them. Steps have 512 micro-batches: on 128 GPUs each makes 4.
@@ -255,7 +256,7 @@ def pretrain_7b() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_7b_pack() -> run.Partial:
-    """DiT-7B with text (7.19 B) on packs of 2304 tokens (9 images of 256 px), 512 packs to a step: 16 x 80 GB or more.
+    """DiT-7B with text (7.19 B) on packs of 2304 tokens (9 images of 256 px), 512 packs per step: 16 x 80 GB or more.
 
     As pretrain_7b, but images of any shape share a pack and no token is padding.
     """
@@ -271,7 +272,7 @@ def pretrain_7b_pack() -> run.Partial:
 def pretrain_7b_256p_joint() -> run.Partial:
     """DiT-7B with text (7.19 B) on 256 px images and clips of up to 8192 tokens, TP 2 + SP: 16 x 80 GB or more.
 
-    The second stage: it starts from the weights of pretrain_7b. Learning rate 6e-5, 256 samples to a step.
+    The second stage: it starts from the weights of pretrain_7b. Learning rate 6e-5, 256 samples per step.
     """
     recipe = on_tensor_parallel(as_large_model(text_conditional("pretrain_7b_256p_joint", dit_cross_7b()), lr=6e-5), 2)
     recipe.data = run.Config(EnergonData, path="data/latents_256_joint", max_tokens_per_sample=8192)
@@ -284,7 +285,7 @@ def pretrain_7b_256p_joint() -> run.Partial:
 def pretrain_7b_256p_joint_pack() -> run.Partial:
     """DiT-7B with text (7.19 B) on packs of 10,240 tokens, 256 px, TP 2 + SP: 16 x 80 GB or more, 55 GiB each.
 
-    As pretrain_7b_256p_joint, images and clips, but images fill the room that clips leave. 128 packs to a step.
+    As pretrain_7b_256p_joint, images and clips, but images fill the room that clips leave. 128 packs per step.
     """
     recipe = pretrain_7b_256p_joint()
     recipe.training.run_dir = "runs/pretrain_7b_256p_joint_pack"
@@ -309,7 +310,7 @@ def mock_dit7b_8k() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def tiny_dit_cross() -> run.Partial:
-    """Synthetic images and clips with texts, a 2-layer DiT with cross-attention: trains in seconds on any machine.
+    """2-layer DiT with cross-attention, images and clips with texts: any machine.
 
     Packs of 128 tokens, 20 steps; the loss falls by a tenth or more.
     """

@@ -11,7 +11,7 @@ from recipes.tiny import tiny_dit
 
 @run.cli.factory(target=pretrain)
 def tiny_ecdit() -> run.Partial:
-    """Synthetic data, a 2-layer DiT with 4 experts per layer: shows in seconds that experts train, on any machine.
+    """2-layer DiT with 4 experts per layer: any machine.
 
     Each expert takes half of every sample's tokens (capacity factor 2), as in EC-DiT. On two ranks the experts can be
     shared: `parallel.expert_model_parallel_size=2`. The shares of tokens that no expert took are logged as
@@ -28,7 +28,7 @@ def tiny_ecdit() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ecditllama1b() -> run.Partial:
-    """EC-DiT-1B (7.18 B, 1.54 B per token) on images of 256 tokens (256 px), FSDP, 2304 to a step: 32 x 141 GB.
+    """EC-DiT-1B (7.18 B, 1.54 B per token) on images of 256 tokens (256 px), FSDP, 2304 per step: 32 x 141 GB.
 
     Micro-batches of 72 on each of 32 GPUs are one step (78 GiB each; 41 with micro-batches of 36).
     Every GPU gathers all 64 experts of a layer in turn. The shares of tokens that no expert took, and the load, are

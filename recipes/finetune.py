@@ -68,7 +68,7 @@ def _with_lora(recipe: run.Partial, rank: int) -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def finetune(base: Optional[str] = None) -> run.Partial:
-    """All weights of the model in a run folder, on the user's pictures: 2000 steps, lr 1e-5, batch 4, 1 GPU or more.
+    """All weights of the model in a run folder: 2000 steps, lr 1e-5, batch 4, 1 GPU or more.
 
     `--factory "finetune(base='runs/pixart')" data.path=data/mine`: model, objective and sampling are those of the
     folder, from `launch.import_weights` or a training. Without `base`: the model of `pretrain` (51 M), from
@@ -79,7 +79,7 @@ def finetune(base: Optional[str] = None) -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def finetune_lora(base: Optional[str] = None) -> run.Partial:
-    """Adapters of rank 16 (LoRA) for the model in a run folder, on the user's pictures: lr 1e-4, 1 GPU or more.
+    """LoRA adapters of rank 16 for the model in a run folder: lr 1e-4, 1 GPU or more.
 
     As finetune, but the weights of the base are frozen: optimizer state and checkpoints are those of the adapters. Runs
     under every layout. Adapters in the base, trained here or imported by `launch.import_weights --format lora`, are

@@ -21,7 +21,7 @@ IMAGE_1024 = (1, 128, 128)
 
 
 def _flux(name: str, model: run.Config[ModelConfig]) -> run.Partial:
-    """Return NeMo's setting: one sample to a micro-batch, two to a step, AdamW at a constant 1e-4; logit-normal times.
+    """Return NeMo's setting: one sample to a micro-batch, two per step, AdamW at a constant 1e-4; logit-normal times.
 
     Deviation: texts are left out for one sample in ten, this project's choice.
 
@@ -38,7 +38,7 @@ def _flux(name: str, model: run.Config[ModelConfig]) -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def tiny_flux() -> run.Partial:
-    """Synthetic images and clips with texts, a FLUX of width 64, one block of each kind: trains in seconds anywhere.
+    """FLUX of width 64, one block of each kind, images and clips with texts: any machine.
 
     Packs of 128 tokens, 20 steps; the loss falls by a tenth or more.
     """
@@ -59,7 +59,7 @@ def flux_535m() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def flux_12b() -> run.Partial:
-    """FLUX.1 (11.9 B) on images of 1024 px, TP 2 + SP, CP 2, FSDP, two to a step: 8 x 80 GB.
+    """FLUX.1 (11.9 B) on images of 1024 px, TP 2 + SP, CP 2, FSDP, two per step: 8 x 80 GB.
 
     `--dryrun` estimates 43 GiB on each GPU.
     """
@@ -74,7 +74,7 @@ def bench_flux12b_1024() -> run.Partial:
     """FLUX.1 (11.9 B) on synthetic images of 1024 px (4096 tokens), FSDP: 4 x 141 GB, 87 GiB each.
 
     torchtitan's row: 9294 tokens/s and 490 TFLOP/s in its own convention for each of 4 GB200. Its batch is unknown; one
-    image to a micro-batch and two to a step on each GPU are assumed; texts have 512 tokens.
+    image to a micro-batch and two per step on each GPU are assumed; texts have 512 tokens.
     """
     recipe = with_fsdp(as_mock(_flux("bench_flux12b_1024", flux_dev()), IMAGE_1024))
     recipe.training.global_batch_size = 8

@@ -113,7 +113,7 @@ def _super_resolution(
 
 @run.cli.factory(target=pretrain)
 def tiny_imagen() -> run.Partial:
-    """Synthetic pictures of 16 px with texts, a regular UNet of 32 and 64 channels: trains in seconds anywhere.
+    """Imagen's regular UNet with 32 and 64 channels, 16 px, texts: any machine.
 
     Both levels of the size, fused attention at the lower one; 20 steps, in which the loss falls by a third or more.
     """
@@ -134,7 +134,7 @@ def tiny_imagen() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def tiny_imagen_sr() -> run.Partial:
-    """Synthetic pictures of 16 px from those of 4 px, an Efficient UNet of 32 and 64 channels: seconds anywhere.
+    """Imagen's Efficient UNet with 32 and 64 channels, from 4 to 16 px: any machine.
 
     The small picture is made from the large one and noised at a separate level; 20 steps, in which the loss falls.
     """
@@ -171,7 +171,7 @@ def _in_seconds(recipe: run.Partial, name: str) -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def imagen_500m_res_64() -> run.Partial:
-    """Imagen's base model (525 M) at 64 px, 4096 pictures to a step, EDM: 32 x 80 GB.
+    """Imagen's base model (525 M) at 64 px, 4096 pictures per step, EDM: 32 x 80 GB.
 
     1.25 M steps, as NeMo's launcher. On another number of GPUs the micro-batches of a step change, its pictures do not.
     """
@@ -180,7 +180,7 @@ def imagen_500m_res_64() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def imagen_500m_res_64_edm() -> run.Partial:
-    """Imagen's base model (525 M) at 64 px, 48 pictures to a step: one 80 GB GPU or two.
+    """Imagen's base model (525 M) at 64 px, 48 pictures per step: one 80 GB GPU or two.
 
     Otherwise as imagen_500m_res_64; the setting of NeMo's base64-500m-edm.
     """
@@ -205,7 +205,7 @@ def imagen_500m_res_64_ddpm_online() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def imagen_2b_res_64() -> run.Partial:
-    """Imagen's larger base model (2.17 B) at 64 px, 2048 pictures to a step, EDM: 64 x 80 GB.
+    """Imagen's larger base model (2.17 B) at 64 px, 2048 pictures per step, EDM: 64 x 80 GB.
 
     2.5 M steps, as NeMo's launcher. Adam's states are sharded over the data-parallel GPUs.
     """
@@ -216,7 +216,7 @@ def imagen_2b_res_64() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def imagen_400m_res_256() -> run.Partial:
-    """Imagen's regular super-resolution (408 M) from 64 to 256 px, 2048 pictures to a step: 128 x 80 GB.
+    """Imagen's regular super-resolution (408 M) from 64 to 256 px, 2048 pictures per step: 128 x 80 GB.
 
     The published table claims 429 M for this structure; see imagen_400m_res_256_doc429m.
     """
@@ -225,7 +225,7 @@ def imagen_400m_res_256() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def imagen_400m_res_256_doc429m() -> run.Partial:
-    """Imagen's regular super-resolution (429 M) with more blocks, 2048 pictures to a step: 128 x 80 GB.
+    """Imagen's regular super-resolution (429 M) with more blocks, 2048 pictures per step: 128 x 80 GB.
 
     2, 4, 4, 4, 3 blocks: the nearest structure to the count that is claimed for imagen_400m_res_256.
     """
@@ -236,7 +236,7 @@ def imagen_400m_res_256_doc429m() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def imagen_450m_res_256_stacked() -> run.Partial:
-    """Imagen's regular super-resolution (569 M) with stacked attention, 16 pictures to a step: one 80 GB GPU.
+    """Imagen's regular super-resolution (569 M) with stacked attention, 16 pictures per step: one 80 GB GPU.
 
     No noise on the small picture. NeMo calls this setting sr256-450m-edm.
     """
@@ -247,7 +247,7 @@ def imagen_450m_res_256_stacked() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def imagen_600m_res_256() -> run.Partial:
-    """Imagen's Efficient UNet (646 M) from 64 to 256 px, 4096 pictures to a step: 64 x 80 GB.
+    """Imagen's Efficient UNet (646 M) from 64 to 256 px, 4096 pictures per step: 64 x 80 GB.
 
     Fused attention, as in the published table; NeMo's launcher has stacked attention, see imagen_600m_res_256_stacked.
     """
@@ -256,7 +256,7 @@ def imagen_600m_res_256() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def imagen_600m_res_256_stacked() -> run.Partial:
-    """Imagen's Efficient UNet (700 M) with stacked attention, 32 pictures to a step: one 80 GB GPU.
+    """Imagen's Efficient UNet (700 M) with stacked attention, 32 pictures per step: one 80 GB GPU.
 
     No noise on the small picture. The setting of NeMo's sr256-600m-edm.
     """
@@ -269,7 +269,7 @@ def imagen_600m_res_256_stacked() -> run.Partial:
 def imagen_600m_res_1024() -> run.Partial:
     """Imagen's Efficient UNet (639 M) from 256 to 1024 px, trained on crops of 256 px: 64 x 80 GB.
 
-    Cross-attention, with the backward pass for half precision; 4096 crops to a step. The setting of NeMo's sr1024-600m.
+    Cross-attention, with the backward pass for half precision; 4096 crops per step. The setting of NeMo's sr1024-600m.
     """
     recipe = _super_resolution("imagen_600m_res_1024", imagen_sr_600m(), 64, 4096, pixels=1024)
     recipe.model.attention_type, recipe.model.stable_attention = "cross", True
@@ -316,7 +316,7 @@ def _measured(recipe: run.Partial, name: str, pixels: int, batch: int, micro_bat
 
 @run.cli.factory(target=pretrain)
 def bench_imagen_500m_res_64() -> run.Partial:
-    """Imagen's base model (525 M) on synthetic pictures of 64 px, 2048 to a step: 32 x 80 GB.
+    """Imagen's base model (525 M) on synthetic pictures of 64 px, 2048 per step: 32 x 80 GB.
 
     15 steps. NeMo publishes 1.489 steps/s on 32 A100 and 3.162 on 32 H100.
     """
@@ -325,7 +325,7 @@ def bench_imagen_500m_res_64() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def bench_imagen_2b_res_64() -> run.Partial:
-    """Imagen's larger base model (2.17 B) on synthetic pictures of 64 px, 512 to a step: 32 x 80 GB.
+    """Imagen's larger base model (2.17 B) on synthetic pictures of 64 px, 512 per step: 32 x 80 GB.
 
     15 steps. NeMo publishes 1.661 steps/s on 32 A100 and 3.631 on 32 H100.
     """
@@ -334,7 +334,7 @@ def bench_imagen_2b_res_64() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def bench_imagen_400m_res_256() -> run.Partial:
-    """Imagen's regular super-resolution (408 M) on synthetic pictures of 256 px, 512 to a step: 32 x 80 GB.
+    """Imagen's regular super-resolution (408 M) on synthetic pictures of 256 px, 512 per step: 32 x 80 GB.
 
     15 steps. NeMo publishes 1.609 steps/s on 32 A100 and 3.166 on 32 H100.
     """
@@ -343,7 +343,7 @@ def bench_imagen_400m_res_256() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def bench_imagen_600m_res_256() -> run.Partial:
-    """Imagen's Efficient UNet (646 M) on synthetic pictures of 256 px, 2048 to a step: 32 x 80 GB.
+    """Imagen's Efficient UNet (646 M) on synthetic pictures of 256 px, 2048 per step: 32 x 80 GB.
 
     15 steps. NeMo publishes 1.264 steps/s on 32 A100 and 2.668 on 32 H100.
     """
@@ -352,7 +352,7 @@ def bench_imagen_600m_res_256() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def bench_imagen_600m_res_1024() -> run.Partial:
-    """Imagen's Efficient UNet (639 M) on synthetic crops of 256 px, 2048 to a step: 32 x 80 GB.
+    """Imagen's Efficient UNet (639 M) on synthetic crops of 256 px, 2048 per step: 32 x 80 GB.
 
     15 steps. NeMo publishes 1.319 steps/s on 32 A100 and 2.837 on 32 H100.
     """

@@ -108,7 +108,7 @@ def sdxl_1024() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def tiny_ldm_unet() -> run.Partial:
-    """Synthetic latents of 8 x 8 with texts, a latent-diffusion UNet of 16 and 32 channels: seconds on any machine.
+    """Latent-diffusion UNet with 16 and 32 channels, 8 x 8 latents with texts: any machine.
 
     One residual block at each resolution, a transformer at the higher one and at the bottom.
     """
@@ -142,7 +142,7 @@ def tiny_ldm_unet() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def tiny_sdxl_unet() -> run.Partial:
-    """Synthetic latents of 8 x 8 with texts, the form of Stable Diffusion XL's UNet: any machine, seconds.
+    """Small form of Stable Diffusion XL's UNet, 8 x 8 latents with texts: any machine.
 
     No transformer at the higher resolution, two layers at the lower one and at the bottom.
     """

@@ -23,7 +23,7 @@ CLIP_768 = (32, 96, 96)
 
 @run.cli.factory(target=pretrain)
 def tiny_moviegen() -> run.Partial:
-    """Synthetic images and clips with texts, a 2-layer Movie Gen of width 64: trains in seconds on any machine.
+    """2-layer Movie Gen of width 64, images and clips with texts: any machine.
 
     Packs of 128 tokens, 20 steps; the loss falls by a tenth or more.
     """
@@ -37,7 +37,7 @@ def tiny_moviegen() -> run.Partial:
 def train_mock() -> run.Partial:
     """MovieGen-5B cut to 16 layers (2.88 B) on synthetic clips of 73,728 tokens, TP 4 + SP, CP 2, FSDP: 8 x 80 GB.
 
-    For measurements of long sequences on one node; one sample to a step. NeMo's recipe of this name has 73,728
+    For measurements of long sequences on one node; one sample per step. NeMo's recipe of this name has 73,728
     tokens and gets one frame; this one really has them.
     """
     recipe = as_mock(as_large_model(text_conditional("train_mock", moviegen_5b())), CLIP_768)
@@ -69,7 +69,7 @@ def _images(name: str, model: run.Config, micro_batch_size: int, global_batch_si
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama1b() -> run.Partial:
-    """MovieGen-1B (1.54 B) on images of 256 tokens (256 px), 1536 to a step: 16 x 80 GB.
+    """MovieGen-1B (1.54 B) on images of 256 tokens (256 px), 1536 per step: 16 x 80 GB.
 
     Deviation of all Movie Gen recipes: queries and keys are normalised; the paper and NeMo do not
     (`model.qk_layernorm=False`). A micro-batch of 96 on each of 16 GPUs is one step. Images below an aesthetic
@@ -84,7 +84,7 @@ def pretrain_ditllama1b() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama3b() -> run.Partial:
-    """MovieGen-3B (5.02 B, whatever its name) on images of 256 tokens, 1536 to a step: 32 x 80 GB, 66 GiB each.
+    """MovieGen-3B (5.02 B) on images of 256 tokens, 1536 per step: 32 x 80 GB, 66 GiB each.
 
     28 layers of the width of MovieGen-5B, 12 of them recomputed; otherwise as pretrain_ditllama1b. A micro-batch of 48
     on each of 32 GPUs is one step; --dryrun estimates 92 GiB with no layer recomputed.
@@ -108,7 +108,7 @@ def pretrain_ditllama5b_wide28() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama5b() -> run.Partial:
-    """MovieGen-5B (5.74 B), stage 1: images of 256 tokens (256 px), 4608 to a step: 16 x 80 GB or more.
+    """MovieGen-5B (5.74 B), stage 1: images of 256 tokens (256 px), 4608 per step: 16 x 80 GB or more.
 
     Weights and gradients take 32 GiB on every GPU; optimizer and average are spread over all of them.
     """
@@ -119,7 +119,7 @@ def pretrain_ditllama5b() -> run.Partial:
 def pretrain_ditllama5b_stage2() -> run.Partial:
     """MovieGen-5B (5.74 B), stage 2: 256 px images and clips in packs of 8192 tokens, TP 2 + SP: 8 x 80 GB or more.
 
-    Images fill the room that clips leave in a pack; 256 packs to a step at lr 6e-5.
+    Images fill the room that clips leave in a pack; 256 packs per step at lr 6e-5.
     """
     recipe = as_large_model(text_conditional("pretrain_ditllama5b_stage2", moviegen_5b()), lr=6e-5)
     recipe.data = run.Config(
@@ -134,7 +134,7 @@ def pretrain_ditllama5b_stage2() -> run.Partial:
 def pretrain_ditllama5b_stage3() -> run.Partial:
     """MovieGen-5B (5.74 B), stage 3: packs of 73,728 tokens (768 px), TP 2 + SP, CP 4: 8 x 141 GB or more, 73 GiB each.
 
-    Every GPU has 9216 tokens of a pack; 256 packs to a step at lr 6e-5. Cheap activations are recomputed; with
+    Every GPU has 9216 tokens of a pack; 256 packs per step at lr 6e-5. Cheap activations are recomputed; with
     `training.recompute=full` --dryrun estimates 31 GiB.
     """
     recipe = pretrain_ditllama5b_stage2()
@@ -151,7 +151,7 @@ def pretrain_ditllama5b_stage3() -> run.Partial:
 def pretrain_ditllama5b_stage3_mock_with_pp() -> run.Partial:
     """MovieGen-5B (5.74 B) on synthetic clips of 8192 tokens, TP 2 + SP, PP 2, CP 2: 8 GPUs, a check of the layout.
 
-    One sample to a step, so half of each pipeline waits: raise `training.global_batch_size` to measure anything.
+    One sample per step, so half of each pipeline waits: raise `training.global_batch_size` to measure anything.
     """
     recipe = as_large_model(text_conditional("pretrain_ditllama5b_stage3_mock_with_pp", moviegen_5b()))
     recipe = on_tensor_parallel(as_mock(recipe, CLIP_256), 2)
@@ -163,7 +163,7 @@ def pretrain_ditllama5b_stage3_mock_with_pp() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama30b() -> run.Partial:
-    """MovieGen-30B (33.4 B), stage 1: images of 256 tokens (256 px), FSDP, 9216 to a step: 128 x 80 GB.
+    """MovieGen-30B (33.4 B), stage 1: images of 256 tokens (256 px), FSDP, 9216 per step: 128 x 80 GB.
 
     Images below an aesthetic score of 4 are left out. Weights, gradients, optimizer and average take 22 bytes per
     parameter, spread over all GPUs: 5.4 GiB on each of 128.
@@ -178,7 +178,7 @@ def pretrain_ditllama30b_stage2() -> run.Partial:
     """MovieGen-30B (33.4 B), stage 2: images and clips of 256 px, TP 2 + SP, CP 4, FSDP: 64 x 80 GB.
 
     A blend of two folders: of four samples three are images of 256 tokens, one is a clip of up to 8192. They share
-    packs of 8192 tokens, so images fill the room that shorter clips leave; 256 packs to a step at lr 6e-5. Another
+    packs of 8192 tokens, so images fill the room that shorter clips leave; 256 packs per step at lr 6e-5. Another
     share is
     `data.blend=[{path: data/latents_256, weight: 1}, {path: data/latents_256_clips, weight: 1}]`, and
     `data.blend_steps` changes it at given steps. Starts from `runs/pretrain_ditllama30b`. The ratio is this project's:
@@ -223,14 +223,14 @@ def _mock_30b(name: str, latent: tuple[int, int, int], tensor_size: int, context
 def pretrain_ditllama30b_stage2_mock() -> run.Partial:
     """MovieGen-30B (33.4 B) on synthetic clips of 8192 tokens, TP 2 + SP, CP 4, FSDP: 64 x 80 GB, 32 GiB each.
 
-    The layout of stage 2, 256 clips to a step; every GPU has 2048 tokens of a clip.
+    The layout of stage 2, 256 clips per step; every GPU has 2048 tokens of a clip.
     """
     return with_fsdp(_mock_30b("pretrain_ditllama30b_stage2_mock", CLIP_256, 2, 4))
 
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama30b_stage3_mock() -> run.Partial:
-    """MovieGen-30B (33.4 B) on synthetic clips of 73,728 tokens, TP 2 + SP, CP 8, FSDP, 256 to a step: 128 x 80 GB.
+    """MovieGen-30B (33.4 B) on synthetic clips of 73,728 tokens, TP 2 + SP, CP 8, FSDP, 256 per step: 128 x 80 GB.
 
     The layout of stage 3; every GPU works on 9216 tokens of a clip. NeMo's recipe requests them and gets one frame.
     Cheap activations are recomputed; --dryrun estimates 59 GiB on each of 128 GPUs, 16 with `training.recompute=full`.
@@ -242,7 +242,7 @@ def pretrain_ditllama30b_stage3_mock() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama30b_stage3_mock_with_pp() -> run.Partial:
-    """MovieGen-30B (33.4 B) on synthetic clips of 73,728 tokens, TP 4 + SP, PP 4, CP 8, 256 to a step: 128 x 80 GB.
+    """MovieGen-30B (33.4 B) on synthetic clips of 73,728 tokens, TP 4 + SP, PP 4, CP 8, 256 per step: 128 x 80 GB.
 
     Each GPU has a quarter of 12 layers and, per micro-batch, an eighth of a clip's tokens.
     """

@@ -1,4 +1,4 @@
-"""A first training on a folder of one's own: what the model must know of the data is read from the folder.
+"""A first training on a folder of the user; sizes of the model and the pack are read from the folder.
 
 docs/own-data.md has the commands, from pictures and videos to samples.
 """
@@ -35,9 +35,9 @@ ABSENT = Contents(
     num_train=None,
     num_held_out=None,
 )
-"""What a folder is taken to hold that is not there yet, so that the recipe can be looked at."""
+"""Assumed contents of a folder that does not exist yet, so that the recipe can be printed."""
 LATENT_PATCHES, PIXEL_PATCHES = (2, 4, 1), (4, 8, 16, 2, 1)
-PICTURE_TOKENS = 1024  # patches are chosen so that a picture or frame has at most so many
+PICTURE_TOKENS = 1024  # limit for a picture or frame; it determines the patch
 PACK_SAMPLES, PACK_TOKENS = 32, 4096
 MULTIPLE = 64  # of a pack's length, so that context- and tensor-parallel ranks divide it
 PROMPTS = 8
@@ -45,7 +45,7 @@ BACKBONES = ("pixart", "wan", "flux", "dit")
 
 
 def _encoded(contents: Contents, vae: Optional[str]) -> Contents:
-    """Return the contents with the shapes that an autoencoder makes of pixels while training."""
+    """Return the contents with the shapes of the latents that an autoencoder computes during training."""
     if vae is None:
         return contents
     geometry = Geometry.read(vae)
@@ -54,7 +54,7 @@ def _encoded(contents: Contents, vae: Optional[str]) -> Contents:
 
 
 def _patch(contents: Contents) -> int:
-    """Return the patch: the first that divides all sides and makes few enough tokens, else the one with the fewest.
+    """Return the first patch that divides all sides and gives at most `PICTURE_TOKENS`, else the one with the fewest.
 
     Raises:
         ConfigError: none divides the sides.
@@ -68,7 +68,7 @@ def _patch(contents: Contents) -> int:
 
 
 def _text_width(contents: Contents, folder: str, text_encoder: Optional[str]) -> Optional[int]:
-    """Return the width of the texts that are stored, or embedded while training; None without texts.
+    """Return the width of the texts that are stored, or embedded during training; None without texts.
 
     Raises:
         ConfigError: there are captions, nothing embeds them, and there are no classes either.
@@ -85,15 +85,15 @@ def _text_width(contents: Contents, folder: str, text_encoder: Optional[str]) ->
 
 
 def _backbone(name: Optional[str], moves: bool, text_width: Optional[int]) -> str:
-    """Return the name of the backbone, by default one that diffusers has, too.
+    """Return the name of the backbone, by default one that diffusers supports.
 
     Raises:
-        ConfigError: there is none of that name, or it reads texts and there are none.
+        ConfigError: there is no such backbone, or it reads texts and the data have none.
     """
     name = name or ("dit" if text_width is None else "wan" if moves else "pixart")
     if name not in BACKBONES or (text_width is None and name != "dit"):
         raise ConfigError(
-            f"own_data(backbone={name!r}): the backbones are {', '.join(BACKBONES)}, of which dit alone needs no texts"
+            f"own_data(backbone={name!r}): the backbones are {', '.join(BACKBONES)}, of which only dit needs no texts"
         )
     return name
 
@@ -105,7 +105,7 @@ def _model(
 
     Args:
         name: of `BACKBONES`.
-        text_encoder: what embeds the texts; None if it is not known, and the null of a text is learned.
+        text_encoder: encoder of the texts; None if it is unknown, and the null of a text is learned.
     """
     moves = any(t > 1 for _, t, _, _ in contents.shapes)
     common: dict[str, Any] = {"hidden_size": 192, "num_attention_heads": 6}
@@ -152,16 +152,16 @@ def own_data(
     text_encoder: Optional[str] = None,
     backbone: Optional[str] = None,
 ) -> run.Partial:
-    """A model of one's own pictures and clips (4 M with texts) that diffusers has, too: two CPU cores or one GPU.
+    """Your own pictures or clips, a small backbone that diffusers supports (4 M with texts): two CPU cores or one GPU.
 
     `python -m energon_data.prepare images --in pictures --out data/mine --size 256 --vae VAE --text-encoder
     all-minilm-l6-v2`, then `python -m launch.train --yes --factory own_data`. Channels, patch, width of the texts or
-    number of classes, the length of a pack and eight captions to draw are read from the folder's `dataset.json`:
-    latents or pixels, of any sizes. Another folder: `--factory "own_data(data='data/pictures')"`; it trains in
-    `runs/` and the folder's name. Decoded samples of these captions are drawn every 500 of 2000 steps.
-    `vae='models/vae'` and `text_encoder='all-minilm-l6-v2'` encode stored pixels and captions while training.
-    `backbone`: by default one that diffusers has, too: `pixart` for pictures with texts, `wan` for clips with texts,
-    `dit` for classes. `flux` reads a pooled text as well; `dit` with texts (cross-attention) stays here.
+    number of classes, the length of a pack and eight captions to draw are read from the folder's `dataset.json`.
+    `--factory "own_data(data='data/pictures')"` reads another folder and trains in `runs/pictures`. Samples of the
+    captions are drawn and decoded every 500 of 2000 steps. `vae='models/vae'` and `text_encoder='all-minilm-l6-v2'`
+    encode stored pixels and captions during training. `backbone` is `pixart` for pictures with texts, `wan` for clips
+    with texts, and `dit` for classes by default. `flux` also reads a pooled text; `dit` with texts (cross-attention)
+    has no class in diffusers.
     """
     found = Contents.read(Path(data))
     contents = _encoded(found or ABSENT, vae)

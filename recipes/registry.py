@@ -28,14 +28,15 @@ FOLDER = Path(__file__).parent
 README = FOLDER / "README.md"
 TRAINING_FUNCTION = "pretrain"
 REGISTERED = "Examples, and recipes of installed packages"
+MEASURING = "Measuring systems"
 _MEASURING = r"(?:bench|matrix|stage|mock|train_mock).*|.*_mock.*"
 SECTIONS = {
     "Start here": r"tiny_dit|own_data",
     REGISTERED: r"(?!)",  # by package, not by name
     "Your own data and open weights": r"own_.*|finetune.*|dreambooth",
-    "Seconds on any machine": r"tiny_.*",
+    "Seconds on synthetic data": r"tiny_.*",
     "Published and larger models": rf"(?!{_MEASURING}).*",
-    "Measuring systems": _MEASURING,
+    MEASURING: _MEASURING,
 }
 """The sections of the page and the list, by patterns of recipe names; the first match counts."""
 _SKIPPED_FILES = {"__init__.py", "registry.py"}
@@ -49,8 +50,8 @@ class Entry:
         name: name on the command line.
         module: importable module that defines it.
         function: name of the function in that module.
-        target: what the factory is registered for: the training function for a recipe, a type for a component.
-        docstring: its whole docstring, dedented.
+        target: registered target: the training function for a recipe, a type for a component.
+        docstring: its docstring, dedented.
     """
 
     name: str
@@ -143,7 +144,7 @@ def entries() -> tuple[Entry, ...]:
 
 
 def recipes() -> list[Entry]:
-    """Return what `--factory` accepts."""
+    """Return the recipes that `--factory` accepts."""
     return [e for e in entries() if e.is_recipe]
 
 
@@ -219,33 +220,47 @@ def description(name: str) -> str:
     return f"{entry.name} ({entry.file})\n\n{entry.docstring}"
 
 
+def _link(entry: Entry) -> str:
+    """Return the link from the page to the file of a recipe."""
+    return f"../{entry.file}" if entry.is_registered else Path(entry.file).name
+
+
+def _names_by(group: Sequence[Entry], key: Callable[[Entry], str]) -> list[str]:
+    """Return a row of names for each value of a key, in order of first appearance."""
+    names: dict[str, list[str]] = {}
+    for entry in group:
+        names.setdefault(key(entry), []).append(f"`{entry.name}`")
+    return [f"| {value} | {', '.join(row)} |" for value, row in names.items()]
+
+
 def page() -> str:
     """Return the text of `recipes/README.md`."""
     lines = [
         "# Recipes",
         "",
-        "<!-- Written by `python -m recipes.registry --write`; a test keeps it true. Edit the docstrings instead. -->",
+        "<!-- Written by `python -m recipes.registry --write`; a test compares it. Edit the docstrings instead. -->",
         "",
-        "A recipe is a function that returns a configured training run. Start one with",
+        "This page lists the recipes that `--factory NAME` starts, and the parts that an override can name.",
         "",
         "```",
         "python -m launch.train --yes --factory NAME key.path=value ...",
         "torchrun --standalone --nproc-per-node 8 -m launch.train --yes --factory NAME key.path=value ...",
         "```",
         "",
-        "`--dryrun` prints its settings, parameters and memory without GPU or data, `--describe NAME` its full",
-        "description, and `--list` these tables. [energon_data/README.md](../energon_data/README.md) describes the",
-        "data folder that each recipe reads.",
+        "`--describe NAME` prints the full description of a recipe or component, `--dryrun` settings, parameters and",
+        "memory without GPU or data, and `--list` the description of every recipe.",
+        "[energon_data/README.md](../energon_data/README.md#folders-of-the-recipes) describes the data folders.",
     ]
     in_repository = [entry for entry in recipes() if (FOLDER.parent / entry.file).is_file()]
-    for title, group in sections(in_repository).items():
-        lines += ["", f"## {title}", "", "| recipe | description | file |", "| --- | --- | --- |"]
-        for entry in group:
-            file = f"../{entry.file}" if entry.is_registered else Path(entry.file).name
-            lines.append(f"| `{entry.name}` | {entry.line} | [{file.removeprefix('../')}]({file}) |")
+    by_section = sections(in_repository)
+    measuring = by_section.pop(MEASURING)
+    for title, group in by_section.items():
+        lines += ["", f"## {title}", "", "| recipe | description |", "| --- | --- |"]
+        lines += [f"| [`{entry.name}`]({_link(entry)}) | {entry.line} |" for entry in group]
+    lines += ["", f"## {MEASURING}", "", "Synthetic data; layouts and models of published tables.", ""]
+    lines += ["| file | recipes |", "| --- | --- |", *_names_by(measuring, lambda e: f"[{e.file}]({_link(e)})")]
     lines += ["", "## Components", "", "Named parts for overrides: `objective=edm objective.p_mean=-0.4`.", ""]
-    lines += ["| component | part | description |", "| --- | --- | --- |"]
-    lines += [f"| `{e.name}` | {e.target} | {e.line} |" for e in components()]
+    lines += ["| type | names |", "| --- | --- |", *_names_by(components(), lambda e: e.target)]
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -38,7 +38,7 @@ def _stdit(name: str, model: run.Config) -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def tiny_stdit() -> run.Partial:
-    """Synthetic images and clips with texts, an ST-DiT of one pair of width 64: trains in seconds on any machine.
+    """ST-DiT of one pair of layers of width 64, images and clips with texts: any machine.
 
     With context parallelism: torchrun --standalone --nproc-per-node 2 ... parallel.context_parallel_size=2.
     """
@@ -47,7 +47,7 @@ def tiny_stdit() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def tiny_stdit_full() -> run.Partial:
-    """As tiny_stdit, two layers with spatial, full and temporal attention in each: trains in seconds on any machine.
+    """As tiny_stdit, with spatial, full and temporal attention in each of two layers: any machine.
 
     With context parallelism (torchrun --standalone --nproc-per-node 2 ... parallel.context_parallel_size=2) full
     attention runs on the ring, spatial and temporal attention become local by one all-to-all each way.
@@ -59,13 +59,13 @@ def tiny_stdit_full() -> run.Partial:
 def mock_stdit_s() -> run.Partial:
     """ST-DiT-S (59 M) on synthetic clips of 4 x 16 x 16 patches, 15 steps: one GPU.
 
-    One sample to a micro-batch, 32 to a step; --dryrun estimates 1.5 GiB.
+    One sample to a micro-batch, 32 per step; --dryrun estimates 1.5 GiB.
     """
     return as_mock(_stdit("mock_stdit_s", stdit_s()), CLIP_1K)
 
 
 def _on_packs(name: str, model: run.Config) -> run.Partial:
-    """Return one model on packs of images and clips of 24,576 tokens, 64 packs to a step."""
+    """Return one model on packs of images and clips of 24,576 tokens, 64 packs per step."""
     recipe = as_large_model(_stdit(name, model))
     recipe.data = run.Config(
         EnergonData, path="data/latents_clips", max_tokens_per_pack=24_576, packing_buffer_size=1000
@@ -79,7 +79,7 @@ def _on_packs(name: str, model: run.Config) -> run.Partial:
 def pretrain_stdit_xl() -> run.Partial:
     """ST-DiT-XL (1.20 B) on packs of 24,576 tokens of images and clips: 8 x 141 GB or more, 84 GiB each.
 
-    A clip of 24 x 32 x 32 patches fills a pack; images fill the room that shorter clips leave. 64 packs to a step at lr
+    A clip of 24 x 32 x 32 patches fills a pack; images fill the room that shorter clips leave. 64 packs per step at lr
     1e-4; cheap activations are recomputed; `training.recompute=full` takes 12 GiB. Operations are counted by
     --dryrun --tokens 24x32x32.
     """

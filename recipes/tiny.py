@@ -1,4 +1,4 @@
-"""Synthetic data and a 2-layer DiT of width 64, alone and under the parallel layouts: seconds on any machine."""
+"""Synthetic data and a 2-layer DiT of width 64, on one rank and under parallel layouts."""
 
 import nemo_run as run
 
@@ -10,7 +10,7 @@ from recipes.small import small_run
 
 @run.cli.factory(target=pretrain)
 def tiny_dit() -> run.Partial:
-    """Synthetic images of 64 tokens, a 2-layer DiT of width 64: shows in seconds that an installation trains.
+    """Check of an installation: a 2-layer DiT on synthetic images trains in seconds.
 
     One CPU core is enough. Labels and texts condition it. The synthetic latents have little structure: in 20 steps the
     loss falls from 1.7 to 1.5.

@@ -77,8 +77,8 @@ MAY_IMPORT = {
         *("dit.kernels", "dit.context_parallel", "dit.backends", "dit.models"),
     },
     "dit.tracing": {
-        *("dit.patches", "dit.philox", "dit.layout", "dit.batch", "dit.conditions", "dit.data_api", "dit.patchify"),
-        *("dit.backends", "dit.layers", "dit.models", "dit.parallel"),
+        *("dit.errors", "dit.patches", "dit.philox", "dit.layout", "dit.batch", "dit.conditions", "dit.data_api"),
+        *("dit.patchify", "dit.backends", "dit.layers", "dit.models", "dit.parallel"),
     },
     "dit.optimizer": {
         "dit.errors",

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class PendingBias(NamedTuple):
-    """Output of a linear layer with `skip_bias_add`, and its bias, as Megatron-Core's linears return them.
+    """Output of a linear layer with `returns_bias`, and its bias, as Megatron-Core's linears return them.
 
     The operation after the linear (a gated residual, an activation) adds the bias in its own pass over memory.
 

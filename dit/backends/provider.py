@@ -146,7 +146,7 @@ class LayerProvider:
 
     @property
     def _skips_bias_add(self) -> bool:
-        """Whether a linear with `skip_bias_add` leaves its bias to the next operation.
+        """Whether a linear that returns its bias does not add it, so that the next operation does.
 
         A fused operation adds it at no cost. Under tensor parallelism the matrix product cannot add it.
         """
@@ -176,17 +176,17 @@ class LayerProvider:
         bias: bool,
         init: Init,
         replicated_input: bool = False,
-        skip_bias_add: bool = False,
+        returns_bias: bool = False,
     ) -> ColumnLinear:
         """Build a linear layer whose output features are split.
 
         Args:
-            skip_bias_add: whether the layer returns a `PendingBias`.
+            returns_bias: whether the layer returns a `PendingBias`, which may still have to be added.
             replicated_input: whether the input is replicated over tensor-parallel ranks even under sequence parallelism
                 (text). Then no tokens are gathered, and every rank computes the gradient of all tokens.
         """
         self.split(out_features, "output features")
-        config, skips = self.config, skip_bias_add and self._skips_bias_add
+        config, skips = self.config, returns_bias and self._skips_bias_add
         if replicated_input:
             config = copy(config)
             config.sequence_parallel = False
@@ -204,7 +204,7 @@ class LayerProvider:
         sharding = ParameterSharding(
             split_dim=0, gradient_covers="all_tokens" if replicated_input else "sequence_shard"
         )
-        layer.is_unsharded, layer.returns_bias, layer.skip_bias_add = self.tp_size == 1, skip_bias_add, skips
+        layer.is_unsharded, layer.returns_bias, layer.skip_bias_add = self.tp_size == 1, returns_bias, skips
         _initialize(layer, sharding, sharding, init)
         return layer
 
@@ -223,15 +223,15 @@ class LayerProvider:
         return layer
 
     def row_linear(
-        self, in_features: int, out_features: int, *, bias: bool, init: Init, skip_bias_add: bool = False
+        self, in_features: int, out_features: int, *, bias: bool, init: Init, returns_bias: bool = False
     ) -> RowLinear:
         """Build a linear layer whose input features are split.
 
         Args:
-            skip_bias_add: whether the layer returns a `PendingBias`.
+            returns_bias: whether the layer returns a `PendingBias`, which may still have to be added.
         """
         self.split(in_features, "input features")
-        skips = skip_bias_add and self._skips_bias_add
+        skips = returns_bias and self._skips_bias_add
         layer = self._row(
             in_features,
             out_features,
@@ -243,7 +243,7 @@ class LayerProvider:
             is_expert=False,
             tp_group=self.tp_group,
         )
-        layer.is_unsharded, layer.returns_bias, layer.skip_bias_add = self.tp_size == 1, skip_bias_add, skips
+        layer.is_unsharded, layer.returns_bias, layer.skip_bias_add = self.tp_size == 1, returns_bias, skips
         # The bias is added to the local tokens, after the sum over ranks.
         _initialize(layer, ParameterSharding(split_dim=1), REPLICATED, init)
         return layer

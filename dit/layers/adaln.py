@@ -50,8 +50,11 @@ class SublayerModulation:
     Between two sub-layers f and g, one call adds the gated output of f to the residual, then normalises and modulates
     the sum for g (see `dit.kernels.modulation`):
 
-        x ----------------------+---- x ------------------------------+---- x
-        '- norm_modulate - f ---'  '- gated_residual_then_norm - g ---'  gated_residual
+        x --+--------------------------- + --+--------------------------- + --> x
+            '- norm, modulate - f - gate '   '- norm, modulate - g - gate '
+            |-- 1 ----------|     |-------- 2 ----------|     |---- 3 ----|
+
+        1 norm_modulate    2 gated_residual_then_norm    3 gated_residual
     """
 
     shift_SD: Tensor

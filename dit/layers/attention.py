@@ -143,7 +143,7 @@ class SelfAttention(nn.Module):
         rows = hidden_size + 2 * groups * head_size
         self.linear_qkv = provider.heads_linear(hidden_size, rows, bias=bias, init=xavier_uniform(hidden_size, rows))
         self.linear_proj = provider.row_linear(
-            hidden_size, hidden_size, bias=bias, init=xavier_uniform(hidden_size, hidden_size), skip_bias_add=True
+            hidden_size, hidden_size, bias=bias, init=xavier_uniform(hidden_size, hidden_size), returns_bias=True
         )
         norms: tuple[nn.Module, nn.Module] = (nn.Identity(), nn.Identity())
         if qk_layernorm:
@@ -216,7 +216,7 @@ class CrossAttention(nn.Module):
             context_size, rows, bias=bias, init=xavier_uniform(context_size, rows), replicated_input=True
         )
         self.linear_proj = provider.row_linear(
-            hidden_size, hidden_size, bias=bias, init=ZEROS if zero_output else square, skip_bias_add=True
+            hidden_size, hidden_size, bias=bias, init=ZEROS if zero_output else square, returns_bias=True
         )
         norms: tuple[nn.Module, nn.Module] = (nn.Identity(), nn.Identity())
         if qk_layernorm:

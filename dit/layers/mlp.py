@@ -17,8 +17,8 @@ class MLP(nn.Module):
         super().__init__()
         init = xavier_uniform(hidden_size, ffn_hidden_size)
         self.activation = provider.kernels.gelu_tanh
-        self.linear_fc1 = provider.column_linear(hidden_size, ffn_hidden_size, bias=bias, init=init, skip_bias_add=True)
-        self.linear_fc2 = provider.row_linear(ffn_hidden_size, hidden_size, bias=bias, init=init, skip_bias_add=True)
+        self.linear_fc1 = provider.column_linear(hidden_size, ffn_hidden_size, bias=bias, init=init, returns_bias=True)
+        self.linear_fc2 = provider.row_linear(ffn_hidden_size, hidden_size, bias=bias, init=init, returns_bias=True)
 
     def forward(self, x_TD: Tensor, layout: Optional[SequenceLayout] = None) -> PendingBias:
         """Apply the layer to each token.
@@ -43,9 +43,9 @@ class SwiGLU(nn.Module):
         init = xavier_uniform(hidden_size, ffn_hidden_size)
         self.activation = provider.kernels.swiglu
         self.linear_fc1 = provider.column_linear(
-            hidden_size, 2 * ffn_hidden_size, bias=bias, init=init, skip_bias_add=True
+            hidden_size, 2 * ffn_hidden_size, bias=bias, init=init, returns_bias=True
         )
-        self.linear_fc2 = provider.row_linear(ffn_hidden_size, hidden_size, bias=bias, init=init, skip_bias_add=True)
+        self.linear_fc2 = provider.row_linear(ffn_hidden_size, hidden_size, bias=bias, init=init, returns_bias=True)
 
     def forward(self, x_TD: Tensor, layout: Optional[SequenceLayout] = None) -> PendingBias:
         """Apply the layer to each token; `layout` is unused, see `MLP`."""

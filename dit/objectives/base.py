@@ -44,7 +44,8 @@ class Prepared:
 class Path(ABC):
     """The noising path x_u = alpha(u) x0 + sigma(u) eps (float64 scalars).
 
-    sigma increases with u; alpha(0) = 1 and sigma(0) = 0.
+    u is the position on the path: the time of flow matching, the angle of DDPM, the sigma of EDM. sigma increases with
+    u; alpha(0) = 1 and sigma(0) = 0.
     """
 
     @abstractmethod
@@ -97,15 +98,15 @@ class Objective(ABC):
         return None
 
     def augment(
-        self, batch: PackedBatch, wanted: Sequence[Condition], noise: AddressedNoise, *, draw: bool
+        self, batch: PackedBatch, required: Sequence[Condition], noise: AddressedNoise, *, draw: bool
     ) -> PackedBatch:
         """Add noise to the low-resolution picture of each sample, for a model that is conditioned on the noise level.
 
         Args:
-            wanted: conditions of the model; without `augmentation` among them the batch is returned unchanged.
+            required: conditions of the model; without `augmentation` among them the batch is returned unchanged.
             draw: draw the level of each sample, as in training; otherwise use the level in the batch.
         """
-        return batch if self.augmentation is None else self.augmentation.apply(batch, wanted, noise, draw=draw)
+        return batch if self.augmentation is None else self.augmentation.apply(batch, required, noise, draw=draw)
 
     @abstractmethod
     def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
@@ -119,7 +120,7 @@ class Objective(ABC):
 
         Args:
             prediction_TC: prediction of the local tokens, `[T, num_outputs * token_channels]`, the outputs in order;
-                with `weighting`, u is one more column.
+                with `weighting`, its log variance u(sigma) is one more column (not a path position).
 
         Returns:
             The terms in `logged` by name.

@@ -282,9 +282,10 @@ def _replicas(parallel: ParallelConfig, world_size: int) -> int:
     cp = parallel.context_parallel_size
     model_ranks = tp * pp * cp
     if world_size % model_ranks:
+        count = max(1, round(world_size / model_ranks)) * model_ranks
         raise ConfigError(
-            f"world size {world_size} is not a multiple of TP {tp} x PP {pp} x CP {cp} = {model_ranks}; "
-            f"start {max(1, round(world_size / model_ranks)) * model_ranks} ranks or shrink the layout"
+            f"world size {world_size} is not a multiple of TP {tp} x PP {pp} x CP {cp} = {model_ranks}; start "
+            f"{count} ranks (torchrun --nproc-per-node {count} -m launch.train ...), or shrink the layout"
         )
     return world_size // model_ranks
 

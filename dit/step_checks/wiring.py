@@ -1,4 +1,4 @@
-"""Sanity checks of the first steps: gradients of all parameters, samples of each replica.
+"""Sanity checks of the first steps: gradients of all parameters, samples of each replica, scale of the latents.
 
 Replicas must read different samples, and the ranks of a replica the same ones.
 
@@ -25,6 +25,8 @@ from dit.optimizer.master_weights import MasterShard
 REPORTS = (3, 10, 20)
 """Updates after which parameters without a gradient are reported."""
 NUM_NAMES = 8
+MAX_STD = 5.0
+"""Standard deviation of latents above which a warning is logged; training expects about 1."""
 
 
 class FirstSteps:
@@ -45,7 +47,7 @@ class FirstSteps:
         self.done = False
 
     def check_inputs(self, batch: PackedBatch, step: int, log: RunLog) -> None:
-        """Compare the samples that ranks read, before the first step; every rank calls this.
+        """Compare the samples that ranks read, and check their scale, before the first step; every rank calls this.
 
         Args:
             batch: first full pack of this rank, as the source returned it.
@@ -54,6 +56,11 @@ class FirstSteps:
         Raises:
             DataError: ranks that share a model read different samples.
         """
+        if (std := _latent_std(batch)) > MAX_STD:
+            log.message(
+                f"first steps: the latents have a standard deviation of {std:.3g}, training expects about 1; scale "
+                "pixels to [-1, 1] (x / 127.5 - 1), or latents by the scaling factor of their autoencoder"
+            )
         gathered: list[Any] = [None] * self._groups.world_size
         dist.all_gather_object(gathered, (self._groups.dp_rank, _digest(batch)))
         by_replica: dict[int, list[int]] = {}
@@ -115,7 +122,8 @@ class FirstSteps:
         )
         log.message(
             f"first steps: {len(missing)} of {total} parameters had no gradient in {self._updates} updates: {names}; "
-            "either no trained output depends on them, or their gradient is lost"
+            "either a layer after them still outputs zeros (train at least 3 steps), no trained output depends on "
+            "them, or their gradient is lost"
         )
         log.incident("no_gradient", step, parameters=missing)
 
@@ -128,6 +136,13 @@ class FirstSteps:
         dist.all_gather_object(ranks, (names, [name for name in names if seen.get(name)]))
         parameters = {name for rank_names, _ in ranks for name in rank_names}
         return len(parameters), sorted(parameters - {name for _, rank_seen in ranks for name in rank_seen})
+
+
+def _latent_std(batch: PackedBatch) -> float:
+    """Return the standard deviation of a pack's latents; 0 if they are still to be encoded."""
+    if batch.raw is not None:
+        return 0.0
+    return float(batch.latents_TC[batch.layout.valid_T].float().std(correction=0))
 
 
 def _digest(batch: PackedBatch) -> str:

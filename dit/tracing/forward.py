@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map
 
+from dit.errors import ConfigError
 from dit.models.base import ModelConfig, Stage
 from dit.models.expert_options import ExpertOptions
 from dit.parallel.build import build_on_one_rank
@@ -212,6 +213,7 @@ class _Shortened:
             if len(list(self._network.units())) != len(part):
                 part = range(len(all_kinds))
                 self._network = build_on_one_rank(model, Stage(part), LocalProvider)
+        self._part, self._is_shortened = part, len(part) < len(all_kinds)
         layers = list(self._network.units())
         # Number of layers of this kind in the model; the first layer of a kind represents all.
         kinds = all_kinds[part.start : part.stop] if len(layers) == len(part) else list(range(len(layers)))
@@ -231,12 +233,25 @@ class _Shortened:
         return hook
 
     def count(self, pack: PackShape) -> ForwardFlops:
-        """Run a forward pass, and multiply the cost of each kind of layer by its number in the model."""
+        """Run a forward pass, and multiply the cost of each kind of layer by its number in the model.
+
+        Raises:
+            ConfigError: the shortened model fails, because `ModelConfig.layer_kind` does not distinguish its layers.
+        """
         self._counter.flops, self._flops[:] = 0, [0] * len(self._flops)
         batch = batch_of(self.model, pack)
         # Position embeddings are as wide as the network, and their values determine no shapes.
         batch = replace(batch, positions_T3=batch.positions_T3.to("meta"))
-        with self._counter:
-            self._network(batch.latents_TC.to("meta"), torch.zeros(batch.layout.num_samples), batch)
+        try:
+            with self._counter:
+                self._network(batch.latents_TC.to("meta"), torch.zeros(batch.layout.num_samples), batch)
+        except Exception as error:
+            if not self._is_shortened:
+                raise
+            raise ConfigError(
+                f"{type(self.model).__name__}: the forward pass of layers {self._part.start} to {self._part.stop - 1} "
+                f"without the others failed ({type(error).__name__}: {error}); if its layers differ, define "
+                "`layer_kind`, which returns a different value for each kind"
+            ) from error
         layers = sum(times * flops for times, flops in zip(self._times, self._flops, strict=True))
         return ForwardFlops(self._counter.flops - sum(self._flops) + layers, layers)

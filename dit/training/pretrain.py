@@ -82,11 +82,11 @@ def pretrain(
     Every rank calls this. It locks the run folder and always writes `exit.json` into it.
 
     Raises:
-        ConfigError: the settings contradict each other, or the checkpoint to resume (no record is overwritten); or
-            another process writes to the run folder (nothing is written).
-        DataError: data are missing or unreadable, or more of them are damaged than the budget allows.
+        ConfigError: the settings contradict each other or those of the checkpoint to resume, or another process writes
+            to the run folder. The files of an earlier run are not changed.
+        DataError: data are missing or unreadable, or more samples are damaged than `data.max_lost_samples`.
         NotFiniteError: the loss or the gradient norm is not finite; the weights are those before the step.
-        CheckpointError: there is no valid checkpoint but one is required, or writing failed.
+        CheckpointError: a required checkpoint is missing or damaged, or a save failed.
         SystemExit: with code 75 if stopped early, after a checkpoint or before the first step.
     """
     config = RunConfig(

@@ -19,6 +19,8 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
+from dit.errors import UserError
+
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["dit.verify.preload"])  # benchmarks and tests have longer lists
 
@@ -45,7 +47,9 @@ def _rank(main: Callable[[Path, int], None], folder: Path, rank: int, device: st
     torch.set_num_threads(1)
     try:
         main(folder, rank)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, UserError):
+            (folder / f"rank_{rank}.error").write_bytes(pickle.dumps(error))
         traceback.print_exc()
         sys.exit(1)
     finally:
@@ -62,7 +66,8 @@ def run_ranks(
         device: value of `DIT_DEVICE` on the ranks; empty to use GPUs if there are any.
 
     Raises:
-        RuntimeError: a rank failed, or the time limit passed; the message ends with the ranks' last output.
+        UserError: a rank raised this error.
+        RuntimeError: a rank failed otherwise, or the time limit passed; the message ends with the ranks' last output.
     """
     ranks = [FORKS.Process(target=_rank, args=(main, folder, rank, device)) for rank in range(count)]
     for process in ranks:
@@ -78,6 +83,9 @@ def run_ranks(
         process.join()
     if codes != [0] * count:
         first = [rank for rank, code in enumerate(codes) if code] or range(count)
+        errors = [file for rank in first if (file := folder / f"rank_{rank}.error").exists()]
+        if errors:
+            raise pickle.loads(errors[0].read_bytes())
         files = [folder / f"rank_{rank}.log" for rank in first]
         logs = "\n".join(log.read_text()[-4000:] for log in files if log.exists())
         raise RuntimeError(f"ranks ended with {codes} (None: still running then):\n{logs}")
@@ -99,7 +107,7 @@ def run_world(
         device: see `run_ranks`.
 
     Raises:
-        RuntimeError: a rank failed, or the time limit passed; the message ends with the ranks' last output.
+        UserError, RuntimeError: see `run_ranks`.
     """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cases.pkl").write_bytes(pickle.dumps(list(cases)))

@@ -42,7 +42,7 @@ class Entry:
         name: path within the folder, with `/`.
         size: bytes; -1 if the file does not exist.
         mtime_ns: time of the last change, nanoseconds since the epoch.
-        beside: name, size and time of each of its `COMPANIONS`; empty if a list has the rows.
+        companions: name, size and time of each of its `COMPANIONS`; empty if a list has the rows.
         row: of a list of files, None if there is no such list.
         repeats: number of reads in one pass over the data.
         caption: of its folder, for a file without one.
@@ -51,7 +51,7 @@ class Entry:
     name: str
     size: int
     mtime_ns: int = 0
-    beside: tuple[tuple[str, int, int], ...] = ()
+    companions: tuple[tuple[str, int, int], ...] = ()
     label: Optional[int] = None
     row: Optional[dict[str, Any]] = None
     repeats: int = 1
@@ -65,7 +65,7 @@ class Entry:
     @property
     def stamp(self) -> list[Any]:
         """Values by which a resumed preparation detects a changed file, caption or metadata."""
-        return [self.name, self.size, self.mtime_ns, *self.beside]
+        return [self.name, self.size, self.mtime_ns, *self.companions]
 
     def source(self, folder: Path, *, follow_links: bool = False) -> Source:
         """Read the caption and metadata next to the file.
@@ -77,7 +77,7 @@ class Entry:
             SampleError: they are damaged, or a link leads out of the folder.
         """
         path, root = folder / self.name, None if follow_links else folder
-        row = dict(self.row) if self.row is not None else self._beside(folder, root)
+        row = dict(self.row) if self.row is not None else self._read_companions(folder, root)
         is_still = walk.extension_of(self.name) in PICTURES - {"gif"}
         label = row.get("label") if self.label is None else self.label
         return Source(
@@ -90,10 +90,10 @@ class Entry:
             repeats=self.repeats,
         )
 
-    def _beside(self, folder: Path, root: Optional[Path]) -> dict[str, Any]:
+    def _read_companions(self, folder: Path, root: Optional[Path]) -> dict[str, Any]:
         """Return the content of the companion files."""
         row: dict[str, Any] = {}
-        for name, _, _ in self.beside:
+        for name, _, _ in self.companions:
             data = read_file((folder / self.name).with_name(name), root)
             row |= read_object(data, name) if name.lower().endswith(".json") else {"caption": read_text(data, name)}
         return row
@@ -172,7 +172,7 @@ def _listed(
     not_used += [Skipped.of(name, unlisted) for name in existing if name not in rows]
     # Listed files that do not exist are included, so that they count as samples that cannot be read.
     entries = [
-        replace(existing.get(name, Entry(name=name, size=-1)), row=row, beside=())
+        replace(existing.get(name, Entry(name=name, size=-1)), row=row, companions=())
         for name, of_file in sorted(rows.items())
         for row in of_file
     ]
@@ -224,10 +224,10 @@ def _walk(folder: Path, extensions: frozenset[str], follow_links: bool) -> tuple
             if (why := walk.not_read(path, extensions)) is not None:
                 skipped.append(Skipped.of(full_name, why))
                 continue
-            names_beside = [companions.get((walk.stem_of(name), extension)) for extension in COMPANIONS]
-            beside = tuple(
-                file for companion in names_beside if companion and (file := walk.seen_file(place / companion))
+            companion_names = [companions.get((walk.stem_of(name), extension)) for extension in COMPANIONS]
+            files = tuple(
+                file for companion in companion_names if companion and (file := walk.seen_file(place / companion))
             )
             about = path.stat()
-            entries.append(Entry(name=full_name, size=about.st_size, mtime_ns=about.st_mtime_ns, beside=beside))
+            entries.append(Entry(name=full_name, size=about.st_size, mtime_ns=about.st_mtime_ns, companions=files))
     return sorted(entries, key=lambda entry: entry.name), skipped

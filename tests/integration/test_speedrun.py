@@ -51,7 +51,7 @@ def test_a_record_replays_to_the_bit_and_a_false_one_does_not(tmp_path, words, c
     assert speedrun.differences(replace(record, process_s=slow), Record.load(again / FILE)) == []
 
 
-def test_what_is_no_race_is_refused(tmp_path, words, capsys):
+def test_settings_without_a_race_are_refused(tmp_path, words, capsys):
     out = ["--out", str(tmp_path / "out")]
     for given, says in (
         (["checkpoint.start_from=runs/other", *words], "checkpoint.start_from=runs/other is fixed in this race"),

@@ -50,7 +50,7 @@ def test_what_a_demo_leaves_in_the_clone_changes_no_result(tmp_path, letters_dat
     shutil.copytree(letters_data, clone / "data" / "letters")
     (clone / "runs").mkdir()
     (clone / "samples.png").touch()
-    test = "tests/integration/test_speedrun.py::test_what_is_no_race_is_refused"
+    test = "tests/integration/test_speedrun.py::test_settings_without_a_race_are_refused"
     assert run_tests([test], clone).seen_by is None
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import dit.verify.trial
 from dit.batch import PackedBatch
-from dit.errors import EXIT_CONFIG, EXIT_OK, EXIT_UNEXPECTED
+from dit.errors import EXIT_CONFIG, EXIT_OK, EXIT_UNEXPECTED, ConfigError
 from dit.kernels.adamw import AdamW, Elements, Rates
 from dit.layout import SequenceLayout
 from dit.models.dit.config import DiTConfig
@@ -248,6 +248,19 @@ def test_a_fault_that_every_layout_has_is_found(capsys, fault):
     wrong = {line.split()[0] for line in out.splitlines() if " differ: " in line}
     assert check in wrong <= allowed, out
     assert "equal: 36 gradients, losses, weights and their copies" in out
+
+
+def refuses(chunks: list) -> None:
+    """As if the network did not support the sizes of the tiny form."""
+    raise ConfigError("hidden_size=32 is too small; use at least 64")
+
+
+def test_an_error_of_a_rank_is_one_line(capsys):
+    pair = pair_of("tiny_dit_pack", data_parallel="ddp")
+    broken = replace(pair, one=replace(pair.one, alter=refuses), many=replace(pair.many, alter=refuses))
+    with mock.patch("launch.verify.tiny_pair", return_value=broken):
+        assert main(["--factory", "tiny_dit_pack", "--world-size", "2"]) == EXIT_CONFIG
+    assert capsys.readouterr().err == ("error: tiny form of the recipe: hidden_size=32 is too small; use at least 64\n")
 
 
 FAULTS = {

@@ -32,7 +32,7 @@ class Stream(nn.Module):
         self.modulation = Modulation(size, 2, provider, eps=eps)
         self.linear_qkv = provider.heads_linear(size, 3 * size, bias=True, init=xavier_uniform(size, 3 * size))
         self.linear_proj = provider.row_linear(
-            size, size, bias=True, init=xavier_uniform(size, size), skip_bias_add=True
+            size, size, bias=True, init=xavier_uniform(size, size), returns_bias=True
         )
         self.q_layernorm = HeadRMSNorm(config.head_size, provider, eps=eps)
         self.k_layernorm = HeadRMSNorm(config.head_size, provider, eps=eps)
@@ -123,7 +123,7 @@ class SingleLayer(nn.Module):
         self.modulation = Modulation(size, 1, provider, eps=eps)
         self.linear_in = provider.column_linear(size, wide, bias=True, init=xavier_uniform(size, wide))
         self.linear_out = provider.row_linear(
-            size + ffn, size, bias=True, init=xavier_uniform(size + ffn, size), skip_bias_add=True
+            size + ffn, size, bias=True, init=xavier_uniform(size + ffn, size), returns_bias=True
         )
         self.q_layernorm = HeadRMSNorm(config.head_size, provider, eps=eps)
         self.k_layernorm = HeadRMSNorm(config.head_size, provider, eps=eps)

@@ -321,7 +321,7 @@ MUTANTS = (
     Mutant(
         "prepare: another caption under an old name goes unnoticed",
         "energon_data/prepare/folders.py",
-        "self.mtime_ns, *self.beside]",
+        "self.mtime_ns, *self.companions]",
         "self.mtime_ns]",
         (FOLDER,),
     ),

@@ -126,7 +126,7 @@ def test_both_versions_give_every_picture_with_its_class(tmp_path: Path, write, 
         ("batches.meta", python2_pickle({"label_names": ["a"]}), "expected 10"),
     ],
 )
-def test_what_is_no_cifar10_is_refused_and_nothing_is_written(
+def test_a_folder_without_cifar10_is_refused_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: bytes | None, says: str
 ) -> None:
     source, out = tmp_path / "source", tmp_path / "out"

@@ -165,7 +165,7 @@ def folder(tmp_path: Path) -> Path:
     return write_dataset(tmp_path / "data", splits)
 
 
-def test_what_the_model_gets_is_the_corrupted_small_picture_enlarged(folder: Path) -> None:
+def test_the_model_reads_the_corrupted_and_enlarged_small_picture(folder: Path) -> None:
     """By the address of its visit: seed, stream, number in the stream, sample; the sample itself is not changed."""
     stored = {key: parts["pixels.png"] for key, _, parts in pictures(12, sizes=[(12, 12), (10, 16)])}
     data = EnergonData(path=str(folder), shuffle_buffer=0, corrupt_low_resolution=True)

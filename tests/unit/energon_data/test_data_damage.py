@@ -262,8 +262,8 @@ def _latent(value: float, shape: tuple[int, ...] = (2, 1, 4, 4)) -> dict[str, An
         (_latent(0, (2, 4)), r"expected \[C, T, H, W\]"),
         ({"parts": {"latent.npy": None}}, "no latent"),
         ({"parts": {"text.npy": None}}, "no text.npy"),
-        ({"parts": {"text.npy": npy(np.zeros((3, 4), np.float32))}}, "4 wide, the model takes 3"),
-        ({"meta": {"label": 10}}, r"label is 10, the model knows 0\.\.9"),
+        ({"parts": {"text.npy": npy(np.zeros((3, 4), np.float32))}}, "width 4, the model takes width 3"),
+        ({"meta": {"label": 10}}, r"label is 10, the classes are 0\.\.9"),
         ({"meta": {"label": None}}, "label is None"),
         ({"meta": {"fps": "fast"}}, "fps is 'fast', not a finite number"),
         ({"meta": {"fps": 0}}, "fps is 0, must be 0.001 to"),
@@ -347,7 +347,7 @@ def test_pooled_texts_are_read_and_asked_for(tmp_path: Path) -> None:
     folder = write_dataset(tmp_path / "data", {"train": with_pooled()})
     batch = first(folder, 5)
     assert batch.conditions["pooled"].values.tolist() == [[float(key[-5:])] * 5 for key in batch.keys]
-    with pytest.raises(DataError, match="pooled text is 5 wide, the model takes 6"):
+    with pytest.raises(DataError, match="pooled text has width 5, the model takes width 6"):
         first(folder, 6)
     with pytest.raises(DataError, match=r"no pooled\.npy"):
         first(write_dataset(tmp_path / "bare", {"train": clips(12, sizes=[(1, 4, 4)])}), 5)
@@ -356,7 +356,7 @@ def test_pooled_texts_are_read_and_asked_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("array", "words"),
     [
-        (np.zeros((1, 3), np.float32), r"pooled text has shape \[1, 3\], wanted \[width\]"),
+        (np.zeros((1, 3), np.float32), r"pooled text has shape \[1, 3\], must be \[width\]"),
         (np.zeros(3, np.complex128), "pooled holds torch.complex128"),
         (np.zeros(3, np.int8), "pooled holds torch.int8"),
         (np.full(3, np.nan, np.float32), "pooled text reach nan"),

@@ -128,7 +128,7 @@ def test_stored_latents_are_not_encoded_again(folder):
         data.validate(spec(), 1, 1)
 
 
-def test_what_cannot_be_encoded_is_skipped_by_its_reason(folder, tmp_path):
+def test_a_sample_that_cannot_be_encoded_is_skipped_with_its_reason(folder, tmp_path):
     """No picture, a size that the autoencoder does not take, no caption; one sample is sound."""
     picture, odd = (folder / "in" / "0.png").read_bytes(), tmp_path / "odd.png"
     Image.new("RGB", (18, 16)).save(odd)

@@ -75,7 +75,7 @@ def test_nonsense_is_refused_by_name(mixed_folder: Path, copy_of: Copy, damage: 
         EnergonData(path=str(folder)).validate(spec(), 1, 1)
 
 
-def test_what_energon_cannot_open_is_refused_in_its_words(mixed_folder: Path, copy_of: Copy) -> None:
+def test_a_folder_that_energon_cannot_open_is_refused_with_its_message(mixed_folder: Path, copy_of: Copy) -> None:
     folder = copy_of(mixed_folder)
     restate(folder / ".nv-meta" / ".info.json", energon_version=True)
     with pytest.raises(DataError, match=rf"Energon cannot open {re.escape(str(folder))}: JsonValueError: .*version"):

@@ -60,7 +60,7 @@ def test_the_page_says_what_was_written(mixed_folder: Path, capsys: pytest.Captu
     assert "damaged" not in found
 
 
-def test_what_cannot_be_cut_into_patches_is_said(mixed_folder: Path, capsys: pytest.CaptureFixture):
+def test_samples_that_patches_do_not_divide_are_reported(mixed_folder: Path, capsys: pytest.CaptureFixture):
     """An image fills a patch of two frames by repetition."""
     found = page(capsys, str(mixed_folder), "--patch", "2x4x4")
     assert found["refused"][0].startswith("25 cannot be cut into patches of 2x4x4, such as train_clip00002: 1 x 6 x 8")

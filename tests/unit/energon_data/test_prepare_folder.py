@@ -243,7 +243,7 @@ def test_pictures_with_a_second_dot_are_samples_and_what_is_not_taken_is_counted
 # Pictures.
 
 
-def test_what_is_no_picture_is_named_alike_in_every_run(tmp_path):
+def test_a_file_that_is_no_picture_has_the_same_name_in_every_run(tmp_path):
     """The text of an error goes into `dataset.json`, whose bytes are the same in every run: no address in memory."""
     with pytest.raises(SampleError) as caught:
         open_picture(b"no picture")

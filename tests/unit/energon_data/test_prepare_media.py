@@ -217,7 +217,7 @@ def test_impossible_numbers_of_a_command_are_refused_by_name(tmp_path, capsys, s
 # Files.
 
 
-def test_what_is_transparent_is_white_and_what_the_camera_turned_is_upright():
+def test_transparent_pixels_are_white_and_rotated_pictures_upright():
     see_through = Image.new("RGBA", (2, 1), (0, 0, 0, 0))
     see_through.putpixel((1, 0), (10, 20, 30, 255))
     assert np.asarray(open_picture(as_file(see_through))).tolist() == [[[255, 255, 255], [10, 20, 30]]]

@@ -67,7 +67,7 @@ def test_a_stage_has_its_own_settings_and_files() -> None:
         (["a=x"], [["a", "steps=many"]], "--stage a steps=many: must be SETTING=VALUE"),
     ],
 )
-def test_what_is_written_otherwise_is_refused(cascade: list[str], settings: list[list[str]], says: str) -> None:
+def test_a_cascade_in_another_notation_is_refused(cascade: list[str], settings: list[list[str]], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         read_stages(cascade, settings)
 

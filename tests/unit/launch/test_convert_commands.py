@@ -85,7 +85,7 @@ def test_a_damaged_file_is_refused(tmp_path, capsys, name):
         ({}, "has a dict, not tensors by name"),
     ],
 )
-def test_what_is_no_state_dict_is_refused(tmp_path, capsys, content, message):
+def test_a_file_without_a_state_dict_is_refused(tmp_path, capsys, content, message):
     torch.save(content, tmp_path / "x.pt")
     assert message in refuse(capsys, tmp_path / "run", tmp_path / "x.pt")
 
@@ -274,7 +274,7 @@ def test_an_objective_that_cannot_be_is_refused(tmp_path, capsys, text, message)
     assert message in refuse(capsys, tmp_path / "run", tmp_path / "x.safetensors", *words)
 
 
-def test_what_counts_is_the_flag_then_the_record_then_the_publication(tmp_path):
+def test_a_flag_precedes_the_record_which_precedes_the_publication(tmp_path):
     """And each is said: what was assumed, with the flag that changes it."""
     plain, recorded = tmp_path / "plain.safetensors", tmp_path / "recorded.safetensors"
     save_file(random_state(**SIZES), plain)

@@ -98,7 +98,7 @@ def test_the_fewest_ranks_are_taken_when_none_are_given():
     [{"schedule.min_lr": 1.0}, {"optimizer.lr": -1.0}, {"training.log_interval": 0}, {"model.out_channels": 2}],
     ids=str,
 )
-def test_what_training_would_refuse_is_not_planned(change):
+def test_a_dry_run_refuses_settings_that_training_refuses(change):
     task = call_recipe("letters_dit")
     for path, value in change.items():
         part, _, field = path.partition(".")

@@ -76,7 +76,7 @@ def ended(folder, tmp_path_factory):
 def test_a_command_of_the_page_does_what_it_says(ended, folder, line):
     assert ended[line].code == 0, ended[line].err
     if "--yes" in line:
-        assert "finished step 2 of 2" in ended[line].err + ended[line].out
+        assert "finished step 4 of 4" in ended[line].err + ended[line].out
     if "--out" in line:
         assert "grid.png: 2 samples" in ended[line].out
 

@@ -35,7 +35,7 @@ def test_other_sizes_cover_the_sample_and_one_channel_is_brightness(tmp_path: Pa
     assert torch.equal(found, torch.ones_like(found))
 
 
-def test_what_cannot_start_a_sample_is_refused(tmp_path: Path) -> None:
+def test_an_unsuitable_initial_picture_is_refused(tmp_path: Path) -> None:
     path = picture(tmp_path, np.zeros((4, 4, 3), np.uint8))
     (tmp_path / "text.png").write_text("no picture")
     for file, frames, channels, says in (

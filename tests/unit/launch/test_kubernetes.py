@@ -78,7 +78,7 @@ def test_its_torchrun_takes_the_words_and_the_recipe_plans_on_its_ranks(tmp_path
     built(task).check(int(parsed.nnodes) * int(parsed.nproc_per_node))
 
 
-def test_what_belongs_together_does():
+def test_names_time_limits_and_exit_codes_agree():
     """Names of pods resolve through the Service; a save fits into the grace; codes are those of docs/runs.md."""
     spec = JOB["spec"]
     assert spec["completionMode"] == "Indexed"

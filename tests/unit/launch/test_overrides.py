@@ -96,6 +96,29 @@ def test_a_part_takes_settings_in_parentheses():
     assert (objective.prediction, objective.discrete_steps) == ("v", None)
 
 
+OWN_PART = """
+import nemo_run as run
+from dit.objectives.base import Objective
+from dit.objectives.edm import EDM
+
+@run.cli.factory(target=Objective)
+def {name}() -> run.Config[EDM]:
+    return run.Config(EDM, p_mean=0.5)
+"""
+
+
+def test_a_part_of_a_user_package_is_found_by_name(tmp_path, monkeypatch):
+    (tmp_path / "own_part_of_a_user.py").write_text(OWN_PART.format(name="own_edm_of_a_user"))
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=r"no Objective of that name; choose one of .*, or set DIT_PACKAGES=MODULE"):
+        overridden("objective=own_edm_of_a_user")
+    monkeypatch.setenv("DIT_PACKAGES", "own_part_of_a_user")
+    assert overridden("objective=own_edm_of_a_user").objective.p_mean == 0.5
+    monkeypatch.setenv("DIT_PACKAGES", "no_package_of_a_user")
+    with pytest.raises(ConfigError, match="DIT_PACKAGES names 'no_package_of_a_user', which is not installed"):
+        overridden("objective=unknown_part")
+
+
 def test_swapped_parts_are_independent():
     first, second = overridden("objective=edm", "objective.p_mean=5.0"), overridden("objective=edm")
     assert first.objective.p_mean == 5.0

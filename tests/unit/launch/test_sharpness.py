@@ -127,7 +127,7 @@ def test_each_stage_of_a_cascade_has_a_distance_from_a_reference(
     assert found["base"]["fid"] != pytest.approx(found["larger"]["fid"], rel=1e-2)
 
 
-def test_what_reads_held_out_data_takes_no_cascade(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_metric_of_held_out_data_refuses_a_cascade(capsys: pytest.CaptureFixture[str]) -> None:
     assert evaluate.main(["--cascade", "a=b", "--metric", "loss"]) == 2
     assert (
         "--metric loss reads held-out data, and a cascade draws samples of classes or texts; use"

@@ -154,7 +154,7 @@ def test_a_refused_command_line_starts_nothing(tmp_path):
         ({"RANKS_PER_NODE": "two"}, "give sbatch --gpus-per-node=N, or set RANKS_PER_NODE=N"),
     ],
 )
-def test_what_a_node_lacks_is_named(tmp_path, environ, message):
+def test_a_missing_requirement_of_a_node_is_named(tmp_path, environ, message):
     ended = job(tmp_path, "--factory", "tiny_dit", **environ)
     assert (ended.code, ended.started) == (2, [])
     assert message in ended.log

@@ -153,7 +153,7 @@ def test_the_default_of_each_kind_of_data_leaves_to_diffusers(tmp_path):
         recipe(tmp_path / "data", text_encoder=t5, backbone="flux")
     with pytest.raises(ConfigError, match=r"backbone='dot'.*the backbones are pixart, wan, flux, dit"):
         recipe(tmp_path / "data", text_encoder=t5, backbone="dot")
-    with pytest.raises(ConfigError, match="dit alone needs no texts"):
+    with pytest.raises(ConfigError, match="only dit needs no texts"):
         recipe(tmp_path / "data", text_encoder="none", backbone="pixart")
     both = f"text={t5},pooled={save_clip(tmp_path / 'clip')}"
     flux = recipe(tmp_path / "data", text_encoder=both, backbone="flux", vae=save_vae(tmp_path / "vae"))

@@ -5,7 +5,9 @@ import random
 import pytest
 
 from benchmarks.parallel_training import tiny_model
+from dit.errors import ConfigError
 from dit.layout import SequenceLayout
+from dit.models.dit.model import DiT
 from dit.tracing.forward import ForwardCost, LinearForm
 from dit.tracing.packs import PackShape
 from tests.parity.costs import forward_flops
@@ -35,6 +37,14 @@ def test_layers_are_what_a_second_run_of_them_adds():
     assert ForwardCost(few).of_sample((1, 4, 4)).layers * 2 == ForwardCost(more).of_sample((1, 4, 4)).layers
     ends = [cost.total - cost.layers for cost in (ForwardCost(m).of_sample((1, 4, 4)) for m in (few, more))]
     assert ends[0] == ends[1] > 0
+
+
+def test_layers_that_differ_without_a_layer_kind_are_refused_with_the_cure(monkeypatch):
+    """As in a backbone whose blocks read another block."""
+    model = tiny_model(hidden_size=64, num_layers=3)
+    monkeypatch.setattr(DiT, "layer_inputs", lambda self, *_: self.layers["2"])
+    with pytest.raises(ConfigError, match=r"DiTConfig: the forward pass of layers 0 to 0 without.*define `layer_kind`"):
+        ForwardCost(model).of_sample((1, 4, 4))
 
 
 def test_samples_of_a_pack_add_up():
