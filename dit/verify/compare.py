@@ -2,7 +2,7 @@
 
 A training run is the dictionary that the ranks of one world report: `losses` and `grad_norms` of every step,
 `gradients` of the first step, `parameters` after the last step (unsharded tensors by name), `averages` of them if there
-are any, and `drifted`, the parameters whose copies differ between ranks.
+are any, `drifted`, the parameters whose copies differ between ranks, and `inexact`, see `Comparison`.
 """
 
 import math
@@ -42,11 +42,13 @@ class Comparison:
         errors: for each compared quantity, the relative error of each step or parameter.
         drifted: parameters whose copies on several ranks differ after the last step.
         bounds: largest accepted error of each quantity.
+        inexact: weights and averages of the layout that differ from its main weights.
     """
 
     errors: Mapping[str, Mapping[str, float]]
     drifted: tuple[str, ...]
     bounds: Mapping[str, float]
+    inexact: tuple[str, ...] = ()
 
     @property
     def differences(self) -> tuple[str, ...]:
@@ -56,7 +58,7 @@ class Comparison:
             for kind in self.errors
             for name, error in self.wrong(kind).items()
         ]
-        return (*lines, *(f"{name}: its copies differ between ranks" for name in self.drifted))
+        return (*lines, *(f"{name}: its copies differ between ranks" for name in self.drifted), *self.inexact)
 
     def wrong(self, kind: str) -> dict[str, float]:
         """Return the errors of a quantity that are above its bound or NaN."""
@@ -83,7 +85,7 @@ def compare_training(
     for kind in bounds:
         norms = {name: float(value.norm()) for name, value in _named(one[kind]).items()}
         errors[kind] = floored(relative_errors(one[kind], many[kind]), norms, floor)
-    return Comparison(errors, tuple(many["drifted"]), bounds)
+    return Comparison(errors, tuple(many["drifted"]), bounds, tuple(many.get("inexact", ())))
 
 
 def floored(errors: Mapping[str, float], norms: Mapping[str, float], floor: float) -> dict[str, float]:

@@ -69,6 +69,8 @@ class Against(Report):
         folder: folder of the reference files.
     """
 
+    recomputes_averages = False  # of a model of full size, for which the host may have no memory
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
@@ -185,6 +187,7 @@ def differences(one: Trial, many: Trial, folder: Path) -> Optional[dict[str, Any
             if kind in result
         },
         "drifted": [name for rank in results for name in rank["drifted"]],
+        "inexact": result["inexact"],
     }
 
 

@@ -115,6 +115,8 @@ class Verdict:
                 )
         if self.comparison.drifted:
             lines.append(f"copies that differ between ranks: {_listed(dict.fromkeys(self.comparison.drifted))}")
+        if self.comparison.inexact:
+            lines.append(f"after the updates: {_listed(dict.fromkeys(self.comparison.inexact))}")
         return lines
 
     def _first(self) -> list[str]:
@@ -218,7 +220,8 @@ def judge_differences(
         if compared:
             norms = {name: one.norm for name, one in compared.items()}
             errors[kind] = floored({name: one.error for name, one in compared.items()}, norms, floor)
-    comparison = Comparison(errors, tuple(reported["drifted"]), with_averages(bounds, "averages" in reported))
+    bounds = with_averages(bounds, "averages" in reported)
+    comparison = Comparison(errors, tuple(reported["drifted"]), bounds, tuple(reported["inexact"]))
     wrong = {name: gradients[name] for name in comparison.wrong("gradients")}
     return _verdict(comparison, wrong, idle, model, sizes)
 

@@ -4,6 +4,7 @@
 """
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from dit.batch import PackedBatch
 from dit.context_parallel.shard_batch import shard
 from dit.errors import ConfigError
 from dit.models.base import Backbone, ModelConfig
-from dit.monitoring.expert_load import expert_load
+from dit.monitoring.expert_load import expert_layers, expert_load
 from dit.objectives.addressed_noise import NoiseMixer
 from dit.objectives.base import Objective
 from dit.objectives.flow_matching import FlowMatching
@@ -37,7 +38,7 @@ from dit.parallel.implementations import target_of
 from dit.parallel.loss_scale import LossScale, loss_scale_of
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.step.forward_step import ForwardStep, noise_kernel, training_forward_step
-from dit.step.train_step import Action, Step, StepFunctions, StepObserver, train_step
+from dit.step.train_step import Action, Part, Step, StepFunctions, StepObserver, train_step
 
 SEED = 5
 TRAINING = TrainingConfig(global_batch_size=4, precision="fp32", seed=SEED, ema_decay=None)
@@ -48,6 +49,8 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, clip_grad=0.5, weight_decay=0.1, eps=1e-6)
 HALF_OPTIMIZER = replace(OPTIMIZER, lr=1.0, eps=0.1)
 EMA_DECAY = 0.5
 """Decay of the weight average, small enough that two updates change it."""
+AVERAGE_RTOL = 1e-6
+"""Tolerance of averages: the order of the operations of an update in fp32 differs."""
 LARGE_LOSS_SCALE = 2.0**30
 """Loss scale with which fp16 gradients overflow."""
 
@@ -200,7 +203,13 @@ def build(trial: Trial) -> Built:
 
 
 class Report:
-    """Gathers the unsharded gradients, weights and averages on every rank."""
+    """Gathers the unsharded gradients, weights and averages on every rank.
+
+    Attributes:
+        recomputes_averages: whether `Exactness` recomputes the averages.
+    """
+
+    recomputes_averages = True
 
     def gradients(self, session: Built) -> dict[str, Any]:
         """Return `gradients` of the first step by name, and `by_rank` if the trial requests it."""
@@ -241,6 +250,45 @@ def drifted_copies(session: Built) -> list[str]:
     return weights + [f"{name} (average)" for name in averages]
 
 
+class Exactness:
+    """Relations between the weights of this rank that hold after every update, in any precision.
+
+    The model's weights are the fp32 main weights rounded to its precision, to the bit. The average is in fp32 and
+    equals one that is computed here from the main weights, on the host.
+
+    Args:
+        averages: whether to check the averages, which takes 4 bytes of host memory per element.
+
+    Attributes:
+        faults: a line for each parameter for which a relation does not hold.
+    """
+
+    def __init__(self, session: Built, *, averages: bool) -> None:
+        self.session, self.faults = session, dict[str, None]()
+        self._averages = [s.main.detach().cpu().clone() for s in session.shards if averages and session.ema is not None]
+
+    def check_weights(self) -> None:
+        """Check the weights after an update."""
+        for s in self.session.shards:
+            used = s.parameter.detach().flatten()[s.start : s.stop]
+            rounded = s.main.detach().flatten().to(used.dtype)
+            if not torch.allclose(used, rounded, rtol=0.0, atol=0.0, equal_nan=True):
+                self.faults[f"{s.name}: the weight is not its fp32 main weight in {used.dtype}"] = None
+
+    def check_averages(self) -> None:
+        """Check the averages after an update; call after every one."""
+        ema, decay = self.session.ema, self.session.trial.training.ema_decay
+        if ema is None or decay is None:
+            return
+        for s, expected, average in zip(self.session.shards, self._averages, ema.values):
+            expected.lerp_(s.main.detach().cpu(), 1.0 - decay)
+            close = torch.allclose(
+                average.detach().cpu(), expected, rtol=AVERAGE_RTOL, atol=AVERAGE_RTOL, equal_nan=True
+            )
+            if average.dtype != torch.float32 or not close:
+                self.faults[f"{s.name}: the average in {average.dtype} is not that of the fp32 main weights"] = None
+
+
 class Recorder(StepObserver):
     """Records losses and norms of every update, and reports the gradients of the first.
 
@@ -251,10 +299,21 @@ class Recorder(StepObserver):
     def __init__(self, session: Built, report: Report) -> None:
         self.session, self.report = session, report
         self.result: dict[str, Any] = {"losses": [], "grad_norms": [], "loss_scales": []}
+        self._loads = [layer.load for chunk in session.chunks for _, layer in expert_layers(chunk)]
+
+    def enter(self, part: Part) -> None:
+        if part == "forward and backward":
+            for load in self._loads:
+                load.begin_step()
+
+    def discard(self, step: Step) -> None:
+        for load in self._loads:
+            load.drop_step()
 
     def judge(self, step: Step) -> Action:
         scale = self.session.loss_scale
-        if step.overflowed and scale is not None:
+        # The gradients of a loss that is not finite do not depend on the scale.
+        if step.overflowed and scale is not None and math.isfinite(step.loss):
             raise ConfigError(f"step {step.number}: the gradients overflow {scale.exhausted()}")
         self.result["losses"].append(step.loss)
         self.result["grad_norms"].append(step.grad_norm)
@@ -277,7 +336,8 @@ def train(
         report: reports gradients and weights; `Report` if None.
 
     Returns:
-        `losses`, `grad_norms` and `loss_scales` of every step, `part_norms` of the first, and the results of `report`.
+        `losses`, `grad_norms` and `loss_scales` of every step, `part_norms` of the first, `inexact`, the faults of all
+        ranks found by `Exactness`, and the results of `report`.
     """
     report = report or Report()
     session = build(trial)
@@ -292,15 +352,24 @@ def train(
     rates = trial.optimizer.lr, trial.optimizer.beta1
     functions = StepFunctions(trial.objective, forward_step, lambda _: rates, micro_batches)
     recorder = Recorder(session, report)
+    exactness = Exactness(session, averages=report.recomputes_averages)
+    is_fsdp = trial.parallel.data_parallel == "fsdp"
     for _ in range(trial.steps):
         step_batches = list(itertools.islice(batches, micro_batches))
         while train_step(session, iter(step_batches), functions, recorder).action == "overflow":
             session.step -= 1
+        exactness.check_averages()
+    if not is_fsdp:  # which has no local weights between steps
+        exactness.check_weights()
     result = recorder.result
     # With an overlapped gather the last update waits for the next forward pass.
     copy_masters_to_model(session.optimizer, session.wrapped)
-    if trial.parallel.data_parallel == "fsdp":
+    if is_fsdp:
         session.wrapped[0].start_param_sync(force_sync=True)  # gather all weights, to see what a forward pass would use
+        exactness.check_weights()
+    inexact: list[Any] = [None] * groups.world_size
+    dist.all_gather_object(inexact, list(exactness.faults))
+    result["inexact"] = list(dict.fromkeys(itertools.chain(*inexact)))
     result |= report.weights(session)
     if then is not None:
         then(session)

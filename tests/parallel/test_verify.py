@@ -1,9 +1,11 @@
 """`launch.verify` names the parameter in which a fault shows; `tests/laws` has what it finds equal."""
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
+from pathlib import Path
 from typing import Any, ClassVar, Optional
 from unittest import mock
 
@@ -14,6 +16,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 import dit.verify.trial
+from benchmarks.parallel_training import trial_of
 from dit.batch import PackedBatch
 from dit.errors import EXIT_CONFIG, EXIT_OK, EXIT_UNEXPECTED, ConfigError
 from dit.kernels.adamw import AdamW, Elements, Rates
@@ -31,7 +34,7 @@ from dit.step.forward_step import training_forward_step
 from dit.verify.full import differences, reference_bytes, reference_folder
 from dit.verify.ranks import run_world
 from dit.verify.report import Verdict, judge_differences
-from dit.verify.trial import LARGE_LOSS_SCALE, train
+from dit.verify.trial import HALF_OPTIMIZER, LARGE_LOSS_SCALE, train
 from launch.config_file import built
 from launch.train import call_recipe
 from launch.verify import Outcome, Pair, compare, in_half, main, tiny_pair, verify_full
@@ -146,6 +149,35 @@ def unchanged_model(case: dict) -> dict:
     """Train, without a copy of the master weights to the weights of the model in half precision."""
     with mock.patch.object(DistributedOptimizer, "_copy_main_params_to_model_params"):
         return train(case["trial"])
+
+
+def one_unit_off(case: dict) -> dict:
+    """Train, with weights of the model that are one unit in the last place off their master weights."""
+    copy = DistributedOptimizer._copy_main_params_to_model_params
+
+    def inexact(self: DistributedOptimizer) -> None:
+        copy(self)
+        for group in self.model_float16_groups:
+            for parameter in group:
+                parameter.data.view(torch.int16).add_(1)
+
+    with mock.patch.object(DistributedOptimizer, "_copy_main_params_to_model_params", inexact):
+        return train(case["trial"])
+
+
+def other_decay(case: dict) -> dict:
+    """Train, with a slightly different decay of the average on every rank."""
+    with mock.patch.object(EMA, "weight", return_value=0.51):
+        return train(case["trial"])
+
+
+def nan_weight(case: dict) -> dict:
+    """Train, with a weight that is not a number."""
+
+    def alter(chunks: list) -> None:
+        next(chunks[0].parameters()).data.view(-1)[0] = torch.nan
+
+    return train(replace(case["trial"], alter=alter))
 
 
 def full_differences(case: dict) -> Optional[dict[str, Any]]:
@@ -275,7 +307,10 @@ SETTINGS: dict[str, tuple[str, Optional[str], str]] = {
     "offload, moments forgotten": ("fp32", "offload", "tests.parallel.test_verify:forgetful_offload"),
     "bf16": ("bf16", None, RUN),
     "bf16, no copy": ("bf16", None, "tests.parallel.test_verify:unchanged_model"),
+    "bf16, one unit": ("bf16", None, "tests.parallel.test_verify:one_unit_off"),
+    "bf16, other decay": ("bf16", None, "tests.parallel.test_verify:other_decay"),
     "fp16": ("fp16", None, RUN),
+    "fp16, NaN": ("fp16", None, "tests.parallel.test_verify:nan_weight"),
     "fp16, other scale": ("fp16", None, "tests.parallel.test_verify:other_loss_scale"),
 }
 """Precision of the layout, whether its moments and its average are offloaded, and the task, which may have a fault."""
@@ -386,6 +421,42 @@ def test_bf16_weights_that_miss_an_update_are_found(with_settings: dict[str, Any
     assert verdict.wrong == ()
     assert verdict.comparison.wrong("losses").keys() == {"step 1"}
     assert verdict.comparison.wrong("parameters")
+
+
+@pytest.mark.parametrize(("name", "kind"), [("one unit", "weight"), ("other decay", "average")])
+def test_an_inexact_copy_within_the_bounds_of_half_precision_is_found(
+    with_settings: dict[str, Any], name: str, kind: str
+) -> None:
+    sound, (verdict, many) = with_settings["bf16"][1], with_settings[f"bf16, {name}"]
+    assert sound["inexact"] == []
+    assert not any(verdict.comparison.wrong(quantity) for quantity in verdict.comparison.errors)
+    assert len(many["inexact"]) > 10
+    assert all(f": the {kind} " in line for line in many["inexact"])
+    assert not verdict.is_equal
+    assert f"after the updates: {many['inexact'][0]}" in verdict.text()
+
+
+def test_a_loss_that_is_not_finite_is_no_overflow(with_settings: dict[str, Any]) -> None:
+    """No loss scale cures it; it is reported as in other precisions."""
+    verdict, many = with_settings["fp16, NaN"]
+    assert not any(map(math.isfinite, many["losses"]))
+    assert verdict.comparison.wrong("losses").keys() == {"step 0", "step 1"}
+
+
+def test_attempts_that_overflow_do_not_count_in_the_load_of_experts(tmp_path: Path) -> None:
+    experts = {"num_layers": 2, "num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}
+    case = {"parallel": {"data_parallel": "ddp"}, "packed": True, "model": experts, "precision": "fp16"}
+    trial = replace(trial_of(case), optimizer=HALF_OPTIMIZER)
+
+    def trained(loss_scale: float) -> dict[str, Any]:
+        training = replace(trial.training, initial_loss_scale=loss_scale)
+        return run_world(1, [{"task": RUN, "trial": replace(trial, training=training)}], tmp_path / str(loss_scale))[0]
+
+    overflows = trained(LARGE_LOSS_SCALE)
+    assert overflows["loss_scales"][0] < LARGE_LOSS_SCALE
+    fits = trained(overflows["loss_scales"][0])
+    assert fits["losses"] == overflows["losses"]
+    assert fits["expert_load"] == overflows["expert_load"]
 
 
 def test_an_overflow_lowers_the_loss_scale_until_the_step_fits(with_settings: dict[str, Any]) -> None:
