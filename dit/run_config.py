@@ -229,10 +229,11 @@ def check_outputs(objective: Objective, model: ModelConfig) -> None:
     Raises:
         ConfigError: with the numbers and the cure.
     """
-    if objective.reconstructs != (model.posterior_features > 0):
+    if (objective.reconstructs, objective.quantizes) != (model.posterior_features > 0, model.quantizes):
         raise ConfigError(
             f"objective {objective} and model {type(model).__name__} do not go together: objective=autoencoding trains "
-            "an autoencoder, and nothing else does; select both, or neither"
+            "an autoencoder without model.codebook_size, objective=vq_autoencoding one with it, and no other objective "
+            "trains autoencoders; select a pair"
         )
     if objective.augmentation is None and any(condition.name == AUGMENTATION.name for condition in model.conditions()):
         raise ConfigError(

@@ -24,6 +24,7 @@ from dit.objectives.ddpm import DDPM, LearnedVariance
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.losses import UncertaintyWeighting
+from dit.objectives.vq_autoencoding import VQAutoencoding
 from dit.optimizer.schedules import (
     WSD,
     Constant,
@@ -208,6 +209,14 @@ def autoencoder_kl_f8() -> run.Config[AutoencoderConfig]:
 
 
 @run.cli.factory(target=ModelConfig)
+def autoencoder_vq_f4() -> run.Config[AutoencoderConfig]:
+    """VQ-f4 autoencoder (55.3 M) of latent diffusion: sides / 4, 3 channels, 8,192 codes, width 128 to 512."""
+    return run.Config(
+        AutoencoderConfig, patch_spatial=4, latent_channels=3, block_out_channels=[128, 256, 512], codebook_size=8192
+    )
+
+
+@run.cli.factory(target=ModelConfig)
 def ddpm_unet() -> run.Config[DDPMUNetConfig]:
     """Conditional DDPM UNet (15.66 M): pictures of 3 channels, 10 classes, 64 to 256 channels at 4 resolutions."""
     return run.Config(DDPMUNetConfig)
@@ -256,6 +265,12 @@ def sdxl_unet() -> run.Config[LDMUNetConfig]:
 def autoencoding() -> run.Config[Autoencoding]:
     """Reconstruction and KL of an autoencoder (Rombach et al. 2022); set model=autoencoder_kl_f8 with it."""
     return run.Config(Autoencoding)
+
+
+@run.cli.factory(target=Objective)
+def vq_autoencoding() -> run.Config[VQAutoencoding]:
+    """Reconstruction, codebook and commitment (van den Oord et al. 2017); set model=autoencoder_vq_f4 with it."""
+    return run.Config(VQAutoencoding)
 
 
 @run.cli.factory(target=Objective)

@@ -6,5 +6,6 @@ DIFFUSERS = {
     "FluxTransformer2DModel": "dit.convert.diffusers_flux:DiffusersFlux",
     "PixArtTransformer2DModel": "dit.convert.diffusers_pixart:DiffusersPixArt",
     "UNet2DConditionModel": "dit.convert.diffusers_unet:DiffusersUNet",
+    "VQModel": "dit.convert.diffusers_autoencoder:DiffusersVQModel",
     "WanTransformer3DModel": "dit.convert.diffusers_wan:DiffusersWan",
 }

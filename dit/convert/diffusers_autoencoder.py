@@ -1,20 +1,23 @@
-"""Convert diffusers' `AutoencoderKL` to and from our autoencoder.
+"""Convert diffusers' `AutoencoderKL` and `VQModel` to and from our autoencoder.
 
 The weights have the same shapes, and the same names except for the parts in `NAMES`. Scale and shift of the latents are
 the settings `scaling_factor` and `shift_factor`. Models with other activations, other kinds of blocks, or per-channel
 statistics are errors.
 
-Source: diffusers 0.38, `models/autoencoders/autoencoder_kl.py`, names and settings.
+Source: diffusers 0.38, `models/autoencoders/autoencoder_kl.py` and `vq_model.py`, names and settings.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedModel
 from dit.convert.rules import Rule, RuleBook, Shape
 from dit.errors import ConfigError
 from dit.models.autoencoder.config import AutoencoderConfig
+from dit.models.base import ModelConfig
 from dit.objectives.autoencoding import Autoencoding
+from dit.objectives.vq_autoencoding import VQAutoencoding
 
 DOWN, UP = "DownEncoderBlock2D", "UpDecoderBlock2D"
 NAMES = {
@@ -23,8 +26,11 @@ NAMES = {
     ".to_out.": ".to_out.0.",
     ".downsampler.": ".downsamplers.0.conv.",
     ".upsampler.": ".upsamplers.0.conv.",
+    "codebook.entries": "quantize.embedding.weight",
 }
 """Parts of names: ours, diffusers'."""
+KL_ONLY = ("shift_factor", "latents_mean", "latents_std", "use_quant_conv", "use_post_quant_conv")
+"""Settings of `AutoencoderKL` that `VQModel` does not have."""
 
 
 class DiffusersAutoencoder(DiffusersFormat[AutoencoderConfig]):
@@ -59,6 +65,9 @@ class DiffusersAutoencoder(DiffusersFormat[AutoencoderConfig]):
         "use_quant_conv": True,
         "use_post_quant_conv": True,
     }
+
+    def describes(self, model: ModelConfig) -> bool:
+        return super().describes(model) and not model.quantizes
 
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
         channels, size = list(published["block_out_channels"]), published["sample_size"]
@@ -99,6 +108,42 @@ class DiffusersAutoencoder(DiffusersFormat[AutoencoderConfig]):
 
     def rules(self, model: AutoencoderConfig, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
         return RuleBook(shapes, [Rule(name, (_diffusers_name(name),)) for name in shapes])
+
+
+class DiffusersVQModel(DiffusersAutoencoder):
+    """`VQModel`, whose entries are as wide as its latents."""
+
+    class_name = "VQModel"
+    defaults: Mapping[str, Any] = {
+        **{n: x for n, x in DiffusersAutoencoder.defaults.items() if n not in KL_ONLY},
+        "latent_channels": 3,
+        "num_vq_embeddings": 256,
+        "vq_embed_dim": None,
+        "norm_type": "group",
+        "lookup_from_codebook": False,
+        "force_upcast": False,
+    }
+    fixed: Mapping[str, Any] = {"act_fn": "silu", "norm_type": "group", "lookup_from_codebook": False}
+
+    def describes(self, model: ModelConfig) -> bool:
+        return type(model) is self.config_class and model.quantizes
+
+    def read(self, published: Mapping[str, Any]) -> TrainedModel:
+        width, channels = published["vq_embed_dim"], published["latent_channels"]
+        if width not in (None, channels):
+            raise ConfigError(
+                f"VQModel with vq_embed_dim={width} and latent_channels={channels}; ours has entries as wide as latents"
+            )
+        trained = super().read({**published, "shift_factor": None})
+        assert isinstance(trained.model, AutoencoderConfig)
+        model = replace(trained.model, codebook_size=published["num_vq_embeddings"])
+        return replace(trained, model=model, objective=VQAutoencoding())
+
+    def write(self, model: AutoencoderConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
+        settings, notes = super().write(model, latent_size)
+        del settings["shift_factor"]
+        codebook = {"num_vq_embeddings": model.codebook_size, "vq_embed_dim": model.latent_channels}
+        return settings | codebook, notes
 
 
 def _diffusers_name(name: str) -> str:

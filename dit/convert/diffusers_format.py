@@ -140,6 +140,10 @@ class DiffusersFormat(ABC, Generic[Model]):
         """Return further names of a diffusers layer in adapter files."""
         return []
 
+    def describes(self, model: ModelConfig) -> bool:
+        """Return whether the class is that of a model."""
+        return type(model) is self.config_class
+
     def reads(self, settings: Mapping[str, Any]) -> bool:
         """Return whether a `config.json` is of this class."""
         name = settings.get("_class_name")
@@ -222,9 +226,9 @@ def format_of_model(model: ModelConfig) -> DiffusersFormat[ModelConfig]:
         ConfigError: diffusers has no such model.
     """
     for candidate in formats():
-        if type(model) is candidate.config_class:
+        if candidate.describes(model):
             return candidate
-    supported = ", ".join(candidate.config_class.__name__ for candidate in formats())
+    supported = ", ".join(dict.fromkeys(candidate.config_class.__name__ for candidate in formats()))
     name = type(model).__name__
     why = f" ({NEAREST[name]})" if name in NEAREST else ""
     raise ConfigError(f"diffusers {VERSION} has no model like {name}{why}; backbones with one are {supported}")

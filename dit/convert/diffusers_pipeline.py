@@ -157,7 +157,7 @@ XL = Pipeline(
 """Of `UNet2DConditionModel` with a pooled text."""
 
 NONE: Mapping[str, str] = {
-    "AutoencoderKL": "an autoencoder is a part of the pipelines of other models",
+    **dict.fromkeys(("AutoencoderKL", "VQModel"), "an autoencoder is a part of the pipelines of other models"),
 }
 """Reasons why a model class has no pipeline."""
 

@@ -92,13 +92,18 @@ def how_to_sample(trained: TrainedModel) -> list[str]:
     objective, model = trained.objective, trained.model
     lines = [f"trained with {objective}"]
     if objective.reconstructs:
+        latents = (
+            "z * scaling_factor, z = `VQModel.from_pretrained(folder).encode(x).latents`, which `decode` quantises"
+            if objective.quantizes
+            else "(z - shift_factor) * scaling_factor, z the mean of "
+            "`AutoencoderKL.from_pretrained(folder).encode(x).latent_dist`"
+        )
         return [
             *lines,
             f"pictures of {model.in_channels} channels in [-1, 1], sides in multiples of {model.patch_spatial} "
             f"(trained on {trained.latent_size[1]} x {trained.latent_size[2]})",
-            "latents for a diffusion model are (z - shift_factor) * scaling_factor, z the mean of "
-            "`AutoencoderKL.from_pretrained(folder).encode(x).latent_dist`; `--vae folder` of "
-            "`python -m energon_data.prepare` writes these",
+            f"latents for a diffusion model are {latents}; `--vae folder` of `python -m energon_data.prepare` writes "
+            "these",
         ]
     if isinstance(objective, FlowMatching):
         predicts = "the clean latent x0" if objective.prediction == "x0" else "the velocity noise - x0"

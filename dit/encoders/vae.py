@@ -3,6 +3,8 @@
 `Geometry` reads the compression and the scale of an autoencoder from its `config.json` without loading weights.
 
     pixels [3, T, H, W] in [-1, 1]  -- encoder, posterior mean -->  z  -- (z - mean) / std -->  latent [C, t, h, w]
+
+The z of a `VQModel` is the encoder's output before quantisation; decoding quantises it.
 """
 
 import math
@@ -23,8 +25,10 @@ from dit.safe_files import parse_json, read_bytes
 Precision = Literal["fp32", "bf16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 IDENTITY = "identity"  # pixels are their own latents
-KINDS = ("AutoencoderKL", "AutoencoderKLWan", "AutoencoderKLHunyuanVideo")
-"""Supported classes of diffusers; the first encodes each frame separately, the others are causal in time."""
+FRAMEWISE = ("AutoencoderKL", "VQModel")
+"""Classes of diffusers that encode each frame separately."""
+KINDS = (*FRAMEWISE, "AutoencoderKLWan", "AutoencoderKLHunyuanVideo")
+"""Supported classes of diffusers; those not in `FRAMEWISE` are causal in time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +91,9 @@ class Geometry:
             fault = f"is a {kind}" if has_class else "has no _class_name in its config.json"
             raise ConfigError(f"{name} {fault}; supported classes are {', '.join(KINDS)}")
         entry = {**_defaults(kind), **config}
-        if kind == "AutoencoderKL":
-            channels, time, space = entry["latent_channels"], 1, 2 ** (len(entry["block_out_channels"]) - 1)
+        if kind in FRAMEWISE:
+            channels = entry.get("vq_embed_dim") or entry["latent_channels"]
+            time, space = 1, 2 ** (len(entry["block_out_channels"]) - 1)
         elif kind == "AutoencoderKLWan":
             channels, time, space = entry["z_dim"], entry["scale_factor_temporal"], entry["scale_factor_spatial"]
         else:
@@ -184,13 +189,14 @@ class VAE:
         device: of the weights.
         precision: of weights and activations; latents are always float32.
         tile: longest side, in pixels, without overlapping tiles (diffusers' tiling), which bound memory and change the
-            numbers slightly; None for no tiles.
+            numbers slightly; None for no tiles. A `VQModel` has none.
     """
 
     def __init__(
         self, name: str, *, device: str = "cpu", precision: Precision = "fp32", tile: Optional[int] = None
     ) -> None:
-        self.name, self.geometry, self.tile = name, Geometry.read(name), tile
+        self.name, self.geometry = name, Geometry.read(name)
+        self.tile = None if self.geometry.kind == "VQModel" else tile
         self.dtype = DTYPES[precision]
         self._model: Any = None if self.geometry.kind == IDENTITY else self._load(name).to(device)
         self._mean = torch.tensor(self.geometry.mean, device=device)[:, None, None, None]
@@ -214,7 +220,8 @@ class VAE:
             pixels_BCTHW: `[B, 3, T, H, W]` in [-1, 1].
 
         Returns:
-            `[B, C, t, h, w]` float32 on the autoencoder's device: the mean of the posterior, shifted and scaled.
+            `[B, C, t, h, w]` float32 on the autoencoder's device: the mean of the posterior (of a `VQModel`, the latent
+            before quantisation), shifted and scaled.
 
         Raises:
             ConfigError: a size cannot be encoded.
@@ -225,8 +232,9 @@ class VAE:
             return pixels_BCTHW.to(self._mean.device, torch.float32)
         self._choose_tiling(max(height, width))
         pixels = pixels_BCTHW.to(self._mean.device, self.dtype)
-        if self.geometry.kind == "AutoencoderKL":
-            flat = self._model.encode(pixels.transpose(1, 2).flatten(0, 1)).latent_dist.mode()
+        if self.geometry.kind in FRAMEWISE:
+            encoded = self._model.encode(pixels.transpose(1, 2).flatten(0, 1))
+            flat = encoded.latents if self.geometry.kind == "VQModel" else encoded.latent_dist.mode()
             z = flat.unflatten(0, (-1, frames)).transpose(1, 2)
         else:
             z = self._model.encode(pixels).latent_dist.mode()
@@ -244,7 +252,7 @@ class VAE:
             return latent.clamp(-1, 1)
         self._choose_tiling(max(latent_BCTHW.shape[3:]) * self.geometry.space)
         z = (latent * self._std + self._mean).to(self.dtype)
-        if self.geometry.kind == "AutoencoderKL":
+        if self.geometry.kind in FRAMEWISE:
             flat = self._model.decode(z.transpose(1, 2).flatten(0, 1)).sample
             pixels = flat.unflatten(0, (-1, latent.shape[2])).transpose(1, 2)
         else:

@@ -15,7 +15,7 @@ SAMPLES = 1024
 
 @torch.no_grad()
 def measure_latents(autoencoder: Generator, samples: int = SAMPLES) -> tuple[float, float]:
-    """Return mean and standard deviation of the latents (the means of the posteriors) over all channels.
+    """Return mean and standard deviation of the latents (`Autoencoder.encode`) over all channels.
 
     Args:
         autoencoder: a trained one; its data are read in the order of its training.
@@ -35,7 +35,7 @@ def measure_latents(autoencoder: Generator, samples: int = SAMPLES) -> tuple[flo
     sums = torch.zeros(3, dtype=torch.float64)
     for batch in islice(iter(stream.__next__, None), -(-samples // per_batch)):
         batch = batch.to(device)
-        z_NCHW = network.encode(batch.dense(batch.latents_TC).flatten(0, 1))[0].double().cpu()
+        z_NCHW = network.encode(batch.dense(batch.latents_TC).flatten(0, 1)).double().cpu()
         sums += torch.stack([z_NCHW.sum(), z_NCHW.square().sum(), torch.tensor(float(z_NCHW.numel()))])
     stream.close()
     total, squares, count = sums.tolist()

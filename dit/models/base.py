@@ -189,6 +189,11 @@ class ModelConfig(ABC):
         return 0
 
     @property
+    def quantizes(self) -> bool:
+        """Whether the posterior of an autoencoder is an entry of a codebook."""
+        return False
+
+    @property
     def adapters(self) -> Optional[LoRAConfig]:
         """Settings of low-rank adapters; None if all parameters are trained."""
         return None

@@ -5,5 +5,6 @@ OBJECTIVES = {
     "ddpm": "dit.objectives.ddpm:DDPM",
     "edm": "dit.objectives.edm:EDM",
     "flow_matching": "dit.objectives.flow_matching:FlowMatching",
+    "vq_autoencoding": "dit.objectives.vq_autoencoding:VQAutoencoding",
 }
 """By the names that recipes give them."""

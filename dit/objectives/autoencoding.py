@@ -15,8 +15,30 @@ from dit.objectives.losses import LossKind, Term, token_error
 from dit.ranges import NOT_NEGATIVE, check_choice, check_ranges
 
 
+class Reconstruction(Objective):
+    """An objective of autoencoders: there is no noising path, and no samples are drawn."""
+
+    @property
+    def reconstructs(self) -> bool:
+        return True
+
+    def denoise(self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout) -> NoReturn:
+        """Refuse: there is no noising path."""
+        self._refuse()
+
+    def sampling_grid(self, num_steps: int) -> NoReturn:
+        """Refuse: there is no noising path."""
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        raise ConfigError(
+            "an autoencoder draws no samples: train a model on its latents (python -m launch.export --format diffusers "
+            "writes it, python -m energon_data.prepare ... --vae encodes with it)"
+        )
+
+
 @dataclass(kw_only=True)
-class Autoencoding(Objective):
+class Autoencoding(Reconstruction):
     """The negative evidence lower bound of a Gaussian posterior per pixel value, with a weighted KL term.
 
     With x of C values in a token, posterior N(mean, exp(logvar)) of its latent, and z = mean + exp(logvar / 2) eps:
@@ -48,10 +70,6 @@ class Autoencoding(Objective):
     def terms(self) -> tuple[str, ...]:
         return ("error", "kl")
 
-    @property
-    def reconstructs(self) -> bool:
-        return True
-
     def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
         """Return pixels and noise.
 
@@ -78,20 +96,6 @@ class Autoencoding(Objective):
         posterior_TC = torch.where(layout.valid_T[:, None], posterior_TC.float(), 0.0)
         kl_T = self.kl_weight / channels * kl_to_standard_normal(*posterior_TC.chunk(2, 1))
         return {"error": Term(error_T, prepared.weight_S), "kl": Term(kl_T, prepared.weight_S)}
-
-    def denoise(self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout) -> NoReturn:
-        """Refuse: there is no noising path."""
-        self._refuse()
-
-    def sampling_grid(self, num_steps: int) -> NoReturn:
-        """Refuse: there is no noising path."""
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise ConfigError(
-            "an autoencoder draws no samples: train a model on its latents (python -m launch.export --format diffusers "
-            "writes it, python -m energon_data.prepare ... --vae encodes with it)"
-        )
 
 
 def kl_to_standard_normal(mean_TC: Tensor, log_variance_TC: Tensor) -> Tensor:

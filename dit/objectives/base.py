@@ -93,6 +93,11 @@ class Objective(ABC):
         return False
 
     @property
+    def quantizes(self) -> bool:
+        """Whether the posterior of the autoencoder is an entry of a codebook."""
+        return False
+
+    @property
     def augmentation(self) -> Optional[Augmentation]:
         """Noise that the objective adds to low-resolution pictures; None if it does not support them."""
         return None

@@ -73,8 +73,17 @@ def call_autoencoder(module: Any, latents: Tensor, step: Tensor, conditions: Map
     return [x[:, :, None] for x in (module.decode(posterior.mean).sample, posterior.mean, posterior.logvar)]
 
 
+def call_vq(module: Any, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]) -> Sequence[Tensor]:
+    """Return the decoded entries, then the latent, its entries and their indices."""
+    z = module.encode(latents[:, :, 0]).latents
+    code = module.quantize(z)[2][2].view(len(z), *z.shape[2:])
+    entries = module.quantize.embedding(code).permute(0, 3, 1, 2)
+    return [x[:, :, None] for x in (module.decode(z).sample, z, entries, code[:, None])]
+
+
 CALLS: Mapping[str, Call] = {
     "AutoencoderKL": call_autoencoder,
+    "VQModel": call_vq,
     "DiTTransformer2DModel": _call_dit,
     "PixArtTransformer2DModel": _call_pixart,
     "WanTransformer3DModel": _call_wan,

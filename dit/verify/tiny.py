@@ -56,6 +56,7 @@ def tiny_model(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
         "context_size": 12,
         "pooled_size": 6,
         "latent_channels": 4,
+        "codebook_size": 16,
         **{name: [HEAD_SIZE] * len(settings.get(name) or ()) for name in ("block_out_channels", "mid_out_channels")},
         "norm_num_groups": HEAD_SIZE // 2,
         **_levels(),

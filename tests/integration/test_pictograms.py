@@ -54,6 +54,11 @@ def done(folder: Path) -> dict[str, Any]:
         "model__norm_num_groups": 2,
         "schedule__warmup_steps": 0,
     }
+    vq = {
+        **{name: value for name, value in autoencoder.items() if name.startswith(("data", "schedule"))},
+        "model__block_out_channels": "[8,8,8]",
+        "model__norm_num_groups": 2,
+    }
     latent = {
         "data__path": folder / "latents",
         "data__background": False,
@@ -68,15 +73,22 @@ def done(folder: Path) -> dict[str, Any]:
     encoded = [*DATA, *encoders, "--out", str(folder / "latents")]
     judged = ["--checkpoint", str(folder / "latent"), "--metric", "pictograms"]
     judged += ["--steps", "2", "--out", str(folder / "drawn.png")]
-    exported = ["--checkpoint", str(folder / "autoencoder"), "--format", "diffusers", "--out"]
+
+    def converted(name: str, vae: str, again: str) -> tuple[Job, Job]:
+        exported = ["--checkpoint", str(folder / name), "--format", "diffusers", "--out", str(folder / vae)]
+        imported = ["--from", str(folder / vae), "--format", "diffusers", "--out", str(folder / again)]
+        return Job(actions.export, {"arguments": exported}), Job(actions.import_weights, {"arguments": imported})
+
+    to_kl, from_kl = converted("autoencoder", "vae", "again")
+    to_vq, from_vq = converted("vq", "vq_vae", "vq_again")
     jobs = {
         "draw": Job(actions.prepare, {"arguments": [*DATA, "--out", str(folder / "pixels")]}),
         "autoencoder": Job(actions.train, run("pictogram_autoencoder", "autoencoder", **autoencoder)),
-        "export": Job(actions.export, {"arguments": [*exported, str(folder / "vae")]}),
-        "import": Job(
-            actions.import_weights,
-            {"arguments": ["--from", str(folder / "vae"), "--format", "diffusers", "--out", str(folder / "again")]},
-        ),
+        "export": to_kl,
+        "import": from_kl,
+        "vq": Job(actions.train, run("pictogram_vq_autoencoder", "vq", **vq)),
+        "export vq": to_vq,
+        "import vq": from_vq,
         "encode": Job(actions.prepare, {"arguments": encoded}),
         "latent": Job(actions.train, run("pictograms_latent", "latent", **latent)),
         "judge": Job(actions.evaluate, {"arguments": [*judged, "--json"]}),
@@ -107,10 +119,13 @@ def test_every_command_ends_well(done: dict[str, Any], folder: Path) -> None:
     assert f"export it: python -m launch.export --checkpoint {folder / 'autoencoder'}" in done["autoencoder"].out
 
 
-def test_the_autoencoder_learns_and_logs_both_terms(done: dict[str, Any], folder: Path) -> None:
-    losses = loss_values(folder / "autoencoder")
+@pytest.mark.parametrize(("run", "terms"), [("autoencoder", ("kl",)), ("vq", ("codebook", "commitment"))])
+def test_the_autoencoder_learns_and_logs_its_terms(
+    done: dict[str, Any], folder: Path, run: str, terms: tuple[str, ...]
+) -> None:
+    losses = loss_values(folder / run)
     assert losses[-1] < 0.8 * losses[0]
-    parts = [scalars(folder / "autoencoder", name) for name in ("loss_error", "loss_kl")]
+    parts = [scalars(folder / run, f"loss_{name}") for name in ("error", *terms)]
     assert [sum(values) for values in zip(*(part.values() for part in parts))] == pytest.approx(losses, rel=ROUNDING)
 
 
@@ -127,13 +142,21 @@ def test_the_exported_latents_have_mean_zero_and_deviation_one(done: dict[str, A
     assert latents.std(correction=0).item() == pytest.approx(1.0, abs=SHUFFLED)
 
 
-def test_import_gives_back_what_was_exported(done: dict[str, Any], folder: Path) -> None:
-    imported, trained = (
-        read_tensors(checkpoint(folder / "again", 0)),
-        read_tensors(checkpoint(folder / "autoencoder", STEPS)),
-    )
+def test_vq_latents_are_scaled_before_quantisation(done: dict[str, Any], folder: Path) -> None:
+    latents = VAE(str(folder / "vq_vae")).encode(drawings())
+    assert latents.shape == (COUNT, 4, 1, SIZE // 4, SIZE // 4)
+    assert latents.std(correction=0).item() == pytest.approx(1.0, abs=SHUFFLED)
+    assert "z * scaling_factor, z = `VQModel" in (folder / "vq_vae" / "README.md").read_text()
+
+
+@pytest.mark.parametrize(("again", "run"), [("again", "autoencoder"), ("vq_again", "vq")])
+def test_import_gives_back_the_exported_weights(done: dict[str, Any], folder: Path, again: str, run: str) -> None:
+    imported, trained = read_tensors(checkpoint(folder / again, 0)), read_tensors(checkpoint(folder / run, STEPS))
     average = {name.removeprefix("ema."): x for name, x in trained.items() if name.startswith("ema.")}
     assert_same_bits({name.removeprefix("weight."): x for name, x in imported.items()}, average)
+
+
+def test_import_gives_back_the_exported_settings(done: dict[str, Any], folder: Path) -> None:
     settings, _ = read_diffusers(folder / "vae")
     model = DiffusersAutoencoder().read_settings(settings).model
     assert (model.scaling_factor, model.shift_factor) == (settings["scaling_factor"], settings["shift_factor"])

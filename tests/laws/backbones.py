@@ -13,6 +13,7 @@ from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
+from dit.objectives.vq_autoencoding import VQAutoencoding
 from dit.parallel.dims import ParallelConfig
 from dit.run_config import RunConfig
 from dit.verify.tiny import tiny_model
@@ -138,6 +139,14 @@ IMAGEN: dict[str, Any] = {
     "text_tokens": 1,  # in fused attention, k null tokens weigh k times as much as one
     "objective": EDM(),
 }
+AUTOENCODER_OTHER: dict[str, Any] = {
+    "latent_channels": 3,
+    "layers_per_block": 2,
+    "norm_num_groups": 2,
+    "mid_block_add_attention": False,
+    "scaling_factor": 3.0,
+    "shift_factor": 0.5,
+}
 BACKBONES = {
     "dit": Row(recipe="tiny_dit", quick=("tp2_sp", "fsdp2"), other={"position_embedding": "sincos_2d"}),
     "dit_cross": Row(recipe="pretrain_7b", quick=("tp2_sp",), other={"position_embedding": "sincos_2d"}),
@@ -209,24 +218,24 @@ BACKBONES = {
     ),
     "autoencoder": Row(
         recipe="pictogram_autoencoder",
-        other={
-            "patch_spatial": 4,
-            "latent_channels": 3,
-            "block_out_channels": [8, 16, 8, 24],
-            "layers_per_block": 2,
-            "norm_num_groups": 2,
-            "mid_block_add_attention": False,
-            "scaling_factor": 3.0,
-            "shift_factor": 0.5,
-        },
+        other={**AUTOENCODER_OTHER, "patch_spatial": 4, "block_out_channels": [8, 16, 8, 24], "codebook_size": 16},
         also={"patch_spatial": {"block_out_channels": [8, 8, 8]}},
         refused=("patch_temporal",),
         without_effect=dict.fromkeys(("scaling_factor", "shift_factor"), "other models scale its latents"),
         objective=Autoencoding(kl_weight=0.1),
     ),
+    "vq_autoencoder": Row(
+        recipe="pictogram_vq_autoencoder",
+        quick=("dp2", "fsdp2"),
+        other={**AUTOENCODER_OTHER, "patch_spatial": 2, "block_out_channels": [8, 16, 24], "codebook_size": 7},
+        also={"patch_spatial": {"block_out_channels": [8, 8]}},
+        refused=("patch_temporal", "shift_factor"),
+        without_effect={"scaling_factor": "other models scale its latents"},
+        objective=VQAutoencoding(),
+    ),
 }
 NAMES = list(BACKBONES)
-CONDITIONED = [name for name in NAMES if name != "autoencoder"]
+CONDITIONED = [name for name in NAMES if "autoencoder" not in name]
 
 
 @cache

@@ -91,6 +91,7 @@ PUBLIC = {
     "ldm_unet": "UNet2DConditionModel",
     "sdxl_unet": "UNet2DConditionModel",
     "autoencoder": "AutoencoderKL",
+    "vq_autoencoder": "VQModel",
 }
 
 

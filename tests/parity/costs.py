@@ -261,9 +261,11 @@ def _autoencoder_weights(c: AutoencoderConfig) -> int:
 
     widths, wide, z = c.block_out_channels, c.block_out_channels[-1], c.latent_channels
     middle = 2 * block(wide, wide) + c.mid_block_add_attention * (2 * wide + 4 * convolution(wide, wide, 1))
-    down = half(widths, c.layers_per_block, c.in_channels, 2 * z)
+    encoded = z if c.codebook_size else 2 * z
+    down = half(widths, c.layers_per_block, c.in_channels, encoded)
     up = half(widths[::-1], c.layers_per_block + 1, z, c.in_channels)
-    return down + up + 2 * middle + convolution(2 * z, 2 * z, 1) + convolution(z, z, 1)
+    codebook = (c.codebook_size or 0) * z
+    return down + up + 2 * middle + convolution(encoded, encoded, 1) + convolution(z, z, 1) + codebook
 
 
 def _linear(inputs: int, outputs: int, taps: int = 1) -> int:

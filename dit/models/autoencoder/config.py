@@ -1,4 +1,4 @@
-"""Settings of the KL autoencoder."""
+"""Settings of the KL and VQ autoencoders."""
 
 from dataclasses import dataclass, field
 from typing import ClassVar, Optional
@@ -20,8 +20,9 @@ class AutoencoderConfig(ModelConfig):
         layers_per_block: residual blocks at each resolution on the way down; one more on the way up.
         norm_num_groups: groups of the group norms.
         mid_block_add_attention: use attention over the positions of the latent.
+        codebook_size: entries of the codebook, for a VQ autoencoder; None for a KL autoencoder.
         scaling_factor: models that train on the latents normalise them as (z - shift_factor) * scaling_factor; None
-            measures both at export.
+            measures both at export. A VQ autoencoder has no shift, and z is its latent before quantisation.
         shift_factor: see `scaling_factor`.
     """
 
@@ -36,12 +37,22 @@ class AutoencoderConfig(ModelConfig):
     layers_per_block: int = 2
     norm_num_groups: int = 32
     mid_block_add_attention: bool = True
+    codebook_size: Optional[int] = None
     scaling_factor: Optional[float] = None
     shift_factor: Optional[float] = None
 
     @property
+    def quantizes(self) -> bool:
+        return self.codebook_size is not None
+
+    @property
+    def encoded_channels(self) -> int:
+        """Channels of the encoder's output: z, or mean and log variance."""
+        return self.latent_channels if self.quantizes else 2 * self.latent_channels
+
+    @property
     def posterior_features(self) -> int:
-        return 2 * self.latent_channels
+        return 2 * self.latent_channels + (1 if self.quantizes else 0)
 
     @property
     def output_features(self) -> int:
@@ -54,6 +65,7 @@ class AutoencoderConfig(ModelConfig):
             {
                 **dict.fromkeys(("in_channels", "latent_channels", "block_out_channels", "norm_num_groups"), WIDTH),
                 "layers_per_block": LAYERS,
+                "codebook_size": WIDTH,
                 "scaling_factor": POSITIVE,
                 "shift_factor": FINITE,
             },
@@ -75,7 +87,13 @@ class AutoencoderConfig(ModelConfig):
                 f"model.block_out_channels={self.block_out_channels} must be multiples of "
                 f"model.norm_num_groups={groups}"
             )
-        if self.posterior_features >= self.token_channels:
+        if self.quantizes:
+            if self.shift_factor is not None:
+                raise ConfigError(
+                    f"model.shift_factor={self.shift_factor}: the latents of a VQ autoencoder "
+                    f"(model.codebook_size={self.codebook_size}) are scaled without a shift; leave it out"
+                )
+        elif self.posterior_features >= self.token_channels:
             raise ConfigError(
                 f"model.latent_channels={self.latent_channels} gives {self.posterior_features} numbers of mean and "
                 f"variance for {self.token_channels} pixel values, so nothing is compressed; use at most "

@@ -1,4 +1,4 @@
-"""Convolutions, residual blocks and attention of the autoencoder, on pictures `[N, C, H, W]`.
+"""Convolutions, residual blocks, attention and codebook of the autoencoder, on pictures `[N, C, H, W]`.
 
 Parameters have diffusers' names, except those listed in `dit.convert.diffusers_autoencoder`.
 """
@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal, Optional
 
+import torch
 from torch import Tensor, nn
-from torch.nn.functional import interpolate
+from torch.nn.functional import embedding, interpolate
 
+from dit.backends.init import uniform
 from dit.backends.provider import LayerProvider
 from dit.kernels.attention import segment_sdpa
 from dit.layers.convolution import Convolution, GroupNorm, torch_init
@@ -114,3 +116,36 @@ def resolutions(
         Resolution(before, after, layers, groups, provider, None if i == last else resample)
         for i, (before, after) in enumerate(steps)
     )
+
+
+class Codebook(nn.Module):
+    """Replaces each vector by the nearest entry of a learned codebook.
+
+    The gradient of the result passes unchanged to the vector (straight-through), and none reaches the entries; the
+    objective trains these. Entries are float32 even in a model of half precision.
+
+    Args:
+        size: number of entries.
+        channels: width of a vector and of an entry.
+
+    Source: van den Oord et al. 2017, arXiv:1711.00937, Eq. 1-3; initial entries: Esser et al. 2021, arXiv:2012.09841.
+    """
+
+    def __init__(self, size: int, channels: int, provider: LayerProvider) -> None:
+        super().__init__()
+        self.entries = provider.parameter((size, channels), uniform(1 / size), dtype=torch.float32)
+
+    def forward(self, z_NCHW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the quantised vectors, the entries with their gradient, and the indices of the entries `[N, 1, H, W]`.
+
+        Args:
+            z_NCHW: vectors, float32.
+        """
+        pictures, channels, height, width = z_NCHW.shape
+        with torch.no_grad():
+            z_TC = z_NCHW.permute(0, 2, 3, 1).reshape(-1, channels)
+            # |z - e|**2 - |z|**2: the second term is the same for all entries.
+            code_T = torch.addmm(self.entries.square().sum(1), z_TC, self.entries.T, alpha=-2).argmin(1)
+        entries_NCHW = embedding(code_T.view(pictures, height, width), self.entries).permute(0, 3, 1, 2)
+        quantized_NCHW = z_NCHW + (entries_NCHW - z_NCHW).detach()
+        return quantized_NCHW, entries_NCHW, code_T.view(pictures, 1, height, width)

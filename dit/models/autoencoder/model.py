@@ -1,4 +1,6 @@
-"""The KL autoencoder of latent diffusion, in the architecture of diffusers' `AutoencoderKL`."""
+"""The KL and VQ autoencoders of latent diffusion, in the architecture of diffusers' `AutoencoderKL` and `VQModel`."""
+
+from typing import Optional
 
 import torch
 from einops import rearrange
@@ -12,6 +14,7 @@ from dit.models.autoencoder.config import AutoencoderConfig
 from dit.models.autoencoder.layer import (
     NORM_EPSILON,
     AttentionBlock,
+    Codebook,
     MidBlock,
     ResidualBlock,
     resolutions,
@@ -23,7 +26,7 @@ LOG_VARIANCE_RANGE = (-30.0, 20.0)
 
 
 class Encoder(nn.Module):
-    """Maps pictures to mean and log variance of their latents, before the last projection."""
+    """Maps pictures to mean and log variance of their latents, or to z, before the last projection."""
 
     def __init__(self, config: AutoencoderConfig, provider: LayerProvider) -> None:
         super().__init__()
@@ -32,7 +35,7 @@ class Encoder(nn.Module):
         self.down_blocks = resolutions(channels, config.layers_per_block, groups, provider, "down")
         self.mid_block = MidBlock(channels[-1], groups, provider, attention=config.mid_block_add_attention)
         self.conv_norm_out = GroupNorm(channels[-1], groups, provider, epsilon=NORM_EPSILON)
-        self.conv_out = Convolution(channels[-1], 2 * config.latent_channels, provider)
+        self.conv_out = Convolution(channels[-1], config.encoded_channels, provider)
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
         x_NCHW = self.conv_in(x_NCHW)
@@ -61,15 +64,20 @@ class Decoder(nn.Module):
 
 
 class Autoencoder(Backbone):
-    """Encoder, a normal posterior for each position of the latent, and decoder.
+    """Encoder, bottleneck at each position of the latent, and decoder.
 
-    The input of a token is its pixels, optionally followed by noise: the decoder gets mean + exp(log variance / 2) *
-    noise, or the mean without noise. The output is the reconstruction, followed by mean and log variance.
+    KL: the bottleneck is a normal posterior. The input of a token is its pixels, optionally followed by noise: the
+    decoder gets mean + exp(log variance / 2) * noise, or the mean without noise. The output is the reconstruction,
+    followed by mean and log variance.
 
-    pixels --> encoder --> quant_conv --> mean, log variance --> z --> post_quant_conv --> decoder --> pixels
+    VQ: the bottleneck is a codebook. The input is the pixels; the decoder gets the entry e that is nearest to z. The
+    output is the reconstruction, followed by z, e and the index of e.
+
+    KL: pixels --> encoder --> quant_conv --> mean, log variance --> z --> post_quant_conv --> decoder --> pixels
+    VQ: pixels --> encoder --> quant_conv --> z --> nearest entry e -----> post_quant_conv --> decoder --> pixels
 
     Source: Rombach et al. 2022, arXiv:2112.10752, appendix G; reparameterisation: Kingma and Welling 2014,
-    arXiv:1312.6114, section 2.4.
+    arXiv:1312.6114, section 2.4; codebook: van den Oord et al. 2017, arXiv:1711.00937.
     """
 
     fsdp_units = (ResidualBlock, AttentionBlock)
@@ -80,37 +88,50 @@ class Autoencoder(Backbone):
         self.token_channels, self.latent_channels = config.token_channels, config.latent_channels
         self.patch = config.patch_spatial
         self.to_latent = Encoder(config, provider)
-        self.quant_conv = Convolution(2 * config.latent_channels, 2 * config.latent_channels, provider, size=1)
+        self.quant_conv = Convolution(config.encoded_channels, config.encoded_channels, provider, size=1)
+        self.codebook: Optional[Codebook] = None
+        if config.codebook_size is not None:
+            self.codebook = Codebook(config.codebook_size, config.latent_channels, provider)
         self.post_quant_conv = Convolution(config.latent_channels, config.latent_channels, provider, size=1)
         self.to_pixels = Decoder(config, provider)  # Megatron-Core treats an attribute `decoder` as its own layers
 
     def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
         pixels_NhwC = batch.dense(inputs_TC).flatten(0, 1)
-        noise_NhwC = pixels_NhwC[..., self.token_channels :][..., : self.latent_channels]
-        mean_NCHW, log_variance_NCHW = self.encode(pixels_NhwC[..., : self.token_channels])
-        z_NCHW = mean_NCHW
-        if noise_NhwC.shape[-1]:
-            z_NCHW = mean_NCHW + torch.exp(log_variance_NCHW / 2) * noise_NhwC.permute(0, 3, 1, 2)
-        outputs = (self.decode(z_NCHW), *(x.permute(0, 2, 3, 1) for x in (mean_NCHW, log_variance_NCHW)))
+        encoded_NCHW = self._encoded(pixels_NhwC[..., : self.token_channels])
+        if self.codebook is not None:
+            z_NCHW, *chosen = self.codebook(encoded_NCHW)
+            details = [encoded_NCHW, *chosen]
+        else:
+            noise_NhwC = pixels_NhwC[..., self.token_channels :][..., : self.latent_channels]
+            mean_NCHW, log_variance_NCHW = encoded_NCHW.chunk(2, 1)
+            log_variance_NCHW = log_variance_NCHW.clamp(*LOG_VARIANCE_RANGE)
+            z_NCHW, details = mean_NCHW, [mean_NCHW, log_variance_NCHW]
+            if noise_NhwC.shape[-1]:
+                z_NCHW = mean_NCHW + torch.exp(log_variance_NCHW / 2) * noise_NhwC.permute(0, 3, 1, 2)
+        outputs = (self.decode(z_NCHW), *(x.permute(0, 2, 3, 1) for x in details))
         return batch.layout.insert_padding(torch.cat(outputs, -1).flatten(0, 2))
 
-    def encode(self, pixels_NhwC: Tensor) -> tuple[Tensor, Tensor]:
-        """Return mean and log variance of latents, `[N, latent_channels, h, w]`, float32.
+    def encode(self, pixels_NhwC: Tensor) -> Tensor:
+        """Return the latents that other models train on: means, or z before quantisation.
 
         Args:
             pixels_NhwC: patches of the pictures.
+
+        Returns:
+            `[N, latent_channels, h, w]`, float32.
         """
+        return self._encoded(pixels_NhwC)[:, : self.latent_channels]
+
+    def _encoded(self, pixels_NhwC: Tensor) -> Tensor:
         p = self.patch
         x_NCHW = rearrange(pixels_NhwC, "n h w (ph pw c) -> n c (h ph) (w pw)", ph=p, pw=p)
-        moments_NCHW = self.quant_conv(self.to_latent(x_NCHW.to(self.quant_conv.weight.dtype)))
-        mean_NCHW, log_variance_NCHW = moments_NCHW.float().chunk(2, 1)
-        return mean_NCHW, log_variance_NCHW.clamp(*LOG_VARIANCE_RANGE)
+        return self.quant_conv(self.to_latent(x_NCHW.to(self.quant_conv.weight.dtype))).float()
 
     def decode(self, z_NCHW: Tensor) -> Tensor:
         """Return the patches of pictures, `[N, h, w, token_channels]`, float32.
 
         Args:
-            z_NCHW: latents.
+            z_NCHW: latents, quantised in a VQ autoencoder.
         """
         p = self.patch
         x_NCHW = self.to_pixels(self.post_quant_conv(z_NCHW.to(self.post_quant_conv.weight.dtype)))

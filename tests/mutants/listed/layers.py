@@ -18,6 +18,7 @@ from tests.mutants.listed.paths import (
     ROTARY,
     RULES,
     UNCERTAINTY,
+    VQ_AUTOENCODER,
 )
 from tests.mutants.runner import Mutant
 
@@ -174,6 +175,20 @@ MUTANTS = (
         "torch.exp(log_variance_NCHW / 2)",
         "torch.exp(log_variance_NCHW)",
         (AUTOENCODER,),
+    ),
+    Mutant(
+        "codebook: no gradient reaches the encoder",
+        "dit/models/autoencoder/layer.py",
+        "z_NCHW + (entries_NCHW - z_NCHW).detach()",
+        "entries_NCHW.detach()",
+        (VQ_AUTOENCODER,),
+    ),
+    Mutant(
+        "codebook: distance without the length of an entry",
+        "dit/models/autoencoder/layer.py",
+        "torch.addmm(self.entries.square().sum(1), z_TC",
+        "torch.addmm(torch.zeros_like(self.entries[:, 0]), z_TC",
+        (VQ_AUTOENCODER,),
     ),
     Mutant(
         "autoencoder: padding on both sides before half the resolution",

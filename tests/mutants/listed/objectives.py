@@ -12,6 +12,7 @@ from tests.mutants.listed.paths import (
     OBJECTIVES,
     SOLVERS,
     UNCERTAINTY,
+    VQ_AUTOENCODING,
 )
 from tests.mutants.runner import Mutant
 
@@ -218,6 +219,13 @@ MUTANTS = (
         "self.kl_weight / channels",
         "self.kl_weight / (posterior_TC.shape[1] // 2)",
         (AUTOENCODING,),
+    ),
+    Mutant(
+        "codebook: the term of the entries trains the encoder",
+        "dit/objectives/vq_autoencoding.py",
+        "token_error(e_TC, z_TC.detach()",
+        "token_error(e_TC.detach(), z_TC",
+        (VQ_AUTOENCODING,),
     ),
     Mutant(
         "low resolution: noise is not scaled with the picture",

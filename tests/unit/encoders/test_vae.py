@@ -6,7 +6,7 @@ from functools import cache
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, AutoencoderKLHunyuanVideo, AutoencoderKLWan
+from diffusers import AutoencoderKL, AutoencoderKLHunyuanVideo, AutoencoderKLWan, VQModel
 
 from dit.encoders.vae import VAE, Geometry, encode_together
 from dit.errors import ConfigError
@@ -27,11 +27,17 @@ NORMALISED = {
     "latents_std": (0.5, 1.5, 2.0, 1.0),
 }
 HUNYUAN = {"block_out_channels": (8, 8, 8, 8), "layers_per_block": 1, "norm_num_groups": 4, "latent_channels": 4}
+VQ = {
+    **{name: value for name, value in IMAGE.items() if name != "shift_factor"},
+    "num_vq_embeddings": 40,
+    "vq_embed_dim": 3,
+}
 MODELS = {
     "image": (AutoencoderKL, IMAGE),
     "normalised": (AutoencoderKL, NORMALISED),
     "wan": (AutoencoderKLWan, {"base_dim": 8, "num_res_blocks": 1}),
     "hunyuan": (AutoencoderKLHunyuanVideo, HUNYUAN),
+    "vq": (VQModel, VQ),
 }
 
 
@@ -56,7 +62,7 @@ def scale_and_shift(name, model):
     config = model.config
     if name == "image":
         return config.shift_factor, config.scaling_factor
-    if name == "hunyuan":
+    if name in ("hunyuan", "vq"):
         return 0.0, config.scaling_factor
     mean, std = (torch.tensor(x)[:, None, None, None] for x in (config.latents_mean, config.latents_std))
     return mean, (1.0 if name == "wan" else config.scaling_factor) / std
@@ -70,7 +76,9 @@ def test_latents_and_pixels_are_those_of_diffusers(saved, name):
     pixels = torch.rand(2, 3, frames, 32, 48, generator=torch.Generator().manual_seed(1)) * 2 - 1
     mean, factor = scale_and_shift(name, model)
     with torch.no_grad():
-        if vae.geometry.time == 1:  # frame by frame
+        if name == "vq":  # before quantisation
+            z = torch.stack([model.encode(pixels[:, :, t]).latents for t in range(frames)], 2)
+        elif vae.geometry.time == 1:  # frame by frame
             z = torch.stack([model.encode(pixels[:, :, t]).latent_dist.mean for t in range(frames)], 2)
         else:
             z = model.encode(pixels).latent_dist.mean
@@ -106,6 +114,20 @@ def test_clips_of_any_shapes_are_encoded_in_batches_and_come_back_in_order(saved
     together = encode_together(vae, clips, batch=2)
     for clip, latent in zip(clips, together, strict=True):
         torch.testing.assert_close(latent, vae.encode(clip[None])[0], rtol=1e-5, atol=1e-5)
+
+
+def test_a_vq_model_decodes_quantised_latents_and_has_no_tiles(saved):
+    """Latents that are nearest to the same entries have the same pixels; other autoencoders tile such sides."""
+    folder, model = saved("vq")
+    with torch.no_grad():
+        model.quantize.embedding.weight.normal_(generator=torch.Generator().manual_seed(5))
+    vae = VAE(folder, tile=16)
+    vae._model.load_state_dict(model.state_dict())
+    code = torch.arange(24).view(1, 1, 4, 6)
+    entries = model.quantize.embedding.weight.detach()[code].permute(0, 4, 1, 2, 3) * model.config.scaling_factor
+    near = entries + 1e-3 * torch.randn(entries.shape, generator=torch.Generator().manual_seed(6))
+    torch.testing.assert_close(vae.decode(near), vae.decode(entries), rtol=1e-5, atol=1e-5)
+    assert vae.encode(torch.zeros(1, 3, 1, 32, 48)).shape == (1, 3, 1, 8, 12)
 
 
 def test_bf16_is_close_and_gives_float32(saved):

@@ -48,6 +48,7 @@ BASES = {
     ("tiny_imagen_sr",): ("model",),
     ("letters_dit",): ("data",),
     ("pictogram_autoencoder",): ("model", "objective"),
+    ("pictogram_vq_autoencoder",): ("model", "objective"),
     ("tiny_ddpm_unet",): ("model",),
     ("tiny_ldm_unet",): ("model",),
     ("tiny_sdxl_unet",): ("model",),

@@ -1,0 +1,100 @@
+"""Autoencoding with a codebook: reconstruct pixels from the nearest entries of a learned codebook (VQ autoencoder)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dit.batch import PackedBatch
+from dit.layout import SequenceLayout
+from dit.objectives.addressed_noise import AddressedNoise
+from dit.objectives.autoencoding import Reconstruction
+from dit.objectives.base import Prepared, sample_weights
+from dit.objectives.losses import LossKind, Term, token_error
+from dit.ranges import NOT_NEGATIVE, check_choice, check_ranges
+
+
+@dataclass(kw_only=True)
+class VQAutoencoding(Reconstruction):
+    """The loss of a VQ-VAE per pixel value, with the codebook terms of latent diffusion.
+
+    With x of C values in a token, its latent z of D values, the nearest entry e of the codebook, and sg for a stopped
+    gradient:
+
+        loss = 1/C sum |x - decode(e)|**p  +  codebook_weight/D * (sum (sg(z) - e)**2 + beta sum (z - sg(e))**2)
+
+    A token is one position of the latent: the patch of the model is the compression of the autoencoder. There is no
+    perceptual and no adversarial term, which latent diffusion adds. `loss_code_entropy` logs the entropy of the codes
+    in a pack, in nats; its exponential is the perplexity, the number of entries in use.
+
+    Args:
+        loss_kind: p = 1 (`l1`, sharp edges) or p = 2 (`l2`, a Gaussian likelihood), or `huber`.
+        codebook_weight: weight of the two codebook terms.
+        beta: weight of the commitment of z to its entry, relative to the movement of the entry to z.
+
+    Raises:
+        ConfigError: a constant is outside its range.
+
+    Source: van den Oord et al. 2017, arXiv:1711.00937, Eq. 3; Rombach et al. 2022, arXiv:2112.10752, section 3.1 and
+    appendix G, "VQ-reg". Some public code multiplies the other term by beta.
+    """
+
+    loss_kind: LossKind = "l1"
+    codebook_weight: float = 1.0
+    beta: float = 0.25
+
+    def __post_init__(self) -> None:
+        check_choice("loss_kind", self.loss_kind, LossKind)
+        check_ranges("objective", self, {"codebook_weight": NOT_NEGATIVE, "beta": NOT_NEGATIVE})
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        return ("error", "codebook", "commitment")
+
+    @property
+    def logged(self) -> tuple[str, ...]:
+        return (*self.terms, "code_entropy")
+
+    @property
+    def quantizes(self) -> bool:
+        return True
+
+    def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
+        """Return the pixels.
+
+        Returns:
+            Prepared, all float32: inputs_TC and target_TC, the pixels; time_S, zeros; and the batch's loss weights.
+        """
+        x_TC, weight_S = batch.latents_TC.float(), sample_weights(batch)
+        return Prepared(inputs_TC=x_TC, time_S=torch.zeros_like(weight_S), target_TC=x_TC, weight_S=weight_S)
+
+    def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
+        """Compare the reconstruction with the pixels, and the latents with their entries.
+
+        Args:
+            prediction_TC: reconstruction of the local tokens, then z, e and the index of e.
+        """
+        channels = prepared.target_TC.shape[1]
+        z_TC, e_TC = prediction_TC[:, channels:-1].chunk(2, 1)
+        codebook_T = token_error(e_TC, z_TC.detach(), layout, "l2")
+        commitment_T = token_error(z_TC, e_TC.detach(), layout, "l2")
+        return {
+            "error": Term(
+                token_error(prediction_TC[:, :channels], prepared.target_TC, layout, self.loss_kind), prepared.weight_S
+            ),
+            "codebook": Term(self.codebook_weight * codebook_T, prepared.weight_S),
+            "commitment": Term(self.codebook_weight * self.beta * commitment_T, prepared.weight_S),
+            "code_entropy": Term(surprisal(prediction_TC[:, -1], layout), torch.ones_like(prepared.weight_S)),
+        }
+
+
+@torch.no_grad()
+def surprisal(code_T: Tensor, layout: SequenceLayout) -> Tensor:
+    """Return -log of the share of the pack's tokens that have the code of each token, float32 `[T]`; 0 in padding.
+
+    The mean over the tokens is the entropy of the codes in the pack.
+    """
+    code_T = torch.where(layout.valid_T, code_T.float(), -1.0)
+    sorted_T = code_T.sort().values
+    count_T = torch.searchsorted(sorted_T, code_T, right=True) - torch.searchsorted(sorted_T, code_T)
+    return torch.where(layout.valid_T, -torch.log(count_T / layout.valid_T.sum()), 0.0)

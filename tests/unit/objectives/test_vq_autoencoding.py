@@ -1,0 +1,88 @@
+"""The objective of VQ autoencoders: its loss in float64 by the paper, its gradients, the entropy of the codes."""
+
+import math
+
+import pytest
+import torch
+
+from dit.errors import ConfigError
+from dit.layout import SequenceLayout
+from dit.objectives.vq_autoencoding import VQAutoencoding, surprisal
+from launch.config_file import built
+from launch.overrides import apply_overrides
+from launch.train import call_recipe, load_component
+from tests.unit.objectives.test_objectives import noise_for, pack
+
+CHANNELS, LATENT = 12, 3
+RTOL = 1e-6  # float32
+
+
+def test_the_loss_is_that_of_the_paper_and_each_term_trains_its_side():
+    """||sg(z) - e||^2 moves the entries, beta ||z - sg(e)||^2 the encoder; padding may hold anything."""
+    batch = pack([3, 5], CHANNELS, multiple_of=4)
+    weights = torch.tensor([0.5, 2.0])
+    batch.loss_weight_S = weights
+    objective = VQAutoencoding(loss_kind="l2", codebook_weight=0.3, beta=0.2)
+    prepared = objective.prepare(batch, noise_for(batch))
+    assert torch.equal(prepared.inputs_TC, batch.latents_TC)
+    generator = torch.Generator().manual_seed(1)
+    out_TC = torch.randn(batch.layout.total_tokens, CHANNELS + 2 * LATENT + 1, generator=generator)
+    out_TC[~batch.layout.valid_T] = float("nan")
+    out_TC.requires_grad_()
+    total, count, logs = objective.loss(out_TC, prepared, batch.layout)
+    total.backward()
+    exact, gradient_TC = {"error": 0.0, "codebook": 0.0, "commitment": 0.0}, torch.zeros_like(out_TC).double()
+    for token in batch.layout.valid_T.nonzero()[:, 0].tolist():
+        x, out = batch.latents_TC[token].double(), out_TC[token].detach().double()
+        weight = weights[batch.layout.segment_ids_T[token]].item()
+        decoded, z, e = out[:CHANNELS], out[CHANNELS : CHANNELS + LATENT], out[CHANNELS + LATENT : -1]
+        exact["error"] += weight * (decoded - x).square().mean().item()
+        exact["codebook"] += weight * 0.3 * (z - e).square().mean().item()
+        exact["commitment"] += weight * 0.3 * 0.2 * (z - e).square().mean().item()
+        parts = (2 / CHANNELS * (decoded - x), 0.3 * 0.2 * 2 / LATENT * (z - e), 0.3 * 2 / LATENT * (e - z))
+        gradient_TC[token, :-1] = weight * torch.cat(parts)
+    assert count == 8
+    assert {name: logs[name].item() for name in objective.terms} == pytest.approx(exact, rel=RTOL)
+    assert total.item() == pytest.approx(sum(exact.values()), rel=RTOL)
+    torch.testing.assert_close(out_TC.grad, gradient_TC.float())
+
+
+def test_the_logged_entropy_is_that_of_the_codes_in_the_pack():
+    """Codes 7, 7, 7, 2 in two samples: shares 3/4 and 1/4; the loss weights do not matter."""
+    layout = SequenceLayout.from_lengths([3, 1], multiple_of=4)
+    code_T = torch.tensor([7.0, 2.0, 7.0, float("nan"), 7.0, 7.0, 7.0, 7.0])
+    exact = -(0.75 * math.log(0.75) + 0.25 * math.log(0.25))
+    assert surprisal(code_T, layout).sum().item() / 4 == pytest.approx(exact, rel=RTOL)
+    assert not surprisal(code_T, layout)[~layout.valid_T].any()
+    batch = pack([3, 5], CHANNELS)
+    batch.loss_weight_S = torch.tensor([0.5, 2.0])
+    objective = VQAutoencoding()
+    out_TC = torch.zeros(8, CHANNELS + 2 * LATENT + 1)
+    out_TC[:, -1] = torch.arange(8)
+    _, count, logs = objective.loss(out_TC, objective.prepare(batch, noise_for(batch)), batch.layout)
+    assert logs["code_entropy"].item() / count.item() == pytest.approx(math.log(8), rel=RTOL)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "settings", "message"),
+    [
+        ("pictogram_vq_autoencoder", ["objective=autoencoding"], "do not go together: .*vq_autoencoding one with it"),
+        ("pictogram_vq_autoencoder", ["model.codebook_size=none"], "VQAutoencoding.* do not go together"),
+        ("pictogram_autoencoder", ["model.codebook_size=16"], "Autoencoding.* do not go together"),
+        ("tiny_dit", ["objective=vq_autoencoding"], "DiTConfig do not go together"),
+        ("pictogram_vq_autoencoder", ["model.shift_factor=0.5"], "shift_factor=0.5: .* without a shift"),
+        ("pictogram_vq_autoencoder", ["model.codebook_size=0"], "model.codebook_size=0"),
+        ("pictogram_vq_autoencoder", ["training.sample_interval=5"], "an autoencoder draws no samples"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused_by_name(recipe, settings, message):
+    task = call_recipe(recipe)
+    apply_overrides(task, settings, load_component)
+    with pytest.raises(ConfigError, match=message):
+        built(task).check()
+
+
+@pytest.mark.parametrize("name", ["beta", "codebook_weight"])
+def test_negative_weights_are_refused(name):
+    with pytest.raises(ConfigError, match=name):
+        VQAutoencoding(**{name: -1.0})
