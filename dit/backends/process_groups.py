@@ -183,6 +183,21 @@ def initialize(parallel: GroupSizes, *, timeout_s: float = 600.0) -> ProcessGrou
     )
 
 
+def host_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return a group of the same ranks for tensors in host memory (collective over all ranks).
+
+    Args:
+        group: one of the groups that partition the ranks, such as `ProcessGroups.dp`.
+    """
+    if dist.get_backend(group) == "gloo":
+        return group
+    groups: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(groups, tuple(dist.get_process_group_ranks(group)))
+    own, _ = dist.new_subgroups_by_enumeration([list(ranks) for ranks in sorted(set(groups))], backend="gloo")
+    assert own is not None  # every rank is in one of them
+    return own
+
+
 def any_rank(flag: bool) -> bool:
     """Return on every rank whether `flag` is True on any rank (collective)."""
     return any_rank_each(flag)[0]

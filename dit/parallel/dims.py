@@ -37,6 +37,8 @@ class ParallelConfig:
             and data-parallel ranks.
         data_parallel: state that data-parallel ranks shard: nothing, the optimizer, or everything (FSDP).
         fsdp_sharding: state that Megatron-FSDP shards: the optimizer, also the gradients, or also the weights.
+        balance_packs: deal the packs of a step over data-parallel ranks by their work (`dit.step.balance`); without
+            effect for one micro-batch per step and rank.
         overlap_grad_reduce: reduce gradients during the backward pass; FSDP with sharded gradients always does.
         overlap_param_gather: gather parameters during the forward pass; FSDP with sharded weights always does.
     """
@@ -54,6 +56,7 @@ class ParallelConfig:
     expert_model_parallel_size: int = 1
     data_parallel: Literal["ddp", "distributed_optimizer", "fsdp"] = "distributed_optimizer"
     fsdp_sharding: FSDPSharding = "optim_grads_params"
+    balance_packs: bool = True
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
 

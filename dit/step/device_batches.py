@@ -57,7 +57,7 @@ class DeviceBatches(Iterator[PackedBatch]):
 
     def __init__(
         self,
-        stream: DataStream,
+        stream: Iterator[PackedBatch],
         device: torch.device,
         spec: BatchSpec,
         flops: Callable[[PackedBatch], int],

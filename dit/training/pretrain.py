@@ -269,13 +269,17 @@ class Run:
         if not resumed and config.checkpoint.start_from is not None:
             start_from(config.checkpoint.start_from, self.state)
         flops = PackFlops(config.model)
+
+        def cost(pack: PackedBatch) -> int:
+            return flops.training(pack.layout, pack.grids, pack.conditions.layout(CONTEXT.name))
+
         nulls = null_texts(config.data, spec.conditions, self.device)
         self.encode = batch_encoder(config.data.online_encoding(), spec, self.device, groups.tp_cp, nulls)
         self.batches = DeviceBatches(
-            self.state.stream,
+            balanced(self.state.stream, cost, dims, groups) if config.parallel.balance_packs else self.state.stream,
             self.device,
             spec,
-            lambda batch: flops.training(batch.layout, batch.grids, batch.conditions.layout(CONTEXT.name)),
+            cost,
             self.shard,
             self.encode,
             self.phase,

@@ -1,0 +1,104 @@
+"""Packs of a step dealt over data-parallel ranks by their work, because a step lasts as long as the busiest rank.
+
+Two ranks with two packs each, by FLOPs:
+
+    read    rank 0: 9 + 8    rank 1: 2 + 1     the step lasts 17
+    dealt   rank 0: 9 + 1    rank 1: 8 + 2     the step lasts 10
+
+Every rank reads its packs from the data streams and sends those that another rank computes, so data states, samples of
+a step and their noise do not depend on the dealing.
+"""
+
+import heapq
+import pickle
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dit.batch import PackedBatch
+
+
+def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
+    """Return the packs of each rank, ascending and equally many on every rank; rank 0 has pack 0.
+
+    Packs go to the rank with the least work so far, the most expensive pack first. If this does not lower the largest
+    work, pack i stays on rank i modulo `ranks`.
+
+    Args:
+        costs: work of each pack of the step; `len(costs)` is a multiple of `ranks`.
+
+    Source: Graham 1969, "Bounds on Multiprocessing Timing Anomalies", section 4 (longest processing time first).
+    """
+    count = len(costs) // ranks
+    loads = [(0, rank) for rank in range(ranks)]
+    dealt: list[list[int]] = [[] for _ in range(ranks)]
+    for pack in sorted(range(len(costs)), key=lambda i: -costs[i]):
+        load, rank = heapq.heappop(loads)
+        dealt[rank].append(pack)
+        if len(dealt[rank]) < count:
+            heapq.heappush(loads, (load + costs[pack], rank))
+    read = [list(range(rank, len(costs), ranks)) for rank in range(ranks)]
+    return min(read, sorted(map(sorted, dealt)), key=lambda packs: max(sum(costs[i] for i in own) for own in packs))
+
+
+class BalancedPacks(Iterator[PackedBatch]):
+    """The packs of one rank, dealt step by step.
+
+    Args:
+        stream: packs that this rank reads.
+        cost: returns the work of a pack.
+        micro_batches: packs of each rank in a step.
+        group: data-parallel ranks, as a group for tensors in host memory.
+    """
+
+    def __init__(
+        self,
+        stream: Iterator[PackedBatch],
+        cost: Callable[[PackedBatch], int],
+        micro_batches: int,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._stream, self._cost, self._micro_batches, self._group = stream, cost, micro_batches, group
+        self._step: deque[PackedBatch] = deque()
+
+    def __next__(self) -> PackedBatch:
+        if not self._step:
+            self._step.extend(self._next_step())
+        return self._step.popleft()
+
+    def _next_step(self) -> list[PackedBatch]:
+        rank, ranks = self._group.rank(), self._group.size()
+        read = [next(self._stream) for _ in range(self._micro_batches)]
+        costs = torch.empty(ranks * len(read), dtype=torch.int64)
+        dist.all_gather_into_tensor(costs, torch.tensor([self._cost(pack) for pack in read]), group=self._group)
+        dealt = deal(costs.view(ranks, -1).T.flatten().tolist(), ranks)
+        own = {rank + i * ranks: pack for i, pack in enumerate(read)}
+        if any(i % ranks != receiver for receiver, packs in enumerate(dealt) for i in packs):
+            sent = [[(i, own[i]) for i in packs if i in own] for packs in dealt]
+            own = dict(exchange(sent, self._group))
+        return [own[i] for i in dealt[rank]]
+
+
+def exchange(
+    sent: Sequence[Sequence[tuple[int, PackedBatch]]], group: dist.ProcessGroup
+) -> list[tuple[int, PackedBatch]]:
+    """Send numbered packs to every rank of a group, and return the packs that all ranks sent to this one."""
+    rank = group.rank()
+    messages = [
+        torch.frombuffer(bytearray(pickle.dumps(packs)), dtype=torch.uint8)
+        if packs and receiver != rank
+        else torch.empty(0, dtype=torch.uint8)
+        for receiver, packs in enumerate(sent)
+    ]
+    sizes = torch.tensor([len(message) for message in messages])
+    received_sizes = torch.empty_like(sizes)
+    dist.all_to_all_single(received_sizes, sizes, group=group)
+    lengths: list[int] = received_sizes.tolist()
+    received = torch.empty(sum(lengths), dtype=torch.uint8)
+    dist.all_to_all_single(received, torch.cat(messages), lengths, sizes.tolist(), group=group)
+    parts: list[Tensor] = list(received.split(lengths))
+    packs = [pack for part in parts if len(part) for pack in pickle.loads(part.numpy().tobytes())]
+    return [*sent[rank], *packs]
