@@ -17,7 +17,10 @@ KERNEL = (
 )
 """They read files of the kernel in /proc and /sys."""
 
-OWN_PROCESSES = ("dit/verify/ranks.py", "energon_data/workers/background.py", "energon_data/workers/messages.py")
+OWN_PROCESSES = (
+    *("dit/verify/ranks.py", "dit/step/balance.py"),
+    *("energon_data/workers/background.py", "energon_data/workers/messages.py"),
+)
 """They read what processes of the same command send to each other, in a new folder or through a connection."""
 
 ALLOWED: dict[str, tuple[str, ...]] = {

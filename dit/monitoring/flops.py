@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from math import prod
 from typing import Literal, Optional
 
+from dit.batch import PackedBatch
+from dit.condition_table import CONTEXT
 from dit.layout import SequenceLayout
 from dit.models.base import ModelConfig
 from dit.parallel.build import parameter_shapes
@@ -72,6 +74,10 @@ class PackFlops:
         forward = self._forward(layout, grids, context_layout, convention, recomputed)
         backward = 2 if self.model.adapters is None else 1
         return backward * self.forward(layout, grids, context_layout, convention=convention) + forward
+
+    def of_pack(self, pack: PackedBatch) -> int:
+        """Count a forward and a backward pass over a pack of the training data."""
+        return self.training(pack.layout, pack.grids, pack.conditions.layout(CONTEXT.name))
 
     def _forward(
         self,

@@ -28,7 +28,6 @@ class VQAutoencoding(Reconstruction):
     in a pack, in nats; its exponential is the perplexity, the number of entries in use.
 
     Args:
-        loss_kind: p = 1 (`l1`, sharp edges) or p = 2 (`l2`, a Gaussian likelihood), or `huber`.
         codebook_weight: weight of the two codebook terms.
         beta: weight of the commitment of z to its entry, relative to the movement of the entry to z.
 

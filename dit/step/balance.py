@@ -18,14 +18,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dit.backends.process_groups import ProcessGroups, host_group
 from dit.batch import PackedBatch
 
 
 def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
     """Return the packs of each rank, ascending and equally many on every rank; rank 0 has pack 0.
 
-    Packs go to the rank with the least work so far, the most expensive pack first. If this does not lower the largest
-    work, pack i stays on rank i modulo `ranks`.
+    Packs go to the rank with the least work so far, the most expensive pack first. Then the busiest and the idlest rank
+    swap two packs while this brings their work closer together. If the largest work is not lower than before, pack i
+    stays on rank i modulo `ranks`.
 
     Args:
         costs: work of each pack of the step; `len(costs)` is a multiple of `ranks`.
@@ -40,8 +42,34 @@ def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
         dealt[rank].append(pack)
         if len(dealt[rank]) < count:
             heapq.heappush(loads, (load + costs[pack], rank))
+    while _swap(dealt, costs):
+        pass
     read = [list(range(rank, len(costs), ranks)) for rank in range(ranks)]
-    return min(read, sorted(map(sorted, dealt)), key=lambda packs: max(sum(costs[i] for i in own) for own in packs))
+    return min(read, sorted(map(sorted, dealt)), key=lambda ranks: max(_work(ranks, costs)))
+
+
+def _work(ranks: Sequence[Sequence[int]], costs: Sequence[int]) -> list[int]:
+    return [sum(costs[i] for i in packs) for packs in ranks]
+
+
+def _swap(ranks: Sequence[list[int]], costs: Sequence[int]) -> bool:
+    """Swap a pack of the busiest rank and one of the idlest; return whether this brought their work closer together."""
+    work = _work(ranks, costs)
+    busiest, idlest = ranks[work.index(max(work))], ranks[work.index(min(work))]
+    gap = max(work) - min(work)
+    left, pack, other = min((abs(2 * (costs[i] - costs[k]) - gap), i, k) for i in busiest for k in idlest)
+    if left < gap:
+        busiest[busiest.index(pack)], idlest[idlest.index(other)] = other, pack
+    return left < gap
+
+
+def balanced(
+    stream: Iterator[PackedBatch], cost: Callable[[PackedBatch], int], micro_batches: int, groups: ProcessGroups
+) -> Iterator[PackedBatch]:
+    """Return the packs that this rank computes (collective over all ranks); one pack per step stays on its rank."""
+    if groups.dp_size == 1 or micro_batches == 1:
+        return stream
+    return BalancedPacks(stream, cost, micro_batches, host_group(groups.dp))
 
 
 class BalancedPacks(Iterator[PackedBatch]):

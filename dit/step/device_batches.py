@@ -10,7 +10,7 @@ import torch
 
 from dit.batch import PackedBatch
 from dit.condition_table import DEFAULT_FPS, FPS
-from dit.data_api import BatchSpec, DataStream
+from dit.data_api import BatchSpec
 from dit.monitoring.heartbeat import Phase
 from dit.patchify import Grid
 

@@ -4,7 +4,7 @@ import logging as log
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Optional
 
@@ -23,7 +23,6 @@ from dit.checkpoint.saves import Saves
 from dit.checkpoint.store import CheckpointStore
 from dit.checkpoint.train_state import build_state
 from dit.checkpoint.warm_start import start_from
-from dit.condition_table import CONTEXT
 from dit.context_parallel.shard_batch import on_full_packs, shard
 from dit.data_api import BatchSpec, DataConfig
 from dit.encoders.online import batch_encoder, null_texts
@@ -48,6 +47,7 @@ from dit.ranges import check_path
 from dit.run_config import RunConfig
 from dit.safe_files import make_folder
 from dit.settings import CheckpointConfig, LoggingConfig, OptimizerConfig, SamplingConfig, TrainingConfig
+from dit.step.balance import balanced
 from dit.step.device_batches import DeviceBatches
 from dit.step.forward_step import ForwardStep, noise_kernel, training_forward_step
 from dit.step.intervals import is_due
@@ -268,15 +268,11 @@ class Run:
         resumed = self.checkpointer.resume(self.state, config.checkpoint.resume)
         if not resumed and config.checkpoint.start_from is not None:
             start_from(config.checkpoint.start_from, self.state)
-        flops = PackFlops(config.model)
-
-        def cost(pack: PackedBatch) -> int:
-            return flops.training(pack.layout, pack.grids, pack.conditions.layout(CONTEXT.name))
-
+        cost = PackFlops(config.model).of_pack
         nulls = null_texts(config.data, spec.conditions, self.device)
         self.encode = batch_encoder(config.data.online_encoding(), spec, self.device, groups.tp_cp, nulls)
         self.batches = DeviceBatches(
-            balanced(self.state.stream, cost, dims, groups) if config.parallel.balance_packs else self.state.stream,
+            self.packs(cost),
             self.device,
             spec,
             cost,
@@ -315,6 +311,12 @@ class Run:
             self.phase,
             self.log,
         )
+
+    def packs(self, cost: Callable[[PackedBatch], int]) -> Iterator[PackedBatch]:
+        """Return the full packs that this rank computes."""
+        if not self.config.parallel.balance_packs:
+            return self.state.stream
+        return balanced(self.state.stream, cost, self.dims.micro_batches, self.groups)
 
     def check_first_steps(self) -> None:
         """Check the next inputs, and from now on the gradients of the first steps; see `FirstSteps`."""

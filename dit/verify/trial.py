@@ -25,6 +25,7 @@ from dit.context_parallel.shard_batch import shard
 from dit.errors import ConfigError
 from dit.models.base import Backbone, ModelConfig
 from dit.monitoring.expert_load import expert_layers, expert_load
+from dit.monitoring.flops import PackFlops
 from dit.objectives.addressed_noise import NoiseMixer
 from dit.objectives.base import Objective
 from dit.objectives.flow_matching import FlowMatching
@@ -37,6 +38,7 @@ from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
 from dit.parallel.implementations import target_of
 from dit.parallel.loss_scale import LossScale, loss_scale_of
 from dit.settings import OptimizerConfig, TrainingConfig
+from dit.step.balance import balanced
 from dit.step.forward_step import ForwardStep, noise_kernel, training_forward_step
 from dit.step.train_step import Action, Part, Step, StepFunctions, StepObserver, train_step
 
@@ -342,7 +344,9 @@ def train(
     report = report or Report()
     session = build(trial)
     groups, micro_batches = session.groups, session.dims.micro_batches
-    packs = trial.stream(groups.dp_rank, groups.dp_size, session.dims.token_multiple)
+    packs = iter(trial.stream(groups.dp_rank, groups.dp_size, session.dims.token_multiple))
+    if trial.parallel.balance_packs:
+        packs = balanced(packs, PackFlops(trial.model).of_pack, micro_batches, groups)
     cp, split = groups.cp, trial.parallel.context_split
     batches = (shard(pack, cp.rank(), cp.size(), split).to(local_device()) for pack in packs)
 
