@@ -84,7 +84,7 @@ def test_two_commands_lead_to_decoded_samples(tmp_path):
     assert np.asarray(drawn)[24:80].std() > 0
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_every_command_of_the_page_works(tmp_path):
     """The autoencoder of the last section comes first: the others use it."""
     own_files(tmp_path)

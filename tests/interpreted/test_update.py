@@ -70,7 +70,7 @@ def test_a_run_has_the_eager_state(one_rank, name, precision):
     assert_equal_runs(one_rank, name, precision)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", [*TWO, "experts"])
 def test_runs_of_two_ranks_have_the_eager_state(two_ranks, name, precision):
