@@ -136,13 +136,13 @@ lint: $(VENV)/.installed ## ruff and mypy
 	$(VENV)/bin/mypy
 
 test-parallel: $(VENV)/.installed ## the long tests: full runs, every layout, up to eight ranks
-	$(VENV)/bin/python -m pytest tests/parallel tests/integration tests/laws tests/unit/kernels tests/unit/planner -m matrix -n 2 --dist loadfile --no-loadscope-reorder
+	$(VENV)/bin/python -m pytest tests/parallel tests/integration tests/laws tests/unit/kernels tests/unit/planner -m slow -n 2 --dist loadfile --no-loadscope-reorder
 
 test-faults: $(VENV)/.installed ## the long tests of faults: kills, damage, restarts, bad numbers, hangs
-	$(VENV)/bin/python -m pytest tests/faults -m matrix -n 2 --dist loadfile --no-loadscope-reorder
+	$(VENV)/bin/python -m pytest tests/faults -m slow -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slurm: $(VENV)/.installed ## launch/train.sh and nemo-run on a Slurm of this machine (root; apt-get install slurm-wlm munge)
-	$(VENV)/bin/python -m pytest tests/slurm -m matrix
+	$(VENV)/bin/python -m pytest tests/slurm -m slow
 
 benchmark: $(VENV)/.installed ## step time of the tiny recipe on this machine
 	$(VENV)/bin/python -m benchmarks.step --factory tiny_dit

@@ -12,7 +12,8 @@ a step and their noise do not depend on the dealing.
 import heapq
 import pickle
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,12 @@ from torch import Tensor
 
 from dit.backends.process_groups import ProcessGroups, host_group
 from dit.batch import PackedBatch
+
+
+class Packs(Protocol):
+    """Packs of one rank, one after the other."""
+
+    def __next__(self) -> PackedBatch: ...
 
 
 def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
@@ -63,16 +70,14 @@ def _swap(ranks: Sequence[list[int]], costs: Sequence[int]) -> bool:
     return left < gap
 
 
-def balanced(
-    stream: Iterator[PackedBatch], cost: Callable[[PackedBatch], int], micro_batches: int, groups: ProcessGroups
-) -> Iterator[PackedBatch]:
+def balanced(stream: Packs, cost: Callable[[PackedBatch], int], micro_batches: int, groups: ProcessGroups) -> Packs:
     """Return the packs that this rank computes (collective over all ranks); one pack per step stays on its rank."""
     if groups.dp_size == 1 or micro_batches == 1:
         return stream
     return BalancedPacks(stream, cost, micro_batches, host_group(groups.dp))
 
 
-class BalancedPacks(Iterator[PackedBatch]):
+class BalancedPacks:
     """The packs of one rank, dealt step by step.
 
     Args:
@@ -84,7 +89,7 @@ class BalancedPacks(Iterator[PackedBatch]):
 
     def __init__(
         self,
-        stream: Iterator[PackedBatch],
+        stream: Packs,
         cost: Callable[[PackedBatch], int],
         micro_batches: int,
         group: dist.ProcessGroup,

@@ -13,6 +13,7 @@ from dit.condition_table import DEFAULT_FPS, FPS
 from dit.data_api import BatchSpec
 from dit.monitoring.heartbeat import Phase
 from dit.patchify import Grid
+from dit.step.balance import Packs
 
 
 @dataclass
@@ -57,7 +58,7 @@ class DeviceBatches(Iterator[PackedBatch]):
 
     def __init__(
         self,
-        stream: Iterator[PackedBatch],
+        stream: Packs,
         device: torch.device,
         spec: BatchSpec,
         flops: Callable[[PackedBatch], int],

@@ -4,7 +4,7 @@ import logging as log
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Optional
 
@@ -47,7 +47,7 @@ from dit.ranges import check_path
 from dit.run_config import RunConfig
 from dit.safe_files import make_folder
 from dit.settings import CheckpointConfig, LoggingConfig, OptimizerConfig, SamplingConfig, TrainingConfig
-from dit.step.balance import balanced
+from dit.step.balance import Packs, balanced
 from dit.step.device_batches import DeviceBatches
 from dit.step.forward_step import ForwardStep, noise_kernel, training_forward_step
 from dit.step.intervals import is_due
@@ -312,7 +312,7 @@ class Run:
             self.log,
         )
 
-    def packs(self, cost: Callable[[PackedBatch], int]) -> Iterator[PackedBatch]:
+    def packs(self, cost: Callable[[PackedBatch], int]) -> Packs:
         """Return the full packs that this rank computes."""
         if not self.config.parallel.balance_packs:
             return self.state.stream

@@ -38,7 +38,7 @@ from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
 from dit.parallel.implementations import target_of
 from dit.parallel.loss_scale import LossScale, loss_scale_of
 from dit.settings import OptimizerConfig, TrainingConfig
-from dit.step.balance import balanced
+from dit.step.balance import Packs, balanced
 from dit.step.forward_step import ForwardStep, noise_kernel, training_forward_step
 from dit.step.train_step import Action, Part, Step, StepFunctions, StepObserver, train_step
 
@@ -344,11 +344,10 @@ def train(
     report = report or Report()
     session = build(trial)
     groups, micro_batches = session.groups, session.dims.micro_batches
-    packs = iter(trial.stream(groups.dp_rank, groups.dp_size, session.dims.token_multiple))
+    packs: Packs = trial.stream(groups.dp_rank, groups.dp_size, session.dims.token_multiple)
     if trial.parallel.balance_packs:
         packs = balanced(packs, PackFlops(trial.model).of_pack, micro_batches, groups)
     cp, split = groups.cp, trial.parallel.context_split
-    batches = (shard(pack, cp.rank(), cp.size(), split).to(local_device()) for pack in packs)
 
     def forward_step(step: int) -> ForwardStep:
         return training_forward_step(trial.objective, trial.model, trial.training.seed, step, session.mix)
@@ -359,7 +358,8 @@ def train(
     exactness = Exactness(session, averages=report.recomputes_averages)
     is_fsdp = trial.parallel.data_parallel == "fsdp"
     for _ in range(trial.steps):
-        step_batches = list(itertools.islice(batches, micro_batches))
+        step_packs = [next(packs) for _ in range(micro_batches)]
+        step_batches = [shard(pack, cp.rank(), cp.size(), split).to(local_device()) for pack in step_packs]
         while train_step(session, iter(step_batches), functions, recorder).action == "overflow":
             session.step -= 1
         exactness.check_averages()

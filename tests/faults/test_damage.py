@@ -15,7 +15,7 @@ from tests.integration import actions
 from tests.integration.runs import assert_same_bits, checkpoint, losses, mock, read_tensors
 from tests.support.ranks import Job, run_jobs
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 STEPS, BEFORE = 6, 4
 FILES = (

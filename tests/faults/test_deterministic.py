@@ -63,7 +63,7 @@ def ended(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    "recipe", [pytest.param(r, marks=() if r in QUICK else pytest.mark.matrix) for r in RECIPES], ids=str
+    "recipe", [pytest.param(r, marks=() if r in QUICK else pytest.mark.slow) for r in RECIPES], ids=str
 )
 def test_two_runs_are_one_to_the_bit(ended: dict[str, Any], folder: Path, recipe: str) -> None:
     for name in ("one", "two", "usual"):

@@ -93,7 +93,7 @@ def line(ended: dict[str, Any], name: str) -> str:
     return found
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_sound_run_says_so_in_one_line(ended: dict[str, Any]) -> None:
     """In the third step, behind two rows of zeros; the number of parameters does not depend on the layout."""
     said = {name: line(ended, name) for name in ("dp2", "tp2", "pp2", "fsdp")}
@@ -104,7 +104,7 @@ def test_a_sound_run_says_so_in_one_line(ended: dict[str, Any]) -> None:
     assert said["tp2"] == said["pp2"] == f"{all_learn}the 2 ranks of the replica read the same"
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_all_experts_count(ended: dict[str, Any]) -> None:
     """Each expert-parallel rank has experts of its own."""
     recipe = tiny_dit_pack()
@@ -113,7 +113,7 @@ def test_all_experts_count(ended: dict[str, Any]) -> None:
     assert line(ended, "ep2").split()[3] == str(len(parameter_shapes(fdl.build(recipe.model))))
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("left_out", ["", " and a step left out", " and the last step left out", " on a stage"])
 def test_a_parameter_without_a_gradient_is_named(ended: dict[str, Any], folder: Path, left_out: str) -> None:
     """At the end of a short run, however many of its steps were applied."""
@@ -125,13 +125,13 @@ def test_a_parameter_without_a_gradient_is_named(ended: dict[str, Any], folder: 
     assert (incident["incident"], incident["details"]["parameters"]) == ("no_gradient", [DEAD])
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_ranks_of_a_replica_that_read_different_samples_end_the_run(ended: dict[str, Any]) -> None:
     assert [run.code for run in ended["apart"]] == [3, 3]
     assert "ranks 0 and 1 are parts of replica 0 and read different samples" in ended["apart"][0].err
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_replicas_that_read_the_same_samples_are_named(ended: dict[str, Any], folder: Path) -> None:
     assert "first steps: replicas 0 and 1 read the same samples in step 1" in ended["same"][0].out
     (incident,) = [r for r in read_records(folder / "same" / "metrics.jsonl") if r["kind"] == "incident"]

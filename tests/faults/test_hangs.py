@@ -27,7 +27,7 @@ from tests.support.ranks import Job, run_jobs
 LIMIT_S = 12.0
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_stopped_rank_is_named(tmp_path: Path) -> None:
     """SIGSTOP: nothing in that process runs any more; the other waits in a collective, ends, and says for whom."""
     run_dir, log = tmp_path / "run", tmp_path / "log"
@@ -60,7 +60,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_a_run_that_was_suspended_goes_on_when_it_wakes(tmp_path: Path, ranks: int) -> None:
     """All its processes are stopped for longer than the limit, as a batch system or a closed laptop does it."""
@@ -95,7 +95,7 @@ def slow_to_go_back(seconds: float) -> Iterator[None]:
         yield
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_checkpoint_that_is_read_for_long_is_no_hang(tmp_path: Path) -> None:
     """At a rewind, as at the start."""
     settings = {"training__on_bad_numbers": "rewind", "training__hang_timeout_s": LIMIT_S / 2}

@@ -223,7 +223,7 @@ def error(folder: Path, name: str) -> str:
     return record["error"]
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_stop_names_step_ranks_and_samples(endings: dict[str, Any], folder: Path) -> None:
     assert [run.code for run in endings["stop"]] == [4, 4]
     told = error(folder, "stop")
@@ -231,7 +231,7 @@ def test_stop_names_step_ranks_and_samples(endings: dict[str, Any], folder: Path
         assert words in told, told
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_too_many_bad_steps_end_the_run(endings: dict[str, Any], folder: Path) -> None:
     assert [run.code for run in endings["too many"]] == [4, 4]
     assert "more bad steps than training.max_bad_steps allows (2 in 100 steps)" in error(folder, "too many")
@@ -242,13 +242,13 @@ def test_too_many_bad_steps_end_the_run(endings: dict[str, Any], folder: Path) -
     assert actions_told == ["skip", "skip", "stop"]
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_rewind_without_a_checkpoint_says_so(endings: dict[str, Any], folder: Path) -> None:
     assert [run.code for run in endings["no checkpoint"]] == [4, 4]
     assert "no valid checkpoint to go back to" in error(folder, "no checkpoint")
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_fault_that_does_not_repeat_is_said_to_be_of_the_machine(endings: dict[str, Any], folder: Path) -> None:
     assert [run.code for run in endings["machine"]] == [0, 0]
     report = json.loads((folder / "machine" / "bad_steps" / f"step_{BAD:07d}.json").read_text())
@@ -256,7 +256,7 @@ def test_a_fault_that_does_not_repeat_is_said_to_be_of_the_machine(endings: dict
     assert "its norm, overflows, or suspect a fault of the machine" in report["began"], "the losses are the same"
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["killed before", "killed after"])
 def test_a_run_that_dies_while_it_goes_back_makes_the_same_choice(
     endings: dict[str, Any], folder: Path, name: str
@@ -266,7 +266,7 @@ def test_a_run_that_dies_while_it_goes_back_makes_the_same_choice(
     assert_same_bits(found, expected)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_the_history_of_the_guard_survives_a_resume(endings: dict[str, Any], folder: Path) -> None:
     """Skips before and after the break: the same spikes are seen as in one go, by the same limits."""
     assert [run.code for run in (*endings["one go"], *endings["resumed"])] == [0] * 4, endings["one go"][0].err

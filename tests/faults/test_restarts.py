@@ -17,7 +17,7 @@ from dit.monitoring.sinks import read_records
 from dit.monitoring.time_limit import started_at
 from tests.integration.runs import checkpoint, checkpoints, losses, mock, outcome, started, steps_logged, wait_for
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 STEPS = 60
 SLOWEST_S = 60.0  # of a restart, on two busy cores

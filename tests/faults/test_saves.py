@@ -13,7 +13,7 @@ BLOCKING = 0.25  # of a synchronous save
 LARGE = {"model__hidden_size": 512, "model__num_layers": 3, "model__num_attention_heads": 8}
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_run_killed_in_every_phase_is_the_run_that_was_never_killed(tmp_path: Path) -> None:
     """`campaign` compares losses, samples and the last checkpoint, to the bit; every phase was struck in both modes."""
     rows = campaign(tmp_path, KILLS)
@@ -29,7 +29,7 @@ def test_a_run_killed_in_every_phase_is_the_run_that_was_never_killed(tmp_path: 
     assert any(row.what == "a writer" for row in rows)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_save_beside_training_blocks_a_quarter_of_a_synchronous_one_at_most(tmp_path: Path) -> None:
     """In time and in work of the training process; medians of turns on a state of some 200 MB."""
     job = Job(actions.save_cost, {"arguments": mock(tmp_path, **LARGE), "rounds": 7, "folder": tmp_path / "disk"})

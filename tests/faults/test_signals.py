@@ -13,7 +13,7 @@ from tests.faults.kill_campaign import RANKS, RESUME, SETTINGS, Files, attempt, 
 from tests.integration.runs import assert_same_bits, checkpoint, checkpoints, losses, outcome, read_tensors
 from tests.integration.test_kill_nine import arguments, prepare_media
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 STEPS, SIGNALS, SEED = 90, 30, 3
 MOMENTS = (*RESUME, "training", "beginning a save", "copying to the host", "writing", "a part is written", "starting")

@@ -15,7 +15,7 @@ from tests.support.ranks import Job, run_jobs
 from tests.support.usage import Usage, read_usage, settled, usage_noted
 from tests.unit.energon_data.small_data import clips, write_dataset
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 STEPS, WARM, EVERY, SHORT = 500, 100, 10, 20
 MOST_MIB_PER_STEP = 0.1

@@ -263,7 +263,7 @@ def test_waiting_for_data_takes_at_most_the_time_of_the_steps(ended: dict[str, A
     assert 0 < max(shares) <= 1
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_torchrun_fails_and_the_record_keeps_the_true_code(folder: Path, damaged: tuple[Path, str, str]) -> None:
     """One rank reads the damaged shard; the other one only loses its peer."""
     data, shard, key = damaged

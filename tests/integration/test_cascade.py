@@ -12,7 +12,7 @@ from tests.integration import actions
 from tests.integration.runs import overrides
 from tests.support.ranks import Job, run_jobs
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

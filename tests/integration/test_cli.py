@@ -20,7 +20,7 @@ def torchrun(*arguments: str, ranks: int = 2) -> subprocess.CompletedProcess:
 
 
 @pytest.mark.parametrize(
-    ("run_dir", "succeeds"), [pytest.param("fine", True, marks=pytest.mark.matrix), ("RANK1:data", False)]
+    ("run_dir", "succeeds"), [pytest.param("fine", True, marks=pytest.mark.slow), ("RANK1:data", False)]
 )
 def test_torchrun_fails_when_one_rank_fails(run_dir, succeeds):
     """torchrun turns the rank's code 3 into 1; nemo-run's own main would make it 0, a success."""

@@ -17,7 +17,7 @@ from tests.integration.runs import checkpoint, mock, read_tensors
 from tests.parity.public_dit import random_state
 from tests.support.ranks import Job, run_jobs
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 SIZES = {"size": 48, "depth": 2, "inner": 192, "channels": 4, "patch": 2, "classes": 5, "grid": 4}
 TINY = {

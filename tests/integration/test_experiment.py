@@ -10,7 +10,7 @@ import pytest
 from dit.errors import EXIT_CONFIG, EXIT_OK, EXIT_UNEXPECTED
 from tests.integration.runs import environment, loss_values, outcome
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 
 def ended(*command: str, **environ: str) -> subprocess.CompletedProcess:

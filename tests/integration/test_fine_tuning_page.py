@@ -12,7 +12,7 @@ from tests.support.encoders import T5_WIDTH, save_t5, save_vae
 from tests.support.ranks import Job, run_jobs
 from tests.unit.launch.pages import run_line, shown_commands
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 LINES = shown_commands(Path("docs/fine-tuning.md"))
 SHORT = {

@@ -20,7 +20,7 @@ from tests.parity.convert_cases import random_weights, relative_error
 from tests.support.encoders import T5_WIDTH, save_t5
 from tests.support.ranks import Job, run_jobs, selected
 
-pytestmark = pytest.mark.matrix  # quick starts follow the page: test_fine_tuning_page.py
+pytestmark = pytest.mark.slow  # quick starts follow the page: test_fine_tuning_page.py
 STEPS, LONG = 6, 40
 ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
 MERGED = 1e-3  # W + B A rounds at another place than W x + B (A x); at most noise, DDPM's x0 has 150 times that error

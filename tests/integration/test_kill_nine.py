@@ -25,7 +25,7 @@ from tests.integration import actions
 from tests.integration.runs import SMALL_PACKS, loss_values, losses, overrides
 from tests.support import faults
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 KILLS, GROWTH = 20, [2] * 3 + [4] * 3  # kills on one rank, and ranks of each attempt after them
 NUM_STEPS, CLIPS_FROM = 100, 12

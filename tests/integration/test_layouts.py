@@ -27,7 +27,7 @@ from tests.integration.test_kill_nine import prepare_media
 from tests.support import faults
 from tests.support.ranks import Job, run_jobs
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
 DDP = {"parallel__data_parallel": "ddp"}

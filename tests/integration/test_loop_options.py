@@ -28,7 +28,7 @@ from tests.support import faults
 from tests.support.ranks import Job, run_jobs
 from tests.unit.launch.pages import blocks, run_line, shown_commands, shown_files
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 NUM_STEPS, DECAY, START = 7, 0.75, 1
 ROUNDING = {"rtol": 1e-5, "atol": 1e-6}  # fp32: one multiplication and one addition

@@ -12,7 +12,7 @@ from tests.integration.runs import assert_same_bits, checkpoint, loss_values, ov
 from tests.support.encoders import CLIP_WIDTH, T5_WIDTH, save_clip, save_t5, save_vae
 from tests.support.ranks import Job, run_jobs, selected
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 STORED = 1e-3  # relative: stored latents and embeddings are float16
 ROUNDING = 1e-5  # relative, fp32: sums are taken in another order

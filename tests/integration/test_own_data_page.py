@@ -86,7 +86,7 @@ def test_two_commands_lead_to_decoded_samples(tmp_path):
     assert np.asarray(drawn)[24:80].std() > 0
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_every_command_of_the_page_works(tmp_path):
     own_files(tmp_path)
     follow(tmp_path, LINES)

@@ -19,7 +19,7 @@ from tests.integration.runs import checkpoint, loss_values, overrides, read_tens
 from tests.parity.convert_cases import assert_same_bits
 from tests.support.ranks import Job, run_jobs
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 SIZE, COUNT, STEPS = 32, 8, 12
 DATA = ["pictograms", "--size", str(SIZE), "--blocks", "transport", "--count", str(COUNT), "--processes", "1"]

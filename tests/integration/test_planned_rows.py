@@ -5,7 +5,7 @@ import pytest
 from benchmarks.planned import ROWS, fitted, left_out, table, traced
 from dit.planner.devices import H100
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 PUBLISHED, OTHER_SYSTEM, UNSEEN = 0.07, 0.20, 0.10
 

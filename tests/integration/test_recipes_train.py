@@ -69,7 +69,7 @@ def run_dir(name: str, request: pytest.FixtureRequest) -> Path:
 
 
 def each(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.matrix]) for name in names]
+    return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in names]
 
 
 def test_every_tiny_recipe_is_here() -> None:
@@ -99,7 +99,7 @@ def test_a_run_traces_the_steps_it_was_asked_for(quick_runs: Path) -> None:
     assert [path.name for path in (quick_runs / "tiny_dit" / "profile").iterdir()] == ["rank_0.json.gz"]
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_recipes_on_other_layouts_have_the_same_losses(tmp_path: Path) -> None:
     jobs = {}
     for name, ranks in {"tiny_dit": 1, **SPREAD}.items():

@@ -17,7 +17,7 @@ from tests.parity.costs import num_parameters
 from tests.support import faults
 from tests.support.ranks import Job, run_jobs
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
 FP32 = 1e-6  # relative; TensorBoard has single precision

@@ -34,7 +34,7 @@ from tests.integration.runs import (
 from tests.support import faults
 from tests.support.ranks import Job, run_jobs
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 NUM_STEPS = 24
 INTERVAL = 2

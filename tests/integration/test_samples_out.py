@@ -17,7 +17,7 @@ from tests.integration.runs import mock, read_records, scalars
 from tests.support.ranks import Job, run_jobs
 from tests.unit.encoders.test_vae import MODELS
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 SETTINGS: dict[str, Any] = {
     "model__in_channels": 4,

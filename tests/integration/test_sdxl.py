@@ -11,7 +11,7 @@ from tests.integration.runs import overrides
 from tests.support.encoders import CLIP_WIDTH, PROJECTION, prepare_sdxl
 from tests.support.ranks import Job, run_jobs
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 
 def test_prepared_pictures_train_a_model_that_is_asked_for_sizes_and_crops(tmp_path: Path):

@@ -14,7 +14,7 @@ import pytest
 from tests.integration.runs import environment, kill_session, loss_values, outcome, overrides, steps_logged, wait_for
 from tests.support import slurm
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 FLAGS = ("--nodes=2", "--gpus-per-node=1")
 
 

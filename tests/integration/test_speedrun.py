@@ -28,7 +28,7 @@ def words(letters_data: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
     return [f"{key}={value}" for key, value in tiny.items()]
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_a_record_replays_to_the_bit_and_a_false_one_does_not(tmp_path, words, capsys):
     first, again = tmp_path / "first", tmp_path / "again"
     assert speedrun.main(["--ranks", "1", "--out", str(first), *words]) == EXIT_OK

@@ -15,7 +15,7 @@ from tests.integration.runs import overrides
 from tests.support.ranks import Job, run_jobs
 from tests.unit.checkpoint.checkpoints import make_store, save
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 
 def training(run_dir: Path, ranks: int = 1, **settings: Any) -> Job:

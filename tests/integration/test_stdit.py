@@ -8,7 +8,7 @@ from tests.integration import actions
 from tests.integration.runs import loss_values, overrides
 from tests.support.ranks import Job, run_jobs
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 NUM_STEPS = 20
 ROUNDING = 1e-5  # relative, fp32: sums are taken in another order

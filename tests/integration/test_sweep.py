@@ -10,7 +10,7 @@ import pytest
 from benchmarks.sweep import PLOT, ROWS
 from tests.integration.runs import environment
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 LAYOUTS = ("ddp", "distopt", "fsdp", "tp2sp", "pp2", "cp2", "pp4")
 
 

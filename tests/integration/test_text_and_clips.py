@@ -25,7 +25,7 @@ from tests.integration import actions
 from tests.integration.runs import TINY, loss_values, overrides, read_records
 from tests.support.ranks import Job, run_jobs
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 ROUNDING = 1e-5  # relative, fp32: sums are taken in another order
 ENCODER = "all-minilm-l6-v2"

@@ -5,7 +5,7 @@ import pytest
 from benchmarks.unets import TEXT_WIDTH, Row, imagen_arms, latent_arms, measure, random_pictures, table
 from dit.backends.process_groups import ProcessGroups
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

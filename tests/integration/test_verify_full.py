@@ -13,7 +13,7 @@ from tests.unit.launch.pages import shown_commands
 PAGE = Path("docs/debugging-a-wrong-gradient.md")
 
 
-@pytest.mark.matrix  # four processes that import everything: half a minute
+@pytest.mark.slow  # four processes that import everything: half a minute
 def test_the_documented_torchrun_names_the_parameter_that_is_stated_wrongly(tmp_path: Path) -> None:
     """Of all parameters that one alone; the command fails, and leaves nothing of its reference behind."""
     (line,) = (line for line in shown_commands(PAGE) if line.startswith("torchrun"))

@@ -18,8 +18,8 @@ SIZES = {
     "each_channel": (1, 7, 9, 2, 7),
     "blocks": (2, 12, 13, 11, 4),
     "wide": (1, 320, 3, 3, 32),
-    "odd_wide": pytest.param((2, 1030, 3, 2, 103), marks=pytest.mark.matrix),
-    "widest": pytest.param((1, 8192, 2, 1, 32), marks=pytest.mark.matrix),
+    "odd_wide": pytest.param((2, 1030, 3, 2, 103), marks=pytest.mark.slow),
+    "widest": pytest.param((1, 8192, 2, 1, 32), marks=pytest.mark.slow),
 }
 KINDS = {"plain": (False, False), "silu": (False, True), "scaled": (True, False), "scaled_silu": (True, True)}
 

@@ -48,7 +48,7 @@ def test_norm_and_rotation_together_and_alone_are_the_formulas(kind, norm, rope)
     check(kind, tokens=18, groups=5, size=6, norm=norm, rope=rope)
 
 
-@pytest.mark.parametrize("size", [6, 72, 128, *(pytest.param(n, marks=pytest.mark.matrix) for n in (10, 64, 256))])
+@pytest.mark.parametrize("size", [6, 72, 128, *(pytest.param(n, marks=pytest.mark.slow) for n in (10, 64, 256))])
 def test_every_head_size_is_the_formula(size):
     check("qkv", tokens=5, groups=2, size=size, norm=True, rope=True)
 
@@ -57,7 +57,7 @@ def test_a_head_of_an_odd_size_is_normalised():
     check("qkv", tokens=5, groups=2, size=7, norm=True, rope=False)
 
 
-@pytest.mark.parametrize("norm", [pytest.param(True, marks=pytest.mark.matrix), False])
+@pytest.mark.parametrize("norm", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_the_gradient_of_the_projections_bias_is_the_sum_over_tokens(norm):
     """More tokens than one block has."""
     check("qkv", tokens=133, groups=5, size=8, norm=norm, rope=True, bias=True)
@@ -80,7 +80,7 @@ def test_values_and_unchanged_heads_are_views():
 @pytest.mark.parametrize("name", ["gelu", "swiglu"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
-    ("tokens", "width"), [(3, 2), (5, 250), (2, 8192), pytest.param(133, 10, marks=pytest.mark.matrix)]
+    ("tokens", "width"), [(3, 2), (5, 250), (2, 8192), pytest.param(133, 10, marks=pytest.mark.slow)]
 )
 def test_activations_are_the_formulas(name, bias, tokens, width):
     function = activations.gelu_tanh if name == "gelu" else activations.swiglu

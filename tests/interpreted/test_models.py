@@ -44,7 +44,7 @@ def step(config, groups, kernels: str, recompute: str = "none"):
 
 @pytest.mark.parametrize(
     "config",
-    [pytest.param(c, marks=() if c is QUICK else pytest.mark.matrix) for c in (QUICK, *MODELS, *MORE)],
+    [pytest.param(c, marks=() if c is QUICK else pytest.mark.slow) for c in (QUICK, *MODELS, *MORE)],
     ids=lambda config: type(config).__name__,
 )
 def test_a_backbone_has_the_eager_numbers(one_rank_world, config):
@@ -84,7 +84,7 @@ def results(tmp_path_factory):
     return found | dict(zip(keys, run_world(2, many, folder / "2", **CPU)))
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", CASES)
 def test_a_layout_gives_the_numbers_of_one_rank(results, name, layout):

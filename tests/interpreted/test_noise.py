@@ -84,7 +84,7 @@ def normals(layout, seed, channels):
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 @pytest.mark.parametrize("seed", SEEDS.values(), ids=SEEDS)
-@pytest.mark.parametrize("channels", [1, 10, 16, *(pytest.param(n, marks=pytest.mark.matrix) for n in (3, 64, 770))])
+@pytest.mark.parametrize("channels", [1, 10, 16, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 64, 770))])
 def test_pure_noise_is_the_transform_of_the_words(layout, seed, channels):
     """With x0 times 0 and noise times 1; numbers of channels that four divides and does not."""
     zeros, ones = torch.zeros(3), torch.ones(3)

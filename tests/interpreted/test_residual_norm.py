@@ -25,7 +25,7 @@ LAYOUTS = {
 }
 DTYPES = {"fp32": (torch.float32, 6.0), "bf16": (torch.bfloat16, 1.5)}  # the interpreter's bf16 stores cut off digits
 EPS = 1e-5
-MATRIX = pytest.mark.matrix
+SLOW = pytest.mark.slow
 
 
 def call(layout, x, y, gate, bias, shift, scale, weight):
@@ -77,9 +77,7 @@ def test_every_part_is_the_formula(parts, precision):
     check(PADDED, 48, parts, precision)
 
 
-@pytest.mark.parametrize(
-    "width", [5, 77, 128, *(pytest.param(n, marks=MATRIX) for n in (1000, 1152, 2304, 4096)), 8192]
-)
+@pytest.mark.parametrize("width", [5, 77, 128, *(pytest.param(n, marks=SLOW) for n in (1000, 1152, 2304, 4096)), 8192])
 def test_every_width_is_the_formula(width):
     few = SequenceLayout.from_lengths([2, 1], total_tokens=4)
     check(few, width, ALL, "fp32")

@@ -13,12 +13,14 @@ EP2 = {**DISTRIBUTED, "expert_model_parallel_size": 2}
 OVERLAPPED = {**DISTRIBUTED, "overlap_grad_reduce": True, "overlap_param_gather": True}
 ONE = {"ddp1": DDP, "distributed1": DISTRIBUTED}
 TWO = {"ddp2": DDP, "distributed2": DISTRIBUTED, "overlapped2": OVERLAPPED, "fsdp2": FSDP}
+ONE_LAYER = {**SETTINGS, "model": {**SETTINGS["model"], "num_layers": 1}}
+"""A layer has a parameter of every kind, and the interpreter is slow."""
 OFFLOADED = {"training": {**SETTINGS["training"], "ema_offload": True}}
 STEPS, SAVED_AT = 5, 3
 CPU = {"timeout_s": 1800.0}
 
 
-def case(parallel, precision, kernels, steps=STEPS, settings=SETTINGS, **options):
+def case(parallel, precision, kernels, steps=STEPS, settings=ONE_LAYER, **options):
     fixed = {"task": "tests.interpreted.update_worker:train", "parallel": parallel, "precision": precision}
     return {**fixed, "kernels": kernels, "steps": steps, "run_dir": "none", **settings, **options}
 
@@ -68,7 +70,7 @@ def test_a_run_has_the_eager_state(one_rank, name, precision):
     assert_equal_runs(one_rank, name, precision)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", [*TWO, "experts"])
 def test_runs_of_two_ranks_have_the_eager_state(two_ranks, name, precision):

@@ -28,7 +28,7 @@ class Row:
 
     Attributes:
         recipe: as `--factory` takes it.
-        quick: layouts that every start compares; the others carry the mark `matrix`.
+        quick: layouts that every start compares; the others carry the mark `slow`.
         other: other values of its fields, besides those of `OTHER`.
         given: what a field needs beside it to act, besides those of `GIVEN`; set on both sides.
         also: what must change with a field.

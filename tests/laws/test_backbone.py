@@ -293,7 +293,7 @@ def bf16_trials(
     return {row: (alone[row[0]], many) for row, many in zip(wanted, trained(2, (pair(*row).many for row in wanted)))}
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize(BF16_ROW, [(name, kind) for name in BF16_NAMES for kind in DATA_PARALLEL])
 def test_bf16_with_fp32_norms_equals_one_rank(bf16_trials: Any, bf16_name: str, data_parallel: str) -> None:
     """Gradients are summed in fp32, of weights in bf16 and of norms in fp32 in one model."""

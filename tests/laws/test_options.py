@@ -29,7 +29,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any], float]] = {
     "compiled_recompute_full": ({}, {"kernels": "compile", "recompute": "full"}, SUM_RTOL),
 }
 ROWS = [
-    pytest.param(name, option, marks=pytest.mark.matrix if "compiled" in option else ())
+    pytest.param(name, option, marks=pytest.mark.slow if "compiled" in option else ())
     for name in BASES
     for option in OPTIONS
 ]

@@ -17,7 +17,7 @@ def outcomes(tmp_path_factory):
     return run(ROWS, tmp_path_factory.mktemp("matrix"))
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.timeout(2700)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_layout_equals_one_rank(outcomes, row):

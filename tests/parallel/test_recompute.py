@@ -6,7 +6,7 @@ from benchmarks.parallel_world import run_world
 from tests.support.ranks import selected
 from tests.support.reference import assert_equal_training
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}

@@ -12,7 +12,7 @@ from benchmarks.parallel_world import run_world
 from tests.support.ranks import selected
 from tests.support.reference import assert_equal_training
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 MODELS = {
     "alternating": {"backbone": "stdit", "num_classes": 5, "position_span": 4.0},

@@ -12,7 +12,7 @@ from tests.parallel.stream_cases import forget_text_tokens, norm_own_heads_alone
 from tests.support.ranks import selected
 from tests.support.reference import assert_equal_training
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 MODELS = {
     "flux": {

@@ -6,7 +6,7 @@ from benchmarks.parallel_world import run_world
 from dit.planner.trace import trace
 from tests.parallel.trace_worker import job
 
-pytestmark = pytest.mark.matrix
+pytestmark = pytest.mark.slow
 
 WITHIN = 0.05  # what the peak may differ by
 LAYOUTS = {

@@ -14,7 +14,7 @@ from tests.integration.runs import environment, loss_values, outcome, overrides,
 from tests.slurm.cluster import Cluster, lacks, running
 from tests.support.repository import REPOSITORY
 
-pytestmark = [pytest.mark.matrix, pytest.mark.skipif(bool(lacks()), reason=lacks())]
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(lacks()), reason=lacks())]
 
 STEPS = 300
 FLAGS = ("--nodes=2", "--gpus-per-node=1", "--cpus-per-task=1", "--time=30", "--output=job.log")

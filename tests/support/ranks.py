@@ -16,7 +16,7 @@ from dit.verify.ranks import free_port, run_ranks
 
 def rows(cases: Iterable[tuple], quick: Callable[..., bool]) -> list[Any]:
     """Mark the cases that only the full suite runs."""
-    return [pytest.param(*case, marks=() if quick(*case) else pytest.mark.matrix) for case in cases]
+    return [pytest.param(*case, marks=() if quick(*case) else pytest.mark.slow) for case in cases]
 
 
 def selected(request: pytest.FixtureRequest, names: tuple[str, ...]) -> set[tuple]:

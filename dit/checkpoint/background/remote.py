@@ -198,7 +198,12 @@ class RemoteStore:
             target = folder / name
             if folder.resolve() not in target.resolve().parents:
                 raise CheckpointError(f"{self.address}/{_folder(step)} lists {name!r}, a path outside the checkpoint")
-            about = self._try(partial(self._files.info, self._path(step, name)))
+            try:
+                about = self._try(partial(self._files.info, self._path(step, name)))
+            except FileNotFoundError as error:
+                raise CheckpointError(
+                    f"{self.address}/{_folder(step)}/{name} is missing; copy the checkpoint again"
+                ) from error
             if about["type"] != "file" or about["size"] != record.size_bytes:
                 raise CheckpointError(
                     f"{self.address}/{_folder(step)}/{name} is a {about['type']} of {about['size']} bytes, its "

@@ -66,7 +66,7 @@ def test_the_update_and_the_noise_move_what_their_tensors_have():
 
 
 @needs_triton
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("device", CHIPS)
 def test_every_fused_operation_has_a_modelled_bandwidth_without_spills(device):
     found = run("--device", device)

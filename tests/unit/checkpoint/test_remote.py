@@ -156,7 +156,8 @@ def test_a_damaged_copy_is_skipped_and_the_one_before_fetched(how, bucket, tmp_p
     other = make_store(tmp_path / "b")
     assert fetch_newer(other, RemoteStore(ADDRESS)) == 1
     assert (newest_step(other), leftovers(other)) == (1, [])
-    assert name in caplog.text or "damaged" in caplog.text
+    messages = caplog.text.replace(str(tmp_path), "")  # the folder has the name of this test
+    assert name in messages or "damaged" in messages
 
 
 def test_a_manifest_cannot_write_outside_the_folder(bucket, tmp_path):

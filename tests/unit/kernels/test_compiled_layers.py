@@ -82,7 +82,7 @@ def same(result: Tensor, expected: Tensor, rtol: float = RTOL) -> bool:
     [
         ("dit", PACKS),
         *((name, ["padded"]) for name in BACKBONES[1:]),
-        *(pytest.param(name, PACKS, marks=pytest.mark.matrix) for name in BACKBONES[1:]),
+        *(pytest.param(name, PACKS, marks=pytest.mark.slow) for name in BACKBONES[1:]),
     ],
 )
 def test_every_kind_of_pack_has_the_numbers_of_eager_layers(
@@ -152,7 +152,7 @@ MOST_SAVED = {"dit": 14, "dit_cross": 24, "moviegen": 21, "wan": 20}
 attention."""
 
 
-@pytest.mark.parametrize("name", ["dit", *(pytest.param(name, marks=pytest.mark.matrix) for name in BACKBONES[1:])])
+@pytest.mark.parametrize("name", ["dit", *(pytest.param(name, marks=pytest.mark.slow) for name in BACKBONES[1:])])
 def test_a_compiled_layer_saves_less_under_selective_recompute(
     one_rank_world: ProcessGroups, counter: CompileCounterWithBackend, name: str
 ) -> None:
@@ -191,7 +191,7 @@ def test_experts_bf16_and_adapters_have_the_numbers_of_eager_layers(
         assert same(step(network, model, batch), expected, rtol), precision
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.skipif(which("g++") is None, reason="needs a C++ compiler")
 def test_generated_code_has_the_numbers_of_eager_layers(one_rank_world: ProcessGroups) -> None:
     """The compiler of `training.kernels=compile` itself."""

@@ -38,9 +38,9 @@ def test_every_kernel_is_its_formula_in_the_interpreter():
     interpret()
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_more_sizes_and_layouts_in_the_interpreter():
-    interpret("-m", "matrix")
+    interpret("-m", "slow")
 
 
 PARTS = {"GATE": 1, "BIAS": 1, "NORM": 1, "WEIGHT": 0}
@@ -151,7 +151,7 @@ REGISTERS = 65536
 
 
 @pytest.mark.parametrize("capability", [90, 100], ids=["sm_90", "sm_100"])
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in QUICK else pytest.mark.matrix) for c in CASES])
+@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in QUICK else pytest.mark.slow) for c in CASES])
 def test_a_kernel_compiles_without_spills_and_reads_128_bits_at_once(case: str, capability: int):
     """Registers leave room for the programs that its occupancy needs."""
     from dit.kernels.fused.gpu.ahead_of_time import compiled

@@ -44,7 +44,7 @@ FEW = ("pp2", "fsdp", *ALONE)
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.matrix) for name in CASES]
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in CASES]
 )
 def test_a_plan_is_the_trace_of_the_full_step(name):
     (sizes, layout, micro_batches), ranks = CASES[name], 1 if name in ALONE else 2
@@ -68,7 +68,7 @@ def test_a_plan_is_the_trace_of_the_full_step(name):
     assert planned.peak == pytest.approx(full.peak, rel=OF_PEAK)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "ranks"), [("flux_12b", 8), ("stage_30b_8k", 64)])
 def test_the_layers_that_are_traced_fill_the_window_of_fsdp(recipe, ranks):
     """Weights gathered ahead, gradients that wait: 57 layers of FLUX, of two sizes; 48 of 30B, few of them traced."""

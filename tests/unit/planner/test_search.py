@@ -76,7 +76,7 @@ def priced():
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.matrix) for name in EXACT]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in EXACT]
 )
 def test_a_price_is_that_of_the_traced_layout(name, priced):
     """Time within 3 %, memory within 7 %: the slack of embeddings and head, which a price puts on every stage."""
@@ -114,7 +114,7 @@ def test_pictures_of_a_unet_are_priced_as_traced():
     assert price == pytest.approx(exact, rel=OF_SMALL)
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 def test_hundreds_of_small_samples_are_priced_as_traced():
     """Products of one row for each sample are as slow as their weights are read, until there are many rows."""
     sizes, price, exact = compared(small(), 128)

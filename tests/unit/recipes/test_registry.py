@@ -128,7 +128,7 @@ def test_a_recipe_divides_into_the_ranks_that_its_line_names(entry):
 ON_GPUS = [entry for entry in registry.recipes() if (match := RANKS.search(entry.line)) and any(match.group(*SIZES))]
 
 
-@pytest.mark.matrix
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ON_GPUS, ids=lambda entry: entry.name)
 def test_a_recipe_fits_the_gpus_that_its_line_names(entry):
     """The planned step fits, or the line says how much it needs."""
