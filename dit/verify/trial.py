@@ -25,7 +25,6 @@ from dit.context_parallel.shard_batch import shard
 from dit.errors import ConfigError
 from dit.models.base import Backbone, ModelConfig
 from dit.monitoring.expert_load import expert_layers, expert_load
-from dit.monitoring.flops import PackFlops
 from dit.objectives.addressed_noise import NoiseMixer
 from dit.objectives.base import Objective
 from dit.objectives.flow_matching import FlowMatching
@@ -346,7 +345,7 @@ def train(
     groups, micro_batches = session.groups, session.dims.micro_batches
     packs: Packs = trial.stream(groups.dp_rank, groups.dp_size, session.dims.token_multiple)
     if trial.parallel.balance_packs:
-        packs = balanced(packs, PackFlops(trial.model).of_pack, micro_batches, groups)
+        packs = balanced(packs, lambda pack: pack.layout.valid_tokens, micro_batches, groups)
     cp, split = groups.cp, trial.parallel.context_split
 
     def forward_step(step: int) -> ForwardStep:
