@@ -505,4 +505,18 @@ MUTANTS = (
         "return (name in removed",
         ("tests/unit/test_run_config.py",),
     ),
+    Mutant(
+        "balance: ranks take the packs that others read",
+        "dit/step/balance.py",
+        "own = {rank + i * ranks: pack for i, pack in enumerate(read)}",
+        "own = {rank * len(read) + i: pack for i, pack in enumerate(read)}",
+        ("tests/unit/step/test_balance.py",),
+    ),
+    Mutant(
+        "balance: ranks swap no packs",
+        "dit/step/balance.py",
+        "while _swap(dealt, costs):",
+        "while False:",
+        ("tests/unit/step/test_balance.py",),
+    ),
 )

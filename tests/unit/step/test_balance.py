@@ -1,20 +1,23 @@
 """Packs are dealt by their work; the numbers of the ranks' steps are tested with every packed layout."""
 
-import pickle
 from collections.abc import Iterator
 from itertools import chain
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dit.backends import process_groups
 from dit.batch import PackedBatch
-from dit.step import balance
+from dit.models.dit_cross.config import DiTCrossConfig
 from dit.step.balance import BalancedPacks, balanced, deal
+from dit.verify.ranks import run_world
+from energon_data.mock import MockData
 from energon_data.packing import CostLimit, balanced_packs, greedy_knapsack
 
 
@@ -65,38 +68,52 @@ def test_ranks_are_balanced_with_a_heavy_tail(budgets: str, count: int, least: f
     assert np.mean(shares) >= least
 
 
-class World:
-    """Stands for two ranks in one process: collectives of rank 0 see messages that rank 1 would send."""
-
-    def __init__(self, costs: list[int], packs: list[Any]) -> None:
-        self.costs, self.packs, self.sent = costs, packs, b""
-
-    def rank(self) -> int:
-        return 0
-
-    def size(self) -> int:
-        return 2
-
-    def all_gather_into_tensor(self, out: torch.Tensor, own: torch.Tensor, group: object) -> None:
-        out.copy_(torch.cat([own, torch.tensor(self.costs)]))
-
-    def all_to_all_single(self, out: torch.Tensor, sent: torch.Tensor, *sizes: Any, group: object) -> None:
-        message = torch.frombuffer(bytearray(pickle.dumps(self.packs)), dtype=torch.uint8)
-        if sizes:
-            self.sent = sent.numpy().tobytes()
-            out.copy_(message)
-        else:
-            out.copy_(torch.tensor([0, len(message)]))
+RANKS, MICRO_BATCHES = 3, 2
 
 
-def test_a_rank_computes_its_packs_in_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 reads packs 0 and 2 of work 9 and 8, rank 1 packs 1 and 3 of work 2 and 1."""
-    world: Any = World([2, 1], [(3, "3 of rank 1")])
-    monkeypatch.setattr(balance, "dist", world)
-    read: Iterator[Any] = iter(["0", "2"])
-    packs = BalancedPacks(read, lambda pack: 9 - int(pack) // 2, 2, world)
-    assert [next(packs), next(packs)] == ["0", "3 of rank 1"]
-    assert pickle.loads(world.sent) == [(2, "2")]
+def packs_of(rank: int) -> Iterator[PackedBatch]:
+    """Return a rank's packs: pictures of many sizes with texts."""
+    data = MockData(shapes=["1x4x4", "1x8x12", "1x20x20"], max_tokens_per_pack=160, pack_multiple_of=4)
+    sizes = {"hidden_size": 32, "num_layers": 1, "num_attention_heads": 2, "in_channels": 4, "patch_spatial": 2}
+    spec = DiTCrossConfig(**sizes, context_size=8).batch_spec(multiple_of=4)
+    return data.build_train(spec, dp_rank=rank, dp_size=RANKS, seed=3, log_dir=None, micro_batches_per_step=6)
+
+
+def compute(case: dict[str, Any]) -> list[Any]:
+    """Return, for each rank, the contents of the packs that it computes in two steps."""
+    process_groups.connect()
+    group = dist.group.WORLD
+    assert group is not None
+    packs = BalancedPacks(packs_of(group.rank()), cost, MICRO_BATCHES, group)
+    computed: list[Any] = [None] * RANKS
+    dist.all_gather_object(computed, [contents(next(packs)) for _ in range(2 * MICRO_BATCHES)])
+    dist.destroy_process_group()
+    return computed
+
+
+def cost(pack: PackedBatch) -> int:
+    return sum(n * n for n in pack.layout.lengths)
+
+
+def test_the_ranks_compute_the_packs_of_the_step(tmp_path: Path) -> None:
+    """Each pack arrives on its rank with every tensor, and ranks have less unequal work than they read."""
+    computed = run_world(RANKS, [{"task": f"{__name__}:compute"}], tmp_path, timeout_s=120)[0]
+    read = [[next(packs) for _ in range(2 * MICRO_BATCHES)] for packs in map(packs_of, range(RANKS))]
+    moved = 0
+    for step in (slice(0, 2), slice(2, 4)):
+        packs = [pack for same_number in zip(*(of_rank[step] for of_rank in read)) for pack in same_number]
+        dealt = deal([cost(pack) for pack in packs], RANKS)
+        for rank, numbers in enumerate(dealt):
+            for pack, number in zip(computed[rank][step], numbers, strict=True):
+                assert pack == contents(packs[number])
+                moved += number % RANKS != rank
+    assert moved
+
+
+def contents(pack: PackedBatch) -> list[Any]:
+    """Return the values of a pack, for a comparison."""
+    tensors = [pack.latents_TC, pack.positions_T3, pack.sample_ids_S, pack.draws_S, pack.conditions["context"].values]
+    return [pack.keys, pack.grids, pack.layout.lengths, *[None if x is None else x.tolist() for x in tensors]]
 
 
 def test_one_pack_per_step_and_one_replica_stay() -> None:
