@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -23,6 +24,7 @@ Arguments = ParamSpec("Arguments")
 LONGEST_MESSAGE = 2000
 LONGEST_WORD = 400  # characters; most paths are shorter
 EXIT_OK = 0
+EXIT_TRACEBACK = 1  # as Python exits after an exception
 EXIT_CONFIG = 2
 EXIT_DATA = 3
 EXIT_NOT_FINITE = 4
@@ -135,8 +137,8 @@ def on_a_screen(message: str, longest: int = LONGEST_MESSAGE) -> str:
 def one_line_errors(command: Callable[Arguments, int]) -> Callable[Arguments, int]:
     """Decorate a command to print errors that users can cause as one line, and return the exit code.
 
-    These are `UserError`, `DISK_ERRORS` and Ctrl-C. If the reader of the output exits (`| head`), nothing is printed.
-    Log warnings go to stderr.
+    These are `UserError`, `DISK_ERRORS` and Ctrl-C. Other errors are printed with their traceback, without control
+    characters. If the reader of the output exits (`| head`), nothing is printed. Log warnings go to stderr.
     """
 
     @functools.wraps(command)
@@ -149,14 +151,15 @@ def one_line_errors(command: Callable[Arguments, int]) -> Callable[Arguments, in
             return _report(str(error), exit_code(error))
         except BrokenPipeError:
             return discard_output()
-        except OSError as error:
-            if error.errno not in DISK_ERRORS:
-                raise
-            file = "" if error.filename is None else f"{error.filename}: "
-            return _report(f"{file}{error.strerror}; {DISK_ERRORS[error.errno]}", EXIT_CONFIG)
         except KeyboardInterrupt as error:
             echo("interrupted", file=sys.stderr)
             return exit_code(error)
+        except Exception as error:
+            if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+                file = "" if error.filename is None else f"{error.filename}: "
+                return _report(f"{file}{error.strerror}; {DISK_ERRORS[error.errno]}", EXIT_CONFIG)
+            echo(traceback.format_exc(), end="", file=sys.stderr)
+            return EXIT_TRACEBACK
 
     return run
 
@@ -196,6 +199,6 @@ def name_root_cause(line: str, *, failed: bool = True) -> None:
     if file is None:
         return
     # torchrun reports the earliest second as the root cause, so ranks stopped by another failure must be later.
-    cause = {"message": line, "extraInfo": {"timestamp": str(int(time.time()) - failed)}}
+    cause = {"message": printable(line), "extraInfo": {"timestamp": str(int(time.time()) - failed)}}
     with suppress(OSError):  # the line was already printed to stderr
         Path(file).write_text(json.dumps({"message": cause}), encoding="utf-8")

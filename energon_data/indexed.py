@@ -10,7 +10,7 @@ import math
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Optional
@@ -232,6 +232,7 @@ class IndexedSource:
         self._taken = 0  # samples that were read
         self._before = 0  # samples that were read before the current buffer
         self._delivered = 0  # batches delivered from the current buffer
+        self._skipped = frozenset[int]()  # samples after a converted position that were delivered before it
         self._batches: deque[list[Clip]] = deque()
         self._shape: Optional[torch.Size] = None
 
@@ -263,10 +264,14 @@ class IndexedSource:
             draw = self._taken * self._num_streams + self._stream
             epoch, position = divmod(draw, len(self._indices))
             order = _permutation(self._seed + 1 + epoch, len(self._indices))
-            index = int(self._indices[order[position]])
+            index, number = int(self._indices[order[position]]), self._taken
             self._taken += 1
+            if number in self._skipped:
+                continue
             clip = self._encoder.encoded_clip(str(index), self._samples.origin, partial(self._clip, index))
-            clips += [] if clip is None else [clip]
+            if clip is not None:
+                clip.__restore_key__ = (number,)
+                clips.append(clip)
         if clips:
             self._batches.extend(self._encoder.select_samples_to_pack(clips) if is_packed else [clips])
 
@@ -284,31 +289,57 @@ class IndexedSource:
     def _settings(self) -> dict[str, Any]:
         """Return the settings that determine which samples follow a position."""
         names = ("max_tokens_per_pack", "pack_multiple_of", "packing_buffer_size", "validation_samples")
-        return {name: getattr(self._samples, name) for name in names} | {"seed": self._seed, "size": len(self._samples)}
+        settings = {name: getattr(self._samples, name) for name in names}
+        size = {"micro_batch_size": self._spec.micro_batch_size, "size": len(self._samples)}
+        return settings | size | {"seed": self._seed}
 
     def state(self) -> Position:
         """Return the number of samples before the current buffer, and of micro-batches delivered from it."""
         taken, delivered = (self._before, self._delivered) if self._batches else (self._taken, 0)
-        return Position({"taken": taken, "settings": self._settings()}, delivered)
+        skipped = [number for number in sorted(self._skipped) if number >= taken]
+        state = {"taken": taken, "settings": self._settings()}
+        return Position(state | ({"skipped": skipped} if skipped else {}), delivered)
 
     def adapt(self, position: Position) -> Position:
-        """Check the settings of a position, and return it unchanged.
+        """Convert a position to one that is equal under the current settings.
+
+        If `pack_multiple_of` or the size of dense micro-batches changed, the items after the state are read with the
+        former settings, and samples of the buffer that were not delivered are selected again.
 
         Raises:
             ConfigError: the position was saved with other settings or another number of samples.
+            DataError: an item cannot be read again.
         """
-        saved, settings = position.state["settings"], self._settings()
-        changed = [f"{name} was {saved[name]} and is {now}" for name, now in settings.items() if saved[name] != now]
-        if changed:
+        settings = self._settings()
+        saved = settings | position.state["settings"]  # older versions stored fewer settings
+        changed = [name for name, now in settings.items() if saved[name] != now]
+        if not changed:
+            return position
+        if set(changed) - {"pack_multiple_of", "micro_batch_size"}:
+            listed = ", ".join(f"{name} was {saved[name]} and is {settings[name]}" for name in changed)
             raise ConfigError(
-                f"the position in {self._samples.origin} was saved with other data ({', '.join(changed)}), where it "
-                "refers to other samples; set them back, or start a new run with checkpoint.start_from"
+                f"the position in {self._samples.origin} was saved with other data ({listed}), where it refers to "
+                "other samples; set them back, or start a new run with checkpoint.start_from"
             )
-        return position
+        former = IndexedSource(
+            replace(self._samples, pack_multiple_of=saved["pack_multiple_of"]),
+            replace(self._spec, micro_batch_size=saved["micro_batch_size"], multiple_of=1),
+            seed=self._seed,
+            stream=self._stream,
+            num_streams=self._num_streams,
+        )
+        former.load(position.state)
+        for _ in range(position.offset):
+            if (item := former.next()).batch is None:
+                raise DataError(f"the stream cannot be read up to the saved position: {item.failure}")
+        state = former.state().state
+        read = {*state.get("skipped", ()), *range(state["taken"], former._taken)}
+        skipped = read - {clip.__restore_key__[0] for clips in former._batches for clip in clips}
+        return Position({"taken": state["taken"], "settings": settings, "skipped": sorted(skipped)})
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from `state`; call before the first `next`."""
-        self._taken = state["taken"]
+        self._taken, self._skipped = state["taken"], frozenset(state.get("skipped", ()))
 
     def close(self) -> None:
         """Do nothing; there are no files."""

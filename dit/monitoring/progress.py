@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from dit.terminal import echo
+from dit.terminal import echo, printable
 
 SMOOTHING = 0.3  # weight of the newest interval in the moving average of seconds per step
 
@@ -96,14 +96,14 @@ class ConsoleProgress:
         if self._live is None:
             self._print(line)
         else:
-            self._live.update(Text(line, no_wrap=True, overflow="ellipsis"), refresh=True)
+            self._live.update(Text(printable(line), no_wrap=True, overflow="ellipsis"), refresh=True)
 
     def message(self, text: str) -> None:
         """Print a permanent line, above the live line if there is one."""
         if self._live is None:
             self._print(text)
         else:
-            self._live.console.print(Text(text))
+            self._live.console.print(Text(printable(text)))
 
     def close(self) -> None:
         """Stop updating; the last line stays."""

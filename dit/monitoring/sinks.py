@@ -315,7 +315,7 @@ def current_records(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, A
         elif kind == "scalars" and record["attempt"] > started:  # older versions recorded no start
             back_to, started = step - 1, record["attempt"]
         elif kind == "incident" and record.get("incident") == "rewind":
-            with suppress(KeyError, TypeError, ValueError):  # damaged details
+            with suppress(KeyError, TypeError, ValueError, OverflowError):  # damaged details
                 back_to = int(record["details"]["to_step"])
         if back_to is not None:
             current = [r for r in current if r["kind"] != "scalars" or r["step"] <= back_to]

@@ -206,7 +206,7 @@ def _add_tensors(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text-key", metavar="NAME", help="name of the encoder in a pickle (embeddings_t5_xxl)")
     parser.add_argument("--text-encoder", metavar="NAME", help="encoder of the texts, recorded for prompts")
     parser.add_argument("--vae", metavar="NAME", help="autoencoder of the latents, recorded for decoding")
-    parser.add_argument("--follow-links", action="store_true", help="also read folders to which links lead")
+    parser.add_argument("--follow-links", action="store_true", help="also read archives outside of --in")
     add_work(parser, validation=0.02)
 
 

@@ -18,6 +18,7 @@ from energon_data.prepare.sources import (
     Source,
     captions_of,
     class_of,
+    leaves,
     read_object,
     read_text,
     scalars_of,
@@ -27,7 +28,7 @@ from energon_data.samples import SampleError
 
 
 def list_tars(folder: Path, *, follow_links: bool = False) -> tuple[list[Path], list[Skipped]]:
-    """List the tar files of a WebDataset, sorted, and links to folders that are not read.
+    """List the tar files of a WebDataset, sorted, and links out of the folder that are not read.
 
     Raises:
         ConfigError: the path does not exist.
@@ -40,6 +41,10 @@ def list_tars(folder: Path, *, follow_links: bool = False) -> tuple[list[Path], 
     skipped: list[Skipped] = []
     paths = [place / name for place, names in walk.folders_below(folder, follow_links, skipped) for name in names]
     tars = sorted(path for path in paths if path.suffix == ".tar" and path.is_file())
+    outside = [path for path in tars if not follow_links and leaves(path, folder)]
+    escape = SampleError("path_escape", f"a link to a file outside of {folder}; {walk.FOLLOW}")
+    skipped += [Skipped.of(name_within(path, folder), escape) for path in outside]
+    tars = [path for path in tars if path not in outside]
     if not tars:
         links = f" ({walk.reasons(skipped)})" if skipped else ""
         raise DataError(f"{folder} has no .tar file{links}; for single pictures use `prepare images`")

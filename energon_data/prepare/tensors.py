@@ -37,11 +37,12 @@ from energon_data.prepare.sources import (
     MAX_FILE_BYTES,
     Source,
     class_of,
+    leaves,
     read_object,
     read_text,
     scalars_of,
 )
-from energon_data.prepare.walk import Skipped
+from energon_data.prepare.walk import FOLLOW, Skipped
 from energon_data.samples import LATENT, PIXELS, SampleError
 from energon_data.tar_index import read_tar
 
@@ -59,11 +60,11 @@ class Archived:
 
 
 def list_archives(path: Path, *, follow_links: bool = False) -> tuple[list[Path], list[Skipped]]:
-    """Return the tar files of a folder or a wdinfo file, and links to folders that are not read.
+    """Return the tar files of a folder or a wdinfo file, and links out of the folder that are not read.
 
     Raises:
         ConfigError: the path does not exist.
-        DataError: there is no tar file, or the list cannot be read.
+        DataError: there is no tar file, the list cannot be read, or it names a file outside of its folder.
     """
     if not (path.is_file() and path.suffix in (".pkl", ".pickle")):
         return list_tars(path, follow_links=follow_links)
@@ -75,6 +76,11 @@ def list_archives(path: Path, *, follow_links: bool = False) -> tuple[list[Path]
     if not isinstance(names, list) or not names or not all(isinstance(name, str) for name in names):
         raise DataError(f"{path} has no list 'tar_files' of names; name the folder of the archives instead")
     archives = [path.parent / name for name in names]  # absolute names are unchanged
+    outside = [str(archive) for archive in archives if not follow_links and leaves(archive, path.parent)]
+    if outside:
+        raise DataError(
+            f"{path} lists {outside[0]}, which is outside of its folder, and {len(outside) - 1} other files; {FOLLOW}"
+        )
     absent = [str(archive) for archive in archives if not archive.is_file()]
     if absent:
         raise DataError(f"{path} lists {absent[0]}, which does not exist, and {len(absent) - 1} other files")
@@ -226,7 +232,7 @@ def prepare_tensors(
         source: a folder of tar files, one of them, or a wdinfo file.
         text_key: encoder whose text is selected from a pickle with several.
         text_encoder, vae: encoders of the texts and latents, recorded for `launch.sample`.
-        follow_links: also read linked folders of archives outside of `source`.
+        follow_links: also read archives outside of `source` that links or the wdinfo file name.
         validation: share of the samples that is held out.
 
     Raises:

@@ -1,6 +1,7 @@
 """How commands end: with one line on a screen, or silently if the reader of their output has ended."""
 
 import errno
+import json
 import os
 import subprocess
 import sys
@@ -13,12 +14,15 @@ from dit.errors import (
     EXIT_BROKEN_PIPE,
     EXIT_CONFIG,
     EXIT_INTERRUPTED,
+    EXIT_TRACEBACK,
     LONGEST_MESSAGE,
     LONGEST_WORD,
     ConfigError,
+    name_root_cause,
     on_a_screen,
     one_line_errors,
 )
+from dit.terminal import printable
 
 
 def test_long_words_alone_are_shortened():
@@ -69,8 +73,19 @@ def test_a_full_or_read_only_disk_is_one_line_with_the_file_and_the_cure(
 def test_ctrl_c_is_one_word_and_other_errors_keep_their_traceback(capsys: pytest.CaptureFixture[str]):
     assert raised(KeyboardInterrupt()) == EXIT_INTERRUPTED
     assert capsys.readouterr().err == "interrupted\n"
-    with pytest.raises(OSError, match="not allowed here"):
-        raised(OSError(errno.EBADF, "not allowed here"))
+    for error in (OSError(errno.EBADF, "not allowed \x1b[2J"), KeyError("not allowed"), RuntimeError("\x1b]0;a\x07")):
+        assert raised(error) == EXIT_TRACEBACK
+        printed = capsys.readouterr().err
+        assert printed.startswith("Traceback (most recent call last)")
+        assert printed.endswith(f"{type(error).__name__}: {printable(str(error))}\n")
+        assert "\x1b" not in printed
+
+
+def test_the_report_of_torchrun_has_no_orders_to_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    report = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
+    name_root_cause("unexpected error KeyError: '\x1b[2J'")
+    assert json.loads(report.read_text())["message"]["message"] == "unexpected error KeyError: '?[2J'"
 
 
 LONG_OUTPUT = """

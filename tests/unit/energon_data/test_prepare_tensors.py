@@ -241,6 +241,46 @@ def test_archives_below_a_linked_folder_are_read_with_follow_links_and_named_wit
         assert (found["samples"], found["skipped"]) == ({"train": count}, skipped)
 
 
+@pytest.mark.parametrize("command", ["tensors", "webdataset"])
+def test_a_link_to_an_archive_outside_is_read_with_follow_links_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture, command: str
+) -> None:
+    picture = io.BytesIO()
+    Image.new("RGB", (16, 16)).save(picture, "PNG")
+    for folder in ("in", "elsewhere"):
+        (tmp_path / folder).mkdir()
+        write_tar(tmp_path / folder / f"{folder}.tar", {"1.png": picture.getvalue()})
+    (tmp_path / "in" / "inside.tar").symlink_to("in.tar")
+    (tmp_path / "in" / "outside.tar").symlink_to("../elsewhere/elsewhere.tar")
+    words = [command, "--in", str(tmp_path / "in"), "--validation", "0", "--processes", "1"]
+    words += [*(["--size", "16"] if command == "webdataset" else []), "--out"]
+    for out, flags, count, skipped in (
+        ("without", [], 2, {"path_escape": 1}),
+        ("with", ["--follow-links"], 3, {}),
+    ):
+        assert main([*words, str(tmp_path / out), *flags]) == 0
+        found = json.loads((tmp_path / out / "dataset.json").read_text())
+        assert (found["samples"], found["skipped"]) == ({"train": count}, skipped)
+    (tmp_path / "in" / "in.tar").unlink()
+    (tmp_path / "in" / "inside.tar").unlink()
+    assert main([*words, str(tmp_path / "none")]) == EXIT_DATA
+    assert "1 path_escape (outside.tar: a link to a file outside of" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["{outside}/0.tar", "../outside/0.tar", "link.tar"])
+def test_a_list_of_archives_outside_its_folder_is_read_with_follow_links_only(tmp_path: Path, name: str) -> None:
+    for folder in ("in", "outside"):
+        (tmp_path / folder).mkdir()
+    archive = write_tar(tmp_path / "outside" / "0.tar", {"1.pth": torch_file(torch.zeros(4, 1, 2, 2))})
+    (tmp_path / "in" / "link.tar").symlink_to(archive)
+    listed = tmp_path / "in" / "list.pkl"
+    listed.write_bytes(pickle.dumps({"tar_files": [name.format(outside=tmp_path / "outside")]}))
+    with pytest.raises(DataError, match="outside of its folder, and 0 other files; --follow-links reads it"):
+        list_archives(listed)
+    archives, _ = list_archives(listed, follow_links=True)
+    assert [path.resolve() for path in archives] == [archive]
+
+
 def test_a_list_that_names_an_archive_twice_is_refused(tmp_path: Path) -> None:
     write_tar(tmp_path / "0.tar", {"1.pth": torch_file(torch.zeros(4, 1, 2, 2))})
     (tmp_path / "list.pkl").write_bytes(pickle.dumps({"tar_files": ["0.tar", str(tmp_path / "0.tar")]}))

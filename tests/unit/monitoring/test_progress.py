@@ -96,3 +96,17 @@ def test_missing_quantities_are_left_out():
 )
 def test_durations_are_formatted(seconds, text):
     assert format_duration(seconds) == text
+
+
+def test_a_name_cannot_give_orders_to_the_terminal(monkeypatch):
+    """Messages name samples, whose names come from the data."""
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setenv("TERM", "xterm")
+    progress = ConsoleProgress("header \x1b]0;a\x07", 10, stream := Terminal(), Clock())
+    progress.message("dropped sample 'k\x1b[2J\x1b]0;evil'")
+    progress.close()
+    text = stream.getvalue()
+    assert "dropped sample 'k?[2J?]0;evil'" in text
+    assert "header ?]0;a?" in text
+    assert "\x1b[2J" not in text
+    assert "\x1b]0;" not in text

@@ -73,6 +73,18 @@ def test_a_damaged_line_does_not_end_a_run(tmp_path, name, place, caplog):
     assert "skipped 1 damaged lines of 3" in caplog.text
 
 
+@pytest.mark.parametrize("to_step", ["1e999", "null", '"x"', "[]"])
+def test_a_rewind_to_no_step_is_ignored(tmp_path, to_step):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(
+        '{"kind": "scalars", "step": 9, "time": 1, "attempt": 1, "loss": 0.5}\n'
+        '{"kind": "incident", "step": 9, "time": 1, "attempt": 1, "incident": "rewind", "details": {"to_step": '
+        + to_step
+        + "}}\n"
+    )
+    assert how_it_went(path, 9, 9, 1.0) == "finished step 9 of 9 after 1s, loss 0.5000"
+
+
 def test_a_loss_that_is_not_a_number_is_skipped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"kind": "scalars", "step": 9, "time": 1, "attempt": 1, "loss": [], "held_out/loss": "x"}\n')
