@@ -232,7 +232,8 @@ def report(args: argparse.Namespace, results: Sequence[tuple[Arm, Curve]], secon
             "# Stability",
             "",
             f"`{' '.join(['python -m benchmarks.stability --factory', args.factory, *args.overrides])}` on CPU, "
-            f"torch {torch.__version__}, revision {revision()}, {seconds:.0f} s. AdamW, fp32, synthetic data; warm-up {args.warmup} steps, clipping at "
+            f"torch {torch.__version__}, revision {revision()}, {seconds:.0f} s. AdamW, fp32, "
+            f"synthetic data; warm-up {args.warmup} steps, clipping at "
             f"{args.clip:g}. Learning rates, batches and lengths are ours.",
             "",
             "| rate | batch | with | outlier | steps | diverged | highest loss | highest norm | clipped | final loss |",
