@@ -231,8 +231,9 @@ def report(args: argparse.Namespace, results: Sequence[tuple[Arm, Curve]], secon
         [
             "# Stability",
             "",
-            f"`python -m benchmarks.stability --factory {args.factory}` on CPU, torch {torch.__version__}, revision "
-            f"{revision()}, {seconds:.0f} s. AdamW, fp32, synthetic data; warm-up {args.warmup} steps, clipping at "
+            f"`{' '.join(['python -m benchmarks.stability --factory', args.factory, *args.overrides])}` on CPU, "
+            f"torch {torch.__version__}, revision {revision()}, {seconds:.0f} s. AdamW, fp32, "
+            f"synthetic data; warm-up {args.warmup} steps, clipping at "
             f"{args.clip:g}. Learning rates, batches and lengths are ours.",
             "",
             "| rate | batch | with | outlier | steps | diverged | highest loss | highest norm | clipped | final loss |",
@@ -282,7 +283,7 @@ def plot(results: Sequence[tuple[Arm, Curve]], path: Path) -> None:
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command; overrides are parsed by the recipe."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.stability", description=__doc__)
-    parser.add_argument("--factory", default="tiny_dit", help="recipe to train (%(default)s)")
+    parser.add_argument("--factory", default="tiny_ldm_unet", help="recipe to train (%(default)s)")
     parser.add_argument("--rates", type=float, nargs="+", default=[2e-3, 3.2e-2, 0.5], help="learning rates")
     parser.add_argument("--batches", type=int, nargs="+", default=[8, 32], help="samples of a step")
     parser.add_argument("--steps", type=int, default=150, help="of an arm of the grid (%(default)s)")

@@ -172,11 +172,25 @@ def _report(message: str, code: int) -> int:
 
 @contextmanager
 def flushed_output() -> Iterator[None]:
-    """Flush stdout, so that a closed pipe raises `BrokenPipeError` at the end of the block, not when Python exits."""
+    """Flush stdout at the end of the block, so that its errors are raised there and not when Python exits.
+
+    Raises:
+        BrokenPipeError: the reader of the output exited.
+        ConfigError: one of `DISK_ERRORS`, of stdout or of another file.
+    """
     try:
-        yield
-    finally:
-        sys.stdout.flush()
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in DISK_ERRORS:
+            raise
+        if error.filename is None:  # of stdout, whose buffer would be written again when Python exits
+            with suppress(OSError):  # of a test, whose stdout is no file
+                discard_output()
+        file = "" if error.filename is None else f"{error.filename}: "
+        raise ConfigError(f"{file}{error.strerror}; {DISK_ERRORS[error.errno]}") from error
 
 
 def discard_output() -> int:

@@ -87,7 +87,8 @@ def open_picture(data: bytes) -> Image.Image:
     try:
         with open_image(_TimedFile(data)) as opened:
             _check_size(*opened.size)
-            turned = opened.getexif().get(0x0112, 1) != 1  # the camera was rotated
+            # The camera was rotated; the HEIC reader turns the pixels and moves the EXIF orientation to `info`.
+            turned = (opened.info.get("original_orientation") or opened.getexif().get(0x0112, 1)) != 1
             original = _ORIGINAL.get(opened.format or "") if opened.mode == "RGB" and not turned else None
             picture = _rgb(ImageOps.exif_transpose(opened))
     except SampleError:

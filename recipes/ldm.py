@@ -20,7 +20,7 @@ from recipes.components import sdxl_unet
 
 LATENT_SIDE = 256 // 8
 CLIP_TOKENS = 77
-# The first prompt is the published page's own; the others show the same subjects in words of ours.
+# Only the first prompt is published; the others name published subjects in our words.
 PROMPTS = [
     "A photo of a woman skiing on a white mountain.",
     "a squirrel eating a burger",

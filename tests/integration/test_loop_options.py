@@ -36,7 +36,7 @@ LOOP = {"training__ema_decay": DECAY, "training__ema_start_step": START}
 NEMO_PAGE = Path("docs/nemo.md")
 STUDY = [
     *("--rates", "1e-3", "1e30", "--batches", "4", "--steps", "4", "--outlier", "3", "--after", "2"),
-    *("--warmup", "2", "--clip", "100", "model.num_layers=1"),
+    *("--warmup", "2", "--clip", "100", "model.block_out_channels=[8,16]", "objective.prediction=v"),
 ]
 
 

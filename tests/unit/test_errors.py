@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import pytest
 
@@ -23,6 +24,7 @@ from dit.errors import (
     one_line_errors,
 )
 from dit.terminal import printable
+from launch import train
 
 
 def test_long_words_alone_are_shortened():
@@ -100,22 +102,45 @@ raise SystemExit(main())
 """
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        ("-m", "launch.train", "--list"),
-        ("-m", "launch.train", "--help"),
-        ("-m", "launch.console", "--help"),
-        ("-c", LONG_OUTPUT),
-    ],
-)
+COMMANDS = [
+    ("-m", "launch.train", "--list"),
+    ("-m", "launch.train", "--help"),
+    ("-m", "launch.console", "--help"),
+    ("-c", LONG_OUTPUT),
+]
+
+
+def ended(command: tuple[str, ...], output: IO[bytes]) -> "subprocess.CompletedProcess[str]":
+    """Run a command with its stdout in a file."""
+    process, root = [sys.executable, *command], Path(__file__).parents[2]
+    return subprocess.run(process, stdout=output, stderr=subprocess.PIPE, text=True, cwd=root, timeout=120)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_full_disk_at_the_end_of_the_output_is_one_line(command: tuple[str, ...]):
+    with open("/dev/full", "wb") as full:
+        process = ended(command, full)
+    assert process.stderr == f"error: {os.strerror(errno.ENOSPC)}; {DISK_ERRORS[errno.ENOSPC]}\n"
+    assert process.returncode == EXIT_CONFIG
+
+
+def test_a_full_disk_of_the_written_configuration_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def write(task: object, path: str) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
+
+    monkeypatch.setattr("launch.config_file.write", write)
+    assert train.main(["--factory", "tiny_dit", "--to-yaml", "run.yaml"]) == EXIT_CONFIG
+    assert capsys.readouterr().err == f"error: run.yaml: {os.strerror(errno.ENOSPC)}; {DISK_ERRORS[errno.ENOSPC]}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_reader_that_ends_early_ends_the_command_silently(command: tuple[str, ...]):
     """As `| head` does; outputs smaller than a buffer are written when the command ends."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb") as output:
-        process = [sys.executable, *command]
-        root = Path(__file__).parents[2]
-        ended = subprocess.run(process, stdout=output, stderr=subprocess.PIPE, text=True, cwd=root, timeout=120)
-    assert ended.stderr == ""
-    assert ended.returncode == EXIT_BROKEN_PIPE
+        process = ended(command, output)
+    assert process.stderr == ""
+    assert process.returncode == EXIT_BROKEN_PIPE

@@ -66,6 +66,14 @@ def jpeg(picture: Image.Image, orientation: int = 1) -> bytes:
     return buffer.getvalue()
 
 
+def heic(picture: Image.Image, orientation: int) -> bytes:
+    """Return a HEIC file with an EXIF orientation, which the encoder writes as a rotation of the container (`irot`)."""
+    buffer, exif = io.BytesIO(), Image.Exif()
+    exif[0x0112] = orientation
+    picture.save(buffer, "HEIF", exif=exif.tobytes(), quality=95)
+    return buffer.getvalue()
+
+
 def animated_gif(count: int = 4) -> bytes:
     """Return a GIF of 0.1 s per frame, in which a dark square moves on a transparent ground."""
     frames = []

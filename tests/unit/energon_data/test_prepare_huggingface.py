@@ -246,6 +246,24 @@ def test_an_interrupted_preparation_goes_on_to_the_same_bytes(tmp_path):
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
 
 
+def test_a_name_on_the_hub_is_the_data_set_that_the_library_opens(tmp_path, monkeypatch):
+    """The builder of a folder stands for that of the repository, whose splits are those of a `DatasetDict`."""
+    folder, names = parquet_folder(tmp_path), []
+    write_parquet(folder / "data" / "test-00000-of-00001.parquet", rows(2))
+    assert isinstance(datasets.load_dataset(str(folder)), datasets.DatasetDict)
+    builder = datasets.load_dataset_builder
+
+    def of_hub(path: str, **words: object) -> datasets.DatasetBuilder:
+        names.append(path)
+        return builder(str(folder), **words)
+
+    monkeypatch.setattr(datasets, "load_dataset_builder", of_hub)
+    monkeypatch.setattr("energon_data.prepare.huggingface.check_reachable", lambda source: None)
+    assert described("owner/name", tmp_path / "out")["samples"] == {"train": COUNT}
+    assert described("owner/name", tmp_path / "test", "--split", "test")["samples"] == {"train": 2}
+    assert names == ["owner/name"] * 2
+
+
 @pytest.mark.parametrize("make", [parquet_file, saved_split])
 def test_other_processes_get_the_files_not_the_rows(tmp_path, make):
     prepared = prepare_huggingface(str(make(tmp_path)), tmp_path / "out", Options(), Table())

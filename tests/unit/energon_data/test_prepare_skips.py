@@ -22,11 +22,15 @@ from tests.unit.energon_data.awkward_media import (
     AWKWARD,
     FOLLOWED,
     GREY,
+    HEIGHT,
     TAKEN,
+    WIDTH,
     animated_gif,
     awkward_folder,
     encoded,
+    heic,
     marked,
+    marked_corner,
 )
 
 
@@ -59,6 +63,25 @@ def test_every_file_of_an_awkward_folder_is_a_sample_or_named_with_its_reason(tm
     assert "cropped: by at most 17% (wide_pixels.mp4)" in summary
     assert "enlarged: 0 samples" in summary
     assert f"every skipped file and its reason: {tmp_path / 'out' / 'skipped.jsonl'}" in summary
+
+
+def test_an_enlarged_picture_is_counted(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "small.png").write_bytes(encoded(marked(20, 20), "PNG"))
+    assert prepare(tmp_path / "in", tmp_path / "out", "--size", "64", "--enlarge") == EXIT_OK
+    assert "enlarged: 1 sample" in capsys.readouterr().out
+
+
+def test_a_heic_file_of_a_rotated_camera_is_counted_and_upright(tmp_path, capsys):
+    if not media.reads_heic():
+        pytest.skip("needs pillow-heif")
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "phone.heic").write_bytes(heic(marked(), 6))
+    assert prepare(tmp_path / "in", tmp_path / "out", "--size", "64") == EXIT_OK
+    assert "turned according to the file: 1 sample" in capsys.readouterr().out
+    picture = open_picture(heic(marked(), 6))
+    assert picture.size == (HEIGHT, WIDTH)
+    assert marked_corner(np.asarray(picture)) == "top right"
 
 
 def test_a_folder_of_links_is_read_with_follow_links_and_named_without(tmp_path, capsys):

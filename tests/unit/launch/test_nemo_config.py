@@ -342,6 +342,8 @@ def test_a_published_document_gives_the_published_network(name: str, tmp_path: P
     config = built(task)
     config.check()
     assert num_parameters(config.model) == count
+    if getattr(config.model, "low_resolution_factor", None) is not None:
+        assert config.model.low_resolution_kernel == "opencv"
     if recipe is not None:
         same = built(call_recipe(recipe))
         heads = {"num_attention_heads": same.model.num_attention_heads}  # which are not read: there is a head size

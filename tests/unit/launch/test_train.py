@@ -126,6 +126,15 @@ def test_a_person_is_asked_and_may_decline(monkeypatch, capsys):
         assert ("trained" in capsys.readouterr().out) == trained
 
 
+def test_a_model_that_diffusers_lacks_is_named_before_the_first_step(monkeypatch, capsys):
+    monkeypatch.setattr(train, "_check_run", lambda task: None)  # there are no data
+    monkeypatch.setattr("nemo_run.run", lambda task, direct: print("first step"))
+    assert train.main(["--factory", "own_data(backbone='dit')", "--yes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == "first step"
+    assert lines[-2].startswith("no export to diffusers: ")
+
+
 def test_a_recipe_takes_arguments(capsys):
     assert train.main(["--factory", OWN + "(num_steps=7)", "--yes", "training.num_steps*=3"]) == 0
     assert "trained 21 steps" in capsys.readouterr().out
