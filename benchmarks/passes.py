@@ -21,7 +21,7 @@ from dit.backends import foreach, process_groups
 from dit.backends.device import ACCELERATOR
 from dit.backends.provider import LayerProvider
 from dit.errors import EXIT_OK, one_line_errors
-from dit.kernels.attention import varlen_attention
+from dit.kernels.attention import Attention, varlen_attention
 from dit.kernels.choice import Target
 from dit.kernels.layer_kernels import EAGER, LayerKernels, fused
 from dit.kernels.recompute import recompute_activations
@@ -43,6 +43,10 @@ from dit.tracing.passes import LayerTraffic, Passes, layer_traffic, traffic
 from dit.tracing.world import fake_world
 
 HIDDEN, HEADS, CONTEXT = 3072, 24, 1024
+Sizes = tuple[int, int, int]
+SIZES = HIDDEN, HEADS, CONTEXT
+"""Hidden size, heads, and width of the text."""
+
 DENSE = SequenceLayout.from_lengths([1024] * 8)
 ONE = SequenceLayout.from_lengths([8192])
 PADDED = SequenceLayout.from_lengths([3000, 410, 1999, 2005], multiple_of=128, total_tokens=8192)
@@ -75,26 +79,46 @@ CASES = (
 
 
 class PlainBlock(nn.Module):
-    """A DiT block of torch's own modules, on a dense batch, as it is usually written."""
+    """A DiT block of torch's own modules, on a dense batch, as it is usually written.
 
-    def __init__(self) -> None:
+    Source: Peebles and Xie 2023, arXiv:2212.09748; with `cross`, a third sub-layer attends to the text, and queries and
+    keys are normalised.
+    """
+
+    def __init__(self, sizes: Sizes = SIZES, *, cross: bool = False) -> None:
         super().__init__()
-        self.norm1, self.norm2 = (nn.LayerNorm(HIDDEN, elementwise_affine=False, eps=1e-6) for _ in range(2))
-        self.qkv, self.proj = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
-        self.fc1, self.fc2 = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
-        self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(HIDDEN, 6 * HIDDEN))
+        hidden, self.heads, context = sizes
+        self.norms = nn.ModuleList(nn.LayerNorm(hidden, elementwise_affine=False, eps=1e-6) for _ in range(2 + cross))
+        self.qkv, self.proj = nn.Linear(hidden, 3 * hidden), nn.Linear(hidden, hidden)
+        self.fc1, self.fc2 = nn.Linear(hidden, 4 * hidden), nn.Linear(4 * hidden, hidden)
+        self.modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden, (9 if cross else 6) * hidden))
+        self.qk_norms = nn.ModuleList(nn.RMSNorm(hidden // self.heads) for _ in range(4)) if cross else None
+        if cross:
+            self.query, self.cross_proj = nn.Linear(hidden, hidden), nn.Linear(hidden, hidden)
+            self.kv = nn.Linear(context, 2 * hidden)
 
-    def forward(self, x_TD: Tensor, cond_SD: Tensor) -> Tensor:
-        """Compute the block of Peebles and Xie 2023, arXiv:2212.09748."""
-        x = x_TD.view(len(cond_SD), -1, HIDDEN)
-        shift1, scale1, gate1, shift2, scale2, gate2 = self.modulation(cond_SD)[:, None].chunk(6, -1)
-        y = self.norm1(x) * (1 + scale1) + shift1
-        q, k, v = self.qkv(y).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4).unbind(0)
-        y = nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        x = x + gate1 * self.proj(y)
-        y = self.norm2(x) * (1 + scale2) + shift2
-        y = self.fc2(nn.functional.gelu(self.fc1(y), approximate="tanh"))
-        return (x + gate2 * y).flatten(0, 1)
+    def forward(self, x_TD: Tensor, cond_SD: Tensor, context_SKC: Optional[Tensor] = None) -> Tensor:
+        """Return the tokens after the block; all samples have one length."""
+        x = x_TD.view(len(cond_SD), -1, x_TD.shape[-1])
+        parts = iter(self.modulation(cond_SD)[:, None].chunk(3 * len(self.norms), -1))
+        for number, (norm, *modulation) in enumerate(zip(self.norms, parts, parts, parts)):
+            shift, scale, gate = modulation
+            y = norm(x) * (1 + scale) + shift
+            if number == 0:
+                y = self.proj(self._attend(*self.qkv(y).chunk(3, -1), first_norm=0))
+            elif number == 1 and context_SKC is not None:
+                y = self.cross_proj(self._attend(self.query(y), *self.kv(context_SKC).chunk(2, -1), first_norm=2))
+            else:
+                y = self.fc2(nn.functional.gelu(self.fc1(y), approximate="tanh"))
+            x = x + gate * y
+        return x.flatten(0, 1)
+
+    def _attend(self, *qkv: Tensor, first_norm: int) -> Tensor:
+        q, k, v = (part.unflatten(-1, (self.heads, -1)) for part in qkv)
+        if self.qk_norms is not None:
+            q, k = self.qk_norms[first_norm](q), self.qk_norms[first_norm + 1](k)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
 
 
 def trace(case: Case, kernels: LayerKernels, recompute: str = "none") -> LayerTraffic:
@@ -102,28 +126,40 @@ def trace(case: Case, kernels: LayerKernels, recompute: str = "none") -> LayerTr
     with fake_world(0, 1):
         groups = process_groups.initialize(ParallelConfig())
         try:
-            return layer_traffic(lambda: _layer(case, kernels, recompute, groups), case.layout.total_tokens, HIDDEN)
+            return layer_traffic(lambda: layer(case, kernels, recompute, groups), case.layout.total_tokens, HIDDEN)
         finally:
             process_groups.release()
 
 
-def _layer(case: Case, kernels: LayerKernels, recompute: Any, groups: Any) -> Callable[[Tensor], Tensor]:
+def layer(
+    case: Case,
+    kernels: LayerKernels,
+    recompute: Any,
+    groups: Any,
+    *,
+    sizes: Sizes = SIZES,
+    precision: Literal["bf16", "fp32"] = "bf16",
+    attention: Attention = varlen_attention,
+) -> Callable[[Tensor], Tensor]:
     """Build a layer as a function of the tokens."""
-    sizes: dict[str, Any] = {"hidden_size": HIDDEN, "num_layers": 1, "num_attention_heads": HEADS}
-    config = DiTCrossConfig(**sizes, context_size=CONTEXT, qk_layernorm=True) if case.cross else DiTConfig(**sizes)
-    provider = LayerProvider(megatron_config(config, ParallelConfig(), "bf16"), groups.collection, kernels=kernels)
+    hidden, heads, context = sizes
+    settings: dict[str, Any] = {"hidden_size": hidden, "num_layers": 1, "num_attention_heads": heads}
+    config = (
+        DiTCrossConfig(**settings, context_size=context, qk_layernorm=True) if case.cross else DiTConfig(**settings)
+    )
+    provider = LayerProvider(megatron_config(config, ParallelConfig(), precision), groups.collection, kernels=kernels)
     kind: Any = DiTCrossLayer if case.cross else DiTLayer
-    layer = kind(config, provider, varlen_attention)
-    recompute_activations(layer, recompute)
+    built = kind(config, provider, attention)
+    recompute_activations(built, recompute)
     texts = SequenceLayout.from_lengths([77] * case.layout.num_samples)
-    cond_SD = torch.empty(case.layout.num_samples, HIDDEN, dtype=torch.bfloat16, requires_grad=True)
+    cond_SD = torch.zeros(case.layout.num_samples, hidden, dtype=DTYPES[precision], requires_grad=True)
     inputs: list[Any] = [cond_SD, case.layout]
     if case.cross:
-        context_KD = torch.empty(texts.total_tokens, CONTEXT, dtype=torch.bfloat16, requires_grad=True)
+        context_KD = torch.zeros(texts.total_tokens, context, dtype=DTYPES[precision], requires_grad=True)
         inputs = [cond_SD, context_KD, case.layout, texts]
-    positions = torch.empty(case.layout.total_tokens, 3)
-    inputs.append(RotaryPositions(HIDDEN // HEADS)(positions) if case.rope else None)
-    return lambda x_TD: layer(x_TD, *inputs)
+    positions = torch.zeros(case.layout.total_tokens, 3)
+    inputs.append(RotaryPositions(hidden // heads)(positions) if case.rope else None)
+    return lambda x_TD: built(x_TD, *inputs)
 
 
 def plain() -> LayerTraffic:

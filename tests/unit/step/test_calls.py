@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.plain import Case, ragged
 from benchmarks.step import build_parser, config_of
 from dit import philox
 from dit.backends import device
@@ -58,7 +57,9 @@ def test_calls_of_a_step(kind: str, most: int, tmp_path, one_rank_world: Process
     config = letters(tmp_path)
     if kind == "ragged":
         config = letters(tmp_path, "training.global_batch_size=2", "training.micro_batch_size=1")
-        config = replace(config, data=replace(config.data, **ragged(Case(128, 6, 4, 4, 32, ragged=True))))
+        shapes = [f"1x{height}x{width}" for height in (8, 12, 16) for width in (8, 12, 16)]
+        packed = {"shapes": shapes, "max_tokens_per_pack": 512, "pack_multiple_of": 1}
+        config = replace(config, data=replace(config.data, **packed))
     run, sums = warm(config, one_rank_world)
     with CallCounter() as counter:
         run.step(sums)

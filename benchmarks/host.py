@@ -1,0 +1,127 @@
+"""Time the host's work for one layer, forward and backward: `python -m benchmarks.host`, on CPU in a minute.
+
+Tensors are small and fused kernels do nothing, so that the work of Python, autograd and torch's dispatcher remains,
+which a GPU waits for if its kernels are short. A plain PyTorch block of the same kind has a dense batch of as many
+tokens. Attention is one call of torch's for all samples, in every row.
+"""
+
+import argparse
+import importlib
+import inspect
+import pkgutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from statistics import median
+from typing import Any, Optional
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from benchmarks.passes import Case, PlainBlock, layer
+from dit.backends import process_groups
+from dit.errors import EXIT_OK, one_line_errors
+from dit.kernels.layer_kernels import EAGER, fused
+from dit.layout import SequenceLayout
+from dit.parallel.dims import ParallelConfig
+from dit.terminal import echo
+from launch import environment
+
+SIZES = 48, 2, 16
+DENSE = SequenceLayout.from_lengths([8] * 4)
+RAGGED = SequenceLayout.from_lengths([9, 4, 8, 5], multiple_of=2, total_tokens=32)
+CASES = (
+    Case("DiT dense", DENSE),
+    Case("DiT ragged + padding", RAGGED),
+    Case("DiT-cross dense", DENSE, cross=True),
+    Case("DiT-cross ragged + padding", RAGGED, cross=True),
+)
+KERNELS = {"eager": EAGER, "fused": fused()}
+CALLS = 20
+"""Calls between two readings of the clock."""
+WARM_UP = 5
+"""Readings before those that count."""
+
+Call = Callable[[Tensor], Any]
+
+
+@contextmanager
+def kernels_do_nothing() -> Iterator[None]:
+    """Replace the functions that start fused kernels; their results keep the values of fresh memory."""
+    from dit.kernels.fused import gpu
+
+    names = [info.name for info in pkgutil.iter_modules(gpu.__path__) if info.name != "ahead_of_time"]
+    modules = [importlib.import_module(f"{gpu.__name__}.{name}") for name in names]
+    patches = [
+        patch.object(module, name, lambda *_, **__: None)
+        for module in modules
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
+    ]
+    for each in patches:
+        each.start()
+    try:
+        yield
+    finally:
+        for each in patches:
+            each.stop()
+
+
+def attention(q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, *_: SequenceLayout) -> Tensor:
+    """Attend in one call, without regard to samples."""
+    q, k, v = (x.transpose(0, 1)[None] for x in (q_TNH, k_KNH, v_KNH))
+    return scaled_dot_product_attention(q, k, v)[0].transpose(0, 1)
+
+
+def microseconds(calls: dict[str, Call], repeats: int) -> dict[str, list[float]]:
+    """Return process times of a forward and backward pass of each call, read in turns after a warm-up."""
+    x_TD = torch.randn(DENSE.total_tokens, SIZES[0], requires_grad=True)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(WARM_UP + repeats):
+        for name, call in calls.items():
+            began = time.process_time()
+            for _ in range(CALLS):
+                out = call(x_TD)
+                out.backward(torch.ones_like(out))
+            if number >= WARM_UP:
+                times[name].append(1e6 * (time.process_time() - began) / CALLS)
+    return times
+
+
+def plain(cross: bool) -> Call:
+    """Return the plain block."""
+    block, cond_SD = PlainBlock(SIZES, cross=cross), torch.zeros(DENSE.num_samples, SIZES[0], requires_grad=True)
+    texts = [torch.zeros(DENSE.num_samples, 77, SIZES[2], requires_grad=True)] if cross else []
+    return lambda x_TD: block(x_TD, cond_SD, *texts)
+
+
+@one_line_errors
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Time every layer and print the table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__)
+    parser.add_argument("--repeats", type=int, default=25, help="readings of each row (%(default)s)")
+    args = parser.parse_args(argv)
+    environment.prepare()
+    torch.set_num_threads(1)
+    groups = process_groups.initialize(ParallelConfig())
+    echo("| layer | kernels | us, shortest | us, median | shortest / plain block |")
+    echo("| --- | --- | ---: | ---: | ---: |")
+    with kernels_do_nothing():
+        for case in CASES:
+            calls: dict[str, Call] = {"plain PyTorch": plain(case.cross)}
+            for name, kernels in KERNELS.items():
+                calls[name] = layer(case, kernels, "none", groups, sizes=SIZES, precision="fp32", attention=attention)
+            times = microseconds(calls, args.repeats)
+            reference = min(times["plain PyTorch"])
+            for name, values in times.items():
+                shortest = min(values)
+                echo(f"| {case.name} | {name} | {shortest:.0f} | {median(values):.0f} | {shortest / reference:.2f} |")
+    process_groups.destroy()
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

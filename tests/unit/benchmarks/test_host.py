@@ -1,0 +1,28 @@
+"""The table of the host's work; times are not compared, because they depend on the machine."""
+
+import inspect
+
+import pytest
+import torch
+
+from benchmarks import host
+from dit.backends.device import use_cuda
+from dit.kernels.fused import ops
+
+
+def test_every_layer_has_a_row_for_each_kind_of_kernels(capsys: pytest.CaptureFixture[str]) -> None:
+    assert host.main(["--repeats", "1"]) == 0
+    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()[2:]]
+    names = {(layer.strip(), kernels.strip()) for layer, kernels, *_ in rows}
+    assert names >= {(case.name, kernels) for case in host.CASES for kernels in ("eager", "fused")}
+    assert all(0 < float(shortest) <= float(middle) for _, _, shortest, middle, _ in rows)
+
+
+@pytest.mark.skipif(use_cuda(), reason="the kernel would run")
+def test_fused_kernels_do_nothing_only_while_they_are_timed() -> None:
+    x_TF = torch.zeros(4, 8)
+    with host.kernels_do_nothing():
+        assert ops.activation(x_TF, None, False).shape == x_TF.shape
+    from dit.kernels.fused.gpu import activations
+
+    assert inspect.getmodule(activations.activation) is activations
