@@ -154,10 +154,7 @@ def one_line_errors(command: Callable[Arguments, int]) -> Callable[Arguments, in
         except KeyboardInterrupt as error:
             echo("interrupted", file=sys.stderr)
             return exit_code(error)
-        except Exception as error:
-            if isinstance(error, OSError) and error.errno in DISK_ERRORS:
-                file = "" if error.filename is None else f"{error.filename}: "
-                return _report(f"{file}{error.strerror}; {DISK_ERRORS[error.errno]}", EXIT_CONFIG)
+        except Exception:
             echo(traceback.format_exc(), end="", file=sys.stderr)
             return EXIT_TRACEBACK
 
