@@ -1,12 +1,15 @@
-"""Packs of a step dealt over data-parallel ranks by their work, because a step lasts as long as the busiest rank.
+"""Packs of a step dealt over data-parallel ranks by their work, because ranks wait for the busiest one.
 
 Two ranks with two packs each, by FLOPs:
 
     read    rank 0: 9 + 8    rank 1: 2 + 1     the step lasts 17
     dealt   rank 0: 9 + 1    rank 1: 8 + 2     the step lasts 10
 
-Every rank reads its packs from the data streams and sends those that another rank computes, so data states, samples of
-a step and their noise do not depend on the dealing.
+Ranks wait for each other at the end of a step and, if weights are sharded (FSDP), in every layer. Each rank therefore
+computes its packs in descending order of their work, so that packs of similar work run at the same time.
+
+Every rank reads its packs from the data streams and sends those that another rank computes, so the positions in the
+streams, the samples of a step and their noise do not depend on the dealing.
 """
 
 import heapq
@@ -30,16 +33,17 @@ class Packs(Protocol):
 
 
 def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
-    """Return the packs of each rank, ascending and equally many on every rank; rank 0 has pack 0.
+    """Return the packs of each rank, equally many, in the order in which it computes them.
 
     Packs go to the rank with the least work so far, the most expensive pack first. Then the busiest and the idlest rank
-    swap two packs while this brings their work closer together. If the largest work is not lower than before, pack i
-    stays on rank i modulo `ranks`.
+    exchange one pack each while this brings their work closer together. If the largest work is not lower than before,
+    every rank keeps the packs that it reads. Rank 0 begins with pack 0, whose tokens set the loss scale of fp16.
 
     Args:
-        costs: work of each pack of the step; `len(costs)` is a multiple of `ranks`.
+        costs: work of each pack of the step. Rank r reads packs r, r + ranks, r + 2 ranks, ...
+        ranks: number of ranks, a divisor of the number of packs.
 
-    Source: Graham 1969, "Bounds on Multiprocessing Timing Anomalies", section 4 (longest processing time first).
+    Source: adapted from Graham 1969, "Bounds on Multiprocessing Timing Anomalies" (longest processing time first).
     """
     count = len(costs) // ranks
     loads = [(0, rank) for rank in range(ranks)]
@@ -52,26 +56,30 @@ def deal(costs: Sequence[int], ranks: int) -> list[list[int]]:
     while _swap(dealt, costs):
         pass
     read = [list(range(rank, len(costs), ranks)) for rank in range(ranks)]
-    return min(read, sorted(map(sorted, dealt)), key=lambda ranks: max(_work(ranks, costs)))
+    shares = min(read, sorted(map(sorted, dealt)), key=lambda shares: max(_work(shares, costs)))
+    return [sorted(packs, key=lambda i: (i != 0, -costs[i])) for packs in shares]
 
 
-def _work(ranks: Sequence[Sequence[int]], costs: Sequence[int]) -> list[int]:
-    return [sum(costs[i] for i in packs) for packs in ranks]
+def _work(shares: Sequence[Sequence[int]], costs: Sequence[int]) -> list[int]:
+    return [sum(costs[i] for i in packs) for packs in shares]
 
 
-def _swap(ranks: Sequence[list[int]], costs: Sequence[int]) -> bool:
-    """Swap a pack of the busiest rank and one of the idlest; return whether this brought their work closer together."""
-    work = _work(ranks, costs)
-    busiest, idlest = ranks[work.index(max(work))], ranks[work.index(min(work))]
+def _swap(shares: Sequence[list[int]], costs: Sequence[int]) -> bool:
+    """Exchange a pack of the busiest rank and one of the idlest, if this brings their work closer together."""
+    work = _work(shares, costs)
+    busiest, idlest = shares[work.index(max(work))], shares[work.index(min(work))]
     gap = max(work) - min(work)
-    left, pack, other = min((abs(2 * (costs[i] - costs[k]) - gap), i, k) for i in busiest for k in idlest)
-    if left < gap:
+    new_gap, pack, other = min((abs(2 * (costs[i] - costs[k]) - gap), i, k) for i in busiest for k in idlest)
+    if new_gap < gap:
         busiest[busiest.index(pack)], idlest[idlest.index(other)] = other, pack
-    return left < gap
+    return new_gap < gap
 
 
 def balanced(stream: Packs, cost: Callable[[PackedBatch], int], micro_batches: int, groups: ProcessGroups) -> Packs:
-    """Return the packs that this rank computes (collective over all ranks); one pack per step stays on its rank."""
+    """Return the packs that this rank computes (collective over all ranks).
+
+    With one pack per rank and step, nothing is dealt.
+    """
     if groups.dp_size == 1 or micro_batches == 1:
         return stream
     return BalancedPacks(stream, cost, micro_batches, host_group(groups.dp))

@@ -12,8 +12,8 @@ from dit.objectives.base import Objective
 class MeanLoss:
     """The loss of a step and the requests to stop after it, over all ranks, while they are copied to the host.
 
-    The sum over ranks follows the backward pass on the device. The host reads it after the gradient norm, which is
-    computed later, so reading it adds no wait.
+    The device sums over ranks after the backward pass (collective over all ranks) and starts a copy to the host. The
+    host reads it after it has waited for the gradient norm, so reading it adds no wait.
 
     Args:
         sums: sums of this rank in the step: the logged terms and the tokens; zeros on ranks without a loss.
@@ -22,7 +22,7 @@ class MeanLoss:
 
     def __init__(self, sums: torch.Tensor, objective: Objective, groups: ProcessGroups, *, stop: bool = False) -> None:
         self._num_terms = len(objective.terms)
-        # Tensor-parallel ranks have equal sums; averaging them shows a rank that is at fault.
+        # Tensor-parallel ranks have equal sums. Their average, not one of them, so that a wrong rank changes the loss.
         request = to_device(torch.tensor([float(stop)]), sums.device)
         reduced = torch.cat([sums / groups.tp.size(), request])
         dist.all_reduce(reduced)

@@ -28,7 +28,7 @@ def test_every_pack_has_one_rank_and_no_rank_is_busier_than_before(ranks: int, c
     assert sorted(chain(*dealt)) == list(range(len(costs)))
     assert {len(packs) for packs in dealt} == {count}
     assert dealt[0][0] == 0
-    assert all(packs == sorted(packs) for packs in dealt)
+    assert all(packs[1:] == sorted(packs[1:], key=lambda i: -costs[i]) for packs in dealt)
     busiest = max(sum(costs[i] for i in packs) for packs in dealt)
     assert busiest <= max(sum(costs[rank::ranks]) for rank in range(ranks))
 
@@ -38,7 +38,12 @@ def test_packs_of_equal_work_stay_where_they_are_read() -> None:
 
 
 def test_the_most_expensive_pack_meets_the_cheapest() -> None:
-    assert deal([9, 2, 8, 1], 2) == [[0, 3], [1, 2]]
+    assert deal([9, 2, 8, 1], 2) == [[0, 3], [2, 1]]
+
+
+def test_ranks_compute_packs_of_similar_work_at_the_same_time() -> None:
+    """In descending order of their work, after pack 0 on rank 0."""
+    assert deal([0, 7, 3, 8, 6, 1], 2) == [[0, 1, 4], [3, 2, 5]]
 
 
 def heavy_tail(rng: np.random.Generator, count: int) -> list[int]:
