@@ -24,7 +24,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.passes import Case, PlainBlock, layer
 from dit.backends import process_groups
-from dit.errors import EXIT_OK, one_line_errors
+from dit.errors import EXIT_OK, ConfigError, one_line_errors
 from dit.kernels.layer_kernels import EAGER, fused
 from dit.layout import SequenceLayout
 from dit.parallel.dims import ParallelConfig
@@ -96,27 +96,40 @@ def plain(cross: bool) -> Call:
     return lambda x_TD: block(x_TD, cond_SD, *texts)
 
 
+def rows(groups: process_groups.ProcessGroups, repeats: int) -> Iterator[str]:
+    """Time every layer and yield the rows of the table.
+
+    Args:
+        groups: the groups of one rank.
+        repeats: readings of each row, at least 1.
+    """
+    with kernels_do_nothing():
+        for case in CASES:
+            calls: dict[str, Call] = {"plain PyTorch": plain(case.cross)}
+            for name, kernels in KERNELS.items():
+                calls[name] = layer(case, kernels, "none", groups, sizes=SIZES, precision="fp32", attention=attention)
+            times = microseconds(calls, repeats)
+            reference = min(times["plain PyTorch"])
+            for name, values in times.items():
+                shortest = min(values)
+                yield f"| {case.name} | {name} | {shortest:.0f} | {median(values):.0f} | {shortest / reference:.2f} |"
+
+
 @one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Time every layer and print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__)
     parser.add_argument("--repeats", type=int, default=25, help="readings of each row (%(default)s)")
     args = parser.parse_args(argv)
+    if args.repeats < 1:
+        raise ConfigError(f"--repeats={args.repeats} must be at least 1")
     environment.prepare()
     torch.set_num_threads(1)
     groups = process_groups.initialize(ParallelConfig())
     echo("| layer | kernels | us, shortest | us, median | shortest / plain block |")
     echo("| --- | --- | ---: | ---: | ---: |")
-    with kernels_do_nothing():
-        for case in CASES:
-            calls: dict[str, Call] = {"plain PyTorch": plain(case.cross)}
-            for name, kernels in KERNELS.items():
-                calls[name] = layer(case, kernels, "none", groups, sizes=SIZES, precision="fp32", attention=attention)
-            times = microseconds(calls, args.repeats)
-            reference = min(times["plain PyTorch"])
-            for name, values in times.items():
-                shortest = min(values)
-                echo(f"| {case.name} | {name} | {shortest:.0f} | {median(values):.0f} | {shortest / reference:.2f} |")
+    for row in rows(groups, args.repeats):
+        echo(row)
     process_groups.destroy()
     return EXIT_OK
 

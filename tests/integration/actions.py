@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Optional
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -111,10 +112,13 @@ def sample(run_dir: Path, requests: Sequence[dict[str, Any]], **options: Any) ->
 def full_disk(arguments: Sequence[str], limits: Sequence[int]) -> list[tuple[int, str, list[str]]]:
     """Save once, then again and again while no file may grow beyond a limit (bytes), and at last without one.
 
+    Each failed save raises its error, also the first.
+
     Returns:
         Of each failed save: exit code, message, and the folders that are left.
     """
     from dit.backends import process_groups
+    from dit.checkpoint import saves
 
     run = open_run(arguments)
     run.step(torch.zeros(2))
@@ -122,7 +126,7 @@ def full_disk(arguments: Sequence[str], limits: Sequence[int]) -> list[tuple[int
     found = []
     for limit in limits:
         run.step(torch.zeros(2))
-        with faults.no_file_beyond(limit):
+        with faults.no_file_beyond(limit), patch.object(saves, "FAILED_SAVES_ALLOWED", 0):
             try:
                 run.save()
                 code, message = 0, ""

@@ -144,8 +144,7 @@ def ended(letters_data: Path, folder: Path, damaged: tuple[Path, str, str], smal
     add("disk", fault=partial(faults.saving_fails, 16_000, 0), at="sound", data__background=True)
     small = mock(small_disk / "run", checkpoint__interval=1, checkpoint__keep_last=9, training__num_steps=9)
     jobs["small disk"] = Job(actions.train, {"arguments": small})
-    at_once = {"checkpoint__keep_last": 1, "checkpoint__failed_saves_allowed": 0}
-    sweep = mock(folder / "sweep", training__num_steps=20, **at_once)
+    sweep = mock(folder / "sweep", training__num_steps=20, checkpoint__keep_last=1)
     jobs["sweep"] = Job(actions.full_disk, {"arguments": sweep, "limits": LIMITS})
     add("budget", damaged[0], ranks=2, data__max_lost_samples=1000, training__num_steps=2)
     packs = {"data__max_tokens_per_pack": 64, "data__num_streams": 2, "data__packing_buffer_size": 12}

@@ -7,12 +7,12 @@ import torch
 
 from benchmarks import host
 from dit.backends.device import use_cuda
+from dit.backends.process_groups import ProcessGroups
 from dit.kernels.fused import ops
 
 
-def test_every_layer_has_a_row_for_each_kind_of_kernels(capsys: pytest.CaptureFixture[str]) -> None:
-    assert host.main(["--repeats", "1"]) == 0
-    rows = [line.split("|")[1:-1] for line in capsys.readouterr().out.splitlines()[2:]]
+def test_every_layer_has_a_row_for_each_kind_of_kernels(one_rank_world: ProcessGroups) -> None:
+    rows = [line.split("|")[1:-1] for line in host.rows(one_rank_world, 1)]
     names = {(layer.strip(), kernels.strip()) for layer, kernels, *_ in rows}
     assert names >= {(case.name, kernels) for case in host.CASES for kernels in ("eager", "fused")}
     assert all(0 < float(shortest) <= float(middle) for _, _, shortest, middle, _ in rows)

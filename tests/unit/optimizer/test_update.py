@@ -55,7 +55,9 @@ def test_parts_are_updated_as_the_whole_is(monkeypatch: pytest.MonkeyPatch, part
 
 def test_clipping_is_that_of_megatron_core() -> None:
     """`clip_grad_by_total_norm_fp32` adds 1e-6 to the norm, which matters for small norms."""
-    optimizer = SimpleNamespace(gradient_factor=GradientFactor(0.25))
+    factor = GradientFactor()
+    factor.begin([0.25].copy)
+    optimizer = SimpleNamespace(gradient_factor=factor)
     for norm, clip_grad, expected in (
         (2e-6, 1e-6, 1e-6 / (2e-6 + 1e-6)),
         (1e-6, 1.5e-6, 1.5e-6 / (1e-6 + 1e-6)),
