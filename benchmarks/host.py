@@ -107,7 +107,9 @@ def rows(groups: process_groups.ProcessGroups, repeats: int) -> Iterator[str]:
         for case in CASES:
             calls: dict[str, Call] = {"plain PyTorch": plain(case.cross)}
             for name, kernels in KERNELS.items():
-                calls[name] = layer(case, kernels, "none", groups, sizes=SIZES, precision="fp32", attention=attention)
+                calls[name] = layer(
+                    case, kernels, "none", groups, sizes=SIZES, precision="fp32", attention=attention, std=0.02
+                )
             times = microseconds(calls, repeats)
             reference = min(times["plain PyTorch"])
             for name, values in times.items():

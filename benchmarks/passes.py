@@ -140,8 +140,13 @@ def layer(
     sizes: Sizes = SIZES,
     precision: Literal["bf16", "fp32"] = "bf16",
     attention: Attention = varlen_attention,
+    std: Optional[float] = None,
 ) -> Callable[[Tensor], Tensor]:
-    """Build a layer as a function of the tokens."""
+    """Build a layer as a function of the tokens.
+
+    Args:
+        std: standard deviation of all parameters; None leaves them uninitialised, which is enough to trace them.
+    """
     hidden, heads, context = sizes
     settings: dict[str, Any] = {"hidden_size": hidden, "num_layers": 1, "num_attention_heads": heads}
     config = (
@@ -151,6 +156,8 @@ def layer(
     kind: Any = DiTCrossLayer if case.cross else DiTLayer
     built = kind(config, provider, attention)
     recompute_activations(built, recompute)
+    for parameter in built.parameters() if std is not None else ():
+        nn.init.normal_(parameter, std=std)
     texts = SequenceLayout.from_lengths([77] * case.layout.num_samples)
     cond_SD = torch.zeros(case.layout.num_samples, hidden, dtype=DTYPES[precision], requires_grad=True)
     inputs: list[Any] = [cond_SD, case.layout]
