@@ -22,11 +22,10 @@ def test_diffusers_builds_the_network_of_ours(rows: dict[str, Row]) -> None:
 
 
 def test_options_have_the_parameters_of_the_network_itself(rows: dict[str, Row]) -> None:
-    """Checkpointing adds operations, most of a forward pass; copies none."""
+    """Checkpointing adds operations, most of a forward pass."""
     own = rows["Imagen"]
-    for option in ("pictures copied", "stable attention", "checkpointed"):
+    for option in ("stable attention", "checkpointed"):
         assert rows[f"Imagen, {option}"].parameters == own.parameters
-    assert rows["Imagen, pictures copied"].gflop == own.gflop
     assert 1.2 < rows["Imagen, checkpointed"].gflop / own.gflop < 1.34
 
 
