@@ -44,7 +44,7 @@ COMPILE = UV_CUSTOM_COMPILE_COMMAND='make hashes' uv pip compile --quiet --unive
 hashes: ## write hashes.txt and hashes-docs.txt again, after a change of constraints.txt or pyproject.toml (needs uv)
 	$(COMPILE) --extra dev --extra encoders -c constraints.txt --output-file hashes.txt pyproject.toml
 	$(COMPILE) --extra docs -c hashes.txt --output-file hashes-docs.txt pyproject.toml \
-	  $$(sed -n 's/==.*//p' hashes.txt | sed 's/^/--no-emit-package /')
+	  $$(sed -n '/; sys_platform/d; s/==.*//p' hashes.txt | sed 's/^/--no-emit-package /')
 
 data/letters/dataset.json: | $(VENV)/.installed
 	$(VENV)/bin/python -m energon_data.prepare letters --out data/letters
