@@ -156,8 +156,9 @@ def layer(
     kind: Any = DiTCrossLayer if case.cross else DiTLayer
     built = kind(config, provider, attention)
     recompute_activations(built, recompute)
-    for parameter in built.parameters() if std is not None else ():
-        nn.init.normal_(parameter, std=std)
+    if std is not None:
+        for parameter in built.parameters():
+            nn.init.normal_(parameter, std=std)
     texts = SequenceLayout.from_lengths([77] * case.layout.num_samples)
     cond_SD = torch.zeros(case.layout.num_samples, hidden, dtype=DTYPES[precision], requires_grad=True)
     inputs: list[Any] = [cond_SD, case.layout]
