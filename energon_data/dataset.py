@@ -1,12 +1,9 @@
 """Energon data sets as a `DataConfig`, with checks before anything is built."""
 
-import logging
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Optional
 
 from dit.batch import PackedBatch
@@ -22,15 +19,14 @@ from energon_data.folder import SplitInfo, check_dataset, identity, stored_names
 from energon_data.held_out import share_validation
 from energon_data.online import check_online_texts, check_vae, embedded_widths
 from energon_data.packing import CostLimit, check_pack_multiple
-from energon_data.skip_log import SKIP_FILE, SkipLog
-from energon_data.streams import Source, StreamGroup, StreamSettings, check_streams, open_streams
+from energon_data.reader_settings import ReaderSettings
+from energon_data.skip_log import SkipLog
+from energon_data.streams import Source, StreamGroup, check_streams
 from energon_data.values import check_values
 
 if TYPE_CHECKING:
     from energon_data.energon_source import EnergonSource
     from energon_data.task_encoder import EncoderOptions
-
-logger = logging.getLogger(__name__)
 
 PIXEL_CHANNELS = 3
 TRAIN_SPLIT = "train"
@@ -38,14 +34,13 @@ _SEEDS_APART = 1_000_003  # offset between the seeds of a blend's stages
 
 
 @dataclass(kw_only=True)
-class EnergonData(StreamSettings, DataConfig):
+class EnergonData(ReaderSettings, DataConfig):
     """Samples from WebDataset shards, read by Megatron-Energon.
 
     Attributes:
         path: a data set folder with `.nv-meta`, or a metadataset `.yaml`.
         blend: data sets with weights instead of `path`: `[{path: DIR, weight: 3}, ...]`.
         blend_steps: steps at which the weights change; each weight is then a list with one number per stage.
-        background: read every stream in a separate worker process, ahead of training (only on Linux).
         shuffle_buffer: samples shuffled in memory before batching; 0 for none.
         max_samples_per_sequence: split shards into runs of about this many samples and shuffle the runs; None for
             complete shards.
@@ -70,7 +65,6 @@ class EnergonData(StreamSettings, DataConfig):
         flip: probability that a picture or clip is mirrored; never in held-out data.
         corrupt_low_resolution: blur, resize and add noise to derived low-resolution pictures; never in held-out data.
         vary_captions: draw one of a sample's captions at each read; otherwise, and in held-out data, use the first.
-        max_lost_samples: damaged samples that a data-parallel rank may drop before the run ends.
         require_checksums: count samples without a CRC32 of each part as damaged. Existing checksums are always
             verified.
         online_vae: an autoencoder that encodes stored pixels in every step; None if latents are stored.
@@ -84,7 +78,6 @@ class EnergonData(StreamSettings, DataConfig):
     path: str = ""
     blend: Optional[list[dict[str, Any]]] = None
     blend_steps: Optional[list[int]] = None
-    background: bool = True
     shuffle_buffer: int = 1000
     max_samples_per_sequence: Optional[int] = None
     pack_cost_tokens: Optional[int] = None
@@ -107,7 +100,6 @@ class EnergonData(StreamSettings, DataConfig):
     flip: float = 0.0
     corrupt_low_resolution: bool = False
     vary_captions: bool = True
-    max_lost_samples: int = 0
     require_checksums: bool = True
     online_vae: Optional[str] = None
     online_text_encoder: Optional[str] = None
@@ -320,33 +312,14 @@ class EnergonData(StreamSettings, DataConfig):
             ConfigError: the stream count does not fit the data-parallel size.
             DataError: the data set is missing, incomplete, or could execute code.
         """
-        from energon_data.workers.background import read_ahead
-
         self.folders(TRAIN_SPLIT)
-
-        def open_stream(stream: int, num_streams: int) -> Source:
-            shared_by = dp_size // math.gcd(num_streams, dp_size)
-            if dp_rank == stream == 0 and shared_by > 1:
-                logger.info(
-                    "%d replicas share %d data streams and read the data %d times; in a new run, set "
-                    "data.num_streams=%d",
-                    dp_size,
-                    num_streams,
-                    shared_by,
-                    math.lcm(num_streams, dp_size),
-                )
-            opens = partial(self._open, spec, stream, num_streams, seed, micro_batches_per_step)
-            return read_ahead(opens, f"stream {stream} of {self.origin}") if self.background else opens()
-
-        return open_streams(
-            open_stream,
-            self.num_streams,
+        return self.open_streams(
+            partial(self._open, spec, seed=seed, micro_batches_per_step=micro_batches_per_step),
             spec,
             dp_rank=dp_rank,
             dp_size=dp_size,
             micro_batches_per_step=micro_batches_per_step,
-            log=SkipLog(self.max_lost_samples, Path(log_dir) / SKIP_FILE if log_dir is not None else None),
-            origin=self.origin,
+            log_dir=log_dir,
         )
 
     def _open(self, spec: BatchSpec, stream: int, num_streams: int, seed: int, micro_batches_per_step: int) -> Source:

@@ -12,7 +12,6 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from pathlib import Path
 from typing import Any, Optional
 
 import numpy as np
@@ -27,16 +26,14 @@ from energon_data.cookers import cook_clip
 from energon_data.filters import Filters
 from energon_data.held_out import share_validation
 from energon_data.packing import check_pack_multiple
+from energon_data.reader_settings import ReaderSettings
 from energon_data.samples import Clip, SampleError
-from energon_data.skip_log import SKIP_FILE, SkipCounter, SkipLog, TooManyDroppedError
+from energon_data.skip_log import SkipCounter, SkipLog, TooManyDroppedError
 from energon_data.streams import (
     Position,
-    Source,
     StreamGroup,
     StreamItem,
-    StreamSettings,
     check_streams,
-    open_streams,
 )
 from energon_data.task_encoder import DiffusionTaskEncoder, EncoderOptions
 
@@ -57,7 +54,7 @@ class Sample:
 
 
 @dataclass(kw_only=True)
-class Samples(StreamSettings, DataConfig):
+class Samples(ReaderSettings, DataConfig):
     """A data source with random access; a subclass adds its fields, `__len__` and `__getitem__`.
 
     `__getitem__` may raise any exception for a damaged sample, which is then dropped and counted.
@@ -66,17 +63,13 @@ class Samples(StreamSettings, DataConfig):
         packing_buffer_size: number of buffered samples from which packs are filled.
         max_text_tokens: longer texts are truncated; None for no limit.
         same_shape: whether all samples have the shape of the first, as convolutional networks need.
-        max_lost_samples: number of damaged samples that may be dropped before the run ends.
         validation_samples: number of samples held out from training, selected at random; 0 for none.
-        background: read each stream in a separate process.
     """
 
     packing_buffer_size: int = 64
     max_text_tokens: Optional[int] = None
     same_shape: bool = False
-    max_lost_samples: int = 0
     validation_samples: int = 0
-    background: bool = True
 
     @abstractmethod
     def __len__(self) -> int: ...
@@ -155,21 +148,13 @@ class Samples(StreamSettings, DataConfig):
         micro_batches_per_step: int = 1,
     ) -> StreamGroup:
         """Build this rank's endless streams; dropped samples are appended to `log_dir/data_skipped.jsonl`."""
-        from energon_data.workers.background import read_ahead
-
-        def open_stream(stream: int, num_streams: int) -> Source:
-            opens = partial(IndexedSource, self, spec, seed=seed, stream=stream, num_streams=num_streams)
-            return read_ahead(opens, f"stream {stream} of {self.origin}") if self.background else opens()
-
-        return open_streams(
-            open_stream,
-            self.num_streams,
+        return self.open_streams(
+            partial(IndexedSource, self, spec, seed=seed),
             spec,
             dp_rank=dp_rank,
             dp_size=dp_size,
             micro_batches_per_step=micro_batches_per_step,
-            log=SkipLog(self.max_lost_samples, Path(log_dir) / SKIP_FILE if log_dir is not None else None),
-            origin=self.origin,
+            log_dir=log_dir,
         )
 
     def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:

@@ -1,0 +1,76 @@
+"""Settings of data sources that read stored samples, and the streams that they open."""
+
+import logging
+import math
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Optional
+
+from dit.data_api import BatchSpec
+from energon_data.skip_log import SKIP_FILE, SkipLog
+from energon_data.streams import Source, StreamGroup, StreamSettings, open_streams
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class ReaderSettings(StreamSettings):
+    """Streams of a data source that reads stored samples, which may be damaged.
+
+    Attributes:
+        background: read every stream in a separate worker process, ahead of training (only on Linux).
+        max_lost_samples: damaged samples that a data-parallel rank may drop before the run ends.
+    """
+
+    background: bool = True
+    max_lost_samples: int = 0
+
+    @property
+    @abstractmethod
+    def origin(self) -> str:
+        """Name of the data, for messages."""
+
+    def open_streams(
+        self,
+        open_source: Callable[..., Source],
+        spec: BatchSpec,
+        *,
+        dp_rank: int,
+        dp_size: int,
+        micro_batches_per_step: int,
+        log_dir: Optional[str],
+    ) -> StreamGroup:
+        """Open the streams of one data-parallel rank; dropped samples are appended to `log_dir/data_skipped.jsonl`.
+
+        Args:
+            open_source: opens the source of the stream `stream` of `num_streams`; picklable.
+        """
+        from energon_data.workers.background import read_ahead
+
+        def open_stream(stream: int, num_streams: int) -> Source:
+            shared_by = dp_size // math.gcd(num_streams, dp_size)
+            if dp_rank == stream == 0 and shared_by > 1:
+                logger.info(
+                    "%d replicas share %d data streams and read the data %d times; in a new run, set "
+                    "data.num_streams=%d",
+                    dp_size,
+                    num_streams,
+                    shared_by,
+                    math.lcm(num_streams, dp_size),
+                )
+            opens = partial(open_source, stream=stream, num_streams=num_streams)
+            return read_ahead(opens, f"stream {stream} of {self.origin}") if self.background else opens()
+
+        return open_streams(
+            open_stream,
+            self.num_streams,
+            spec,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            micro_batches_per_step=micro_batches_per_step,
+            log=SkipLog(self.max_lost_samples, Path(log_dir) / SKIP_FILE if log_dir is not None else None),
+            origin=self.origin,
+        )
