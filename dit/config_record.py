@@ -17,15 +17,6 @@ TRUST_VARIABLE = "DIT_PACKAGES"
 """Environment variable: additional packages, separated by commas, whose settings classes records may name."""
 
 
-SWITCHES = {
-    **{name: name for name in ("compile", "uncertainty", "learned_variance", "num_classes", "context_size")},
-    "vlb_weight": "learned_variance",
-    "class_dropout": "num_classes",
-    "context_dropout": "context_size",
-}
-"""Settings that were removed from some classes, and the setting of the class that turned each of them on."""
-
-
 def user_packages() -> tuple[str, ...]:
     """Return the packages that `DIT_PACKAGES` names."""
     return tuple(name.strip() for name in os.environ.get(TRUST_VARIABLE, "").split(",") if name.strip())
@@ -50,19 +41,19 @@ def to_record(value: object) -> Any:
     return str(value)
 
 
-def without_removed(settings_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop settings in a record that only earlier versions had, if this version always does what they did.
+def removed_settings(settings_class: object) -> dict[str, object]:
+    """Return the settings that earlier versions of a class had, and the value of each that now always holds.
 
-    These are settings whose value became a constant (`removed_settings` of the class), and those that were off.
+    A class lists its own in `removed_settings`.
     """
-    removed = getattr(settings_class, "removed_settings", {})
-    names = {f.name for f in dataclasses.fields(settings_class)}
+    tables = [vars(base).get("removed_settings", {}) for base in reversed(getattr(settings_class, "__mro__", ()))]
+    return {name: value for table in tables for name, value in table.items()}
 
-    def is_inert(name: str) -> bool:
-        switch = values.get(SWITCHES[name]) if name in SWITCHES and name not in names else True
-        return switch is None or switch is False or (name in removed and values[name] == removed[name])
 
-    return {name: value for name, value in values.items() if not is_inert(name)}
+def without_removed(settings_class: type, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop removed settings in a record whose value is the one that now always holds."""
+    removed = removed_settings(settings_class)
+    return {name: value for name, value in values.items() if name not in removed or value != removed[name]}
 
 
 def from_record(record: object) -> Any:

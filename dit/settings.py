@@ -151,6 +151,7 @@ class TrainingConfig:
     hang_timeout_s: Optional[float] = 1800.0
 
     removed_settings: ClassVar[Mapping[str, object]] = {
+        "compile": False,
         "min_loss_scale": 1.0,
         "ema_interval": 1,
         "validate_raw_weights": False,

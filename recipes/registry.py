@@ -20,6 +20,7 @@ from itertools import chain
 from pathlib import Path
 
 from dit import extensions
+from dit.config_record import removed_settings
 from dit.errors import ConfigError
 from dit.terminal import echo
 
@@ -183,7 +184,7 @@ def no_such_setting(owner: Callable[..., object], path: str, name: str, known: I
     at, known = f"{path}." if path else "", list(known)
     if replacement := getattr(owner, "former_settings", {}).get(name):
         return f"{at}{name}: {owner.__name__} has no setting {name!r} any more; use {at}{replacement}"
-    removed = getattr(owner, "removed_settings", {})
+    removed = removed_settings(owner)
     if name in removed:
         return f"{at}{name}: {owner.__name__} has no setting {name!r} any more; it is always {removed[name]}"
     near = [at + key for key in closest(name, known)]

@@ -190,7 +190,7 @@ class ModelConfig(ABC):
 
     @property
     def quantizes(self) -> bool:
-        """Whether the posterior of an autoencoder is an entry of a codebook."""
+        """Whether the network is an autoencoder whose latents are entries of a codebook."""
         return False
 
     @property

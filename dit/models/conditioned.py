@@ -3,12 +3,17 @@
 A backbone's config lists these classes after the class of its sizes, whose defaults then take precedence.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Optional
 
 from dit.condition_table import CONTEXT, LABEL
 from dit.conditions import Condition
 from dit.models.base import ModelConfig
+
+WITHOUT_CLASSES: Mapping[str, object] = {"num_classes": None, "class_dropout": 0.1}
+WITHOUT_TEXT: Mapping[str, object] = {"context_size": None, "context_dropout": 0.1}
+"""`removed_settings` of models without this condition, whose earlier versions had its settings."""
 
 
 @dataclass(kw_only=True)

@@ -65,6 +65,7 @@ class EDM(Objective):
     weighting: Optional[UncertaintyWeighting] = None
 
     former_settings: ClassVar[Mapping[str, str]] = {"uncertainty": "weighting=uncertainty"}
+    removed_settings: ClassVar[Mapping[str, object]] = {"uncertainty": False}
 
     def __post_init__(self) -> None:
         self.path = VarianceExplodingPath()

@@ -1,10 +1,12 @@
 """Settings of the KL and VQ autoencoders."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar, Optional
 
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig, Supports, TransformerSizes
+from dit.models.conditioned import WITHOUT_CLASSES, WITHOUT_TEXT
 from dit.ranges import FINITE, LAYERS, POSITIVE, WIDTH, check_ranges
 
 
@@ -20,12 +22,13 @@ class AutoencoderConfig(ModelConfig):
         layers_per_block: residual blocks at each resolution on the way down; one more on the way up.
         norm_num_groups: groups of the group norms.
         mid_block_add_attention: use attention over the positions of the latent.
-        codebook_size: entries of the codebook, for a VQ autoencoder; None for a KL autoencoder.
+        codebook_size: number of codebook entries of a VQ autoencoder; None selects a KL autoencoder.
         scaling_factor: models that train on the latents normalise them as (z - shift_factor) * scaling_factor; None
             measures both at export. A VQ autoencoder has no shift, and z is its latent before quantisation.
         shift_factor: see `scaling_factor`.
     """
 
+    removed_settings: ClassVar[Mapping[str, object]] = {**WITHOUT_CLASSES, **WITHOUT_TEXT}
     supports: ClassVar[Supports] = Supports(
         tensor=False, sequence=False, pipeline=False, context=False, expert=False, mixed_shapes=False
     )

@@ -1,13 +1,14 @@
 """Sizes of FLUX."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, Optional
+from typing import ClassVar, Literal, Optional
 
 from dit.condition_table import POOLED
 from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.models.base import TransformerSizes
-from dit.models.conditioned import TextConditioned
+from dit.models.conditioned import WITHOUT_CLASSES, TextConditioned
 from dit.models.transformer_config import TransformerModelConfig
 from dit.ranges import check_unused
 
@@ -27,6 +28,8 @@ class FluxConfig(TransformerModelConfig, TextConditioned):
         rope_axes: features of a head that rotate with t, h and w.
         guidance: guidance scale as a condition of a guidance-distilled network, the same for all samples.
     """
+
+    removed_settings: ClassVar[Mapping[str, object]] = WITHOUT_CLASSES
 
     in_channels: int = 16
     context_size: Optional[int] = 4096

@@ -29,7 +29,6 @@ class UNetConfig(ImagenConfig):
         ("resample_with_conv", "resample_blocks"), "resampling=conv, pool or block"
     )
     removed_settings: ClassVar[Mapping[str, object]] = {
-        **ImagenConfig.removed_settings,
         "resample_with_conv": True,
         "resample_blocks": False,
     }

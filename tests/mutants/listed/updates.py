@@ -501,8 +501,8 @@ MUTANTS = (
     Mutant(
         "records: a removed setting that was off is refused",
         "dit/config_record.py",
-        "return switch is None or switch is False or (name in removed",
-        "return (name in removed",
+        "if name not in removed or value != removed[name]",
+        "if True",
         ("tests/unit/test_run_config.py",),
     ),
     Mutant(

@@ -13,7 +13,7 @@ import dit.models
 import dit.objectives
 import energon_data
 from dit.checkpoint.resume_check import EVERY, SETTINGS, changes, check_same_experiment, replaced_data
-from dit.config_record import CLASS_KEY
+from dit.config_record import CLASS_KEY, removed_settings
 from dit.errors import CheckpointError, ConfigError
 from dit.models.dit.config import DiTConfig
 from dit.objectives.edm import EDM
@@ -187,4 +187,4 @@ def test_no_removed_setting_is_a_setting():
     for base in (type(part) for part in config_of().parts().values()):
         for cls in classes_of(base):
             names = {field.name for field in dataclasses.fields(cls)}
-            assert names.isdisjoint(getattr(cls, "removed_settings", {}))
+            assert names.isdisjoint(removed_settings(cls))
