@@ -148,7 +148,9 @@ def one_line_errors(command: Callable[Arguments, int]) -> Callable[Arguments, in
             with flushed_output():
                 return command(*args, **kwargs)
         except UserError as error:
-            return _report(str(error), exit_code(error))
+            echo(line := on_a_screen(f"error: {error}"), file=sys.stderr)
+            name_root_cause(line)
+            return exit_code(error)
         except BrokenPipeError:
             return discard_output()
         except KeyboardInterrupt as error:
@@ -159,12 +161,6 @@ def one_line_errors(command: Callable[Arguments, int]) -> Callable[Arguments, in
             return EXIT_TRACEBACK
 
     return run
-
-
-def _report(message: str, code: int) -> int:
-    echo(line := on_a_screen(f"error: {message}"), file=sys.stderr)
-    name_root_cause(line)
-    return code
 
 
 @contextmanager

@@ -146,7 +146,7 @@ class LayerProvider:
 
     @property
     def _skips_bias_add(self) -> bool:
-        """Whether a linear that returns its bias does not add it, so that the next operation does.
+        """Whether a linear that returns its bias leaves the addition to the next operation.
 
         A fused operation adds it at no cost. Under tensor parallelism the matrix product cannot add it.
         """

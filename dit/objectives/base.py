@@ -94,7 +94,7 @@ class Objective(ABC):
 
     @property
     def quantizes(self) -> bool:
-        """Whether the posterior of the autoencoder is an entry of a codebook."""
+        """Whether the objective trains an autoencoder whose latents are entries of a codebook."""
         return False
 
     @property

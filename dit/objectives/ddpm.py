@@ -92,7 +92,7 @@ class DDPM(Objective):
             training; 0.05 for SDXL.
         network_time: input of the network: the time, or the log SNR ln(alpha^2 / sigma^2), as in Imagen.
         min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma); None for the unweighted loss.
-        variance: learned variance of the reverse steps (`learned_variance`), for a table of steps.
+        variance: learned variance of the reverse steps (`learned_variance`); requires a table of steps.
 
     Raises:
         ConfigError: an unknown choice, a table too short for its schedule, betas that do not fit it, a learned variance
@@ -120,7 +120,12 @@ class DDPM(Objective):
         "beta_start": "betas=[beta_start,beta_end]",
         "beta_end": "betas=[beta_start,beta_end]",
     }
-    removed_settings: ClassVar[Mapping[str, object]] = {"beta_start": None, "beta_end": None}
+    removed_settings: ClassVar[Mapping[str, object]] = {
+        "learned_variance": False,
+        "vlb_weight": 1e-3,
+        "beta_start": None,
+        "beta_end": None,
+    }
 
     def __post_init__(self) -> None:
         self.path = AnglePath()

@@ -33,6 +33,6 @@ class MeanLoss:
         *terms, tokens, _ = self._read()
         return sum(terms[: self._num_terms]) / tokens if tokens else float("nan")
 
-    def stop(self) -> bool:
+    def must_stop(self) -> bool:
         """Return whether any rank asks to stop; the same on every rank."""
         return self._read()[-1] > 0

@@ -92,9 +92,9 @@ class Step:
         return self.mean_loss.value()
 
     @property
-    def stop(self) -> bool:
+    def must_stop(self) -> bool:
         """Whether any rank asks to stop after this step."""
-        return self.mean_loss.stop()
+        return self.mean_loss.must_stop()
 
 
 class StepObserver:

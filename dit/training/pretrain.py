@@ -343,7 +343,7 @@ class Run:
             MachineError: the step does not repeat, see `Recheck`.
         """
         step = train_step(self.state, self.batches, self.functions, self.checks)
-        self.last_action, self.must_stop = step.action, step.stop
+        self.last_action, self.must_stop = step.action, step.must_stop
         if step.action == "update":
             loss_sums += step.sums
             self.grad_norm = step.grad_norm
