@@ -2,8 +2,8 @@
 
 Tensors are small, so that the work of Python, autograd and torch's dispatcher dominates; a GPU waits for this work if
 its kernels are short. Fused kernels are not started: their launch is missing, and eager rows include small CPU kernels.
-The baseline is a plain PyTorch block on a dense batch with as many tokens, also for ragged rows. Attention is one call
-of torch's for all samples in our rows, and one for the batch in the plain block.
+Each row is compared with a plain PyTorch block on a dense batch of the same number of tokens. Attention is one call of
+torch's: over all samples together in our layers, over a batch of samples in the plain block.
 """
 
 import argparse
