@@ -1,43 +1,35 @@
 """`launch.verify` names the parameter in which a fault shows; `tests/laws` has what it finds equal."""
 
-import math
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from pathlib import Path
 from typing import Any, ClassVar, Optional
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
 import dit.verify.trial
-from benchmarks.parallel_training import trial_of
 from dit.batch import PackedBatch
 from dit.errors import EXIT_CONFIG, EXIT_OK, EXIT_UNEXPECTED, ConfigError
-from dit.kernels.adamw import AdamW, Elements, Rates
 from dit.layout import SequenceLayout
 from dit.models.dit.config import DiTConfig
 from dit.models.dit.model import DiT
 from dit.models.lora_config import LoRAConfig
-from dit.optimizer import update
 from dit.optimizer.ema import EMA
 from dit.parallel.build import build_on_meta, count_parameters
 from dit.parallel.dims import ParallelConfig
-from dit.parallel.loss_scale import LossScale
 from dit.run_config import RunConfig
 from dit.step.forward_step import training_forward_step
 from dit.verify.full import differences, reference_bytes, reference_folder
 from dit.verify.ranks import run_world
 from dit.verify.report import Verdict, judge_differences
-from dit.verify.trial import HALF_OPTIMIZER, LARGE_LOSS_SCALE, train
+from dit.verify.trial import train
 from launch.config_file import built
 from launch.train import call_recipe
-from launch.verify import Outcome, Pair, compare, in_half, main, tiny_pair, verify_full
+from launch.verify import Outcome, Pair, compare, main, tiny_pair, verify_full
 from recipes import registry
 
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
@@ -114,70 +106,6 @@ def skewed_average(case: dict) -> dict:
     decay = 0.75 if dist.get_rank() else 0.5
     with mock.patch.object(EMA, "weight", return_value=1 - decay):
         return train(case["trial"])
-
-
-def forgetful_offload(case: dict) -> dict:
-    """Train, without a copy of the updated moments to the host."""
-    original = update.with_moments_on_the_host
-
-    def forgetful(adamw: AdamW) -> AdamW:
-        on_the_host = original(adamw)
-
-        def update_copies(parameters: Sequence[Elements], rates: Rates) -> None:
-            copies = [replace(p, exp_avg=p.exp_avg.clone(), exp_avg_sq=p.exp_avg_sq.clone()) for p in parameters]
-            on_the_host(copies, rates)
-
-        return update_copies
-
-    with mock.patch.object(update, "with_moments_on_the_host", forgetful):
-        return train(case["trial"])
-
-
-def other_loss_scale(case: dict) -> dict:
-    """Train in fp16, with twice the divisor of the loss scale on rank 1."""
-    start = LossScale.start
-
-    def doubled(self: LossScale, tokens: int) -> None:
-        start(self, tokens)
-        self.tokens *= 1 + (dist.get_rank() == 1)
-
-    with mock.patch.object(LossScale, "start", doubled):
-        return train(case["trial"])
-
-
-def unchanged_model(case: dict) -> dict:
-    """Train, without a copy of the master weights to the weights of the model in half precision."""
-    with mock.patch.object(DistributedOptimizer, "_copy_main_params_to_model_params"):
-        return train(case["trial"])
-
-
-def one_unit_off(case: dict) -> dict:
-    """Train, with weights of the model that are one unit in the last place off their master weights."""
-    copy = DistributedOptimizer._copy_main_params_to_model_params
-
-    def inexact(self: DistributedOptimizer) -> None:
-        copy(self)
-        for group in self.model_float16_groups:
-            for parameter in group:
-                parameter.data.view(torch.int16).add_(1)
-
-    with mock.patch.object(DistributedOptimizer, "_copy_main_params_to_model_params", inexact):
-        return train(case["trial"])
-
-
-def other_decay(case: dict) -> dict:
-    """Train, with a slightly different decay of the average on every rank."""
-    with mock.patch.object(EMA, "weight", return_value=0.51):
-        return train(case["trial"])
-
-
-def nan_weight(case: dict) -> dict:
-    """Train, with a weight that is not a number."""
-
-    def alter(chunks: list) -> None:
-        next(chunks[0].parameters()).data.view(-1)[0] = torch.nan
-
-    return train(replace(case["trial"], alter=alter))
 
 
 def full_differences(case: dict) -> Optional[dict[str, Any]]:
@@ -302,27 +230,6 @@ FAULTS = {
     "average": {"task": "tests.parallel.test_verify:skewed_average"},
 }
 RUN = "dit.verify.trial:run_case"
-SETTINGS: dict[str, tuple[str, Optional[str], str]] = {
-    "offload": ("fp32", "offload", RUN),
-    "offload, moments forgotten": ("fp32", "offload", "tests.parallel.test_verify:forgetful_offload"),
-    "bf16": ("bf16", None, RUN),
-    "bf16, no copy": ("bf16", None, "tests.parallel.test_verify:unchanged_model"),
-    "bf16, one unit": ("bf16", None, "tests.parallel.test_verify:one_unit_off"),
-    "bf16, other decay": ("bf16", None, "tests.parallel.test_verify:other_decay"),
-    "fp16": ("fp16", None, RUN),
-    "fp16, NaN": ("fp16", None, "tests.parallel.test_verify:nan_weight"),
-    "fp16, other scale": ("fp16", None, "tests.parallel.test_verify:other_loss_scale"),
-}
-"""Precision of the layout, whether its moments and its average are offloaded, and the task, which may have a fault."""
-
-
-def pair_with(precision: str, offload: Optional[str]) -> Pair:
-    """Return the pair of the recipe with other settings."""
-    config = replace(config_of(RECIPE), parallel=ParallelConfig(**TP2SP))
-    training = replace(config.training, precision=precision, ema_offload=offload is not None)
-    optimizer = replace(config.optimizer, offload=offload is not None)
-    pair = tiny_pair(replace(config, training=training, optimizer=optimizer), 2)
-    return pair if precision == "fp32" else in_half(pair, training)
 
 
 @pytest.fixture(scope="module")
@@ -379,96 +286,12 @@ def full_outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome
     return dict(zip(configs, run_world(2, cases, tmp_path_factory.mktemp("full")), strict=True))
 
 
-@pytest.fixture(scope="module")
-def with_settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Verdict, dict[str, Any]]]:
-    """The verdict of each of `SETTINGS`, and the result of its layout."""
-    folder = tmp_path_factory.mktemp("settings")
-    pairs = {name: pair_with(precision, offload) for name, (precision, offload, _) in SETTINGS.items()}
-    ones = {repr(pair.one): pair.one for pair in pairs.values()}
-    references = run_world(1, [{"task": RUN, "trial": trial} for trial in ones.values()], folder / "1")
-    reports = dict(zip(ones, references, strict=True))
-    cases = [{"task": SETTINGS[name][2], "trial": pair.many} for name, pair in pairs.items()]
-    results = zip(pairs.items(), run_world(2, cases, folder / "2"), strict=True)
-    return {name: (compare(pair, reports[repr(pair.one)], many), many) for (name, pair), many in results}
-
-
-@pytest.mark.parametrize("name", [name for name in SETTINGS if "," not in name])
-def test_the_settings_of_a_recipe_equal_one_rank(with_settings: dict[str, Any], name: str) -> None:
-    """Moments and average in host memory, and half precision within its bounds; one rank is plain, in fp32."""
-    verdict, _ = with_settings[name]
-    assert verdict.is_equal, verdict.text()
-    assert set(verdict.comparison.errors) == {"losses", "grad_norms", "gradients", "parameters", "averages"}
-
-
 def test_an_average_of_one_rank_that_differs_is_found(verdicts: dict[str, Verdict]) -> None:
     verdict = verdicts["average"]
     assert verdict.wrong == ()
     assert {kind for kind in verdict.comparison.errors if verdict.comparison.wrong(kind)} == {"averages"}
     assert "head.linear.bias (average)" in verdict.comparison.drifted
     assert "weight average after the steps: " in verdict.text()
-
-
-def test_offload_that_forgets_the_moments_is_found(with_settings: dict[str, Any]) -> None:
-    """The first update has no earlier moments, so the second one is wrong."""
-    verdict, _ = with_settings["offload, moments forgotten"]
-    assert verdict.wrong == ()
-    assert verdict.comparison.wrong("parameters")
-    assert verdict.comparison.wrong("averages")
-
-
-def test_bf16_weights_that_miss_an_update_are_found(with_settings: dict[str, Any]) -> None:
-    verdict, _ = with_settings["bf16, no copy"]
-    assert verdict.wrong == ()
-    assert verdict.comparison.wrong("losses").keys() == {"step 1"}
-    assert verdict.comparison.wrong("parameters")
-
-
-@pytest.mark.parametrize(("name", "kind"), [("one unit", "weight"), ("other decay", "average")])
-def test_an_inexact_copy_within_the_bounds_of_half_precision_is_found(
-    with_settings: dict[str, Any], name: str, kind: str
-) -> None:
-    sound, (verdict, many) = with_settings["bf16"][1], with_settings[f"bf16, {name}"]
-    assert sound["inexact"] == []
-    assert not any(verdict.comparison.wrong(quantity) for quantity in verdict.comparison.errors)
-    assert len(many["inexact"]) > 10
-    assert all(f": the {kind} " in line for line in many["inexact"])
-    assert not verdict.is_equal
-    assert f"after the updates: {many['inexact'][0]}" in verdict.text()
-
-
-def test_a_loss_that_is_not_finite_is_no_overflow(with_settings: dict[str, Any]) -> None:
-    """No loss scale cures it; it is reported as in other precisions."""
-    verdict, many = with_settings["fp16, NaN"]
-    assert not any(map(math.isfinite, many["losses"]))
-    assert verdict.comparison.wrong("losses").keys() == {"step 0", "step 1"}
-
-
-def test_attempts_that_overflow_do_not_count_in_the_load_of_experts(tmp_path: Path) -> None:
-    experts = {"num_layers": 2, "num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}
-    case = {"parallel": {"data_parallel": "ddp"}, "packed": True, "model": experts, "precision": "fp16"}
-    trial = replace(trial_of(case), optimizer=HALF_OPTIMIZER)
-
-    def trained(loss_scale: float) -> dict[str, Any]:
-        training = replace(trial.training, initial_loss_scale=loss_scale)
-        return run_world(1, [{"task": RUN, "trial": replace(trial, training=training)}], tmp_path / str(loss_scale))[0]
-
-    overflows = trained(LARGE_LOSS_SCALE)
-    assert overflows["loss_scales"][0] < LARGE_LOSS_SCALE
-    fits = trained(overflows["loss_scales"][0])
-    assert fits["losses"] == overflows["losses"]
-    assert fits["expert_load"] == overflows["expert_load"]
-
-
-def test_an_overflow_lowers_the_loss_scale_until_the_step_fits(with_settings: dict[str, Any]) -> None:
-    _, many = with_settings["fp16"]
-    assert len(many["losses"]) == 2
-    assert all(1.0 < scale < LARGE_LOSS_SCALE for scale in many["loss_scales"])
-
-
-def test_a_loss_scale_that_differs_between_ranks_is_found(with_settings: dict[str, Any]) -> None:
-    verdict, _ = with_settings["fp16, other scale"]
-    assert verdict.wrong
-    assert verdict.comparison.wrong("losses").keys() <= {"step 1"}
 
 
 def test_the_full_size_is_checked_on_one_rank_too(full_outcomes: dict[str, Outcome]) -> None:

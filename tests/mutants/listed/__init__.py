@@ -1,6 +1,6 @@
 """The mistakes that the suite must see: one changed line each, with the tests that should fail because of it."""
 
-from tests.mutants.listed import commands, data, kernels, layers, objectives, parallel, sampling, updates
+from tests.mutants.listed import commands, data, kernels, layers, objectives, parallel, runs, sampling, updates
 
 MUTANTS = (
     *objectives.MUTANTS,
@@ -9,6 +9,7 @@ MUTANTS = (
     *layers.MUTANTS,
     *parallel.MUTANTS,
     *updates.MUTANTS,
+    *runs.MUTANTS,
     *data.MUTANTS,
     *commands.MUTANTS,
 )

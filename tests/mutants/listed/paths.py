@@ -64,6 +64,7 @@ WRITER, SAVES = "tests/unit/checkpoint/test_writer.py", "tests/integration/test_
 RUN_IDENTITY, SHARDS = "tests/unit/checkpoint/test_run_identity.py", "tests/unit/energon_data/test_shards.py"
 REMOTE, LOCK = "tests/unit/checkpoint/test_remote.py", "tests/unit/monitoring/test_run_lock.py"
 VERIFY = "tests/parallel/test_verify.py"
+VERIFY_SETTINGS = "tests/parallel/test_verify_settings.py"
 INCEPTION = "tests/unit/evaluation/test_inception.py"
 LIMIT = "tests/unit/monitoring/test_time_limit.py"
 RECHECK = "tests/faults/test_recheck.py"

@@ -1,14 +1,11 @@
 """Laws of the streams: the order does not depend on the ranks, and a resumed run continues bit for bit."""
 
 import io
-import json
 import shutil
 import tarfile
-from argparse import Namespace
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +19,6 @@ from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
 from energon_data.state_codec import from_plain, to_plain
 from energon_data.streams import StreamGroup, check_streams
-from examples.letters.moving import DIRECTIONS, prepare_moving_letters
-from examples.letters.score import data_folder
 from examples.letters.stills import LettersReport
 
 PACKED: dict[str, Any] = {
@@ -463,62 +458,6 @@ def test_blend_of_two_folders(mixed_folder: Path, letters: LettersReport, tmp_pa
     resumed.load_state_dict(through_disk(stream.state_dict()))
     same(take(stream, 8), take(resumed, 8))
     assert list(data.build_validation(spec(), dp_rank=0, dp_size=1))
-
-
-def test_the_reader_of_letters_learns_from_the_letters_of_a_blend(
-    mixed_folder: Path, letters: LettersReport, tmp_path: Path
-) -> None:
-    """Of one data set of letters among others; where there is none, the members are named, and the flag."""
-
-    def found(*members: Path, data: str | None = None) -> str:
-        listed = "".join(f"      - {{path: {member}}}\n" for member in members)
-        blend = tmp_path / "blend.yaml"
-        text = "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n" + listed
-        blend.write_text(text)
-        generator: Any = SimpleNamespace(config=SimpleNamespace(data=EnergonData(path=str(blend))))
-        return data_folder(Namespace(data=data), generator)
-
-    assert found(mixed_folder, letters.folder) == str(letters.folder)
-    assert found(mixed_folder, data="elsewhere") == "elsewhere"
-    with pytest.raises(ConfigError, match=f"a blend with 0 data sets of letters.*--data {mixed_folder}"):
-        found(mixed_folder, mixed_folder)
-
-
-def test_a_blend_need_agree_only_on_what_the_model_takes(
-    letters: LettersReport, bundled_fonts: Path, tmp_path: Path
-) -> None:
-    """Letters and moving letters have other classes: a model that takes none trains on both, one that does on neither.
-
-    The same is true for the encoders of their texts. Latents of two autoencoders are never one thing.
-    """
-    still = Path(shutil.copytree(letters.folder, tmp_path / "letters"))
-    (tmp_path / "fonts").mkdir()
-    shutil.copy(bundled_fonts / "DejaVuSans.ttf", tmp_path / "fonts")
-    fonts = [tmp_path / "fonts"]
-    moving = prepare_moving_letters(tmp_path / "moving", fonts=fonts, variations=1, frames=2, stills=1).folder
-    for folder, encoder in ((still, "one"), (moving, "another")):
-        about = json.loads((folder / "dataset.json").read_text())
-        (folder / "dataset.json").write_text(json.dumps({**about, "text_encoder": encoder, "vae": encoder}))
-    blend = tmp_path / "blend.yaml"
-    members = "".join(f"      - {{weight: 1, path: {folder}}}\n" for folder in (still, moving))
-    blend.write_text(
-        f"__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n{members}"
-    )
-    data = EnergonData(path=str(blend), shuffle_buffer=0, max_tokens_per_pack=64)
-    sizes = {"micro_batch_size": 1, "latent_channels": 1, "patch_temporal": 2, "patch_spatial": 8}
-    neither = spec(num_classes=None, context_size=None, **sizes)
-    data.validate(neither, 1, 1)
-    packs = take(data.build_train(neither, dp_rank=0, dp_size=1, seed=0, log_dir=None), 12)
-    read = {key.split("_")[2] for pack in packs for key in pack.keys}
-    assert {"left", "up"} < read, "clips and stills of moving letters, whose names say where they move"
-    assert read - set(DIRECTIONS), "letters"
-    with pytest.raises(DataError, match="differ in class_names"):
-        data.validate(spec(num_classes=200, context_size=None, **sizes), 1, 1)
-    with pytest.raises(DataError, match="differ in text_encoder"):
-        data.validate(spec(num_classes=None, **sizes), 1, 1)
-    assert EnergonData(path=str(still)).autoencoder() == "one"
-    with pytest.raises(DataError, match=r"differ in vae.*set sampling\.vae"):
-        data.autoencoder()
 
 
 def test_steps_take_equally_many_micro_batches_from_each_stream() -> None:
