@@ -12,7 +12,7 @@ from dit.patchify import Grid
 HEAD_SIZE = 8
 """Head size; large enough for rotary positions over t, h and w."""
 
-GRIDS = ((1, 4, 4), (2, 2, 4), (1, 2, 2), (1, 2, 4), (3, 2, 2))
+GRIDS = ((1, 4, 4), (2, 2, 4), (1, 2, 2), (1, 3, 3), (3, 2, 2))
 """Patches along t, h and w of each sample; samples of a pack differ in length."""
 
 

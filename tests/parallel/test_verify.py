@@ -147,6 +147,17 @@ def without_mask(chunks: list) -> None:
         layer.attention.attention = over_the_pack
 
 
+def attends_padding(chunks: list) -> None:
+    """As if attention read the padding after each sample as part of the sample; on one rank there is none."""
+    for layer in chunks[0].layers.values():
+
+        def with_padding(q, k, v, layout_q, layout_k, attention=layer.attention.attention):
+            layouts = (replace(x.gathered, lengths=x.padded_lengths) for x in (layout_q, layout_k))
+            return attention(q, k, v, *layouts)
+
+        layer.attention.attention = with_padding
+
+
 def padding_adds(chunks: list) -> None:
     """As if a mean over tokens counted the padding, too."""
     forward = chunks[0].forward
@@ -240,7 +251,12 @@ def verdicts(tmp_path_factory):
     """
     folder, pair = tmp_path_factory.mktemp("verify"), pair_of(RECIPE, **TP2SP)
     adapted = adapters_pair()
-    one, one_adapted = run_world(1, [{"task": RUN, "trial": trial} for trial in (pair.one, adapted.one)], folder / "1")
+    padded = replace(
+        pair, one=replace(pair.one, alter=attends_padding), many=replace(pair.many, alter=attends_padding)
+    )
+    one, one_adapted, one_padded = run_world(
+        1, [{"task": RUN, "trial": trial} for trial in (pair.one, adapted.one, padded.one)], folder / "1"
+    )
     cases = [
         {"task": fault.get("task", RUN), "trial": replace(pair.many, alter=fault.get("alter"))}
         for fault in FAULTS.values()
@@ -253,14 +269,16 @@ def verdicts(tmp_path_factory):
         },
     ]
     cases += [
-        {"task": RUN, "trial": replace(adapted.many, alter=alter)} for alter in (None, forget_the_parts_of_adapters)
+        {"task": RUN, "trial": trial}
+        for trial in (adapted.many, replace(adapted.many, alter=forget_the_parts_of_adapters), padded.many)
     ]
-    *many, ungathered, sound, broken = run_world(2, cases, folder / "2")
+    *many, ungathered, sound, broken, many_padded = run_world(2, cases, folder / "2")
     parts = judge_differences(ungathered, build_on_meta(pair.many.model), pair.sizes)
     return {name: compare(pair, one, found) for name, found in zip(FAULTS, many, strict=True)} | {
         "not gathered": parts,
         "adapters": compare(adapted, one_adapted, sound),
         "adapters, no sum": compare(adapted, one_adapted, broken),
+        "padding": compare(padded, one_padded, many_padded),
     }
 
 
@@ -292,6 +310,13 @@ def test_an_average_of_one_rank_that_differs_is_found(verdicts: dict[str, Verdic
     assert {kind for kind in verdict.comparison.errors if verdict.comparison.wrong(kind)} == {"averages"}
     assert "head.linear.bias (average)" in verdict.comparison.drifted
     assert "weight average after the steps: " in verdict.text()
+
+
+def test_a_model_that_reads_padding_differs_from_one_rank(verdicts: dict[str, Verdict]) -> None:
+    """One rank has packs of the same samples without the padding that the layout requires."""
+    verdict = verdicts["padding"]
+    assert verdict.reading().startswith("the first loss differs, too")
+    assert "layers.1.attention.linear_qkv.weight" in {wrong.row.name for wrong in verdict.wrong}
 
 
 def test_the_full_size_is_checked_on_one_rank_too(full_outcomes: dict[str, Outcome]) -> None:
