@@ -41,6 +41,7 @@ from dit.monitoring.time_limit import TimeLimit
 from dit.objectives.base import Objective
 from dit.optimizer.part_norms import PartNorms
 from dit.optimizer.schedules import Schedule, learning_rate, momentum
+from dit.parallel import verified_kernels
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.parallel.full_network import FullNetwork
 from dit.ranges import check_path
@@ -113,6 +114,7 @@ def pretrain(
         with preemption.exit_immediately():
             process_groups.connect(timeout_s=training.collective_timeout_s)
             lock.agree()
+            verified_kernels.agree()
             dims, spec = config.check_here()
             for line in config.remarks(dims, spec) if rank == 0 else ():
                 logger.info(line)
