@@ -291,7 +291,7 @@ def test_diffusers_reads_the_file_for_comfyui(build_model: BuildModel, tmp_path:
     case = CASES["unet"]
     network, model, theirs, layers = adapted(build_model, case)
     save_file(comfyui_tensors(layers, case.form.comfyui_name), tmp_path / "comfyui.safetensors")
-    state, _ = diffusers.StableDiffusionPipeline.lora_state_dict(str(tmp_path / "comfyui.safetensors"))
+    state, _ = diffusers.StableDiffusionPipeline.lora_state_dict(str(tmp_path), weight_name="comfyui.safetensors")
     theirs.load_lora_adapter(state, prefix=case.form.part)
     with torch.no_grad():
         here, there = case.predict(network, theirs, model)
