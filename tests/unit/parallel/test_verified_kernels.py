@@ -19,6 +19,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     """A machine with a GPU, and an empty cache."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(verified, "use_cuda", lambda: True)
+    monkeypatch.setattr(verified, "_of_all_ranks", None)  # of an earlier run in this process
     verified._of_this_machine.cache_clear()
     yield
     verified._of_this_machine.cache_clear()
@@ -50,7 +51,6 @@ def test_ranks_use_kernels_that_have_passed_on_all_their_machines(monkeypatch):
     record_results({"layers.triton": True, "noise.triton": True})
     monkeypatch.setattr(verified.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(verified.dist, "all_gather_object", gather)
-    monkeypatch.setattr(verified, "_of_all_ranks", None)
     verified.agree()
     assert verified_here() == {"noise.triton"}
 
