@@ -251,9 +251,7 @@ def verdicts(tmp_path_factory):
     """
     folder, pair = tmp_path_factory.mktemp("verify"), pair_of(RECIPE, **TP2SP)
     adapted = adapters_pair()
-    padded = replace(
-        pair, one=replace(pair.one, alter=attends_padding), many=replace(pair.many, alter=attends_padding)
-    )
+    padded = replace(pair, one=replace(pair.one, alter=attends_padding), many=replace(pair.many, alter=attends_padding))
     one, one_adapted, one_padded = run_world(
         1, [{"task": RUN, "trial": trial} for trial in (pair.one, adapted.one, padded.one)], folder / "1"
     )
