@@ -57,7 +57,9 @@ def open_video(file: BinaryIO) -> Any:
     """
     options = {"format_whitelist": CONTAINERS, "protocol_whitelist": "none"}
     av = _av()
-    return av.open(file, metadata_errors="ignore", container_options=options)
+    # PyAV 19 always reads metadata that are no UTF-8; earlier versions only on request.
+    lenient = {} if int(av.__version__.partition(".")[0]) >= 19 else {"metadata_errors": "ignore"}
+    return av.open(file, container_options=options, **lenient)
 
 
 def mp4_bytes(frames: Sequence["Image"], fps: float, *, pix_fmt: Literal["yuv420p", "yuv444p"], crf: int) -> bytes:

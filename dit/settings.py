@@ -82,11 +82,12 @@ class TrainingConfig:
             halves it.
         loss_scale_window: fp16 only: steps without overflow after which the dynamic factor doubles.
         attention: implementation of attention; `auto` selects torch's varlen kernel for bf16 on CUDA, else
-            scaled-dot-product attention. `megatron-dit kernels` lists the available ones.
+            scaled-dot-product attention, and other kernels where `megatron-dit kernels --verify` has passed.
+            `megatron-dit kernels` lists the available ones. `flash_attn` is FlashAttention 2.
         linears: library of the parallel linears; `auto` selects Megatron-Core's.
         kernels: implementation of norms, modulation, residuals, rotary positions, activations and the optimizer's
             update: `eager`, `triton`, or `compile` (torch.compile of the layers, not under FSDP). `auto` selects
-            `triton` on devices where tests/gpu has passed, which is none yet. Numbers change by rounding.
+            `triton` where `megatron-dit kernels --verify` has passed. Numbers change by rounding.
         deterministic: use kernels with bit-identical results on the same machines and layout; an operation without one
             ends the run. Slower (docs/runs.md).
         recompute: activations that the backward pass recomputes: none, the cheap ones (`selective`: norms, activation
@@ -127,7 +128,9 @@ class TrainingConfig:
     loss_scale: Optional[float] = None
     initial_loss_scale: float = 2.0**16
     loss_scale_window: int = 1000
-    attention: Literal["auto", "sdpa", "varlen", "flash_attn", "transformer_engine"] = "auto"
+    attention: Literal["auto", "sdpa", "varlen", "flash_attn", "flash_attn_3", "flash_attn_4", "transformer_engine"] = (
+        "auto"
+    )
     linears: Literal["auto", "megatron", "transformer_engine"] = "auto"
     kernels: Literal["auto", "triton", "compile", "eager"] = "auto"
     deterministic: bool = False

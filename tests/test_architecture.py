@@ -74,7 +74,7 @@ MAY_IMPORT = {
     },
     "dit.parallel": {
         *("dit.errors", "dit.patches", "dit.ranges", "dit.settings", "dit.layout", "dit.batch"),
-        *("dit.kernels", "dit.context_parallel", "dit.backends", "dit.models"),
+        *("dit.kernels", "dit.context_parallel", "dit.backends", "dit.models", "dit.durable_files", "dit.safe_files"),
     },
     "dit.tracing": {
         *("dit.errors", "dit.patches", "dit.philox", "dit.layout", "dit.batch", "dit.conditions", "dit.data_api"),

@@ -153,7 +153,7 @@ def adapter_page(form: DiffusersFormat[ModelConfig], model: ModelConfig) -> str:
             f"from diffusers import {pipeline}",
             "",
             f'pipeline = {pipeline}.from_pretrained("BASE")',
-            'pipeline.load_lora_weights("THIS_FOLDER")',
+            f'pipeline.load_lora_weights("THIS_FOLDER", weight_name="{DIFFUSERS_FILE}")',
             "```",
             "",
             "or",

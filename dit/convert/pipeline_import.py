@@ -31,6 +31,12 @@ TEXT_ENCODERS = {
 }
 """Encoders of a pipeline by folder, in the syntax of `dit.encoders.text_config`."""
 
+SAMPLER = {"_class_name": "DDIMScheduler", "timestep_spacing": "trailing", "set_alpha_to_one": True}
+SAMPLER |= {"clip_sample": False, "thresholding": False}
+"""Scheduler of diffusers with the steps of our sampler `ddim`."""
+DDIM_DEFAULTS = {"timestep_spacing": "leading", "set_alpha_to_one": True, "clip_sample": True, "thresholding": False}
+"""Its settings if `scheduler_config.json` does not have them."""
+
 
 @dataclass(frozen=True)
 class Completed:
@@ -80,10 +86,13 @@ def complete(trained: TrainedModel, folder: Path) -> Completed:
     if path.exists():
         settings = read_json(path)
         trained = replace(trained, objective=read_schedule(settings, str(path)))
-        if (spacing := settings.get("timestep_spacing", "leading")) != "trailing":
+        of_pipeline = {**DDIM_DEFAULTS, **settings}
+        if any(of_pipeline.get(name) != value for name, value in SAMPLER.items()):
+            changes = ", ".join(f"{name}={value!r}" for name, value in SAMPLER.items() if name != "_class_name")
             notes.append(
-                f"sampling steps are spaced 'trailing', those of the pipeline's scheduler {spacing!r}; the pipeline "
-                "draws the same pictures with timestep_spacing='trailing'"
+                f"the steps of our sampler differ from those of {settings.get('_class_name')} in {path}; the pipeline "
+                "draws the same pictures from the same noise with pipeline.scheduler = "
+                f"DDIMScheduler.from_config(pipeline.scheduler.config, {changes})"
             )
     return Completed(trained, str(vae) if (vae / CONFIG).exists() else None, path.exists(), notes)
 

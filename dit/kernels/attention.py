@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import activate_flash_attention_impl
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from dit.kernels.segment_groups import grouped
@@ -106,6 +107,22 @@ def varlen_attention(
     grouped = q_TNH.shape[1] != k_KNH.shape[1] and "enable_gqa" in signature(varlen_attn).parameters
     kernel = partial(varlen_attn, enable_gqa=True) if grouped else varlen_attn
     return _packed(kernel, q_TNH, k_KNH, v_KNH, layout_q.gathered, layout_k.gathered)
+
+
+def torch_flash(version: str) -> Callable[[], Attention]:
+    """Return a function that makes torch call FlashAttention 3 or 4, in `varlen_attention` and everywhere else.
+
+    Ring attention and the attention of dense packs call the same operators of torch, so they use it too.
+
+    Args:
+        version: torch's name, `FA3` or `FA4`.
+    """
+
+    def load() -> Attention:
+        activate_flash_attention_impl(version)
+        return varlen_attention
+
+    return load
 
 
 def flash_attention(

@@ -19,8 +19,10 @@ import torch
 from dit.errors import ConfigError
 
 AUTO = "auto"
-UNTRIED = "runs on request only: it has not passed tests/gpu on any device"
-"""Reason to exclude an implementation from `auto`: it has never run on its device."""
+UNTRIED = "runs on request only: tests/gpu has no test of it"
+"""Reason to exclude an implementation from `auto`."""
+UNVERIFIED = "runs on request only until tests/gpu has passed with it on this machine (megatron-dit kernels --verify)"
+"""Reason to exclude an implementation from `auto`, except on targets where it is verified."""
 SLOW_START = "runs on request only: the first step waits for the compiler"
 """Reason to exclude an implementation from `auto`: it is compiled when it first runs."""
 LAYERS_ONLY = "runs on request only: layers are compiled, and this op is eager"
@@ -37,11 +39,13 @@ class Target:
         device: device of the tensors.
         dtype: dtype of the tensors.
         head_size: features of an attention head; None if unknown, which satisfies every requirement.
+        verified: implementations that have passed tests/gpu on this machine, such as `layers.triton`.
     """
 
     device: torch.device
     dtype: torch.dtype
     head_size: Optional[int] = None
+    verified: frozenset[str] = frozenset()
 
 
 Requirement = Callable[[Target], Optional[str]]
@@ -65,10 +69,11 @@ def on_cuda_or_interpreted(target: Target) -> Optional[str]:
     return None if os.environ.get("TRITON_INTERPRET") == "1" else on_cuda(target)
 
 
-def installed(package: str) -> Requirement:
-    """Return the requirement that a package is installed."""
-    reason = f"needs {package}, which is not installed; pip install -e '.[gpu]' in the repository's folder"
-    return lambda _: None if find_spec(package) else reason
+def installed(package: str, cure: str = "pip install -e '.[gpu]' in the repository's folder") -> Requirement:
+    """Return the requirement that a package, or a module of a package, is installed."""
+    parent = package.partition(".")[0]
+    reason = f"needs {package}, which is not installed; {cure}"
+    return lambda _: None if find_spec(parent) and find_spec(package) else reason
 
 
 def code_generator(target: Target) -> Optional[str]:
@@ -77,6 +82,24 @@ def code_generator(target: Target) -> Optional[str]:
         return installed("triton")(target)
     name = os.environ.get("CXX", "g++")
     return None if which(name) else f"needs a C++ compiler, and {name} is not found; install one, or set CXX"
+
+
+def capability(*majors: int) -> Requirement:
+    """Return the requirement of a GPU with one of these major compute capabilities."""
+
+    def requirement(target: Target) -> Optional[str]:
+        major = torch.cuda.get_device_capability(target.device)[0] if torch.cuda.is_available() else None
+        words = " or ".join(f"{one}.x" for one in majors)
+        return None if major in majors else f"needs compute capability {words}, and this device has {major}"
+
+    return requirement
+
+
+def not_deterministic(_: Target) -> Optional[str]:
+    """Exclude an implementation that selects kernels itself from deterministic runs."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return None
+    return "selects kernels that may not be deterministic, and training.deterministic=True"
 
 
 def head_sizes(multiple_of: int, largest: int) -> Requirement:
@@ -99,7 +122,7 @@ class Implementation(Generic[T_co]):
         name: name in settings and records.
         load: returns the implementation; imports its dependencies.
         requires: requirements, checked in this order.
-        opt_in_reason: reason to exclude the implementation from `auto`, or None.
+        opt_in_reason: reason to exclude the implementation from `auto`, or None; see `Op.opt_in_reason`.
     """
 
     name: str
@@ -126,6 +149,11 @@ class Op(Generic[T_co]):
     implementations: tuple[Implementation[T_co], ...]
     setting: Optional[str] = None
 
+    def opt_in_reason(self, one: Implementation[object], target: Target) -> Optional[str]:
+        """Return the reason to exclude an implementation from `auto` on a target, or None."""
+        is_verified = one.opt_in_reason == UNVERIFIED and f"{self.name}.{one.name}" in target.verified
+        return None if is_verified else one.opt_in_reason
+
 
 def choose(op: Op[T], target: Target, requested: str = AUTO) -> Implementation[T]:
     """Select the requested implementation of an op; `auto` selects the first one whose requirements are satisfied.
@@ -134,7 +162,9 @@ def choose(op: Op[T], target: Target, requested: str = AUTO) -> Implementation[T
         ConfigError: the requested implementation is unknown, or its requirements are not satisfied.
     """
     if requested == AUTO:
-        return next(one for one in op.implementations if not (one.opt_in_reason or one.unmet_requirement(target)))
+        return next(
+            one for one in op.implementations if not (op.opt_in_reason(one, target) or one.unmet_requirement(target))
+        )
     selected = next((one for one in op.implementations if one.name == requested), None)
     if selected is None:
         names = ", ".join([AUTO, *(one.name for one in op.implementations)])
@@ -173,7 +203,7 @@ def table(ops: Iterable[Op[object]], target: Target, settings: Mapping[str, str]
         selected = choose(op, target, requested)
         default = f"{selected.name} comes first" if requested == AUTO else f"{op.setting}={requested}"
         others = {
-            one.name: one.unmet_requirement(target) or one.opt_in_reason or default
+            one.name: one.unmet_requirement(target) or op.opt_in_reason(one, target) or default
             for one in op.implementations
             if one is not selected
         }

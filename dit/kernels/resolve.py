@@ -1,24 +1,26 @@
 """The ops of this package and their implementations, for selection by `dit.kernels.choice.choose`.
 
 Each op has an eager implementation, the reference on every device, and may have faster ones. `auto` selects kernels of
-torch; kernels of other packages are added to `auto` after `tests/gpu` has passed with them.
+torch, and other kernels on machines where `tests/gpu` has passed with them (`dit.parallel.verified_kernels`).
 """
 
 from typing import Optional
 
 from dit.kernels.adamw import AdamW
-from dit.kernels.attention import Attention, flash_attention, segment_sdpa, varlen_attention
+from dit.kernels.attention import Attention, flash_attention, segment_sdpa, torch_flash, varlen_attention
 from dit.kernels.attention_blocks import BlockAttention, EagerBlocks, FlashBlocks
 from dit.kernels.choice import (
     LAYERS_ONLY,
     SLOW_START,
-    UNTRIED,
+    UNVERIFIED,
     Implementation,
     Op,
+    capability,
     code_generator,
     half_on_cuda,
     head_sizes,
     installed,
+    not_deterministic,
     on_cuda_or_interpreted,
 )
 from dit.kernels.layer_kernels import EAGER, LayerKernels, fused
@@ -27,12 +29,30 @@ from dit.objectives.addressed_noise import NoiseMixer, mix_eagerly
 
 # torch's flash kernels are called directly, without the padding of head sizes that torch otherwise adds.
 TORCH_FLASH = (half_on_cuda, head_sizes(multiple_of=8, largest=256))
+FLASH = "https://github.com/Dao-AILab/flash-attention says how"
 
 ATTENTION = Op[Attention](
     "attention",
     (
-        Implementation("transformer_engine", TEAttention, (half_on_cuda, installed("transformer_engine")), UNTRIED),
-        Implementation("flash_attn", lambda: flash_attention, (half_on_cuda, installed("flash_attn")), UNTRIED),
+        Implementation(
+            "transformer_engine",
+            TEAttention,
+            (half_on_cuda, installed("transformer_engine"), not_deterministic),
+            UNVERIFIED,
+        ),
+        Implementation(
+            "flash_attn_4",
+            torch_flash("FA4"),
+            (*TORCH_FLASH, installed("flash_attn.cute", FLASH), capability(9, 10)),
+            UNVERIFIED,
+        ),
+        Implementation(
+            "flash_attn_3",
+            torch_flash("FA3"),
+            (*TORCH_FLASH, installed("flash_attn_interface", FLASH), capability(9)),
+            UNVERIFIED,
+        ),
+        Implementation("flash_attn", lambda: flash_attention, (half_on_cuda, installed("flash_attn")), UNVERIFIED),
         Implementation("varlen", lambda: varlen_attention, TORCH_FLASH),
         Implementation("sdpa", lambda: segment_sdpa),
     ),
@@ -51,7 +71,7 @@ ATTENTION_BLOCKS = Op[BlockAttention](
 LAYERS = Op[LayerKernels](
     "layers",
     (
-        Implementation("triton", fused, (on_cuda_or_interpreted, installed("triton")), UNTRIED),
+        Implementation("triton", fused, (on_cuda_or_interpreted, installed("triton")), UNVERIFIED),
         Implementation("compile", lambda: EAGER, (code_generator,), SLOW_START),  # see `compiled`
         Implementation("eager", lambda: EAGER),
     ),
@@ -69,7 +89,7 @@ def _fused_mix() -> NoiseMixer:
 NOISE = Op[NoiseMixer](
     "noise",
     (
-        Implementation("triton", _fused_mix, (on_cuda_or_interpreted, installed("triton")), UNTRIED),
+        Implementation("triton", _fused_mix, (on_cuda_or_interpreted, installed("triton")), UNVERIFIED),
         Implementation("compile", lambda: mix_eagerly, (), LAYERS_ONLY),
         Implementation("eager", lambda: mix_eagerly),
     ),
@@ -87,7 +107,7 @@ def _fused_adamw() -> AdamW:
 OPTIMIZER = Op[Optional[AdamW]](
     "optimizer",
     (
-        Implementation("triton", _fused_adamw, (on_cuda_or_interpreted, installed("triton")), UNTRIED),
+        Implementation("triton", _fused_adamw, (on_cuda_or_interpreted, installed("triton")), UNVERIFIED),
         Implementation("compile", lambda: None, (), LAYERS_ONLY),
         Implementation("eager", lambda: None),
     ),

@@ -9,6 +9,7 @@ from dit.backends.provider import LINEARS
 from dit.kernels.choice import Selection, Target, table
 from dit.kernels.resolve import OPS as KERNELS
 from dit.models.base import ModelConfig
+from dit.parallel.verified_kernels import verified_here
 from dit.settings import TrainingConfig
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -23,7 +24,8 @@ def target_of(model: ModelConfig, precision: str, device: Optional[torch.device]
         device: device of the ops. Default: the device of this process.
     """
     sizes = model.megatron_sizes()
-    return Target(device or local_device(), DTYPES[precision], sizes.hidden_size // sizes.num_attention_heads)
+    head_size = sizes.hidden_size // sizes.num_attention_heads
+    return Target(device or local_device(), DTYPES[precision], head_size, verified_here())
 
 
 def implementations(model: ModelConfig, training: TrainingConfig) -> dict[str, Selection]:

@@ -93,7 +93,12 @@ class BalancedPacks:
         cost: returns the work of a pack.
         micro_batches: packs of each rank in a step.
         group: data-parallel ranks, as a group for tensors in host memory.
+
+    Attributes:
+        read: packs that this rank read for the newest step, before they were dealt.
     """
+
+    read: Sequence[PackedBatch] = ()
 
     def __init__(
         self,
@@ -112,7 +117,7 @@ class BalancedPacks:
 
     def _next_step(self) -> list[PackedBatch]:
         rank, ranks = self._group.rank(), self._group.size()
-        read = [next(self._stream) for _ in range(self._micro_batches)]
+        self.read = read = [next(self._stream) for _ in range(self._micro_batches)]
         costs = torch.empty(ranks * len(read), dtype=torch.int64)
         dist.all_gather_into_tensor(costs, torch.tensor([self._cost(pack) for pack in read]), group=self._group)
         dealt = deal(costs.view(ranks, -1).T.flatten().tolist(), ranks)

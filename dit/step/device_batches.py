@@ -85,7 +85,7 @@ class DeviceBatches(Iterator[PackedBatch]):
         return (batch.to(self.device) for batch in self.step_batches)
 
     def peek(self) -> PackedBatch:
-        """Return the next full pack without consuming it, as the source returned it."""
+        """Return the next full pack without consuming it, before its conditions are encoded."""
         if self._peeked is None:
             self._phase.enter("reads data")
             self._peeked = next(self._stream)

@@ -41,13 +41,14 @@ from dit.monitoring.time_limit import TimeLimit
 from dit.objectives.base import Objective
 from dit.optimizer.part_norms import PartNorms
 from dit.optimizer.schedules import Schedule, learning_rate, momentum
+from dit.parallel import verified_kernels
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.parallel.full_network import FullNetwork
 from dit.ranges import check_path
 from dit.run_config import RunConfig
 from dit.safe_files import make_folder
 from dit.settings import CheckpointConfig, LoggingConfig, OptimizerConfig, SamplingConfig, TrainingConfig
-from dit.step.balance import Packs, balanced
+from dit.step.balance import BalancedPacks, Packs, balanced
 from dit.step.device_batches import DeviceBatches
 from dit.step.forward_step import ForwardStep, noise_kernel, training_forward_step
 from dit.step.intervals import is_due
@@ -113,6 +114,7 @@ def pretrain(
         with preemption.exit_immediately():
             process_groups.connect(timeout_s=training.collective_timeout_s)
             lock.agree()
+            verified_kernels.agree()
             dims, spec = config.check_here()
             for line in config.remarks(dims, spec) if rank == 0 else ():
                 logger.info(line)
@@ -227,6 +229,7 @@ class Run:
     Attributes:
         state: everything that a step changes.
         saves: pending checkpoints.
+        packs: full packs that this rank computes.
         batches: micro-batches on this rank's device.
         hooks: hooks that the loop calls after steps and validations.
         functions: forward step and rates of every step.
@@ -271,8 +274,9 @@ class Run:
         cost = PackFlops(config.model).of_pack
         nulls = null_texts(config.data, spec.conditions, self.device)
         self.encode = batch_encoder(config.data.online_encoding(), spec, self.device, groups.tp_cp, nulls)
+        self.packs = self._packs(cost)
         self.batches = DeviceBatches(
-            self.packs(cost),
+            self.packs,
             self.device,
             spec,
             cost,
@@ -312,8 +316,7 @@ class Run:
             self.log,
         )
 
-    def packs(self, cost: Callable[[PackedBatch], int]) -> Packs:
-        """Return the full packs that this rank computes."""
+    def _packs(self, cost: Callable[[PackedBatch], int]) -> Packs:
         if not self.config.parallel.balance_packs:
             return self.state.stream
         return balanced(self.state.stream, cost, self.dims.micro_batches, self.groups)
@@ -322,7 +325,9 @@ class Run:
         """Check the next inputs, and from now on the gradients of the first steps; see `FirstSteps`."""
         if self.state.step < self.config.training.num_steps:
             self.checks.first_steps = FirstSteps(self.state.shards, self.groups)
-            self.checks.first_steps.check_inputs(self.batches.peek(), self.state.step + 1, self.log)
+            pack = self.batches.peek()
+            read = self.packs.read[0] if isinstance(self.packs, BalancedPacks) else pack
+            self.checks.first_steps.check_inputs(read, self.state.step + 1, self.log)
 
     def shard(self, batch: PackedBatch) -> PackedBatch:
         """Return the local part of a full pack on this context-parallel rank."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend, restore_flash_attention_impl, sdpa_kernel
 
 from dit.backends import megatron_cpu
 from dit.kernels.attention import Attention, segment_sdpa, varlen_attention
@@ -30,6 +30,13 @@ def real_cuda():
     """Skip where an earlier CPU test has redirected this process's CUDA calls."""
     if megatron_cpu.install.cache_info().currsize:
         pytest.skip("CUDA calls of this process were redirected to CPU; run tests/gpu in a process of its own")
+
+
+@pytest.fixture(autouse=True)
+def own_flash_attention():
+    """Undo the replacement of torch's kernels by FlashAttention 3 or 4."""
+    yield
+    restore_flash_attention_impl(_raise_warn=False)
 
 
 @pytest.fixture(autouse=True)
@@ -87,10 +94,15 @@ def test_what_auto_selects_is_the_reference(case: AttentionCase, dtype: torch.dt
 
 @pytest.mark.parametrize("case", [*CASES, *LARGE_CASES], ids=lambda case: case.name)
 @pytest.mark.parametrize(
-    "one", [one for one in ATTENTION.implementations if one.opt_in_reason], ids=lambda one: one.name
+    "one",
+    [
+        pytest.param(one, id=one.name, marks=pytest.mark.verifies(f"attention.{one.name}"))
+        for one in ATTENTION.implementations
+        if one.opt_in_reason
+    ],
 )
-def test_what_runs_on_request_is_the_reference(one: Implementation[Attention], case: AttentionCase):
-    """`auto` may select it once this has passed."""
+def test_an_implementation_on_request_is_the_reference(one: Implementation[Attention], case: AttentionCase):
+    """`auto` may select it after this has passed."""
     reason = one.unmet_requirement(Target(torch.device("cuda"), torch.bfloat16, case.head_size))
     if reason:
         pytest.skip(f"{one.name} {reason}")

@@ -1,6 +1,8 @@
 """Run our packed models on dense images or clips, to compare them with other code bases' modules."""
 
+import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Optional
 
 import torch
@@ -83,3 +85,18 @@ def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
     assert found.keys() == expected.keys()
     for name, x in expected.items():
         assert torch.equal(found[name], x), name
+
+
+def page_blocks(adapters: Path, base: Path) -> list[dict[str, Any]]:
+    """Run each block of code of the page in a folder of exported adapters; return the variables of each block.
+
+    Args:
+        base: the diffusers pipeline that the adapters change.
+    """
+    text = (adapters / "README.md").read_text().replace("BASE", str(base)).replace("THIS_FOLDER", str(adapters))
+    namespaces = []
+    for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL):
+        namespace: dict[str, Any] = {}
+        exec(code, namespace)
+        namespaces.append(namespace)
+    return namespaces

@@ -35,7 +35,7 @@ from dit.models.lora_config import LoRAConfig
 from dit.parallel.build import parameter_shapes
 from tests.conftest import BuildModel
 from tests.parity import test_convert_flux, test_convert_pixart, test_convert_unet, test_convert_wan
-from tests.parity.convert_cases import load, random_weights, relative_error, run
+from tests.parity.convert_cases import load, page_blocks, random_weights, relative_error, run
 
 RTOL = 4e-5  # float32: W + B A and B (A x) round at other places; equal models differ by 1e-5
 LORA = LoRAConfig(rank=3, alpha=12.0, targets=["layers.*"])
@@ -262,36 +262,37 @@ def test_a_layer_without_a_counterpart_is_named() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_peft_reads_the_folder(build_model: BuildModel, tmp_path: Path, name: str) -> None:
-    """`PeftModel.from_pretrained` of the exported folder, as its page says, gives our adapted prediction."""
-    peft = pytest.importorskip("peft")
-    case = CASES[name]
-    network, model, theirs, layers = adapted(build_model, case)
-    write_adapter_folder(layers, case.form, model, tmp_path / "lora")
-    assert "PeftModel.from_pretrained" in (tmp_path / "lora" / "README.md").read_text()
-    merged = peft.PeftModel.from_pretrained(theirs, tmp_path / "lora").merge_and_unload()
-    with torch.no_grad():
-        here, there = case.predict(network, merged, model)
-    assert relative_error(here, there) <= RTOL
-
-
-@pytest.mark.parametrize("name", ["flux", "unet", "wan"])
-def test_diffusers_reads_the_folder(build_model: BuildModel, tmp_path: Path, name: str) -> None:
-    """`lora_state_dict` and `load_lora_adapter`: `load_lora_weights` of the pipeline that the page names."""
+def test_the_code_of_the_page_loads_the_adapters(
+    build_model: BuildModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Each example gives our adapted prediction: of diffusers' pipeline, here without its other parts, and of peft."""
     pytest.importorskip("peft")
-    case = CASES[name]
+    case, base = CASES[name], tmp_path / "base"
     network, model, theirs, layers = adapted(build_model, case)
     write_adapter_folder(layers, case.form, model, tmp_path / "lora")
-    pipeline = case.form.lora_pipeline(model) or ""
-    assert f"{pipeline}.from_pretrained" in (tmp_path / "lora" / "README.md").read_text()
-    sources = [tmp_path / "lora"]
-    if name == "unet":  # the file for ComfyUI has the names of kohya-ss, which diffusers reads, too
-        save_file(comfyui_tensors(layers, case.form.comfyui_name), tmp_path / "comfyui.safetensors")
-        sources.append(tmp_path / "comfyui.safetensors")
-    for source in sources:
-        state = getattr(diffusers, pipeline).lora_state_dict(str(source))
-        theirs.load_lora_adapter(state[0] if isinstance(state, tuple) else state, prefix=case.form.part)
+    theirs.save_pretrained(base / case.form.part)
+    pipeline = case.form.lora_pipeline(model)
+    if pipeline is not None:
+        kind = getattr(diffusers, pipeline)
+        parts = {**dict.fromkeys(kind._get_signature_types()), case.form.part: theirs}
+        monkeypatch.setattr(kind, "from_pretrained", lambda folder: kind(**parts))
+    blocks = page_blocks(tmp_path / "lora", base)
+    loaded = [names.get(case.form.part) or names["pipeline"].components[case.form.part] for names in blocks]
+    assert len(loaded) == (1 if pipeline is None else 2)
+    for adapted_there in loaded:
         with torch.no_grad():
-            here, there = case.predict(network, theirs, model)
+            here, there = case.predict(network, adapted_there, model)
         assert relative_error(here, there) <= RTOL
-        theirs.unload_lora()
+
+
+def test_diffusers_reads_the_file_for_comfyui(build_model: BuildModel, tmp_path: Path) -> None:
+    """Of a UNet: it has the names of kohya-ss."""
+    pytest.importorskip("peft")
+    case = CASES["unet"]
+    network, model, theirs, layers = adapted(build_model, case)
+    save_file(comfyui_tensors(layers, case.form.comfyui_name), tmp_path / "comfyui.safetensors")
+    state, _ = diffusers.StableDiffusionPipeline.lora_state_dict(str(tmp_path), weight_name="comfyui.safetensors")
+    theirs.load_lora_adapter(state, prefix=case.form.part)
+    with torch.no_grad():
+        here, there = case.predict(network, theirs, model)
+    assert relative_error(here, there) <= RTOL

@@ -10,14 +10,18 @@ import torch
 from diffusers import (
     AutoencoderKL,
     DDIMScheduler,
+    DiffusionPipeline,
     DiTTransformer2DModel,
+    EulerDiscreteScheduler,
+    PNDMScheduler,
     StableDiffusionPipeline,
     StableDiffusionXLPipeline,
     UNet2DConditionModel,
 )
 from torch import Tensor
-from transformers import CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
+from transformers import CLIPTextModel, CLIPTokenizer
 
+from dit.backends.process_groups import ProcessGroups
 from dit.checkpoint.full_weights import read_full_weights
 from dit.checkpoint.reading import candidates, read_settings
 from dit.convert.diffusers_format import TrainedModel
@@ -27,6 +31,7 @@ from dit.convert.run_record import objective_of
 from dit.data_api import sample_id
 from dit.encoders.text import load_text_encoders
 from dit.inference.drawing import draw
+from dit.inference.gallery import Gallery
 from dit.inference.generator import Generator
 from dit.layout import SequenceLayout
 from dit.models.dit.config import DiTConfig
@@ -42,10 +47,11 @@ from dit.settings import SamplingConfig
 from launch.export import write_diffusers_folder
 from launch.import_weights import main as import_weights
 from launch.sample import build_parser, sampling_settings
+from launch.sample import main as sample
 from launch.sample_requests import what_to_draw
 from tests.conftest import BuildModel
 from tests.parity.convert_cases import load, random_weights, relative_error
-from tests.support.encoders import CLIP_WIDTH, PROJECTION, save_clip, save_vae
+from tests.support.encoders import CLIP_WIDTH, save_clip, save_stable_diffusion, save_vae
 
 RTOL = 2e-5  # float32 coefficients there, float64 here
 SEED, LABELS = 5, [2, 0]
@@ -174,33 +180,22 @@ def test_imported_stable_diffusion_draws_what_its_pipeline_draws(
     assert relative_error(drawn(None), drawn("blue square")) > 0.01
 
 
+def start_noise(seed: int) -> Tensor:
+    """Return the standard noise from which `launch.sample` draws two latents of 8 x 8, `[2, 4, 8, 8]`."""
+    ids = torch.tensor([sample_id(f"generated {i}") for i in range(2)])
+    noise_TC = AddressedNoise(seed, 0, ids, SequenceLayout.from_lengths([64, 64])).normal_TC("start", 4)
+    return torch.stack([x.T.reshape(4, 8, 8) for x in noise_TC.split(64)])
+
+
 @pytest.mark.parametrize("zeros", [True, False], ids=["zeros", "empty text"])
 def test_imported_sdxl_draws_what_its_pipeline_draws(
     build_model: BuildModel, tmp_path: Path, monkeypatch: Any, zeros: bool
 ):
     """From the pipeline's folder alone: both encoders, the pooled text, sizes and crop, and the null of its config."""
-    root, run = tmp_path / "sdxl", tmp_path / "run"
-    clips = {"text_encoder": False, "text_encoder_2": True}
-    for name, projected in clips.items():
-        save_clip(root / name, root / name.replace("text_encoder", "tokenizer"), projected=projected)
-    sizes = {"block_out_channels": (8, 16), "layers_per_block": 1, "attention_head_dim": (2, 4), "norm_num_groups": 4}
-    blocks = {"down_block_types": DOWN, "up_block_types": UP[::-1], "transformer_layers_per_block": (1, 2)}
-    added = {"addition_embed_type": "text_time", "addition_time_embed_dim": 256, "use_linear_projection": True}
-    added["projection_class_embeddings_input_dim"] = PROJECTION + 6 * 256
-    theirs = UNet2DConditionModel(sample_size=8, cross_attention_dim=2 * CLIP_WIDTH, **sizes, **blocks, **added)
-    theirs.load_state_dict(random_weights({n: tuple(x.shape) for n, x in theirs.state_dict().items()}, scale=0.2))
+    run = tmp_path / "run"
     objective = DDPM(schedule="scaled_linear", discrete_steps=1000, prediction="v", zero_terminal_snr=True)
-    StableDiffusionXLPipeline(
-        vae=AutoencoderKL.from_pretrained(save_vae(tmp_path / "vae")),
-        text_encoder=CLIPTextModel.from_pretrained(root / "text_encoder"),
-        text_encoder_2=CLIPTextModelWithProjection.from_pretrained(root / "text_encoder_2"),
-        tokenizer=CLIPTokenizer.from_pretrained(root / "tokenizer"),
-        tokenizer_2=CLIPTokenizer.from_pretrained(root / "tokenizer_2"),
-        unet=theirs,
-        scheduler=DDIMScheduler.from_config(scheduler_config(objective)),
-        force_zeros_for_empty_prompt=zeros,
-        add_watermarker=False,
-    ).save_pretrained(root)
+    scheduler = DDIMScheduler.from_config(scheduler_config(objective))
+    root = save_stable_diffusion(tmp_path / "sdxl", scheduler, xl=True, force_zeros_for_empty_prompt=zeros)
     assert import_weights(["--from", str(root), "--format", "diffusers", "--out", str(run)]) == 0
 
     [folder] = candidates(run)
@@ -221,12 +216,7 @@ def test_imported_sdxl_draws_what_its_pipeline_draws(
 
     pipe = StableDiffusionXLPipeline.from_pretrained(root, add_watermarker=False)
     pipe.set_progress_bar_config(disable=True)
-    ids = torch.tensor([sample_id(f"generated {i}") for i in range(2)])
-    noise_TC = AddressedNoise(SEED, 0, ids, SequenceLayout.from_lengths([64, 64])).normal_TC("start", 4)
-    noise = torch.stack([x.T.reshape(4, 8, 8) for x in noise_TC.split(64)])
-    options = {"num_inference_steps": 4, "guidance_scale": 5.0, "output_type": "latent", "latents": noise}
-    # Latents of 8 x 8 show 64 x 64 pixels to a network of SDXL, whose autoencoder compresses 8 x 8; the tiny one 4 x 4.
-    options |= {"height": 32, "width": 32, "original_size": (64, 64), "target_size": (64, 64)}
+    options = {"num_inference_steps": 4, "guidance_scale": 5.0, "output_type": "latent", "latents": start_noise(SEED)}
     plain = drawn()
     assert relative_error(plain, pipe(prompts, **options).images) <= RTOL / 2
     expected = pipe(prompts, negative_prompt=["blue square"] * 2, **options).images
@@ -238,3 +228,31 @@ def test_imported_sdxl_draws_what_its_pipeline_draws(
     cropped = drawn("--original-size", "96x80", "--crop", "5,7", "--target-size", "64x48")
     assert relative_error(cropped, pipe(prompts, **options).images) <= RTOL / 2
     assert relative_error(cropped, plain) > 0.001
+
+
+@pytest.mark.parametrize("xl", [False, True], ids=["v1", "xl"])
+def test_commands_without_options_draw_the_pictures_of_the_pipeline(
+    one_rank_world: ProcessGroups, tmp_path: Path, monkeypatch: Any, capsys: pytest.CaptureFixture, xl: bool
+):
+    """Decoded pictures, with the published scheduler replaced as the note of the import says."""
+    betas = {"beta_schedule": "scaled_linear", "beta_start": 0.00085, "beta_end": 0.012, "steps_offset": 1}
+    published = EulerDiscreteScheduler(**betas) if xl else PNDMScheduler(**betas, skip_prk_steps=True)
+    root, run = save_stable_diffusion(tmp_path / "published", published, xl=xl), tmp_path / "run"
+    assert import_weights(["--from", str(root), "--format", "diffusers", "--out", str(run)]) == 0
+    [code] = re.findall(r"pipeline\.scheduler = .*\)", capsys.readouterr().err)
+    pictures: list[Tensor] = []
+    add = Gallery.add
+    monkeypatch.setattr(Gallery, "add", lambda *args: (pictures.append(args[-1]), add(*args)))
+    monkeypatch.setattr("dit.inference.generator.groups_to_sample", lambda: one_rank_world)
+    prompts = ["a red circle", "blue"]
+    assert sample(["--checkpoint", str(run), "--prompt", *prompts]) == 0
+
+    pipeline = DiffusionPipeline.from_pretrained(root, **({"add_watermarker": False} if xl else {}))
+    exec(code, {"pipeline": pipeline, "DDIMScheduler": DDIMScheduler})
+    pipeline.set_progress_bar_config(disable=True)
+    noise = (1 - pipeline.scheduler.alphas_cumprod[-1]).sqrt() * start_noise(SamplingConfig().seed)
+    expected = pipeline(prompts, latents=noise, output_type="pt").images
+    drawn = torch.cat(pictures)[:, :, 0] / 2 + 0.5
+    assert drawn.shape == expected.shape == (2, 3, 64, 64)
+    assert expected.std() > 0.01
+    assert relative_error(drawn, expected) <= 1e-5

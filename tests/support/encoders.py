@@ -2,11 +2,11 @@
 
 from pathlib import Path
 from string import ascii_lowercase
-from typing import Optional
+from typing import Any, Optional
 
 import numpy as np
 import torch
-from diffusers import AutoencoderKL
+from diffusers import AutoencoderKL, StableDiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
 from PIL import Image
 from transformers import (
     CLIPTextConfig,
@@ -98,11 +98,47 @@ def prepare_sdxl(root: Path) -> Path:
     return root
 
 
-def save_vae(folder: Path) -> Path:
-    """Save an image autoencoder of 4 channels that compresses 4 x 4 pixels."""
+def save_vae(folder: Path, blocks: int = 3) -> Path:
+    """Save an image autoencoder of 4 channels that halves the sides between its blocks; three compress 4 x 4 pixels."""
     torch.manual_seed(3)
-    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 3, "up_block_types": ("UpDecoderBlock2D",) * 3}
-    AutoencoderKL(
-        block_out_channels=(8, 8, 8), norm_num_groups=4, latent_channels=4, scaling_factor=0.3611, **blocks
-    ).eval().save_pretrained(folder)
+    kinds = {"down_block_types": ("DownEncoderBlock2D",) * blocks, "up_block_types": ("UpDecoderBlock2D",) * blocks}
+    sizes = {"block_out_channels": (8,) * blocks, "norm_num_groups": 4, "latent_channels": 4}
+    AutoencoderKL(**sizes, **kinds, scaling_factor=0.3611).eval().save_pretrained(folder)
     return folder
+
+
+def save_stable_diffusion(
+    root: Path, scheduler: Any, *, xl: bool = False, latent_side: int = 8, **settings: Any
+) -> Path:
+    """Save a pipeline of Stable Diffusion v1 or XL, for pictures of eight times the side of its latents.
+
+    Args:
+        scheduler: of the pipeline.
+        settings: of XL's pipeline.
+    """
+    parts: dict[str, Any] = {"vae": AutoencoderKL.from_pretrained(save_vae(root / "vae", blocks=4))}
+    for name, projected in {"text_encoder": False, **({"text_encoder_2": True} if xl else {})}.items():
+        tokenizer = name.replace("text_encoder", "tokenizer")
+        save_clip(root / name, root / tokenizer, projected=projected)
+        kind = CLIPTextModelWithProjection if projected else CLIPTextModel
+        parts |= {name: kind.from_pretrained(root / name), tokenizer: CLIPTokenizer.from_pretrained(root / tokenizer)}
+    sizes: dict[str, Any] = {"sample_size": latent_side, "block_out_channels": (8, 16), "layers_per_block": 1}
+    plain, crossed = ("DownBlock2D", "UpBlock2D"), ("CrossAttnDownBlock2D", "CrossAttnUpBlock2D")
+    if xl:
+        sizes |= {"attention_head_dim": (2, 4), "transformer_layers_per_block": (1, 2), "use_linear_projection": True}
+        sizes |= {"addition_embed_type": "text_time", "addition_time_embed_dim": 256}
+        sizes |= {"projection_class_embeddings_input_dim": PROJECTION + 6 * 256, "cross_attention_dim": 2 * CLIP_WIDTH}
+    else:
+        sizes |= {"attention_head_dim": 2, "cross_attention_dim": CLIP_WIDTH}
+    (down, up), (deep_down, deep_up) = (plain, crossed) if xl else (crossed, plain)
+    blocks = {"down_block_types": (down, deep_down), "up_block_types": (deep_up, up)}
+    unet = UNet2DConditionModel(**sizes, **blocks, norm_num_groups=4)
+    generator = torch.Generator().manual_seed(0)
+    unet.load_state_dict({n: 0.2 * torch.randn(x.shape, generator=generator) for n, x in unet.state_dict().items()})
+    if xl:
+        settings |= {"add_watermarker": False}
+    else:
+        settings |= {"safety_checker": None, "feature_extractor": None, "requires_safety_checker": False}
+    kind = StableDiffusionXLPipeline if xl else StableDiffusionPipeline
+    kind(**parts, unet=unet, scheduler=scheduler, **settings).save_pretrained(root)
+    return root

@@ -80,7 +80,7 @@ def test_parts_are_read_from_the_folder_around_the_network(tmp_path, index, null
     (root / "scheduler/scheduler_config.json").write_text(json.dumps(settings))
     found = complete(imported, root / "unet")
     assert (found.trained.objective, found.has_schedule) == (OBJECTIVES[1], True)
-    assert "spaced 'trailing', those of the pipeline's scheduler 'leading'" in found.notes[0]
+    assert "differ from those of DDIMScheduler" in found.notes[0]
 
 
 def test_a_network_without_pipeline_and_other_pipelines_add_nothing(tmp_path):
