@@ -14,7 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("dit", "energon_data", "recipes", "launch", "benchmarks", "examples", "tests", "docs")
-TIMEOUT_S = 1800.0  # of the tests of one mutant, which may never end
+TEST_TIMEOUT_S, TIMEOUT_S = 300.0, 1800.0
+"""Time limits of one test and of all tests of a mutant, which may never end."""
 NO_FAILURE, FAILURES, INTERRUPTED = 0, 1, 2
 """Exit codes of pytest; the last one is that of a test file that cannot be imported."""
 
@@ -54,7 +55,8 @@ class Verdict:
     """What became of a mutant.
 
     Attributes:
-        seen_by: the first test that failed, without its parameters; None where all passed: the mutant survived.
+        seen_by: the first test that failed, without its parameters; None if all passed or ran into `TIMEOUT_S`: the
+            mutant survived.
         seconds: of its tests.
     """
 
@@ -97,10 +99,10 @@ def run_tests(tests: Iterable[str], tree: Path) -> Verdict:
     """
     started = time.monotonic()
     # Of pytest's plugins only the one that the tests' marks need: importing all of them takes seconds at each start.
-    options = ("-m", "", "-x", "-rfE", "--tb=no", "-p", "pytest_timeout", "-p", "no:cacheprovider")
+    plugins = ("-p", "pytest_timeout", f"--timeout={TEST_TIMEOUT_S}", "-p", "no:cacheprovider")
     environment = {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", *options, *tests],
+        [sys.executable, "-m", "pytest", "-m", "", "-x", "-rfE", "--tb=no", *plugins, *tests],
         cwd=tree,
         env=os.environ | environment,
         stdout=subprocess.PIPE,
@@ -111,7 +113,7 @@ def run_tests(tests: Iterable[str], tree: Path) -> Verdict:
     try:
         output, _ = process.communicate(timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        return Verdict(f"no end within {TIMEOUT_S:.0f} s", time.monotonic() - started)
+        return Verdict(None, time.monotonic() - started)
     finally:
         _end_ranks(process.pid)
     seconds = time.monotonic() - started

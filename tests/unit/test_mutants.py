@@ -5,7 +5,8 @@ from collections import Counter
 
 import pytest
 
-from tests.mutants.__main__ import row, write, written_rows
+from tests.mutants import runner
+from tests.mutants.__main__ import PAGE, exists, row, write, written_rows
 from tests.mutants.listed import MUTANTS
 from tests.mutants.runner import ROOT, Mutant, Verdict, judge
 
@@ -16,7 +17,7 @@ def test_every_mutant_changes_one_line_of_the_source(mutant):
     assert "\n" not in mutant.old + mutant.new
     before, after = ast.parse((ROOT / mutant.file).read_text()), ast.parse(mutant.source())
     assert ast.dump(before) != ast.dump(after)
-    assert [test for test in mutant.tests if not (ROOT / test.partition("::")[0]).is_file()] == []
+    assert [test for test in mutant.tests if not exists(test.removeprefix("tests/"))] == []
 
 
 def test_mutants_have_names_of_their_own():
@@ -24,8 +25,17 @@ def test_mutants_have_names_of_their_own():
     assert len(MUTANTS) >= 60
 
 
-def test_a_mutant_is_seen_or_survives_and_the_tree_stays_as_it_was(tmp_path):
+def test_the_page_has_one_row_for_each_mutant_and_names_tests_that_exist(tmp_path):
+    """If not: `python -m tests.mutants --rest --write tests/mutants/README.md`."""
+    rows = written_rows(PAGE)
+    assert [mutant.name for mutant in MUTANTS if mutant.name not in rows] == []
+    write(tmp_path / "README.md", rows)
+    assert PAGE.read_text() == (tmp_path / "README.md").read_text()
+
+
+def test_a_mutant_is_seen_or_survives_and_the_tree_stays_as_it_was(tmp_path, monkeypatch):
     """Also when both sources have one size and one second: nothing runs on stale bytecode."""
+    monkeypatch.setattr(runner, "TEST_TIMEOUT_S", 2.0)
     source = tmp_path / "double.py"
     source.write_text("def double(x):\n    return x + x\n\n\ndef half(x):\n    return x / 2\n")
     (tmp_path / "test_double.py").write_text(
@@ -35,8 +45,9 @@ def test_a_mutant_is_seen_or_survives_and_the_tree_stays_as_it_was(tmp_path):
     wrong = Mutant("wrong", "double.py", "x + x", "x - x", ("test_double.py",))
     unseen = Mutant("unseen", "double.py", "x / 2", "x / 3", ("test_double.py",))
     broken = Mutant("broken", "double.py", "def double(x)", "def doubled(x)", ("test_double.py",))
-    seen = [judge(mutant, tmp_path).seen_by for mutant in (wrong, unseen, broken)]
-    assert seen == ["test_double.py::test_it", None, "test_double.py"]
+    endless = Mutant("endless", "double.py", "return x + x", "return sum(1 for _ in iter(int, 1))", ("test_double.py",))
+    seen = [judge(mutant, tmp_path).seen_by for mutant in (wrong, unseen, broken, endless)]
+    assert seen == ["test_double.py::test_it", None, "test_double.py", "test_double.py::test_it"]
     assert source.read_text() == before
     with pytest.raises(ValueError, match="0 times"):
         judge(Mutant("gone", "double.py", "x * 2", "x * 3", ("test_double.py",)), tmp_path)
@@ -45,14 +56,18 @@ def test_a_mutant_is_seen_or_survives_and_the_tree_stays_as_it_was(tmp_path):
 def test_the_table_lists_survivors_first_and_keeps_rows_until_their_mutant_changes(tmp_path):
     a, b, c = (Mutant(name, "double.py", "x | 1", "x + 1", ()) for name in "abc")
     path = tmp_path / "table.md"
-    rows = {"a": row(a, Verdict("test_double.py::test_it", 1.4)), "c": row(c, Verdict(None, 2.0))}
+    test = "unit/test_mutants.py::test_mutants_have_names_of_their_own"
+    rows = {"a": row(a, Verdict(test, 1.4)), "c": row(c, Verdict(None, 2.0))}
     write(path, rows, (a, b, c))
     assert path.read_text().splitlines()[-3:] == [
         "| c | double.py: `x \\| 1` to `x + 1` | **SURVIVED** | 2 |",
         "| b | double.py: `x \\| 1` to `x + 1` | not run | |",
-        "| a | double.py: `x \\| 1` to `x + 1` | test_double.py::test_it | 1 |",
+        f"| a | double.py: `x \\| 1` to `x + 1` | {test} | 1 |",
     ]
     assert "3 mutants: 1 survived, 1 not run, 1 seen by a test" in path.read_text()
     assert written_rows(path, (a, b, c)).keys() == {"a", "c"}
     changed = Mutant("a", "double.py", "x | 1", "x + 2", ())
     assert written_rows(path, (changed, b)) == {}
+    for renamed in ("unit/test_mutants.py::test_that_was_renamed", "unit/renamed.py"):
+        write(path, {"a": row(a, Verdict(renamed, 1.4))}, (a,))
+        assert written_rows(path, (a,)) == {}
