@@ -46,7 +46,7 @@ def verify() -> int:
     repository = Path(__file__).parents[1]
     if not use_cuda():
         raise ConfigError(
-            "--verify tests kernels on a GPU, and this process sees none; on CPU all kernels are eager ones"
+            "--verify tests kernels on a GPU, and this process sees none; there is nothing to verify on a CPU"
         )
     if not (repository / "tests" / "gpu").is_dir():
         raise ConfigError(f"--verify runs tests/gpu, which {repository} lacks; run it in a clone of the repository")

@@ -31,11 +31,10 @@ TEXT_ENCODERS = {
 }
 """Encoders of a pipeline by folder, in the syntax of `dit.encoders.text_config`."""
 
-SAMPLER = {"_class_name": "DDIMScheduler", "timestep_spacing": "trailing", "set_alpha_to_one": True}
-SAMPLER |= {"clip_sample": False, "thresholding": False}
-"""Scheduler of diffusers with the steps of our sampler `ddim`."""
+DDIM = {"timestep_spacing": "trailing", "set_alpha_to_one": True, "clip_sample": False, "thresholding": False}
+"""Settings of diffusers' DDIMScheduler that give the steps of our sampler `ddim`."""
 DDIM_DEFAULTS = {"timestep_spacing": "leading", "set_alpha_to_one": True, "clip_sample": True, "thresholding": False}
-"""Its settings if `scheduler_config.json` does not have them."""
+"""Values of these settings if `scheduler_config.json` does not have them."""
 
 
 @dataclass(frozen=True)
@@ -86,11 +85,11 @@ def complete(trained: TrainedModel, folder: Path) -> Completed:
     if path.exists():
         settings = read_json(path)
         trained = replace(trained, objective=read_schedule(settings, str(path)))
-        of_pipeline = {**DDIM_DEFAULTS, **settings}
-        if any(of_pipeline.get(name) != value for name, value in SAMPLER.items()):
-            changes = ", ".join(f"{name}={value!r}" for name, value in SAMPLER.items() if name != "_class_name")
+        scheduler, same_steps = settings.get("_class_name"), DDIM.items() <= {**DDIM_DEFAULTS, **settings}.items()
+        if scheduler != "DDIMScheduler" or not same_steps:
+            changes = ", ".join(f"{name}={value!r}" for name, value in DDIM.items())
             notes.append(
-                f"the steps of our sampler differ from those of {settings.get('_class_name')} in {path}; the pipeline "
+                f"the steps of our sampler differ from those of {scheduler} in {path}; the pipeline "
                 "draws the same pictures from the same noise with pipeline.scheduler = "
                 f"DDIMScheduler.from_config(pipeline.scheduler.config, {changes})"
             )

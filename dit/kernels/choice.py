@@ -88,18 +88,20 @@ def capability(*majors: int) -> Requirement:
     """Return the requirement of a GPU with one of these major compute capabilities."""
 
     def requirement(target: Target) -> Optional[str]:
-        major = torch.cuda.get_device_capability(target.device)[0] if torch.cuda.is_available() else None
+        if not torch.cuda.is_available():
+            return on_cuda(Target(torch.device("cpu"), target.dtype))
+        major, minor = torch.cuda.get_device_capability(target.device)
         words = " or ".join(f"{one}.x" for one in majors)
-        return None if major in majors else f"needs compute capability {words}, and this device has {major}"
+        return None if major in majors else f"needs compute capability {words}, not {major}.{minor}"
 
     return requirement
 
 
 def not_deterministic(_: Target) -> Optional[str]:
-    """Exclude an implementation that selects kernels itself from deterministic runs."""
+    """Require a run that need not be deterministic."""
     if not torch.are_deterministic_algorithms_enabled():
         return None
-    return "selects kernels that may not be deterministic, and training.deterministic=True"
+    return "selects its kernels by itself, and training.deterministic=True needs verified ones"
 
 
 def head_sizes(multiple_of: int, largest: int) -> Requirement:

@@ -1,8 +1,8 @@
-"""Kernels that tests/gpu has verified on a kind of device; `auto` selects them there.
+"""Kernels that have passed tests/gpu on this kind of device; `auto` selects them there.
 
-tests/gpu writes the record, a file in the user's cache. An entry holds for a name of a device, versions of its driver,
-torch and triton, and the sources of `dit.kernels`: after a change of any of them `auto` selects verified kernels only
-after another run of tests/gpu.
+tests/gpu writes the record, a file in the user's cache. An entry is valid for one device name, one version of the
+driver, torch and triton, and unchanged sources of `dit.kernels`. After a change of any of them, tests/gpu must pass
+again.
 """
 
 import os

@@ -326,8 +326,9 @@ class Run:
         if self.state.step < self.config.training.num_steps:
             self.checks.first_steps = FirstSteps(self.state.shards, self.groups)
             pack = self.batches.peek()
-            read = self.packs.read[0] if isinstance(self.packs, BalancedPacks) else pack
-            self.checks.first_steps.check_inputs(read, self.state.step + 1, self.log)
+            if isinstance(self.packs, BalancedPacks):
+                pack = self.packs.read[0]  # packs of replicas are compared as they were read, not as they were dealt
+            self.checks.first_steps.check_inputs(pack, self.state.step + 1, self.log)
 
     def shard(self, batch: PackedBatch) -> PackedBatch:
         """Return the local part of a full pack on this context-parallel rank."""

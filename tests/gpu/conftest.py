@@ -1,6 +1,6 @@
 """Record the kernels that have passed on this machine, for `auto`; see `dit.parallel.verified_kernels`."""
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ def pytest_deselected(items: list[pytest.Item]) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Count a kernel as passed if none of its tests fails, and at least one runs."""
     report = yield
     marker, results = item.get_closest_marker(MARKER), item.config.stash[RESULTS]
@@ -33,9 +33,10 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the record, unless tests were left out."""
+    """Write the record, unless tests were left out, or ran in another process (pytest-xdist)."""
     config, folder = session.config, Path(__file__).parent
     files = {item.path for item in session.items if item.path.parent == folder}
     complete = config.stash[COMPLETE] and not session.shouldstop and not any("::" in word for word in config.args)
-    if complete and files == set(folder.glob("test_*.py")):
+    one_process = not hasattr(config, "workerinput")
+    if config.stash[RESULTS] and complete and one_process and files == set(folder.glob("test_*.py")):
         record_results(config.stash[RESULTS])

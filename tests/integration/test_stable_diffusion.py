@@ -12,8 +12,7 @@ from torch import Tensor
 
 from tests.integration import actions
 from tests.integration.runs import overrides
-from tests.parity.convert_cases import page_blocks, relative_error
-from tests.parity.test_diffusers_sampling import start_noise
+from tests.parity.convert_cases import page_blocks, relative_error, start_noise
 from tests.support.encoders import CLIP_WIDTH, PROJECTION, prepare_sdxl, save_stable_diffusion
 from tests.support.ranks import Job, run_jobs
 

@@ -12,8 +12,10 @@ from dit.batch import PackedBatch
 from dit.condition_table import CONTROL, LOW_RESOLUTION
 from dit.conditions import Conditions, per_sample, per_text_token
 from dit.convert.rules import Shape
+from dit.data_api import sample_id
 from dit.layout import SequenceLayout
 from dit.models.base import ModelConfig
+from dit.objectives.addressed_noise import AddressedNoise
 from dit.patchify import grid_positions, patchify, unpatchify
 
 
@@ -85,6 +87,13 @@ def assert_same_bits(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
     assert found.keys() == expected.keys()
     for name, x in expected.items():
         assert torch.equal(found[name], x), name
+
+
+def start_noise(seed: int) -> Tensor:
+    """Return the standard noise from which `launch.sample` draws two latents of 8 x 8, `[2, 4, 8, 8]`."""
+    ids = torch.tensor([sample_id(f"generated {i}") for i in range(2)])
+    noise_TC = AddressedNoise(seed, 0, ids, SequenceLayout.from_lengths([64, 64])).normal_TC("start", 4)
+    return torch.stack([x.T.reshape(4, 8, 8) for x in noise_TC.split(64)])
 
 
 def page_blocks(adapters: Path, base: Path) -> list[dict[str, Any]]:

@@ -28,12 +28,10 @@ from dit.convert.diffusers_format import TrainedModel
 from dit.convert.diffusers_sampling import scheduler_config
 from dit.convert.diffusers_unet import DOWN, UP
 from dit.convert.run_record import objective_of
-from dit.data_api import sample_id
 from dit.encoders.text import load_text_encoders
 from dit.inference.drawing import draw
 from dit.inference.gallery import Gallery
 from dit.inference.generator import Generator
-from dit.layout import SequenceLayout
 from dit.models.dit.config import DiTConfig
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Objective
@@ -50,7 +48,7 @@ from launch.sample import build_parser, sampling_settings
 from launch.sample import main as sample
 from launch.sample_requests import what_to_draw
 from tests.conftest import BuildModel
-from tests.parity.convert_cases import load, random_weights, relative_error
+from tests.parity.convert_cases import load, random_weights, relative_error, start_noise
 from tests.support.encoders import CLIP_WIDTH, save_clip, save_stable_diffusion, save_vae
 
 RTOL = 2e-5  # float32 coefficients there, float64 here
@@ -178,13 +176,6 @@ def test_imported_stable_diffusion_draws_what_its_pipeline_draws(
         expected = pipe(prompts, num_inference_steps=4, guidance_scale=7.5, output_type="latent", **options).images
         assert relative_error(drawn(negative), expected) <= RTOL / 2
     assert relative_error(drawn(None), drawn("blue square")) > 0.01
-
-
-def start_noise(seed: int) -> Tensor:
-    """Return the standard noise from which `launch.sample` draws two latents of 8 x 8, `[2, 4, 8, 8]`."""
-    ids = torch.tensor([sample_id(f"generated {i}") for i in range(2)])
-    noise_TC = AddressedNoise(seed, 0, ids, SequenceLayout.from_lengths([64, 64])).normal_TC("start", 4)
-    return torch.stack([x.T.reshape(4, 8, 8) for x in noise_TC.split(64)])
 
 
 @pytest.mark.parametrize("zeros", [True, False], ids=["zeros", "empty text"])

@@ -85,7 +85,14 @@ def test_setup(missing_fixture): pass
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"), [((), {"a.passes"}), (("-k", "pass"), set()), (("gpu/test_a.py",), set())]
+    ("words", "expected"),
+    [
+        ((), ["a.passes"]),
+        (("-k", "pass"), None),
+        (("gpu/test_a.py",), None),
+        (("gpu", "-n", "1"), None),
+        (("gpu/test_a.py::test_pass", "gpu/test_b.py"), None),
+    ],
 )
 def test_a_complete_run_of_the_tests_writes_the_record(tmp_path, words, expected):
     """A kernel passes if at least one test of it runs and none fails."""
@@ -97,9 +104,10 @@ def test_a_complete_run_of_the_tests_writes_the_record(tmp_path, words, expected
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *(words or ("gpu",))]
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     subprocess.run(command, cwd=tmp_path, env=environment, check=False, capture_output=True)
-    assert verified._entries().get(verified.machine(), []) == sorted(expected)
+    assert verified._entries().get(verified.machine()) == expected
 
 
-def test_verify_needs_a_gpu(capsys):
+def test_verify_needs_a_gpu(monkeypatch, capsys):
+    monkeypatch.setenv("DIT_DEVICE", "cpu")
     assert main(["--verify"]) == 2
     assert "this process sees none" in capsys.readouterr().err
