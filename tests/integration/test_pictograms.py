@@ -165,7 +165,7 @@ def test_import_gives_back_the_exported_settings(done: dict[str, Any], folder: P
 
 
 def test_latents_and_names_are_what_the_model_trains_on(done: dict[str, Any], folder: Path) -> None:
-    from tests.unit.energon_data.test_prepare_media import samples
+    from tests.unit.energon_data.preparations import samples
 
     expected = VAE(str(folder / "vae")).encode(drawings())
     for (_, metadata, clip, _), latent, pictogram in zip(

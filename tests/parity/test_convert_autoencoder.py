@@ -15,7 +15,7 @@ from dit.patchify import patchify, unpatchify
 from tests.conftest import BuildModel
 from tests.laws.backbones import pack
 from tests.parity.convert_cases import assert_same_bits, load, random_weights, relative_error
-from tests.unit.objectives.test_objectives import noise_for
+from tests.unit.objectives.packs import noise_for
 
 RTOL = 1e-5
 SIZES = {

@@ -20,7 +20,7 @@ from dit.verify.compare import tensor_errors
 from tests.conftest import BuildModel
 from tests.laws.backbones import pack
 from tests.parity.convert_cases import assert_same_bits, load, random_weights, relative_error
-from tests.unit.objectives.test_objectives import noise_for
+from tests.unit.objectives.packs import noise_for
 
 RTOL, GRADIENT_RTOL = 1e-5, 1e-4  # float32
 SIZES = {

@@ -11,6 +11,7 @@ from PIL import Image
 
 from dit.condition_table import CONTEXT, FPS, LABEL, POOLED
 from dit.data_api import BatchSpec
+from energon_data.dataset import EnergonData
 from energon_data.media_files import picture_bytes
 from energon_data.prepare.shards import ShardWriter, write_dataset_file, write_energon_metadata
 
@@ -80,3 +81,15 @@ def spec(**changes: Any) -> BatchSpec:
         "micro_batch_size": 4,
     }
     return BatchSpec(**(values | sizes))
+
+
+def run(
+    folder: Path, batches: int = 40, *, log_dir: Path | None = None, **settings: Any
+) -> tuple[list[str], dict[str, int]]:
+    """Read about two epochs and return the keys seen and the samples skipped."""
+    data = EnergonData(**({"path": str(folder), "shuffle_buffer": 0} | settings))
+    stream = data.build_train(spec(), dp_rank=0, dp_size=1, seed=0, log_dir=str(log_dir) if log_dir else None)
+    try:
+        return [key for _ in range(batches) for key in next(stream).keys], stream.sample_counts().by_reason()
+    finally:
+        stream.close()

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from small_data import spec
-from test_data_streams import PACKED, build, same, take, through_disk
+from small_streams import PACKED, build, same, take, through_disk
 from torch import Tensor
 
 from energon_data.dataset import EnergonData

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from test_prepare_media import samples
+from preparations import samples
 
 from dit.batch import pixel_values
 from dit.errors import EXIT_DATA

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from small_data import clips, spec, write_dataset
-from test_data_streams import same, take, through_disk
+from small_streams import same, take, through_disk
 
 from dit.errors import ConfigError, DataError
 from energon_data.blend import read_blend

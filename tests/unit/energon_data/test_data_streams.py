@@ -1,19 +1,18 @@
 """Laws of the streams: the order does not depend on the ranks, and a resumed run continues bit for bit."""
 
-import io
 import shutil
 import tarfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from small_data import spec
+from small_streams import PACKED, build, build_spec, same, take, through_disk
 
-from dit.batch import PackedBatch
-from dit.data_api import BatchSpec, DataConfig, merge_states
+from dit.data_api import DataConfig, merge_states
 from dit.errors import ConfigError, DataError
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
@@ -21,48 +20,7 @@ from energon_data.state_codec import from_plain, to_plain
 from energon_data.streams import StreamGroup, check_streams
 from examples.letters.stills import LettersReport
 
-PACKED: dict[str, Any] = {
-    "max_tokens_per_pack": 40,
-    "pack_multiple_of": 8,
-    "packing_buffer_size": 24,
-    "pad_packs": True,
-}
 AUGMENTED: dict[str, Any] = {"resize_side": 10, "crop_size": [8, 6], "flip": 0.5, "shuffle_buffer": 10}
-
-
-def build_spec(data: DataConfig, mbs: int, multiple_of: int) -> BatchSpec:
-    channels = 3 if isinstance(data, EnergonData) and data.crop_size else 2
-    return spec(micro_batch_size=mbs, latent_channels=channels, multiple_of=multiple_of)
-
-
-def build(data: DataConfig, rank: int = 0, dp: int = 1, mbs: int = 4, multiple_of: int = 1) -> StreamGroup:
-    stream = data.build_train(build_spec(data, mbs, multiple_of), dp_rank=rank, dp_size=dp, seed=5, log_dir=None)
-    assert isinstance(stream, StreamGroup)
-    return stream
-
-
-def take(stream: Iterator[PackedBatch], count: int) -> list[PackedBatch]:
-    return [next(stream) for _ in range(count)]
-
-
-def same(some: list[PackedBatch], others: list[PackedBatch]) -> None:
-    assert [x.keys for x in some] == [y.keys for y in others]
-    for x, y in zip(some, others):
-        for name in ("latents_TC", "positions_T3", "sample_ids_S", "draws_S"):
-            a, b = getattr(x, name), getattr(y, name)
-            assert a is b is None or torch.equal(a, b), name
-        assert set(x.conditions) == set(y.conditions)
-        for name in x.conditions:
-            assert torch.equal(x.conditions[name].values, y.conditions[name].values), name
-        assert x.layout.lengths == y.layout.lengths
-        assert x.conditions["context"].layout.lengths == y.conditions["context"].layout.lengths
-
-
-def through_disk(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
 
 
 CASES: dict[str, Callable[[Path, Path], tuple[DataConfig, int]]] = {

@@ -2,16 +2,18 @@
 
 import json
 import re
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import yaml
-from small_data import spec
+from small_data import run, spec
 
 from dit.errors import DataError
 from energon_data.dataset import EnergonData
+from energon_data.folder import check_dataset
 from energon_data.tar_index import read_offsets
 
 Copy = Callable[[Path], Path]
@@ -92,3 +94,111 @@ def test_offsets_that_no_shard_has_are_refused(tmp_path: Path, offsets: tuple[in
 def test_sound_offsets_are_read(tmp_path: Path) -> None:
     (tmp_path / "a.tar.idx").write_bytes(struct.pack("<3Q", 0, 1024, 2**62))
     assert read_offsets(tmp_path / "a.tar").tolist() == [0, 1024, 2**62]
+
+
+def _edit(name: str, change: Callable[[str], str]) -> Callable[[Path], None]:
+    def do(folder: Path) -> None:
+        file = folder / ".nv-meta" / name
+        file.write_text(change(file.read_text()))
+
+    return do
+
+
+def _link_out(folder: Path) -> None:
+    shard = folder / "train-000001.tar"
+    outside = folder.parent / "outside.tar"
+    shutil.move(shard, outside)
+    shard.symlink_to(outside)
+
+
+def _write(name: str, text: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).write_text(text) and None
+
+
+_SAFE = "__module__: megatron.energon\n__class__: CrudeWebdataset\n"
+
+
+@pytest.mark.parametrize(
+    ("folder", "command"),
+    [
+        ("letters", "letters"),
+        ("letters_text", "letters --text-encoder"),
+        ("moving_letters", "moving_letters --text"),
+        ("mine", "images --in PICTURES"),
+    ],
+)
+def test_a_missing_folder_is_rendered_only_where_a_command_does(tmp_path: Path, folder: str, command: str) -> None:
+    with pytest.raises(DataError, match=rf"`python -m energon_data\.prepare {command}.* --out {tmp_path}/{folder}`"):
+        check_dataset(str(tmp_path / folder), "train")
+    with pytest.raises(DataError, match=r"does not exist; .*energon_data/README\.md.*how to write one$"):
+        check_dataset(str(tmp_path / "imagenet_latents_256"), "train")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda f: shutil.rmtree(f), "does not exist; .*energon_data/README.md"),
+        (lambda f: shutil.rmtree(f / ".nv-meta"), "no .nv-meta folder.*energon prepare"),
+        (lambda f: [shutil.rmtree(f), f.mkdir()], "no .nv-meta folder"),
+        (lambda f: (f / "train-000001.tar").unlink(), "train-000001.tar is missing"),
+        (lambda f: (f / "train-000001.tar").write_bytes(b""), "train-000001.tar is truncated: 0 bytes"),
+        (lambda f: (f / "train-000001.tar").open("r+").truncate(9000), "train-000001.tar is truncated: 9000 bytes"),
+        (lambda f: (f / "train-000001.tar").open("ab").write(b"x"), "bytes but .* were written"),
+        (lambda f: (f / "train-000001.tar.idx").unlink(), "no index train-000001.tar.idx"),
+        (lambda f: (f / "train-000001.tar.idx").open("r+").truncate(20), "lists 1 samples, the metadata 16"),
+        (_link_out, "link to a file outside"),
+        (_write(".nv-meta/sample_loader.py", "print('executed')"), "sample_loader.py.*would execute"),
+        (_write(".nv-meta/dataset.yaml", "__module__: os\n__class__: system\n"), "names os.system"),
+        (_write(".nv-meta/dataset.yaml", _SAFE + "sample_loader: sample_loader.py:f\n"), "must contain only"),
+        (_write(".nv-meta/dataset.yaml", _SAFE + "part_filter: x.py:f\n"), "must contain only"),
+        (_write(".nv-meta/dataset.yaml", _SAFE + "subflavors: {a: {__module__: os, __class__: x}}"), "only megatron"),
+        (_write(".nv-meta/dataset.yaml", "!!python/object/apply:os.getcwd []"), "cannot be read"),
+        (_write(".nv-meta/.info.json", "{"), "info.json cannot be read"),
+        (_write(".nv-meta/.info.json", "{}"), "no valid .info.json"),
+        (_edit(".info.json", lambda s: s.replace("train-000001", "other")), "lacks the number of samples"),
+        (_write(".nv-meta/split.yaml", "split_parts: {val: []}"), r"no split 'train', only \['val'\]"),
+        (_write(".nv-meta/split.yaml", "split_parts: {train: []}"), "is empty"),
+        (_write(".nv-meta/split.yaml", "split_parts: {train: [../evil.tar]}"), "outside the data set"),
+        (_write(".nv-meta/split.yaml", "split_parts: {train: [/tmp/evil.tar]}"), "outside the data set"),
+    ],
+)
+def test_a_damaged_folder_is_refused_before_reading(
+    mixed_folder: Path, copy_of: Copy, damage: Callable[[Path], None], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copy_of(mixed_folder)
+    EnergonData(path=str(folder)).validate(spec(), 1, 1)
+    damage(folder)
+    for check in (lambda d: d.validate(spec(), 1, 1), lambda d: run(Path(d.path))):
+        with pytest.raises(DataError, match=words):
+            check(EnergonData(path=str(folder)))
+    assert "executed" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("__module__: os\n__class__: system\nsplits: {}\n", "names"),
+        (_SAFE, "names"),
+        ("{}", "names no class"),
+        (
+            "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    path: DATA\n"
+            "    dataset_config: evil.yaml\n",
+            "dataset_config",
+        ),
+        (
+            "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train: {path: nested.yaml}\n",
+            "os.system",
+        ),
+        (
+            "__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train: {path: gone}\n",
+            "cannot be read|no .nv",
+        ),
+    ],
+)
+def test_blends_that_import_or_lead_nowhere_are_refused(
+    mixed_folder: Path, tmp_path: Path, text: str, words: str
+) -> None:
+    (tmp_path / "nested.yaml").write_text("__module__: os\n__class__: system\n")
+    (tmp_path / "blend.yaml").write_text(text.replace("DATA", str(mixed_folder)))
+    with pytest.raises(DataError, match=words):
+        EnergonData(path=str(tmp_path / "blend.yaml")).validate(spec(), 1, 1)

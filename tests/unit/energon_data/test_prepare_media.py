@@ -12,27 +12,23 @@ import tarfile
 import time
 import zlib
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pyarrow
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image
+from preparations import as_file, folder_of_pictures, noise, prepare, samples, shards
 from pyarrow import parquet
 
-from dit.errors import EXIT_CONFIG, ConfigError, DataError
-from energon_data.cookers import cook_clip
-from energon_data.decoder import decode_sample
+from dit.errors import ConfigError, DataError
 from energon_data.folder import check_folder
 from energon_data.media_files import open_picture, picture_bytes, pixels_of, video_bytes
 from energon_data.prepare.__main__ import main
 from energon_data.prepare.build import is_held_out
 from energon_data.prepare.folders import list_folder
 from energon_data.prepare.media import Options
-from energon_data.prepare.pictures import Fit, buckets
+from energon_data.prepare.pictures import Fit
 from energon_data.prepare.preparation import Preparation
 from energon_data.prepare.videos import Cut, clips_of
 from energon_data.prepare.wording import Wording
@@ -47,171 +43,7 @@ from tests.unit.energon_data.awkward_media import (
     turned_mp4,
 )
 
-SIDES = st.integers(1, 3000)
-
-
-def noise(width: int, height: int, seed: int = 0) -> Image.Image:
-    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
-    return Image.fromarray(values)
-
-
-def as_file(picture: Image.Image, kind: str = "PNG", **options) -> bytes:
-    buffer = io.BytesIO()
-    picture.save(buffer, kind, **options)
-    return buffer.getvalue()
-
-
-def folder_of_pictures(folder: Path, count: int = 12) -> Path:
-    folder.mkdir()
-    for i in range(count):
-        (folder / f"p{i:02d}.png").write_bytes(as_file(noise(16 + 16 * (i % 2), 32, i)))
-        (folder / f"p{i:02d}.txt").write_text(f"noise {i}\n")
-    return folder
-
-
-def prepare(source: Path, out: Path, command: str = "images", processes: int = 1, force: bool = False, **kwargs):
-    options = kwargs.pop("options", Options(fit=Fit(multiple_of=16)))
-    arguments = {"samples_per_shard": 5, "validation": 0.3, **kwargs}
-    return Preparation.of(command, source, out, options, **arguments).run(processes=processes, force=force)
-
-
-def shards(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.tar"))}
-
-
-def samples(folder: Path):
-    """Yield metadata and cooked clip of every sample, as training reads them."""
-    for path in sorted(folder.glob("*.tar")):
-        parts: dict[str, dict[str, bytes]] = {}
-        with tarfile.open(path) as archive:
-            for member in archive:
-                key, _, part = member.name.partition(".")
-                parts.setdefault(key, {})[part] = archive.extractfile(member).read()
-        for key, raw in parts.items():
-            decoded = decode_sample(key, raw, require_checksums=True)
-            decoded |= {"__key__": key, "__restore_key__": (), "__sources__": None, "__shard__": path.name}
-            yield path.name.partition("-")[0], decoded["json"], cook_clip(decoded), raw
-
-
 # Sizes.
-
-
-@settings(deadline=None)
-@given(
-    SIDES,
-    SIDES,
-    st.sampled_from([8, 16, 24]),
-    st.sampled_from([1, 4, 16]),
-    st.sampled_from(["keep", "square", "buckets"]),
-    st.booleans(),
-)
-def test_sizes_are_multiples_within_the_area_and_cover_without_enlarging(width, height, m, times, aspect, enlarge):
-    size = m * times
-    fit = Fit(size=size, aspect=aspect, multiple_of=m, enlarge=enlarge, max_cut=1)
-    if not enlarge and min(width, height) < (m if aspect == "keep" else size if aspect == "square" else 0):
-        with pytest.raises(SampleError, match="--enlarge scales it up"):
-            fit.target(width, height)
-        return
-    if aspect == "buckets" and not enlarge and all(w > width or h > height for w, h in buckets(size, m)):
-        return
-    wide, high, cut_wide, cut_high = fit.target(width, height)
-    assert cut_wide % m == cut_high % m == 0
-    assert 0 < cut_wide <= wide
-    assert 0 < cut_high <= high
-    assert cut_wide * cut_high <= size * size
-    assert min(wide - cut_wide, high - cut_high) <= 1  # one side is filled exactly, to a pixel of rounding
-    scale = max(cut_wide / width, cut_high / height)
-    assert abs(wide - width * scale) <= 1
-    assert abs(high - height * scale) <= 1
-    assert enlarge or (wide <= width and high <= height)
-    if aspect == "keep":  # of sizes with a side that cannot be longer, it has the largest area * kept**4
-
-        def is_allowed(w: int, h: int) -> bool:
-            return w * h <= size * size and (enlarge or (w <= width and h <= height))
-
-        def score(w: int, h: int) -> float:
-            return w * h * min(w / h * height / width, h / w * width / height) ** 4
-
-        for w in range(m, size * size // m + 1, m):
-            for h in range(m, size * size // w + 1, m):
-                if is_allowed(w, h) and not (is_allowed(w + m, h) and is_allowed(w, h + m)):
-                    assert score(cut_wide, cut_high) >= score(w, h) * (1 - 1e-9)
-
-
-@pytest.mark.parametrize(
-    ("picture", "stored", "cut"),
-    [
-        ((200, 100), (80, 48), 0.17),  # once 80 x 32: 29 % lost
-        ((96, 64), (80, 48), 0.09),
-        ((256, 144), (80, 48), 0.06),
-        ((64, 64), (64, 64), 0),
-        ((40, 40), (32, 32), 0),
-    ],
-)
-def test_little_is_cut_at_small_sizes(picture, stored, cut):
-    target = Fit(size=64).target(*picture)
-    assert target[2:] == stored
-    assert target.cut == pytest.approx(cut, abs=0.01)
-
-
-@pytest.mark.parametrize("aspect", ["square", "buckets"])
-def test_nothing_is_enlarged_or_cut_to_a_sliver_unless_a_flag_allows_it(aspect):
-    options = {"size": 128, "aspect": aspect}
-    for picture in ((64, 64), (1, 5000)):
-        with pytest.raises(SampleError, match="--enlarge scales it up") as caught:
-            Fit(**options).target(*picture)
-        assert caught.value.reason == "too_small"
-    assert Fit(**options, enlarge=True).target(64, 64) == (128, 128, 128, 128)
-    with pytest.raises(SampleError, match=r"--max-cut 0\.5 is the limit") as caught:
-        Fit(**options, enlarge=True).target(1, 5000)
-    assert caught.value.reason == "cut_too_much"
-    assert Fit(**options, enlarge=True, max_cut=1).target(1, 5000).cut > 0.95
-    assert Fit(**options).target(400, 300).cut < 0.26
-
-
-def test_native_sizes_lose_less_than_a_multiple():
-    assert Fit(multiple_of=16).target(100, 63) == (100, 63, 96, 48)
-
-
-def test_buckets_cover_the_ratios_with_the_largest_areas():
-    found = buckets(256, 32)
-    assert (256, 256) in found
-    for width, height in found:
-        assert width * height <= 256**2 < (width + 32) * (height + 32)
-        assert 1 / 4 <= width / height <= 4
-
-
-def test_the_middle_is_cut_out():
-    picture = noise(50, 20)
-    cut = Fit(multiple_of=16).apply(picture)
-    assert cut.size == (48, 16)
-    assert np.array_equal(np.asarray(cut), np.asarray(picture)[2:18, 1:49])
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        {"size": 100},
-        {"size": 0},
-        {"multiple_of": 0},
-        {"aspect": "square"},
-        {"aspect": "buckets"},
-        {"enlarge": True},
-        {"max_cut": 1.5},
-    ],
-)
-def test_impossible_sizes_are_refused(wrong):
-    with pytest.raises(ConfigError):
-        Fit(**wrong)
-
-
-@pytest.mark.parametrize(
-    ("setting", "value"), [("frames-multiple-of", 0), ("clips", 0), ("frames", 0), ("fps", 0), ("quality", 101)]
-)
-def test_impossible_numbers_of_a_command_are_refused_by_name(tmp_path, capsys, setting, value):
-    command = ["videos", "--in", str(tmp_path), "--out", str(tmp_path / "out"), f"--{setting}", str(value)]
-    assert main(command) == EXIT_CONFIG
-    assert f"--{setting} {value} must" in capsys.readouterr().err
 
 
 # Files.

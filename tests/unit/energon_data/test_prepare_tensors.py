@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from preparations import samples
 from small_data import spec
-from test_prepare_media import samples
 
 from dit.batch import pixel_values
 from dit.errors import EXIT_CONFIG, EXIT_DATA, DataError

@@ -15,6 +15,7 @@ from dit.objectives.ddpm import DDPM, MIN_ALPHA_FROM_NOISE, LearnedVariance
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import MIN_TIME, FlowMatching
 from dit.objectives.losses import pointwise_error
+from tests.unit.objectives.packs import noise_for, pack
 
 DDPMS = [
     DDPM(schedule=schedule, prediction=prediction, discrete_steps=steps)
@@ -49,28 +50,6 @@ PREDICTIONS = ("noise", "x0", "v")
 WEIGHT_RTOL = 1e-4  # float32 against float64
 WEIGHT_ATOL = 1e-3  # of errors about 1: at little noise, x0 is a difference of large numbers
 every_objective = pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
-
-
-def pack(lengths: list[int], channels: int = 4, *, std: float = 1.0, multiple_of: int = 1) -> PackedBatch:
-    """Make Gaussian latents of the given deviation; samples are addressed by their length."""
-    layout = SequenceLayout.from_lengths(lengths, multiple_of=multiple_of)
-    generator = torch.Generator().manual_seed(0)
-    rows = {n: std * torch.randn(n, channels, generator=generator) for n in sorted(set(lengths))}
-    latents = torch.zeros(layout.total_tokens, channels)
-    for start, n in zip(layout.starts, lengths):
-        latents[start : start + n] = rows[n]
-    return PackedBatch(
-        latents_TC=latents,
-        positions_T3=torch.zeros(layout.total_tokens, 3, dtype=torch.int64),
-        layout=layout,
-        sample_ids_S=torch.tensor(lengths, dtype=torch.int64),
-        grids=tuple((1, 1, n) for n in lengths),
-        keys=tuple(str(n) for n in lengths),
-    )
-
-
-def noise_for(batch: PackedBatch, step: int = 0) -> AddressedNoise:
-    return AddressedNoise(1234, step, batch.sample_ids_S, batch.layout)
 
 
 def guess(objective: Objective, inputs_TC: torch.Tensor) -> torch.Tensor:

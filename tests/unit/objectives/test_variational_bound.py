@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributions import Normal, kl_divergence
 
 from dit.objectives.ddpm import DDPM, LearnedVariance, Prediction
-from tests.unit.objectives.test_objectives import noise_for, pack
+from tests.unit.objectives.packs import noise_for, pack
 
 NUM_STEPS, WEIGHT = 20, 0.01
 RTOL = 1e-4  # float32 against float64

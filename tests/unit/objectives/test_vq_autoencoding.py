@@ -11,7 +11,7 @@ from dit.objectives.vq_autoencoding import VQAutoencoding, surprisal
 from launch.config_file import built
 from launch.overrides import apply_overrides
 from launch.train import call_recipe, load_component
-from tests.unit.objectives.test_objectives import noise_for, pack
+from tests.unit.objectives.packs import noise_for, pack
 
 CHANNELS, LATENT = 12, 3
 RTOL = 1e-6  # float32

@@ -21,7 +21,7 @@ from examples.pictograms.drawings import (
     draw,
     prepare_pictograms,
 )
-from tests.unit.energon_data.test_prepare_media import samples
+from tests.unit.energon_data.preparations import samples
 
 SIZE = 32
 HALF = 1e-3  # two ulps of float16

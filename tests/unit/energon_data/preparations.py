@@ -1,0 +1,57 @@
+"""Pictures that are prepared, and the shards and samples that they become."""
+
+import io
+import tarfile
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from energon_data.cookers import cook_clip
+from energon_data.decoder import decode_sample
+from energon_data.prepare.media import Options
+from energon_data.prepare.pictures import Fit
+from energon_data.prepare.preparation import Preparation
+
+
+def noise(width: int, height: int, seed: int = 0) -> Image.Image:
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8)
+    return Image.fromarray(values)
+
+
+def as_file(picture: Image.Image, kind: str = "PNG", **options) -> bytes:
+    buffer = io.BytesIO()
+    picture.save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def folder_of_pictures(folder: Path, count: int = 12) -> Path:
+    folder.mkdir()
+    for i in range(count):
+        (folder / f"p{i:02d}.png").write_bytes(as_file(noise(16 + 16 * (i % 2), 32, i)))
+        (folder / f"p{i:02d}.txt").write_text(f"noise {i}\n")
+    return folder
+
+
+def prepare(source: Path, out: Path, command: str = "images", processes: int = 1, force: bool = False, **kwargs):
+    options = kwargs.pop("options", Options(fit=Fit(multiple_of=16)))
+    arguments = {"samples_per_shard": 5, "validation": 0.3, **kwargs}
+    return Preparation.of(command, source, out, options, **arguments).run(processes=processes, force=force)
+
+
+def shards(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.tar"))}
+
+
+def samples(folder: Path):
+    """Yield metadata and cooked clip of every sample, as training reads them."""
+    for path in sorted(folder.glob("*.tar")):
+        parts: dict[str, dict[str, bytes]] = {}
+        with tarfile.open(path) as archive:
+            for member in archive:
+                key, _, part = member.name.partition(".")
+                parts.setdefault(key, {})[part] = archive.extractfile(member).read()
+        for key, raw in parts.items():
+            decoded = decode_sample(key, raw, require_checksums=True)
+            decoded |= {"__key__": key, "__restore_key__": (), "__sources__": None, "__shard__": path.name}
+            yield path.name.partition("-")[0], decoded["json"], cook_clip(decoded), raw

@@ -1,0 +1,29 @@
+"""Packs of Gaussian latents and their noise, for tests of objectives."""
+
+import torch
+
+from dit.batch import PackedBatch
+from dit.layout import SequenceLayout
+from dit.objectives.addressed_noise import AddressedNoise
+
+
+def pack(lengths: list[int], channels: int = 4, *, std: float = 1.0, multiple_of: int = 1) -> PackedBatch:
+    """Make Gaussian latents of the given deviation; samples are addressed by their length."""
+    layout = SequenceLayout.from_lengths(lengths, multiple_of=multiple_of)
+    generator = torch.Generator().manual_seed(0)
+    rows = {n: std * torch.randn(n, channels, generator=generator) for n in sorted(set(lengths))}
+    latents = torch.zeros(layout.total_tokens, channels)
+    for start, n in zip(layout.starts, lengths):
+        latents[start : start + n] = rows[n]
+    return PackedBatch(
+        latents_TC=latents,
+        positions_T3=torch.zeros(layout.total_tokens, 3, dtype=torch.int64),
+        layout=layout,
+        sample_ids_S=torch.tensor(lengths, dtype=torch.int64),
+        grids=tuple((1, 1, n) for n in lengths),
+        keys=tuple(str(n) for n in lengths),
+    )
+
+
+def noise_for(batch: PackedBatch, step: int = 0) -> AddressedNoise:
+    return AddressedNoise(1234, step, batch.sample_ids_S, batch.layout)
