@@ -25,7 +25,7 @@ def pytest_testnodedown(node: Any) -> None:
     node.config.stash[LEFT_OUT] = max(counted, node.config.stash.get(LEFT_OUT, 0))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter: "pytest.TerminalReporter") -> None:
     """Say the number, and how they are run."""
     if left := terminalreporter.config.stash.get(LEFT_OUT, 0):
         terminalreporter.write_line(MESSAGE.format(left))
