@@ -66,7 +66,9 @@ elif ((code == 70)); then # Slurm's own count has the preemptions, too
   counted=$run_dir/restarts.$SLURM_JOB_ID
   restarts=$(cat "$counted" 2>/dev/null)
   [[ $restarts =~ ^[0-9]+$ ]] || restarts=0
-  if ((restarts < ${MAX_RESTARTS:-3})) && mkdir -p "$run_dir" && echo $((restarts + 1)) >"$counted"; then again=true; fi
+  if ((restarts < ${MAX_RESTARTS:-3})) && mkdir -p "$run_dir" && [[ ! -L $counted ]] && echo $((restarts + 1)) >"$counted"; then
+    again=true
+  fi
 fi
 if $again; then
   echo "ended with $code; requeued" >&2

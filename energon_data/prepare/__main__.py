@@ -25,7 +25,8 @@ WITH_VIDEOS = ("videos", "folder", "webdataset")
 def _cifar10(args: argparse.Namespace) -> None:
     from energon_data.prepare.cifar10 import prepare_cifar10
 
-    counts = prepare_cifar10(args.source, args.out, samples_per_shard=args.samples_per_shard, force=args.force)
+    names = ("samples_per_shard", "force", "follow_links")
+    counts = prepare_cifar10(args.source, args.out, **{name: getattr(args, name) for name in names})
     splits = ", ".join(f"{split}: {counted(count, 'picture')}" for split, count in counts.items())
     echo(f"{args.out}: {splits}")
 
@@ -215,6 +216,7 @@ def _add_cifar10(parser: argparse.ArgumentParser) -> None:
         "--in", dest="source", type=Path, required=True, metavar="DIR", help="cifar-10-batches-py or -bin, unpacked"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder to create")
+    parser.add_argument("--follow-links", action="store_true", help="also read files outside of --in")
     parser.add_argument("--samples-per-shard", type=int, default=2000, metavar="N", help="(%(default)s)")
     parser.add_argument("--force", action="store_true", help="replace an older data set")
 

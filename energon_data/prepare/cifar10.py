@@ -25,6 +25,7 @@ from dit.safe_files import read_bytes
 from energon_data.media_files import picture_bytes
 from energon_data.prepare.safe_pickle import read_pickle
 from energon_data.prepare.shards import ShardWriter, published_folder, write_dataset_file, write_energon_metadata
+from energon_data.prepare.sources import check_inside, paths_below
 from energon_data.samples import SampleError
 
 SIDE, CHANNELS, NUM_CLASSES = 32, 3, 10
@@ -112,21 +113,26 @@ def read_class_names(folder: Path) -> list[str]:
     return names
 
 
-def prepare_cifar10(source: Path, out: Path, *, samples_per_shard: int = 2000, force: bool = False) -> dict[str, int]:
+def prepare_cifar10(
+    source: Path, out: Path, *, samples_per_shard: int = 2000, force: bool = False, follow_links: bool = False
+) -> dict[str, int]:
     """Write CIFAR-10 as Energon shards of PNG pictures with labels; `out` appears only when complete.
 
     Args:
         source: the folder of the unpacked files, or its parent folder.
         out: folder to create.
         force: replace an older data set.
+        follow_links: also read files outside of `source`, to which links lead.
 
     Returns:
         The number of samples of each split.
 
     Raises:
         ConfigError: `out` exists.
-        DataError: a file is missing or damaged.
+        DataError: a file is missing, damaged or outside of `source`.
     """
+    if not follow_links:
+        check_inside(paths_below(source), source)
     inside = [source / name for name in ("cifar-10-batches-py", "cifar-10-batches-bin") if (source / name).is_dir()]
     source = inside[0] if inside else source
     class_names = read_class_names(source)

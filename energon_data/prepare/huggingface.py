@@ -21,7 +21,16 @@ from dit.errors import ConfigError, DataError
 from energon_data.prepare.build import Raw
 from energon_data.prepare.media import Options
 from energon_data.prepare.preparation import Preparation
-from energon_data.prepare.sources import CAPTION_NAMES, Source, captions_of, class_of, read_file, scalars_of
+from energon_data.prepare.sources import (
+    CAPTION_NAMES,
+    Source,
+    captions_of,
+    check_inside,
+    class_of,
+    paths_below,
+    read_file,
+    scalars_of,
+)
 from energon_data.samples import SampleError
 
 if TYPE_CHECKING:
@@ -124,15 +133,15 @@ def prepare_huggingface(
 
     Args:
         source: name on the hub, or path of a folder or parquet file.
-        follow_links: also read files outside of `source` that rows name instead of bytes.
+        follow_links: also read files outside of `source` that links lead to or rows name.
         samples_per_shard: rows per shard.
         validation: share of the rows that is held out.
 
     Raises:
         ConfigError: there is no such data set, split or column, or options need packages that are not installed.
-        DataError: the files are damaged.
+        DataError: the files are damaged, or outside of `source`.
     """
-    dataset, root = _open(source, table)
+    dataset, root = _open(source, table, follow_links)
     image, caption, label = _columns(dataset, table)
     fingerprint = dataset._fingerprint
     features = dataset.features
@@ -166,7 +175,7 @@ def prepare_huggingface(
     )
 
 
-def _open(source: str, table: Table) -> tuple["Dataset", Path]:
+def _open(source: str, table: Table, follow_links: bool) -> tuple["Dataset", Path]:
     """Return a split of a data set, and the folder whose files its rows may name."""
     try:
         import datasets
@@ -178,10 +187,15 @@ def _open(source: str, table: Table) -> tuple["Dataset", Path]:
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
     path = Path(source)
+    if not follow_links:
+        check_inside(paths_below(path), path)
     if path.is_dir() and ((path / "dataset_dict.json").is_file() or (path / "state.json").is_file()):
         saved = _loaded(source, lambda: datasets.load_from_disk(source))
         splits = saved if isinstance(saved, dict) else {str(saved.split or table.split): saved}
-        return splits[_split_of(source, table.split, splits)], path
+        dataset = splits[_split_of(source, table.split, splits)]
+        if not follow_links:
+            check_inside((Path(file["filename"]) for file in dataset.cache_files), path)
+        return dataset, path
     if path.is_file():
         if path.suffix != ".parquet":
             raise ConfigError(

@@ -5,11 +5,12 @@ import hashlib
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Optional
 
+from dit.errors import DataError
 from dit.safe_files import parse_json, read_bytes
 from energon_data.prepare.walk import FOLLOW
 from energon_data.samples import SampleError
@@ -118,6 +119,23 @@ def class_of(value: Any) -> Optional[int]:
 def leaves(path: Path, root: Path) -> bool:
     """Return whether a path below `root` leads through links to a file outside of it."""
     return not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(root))
+
+
+def check_inside(paths: Iterable[Path], root: Path) -> None:
+    """Check that paths do not lead out of a folder, before a library reads them.
+
+    Raises:
+        DataError: a path leads out.
+    """
+    for path in paths:
+        if leaves(path, root):
+            raise DataError(f"{path} is outside of {root}; {FOLLOW}")
+
+
+def paths_below(folder: Path) -> Iterator[Path]:
+    """Yield all files and folders below a folder; linked folders are not entered."""
+    for place, folders, files in os.walk(folder):
+        yield from (Path(place, name) for name in (*folders, *files))
 
 
 def read_file(path: Path, root: Optional[Path]) -> bytes:

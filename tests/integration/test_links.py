@@ -1,6 +1,7 @@
 """Links in a run folder lead to no file outside of it: a resumed run refuses or replaces them."""
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,12 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for number, name in enumerate([*REFUSED, *REPLACED]):  # each trains two steps more
         arguments = mock(folder / "run", **settings, training__num_steps=4 + 2 * number)
         jobs[name] = Job(resumed_with_link, {"run_dir": folder / "run", "name": name, "arguments": arguments})
-    return run_jobs(folder / "world", jobs)
+    moved = {"src": folder / "run" / "checkpoints", "dst": folder / "scratch"}
+    jobs["move"] = Job(shutil.move, moved)
+    jobs["link"] = Job(Path.symlink_to, {"self": folder / "run" / "checkpoints", "target": folder / "scratch"})
+    last = mock(folder / "run", **settings, training__num_steps=6 + 2 * number)
+    jobs["linked checkpoints"] = Job(actions.train, {"arguments": last})
+    return {**run_jobs(folder / "world", jobs), "scratch": sorted(path.name for path in (folder / "scratch").iterdir())}
 
 
 def test_every_name_at_the_top_is_refused_as_a_link(done: dict[str, Any]) -> None:
@@ -87,3 +93,10 @@ def test_links_below_the_top_are_refused(done: dict[str, Any], name: str) -> Non
 def test_other_links_are_replaced(done: dict[str, Any], name: str) -> None:
     result = done[name]
     assert (result["unchanged"], result["ended"].code) == (True, 0), result["ended"].err
+
+
+def test_checkpoints_may_be_a_link_to_another_disk(done: dict[str, Any]) -> None:
+    ended = done["linked checkpoints"]
+    assert ended.code == 0, ended.err
+    assert "resumed at step 12" in ended.out
+    assert done["scratch"][-1] == "iter_0000014"

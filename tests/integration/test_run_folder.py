@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import socket
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,16 @@ from tests.integration import actions
 from tests.integration.runs import checkpoints, losses, mock, outcome
 from tests.support import faults
 from tests.support.ranks import Job, run_jobs
+
+NONSENSE = (b"\0" * 200 + b"\n", b"[1]\n", b"\xff\xfe", b"[" * 100_000)
+
+
+def overwrite_records(folder: Path, content: bytes) -> list[str]:
+    """Overwrite every file of a run folder except its checkpoints; return their names."""
+    files = [path for path in [*folder.iterdir(), *(folder / "heartbeats").iterdir()] if path.is_file()]
+    for path in files:
+        path.write_bytes(content)
+    return [path.name for path in files]
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +66,10 @@ def done(folder: Path) -> dict[str, Any]:
     add("all damaged", at="interrupted")
     add("all damaged, must", at="interrupted", checkpoint__resume="must")
     add("anew", at="interrupted", checkpoint__resume="never")
+    jobs["copy"] = Job(shutil.copytree, {"src": folder / "interrupted", "dst": folder / "nonsense"})
+    for number, content in enumerate(NONSENSE):
+        jobs[f"nonsense {number}"] = Job(overwrite_records, {"folder": folder / "nonsense", "content": content})
+        add(f"after nonsense {number}", at="nonsense", training__num_steps=6 + 2 * number)
     return run_jobs(folder / "world", jobs)
 
 
@@ -151,3 +166,12 @@ def test_damaged_checkpoints_stop_a_run_unless_it_is_asked_to_start_anew(done: d
         range(1, 5), 1
     )
     assert outcome(folder / "interrupted")["code"] == 0
+
+
+@pytest.mark.parametrize("number", range(len(NONSENSE)))
+def test_damaged_records_do_not_end_a_run(done: dict[str, Any], number: int) -> None:
+    names = {"config.yaml", "env.json", "exit.json", "metrics.jsonl", "rank_0.json", "run.lock", "run_id"}
+    assert names <= set(done[f"nonsense {number}"])
+    run = done[f"after nonsense {number}"]
+    assert run.code == 0, run.err
+    assert f"resumed at step {4 + 2 * number}" in run.out

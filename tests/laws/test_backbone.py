@@ -61,6 +61,12 @@ PIXART = STDiTConfig(
 """The form of STDiT that diffusers has."""
 
 
+def scale_outputs(chunks: list) -> None:
+    """As if all layouts and packs had the same wrong factor."""
+    forward = chunks[0].forward
+    chunks[0].forward = lambda *arguments: 1.01 * forward(*arguments)
+
+
 @pytest.fixture(scope="module")
 def checks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Check]]:
     """The absolute checks of every backbone, in one start of a rank."""
@@ -69,6 +75,7 @@ def checks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Chec
     models["published dit"] = classes
     models["dit of classes"] = replace(classes, model=replace(classes.model, time_frequency_shift=1))
     models["pixart"] = replace(models["stdit"], model=PIXART)
+    models["scaled"] = replace(models["pixart"], alter=scale_outputs)
     found = run_world(1, [check_case(trial) for trial in models.values()], tmp_path_factory.mktemp("checks"))
     return dict(zip(models, found, strict=True))
 
@@ -100,6 +107,12 @@ def test_the_public_class_has_the_same_output_and_gradients(checks: Any, name: s
     check = checks[name]["diffusers"]
     assert (check.note, check.wrong) == (PUBLIC[name], []), check.line(name)
     assert len(check.errors) > 30
+
+
+def test_a_fault_of_every_layout_and_pack_is_found_by_the_public_class(checks: Any) -> None:
+    found = checks["scaled"]
+    assert {name for name, check in found.items() if check.wrong} == {"diffusers"}
+    assert "output" in found["diffusers"].wrong
 
 
 @pytest.mark.parametrize(

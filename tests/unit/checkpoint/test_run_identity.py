@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from dit.checkpoint.background import remote
 from dit.checkpoint.background.remote import OWNER, Owner, RemoteStore, copy_all
 from dit.checkpoint.records import CONFIG_FILE
 from dit.checkpoint.run_identity import RUN_FILE, join_run
@@ -141,6 +142,22 @@ def test_an_address_is_claimed_before_the_first_copy(tmp_path: Path) -> None:
         CheckpointError, match=rf"copies of run {run} .*this is run 0123 in .*separate checkpoint.copy_to"
     ):
         Folder(tmp_path, "b").copy("0123")
+
+
+def test_an_address_that_cannot_be_read_stops_only_a_run_without_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(remote, "ATTEMPTS", 1)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "any")
+    folder = Folder(tmp_path, "a")
+    folder.config = replace(folder.config, checkpoint=replace(folder.config.checkpoint, copy_to="s3://runs/mine"))
+    with pytest.raises(CheckpointError, match=r"127\.0\.0\.1:9"):
+        folder.join()
+    folder.save(4, "0123")
+    assert folder.join() == "0123"
+    assert f"the checkpoints of {folder.store.root} are used: " in caplog.text
 
 
 def test_copies_of_an_earlier_version_are_compared_by_their_settings(owner: tuple[Folder, str], tmp_path: Path) -> None:

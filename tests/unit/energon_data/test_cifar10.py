@@ -112,6 +112,21 @@ def test_both_versions_give_every_picture_with_its_class(tmp_path: Path, write, 
         assert torch.equal(clip.latent[:, 0], pixel_values(torch.from_numpy(pixels[i].reshape(3, 32, 32))))
 
 
+@pytest.mark.parametrize("name", ["cifar-10-batches-py", "cifar-10-batches-py/data_batch_2"])
+def test_a_link_out_of_the_folder_is_read_with_follow_links_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    (tmp_path / "in" / "cifar-10-batches-py").mkdir(parents=True)
+    write_python(tmp_path / "in" / "cifar-10-batches-py")
+    link = tmp_path / "in" / name
+    link.rename(tmp_path / "outside")
+    link.symlink_to(tmp_path / "outside")
+    words = ["cifar10", "--in", str(tmp_path / "in"), "--out", str(tmp_path / "out")]
+    assert main(words) == EXIT_DATA
+    assert f"{link} is outside of {tmp_path / 'in'}; --follow-links reads it" in capsys.readouterr().err
+    assert main([*words, "--follow-links"]) == 0
+
+
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [

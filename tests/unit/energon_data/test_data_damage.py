@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from small_data import clips, npy, run, spec, write_dataset
 
-from dit.errors import DataError, exit_code
+from dit.errors import ConfigError, DataError, exit_code
 from energon_data.dataset import EnergonData
 from energon_data.decoder import decode_sample, read_npy
 from energon_data.prepare.shards import ShardWriter, write_energon_metadata
@@ -373,6 +373,46 @@ def test_filters_drop_and_count_without_using_the_budget(mixed_folder: Path) -> 
     keys, skipped = run(mixed_folder, 12, max_tokens_per_sample=8)
     assert set(skipped) == {"too_long"}
     assert not any(int(key[-5:]) % 3 == 2 for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason", "known"),
+    [
+        ({"min_aesthetic_score": 0.0}, "aesthetic_score", {"aesthetic_score": 1.0}),
+        ({"min_side": 1}, "smallest_side", {"height": 8, "width": 8}),
+        ({"max_side": 99}, "largest_side", {"height": 8, "width": 8}),
+        ({"max_aspect_ratio": 9.0}, "aspect_ratio", {"height": 8, "width": 8}),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_a_limit_drops_a_latent_without_the_number_that_it_limits(
+    tmp_path: Path, settings: dict[str, float], reason: str, known: dict[str, float]
+) -> None:
+    def samples() -> Any:
+        for key, meta, parts in clips(12, sizes=[(1, 4, 4)]):
+            yield key, {**meta, "aesthetic_score": None, **(known if key != "clip00005" else {})}, parts
+
+    keys, skipped = run(write_dataset(tmp_path / "data", {"train": samples()}), 2, **settings)
+    assert len(set(keys)) == 8
+    assert "train_clip00005" not in keys
+    assert skipped == {reason: 1}
+
+
+def test_a_damaged_sample_counts_at_every_read(mixed_folder: Path, copy_of: Copy) -> None:
+    folder = copy_of(mixed_folder)
+    patch_member(find(folder, KEY), KEY, "latent.npy", flip(-1))
+    for passes in (1, 2, 3):
+        _, skipped = run(folder, 18 * passes, max_lost_samples=passes)
+        assert skipped == {"checksum": passes}
+    with pytest.raises(DataError, match="Damaged samples: 3, allowed: 2"):
+        run(folder, 18 * 3, max_lost_samples=2)
+
+
+def test_fewer_samples_than_streams_are_refused(mixed_folder: Path) -> None:
+    message = r"has 75 samples in split 'train', fewer than data\.num_streams=76; set fewer streams, or use more data"
+    with pytest.raises(ConfigError, match=message):
+        EnergonData(path=str(mixed_folder), num_streams=76).validate(spec(), 1, 76)
+    EnergonData(path=str(mixed_folder), num_streams=75).validate(spec(), 1, 75)
 
 
 def test_dropping_everything_ends_instead_of_looping(mixed_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

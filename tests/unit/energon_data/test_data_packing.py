@@ -168,6 +168,20 @@ def test_conditions_the_model_does_not_take_are_left_out() -> None:
         collate([_clip(0, (1, 2, 2), 3), _clip(1, (2, 2, 2), 3)], asked, total_tokens=2)
 
 
+def test_the_order_of_packs_does_not_depend_on_their_lengths() -> None:
+    """No two samples fit into one pack, whichever of them are long."""
+    encoder = DiffusionTaskEncoder(spec(), EncoderOptions(max_tokens_per_pack=16), SkipCounter(budget=0))
+
+    def order(lengths: list[int]) -> list[int]:
+        clips = [_clip(i, (1, 4, 4), 1) for i in range(len(lengths))]
+        for clip, length in zip(clips, lengths):
+            clip.grid, clip.id = (1, 1, length), sample_id(clip.__key__)
+        return [clips.index(clip) for (clip,) in encoder.select_samples_to_pack(clips)]
+
+    lengths = [9 + i % 8 for i in range(64)]
+    assert order(lengths) == order(lengths[::-1]) != list(range(64))
+
+
 def test_copies_of_a_pack_are_apart_when_a_buffer_holds_few_samples_many_times() -> None:
     """Six samples, each forty times in the buffer, each a pack of its own: no run of one of them is long."""
     clips = [_clip(i % 6, (1, 4, 4), 1) for i in range(240)]

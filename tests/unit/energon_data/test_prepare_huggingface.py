@@ -246,6 +246,31 @@ def test_an_interrupted_preparation_goes_on_to_the_same_bytes(tmp_path):
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
 
 
+@pytest.mark.parametrize("make", [parquet_folder, saved_split, saved_splits, image_folder])
+def test_links_out_of_the_folder_are_read_with_follow_links_only(tmp_path, capsys, make):
+    """Links to files, and to folders."""
+    (tmp_path / "elsewhere").mkdir()
+    source, linked = make(tmp_path / "elsewhere"), tmp_path / "in"
+    linked.mkdir()
+    for path in source.iterdir():
+        (linked / path.name).symlink_to(path)
+    assert prepare(linked, tmp_path / "out") == EXIT_DATA
+    assert f" is outside of {linked}; --follow-links reads it" in capsys.readouterr().err
+    assert described(linked, tmp_path / "followed", "--follow-links")["samples"] == {"train": COUNT}
+
+
+def test_a_saved_data_set_names_only_its_own_files(tmp_path, capsys):
+    saved = saved_split(tmp_path)
+    state = json.loads((saved / "state.json").read_text())
+    (data,) = state["_data_files"]
+    (saved / data["filename"]).rename(tmp_path / "outside.arrow")
+    data["filename"] = "../outside.arrow"
+    (saved / "state.json").write_text(json.dumps(state))
+    assert prepare(saved, tmp_path / "out") == EXIT_DATA
+    assert f"outside.arrow is outside of {saved}; --follow-links reads it" in capsys.readouterr().err
+    assert prepare(saved, tmp_path / "followed", "--follow-links") == EXIT_OK
+
+
 def test_a_name_on_the_hub_is_the_data_set_that_the_library_opens(tmp_path, monkeypatch):
     """The builder of a folder stands for that of the repository, whose splits are those of a `DatasetDict`."""
     folder, names = parquet_folder(tmp_path), []

@@ -223,6 +223,17 @@ def test_links_that_leave_the_folder_are_not_followed(tmp_path):
     assert found == {"p00.png": "noise 0", "p05.png": "noise 0"}
 
 
+def test_a_link_to_a_video_outside_of_the_folder_is_not_followed(tmp_path):
+    source = tmp_path / "in"
+    source.mkdir()
+    for path in (source / "own.mp4", tmp_path / "outside.mp4"):
+        path.write_bytes(mp4(marked()))
+    (source / "link.mp4").symlink_to(tmp_path / "outside.mp4")
+    total = prepare(source, tmp_path / "out", command="videos", validation=0)
+    assert dict(total.skipped) == {"path_escape": 1}
+    assert [metadata["source"] for _, metadata, _, _ in samples(tmp_path / "out")] == ["own.mp4"]
+
+
 def test_a_list_of_files_does_not_lead_out_of_the_folder(tmp_path):
     """Neither by a link that a row names, nor below a folder that is a link, nor by being a link itself."""
     outside = folder_of_pictures(tmp_path / "outside", 2)

@@ -67,12 +67,13 @@ def test_the_versions_are_those_of_the_constraints() -> None:
 
 
 def test_nothing_else_is_downloaded_without_a_hash() -> None:
-    """In both files: only torch may be; the project itself is installed without its dependencies."""
+    """Nor built, in both files: only torch may be; the project itself is installed without its dependencies."""
     for name in ("Makefile", "Dockerfile"):
         text = (ROOT / name).read_text().split("FROM ${BASE}")[0].replace("\\\n", "")
         lines = [line for line in re.split(r"&&|\n", text) if re.search(r"\$\(INSTALL\)|pip install", line)]
         commands = [line for line in lines if "INSTALL =" not in line and "sbom" not in line]
-        assert [("--require-hashes" in c, "--no-deps" in c, c.rstrip().endswith(" torch")) for c in commands] == [
+        flags = ("--require-hashes --only-binary :all:", "--no-deps")
+        assert [(*(flag in c for flag in flags), c.rstrip().endswith(" torch")) for c in commands] == [
             (True, True, False),
             (False, False, True),
             (False, True, False),

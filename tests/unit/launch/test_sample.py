@@ -264,6 +264,15 @@ def test_captions_keep_the_words_that_tell_prompts_apart():
     assert sample_requests.telling_words(["the letter Q"]) == ["the letter Q"]
 
 
+def test_attributions_reach_no_terminal_unfiltered(generator, tmp_path, capsys):
+    """They are texts of the data set."""
+    generator.attributions = ["Fonts by \x1b]0;title\x07\x1b[2J somebody"]
+    assert draw(tmp_path, "--labels", "A") == 0
+    said = capsys.readouterr().out
+    assert said.endswith("trained on Fonts by ?]0;title??[2J somebody\n")
+    assert all(line.isprintable() for line in said.splitlines())
+
+
 def test_a_model_of_texts_takes_no_labels(generator, tmp_path, capsys):
     """Class names of the data do not make it one of classes."""
     generator.num_classes = None

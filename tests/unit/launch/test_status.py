@@ -16,6 +16,7 @@ from PIL import Image
 
 from dit.monitoring.exit_record import Outcome, write_outcome
 from dit.monitoring.run_lock import RunLock
+from dit.monitoring.summary import how_it_went
 from launch.run_status import lines, read_status
 from launch.status import main
 
@@ -170,6 +171,25 @@ def test_a_newer_checkpoint_of_an_attempt_that_went_on_from_an_older_one_does_no
     assert "; 0 steps since" in said["checkpoint"]
     publish(folder, 12, NOW + 110)
     assert told(folder)["step"].startswith("12 of 40")
+
+
+def test_the_closing_line_of_a_run_has_the_losses_of_its_status(tmp_path: Path) -> None:
+    """Of a run that was killed after step 8, resumed after step 4, went back to step 5, and has a damaged line."""
+
+    def at(number: int, steps: range) -> list[dict[str, Any]]:
+        held_out = {"held_out/loss": 1.0 / number}
+        return [{**scalars(step, loss=0.1 * step, **held_out), "attempt": number} for step in steps]
+
+    back = {**record("incident", 7, incident="rewind", details={"to_step": 5}), "attempt": 2}
+    start = {**record("start", 4), "attempt": 2}
+    records = [*at(1, range(1, 9)), start, *at(2, range(5, 7)), back, *at(2, range(6, 8))]
+    folder = run_folder(tmp_path / "run", *records)
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "scalars", "step": 9\n')
+    said, closing = told(folder), how_it_went(folder / "metrics.jsonl", 7, 40, 1.0)
+    assert said["loss"].startswith("0.7000,")
+    assert said["held-out"] == "0.5000 at step 7, best 0.5000 at step 5"
+    assert "loss 0.7000, best held-out loss 0.5000 at step 5" in closing
 
 
 def beat(folder: Path, age: float) -> None:

@@ -116,6 +116,17 @@ def test_an_error_before_there_is_a_folder_is_counted_and_one_that_cannot_be_is_
     assert (ended.code, ended.requeued) == (70, False)
 
 
+def test_a_link_in_place_of_the_count_is_not_followed(tmp_path):
+    """It would change a file outside of the run's folder."""
+    ends_with(tmp_path, 1, None)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "victim").write_text("unchanged\n")
+    (tmp_path / "run" / f"restarts.{slurm.JOB_ID}").symlink_to(tmp_path / "victim")
+    ended = job(tmp_path, "--factory", "tiny_dit")
+    assert (ended.code, ended.requeued) == (70, False), ended.log
+    assert (tmp_path / "victim").read_text() == "unchanged\n"
+
+
 def test_the_record_of_an_earlier_attempt_does_not_count(tmp_path):
     ends_with(tmp_path, 1, None)
     (tmp_path / "run").mkdir()
