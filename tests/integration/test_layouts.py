@@ -197,12 +197,18 @@ def test_packs_of_several_sizes_are_the_same_on_every_layout(packed_runs: Path) 
 def test_a_data_source_whose_state_follows_the_ranks_is_refused(tmp_path: Path) -> None:
     """It would repeat samples or lose them on another number of ranks, and would not say so."""
     jobs = {}
-    for name, ranks, stop in (("two", 2, 1), ("two again", 2, 2), ("four", 4, 3), ("one", 1, 3)):
-        words = mock(tmp_path / "run", training__stop_at_step=stop, data__num_streams=4, training__micro_batch_size=2)
-        jobs[name] = Job(actions.train, {"arguments": words, "fault": faults.data_state_by_rank}, ranks)
+    for kind in ("keyed", "unkeyed"):
+        fault = partial(faults.data_state_by_rank, has_streams=kind == "keyed")
+        settings = {"data__num_streams": 4, "training__micro_batch_size": 2}
+        for name, ranks, stop in (("two", 2, 1), ("two again", 2, 2), ("four", 4, 3), ("one", 1, 3)):
+            words = mock(tmp_path / kind, training__stop_at_step=stop, **settings)
+            jobs[kind, name] = Job(actions.train, {"arguments": words, "fault": fault}, ranks)
     results = run_jobs(tmp_path / "world", jobs)
     ended = {name: result if jobs[name].ranks > 1 else [result] for name, result in results.items()}
-    codes = {name: {e.code for e in ranks} for name, ranks in ended.items()}
-    assert codes == {"two": {75}, "two again": {75}, "four": {3}, "one": {3}}
-    assert "saved the streams [0, 1] and resumes with [0, 1, 2, 3]" in ended["four"][0].err
-    assert "saved the streams [0, 1] and resumes with [0]" in ended["one"][0].err
+    for kind, code in (("keyed", 3), ("unkeyed", 2)):
+        codes = {name: {e.code for e in ended[kind, name]} for name in ("two", "two again", "four", "one")}
+        assert codes == {"two": {75}, "two again": {75}, "four": {code}, "one": {code}}
+    assert "saved the streams [0, 1] and resumes with [0, 1, 2, 3]" in ended["keyed", "four"][0].err
+    assert "saved the streams [0, 1] and resumes with [0]" in ended["keyed", "one"][0].err
+    for name, ranks in (("four", 4), ("one", 1)):
+        assert f"on 2 data-parallel replica(s), and this run has {ranks}" in ended["unkeyed", name][0].err
