@@ -197,13 +197,17 @@ class DataConfig(ABC):
         """Return the encoders that run on the training device; None if the samples have latents and embeddings."""
         return None
 
-    def identity(self) -> Mapping[str, Mapping[str, str]]:
+    def identity(self) -> Optional[Mapping[str, Mapping[str, str]]]:
         """Return a fingerprint of each data set's samples, by field of this class and name of the data set.
 
-        Every checkpoint stores the fingerprints. On resume, a different fingerprint counts as a change of the field.
-        Return an empty dictionary if the settings determine the samples.
+        The field is "" if no field names the data set. Every checkpoint stores the fingerprints. On resume, a different
+        fingerprint counts as a change of the field. Called once when a run starts, so it should read few samples.
+
+        Returns:
+            An empty dictionary if the settings determine the samples. None if the samples cannot be identified: a log
+            line then reports that a resumed run will not notice other samples.
         """
-        return {}
+        return None
 
     def epoch_samples(self) -> Optional[int]:
         """Return the number of training samples; None where there is no such number."""

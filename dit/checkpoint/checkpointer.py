@@ -189,7 +189,7 @@ class Checkpointer:
         saved = read_record(folder)
         self._check_ema(state, folder, saved)
         with usable(folder / MANIFEST):
-            replaced = replaced_data(manifest.meta.get(DATA, {}), state.data)
+            replaced = replaced_data(manifest.meta.get(DATA, {}), state.data or {})
         with usable(folder / CONFIG_FILE):
             accepted = self.config.checkpoint.accept_changes or []
             changes = check_same_experiment(folder, saved, self.config, accepted, replaced)

@@ -28,7 +28,9 @@ def test_a_state_without_streams_stays_with_its_replica(empty: dict, positions: 
 @pytest.mark.parametrize(("saved", "dp_size"), [(1, 2), (2, 1), (2, 4), (4, 2)])
 def test_a_state_without_streams_is_refused_on_another_number_of_replicas(saved: int, dp_size: int) -> None:
     """Also if the states of all replicas are equal, as those of a source that counts its own samples."""
-    message = rf"without `streams` on {saved} data-parallel replica.* this run has {dp_size}, .*; resume on {saved} again"
+    message = (
+        rf"without `streams` on {saved} data-parallel replica.* this run has {dp_size}, .*; resume on {saved} again"
+    )
     for dp_rank in range(dp_size):
         with pytest.raises(ConfigError, match=message) as raised:
             merge_states([{"position": 5}] * saved, dp_rank=dp_rank, dp_size=dp_size)
