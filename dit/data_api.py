@@ -101,7 +101,8 @@ class DataStream(Protocol):
     """An endless, resumable sequence of micro-batches for one data-parallel rank.
 
     A state is keyed by global stream, and never by rank, because a run may resume on another number of ranks. The
-    streams of a run are therefore the same on any number of ranks; `check_resumed_streams` refuses others.
+    streams of a run are therefore the same on any number of ranks; `check_resumed_streams` refuses others. A state
+    without `streams` resumes on the same number of data-parallel replicas only, each from its own (`merge_states`).
     """
 
     def __next__(self) -> PackedBatch: ...
@@ -109,11 +110,11 @@ class DataStream(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """Return the positions under `streams`, by global stream number, in plain containers.
 
-        The states of all ranks together must contain every stream.
+        The states of all ranks together must contain every stream. Other entries must be equal on all ranks.
         """
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the union of all ranks' `state_dict`s; called before the first `next`."""
+        """Continue from a state of `merge_states`; called before the first `next`."""
 
     def sample_counts(self) -> SampleCounts:
         """Return the counts of used and dropped samples so far, without streams that another rank counts."""
@@ -196,13 +197,17 @@ class DataConfig(ABC):
         """Return the encoders that run on the training device; None if the samples have latents and embeddings."""
         return None
 
-    def identity(self) -> Mapping[str, Mapping[str, str]]:
+    def identity(self) -> Optional[Mapping[str, Mapping[str, str]]]:
         """Return a fingerprint of each data set's samples, by field of this class and name of the data set.
 
-        Every checkpoint stores the fingerprints. On resume, a different fingerprint counts as a change of the field.
-        Return an empty dictionary if the settings determine the samples.
+        The field is "" if no field names the data set. Every checkpoint stores the fingerprints. On resume, a different
+        fingerprint counts as a change of the field. Called once when a run starts, so it should read few samples.
+
+        Returns:
+            An empty dictionary if the settings determine the samples. None if the samples cannot be identified: a log
+            line then reports that a resumed run will not notice other samples.
         """
-        return {}
+        return None
 
     def epoch_samples(self) -> Optional[int]:
         """Return the number of training samples; None where there is no such number."""
@@ -257,23 +262,39 @@ def sample_id(key: str) -> int:
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little") >> 1
 
 
-def merge_states(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the union of the `state_dict`s of all data-parallel ranks, which loads on any number of ranks.
+def merge_states(states: Sequence[Mapping[str, Any]], *, dp_rank: int = 0, dp_size: int = 1) -> dict[str, Any]:
+    """Return the state from which a data-parallel replica continues: the union of all replicas' `state_dict`s.
+
+    States without `streams` belong to their replicas, so a replica continues from its own.
+
+    Args:
+        states: `state_dict` of each replica of the run that saved them.
+        dp_rank, dp_size: index of the replica that continues, and number of replicas.
 
     Raises:
+        ConfigError: the states have no `streams` and the number of replicas changed.
         DataError: the states differ in an entry other than `streams`.
     """
+    streams = {s: v for state in states for s, v in state.get("streams", {}).items()}
+    if not streams:
+        if len(states) != dp_size:
+            raise ConfigError(
+                f"the data source saved states without `streams` on {len(states)} data-parallel replica(s), and this "
+                f"run has {dp_size}, which would repeat or lose samples; resume on {len(states)} again, or start a new "
+                "run with a source whose state is keyed by global stream (see dit.data_api.DataStream)"
+            )
+        return dict(states[dp_rank])
     heads = [{k: v for k, v in state.items() if k != "streams"} for state in states]
     if any(head != heads[0] for head in heads):
         raise DataError(f"the data states of the ranks differ in entries other than streams: {heads}")
-    return heads[0] | {"streams": {s: v for state in states for s, v in state.get("streams", {}).items()}}
+    return heads[0] | {"streams": streams}
 
 
 def check_resumed_streams(saved: Mapping[str, Any], resumed: Iterable[Collection[int]]) -> None:
     """Check that the ranks of a resumed run continue exactly the saved streams.
 
     Args:
-        saved: the loaded state, the union of all ranks' `state_dict`s.
+        saved: the loaded state, see `merge_states`.
         resumed: streams in the `state_dict` of each rank after loading.
 
     Raises:

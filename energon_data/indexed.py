@@ -6,6 +6,7 @@
     stream s of 3              draws s, s + 3, s + 6, ...      on any number of ranks (see `energon_data.streams`)
 """
 
+import hashlib
 import math
 from abc import abstractmethod
 from collections import deque
@@ -38,6 +39,7 @@ from energon_data.streams import (
 from energon_data.task_encoder import DiffusionTaskEncoder, EncoderOptions
 
 HELD_OUT_SEED = 0
+IDENTITY_SAMPLES = 64  # read by `Samples.identity`
 
 
 @dataclass
@@ -168,6 +170,17 @@ class Samples(ReaderSettings, DataConfig):
         source = IndexedSource(self, spec, seed=0, stream=0, num_streams=1, held_out=True)
         return share_validation(source.remaining(), dp_rank, dp_size, SkipLog(self.max_lost_samples), self.origin)
 
+    def identity(self) -> dict[str, dict[str, str]]:
+        """Return the number of samples and a digest of up to 64 evenly spaced samples, which are read here.
+
+        Override it if reading a sample is slow, or does not give the same bits on every machine.
+        """
+        count, digest = len(self), hashlib.sha256()
+        samples = min(count, IDENTITY_SAMPLES)
+        for i in range(samples):
+            digest.update(_content(self, i * count // samples))
+        return {"": {self.origin: f"{count} samples, digest {digest.hexdigest()[:16]}"}}
+
     def stored_conditions(self) -> set[str]:
         """Return the names of the first sample's conditions."""
         return set(self[0].conditions)
@@ -188,6 +201,19 @@ def _clip(samples: Samples, index: int) -> Clip:
             numbers[name] = value if isinstance(value, (int, float)) else value.item()
     source = {"__key__": str(index), "__shard__": samples.origin, "__restore_key__": (), "__sources__": None}
     return cook_clip({"json": numbers, **parts, **source})
+
+
+def _content(samples: Samples, index: int) -> bytes:
+    """Return a digest of a sample, or of the kind of error of a damaged one."""
+    try:
+        sample = samples[index]
+    except Exception as error:
+        return type(error).__name__.encode()
+    digest = hashlib.sha256()
+    for name, value in [("", sample.latent), *sorted(sample.conditions.items())]:
+        array = np.asarray(_array(value))
+        digest.update(f"{name} {array.dtype.str} {array.shape}".encode() + array.tobytes())
+    return digest.digest()
 
 
 def _array(value: Tensor | np.ndarray) -> np.ndarray:

@@ -161,6 +161,10 @@ class MockData(StreamSettings, DataConfig):
         """Return zeros: one token of a text, or a pooled text."""
         return torch.zeros(*([1] if condition.axis == "text" else []), *(condition.shape or ()))
 
+    def identity(self) -> dict[str, dict[str, str]]:
+        """Return an empty dictionary, because the settings determine the samples."""
+        return {}
+
     def class_names(self) -> Optional[list[str]]:
         """Return None: mock classes have no names."""
         return None

@@ -189,7 +189,7 @@ class Checkpointer:
         saved = read_record(folder)
         self._check_ema(state, folder, saved)
         with usable(folder / MANIFEST):
-            replaced = replaced_data(manifest.meta.get(DATA, {}), state.data)
+            replaced = replaced_data(manifest.meta.get(DATA, {}), state.data or {})
         with usable(folder / CONFIG_FILE):
             accepted = self.config.checkpoint.accept_changes or []
             changes = check_same_experiment(folder, saved, self.config, accepted, replaced)
@@ -204,7 +204,7 @@ class Checkpointer:
         self._load(state, folder, manifest)
         if not restarts_data:
             with usable(folder / "loader"):
-                position = read_loader_state(folder)
+                position = read_loader_state(folder, state.groups.dp_rank, state.groups.dp_size)
                 state.stream.load_state_dict(position)
                 resumed: list[Any] = [None] * state.groups.world_size
                 dist.all_gather_object(resumed, list(state.stream.state_dict().get("streams", {})))
@@ -251,11 +251,12 @@ def held_out_meta(held_out: Optional[HeldOut]) -> dict[str, Any]:
     }
 
 
-def read_loader_state(folder: Path) -> dict[str, Any]:
-    """Merge the data positions of all data-parallel ranks of a checkpoint, for any number of ranks.
+def read_loader_state(folder: Path, dp_rank: int = 0, dp_size: int = 1) -> dict[str, Any]:
+    """Return the data position in a checkpoint from which a data-parallel rank continues, see `merge_states`.
 
     Raises:
         CheckpointError: a file is missing, cannot be read, or does not match the others.
+        ConfigError: the positions belong to another number of ranks.
     """
     parts = []
     for path in sorted((folder / "loader").glob("dp_*.pt")):
@@ -266,6 +267,6 @@ def read_loader_state(folder: Path) -> dict[str, Any]:
     if not parts:
         raise CheckpointError(f"{folder / 'loader'} holds no position of the data; {CURE}")
     try:
-        return merge_states(parts)
+        return merge_states(parts, dp_rank=dp_rank, dp_size=dp_size)
     except DataError as error:
         raise CheckpointError(f"{folder / 'loader'}: {error}; {CURE}") from error

@@ -143,7 +143,7 @@ def replaced_data(
         saved, current_data: identities, see `DataConfig.identity`.
     """
     return [
-        Change(f"data.{setting}", f"{name}: {saved[setting][name]}", text)
+        Change(f"data.{setting}".rstrip("."), f"{name}: {saved[setting][name]}", text)
         for setting, data_sets in current_data.items()
         for name, text in data_sets.items()
         if saved.get(setting, {}).get(name, text) != text

@@ -1,8 +1,9 @@
 """The training state: everything that a step changes and a checkpoint saves."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Optional
 
 from dit.backends.megatron_types import MegatronOptimizer
@@ -19,6 +20,8 @@ from dit.parallel.build import build_model, build_optimizer, wrap
 from dit.parallel.implementations import target_of
 from dit.parallel.loss_scale import LossScale, loss_scale_of
 from dit.run_config import RunConfig
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -50,7 +53,7 @@ class TrainState:
     held_out: Optional[HeldOut] = None
     loss_scale: Optional[LossScale] = None
     base: Optional[Mapping[str, str]] = None
-    data: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    data: Optional[Mapping[str, Mapping[str, str]]] = None
     run: Optional[str] = None
 
     @property
@@ -91,5 +94,10 @@ def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> Tr
     update = build_update(optimizer, shards, ema, config.optimizer.clip_grad, target, training.kernels)
     scale = loss_scale_of(optimizer)
     data = on_first_rank(config.data.identity, groups)
+    if data is None and groups.rank == 0:
+        logger.info(
+            "%s.identity returns None, so other samples will not be noticed when the run resumes",
+            type(config.data).__name__,
+        )
     parts = wrapped, chunks, optimizer, shards, ema, stream, groups, update
     return TrainState(*parts, loss_scale=scale, base=base, data=data)

@@ -69,7 +69,9 @@ PACKED_WAY = {
     "fsdp2": (2, FSDP),
     "pp2": (2, PP),
     "dp2_again": (2, {}),
+    "one_again": (1, {}),
 }
+PACKED_STOPS = {name: PART * i for i, name in enumerate(PACKED_WAY, 1)}
 PACKED: dict[str, Any] = {
     **SMALL_PACKS,
     "data__validation_split": "train",
@@ -83,6 +85,7 @@ PACKED: dict[str, Any] = {
     "training__global_batch_size": 4,
     "training__validation_interval": PART,
     "checkpoint__interval": PART,
+    "checkpoint__keep_last": len(PACKED_WAY),
     "logging__tensorboard": False,
 }
 
@@ -137,7 +140,12 @@ def test_a_checkpoint_moves_between_layouts_without_a_bit_changing(runs: Path, b
 @pytest.mark.parametrize("name", WAY)
 def test_checkpoints_of_all_layouts_hold_the_same_model(runs: Path, name: str) -> None:
     """Global names, shapes and values do not depend on the layout that wrote them."""
-    found, expected = (tensors(checkpoint(runs / run, STOPS[name])) for run in ("moving", "one"))
+    assert_same_model(runs, STOPS[name])
+
+
+def assert_same_model(folder: Path, step: int) -> None:
+    """Compare the checkpoints of the moving run and of the run on one rank."""
+    found, expected = (tensors(checkpoint(folder / run, step)) for run in ("moving", "one"))
     assert found.keys() == expected.keys()
     for key, tensor in expected.items():
         assert found[key].shape == tensor.shape
@@ -170,11 +178,13 @@ def packed_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     def job(name: str, ranks: int, **settings: Any) -> Job:
         words = overrides(folder / name, **{**PACKED, "data__blend": blend, **settings})
-        return Job(actions.train, {"arguments": ["--yes", "--factory", "tiny_dit", *words]}, ranks)
+        arguments = ["--yes", "--factory", "tiny_dit", *words]
+        fault = partial(faults.samples_noted, folder / f"{name}_samples.jsonl")
+        return Job(actions.train, {"arguments": arguments, "fault": fault}, ranks)
 
-    jobs, last = {"one": job("one", 1)}, len(PACKED_WAY)
-    for i, (name, (ranks, settings)) in enumerate(PACKED_WAY.items(), 1):
-        stop = {"training__stop_at_step": PART * i} if i < last else {}
+    jobs, last = {"one": job("one", 1)}, list(PACKED_WAY)[-1]
+    for name, (ranks, settings) in PACKED_WAY.items():
+        stop = {"training__stop_at_step": PACKED_STOPS[name]} if name != last else {}
         jobs[f"moving {name}"] = job("moving", ranks, **settings, **stop)
     results = run_jobs(folder / "world", jobs)
     for name, one_job in jobs.items():
@@ -187,6 +197,7 @@ def packed_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_packs_of_several_sizes_are_the_same_on_every_layout(packed_runs: Path) -> None:
     """Losses and samples of every step, and the held-out loss on 13 samples, a number that no layout divides."""
     one, moving = packed_runs / "one", packed_runs / "moving"
+    assert samples_by_step(packed_runs / "moving_samples.jsonl") == samples_by_step(packed_runs / "one_samples.jsonl")
     assert loss_values(moving) == pytest.approx(loss_values(one), rel=ROUNDING)
     assert scalars(moving, "consumed_samples") == scalars(one, "consumed_samples")
     held_out = scalars(one, "held_out/loss")
@@ -194,15 +205,37 @@ def test_packs_of_several_sizes_are_the_same_on_every_layout(packed_runs: Path) 
     assert scalars(moving, "held_out/loss") == pytest.approx(held_out, rel=ROUNDING)
 
 
+def samples_by_step(file: Path) -> dict[int, set[str]]:
+    """Return the names of the samples of each step on all ranks."""
+    samples = {step: set[str]() for step in range(1, PART * len(PACKED_WAY) + 1)}
+    for line in file.read_text().splitlines():
+        record = json.loads(line)
+        samples[record["step"]] |= set(record["keys"])
+    assert all(samples.values())
+    return samples
+
+
+@pytest.mark.parametrize("name", PACKED_WAY)
+def test_packs_of_several_sizes_train_the_same_model_on_every_layout(packed_runs: Path, name: str) -> None:
+    """After the steps on a layout that continued from the checkpoint of the layout before."""
+    assert_same_model(packed_runs, PACKED_STOPS[name])
+
+
 def test_a_data_source_whose_state_follows_the_ranks_is_refused(tmp_path: Path) -> None:
     """It would repeat samples or lose them on another number of ranks, and would not say so."""
     jobs = {}
-    for name, ranks, stop in (("two", 2, 1), ("two again", 2, 2), ("four", 4, 3), ("one", 1, 3)):
-        words = mock(tmp_path / "run", training__stop_at_step=stop, data__num_streams=4, training__micro_batch_size=2)
-        jobs[name] = Job(actions.train, {"arguments": words, "fault": faults.data_state_by_rank}, ranks)
+    for kind in ("keyed", "unkeyed"):
+        fault = partial(faults.data_state_by_rank, has_streams=kind == "keyed")
+        settings = {"data__num_streams": 4, "training__micro_batch_size": 2}
+        for name, ranks, stop in (("two", 2, 1), ("two again", 2, 2), ("four", 4, 3), ("one", 1, 3)):
+            words = mock(tmp_path / kind, training__stop_at_step=stop, **settings)
+            jobs[kind, name] = Job(actions.train, {"arguments": words, "fault": fault}, ranks)
     results = run_jobs(tmp_path / "world", jobs)
     ended = {name: result if jobs[name].ranks > 1 else [result] for name, result in results.items()}
-    codes = {name: {e.code for e in ranks} for name, ranks in ended.items()}
-    assert codes == {"two": {75}, "two again": {75}, "four": {3}, "one": {3}}
-    assert "saved the streams [0, 1] and resumes with [0, 1, 2, 3]" in ended["four"][0].err
-    assert "saved the streams [0, 1] and resumes with [0]" in ended["one"][0].err
+    for kind, code in (("keyed", 3), ("unkeyed", 2)):
+        codes = {name: {e.code for e in ended[kind, name]} for name in ("two", "two again", "four", "one")}
+        assert codes == {"two": {75}, "two again": {75}, "four": {code}, "one": {code}}
+    assert "saved the streams [0, 1] and resumes with [0, 1, 2, 3]" in ended["keyed", "four"][0].err
+    assert "saved the streams [0, 1] and resumes with [0]" in ended["keyed", "one"][0].err
+    for name, ranks in (("four", 4), ("one", 1)):
+        assert f"on 2 data-parallel replica(s), and this run has {ranks}" in ended["unkeyed", name][0].err

@@ -90,6 +90,14 @@ def look(run: Run) -> dict:
     return {"held_out": run.state.held_out.loss, "averaged": averaged, "raw": draw()}
 
 
+def samples_of(run: Run) -> list[str]:
+    """Return the names of all samples that the replicas have trained on, sorted."""
+    keys: list[Any] = [None] * run.groups.world_size
+    own = run.batches.consumed.keys if run.groups.is_data_reader else []
+    torch.distributed.all_gather_object(keys, own)
+    return sorted(key for rank in keys for key in rank)
+
+
 def train(case: dict) -> dict:
     """Resume, look, make steps, look, save: as the case says; report the state before and after."""
     run = start(case)
@@ -98,7 +106,7 @@ def train(case: dict) -> dict:
     if case.get("look_before"):
         result["looks_before"] = look(run)
     result["grad_norms"] = [run.step(loss_sums) for _ in range(case["steps"])]
-    result["after"] = state_of(run)
+    result["after"], result["samples"] = state_of(run), samples_of(run)
     if case.get("look_after"):
         result["looks_after"] = look(run)
         result["after_looking"] = state_of(run)
@@ -106,7 +114,7 @@ def train(case: dict) -> dict:
         run.save()
     if "steps_after" in case:
         result["grad_norms"] += [run.step(loss_sums) for _ in range(case["steps_after"])]
-        result["at_end"] = state_of(run)
+        result["at_end"], result["samples_at_end"] = state_of(run), samples_of(run)
     run.close()
     process_groups.release()
     return result

@@ -1,4 +1,7 @@
-"""Megatron-FSDP gives the numbers of one rank, and shares its checkpoints with every other layout."""
+"""Megatron-FSDP gives the numbers of one rank, and shares its checkpoints with every other layout.
+
+Runs train on packs of samples of three sizes.
+"""
 
 import pytest
 import torch
@@ -8,6 +11,8 @@ from tests.support.reference import assert_equal_training
 
 FSDP = {"data_parallel": "fsdp"}
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+CP2 = {"context_parallel_size": 2, "context_split": "load_balanced"}
+PP2 = {"pipeline_model_parallel_size": 2}
 DISTRIBUTED = {"data_parallel": "distributed_optimizer"}
 DDP = {"data_parallel": "ddp"}
 
@@ -30,23 +35,26 @@ EXPERT_LAYOUTS = {
 CASES = [(name, packed) for named in LAYOUTS.values() for name in named for packed in (False, True)]
 SHARDINGS = ("optim", "optim_grads", "optim_grads_params")
 SMALL = ("awkward", "frozen", "joined")
+SHAPES = ["1x8x8", "1x6x6", "1x4x6"]  # 16, 9 and 6 tokens: their padding depends on the layout
 BF16_SHARDINGS = ("optim", "optim_grads_params")
 
 SUM_RTOL = 1e-5  # fp32; sums are taken in another order
 ADAM_RTOL = 1e-4  # Adam divides by the root of small gradients
+NOISE_RTOL = 1e-3  # the gradient of the keys' bias is rounding noise; this test adds those of two layouts
 
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     """Every case's numbers; each world size starts once."""
     folder = tmp_path_factory.mktemp("fsdp")
-    saves = {"steps": 2, "look_after": True, "save": True, "steps_after": 1}
+    saves = {"steps": 2, "look_after": True, "save": True, "steps_after": 2}
 
     def run(name, parallel, **options):
-        return {"task": "tests.parallel.fsdp_worker:train", "run_dir": folder / name, "parallel": parallel, **options}
+        case = {"run_dir": folder / name, "parallel": parallel, "data": {"shapes": SHAPES}}
+        return {"task": "tests.parallel.fsdp_worker:train", **case, **options}
 
     def resumes(name, parallel):  # and writes nothing
-        return run(name, parallel, steps=1, look_before=True)
+        return run(name, parallel, steps=2, look_before=True)
 
     def experts(task, parallel):
         task = f"benchmarks.parallel_checkpoints:{task}"
@@ -63,6 +71,9 @@ def results(tmp_path_factory):
             "fsdp2_to_distributed2": resumes("fsdp2", DISTRIBUTED),
             "distributed2_to_fsdp2": resumes("distributed2", FSDP),
             "distributed2_to_fsdp2_optim": resumes("distributed2", kinds["optim"]),
+            "distributed2_to_tp2_sp": resumes("distributed2", TP2SP),
+            "distributed2_to_cp2": resumes("distributed2", CP2),
+            "distributed2_to_pp2": resumes("distributed2", PP2),
             "bf16_distributed2": run("bf16", DISTRIBUTED, precision="bf16", steps=3, look_after=True),
             **{f"bf16_{k}": run("bf16", kinds[k], precision="bf16", steps=3, look_after=True) for k in BF16_SHARDINGS},
             **{f"{backbone}_{k}": small(backbone, p) for backbone in SMALL for k, p in kinds.items()},
@@ -74,6 +85,8 @@ def results(tmp_path_factory):
         },
         1: {
             "fsdp2_to_ddp1": resumes("fsdp2", DDP),
+            "distributed2_to_one": resumes("distributed2", DISTRIBUTED),
+            "run_one": run("one", DDP, **saves),
             **{f"{backbone}_one": small(backbone, DDP) for backbone in SMALL},
             "frozen_fsdp1": small("frozen", FSDP),
             "one_experts": {"parallel": DDP, "packed": True, "model": EXPERTS},
@@ -197,6 +210,10 @@ RESUMED = {
     "fsdp2_to_tp2_sp_fsdp2": "run_fsdp2",
     "distributed2_to_fsdp2": "run_distributed2",
     "distributed2_to_fsdp2_optim": "run_distributed2",
+    "distributed2_to_tp2_sp": "run_distributed2",
+    "distributed2_to_cp2": "run_distributed2",
+    "distributed2_to_pp2": "run_distributed2",
+    "distributed2_to_one": "run_distributed2",
 }
 
 
@@ -216,3 +233,13 @@ def test_samples_and_held_out_loss_are_those_of_the_run_that_saved(results, name
     assert seen["held_out"] == pytest.approx(expected["held_out"], rel=SUM_RTOL)
     for kind in ("averaged", "raw"):
         torch.testing.assert_close(seen[kind], expected[kind], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("name", "saved"), RESUMED.items())
+def test_a_resumed_run_on_packs_of_several_sizes_is_the_run_of_one_rank(results, name, saved):
+    """Its samples are those that the run of one rank trains on after the save, and its state ends as there."""
+    one, resumed = results["run_one"], results[name]
+    assert results[saved]["samples"] == one["samples"]
+    assert sorted(one["samples"] + resumed["samples"]) == one["samples_at_end"]
+    assert resumed["grad_norms"] == pytest.approx(one["grad_norms"][2:], rel=SUM_RTOL)
+    assert_close(resumed["after"], one["at_end"], NOISE_RTOL)

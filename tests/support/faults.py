@@ -245,15 +245,17 @@ def samples_noted(file: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def data_state_by_rank() -> Iterator[None]:
-    """Key the state of the data by rank, which no data source may do."""
+def data_state_by_rank(*, has_streams: bool) -> Iterator[None]:
+    """Key the state of the data by rank, which no data source may do, or return one of this rank without streams."""
     from energon_data.streams import StreamGroup
 
     def state_dict(self: StreamGroup) -> dict[str, Any]:
-        return {"streams": {self._dp_rank: {}}}
+        return {"streams": {self._dp_rank: {}}} if has_streams else {"rank": self._dp_rank}
 
-    replaced = {"state_dict": state_dict, "load_state_dict": lambda *_: None}
-    with mock.patch.multiple(StreamGroup, **replaced):
+    def load_state_dict(self: StreamGroup, state: dict[str, Any]) -> None:
+        assert has_streams or state == self.state_dict()
+
+    with mock.patch.multiple(StreamGroup, state_dict=state_dict, load_state_dict=load_state_dict):
         yield
 
 

@@ -1,11 +1,22 @@
 """What a state says of itself."""
 
-from typing import Any
+import logging
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, Optional
 
 import pytest
+import torch
 
+from dit.backends.process_groups import ProcessGroups
 from dit.checkpoint.manifest import HeldOut
-from dit.checkpoint.train_state import TrainState
+from dit.checkpoint.train_state import TrainState, build_state
+from dit.data_api import DataConfig
+from dit.errors import ConfigError
+from dit.training.pretrain import Run
+from energon_data.indexed import Sample, Samples
+from energon_data.mock import MockData
+from tests.unit.training.test_rates import tiny_config
 
 
 @pytest.mark.parametrize(("held_out", "validated"), [(None, False), (HeldOut(0.5, 3), False), (HeldOut(0.5, 6), True)])
@@ -14,3 +25,64 @@ def test_a_held_out_loss_is_that_of_its_step_alone(held_out: HeldOut | None, val
     names = "wrapped", "chunks", "optimizer", "shards", "ema", "stream", "groups", "update"
     parts: dict[str, Any] = dict.fromkeys(names)
     assert TrainState(**parts, step=6, held_out=held_out).is_validated is validated
+
+
+@pytest.mark.parametrize("identity", [None, {}, {"": {"Pictures": "digest a"}}], ids=["none", "settings", "samples"])
+def test_data_without_an_identity_are_reported_once(
+    tmp_path: Path, one_rank_world: ProcessGroups, caplog: pytest.LogCaptureFixture, identity: Optional[dict]
+) -> None:
+    """A resumed run does not notice other samples of theirs."""
+
+    class Pictures(MockData):
+        def identity(self) -> Any:
+            return DataConfig.identity(self) if identity is None else identity
+
+    config = replace(tiny_config(tmp_path), data=Pictures(num_streams=1))
+    _, spec = config.check_here()
+    with caplog.at_level(logging.INFO, "dit.checkpoint"):
+        state = build_state(config, spec, one_rank_world)
+    state.stream.close()
+    assert state.data == identity
+    line = "Pictures.identity returns None, so other samples will not be noticed when the run resumes"
+    assert [record.getMessage() for record in caplog.records] == ([line] if identity is None else [])
+
+
+@dataclass(kw_only=True)
+class Constant(Samples):
+    """Eight pictures of one value, which is not a setting."""
+
+    value: ClassVar[float]
+    background: bool = False
+    num_streams: Optional[int] = 1
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> Sample:
+        return Sample(torch.full((1, 4, 4), self.value), {"label": 0})
+
+
+def test_other_samples_of_an_own_source_are_refused_by_a_resumed_run(
+    tmp_path: Path, one_rank_world: ProcessGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Accepted ones are read from the beginning."""
+    tiny = tiny_config(tmp_path, "model.in_channels=1", "model.context_size=null")
+
+    def start(value: float, *accepted: str) -> Run:
+        monkeypatch.setattr(Constant, "value", value, raising=False)
+        checkpoint = replace(tiny.checkpoint, accept_changes=list(accepted))
+        config = replace(tiny, data=Constant(), checkpoint=checkpoint)
+        return Run(config, *config.check_here(), one_rank_world, quiet=True)
+
+    def finish(run: Run) -> int:
+        (position,) = run.state.stream.state_dict()["streams"].values()
+        run.close()
+        return position["position"]["taken"]
+
+    run = start(0.5)
+    run.step(torch.zeros(2))
+    run.save()
+    assert finish(run) == finish(start(0.5)) == 4
+    with pytest.raises(ConfigError, match=r'data: Constant: 8 samples, digest \w+ -> 8 .*accept_changes=\["data"\]'):
+        start(0.25)
+    assert finish(start(0.25, "data")) == 0

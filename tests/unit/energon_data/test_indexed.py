@@ -1,8 +1,9 @@
 """A data source with random access: its order, packs, held-out samples and positions on any number of ranks."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 import pytest
@@ -51,6 +52,55 @@ class Numbers(Samples):
 
 def test_an_epoch_is_what_is_not_held_out() -> None:
     assert Numbers(count=20, validation_samples=3).epoch_samples() == 17
+
+
+@dataclass(kw_only=True)
+class Stored(Samples):
+    """Pictures in memory that are counted when they are read.
+
+    Attributes:
+        values: value of each picture.
+        label: class of all pictures.
+        side: height of all pictures.
+    """
+
+    values: list[float]
+    label: int = 0
+    side: int = 4
+    reads: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: int) -> Sample:
+        self.reads.append(index)
+        if math.isnan(self.values[index]):
+            raise ValueError("broken")
+        return Sample(torch.full((1, self.side, 16 // self.side), self.values[index]), {"label": self.label})
+
+
+def test_the_identity_changes_with_the_samples() -> None:
+    """Latents, their shapes, conditions, damage and the number of samples."""
+    values = [float(i) for i in range(20)]
+    ((name, text),) = Stored(values=values).identity()[""].items()
+    assert name == "Stored"
+    assert text.startswith("20 samples, digest ")
+    assert Stored(values=[*values]).identity() == {"": {name: text}}
+    others = [Stored(values=values, label=1), Stored(values=values, side=2), Stored(values=values[:-1])]
+    for i in range(20):
+        others += [Stored(values=[*values[:i], value, *values[i + 1 :]]) for value in (0.5, math.nan)]
+    texts = {data.identity()[""][name] for data in others}
+    assert len(texts | {text}) == len(others) + 1
+
+
+@pytest.mark.parametrize("count", [1000, 100_000])
+def test_the_identity_reads_a_few_samples(count: int) -> None:
+    data = Stored(values=[1.0] * count)
+    before = data.identity()
+    assert len(set(data.reads)) == len(data.reads) <= 64
+    assert max(data.reads) > 0.9 * count
+    data.values = [2.0] * count
+    assert data.identity() != before
 
 
 def stream(data: Samples, spec: BatchSpec = SPEC, *, rank: int = 0, ranks: int = 1, seed: int = 5) -> Iterator:

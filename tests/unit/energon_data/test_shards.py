@@ -1,5 +1,7 @@
 """Shards are indexed where they are prepared."""
 
+import io
+import json
 import multiprocessing
 import os
 import shutil
@@ -14,7 +16,9 @@ import pytest
 import yaml
 from small_data import clips, spec, write_dataset
 
+from dit import safe_files
 from energon_data.dataset import EnergonData
+from energon_data.folder import identity
 from energon_data.prepare.shards import ShardWriter, npy_bytes, write_energon_metadata
 
 
@@ -73,19 +77,72 @@ def noise(count: int, seed: int) -> list[Any]:
 def test_the_identity_of_a_folder_changes_with_its_shards_and_not_with_its_place(tmp_path: Path) -> None:
     """Number of samples, number of shards, or only the bytes of samples of the same sizes."""
 
-    def identity(name: str) -> str:
+    def identity_of(name: str) -> str:
         return EnergonData(path=str(tmp_path / name)).identity()["path"][f"{tmp_path / name} (train)"]
 
     write_dataset(tmp_path / "one", {"train": noise(40, 0)})
     write_dataset(tmp_path / "same", {"train": noise(40, 0)})
     write_dataset(tmp_path / "other", {"train": noise(40, 1)})
     write_dataset(tmp_path / "fewer", {"train": noise(16, 0)})
-    assert identity("one") == identity("same")
-    assert identity("one").startswith("40 samples in 3 shards, digest ")
-    assert identity("fewer").startswith("16 samples in 1 shard, digest ")
-    assert identity("other").startswith("40 samples in 3 shards, digest ")
-    assert identity("other") != identity("one")
+    assert identity_of("one") == identity_of("same")
+    assert identity_of("one").startswith("40 samples in 3 shards, digest ")
+    assert identity_of("fewer").startswith("16 samples in 1 shard, digest ")
+    assert identity_of("other").startswith("40 samples in 3 shards, digest ")
+    assert identity_of("other") != identity_of("one")
     assert EnergonData(path=str(tmp_path / "one")).epoch_samples() == 40
+
+
+def without_digests(folder: Path) -> Path:
+    """Remove the SHA-256 of the shards from `dataset.json`, which other programs do not write."""
+    description = json.loads((folder / "dataset.json").read_text())
+    for shard in description["shards"].values():
+        del shard["sha256"]
+    (folder / "dataset.json").write_text(json.dumps(description))
+    return folder
+
+
+@pytest.mark.parametrize("name", ["dataset.json", "no dataset.json"])
+def test_the_identity_of_shards_without_sha256_changes_with_their_bytes(tmp_path: Path, name: str) -> None:
+    """Data of the same names and sizes are read at some offsets."""
+    found = {}
+    for place, seed in (("one", 0), ("same", 0), ("other", 1)):
+        folder = without_digests(write_dataset(tmp_path / place, {"train": noise(40, seed)}))
+        if name == "no dataset.json":
+            (folder / "dataset.json").unlink()
+        found[place] = identity(str(folder), "train")
+    sizes = [[path.stat().st_size for path in sorted((tmp_path / p).glob("*.tar"))] for p in ("one", "other")]
+    assert sizes[0] == sizes[1]
+    assert found["one"] == found["same"] != found["other"]
+
+
+def test_the_identity_of_a_large_shard_without_sha256_costs_a_few_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = without_digests(write_dataset(tmp_path / "data", {"train": noise(8, 0)}))
+    (shard,) = folder.glob("*.tar")
+    (folder / "dataset.json").unlink()
+    os.truncate(shard, 1 << 30)
+    before, read, open_binary = identity(str(folder), "train"), [0], safe_files.open_binary
+
+    class Counted(io.FileIO):
+        def read(self, size: int | None = -1) -> bytes:
+            content = super().read(size)
+            read[0] += len(content)
+            return content
+
+    def counted(path: Path) -> Any:
+        return Counted(path) if path == shard else open_binary(path)
+
+    for offset in (0, 1 << 28, 1 << 29, 3 << 28):
+        with shard.open("r+b") as file:
+            file.seek(offset + 1000)
+            file.write(b"x")
+        with monkeypatch.context() as patched:
+            patched.setattr("energon_data.folder.open_binary", counted)
+            after = identity(str(folder), "train")
+        assert after != before
+        before = after
+    assert 0 < read[0] <= 4 * (256 << 10)
 
 
 def test_the_identity_of_a_blend_names_each_folder_and_held_out_split(tmp_path: Path) -> None:
@@ -106,12 +163,12 @@ def test_the_identity_of_a_metadataset_changes_with_its_weights(tmp_path: Path) 
     for name in ("a", "b"):
         write_dataset(tmp_path / name, {"train": noise(8, 0)})
 
-    def identity(weight: int) -> Mapping[str, str]:
+    def identity_of(weight: int) -> Mapping[str, str]:
         head = {"__module__": "megatron.energon", "__class__": "MetadatasetV2"}
         members = [{"path": "a", "weight": 1}, {"path": "b", "weight": weight}]
         for name, content in (("inner", {"blend": members}), ("outer", {"path": "inner.yaml"})):
             (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump({**head, "splits": {"train": content}}))
         return EnergonData(path=str(tmp_path / "outer.yaml")).identity()["path"]
 
-    assert identity(1) == identity(1) != identity(2)
-    assert next(iter(identity(1).values())).startswith("16 samples in 2 shards, ")
+    assert identity_of(1) == identity_of(1) != identity_of(2)
+    assert next(iter(identity_of(1).values())).startswith("16 samples in 2 shards, ")

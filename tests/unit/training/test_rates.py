@@ -9,6 +9,7 @@ from benchmarks.step import build_parser, config_of
 from dit.backends.device import peak_flops
 from dit.backends.process_groups import ProcessGroups
 from dit.optimizer.part_norms import part_of
+from dit.run_config import RunConfig
 from dit.step.forward_step import training_forward_step
 from dit.training import rates
 from dit.training.pretrain import Run
@@ -16,14 +17,18 @@ from dit.training.pretrain import Run
 pytestmark = pytest.mark.usefixtures("one_rank_world")
 
 
-def tiny_run(folder: Any, groups: ProcessGroups, *settings: str) -> Run:
+def tiny_config(folder: Any, *settings: str) -> RunConfig:
     batch = [
         "training.global_batch_size=4",
         "training.micro_batch_size=4",
         "optimizer.clip_grad=0",
         "data.num_streams=1",
     ]
-    config = config_of(build_parser().parse_args(["--factory", "tiny_dit", *batch, *settings]), str(folder))
+    return config_of(build_parser().parse_args(["--factory", "tiny_dit", *batch, *settings]), str(folder))
+
+
+def tiny_run(folder: Any, groups: ProcessGroups, *settings: str) -> Run:
+    config = tiny_config(folder, *settings)
     return Run(config, *config.check_here(), groups, quiet=True)
 
 
