@@ -105,7 +105,8 @@ class Condition:
     def out_of_range(self, value: float) -> Optional[str]:
         """Return an error for an invalid class or number, None for a valid one."""
         if self.num_classes is not None:
-            return None if 0 <= value < self.num_classes else f"{value:.0f}, the classes are 0..{self.num_classes - 1}"
+            is_class = 0 <= value < self.num_classes
+            return None if is_class else f"{value:.0f}; the model has the classes 0 to {self.num_classes - 1}"
         low, high = self.limits
         return None if low <= value <= high else f"{value:g}, outside {low:g} to {high:g}"
 

@@ -1,7 +1,8 @@
 """The layout of a packed token axis (THD): which tokens belong to which sample.
 
-A token is real (valid) or padding: `valid_T` marks the real ones. T counts tokens; frames are `T` only in the shape
-`[C, T, H, W]` of a latent, and `t` in a grid `(t, h, w)`.
+A token is real or padding: `valid_T` is True for real tokens, `valid_tokens` is their number, and `real_tokens` has
+their indices. T counts tokens; frames are `T` only in the shape `[C, T, H, W]` of a latent, and `t` in a grid
+`(t, h, w)`.
 
 Shape suffixes: T local tokens of the pack, S samples in the pack, R real tokens of the pack, D any width.
 """
@@ -38,8 +39,9 @@ class SequenceLayout:
     """The samples on a packed token axis (THD).
 
     Sample `i` has the tokens `[starts[i], starts[i] + padded_lengths[i])`. The first `lengths[i]` of them are real, the
-    others are its padding. Tokens after the last sample, up to `total_tokens`, are the tail pad. Padding belongs to no
-    attention segment: attention writes zeros there, and the loss ignores it. Samples a, b of 3 and 6 tokens, each
+    others are its padding. Tokens after the last sample, up to `total_tokens`, are the tail pad. In `segment_ids_T`, a
+    padding token has the number of its sample, and the tail pad that of the last sample. But attention writes zeros to
+    padding (`cu_seqlens` excludes it), and the loss ignores it. Samples a, b of 3 and 6 tokens, each
     padded to a multiple of 4, in a pack of 14 tokens (`.` is padding):
 
         index             0  1  2  3  4  5  6  7  8  9  10 11 12 13

@@ -21,20 +21,44 @@ if TYPE_CHECKING:
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 """Formats of Pillow. Its JPEG reader also reads MPO, the multi-picture format of phones."""
 HEIC_IS_MISSING = "HEIC needs pillow-heif, which is not installed: pip install -e '.[heic]' in the repository's folder"
+MAX_PIXELS = 1 << 28
+"""Largest number of pixels of a picture, more than the 200 million of phones. Decoding needs 4 bytes per pixel (JPEG,
+PNG), 8 to 10 (progressive, rotated or transparent ones, AVIF) or 16 (WebP, 4.3 GB for the largest)."""
+MAX_SIDE = 32_768
 CONTAINERS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi,gif"
 """Containers of FFmpeg; the first six names are the same reader."""
 
 
-def open_image(file: Path | BinaryIO) -> "Image":
-    """Open a picture; pixels are decoded on first use.
+class PictureTooLargeError(ValueError):
+    """A picture or frame has too many pixels."""
+
+
+def check_size(width: int, height: int) -> None:
+    """Check the pixels of a picture or frame.
 
     Raises:
+        PictureTooLargeError: they exceed `MAX_PIXELS` or `MAX_SIDE`.
+    """
+    if width * height > MAX_PIXELS or max(width, height) > MAX_SIDE:
+        raise PictureTooLargeError(
+            f"{width} x {height} pixels; at most {MAX_PIXELS:,} in total and {MAX_SIDE:,} per side; scale it down"
+        )
+
+
+def open_image(file: Path | BinaryIO) -> "Image":
+    """Open a picture; pixels are decoded on first use, after the size in the header is checked.
+
+    Raises:
+        PictureTooLargeError: see `check_size`.
         PIL.UnidentifiedImageError: the format is not one of `IMAGE_FORMATS`, or HEIC with `reads_heic()`.
     """
     from PIL import Image
 
     formats = (*IMAGE_FORMATS, "HEIF") if reads_heic() else IMAGE_FORMATS
-    return Image.open(file, formats=formats)
+    Image.MAX_IMAGE_PIXELS = None  # Pillow's limit of 179 million; `check_size` replaces it
+    picture = Image.open(file, formats=formats)
+    check_size(*picture.size)
+    return picture
 
 
 @functools.cache

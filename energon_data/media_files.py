@@ -12,7 +12,16 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from torch import Tensor
 
 from dit.errors import ConfigError
-from dit.media import HEIC_IS_MISSING, IMAGE_FORMATS, mp4_bytes, open_image, open_video, reads_heic
+from dit.media import (
+    HEIC_IS_MISSING,
+    IMAGE_FORMATS,
+    PictureTooLargeError,
+    check_size,
+    mp4_bytes,
+    open_image,
+    open_video,
+    reads_heic,
+)
 from energon_data.samples import SampleError
 
 HEIC = frozenset({"heic", "heif"})
@@ -21,14 +30,12 @@ VIDEOS = frozenset({"mp4", "webm", "mov", "mkv", "avi", "m4v"})
 """Extensions of supported files."""
 
 Format = Literal["png", "webp", "jpg"]
-MAX_PIXELS = 178_956_970
-"""Largest number of pixels of a picture: Pillow's warning level, a quarter of a GiB as RGB."""
-MAX_SIDE = 32_768
 MAX_FRAMES = 100_000
 MAX_SECONDS = 300
 """Limit of CPU seconds to decode a picture or clip; it restarts for each clip of a longer video."""
 _ORIGINAL = {"PNG": "png", "JPEG": "jpg", "WEBP": "webp"}
 _WHITE = (255, 255, 255)
+_BAND = 256  # rows
 _ROUNDING = 1e-6  # seconds, of the times of frames
 _CRF = 16  # of H.264: visually lossless
 
@@ -63,13 +70,6 @@ class _TimedFile(io.BytesIO):
         return super().read(size)
 
 
-def _check_size(width: int, height: int) -> None:
-    if width * height > MAX_PIXELS or max(width, height) > MAX_SIDE:
-        raise SampleError(
-            "too_large", f"{width} x {height} pixels; at most {MAX_PIXELS} in total and {MAX_SIDE} per side"
-        )
-
-
 def open_picture(data: bytes) -> Image.Image:
     """Decode a picture as upright RGB; transparent areas become white.
 
@@ -81,18 +81,20 @@ def open_picture(data: bytes) -> Image.Image:
         `data` if the pixels are unchanged.
 
     Raises:
-        SampleError: it is damaged, not a picture, too slow to decode, or larger than `MAX_PIXELS` or `MAX_SIDE`. The
-            size in the header is checked first, so that a file that would expand to many GiB is refused before.
+        SampleError: it is damaged, not a picture, too slow to decode, or too large by its header (`check_size`).
     """
     try:
         with open_image(_TimedFile(data)) as opened:
-            _check_size(*opened.size)
             # The camera was rotated; the HEIC reader turns the pixels and moves the EXIF orientation to `info`.
             turned = (opened.info.get("original_orientation") or opened.getexif().get(0x0112, 1)) != 1
             original = _ORIGINAL.get(opened.format or "") if opened.mode == "RGB" and not turned else None
-            picture = _rgb(ImageOps.exif_transpose(opened))
+            opened.load()
+            ImageOps.exif_transpose(opened, in_place=True)
+            picture = _rgb(opened)
     except SampleError:
         raise
+    except PictureTooLargeError as error:
+        raise SampleError("too_large", str(error)) from error
     except UnidentifiedImageError as error:  # Pillow's message contains a memory address, which differs in every run
         if data[4:12] in (b"ftypheic", b"ftypheix", b"ftypmif1") and not reads_heic():
             raise SampleError("bad_image", HEIC_IS_MISSING) from error
@@ -115,18 +117,26 @@ def is_animated(data: bytes) -> bool:
 
 
 def _rgb(picture: Image.Image) -> Image.Image:
+    """Convert a picture to RGB, in bands of rows where a conversion needs several copies."""
+    bands = [(0, top, picture.width, min(top + _BAND, picture.height)) for top in range(0, picture.height, _BAND)]
     if picture.mode in ("I", "I;16", "I;16B", "I;16L", "F"):  # 16-bit grey, which Pillow's conversion clips
-        values = np.asarray(picture, np.float64)
+        values = np.asarray(picture)
         if not np.isfinite(values).all():
             raise SampleError("bad_image", "it has values that are not finite")
         largest = values.max(initial=0)
         top = 65535 if largest > 255 else 1 if picture.mode == "F" and largest <= 1 else 255
-        picture = Image.fromarray(np.uint8(np.round(values.clip(0, top) * (255 / top))))
+        grey = np.empty(values.shape, np.uint8)
+        for _, start, _, end in bands:
+            grey[start:end] = np.round(values[start:end].astype(np.float64).clip(0, top) * (255 / top))
+        picture = Image.fromarray(grey)
     if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
-        picture = picture.convert("RGBA")
-        paper = Image.new("RGBA", picture.size, (*_WHITE, 255))
-        picture = Image.alpha_composite(paper, picture)
-    return picture.convert("RGB")
+        opaque = Image.new("RGB", picture.size)
+        for box in bands:
+            band = picture.crop(box).convert("RGBA")
+            paper = Image.new("RGBA", band.size, (*_WHITE, 255))
+            opaque.paste(Image.alpha_composite(paper, band).convert("RGB"), box)
+        return opaque
+    return picture if picture.mode == "RGB" else picture.convert("RGB")
 
 
 def sampled_frames(
@@ -144,8 +154,8 @@ def sampled_frames(
         mirrored or stretched.
 
     Raises:
-        SampleError: it is damaged, has no video, is too slow to decode, ends before the span starts, or exceeds
-            `MAX_FRAMES`, `MAX_PIXELS` or `MAX_SIDE`.
+        SampleError: it is damaged, has no video, is too slow to decode, ends before the span starts, has more than
+            `MAX_FRAMES` frames, or frames that are too large (`check_size`).
     """
     try:
         with open_video(io.BytesIO(data)) as container:
@@ -154,7 +164,7 @@ def sampled_frames(
             stream = container.streams.video[0]
             if stream.codec_context is None:
                 raise SampleError("bad_video", "FFmpeg has no decoder for its video stream")
-            _check_size(stream.codec_context.width, stream.codec_context.height)
+            check_size(stream.codec_context.width, stream.codec_context.height)
             native = float(stream.average_rate or stream.guessed_rate or 0)
             if not native > 0:
                 raise SampleError("bad_video", "the video does not state its frame rate")
@@ -165,6 +175,8 @@ def sampled_frames(
             yield from _at_most_frames(_at_rate(decoded, fps, native, aspect))
     except (ConfigError, SampleError):
         raise
+    except PictureTooLargeError as error:
+        raise SampleError("too_large", str(error)) from error
     except Exception as error:  # PyAV raises many types of errors for damaged files
         raise SampleError("bad_video", f"unreadable video: {error}") from error
 
@@ -181,7 +193,7 @@ def _decoded(
     for packet in container.demux(stream):
         deadline.check()
         for frame in packet.decode():
-            _check_size(frame.width, frame.height)  # may differ from the size in the header
+            check_size(frame.width, frame.height)  # may differ from the size in the header
             if span is not None:
                 if frame.time is None:
                     raise SampleError("bad_video", "its frames have no times, which start and end need")
@@ -219,7 +231,7 @@ def _displayed(frame: Any, aspect: Fraction) -> Image.Image:
         picture = frame.to_image()
     if aspect != 1:
         width = max(1, round(picture.width * aspect))
-        _check_size(width, picture.height)
+        check_size(width, picture.height)
         picture = picture.resize((width, picture.height), Image.Resampling.LANCZOS)
     side_data = frame.side_data.get("DISPLAYMATRIX")
     matrix = np.eye(3) if side_data is None else np.frombuffer(bytes(side_data), np.int32).reshape(3, 3)

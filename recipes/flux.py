@@ -59,7 +59,7 @@ def flux_535m() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def flux_12b() -> run.Partial:
-    """FLUX.1 (11.9 B) on images of 1024 px, TP 2 + SP, CP 2, FSDP, two per step: 8 x 80 GB.
+    """FLUX.1 (11.9 B) on images of 1024 px, TP 2 + SP, CP 2, FSDP, two images per step: 8 x 80 GB.
 
     `--dryrun` estimates 43 GiB on each GPU.
     """

@@ -25,6 +25,7 @@ MAY_IMPORT = {
     "dit.child_processes": set(),
     "dit.durable_files": {"dit.errors"},
     "dit.safe_files": {"dit.errors"},
+    "dit.pipeline_folder": set(),
     "dit.config_record": {"dit.errors"},
     "dit.ranges": {"dit.errors"},
     "dit.patchify": {"dit.errors"},
@@ -95,7 +96,7 @@ MAY_IMPORT = {
     },
     "dit.encoders": {
         *("dit.errors", "dit.backends", "dit.conditions", "dit.condition_table", "dit.layout", "dit.batch"),
-        *("dit.safe_files", "dit.data_api", "dit.patchify", "dit.terminal"),
+        *("dit.safe_files", "dit.data_api", "dit.patchify", "dit.terminal", "dit.pipeline_folder"),
     },
     "dit.evaluation": {"dit.errors", "dit.safe_files", "dit.backends", "dit.convert", "dit.encoders"},
     "dit.convert": {
@@ -104,6 +105,7 @@ MAY_IMPORT = {
         "dit.ranges",
         "dit.condition_table",
         "dit.safe_files",
+        "dit.pipeline_folder",
         "dit.layout",
         "dit.batch",
         "dit.patchify",
@@ -114,7 +116,7 @@ MAY_IMPORT = {
     "dit.checkpoint": {
         *("dit.errors", "dit.ranges", "dit.settings", "dit.durable_files", "dit.safe_files", "dit.config_record"),
         *("dit.data_api", "dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.run_config"),
-        *("dit.convert", "dit.terminal", "dit.child_processes"),
+        *("dit.convert", "dit.terminal", "dit.child_processes", "dit.pipeline_folder"),
     },
     "dit.monitoring": {
         *("dit.errors", "dit.settings", "dit.durable_files", "dit.safe_files", "dit.terminal", "dit.layout"),

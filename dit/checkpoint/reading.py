@@ -10,6 +10,7 @@ from dit.checkpoint.reader_lock import being_read
 from dit.checkpoint.records import CONFIG_FILE, read_metadata, read_record, usable
 from dit.checkpoint.store import CheckpointStore
 from dit.errors import CheckpointError
+from dit.pipeline_folder import name_a_part
 from dit.run_config import RunConfig
 from dit.settings import CheckpointConfig
 
@@ -30,6 +31,11 @@ def candidates(path: Path | str) -> list[Path]:
 
 def no_checkpoint(path: Path | str) -> CheckpointError:
     """Return the error for a path without a valid checkpoint."""
+    if message := name_a_part(path, "transformer", "unet"):
+        return CheckpointError(
+            f"{message}: import it with `python -m launch.import_weights --format diffusers`, and give the run folder "
+            "that it writes"
+        )
     return CheckpointError(
         f"{path} is neither a run folder with a valid checkpoint nor a checkpoint (iter_NNNNNNN); "
         "give the training.run_dir of a run that saved one"

@@ -259,7 +259,7 @@ class CheckpointStore:
         for step in self.steps():
             if self.path(step).exists() and (up_to is None or step <= up_to):
                 manifests[step] = self._manifest_if_complete(step)
-        keep = self.retained({step: m for step, m in manifests.items() if m is not None})
+        keep = self.retained({step: m.held_out_loss for step, m in manifests.items() if m is not None})
         unselected = sorted(manifests.keys() - keep - {verified})
         if verified is None and unselected and not any(self._is_valid(step) for step in sorted(keep, reverse=True)):
             logger.warning("deleting no checkpoint: none of those to keep (%s) is valid", sorted(keep))
@@ -282,13 +282,13 @@ class CheckpointStore:
         manifests = {step: self._manifest_if_complete(step) for step in self.steps()}
         return {step: manifest for step, manifest in manifests.items() if manifest is not None}
 
-    def retained(self, manifests: Mapping[int, Manifest]) -> set[int]:
-        """Return the steps that a retention rule selects."""
-        newest = sorted(manifests, reverse=True)
+    def retained(self, losses: Mapping[int, Optional[float]]) -> set[int]:
+        """Return the steps that a retention rule selects, by step and held-out loss of the complete checkpoints."""
+        newest = sorted(losses, reverse=True)
         keep = set(newest[: self.config.keep_last])
         if self.config.keep_every:
             keep |= {step for step in newest if step % self.config.keep_every == 0}
-        return keep | _lowest({step: m.held_out_loss for step, m in manifests.items()}, self.config.keep_best)
+        return keep | _lowest(losses, self.config.keep_best)
 
     def _folders(self) -> Iterator[tuple[int, Path]]:
         with suppress(FileNotFoundError, NotADirectoryError):

@@ -20,8 +20,9 @@ from dit.errors import ConfigError
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.objectives.ddpm import DDPM
 from dit.objectives.noise_levels import PUBLISHED_BETAS, REFERENCE_STEPS
+from dit.pipeline_folder import PIPELINE_INDEX
 
-INDEX, PART = "model_index.json", "unet"
+INDEX, PART = PIPELINE_INDEX, "unet"
 TEXT_ENCODERS = {
     "StableDiffusionPipeline": {"text_encoder": "{}:padded"},
     "StableDiffusionXLPipeline": {

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dit import safe_files
 from dit.errors import ConfigError
+from dit.pipeline_folder import name_a_part
 
 CONFIG = "config.json"
 STEM = "diffusion_pytorch_model"
@@ -141,8 +142,8 @@ def read_diffusers(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise ConfigError(
             f"{folder} is not a folder; the diffusers layout is a folder with {CONFIG} and {STEM}.safetensors"
         )
-    if not (folder / CONFIG).exists() and (folder / "transformer" / CONFIG).exists():
-        raise ConfigError(f"{folder} is a complete pipeline; give its part {folder / 'transformer'}")
+    if message := name_a_part(folder, "transformer", "unet", "vae", "vqvae"):
+        raise ConfigError(message)
     settings = read_json(folder / CONFIG)
     if (folder / INDEX).exists():
         return settings, _read_shards(folder)

@@ -26,6 +26,7 @@ from dit.condition_table import CONTEXT, CONTEXT_2, POOLED
 from dit.conditions import Condition
 from dit.encoders.pretrained import check_hub, load_without_code
 from dit.errors import ConfigError
+from dit.pipeline_folder import name_a_part
 
 Value = TypeVar("Value")
 Kind = Literal["identity", "sentence", "t5", "umt5", "clip", "clip_projected"]
@@ -299,6 +300,8 @@ def config_of(name: str) -> Any:
         ConfigError: no encoder has that name, or a package is not installed.
     """
     source = source_of(name)
+    if message := name_a_part(name, "text_encoder"):
+        raise ConfigError(f"text encoder: {message}")
     _check_installed(name, "transformers")
     from transformers import AutoConfig
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from dit.encoders.batching import in_batches
 from dit.encoders.pretrained import check_hub, load_network
 from dit.errors import ConfigError
+from dit.pipeline_folder import name_a_part
 from dit.safe_files import parse_json, read_bytes
 
 Precision = Literal["fp32", "bf16"]
@@ -140,6 +141,8 @@ def config_of(name: str) -> dict[str, Any]:
         ConfigError: no autoencoder has that name, or diffusers is not installed.
     """
     folder = _folder(name)
+    if folder is not None and not folder.is_dir() and (message := name_a_part(name, "vae", "vqvae")):
+        raise ConfigError(f"autoencoder: {message}")
     try:
         if folder is not None:
             return dict(parse_json(read_bytes(folder / "config.json")))

@@ -52,7 +52,7 @@ class SublayerModulation:
 
         x --+--------------------------- + --+--------------------------- + --> x
             '- norm, modulate - f - gate '   '- norm, modulate - g - gate '
-            |-- 1 ----------|     |-------- 2 ----------|     |---- 3 ----|
+            |------ 1 ------|       |---------- 2 -----------|       |-3--|
 
         1 norm_modulate    2 gated_residual_then_norm    3 gated_residual
     """

@@ -169,7 +169,7 @@ def ended(letters_data: Path, folder: Path, damaged: tuple[Path, str, str], smal
         ("no text", 2, ["takes the condition 'context' (text)", "'text', only [", "model.context_size=null"]),
         ("pickled", 3, ["'train_s08'", "train-000000.tar", "is a pickle, which can execute code"]),
         ("hidden", 3, ["'train_s08'", "train-000000.tar", "Python objects, which are pickles"]),
-        ("label", 3, ["'train_s08'", "train-000000.tar", "the label is 26, the classes are 0..25"]),
+        ("label", 3, ["'train_s08'", "train-000000.tar", "the label is 26; the model has the classes 0 to 25"]),
         ("another model", 2, ["checkpoint of another model at step 4", "[64", "[32", "training.run_dir"]),
         ("never", 2, ["resume=never", "steps [2, 4]", "another training.run_dir"]),
         ("must", 5, ["resume=must", "no valid checkpoint", "resume=auto"]),

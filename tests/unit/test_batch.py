@@ -212,7 +212,7 @@ def test_dense_refuses_mixed_shapes_and_parts_of_samples():
         ({"label": per_sample(torch.tensor([1]))}, "'label' has 1 rows, needs 2"),
         (
             {"label": per_sample(torch.tensor([1, 10]))},
-            r"'sample1' has label 10, the classes are 0\.\.9 .*raise model.num_classes",
+            r"'sample1' has label 10; the model has the classes 0 to 9 .*raise model.num_classes",
         ),
         ({"label": per_sample(torch.tensor([-1, 0]))}, "'sample0' has label -1"),
         ({"loss_weight_S": torch.ones(4)}, "loss_weight_S has 4 rows, needs 2"),

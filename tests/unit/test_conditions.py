@@ -186,7 +186,7 @@ def test_moving_moves_values_flags_and_layouts() -> None:
         ("control", lambda x: x[:, :-1], r"'control' has values of shape \[11\], the model takes \[12\]"),
         ("size", lambda x: x[:, :1], r"'size' has values of shape \[1\], the model takes \[2\]"),
         ("context_2", lambda x: x[:, :2], r"'context_2' has values of shape \[2\], the model takes \[5\]"),
-        ("label", lambda x: x + 10, r"has label 1., the classes are 0\.\.9"),
+        ("label", lambda x: x + 10, r"has label 1.; the model has the classes 0 to 9"),
     ],
 )
 def test_what_does_not_fit_the_model_is_named(name: str, change, words: str) -> None:
@@ -227,7 +227,7 @@ def test_what_is_given_for_drawing_is_checked_and_the_rest_is_its_null() -> None
     for wrong, words in [
         ({"mood": [1, 2]}, "takes no condition 'mood'"),
         ({"label": [3]}, "1 values of the condition 'label' for 2 samples"),
-        ({"label": [3, 10]}, "label 10, the classes are"),
+        ({"label": [3, 10]}, "label 10; the model has the classes"),
         ({**given, "augmentation": [0.5, 1.5]}, "augmentation 1.5, outside 0 to 1"),
         ({"fps": [24.0, math.nan]}, "fps nan, outside 0.001 to 1e\\+06"),
         ({"fps": [torch.ones(2), torch.ones(2)]}, r"fps has shape \[2\]; give one number for each sample"),

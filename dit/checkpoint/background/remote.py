@@ -1,18 +1,23 @@
 """Copies of checkpoints in an object store, or at any other address that fsspec supports.
 
     s3://bucket/run/owner.yaml                                   id and settings of the run, written before a copy
+    s3://bucket/run/index.json                                   digests and losses of complete copies
     s3://bucket/run/iter_0000400/rank_00000.safetensors ...      files of a checkpoint
     s3://bucket/run/iter_0000400/manifest.json                   written last, deleted first: it marks a complete copy
 
 An object appears only when it is complete, so a manifest guarantees that all files that it lists were written before.
+The index saves requests: with it, a save reads no manifest of an unchanged copy. A copy has no entry while it changes,
+so a crash leaves no wrong entry; the next save reads the manifests of copies without an entry.
+
 Downloaded files are verified against the manifest, by size and SHA-256, before they become a checkpoint
 (`CheckpointStore.adopt`). The protocol's client determines credentials, region and endpoint: for `s3`,
 AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL and similar variables. This module does not import torch.
 """
 
 import errno
+import hashlib
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -25,8 +30,9 @@ from dit.checkpoint.manifest import MANIFEST, Manifest, step_of_folder, tree_fil
 from dit.checkpoint.reader_lock import being_read
 from dit.checkpoint.records import CONFIG_FILE, usable
 from dit.checkpoint.store import CheckpointStore
+from dit.durable_files import strict_json
 from dit.errors import CheckpointError
-from dit.safe_files import LONGEST_FILE, parse_yaml, read_bytes
+from dit.safe_files import LONGEST_FILE, parse_json, parse_yaml, read_bytes
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -34,8 +40,7 @@ T = TypeVar("T")
 CONNECT_S, READ_S, ATTEMPTS = 10, 60, 4
 """Limits of one request to an S3 store: seconds to connect, seconds between two packets, number of attempts."""
 
-
-OWNER = "owner.yaml"
+OWNER, INDEX = "owner.yaml", "index.json"
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,24 @@ class Owner:
 
     def __str__(self) -> str:
         return f"run {self.run} in training.run_dir={self.settings['training']['run_dir']}"
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A complete copy, as the index lists it.
+
+    Attributes:
+        digest: SHA-256 of its manifest.
+        held_out_loss: see `Manifest`.
+    """
+
+    digest: str
+    held_out_loss: Optional[float]
+
+    @classmethod
+    def of(cls, manifest: Manifest) -> "Copy":
+        """Return the entry of a checkpoint with this manifest."""
+        return cls(hashlib.sha256(manifest.to_text().encode()).hexdigest(), manifest.held_out_loss)
 
 
 class RemoteStore:
@@ -80,6 +103,7 @@ class RemoteStore:
         except (ImportError, ValueError) as error:
             raise CheckpointError(f"{address} cannot be used: {error}") from error
         self._root = root.rstrip("/")
+        self._index_text = b"{}"
 
     def owner(self) -> Optional[Owner]:
         """Return the run that the address belongs to; None if the address is empty.
@@ -93,14 +117,14 @@ class RemoteStore:
             entry = self._record(OWNER)
             with usable(f"{self.address}/{OWNER}"):
                 return Owner(str(entry["run"]), entry["settings"])
-        copies = self.manifests()
-        if not copies:
+        newest = next(self.manifests(), None)
+        if newest is None:
             return None
-        step, manifest = copies.popitem()
+        folder = _folder(newest.step)
         try:
-            return Owner(manifest.run, self._record(f"{_folder(step)}/{CONFIG_FILE}"))
+            return Owner(newest.run, self._record(f"{folder}/{CONFIG_FILE}"))
         except FileNotFoundError as error:
-            raise CheckpointError(f"{self.address}/{_folder(step)} has no {CONFIG_FILE}; delete that copy") from error
+            raise CheckpointError(f"{self.address}/{folder} has no {CONFIG_FILE}; delete that copy") from error
 
     def put_owner(self, owner: Owner) -> None:
         """Record the run that the address belongs to.
@@ -140,32 +164,81 @@ class RemoteStore:
         steps = (step_of_folder(name.rstrip("/").rsplit("/", 1)[-1]) for name in names)
         return sorted(step for step in steps if step is not None)
 
-    def manifests(self) -> dict[int, Manifest]:
-        """Return the manifests of all complete copies by step, ascending.
-
-        Damaged manifests are skipped with a warning.
+    def manifests(self, after: int = -1) -> Iterator[Manifest]:
+        """Read the manifests of complete copies of steps after `after`, newest first, one request per manifest.
 
         Raises:
             CheckpointError: the store cannot be read.
         """
-        manifests_by_step = {}
-        for step in self.steps():
-            with suppress(FileNotFoundError):
-                text = self._try(partial(self._read, self._path(step, MANIFEST)))
-                try:
-                    manifest = Manifest.from_text(text.decode())
-                except ValueError as error:
-                    logger.warning("%s/%s is damaged: %s", self.address, _folder(step), error)
-                    continue
-                if manifest.step == step:
-                    manifests_by_step[step] = manifest
-        return manifests_by_step
+        for step in reversed(self.steps()):
+            if step <= after:
+                return
+            manifest = self.manifest(step)
+            if manifest is not None:
+                yield manifest
 
-    def put(self, folder: Path, existing: Manifest | None = None) -> int:
-        """Copy a local checkpoint, locked against deletion meanwhile; return the number of copied bytes.
+    def manifest(self, step: int) -> Optional[Manifest]:
+        """Read the manifest of a copy; None if the copy is incomplete or, with a warning, if its manifest is damaged.
+
+        Raises:
+            CheckpointError: the store cannot be read.
+        """
+        try:
+            manifest = Manifest.from_text(self._try(partial(self._read, self._path(step, MANIFEST))).decode())
+        except FileNotFoundError:
+            return None
+        except ValueError as error:
+            logger.warning("%s/%s is damaged: %s", self.address, _folder(step), error)
+            return None
+        return manifest if manifest.step == step else None
+
+    def copies(self) -> dict[int, Optional[Copy]]:
+        """Return all copies by step, None for incomplete ones; reads only manifests that are not in the index.
+
+        Raises:
+            CheckpointError: the store cannot be read.
+        """
+        index = self._read_index()
+        copies: dict[int, Optional[Copy]] = {}
+        for step in self.steps():
+            copies[step] = index.get(step)
+            if step not in index and (manifest := self.manifest(step)) is not None:
+                copies[step] = Copy.of(manifest)
+        return copies
+
+    def put_index(self, copies: Mapping[int, Copy]) -> None:
+        """Write the index if it differs from the one that was read or written last.
+
+        Raises:
+            CheckpointError: the store cannot be written.
+        """
+        text = strict_json({step: (c.digest, c.held_out_loss) for step, c in sorted(copies.items())}).encode()
+        if text != self._index_text:
+            self._try(lambda: self._files.pipe_file(f"{self._root}/{INDEX}", text))
+            self._index_text = text
+
+    def _read_index(self) -> dict[int, Copy]:
+        """Return the entries by step; none if the index is missing or, with a warning, if it is damaged."""
+        self._index_text = b"{}"
+        with suppress(FileNotFoundError):
+            self._index_text = self._try(partial(self._read, f"{self._root}/{INDEX}"))
+            try:
+                return {
+                    int(step): Copy(str(digest), None if loss is None else float(loss))
+                    for step, (digest, loss) in parse_json(self._index_text).items()
+                }
+            except (AttributeError, TypeError, ValueError) as error:
+                logger.warning("%s/%s is damaged, all manifests are read: %s", self.address, INDEX, error)
+        return {}
+
+    def put(self, folder: Path, existing: Manifest | None = None) -> tuple[Copy, int]:
+        """Copy a local checkpoint, locked against deletion meanwhile.
 
         Args:
             existing: manifest of the existing copy, if any; unchanged files are not copied again.
+
+        Returns:
+            The copy, and the number of copied bytes.
 
         Raises:
             CheckpointError: the folder was deleted, changed, or the store cannot be written.
@@ -183,17 +256,15 @@ class RemoteStore:
             for name in changed:
                 self._try(partial(self._files.put_file, str(folder / name), self._path(manifest.step, name)))
             self._try(lambda: self._files.pipe_file(self._path(manifest.step, MANIFEST), text))
-        return sum(manifest.files[name].size_bytes for name in changed) + len(text)
+        return Copy.of(manifest), sum(manifest.files[name].size_bytes for name in changed) + len(text)
 
-    def get(self, step: int, folder: Path) -> None:
-        """Copy the files of `step` into an empty folder, without its manifest; does not verify them.
+    def get(self, manifest: Manifest, folder: Path) -> None:
+        """Copy the files of a checkpoint into an empty folder, without its manifest; does not verify them.
 
         Raises:
             CheckpointError: the store cannot be read, or the manifest names a path outside the folder.
         """
-        manifest = self.manifests().get(step)
-        if manifest is None:
-            raise CheckpointError(f"{self.address}/{_folder(step)} is not complete")
+        step = manifest.step
         for name, record in manifest.files.items():
             target = folder / name
             if folder.resolve() not in target.resolve().parents:
@@ -281,15 +352,23 @@ def copy_all(store: CheckpointStore, remote: RemoteStore) -> int:
     Raises:
         CheckpointError: the store cannot be read or written, or the newest checkpoint cannot be copied.
     """
-    copies, local = remote.manifests(), store.complete()
+    present = remote.copies()
+    copies = {step: copy for step, copy in present.items() if copy is not None}
+    local = {step: Copy.of(manifest) for step, manifest in store.complete().items()}
+    changed = {step for step in local if step not in copies or copies[step].digest != local[step].digest}
+    losses = {step: copy.held_out_loss for step, copy in {**copies, **local}.items()}
+    keep = store.retained(losses) | local.keys()
+    cut_off = {step for step in present.keys() - copies.keys() if step < max(local, default=0)}
+    unselected = (copies.keys() | cut_off) - keep
+    remote.put_index({step: copy for step, copy in copies.items() if step not in changed | unselected})
     sent = 0
-    for step, manifest in sorted(local.items(), reverse=True):
-        if step not in copies or copies[step].to_text() != manifest.to_text():
-            sent += remote.put(store.path(step), copies.get(step))
-    keep = store.retained({**copies, **local}) | local.keys()
-    cut_off = {step for step in remote.steps() if step not in copies and step < max(local, default=0)}
-    for step in (copies.keys() | cut_off) - keep:
+    for step in sorted(changed, reverse=True):
+        existing = remote.manifest(step) if step in copies else None
+        copies[step], size = remote.put(store.path(step), existing)
+        sent += size
+    for step in unselected:
         remote.delete(step)
+    remote.put_index({step: copy for step, copy in copies.items() if step not in unselected})
     return sent
 
 
@@ -302,13 +381,11 @@ def fetch_newer(store: CheckpointStore, remote: RemoteStore) -> int | None:
     Raises:
         CheckpointError: the remote store cannot be read, or the local disk cannot be written.
     """
-    newest = max(store.complete(), default=-1)
-    for step, manifest in sorted(remote.manifests().items(), reverse=True):
-        if step <= newest:
-            return None
+    for manifest in remote.manifests(after=max(store.complete(), default=-1)):
+        step = manifest.step
         logger.info("fetching checkpoint of step %d (%d bytes) from %s", step, manifest.size_bytes, remote.address)
         try:
-            store.adopt(manifest, partial(remote.get, step))
+            store.adopt(manifest, partial(remote.get, manifest))
             return step
         except CheckpointError as error:
             logger.warning("skipping %s/%s: %s", remote.address, _folder(step), error)

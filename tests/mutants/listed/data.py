@@ -357,6 +357,20 @@ MUTANTS = (
         (MEDIA,),
     ),
     Mutant(
+        "a picture is decoded whatever size its header has",
+        "dit/media.py",
+        "    check_size(*picture.size)",
+        "    pass",
+        (MEDIA,),
+    ),
+    Mutant(
+        "a picture is copied while it is decoded",
+        "energon_data/media_files.py",
+        "ImageOps.exif_transpose(opened, in_place=True)",
+        "opened = ImageOps.exif_transpose(opened)",
+        (MEDIA,),
+    ),
+    Mutant(
         "media: a video is opened in any container of FFmpeg",
         "dit/media.py",
         '"format_whitelist": CONTAINERS, ',

@@ -154,15 +154,29 @@ MUTANTS = (
     Mutant(
         "copies are deleted with their local checkpoints",
         "dit/checkpoint/background/remote.py",
-        "keep = store.retained({**copies, **local}) | local.keys()",
+        "keep = store.retained(losses) | local.keys()",
         "keep = local.keys()",
         (REMOTE,),
     ),
     Mutant(
         "an older copy replaces the newest checkpoint",
         "dit/checkpoint/background/remote.py",
-        "if step <= newest:",
+        "if step <= after:",
         "if step < 0:",
+        (REMOTE,),
+    ),
+    Mutant(
+        "a copy has an entry in the index while it changes",
+        "dit/checkpoint/background/remote.py",
+        "if step not in changed | unselected})",
+        "})",
+        (REMOTE,),
+    ),
+    Mutant(
+        "the newest copy is found by reading all",
+        "dit/checkpoint/background/remote.py",
+        "for step in reversed(self.steps()):",
+        "for step in [s for s in reversed(self.steps()) if self.manifest(s)]:",
         (REMOTE,),
     ),
     Mutant(

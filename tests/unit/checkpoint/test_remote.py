@@ -3,6 +3,7 @@
 import json
 import shutil
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -10,8 +11,8 @@ import pytest
 from dit.checkpoint.background import copies as copies_module
 from dit.checkpoint.background import remote
 from dit.checkpoint.background.copies import Copies
-from dit.checkpoint.background.remote import OWNER, Owner, RemoteStore, copy_all, fetch_newer
-from dit.checkpoint.manifest import MANIFEST, verify_folder
+from dit.checkpoint.background.remote import INDEX, OWNER, Owner, RemoteStore, copy_all, fetch_newer
+from dit.checkpoint.manifest import MANIFEST, FileRecord, Manifest, verify_folder
 from dit.errors import CheckpointError, ConfigError
 from dit.settings import CheckpointConfig
 from tests.support.object_store import BUCKET, hanging, object_store
@@ -38,14 +39,31 @@ def content(folder):
 
 
 def steps_of(bucket):
-    return sorted({int(key.split("/")[1][5:]) for key in bucket.objects() if not key.endswith(OWNER)})
+    return sorted({int(key.split("/")[1][5:]) for key in bucket.objects() if not key.endswith((OWNER, INDEX))})
+
+
+def complete_copies():
+    return sorted(manifest.step for manifest in RemoteStore(ADDRESS).manifests())
+
+
+def put(bucket, key, body):
+    bucket.client().put_object(Bucket=BUCKET, Key=f"mine/{key}", Body=body)
+
+
+def requests_of(bucket, action):
+    """Return the result of an action, and method and path of each request."""
+    bucket.requests.clear()
+    result = action()
+    return result, [(method, path.partition("mine/")[2]) for method, path in bucket.requests]
 
 
 def test_a_copy_has_the_files_to_the_bit_and_comes_back(bucket, tmp_path):
     store = make_store(tmp_path / "a", keep_last=2)
     save(store, 3, consumed_samples=12)
     sent = copy_all(store, RemoteStore(ADDRESS))
-    assert {key.split("/", 2)[2]: value for key, value in bucket.objects().items()} == content(store.path(3))
+    objects = bucket.objects()
+    del objects[f"mine/{INDEX}"]
+    assert {key.split("/", 2)[2]: value for key, value in objects.items()} == content(store.path(3))
     assert sent == sum(map(len, content(store.path(3)).values()))
     other = make_store(tmp_path / "b")
     assert fetch_newer(other, RemoteStore(ADDRESS)) == 3
@@ -58,6 +76,7 @@ def test_the_manifest_is_put_last(bucket, tmp_path):
     save(store, 3)
     copy_all(store, RemoteStore(ADDRESS))
     puts = [path for method, path in bucket.requests if method == "PUT"]
+    assert puts.pop().endswith(INDEX)
     assert len(puts) == len(FILES) + 1
     assert puts[-1].endswith(MANIFEST)
 
@@ -75,10 +94,10 @@ def test_a_copy_that_was_cut_off_is_none_and_is_made_again(bucket, tmp_path):
         copy_all(store, RemoteStore(ADDRESS))
     bucket.door = lambda method, path: None
     assert len(bucket.objects()) == 3
-    assert RemoteStore(ADDRESS).manifests() == {}
+    assert complete_copies() == []
     assert fetch_newer(make_store(tmp_path / "b"), RemoteStore(ADDRESS)) is None
     copy_all(store, RemoteStore(ADDRESS))
-    assert RemoteStore(ADDRESS).manifests().keys() == {3}
+    assert complete_copies() == [3]
 
 
 def test_what_was_cut_off_is_removed_later(bucket, tmp_path):
@@ -101,7 +120,7 @@ def test_what_is_there_is_not_sent_again(bucket, tmp_path):
     assert "PUT" not in {method for method, _ in bucket.requests}
     store.attach(3, {"held_out_loss": 0.5})
     assert copy_all(store, RemoteStore(ADDRESS)) == len((store.path(3) / MANIFEST).read_bytes())
-    assert RemoteStore(ADDRESS).manifests()[3].held_out_loss == 0.5
+    assert RemoteStore(ADDRESS).manifest(3).held_out_loss == RemoteStore(ADDRESS).copies()[3].held_out_loss == 0.5
 
 
 def test_a_step_that_is_saved_again_replaces_its_copy(bucket, tmp_path):
@@ -112,10 +131,10 @@ def test_a_step_that_is_saved_again_replaces_its_copy(bucket, tmp_path):
     folder = store.begin(3)
     (folder / "state.json").write_bytes(b"other")
     store.publish(3, {})
-    bucket.door = lambda method, path: 403 if method == "PUT" else None
+    bucket.door = lambda method, path: 403 if method == "PUT" and not path.endswith(INDEX) else None
     with pytest.raises(CheckpointError):
         copy_all(store, RemoteStore(ADDRESS))
-    assert RemoteStore(ADDRESS).manifests() == {}
+    assert complete_copies() == []
     bucket.door = lambda method, path: None
     copy_all(store, RemoteStore(ADDRESS))
     assert fetch_newer(other, RemoteStore(ADDRESS)) == 3
@@ -137,6 +156,112 @@ def test_an_empty_folder_deletes_no_copies(bucket, tmp_path):
     copy_all(store, RemoteStore(ADDRESS))
     copy_all(make_store(tmp_path / "b", keep_last=2), RemoteStore(ADDRESS))
     assert steps_of(bucket) == [1, 2]
+
+
+MANY = 200
+
+
+@pytest.fixture
+def many(bucket, tmp_path):
+    """Return a bucket with copies of steps 1 to MANY, as an earlier version made them, and a store with a newer one."""
+    record = FileRecord(1, "00")
+    for step in range(1, MANY + 1):
+        manifest = Manifest(step, {"x": record}, {"held_out_loss": 0.0 if step == 7 else 1.0})
+        put(bucket, f"iter_{step:07d}/{MANIFEST}", manifest.to_text().encode())
+    store = make_store(tmp_path / "many", keep_last=3, keep_every=1, keep_best=1)
+    save(store, MANY + 1)
+    return bucket, store
+
+
+def test_only_the_first_save_reads_all_manifests(many):
+    bucket, store = many
+    _, first = requests_of(bucket, lambda: copy_all(store, RemoteStore(ADDRESS)))
+    assert sum(path.endswith(MANIFEST) for method, path in first if method != "PUT") == MANY
+    save(store, MANY + 2)
+    _, second = requests_of(bucket, lambda: copy_all(store, RemoteStore(ADDRESS)))
+    assert len(second) <= len(FILES) + 6
+    assert RemoteStore(ADDRESS).steps() == list(range(1, MANY + 3))
+    store.config.keep_every = 100
+    _, third = requests_of(bucket, lambda: copy_all(store, RemoteStore(ADDRESS)))
+    assert not any(path.endswith(MANIFEST) for method, path in third if method == "GET")
+    assert RemoteStore(ADDRESS).steps() == [7, 100, MANY, MANY + 1, MANY + 2]
+
+
+def test_a_start_reads_one_manifest(many, tmp_path):
+    bucket, store = many
+    copy_all(store, RemoteStore(ADDRESS))
+    other = make_store(tmp_path / "b")
+    step, paths = requests_of(bucket, lambda: fetch_newer(other, RemoteStore(ADDRESS)))
+    assert step == MANY + 1
+    assert sum(path.endswith(MANIFEST) for _, path in paths) == 1
+    step, paths = requests_of(bucket, lambda: fetch_newer(other, RemoteStore(ADDRESS)))
+    assert (step, len(paths)) == (None, 1)
+    put(bucket, f"iter_{MANY + 1:07d}/config.yaml", b"{}")
+    owner, paths = requests_of(bucket, lambda: RemoteStore(ADDRESS).owner())
+    assert owner == Owner(None, {})
+    assert sum(path.endswith(MANIFEST) for _, path in paths) == 1
+
+
+@pytest.mark.parametrize("text", [b"", b"[", b"[]", b'{"3": 1}', b'{"x": ["", 1]}', b'{"3": ["", "low"]}', b"[" * 999])
+def test_a_damaged_index_is_replaced(bucket, tmp_path, caplog, text):
+    store = make_store(tmp_path)
+    save(store, 3)
+    copy_all(store, RemoteStore(ADDRESS))
+    before = bucket.objects()
+    put(bucket, INDEX, text)
+    assert copy_all(store, RemoteStore(ADDRESS)) == 0
+    assert bucket.objects() == before
+    assert f"{ADDRESS}/{INDEX} is damaged" in caplog.text
+
+
+def copy_interrupted(bucket, store):
+    """Copy, interrupted after 0, 1, 2, ... changes until it succeeds; check the index, and return the attempts."""
+    remote = RemoteStore(ADDRESS)
+    for allowed in range(40):
+        changes = []
+
+        def door(method, path, allowed=allowed, changes=changes):
+            changes.extend([path] if method in ("PUT", "DELETE", "POST") else [])
+            return 403 if len(changes) > allowed else None
+
+        bucket.door = door
+        with suppress(CheckpointError):
+            copy_all(store, remote)
+        bucket.door = lambda method, path: None
+        listed = {step for step, copy in remote.copies().items() if copy is not None}
+        assert listed == {manifest.step for manifest in remote.manifests()}, allowed
+        if len(changes) <= allowed:
+            return allowed + 1
+    raise AssertionError
+
+
+def test_an_index_lists_no_copy_that_is_incomplete(bucket, tmp_path):
+    """Wherever a change ends early: a copy is replaced, added or deleted."""
+    store = make_store(tmp_path / "a", keep_last=2)
+    for step in (1, 2):
+        save(store, step)
+    copy_all(store, RemoteStore(ADDRESS))
+    folder = store.begin(2)
+    (folder / "state.json").write_bytes(b"other")
+    store.publish(2, {})
+    assert copy_interrupted(bucket, store) > 3
+    save(store, 3)
+    assert copy_interrupted(bucket, store) > len(FILES)
+    assert complete_copies() == [2, 3]
+    store.config.keep_last = 1
+    store.prune()
+    assert copy_interrupted(bucket, store) > 2
+    assert complete_copies() == [3]
+
+
+def test_a_copy_whose_folder_was_deleted_is_made_again(bucket, tmp_path):
+    store = make_store(tmp_path / "a", keep_last=2)
+    for step in (1, 2):
+        save(store, step)
+    copy_all(store, RemoteStore(ADDRESS))
+    RemoteStore(ADDRESS).delete(2)
+    copy_all(store, RemoteStore(ADDRESS))
+    assert complete_copies() == [1, 2]
 
 
 @pytest.mark.parametrize("how", ["flipped", "cut", "removed", "manifest"])
@@ -206,7 +331,7 @@ def test_no_store_at_all_is_named(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "b")
     with pytest.raises(CheckpointError, match=r"127\.0\.0\.1:9"):
-        RemoteStore(ADDRESS).manifests()
+        RemoteStore(ADDRESS).steps()
     with pytest.raises(CheckpointError, match="gopher"):
         RemoteStore("gopher://somewhere/x")
 

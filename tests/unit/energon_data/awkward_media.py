@@ -2,6 +2,7 @@
 
 import io
 import struct
+import zlib
 from fractions import Fraction
 from pathlib import Path
 
@@ -154,3 +155,13 @@ AWKWARD = {
 """The reason for which `prepare folder --size 64` skips a file of `awkward_folder`, or `TAKEN`."""
 FOLLOWED = {"linked.png": TAKEN, "more/one.png": TAKEN, "more/two.png": TAKEN, "more/loop": "linked_folder"}
 """What changes with `--follow-links`, which reads the folder `more`."""
+
+
+def black(width: int, height: int, rows: int) -> bytes:
+    """A PNG whose header has this size, with the pixels of `rows` rows."""
+    packer = zlib.compressobj(1)
+    pixels = b"".join(packer.compress(bytes(1 + 3 * width)) for _ in range(rows)) + packer.flush()
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    chunks = [(b"IHDR", header), (b"IDAT", pixels), (b"IEND", b"")]
+    body = b"".join(struct.pack(">I", len(d)) + n + d + struct.pack(">I", zlib.crc32(n + d)) for n, d in chunks)
+    return b"\x89PNG\r\n\x1a\n" + body

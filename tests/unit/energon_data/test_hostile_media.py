@@ -23,6 +23,8 @@ from energon_data.media_files import open_picture, picture_bytes, read_pixels, v
 from energon_data.prepare.__main__ import main
 from energon_data.prepare.videos import Cut, clips_of
 from energon_data.samples import SampleError
+from tests.support.bounded import bounded
+from tests.unit.energon_data.awkward_media import black
 
 PORT = 40000 + 2 * (os.getpid() % 10000)  # test processes run in parallel
 ATTACKS = {
@@ -201,6 +203,39 @@ def test_other_pictures_are_refused(kind: str):
     noise(32).save(buffer, kind)
     with pytest.raises(SampleError, match="in none of the formats PNG, JPEG"):
         open_picture(buffer.getvalue())
+
+
+@pytest.mark.parametrize("size", [(16385, 16384), (32769, 1), (60_000, 60_000), (2**31 - 1, 2**31 - 1)])
+def test_a_header_with_too_many_pixels_is_refused_before_decoding(size: tuple[int, int], tmp_path: Path):
+    """Pillow has other limits, and an error without numbers; preparation counts such a picture."""
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "bomb.png").write_bytes(black(*size, rows=0))
+    noise(32).save(tmp_path / "in" / "good.png")
+    words = ["images", "--in", str(tmp_path / "in"), "--validation", "0", "--processes", "1", "--out"]
+    assert main([*words, str(tmp_path / "out")]) == 0
+    record = json.loads((tmp_path / "out" / "dataset.json").read_text())
+    message = f"{size[0]} x {size[1]} pixels; at most 268,435,456 in total and 32,768 per side; scale it down"
+    assert record["skipped_examples"] == {"too_large": [f"bomb.png: {message}"]}
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_picture_of_a_phone_with_200_megapixels_is_decoded_without_copies():
+    data = black(16320, 12240, rows=12240)
+    assert bounded(lambda: open_picture(data).size, memory_bytes=1 << 30) == (
+        16320,
+        12240,
+    )  # 0.8 GB, four bytes a pixel
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "F", "I", "P"])
+def test_bands_of_rows_change_no_pixel(mode: str, monkeypatch: pytest.MonkeyPatch):
+    picture = Image.merge("RGBA", (*noise(40).split(), noise(41).crop((0, 0, 40, 40)).getchannel(0))).convert(mode)
+    buffer = io.BytesIO()
+    picture.save(buffer, "TIFF" if mode in ("F", "I") else "PNG", **({"transparency": 7} if mode == "P" else {}))
+    opened = np.asarray(open_picture(buffer.getvalue()))
+    monkeypatch.setattr(media_files, "_BAND", 7)
+    assert np.array_equal(np.asarray(open_picture(buffer.getvalue())), opened)
+    assert opened.std() > 10
 
 
 # Damage that once ended in a traceback.

@@ -5,12 +5,10 @@ import json
 import os
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import tarfile
 import time
-import zlib
 from fractions import Fraction
 
 import numpy as np
@@ -36,6 +34,7 @@ from energon_data.samples import SampleError
 from tests.unit.energon_data.awkward_media import (
     EXIF_ORIENTATION,
     MATRICES,
+    black,
     jpeg,
     marked,
     marked_corner,
@@ -63,27 +62,19 @@ def test_sixteen_bits_of_grey_keep_their_shades():
     assert np.asarray(open_picture(as_file(grey)))[0, :, 0].tolist() == [0, 128, 255]
 
 
-def bomb() -> bytes:
-    """A PNG of 69 bytes whose header promises 60,000 x 60,000 pixels."""
-    header = struct.pack(">IIBBBBB", 60_000, 60_000, 8, 2, 0, 0, 0)
-    chunks = [(b"IHDR", header), (b"IDAT", zlib.compress(b"")), (b"IEND", b"")]
-    body = b"".join(struct.pack(">I", len(d)) + n + d + struct.pack(">I", zlib.crc32(n + d)) for n, d in chunks)
-    return b"\x89PNG\r\n\x1a\n" + body
-
-
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
         (b"", "bad_image"),
         (b"no picture", "bad_image"),
         (as_file(noise(64, 64))[:500], "bad_image"),
-        (bomb(), ("bad_image", "too_large")),
+        (black(60_000, 60_000, rows=0), "too_large"),
     ],
 )
 def test_damaged_pictures_and_bombs_are_refused(data, reason):
     with pytest.raises(SampleError) as caught:
         open_picture(data)
-    assert caught.value.reason in reason
+    assert caught.value.reason == reason
 
 
 # From folder to training and back.
@@ -359,7 +350,7 @@ def test_pixels_of_a_clip_that_are_not_square_are_made_square():
 def test_bad_files_are_counted_by_reason_and_nothing_else_is_lost(tmp_path):
     source = folder_of_pictures(tmp_path / "in")
     (source / "p03.png").write_bytes(b"")
-    (source / "p04.png").write_bytes(bomb())
+    (source / "p04.png").write_bytes(black(60_000, 60_000, rows=0))
     (source / "p05.txt").write_bytes(b"\xff\xfe\xff")
     (source / "p06.png").write_bytes(as_file(noise(8, 8)))
     os.unlink(source / "p07.png")

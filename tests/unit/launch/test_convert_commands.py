@@ -168,7 +168,7 @@ def test_an_index_that_points_elsewhere_is_refused(tmp_path, capsys, weight_map,
 def test_a_pipeline_is_told_from_its_transformer(tmp_path, capsys):
     (tmp_path / "pipe").mkdir()
     folder_of(tmp_path / "pipe" / "transformer", {}, {"x": torch.zeros(1)})
-    assert "give its part" in refuse(capsys, tmp_path / "run", tmp_path / "pipe", kind="diffusers")
+    assert "name its part" in refuse(capsys, tmp_path / "run", tmp_path / "pipe", kind="diffusers")
     assert "does not exist" in refuse(capsys, tmp_path / "run", tmp_path / "nowhere", kind="diffusers")
 
 
