@@ -167,7 +167,7 @@ def _listed(
 ) -> tuple[list[Entry], list[Skipped]]:
     """Return the files in a list, sorted by name, and the other files of the folder."""
     existing = {entry.name: entry for entry in entries}
-    unlisted = SampleError("not_listed", f"not in {list_file.name}")
+    unlisted = SampleError("not_listed", f"not in {list_file.name}; only files that it names are read")
     not_used = [skip for skip in skipped if skip.reason != "no_picture" and skip.name not in rows]
     not_used += [Skipped.of(name, unlisted) for name in existing if name not in rows]
     # Listed files that do not exist are included, so that they count as samples that cannot be read.

@@ -58,13 +58,25 @@ def test_files_that_a_list_does_not_name_are_counted(tmp_path, capsys, command, 
     source = mixed(tmp_path / "in")
     (source / "metadata.jsonl").write_text('{"file_name": "p00.png"}\n')
     described(source, tmp_path / "out", command)
-    assert f"skipped, not_listed: {count}; p01.png: not in metadata.jsonl" in capsys.readouterr().out
+    expected = f"skipped, not_listed: {count}; p01.png: not in metadata.jsonl; only files that it names are read"
+    assert expected in capsys.readouterr().out
     for path in source.glob("*.mp4"):
         path.unlink()
     rows = [json.dumps({"file_name": path.name}) for path in sorted(source.glob("*.png"))]
     (source / "metadata.jsonl").write_text("\n".join(rows))
     described(source, tmp_path / "all", command)
     assert "skipped" not in capsys.readouterr().out
+
+
+def test_a_dry_run_counts_the_files_of_the_folder_and_the_samples_that_it_tried(tmp_path, capsys):
+    source = mixed(tmp_path / "in", videos=0)
+    rows = [json.dumps({"file_name": name}) for name in ("p00.png", "p01.png")]
+    (source / "metadata.jsonl").write_text("\n".join(rows))
+    (source / "p00.png").write_bytes(b"")
+    assert main(["images", "--in", str(source), "--out", str(tmp_path / "out"), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "skipped, not_listed: 4; p02.png: not in metadata.jsonl" in said
+    assert "skipped, bad_image: 1 of the 2 tried; p00.png: the file is empty" in said
 
 
 def test_the_examples_are_the_captions_with_the_smallest_hashes(tmp_path):
