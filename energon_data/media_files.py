@@ -34,6 +34,8 @@ MAX_FRAMES = 100_000
 MAX_SECONDS = 300
 """Limit of CPU seconds to decode a picture or clip; it restarts for each clip of a longer video."""
 _ORIGINAL = {"PNG": "png", "JPEG": "jpg", "WEBP": "webp"}
+_HEIC_BRANDS = (b"ftypheic", b"ftypheix", b"ftypmif1")
+_EMPTY = "the file is empty; copy it again"
 _WHITE = (255, 255, 255)
 _BAND = 256  # rows
 _ROUNDING = 1e-6  # seconds, of the times of frames
@@ -96,15 +98,23 @@ def open_picture(data: bytes) -> Image.Image:
     except PictureTooLargeError as error:
         raise SampleError("too_large", str(error)) from error
     except UnidentifiedImageError as error:  # Pillow's message contains a memory address, which differs in every run
-        if data[4:12] in (b"ftypheic", b"ftypheix", b"ftypmif1") and not reads_heic():
-            raise SampleError("bad_image", HEIC_IS_MISSING) from error
-        raise SampleError(
-            "bad_image", f"{len(data)} bytes in none of the formats {', '.join(IMAGE_FORMATS)}"
-        ) from error
+        raise SampleError("bad_image", _why_unidentified(data)) from error
     except Exception as error:
-        raise SampleError("bad_image", f"unreadable picture: {error}") from error
+        raise SampleError("bad_image", f"unreadable picture: {str(error).strip()}") from error
     picture.info = {"original": original, "turned": turned}
     return picture
+
+
+def _why_unidentified(data: bytes) -> str:
+    """Return why no reader recognizes a picture file."""
+    if not data:
+        return _EMPTY
+    kind = "HEIC" if data[4:12] in _HEIC_BRANDS else "AVIF" if data[4:12] == b"ftypavif" else None
+    if kind == "HEIC" and not reads_heic():
+        return HEIC_IS_MISSING
+    if kind is not None:
+        return f"a {kind} file that is damaged or ends early, after {len(data)} bytes; copy it again"
+    return f"{len(data)} bytes in none of the formats {', '.join(IMAGE_FORMATS)}, HEIC"
 
 
 def is_animated(data: bytes) -> bool:
@@ -178,7 +188,16 @@ def sampled_frames(
     except PictureTooLargeError as error:
         raise SampleError("too_large", str(error)) from error
     except Exception as error:  # PyAV raises many types of errors for damaged files
-        raise SampleError("bad_video", f"unreadable video: {error}") from error
+        raise SampleError("bad_video", _why_unreadable(data, error)) from error
+
+
+def _why_unreadable(data: bytes, error: Exception) -> str:
+    """Return why a video file cannot be decoded."""
+    if not data:
+        return _EMPTY
+    if data[4:8] == b"ftyp" and b"moov" not in data:
+        return f"it ends early, after {len(data)} bytes: its index (moov) is missing; copy it again"
+    return f"unreadable video: {getattr(error, 'strerror', None) or error}"
 
 
 def _decoded(

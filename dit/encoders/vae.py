@@ -146,6 +146,8 @@ def config_of(name: str) -> dict[str, Any]:
     try:
         if folder is not None:
             return dict(parse_json(read_bytes(folder / "config.json")))
+        if name.count("/") > 1 or name.startswith((".", "/", "~")):
+            raise FileNotFoundError(f"{Path(name).expanduser().absolute()} is not a folder")
         from diffusers import AutoencoderKL
 
         check_hub(name)

@@ -131,10 +131,12 @@ def _forecast(preparation: Preparation) -> str:
         lines.append(
             f"  {sample.key}: {'x'.join(map(str, sample.shape))}, {', '.join(sample.parts)}, {size:,} bytes; {caption}"
         )
-    for reason, texts in record.examples.items():
-        lines.append(f"  skipped, {reason}: {texts[0]}")
+    tried = len(samples) + len(record.skips) - len(preparation.skipped)
+    of_folder = {skip.reason for skip in preparation.skipped}
+    for reason, count in record.skipped.most_common():
+        share = "" if reason in of_folder else f" of the {tried} tried"
+        lines.append(f"  skipped, {reason}: {count:,}{share}; {record.examples[reason][0]}")
     if samples and entry != "archive":
-        tried = len(samples) + len(record.skips) - len(preparation.skipped)
         mean = sum(sum(map(len, sample.parts.values())) for sample in samples) / tried
         lines.append(
             f"  about {mean * preparation.entries / 2**20:,.1f} MiB in all, estimated from {counted(tried, 'sample')}"

@@ -167,7 +167,7 @@ def _listed(
 ) -> tuple[list[Entry], list[Skipped]]:
     """Return the files in a list, sorted by name, and the other files of the folder."""
     existing = {entry.name: entry for entry in entries}
-    unlisted = SampleError("not_listed", f"not in {list_file.name}")
+    unlisted = SampleError("not_listed", f"not in {list_file.name}; only files that it names are read")
     not_used = [skip for skip in skipped if skip.reason != "no_picture" and skip.name not in rows]
     not_used += [Skipped.of(name, unlisted) for name in existing if name not in rows]
     # Listed files that do not exist are included, so that they count as samples that cannot be read.
@@ -215,16 +215,22 @@ def _walk(folder: Path, extensions: frozenset[str], follow_links: bool) -> tuple
         for name in reversed(names):  # of cat.txt and cat.TXT, the first one counts
             if (extension := walk.extension_of(name)) in COMPANIONS:
                 companions.setdefault((walk.stem_of(name), extension), name)
-        media = {walk.stem_of(name) for name in names if walk.extension_of(name) in PICTURES | VIDEOS}
+        # A companion with exactly the name of a file precedes one with other accents.
+        companions = {(walk.composed(stem), ending): name for (stem, ending), name in companions.items()} | companions
+        media = {walk.composed(walk.stem_of(name)) for name in names if walk.extension_of(name) in PICTURES | VIDEOS}
         for name in names:
             path = place / name
             full_name = path.relative_to(folder).as_posix()
-            if full_name in LISTS or (walk.extension_of(name) in COMPANIONS and walk.stem_of(name) in media):
+            stem = walk.stem_of(name)
+            if full_name in LISTS or (walk.extension_of(name) in COMPANIONS and walk.composed(stem) in media):
                 continue
             if (why := walk.not_read(path, extensions)) is not None:
                 skipped.append(Skipped.of(full_name, why))
                 continue
-            companion_names = [companions.get((walk.stem_of(name), extension)) for extension in COMPANIONS]
+            companion_names = [
+                companions.get((stem, extension), companions.get((walk.composed(stem), extension)))
+                for extension in COMPANIONS
+            ]
             files = tuple(
                 file for companion in companion_names if companion and (file := walk.seen_file(place / companion))
             )

@@ -20,7 +20,7 @@ from typing import Any, Optional
 from dit.errors import ConfigError, DataError
 from dit.safe_files import open_binary
 from energon_data.prepare.sources import CAPTION_NAMES, leaves, read_object
-from energon_data.prepare.walk import FOLLOW, Skipped
+from energon_data.prepare.walk import FOLLOW, Skipped, composed
 from energon_data.samples import SampleError
 
 LISTS = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
@@ -70,6 +70,7 @@ def read_list(path: Path, names: Collection[str]) -> tuple[Rows, list[Skipped]]:
     if path.suffix == ".tsv":
         return _numbered_rows(path, names)
     rows: dict[str, dict[str, dict[str, Any]]] = {}
+    spellings = {composed(name): name for name in names} | {name: name for name in names}
     for number, row in enumerate(_parsed(path), 1):
         if "file_name" not in row and "file" in row:
             row["file_name"] = row.pop("file")
@@ -83,6 +84,7 @@ def read_list(path: Path, names: Collection[str]) -> tuple[Rows, list[Skipped]]:
         if name.startswith("/") or ".." in PurePosixPath(name).parts or "\\" in name:
             raise DataError(f"{path}, row {number}: file_name {name!r} leaves the folder; name files inside it")
         name = str(PurePosixPath(name))
+        name = spellings.get(name, spellings.get(composed(name), name))
         span = "" if row.get("start") is None and row.get("end") is None else f"{row.get('start')} to {row.get('end')}"
         by_span = rows.setdefault(name, {})
         if by_span and ("" in by_span or span == "" or span in by_span):

@@ -2,6 +2,7 @@
 
 import os
 import stat
+import unicodedata
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -63,6 +64,11 @@ def folders_below(folder: Path, follow_links: bool, skipped: list[Skipped]) -> I
 def stem_of(name: str) -> str:
     """Return a name without its last extension."""
     return name.rpartition(".")[0]
+
+
+def composed(name: str) -> str:
+    """Return a name with each accent and its letter as one character (NFC); macOS stores them as two."""
+    return unicodedata.normalize("NFC", name)
 
 
 def extension_of(name: str) -> str:

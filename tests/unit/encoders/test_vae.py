@@ -139,6 +139,14 @@ def test_bf16_is_close_and_gives_float32(saved):
     assert not torch.equal(rounded, exact)
 
 
+@pytest.mark.parametrize("name", ["encoders/new/vae", "./vae", "/encoders/vae"])
+def test_a_path_without_a_folder_is_named_in_full(tmp_path, monkeypatch, name):
+    """A relative path in `dataset.json` is relative to the folder in which the data were prepared."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"no autoencoder at '{name}': {(tmp_path / name)} is not a folder; name"):
+        Geometry.read(name)
+
+
 def test_errors_of_reading_and_encoding_are_one_line(saved, tmp_path):
     folder, _ = saved("hunyuan")
     with pytest.raises(ConfigError, match="multiples of 8"):

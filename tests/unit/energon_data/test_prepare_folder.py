@@ -5,13 +5,14 @@ import io
 import json
 import os
 import tarfile
+import unicodedata
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
-from dit.errors import ConfigError
+from dit.errors import EXIT_DATA, ConfigError
 from energon_data.media_files import open_picture, video_bytes
 from energon_data.prepare.__main__ import main
 from energon_data.prepare.build import CAPTIONS
@@ -57,13 +58,25 @@ def test_files_that_a_list_does_not_name_are_counted(tmp_path, capsys, command, 
     source = mixed(tmp_path / "in")
     (source / "metadata.jsonl").write_text('{"file_name": "p00.png"}\n')
     described(source, tmp_path / "out", command)
-    assert f"skipped, not_listed: {count}; p01.png: not in metadata.jsonl" in capsys.readouterr().out
+    expected = f"skipped, not_listed: {count}; p01.png: not in metadata.jsonl; only files that it names are read"
+    assert expected in capsys.readouterr().out
     for path in source.glob("*.mp4"):
         path.unlink()
     rows = [json.dumps({"file_name": path.name}) for path in sorted(source.glob("*.png"))]
     (source / "metadata.jsonl").write_text("\n".join(rows))
     described(source, tmp_path / "all", command)
     assert "skipped" not in capsys.readouterr().out
+
+
+def test_a_dry_run_counts_the_files_of_the_folder_and_the_samples_that_it_tried(tmp_path, capsys):
+    source = mixed(tmp_path / "in", videos=0)
+    rows = [json.dumps({"file_name": name}) for name in ("p00.png", "p01.png")]
+    (source / "metadata.jsonl").write_text("\n".join(rows))
+    (source / "p00.png").write_bytes(b"")
+    assert main(["images", "--in", str(source), "--out", str(tmp_path / "out"), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert "skipped, not_listed: 4; p02.png: not in metadata.jsonl" in said
+    assert "skipped, bad_image: 1 of the 2 tried; p00.png: the file is empty" in said
 
 
 def test_the_examples_are_the_captions_with_the_smallest_hashes(tmp_path):
@@ -123,6 +136,50 @@ def test_a_caption_in_capitals_is_read_and_samples_without_one_are_counted(tmp_p
     found = {name: about.get("caption") for name, about in metadata_of(tmp_path / "out").items()}
     assert found == {"p00.png": "picture 0", "UPPER.PNG": "picture 1", "p02.png": None, "p03.png": "picture 3"}
     assert "\n  without a caption: 1 of 4\n" in capsys.readouterr().out
+
+
+COMPOSED = unicodedata.normalize("NFC", "caf\u00e9")
+DECOMPOSED = unicodedata.normalize("NFD", COMPOSED)
+
+
+@pytest.mark.parametrize("kind", ["companion", "list"])
+@pytest.mark.parametrize(("picture", "text"), [(COMPOSED, DECOMPOSED), (DECOMPOSED, COMPOSED)])
+def test_a_caption_is_found_in_either_spelling_of_an_accent(tmp_path, kind, picture, text):
+    """macOS writes an accent as a character of its own, most editors write one character with the letter."""
+    source = mixed(tmp_path / "in", pictures=1, videos=0)
+    (source / "p00.png").rename(source / f"{picture}.png")
+    (source / "p00.txt").unlink()
+    if kind == "companion":
+        (source / f"{text}.txt").write_text("a bar")
+    else:
+        row = {"file_name": f"{text}.png", "text": "a bar"}
+        (source / "metadata.jsonl").write_text(json.dumps(row, ensure_ascii=False))
+    assert described(source, tmp_path / "out", "images")["skipped"] == {}
+    assert metadata_of(tmp_path / "out")[f"{picture}.png"]["caption"] == "a bar"
+
+
+@pytest.mark.parametrize("kind", ["companion", "list"])
+def test_files_in_both_spellings_of_an_accent_keep_their_own_captions(tmp_path, kind):
+    source = mixed(tmp_path / "in", pictures=2, videos=0)
+    names = (COMPOSED, DECOMPOSED)
+    for i, name in enumerate(names):
+        (source / f"p{i:02d}.png").rename(source / f"{name}.png")
+        (source / f"p{i:02d}.txt").rename(source / f"{name}.txt")
+    if kind == "list":
+        rows = [{"file_name": f"{name}.png", "text": f"picture {i}"} for i, name in enumerate(names)]
+        (source / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    described(source, tmp_path / "out", "images")
+    found = {name: about["caption"] for name, about in metadata_of(tmp_path / "out").items()}
+    assert found == {f"{COMPOSED}.png": "picture 0", f"{DECOMPOSED}.png": "picture 1"}
+
+
+def test_two_spellings_of_one_file_in_a_list_are_refused(tmp_path, capsys):
+    source = mixed(tmp_path / "in", pictures=1, videos=0)
+    (source / "p00.png").rename(source / f"{DECOMPOSED}.png")
+    rows = [{"file_name": f"{name}.png", "text": name} for name in (COMPOSED, DECOMPOSED)]
+    (source / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert main(["images", "--in", str(source), "--out", str(tmp_path / "out")]) == EXIT_DATA
+    assert "is listed twice" in capsys.readouterr().err
 
 
 def test_a_class_of_some_samples_is_said(tmp_path, capsys):

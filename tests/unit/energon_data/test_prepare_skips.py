@@ -31,6 +31,7 @@ from tests.unit.energon_data.awkward_media import (
     heic,
     marked,
     marked_corner,
+    mp4,
 )
 
 
@@ -82,6 +83,35 @@ def test_a_heic_file_of_a_rotated_camera_is_counted_and_upright(tmp_path, capsys
     picture = open_picture(heic(marked(), 6))
     assert picture.size == (HEIGHT, WIDTH)
     assert marked_corner(np.asarray(picture)) == "top right"
+
+
+@pytest.mark.parametrize("kind", ["HEIC", "AVIF"])
+def test_a_half_copied_picture_is_named_as_such(kind):
+    """The metadata of such a file lie at its end, so the reader does not recognize what is left."""
+    if kind == "HEIC" and not media.reads_heic():
+        pytest.skip("needs pillow-heif")
+    noise = Image.effect_noise((64, 64), 50).convert("RGB")
+    data = heic(noise, 6) if kind == "HEIC" else encoded(noise, "AVIF")
+    length = len(data) // 2
+    expected = f"a {kind} file that is damaged or ends early, after {length} bytes; copy it again"
+    with pytest.raises(SampleError, match=expected):
+        open_picture(data[:length])
+
+
+def test_a_half_copied_video_is_named_as_such():
+    """Cameras write the index after the frames."""
+    data = mp4(marked())
+    length = data.index(b"moov") - 10
+    expected = rf"ends early, after {length} bytes: its index \(moov\) is missing; copy it again"
+    with pytest.raises(SampleError, match=expected):
+        list(clips_of(data[:length], Cut()))
+
+
+def test_an_empty_file_is_named_as_such():
+    with pytest.raises(SampleError, match="the file is empty"):
+        open_picture(b"")
+    with pytest.raises(SampleError, match="the file is empty"):
+        list(clips_of(b"", Cut()))
 
 
 def test_a_folder_of_links_is_read_with_follow_links_and_named_without(tmp_path, capsys):
