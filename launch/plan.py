@@ -283,14 +283,16 @@ def searched(problem: "Problem", sample: "Sample") -> Report:
     from dit.planner.search import Prices, costs, judged
     from dit.planner.step import planned_step
     from dit.planner.time import Cluster
+    from dit.planner.trace import Tracer
 
     layouts = allowed(problem, candidates(problem))
     if not layouts.found:
         return Report(problem, rates(problem, sample), layouts, judged(problem, []), (0.0, 0.0), None, None)
     started, stages, traced = time.perf_counter(), shapes(layouts.found), {}
-    for number, shape in enumerate(stages, 1):
-        announce(f"tracing stage {number} of {len(stages)}: {stage_name(shape)}")
-        traced[shape] = costs(problem, shape, layouts.found)
+    with Tracer() as tracer:
+        for number, shape in enumerate(stages, 1):
+            announce(f"tracing stage {number} of {len(stages)}: {stage_name(shape)}")
+            traced[shape] = costs(problem, shape, tracer, layouts.found)
     end_of_traces = time.perf_counter()
     prices = Prices(problem, traced)
     verdict = judged(problem, [prices.of(candidate, dims) for candidate, dims in layouts.found])

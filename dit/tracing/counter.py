@@ -19,7 +19,8 @@ from dit.tracing.repeats import CPU, fake_op_cache, tensors_in
 
 Key = TypeVar("Key", bound=Hashable)
 REAL_ELEMENTS = 1 << 23
-"""Integer tables up to this number of elements are computed with real values."""
+REAL_FLOATS = 1 << 12
+"""Operations on integers of up to `REAL_ELEMENTS`, and on floats of up to `REAL_FLOATS`, compute real values."""
 DEVICE, NUMBER = torch.ops.prim.device.default, torch.ops.aten._local_scalar_dense.default
 MASKED, SORT = torch.ops.aten.masked_select.default, torch.ops.aten.sort.stable
 ANSWER = 1000
@@ -276,7 +277,8 @@ class StepCounter(TorchDispatchMode):
 def _is_table(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> bool:
     """Return whether an operation without fake tensors creates a small table, which is computed with real values."""
     if tensors:
-        return sum(x.numel() for x in tensors) <= REAL_ELEMENTS
+        limit = REAL_FLOATS if any(x.is_floating_point() for x in tensors) else REAL_ELEMENTS
+        return sum(x.numel() for x in tensors) <= limit
     dtype = kwargs.get("dtype")
     if func._overloadpacket is torch.ops.aten.arange:
         return all(isinstance(x, int) for x in args) and max(map(abs, args)) <= REAL_ELEMENTS
