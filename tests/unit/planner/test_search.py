@@ -22,7 +22,7 @@ from dit.settings import OptimizerConfig, TrainingConfig
 from dit.tracing.packs import PackShape
 
 GRID, TEXT = (8, 32, 32), 256
-OF_MEMORY, OF_TIME = 0.07, 0.03
+OF_MEMORY, OF_TIME = 0.07, 0.04
 OF_SMALL = 0.01
 """Of time and of memory, where the micro-batch itself was traced."""
 MANY, SECONDS = 10_000, 5.0
@@ -81,7 +81,7 @@ def priced():
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in EXACT]
 )
 def test_a_price_is_that_of_the_traced_layout(name, priced):
-    """Time within 3 %, memory within 7 %: the slack of embeddings and head, which a price puts on every stage."""
+    """Time within 4 %, memory within 7 %: the slack of embeddings and head, which a price puts on every stage."""
     (task, prices), candidate = priced, EXACT[name]
     ((_, dims),) = allowed(task, iter([candidate])).found
     price = prices.of(candidate, dims)
