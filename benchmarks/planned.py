@@ -1,30 +1,29 @@
-"""Compare the planner with published measurements on H100: `python -m benchmarks.planned`.
+"""Compare the planner with published measurements: `python -m benchmarks.planned`.
 
 The matrix products, the attention and the traffic of a row are those of our recipe with the same model and layout,
-traced on fake tensors. The published systems have other memory-bound kernels, so this work is assumed, not traced: the
-passes over memory of an eager adaLN block as counted in plain PyTorch, and the unsharded adaLN weights, which every
-rank of NeMo stores, updates and exchanges with its replicas. Megatron-Core's data parallelism sets gradients to zero
-before a step and divides them after it; ours does not. The batch size was not published: 256 samples are assumed, which
+traced on fake tensors. So is the memory-bound work, except in the rows of NeMo's adaLN models, whose kernels are known:
+the passes over memory of an eager block as counted in plain PyTorch, and the unsharded adaLN weights, which every rank
+stores, updates and exchanges with its replicas. Megatron-Core's data parallelism sets gradients to zero before a step
+and divides them after it; ours does not. The batch size of these rows was not published: 256 samples are assumed, which
 matters for the row with pipeline stages.
 
-Two constants are fitted to the four rows of NeMo, the rates of matrix products and of attention; the row of Wan is not
-fitted. Leave-one-out errors show the quality of the fit: a row is predicted with the rates of the other three.
+Eight constants are fitted (`dit.planner.devices.Fitted`). Errors of a system that the fit has not seen show its
+quality: a row is predicted with constants fitted to the rows of the other systems.
 """
 
 import argparse
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Optional
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Optional
 
 import numpy as np
 
 from dit.errors import EXIT_OK, one_line_errors
-from dit.planner.devices import H100, Device
+from dit.planner.devices import Fitted, devices
 from dit.planner.time import (
     FORWARD,
-    K_HOST,
     K_MEMORY,
     MICRO_BATCH,
     ONCE,
@@ -42,6 +41,8 @@ if TYPE_CHECKING:
     from dit.run_config import RunConfig
     from dit.tracing.counter import StepTrace
 
+STEPS, DELTA, LARGEST_STEP, PENALTY = 12, 1e-3, 0.3, 0.02
+"""Of the fit: iterations, difference for slopes, largest change of a logarithm in an iteration, penalty of a change."""
 EAGER_PASSES, EAGER_FORWARD_PASSES = 178, 52
 """Reads and writes of tokens x hidden size in an eager layer of three sub-layers: in total, and in its forward pass.
 
@@ -61,47 +62,129 @@ MODULATION_BYTES = 12
 
 @dataclass(frozen=True)
 class Row:
-    """A published measurement on H100, 8 per node.
+    """A published measurement.
 
     Attributes:
         name: as in the table.
-        recipe: of this project, with the same model and layout.
+        system: rows of a system are left out of the fit together.
+        device: name of the device.
         gpus: number of GPUs.
-        tokens_per_s: per GPU.
+        seconds: duration of a step.
+        recipe, overrides: of this project, with the same model and layout.
+        tokens, text_tokens: (t, h, w) patches of a sample and tokens of its text, if not those of the recipe.
+        node_size: GPUs joined by NVLink.
+        fp8: whether matrix products are in MXFP8.
         fitted: whether the constants are fitted to it.
-        overrides: of the recipe.
-        modulation: weights of a layer's adaLN projections, divided by the squared hidden size.
+        modulation: weights of a layer's unsharded adaLN projections, divided by the squared hidden size, in NeMo's
+            rows; 0 for rows whose memory-bound work is traced.
     """
 
     name: str
-    recipe: str
+    system: str
+    device: str
     gpus: int
-    tokens_per_s: float
-    fitted: bool = True
+    seconds: float
+    recipe: str
     overrides: tuple[str, ...] = ()
-    modulation: int = 9
+    tokens: Optional[tuple[int, int, int]] = None
+    text_tokens: Optional[int] = None
+    node_size: int = 8
+    fp8: bool = False
+    fitted: bool = True
+    modulation: int = 0
 
 
+def _nemo(name: str, recipe: str, tokens: int, tokens_per_s: float, samples: int = 256) -> Row:
+    """Return a row of NeMo: 256 H100, tokens/s per GPU."""
+    return Row(name, "NeMo, H100", "h100", 256, tokens * samples / (256 * tokens_per_s), recipe, modulation=9)
+
+
+def _flux(system: str, device: str, gpus: int, samples: int, ms: float, node_size: int = 8, tensor: int = 1) -> Row:
+    """Return a row of MLPerf's FLUX.1: images of 256 px and 256 text tokens, one micro-batch to a step; MXFP8 if TP 1.
+
+    Args:
+        samples: of a micro-batch.
+    """
+    batch = samples * gpus // tensor
+    layout = f"TP {tensor}, {gpus} {device.upper()}" if tensor > 1 else f"{gpus} {device.upper()}"
+    overrides = (
+        "parallel.data_parallel=distributed_optimizer",
+        "parallel.overlap_grad_reduce=True",
+        "parallel.overlap_param_gather=True",
+        f"parallel.tensor_model_parallel_size={tensor}",
+        f"training.micro_batch_size={samples}",
+        f"training.global_batch_size={batch}",
+    )
+    name = f"FLUX.1, {samples} a rank, {layout}"
+    sample = (1, 16, 16), 256
+    return Row(
+        name, system, device, gpus, ms / 1e3, "bench_flux12b_1024", overrides, *sample, node_size, fp8=tensor == 1
+    )
+
+
+def _wan(
+    system: str, device: str, gpus: int, samples: int, seconds: float, context: int, *more: str, **row: Any
+) -> Row:
+    """Return a row of Wan 2.1 14B on clips of 37,440 tokens."""
+    overrides = (
+        "parallel.tensor_model_parallel_size=1",
+        "parallel.sequence_parallel=False",
+        f"parallel.context_parallel_size={context}",
+        f"training.global_batch_size={samples}",
+        *more,
+    )
+    name = f"Wan 14B, CP {context}, {gpus} {device.upper()}"
+    return Row(name, system, device, gpus, seconds, "wan_14b_mock", overrides, **row)
+
+
+_REPLICATED = (
+    "parallel.data_parallel=distributed_optimizer",
+    "parallel.overlap_grad_reduce=True",
+    "parallel.overlap_param_gather=True",
+)
 ROWS = (
-    Row("7B 8k, TP2 SP", "bench_dit7b_8k_tp2sp", 256, 10_052),
-    Row("7B 74k, TP2 SP CP4", "bench_dit7b_74k_tp2sp_cp4", 256, 3409),
-    Row("28B 8k, TP4 PP4", "bench_dit28b_8k_tp4pp4", 256, 2510),
-    Row("28B 64k, FSDP, recomputed", "bench_dit28b_64k_fsdp_ckpt", 256, 1386),
+    _nemo("DiT-7B 8k, TP 2 SP, 256 H100", "bench_dit7b_8k_tp2sp", 8192, 10_052),
+    _nemo("DiT-7B 74k, TP 2 SP CP 4, 256 H100", "bench_dit7b_74k_tp2sp_cp4", 73_728, 3409),
+    _nemo("DiT-28B 8k, TP 4 SP PP 4, 256 H100", "bench_dit28b_8k_tp4pp4", 8192, 2510),
+    _nemo("DiT-28B 64k, FSDP, recomputed, 256 H100", "bench_dit28b_64k_fsdp_ckpt", 65_536, 1386),
     Row(
-        "Wan 14B 37k, TP2 SP CP4",
-        "wan_14b_mock",
+        "Wan 14B, TP 2 SP CP 4, 128 H100",
+        "DFM, H100",
+        "h100",
         128,
-        1974,
-        fitted=False,
-        overrides=(
-            "parallel.data_parallel=distributed_optimizer",
+        18.96,
+        "wan_14b_mock",
+        (
+            *_REPLICATED[:1],
+            "training.global_batch_size=128",
             "training.recompute=full",
             "training.recompute_layers=8",
         ),
-        modulation=0,  # a table for each layer
     ),
+    _flux("MLPerf, GB200", "gb200", 16, 32, 567.3, 72),
+    _flux("MLPerf, GB200", "gb200", 72, 32, 574.4, 72),
+    _flux("MLPerf, GB200 TP 4", "gb200", 512, 16, 184.0, 64, 4),
+    _flux("MLPerf, GB200 TP 4", "gb200", 1152, 8, 133.4, 64, 4),
+    _flux("MLPerf, GB300", "gb300", 16, 64, 918.8, 72),
+    _flux("MLPerf, GB300", "gb300", 72, 32, 511.0, 72),
+    _flux("MLPerf, GB300", "gb300", 72, 32, 517.0, 72),
+    _flux("MLPerf, GB300", "gb300", 512, 16, 171.4, 64, 4),
+    _flux("MLPerf, B200", "b200", 16, 32, 627.9),
+    _flux("MLPerf, B200", "b200", 72, 32, 625.3),
+    _flux("MLPerf, B200", "b200", 32, 32, 621.7),
+    _flux("MLPerf, B200", "b200", 16, 32, 620.6),
+    _flux("MLPerf, B200", "b200", 32, 32, 616.5),
+    _flux("MLPerf, B200", "b200", 64, 32, 630.2),
+    _flux("MLPerf, B200", "b200", 72, 32, 630.3),
+    _flux("MLPerf, B200", "b200", 128, 32, 649.9),
+    _wan("Bridge, Blackwell", "b200", 32, 64, 15.37, 2),
+    _wan("Bridge, Blackwell", "gb200", 32, 64, 15.69, 4, *_REPLICATED, node_size=72),
+    _wan("Bridge, Blackwell", "gb300", 32, 64, 11.99, 2, *_REPLICATED, node_size=72),
+    _wan("Automodel, H100", "h100", 8, 8, 35.1, 1, "training.recompute=full", fitted=False),
 )
-"""Sources: README of NVIDIA NeMo's diffusion collection, November 2024; performance summary of NVIDIA-NeMo/DFM."""
+"""Sources: README of NVIDIA NeMo's diffusion collection, November 2024; performance summaries of NVIDIA-NeMo/DFM and of
+Megatron-Bridge; MLPerf Training v5.1, median step times in the logs of NVIDIA, Supermicro, Oracle, Nebius and the
+University of Florida. Automodel's layers are assumed to be recomputed."""
 
 
 @dataclass(frozen=True)
@@ -109,9 +192,9 @@ class Traced:
     """A row with the trace of our recipe.
 
     Attributes:
-        tokens: of a step.
         micro_batches: of a step on one replica.
-        memory: assumed traffic in bytes of the published system in a micro-batch and in its forward pass, by rank.
+        memory: assumed traffic in bytes of the published system in a micro-batch and in its forward pass, by rank;
+            empty for a row whose memory-bound work is traced.
         weights: number of weights of a rank of the published system, divided by ours, by rank.
         gradients: bytes of additional traffic of gradients in the published system, by rank.
         summed: bytes of adaLN gradients that its tensor-parallel ranks send to each other, by rank.
@@ -120,35 +203,31 @@ class Traced:
     row: Row
     config: "RunConfig"
     plan: "Plan"
-    tokens: int
     micro_batches: int
     memory: dict[int, tuple[float, float]]
     weights: dict[int, float]
     gradients: dict[int, float]
     summed: dict[int, float]
 
-    @property
-    def measured(self) -> float:
-        """Seconds of the published step."""
-        return self.tokens / (self.row.gpus * self.row.tokens_per_s)
-
-    def predicted(self, device: Device) -> StepTime:
+    def predicted(self, fitted: Fitted) -> StepTime:
         """Return the time of the slowest rank."""
-        cluster = Cluster(device, self.row.gpus, self.config.parallel)
+        row = self.row
+        device = devices(fitted)[row.device]
+        cluster = Cluster(device, row.gpus, self.config.parallel, row.node_size, row.fp8)
         times = []
         for rank, trace in self.plan.ranks.items():
             published = with_unsharded_modulations(trace, self.weights[rank], self.summed[rank])
             cost = cost_of(published, self.micro_batches, cluster)
-            cost[[MICRO_BATCH, FORWARD], K_MEMORY] = np.array(self.memory[rank]) / device.memory_bandwidth
+            if self.memory:
+                cost[[MICRO_BATCH, FORWARD], K_MEMORY] = np.array(self.memory[rank]) / device.memory_bandwidth
             cost[[ONCE, UPDATE], K_MEMORY] *= self.weights[rank]
             cost[ONCE, K_MEMORY] += self.gradients[rank] / device.memory_bandwidth
-            cost[:, K_HOST] = 0.0  # of our program
             times.append(step_time(cost, self.micro_batches, cluster))
         return max(times, key=lambda time: time.total)
 
-    def error(self, device: Device) -> float:
+    def error(self, fitted: Fitted) -> float:
         """Return the predicted time over the measured one, less one."""
-        return self.predicted(device).total / self.measured - 1
+        return self.predicted(fitted).total / self.row.seconds - 1
 
 
 def traced(row: Row) -> Traced:
@@ -163,7 +242,7 @@ def traced(row: Row) -> Traced:
     task = resolve(cli.Options(factory=row.recipe, overrides=list(row.overrides)))
     config = built(task)
     dims, _ = config.check(row.gpus)
-    sample = planned_sample(task, config.model)
+    sample = planned_sample(task, config.model, row.tokens, row.text_tokens)
     parts = config.model, config.objective, config.optimizer, config.parallel, config.training
     full_plan = plan(*parts, sample.shape(dims), dims)
     sizes, layout = config.model.megatron_sizes(), config.parallel
@@ -176,15 +255,14 @@ def traced(row: Row) -> Traced:
         (EAGER_PASSES + recomputed * EAGER_FORWARD_PASSES) * one_pass + MODULATION_BYTES * weights,
         EAGER_FORWARD_PASSES * one_pass + 2 * weights,
     )
-    memory = {rank: (moved[0] * layers[rank], moved[1] * layers[rank]) for rank in full_plan.ranks}
+    memory = {rank: (moved[0] * layers[rank], moved[1] * layers[rank]) for rank in full_plan.ranks if row.modulation}
     elsewhere = 1 - 1 / layout.tensor_model_parallel_size
     counts = {rank: step.state_bytes["weights and gradients"] / WEIGHT_BYTES for rank, step in full_plan.ranks.items()}
     ratios = {rank: 1 + elsewhere * weights * layers[rank] / count for rank, count in counts.items()}
     passes = 0 if layout.data_parallel == "fsdp" else GRADIENT_PASSES
     gradients = {rank: passes * FP32_BYTES * count * ratios[rank] for rank, count in counts.items()}
     summed = {rank: 2 * elsewhere * FP32_BYTES * weights * layers[rank] for rank in counts}
-    tokens = sample.tokens * config.training.global_batch_size
-    return Traced(row, config, full_plan, tokens, dims.micro_batches, memory, ratios, gradients, summed)
+    return Traced(row, config, full_plan, dims.micro_batches, memory, ratios, gradients, summed)
 
 
 def with_unsharded_modulations(step: "StepTrace", weights: float, summed: float) -> "StepTrace":
@@ -205,52 +283,58 @@ def with_unsharded_modulations(step: "StepTrace", weights: float, summed: float)
     return replace(step, sent_bytes=sent)
 
 
-def fitted(rows: Sequence[Traced], start: Device = H100) -> Device:
-    """Return a device with rates of matrix products and attention that minimise the squared relative errors.
+def fitted(rows: Sequence[Traced], start: Fitted = Fitted()) -> Fitted:  # noqa: B008  immutable
+    """Return constants that minimise the squared relative errors of rows.
 
-    The errors are nearly linear in the inverse rates, so Newton's method on these converges in a few steps.
+    Newton's method on the logarithms. A small penalty keeps constants that no row determines near `start`.
     """
-    inverse = np.array([1 / start.matmul_flops, 1 / start.attention_flops])
+    names = [field.name for field in fields(Fitted)]
+    origin = np.log([getattr(start, name) for name in names])
+    values = origin
 
-    def device(values: "np.ndarray[tuple[int], np.dtype[np.float64]]") -> Device:
-        return replace(start, matmul_flops=1 / values[0], attention_flops=1 / values[1])
+    def residuals(logs: "np.ndarray[Any, Any]") -> "np.ndarray[Any, Any]":
+        constants = Fitted(*np.exp(logs).tolist())
+        return np.array([*(row.error(constants) for row in rows), *(PENALTY * (logs - origin))])
 
-    for _ in range(8):
-        errors = np.array([row.error(device(inverse)) for row in rows])
-        steps = np.diag(inverse * 1e-4)
-        slopes = np.array([[row.error(device(inverse + step)) for step in steps] for row in rows]) - errors[:, None]
-        inverse = inverse - np.linalg.lstsq(slopes / (inverse * 1e-4), errors, rcond=None)[0]
-    return device(inverse)
+    for _ in range(STEPS):
+        errors = residuals(values)
+        slopes = np.array([residuals(values + move) - errors for move in DELTA * np.eye(len(names))]).T / DELTA
+        values = values - np.linalg.lstsq(slopes, errors, rcond=None)[0].clip(-LARGEST_STEP, LARGEST_STEP)
+    return Fitted(*np.exp(values).tolist())
 
 
-def left_out(rows: Sequence[Traced], row: Traced) -> Device:
-    """Return the device fitted to the rows that may be fitted, without this one."""
-    return fitted([other for other in rows if other.row.fitted and other is not row])
+def left_out(rows: Sequence[Traced], system: str) -> Fitted:
+    """Return constants fitted to the rows of all other systems."""
+    return fitted([row for row in rows if row.row.fitted and row.row.system != system])
 
 
 def table(rows: Sequence[Traced]) -> str:
-    """Return a table of the predictions, each with the prediction of a fit without the row."""
-    lines = [f"{'':<26} {'published':>10} {'planned':>10} {'error':>7} {'left out':>9}  the fit without it"]
+    """Return a table of the predictions, each with the error of a fit without the row's system."""
+    lines = [
+        "| published step | measured | planned | error | error if the fit has not seen the system |",
+        "|---|---|---|---|---|",
+    ]
+    unseen = {system: left_out(rows, system) for system in dict.fromkeys(row.row.system for row in rows)}
+    errors = []
     for row in rows:
-        device = left_out(rows, row)
+        error = row.error(unseen[row.row.system])
+        errors += [abs(error)] * row.row.fitted
+        name = row.row.name + (", MXFP8" if row.row.fp8 else "")
         lines.append(
-            f"{row.row.name:<26} {row.measured * 1e3:>7,.0f} ms {row.predicted(H100).total * 1e3:>7,.0f} ms "
-            f"{row.error(H100):>+7.1%} {row.error(device):>+9.1%}  {_rates(device)}"
+            f"| {name} ({row.row.system}) | {row.row.seconds * 1e3:,.0f} ms | "
+            f"{row.predicted(Fitted()).total * 1e3:,.0f} ms | {row.error(Fitted()):+.1%} | "
+            + (f"{error:+.1%} |" if row.row.fitted else "in no fit |")
         )
-    fitted_rows = [row for row in rows if row.row.fitted]
-    not_fitted = [row.row.name for row in rows if not row.row.fitted]
+    best = asdict(fitted([row for row in rows if row.row.fitted]))
+    constants = [f"{name} {value:.4g} (used: {getattr(Fitted(), name):.4g})" for name, value in best.items()]
     return "\n".join(
         [
             *lines,
             "",
-            f"2 constants fitted to {len(fitted_rows)} rows: {_rates(fitted(fitted_rows))}; used: {_rates(H100)}",
-            f"in no fit: {', '.join(not_fitted)}",
+            f"systems that the fit has not seen: median {np.median(errors):.1%}, largest {max(errors):.1%}",
+            f"{len(best)} constants fitted to {len(errors)} rows: " + ", ".join(constants),
         ]
     )
-
-
-def _rates(device: Device) -> str:
-    return f"matmul {device.matmul_flops / 1e12:.0f}, attention {device.attention_flops / 1e12:.0f} TFLOP/s"
 
 
 @one_line_errors

@@ -36,7 +36,6 @@ CAUSES = {
     "pipeline bubble": "the pipeline's bubble",
     "data parallel": "gradients and weights that are not hidden",
     "optimizer": "the optimizer",
-    "launches": "launches of the host",
 }
 
 
@@ -45,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m launch.plan", description=__doc__)
     parser.add_argument("--factory", required=True, help="recipe (python -m launch.train --list)")
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs to train on")
-    parser.add_argument("--device", default="h100", metavar="NAME", help="h100, h200 or b200 (%(default)s)")
+    parser.add_argument("--device", default="h100", metavar="NAME", help="h100, h200, b200, gb200 or gb300 (%(default)s)")
     parser.add_argument("--nodes-of", type=int, default=8, metavar="N", help="GPUs joined by NVLink (%(default)s)")
     parser.add_argument(
         "--tokens", metavar="N|TxHxW", help="tokens of a sample, or its patches (default: the recipe's)"
@@ -283,14 +282,16 @@ def searched(problem: "Problem", sample: "Sample") -> Report:
     from dit.planner.search import Prices, costs, judged
     from dit.planner.step import planned_step
     from dit.planner.time import Cluster
+    from dit.planner.trace import Tracer
 
     layouts = allowed(problem, candidates(problem))
     if not layouts.found:
         return Report(problem, rates(problem, sample), layouts, judged(problem, []), (0.0, 0.0), None, None)
     started, stages, traced = time.perf_counter(), shapes(layouts.found), {}
-    for number, shape in enumerate(stages, 1):
-        announce(f"tracing stage {number} of {len(stages)}: {stage_name(shape)}")
-        traced[shape] = costs(problem, shape, layouts.found)
+    with Tracer() as tracer:
+        for number, shape in enumerate(stages, 1):
+            announce(f"tracing stage {number} of {len(stages)}: {stage_name(shape)}")
+            traced[shape] = costs(problem, shape, tracer, layouts.found)
     end_of_traces = time.perf_counter()
     prices = Prices(problem, traced)
     verdict = judged(problem, [prices.of(candidate, dims) for candidate, dims in layouts.found])

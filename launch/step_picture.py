@@ -21,7 +21,6 @@ COLOURS = {
     "pipeline bubble": (204, 204, 204),
     "data parallel": (221, 132, 82),
     "optimizer": (100, 181, 205),
-    "launches": (140, 140, 140),
     "other": (80, 80, 80),
 }
 

@@ -215,8 +215,8 @@ def share_main_gradients(optimizer: DistributedOptimizer) -> None:
         kind._copy_model_grads_to_main_grads(optimizer)
         groups = (*optimizer.shard_fp32_groups, *optimizer.shard_fp32_from_float16_groups)
         pairs = [(main, main.grad) for group in groups for main in group]
-        buffers = {buffer.grad_data.untyped_storage().data_ptr() for buffer in optimizer.buffers}
-        if all(grad is not None and grad.untyped_storage().data_ptr() in buffers for _, grad in pairs):
+        buffers = {buffer.grad_data.untyped_storage()._cdata for buffer in optimizer.buffers}
+        if all(grad is not None and grad.untyped_storage()._cdata in buffers for _, grad in pairs):
             shared.extend(pairs)
             in_norm.extend(kind.get_main_grads_for_grad_norm(optimizer))
 

@@ -49,7 +49,7 @@ from dit.planner.time import (
     cost_of,
     step_time,
 )
-from dit.planner.trace import trace
+from dit.planner.trace import Tracer
 from dit.tracing.counter import PHASES, STATE, StepTrace, combined
 
 Numbers = npt.NDArray[np.float64]
@@ -115,14 +115,16 @@ class Priced:
         return sum(self.memory.values())
 
 
-def costs(problem: Problem, shape: Shape, found: Sequence[tuple[Candidate, ParallelDims]] = ()) -> Costs:
+def costs(
+    problem: Problem, shape: Shape, tracer: Tracer, found: Sequence[tuple[Candidate, ParallelDims]] = ()
+) -> Costs:
     """Trace a stage shape with micro-batches of one and two samples, and larger ones that fit into memory.
 
     Args:
         found: candidates; those with other shapes are ignored.
     """
     with_shape = [(candidate, dims) for candidate, dims in found if candidate.shape == shape]
-    traced = _traced(problem, shape, (1, 2))
+    traced = _traced(problem, shape, tracer, (1, 2))
     while True:
         prices = Prices(problem, {shape: traced})
         larger = [(candidate, dims) for candidate, dims in with_shape if candidate.micro_batch_size > traced.sizes[-1]]
@@ -130,10 +132,10 @@ def costs(problem: Problem, shape: Shape, found: Sequence[tuple[Candidate, Paral
         if not fitting:
             return traced
         most = max(one.candidate.micro_batch_size for one in fitting)
-        traced = traced.and_then(_traced(problem, shape, (min(most, STEP * traced.sizes[-1]),)))
+        traced = traced.and_then(_traced(problem, shape, tracer, (min(most, STEP * traced.sizes[-1]),)))
 
 
-def _traced(problem: Problem, shape: Shape, sizes: tuple[int, ...]) -> Costs:
+def _traced(problem: Problem, shape: Shape, tracer: Tracer, sizes: tuple[int, ...]) -> Costs:
     """Trace a stage shape with micro-batches of the given sizes."""
     kind: DataParallel = "fsdp" if shape.fsdp else "distributed_optimizer"
     layout = Candidate(shape, 1, None, kind, 1).parallel(problem.parallel)
@@ -159,7 +161,7 @@ def _traced(problem: Problem, shape: Shape, sizes: tuple[int, ...]) -> Costs:
         for samples in sizes
         for probe in probes
     ]
-    traces = trace(jobs)
+    traces = tracer(jobs)
     weights = _ends_and_layer(model, [probe.stages for probe in probes], num_layers)
     cluster = Cluster(problem.device, problem.world_size, layout, problem.node_size)
     of_traces = [

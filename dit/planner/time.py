@@ -7,15 +7,16 @@ program:
     one micro-batch  =  matmul + attention + memory + tensor parallel + exchanges of context and experts
                         + ring of context parallelism, as far as attention does not hide it
                         + FSDP traffic, as far as all of this does not hide it
-                        + launch time of the host, as far as it exceeds the device time
     a step           =  (micro-batches + bubble) x one micro-batch
                         + exchange of gradients and weights beyond the last backward and the first forward pass
+                        + a share of the hidden exchanges, which slow down the computation
                         + optimizer                                                       all x FIXED_FACTOR
 ```
 
 docs/planner.md lists comparisons with published measurements.
 """
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Optional
@@ -24,16 +25,22 @@ import numpy as np
 import numpy.typing as npt
 
 from dit.parallel.dims import ParallelConfig
-from dit.planner.devices import ATTENTION_BACKWARD, FIXED_FACTOR, LATENCY_S, LAUNCH_S, Device
-from dit.tracing.counter import ATTENTION, MATMUL, NARROW, OPS, StepTrace, combined
+from dit.planner.devices import (
+    ATTENTION_BACKWARD,
+    FIXED_FACTOR,
+    FP8_FLOPS_PER_BYTE,
+    K_FILL,
+    LATENCY_S,
+    SPLITS,
+    TILES,
+    Device,
+)
+from dit.tracing.counter import ATTENTION, OPS, Product, StepTrace, combined
 from dit.tracing.counter import ATTENTION_BACKWARD as BACKWARD
 
 Seconds = npt.NDArray[np.float64]
 """Seconds by kind, in the order of `KINDS`."""
-KINDS = (
-    *("matmul", "attention", "memory", "tensor", "ring", "context", "expert", "send", "gather", "reduce"),
-    "host",
-)
+KINDS = (*("matmul", "attention", "memory", "tensor", "ring", "context", "expert", "send", "gather", "reduce"),)
 (
     K_MATMUL,
     K_ATTENTION,
@@ -45,11 +52,10 @@ KINDS = (
     K_SEND,
     K_GATHER,
     K_REDUCE,
-    K_HOST,
 ) = range(len(KINDS))
 PARTS = (
     *("matmul", "attention", "memory-bound", "tensor parallel", "context parallel", "expert parallel"),
-    *("pipeline sends", "pipeline bubble", "data parallel", "optimizer", "launches", "other"),
+    *("pipeline sends", "pipeline bubble", "data parallel", "optimizer", "other"),
 )
 """Parts of a step's time; communication counts only if exposed."""
 
@@ -65,12 +71,14 @@ class Cluster:
         world_size: number of ranks.
         parallel: parallel layout.
         node_size: GPUs joined by NVLink.
+        fp8: whether matrix products are quantised to MXFP8.
     """
 
     device: Device
     world_size: int
     parallel: ParallelConfig
     node_size: int = 8
+    fp8: bool = False
 
     def group(self, name: str) -> tuple[int, int]:
         """Return the size of a group and the distance between neighbouring ranks."""
@@ -124,6 +132,41 @@ def _kind(collective: str, group: str) -> int:
     return K_GATHER if collective == "all_gather" else K_REDUCE
 
 
+def quantised_bytes(product: Product) -> float:
+    """Return the traffic of quantising the factors of a product to MXFP8; 0 for products that stay in bf16.
+
+    Each matrix of a linear layer (input, weight, gradient of the output) is read in bf16 and written once by rows and
+    once by columns, 4 bytes per element, and is a factor of two of its three products.
+    """
+    batch, m, n, k, nbytes = product
+    return 2 * batch * (m * k + k * n) if 2 * batch * m * n * k >= FP8_FLOPS_PER_BYTE * nbytes else 0
+
+
+@functools.cache
+def product_seconds(product: Product, device: Device, fp8: bool = False) -> float:
+    """Return the time of a matrix product: that of its operations in full waves of tiles, or of its bytes if longer.
+
+    A multiprocessor computes one tile of the result at a time, so a product takes full waves of tiles. `K_FILL` is the
+    time to fill and to drain the pipeline of a tile. With few tiles, k is split over several multiprocessors, which
+    add up their tiles in memory. The library selects the fastest of these forms.
+
+    ```
+        4096 x 3072 by tiles of 256 x 128: 16 x 24 = 384 tiles = 2.9 waves of 132 multiprocessors, which take 3
+    ```
+    """
+    batch, m, n, k, nbytes = product
+    rate = device.matmul_flops * (device.fp8_speedup if fp8 and quantised_bytes(product) else 1)
+    times = []
+    for rows, columns, efficiency in TILES:
+        for split in SPLITS:
+            tiles = batch * math.ceil(m / rows) * math.ceil(n / columns) * split
+            waves = math.ceil(tiles / device.multiprocessors)
+            flops = 2 * waves * device.multiprocessors * rows * columns * (k / split + K_FILL)
+            partial = (split - 1) * 2 * 4 * batch * m * n  # written and read in fp32
+            times.append(flops / (efficiency * rate) + partial / device.memory_bandwidth)
+    return max(min(times), nbytes / device.memory_bandwidth)
+
+
 def seconds_of(trace: StepTrace, cluster: Cluster, *, once: bool = False) -> Seconds:
     """Return the seconds of a trace by kind, without any overlap.
 
@@ -133,10 +176,13 @@ def seconds_of(trace: StepTrace, cluster: Cluster, *, once: bool = False) -> Sec
     """
     device, work = cluster.device, trace.work
     seconds = np.zeros(len(KINDS))
-    seconds[K_MATMUL] = work[MATMUL] / device.matmul_flops
+    seconds[K_MATMUL] = sum(
+        count * product_seconds(product, device, cluster.fp8) for product, count in trace.products.items()
+    )
     seconds[K_ATTENTION] = (work[ATTENTION] + work[BACKWARD] / ATTENTION_BACKWARD) / device.attention_flops
-    seconds[K_MEMORY] = (trace.moved_bytes + work[NARROW]) / device.memory_bandwidth
-    seconds[K_HOST] = work[OPS] * LAUNCH_S
+    quantised = sum(count * quantised_bytes(product) for product, count in trace.products.items()) if cluster.fp8 else 0
+    seconds[K_MEMORY] = (trace.moved_bytes + quantised) / device.memory_bandwidth
+    seconds[K_MEMORY] += work[OPS] * device.operation_seconds
     for (collective, group), sent in trace.sent_bytes.items():
         kind = _kind(collective, "dp" if once and group != "tp" else group)
         seconds[kind] += cluster.seconds(group, sent, trace.calls[collective, group])
@@ -187,9 +233,17 @@ def pass_parts(seconds: Seconds, cluster: Cluster) -> dict[str, float]:
     }
     busy = sum(parts.values())
     exchanged = seconds[K_GATHER] + seconds[K_REDUCE]  # FSDP's
-    parts["data parallel"] = max(0.0, exchanged - busy)
-    parts["launches"] = max(0.0, seconds[K_HOST] - busy - parts["data parallel"])
+    parts["data parallel"] = exposed(exchanged, busy, cluster)
     return parts
+
+
+def exposed(exchanged: float, busy: float, cluster: Cluster) -> float:
+    """Return the seconds that an exchange adds to the computation next to it.
+
+    These are the seconds after the computation has ended, and those by which the exchange slows it down: its kernels
+    occupy multiprocessors and the memory.
+    """
+    return max(0.0, exchanged - busy) + cluster.device.interference * min(exchanged, busy)
 
 
 @dataclass(frozen=True)
@@ -234,10 +288,10 @@ def step_time(cost: Cost, micro_batches: int, cluster: Cluster, waits: Optional[
     bubble = bubble_passes(layout) * (forward + backward)
     parts["pipeline bubble"] = bubble if waits is None else waits
     reduce, gather = cost[ONCE, K_REDUCE], cost[ONCE, K_GATHER]
-    parts["data parallel"] += max(0.0, reduce - backward) if layout.overlap_grad_reduce else reduce
-    parts["data parallel"] += max(0.0, gather - forward) if layout.overlap_param_gather else gather
+    parts["data parallel"] += exposed(reduce, backward if layout.overlap_grad_reduce else 0.0, cluster)
+    parts["data parallel"] += exposed(gather, forward if layout.overlap_param_gather else 0.0, cluster)
     parts["tensor parallel"] += cost[ONCE, K_TENSOR]
-    parts["optimizer"] = cost[ONCE, K_MEMORY] + max(cost[UPDATE, K_MEMORY], cost[UPDATE, K_HOST]) + _sent(cost[UPDATE])
+    parts["optimizer"] = cost[ONCE, K_MEMORY] + cost[UPDATE, K_MEMORY] + _sent(cost[UPDATE])
     parts["other"] = (FIXED_FACTOR - 1) * sum(parts.values())
     return StepTime({name: float(seconds) for name, seconds in parts.items()}, (float(forward), float(backward)))
 

@@ -6,7 +6,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Optional, TypeVar
+from typing import Any, NamedTuple, Optional, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,22 +19,18 @@ from dit.tracing.repeats import CPU, fake_op_cache, tensors_in
 
 Key = TypeVar("Key", bound=Hashable)
 REAL_ELEMENTS = 1 << 23
-"""Integer tables up to this number of elements are computed with real values."""
+REAL_FLOATS = 1 << 12
+"""Operations on integers of up to `REAL_ELEMENTS`, and on floats of up to `REAL_FLOATS`, compute real values."""
 DEVICE, NUMBER = torch.ops.prim.device.default, torch.ops.aten._local_scalar_dense.default
 MASKED, SORT = torch.ops.aten.masked_select.default, torch.ops.aten.sort.stable
 ANSWER = 1000
 """Value that the host reads from a tensor without values; a gradient norm of this size is clipped."""
 STATE = ("weights and gradients", "optimizer", "average")
 PHASES = ("forward and backward", "gradient exchange", "gradient norm", "update")
-MATMUL, NARROW, ATTENTION, ATTENTION_BACKWARD, OPS = WORK = (
-    *("matmul flops", "narrow matmul bytes", "attention flops", "attention backward flops"),
-    "device ops",
-)
-"""Kinds of counted work, in addition to moved and sent bytes."""
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "convolution", "_convolution", "convolution_backward"}
-"""Operations with a FLOP formula that are not attention."""
-NARROW_FLOPS_PER_BYTE = 128
-"""Matrix products with fewer operations per byte are memory-bound on H100 and newer devices."""
+ATTENTION, ATTENTION_BACKWARD, OPS = WORK = "attention flops", "attention backward flops", "device ops"
+"""Kinds of counted work, in addition to matrix products, moved and sent bytes."""
+PRODUCTS = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
+"""Matrix products, with the index of their first factor in the arguments."""
 KINDS = {
     "allgather": "all_gather",
     "allgather_base": "all_gather",
@@ -50,6 +46,20 @@ KINDS = {
 """Kinds of collectives, by name of the dispatched operation."""
 
 
+class Product(NamedTuple):
+    """A matrix product `[batch, m, k] x [batch, k, n]`, or a convolution as such a product.
+
+    Attributes:
+        nbytes: bytes of its tensors.
+    """
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    nbytes: int
+
+
 @dataclass
 class StepTrace:
     """Counts of one rank in one optimizer step.
@@ -62,7 +72,8 @@ class StepTrace:
         sent_bytes: bytes sent, by (kind of collective, name of the group); an all-reduce counts as a ring.
         calls: number of these collectives.
         host_syncs: number of times that the host waits for a value from the device.
-        work: `flops` by kind, bytes of narrow matrix products, and operations that reach the device (`WORK`).
+        products: number of matrix products and convolutions by size.
+        work: operations of attention, and number of operations that reach the device (`WORK`).
         parts: parts of the step: "forward" and "micro-batch" (forward and backward) of one micro-batch once the
             pipeline is full, and the "update" after the last micro-batch; only the update if the step has too few
             micro-batches.
@@ -75,12 +86,14 @@ class StepTrace:
     sent_bytes: Counter[tuple[str, str]] = field(default_factory=Counter)
     calls: Counter[tuple[str, str]] = field(default_factory=Counter)
     host_syncs: int = 0
+    products: dict[Product, float] = field(default_factory=dict)
     work: Counter[str] = field(default_factory=Counter)
     parts: dict[str, "StepTrace"] = field(default_factory=dict)
 
     def copy(self) -> "StepTrace":
         """Return a copy of the current counts."""
-        return replace(self, sent_bytes=self.sent_bytes.copy(), calls=self.calls.copy(), work=self.work.copy())
+        counts = {name: getattr(self, name).copy() for name in ("sent_bytes", "calls", "products", "work")}
+        return replace(self, **counts)
 
     def since(self, earlier: "StepTrace") -> "StepTrace":
         """Return the counts since an earlier copy, without bytes of memory."""
@@ -101,11 +114,17 @@ class StepTrace:
 def combined(steps: Sequence[StepTrace], weights: Sequence[float]) -> StepTrace:
     """Return the weighted sum of steps."""
 
+    def exact(values: Sequence[float]) -> float:
+        return sum(weight * value for weight, value in zip(weights, values, strict=True))
+
+    def exact_table(tables: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
+        return {key: exact([t.get(key, 0) for t in tables]) for key in dict.fromkeys(k for t in tables for k in t)}
+
     def total(values: Sequence[float]) -> int:
-        return round(sum(weight * value for weight, value in zip(weights, values, strict=True)))
+        return round(exact(values))
 
     def table(tables: Sequence[Mapping[Key, int]]) -> dict[Key, int]:
-        return {key: total([t.get(key, 0) for t in tables]) for key in dict.fromkeys(k for t in tables for k in t)}
+        return {key: round(value) for key, value in exact_table(tables).items()}
 
     return StepTrace(
         table([step.state_bytes for step in steps]),
@@ -115,6 +134,7 @@ def combined(steps: Sequence[StepTrace], weights: Sequence[float]) -> StepTrace:
         Counter(table([step.sent_bytes for step in steps])),
         Counter(table([step.calls for step in steps])),
         total([step.host_syncs for step in steps]),
+        exact_table([step.products for step in steps]),
         Counter(table([step.work for step in steps])),
         {name: combined([step.parts[name] for step in steps], weights) for name in _common_parts(steps)},
     )
@@ -206,22 +226,28 @@ class StepCounter(TorchDispatchMode):
             with self._without_fakes():  # it may read a table of lengths
                 flops = formula(*args, **kwargs, out_val=out)
             self.trace.flops += flops
-            self._classify(func._overloadpacket.__name__, flops, sum(x.nbytes for x in (*tensors, *results)))
+            nbytes = sum(x.nbytes for x in (*tensors, *results))
+            self._count(func._overloadpacket.__name__, flops, args, results[0], nbytes)
         elif not func.is_view and not func.__name__.startswith("empty"):
             self.trace.moved_bytes += sum(x.nbytes for x in (*tensors, *results))
             self.trace.work[OPS] += fake
         return out
 
-    def _classify(self, name: str, flops: int, nbytes: int) -> None:
-        """Count a matrix product or an attention by its kind."""
-        work = self.trace.work
-        work[OPS] += 1
-        if name not in PRODUCTS:
-            work[ATTENTION_BACKWARD if "backward" in name else ATTENTION] += flops
-        elif flops < NARROW_FLOPS_PER_BYTE * nbytes:
-            work[NARROW] += nbytes
+    def _count(self, name: str, flops: int, args: Any, result: Tensor, nbytes: int) -> None:
+        """Count a matrix product or an attention."""
+        trace = self.trace
+        trace.work[OPS] += 1
+        if name in PRODUCTS:
+            a, b = args[PRODUCTS[name] : PRODUCTS[name] + 2]
+            product = Product(math.prod(a.shape[:-2]), a.shape[-2], b.shape[-1], a.shape[-1], nbytes)
+        elif "convolution" in name:
+            output = args[0] if "backward" in name else result  # or its gradient
+            rows, columns = output.numel() // output.shape[1], output.shape[1]
+            product = Product(1, rows, columns, flops // (2 * rows * columns), nbytes)
         else:
-            work[MATMUL] += flops
+            trace.work[ATTENTION_BACKWARD if "backward" in name else ATTENTION] += flops
+            return
+        trace.products[product] = trace.products.get(product, 0) + 1
 
     def _sort(self, args: Any, kwargs: Any) -> tuple[Tensor, ...]:
         """Sort a table, or copy the result for an equal table: every layer sorts the same routing scores, slowly."""
@@ -276,7 +302,8 @@ class StepCounter(TorchDispatchMode):
 def _is_table(func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> bool:
     """Return whether an operation without fake tensors creates a small table, which is computed with real values."""
     if tensors:
-        return sum(x.numel() for x in tensors) <= REAL_ELEMENTS
+        limit = REAL_FLOATS if any(x.is_floating_point() for x in tensors) else REAL_ELEMENTS
+        return sum(x.numel() for x in tensors) <= limit
     dtype = kwargs.get("dtype")
     if func._overloadpacket is torch.ops.aten.arange:
         return all(isinstance(x, int) for x in args) and max(map(abs, args)) <= REAL_ELEMENTS

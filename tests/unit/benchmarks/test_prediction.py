@@ -25,7 +25,7 @@ MEASURED = {"status": "ok", "device": "NVIDIA H200", "torch": "2", "revision": "
         ("NVIDIA B200", "b200"),
         ("NVIDIA H100 PCIe", None),
         ("NVIDIA H100 NVL", None),
-        ("NVIDIA GB200", None),
+        ("NVIDIA GB200", "gb200"),
         ("CPU", None),
     ],
 )

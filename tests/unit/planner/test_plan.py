@@ -10,7 +10,7 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.planner.job import Job, steady_state
 from dit.planner.plan import plan
-from dit.planner.trace import _fused_rms_norm, trace
+from dit.planner.trace import Tracer, _fused_rms_norm, trace
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.tracing.counter import StepTrace
 from dit.tracing.packs import PackShape
@@ -89,6 +89,25 @@ def test_a_step_before_counts_for_nothing():
     assert first.peak_bytes == pytest.approx(second.peak_bytes, abs=16)  # the first step has left a number
     assert replace(first, peak_bytes={}) == replace(second, peak_bytes={})
     assert first.host_syncs > 0
+
+
+def test_one_process_traces_layouts_one_after_another_without_warnings(capfd: pytest.CaptureFixture[str]):
+    """A search traces all layouts in one process. A layout traced after others has the counts of a new process."""
+    parts = tiny_model(num_layers=2), FlowMatching(), OptimizerConfig()
+    sharded, split = (
+        Job(*parts, ParallelConfig(**layout), TrainingConfig(), PACK, world_size=4)
+        for layout in ({}, {"tensor_model_parallel_size": 2, "sequence_parallel": True})
+    )
+    with Tracer() as tracer:
+        tracer([sharded])
+        (second,) = tracer([split])
+        process = tracer._process
+        assert process.is_alive()
+    assert process.exitcode == 0
+    (expected,) = trace([split])
+    assert second.peak_bytes == pytest.approx(expected.peak_bytes, abs=16)  # the first job has left a number
+    assert replace(second, peak_bytes={}) == replace(expected, peak_bytes={})
+    assert "data pointer" not in capfd.readouterr().err
 
 
 @pytest.fixture

@@ -17,11 +17,12 @@ from dit.planner.plan import plan
 from dit.planner.search import B_ACTIVATIONS, BYTES, Costs, Prices, costs, judged
 from dit.planner.step import planned_step
 from dit.planner.time import KINDS, Cluster
+from dit.planner.trace import Tracer
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.tracing.packs import PackShape
 
 GRID, TEXT = (8, 32, 32), 256
-OF_MEMORY, OF_TIME = 0.07, 0.03
+OF_MEMORY, OF_TIME = 0.07, 0.04
 OF_SMALL = 0.01
 """Of time and of memory, where the micro-batch itself was traced."""
 MANY, SECONDS = 10_000, 5.0
@@ -72,14 +73,15 @@ def small(gpus=8):
 def priced():
     """Return what is to be trained, and prices from the one shape that all cases have."""
     task = problem()
-    return task, Prices(task, {PLAIN: costs(task, PLAIN)})
+    with Tracer() as tracer:
+        return task, Prices(task, {PLAIN: costs(task, PLAIN, tracer)})
 
 
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in EXACT]
 )
 def test_a_price_is_that_of_the_traced_layout(name, priced):
-    """Time within 3 %, memory within 7 %: the slack of embeddings and head, which a price puts on every stage."""
+    """Time within 4 %, memory within 7 %: the slack of embeddings and head, which a price puts on every stage."""
     (task, prices), candidate = priced, EXACT[name]
     ((_, dims),) = allowed(task, iter([candidate])).found
     price = prices.of(candidate, dims)
@@ -94,7 +96,8 @@ def test_a_price_is_that_of_the_traced_layout(name, priced):
 def compared(task, size):
     """Return the price of a micro-batch of so many samples, and what a trace of the layout itself says."""
     ((candidate, dims),) = found = allowed(task, iter([Candidate(ALONE, 1, None, "distributed_optimizer", size)])).found
-    traced = costs(task, ALONE, found)
+    with Tracer() as tracer:
+        traced = costs(task, ALONE, tracer, found)
     price = Prices(task, {ALONE: traced}).of(candidate, dims)
     parts = candidate.parallel(task.parallel), candidate.training(task.training, 1)
     exact = plan(task.model, task.objective, task.optimizer, *parts, task.pack_of(size, dims.token_multiple), dims)
@@ -127,7 +130,7 @@ def test_what_does_not_fit_is_not_traced(monkeypatch: pytest.MonkeyPatch):
     task, asked = small(), []
     limit = MEMORY_SHARE * H100.memory_bytes
 
-    def traced(_, shape, sizes):
+    def traced(_, shape, tracer, sizes):
         asked.extend(sizes)
         held = np.zeros((2, len(sizes), len(BYTES)))
         held[0, :, B_ACTIVATIONS] = [size * limit / 20 for size in sizes]
@@ -135,11 +138,12 @@ def test_what_does_not_fit_is_not_traced(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr("dit.planner.search._traced", traced)
     many = [Candidate(ALONE, 1, None, "distributed_optimizer", size) for size in (1, 2, 4, 8, 16, 32, 64)]
-    costs(task, ALONE, allowed(task, iter(many)).found)
+    tracer = Tracer()
+    costs(task, ALONE, tracer, allowed(task, iter(many)).found)
     assert asked == [1, 2, 4, 8, 16]
     asked.clear()
     other = Shape(2, True, 1, 1, "none")
-    costs(task, other, allowed(task, iter(many)).found)
+    costs(task, other, tracer, allowed(task, iter(many)).found)
     assert asked == [1, 2]
 
 
