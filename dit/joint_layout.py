@@ -12,7 +12,7 @@ from torch import Tensor
 from dit.layout import SequenceLayout
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(unsafe_hash=True, kw_only=True)
 class JointLayout(SequenceLayout):
     """A pack in which each sample consists of its text, its image, and the padding of both.
 

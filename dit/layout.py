@@ -34,7 +34,8 @@ def to_device(values: Tensor, device: torch.device | str) -> Tensor:
     return values.to(device)
 
 
-@dataclass(frozen=True)
+# Not frozen, because torch 2.11 compiles again for other lengths of tuples in a frozen dataclass.
+@dataclass(unsafe_hash=True)
 class SequenceLayout:
     """The samples on a packed token axis (THD).
 

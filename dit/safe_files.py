@@ -272,6 +272,19 @@ def read_torch(source: Path | bytes | IO[bytes]) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
+def open_safetensors(path: Path) -> Any:
+    """Open a safetensors file; each tensor is read on request.
+
+    Raises:
+        OSError: the file cannot be opened, or is not a regular file.
+        SafetensorError: it is damaged.
+    """
+    from safetensors import safe_open
+
+    check_regular(path)
+    return safe_open(path, framework="pt")
+
+
 def read_array(path: Path) -> Any:
     """Return the numbers of a `.npy` file as a NumPy array.
 

@@ -13,7 +13,7 @@ from dit.models.registry import build_backbone
 from dit.verify.ranks import FORKS
 from energon_data.workers import background  # noqa: F401  sets a preload list, replaced below
 from tests.left_out import pytest_deselected, pytest_terminal_summary, pytest_testnodedown  # noqa: F401
-from tests.support.repository import REPOSITORY, outputs
+from tests.support.repository import REPOSITORY, changed, outputs
 
 FORKS.set_forkserver_preload(["tests.preload"])
 
@@ -22,14 +22,14 @@ BuildModel = Callable[..., Backbone]
 
 @pytest.fixture(scope="session", autouse=True)
 def _session_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Run fixtures of modules in a temporary folder; fail if the clone has new outputs at the end."""
+    """Run fixtures of modules in a temporary folder; fail if outputs in the clone changed."""
     before = outputs(REPOSITORY)
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("session"))
         patch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)
         yield
-    new = sorted(outputs(REPOSITORY) - before)
-    assert not new, f"{new} appeared in {REPOSITORY} during the tests: a test wrote there, or a command of yours"
+    names = changed(before, outputs(REPOSITORY))
+    assert not names, f"{names[:9]} in {REPOSITORY} changed during the tests: a test wrote there, or a command of yours"
 
 
 @pytest.fixture(autouse=True)

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from dit.checkpoint.boxes import Box
 from dit.checkpoint.manifest import CURE, FileRecord
 from dit.durable_files import write_all, write_atomic
 from dit.errors import CheckpointError
-from dit.safe_files import parse_json, read_bytes
+from dit.safe_files import open_safetensors, parse_json, read_bytes
 
 INDEX = "state.json"
 FORMAT = 2
@@ -285,7 +285,7 @@ class StateReader:
         key = _key(name, stored)
         try:
             if file not in self._files:
-                self._files[file] = safe_open(self.folder / file, framework="pt")
+                self._files[file] = open_safetensors(self.folder / file)
             opened = self._files[file]
             entry = opened.get_slice(key)
             if tuple(entry.get_shape()) != stored.sizes or entry.get_dtype() != "F32":

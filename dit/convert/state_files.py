@@ -16,8 +16,8 @@ from types import MappingProxyType
 from typing import IO, Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
 from dit import safe_files
@@ -44,13 +44,21 @@ def read_tensors(path: Path, cure: str = PLAIN) -> dict[str, Tensor]:
     """
     if path.suffix not in (".safetensors", *PICKLES):
         raise ConfigError(f"{path} is not a supported file of weights; use .safetensors, {', '.join(PICKLES)}")
+    with _reading(path):
+        if path.suffix != ".safetensors":
+            return _tensors_of(_read_pickle(path, path, cure), path)
+        with safe_files.open_safetensors(path) as file:
+            return _tensors_of({name: file.get_tensor(name) for name in file.keys()}, path)  # noqa: SIM118
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raise errors of a file of tensors as `ConfigError`."""
     try:
-        safe_files.check_regular(path)
-        loaded = load_file(path) if path.suffix == ".safetensors" else _read_pickle(path, path, cure)
+        yield
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"{path} cannot be read: {reason}; give a complete file of tensors") from error
-    return _tensors_of(loaded, path)
 
 
 def _tensors_of(loaded: object, path: Path) -> dict[str, Tensor]:
@@ -96,10 +104,14 @@ def read_nemo(path: Path) -> tuple[Any, dict[str, Tensor]]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Return the metadata of a safetensors file, or an empty dictionary for other files."""
+    """Return the metadata of a safetensors file, or an empty dictionary for other files.
+
+    Raises:
+        ConfigError: the file is missing or damaged.
+    """
     if path.suffix != ".safetensors":
         return {}
-    with safe_open(path, framework="pt") as file:
+    with _reading(path), safe_files.open_safetensors(path) as file:
         return file.metadata() or {}
 
 

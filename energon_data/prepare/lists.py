@@ -167,9 +167,10 @@ def _parquet(path: Path) -> Iterator[dict[str, Any]]:
             f"{path} needs pyarrow, which is not installed: pip install 'megatron-dit[parquet]'"
         ) from error
     try:
-        for batch in parquet.ParquetFile(path).iter_batches():
-            for row in batch.to_pylist():
-                yield {name: value for name, value in row.items() if value is not None}
+        with open_binary(path) as file:
+            for batch in parquet.ParquetFile(file).iter_batches():
+                for row in batch.to_pylist():
+                    yield {name: value for name, value in row.items() if value is not None}
     except (OSError, ArrowException) as error:
         raise DataError(f"cannot read {path}: {error}; correct the file") from error
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dit.errors import one_line_errors
-from dit.safe_files import check_regular
+from dit.safe_files import open_safetensors
 from dit.terminal import echo
 
 FILE = "letter_reader.safetensors"
@@ -183,11 +183,10 @@ def digest_of(*tensors: Tensor) -> str:
 
 def _read_network(path: Path, digest: str, num_classes: int) -> Optional[nn.Module]:
     """Return the stored network, or None if there is none for these data."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     try:
-        check_regular(path)
-        with safe_open(path, framework="pt") as file:
+        with open_safetensors(path) as file:
             if (file.metadata() or {}).get("digest") != digest:
                 return None
             state = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

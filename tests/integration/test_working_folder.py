@@ -11,7 +11,7 @@ import pytest
 import dit
 from dit.verify.ranks import run_ranks
 from tests.mutants.runner import copy_tree, run_tests
-from tests.support.repository import REPOSITORY, outputs
+from tests.support.repository import REPOSITORY, changed, outputs
 
 
 def outside(folder: Path) -> bool:
@@ -54,8 +54,21 @@ def test_what_a_demo_leaves_in_the_clone_changes_no_result(tmp_path, letters_dat
     assert run_tests([test], clone).seen_by is None
 
 
-def test_outputs_in_the_clone_are_seen(tmp_path):
-    for path in ("data/letters/dataset.json", "runs/x/metrics.jsonl", "samples.png", "README.md"):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).touch()
-    assert outputs(tmp_path) == {"data/letters", "runs/x", "samples.png"}
+def test_new_deleted_and_changed_outputs_in_the_clone_are_seen(tmp_path):
+    files = [tmp_path / name for name in ("data/letters/dataset.json", "runs/x/metrics.jsonl", "a.png", "README.md")]
+    empty = outputs(tmp_path)
+    for file in files:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text("old")
+        os.utime(file, ns=(0, 0))
+    names = ["a.png", "data/letters", "data/letters/dataset.json", "runs/x", "runs/x/metrics.jsonl"]
+    before = outputs(tmp_path)
+    assert changed(empty, before) == names
+    assert changed(before, outputs(tmp_path)) == []
+    data, metrics, picture, other = files
+    data.write_text("new")  # as long as before
+    metrics.write_text("longer")
+    os.utime(metrics, ns=(0, 0))
+    picture.unlink()
+    other.unlink()
+    assert changed(before, outputs(tmp_path)) == ["a.png", "data/letters/dataset.json", "runs/x/metrics.jsonl"]

@@ -7,7 +7,7 @@ import tarfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Optional
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from dit.checkpoint.records import read_metadata, read_record
 from dit.checkpoint.state_files import StateReader
 from dit.convert.diffusers_format import format_of_settings
 from dit.convert.state_files import read_diffusers, read_nemo, read_tensors
+from dit.convert.state_files import read_metadata as read_weights_metadata
 from dit.encoders.vae import Geometry
 from dit.errors import CheckpointError, ConfigError, DataError, UserError
 from dit.safe_files import parse_yaml, read_array
@@ -27,6 +28,7 @@ from energon_data.contents import Contents
 from energon_data.folder import check_folder
 from energon_data.prepare.archives import read_tar
 from energon_data.prepare.folders import list_folder
+from energon_data.prepare.lists import read_list
 from energon_data.prepare.tensors import read_archive
 from energon_data.samples import SampleError, unseal
 from launch import nemo_config
@@ -98,6 +100,22 @@ def test_a_pipe_in_place_of_weights_is_not_waited_for(tmp_path: Path, name: str)
     os.mkfifo(tmp_path / name)
     with pytest.raises(ConfigError, match="not a regular file"):
         bounded(lambda: (read_nemo if name.endswith("nemo") else read_tensors)(tmp_path / name))
+
+
+@pytest.mark.parametrize("content", [None, b"", b"\xff" * 100])
+def test_metadata_of_weights_is_read_from_sound_files_only(tmp_path: Path, content: Optional[bytes]) -> None:
+    """Not from a pipe, an empty file or a damaged one."""
+    path = tmp_path / "adapters.safetensors"
+    os.mkfifo(path) if content is None else path.write_bytes(content)
+    with pytest.raises(ConfigError, match=r"adapters\.safetensors cannot be read: .*give a complete file of tensors"):
+        bounded(lambda: read_weights_metadata(path))
+
+
+@pytest.mark.parametrize("file", ["list.csv", "list.parquet"])
+def test_a_pipe_in_place_of_a_list_is_not_waited_for(tmp_path: Path, file: str) -> None:
+    os.mkfifo(tmp_path / file)
+    with pytest.raises(DataError, match="not a regular file"):
+        bounded(lambda: read_list(tmp_path / file, {"a.png"}))
 
 
 def test_the_metadata_of_a_sample_may_be_nonsense() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from dit.kernels.modulation import broadcast_per_sample, gated_residual, layer_norm_modulate
 from dit.layout import SequenceLayout
@@ -79,3 +80,22 @@ def test_dense_batch_copies_no_conditioning():
     cond = torch.randn(3, 10)
     assert broadcast_per_sample(cond, DENSE).data_ptr() == cond.data_ptr()
     assert broadcast_per_sample(cond, RAGGED).shape == (24, 10)
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_ragged_packs_of_any_lengths_share_a_compiled_graph(name: str) -> None:
+    """After two packs, whose numbers of samples and tokens differ, sizes are dynamic."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("eager")
+    compiled: Op = torch.compile(OPS[name], backend=counter)
+    generator = torch.Generator().manual_seed(4)
+    counts = []
+    for lengths in ([3, 2, 4], [6, 1], [3, 1, 2, 5, 5], [2, 7, 3, 3]):
+        layout = SequenceLayout.from_lengths(lengths, multiple_of=3)
+        assert layout.kind == "ragged"
+        _ = layout.segment_ids_T, layout.tokens_by_sample  # as compiled layers do before a graph
+        rows = (layout.total_tokens, len(lengths), len(lengths))
+        leaves = [torch.randn(n, 10, generator=generator).requires_grad_() for n in rows]
+        torch.testing.assert_close(run(compiled, leaves, layout), run(OPS[name], leaves, layout))
+        counts.append(counter.frame_count)
+    assert counts[1:] == [2, 2, 2]
