@@ -44,7 +44,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m launch.plan", description=__doc__)
     parser.add_argument("--factory", required=True, help="recipe (python -m launch.train --list)")
     parser.add_argument("--gpus", type=int, required=True, metavar="N", help="GPUs to train on")
-    parser.add_argument("--device", default="h100", metavar="NAME", help="h100, h200, b200, gb200 or gb300 (%(default)s)")
+    parser.add_argument(
+        "--device", default="h100", metavar="NAME", help="h100, h200, b200, gb200 or gb300 (%(default)s)"
+    )
     parser.add_argument("--nodes-of", type=int, default=8, metavar="N", help="GPUs joined by NVLink (%(default)s)")
     parser.add_argument(
         "--tokens", metavar="N|TxHxW", help="tokens of a sample, or its patches (default: the recipe's)"
