@@ -52,7 +52,7 @@ def patchify(latent: Tensor, patch_temporal: int, patch_spatial: int) -> tuple[T
     return tokens, (frames // patch_temporal, height // patch_spatial, width // patch_spatial)
 
 
-def split_outputs(prediction_TC: Tensor, token_channels: int, latent_channels: int) -> Tensor:
+def split_outputs(prediction_TC: Tensor, token_channels: int, latent_channels: int, num_outputs: int) -> Tensor:
     """Sort the channels of a prediction by output: first the latent, then other outputs such as a variance.
 
     Networks order the channels by patch position first:
@@ -63,14 +63,15 @@ def split_outputs(prediction_TC: Tensor, token_channels: int, latent_channels: i
         prediction_TC: output of the network.
         token_channels: channels per token of a patchified latent.
         latent_channels: channels per position of a latent.
+        num_outputs: number of outputs.
 
     Returns:
         The same values, `[T, C]`; `prediction_TC` itself if there is one output.
 
     Source: the channel order of Nichol and Dhariwal 2021, arXiv:2102.09672, and DiT.
     """
-    if prediction_TC.shape[1] < 2 * token_channels:
-        return prediction_TC  # one output, perhaps followed by an uncertainty or a posterior
+    if num_outputs == 1:
+        return prediction_TC  # perhaps followed by an uncertainty, a posterior or scores
     at_position = prediction_TC.unflatten(1, (token_channels // latent_channels, -1))
     return torch.cat([at_position[..., :latent_channels].flatten(1), at_position[..., latent_channels:].flatten(1)], 1)
 

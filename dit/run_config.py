@@ -214,6 +214,7 @@ class RunConfig:
         unreached = {
             "training.validation_interval": (training.validation_interval, "no held-out loss is measured"),
             "training.sample_interval": (training.sample_interval, "no samples are drawn"),
+            "objective.adversarial.start_step": (self.objective.auxiliary.start_step, "its terms never count"),
             "training.recheck_interval": (training.recheck_interval, "no step is computed twice"),
             "logging.profile_steps": (self.logging.profile_steps, "not all of them are traced"),
         }

@@ -26,6 +26,7 @@ PARTS = {
     "model.lora": ["dit.models.lora_config:LoRAConfig"],
     "data": ["energon_data.dataset:EnergonData", "energon_data.mock:MockData"],
     "objective": list(OBJECTIVES.values()),
+    "objective.adversarial": ["dit.objectives.adversarial:Adversarial"],
     "objective.variance": ["dit.objectives.ddpm:LearnedVariance"],
     "objective.weighting": ["dit.objectives.losses:UncertaintyWeighting"],
     "optimizer": ["dit.settings:OptimizerConfig"],

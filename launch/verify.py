@@ -286,7 +286,7 @@ def compare(pair: Pair, one: dict[str, Any], many: dict[str, Any]) -> "Verdict":
     from dit.parallel.build import build_on_meta
     from dit.verify.report import judge
 
-    model = build_on_meta(pair.many.model, uncertainty=pair.many.objective.weighting is not None)
+    model = build_on_meta(pair.many.model, auxiliary=pair.many.objective.auxiliary)
     return judge(one, many, model, pair.sizes, pair.bounds, pair.floor)
 
 
@@ -391,7 +391,7 @@ def verify_full(config: "RunConfig", scratch: Optional[str]) -> Optional[Outcome
             echo(text(checks), flush=True)
         pairs = with_half(pair, config.training)
         reports = [differences(each.one, each.many, folder) for each in pairs]
-    model = build_on_meta(pair.many.model, uncertainty=pair.many.objective.weighting is not None)
+    model = build_on_meta(pair.many.model, auxiliary=pair.many.objective.auxiliary)
     verdicts: dict[str, Verdict] = {
         each.many.training.precision: judge_differences(report, model, each.sizes, each.bounds, each.floor)
         for each, report in zip(pairs, reports)
@@ -411,7 +411,7 @@ def explain_layout(config: "RunConfig", world_size: Optional[int]) -> str:
     from dit.verify.report import axis_sizes
 
     dims, _ = config.check(world_size)
-    model = build_on_meta(config.model, uncertainty=config.objective.weighting is not None)
+    model = build_on_meta(config.model, auxiliary=config.objective.auxiliary)
     return explain(model, axis_sizes(config.parallel, dims))
 
 

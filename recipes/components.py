@@ -18,6 +18,7 @@ from dit.models.lora_config import LoRAConfig
 from dit.models.moviegen.config import MovieGenConfig
 from dit.models.stdit.config import STDiTConfig
 from dit.models.wan.config import WanConfig
+from dit.objectives.adversarial import Adversarial
 from dit.objectives.autoencoding import Autoencoding
 from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM, LearnedVariance
@@ -325,6 +326,12 @@ def uncertainty() -> run.Config[UncertaintyWeighting]:
 def learned_variance() -> run.Config[LearnedVariance]:
     """Learned variance of the reverse steps, `objective.variance=learned_variance` of DDPM; two outputs per channel."""
     return run.Config(LearnedVariance)
+
+
+@run.cli.factory(target=Adversarial)
+def adversarial() -> run.Config[Adversarial]:
+    """Discriminator of patches (VQGAN), `objective.adversarial=adversarial` of autoencoding and vq_autoencoding."""
+    return run.Config(Adversarial)
 
 
 @run.cli.factory(target=OptimizerConfig)

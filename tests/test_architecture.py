@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "dit.terminal": set(),
     "dit.errors": {"dit.terminal"},
     "dit.patches": {"dit.errors"},
+    "dit.auxiliary": set(),
     "dit.philox": set(),
     "dit.heap": set(),
     "dit.child_processes": set(),
@@ -41,7 +42,7 @@ MAY_IMPORT = {
     "dit.data_api": {"dit.errors", "dit.batch", "dit.conditions"},
     "dit.objectives": {
         *("dit.errors", "dit.ranges", "dit.philox", "dit.layout", "dit.batch", "dit.patchify", "dit.resize"),
-        *("dit.conditions", "dit.condition_table"),
+        *("dit.conditions", "dit.condition_table", "dit.auxiliary"),
     },
     "dit.sampling": {
         *("dit.errors", "dit.philox", "dit.layout", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives"),
@@ -71,10 +72,11 @@ MAY_IMPORT = {
             "dit.context_parallel",
             "dit.backends",
             "dit.layers",
+            "dit.auxiliary",
         ),
     },
     "dit.parallel": {
-        *("dit.errors", "dit.patches", "dit.ranges", "dit.settings", "dit.layout", "dit.batch"),
+        *("dit.auxiliary", "dit.errors", "dit.patches", "dit.ranges", "dit.settings", "dit.layout", "dit.batch"),
         *("dit.kernels", "dit.context_parallel", "dit.backends", "dit.models", "dit.durable_files", "dit.safe_files"),
     },
     "dit.tracing": {
@@ -114,7 +116,15 @@ MAY_IMPORT = {
         "dit.models",
     },
     "dit.checkpoint": {
-        *("dit.errors", "dit.ranges", "dit.settings", "dit.durable_files", "dit.safe_files", "dit.config_record"),
+        *(
+            "dit.auxiliary",
+            "dit.errors",
+            "dit.ranges",
+            "dit.settings",
+            "dit.durable_files",
+            "dit.safe_files",
+            "dit.config_record",
+        ),
         *("dit.data_api", "dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.run_config"),
         *("dit.convert", "dit.terminal", "dit.child_processes", "dit.pipeline_folder"),
     },

@@ -13,6 +13,7 @@ from typing import Any, Optional
 
 from torch import Tensor, nn
 
+from dit.auxiliary import PREFIXES
 from dit.backends.process_groups import ProcessGroups
 from dit.checkpoint.full_weights import read_full_weights
 from dit.checkpoint.manifest import Manifest, check_same_model, model_fingerprint, read_manifest
@@ -21,7 +22,6 @@ from dit.checkpoint.records import read_record
 from dit.checkpoint.sharded_state import global_shapes, load_weights
 from dit.checkpoint.verify_together import newest_valid_together, on_first_rank
 from dit.errors import CheckpointError, ConfigError
-from dit.models.base import UNCERTAINTY
 from dit.models.lora import merge_adapters
 from dit.run_config import RunConfig
 
@@ -47,8 +47,7 @@ def check_start(folder: Path, fingerprint: dict[str, Any], *, adapters: bool = F
     """Check that a run can start from a checkpoint, and return the slot to read: the average if it has one.
 
     Args:
-        fingerprint: fingerprint of the model without adapters and without parameters of a learned uncertainty, or of
-            the adapters.
+        fingerprint: fingerprint of the model without adapters and without auxiliary networks, or of the adapters.
         adapters: whether the checkpoint has these adapters.
 
     Raises:
@@ -61,7 +60,7 @@ def check_start(folder: Path, fingerprint: dict[str, Any], *, adapters: bool = F
             f"{manifest.base['folder']}; start from those, or from the merged model that launch.export --format "
             "diffusers writes and launch.import_weights reads"
         )
-    check_same_model(_without_uncertainty(manifest), fingerprint)
+    check_same_model(_without_auxiliary(manifest), fingerprint)
     return _slot(folder)
 
 
@@ -70,12 +69,12 @@ def _slot(folder: Path) -> str:
     return "weight" if read_record(folder)["training"]["ema_decay"] is None else "ema"
 
 
-def _without_uncertainty(manifest: Manifest) -> Manifest:
-    """Return the manifest without the parameters of a learned uncertainty."""
+def _without_auxiliary(manifest: Manifest) -> Manifest:
+    """Return the manifest without the parameters of auxiliary networks."""
     stored = manifest.meta.get("fingerprint")
     if not stored:
         return manifest
-    network = {name: shape for name, shape in stored["parameters"].items() if not name.startswith(UNCERTAINTY)}
+    network = {name: shape for name, shape in stored["parameters"].items() if not name.startswith(PREFIXES)}
     return replace(manifest, meta={**manifest.meta, "fingerprint": model_fingerprint(network)})
 
 

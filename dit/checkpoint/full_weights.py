@@ -13,6 +13,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from dit.auxiliary import PREFIXES
 from dit.checkpoint.manifest import BASE
 from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE
 from dit.checkpoint.state_files import StateReader, write_full_state
@@ -20,12 +21,11 @@ from dit.checkpoint.store import CheckpointStore, model_fingerprint
 from dit.config_record import to_record
 from dit.convert.diffusers_format import TrainedModel
 from dit.errors import ConfigError
-from dit.models.base import UNCERTAINTY
 from dit.settings import CheckpointConfig, SamplingConfig, TrainingConfig
 
 
 def read_full_weights(folder: Path, slot: str) -> dict[str, Tensor]:
-    """Read every parameter of a verified checkpoint, unsharded, in float32; parameters of an uncertainty are skipped.
+    """Read every parameter of a verified checkpoint, unsharded, in float32, except those of auxiliary networks.
 
     Args:
         slot: `ema` or `weight`.
@@ -35,7 +35,7 @@ def read_full_weights(folder: Path, slot: str) -> dict[str, Tensor]:
     """
     reader, prefix = StateReader(folder, finite=True), f"{slot}."
     names = [name.removeprefix(prefix) for name in reader.shapes if name.startswith(prefix)]
-    return {name: reader.read_full(prefix + name) for name in names if not name.startswith(UNCERTAINTY)}
+    return {name: reader.read_full(prefix + name) for name in names if not name.startswith(PREFIXES)}
 
 
 def write_imported(

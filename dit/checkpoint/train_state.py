@@ -73,8 +73,7 @@ def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> Tr
         CheckpointError, ConfigError: see `load_base`.
     """
     training = config.training
-    learned = config.objective.weighting is not None
-    chunks = build_model(config.model, config.parallel, training, groups, uncertainty=learned)
+    chunks = build_model(config.model, config.parallel, training, groups, auxiliary=config.objective.auxiliary)
     base = load_base(config, chunks, groups)
     wrapped = wrap(chunks, config.parallel, groups)
     optimizer = build_optimizer(wrapped, config.optimizer, config.parallel, training, groups)

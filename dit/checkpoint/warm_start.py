@@ -4,12 +4,12 @@ from contextlib import ExitStack
 
 import torch
 
+from dit.auxiliary import PREFIXES
 from dit.checkpoint.base_model import check_start, find_folder_together
 from dit.checkpoint.manifest import read_manifest
 from dit.checkpoint.sharded_state import global_shapes, load_masters, parameters_of
 from dit.checkpoint.store import model_fingerprint
 from dit.checkpoint.train_state import TrainState
-from dit.models.base import UNCERTAINTY
 from dit.optimizer.master_weights import copy_masters_to_model
 
 
@@ -21,7 +21,7 @@ def start_from(path: str, state: TrainState) -> None:
 
     Step, optimizer state and data position do not change.
 
-    Parameters of a learned uncertainty are not loaded: they belong to the objective, and are initialised again.
+    Parameters of auxiliary networks are not loaded: they belong to the objective, and are initialised again.
 
     Args:
         path: a run folder (its newest valid checkpoint is used) or one checkpoint folder; the average is read if
@@ -36,7 +36,7 @@ def start_from(path: str, state: TrainState) -> None:
         adapters = state.base is not None
         if adapters and read_manifest(folder).base is None:
             return
-        shards = [shard for shard in state.shards if not shard.name.startswith(UNCERTAINTY)]
+        shards = [shard for shard in state.shards if not shard.name.startswith(PREFIXES)]
         fingerprint = model_fingerprint(global_shapes(parameters_of(shards), state.groups))
         slot = check_start(folder, fingerprint, adapters=adapters)
         load_masters(folder, slot, shards, state.groups)

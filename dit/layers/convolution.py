@@ -28,10 +28,12 @@ def torch_init(fan_in: int) -> Init:
 class Convolution(nn.Module):
     """A convolution whose padding keeps the size of a picture, up to the stride.
 
+    An even kernel without a stride loses one pixel.
+
     Args:
         inputs: input channels.
         outputs: output channels.
-        size: kernel size in pixels; odd, or even with a stride of 2.
+        size: kernel size in pixels.
         stride: stride in pixels.
         bias: whether to add a bias.
         init: initialisation of the weight. Default: `torch_init`.
@@ -56,7 +58,7 @@ class Convolution(nn.Module):
         self.bias = provider.parameter((outputs,), ZEROS) if bias else None
 
     def forward(self, x_NCHW: Tensor) -> Tensor:
-        padding = (self.size - self.stride + 1) // 2
+        padding = (self.size - 1) // 2
         if self.pad_after:
             x_NCHW, padding = pad(x_NCHW, (0, self.size - self.stride, 0, self.size - self.stride)), 0
         return conv2d(x_NCHW, self.weight, self.bias, stride=self.stride, padding=padding)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, ClassVar, Optional, Self
 import torch
 from torch import Tensor, nn
 
+from dit.auxiliary import AuxiliaryNetworks
 from dit.batch import PackedBatch
 from dit.condition_table import FPS
 from dit.conditions import Condition
@@ -19,9 +20,6 @@ from dit.models.lora_config import LoRAConfig
 if TYPE_CHECKING:
     from dit.backends.megatron_types import MegatronConfig, MegatronModelType
     from dit.backends.provider import LayerProvider
-
-UNCERTAINTY = "uncertainty."
-"""Name prefix of parameters that an objective adds to a model; unused in sampling."""
 
 
 @dataclass(frozen=True)
@@ -299,6 +297,11 @@ class Backbone(nn.Module, ABC):
         self.stage = stage
         self.pre_process, self.post_process = stage.first, stage.last
         self.input_tensor: Optional[Tensor] = None
+
+    def add_networks(self, auxiliary: AuxiliaryNetworks, provider: "LayerProvider") -> None:
+        """Add the networks of an objective; their outputs become the last columns of the predictions."""
+        if auxiliary.uncertainty:
+            self.learn_uncertainty(provider)
 
     def learn_uncertainty(self, provider: "LayerProvider") -> None:
         """Add the head u(sigma) to the last stage; u becomes the last column of the predictions.

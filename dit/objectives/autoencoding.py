@@ -1,26 +1,92 @@
 """Autoencoding: reconstruct pixels from a latent whose posterior stays close to a standard normal (KL autoencoder)."""
 
+from abc import abstractmethod
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, Optional
 
 import torch
 from torch import Tensor
 
+from dit.auxiliary import NO_NETWORKS, AuxiliaryNetworks
 from dit.batch import PackedBatch
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.objectives.addressed_noise import LATENT_NOISE, AddressedNoise
+from dit.objectives.adversarial import NUM_SCORES, Adversarial
 from dit.objectives.base import Network, Objective, Prepared, sample_weights
 from dit.objectives.losses import LossKind, Term, token_error
 from dit.ranges import NOT_NEGATIVE, check_choice, check_ranges
 
 
 class Reconstruction(Objective):
-    """An objective of autoencoders: there is no noising path, and no samples are drawn."""
+    """An objective of autoencoders: there is no noising path, and no samples are drawn.
+
+    Attributes:
+        adversarial: adversarial loss by a discriminator of patches (`adversarial`).
+    """
+
+    adversarial: Optional[Adversarial] = None
+
+    @property
+    @abstractmethod
+    def base_terms(self) -> tuple[str, ...]:
+        """Summands of the loss without the adversarial loss."""
+
+    @property
+    def base_logged(self) -> tuple[str, ...]:
+        """Other logged terms."""
+        return ()
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        return (*self.base_terms, *(() if self.adversarial is None else self.adversarial.terms))
+
+    @property
+    def logged(self) -> tuple[str, ...]:
+        return (*self.terms, *self.base_logged, *(() if self.adversarial is None else self.adversarial.logged))
 
     @property
     def reconstructs(self) -> bool:
         return True
+
+    @property
+    def auxiliary(self) -> AuxiliaryNetworks:
+        if self.adversarial is None:
+            return NO_NETWORKS
+        return AuxiliaryNetworks(discriminator=self.adversarial.network, start_step=self.adversarial.start_step)
+
+    def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
+        """Return the pixels.
+
+        Returns:
+            Prepared, all float32: inputs_TC, the pixels, followed by noise in a KL autoencoder; time_S, zeros;
+            target_TC, the pixels; and the batch's loss weights.
+        """
+        x_TC, weight_S = batch.latents_TC.float(), sample_weights(batch)
+        inputs_TC = self.inputs(x_TC, noise)
+        prepared = Prepared(inputs_TC=inputs_TC, time_S=torch.zeros_like(weight_S), target_TC=x_TC, weight_S=weight_S)
+        return prepared if self.adversarial is None else self.adversarial.prepare(prepared, noise.step)
+
+    def inputs(self, x_TC: Tensor, noise: AddressedNoise) -> Tensor:
+        """Return the inputs of the network."""
+        return x_TC
+
+    def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
+        """Compare the reconstruction with the pixels, and add the terms of the latents and of the discriminator.
+
+        Args:
+            prediction_TC: reconstruction of the local tokens, then the columns of their latents, then scores.
+        """
+        if self.adversarial is None:
+            return self.base_loss_terms(prediction_TC, prepared, layout)
+        prediction_TC, scores_TC = prediction_TC[:, :-NUM_SCORES], prediction_TC[:, -NUM_SCORES:]
+        y_TC = prediction_TC[:, : prepared.target_TC.shape[1]]
+        adversarial = self.adversarial.loss_terms(scores_TC, y_TC, prepared, layout, self.loss_kind)
+        return self.base_loss_terms(prediction_TC, prepared, layout) | adversarial
+
+    @abstractmethod
+    def base_loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
+        """Return the terms without those of the discriminator."""
 
     def denoise(self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout) -> NoReturn:
         """Refuse: there is no noising path."""
@@ -46,7 +112,7 @@ class Autoencoding(Reconstruction):
         loss = 1/C sum |x - decode(z)|**p  +  kl_weight/C * 1/2 sum (mean**2 + exp(logvar) - 1 - logvar)
 
     A token is one position of the latent: the patch of the model is the compression of the autoencoder. The network
-    receives eps after the pixels; without eps it decodes the mean. There is no perceptual and no adversarial term.
+    receives eps after the pixels; without eps it decodes the mean. There is no perceptual term.
 
     Args:
         kl_weight: weight of the KL term; 1e-6 in latent diffusion, 1 with `l2` for a variational autoencoder of noise
@@ -61,30 +127,21 @@ class Autoencoding(Reconstruction):
 
     loss_kind: LossKind = "l1"
     kl_weight: float = 1e-6
+    adversarial: Optional[Adversarial] = None
 
     def __post_init__(self) -> None:
         check_choice("loss_kind", self.loss_kind, LossKind)
         check_ranges("objective", self, {"kl_weight": NOT_NEGATIVE})
 
     @property
-    def terms(self) -> tuple[str, ...]:
+    def base_terms(self) -> tuple[str, ...]:
         return ("error", "kl")
 
-    def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
-        """Return pixels and noise.
+    def inputs(self, x_TC: Tensor, noise: AddressedNoise) -> Tensor:
+        """Return the pixels followed by noise of the same width, of which the network reads the width of its latent."""
+        return torch.cat([x_TC, noise.normal_TC(LATENT_NOISE, x_TC.shape[-1])], 1)
 
-        Returns:
-            Prepared, all float32: inputs_TC, the pixels followed by noise of the same width, of which the network reads
-            the width of its latent; time_S, zeros; target_TC, the pixels; and the batch's loss weights.
-        """
-        x_TC = batch.latents_TC.float()
-        eps_TC = noise.normal_TC(LATENT_NOISE, x_TC.shape[-1])
-        weight_S = sample_weights(batch)
-        return Prepared(
-            inputs_TC=torch.cat([x_TC, eps_TC], 1), time_S=torch.zeros_like(weight_S), target_TC=x_TC, weight_S=weight_S
-        )
-
-    def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
+    def base_loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
         """Compare the reconstruction with the pixels, and the posterior with a standard normal.
 
         Args:

@@ -11,6 +11,7 @@ from typing import ClassVar, Optional
 import torch
 from torch import Tensor
 
+from dit.auxiliary import AuxiliaryNetworks
 from dit.batch import PackedBatch
 from dit.conditions import Condition
 from dit.errors import ConfigError
@@ -86,6 +87,11 @@ class Objective(ABC):
     def logged(self) -> tuple[str, ...]:
         """Names of the summands, then of other logged terms."""
         return self.terms if self.weighting is None else self.weighting.logged
+
+    @property
+    def auxiliary(self) -> AuxiliaryNetworks:
+        """Networks that the objective adds to the model."""
+        return AuxiliaryNetworks(uncertainty=self.weighting is not None)
 
     @property
     def reconstructs(self) -> bool:

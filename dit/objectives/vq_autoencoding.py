@@ -1,15 +1,15 @@
 """Autoencoding with a codebook: reconstruct pixels from the nearest entries of a learned codebook (VQ autoencoder)."""
 
 from dataclasses import dataclass
+from typing import Optional
 
 import torch
 from torch import Tensor
 
-from dit.batch import PackedBatch
 from dit.layout import SequenceLayout
-from dit.objectives.addressed_noise import AddressedNoise
+from dit.objectives.adversarial import Adversarial
 from dit.objectives.autoencoding import Reconstruction
-from dit.objectives.base import Prepared, sample_weights
+from dit.objectives.base import Prepared
 from dit.objectives.losses import LossKind, Term, token_error
 from dit.ranges import NOT_NEGATIVE, check_choice, check_ranges
 
@@ -24,7 +24,7 @@ class VQAutoencoding(Reconstruction):
         loss = 1/C sum |x - decode(e)|**p  +  codebook_weight/D * (sum (sg(z) - e)**2 + beta sum (z - sg(e))**2)
 
     A token is one position of the latent: the patch of the model is the compression of the autoencoder. There is no
-    perceptual and no adversarial term, which latent diffusion adds. `loss_code_entropy` logs the entropy of the codes
+    perceptual term, which latent diffusion adds. `loss_code_entropy` logs the entropy of the codes
     in a pack, in nats; its exponential is the perplexity, the number of entries in use.
 
     Args:
@@ -41,33 +41,25 @@ class VQAutoencoding(Reconstruction):
     loss_kind: LossKind = "l1"
     codebook_weight: float = 1.0
     beta: float = 0.25
+    adversarial: Optional[Adversarial] = None
 
     def __post_init__(self) -> None:
         check_choice("loss_kind", self.loss_kind, LossKind)
         check_ranges("objective", self, {"codebook_weight": NOT_NEGATIVE, "beta": NOT_NEGATIVE})
 
     @property
-    def terms(self) -> tuple[str, ...]:
+    def base_terms(self) -> tuple[str, ...]:
         return ("error", "codebook", "commitment")
 
     @property
-    def logged(self) -> tuple[str, ...]:
-        return (*self.terms, "code_entropy")
+    def base_logged(self) -> tuple[str, ...]:
+        return ("code_entropy",)
 
     @property
     def quantizes(self) -> bool:
         return True
 
-    def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
-        """Return the pixels.
-
-        Returns:
-            Prepared, all float32: inputs_TC and target_TC, the pixels; time_S, zeros; and the batch's loss weights.
-        """
-        x_TC, weight_S = batch.latents_TC.float(), sample_weights(batch)
-        return Prepared(inputs_TC=x_TC, time_S=torch.zeros_like(weight_S), target_TC=x_TC, weight_S=weight_S)
-
-    def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
+    def base_loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
         """Compare the reconstruction with the pixels, and the latents with their entries.
 
         Args:

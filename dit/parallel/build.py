@@ -11,6 +11,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.transformer import TransformerConfig
 
+from dit.auxiliary import NO_NETWORKS, AuxiliaryNetworks
 from dit.backends import foreach
 from dit.backends.gradients import DataParallel, GradientFactor, finalize_gradients, share_main_gradients
 from dit.backends.init import initialize_weights
@@ -106,16 +107,18 @@ def _megatron_layout(layers: Sequence[int]) -> list[list[str]]:
     return [["embedding", *layout[0]], *layout[1:-1], [*layout[-1], "loss"]]
 
 
-def build_on_meta(model: ModelConfig, stage: Optional[Stage] = None, *, uncertainty: bool = False) -> Backbone:
+def build_on_meta(
+    model: ModelConfig, stage: Optional[Stage] = None, *, auxiliary: AuxiliaryNetworks = NO_NETWORKS
+) -> Backbone:
     """Build the full model, or one stage of it, on the meta device (no memory), for counting and planning.
 
     Args:
-        uncertainty: whether to add the head of `Backbone.learn_uncertainty`.
+        auxiliary: networks of the objective.
     """
     model.validate()
     stage = stage or Stage(range(model.megatron_sizes().num_layers))
     with torch.device("meta"):
-        return build_on_one_rank(model, stage, uncertainty=uncertainty)
+        return build_on_one_rank(model, stage, auxiliary=auxiliary)
 
 
 def build_on_one_rank(
@@ -123,20 +126,19 @@ def build_on_one_rank(
     stage: Stage,
     provider: Callable[[TransformerConfig], LayerProvider] = LayerProvider,
     *,
-    uncertainty: bool = False,
+    auxiliary: AuxiliaryNetworks = NO_NETWORKS,
 ) -> Backbone:
     """Build a stage of the model without parallelism, in fp32 and without initial weights, on torch's default device.
 
     Args:
         provider: builds the linears; without groups, linears of `LayerProvider` can be inspected but not run.
-        uncertainty: whether to add the head of `Backbone.learn_uncertainty`.
+        auxiliary: networks of the objective.
     """
     config = megatron_config(model, ParallelConfig(), "fp32", meta=True)
     attention = choose(ATTENTION, target_of(model, "fp32", torch.device("cpu"))).load()
     linears = provider(config)
     backbone = build_backbone(model, linears, attention, stage)
-    if uncertainty:
-        backbone.learn_uncertainty(linears)
+    backbone.add_networks(auxiliary, linears)
     return backbone
 
 
@@ -184,14 +186,14 @@ def build_model(
     training: TrainingConfig,
     groups: ProcessGroups,
     *,
-    uncertainty: bool = False,
+    auxiliary: AuxiliaryNetworks = NO_NETWORKS,
     traced: Optional[TracedBuild] = None,
 ) -> list[Backbone]:
     """Build this rank's part of the model, one chunk per virtual pipeline stage, with counter-based initial weights.
 
     Args:
         training: precision, seed, recompute, attention, linears and kernels.
-        uncertainty: whether to add the head of `Backbone.learn_uncertainty`.
+        auxiliary: networks of the objective.
         traced: options for tracing; None for training.
 
     Raises:
@@ -218,8 +220,7 @@ def build_model(
     )
     chunks = [build_backbone(model, provider, path, stage) for stage in (traced and traced.stages) or local_stages]
     for chunk in chunks:
-        if uncertainty:
-            chunk.learn_uncertainty(provider)
+        chunk.add_networks(auxiliary, provider)
         chunk.model_type = ModelType.encoder_or_decoder
         if traced is None:
             initialize_weights(chunk, training.seed, tp_rank=provider.tp_rank, tp_size=provider.tp_size)

@@ -107,10 +107,8 @@ class Program:
             kernels = "eager" if training.kernels == "compile" else training.kernels
             eager_settings = replace(training, attention="auto", linears="auto", kernels=kernels)
             traced = TracedBuild(stages, job.kernels)
-            learns_uncertainty = job.objective.weighting is not None
-            return build_model(
-                job.model, job.parallel, eager_settings, self.groups, uncertainty=learns_uncertainty, traced=traced
-            )
+            auxiliary = job.objective.auxiliary
+            return build_model(job.model, job.parallel, eager_settings, self.groups, auxiliary=auxiliary, traced=traced)
 
         chunks = build(job.stages)
         if self.groups.pp.size() > 1:

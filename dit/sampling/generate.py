@@ -181,8 +181,9 @@ def generate_each(
 
     def bind(network: ConditionalNetwork, pack: PackedBatch) -> Network:
         def predict(inputs_TC: Tensor, time_S: Tensor) -> Tensor:
-            prediction_TC = split_outputs(network(inputs_TC, time_S, pack).float(), channels, spec.latent_channels)
-            return prediction_TC[:, : num_outputs * channels]
+            prediction_TC = network(inputs_TC, time_S, pack).float()
+            predicted = prediction_TC.shape[1] // channels
+            return split_outputs(prediction_TC, channels, spec.latent_channels, predicted)[:, : num_outputs * channels]
 
         return predict
 

@@ -51,7 +51,7 @@ def training_forward_step(
     """
 
     def loss_function(prepared: Prepared, batch: PackedBatch, prediction_TC: Tensor) -> tuple[Tensor, Tensor, Logged]:
-        outputs_TC = split_outputs(prediction_TC, model.token_channels, model.in_channels)
+        outputs_TC = split_outputs(prediction_TC, model.token_channels, model.in_channels, objective.num_outputs)
         total, count, terms = objective.loss(outputs_TC, prepared, batch.layout)
         return total, count.int(), {"sums": torch.stack([*terms.values(), count])}
 

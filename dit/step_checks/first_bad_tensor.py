@@ -152,7 +152,7 @@ class Probe:
     def _check_losses(
         self, prediction_TC: Tensor, prepared: Any, batch: PackedBatch, chunk: int, now: MicroBatch
     ) -> None:
-        outputs_TC = split_outputs(prediction_TC, *self._channels)
+        outputs_TC = split_outputs(prediction_TC, *self._channels, self._objective.num_outputs)
         terms = self._objective.loss_terms(outputs_TC, prepared, batch.layout)
         loss_S = torch.stack([terms[name].sum_per_sample(batch.layout) for name in self._objective.terms]).sum(0)
         self._check("loss", "loss", loss_S, chunk, batch.layout, now)

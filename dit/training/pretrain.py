@@ -324,7 +324,9 @@ class Run:
     def check_first_steps(self) -> None:
         """Check the next inputs, and from now on the gradients of the first steps; see `FirstSteps`."""
         if self.state.step < self.config.training.num_steps:
-            self.checks.first_steps = FirstSteps(self.state.shards, self.groups)
+            idle = self.config.objective.auxiliary.idle(self.state.step)
+            shards = [shard for shard in self.state.shards if not shard.name.startswith(idle)]
+            self.checks.first_steps = FirstSteps(shards, self.groups)
             pack = self.batches.peek()
             if isinstance(self.packs, BalancedPacks):
                 pack = self.packs.read[0]  # packs of replicas are compared as they were read, not as they were dealt

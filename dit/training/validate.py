@@ -154,7 +154,7 @@ def _loss_terms(
     batch = objective.augment(batch, model.conditions(), noise, draw=True)
     prepared = objective.prepare(batch, noise)
     prediction_TC = network(prepared.inputs_TC, prepared.time_S, batch)
-    outputs_TC = split_outputs(prediction_TC, model.token_channels, model.in_channels)
+    outputs_TC = split_outputs(prediction_TC, model.token_channels, model.in_channels, objective.num_outputs)
     return objective.loss_terms(outputs_TC, prepared, batch.layout)
 
 

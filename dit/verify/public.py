@@ -133,6 +133,7 @@ def compare_public(network: nn.Module, model: ModelConfig, batch: PackedBatch) -
     exact_TC = torch.cat(cut, 1)
     network.zero_grad(set_to_none=True)
     output_TC = network(batch.latents_TC, torch.tensor([STEP / 1000], device=device), batch)
+    output_TC = output_TC[:, : exact_TC.shape[1]]  # without the outputs of auxiliary networks
     errors = tensor_errors({"output": exact_TC.detach()}, {"output": output_TC.detach()})
     cotangent_TC = torch.randn(exact_TC.shape, generator=torch.Generator().manual_seed(STEP)).to(device)
     exact_TC.backward(cotangent_TC)

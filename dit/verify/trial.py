@@ -170,7 +170,7 @@ def build_chunks(trial: Trial) -> tuple[ProcessGroups, list[Backbone]]:
     """Build the groups and the model of a trial on this rank; no parameter is constant."""
     model, parallel, training = trial.model, trial.parallel, trial.training
     groups = process_groups.initialize(parallel)
-    chunks = build_model(model, parallel, training, groups, uncertainty=trial.objective.weighting is not None)
+    chunks = build_model(model, parallel, training, groups, auxiliary=trial.objective.auxiliary)
     disturb_constants(chunks, groups)
     if trial.alter is not None:
         trial.alter(chunks)

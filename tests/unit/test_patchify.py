@@ -77,9 +77,10 @@ def test_outputs_of_a_patch_are_sorted():
     both = torch.randn(6, 1, 4, 8, generator=torch.Generator().manual_seed(0))
     prediction_TC, _ = patchify(both, 1, 2)
     mean_TC, variance_TC = (patchify(half, 1, 2)[0] for half in both.chunk(2))
-    assert torch.equal(split_outputs(prediction_TC, mean_TC.shape[1], 3), torch.cat([mean_TC, variance_TC], 1))
+    assert torch.equal(split_outputs(prediction_TC, mean_TC.shape[1], 3, 2), torch.cat([mean_TC, variance_TC], 1))
 
 
-def test_a_prediction_of_the_latents_width_is_taken_as_it_is():
-    prediction_TC = torch.randn(5, 12)
-    assert split_outputs(prediction_TC, 12, 3) is prediction_TC
+def test_a_single_output_is_not_sorted_however_wide_its_other_columns_are():
+    """A codebook of wide entries adds more columns than a token has."""
+    prediction_TC = torch.randn(5, 36)
+    assert split_outputs(prediction_TC, 12, 3, 1) is prediction_TC

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import Literal, Optional
 
 import torch
+from einops import rearrange
 from torch import Tensor, nn
 from torch.nn.functional import embedding, interpolate
 
@@ -149,3 +150,12 @@ class Codebook(nn.Module):
         entries_NCHW = embedding(code_T.view(pictures, height, width), self.entries).permute(0, 3, 1, 2)
         quantized_NCHW = z_NCHW + (entries_NCHW - z_NCHW).detach()
         return quantized_NCHW, entries_NCHW, code_T.view(pictures, 1, height, width)
+
+
+def to_pictures(tokens_NhwC: Tensor, token_side: int) -> Tensor:
+    """Return pictures `[N, C, H, W]` of tokens of pixels.
+
+    Args:
+        token_side: height and width of a token in pixels.
+    """
+    return rearrange(tokens_NhwC, "n h w (ph pw c) -> n c (h ph) (w pw)", ph=token_side, pw=token_side)

@@ -6,11 +6,13 @@ import torch
 from einops import rearrange
 from torch import Tensor, nn
 
+from dit.auxiliary import AuxiliaryNetworks
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
 from dit.kernels.attention import Attention
 from dit.layers.convolution import Convolution, GroupNorm
 from dit.models.autoencoder.config import AutoencoderConfig
+from dit.models.autoencoder.discriminator import Discriminator
 from dit.models.autoencoder.layer import (
     NORM_EPSILON,
     AttentionBlock,
@@ -18,6 +20,7 @@ from dit.models.autoencoder.layer import (
     MidBlock,
     ResidualBlock,
     resolutions,
+    to_pictures,
 )
 from dit.models.base import Backbone, Stage
 
@@ -86,7 +89,7 @@ class Autoencoder(Backbone):
         super().__init__(stage)
         self.config = provider.config
         self.token_channels, self.latent_channels = config.token_channels, config.latent_channels
-        self.patch = config.patch_spatial
+        self.patch, self.in_channels = config.patch_spatial, config.in_channels
         self.to_latent = Encoder(config, provider)
         self.quant_conv = Convolution(config.encoded_channels, config.encoded_channels, provider, size=1)
         self.codebook: Optional[Codebook] = None
@@ -94,6 +97,13 @@ class Autoencoder(Backbone):
             self.codebook = Codebook(config.codebook_size, config.latent_channels, provider)
         self.post_quant_conv = Convolution(config.latent_channels, config.latent_channels, provider, size=1)
         self.to_pixels = Decoder(config, provider)  # Megatron-Core treats an attribute `decoder` as its own layers
+
+    def add_networks(self, auxiliary: AuxiliaryNetworks, provider: LayerProvider) -> None:
+        super().add_networks(auxiliary, provider)
+        if auxiliary.discriminator is not None:
+            self.discriminator = Discriminator(self.in_channels, self.patch, auxiliary.discriminator, provider)
+            # A hook, because data-parallel wrappers gather weights only in the forward pass.
+            self.register_forward_hook(_append_scores)
 
     def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
         pixels_NhwC = batch.dense(inputs_TC).flatten(0, 1)
@@ -123,8 +133,7 @@ class Autoencoder(Backbone):
         return self._encoded(pixels_NhwC)[:, : self.latent_channels]
 
     def _encoded(self, pixels_NhwC: Tensor) -> Tensor:
-        p = self.patch
-        x_NCHW = rearrange(pixels_NhwC, "n h w (ph pw c) -> n c (h ph) (w pw)", ph=p, pw=p)
+        x_NCHW = to_pictures(pixels_NhwC, self.patch)
         return self.quant_conv(self.to_latent(x_NCHW.to(self.quant_conv.weight.dtype))).float()
 
     def decode(self, z_NCHW: Tensor) -> Tensor:
@@ -136,3 +145,10 @@ class Autoencoder(Backbone):
         p = self.patch
         x_NCHW = self.to_pixels(self.post_quant_conv(z_NCHW.to(self.post_quant_conv.weight.dtype)))
         return rearrange(x_NCHW.float(), "n c (h ph) (w pw) -> n h w (ph pw c)", ph=p, pw=p)
+
+
+def _append_scores(autoencoder: Autoencoder, args: tuple[Tensor, Tensor, PackedBatch], prediction_TC: Tensor) -> Tensor:
+    """Append the columns of `Discriminator.forward` to a prediction; each token has the values of its sample."""
+    inputs_TC, _, batch = args
+    pixels = (batch.dense(x_TC[:, : autoencoder.token_channels]).float() for x_TC in (inputs_TC, prediction_TC))
+    return torch.cat([prediction_TC.float(), batch.layout.per_token(autoencoder.discriminator(*pixels))], 1)

@@ -1,6 +1,7 @@
 """Objectives, noise levels and noise: one wrong line each."""
 
 from tests.mutants.listed.paths import (
+    ADVERSARIAL,
     AUGMENTATION,
     AUTOENCODING,
     BOUND,
@@ -149,6 +150,41 @@ MUTANTS = (
         "*self.path.alpha_sigma(u)), (v_TC + 1) / 2",
         "*self.path.alpha_sigma(u)), v_TC",
         (BOUND, SOLVERS, GENERATE),
+    ),
+    Mutant(
+        "adversarial: the weight is not adaptive",
+        "dit/objectives/adversarial.py",
+        "(error_slope_S / (slope_S + TINY))",
+        "torch.ones_like(slope_S)",
+        (ADVERSARIAL,),
+    ),
+    Mutant(
+        "adversarial: starts a step late",
+        "dit/objectives/adversarial.py",
+        "step >= self.start_step",
+        "step > self.start_step",
+        (ADVERSARIAL,),
+    ),
+    Mutant(
+        "adversarial: the terms of the discriminator train the autoencoder",
+        "dit/models/autoencoder/discriminator.py",
+        "constant_SthwC = y_SthwC.detach().requires_grad_()",
+        "constant_SthwC = y_SthwC",
+        (ADVERSARIAL,),
+    ),
+    Mutant(
+        "adversarial: the discriminator helps the autoencoder",
+        "dit/models/autoencoder/discriminator.py",
+        "relu(1 + fake_SP)",
+        "relu(1 - fake_SP)",
+        (ADVERSARIAL,),
+    ),
+    Mutant(
+        "adversarial: padding counts",
+        "dit/objectives/adversarial.py",
+        "torch.where(layout.valid_T[:, None], scores_TC, 0.0)",
+        "scores_TC",
+        (ADVERSARIAL,),
     ),
     Mutant(
         "uncertainty: errors grow with it",

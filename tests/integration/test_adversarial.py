@@ -1,0 +1,100 @@
+"""The adversarial loss in runs: it starts at its step also after a resume, and leaves no trace in exported weights."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dit.errors import EXIT_OK, EXIT_PREEMPTED
+from tests.integration import actions
+from tests.integration.runs import SLOTS, checkpoint, overrides, read_tensors, scalars
+from tests.support.ranks import Job, run_jobs
+
+pytestmark = pytest.mark.slow
+
+START, STEPS = 3, 6
+SETTINGS: dict[str, Any] = {
+    "data": "mock",
+    "data__height": 32,
+    "data__width": 32,
+    "model__block_out_channels": "[8,8,8,8]",
+    "model__norm_num_groups": 2,
+    "model__latent_channels": 4,
+    "schedule__warmup_steps": 0,
+    "training__micro_batch_size": 2,
+    "training__global_batch_size": 4,
+    "training__num_steps": STEPS,
+    "training__log_interval": 1,
+    "training__ema_decay": 0.5,
+    "checkpoint__interval": START - 1,
+    "checkpoint__keep_last": STEPS,
+    "logging__tensorboard": False,
+}
+ADVERSARIAL = {"objective__adversarial": f"adversarial(num_layers=2,hidden_size=8,start_step={START})"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("adversarial")
+
+
+@pytest.fixture(scope="module")
+def done(folder: Path) -> dict[str, Any]:
+    def run(name: str, **settings: Any) -> Job:
+        words = overrides(folder / name, **{**SETTINGS, **settings})
+        return Job(actions.train, {"arguments": ["--yes", "--factory", "pictogram_autoencoder", *words]})
+
+    exported = ["--checkpoint", str(folder / "full"), "--format", "diffusers", "--out", str(folder / "vae")]
+    jobs = {
+        "full": run("full", **ADVERSARIAL),
+        "stopped": run("stopped", **ADVERSARIAL, training__stop_at_step=START - 1),
+        "again": run("stopped", **ADVERSARIAL),
+        "before": run("before", **ADVERSARIAL, training__num_steps=START - 1),
+        "fp16": run("fp16", **ADVERSARIAL, training__precision="fp16", training__initial_loss_scale=1024.0),
+        "export": Job(actions.export, {"arguments": exported}),
+        "next": run("next", training__num_steps=1, checkpoint__start_from=folder / "full"),
+    }
+    return run_jobs(folder / "world", jobs)
+
+
+def test_every_run_ends_well(done: dict[str, Any]) -> None:
+    codes = {name: ended.code for name, ended in done.items()}
+    assert codes == {**dict.fromkeys(done, EXIT_OK), "stopped": EXIT_PREEMPTED}, done
+
+
+def test_the_terms_start_at_their_step(done: dict[str, Any], folder: Path) -> None:
+    """In fp16 too. A run that ends before does not report that the discriminator had no gradient."""
+    for name in ("full", "fp16"):
+        for term in ("generator", "discriminator"):
+            values = scalars(folder / name, f"loss_{term}")
+            assert [values[step] != 0 for step in range(1, STEPS + 1)] == [step > START for step in range(1, STEPS + 1)]
+        assert all(value > 0 for value in scalars(folder / name, "loss_adaptive_weight").values())
+    for name in ("full", "before"):
+        assert re.search(r"first steps: all \d+ parameters have a gradient", done[name].out + done[name].err), name
+
+
+def test_a_resume_before_the_start_changes_no_bit(done: dict[str, Any], folder: Path) -> None:
+    """Weights, average and Adam's state of both networks."""
+    full, again = (read_tensors(checkpoint(folder / name, STEPS)) for name in ("full", "stopped"))
+    assert full.keys() == again.keys()
+    for slot in SLOTS:
+        assert f"{slot}.discriminator.first.weight" in full
+    for name, tensor in full.items():
+        assert torch.equal(tensor, again[name]), name
+    before = read_tensors(checkpoint(folder / "stopped", START - 1))
+    assert not before["exp_avg.discriminator.first.weight"].any()
+    assert full["exp_avg.discriminator.first.weight"].any()
+
+
+def test_exported_weights_load_in_diffusers_without_the_discriminator(done: dict[str, Any], folder: Path) -> None:
+    from diffusers import AutoencoderKL
+
+    module, report = AutoencoderKL.from_pretrained(folder / "vae", output_loading_info=True)
+    assert not report["unexpected_keys"]
+    assert not report["missing_keys"]
+    average = read_tensors(checkpoint(folder / "full", STEPS))["ema.to_pixels.conv_out.weight"]
+    assert torch.equal(module.decoder.conv_out.weight, average)
+    assert "discriminator" not in json.dumps(json.loads((folder / "vae" / "config.json").read_text()))

@@ -1,0 +1,267 @@
+"""The adversarial loss against its papers, in two backward passes per sample; what starts when, and what is refused."""
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from dit.backends.process_groups import ProcessGroups
+from dit.batch import PackedBatch
+from dit.config_record import from_record, to_record
+from dit.errors import BatchError, ConfigError
+from dit.layout import SequenceLayout
+from dit.models.autoencoder.config import AutoencoderConfig
+from dit.models.base import Backbone
+from dit.objectives.addressed_noise import AddressedNoise
+from dit.objectives.adversarial import Adversarial
+from dit.objectives.autoencoding import Autoencoding, Reconstruction
+from dit.objectives.vq_autoencoding import VQAutoencoding
+from dit.parallel.build import build_model
+from dit.parallel.dims import ParallelConfig
+from dit.settings import TrainingConfig
+from dit.step.forward_step import training_forward_step
+from dit.training.validate import held_out_loss
+from launch.config_file import built
+from launch.overrides import apply_overrides
+from launch.train import call_recipe, load_component
+from launch.verify import MockPacks
+
+SIZES: dict[str, Any] = {
+    **{"patch_spatial": 4, "latent_channels": 4, "block_out_channels": [8, 8, 16], "layers_per_block": 1},
+    **{"norm_num_groups": 4, "mid_block_add_attention": False},
+}
+PART = Adversarial(weight=0.7, start_step=3, num_layers=2, hidden_size=6)
+CASES: dict[str, tuple[AutoencoderConfig, Reconstruction]] = {
+    "kl": (AutoencoderConfig(**SIZES), Autoencoding(kl_weight=0.1, adversarial=PART)),
+    "vq": (AutoencoderConfig(**SIZES, codebook_size=16), VQAutoencoding(loss_kind="l2", adversarial=PART)),
+}
+SEED = 5
+RTOL = 1e-5  # float32 against a float64 discriminator; seen 1.5e-6 of the largest value of a gradient
+
+
+def network_of(
+    config: AutoencoderConfig, objective: Reconstruction, groups: ProcessGroups, precision: Any = "fp32"
+) -> Backbone:
+    """Return an autoencoder with the networks of the objective."""
+    training = TrainingConfig(precision=precision)
+    (network,) = build_model(config, ParallelConfig(), training, groups, auxiliary=objective.auxiliary)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.add_(0.05 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
+        if objective.adversarial is not None:
+            network.discriminator.last.weight.mul_(8)
+    return network
+
+
+def pack_of(config: AutoencoderConfig, numbers: tuple[int, ...] = (0, 1, 2)) -> PackedBatch:
+    """Pictures of 16 x 16 pixels that differ in weight, with padding after each."""
+    batch = MockPacks(config)(numbers, multiple_of=10, tail=4)
+    return replace(batch, loss_weight_S=torch.tensor([0.5, 2.0, 1.0])[list(numbers)])
+
+
+def gradients(network: nn.Module, objective: Reconstruction, batch: PackedBatch, step: int, config: Any) -> Any:
+    """Return the logged sums and the gradients of a training step."""
+    network.zero_grad(set_to_none=True)
+    prediction_TC, loss_function = training_forward_step(objective, config, SEED, step)(iter([batch]), network)
+    total, _, logs = loss_function(prediction_TC)
+    total.backward()
+    named = dict(zip((*objective.logged, "tokens"), logs["sums"]))
+    return named | {"total": total.detach()}, {name: p.grad.clone() for name, p in network.named_parameters()}
+
+
+class PaperDiscriminator(nn.Module):
+    """The discriminator of pix2pix with torch's modules, and group norms in place of its batch norms."""
+
+    def __init__(self, channels: int, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(channels, width, 4, 2, 1),
+            nn.LeakyReLU(0.2),
+            nn.Conv2d(width, 2 * width, 4, 2, 1, bias=False),
+            nn.GroupNorm(math.gcd(2 * width, 32), 2 * width),
+            nn.LeakyReLU(0.2),
+            nn.Conv2d(2 * width, 4 * width, 4, 1, 1, bias=False),
+            nn.GroupNorm(math.gcd(4 * width, 32), 4 * width),
+            nn.LeakyReLU(0.2),
+            nn.Conv2d(4 * width, 1, 4, 1, 1, bias=False),
+        )
+
+    def forward(self, picture_HWC: Tensor) -> Tensor:
+        return self.layers(picture_HWC.permute(2, 0, 1)[None])
+
+
+def picture(tokens_TC: Tensor, patch: int) -> Tensor:
+    """Return the picture `[H, W, C]` of square patches."""
+    side = math.isqrt(len(tokens_TC))
+    return tokens_TC.view(side, side, patch, patch, -1).transpose(1, 2).reshape(side * patch, side * patch, -1)
+
+
+def two_passes(
+    network: Backbone, objective: Reconstruction, batch: PackedBatch, config: AutoencoderConfig
+) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Compute values and gradients of every sample by the papers: one pass for the autoencoder, one for D."""
+    paper = PaperDiscriminator(config.in_channels, PART.hidden_size).to(torch.float64)
+    ours = {name: p for name, p in network.named_parameters() if name.startswith("discriminator.")}
+    for (name, own), parameter in zip(ours.items(), paper.parameters(), strict=True):
+        assert own.shape == parameter.shape, name
+        parameter.data.copy_(own.data)
+
+    plain = replace(objective, adversarial=None)
+    noise = AddressedNoise(SEED, PART.start_step, batch.sample_ids_S, batch.layout, latent_channels=config.in_channels)
+    prepared = plain.prepare(batch, noise)
+    network.zero_grad(set_to_none=True)
+    prediction_TC = network(prepared.inputs_TC, prepared.time_S, batch)[:, : config.output_features]
+    total = plain.loss(prediction_TC, prepared, batch.layout)[0]
+    values = dict.fromkeys(("generator", "discriminator", "adaptive_weight"), 0.0)
+    discriminator_loss = torch.zeros((), dtype=torch.float64)
+    beyond: list[float] = []
+    power = {"l1": 1, "l2": 2}[objective.loss_kind]
+    for i, (start, length) in enumerate(zip(batch.layout.starts, batch.layout.lengths)):
+        x, y = (
+            picture(tokens_TC[start : start + length, : config.token_channels].double(), config.patch_spatial)
+            for tokens_TC in (batch.latents_TC, prediction_TC)
+        )
+        generator = -paper(y).mean()
+        (of_error,) = torch.autograd.grad((x - y).abs().pow(power).mean(), y, retain_graph=True)
+        (of_generator,) = torch.autograd.grad(generator, y, retain_graph=True)
+        adaptive = (of_error.norm() / (of_generator.norm() + 1e-6)).clamp(0, 1e4).detach()
+        beyond += [(paper(z).abs() > 1).double().mean().item() for z in (x, y)]
+        hinge = 0.5 * (functional.relu(1 - paper(x)).mean() + functional.relu(1 + paper(y.detach())).mean())
+        weight = length * batch.loss_weight_S[i]  # type: ignore[index]
+        total = total + weight * PART.weight * adaptive * generator
+        discriminator_loss = discriminator_loss + weight * hinge
+        values["generator"] += (weight * PART.weight * adaptive * generator).item()
+        values["discriminator"] += (weight * hinge).item()
+        values["adaptive_weight"] += length * adaptive.item()
+    assert 0.05 < sum(beyond) / len(beyond) < 0.95  # some scores are beyond the margins, others within
+    names = [name for name, _ in network.named_parameters() if name not in ours]
+    of_autoencoder = torch.autograd.grad(total, [network.get_parameter(name) for name in names])
+    of_discriminator = torch.autograd.grad(discriminator_loss, list(paper.parameters()))
+    values["total"] = (total.detach() + discriminator_loss.detach()).item()
+    return values, dict(zip([*names, *ours], [*of_autoencoder, *of_discriminator]))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_backward_pass_gives_the_gradients_of_two(one_rank_world: ProcessGroups, name: str) -> None:
+    """From the start step on; before it, the gradients are those without the loss, and zero for the discriminator."""
+    config, objective = CASES[name]
+    network, batch = network_of(config, objective, one_rank_world), pack_of(config)
+    values, exact = two_passes(network, objective, batch, config)
+    logs, found = gradients(network, objective, batch, PART.start_step, config)
+    assert {name: logs[name].item() for name in values} == pytest.approx(values, rel=RTOL)
+    assert values["adaptive_weight"] > 0.1
+    assert values["discriminator"] > 1.0
+    assert found.keys() == exact.keys()
+    for parameter, gradient in exact.items():
+        scale = gradient.abs().max()
+        assert scale > 0, parameter
+        assert (found[parameter] - gradient).abs().max() < RTOL * scale, parameter
+
+    logs, found = gradients(network, objective, batch, PART.start_step - 1, config)
+    plain_objective = replace(objective, adversarial=None)
+    plain_network = network_of(config, plain_objective, one_rank_world)
+    plain_logs, plain = gradients(plain_network, plain_objective, batch, PART.start_step - 1, config)
+    assert logs["generator"] == logs["discriminator"] == 0.0
+    assert logs["total"] == plain_logs["total"]
+    for parameter, gradient in found.items():
+        if parameter.startswith("discriminator."):
+            assert not gradient.any(), parameter
+        else:
+            assert torch.equal(gradient, plain[parameter]), parameter
+
+
+def test_micro_batches_and_the_order_of_samples_change_nothing(one_rank_world: ProcessGroups) -> None:
+    """Also where the samples of a micro-batch have discriminators' slopes of other sizes."""
+    config, objective = CASES["kl"]
+    network = network_of(config, objective, one_rank_world)
+    together_logs, together = gradients(network, objective, pack_of(config), PART.start_step, config)
+    parts = [gradients(network, objective, pack_of(config, (i,)), PART.start_step, config) for i in (2, 0, 1)]
+    for name, value in together_logs.items():
+        assert sum(logs[name].item() for logs, _ in parts) == pytest.approx(value.item(), rel=RTOL), name
+    for name, gradient in together.items():
+        total = sum(part[name] for _, part in parts)
+        assert (total - gradient).abs().max() < RTOL * gradient.abs().max(), name
+
+
+@pytest.mark.parametrize(("precision", "rtol"), [("bf16", 0.1), ("fp16", 0.02)])
+def test_half_precision_has_the_gradients_of_fp32(one_rank_world: ProcessGroups, precision: str, rtol: float) -> None:
+    config, objective = CASES["kl"]
+    batch = pack_of(config)
+    logs, exact = gradients(network_of(config, objective, one_rank_world), objective, batch, 3, config)
+    half = network_of(config, objective, one_rank_world, precision)
+    half_logs, found = gradients(half, objective, batch, 3, config)
+    for name in objective.logged:
+        assert half_logs[name].item() == pytest.approx(logs[name].item(), rel=rtol, abs=rtol), name
+    for part in ("discriminator.", "to_pixels."):
+        ours, theirs = (
+            torch.cat([x.float().flatten() for name, x in named.items() if name.startswith(part)])
+            for named in (found, exact)
+        )
+        assert (ours - theirs).norm() < 2 * rtol * theirs.norm(), part
+
+
+@pytest.mark.parametrize("start_step", [0, 1])
+def test_the_held_out_loss_is_that_of_step_0(one_rank_world: ProcessGroups, start_step: int) -> None:
+    """It needs a slope although validation computes no gradients of weights."""
+    config, objective = CASES["kl"]
+    objective = replace(objective, adversarial=replace(PART, start_step=start_step))
+    network, device = network_of(config, objective, one_rank_world), torch.device("cpu")
+    losses = held_out_loss(network, iter([pack_of(config)]), objective, config, device, one_rank_world)
+    assert losses["loss_adaptive_weight"] > 1e-3
+    assert losses["loss"] == pytest.approx(sum(losses[f"loss_{name}"] for name in objective.terms), rel=1e-6)
+    assert (losses["loss_discriminator"] > 0.1, losses["loss_generator"] != 0) == (start_step == 0,) * 2
+    assert all(parameter.grad is None for parameter in network.parameters())
+
+
+def test_frames_of_a_clip_are_pictures_of_one_sample(one_rank_world: ProcessGroups) -> None:
+    """A clip of two equal frames has the scores of the picture, and its slope by each frame is half as large."""
+    config, objective = CASES["kl"]
+    network, picture = network_of(config, objective, one_rank_world), MockPacks(config)((0,))
+    tokens_TC = picture.latents_TC.repeat(2, 1)
+    clip = replace(
+        picture,
+        latents_TC=tokens_TC,
+        positions_T3=picture.positions_T3.repeat(2, 1),
+        layout=SequenceLayout.from_lengths([len(tokens_TC)]),
+        grids=((2, *picture.grids[0][1:]),),
+    )
+    time_S = torch.zeros(1)
+    one, two = (network(batch.latents_TC, time_S, batch)[0, -3:] for batch in (picture, clip))
+    torch.testing.assert_close(two, one * torch.tensor([1.0, 1.0, 0.5**0.5]), rtol=1e-5, atol=1e-6)
+
+
+def test_pictures_that_are_too_small_are_refused(one_rank_world: ProcessGroups) -> None:
+    config, objective = CASES["kl"]
+    objective = replace(objective, adversarial=replace(PART, num_layers=3))
+    network = network_of(config, objective, one_rank_world)
+    with pytest.raises(BatchError, match=r"16 x 16 pixels are too small .* at least 24; .*objective\.adversarial=none"):
+        gradients(network, objective, pack_of(config), 0, config)
+
+
+@pytest.mark.parametrize("recipe", ["pictogram_autoencoder", "pictogram_vq_autoencoder"])
+def test_the_loss_is_set_on_the_command_line(recipe: str) -> None:
+    task = call_recipe(recipe)
+    apply_overrides(task, ["objective.adversarial=adversarial", "objective.adversarial.start_step=9"], load_component)
+    config = built(task)
+    assert config.objective.adversarial == Adversarial(start_step=9)
+    assert from_record(json.loads(json.dumps(to_record(config.objective)))) == config.objective
+    assert config.objective.logged[-1] == "adaptive_weight"
+    dims, _ = config.check()
+    assert not [line for line in config.adaptations(dims) if "adversarial" in line]
+    apply_overrides(task, ["objective.adversarial.start_step=50000"], load_component)
+    (line,) = [line for line in built(task).adaptations(dims) if "adversarial" in line]
+    assert line.startswith("objective.adversarial.start_step=50000 is above training.num_steps=2400")
+
+
+@pytest.mark.parametrize(
+    "setting", [{"weight": -1.0}, {"start_step": -1}, {"num_layers": 0}, {"hidden_size": 0}, {"weight": math.inf}]
+)
+def test_settings_out_of_range_are_refused_by_name(setting: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=rf"objective\.adversarial\.{next(iter(setting))}"):
+        Adversarial(**setting)
