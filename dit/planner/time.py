@@ -80,7 +80,7 @@ class Cluster:
             layout.context_parallel_size,
             layout.pipeline_model_parallel_size,
         )
-        ep = layout.expert_model_parallel_size
+        ep, instances = layout.expert_model_parallel_size, layout.num_distributed_optimizer_instances
         stage = self.world_size // pp
         return {
             "tp": (tp, 1),
@@ -88,6 +88,8 @@ class Cluster:
             "tp_cp": (tp * cp, 1),
             "dp": (stage // (tp * cp), tp * cp),
             "dp_cp": (stage // tp, tp),
+            "intra_dp_cp": (stage // tp // instances, tp),
+            "inter_dist_opt": (instances, stage // instances),
             "ep": (ep, 1),
             "tp_ep": (ep, 1),
             "expt_dp": (stage // ep, ep),
@@ -234,7 +236,8 @@ def step_time(cost: Cost, micro_batches: int, cluster: Cluster, waits: Optional[
     bubble = bubble_passes(layout) * (forward + backward)
     parts["pipeline bubble"] = bubble if waits is None else waits
     reduce, gather = cost[ONCE, K_REDUCE], cost[ONCE, K_GATHER]
-    parts["data parallel"] += max(0.0, reduce - backward) if layout.overlap_grad_reduce else reduce
+    sharded = layout.data_parallel == "fsdp" and layout.fsdp_sharding != "optim"  # it always overlaps the reduction
+    parts["data parallel"] += max(0.0, reduce - backward) if layout.overlap_grad_reduce or sharded else reduce
     parts["data parallel"] += max(0.0, gather - forward) if layout.overlap_param_gather else gather
     parts["tensor parallel"] += cost[ONCE, K_TENSOR]
     parts["optimizer"] = cost[ONCE, K_MEMORY] + max(cost[UPDATE, K_MEMORY], cost[UPDATE, K_HOST]) + _sent(cost[UPDATE])
