@@ -1,5 +1,6 @@
 """Sizes of the parallel layout, and their checks before any memory is allocated."""
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -105,8 +106,12 @@ def _divisors(n: int) -> list[int]:
 
 def fewest_ranks(parallel: ParallelConfig) -> int:
     """Return the smallest number of ranks for a layout."""
-    per_stage = parallel.tensor_model_parallel_size * parallel.context_parallel_size
-    return math.lcm(per_stage, parallel.expert_model_parallel_size) * parallel.pipeline_model_parallel_size
+    tp, instances = parallel.tensor_model_parallel_size, parallel.num_distributed_optimizer_instances
+    per_stage = math.lcm(tp * parallel.context_parallel_size, parallel.expert_model_parallel_size)
+    if instances > 1:  # each with at least two ranks that shard its state
+        fits = (n for n in itertools.count(per_stage, per_stage) if n // tp % instances == 0 and n // tp > instances)
+        per_stage = next(fits)
+    return per_stage * parallel.pipeline_model_parallel_size
 
 
 def fitting_micro_batch(at_most: int, share: int) -> int:

@@ -8,13 +8,14 @@ from dit.backends.sharding import ParameterSharding, set_sharding
 from dit.errors import ConfigError
 from dit.models.base import Backbone, Stage
 from dit.models.dit.config import DiTConfig
-from dit.parallel.dims import ParallelConfig, check_parallel
+from dit.parallel.dims import ParallelConfig, check_parallel, fewest_ranks
 from dit.settings import TrainingConfig
 
 SHARDINGS = ("optim", "optim_grads", "optim_grads_params")
 
 
 INSTANCES = "num_distributed_optimizer_instances"
+TP4CP8 = {"tensor_model_parallel_size": 4, "context_parallel_size": 8}
 TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
 
 
@@ -70,6 +71,19 @@ def test_what_megatron_fsdp_cannot_do_is_refused(settings, says):
 @pytest.mark.parametrize("kind", SHARDINGS)
 def test_instances_go_with_every_sharding_and_layout(kind, layout):
     assert checked(8, fsdp_sharding=kind, **layout, **{INSTANCES: 2}) == checked(8, fsdp_sharding=kind, **layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [({}, 4), (TP2SP, 8), ({"context_parallel_size": 2}, 4), ({"context_parallel_size": 3}, 6), (TP4CP8, 32)],
+)
+def test_the_fewest_ranks_give_each_of_two_instances_at_least_two(layout, ranks):
+    parallel = {**layout, INSTANCES: 2}
+    assert fewest_ranks(ParallelConfig(data_parallel="fsdp", **parallel)) == ranks
+    checked(ranks, **parallel)
+    for fewer in range(1, ranks):
+        with pytest.raises(ConfigError):
+            checked(fewer, **parallel)
 
 
 @pytest.mark.parametrize(
