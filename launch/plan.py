@@ -197,7 +197,9 @@ def layout_name(candidate: "Candidate", dims: "ParallelDims") -> str:
     shape = candidate.shape
     sizes = {"TP": shape.tensor, "CP": shape.context, "PP": candidate.pipeline, "VPP": candidate.chunks or 1}
     words = [f"{name}{size}" for name, size in {**sizes, "EP": shape.expert}.items() if size > 1]
-    kind = {"distributed_optimizer": "sharded optimizer", "fsdp": "FSDP", "ddp": "DDP"}[candidate.data_parallel]
+    kind = {"distributed_optimizer": "sharded optimizer", "fsdp": _fsdp_name(shape), "ddp": "DDP"}[
+        candidate.data_parallel
+    ]
     words += [f"DP{dims.data_parallel_size}", kind, f"micro-batch {dims.micro_batch_size}"]
     if candidate.recomputed:
         words.append(f"recompute {candidate.recomputed:.0%}")
@@ -206,10 +208,14 @@ def layout_name(candidate: "Candidate", dims: "ParallelDims") -> str:
     return " ".join(words)
 
 
+def _fsdp_name(shape: "Shape") -> str:
+    return "FSDP" if shape.instances == 1 else f"FSDP x {shape.instances} instances"
+
+
 def stage_name(shape: "Shape") -> str:
     """Return a short name of the traced part of a layout."""
     sizes = {"TP": shape.tensor, "CP": shape.context, "EP": shape.expert}
-    words = [f"{name}{size}" for name, size in sizes.items() if size > 1] + (["FSDP"] if shape.fsdp else [])
+    words = [f"{name}{size}" for name, size in sizes.items() if size > 1] + ([_fsdp_name(shape)] if shape.fsdp else [])
     words += [] if shape.recompute == "none" else [f"recompute {shape.recompute}"]
     return " ".join(words) or "one rank"
 

@@ -28,6 +28,7 @@ class GroupSizes(Protocol):
     context_parallel_size: int
     context_a2a_size: Optional[int]
     expert_model_parallel_size: int
+    num_distributed_optimizer_instances: int
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,11 @@ class ProcessGroups:
     def dp_cp(self) -> dist.ProcessGroup:
         """Ranks with different tokens, over which gradients and losses are summed."""
         return self.collection.dp_cp
+
+    @property
+    def shard_copies(self) -> Optional[dist.ProcessGroup]:
+        """Ranks with the same FSDP shard, one in each instance of hybrid sharding; None for one instance."""
+        return self.collection.inter_dist_opt
 
     @property
     def different_parameters(self) -> dist.ProcessGroup:
@@ -168,6 +174,7 @@ def initialize(parallel: GroupSizes, *, timeout_s: float = 600.0) -> ProcessGrou
         context_parallel_size=parallel.context_parallel_size,
         hierarchical_context_parallel_sizes=inner and [inner, parallel.context_parallel_size // inner],
         expert_model_parallel_size=parallel.expert_model_parallel_size,
+        num_distributed_optimizer_instances=parallel.num_distributed_optimizer_instances,
         expert_tensor_parallel_size=1,  # an expert is not split; the default is the tensor-parallel size
         create_gloo_process_groups=False,
         distributed_timeout_minutes=timeout_s / 60,  # Megatron-Core passes it to timedelta, which accepts floats

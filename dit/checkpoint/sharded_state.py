@@ -74,8 +74,9 @@ def copy_of(shard: MasterShard, groups: ProcessGroups) -> tuple[int, int]:
     """Return the index of this rank's copy of its range, and the number of copies."""
     sharding, index, count = sharding_of(shard.parameter, shard.name), 0, 1
     for axis in sharding.replicated_over:
-        if axis != sharding.data_axis or shard.group is None:  # otherwise data-parallel ranks have different ranges
-            group = groups.along(axis)
+        is_sharded = axis == sharding.data_axis and shard.group is not None
+        group = groups.shard_copies if is_sharded else groups.along(axis)
+        if group is not None:  # otherwise all data-parallel ranks have different ranges
             index, count = index * group.size() + group.rank(), count * group.size()
     return index, count
 

@@ -1,5 +1,6 @@
 """Sizes of the parallel layout, and their checks before any memory is allocated."""
 
+import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -37,6 +38,9 @@ class ParallelConfig:
             and data-parallel ranks.
         data_parallel: state that data-parallel ranks shard: nothing, the optimizer, or everything (FSDP).
         fsdp_sharding: state that Megatron-FSDP shards: the optimizer, also the gradients, or also the weights.
+        num_distributed_optimizer_instances: copies of the state that Megatron-FSDP shards (hybrid sharding): each is
+            sharded inside one of this many groups of neighbouring ranks, such as the nodes; gradients are also summed
+            over the groups.
         balance_packs: deal the packs of a step over data-parallel ranks by their work (`dit.step.balance`); without
             effect for one micro-batch per step and rank.
         overlap_grad_reduce: reduce gradients during the backward pass; FSDP with sharded gradients always does.
@@ -56,6 +60,7 @@ class ParallelConfig:
     expert_model_parallel_size: int = 1
     data_parallel: Literal["ddp", "distributed_optimizer", "fsdp"] = "distributed_optimizer"
     fsdp_sharding: FSDPSharding = "optim_grads_params"
+    num_distributed_optimizer_instances: int = 1
     balance_packs: bool = True
     overlap_grad_reduce: bool = False
     overlap_param_gather: bool = False
@@ -71,6 +76,7 @@ class ParallelConfig:
         sizes = (
             *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
             *("context_parallel_size", "context_a2a_size", "expert_model_parallel_size"),
+            "num_distributed_optimizer_instances",
         )
         check_ranges("parallel", self, dict.fromkeys(sizes, RANKS) | {"pipeline_layers": LAYERS})
 
@@ -100,8 +106,12 @@ def _divisors(n: int) -> list[int]:
 
 def fewest_ranks(parallel: ParallelConfig) -> int:
     """Return the smallest number of ranks for a layout."""
-    per_stage = parallel.tensor_model_parallel_size * parallel.context_parallel_size
-    return math.lcm(per_stage, parallel.expert_model_parallel_size) * parallel.pipeline_model_parallel_size
+    tp, instances = parallel.tensor_model_parallel_size, parallel.num_distributed_optimizer_instances
+    per_stage = math.lcm(tp * parallel.context_parallel_size, parallel.expert_model_parallel_size)
+    if instances > 1:  # each with at least two ranks that shard its state
+        fits = (n for n in itertools.count(per_stage, per_stage) if n // tp % instances == 0 and n // tp > instances)
+        per_stage = next(fits)
+    return per_stage * parallel.pipeline_model_parallel_size
 
 
 def fitting_micro_batch(at_most: int, share: int) -> int:
@@ -237,6 +247,7 @@ def check_parallel(
     _check_overlaps(parallel)
     dp = _replicas(parallel, world_size)
     _check_expert_ranks(parallel, sizes.num_moe_experts, dp)
+    _check_instances(parallel, sizes.num_moe_experts, dp)
     micro_batch_size, micro_batches = _micro_batches(parallel, training, dp)
     return ParallelDims(
         world_size=world_size,
@@ -313,6 +324,31 @@ def _check_expert_ranks(parallel: ParallelConfig, num_experts: Optional[int], dp
             f"as with expert_model_parallel_size={ep} on TP {tp} x CP {cp} x DP {dp} ranks: Megatron-FSDP counts their "
             "gradients twice; use a smaller expert_model_parallel_size, fsdp_sharding='optim' or "
             "data_parallel=distributed_optimizer"
+        )
+
+
+def _check_instances(parallel: ParallelConfig, num_experts: Optional[int], dp: int) -> None:
+    """Check that the data-parallel ranks can be split into groups that each shard a copy of the state."""
+    count, cp = parallel.num_distributed_optimizer_instances, parallel.context_parallel_size
+    if count == 1:
+        return
+    setting = f"parallel.num_distributed_optimizer_instances={count}"
+    if parallel.data_parallel != "fsdp":
+        raise ConfigError(
+            f"{setting} needs data_parallel=fsdp, got {parallel.data_parallel!r}; use 1 or switch FSDP on"
+        )
+    fits = [1, *(n for n in _divisors(dp * cp) if 1 < n < dp * cp)]
+    if count not in fits:
+        raise ConfigError(
+            f"{setting} cannot split the DP {dp} x CP {cp} = {dp * cp} ranks into groups of equal size, at least 2; "
+            f"use one of {fits} or start another number of ranks"
+        )
+    tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
+    if num_experts is not None and tp * ep > 1:
+        raise ConfigError(
+            f"{setting} cannot be used for experts with tensor_model_parallel_size={tp} and "
+            f"expert_model_parallel_size={ep}: Megatron-FSDP would sum their gradients over the wrong ranks; use 1, or "
+            "set both sizes to 1"
         )
 
 

@@ -27,7 +27,7 @@ from dit.backends.sharding import sharding_of, write_shard_attributes
 from dit.errors import ConfigError
 from dit.models.base import Backbone
 from dit.parallel.dims import FSDPSharding
-from dit.parallel.fsdp_patches import cached_module_walks, reduce_trained_groups, release_by_hook, shard_between_rows
+from dit.parallel.fsdp_patches import cached_module_walks, reduce_unsharded, release_by_hook, shard_between_rows
 from dit.patches import patches
 
 BUCKET_ELEMENTS = 40_000_000  # for parameters outside FSDP units; Megatron-Core's bucket size for data parallelism
@@ -77,6 +77,7 @@ def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups)
     if not isinstance(mcore_fsdp_adapter.TELinear, type):
         # Without Transformer Engine this is a mock, which the adapter passes to `isinstance` under tensor parallelism.
         mcore_fsdp_adapter.TELinear = type("TELinear", (), {})
+    copies = groups.shard_copies
     shard_between_rows()
     release_by_hook()
     _prepare_frozen(backbone)
@@ -87,6 +88,7 @@ def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups)
                 use_megatron_fsdp=True,
                 data_parallel_sharding_strategy=sharding,
                 use_distributed_optimizer=True,
+                num_distributed_optimizer_instances=1 if copies is None else copies.size(),
                 grad_reduce_in_fp32=True,
                 # fp32 weights need no separate master weights.
                 preserve_fp32_weights=backbone.config.params_dtype != torch.float32,
@@ -98,7 +100,7 @@ def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups)
             fsdp_unit_modules=list(backbone.fsdp_units) if sharding == "optim_grads_params" else [],
             pg_collection=groups.collection,
         )
-    reduce_trained_groups(wrapped.param_and_grad_buffer)
+    reduce_unsharded(wrapped.param_and_grad_buffer, copies)
     for parameter in sharded_parameters(wrapped):
         write_shard_attributes(parameter.owner, sharding_of(parameter.raw, parameter.name))
     return wrapped

@@ -3,11 +3,14 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
+from typing import Optional
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.distributed.fsdp.src.megatron_fsdp import megatron_fsdp, param_and_grad_buffer
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from dit.patches import patches
 
@@ -106,19 +109,27 @@ def release_by_hook() -> None:
 @patches(
     "megatron-core 0.16",
     "core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py: ParamAndGradBuffer.reduce_scatter_gradients",
-    why="it fails if a group of parameters is frozen, because such a group has no gradients",
+    why="it fails if a group of parameters is frozen, because such a group has no gradients, and does not sum over the "
+    "instances of hybrid sharding",
 )
-def reduce_trained_groups(buffer: param_and_grad_buffer.ParamAndGradBuffer) -> None:
-    """Make the reduction of unsharded gradients skip groups of frozen parameters."""
+def reduce_unsharded(buffer: param_and_grad_buffer.ParamAndGradBuffer, copies: Optional[ProcessGroup]) -> None:
+    """Make the reduction of unsharded gradients skip groups of frozen parameters, and sum over all instances.
+
+    Args:
+        copies: ranks with the same shard; None for one instance.
+    """
     reduce = buffer.reduce_scatter_gradients
 
     def reduce_trained(async_op: bool = True) -> None:
         groups = buffer.parameter_groups
-        buffer.parameter_groups = [group for group in groups if group.main_grad_buffer is not None]
+        buffer.parameter_groups = trained = [group for group in groups if group.main_grad_buffer is not None]
         try:
             reduce(async_op)
         finally:
             buffer.parameter_groups = groups
+        if copies is not None:
+            for group in trained:
+                dist.all_reduce(group.main_grad_buffer.get_shard_from_local_buffer(), group=copies)
 
     buffer.reduce_scatter_gradients = reduce_trained
 

@@ -11,6 +11,7 @@ from dit.models.base import Ability, ModelConfig
 from dit.objectives.base import Objective
 from dit.parallel.dims import ParallelConfig, ParallelDims, check_parallel
 from dit.planner.devices import Device
+from dit.planner.time import Cluster
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.tracing.packs import PackShape
 
@@ -30,6 +31,7 @@ class Shape:
 
     Attributes:
         fsdp: whether weights, gradients and optimizer are sharded; otherwise only the optimizer is.
+        instances: copies of the state under FSDP, each sharded inside a group of ranks.
     """
 
     tensor: int
@@ -38,6 +40,7 @@ class Shape:
     expert: int
     recompute: Recompute
     fsdp: bool = False
+    instances: int = 1
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,7 @@ class Candidate:
             pipeline_layers=None,
             data_parallel=self.data_parallel,
             fsdp_sharding="optim_grads_params",
+            num_distributed_optimizer_instances=self.shape.instances,
             overlap_grad_reduce=True,
             overlap_param_gather=self.data_parallel != "ddp",
         )
@@ -117,6 +121,22 @@ def _powers(limit: int) -> list[int]:
     return [2**i for i in range(max(1, limit).bit_length())]
 
 
+def _kinds(problem: Problem, tensor: int, context: int) -> list[tuple[DataParallel, int]]:
+    """Return kinds of data parallelism with numbers of instances.
+
+    FSDP inside each node is searched if a ring over nodes is slower than NVLink and a node has several replicas.
+    """
+    kinds: list[tuple[DataParallel, int]] = [("distributed_optimizer", 1), ("ddp", 1)]
+    if tensor > FSDP_TENSOR:
+        return kinds
+    kinds.append(("fsdp", 1))
+    layout = replace(problem.parallel, tensor_model_parallel_size=tensor, pipeline_model_parallel_size=1)
+    ring = Cluster(problem.device, problem.world_size, layout, problem.node_size).bandwidth("dp_cp")
+    if ring < problem.device.nvlink and tensor * context < problem.node_size < problem.world_size:
+        kinds.append(("fsdp", problem.world_size // problem.node_size))
+    return kinds
+
+
 def candidates(problem: Problem) -> Iterator[Candidate]:
     """Yield every layout in powers of two, including those that the settings do not allow."""
     model, world = problem.model, problem.world_size
@@ -132,15 +152,13 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     form: Recompute = "selective" if problem.training.recompute == "selective" else "none"
     for tensor, context, expert, pipeline in product(tensors, contexts, _powers(experts), pipelines):
         for chunks in [None, *_powers(layers // pipeline)[1:3]] if pipeline > 1 else [None]:
-            for data, size, share in product(
-                ("distributed_optimizer", "fsdp", "ddp"), _powers(problem.training.global_batch_size), RECOMPUTED
+            for (data, instances), size, share in product(
+                _kinds(problem, tensor, context), _powers(problem.training.global_batch_size), RECOMPUTED
             ):
-                if data == "fsdp" and tensor > FSDP_TENSOR:
-                    continue
                 if size <= max(1, problem.training.global_batch_size * tensor * context * pipeline // world):
                     sequence = tensor > 1 and able[Ability.SEQUENCE]
-                    shape = Shape(tensor, sequence, context, expert, form, data == "fsdp")
-                    yield Candidate(shape, pipeline, chunks, data, size, share)  # type: ignore[arg-type]
+                    shape = Shape(tensor, sequence, context, expert, form, data == "fsdp", instances)
+                    yield Candidate(shape, pipeline, chunks, data, size, share)
 
 
 @dataclass(frozen=True)

@@ -88,7 +88,7 @@ class Cluster:
             layout.context_parallel_size,
             layout.pipeline_model_parallel_size,
         )
-        ep = layout.expert_model_parallel_size
+        ep, instances = layout.expert_model_parallel_size, layout.num_distributed_optimizer_instances
         stage = self.world_size // pp
         return {
             "tp": (tp, 1),
@@ -96,6 +96,8 @@ class Cluster:
             "tp_cp": (tp * cp, 1),
             "dp": (stage // (tp * cp), tp * cp),
             "dp_cp": (stage // tp, tp),
+            "intra_dp_cp": (stage // tp // instances, tp),
+            "inter_dist_opt": (instances, stage // instances),
             "ep": (ep, 1),
             "tp_ep": (ep, 1),
             "expt_dp": (stage // ep, ep),
@@ -288,7 +290,9 @@ def step_time(cost: Cost, micro_batches: int, cluster: Cluster, waits: Optional[
     bubble = bubble_passes(layout) * (forward + backward)
     parts["pipeline bubble"] = bubble if waits is None else waits
     reduce, gather = cost[ONCE, K_REDUCE], cost[ONCE, K_GATHER]
-    parts["data parallel"] += exposed(reduce, backward if layout.overlap_grad_reduce else 0.0, cluster)
+    # FSDP always overlaps the reduction.
+    overlaps = layout.overlap_grad_reduce or (layout.data_parallel == "fsdp" and layout.fsdp_sharding != "optim")
+    parts["data parallel"] += exposed(reduce, backward if overlaps else 0.0, cluster)
     parts["data parallel"] += exposed(gather, forward if layout.overlap_param_gather else 0.0, cluster)
     parts["tensor parallel"] += cost[ONCE, K_TENSOR]
     parts["optimizer"] = cost[ONCE, K_MEMORY] + cost[UPDATE, K_MEMORY] + _sent(cost[UPDATE])

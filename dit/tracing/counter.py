@@ -325,7 +325,8 @@ def _group(value: Any) -> Optional[Any]:
 def _names(groups: ProcessGroups) -> dict[tuple[int, ...], str]:
     """Map the ranks of each group to its name; if groups have the same ranks, the first name wins."""
     names: dict[tuple[int, ...], str] = {}
-    for name in ("tp", "cp", "pp", "ep", "dp", "dp_cp", "tp_cp", "expt_dp", "tp_ep", "tp_ep_pp", "mp"):
+    dense = ("tp", "cp", "pp", "ep", "dp", "dp_cp", "intra_dp_cp", "inter_dist_opt")
+    for name in (*dense, "tp_cp", "expt_dp", "tp_ep", "tp_ep_pp", "mp"):
         group = getattr(groups.collection, name, None)
         if group is not None:
             names.setdefault(tuple(dist.get_process_group_ranks(group)), name)

@@ -1,13 +1,17 @@
 """What one rank of a Megatron-FSDP test world runs; cases name these functions."""
 
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
+from benchmarks.parallel_training import build, packs
 from dit.backends import process_groups
 from dit.backends.sharding import ParameterSharding, set_sharding
+from dit.checkpoint.sharded_state import copy_of, part_of, share_of_copy
 from dit.models.base import Backbone, Stage
 from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
@@ -24,9 +28,12 @@ from dit.settings import (
     SamplingConfig,
     TrainingConfig,
 )
+from dit.step.forward_step import training_forward_step
+from dit.step.schedule import forward_backward
 from dit.training.pretrain import Run
-from dit.verify.trial import gathered, of_all_stages, unshard
+from dit.verify.trial import SEED, gathered, of_all_stages, unshard
 from energon_data.mock import MockData
+from tests.parallel.traffic import bytes_sent
 
 
 def config_of(case: dict) -> RunConfig:
@@ -211,6 +218,8 @@ def unsharded(layers: nn.ModuleList) -> list[int]:
     return [i for i, layer in enumerate(layers) if layer.linear.weight.untyped_storage().nbytes() > 0]
 
 
+MICRO_BATCHES = 3
+"""Micro-batches of a step on each of 4 ranks."""
 BACKBONES = {"awkward": (Awkward, "fp32"), "frozen": (Frozen, "fp32"), "joined": (Joined, "bf16")}
 
 
@@ -229,9 +238,10 @@ def gradients(case: dict) -> dict:
     x = x.chunk(groups.dp_size)[groups.dp_rank]
     config = backbone.config
     wrapped[0].zero_grad_buffer()
-    for i, part in enumerate(x):
-        with config.no_sync_func() if config.no_sync_func and i < len(x) - 1 else torch.enable_grad():
+    with config.no_sync_func() if config.no_sync_func else nullcontext():  # as Megatron-Core's schedules
+        for part in x[:-1]:
             wrapped[0](part).square().sum().backward()
+    wrapped[0](x[-1]).square().sum().backward()
     left = unsharded(backbone.layers)
     config.finalize_model_grads_func(wrapped, torch.tensor(len(x), dtype=torch.int32), groups.collection)
     norm = gradient_norm(optimizer)
@@ -239,3 +249,37 @@ def gradients(case: dict) -> dict:
     result |= {"gathered": getattr(backbone, "gathered", None), "left": left}
     process_groups.release()
     return result
+
+
+def shards_and_traffic(case: dict) -> list[dict[str, Any]]:
+    """Report for each rank its ranges, their bytes, the elements it saves, and the bytes it sends in one step."""
+    it = build({**case, "micro_batches": MICRO_BATCHES * 4})
+    groups = it.groups
+    copies, instance = groups.shard_copies, it.shards[0].group
+    batches = packs(case, groups.dp_rank, groups.dp_size, it.dims.token_multiple)
+    for chunk in it.wrapped:
+        chunk.zero_grad_buffer()
+    step = training_forward_step(FlowMatching(), it.model, SEED, 0)
+    with bytes_sent([instance]) as inside, bytes_sent([copies] if copies else [], reductions=True) as across:
+        forward_backward(step, batches, it.wrapped, it.dims.micro_batches, groups)
+    for shard in it.shards:
+        shard.ensure_state()
+    buffers = it.wrapped[0].param_and_grad_buffer.parameter_groups
+    owned = [(s, part_of(s.parameter, groups, s.start, s.stop)) for s in it.shards]
+    shares = [share_of_copy(part, s.name, *copy_of(s, groups)) for s, part in owned]
+    mine = {
+        "ranges": {s.name: (s.start, s.stop) for s in it.shards},
+        "bytes": {
+            "weights": sum(group.model_weight_buffer.data.nbytes for group in buffers),
+            "gradients": sum(group.main_grad_buffer.data.nbytes for group in buffers),
+            "moments": sum(s.slot(slot).nbytes for s in it.shards for slot in SLOTS),
+        },
+        "gradient_bytes": sum(group.main_grad_buffer.get_shard_from_local_buffer().nbytes for group in buffers),
+        "written": sum(share.stop - share.start for share in shares),
+        "inside": dict(inside),
+        "across": dict(across),
+    }
+    found: list[Any] = [None] * groups.world_size
+    dist.all_gather_object(found, mine)
+    process_groups.release()
+    return found

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks.parallel_world import run_world
+from tests.parallel.fsdp_worker import MICRO_BATCHES
 from tests.support.reference import assert_equal_training
 
 FSDP = {"data_parallel": "fsdp"}
@@ -15,6 +16,7 @@ CP2 = {"context_parallel_size": 2, "context_split": "load_balanced"}
 PP2 = {"pipeline_model_parallel_size": 2}
 DISTRIBUTED = {"data_parallel": "distributed_optimizer"}
 DDP = {"data_parallel": "ddp"}
+HYBRID = {**FSDP, "num_distributed_optimizer_instances": 2}
 
 LAYOUTS = {
     1: {"fsdp1": FSDP},  # nothing to share: the same recipe on a single device
@@ -24,19 +26,27 @@ LAYOUTS = {
         "fsdp2_optim": {**FSDP, "fsdp_sharding": "optim"},
         "cp2_fsdp": {**FSDP, "context_parallel_size": 2},
     },
-    4: {"tp2_sp_fsdp2": {**FSDP, **TP2SP}},
+    4: {
+        "tp2_sp_fsdp2": {**FSDP, **TP2SP},
+        "hybrid2x2": HYBRID,
+        "hybrid2x2_optim_grads": {**HYBRID, "fsdp_sharding": "optim_grads"},
+        "hybrid2x2_optim": {**HYBRID, "fsdp_sharding": "optim"},
+        "cp2_hybrid2x2": {**HYBRID, "context_parallel_size": 2},
+    },
 }
 EXPERTS = {"num_layers": 2, "num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}
 EP2 = {**FSDP, "expert_model_parallel_size": 2}
 EXPERT_LAYOUTS = {
     2: {"ep2_fsdp_optim2": {**EP2, "fsdp_sharding": "optim"}},  # each expert on one rank, dense parameters on two
-    4: {"ep2_fsdp4": EP2, "ep2_tp2_sp_fsdp2": {**EP2, **TP2SP}},
+    4: {"ep2_fsdp4": EP2, "ep2_tp2_sp_fsdp2": {**EP2, **TP2SP}, "experts_hybrid2x2": HYBRID},
 }
 CASES = [(name, packed) for named in LAYOUTS.values() for name in named for packed in (False, True)]
 SHARDINGS = ("optim", "optim_grads", "optim_grads_params")
 SMALL = ("awkward", "frozen", "joined")
 SHAPES = ["1x8x8", "1x6x6", "1x4x6"]  # 16, 9 and 6 tokens: their padding depends on the layout
 BF16_SHARDINGS = ("optim", "optim_grads_params")
+# Two instances of two ranks: ranks 0 and 1 have the shards of one copy, ranks 2 and 3 those of the other.
+HYBRIDS = {"hybrid": HYBRID, "hybrid_optim": {**HYBRID, "fsdp_sharding": "optim"}}
 
 SUM_RTOL = 1e-5  # fp32; sums are taken in another order
 ADAM_RTOL = 1e-4  # Adam divides by the root of small gradients
@@ -63,6 +73,9 @@ def results(tmp_path_factory):
     def small(backbone, parallel):
         return {"task": "tests.parallel.fsdp_worker:gradients", "backbone": backbone, "parallel": parallel}
 
+    def shards(parallel):
+        return {"task": "tests.parallel.fsdp_worker:shards_and_traffic", "parallel": parallel, "packed": True}
+
     kinds = {kind: {**FSDP, "fsdp_sharding": kind} for kind in SHARDINGS}
     more = {
         2: {
@@ -77,13 +90,23 @@ def results(tmp_path_factory):
             "bf16_distributed2": run("bf16", DISTRIBUTED, precision="bf16", steps=3, look_after=True),
             **{f"bf16_{k}": run("bf16", kinds[k], precision="bf16", steps=3, look_after=True) for k in BF16_SHARDINGS},
             **{f"{backbone}_{k}": small(backbone, p) for backbone in SMALL for k, p in kinds.items()},
+            "instance_hybrid": shards(FSDP),
+            "instance_hybrid_optim": shards(kinds["optim"]),
         },
         4: {
             "saved_experts": experts("save", EP2),
             "fsdp2_to_fsdp4": resumes("fsdp2", FSDP),
             "fsdp2_to_tp2_sp_fsdp2": resumes("fsdp2", {**FSDP, **TP2SP}),
+            "fsdp2_to_hybrid2x2": resumes("fsdp2", HYBRID),
+            "run_hybrid2x2": run("hybrid2x2", HYBRID, **saves),
+            "hybrid2x2_to_hybrid2x2": resumes("hybrid2x2", HYBRID),
+            "hybrid2x2_to_fsdp4": resumes("hybrid2x2", FSDP),
+            "bf16_hybrid": run("bf16", HYBRID, precision="bf16", steps=3, look_after=True),
+            **{f"{backbone}_{k}": small(backbone, p) for backbone in SMALL for k, p in HYBRIDS.items()},
+            **{f"shards_{k}": shards(p) for k, p in HYBRIDS.items()},
         },
         1: {
+            "hybrid2x2_to_ddp1": resumes("hybrid2x2", DDP),
             "fsdp2_to_ddp1": resumes("fsdp2", DDP),
             "distributed2_to_one": resumes("distributed2", DISTRIBUTED),
             "run_one": run("one", DDP, **saves),
@@ -136,7 +159,7 @@ def test_experts_go_to_one_rank_to_the_bit(results):
     assert_same({name: loaded[name] for name in tensors}, tensors)
 
 
-@pytest.mark.parametrize("kind", SHARDINGS)
+@pytest.mark.parametrize("kind", [*SHARDINGS, *HYBRIDS])
 def test_every_gradient_arrives_however_the_model_is_laid_out(results, kind):
     """Parameters of the model itself, modules that run in another order than they were registered, unused ones."""
     one, many = results["awkward_one"], results[f"awkward_{kind}"]
@@ -146,7 +169,7 @@ def test_every_gradient_arrives_however_the_model_is_laid_out(results, kind):
     assert idle == {"unused.weight", "unused.bias"}
 
 
-@pytest.mark.parametrize("kind", SHARDINGS)
+@pytest.mark.parametrize("kind", [*SHARDINGS, *HYBRIDS])
 def test_bf16_gradients_are_summed_in_the_order_of_one_rank(results, kind):
     """Where a layer reads an input at several places and others read it, too: another order is another number."""
     one, many = results["joined_one"], results[f"joined_{kind}"]
@@ -166,16 +189,17 @@ def test_no_weights_of_layers_stay_gathered_after_the_backward_pass(results, bac
     assert results[f"{backbone}_optim_grads_params"]["left"] == []
 
 
-@pytest.mark.parametrize("kind", [*SHARDINGS, "fsdp1"])
+@pytest.mark.parametrize("kind", [*SHARDINGS, *HYBRIDS, "fsdp1"])
 def test_gradients_of_a_model_with_frozen_parameters_arrive(results, kind):
     one, many = results["frozen_one"], results[f"frozen_{kind}"]
     assert not {"scale", "embed.weight"} & one["gradients"].keys()
     assert_close(many["gradients"], one["gradients"], SUM_RTOL)
 
 
-def test_fsdp_is_the_same_run_as_the_distributed_optimizer(results):
+@pytest.mark.parametrize("name", ["fsdp2", "hybrid2x2"])
+def test_fsdp_is_the_same_run_as_the_distributed_optimizer(results, name):
     """Weights, average and moments agree, and what the loop sees of them: held-out loss and samples."""
-    fsdp, other = results["run_fsdp2"], results["run_distributed2"]
+    fsdp, other = results[f"run_{name}"], results["run_distributed2"]
     assert_same(fsdp["before"], other["before"])
     assert fsdp["grad_norms"] == pytest.approx(other["grad_norms"], rel=SUM_RTOL)
     assert_close(fsdp["at_end"], other["at_end"], ADAM_RTOL)
@@ -191,7 +215,7 @@ def test_average_and_weights_differ_and_come_back(results):
     assert_same(run["after_looking"], run["after"])
 
 
-@pytest.mark.parametrize("kind", BF16_SHARDINGS)
+@pytest.mark.parametrize("kind", [*BF16_SHARDINGS, "hybrid"])
 def test_bf16_keeps_fp32_masters(results, kind):
     """The same steps as the distributed optimizer in bf16: fp32 gradients, moments, weights and average."""
     fsdp, other = results[f"bf16_{kind}"], results["bf16_distributed2"]
@@ -214,6 +238,10 @@ RESUMED = {
     "distributed2_to_cp2": "run_distributed2",
     "distributed2_to_pp2": "run_distributed2",
     "distributed2_to_one": "run_distributed2",
+    "fsdp2_to_hybrid2x2": "run_fsdp2",
+    "hybrid2x2_to_hybrid2x2": "run_hybrid2x2",
+    "hybrid2x2_to_fsdp4": "run_hybrid2x2",
+    "hybrid2x2_to_ddp1": "run_hybrid2x2",
 }
 
 
@@ -243,3 +271,21 @@ def test_a_resumed_run_on_packs_of_several_sizes_is_the_run_of_one_rank(results,
     assert sorted(one["samples"] + resumed["samples"]) == one["samples_at_end"]
     assert resumed["grad_norms"] == pytest.approx(one["grad_norms"][2:], rel=SUM_RTOL)
     assert_close(resumed["after"], one["at_end"], NOISE_RTOL)
+@pytest.mark.parametrize("kind", HYBRIDS)
+def test_a_rank_of_an_instance_has_the_shards_of_fsdp_on_the_instance(results, kind):
+    """Ranges and bytes of weights, gradients and moments, and the share of a checkpoint that each copy writes."""
+    instance, ranks = results[f"instance_{kind}"], results[f"shards_{kind}"]
+    for quantity in ("ranges", "bytes"):
+        assert [rank[quantity] for rank in ranks] == 2 * [rank[quantity] for rank in instance]
+    written = [sum(rank["written"] for rank in side) for side in (instance, ranks)]
+    assert written[0] == written[1]
+    assert all(rank["written"] for rank in ranks)
+
+
+@pytest.mark.parametrize(("kind", "times"), [("hybrid", MICRO_BATCHES), ("hybrid_optim", 1)])
+def test_gradients_are_scattered_inside_an_instance_and_summed_once_over_instances(results, kind, times):
+    """Of the n bytes of a shard's fp32 gradients a rank sends n to its neighbour, and 2 n / 2 to the other instance."""
+    for rank in results[f"shards_{kind}"]:
+        shard = rank["gradient_bytes"]
+        assert rank["inside"]["reduce_scatter_tensor"] == times * shard
+        assert rank["across"] == {"all_reduce": shard}

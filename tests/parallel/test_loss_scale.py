@@ -14,6 +14,7 @@ KINDS = {
     "pp2": {**DDP, "pipeline_model_parallel_size": 2},
     "tp2_sp": {**DISTRIBUTED, "tensor_model_parallel_size": 2, "sequence_parallel": True},
 }
+HYBRID = {**FSDP, "num_distributed_optimizer_instances": 2}
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}
 INITIAL, WINDOW = 4.0, 2
 TRAINING = {
@@ -61,8 +62,12 @@ def results(tmp_path_factory):
         ("one rank", "large"): case(DDP, FIRST, **LARGE),
         "huge": case(DDP, STEPS, training={"initial_loss_scale": 2.0**32}),
     }
+    four = {
+        ("hybrid", "good"): case(HYBRID, BAD_STEP - 1),
+        ("hybrid", "bad"): case(HYBRID, BAD_STEP, fault=ON_RANK_1),
+    }
     found = {}
-    for world, named in ((1, one), (2, two)):
+    for world, named in ((1, one), (2, two), (4, four)):
         found |= dict(zip(named, run_world(world, list(named.values()), folder / f"world{world}")))
     return found
 
@@ -86,9 +91,12 @@ def test_packs_of_a_thousand_tokens_lose_at_most_one_of_the_first_updates(result
     assert run["norms"] == pytest.approx(one["norms"], rel=1e-2)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "hybrid"])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(results, kind):
-    """Weights, average, moments and Adam's step count are those of the step before; the scale is half."""
+    """Weights, average, moments and Adam's step count are those of the step before; the scale is half.
+
+    In hybrid sharding also those of the other instance, whose own gradients are finite.
+    """
     good, bad = results[kind, "good"], results[kind, "bad"]
     assert bad["norms"] == [*good["norms"], math.inf]
     assert bad["skips"] == [0, 1]

@@ -8,20 +8,25 @@ from dit.backends.sharding import ParameterSharding, set_sharding
 from dit.errors import ConfigError
 from dit.models.base import Backbone, Stage
 from dit.models.dit.config import DiTConfig
-from dit.parallel.dims import ParallelConfig, check_parallel
+from dit.parallel.dims import ParallelConfig, check_parallel, fewest_ranks
 from dit.settings import TrainingConfig
 
 SHARDINGS = ("optim", "optim_grads", "optim_grads_params")
 
 
-def checked(world_size=4, num_experts=None, **parallel):
+INSTANCES = "num_distributed_optimizer_instances"
+TP4CP8 = {"tensor_model_parallel_size": 4, "context_parallel_size": 8}
+TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+
+
+def checked(world_size=4, num_experts=None, data_parallel="fsdp", **parallel):
     model = DiTConfig(num_attention_heads=4, num_layers=4, num_experts=num_experts)
-    parallel = ParallelConfig(data_parallel="fsdp", **parallel)
+    parallel = ParallelConfig(data_parallel=data_parallel, **parallel)
     return check_parallel(model, parallel, TrainingConfig(global_batch_size=8), world_size)
 
 
 @pytest.mark.parametrize("kind", SHARDINGS)
-@pytest.mark.parametrize("layout", [{}, {"tensor_model_parallel_size": 2, "sequence_parallel": True}])
+@pytest.mark.parametrize("layout", [{}, TP2SP])
 def test_every_sharding_goes_with_tensor_parallelism(kind, layout):
     assert checked(fsdp_sharding=kind, **layout).data_parallel_size == (2 if layout else 4)
 
@@ -60,6 +65,43 @@ def test_experts_need_copies_to_be_sharded():
 def test_what_megatron_fsdp_cannot_do_is_refused(settings, says):
     with pytest.raises(ConfigError, match=says):
         checked(**settings)
+
+
+@pytest.mark.parametrize("layout", [{}, TP2SP, {"context_parallel_size": 2}, {"context_parallel_size": 8}])
+@pytest.mark.parametrize("kind", SHARDINGS)
+def test_instances_go_with_every_sharding_and_layout(kind, layout):
+    assert checked(8, fsdp_sharding=kind, **layout, **{INSTANCES: 2}) == checked(8, fsdp_sharding=kind, **layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"),
+    [({}, 4), (TP2SP, 8), ({"context_parallel_size": 2}, 4), ({"context_parallel_size": 3}, 6), (TP4CP8, 32)],
+)
+def test_the_fewest_ranks_give_each_of_two_instances_at_least_two(layout, ranks):
+    parallel = {**layout, INSTANCES: 2}
+    assert fewest_ranks(ParallelConfig(data_parallel="fsdp", **parallel)) == ranks
+    checked(ranks, **parallel)
+    for fewer in range(1, ranks):
+        with pytest.raises(ConfigError):
+            checked(fewer, **parallel)
+
+
+@pytest.mark.parametrize(
+    ("count", "settings", "says"),
+    [
+        (0, {}, f"parallel.{INSTANCES}=0 must be a whole number of at least 1"),
+        (2, {"data_parallel": "ddp"}, f"{INSTANCES}=2 needs data_parallel=fsdp, got 'ddp'; use 1 or"),
+        (2, {"data_parallel": "distributed_optimizer"}, "needs data_parallel=fsdp, got 'distributed_optimizer'"),
+        (3, {}, r"=3 cannot split the DP 8 x CP 1 = 8 ranks into groups of equal size, .* use one of \[1, 2, 4\]"),
+        (8, {}, r"=8 cannot split the DP 8 x CP 1 = 8 ranks into groups of equal size, at least 2; use one of \[1, 2"),
+        (4, {**TP2SP, "context_parallel_size": 2}, r"=4 cannot split the DP 2 x CP 2 = 4 ranks .* one of \[1, 2\]"),
+        (2, {"num_experts": 4, **TP2SP}, "experts with tensor_model_parallel_size=2 and expert_model_parallel_size=1"),
+        (2, {"num_experts": 4, "expert_model_parallel_size": 2}, "would sum their gradients over the wrong ranks; use"),
+    ],
+)
+def test_instances_that_cannot_be_are_refused(count, settings, says):
+    with pytest.raises(ConfigError, match=says):
+        checked(8, **settings, **{INSTANCES: count})
 
 
 def test_a_backbone_without_units_says_so(one_rank_world: ProcessGroups):

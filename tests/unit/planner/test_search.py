@@ -10,13 +10,14 @@ from benchmarks.parallel_training import tiny_model
 from dit.models.ddpm_unet.config import DDPMUNetConfig
 from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
+from dit.parallel.build import build_on_meta
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.planner.devices import H100, MEMORY_SHARE
 from dit.planner.layouts import Candidate, Problem, Shape, allowed, candidates, shapes
 from dit.planner.plan import plan
 from dit.planner.search import B_ACTIVATIONS, BYTES, Costs, Prices, costs, judged
 from dit.planner.step import planned_step
-from dit.planner.time import KINDS, Cluster
+from dit.planner.time import K_GATHER, K_REDUCE, KINDS, MICRO_BATCH, ONCE, Cluster, step_time
 from dit.planner.trace import Tracer
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.tracing.packs import PackShape
@@ -214,3 +215,68 @@ def test_a_candidate_is_what_its_settings_say():
     assert (layout.pipeline_model_parallel_size, layout.virtual_pipeline_model_parallel_size) == (2, 2)
     assert (training.recompute, training.recompute_layers, training.micro_batch_size) == ("full", 4, 4)
     assert ParallelDims(16, 1, 4, 4, 8).micro_batch_size == training.micro_batch_size
+
+
+def fsdp_candidate(instances):
+    return Candidate(Shape(1, False, 1, 1, "none", True, instances), 1, None, "fsdp", 1)
+
+
+def test_instances_cost_the_memory_of_one_and_one_reduction_over_the_network():
+    """Two nodes with an instance each: weights and gradients go over NVLink, one sum of the shards over the network."""
+    task = problem(num_layers=4, hidden_size=256)
+    ranks = {}
+    for world, instances in ((8, 1), (16, 2)):
+        ((candidate, dims),) = allowed(replace(task, world_size=world), iter([fsdp_candidate(instances)])).found
+        dims = replace(dims, micro_batches=4)
+        layout, pack = candidate.parallel(task.parallel), task.pack_of(1, dims.token_multiple)
+        parts = task.model, task.objective, task.optimizer, layout, task.training, pack, dims
+        ranks[instances] = plan(*parts).ranks[0]
+    node, hybrid = ranks[1], ranks[2]
+    assert hybrid.state_bytes == node.state_bytes
+    assert hybrid.peak == node.peak
+    for collective in ("all_gather", "reduce_scatter"):
+        assert hybrid.sent_bytes[collective, "intra_dp_cp"] == node.sent_bytes[collective, "dp"] > 0
+    shard = 4 * sum(p.numel() for p in build_on_meta(task.model).parameters()) / 8
+    reduced = hybrid.sent_bytes["all_reduce", "inter_dist_opt"]
+    assert shard <= reduced <= 1.01 * shard  # 2 (n - 1) / n of it, and padding; for one of four micro-batches
+    assert not any(group == "inter_dist_opt" for _, group in hybrid.parts["micro-batch"].sent_bytes)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "device", "node_size", "searched"),
+    [
+        (64, H100, 8, {(1, 1), (2, 1), (2, 8)}),  # four NICs of a node are slower than NVLink, eight are not
+        (64, replace(H100, nic=H100.nic / 2), 8, {(1, 1), (1, 8), (2, 1), (2, 8)}),
+        (8, H100, 8, {(1, 1), (2, 1)}),
+        (64, H100, 2, {(1, 1), (1, 32), (2, 1)}),  # two tensor-parallel ranks fill a node
+    ],
+)
+def test_fsdp_inside_a_node_is_searched_where_a_ring_over_nodes_is_slower(gpus, device, node_size, searched):
+    task = replace(problem(gpus), device=device, node_size=node_size)
+    fsdp = {candidate for candidate, _ in allowed(task, candidates(task)).found if candidate.shape.fsdp}
+    assert {(one.shape.tensor, one.shape.instances) for one in fsdp if one.shape.context == 1} == searched
+    for one in fsdp:
+        assert one.parallel(task.parallel).num_distributed_optimizer_instances == one.shape.instances
+
+
+def test_instances_win_by_the_traffic_that_they_keep_off_the_network():
+    """By hand: 64 GB gathered per micro-batch, 4 GB sent once over the network, half a second of other work."""
+    device = replace(H100, nic=H100.nic / 8)
+    sent = {
+        1: {("all_gather", "dp_cp"): 64e9},
+        8: {("all_gather", "intra_dp_cp"): 64e9, ("all_reduce", "inter_dist_opt"): 4e9},
+    }
+    exposed = {}
+    for instances, nbytes in sent.items():
+        layout = fsdp_candidate(instances).parallel(ParallelConfig())
+        cluster = Cluster(device, 64, layout)
+        cost = np.zeros((4, len(KINDS)))
+        cost[:2, KINDS.index("matmul")] = 0.5, 0.2
+        for (collective, group), count in nbytes.items():
+            row, kind = (ONCE, K_REDUCE) if collective == "all_reduce" else (MICRO_BATCH, K_GATHER)
+            cost[row, kind] = cluster.seconds(group, count, 0)
+        exposed[instances] = step_time(cost, 4, cluster).parts["data parallel"]
+    ring, across = 64e9 / (8 * device.nic), 4e9 / device.nic
+    assert exposed[1] == pytest.approx(4 * (ring - 0.5))
+    assert exposed[8] == pytest.approx(max(0.0, across - 0.3))
+    assert exposed[8] < exposed[1]

@@ -66,6 +66,22 @@ def test_a_group_is_as_fast_as_its_slowest_link(group, bandwidth):
     assert replace(CLUSTER, node_size=1).bandwidth(group) == H100.nic
 
 
+@pytest.mark.parametrize(
+    ("group", "size", "bandwidth"),
+    [
+        ("dp_cp", 16, 4 * H100.nic),
+        ("intra_dp_cp", 4, H100.nvlink),  # ranks 0, 2, 4 and 6
+        ("inter_dist_opt", 4, H100.nic),  # ranks 0, 8, 16 and 24
+    ],
+)
+def test_an_instance_uses_nvlink_and_the_sum_over_instances_the_network(group, size, bandwidth):
+    layout = ParallelConfig(tensor_model_parallel_size=2, data_parallel="fsdp", num_distributed_optimizer_instances=4)
+    cluster = Cluster(H100, 32, layout)
+    assert cluster.group(group)[0] == size
+    assert cluster.bandwidth(group) == bandwidth
+    assert cluster.seconds(group, 1e9, 3) == pytest.approx(1e9 / bandwidth + 3 * LATENCY_S * np.log2(size))
+
+
 def test_seconds_are_counts_over_rates():
     trace = replace(
         work(products=3, attention=535, backward=535),
