@@ -1,11 +1,17 @@
 """Quantised products under every layout: the operands are slices of one rank's, and training agrees with one rank."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from benchmarks.parallel_world import run_world
 from dit.kernels.fp8 import BLOCKS
+from dit.parallel.dims import ParallelConfig
 from dit.verify.compare import FP8_BOUNDS, compare_training, relative_errors
+from launch.config_file import built
+from launch.train import call_recipe
+from launch.verify import Pair, compare, tiny_pair, with_fp8
 from tests.parallel.fp8_worker import forget_other_ranks
 from tests.support.ranks import rows, selected
 
@@ -50,6 +56,14 @@ SHARDS = [
 ]
 
 
+def verified() -> Pair:
+    """The pair that `launch.verify` compares for a recipe with quantised products."""
+    config = built(call_recipe("tiny_dit_cross"))
+    config = replace(config, parallel=ParallelConfig(**CP2), training=replace(config.training, fp8="tensorwise"))
+    (pair,) = with_fp8(tiny_pair, config, 2)
+    return pair
+
+
 @pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
     """The numbers of every case, and those of one rank; each world size starts once."""
@@ -63,13 +77,17 @@ def results(request, tmp_path_factory):
         case |= {"precision": "bf16", "training": training, "steps": steps, "run_dir": folder / kind / run_dir}
         return {"task": "tests.parallel.fsdp_worker:train", "parallel": TP2 if kind == "tensorwise" else {}, **case}
 
+    pair, trial = verified(), "dit.verify.trial:run_case"
+    wrong = replace(pair.many, alter=forget_other_ranks)
     worlds = {
         1: {("one", kind): train(ONE, kind) for kind in BLOCKS}
+        | {("one", "verified"): {"task": trial, "trial": pair.one}}
         | {("one", name): {"task": f"{WORKER}:train", **case, "parallel": ONE} for name, case in OTHERS.items()}
         | {("plain", kind): train(ONE, kind, quantised=False) for kind in BLOCKS},
         2: {(name, kind): train(LAYOUTS[2][name], kind) for world, name, kind in sorted(wanted) if world == 2}
         | {("broken", name): train(LAYOUTS[2][name], "tensorwise", **{"break": forget_other_ranks}) for name in BROKEN}
         | {("many", name): {"task": f"{WORKER}:train", **case} for name, case in OTHERS.items()}
+        | {(name, "verified"): {"task": trial, "trial": t} for name, t in (("many", pair.many), ("broken", wrong))}
         | {(kind, "full"): run(kind, STEPS, "full") for kind in ("tensorwise", "mxfp8")}
         | {(kind, "saved"): run(kind, STEPS - 1, "stopped", save=True) for kind in ("tensorwise", "mxfp8")}
         | {(kind, "resumed"): run(kind, 1, "stopped") for kind in ("tensorwise", "mxfp8")},
@@ -128,6 +146,16 @@ def test_all_linears_of_the_blocks_are_quantised_and_no_others(results, kind):
     assert 10 * FP8_BOUNDS["gradients"] < max(errors.values()) < 0.15
     losses = relative_errors(results["plain", kind]["losses"], results["one", kind]["losses"])
     assert 0 < max(losses.values()) < 0.01
+
+
+def test_the_command_verifies_quantised_products(results):
+    """Within bounds that a rank which scales by itself exceeds; without `training.fp8` there is nothing to verify."""
+    pair = verified()
+    assert (pair.precision, pair.bounds) == ("fp8 tensorwise", FP8_BOUNDS)
+    one, many, broken = (results[name, "verified"] for name in ("one", "many", "broken"))
+    assert compare(pair, one, many).is_equal
+    assert not compare(pair, one, broken).is_equal
+    assert with_fp8(tiny_pair, built(call_recipe("tiny_dit_cross")), 2) == []
 
 
 @pytest.mark.parametrize("kind", ["tensorwise", "mxfp8"])
