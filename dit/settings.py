@@ -25,6 +25,9 @@ from dit.ranges import (
     whole,
 )
 
+Fp8 = Literal["tensorwise", "blockwise", "mxfp8"]
+"""Scaling of quantised matrix products, see `dit.kernels.fp8`."""
+
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
@@ -128,7 +131,7 @@ class TrainingConfig:
     micro_batch_size: int = 1
     global_batch_size: int = 1
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
-    fp8: Optional[Literal["tensorwise", "blockwise", "mxfp8"]] = None
+    fp8: Optional[Fp8] = None
     loss_scale: Optional[float] = None
     initial_loss_scale: float = 2.0**16
     loss_scale_window: int = 1000
@@ -203,7 +206,7 @@ class TrainingConfig:
         )
         check_choice("training.on_bad_numbers", self.on_bad_numbers, get_type_hints(TrainingConfig)["on_bad_numbers"])
         if self.fp8 is not None:
-            check_choice("training.fp8", self.fp8, Literal["tensorwise", "blockwise", "mxfp8"])
+            check_choice("training.fp8", self.fp8, Fp8)
         if self.fp8 is not None and self.precision == "fp16":
             raise ConfigError(
                 f"training.fp8={self.fp8} needs training.precision=bf16, got fp16; set training.precision=bf16, or "

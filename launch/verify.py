@@ -27,11 +27,10 @@ if TYPE_CHECKING:
     from dit.backends.sharding import AxisSizes
     from dit.batch import PackedBatch
     from dit.data_api import BatchSpec, DataConfig
-    from dit.kernels.fp8 import Fp8
     from dit.models.base import ModelConfig
     from dit.parallel.dims import ParallelConfig
     from dit.run_config import RunConfig
-    from dit.settings import TrainingConfig
+    from dit.settings import Fp8, TrainingConfig
     from dit.verify.laws import Check
     from dit.verify.report import Verdict
     from dit.verify.trial import Trial

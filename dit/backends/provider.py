@@ -26,7 +26,7 @@ from dit.backends.pending_bias import PendingBias
 from dit.backends.sharding import GradientCovers, ParameterSharding, adapter_shardings, set_sharding, sharding_of
 from dit.errors import ConfigError
 from dit.kernels.choice import UNTRIED, Implementation, Op, Target, choose, installed, on_cuda
-from dit.kernels.fp8 import BLOCKS, PRODUCTS, Fp8, Fp8Products
+from dit.kernels.fp8 import PRODUCTS, Fp8, Fp8Products, check_features
 from dit.kernels.layer_kernels import EAGER, LayerKernels
 
 REPLICATED, EXPERT, ROWS = ParameterSharding(), ParameterSharding(expert=True), ParameterSharding(split_dim=0)
@@ -219,19 +219,8 @@ class LayerProvider:
         """
         if self._fp8 is None:
             return None
-        kind, tp = self._fp8.kind, self.tp_size
-        for count, ranks in ((features, 1), (split, tp)):
-            unit = BLOCKS[kind] * ranks
-            if count % unit:
-                fits = [n for n in range(1, tp) if count % (BLOCKS[kind] * n) == 0]
-                sizes = " or ".join(str(n) for n in (count // unit * unit, -(-count // unit) * unit) if n)
-                raise ConfigError(
-                    f"training.fp8={kind} needs a multiple of {BLOCKS[kind]} features of a linear layer on each rank, "
-                    f"and {count} features on {ranks} tensor-parallel rank{'s' if ranks > 1 else ''} are "
-                    f"{count // ranks}; use {sizes} features"
-                    + (f", tensor_model_parallel_size={fits[-1]}" if fits else "")
-                    + ", or training.fp8=None"
-                )
+        check_features(self._fp8.kind, features, 1)
+        check_features(self._fp8.kind, split, self.tp_size)
         return self._fp8
 
     def column_linear(

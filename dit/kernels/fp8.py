@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dit.errors import ConfigError
 from dit.kernels.choice import Implementation, Op, capability, on_cuda
 
 Fp8 = Literal["tensorwise", "blockwise", "mxfp8"]
@@ -42,6 +43,30 @@ BLOCKS: dict[Fp8, int] = {"tensorwise": 16, "blockwise": 128, "mxfp8": 32}
 
 Ranks must not cut it: the local features of a product, and the local tokens of a sample, are a multiple of it.
 """
+
+
+def check_features(fp8: Fp8, count: int, ranks: int, name: str = "features of a linear layer") -> None:
+    """Check that tensor-parallel ranks cut no block of features.
+
+    Args:
+        count: features of all ranks.
+        ranks: number of ranks that they are split over.
+        name: what has these features.
+
+    Raises:
+        ConfigError: with the numbers, and the nearest ones that work.
+    """
+    unit = BLOCKS[fp8] * ranks
+    if count % unit == 0:
+        return
+    fits = [n for n in range(1, ranks) if count % (BLOCKS[fp8] * n) == 0]
+    sizes = " or ".join(str(n) for n in (count // unit * unit, -(-count // unit) * unit) if n)
+    raise ConfigError(
+        f"training.fp8={fp8} needs a multiple of {BLOCKS[fp8]} {name} on each rank, and {count} on {ranks} "
+        f"tensor-parallel rank{'s' if ranks > 1 else ''} are {count / ranks:g}; use {sizes}"
+        + (f", tensor_model_parallel_size={fits[-1]}" if fits else "")
+        + ", or training.fp8=None"
+    )
 
 
 @dataclass(frozen=True)

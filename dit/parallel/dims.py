@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, Optional, get_args
 
 from dit.errors import ConfigError
-from dit.kernels.fp8 import BLOCKS, Fp8
+from dit.kernels.fp8 import BLOCKS, check_features
 from dit.models.base import Ability, ModelConfig, TransformerSizes
 from dit.parallel.pipeline import split_layers
 from dit.ranges import LAYERS, RANKS, check_ranges
-from dit.settings import TrainingConfig
+from dit.settings import Fp8, TrainingConfig
 
 FSDPSharding = Literal["optim", "optim_grads", "optim_grads_params"]
 
@@ -219,8 +219,8 @@ def _check_compiled(model: ModelConfig, parallel: ParallelConfig, training: Trai
 
 def _check_fp8(model: ModelConfig, parallel: ParallelConfig, fp8: Fp8) -> None:
     """Check that the model has products that can be quantised equally under every layout."""
-    name, experts = type(model).__name__, model.megatron_sizes().num_moe_experts
-    cp = parallel.context_parallel_size
+    sizes = model.megatron_sizes()
+    name, experts, cp = type(model).__name__, sizes.num_moe_experts, parallel.context_parallel_size
     for refused, why in (
         (not model.supports.tensor, f"model={name} has no transformer blocks of linears that it can quantise"),
         (experts is not None, f"the products of model.num_experts={experts} experts are not quantised"),
@@ -232,6 +232,9 @@ def _check_fp8(model: ModelConfig, parallel: ParallelConfig, fp8: Fp8) -> None:
     ):
         if refused:
             raise ConfigError(f"training.fp8={fp8} is not available: {why}; or use training.fp8=None")
+    for size, count in (("hidden_size", sizes.hidden_size), ("ffn_hidden_size", sizes.ffn_hidden_size)):
+        if count is not None:
+            check_features(fp8, count, parallel.tensor_model_parallel_size, f"features of model.{size}")
 
 
 def check_parallel(
@@ -366,6 +369,11 @@ def _uneven_batch(global_batch_size: int, dp: int, pp: int, interleaved: bool) -
     )
 
 
+def fp8_block(fp8: Fp8) -> int:
+    """Return the number of features or tokens of a quantised block, which ranks must not cut."""
+    return BLOCKS[fp8]
+
+
 def _token_multiple(parallel: ParallelConfig, fp8: Optional[Fp8]) -> int:
     """Return the number that must divide every sample's length.
 
@@ -374,7 +382,7 @@ def _token_multiple(parallel: ParallelConfig, fp8: Optional[Fp8]) -> int:
     cp = parallel.context_parallel_size
     chunks = 2 * cp if cp > 1 and parallel.context_split == "load_balanced" else cp
     shards = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    return chunks * math.lcm(shards, 1 if fp8 is None or cp == 1 else BLOCKS[fp8])
+    return chunks * math.lcm(shards, 1 if fp8 is None or cp == 1 else fp8_block(fp8))
 
 
 def _check_context(parallel: ParallelConfig, kv_heads: int) -> None:

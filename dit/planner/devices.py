@@ -1,8 +1,10 @@
 """Device constants of the time model: one set per GPU type, for all models and layouts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Optional
 
 from dit.backends.device import PEAK_FLOPS
+from dit.settings import Fp8
 
 
 @dataclass(frozen=True)
@@ -83,3 +85,24 @@ Sources: NVIDIA's data sheets of H100 SXM, of H200 SXM, and of DGX B200 (1,440 G
 """
 DEVICES = {device.name: device for device in (H100, H200, B200)}
 """The constants of H100 are fitted and checked (`benchmarks.planned`); H200 and B200 are scaled by data sheets."""
+
+FP8_GAINS: dict[tuple[str, Fp8], float] = {
+    ("h100", "tensorwise"): 1.28,
+    ("h200", "tensorwise"): 1.28,
+    ("b200", "mxfp8"): 1.28,
+}
+"""Rate of matrix products with `training.fp8`, quantisation included, divided by that of bf16.
+
+These are published ratios of training speed, and a step has other parts, so products gain more. H100: torchtitan's
+benchmarks, Llama 3 8B on 8 GPUs, compiled, 6,667 and 8,532 tokens/s per GPU; H200 has the same cores. B200: PyTorch's
+blog, Llama 3 70B on 1,856 GPUs with MXFP8, 1.22 to 1.28.
+"""
+
+
+def with_fp8(device: Device, fp8: Optional[Fp8]) -> Device:
+    """Return a device with the rate of quantised products, which its name states."""
+    if fp8 is None:
+        return device
+    gain = FP8_GAINS.get((device.name, fp8))
+    rate = "planned as bf16: no published rate" if gain is None else f"products {gain} times as fast"
+    return replace(device, name=f"{device.name} (fp8 {fp8}, {rate})", matmul_flops=(gain or 1.0) * device.matmul_flops)

@@ -1,5 +1,6 @@
 """Layouts and models whose products cannot be quantised alike are refused before training, with numbers and a cure."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,17 +32,23 @@ def provider(fp8: Any, tp: int = 1) -> LayerProvider:
     return LayerProvider(config, SimpleNamespace(tp=group, tp_cp=group), fp8=fp8)
 
 
-ONE_RANK = "use 64 or 96 features, or training.fp8=None"
+ONE_RANK = "use 64 or 96, or training.fp8=None"
 
 
 @pytest.mark.parametrize(
     ("fp8", "tp", "replicated", "split", "says"),
     [
-        ("blockwise", 2, 256, 384, "384 features on 2 .* ranks are 192; use 256 or 512 features, tensor_.*_size=1, or"),
-        ("blockwise", 4, 256, 256, "256 features on 4 .* ranks are 64; use 512 features, tensor_model_parallel_size=2"),
-        ("mxfp8", 1, 72, 128, f"72 features on 1 tensor-parallel rank are 72; {ONE_RANK}"),
-        ("mxfp8", 2, 96, 96, "96 features on 2 tensor-parallel ranks are 48; use 64 or 128 features, tensor_"),
-        ("tensorwise", 2, 32, 48, "48 features on 2 tensor-parallel ranks are 24; use 32 or 64 features, tensor_"),
+        (
+            "blockwise",
+            2,
+            256,
+            384,
+            "384 on 2 tensor-parallel ranks are 192; use 256 or 512, tensor_model_parallel_size=1, or",
+        ),
+        ("blockwise", 4, 256, 256, "256 on 4 tensor-parallel ranks are 64; use 512, tensor_model_parallel_size=2, or"),
+        ("mxfp8", 1, 72, 128, f"72 on 1 tensor-parallel rank are 72; {ONE_RANK}"),
+        ("mxfp8", 2, 96, 96, "96 on 2 tensor-parallel ranks are 48; use 64 or 128, tensor_"),
+        ("tensorwise", 2, 32, 48, "48 on 2 tensor-parallel ranks are 24; use 32 or 64, tensor_"),
     ],
 )
 @pytest.mark.parametrize("row", [False, True])
@@ -77,13 +84,19 @@ def test_samples_are_padded_so_that_no_block_of_tokens_is_cut(fp8, parallel, mul
         (DDPMUNetConfig(), {}, {}, "model=DDPMUNetConfig has no transformer blocks of linears"),
         (DiTConfig(num_experts=4), {}, {}, "the products of model.num_experts=4 experts are not quantised"),
         (FluxConfig(), {"context_parallel_size": 2}, {}, "context_parallel_size=2 replicates the texts of model=Flux"),
+        (
+            replace(DIT, ffn_hidden_size=96),
+            {"tensor_model_parallel_size": 2},
+            {},
+            "32 features of model.ffn_hidden_size on each rank, and 96 on 2 .* are 48; use 64 or 128, tensor_.*=1, or",
+        ),
         (DIT, {}, {"kernels": "compile"}, "training.kernels=compile is not available: training.fp8=mxfp8 cannot be"),
     ],
 )
 def test_what_cannot_be_quantised_is_refused(model, parallel, training, says):
     layout, settings = ParallelConfig(**parallel), TrainingConfig(fp8="mxfp8", **training)
     with pytest.raises(ConfigError, match=says):
-        check_parallel(model, layout, settings, layout.context_parallel_size)
+        check_parallel(model, layout, settings, layout.context_parallel_size * layout.tensor_model_parallel_size)
 
 
 def test_settings_are_checked():
