@@ -81,8 +81,8 @@ class TrainingConfig:
         global_batch_size: samples (or packs) per optimizer step over all ranks.
         precision: `bf16` or `fp16` (both with fp32 master weights and gradients), or `fp32`.
         fp8: precision of the matrix products in transformer blocks: 8-bit numbers with one scale per matrix
-            (`tensorwise`), per 128 numbers (`blockwise`) or per 32 (`mxfp8`); None for `precision`. Weights, all other
-            operations and experts are unchanged (docs/parallelism.md).
+            (`tensorwise`), per 128 numbers (`blockwise`) or per 32 (`mxfp8`); None for `precision`. Weights and all
+            other operations are unchanged (docs/parallelism.md).
         loss_scale: fp16 only: constant factor of the loss; None for a dynamic factor.
         initial_loss_scale: fp16 only: first value of the dynamic factor. A gradient overflow skips the update and
             halves it.

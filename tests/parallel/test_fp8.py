@@ -56,6 +56,13 @@ SHARDS = [
 ]
 
 
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """For each of `SHARDS` and each rank, the operands that are no slices of one rank's."""
+    cases = [{"task": f"{WORKER}:shards", **case} for case in SHARDS]
+    return run_world(4, cases, tmp_path_factory.mktemp("shards"))
+
+
 def verified() -> Pair:
     """The pair that `launch.verify` compares for a recipe with quantised products."""
     config = built(call_recipe("tiny_dit_cross"))
@@ -91,12 +98,12 @@ def results(request, tmp_path_factory):
         | {(kind, "full"): run(kind, STEPS, "full") for kind in ("tensorwise", "mxfp8")}
         | {(kind, "saved"): run(kind, STEPS - 1, "stopped", save=True) for kind in ("tensorwise", "mxfp8")}
         | {(kind, "resumed"): run(kind, 1, "stopped") for kind in ("tensorwise", "mxfp8")},
-        4: {(name, kind): train(LAYOUTS[4][name], kind) for world, name, kind in sorted(wanted) if world == 4}
-        | {("shards", i): {"task": f"{WORKER}:shards", **case} for i, case in enumerate(SHARDS)},
+        4: {(name, kind): train(LAYOUTS[4][name], kind) for world, name, kind in sorted(wanted) if world == 4},
     }
     return {
         name: result
         for world, cases in worlds.items()
+        if cases
         for name, result in zip(cases, run_world(world, list(cases.values()), folder / str(world)))
     }
 
@@ -106,9 +113,9 @@ def assert_equal(one, many):
 
 
 @pytest.mark.parametrize("case", range(len(SHARDS)))
-def test_quantised_shards_are_slices_of_one_rank_to_the_bit(results, case):
+def test_quantised_shards_are_slices_of_one_rank_to_the_bit(shards, case):
     """Of x, the weight and the gradient, quantised along each dimension, on TP 2 x CP 2, for both kinds of linears."""
-    wrong = results["shards", case]
+    wrong = shards[case]
     assert len(wrong) == 4
     if SHARDS[case]["apart"]:  # each rank scales by its own largest magnitude
         assert all(wrong)
