@@ -40,14 +40,15 @@ QUICK = {
 }
 OTHERS = {
     # Keys and values of a text have products in the precision of the weights.
-    "text, cp2": {"parallel": CP2, "fp8": "mxfp8", "model": CROSS},
-    "text and image streams, tp2": {"parallel": TP2, "fp8": "tensorwise", "model": FLUX},
-    "recomputed, tp2_sp": {"parallel": TP2SP, "fp8": "tensorwise", "recompute": "full"},
-    "recomputed in part, fsdp2": {"parallel": {"data_parallel": "fsdp"}, "fp8": "mxfp8", "recompute": "selective"},
+    "text, cp2": {"parallel": CP2, "kind": "mxfp8", "model": CROSS},
+    "text and image streams, tp2": {"parallel": TP2, "kind": "tensorwise", "model": FLUX},
+    "recomputed, tp2_sp": {"parallel": TP2SP, "kind": "tensorwise", "recompute": "full"},
+    "recomputed in part, fsdp2": {"parallel": {"data_parallel": "fsdp"}, "kind": "mxfp8", "recompute": "selective"},
 }
 BROKEN = ("tp2", "cp2")
 ONE = {"data_parallel": "ddp"}
 STEPS = 3
+RESUMED: dict = {"tensorwise": TP2, "mxfp8": {}}
 SHARDS = [
     {"parallel": {**CP2, **parallel}, "fp8": kind, "apart": apart}
     for kind in BLOCKS
@@ -72,6 +73,36 @@ def verified() -> Pair:
 
 
 @pytest.fixture(scope="module")
+def verifications(tmp_path_factory):
+    """The numbers of `verified`: of one rank, of the layout, and of a layout whose ranks scale by themselves."""
+    pair, folder = verified(), tmp_path_factory.mktemp("verified")
+    wrong = replace(pair.many, alter=forget_other_ranks)
+    one, many = (
+        run_world(size, [{"task": "dit.verify.trial:run_case", "trial": trial} for trial in trials], folder / str(size))
+        for size, trials in ((1, [pair.one]), (2, [pair.many, wrong]))
+    )
+    return *one, *many
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """For each kind: a run in bf16, one that stops and saves a step earlier, and the one that continues from there."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    def case(kind, parallel, steps, run_dir, **options):
+        training = {"global_batch_size": 4, "ema_decay": 0.5, "fp8": kind}
+        case = {"precision": "bf16", "training": training, "steps": steps, "run_dir": folder / kind / run_dir}
+        return {"task": "tests.parallel.fsdp_worker:train", "parallel": parallel, **case, **options}
+
+    cases = {}
+    for kind, parallel in RESUMED.items():
+        cases[kind, "full"] = case(kind, parallel, STEPS, "full")
+        cases[kind, "saved"] = case(kind, parallel, STEPS - 1, "stopped", save=True)
+        cases[kind, "resumed"] = case(kind, parallel, 1, "stopped")
+    return dict(zip(cases, run_world(2, list(cases.values()), folder / "world")))
+
+
+@pytest.fixture(scope="module")
 def results(request, tmp_path_factory):
     """The numbers of every case, and those of one rank; each world size starts once."""
     folder, wanted = tmp_path_factory.mktemp("fp8"), selected(request, ROW)
@@ -79,25 +110,13 @@ def results(request, tmp_path_factory):
     def train(parallel, kind, **case):
         return {"task": f"{WORKER}:train", "parallel": parallel, "fp8": kind, **case}
 
-    def run(kind, steps, run_dir, **case):
-        training = {"global_batch_size": 4, "ema_decay": 0.5, "fp8": kind}
-        case |= {"precision": "bf16", "training": training, "steps": steps, "run_dir": folder / kind / run_dir}
-        return {"task": "tests.parallel.fsdp_worker:train", "parallel": TP2 if kind == "tensorwise" else {}, **case}
-
-    pair, trial = verified(), "dit.verify.trial:run_case"
-    wrong = replace(pair.many, alter=forget_other_ranks)
     worlds = {
         1: {("one", kind): train(ONE, kind) for kind in BLOCKS}
-        | {("one", "verified"): {"task": trial, "trial": pair.one}}
-        | {("one", name): {"task": f"{WORKER}:train", **case, "parallel": ONE} for name, case in OTHERS.items()}
+        | {("one", name): train(**{**case, "parallel": ONE}) for name, case in OTHERS.items()}
         | {("plain", kind): train(ONE, kind, quantised=False) for kind in BLOCKS},
         2: {(name, kind): train(LAYOUTS[2][name], kind) for world, name, kind in sorted(wanted) if world == 2}
         | {("broken", name): train(LAYOUTS[2][name], "tensorwise", **{"break": forget_other_ranks}) for name in BROKEN}
-        | {("many", name): {"task": f"{WORKER}:train", **case} for name, case in OTHERS.items()}
-        | {(name, "verified"): {"task": trial, "trial": t} for name, t in (("many", pair.many), ("broken", wrong))}
-        | {(kind, "full"): run(kind, STEPS, "full") for kind in ("tensorwise", "mxfp8")}
-        | {(kind, "saved"): run(kind, STEPS - 1, "stopped", save=True) for kind in ("tensorwise", "mxfp8")}
-        | {(kind, "resumed"): run(kind, 1, "stopped") for kind in ("tensorwise", "mxfp8")},
+        | {("many", name): train(**case) for name, case in OTHERS.items()},
         4: {(name, kind): train(LAYOUTS[4][name], kind) for world, name, kind in sorted(wanted) if world == 4},
     }
     return {
@@ -155,19 +174,19 @@ def test_all_linears_of_the_blocks_are_quantised_and_no_others(results, kind):
     assert 0 < max(losses.values()) < 0.01
 
 
-def test_the_command_verifies_quantised_products(results):
+def test_the_command_verifies_quantised_products(verifications):
     """Within bounds that a rank which scales by itself exceeds; without `training.fp8` there is nothing to verify."""
     pair = verified()
     assert (pair.precision, pair.bounds) == ("fp8 tensorwise", FP8_BOUNDS)
-    one, many, broken = (results[name, "verified"] for name in ("one", "many", "broken"))
+    one, many, broken = verifications
     assert compare(pair, one, many).is_equal
     assert not compare(pair, one, broken).is_equal
     assert with_fp8(tiny_pair, built(call_recipe("tiny_dit_cross")), 2) == []
 
 
-@pytest.mark.parametrize("kind", ["tensorwise", "mxfp8"])
-def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(results, kind):
-    assert results[kind, "resumed"]["resumed_at"] == STEPS - 1
-    resumed, full = (results[kind, run]["after"] for run in ("resumed", "full"))
+@pytest.mark.parametrize("kind", RESUMED)
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(runs, kind):
+    assert runs[kind, "resumed"]["resumed_at"] == STEPS - 1
+    resumed, full = (runs[kind, run]["after"] for run in ("resumed", "full"))
     assert resumed.keys() == full.keys()
     assert [name for name, tensor in full.items() if not torch.equal(resumed[name], tensor)] == []
