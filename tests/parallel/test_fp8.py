@@ -8,7 +8,7 @@ import torch
 from benchmarks.parallel_world import run_world
 from dit.kernels.fp8 import BLOCKS
 from dit.parallel.dims import ParallelConfig
-from dit.verify.compare import FP8_BOUNDS, compare_training, relative_errors
+from dit.verify.compare import FP8_BOUNDS, HALF_BOUNDS, compare_training, relative_errors
 from launch.config_file import built
 from launch.train import call_recipe
 from launch.verify import Pair, compare, tiny_pair, with_fp8
@@ -149,7 +149,9 @@ def test_layout_equals_one_rank(results, world, name, kind):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_models_and_recompute_equal_one_rank(results, name):
-    assert_equal(results["one", name], results["many", name])
+    """A stream of few text tokens has bounds of its own, as in `launch.verify`: one rounding weighs more."""
+    bounds = HALF_BOUNDS["bf16"] if OTHERS[name].get("model") == FLUX else FP8_BOUNDS
+    assert compare_training(results["one", name], results["many", name], bounds).differences == ()
 
 
 def test_recompute_changes_no_number(results):
@@ -170,8 +172,8 @@ def test_all_linears_of_the_blocks_are_quantised_and_no_others(results, kind):
     """Quantisation changes a gradient by far more than the bounds of layouts, and by less than a tenth."""
     errors = relative_errors(results["plain", kind]["gradients"], results["one", kind]["gradients"])
     assert 10 * FP8_BOUNDS["gradients"] < max(errors.values()) < 0.15
-    losses = relative_errors(results["plain", kind]["losses"], results["one", kind]["losses"])
-    assert 0 < max(losses.values()) < 0.01
+    plain, quantised = (results[name, kind]["losses"][0] for name in ("plain", "one"))
+    assert 0 < abs(quantised / plain - 1) < 0.01
 
 
 def test_the_command_verifies_quantised_products(verifications):
