@@ -40,14 +40,19 @@ def tiny_model(backbone: str = "dit", **changes: Any) -> ModelConfig:
 
 
 def micro_batch(
-    index: int, *, packed: bool, multiple_of: int, grids: tuple[tuple[int, int, int], ...] = ()
+    index: int,
+    *,
+    packed: bool,
+    multiple_of: int,
+    grids: tuple[tuple[int, int, int], ...] = (),
+    total_tokens: int = 40,
 ) -> PackedBatch:
     """Return two different samples: a ragged pack with padding if packed, else a dense batch."""
     generator = torch.Generator().manual_seed(100 + index)
     grids = grids or tuple(GRIDS[(2 * index + i) % len(GRIDS)] if packed else (1, 4, 4) for i in range(2))
     lengths = [t * h * w for t, h, w in grids]
     layout = SequenceLayout.from_lengths(
-        lengths, multiple_of=multiple_of if packed else 1, total_tokens=40 if packed else 32
+        lengths, multiple_of=multiple_of if packed else 1, total_tokens=total_tokens if packed else 32
     )
     latents, positions = torch.zeros(layout.total_tokens, 16), torch.zeros(layout.total_tokens, 3, dtype=torch.int64)
     for start, grid, length in zip(layout.starts, grids, lengths):

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Optional
 import numpy as np
 
 from dit.errors import EXIT_OK, one_line_errors
-from dit.planner.devices import Fitted, devices
+from dit.planner.devices import Fitted, devices, with_fp8
 from dit.planner.time import (
     FORWARD,
     K_MEMORY,
@@ -212,8 +212,8 @@ class Traced:
     def predicted(self, fitted: Fitted) -> StepTime:
         """Return the time of the slowest rank."""
         row = self.row
-        device = devices(fitted)[row.device]
-        cluster = Cluster(device, row.gpus, self.config.parallel, row.node_size, row.fp8)
+        device = with_fp8(devices(fitted)[row.device], "mxfp8" if row.fp8 else None)
+        cluster = Cluster(device, row.gpus, self.config.parallel, row.node_size)
         times = []
         for rank, trace in self.plan.ranks.items():
             published = with_unsharded_modulations(trace, self.weights[rank], self.summed[rank])

@@ -35,6 +35,7 @@ def predicted(words: Sequence[str], ranks: int, device: "Device") -> dict[str, A
     Raises:
         ConfigError: the settings do not fit together.
     """
+    from dit.planner.devices import with_fp8
     from dit.planner.plan import plan
     from dit.planner.step import planned_step
     from dit.planner.time import Cluster
@@ -44,6 +45,7 @@ def predicted(words: Sequence[str], ranks: int, device: "Device") -> dict[str, A
     dims, _ = config.check(ranks)
     shape = sample_of(config.data, config.model).shape(dims)
     step_plan = plan(config.model, config.objective, config.optimizer, config.parallel, config.training, shape, dims)
+    device = with_fp8(device, config.training.fp8)
     cluster = Cluster(device, ranks, config.parallel, min(NODE, ranks))
     return {
         "planned_ms": 1e3 * planned_step(step_plan, dims, cluster).time.total,

@@ -25,6 +25,9 @@ from dit.ranges import (
     whole,
 )
 
+Fp8 = Literal["tensorwise", "blockwise", "mxfp8"]
+"""Scaling of quantised matrix products, see `dit.kernels.fp8`."""
+
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
@@ -77,6 +80,9 @@ class TrainingConfig:
             global batch up to it is used; results do not depend on it.
         global_batch_size: samples (or packs) per optimizer step over all ranks.
         precision: `bf16` or `fp16` (both with fp32 master weights and gradients), or `fp32`.
+        fp8: precision of the matrix products in transformer blocks: 8-bit numbers with one scale per matrix
+            (`tensorwise`), per 128 numbers (`blockwise`) or per 32 (`mxfp8`); None for `precision`. Weights and all
+            other operations are unchanged (docs/parallelism.md).
         loss_scale: fp16 only: constant factor of the loss; None for a dynamic factor.
         initial_loss_scale: fp16 only: first value of the dynamic factor. A gradient overflow skips the update and
             halves it.
@@ -125,6 +131,7 @@ class TrainingConfig:
     micro_batch_size: int = 1
     global_batch_size: int = 1
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    fp8: Optional[Fp8] = None
     loss_scale: Optional[float] = None
     initial_loss_scale: float = 2.0**16
     loss_scale_window: int = 1000
@@ -198,6 +205,13 @@ class TrainingConfig:
             },
         )
         check_choice("training.on_bad_numbers", self.on_bad_numbers, get_type_hints(TrainingConfig)["on_bad_numbers"])
+        if self.fp8 is not None:
+            check_choice("training.fp8", self.fp8, Fp8)
+        if self.fp8 is not None and self.precision == "fp16":
+            raise ConfigError(
+                f"training.fp8={self.fp8} needs training.precision=bf16, got fp16; set training.precision=bf16, or "
+                "training.fp8=None"
+            )
         self._check_deterministic()
         self._check_unused()
 

@@ -137,8 +137,8 @@ def check_pack_multiple(
     if pack_multiple_of % layout_multiple:
         raise ConfigError(
             f"data.pack_multiple_of={pack_multiple_of}, by which samples are selected into packs, must be a multiple "
-            f"of {layout_multiple}, to which this layout pads each sample (context and sequence parallel); set "
-            f"data.pack_multiple_of={math.lcm(pack_multiple_of, layout_multiple)}, which a resumed run may change"
+            f"of {layout_multiple}, to which the run pads each sample (context and sequence parallel, training.fp8); "
+            f"set data.pack_multiple_of={math.lcm(pack_multiple_of, layout_multiple)}, which a resumed run may change"
         )
     for name, limit in (("max_tokens_per_pack", max_tokens_per_pack), ("pack_cost_tokens", pack_cost_tokens)):
         if limit is not None and limit % pack_multiple_of:

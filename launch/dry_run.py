@@ -162,8 +162,8 @@ def report(
     from dit.convert.diffusers_format import export_line
     from launch.config_file import built, summary
 
-    planned_device = None if device is None else named_device(device)
     config = built(task)
+    planned_device = None if device is None else named_device(device, config.training.fp8)
     dims, _ = config.check(world_size)
     sample = planned_sample(task, config.model, tokens, text_tokens)
     layout = layout_lines(config, dims, packed=sample.pack is not None, requested=world_size is not None)

@@ -277,7 +277,7 @@ def problem_of(args: argparse.Namespace) -> tuple["Problem", "Sample"]:
         lambda samples, multiple: sample.shape(ParallelDims(args.gpus, 1, samples, 1, multiple)),
         sample.tokens * sample.count(1),
         args.gpus,
-        named_device(args.device),
+        named_device(args.device, config.training.fp8),
         args.nodes_of,
     )
     return problem, sample

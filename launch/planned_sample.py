@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import nemo_run as run
 
     from dit.planner.devices import Device
+    from dit.settings import Fp8
 
 DEFAULT_TOKENS = 256
 DEFAULT_TEXT_TOKENS = 512
@@ -62,17 +63,20 @@ class Sample:
         return replace(shape, total_tokens=max(total, shape.layout().total_tokens))
 
 
-def named_device(name: str) -> "Device":
+def named_device(name: str, fp8: "Optional[Fp8]") -> "Device":
     """Return the constants of a device.
+
+    Args:
+        fp8: `training.fp8`.
 
     Raises:
         ConfigError: the name is unknown.
     """
-    from dit.planner.devices import DEVICES
+    from dit.planner.devices import DEVICES, with_fp8
 
     if name not in DEVICES:
         raise ConfigError(f"--device {name}: no such device; use one of {', '.join(DEVICES)}")
-    return DEVICES[name]
+    return with_fp8(DEVICES[name], fp8)
 
 
 def assumed_grid(tokens: int) -> Grid:

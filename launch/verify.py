@@ -1,7 +1,7 @@
 """Compare a parallel layout with one rank: `python -m launch.verify --factory RECIPE parallel.KEY=VALUE ...`.
 
 Both train two steps of the recipe's tiny form on gloo ranks of this machine, without a GPU and without data. One rank
-trains in fp32, the layout in fp32 and in the recipe's precision.
+trains in fp32, the layout in fp32 and in the recipe's precision; with `training.fp8`, both also quantise.
 """
 
 import argparse
@@ -9,7 +9,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import count
 from pathlib import Path
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from dit.models.base import ModelConfig
     from dit.parallel.dims import ParallelConfig
     from dit.run_config import RunConfig
-    from dit.settings import TrainingConfig
+    from dit.settings import Fp8, TrainingConfig
     from dit.verify.laws import Check
     from dit.verify.report import Verdict
     from dit.verify.trial import Trial
@@ -50,8 +50,8 @@ samples differ in length if the backbone takes such. First, one rank is checked 
 samples, their order, accumulation, and the class of diffusers that computes the same. Then every gradient (with LoRA
 those of the adapters, of the same kinds of layers), the losses, the weights and their average after the steps, and the
 copies of each parameter are compared with the layout's, first in fp32, then in the recipe's precision within wider
-bounds. The first wrong gradient is named with the declaration of its parameter. The exit code is 0 if all are equal and
-70 otherwise (1 under torchrun, as for every failure).
+bounds, then with training.fp8 on both sides. The first wrong gradient is named with the declaration of its parameter.
+The exit code is 0 if all are equal and 70 otherwise (1 under torchrun, as for every failure).
 """
 
 
@@ -85,14 +85,19 @@ def build_parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class MockStream:
-    """Synthetic packs, each rank's with the padding of its own layout; picklable, for the ranks."""
+    """Synthetic packs; picklable, for the ranks.
+
+    Attributes:
+        multiple: number of tokens to a multiple of which every layout pads samples; None for that of its own.
+    """
 
     data: "DataConfig"
     spec: "BatchSpec"
     seed: int
+    multiple: Optional[int] = None
 
     def __call__(self, dp_rank: int, dp_size: int, token_multiple: int) -> "Iterator[PackedBatch]":
-        spec = replace(self.spec, multiple_of=token_multiple)
+        spec = replace(self.spec, multiple_of=self.multiple or token_multiple)
         stream = self.data.build_train(spec, dp_rank=dp_rank, dp_size=dp_size, seed=self.seed, log_dir=None)
         while True:
             yield next(stream)
@@ -150,6 +155,11 @@ class Pair:
     bounds: Mapping[str, float]
     floor: float = 0.0
 
+    @property
+    def precision(self) -> str:
+        training = self.many.training
+        return training.precision if training.fp8 is None else f"fp8 {training.fp8}"
+
 
 def world_size_of(parallel: "ParallelConfig", requested: Optional[int]) -> int:
     """Return the requested number of ranks, or the smallest of the layout; 2 for plain data parallelism.
@@ -170,8 +180,11 @@ def world_size_of(parallel: "ParallelConfig", requested: Optional[int]) -> int:
     return requested or needed
 
 
-def tiny_pair(config: "RunConfig", world_size: int) -> Pair:
+def tiny_pair(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None) -> Pair:
     """Return the tiny form of a run under its layout and on one rank.
+
+    Args:
+        fp8: quantise the products of both.
 
     Raises:
         ConfigError: the layout cannot run; training refuses it for the same reason.
@@ -179,13 +192,15 @@ def tiny_pair(config: "RunConfig", world_size: int) -> Pair:
     from dit.verify.tiny import tiny_layout, tiny_model
 
     parallel = tiny_layout(config.parallel)
-    return pair_of(replace(config, parallel=parallel, model=tiny_model(config.model, parallel)), world_size)
+    tiny = replace(config, parallel=parallel, model=tiny_model(config.model, parallel, fp8))
+    return pair_of(tiny, world_size, fp8)
 
 
-def pair_of(config: "RunConfig", world_size: int) -> Pair:
+def pair_of(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None) -> Pair:
     """Return two steps of a model on synthetic packs of few tokens in fp32, under its layout and on one rank.
 
-    The layout has the offloads of the recipe; one rank keeps everything on its device.
+    The layout has the offloads of the recipe; one rank keeps everything on its device. With quantised products, both
+    pad samples alike, because padding counts in the scales.
 
     Raises:
         ConfigError: the layout cannot run; training refuses it for the same reason.
@@ -193,14 +208,14 @@ def pair_of(config: "RunConfig", world_size: int) -> Pair:
     from dit.parallel.dims import ParallelConfig
     from dit.run_config import RunConfig
     from dit.settings import CheckpointConfig, TrainingConfig
-    from dit.verify.compare import BOUNDS
+    from dit.verify.compare import BOUNDS, FP8_BOUNDS, HALF_BOUNDS
     from dit.verify.report import axis_sizes
-    from dit.verify.tiny import multiple_of, pack_tokens, tiny_grids
+    from dit.verify.tiny import multiple_of, pack_tokens, tiny_grids, tiny_sides
     from dit.verify.trial import EMA_DECAY, OPTIMIZER, SEED, Trial
     from energon_data.mock import MockData
 
     parallel, model = config.parallel, config.model
-    multiple, total = pack_tokens(model, parallel)
+    multiple, total = pack_tokens(model, parallel, fp8)
     tp, pp, cp = (
         parallel.tensor_model_parallel_size,
         parallel.pipeline_model_parallel_size,
@@ -208,9 +223,9 @@ def pair_of(config: "RunConfig", world_size: int) -> Pair:
     )
     # The interleaved schedule needs a multiple of the stages.
     micro_batches = multiple_of(max(1, world_size // (tp * pp * cp)) * pp, 4)
-    t, s = model.patch_temporal, model.patch_spatial
+    t, s, grids = model.patch_temporal, model.patch_spatial, tiny_grids(model, tiny_sides(parallel, fp8))
     data = MockData(
-        shapes=[f"{frames * t}x{height * s}x{width * s}" for frames, height, width in tiny_grids(model)],
+        shapes=[f"{frames * t}x{height * s}x{width * s}" for frames, height, width in grids],
         text_tokens=5,
         max_tokens_per_pack=total,
         pack_multiple_of=multiple,
@@ -220,6 +235,7 @@ def pair_of(config: "RunConfig", world_size: int) -> Pair:
     training = TrainingConfig(
         global_batch_size=micro_batches,
         precision="fp32",
+        fp8=fp8,
         seed=SEED,
         recompute=recipe.recompute,
         ema_decay=None if recipe.ema_decay is None else EMA_DECAY,
@@ -232,7 +248,7 @@ def pair_of(config: "RunConfig", world_size: int) -> Pair:
         training=training,
         checkpoint=CheckpointConfig(start_from=config.checkpoint.start_from),
     ).check(world_size)
-    stream = MockStream(data, spec, SEED)
+    stream = MockStream(data, spec, SEED, None if fp8 is None else dims.token_multiple)
     one = Trial(
         model=model,
         parallel=ParallelConfig(data_parallel="ddp"),
@@ -247,7 +263,10 @@ def pair_of(config: "RunConfig", world_size: int) -> Pair:
         optimizer=replace(OPTIMIZER, offload=config.optimizer.offload),
         by_rank=True,
     )
-    return Pair(one, many, world_size, axis_sizes(parallel, dims), BOUNDS)
+    bounds = BOUNDS
+    if fp8 is not None:  # texts of a stream are padded for the layout
+        bounds = FP8_BOUNDS if model.splits_all_tokens else HALF_BOUNDS["bf16"]
+    return Pair(one, many, world_size, axis_sizes(parallel, dims), bounds)
 
 
 def in_half(pair: Pair, recipe: "TrainingConfig") -> Pair:
@@ -271,6 +290,12 @@ def in_half(pair: Pair, recipe: "TrainingConfig") -> Pair:
 def with_half(pair: Pair, recipe: "TrainingConfig") -> list[Pair]:
     """Return the pair, and if the recipe trains in half precision, its pair in that precision."""
     return [pair] if recipe.precision == "fp32" else [pair, in_half(pair, recipe)]
+
+
+def with_fp8(build: Callable[..., Pair], config: "RunConfig", world_size: int) -> list[Pair]:
+    """Return the pair with quantised products, if the recipe has them."""
+    fp8 = config.training.fp8
+    return [] if fp8 is None else [build(config, world_size, fp8)]
 
 
 def changed(config: "DataclassInstance") -> str:
@@ -347,7 +372,8 @@ class Outcome:
         lines = []
         for precision, verdict in self.verdicts.items():
             if precision != "fp32":
-                lines.append(f"\nthe layout in {precision}, one rank in fp32:")
+                reference = precision if precision.startswith("fp8") else "fp32"
+                lines.append(f"\nthe layout in {precision}, one rank in {reference}:")
             lines.append(verdict.text())
             if not verdict.is_equal:
                 break
@@ -389,11 +415,11 @@ def verify_full(config: "RunConfig", scratch: Optional[str]) -> Optional[Outcome
         checks = run_on_one_rank(check_case(pair.one), folder / "checks")
         if checks is not None:
             echo(text(checks), flush=True)
-        pairs = with_half(pair, config.training)
+        pairs = with_half(pair, config.training) + with_fp8(pair_of, config, world_size)
         reports = [differences(each.one, each.many, folder) for each in pairs]
     model = build_on_meta(pair.many.model, auxiliary=pair.many.objective.auxiliary)
     verdicts: dict[str, Verdict] = {
-        each.many.training.precision: judge_differences(report, model, each.sizes, each.bounds, each.floor)
+        each.precision: judge_differences(report, model, each.sizes, each.bounds, each.floor)
         for each, report in zip(pairs, reports)
         if report is not None
     }
@@ -463,9 +489,9 @@ def verify_tiny(config: "RunConfig", world_size: int) -> Outcome:
     with tempfile.TemporaryDirectory() as folder:
         checks = check_one_rank(pair.one, Path(folder) / "checks")
         echo(text(checks), flush=True)
-        pairs = with_half(pair, config.training)
+        pairs = with_half(pair, config.training) + with_fp8(tiny_pair, config, world_size)
         verdicts = verify(pairs, Path(folder))
-    return Outcome(checks, {each.many.training.precision: verdict for each, verdict in zip(pairs, verdicts)})
+    return Outcome(checks, {each.precision: verdict for each, verdict in zip(pairs, verdicts)})
 
 
 if __name__ == "__main__":

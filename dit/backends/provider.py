@@ -19,12 +19,14 @@ from torch import Tensor, nn
 
 from dit.backends.device import local_device
 from dit.backends.expert_dispatch import ExpertDispatch
+from dit.backends.fp8_linear import fp8_linear
 from dit.backends.gathered_linear import GatheredLinear
 from dit.backends.init import ZEROS, Init, uniform, with_init
 from dit.backends.pending_bias import PendingBias
 from dit.backends.sharding import GradientCovers, ParameterSharding, adapter_shardings, set_sharding, sharding_of
 from dit.errors import ConfigError
 from dit.kernels.choice import UNTRIED, Implementation, Op, Target, choose, installed, on_cuda
+from dit.kernels.fp8 import PRODUCTS, Fp8, Fp8Products, check_features
 from dit.kernels.layer_kernels import EAGER, LayerKernels
 
 REPLICATED, EXPERT, ROWS = ParameterSharding(), ParameterSharding(expert=True), ParameterSharding(split_dim=0)
@@ -38,9 +40,11 @@ class ColumnLinear(ColumnParallelLinear):
         returns_bias: whether the layer returns a `PendingBias`.
         skip_bias_add: whether the output does not include the bias.
         skip_bias_gradient: whether the output includes the bias, whose gradient the next operation computes.
+        fp8: quantised products; None for products in the precision of the weight.
     """
 
     is_unsharded, returns_bias, skip_bias_add, skip_bias_gradient = False, False, False, False
+    fp8: Optional[Fp8Products] = None
 
     @property
     def compiles(self) -> bool:
@@ -50,24 +54,38 @@ class ColumnLinear(ColumnParallelLinear):
     def forward(self, x_TD: Tensor) -> Tensor | PendingBias:
         bias = self.bias
         if self.skip_bias_gradient:
-            y_TD = nn.functional.linear(x_TD, self.weight, bias.detach())
+            y_TD = _unsharded(self, x_TD, bias.detach())
         elif self.is_unsharded:
-            y_TD = nn.functional.linear(x_TD, self.weight, None if self.skip_bias_add else bias)
+            y_TD = _unsharded(self, x_TD, None if self.skip_bias_add else bias)
         else:
             y_TD = super().forward(x_TD)[0]
         if not self.returns_bias:
             return y_TD
         return PendingBias(y_TD, bias if self.skip_bias_add or self.skip_bias_gradient else None)
 
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.fp8 is None:
+            return super()._forward_impl(input, weight, *args, **kwargs)
+        return fp8_linear(
+            self.fp8,
+            input,
+            weight,
+            kwargs["bias"],
+            group=self.tp_group,
+            sequence_parallel=kwargs["sequence_parallel"],
+            sum_gradient=kwargs["allreduce_dgrad"],
+        )
+
 
 class RowLinear(RowParallelLinear):
     """y = x W^T + b with the input features split over tensor-parallel ranks; scatters the tokens under SP.
 
     Attributes:
-        is_unsharded, returns_bias, skip_bias_add: as in `ColumnLinear`.
+        is_unsharded, returns_bias, skip_bias_add, fp8: as in `ColumnLinear`.
     """
 
     is_unsharded, returns_bias, skip_bias_add = False, False, False
+    fp8: Optional[Fp8Products] = None
 
     @property
     def compiles(self) -> bool:
@@ -76,10 +94,22 @@ class RowLinear(RowParallelLinear):
 
     def forward(self, x_TD: Tensor) -> Tensor | PendingBias:
         if self.is_unsharded:
-            y_TD = nn.functional.linear(x_TD, self.weight, None if self.skip_bias_add else self.bias)
+            y_TD = _unsharded(self, x_TD, None if self.skip_bias_add else self.bias)
         else:
             y_TD = super().forward(x_TD)[0]
         return PendingBias(y_TD, self.bias if self.skip_bias_add else None) if self.returns_bias else y_TD
+
+    def _forward_impl(self, input: Tensor, weight: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.fp8 is None:
+            return super()._forward_impl(input, weight, *args, **kwargs)
+        return fp8_linear(self.fp8, input, weight, None)  # the caller sums over ranks, then adds the bias
+
+
+def _unsharded(layer: ColumnLinear | RowLinear, x_TD: Tensor, bias: Optional[Tensor]) -> Tensor:
+    """Apply a layer of one tensor-parallel rank."""
+    if layer.fp8 is None:
+        return nn.functional.linear(x_TD, layer.weight, bias)
+    return fp8_linear(layer.fp8, x_TD, layer.weight, bias)
 
 
 def _transformer_engine() -> tuple[Any, Any]:
@@ -117,6 +147,8 @@ class LayerProvider:
         groups: Megatron-Core's `ProcessGroupCollection`; None builds the full model on one rank (meta device, export).
         linears: name of one of `LINEARS`, or `auto`.
         kernels: kernels of the layers.
+        fp8: scaling of the quantised products of `column_linear`, `heads_linear` and `row_linear`, which build the
+            linears of transformer blocks; None for products in the precision of the weights.
 
     Raises:
         ConfigError: the linears are unknown, not installed or not available on this device.
@@ -128,12 +160,19 @@ class LayerProvider:
         groups: Optional[Any] = None,
         linears: str = "megatron",
         kernels: LayerKernels = EAGER,
+        fp8: Optional[Fp8] = None,
     ) -> None:
         self.config, self.kernels = config, kernels
-        self._column, self._row = choose(LINEARS, Target(local_device(), config.params_dtype), linears).load()
+        target = Target(local_device(), config.params_dtype)
+        self._column, self._row = choose(LINEARS, target, linears).load()
         self.tp_group = _OneRank() if groups is None else groups.tp
         self.tp_size, self.tp_rank = self.tp_group.size(), self.tp_group.rank()
         self._groups = groups
+        self._fp8: Optional[Fp8Products] = None
+        if fp8 is not None:
+            # The ranks that have parts of the weight, or of the tokens of a micro-batch.
+            group = None if groups is None or groups.tp_cp.size() == 1 else groups.tp_cp
+            self._fp8 = Fp8Products(fp8, choose(PRODUCTS[fp8], target).load(), group)
 
     @property
     def _device(self) -> Any:
@@ -168,6 +207,22 @@ class LayerProvider:
             )
         return count // self.tp_size
 
+    def _products(self, features: int, *, split: int) -> Optional[Fp8Products]:
+        """Return the quantised products of a linear layer; None for products in the precision of the weight.
+
+        Args:
+            features: inputs or outputs that are replicated over tensor-parallel ranks.
+            split: outputs or inputs that are split.
+
+        Raises:
+            ConfigError: a rank would have a part of a block.
+        """
+        if self._fp8 is None:
+            return None
+        check_features(self._fp8.kind, features, 1)
+        check_features(self._fp8.kind, split, self.tp_size)
+        return self._fp8
+
     def column_linear(
         self,
         in_features: int,
@@ -183,7 +238,8 @@ class LayerProvider:
         Args:
             returns_bias: whether the layer returns a `PendingBias`, which may still have to be added.
             replicated_input: whether the input is replicated over tensor-parallel ranks even under sequence parallelism
-                (text). Then no tokens are gathered, and every rank computes the gradient of all tokens.
+                (text). Then no tokens are gathered, and every rank computes the gradient of all tokens. Its products
+                are not quantised, because the gradient of a context-parallel rank covers only its own queries.
         """
         self.split(out_features, "output features")
         config, skips = self.config, returns_bias and self._skips_bias_add
@@ -205,6 +261,7 @@ class LayerProvider:
             split_dim=0, gradient_covers="all_tokens" if replicated_input else "sequence_shard"
         )
         layer.is_unsharded, layer.returns_bias, layer.skip_bias_add = self.tp_size == 1, returns_bias, skips
+        layer.fp8 = None if replicated_input else self._products(in_features, split=out_features)
         _initialize(layer, sharding, sharding, init)
         return layer
 
@@ -244,6 +301,7 @@ class LayerProvider:
             tp_group=self.tp_group,
         )
         layer.is_unsharded, layer.returns_bias, layer.skip_bias_add = self.tp_size == 1, returns_bias, skips
+        layer.fp8 = self._products(out_features, split=in_features)
         # The bias is added to the local tokens, after the sum over ranks.
         _initialize(layer, ParameterSharding(split_dim=1), REPLICATED, init)
         return layer
@@ -300,10 +358,12 @@ class LayerProvider:
         base = sharding_of(weight)
         out_features, in_features = base.global_shape(weight.shape, self.tp_size)
         a, b = adapter_shardings(base)
-        down = self._linear_of(a, in_features, rank, uniform(1 / math.sqrt(in_features)))
+        plain = copy(self)
+        plain._fp8 = None  # the products of an adapter are small
+        down = plain._linear_of(a, in_features, rank, uniform(1 / math.sqrt(in_features)))
         if isinstance(layer, GatheredLinear):
             return down, self.gathered_linear(rank, out_features, bias=False, init=ZEROS)
-        return down, self._linear_of(b, rank, out_features, ZEROS)
+        return down, plain._linear_of(b, rank, out_features, ZEROS)
 
     def _linear_of(self, sharding: ParameterSharding, in_features: int, out_features: int, init: Init) -> nn.Module:
         """Build a linear layer without bias whose weight has this sharding."""

@@ -42,7 +42,7 @@ SETTINGS: dict[str, tuple[str, str]] = {
     "schedule": ("", EVERY),
     "parallel": ("", EVERY),
     "training": (
-        "global_batch_size precision seed ema_decay ema_start_step",
+        "global_batch_size precision fp8 seed ema_decay ema_start_step",
         # The stream itself refuses a changed micro-batch if that would change the samples of a step.
         "run_dir num_steps micro_batch_size loss_scale initial_loss_scale loss_scale_window attention "
         "deterministic linears kernels recompute recompute_layers ema_offload log_interval validation_interval "

@@ -3,7 +3,7 @@
 from dit.backends.device import describe
 from dit.checkpoint.train_state import TrainState
 from dit.parallel.dims import ParallelDims
-from dit.parallel.implementations import implementations
+from dit.parallel.implementations import fp8_of, implementations
 from dit.run_config import RunConfig
 
 
@@ -17,7 +17,7 @@ def headline(config: RunConfig, dims: ParallelDims, state: TrainState, *, resume
     count = sum(shard.parameter.numel() for shard in state.shards)
     pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
     pipeline = f" x PP {pp}{f' (VPP {vpp})' if vpp else ''}" if pp > 1 else ""
-    attention = implementations(config.model, training)["attention"].name
+    selections = implementations(config.model, training)
     context = ""
     if parallel.context_parallel_size > 1:
         context = f" x CP {parallel.context_parallel_size} ({parallel.context_comm}, {parallel.context_split})"
@@ -27,7 +27,7 @@ def headline(config: RunConfig, dims: ParallelDims, state: TrainState, *, resume
         f"{type(config.model).__name__} {count:,} parameters on rank 0 | {type(config.objective).__name__} | "
         f"{dims.world_size} x {describe()}: TP {parallel.tensor_model_parallel_size}"
         f"{'+SP' if parallel.sequence_parallel else ''}{pipeline}{context} x DP {dims.data_parallel_size} "
-        f"({sharing}) | {training.precision}, attention {attention} | "
+        f"({sharing}) | {training.precision}{fp8_of(training, selections)}, attention {selections['attention'].name} | "
         f"global batch {training.global_batch_size} | {training.run_dir}"
         + (f" | resumed at step {state.step}" if resumed else "")
         + (", the target" if state.step >= training.num_steps else "")

@@ -96,6 +96,8 @@ def megatron_config(
         use_cpu_initialization=meta,
         perform_initialization=False,
         gradient_accumulation_fusion=False,
+        # Otherwise Transformer Engine would use the quantised weights of the first micro-batch in all steps.
+        disable_parameter_transpose_cache=True,
         hidden_dropout=0.0,
         attention_dropout=0.0,
     )
@@ -192,7 +194,7 @@ def build_model(
     """Build this rank's part of the model, one chunk per virtual pipeline stage, with counter-based initial weights.
 
     Args:
-        training: precision, seed, recompute, attention, linears and kernels.
+        training: precision, fp8, seed, recompute, attention, linears and kernels.
         auxiliary: networks of the objective.
         traced: options for tracing; None for training.
 
@@ -206,7 +208,7 @@ def build_model(
     config.has_cond_embedder = True
     target = target_of(model, training.precision, traced.device if traced else None)
     kernels = choose(LAYERS, target, training.kernels).load()
-    provider = LayerProvider(config, groups.collection, training.linears, kernels)
+    provider = LayerProvider(config, groups.collection, training.linears, kernels, training.fp8)
     path = attention_path(parallel, groups, target, training.attention)
     compiles = training.kernels == "compile"
     if compiles:

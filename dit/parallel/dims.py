@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal, Optional, get_args
 
 from dit.errors import ConfigError
+from dit.kernels.fp8 import BLOCKS, check_features
 from dit.models.base import Ability, ModelConfig, TransformerSizes
 from dit.parallel.pipeline import split_layers
 from dit.ranges import LAYERS, RANKS, check_ranges
-from dit.settings import TrainingConfig
+from dit.settings import Fp8, TrainingConfig
 
 FSDPSharding = Literal["optim", "optim_grads", "optim_grads_params"]
 
@@ -199,6 +200,8 @@ def check_supported(model: ModelConfig, parallel: ParallelConfig, training: Trai
         model.check_supports(Ability.FSDP, "parallel.data_parallel=fsdp", cure)
     if training.kernels == "compile":
         _check_compiled(model, parallel, training)
+    if training.fp8 is not None:
+        _check_fp8(model, parallel, training.fp8)
     for precision, ability in (("bf16", Ability.BF16), ("fp16", Ability.FP16)):
         if training.precision == precision:
             model.check_supports(ability, f"training.precision={precision}", "training.precision=fp32")
@@ -214,6 +217,7 @@ def _check_compiled(model: ModelConfig, parallel: ParallelConfig, training: Trai
         ),
         (parallel.data_parallel == "fsdp", "parallel.data_parallel=fsdp gathers and frees the weights of a layer"),
         (training.linears == "transformer_engine", "training.linears=transformer_engine cannot be compiled"),
+        (training.fp8 is not None, f"training.fp8={training.fp8} cannot be compiled"),
         (
             training.recompute == "selective" and layers is not None,
             f"training.recompute=selective with training.recompute_layers={layers}: the layers share their graphs",
@@ -221,6 +225,26 @@ def _check_compiled(model: ModelConfig, parallel: ParallelConfig, training: Trai
     ):
         if refused:
             raise ConfigError(f"training.kernels=compile is not available: {why}; use training.kernels=auto")
+
+
+def _check_fp8(model: ModelConfig, parallel: ParallelConfig, fp8: Fp8) -> None:
+    """Check that the model has products that can be quantised equally under every layout."""
+    sizes = model.megatron_sizes()
+    name, experts, cp = type(model).__name__, sizes.num_moe_experts, parallel.context_parallel_size
+    for refused, why in (
+        (not model.supports.tensor, f"model={name} has no transformer blocks of linears that it can quantise"),
+        (experts is not None, f"the products of model.num_experts={experts} experts are not quantised"),
+        (
+            cp > 1 and not model.splits_all_tokens,
+            f"parallel.context_parallel_size={cp} replicates the texts of model={name} over ranks, and a rank would "
+            "quantise only its part of their gradient; use context_parallel_size=1",
+        ),
+    ):
+        if refused:
+            raise ConfigError(f"training.fp8={fp8} is not available: {why}; or use training.fp8=None")
+    for size, count in (("hidden_size", sizes.hidden_size), ("ffn_hidden_size", sizes.ffn_hidden_size)):
+        if count is not None:
+            check_features(fp8, count, parallel.tensor_model_parallel_size, f"features of model.{size}")
 
 
 def check_parallel(
@@ -254,7 +278,7 @@ def check_parallel(
         data_parallel_size=dp,
         micro_batch_size=micro_batch_size,
         micro_batches=micro_batches,
-        token_multiple=_token_multiple(parallel),
+        token_multiple=_token_multiple(parallel, training.fp8),
     )
 
 
@@ -381,11 +405,20 @@ def _uneven_batch(global_batch_size: int, dp: int, pp: int, interleaved: bool) -
     )
 
 
-def _token_multiple(parallel: ParallelConfig) -> int:
-    """Return the number that must divide every sample's length, so that all ranks get the same number of tokens."""
+def fp8_block(fp8: Fp8) -> int:
+    """Return the number of features or tokens of a quantised block, which ranks must not cut."""
+    return BLOCKS[fp8]
+
+
+def _token_multiple(parallel: ParallelConfig, fp8: Optional[Fp8]) -> int:
+    """Return the number that must divide every sample's length.
+
+    All ranks then get the same number of tokens, and context parallelism cuts no block of quantised tokens.
+    """
     cp = parallel.context_parallel_size
     chunks = 2 * cp if cp > 1 and parallel.context_split == "load_balanced" else cp
-    return chunks * (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+    shards = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    return chunks * math.lcm(shards, 1 if fp8 is None or cp == 1 else fp8_block(fp8))
 
 
 def _check_context(parallel: ParallelConfig, kv_heads: int) -> None:

@@ -1,5 +1,6 @@
 """Selection of the implementation of every op in a run on this machine."""
 
+from collections.abc import Mapping
 from typing import Optional
 
 import torch
@@ -7,6 +8,7 @@ import torch
 from dit.backends.device import local_device
 from dit.backends.provider import LINEARS
 from dit.kernels.choice import Selection, Target, table
+from dit.kernels.fp8 import PRODUCTS
 from dit.kernels.resolve import OPS as KERNELS
 from dit.models.base import ModelConfig
 from dit.parallel.verified_kernels import verified_here
@@ -35,4 +37,16 @@ def implementations(model: ModelConfig, training: TrainingConfig) -> dict[str, S
         ConfigError: a setting selects an implementation that is unknown or cannot run here.
     """
     requested = {f"training.{name}": getattr(training, name) for name in ("attention", "linears", "kernels")}
-    return table(OPS, target_of(model, training.precision), requested)
+    target = target_of(model, training.precision)
+    selections = table(OPS, target, requested)
+    if training.fp8 is not None and selections["linears"].name == "megatron":
+        selections |= table((PRODUCTS[training.fp8],), target, {})
+    return selections
+
+
+def fp8_of(training: TrainingConfig, selections: Mapping[str, Selection]) -> str:
+    """Describe the quantised products of a run in a few words; empty without."""
+    if training.fp8 is None:
+        return ""
+    name = selections["fp8"].name if "fp8" in selections else selections["linears"].name
+    return f" with fp8 {training.fp8} ({'emulated, slower than without' if name == 'emulated' else name})"

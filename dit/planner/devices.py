@@ -1,6 +1,9 @@
 """Device constants of the time model: one set per GPU type, for all models and layouts."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Optional
+
+from dit.settings import Fp8
 
 
 @dataclass(frozen=True)
@@ -18,6 +21,7 @@ class Device:
         memory_bandwidth: bytes read and written per second by an element-wise kernel.
         nvlink, nic: bytes per second that a GPU sends inside its node, and to other nodes.
         fp8_speedup: rate of matrix products in MXFP8 divided by that in bf16.
+        quantises: whether the program quantises matrix products.
         operation_seconds: time of an operation in addition to its work: launch, start and end of its kernels.
         interference: share of a hidden exchange by which it slows down the computation.
     """
@@ -34,6 +38,7 @@ class Device:
     fp8_speedup: float
     operation_seconds: float
     interference: float
+    quantises: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,3 +132,15 @@ def devices(fitted: Fitted) -> dict[str, Device]:
 DEVICES = devices(Fitted())
 """Devices by name. H200 was compared with no published row."""
 H100, H200, B200 = (DEVICES[name] for name in ("h100", "h200", "b200"))
+
+
+def with_fp8(device: Device, fp8: Optional[Fp8]) -> Device:
+    """Return a device whose matrix products are quantised, as its name says.
+
+    Only the rate of MXFP8 on Blackwell was compared with published steps; other kinds and devices get the same.
+    """
+    if fp8 is None:
+        return device
+    compared = fp8 == "mxfp8" and device.name in ("b200", "gb200", "gb300")
+    rate = "" if compared else ", at the rate of mxfp8 on Blackwell"
+    return replace(device, name=f"{device.name} (fp8 {fp8}{rate})", quantises=True)

@@ -105,7 +105,7 @@ class Program:
         def build(stages: Optional[Sequence[Stage]]) -> list[Backbone]:
             # A compiler's fusions are not known in advance, so a plan counts the eager layer.
             kernels = "eager" if training.kernels == "compile" else training.kernels
-            eager_settings = replace(training, attention="auto", linears="auto", kernels=kernels)
+            eager_settings = replace(training, attention="auto", linears="auto", kernels=kernels, fp8=None)
             traced = TracedBuild(stages, job.kernels)
             auxiliary = job.objective.auxiliary
             return build_model(job.model, job.parallel, eager_settings, self.groups, auxiliary=auxiliary, traced=traced)

@@ -71,14 +71,12 @@ class Cluster:
         world_size: number of ranks.
         parallel: parallel layout.
         node_size: GPUs joined by NVLink.
-        fp8: whether matrix products are quantised to MXFP8.
     """
 
     device: Device
     world_size: int
     parallel: ParallelConfig
     node_size: int = 8
-    fp8: bool = False
 
     def group(self, name: str) -> tuple[int, int]:
         """Return the size of a group and the distance between neighbouring ranks."""
@@ -134,18 +132,19 @@ def _kind(collective: str, group: str) -> int:
     return K_GATHER if collective == "all_gather" else K_REDUCE
 
 
-def quantised_bytes(product: Product) -> float:
+def quantised_bytes(product: Product, device: Device) -> float:
     """Return the traffic of quantising the factors of a product to MXFP8; 0 for products that stay in bf16.
 
     Each matrix of a linear layer (input, weight, gradient of the output) is read in bf16 and written once by rows and
     once by columns, 4 bytes per element, and is a factor of two of its three products.
     """
     batch, m, n, k, nbytes = product
-    return 2 * batch * (m * k + k * n) if 2 * batch * m * n * k >= FP8_FLOPS_PER_BYTE * nbytes else 0
+    wide = 2 * batch * m * n * k >= FP8_FLOPS_PER_BYTE * nbytes
+    return 2 * batch * (m * k + k * n) if device.quantises and wide else 0
 
 
 @functools.cache
-def product_seconds(product: Product, device: Device, fp8: bool = False) -> float:
+def product_seconds(product: Product, device: Device) -> float:
     """Return the time of a matrix product: that of its operations in full waves of tiles, or of its bytes if longer.
 
     A multiprocessor computes one tile of the result at a time, so a product takes full waves of tiles. `K_FILL` is the
@@ -157,7 +156,7 @@ def product_seconds(product: Product, device: Device, fp8: bool = False) -> floa
     ```
     """
     batch, m, n, k, nbytes = product
-    rate = device.matmul_flops * (device.fp8_speedup if fp8 and quantised_bytes(product) else 1)
+    rate = device.matmul_flops * (device.fp8_speedup if quantised_bytes(product, device) else 1)
     times = []
     for rows, columns, efficiency in TILES:
         for split in SPLITS:
@@ -178,11 +177,9 @@ def seconds_of(trace: StepTrace, cluster: Cluster, *, once: bool = False) -> Sec
     """
     device, work = cluster.device, trace.work
     seconds = np.zeros(len(KINDS))
-    seconds[K_MATMUL] = sum(
-        count * product_seconds(product, device, cluster.fp8) for product, count in trace.products.items()
-    )
+    seconds[K_MATMUL] = sum(count * product_seconds(product, device) for product, count in trace.products.items())
     seconds[K_ATTENTION] = (work[ATTENTION] + work[BACKWARD] / ATTENTION_BACKWARD) / device.attention_flops
-    quantised = sum(count * quantised_bytes(product) for product, count in trace.products.items()) if cluster.fp8 else 0
+    quantised = sum(count * quantised_bytes(product, device) for product, count in trace.products.items())
     seconds[K_MEMORY] = (trace.moved_bytes + quantised) / device.memory_bandwidth
     seconds[K_MEMORY] += work[OPS] * device.operation_seconds
     for (collective, group), sent in trace.sent_bytes.items():

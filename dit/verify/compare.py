@@ -31,6 +31,13 @@ HALF_BOUNDS = {
 }
 """The same for a layout that trains in half precision, compared with one rank in fp32, with `FLOOR`."""
 
+FP8_BOUNDS = {"losses": 3e-4, "grad_norms": 1e-3, "gradients": 3e-3, "parameters": 1e-2}
+"""The same for two layouts with quantised products in fp32: a sum in another order can round a number differently.
+
+The other neighbour of an 8-bit number is up to 2^-2 of it away, but few numbers are that close to the middle: gradients
+differ by up to 2e-4, and by 2e-2 and more if a rank scales its part of a matrix by itself.
+"""
+
 Values = Mapping[str, Tensor] | Sequence[float]
 
 

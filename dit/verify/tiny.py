@@ -3,11 +3,12 @@
 import math
 import re
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, Optional
 
 from dit.models.base import ModelConfig
-from dit.parallel.dims import ParallelConfig
+from dit.parallel.dims import ParallelConfig, fp8_block
 from dit.patchify import Grid
+from dit.settings import Fp8
 
 HEAD_SIZE = 8
 """Head size; large enough for rotary positions over t, h and w."""
@@ -16,23 +17,40 @@ GRIDS = ((1, 4, 4), (2, 2, 4), (1, 2, 2), (1, 3, 3), (3, 2, 2))
 """Patches along t, h and w of each sample; samples of a pack differ in length."""
 
 
-def tiny_grids(model: ModelConfig) -> tuple[Grid, ...]:
+def tiny_sides(parallel: ParallelConfig, fp8: Optional[Fp8]) -> int:
+    """Return a factor for heights and widths, with which each context-parallel rank has real tokens."""
+    cp = parallel.context_parallel_size
+    return 1 if fp8 is None or cp == 1 else math.ceil(math.sqrt(_token_multiple(parallel, fp8) / math.prod(GRIDS[0])))
+
+
+def _token_multiple(parallel: ParallelConfig, fp8: Fp8) -> int:
+    """Return a multiple of the tokens of a block on every rank, also with two chunks per rank."""
+    return 2 * parallel.context_parallel_size * fp8_block(fp8)
+
+
+def tiny_grids(model: ModelConfig, sides: int = 1) -> tuple[Grid, ...]:
     """Return the shapes of the samples: a single shape if the backbone does not support mixed shapes in a micro-batch.
 
     Images are large enough to remain 2 x 2 at the lowest resolution of the backbone: with fewer positions, queries and
     keys get no gradient.
+
+    Args:
+        sides: factor from `tiny_sides`.
     """
     if model.supports.mixed_shapes:
-        return GRIDS
+        return tuple((t, h * sides, w * sides) for t, h, w in GRIDS)
     side = max(4, 2 ** (model.halvings + 1))
     return ((1, side, side),)
 
 
-def tiny_model(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
+def tiny_model(model: ModelConfig, parallel: ParallelConfig, fp8: Optional[Fp8] = None) -> ModelConfig:
     """Shrink widths, depths and counts to the smallest that the layout can split; other options do not change.
 
     Fields are recognised by the names that backbones share. Conditions are dropped for 30 % or 50 % of the samples, so
     that the learned replacement of a dropped condition has a gradient.
+
+    Args:
+        fp8: scaling of quantised products, whose blocks a layout must not cut.
 
     Raises:
         ConfigError: the backbone does not support the tiny sizes.
@@ -40,6 +58,8 @@ def tiny_model(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
     settings = {field.name: getattr(model, field.name) for field in fields(model)}
     exchanged = parallel.context_parallel_size if parallel.context_comm.startswith("a2a") else 1
     unit = parallel.tensor_model_parallel_size * exchanged  # heads are split by this
+    if fp8 is not None:
+        unit *= fp8_block(fp8) // 4  # all widths are multiples of 4 features per head
     grouped = settings.get("num_query_groups") not in (None, settings.get("num_attention_heads"))
     # Published classes support only this ratio.
     is_fourfold = settings.get("ffn_hidden_size") == 4 * settings.get("hidden_size", 0)
@@ -73,7 +93,7 @@ def tiny_model(model: ModelConfig, parallel: ParallelConfig) -> ModelConfig:
     if settings.get("out_channels") is not None:
         sizes["out_channels"] = 4 * settings["out_channels"] // settings["in_channels"]
     if settings.get("position_embedding") == "learned_3d":
-        sizes["max_grid"] = [max(sides) for sides in zip(*GRIDS)]
+        sizes["max_grid"] = [max(sides) for sides in zip(*tiny_grids(model, tiny_sides(parallel, fp8)))]
     if settings.get("position_embedding") == "rope_3d":
         sizes["rope_axes"] = [HEAD_SIZE // 4, HEAD_SIZE // 2, HEAD_SIZE // 4]
     tiny = replace(model, **{name: size for name, size in sizes.items() if settings.get(name) is not None})
@@ -86,14 +106,18 @@ def tiny_layout(parallel: ParallelConfig) -> ParallelConfig:
     return replace(parallel, pipeline_layers=None)
 
 
-def pack_tokens(model: ModelConfig, parallel: ParallelConfig) -> tuple[int, int]:
+def pack_tokens(model: ModelConfig, parallel: ParallelConfig, fp8: Optional[Fp8] = None) -> tuple[int, int]:
     """Return the multiple that sample lengths of a tiny pack are padded to, and the number of tokens of the pack.
 
     A pack has room for 2.5 of the largest samples. Both numbers are the same for all layouts of equally many ranks, so
     that they share the reference.
     """
     multiple = max(4, 2 * parallel.context_parallel_size * parallel.tensor_model_parallel_size)
-    return multiple, multiple_of(multiple, 5 * max(map(math.prod, tiny_grids(model))) // 2)
+    if fp8 is not None:
+        multiple = math.lcm(multiple, _token_multiple(parallel, fp8))
+    grids = tiny_grids(model, tiny_sides(parallel, fp8))
+    largest = multiple_of(1 if fp8 is None else multiple, max(map(math.prod, grids)))
+    return multiple, multiple_of(multiple, 5 * largest // 2)
 
 
 def _of_any_layer(target: str) -> str:

@@ -271,6 +271,8 @@ def test_a_resumed_run_on_packs_of_several_sizes_is_the_run_of_one_rank(results,
     assert sorted(one["samples"] + resumed["samples"]) == one["samples_at_end"]
     assert resumed["grad_norms"] == pytest.approx(one["grad_norms"][2:], rel=SUM_RTOL)
     assert_close(resumed["after"], one["at_end"], NOISE_RTOL)
+
+
 @pytest.mark.parametrize("kind", HYBRIDS)
 def test_a_rank_of_an_instance_has_the_shards_of_fsdp_on_the_instance(results, kind):
     """Ranges and bytes of weights, gradients and moments, and the share of a checkpoint that each copy writes."""

@@ -30,6 +30,7 @@ class FluxConfig(TransformerModelConfig, TextConditioned):
     """
 
     removed_settings: ClassVar[Mapping[str, object]] = WITHOUT_CLASSES
+    splits_all_tokens: ClassVar[bool] = False
 
     in_channels: int = 16
     context_size: Optional[int] = 4096

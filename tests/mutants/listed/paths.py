@@ -18,6 +18,7 @@ CHOICE, COMPILED = "tests/unit/kernels/test_choice.py", "tests/unit/kernels/test
 FUSED = "tests/unit/kernels/test_fused.py"
 FUSED_KERNELS = f"{FUSED}::test_every_kernel_is_its_formula_in_the_interpreter"
 FUSED_OPS = "tests/unit/kernels/test_modulation.py"
+FP8, FP8_SETTINGS, FP8_LAYOUTS = (f"tests/{room}/test_fp8.py" for room in ("unit/kernels", "unit/parallel", "parallel"))
 BATCH = "tests/unit/test_batch.py"
 DAMAGE = "tests/unit/energon_data/test_data_damage.py"
 MEDIA = "tests/unit/energon_data/test_hostile_media.py"

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from dit.planner.devices import DATA_SHEETS, DEVICES, H100, NVLINK_SHARE, Fitted, devices
+from dit.planner.devices import DATA_SHEETS, DEVICES, H100, NVLINK_SHARE, Fitted, devices, with_fp8
 
 
 @pytest.mark.parametrize("name", DEVICES)
@@ -24,3 +24,13 @@ def test_fitted_constants_are_those_of_their_generation():
     assert changed["gb300"].matmul_flops == pytest.approx(1.5e15 * 2500 / 2250)
     assert changed["h200"].attention_flops == 3e14
     assert changed["h100"].matmul_flops == H100.matmul_flops
+
+
+@pytest.mark.parametrize(
+    ("device", "kind", "rate"), [("gb300", "mxfp8", ""), ("h100", "mxfp8", "x"), ("b200", "tensorwise", "x")]
+)
+def test_a_device_that_quantises_says_whose_rate_it_uses(device, kind, rate):
+    quantised = with_fp8(DEVICES[device], kind)
+    assert quantised.quantises
+    assert quantised.name == f"{device} (fp8 {kind}{rate and ', at the rate of mxfp8 on Blackwell'})"
+    assert with_fp8(H100, None) == H100

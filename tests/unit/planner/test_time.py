@@ -13,6 +13,7 @@ from dit.planner.devices import (
     H100,
     K_FILL,
     LATENCY_S,
+    with_fp8,
 )
 from dit.planner.time import (
     FORWARD,
@@ -124,10 +125,11 @@ def test_mxfp8_speeds_up_wide_products_and_quantises_their_factors():
     m = n = k = 8192
     wide = Product(1, m, n, k, 2 * (m * k + k * n + m * n))
     narrow = Product(1, 8, n, k, 2 * (8 * k + k * n + 8 * n))
-    assert product_seconds(wide, H100, fp8=True) == pytest.approx(product_seconds(wide, H100) / H100.fp8_speedup)
-    assert product_seconds(narrow, H100, fp8=True) == product_seconds(narrow, H100)
+    quantised = with_fp8(H100, "mxfp8")
+    assert product_seconds(wide, quantised) == pytest.approx(product_seconds(wide, H100) / H100.fp8_speedup)
+    assert product_seconds(narrow, quantised) == product_seconds(narrow, H100)
     trace = StepTrace(products={wide: 2, narrow: 5})
-    memory = [seconds_of(trace, replace(CLUSTER, fp8=fp8))[K_MEMORY] for fp8 in (False, True)]
+    memory = [seconds_of(trace, replace(CLUSTER, device=device))[K_MEMORY] for device in (H100, quantised)]
     assert memory == pytest.approx([0, 2 * 2 * (m * k + k * n) / H100.memory_bandwidth])
 
 

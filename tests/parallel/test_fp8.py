@@ -1,0 +1,194 @@
+"""Quantised products under every layout: the operands are slices of one rank's, and training agrees with one rank."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from benchmarks.parallel_world import run_world
+from dit.kernels.fp8 import BLOCKS
+from dit.parallel.dims import ParallelConfig
+from dit.verify.compare import FP8_BOUNDS, HALF_BOUNDS, compare_training, relative_errors
+from launch.config_file import built
+from launch.train import call_recipe
+from launch.verify import Pair, compare, tiny_pair, with_fp8
+from tests.parallel.fp8_worker import forget_other_ranks
+from tests.support.ranks import rows, selected
+
+WORKER = "tests.parallel.fp8_worker"
+TP2, CP2 = {"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}
+TP2SP = {**TP2, "sequence_parallel": True}
+LAYOUTS = {
+    2: {
+        **{"tp2": TP2, "tp2_sp": TP2SP, "cp2": CP2, "pp2": {"pipeline_model_parallel_size": 2}},
+        **{"dp2": {"data_parallel": "ddp"}, "distributed_optimizer2": {}, "fsdp2": {"data_parallel": "fsdp"}},
+        "cp2_load_balanced": {**CP2, "context_split": "load_balanced"},
+    },
+    4: {"tp2_sp_cp2": {**TP2SP, **CP2}},
+}
+CROSS = {"backbone": "dit_cross"}
+FLUX = {
+    **{"backbone": "flux", "num_joint_layers": 2, "num_single_layers": 2, "ffn_hidden_size": 128, "pooled_size": 6},
+    **{"rope_axes": [4, 8, 4], "guidance": 3.5},
+}
+CASES = [(world, name, kind) for world, named in LAYOUTS.items() for name in named for kind in BLOCKS]
+CASES.remove((2, "cp2_load_balanced", "blockwise"))
+ROW = ("world", "name", "kind")
+QUICK = {
+    *((2, "tp2_sp", "tensorwise"), (2, "cp2", "tensorwise"), (2, "fsdp2", "tensorwise"), (2, "tp2", "mxfp8")),
+    *((2, "cp2", "mxfp8"), (2, "pp2", "mxfp8"), (2, "tp2_sp", "blockwise")),
+}
+OTHERS = {
+    # Keys and values of a text have products in the precision of the weights.
+    "text, cp2": {"parallel": CP2, "kind": "mxfp8", "model": CROSS},
+    "text and image streams, tp2": {"parallel": TP2, "kind": "tensorwise", "model": FLUX},
+    "recomputed, tp2_sp": {"parallel": TP2SP, "kind": "tensorwise", "recompute": "full"},
+    "recomputed in part, fsdp2": {"parallel": {"data_parallel": "fsdp"}, "kind": "mxfp8", "recompute": "selective"},
+}
+BROKEN = ("tp2", "cp2")
+ONE = {"data_parallel": "ddp"}
+STEPS = 3
+RESUMED: dict = {"tensorwise": TP2, "mxfp8": {}}
+SHARDS = [
+    {"parallel": {**CP2, **parallel}, "fp8": kind, "apart": apart}
+    for kind in BLOCKS
+    for parallel in (TP2, TP2SP)
+    for apart in ((False, True) if kind == "tensorwise" else (False,))
+]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """For each of `SHARDS` and each rank, the operands that are no slices of one rank's."""
+    cases = [{"task": f"{WORKER}:shards", **case} for case in SHARDS]
+    return run_world(4, cases, tmp_path_factory.mktemp("shards"))
+
+
+def verified() -> Pair:
+    """The pair that `launch.verify` compares for a recipe with quantised products."""
+    config = built(call_recipe("tiny_dit_cross"))
+    config = replace(config, parallel=ParallelConfig(**CP2), training=replace(config.training, fp8="tensorwise"))
+    (pair,) = with_fp8(tiny_pair, config, 2)
+    return pair
+
+
+@pytest.fixture(scope="module")
+def verifications(tmp_path_factory):
+    """The numbers of `verified`: of one rank, of the layout, and of a layout whose ranks scale by themselves."""
+    pair, folder = verified(), tmp_path_factory.mktemp("verified")
+    wrong = replace(pair.many, alter=forget_other_ranks)
+    one, many = (
+        run_world(size, [{"task": "dit.verify.trial:run_case", "trial": trial} for trial in trials], folder / str(size))
+        for size, trials in ((1, [pair.one]), (2, [pair.many, wrong]))
+    )
+    return *one, *many
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """For each kind: a run in bf16, one that stops and saves a step earlier, and the one that continues from there."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    def case(kind, parallel, steps, run_dir, **options):
+        training = {"global_batch_size": 4, "ema_decay": 0.5, "fp8": kind}
+        case = {"precision": "bf16", "training": training, "steps": steps, "run_dir": folder / kind / run_dir}
+        return {"task": "tests.parallel.fsdp_worker:train", "parallel": parallel, **case, **options}
+
+    cases = {}
+    for kind, parallel in RESUMED.items():
+        cases[kind, "full"] = case(kind, parallel, STEPS, "full")
+        cases[kind, "saved"] = case(kind, parallel, STEPS - 1, "stopped", save=True)
+        cases[kind, "resumed"] = case(kind, parallel, 1, "stopped")
+    return dict(zip(cases, run_world(2, list(cases.values()), folder / "world")))
+
+
+@pytest.fixture(scope="module")
+def results(request, tmp_path_factory):
+    """The numbers of every case, and those of one rank; each world size starts once."""
+    folder, wanted = tmp_path_factory.mktemp("fp8"), selected(request, ROW)
+
+    def train(parallel, kind, **case):
+        return {"task": f"{WORKER}:train", "parallel": parallel, "fp8": kind, **case}
+
+    worlds = {
+        1: {("one", kind): train(ONE, kind) for kind in BLOCKS}
+        | {("one", name): train(**{**case, "parallel": ONE}) for name, case in OTHERS.items()}
+        | {("plain", kind): train(ONE, kind, quantised=False) for kind in BLOCKS},
+        2: {(name, kind): train(LAYOUTS[2][name], kind) for world, name, kind in sorted(wanted) if world == 2}
+        | {("broken", name): train(LAYOUTS[2][name], "tensorwise", **{"break": forget_other_ranks}) for name in BROKEN}
+        | {("many", name): train(**case) for name, case in OTHERS.items()},
+        4: {(name, kind): train(LAYOUTS[4][name], kind) for world, name, kind in sorted(wanted) if world == 4},
+    }
+    return {
+        name: result
+        for world, cases in worlds.items()
+        if cases
+        for name, result in zip(cases, run_world(world, list(cases.values()), folder / str(world)))
+    }
+
+
+def assert_equal(one, many):
+    assert compare_training(one, many, FP8_BOUNDS).differences == ()
+
+
+@pytest.mark.parametrize("case", range(len(SHARDS)))
+def test_quantised_shards_are_slices_of_one_rank_to_the_bit(shards, case):
+    """Of x, the weight and the gradient, quantised along each dimension, on TP 2 x CP 2, for both kinds of linears."""
+    wrong = shards[case]
+    assert len(wrong) == 4
+    if SHARDS[case]["apart"]:  # each rank scales by its own largest magnitude
+        assert all(wrong)
+    else:
+        assert wrong == [[]] * 4
+
+
+@pytest.mark.parametrize(ROW, rows(CASES, lambda *case: case in QUICK))
+def test_layout_equals_one_rank(results, world, name, kind):
+    assert_equal(results["one", kind], results[name, kind])
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models_and_recompute_equal_one_rank(results, name):
+    """A stream of few text tokens has bounds of its own, as in `launch.verify`: one rounding weighs more."""
+    bounds = HALF_BOUNDS["bf16"] if OTHERS[name].get("model") == FLUX else FP8_BOUNDS
+    assert compare_training(results["one", name], results["many", name], bounds).differences == ()
+
+
+def test_recompute_changes_no_number(results):
+    recomputed, saved = results["one", "recomputed, tp2_sp"], results["one", "tensorwise"]
+    assert max(relative_errors(saved["gradients"], recomputed["gradients"]).values()) == 0
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_scales_of_single_ranks_are_far_outside_the_bounds(results, name):
+    """As a mutant: without the largest magnitude over ranks, gradients differ by ten times their bound."""
+    broken = compare_training(results["one", "tensorwise"], results["broken", name], FP8_BOUNDS)
+    assert broken.largest("gradients") > 5 * FP8_BOUNDS["gradients"]
+    assert broken.largest("losses") > 2 * FP8_BOUNDS["losses"]
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_all_linears_of_the_blocks_are_quantised_and_no_others(results, kind):
+    """Quantisation changes a gradient by far more than the bounds of layouts, and by less than a tenth."""
+    errors = relative_errors(results["plain", kind]["gradients"], results["one", kind]["gradients"])
+    assert 10 * FP8_BOUNDS["gradients"] < max(errors.values()) < 0.15
+    plain, quantised = (results[name, kind]["losses"][0] for name in ("plain", "one"))
+    assert 0 < abs(quantised / plain - 1) < 0.01
+
+
+def test_the_command_verifies_quantised_products(verifications):
+    """Within bounds that a rank which scales by itself exceeds; without `training.fp8` there is nothing to verify."""
+    pair = verified()
+    assert (pair.precision, pair.bounds) == ("fp8 tensorwise", FP8_BOUNDS)
+    one, many, broken = verifications
+    assert compare(pair, one, many).is_equal
+    assert not compare(pair, one, broken).is_equal
+    assert with_fp8(tiny_pair, built(call_recipe("tiny_dit_cross")), 2) == []
+
+
+@pytest.mark.parametrize("kind", RESUMED)
+def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one(runs, kind):
+    assert runs[kind, "resumed"]["resumed_at"] == STEPS - 1
+    resumed, full = (runs[kind, run]["after"] for run in ("resumed", "full"))
+    assert resumed.keys() == full.keys()
+    assert [name for name, tensor in full.items() if not torch.equal(resumed[name], tensor)] == []

@@ -1,0 +1,145 @@
+"""Layouts and models whose products cannot be quantised alike are refused before training, with numbers and a cure."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dit.backends.init import ZEROS
+from dit.backends.provider import LayerProvider
+from dit.errors import ConfigError
+from dit.kernels.fp8 import BLOCKS
+from dit.models.base import Stage
+from dit.models.ddpm_unet.config import DDPMUNetConfig
+from dit.models.dit.config import DiTConfig
+from dit.models.dit_cross.config import DiTCrossConfig
+from dit.models.flux.config import FluxConfig
+from dit.parallel.build import build_on_one_rank, megatron_config
+from dit.parallel.dims import ParallelConfig, check_parallel
+from dit.parallel.implementations import fp8_of, implementations
+from dit.settings import TrainingConfig
+
+DIT = DiTConfig(hidden_size=256, num_layers=2, num_attention_heads=4)
+
+
+def provider(fp8: Any, tp: int = 1) -> LayerProvider:
+    """A provider that knows the number of tensor-parallel ranks, and cannot communicate."""
+    config = megatron_config(DIT, ParallelConfig(), "fp32", meta=True)
+    group = SimpleNamespace(size=lambda: tp, rank=lambda: 0)
+    return LayerProvider(config, SimpleNamespace(tp=group, tp_cp=group), fp8=fp8)
+
+
+ONE_RANK = "use 64 or 96, or training.fp8=None"
+
+
+@pytest.mark.parametrize(
+    ("fp8", "tp", "replicated", "split", "says"),
+    [
+        (
+            "blockwise",
+            2,
+            256,
+            384,
+            "384 on 2 tensor-parallel ranks are 192; use 256 or 512, tensor_model_parallel_size=1, or",
+        ),
+        ("blockwise", 4, 256, 256, "256 on 4 tensor-parallel ranks are 64; use 512, tensor_model_parallel_size=2, or"),
+        ("mxfp8", 1, 72, 128, f"72 on 1 tensor-parallel rank are 72; {ONE_RANK}"),
+        ("mxfp8", 2, 96, 96, "96 on 2 tensor-parallel ranks are 48; use 64 or 128, tensor_"),
+        ("tensorwise", 2, 32, 48, "48 on 2 tensor-parallel ranks are 24; use 32 or 64, tensor_"),
+    ],
+)
+@pytest.mark.parametrize("row", [False, True])
+def test_a_block_of_features_is_never_cut(fp8, tp, replicated, split, says, row):
+    layers = provider(fp8, tp)
+    build = layers.row_linear if row else layers.column_linear
+    sizes = (split, replicated) if row else (replicated, split)
+    message = f"training.fp8={fp8} needs a multiple of {BLOCKS[fp8]} features .*, and {says}"
+    with torch.device("meta"), pytest.raises(ConfigError, match=message):
+        build(*sizes, bias=True, init=ZEROS)
+
+
+@pytest.mark.parametrize(
+    ("fp8", "parallel", "multiple"),
+    [
+        ("blockwise", {}, 1),
+        ("blockwise", {"context_parallel_size": 2}, 256),
+        ("mxfp8", {"context_parallel_size": 2, "context_split": "load_balanced"}, 128),
+        ("mxfp8", {"context_parallel_size": 2, "tensor_model_parallel_size": 4, "sequence_parallel": True}, 64),
+        ("tensorwise", {"context_parallel_size": 2}, 32),
+        (None, {"context_parallel_size": 2}, 2),
+    ],
+)
+def test_samples_are_padded_so_that_no_block_of_tokens_is_cut(fp8, parallel, multiple):
+    layout = ParallelConfig(**parallel)
+    ranks = layout.context_parallel_size * layout.tensor_model_parallel_size
+    assert check_parallel(DIT, layout, TrainingConfig(fp8=fp8), ranks).token_multiple == multiple
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "training", "says"),
+    [
+        (DDPMUNetConfig(), {}, {}, "model=DDPMUNetConfig has no transformer blocks of linears"),
+        (DiTConfig(num_experts=4), {}, {}, "the products of model.num_experts=4 experts are not quantised"),
+        (FluxConfig(), {"context_parallel_size": 2}, {}, "context_parallel_size=2 replicates the texts of model=Flux"),
+        (
+            replace(DIT, ffn_hidden_size=96),
+            {"tensor_model_parallel_size": 2},
+            {},
+            "32 features of model.ffn_hidden_size on each rank, and 96 on 2 .* are 48; use 64 or 128, tensor_.*=1, or",
+        ),
+        (DIT, {}, {"kernels": "compile"}, "training.kernels=compile is not available: training.fp8=mxfp8 cannot be"),
+    ],
+)
+def test_what_cannot_be_quantised_is_refused(model, parallel, training, says):
+    layout, settings = ParallelConfig(**parallel), TrainingConfig(fp8="mxfp8", **training)
+    with pytest.raises(ConfigError, match=says):
+        check_parallel(model, layout, settings, layout.context_parallel_size * layout.tensor_model_parallel_size)
+
+
+def test_settings_are_checked():
+    with pytest.raises(ConfigError, match=r"training.fp8=mxfp8 needs training.precision=bf16, got fp16; set"):
+        TrainingConfig(fp8="mxfp8", precision="fp16").validate()
+    with pytest.raises(ConfigError, match=r"training.fp8='delayed' is unknown; use one of 'tensorwise', 'blockwise'"):
+        TrainingConfig(fp8="delayed").validate()  # type: ignore[arg-type]
+    TrainingConfig(fp8="mxfp8").validate()
+
+
+def quantised(model: Any) -> set[str]:
+    """Names of the linear layers with quantised products."""
+
+    def with_fp8(config: Any) -> LayerProvider:
+        return LayerProvider(config, fp8="mxfp8")
+
+    with torch.device("meta"):
+        network: nn.Module = build_on_one_rank(model, Stage(range(2)), with_fp8)
+    return {name for name, module in network.named_modules() if getattr(module, "fp8", None) is not None}
+
+
+def test_the_linears_of_blocks_are_quantised_and_no_others():
+    """Not the embeddings, the modulations and the last layer, nor keys and values of a text, which is not split."""
+    linears = ("attention.linear_qkv", "attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+    assert quantised(DIT) == {f"layers.{i}.{name}" for i in range(2) for name in linears}
+    cross = DiTCrossConfig(hidden_size=256, num_layers=2, num_attention_heads=4, context_size=12)
+    more = (*linears, "cross_attention.linear_q", "cross_attention.linear_proj")
+    assert quantised(cross) == {f"layers.{i}.{name}" for i in range(2) for name in more}
+
+
+def test_an_adapter_of_a_quantised_linear_is_not_quantised():
+    layers = provider("mxfp8")
+    layers.config.use_cpu_initialization = True
+    base = layers.column_linear(64, 96, bias=True, init=ZEROS)
+    assert base.fp8 is not None
+    assert [getattr(part, "fp8", None) for part in layers.adapter(base, 3)] == [None, None]
+
+
+def test_a_run_says_that_its_products_are_emulated():
+    for training, says in (
+        (TrainingConfig(), ""),
+        (TrainingConfig(fp8="tensorwise"), " with fp8 tensorwise (emulated, slower than without)"),
+    ):
+        assert fp8_of(training, implementations(DIT, training)) == says
+    others = implementations(DIT, TrainingConfig(fp8="tensorwise"))["fp8"].others
+    assert others["scaled_mm"].startswith("needs CUDA")
