@@ -194,6 +194,8 @@ class Probe:
                 self._check("forward", name, tensor.detach(), chunk, layout, now)
                 if tensor.requires_grad and not tensor.is_leaf:
                     tensor.register_hook(self._gradient_hook(chunk, name, _readers(tensor), layout, now))
+            if isinstance(output, PendingBias) and output.bias is not None:
+                self._check("forward", name, output.bias, chunk, None, now)
 
         return hook
 

@@ -1,5 +1,8 @@
 """The loss scale on one rank: its settings, and how scaled gradients compare with unscaled ones."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
@@ -8,6 +11,7 @@ from dit.parallel.build import build_model, build_optimizer, wrap
 from dit.parallel.dims import ParallelConfig
 from dit.parallel.loss_scale import loss_scale_of
 from dit.settings import OptimizerConfig, TrainingConfig
+from dit.verify.trial import Recorder
 from tests.laws.backbones import config_of
 
 
@@ -44,6 +48,17 @@ def test_every_setting_reaches_the_scale(one_rank_world):
     shrank = [True, True, False, False, False, False, False, False, True, False]
     assert found == list(zip(values, shrank))
     assert scale.overflowed_steps == 4
+
+
+def test_a_trial_blames_the_scale_only_for_the_overflow_of_a_finite_loss(one_rank_world):
+    session: Any = SimpleNamespace(chunks=[], loss_scale=loss_scale_of(optimizer_of(one_rank_world, precision="fp16")))
+    report: Any = None
+    recorder = Recorder(session, report)
+    step: Any = SimpleNamespace(number=2, overflowed=True, loss=float("nan"), grad_norm=float("inf"))
+    assert recorder.judge(step) == "update"
+    step.loss = 1.0
+    with pytest.raises(ConfigError, match="step 2: the gradients overflow with a loss scale of"):
+        recorder.judge(step)
 
 
 def test_a_step_whose_loss_is_bad_leaves_no_trace(one_rank_world):

@@ -1,0 +1,38 @@
+"""The search for the first tensor that is not finite, on one rank."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dit.backends.process_groups import ProcessGroups
+from dit.objectives.edm import EDM
+from dit.parallel.build import build_model
+from dit.parallel.dims import ParallelConfig
+from dit.settings import TrainingConfig
+from dit.step.forward_step import training_forward_step
+from dit.step_checks.first_bad_tensor import MicroBatch, Probe
+from tests.laws.backbones import config_of, pack
+
+
+@pytest.mark.parametrize("layer", ["layers.0.attention.linear_proj", "layers.0.mlp.linear_fc2"])
+def test_a_bias_that_the_residual_adds_belongs_to_the_output_of_its_linear(
+    one_rank_world: ProcessGroups, layer: str
+) -> None:
+    model = replace(config_of("dit"), num_layers=1)
+    settings = TrainingConfig(precision="fp32")
+    (network,) = build_model(model, ParallelConfig(data_parallel="ddp"), settings, one_rank_world)
+    linear: Any = network.get_submodule(layer)
+    linear.skip_bias_add = True  # as with fused kernels
+    with torch.no_grad():
+        linear.bias[0] = torch.nan
+    state: Any = SimpleNamespace(chunks=[network], groups=one_rank_world)
+    probe, batch = Probe(state, EDM(), (1, 1)), pack(model, [0, 1])
+    probe._forward[0] = MicroBatch(0, batch)
+    list(probe._hooks(0, network))
+    with torch.no_grad():
+        training_forward_step(EDM(), model, 7, 0)(iter([batch]), network)
+    assert probe.result.first is not None
+    assert (probe.result.first.phase, probe.result.first.layer) == ("forward", layer)
