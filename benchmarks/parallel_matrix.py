@@ -41,6 +41,7 @@ CP2, CP4 = {"context_parallel_size": 2}, {"context_parallel_size": 4}
 PP2 = {"pipeline_model_parallel_size": 2}
 EP2 = {"expert_model_parallel_size": 2}
 FSDP = {"data_parallel": "fsdp"}
+HYBRID = {**FSDP, "num_distributed_optimizer_instances": 2}
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}
 
 
@@ -72,6 +73,7 @@ SMALL = [
     Row("DP 2", 2, {"data_parallel": "ddp"}),
     Row("distributed optimizer 2", 2, {}),
     Row("FSDP 2", 2, FSDP),
+    Row("hybrid FSDP, 2 instances of 2", 4, HYBRID),
     Row("TP 2", 2, {"tensor_model_parallel_size": 2}),
     Row("TP 2 + SP", 2, TP2SP),
     Row("TP 4 + SP", 4, TP4SP),
@@ -85,6 +87,7 @@ SMALL = [
     Row("CP 4 two-level", 4, {**CP4, "context_comm": "a2a+p2p", "context_a2a_size": 2}),
     Row("EP 2", 2, EP2, EXPERTS),
     Row("EP 2 x TP 2 + SP", 4, {**EP2, **TP2SP}, EXPERTS),
+    Row("TP 2 + SP x hybrid FSDP, 2 instances of 2", 8, {**TP2SP, **HYBRID}),
 ]
 MISSION = [
     Row("FSDP 8", 8, FSDP, micro_batches=8),

@@ -209,4 +209,32 @@ MUTANTS = (
         "]",
         (f"{FSDP}::test_gradients_of_a_model_with_frozen_parameters_arrive",),
     ),
+    Mutant(
+        "hybrid FSDP: unsharded gradients are not summed over the instances",
+        "dit/parallel/fsdp_patches.py",
+        "if copies is not None:",
+        "if False:",
+        (f"{FSDP}::test_fsdp_equals_one_rank",),
+    ),
+    Mutant(
+        "hybrid FSDP: the state is sharded over all ranks",
+        "dit/parallel/fsdp.py",
+        "1 if copies is None else copies.size()",
+        "1",
+        (f"{FSDP}::test_fsdp_equals_one_rank",),
+    ),
+    Mutant(
+        "hybrid FSDP: every instance writes all of a checkpoint",
+        "dit/checkpoint/sharded_state.py",
+        "groups.shard_copies if is_sharded",
+        "None if is_sharded",
+        (f"{FSDP}::test_a_rank_of_an_instance_has_the_shards_of_fsdp_on_the_instance",),
+    ),
+    Mutant(
+        "hybrid FSDP: the planner searches it where no network is slower than NVLink",
+        "dit/planner/layouts.py",
+        "ring < problem.device.nvlink and",
+        "ring <= problem.device.nvlink and",
+        ("tests/unit/planner/test_search.py::test_fsdp_inside_a_node_is_searched_where_a_ring_over_nodes_is_slower",),
+    ),
 )
