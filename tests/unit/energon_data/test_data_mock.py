@@ -125,7 +125,7 @@ def test_validation_is_finite_repeatable_and_never_trained_on(dp: int) -> None:
             MockData(max_tokens_per_pack=72),
             "must be a multiple of data.pack_multiple_of=16; use 80, or data.pack_multiple_of=8",
         ),
-        (MockData(max_tokens_per_pack=90, pack_multiple_of=6), "multiple of 4, to which this layout .*of=12"),
+        (MockData(max_tokens_per_pack=90, pack_multiple_of=6), "multiple of 4, to which the run pads .*of=12"),
         (MockData(dataset_size=0), "data.dataset_size=0"),
         (MockData(text_tokens=0), "data.text_tokens=0"),
         (MockData(fps=0), "data.fps=0"),

@@ -224,6 +224,7 @@ def test_every_field_of_a_settings_class_can_be_reached():
         "kernels": "eager",
         "recompute": "full",
         "deterministic": "True",
+        "fp8": "mxfp8",
     }
     values |= dict.fromkeys(("loss_scale", "initial_loss_scale"), "7.0")
     values |= {"ema_offload": "True", "hooks": "['a.B']"}
