@@ -29,8 +29,8 @@ GRIDS = ((1, 8, 8), (2, 4, 8), (1, 4, 8), (3, 4, 4))
 
 
 def multiple_of(fp8: Fp8) -> int:
-    """Tokens to which every layout of up to two context-parallel ranks can pad, and one rank too."""
-    return 2 * BLOCKS[fp8]
+    """Tokens to which every layout can pad: of two context-parallel ranks, load-balanced except with large blocks."""
+    return (2 if fp8 == "blockwise" else 4) * BLOCKS[fp8]
 
 
 def packs(fp8: Fp8, dp_rank: int, dp_size: int, token_multiple: int) -> Iterator[PackedBatch]:
