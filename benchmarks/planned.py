@@ -25,6 +25,7 @@ from dit.planner.devices import Fitted, devices, with_fp8
 from dit.planner.time import (
     FORWARD,
     K_MEMORY,
+    K_OPERATIONS,
     MICRO_BATCH,
     ONCE,
     UPDATE,
@@ -72,7 +73,7 @@ class Row:
         seconds: duration of a step.
         recipe, overrides: of this project, with the same model and layout.
         tokens, text_tokens: (t, h, w) patches of a sample and tokens of its text, if not those of the recipe.
-        node_size: GPUs joined by NVLink.
+        node_size: GPUs joined by NVLink, if not those of the device.
         fp8: whether matrix products are in MXFP8.
         fitted: whether the constants are fitted to it.
         modulation: weights of a layer's unsharded adaLN projections, divided by the squared hidden size, in NeMo's
@@ -88,7 +89,7 @@ class Row:
     overrides: tuple[str, ...] = ()
     tokens: Optional[tuple[int, int, int]] = None
     text_tokens: Optional[int] = None
-    node_size: int = 8
+    node_size: Optional[int] = None
     fp8: bool = False
     fitted: bool = True
     modulation: int = 0
@@ -99,7 +100,9 @@ def _nemo(name: str, recipe: str, tokens: int, tokens_per_s: float, samples: int
     return Row(name, "NeMo, H100", "h100", 256, tokens * samples / (256 * tokens_per_s), recipe, modulation=9)
 
 
-def _flux(system: str, device: str, gpus: int, samples: int, ms: float, node_size: int = 8, tensor: int = 1) -> Row:
+def _flux(
+    system: str, device: str, gpus: int, samples: int, ms: float, tensor: int = 1, node_size: Optional[int] = None
+) -> Row:
     """Return a row of MLPerf's FLUX.1: images of 256 px and 256 text tokens, one micro-batch to a step; MXFP8 if TP 1.
 
     Args:
@@ -161,14 +164,14 @@ ROWS = (
             "training.recompute_layers=8",
         ),
     ),
-    _flux("MLPerf, GB200", "gb200", 16, 32, 567.3, 72),
-    _flux("MLPerf, GB200", "gb200", 72, 32, 574.4, 72),
-    _flux("MLPerf, GB200 TP 4", "gb200", 512, 16, 184.0, 64, 4),
-    _flux("MLPerf, GB200 TP 4", "gb200", 1152, 8, 133.4, 64, 4),
-    _flux("MLPerf, GB300", "gb300", 16, 64, 918.8, 72),
-    _flux("MLPerf, GB300", "gb300", 72, 32, 511.0, 72),
-    _flux("MLPerf, GB300", "gb300", 72, 32, 517.0, 72),
-    _flux("MLPerf, GB300", "gb300", 512, 16, 171.4, 64, 4),
+    _flux("MLPerf, GB200", "gb200", 16, 32, 567.3),
+    _flux("MLPerf, GB200", "gb200", 72, 32, 574.4),
+    _flux("MLPerf, GB200", "gb200", 512, 16, 184.0, 4, 64),
+    _flux("MLPerf, GB200", "gb200", 1152, 8, 133.4, 4, 64),
+    _flux("MLPerf, GB300", "gb300", 16, 64, 918.8),
+    _flux("MLPerf, GB300", "gb300", 72, 32, 511.0),
+    _flux("MLPerf, GB300", "gb300", 72, 32, 517.0),
+    _flux("MLPerf, GB300", "gb300", 512, 16, 171.4, 4, 64),
     _flux("MLPerf, B200", "b200", 16, 32, 627.9),
     _flux("MLPerf, B200", "b200", 72, 32, 625.3),
     _flux("MLPerf, B200", "b200", 32, 32, 621.7),
@@ -178,8 +181,8 @@ ROWS = (
     _flux("MLPerf, B200", "b200", 72, 32, 630.3),
     _flux("MLPerf, B200", "b200", 128, 32, 649.9),
     _wan("Bridge, Blackwell", "b200", 32, 64, 15.37, 2),
-    _wan("Bridge, Blackwell", "gb200", 32, 64, 15.69, 4, *_REPLICATED, node_size=72),
-    _wan("Bridge, Blackwell", "gb300", 32, 64, 11.99, 2, *_REPLICATED, node_size=72),
+    _wan("Bridge, Blackwell", "gb200", 32, 64, 15.69, 4, *_REPLICATED),
+    _wan("Bridge, Blackwell", "gb300", 32, 64, 11.99, 2, *_REPLICATED),
     _wan("Automodel, H100", "h100", 8, 8, 35.1, 1, "training.recompute=full", fitted=False),
 )
 """Sources: README of NVIDIA NeMo's diffusion collection, November 2024; performance summaries of NVIDIA-NeMo/DFM and of
@@ -213,12 +216,15 @@ class Traced:
         """Return the time of the slowest rank."""
         row = self.row
         device = with_fp8(devices(fitted)[row.device], "mxfp8" if row.fp8 else None)
-        cluster = Cluster(device, row.gpus, self.config.parallel, row.node_size)
+        if row.node_size:
+            device = replace(device, node_size=row.node_size)
+        cluster = Cluster(device, row.gpus, self.config.parallel)
         times = []
         for rank, trace in self.plan.ranks.items():
             published = with_unsharded_modulations(trace, self.weights[rank], self.summed[rank])
             cost = cost_of(published, self.micro_batches, cluster)
-            if self.memory:
+            if self.memory:  # of all operations that are not matrix products or attention
+                cost[[MICRO_BATCH, FORWARD], K_OPERATIONS] = 0.0
                 cost[[MICRO_BATCH, FORWARD], K_MEMORY] = np.array(self.memory[rank]) / device.memory_bandwidth
             cost[[ONCE, UPDATE], K_MEMORY] *= self.weights[rank]
             cost[ONCE, K_MEMORY] += self.gradients[rank] / device.memory_bandwidth

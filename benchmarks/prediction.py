@@ -8,8 +8,6 @@ from benchmarks import step
 if TYPE_CHECKING:
     from dit.planner.devices import Device
 
-NODE = 8
-"""Largest number of GPUs per node."""
 OTHER_FORMS = ("PCIE", "NVL")
 """Words in the names of cards with other rates than the device of the planner with the same name."""
 
@@ -46,7 +44,7 @@ def predicted(words: Sequence[str], ranks: int, device: "Device") -> dict[str, A
     shape = sample_of(config.data, config.model).shape(dims)
     step_plan = plan(config.model, config.objective, config.optimizer, config.parallel, config.training, shape, dims)
     device = with_fp8(device, config.training.fp8)
-    cluster = Cluster(device, ranks, config.parallel, min(NODE, ranks))
+    cluster = Cluster(device, ranks, config.parallel)
     return {
         "planned_ms": 1e3 * planned_step(step_plan, dims, cluster).time.total,
         "planned_memory_gib": step_plan.fullest.peak / 2**30,

@@ -9,7 +9,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -47,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--device", default="h100", metavar="NAME", help="h100, h200, b200, gb200 or gb300 (%(default)s)"
     )
-    parser.add_argument("--nodes-of", type=int, default=8, metavar="N", help="GPUs joined by NVLink (%(default)s)")
+    parser.add_argument("--nodes-of", type=int, metavar="N", help="GPUs joined by NVLink (8; 72 for gb200 and gb300)")
     parser.add_argument(
         "--tokens", metavar="N|TxHxW", help="tokens of a sample, or its patches (default: the recipe's)"
     )
@@ -104,7 +104,7 @@ class Report:
         verdict, problem = self.verdict, self.problem
         count = len(self.allowed.found)
         head = (
-            f"{count:,} layouts of {problem.world_size} {problem.device.name}, {problem.node_size} per node: "
+            f"{count:,} layouts of {problem.world_size} {problem.device.name}, {problem.device.node_size} per node: "
             f"{len(verdict.fitting):,} fit, {len(verdict.too_large):,} do not; "
             f"traced in {self.seconds[0]:.0f} s, searched in {self.seconds[1]:.1f} s"
         )
@@ -167,7 +167,7 @@ class Report:
         return {
             "gpus": problem.world_size,
             "device": problem.device.name,
-            "node_size": problem.node_size,
+            "node_size": problem.device.node_size,
             "tokens": problem.tokens,
             "unit": self.rates.unit,
             "searched_s": self.seconds[1],
@@ -260,7 +260,7 @@ def problem_of(args: argparse.Namespace) -> tuple["Problem", "Sample"]:
     from launch.train import resolve
 
     for flag, value in (("--gpus", args.gpus), ("--nodes-of", args.nodes_of), ("--top", args.top)):
-        if value < 1:
+        if value is not None and value < 1:
             raise ConfigError(f"{flag} must be at least 1, got {value}")
     tokens = ["--tokens", args.tokens] if args.tokens else []
     options = cli.parse(["--factory", args.factory, *tokens, *args.overrides])
@@ -268,6 +268,7 @@ def problem_of(args: argparse.Namespace) -> tuple["Problem", "Sample"]:
     task = resolve(options)
     config = built(task)
     sample = planned_sample(task, config.model, options.tokens, args.text_tokens)
+    device = named_device(args.device, config.training.fp8)
     problem = Problem(
         config.model,
         config.objective,
@@ -277,8 +278,7 @@ def problem_of(args: argparse.Namespace) -> tuple["Problem", "Sample"]:
         lambda samples, multiple: sample.shape(ParallelDims(args.gpus, 1, samples, 1, multiple)),
         sample.tokens * sample.count(1),
         args.gpus,
-        named_device(args.device, config.training.fp8),
-        args.nodes_of,
+        device if args.nodes_of is None else replace(device, node_size=args.nodes_of),
     )
     return problem, sample
 
@@ -312,7 +312,7 @@ def searched(problem: "Problem", sample: "Sample") -> Report:
         parts = problem.model, problem.objective, problem.optimizer, layout, training
         announce(f"tracing the fastest layout at its full depth: {layout_name(candidate, dims)}")
         full = plan(*parts, sample.shape(dims), dims)
-        step = planned_step(full, dims, Cluster(problem.device, problem.world_size, layout, problem.node_size))
+        step = planned_step(full, dims, Cluster(problem.device, problem.world_size, layout))
         peak = full.fullest.peak
     return Report(problem, rates(problem, sample), layouts, verdict, seconds, step, peak)
 

@@ -20,6 +20,7 @@ class Device:
             times this.
         memory_bandwidth: bytes read and written per second by an element-wise kernel.
         nvlink, nic: bytes per second that a GPU sends inside its node, and to other nodes.
+        node_size: GPUs joined by NVLink.
         fp8_speedup: rate of matrix products in MXFP8 divided by that in bf16.
         quantises: whether the program quantises matrix products.
         operation_seconds: time of an operation in addition to its work: launch, start and end of its kernels.
@@ -35,6 +36,7 @@ class Device:
     memory_bandwidth: float
     nvlink: float
     nic: float
+    node_size: int
     fp8_speedup: float
     operation_seconds: float
     interference: float
@@ -95,6 +97,10 @@ GB200 NVL72 and of GB300 NVL72 (dense values; 72 GPUs).
 """
 
 
+RACKS = ("gb200", "gb300")
+"""Devices of which NVLink joins 72."""
+
+
 def devices(fitted: Fitted) -> dict[str, Device]:
     """Return the devices by name.
 
@@ -122,6 +128,7 @@ def devices(fitted: Fitted) -> dict[str, Device]:
             memory_bandwidth=memory_bandwidth,
             nvlink=NVLINK_SHARE * nvlink,
             nic=nic,
+            node_size=72 if name in RACKS else 8,
             fp8_speedup=fitted.fp8_speedup,
             operation_seconds=fitted.operation_seconds,
             interference=fitted.interference,
@@ -135,12 +142,12 @@ H100, H200, B200 = (DEVICES[name] for name in ("h100", "h200", "b200"))
 
 
 def with_fp8(device: Device, fp8: Optional[Fp8]) -> Device:
-    """Return a device whose matrix products are quantised, as its name says.
+    """Return a device whose matrix products are quantised by Transformer Engine, as its name says.
 
     Only the rate of MXFP8 on Blackwell was compared with published steps; other kinds and devices get the same.
     """
     if fp8 is None:
         return device
-    compared = fp8 == "mxfp8" and device.name in ("b200", "gb200", "gb300")
+    compared = fp8 == "mxfp8" and device.name in ("b200", *RACKS)
     rate = "" if compared else ", at the rate of mxfp8 on Blackwell"
-    return replace(device, name=f"{device.name} (fp8 {fp8}{rate})", quantises=True)
+    return replace(device, name=f"{device.name} (fp8 {fp8} by Transformer Engine{rate})", quantises=True)

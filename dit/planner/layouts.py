@@ -110,7 +110,6 @@ class Problem:
     tokens: int
     world_size: int
     device: Device
-    node_size: int = 8
 
     def layers_of_chunk(self, candidate: Candidate) -> int:
         """Return the number of layers of each model chunk of a candidate."""
@@ -131,9 +130,9 @@ def _kinds(problem: Problem, tensor: int, context: int) -> list[tuple[DataParall
         return kinds
     kinds.append(("fsdp", 1))
     layout = replace(problem.parallel, tensor_model_parallel_size=tensor, pipeline_model_parallel_size=1)
-    ring = Cluster(problem.device, problem.world_size, layout, problem.node_size).bandwidth("dp_cp")
-    if ring < problem.device.nvlink and tensor * context < problem.node_size < problem.world_size:
-        kinds.append(("fsdp", problem.world_size // problem.node_size))
+    ring = Cluster(problem.device, problem.world_size, layout).bandwidth("dp_cp")
+    if ring < problem.device.nvlink and tensor * context < problem.device.node_size < problem.world_size:
+        kinds.append(("fsdp", problem.world_size // problem.device.node_size))
     return kinds
 
 
@@ -146,7 +145,7 @@ def candidates(problem: Problem) -> Iterator[Candidate]:
     def upto(ability: Ability, limit: int) -> list[int]:
         return _powers(min(limit, world)) if able[ability] else [1]
 
-    tensors = upto(Ability.TENSOR, problem.node_size)
+    tensors = upto(Ability.TENSOR, problem.device.node_size)
     contexts = upto(Ability.CONTEXT, problem.tokens // FEWEST_TOKENS)
     pipelines = upto(Ability.PIPELINE, layers)
     form: Recompute = "selective" if problem.training.recompute == "selective" else "none"

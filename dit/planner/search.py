@@ -163,7 +163,7 @@ def _traced(problem: Problem, shape: Shape, tracer: Tracer, sizes: tuple[int, ..
     ]
     traces = tracer(jobs)
     weights = _ends_and_layer(model, [probe.stages for probe in probes], num_layers)
-    cluster = Cluster(problem.device, problem.world_size, layout, problem.node_size)
+    cluster = Cluster(problem.device, problem.world_size, layout)
     of_traces = [
         np.stack([cost_of(step, TRACED_MICRO_BATCHES, cluster) for step in traces]),
         np.stack([_bytes_of(step) for step in traces]),
@@ -212,7 +212,7 @@ class Prices:
     def of(self, candidate: Candidate, dims: ParallelDims) -> Priced:
         """Return the time and the memory of a candidate."""
         layout = candidate.parallel(self.problem.parallel)
-        cluster = Cluster(self.problem.device, dims.world_size, layout, self.problem.node_size)
+        cluster = Cluster(self.problem.device, dims.world_size, layout)
         split = self._sizes.num_layers / (candidate.pipeline * (candidate.chunks or 1))
         stages_of_all = [split] * round(self._sizes.num_layers / split)
         in_flight = layers_in_flight(stages_of_all, candidate.pipeline, 0, dims.micro_batches)

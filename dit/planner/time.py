@@ -40,11 +40,14 @@ from dit.tracing.counter import ATTENTION_BACKWARD as BACKWARD
 
 Seconds = npt.NDArray[np.float64]
 """Seconds by kind, in the order of `KINDS`."""
-KINDS = (*("matmul", "attention", "memory", "tensor", "ring", "context", "expert", "send", "gather", "reduce"),)
+KINDS = (
+    *("matmul", "attention", "memory", "operations", "tensor", "ring", "context", "expert", "send", "gather", "reduce"),
+)
 (
     K_MATMUL,
     K_ATTENTION,
     K_MEMORY,
+    K_OPERATIONS,
     K_TENSOR,
     K_RING,
     K_CONTEXT,
@@ -70,13 +73,11 @@ class Cluster:
         device: device of every rank.
         world_size: number of ranks.
         parallel: parallel layout.
-        node_size: GPUs joined by NVLink.
     """
 
     device: Device
     world_size: int
     parallel: ParallelConfig
-    node_size: int = 8
 
     def group(self, name: str) -> tuple[int, int]:
         """Return the size of a group and the distance between neighbouring ranks."""
@@ -107,9 +108,9 @@ class Cluster:
 
         A ring over nodes enters and leaves each node once, and can use the NICs of all group members in the node.
         """
-        size, stride = self.group(name)
-        inside = max(1, min(size, self.node_size // stride))
-        if size <= inside and size * stride <= max(stride, self.node_size):
+        (size, stride), node_size = self.group(name), self.device.node_size
+        inside = max(1, min(size, node_size // stride))
+        if size <= inside and size * stride <= max(stride, node_size):
             return self.device.nvlink
         return min(self.device.nvlink, self.device.nic * inside)
 
@@ -181,7 +182,7 @@ def seconds_of(trace: StepTrace, cluster: Cluster, *, once: bool = False) -> Sec
     seconds[K_ATTENTION] = (work[ATTENTION] + work[BACKWARD] / ATTENTION_BACKWARD) / device.attention_flops
     quantised = sum(count * quantised_bytes(product, device) for product, count in trace.products.items())
     seconds[K_MEMORY] = (trace.moved_bytes + quantised) / device.memory_bandwidth
-    seconds[K_MEMORY] += work[OPS] * device.operation_seconds
+    seconds[K_OPERATIONS] = work[OPS] * device.operation_seconds
     for (collective, group), sent in trace.sent_bytes.items():
         kind = _kind(collective, "dp" if once and group != "tp" else group)
         seconds[kind] += cluster.seconds(group, sent, trace.calls[collective, group])
@@ -224,7 +225,7 @@ def pass_parts(seconds: Seconds, cluster: Cluster) -> dict[str, float]:
     parts = {
         "matmul": seconds[K_MATMUL],
         "attention": seconds[K_ATTENTION],
-        "memory-bound": seconds[K_MEMORY],
+        "memory-bound": seconds[K_MEMORY] + seconds[K_OPERATIONS],
         "tensor parallel": seconds[K_TENSOR],
         "context parallel": seconds[K_CONTEXT] + max(0.0, seconds[K_RING] - hidden),
         "expert parallel": seconds[K_EXPERT],
@@ -292,7 +293,7 @@ def step_time(cost: Cost, micro_batches: int, cluster: Cluster, waits: Optional[
     parts["data parallel"] += exposed(reduce, backward if overlaps else 0.0, cluster)
     parts["data parallel"] += exposed(gather, forward if layout.overlap_param_gather else 0.0, cluster)
     parts["tensor parallel"] += cost[ONCE, K_TENSOR]
-    parts["optimizer"] = cost[ONCE, K_MEMORY] + cost[UPDATE, K_MEMORY] + _sent(cost[UPDATE])
+    parts["optimizer"] = float(cost[ONCE:, [K_MEMORY, K_OPERATIONS]].sum()) + _sent(cost[UPDATE])
     parts["other"] = (FIXED_FACTOR - 1) * sum(parts.values())
     return StepTime({name: float(seconds) for name, seconds in parts.items()}, (float(forward), float(backward)))
 

@@ -32,5 +32,7 @@ def test_fitted_constants_are_those_of_their_generation():
 def test_a_device_that_quantises_says_whose_rate_it_uses(device, kind, rate):
     quantised = with_fp8(DEVICES[device], kind)
     assert quantised.quantises
-    assert quantised.name == f"{device} (fp8 {kind}{rate and ', at the rate of mxfp8 on Blackwell'})"
+    assert (
+        quantised.name == f"{device} (fp8 {kind} by Transformer Engine{rate and ', at the rate of mxfp8 on Blackwell'})"
+    )
     assert with_fp8(H100, None) == H100

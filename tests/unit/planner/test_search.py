@@ -217,6 +217,19 @@ def test_a_candidate_is_what_its_settings_say():
     assert ParallelDims(16, 1, 4, 4, 8).micro_batch_size == training.micro_batch_size
 
 
+def test_launches_of_an_update_do_not_grow_with_the_number_of_replicas():
+    """A replicated optimizer moves more bytes than a sharded one, by the same number of operations."""
+    task = problem(gpus=512)  # 256 replicas
+    seconds = np.full((2, 2, 4, len(KINDS)), 1e-3)
+    prices = Prices(task, {PLAIN: Costs(seconds, np.full((2, 2, len(BYTES)), 1e6), 256)})
+    times = {}
+    for kind in ("distributed_optimizer", "ddp"):
+        ((candidate, dims),) = allowed(task, iter([Candidate(PLAIN, 1, None, kind, 1)])).found
+        times[kind] = prices.of(candidate, dims).time.parts["optimizer"]
+    layers = 1e-3 * (1 + task.model.megatron_sizes().num_layers)
+    assert times["ddp"] - times["distributed_optimizer"] == pytest.approx(255 * layers)
+
+
 def fsdp_candidate(instances):
     return Candidate(Shape(1, False, 1, 1, "none", True, instances), 1, None, "fsdp", 1)
 
@@ -252,7 +265,7 @@ def test_instances_cost_the_memory_of_one_and_one_reduction_over_the_network():
     ],
 )
 def test_fsdp_inside_a_node_is_searched_where_a_ring_over_nodes_is_slower(gpus, device, node_size, searched):
-    task = replace(problem(gpus), device=device, node_size=node_size)
+    task = replace(problem(gpus), device=replace(device, node_size=node_size))
     fsdp = {candidate for candidate, _ in allowed(task, candidates(task)).found if candidate.shape.fsdp}
     assert {(one.shape.tensor, one.shape.instances) for one in fsdp if one.shape.context == 1} == searched
     for one in fsdp:

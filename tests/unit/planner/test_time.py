@@ -9,6 +9,7 @@ import pytest
 from dit.parallel.dims import ParallelConfig
 from dit.planner.devices import (
     ATTENTION_BACKWARD,
+    DEVICES,
     FIXED_FACTOR,
     H100,
     K_FILL,
@@ -63,8 +64,13 @@ def work(**counts):
 )
 def test_a_group_is_as_fast_as_its_slowest_link(group, bandwidth):
     assert CLUSTER.bandwidth(group) == bandwidth
-    assert replace(CLUSTER, node_size=64).bandwidth(group) == H100.nvlink
-    assert replace(CLUSTER, node_size=1).bandwidth(group) == H100.nic
+    for node_size, expected in ((64, H100.nvlink), (1, H100.nic)):
+        assert replace(CLUSTER, device=replace(H100, node_size=node_size)).bandwidth(group) == expected
+
+
+def test_nvlink_joins_the_ranks_of_a_rack_of_gb200():
+    assert Cluster(DEVICES["gb200"], 72, ParallelConfig()).bandwidth("dp_cp") == DEVICES["gb200"].nvlink
+    assert Cluster(DEVICES["b200"], 72, ParallelConfig()).bandwidth("dp_cp") < DEVICES["b200"].nvlink
 
 
 @pytest.mark.parametrize(
@@ -94,7 +100,8 @@ def test_seconds_are_counts_over_rates():
     found = dict(zip(KINDS, seconds_of(trace, CLUSTER)))
     assert found["matmul"] == pytest.approx(3 * LARGE_S)
     assert found["attention"] == pytest.approx((1 + 1 / ATTENTION_BACKWARD) * 535e12 / H100.attention_flops)
-    assert found["memory"] == pytest.approx(1 + 5 * H100.operation_seconds)
+    assert found["memory"] == pytest.approx(1)
+    assert found["operations"] == pytest.approx(5 * H100.operation_seconds)
     assert found["tensor"] == pytest.approx(340e9 / H100.nvlink + 1000 * LATENCY_S)
     assert found["ring"] == pytest.approx(34e9 / H100.nvlink)
 
