@@ -80,6 +80,11 @@ class ParallelConfig:
             "num_distributed_optimizer_instances",
         )
         check_ranges("parallel", self, dict.fromkeys(sizes, RANKS) | {"pipeline_layers": LAYERS})
+    def named_data_parallel(self) -> str:
+        """Return the kind of data parallelism, with the number of instances under hybrid sharding."""
+        count = self.num_distributed_optimizer_instances
+        return self.data_parallel + (f", {count} instances" if count > 1 else "")
+
 
 
 @dataclass(frozen=True)
