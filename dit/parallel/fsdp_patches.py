@@ -1,7 +1,7 @@
 """Patches of Megatron-FSDP.
 
-Shards end between rows, a hook frees weights, the reduction of unsharded gradients skips frozen parameters and sums over
-the instances of hybrid sharding, and walks over modules are cached.
+Shards end between rows, a hook frees weights, the reduction of unsharded gradients skips frozen parameters and sums
+over the instances of hybrid sharding, and walks over modules are cached.
 """
 
 from collections.abc import Callable, Iterator

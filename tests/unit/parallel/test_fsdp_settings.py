@@ -92,7 +92,7 @@ def test_the_fewest_ranks_give_each_of_two_instances_at_least_two(layout, ranks)
         (0, {}, f"parallel.{INSTANCES}=0 must be a whole number of at least 1"),
         (2, {"data_parallel": "ddp"}, f"{INSTANCES}=2 needs data_parallel=fsdp, got 'ddp'; use 1 or"),
         (2, {"data_parallel": "distributed_optimizer"}, "needs data_parallel=fsdp, got 'distributed_optimizer'"),
-        (3, {}, r"=3 cannot split the DP 8 x CP 1 = 8 ranks into 3 groups of equal size .* use one of \[1, 2, 4\] \(data_"),
+        (3, {}, r"=3 cannot split the DP 8 x CP 1 = 8 ranks into 3 groups of equal size .* one of \[1, 2, 4\] \(data_"),
         (8, {}, r"into 8 groups of equal size with at least 2 ranks each; use .* \(data_parallel=ddp keeps a copy on "),
         (4, {**TP2SP, "context_parallel_size": 2}, r"=4 cannot split the DP 2 x CP 2 = 4 ranks .* one of \[1, 2\]"),
         (2, {"num_experts": 4, **TP2SP}, "experts with tensor_model_parallel_size=2 and expert_model_parallel_size=1"),
