@@ -47,7 +47,7 @@ def layout_lines(config: "RunConfig", dims: ParallelDims, *, packed: bool, reque
     batch = f"{dims.micro_batches} micro-batches x {dims.micro_batch_size} x {dims.data_parallel_size} replicas"
     changes = config.adaptations(dims)
     return [
-        f"ranks       {dims.world_size} = {_sharing(parallel, dims)}, data_parallel={parallel.data_parallel}"
+        f"ranks       {dims.world_size} = {_sharing(parallel, dims)}, data_parallel={parallel.named_data_parallel()}"
         f"{'' if requested else '; the fewest for this layout: give --world-size N'}",
         f"batch       {training.global_batch_size} {'packs' if packed else 'samples'} = {batch}",
         *(f"{'adapted' if line == changes[0] else '':<12}{line}" for line in changes),

@@ -21,17 +21,20 @@ class MegatronOptimizer(Protocol):
         optimizer: the torch optimizer of the master weights; missing in a chain.
         param_groups: parameter groups with their settings, as in torch.
         gradient_factor: factor of the gradients; set by this project.
+        gradient_copies: ranks that add the same gradients to the norm, which is summed over all ranks: the number of
+            instances of hybrid sharding, else 1; set by this project.
     """
 
     optimizer: Optimizer
     param_groups: list[MutableMapping[str, Any]]
     gradient_factor: GradientFactor
+    gradient_copies: int
 
     def prepare_grads(self) -> bool:
         """Copy the gradients to the master weights; return whether any of them is not finite."""
 
     def get_grad_norm(self) -> float:
-        """Return the global norm of the gradients."""
+        """Return the global norm of the gradients, times the square root of `gradient_copies`."""
 
     def get_grad_stats_parallel_group(self) -> Any:
         """Return the group over which the gradient norm is summed; not available for a chain."""

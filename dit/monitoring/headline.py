@@ -22,7 +22,7 @@ def headline(config: RunConfig, dims: ParallelDims, state: TrainState, *, resume
     if parallel.context_parallel_size > 1:
         context = f" x CP {parallel.context_parallel_size} ({parallel.context_comm}, {parallel.context_split})"
     ep = parallel.expert_model_parallel_size
-    sharing = parallel.data_parallel + (f", EP {ep}" if ep > 1 else "")
+    sharing = parallel.named_data_parallel() + (f", EP {ep}" if ep > 1 else "")
     return (
         f"{type(config.model).__name__} {count:,} parameters on rank 0 | {type(config.objective).__name__} | "
         f"{dims.world_size} x {describe()}: TP {parallel.tensor_model_parallel_size}"

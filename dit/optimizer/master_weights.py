@@ -223,12 +223,13 @@ def set_rates(optimizer: MegatronOptimizer, lr: float, beta1: float) -> None:
 
 
 def gradient_norm(optimizer: MegatronOptimizer) -> float:
-    """Copy the gradients to the master weights, and return their global norm before clipping.
+    """Copy the gradients to the master weights, and return their global norm before clipping; equal on every rank.
 
     The norm is infinite if the norm of the sum over all tokens exceeds 1.8e19, whose square overflows float32.
     """
     optimizer.prepare_grads()
-    return float(optimizer.get_grad_norm()) * optimizer.gradient_factor.value
+    norm = float(optimizer.get_grad_norm()) * optimizer.gradient_factor.value
+    return norm / math.sqrt(optimizer.gradient_copies)
 
 
 def factor_of_update(optimizer: MegatronOptimizer, grad_norm: float, clip_grad: float) -> float:

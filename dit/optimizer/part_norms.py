@@ -26,7 +26,7 @@ def part_of(parameter: str) -> str:
 
 @dataclass(frozen=True)
 class _Counted:
-    """The local shards of one of Megatron-Core's optimizers that count, each parameter on one rank only.
+    """The local shards of one of Megatron-Core's optimizers that count, each on one rank per copy of the gradients.
 
     Attributes:
         places: number of the part of each shard.
@@ -56,7 +56,8 @@ class PartNorms:
         gathered: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(gathered, sorted({part_of(shard.name) for shard in shards}))
         self.parts = sorted({part for parts in gathered for part in parts})
-        self._factor, by_owner = optimizer.gradient_factor, {id(shard.owner): shard for shard in shards}
+        self._factor, self._copies = optimizer.gradient_factor, optimizer.gradient_copies
+        by_owner = {id(shard.owner): shard for shard in shards}
         self._counted: list[_Counted] = []
         for part in sub_optimizers(optimizer):
             tp_group = getattr(part, "tp_group", None)
@@ -73,7 +74,7 @@ class PartNorms:
         if self._interval and step % self._interval == 0:
             squares = [self._squares(counted) for counted in self._counted]
             self._norms = {
-                f"grad_norm/{part}": sum(terms) ** 0.5 * self._factor.value
+                f"grad_norm/{part}": (sum(terms) / self._copies) ** 0.5 * self._factor.value
                 for part, *terms in zip(self.parts, *squares, strict=True)
             }
 
@@ -84,7 +85,7 @@ class PartNorms:
 
     @torch.no_grad()
     def _squares(self, counted: _Counted) -> list[float]:
-        """Return the squared norm of each part over all ranks, before `gradient_factor`."""
+        """Return the squared norm of each part over all ranks, before `gradient_factor` and `gradient_copies`."""
         pairs = [(shard.owner.grad, place) for shard, place in zip(counted.shards, counted.places)]
         gradients = [(local(gradient), place) for gradient, place in pairs if gradient is not None]
         squares = torch.zeros(len(self.parts), dtype=torch.float64, device=local_device())

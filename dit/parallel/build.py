@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 import torch
+import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.enums import ModelType
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
@@ -283,9 +284,11 @@ def wrap(chunks: Sequence[Backbone], parallel: ParallelConfig, groups: ProcessGr
 
 @patches(
     "megatron-core 0.16",
-    "core/optimizer: tp_group of an expert's optimizer, _copy_main_params_to_model_params, wd_mult",
-    why="the norm would count experts of one tensor-parallel rank only, fp32 parameters would be copied onto "
-    "themselves, and weight decay would ignore `wd_mult`",
+    "core/optimizer: tp_group of an expert's optimizer, grad_stats_parallel_group, _copy_main_params_to_model_params, "
+    "wd_mult",
+    why="the norm would count experts of one tensor-parallel rank only, and each instance of hybrid sharding would sum "
+    "its own norm, whose rounding differs; fp32 parameters would be copied onto themselves, and weight decay would "
+    "ignore `wd_mult`",
 )
 def build_optimizer(
     wrapped: Sequence[Any],
@@ -327,6 +330,8 @@ def build_optimizer(
             # The gradient norm counts an unsharded parameter only on the first tensor-parallel rank. Tensor-parallel
             # ranks have copies of a dense parameter, but different experts.
             part.tp_group = groups.collection.expt_tp
+        if groups.shard_copies is not None:
+            part.grad_stats_parallel_group = dist.group.WORLD
         if parallel.data_parallel == "fsdp" and isinstance(part.optimizer, torch.optim.Adam):
             update_locally(part.optimizer)
         if parallel.data_parallel == "distributed_optimizer":
@@ -341,6 +346,7 @@ def build_optimizer(
             group["fused"], group["foreach"] = True, False
     if precision == "fp16":
         share_loss_scale(optimizer, wrapped)
+    optimizer.gradient_copies = 1 if groups.shard_copies is None else groups.shard_copies.size()
     # All chunks have equal factors; Megatron-FSDP's gradients are already scaled.
     optimizer.gradient_factor = getattr(wrapped[0], "factor", GradientFactor())
     return optimizer

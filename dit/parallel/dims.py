@@ -39,9 +39,8 @@ class ParallelConfig:
             and data-parallel ranks.
         data_parallel: state that data-parallel ranks shard: nothing, the optimizer, or everything (FSDP).
         fsdp_sharding: state that Megatron-FSDP shards: the optimizer, also the gradients, or also the weights.
-        num_distributed_optimizer_instances: copies of the state that Megatron-FSDP shards (hybrid sharding): each is
-            sharded inside one of this many groups of neighbouring ranks, such as the nodes; gradients are also summed
-            over the groups.
+        num_distributed_optimizer_instances: groups of neighbouring ranks, such as nodes, that each shard a full copy of
+            FSDP's state (hybrid sharding); 1 shards over all ranks. Gradients are summed over all groups.
         balance_packs: deal the packs of a step over data-parallel ranks by their work (`dit.step.balance`); without
             effect for one micro-batch per step and rank.
         overlap_grad_reduce: reduce gradients during the backward pass; FSDP with sharded gradients always does.
@@ -80,6 +79,11 @@ class ParallelConfig:
             "num_distributed_optimizer_instances",
         )
         check_ranges("parallel", self, dict.fromkeys(sizes, RANKS) | {"pipeline_layers": LAYERS})
+
+    def named_data_parallel(self) -> str:
+        """Return the kind of data parallelism, with the number of instances under hybrid sharding."""
+        count = self.num_distributed_optimizer_instances
+        return self.data_parallel + (f", {count} instances" if count > 1 else "")
 
 
 @dataclass(frozen=True)
@@ -364,8 +368,9 @@ def _check_instances(parallel: ParallelConfig, num_experts: Optional[int], dp: i
     fits = [1, *(n for n in _divisors(dp * cp) if 1 < n < dp * cp)]
     if count not in fits:
         raise ConfigError(
-            f"{setting} cannot split the DP {dp} x CP {cp} = {dp * cp} ranks into groups of equal size, at least 2; "
-            f"use one of {fits} or start another number of ranks"
+            f"{setting} cannot split the DP {dp} x CP {cp} = {dp * cp} ranks into {count} groups of equal size with at "
+            f"least 2 ranks each; use one of {fits} (data_parallel=ddp keeps a copy on every rank), or start another "
+            "number of ranks"
         )
     tp, ep = parallel.tensor_model_parallel_size, parallel.expert_model_parallel_size
     if num_experts is not None and tp * ep > 1:

@@ -1,4 +1,8 @@
-"""Patches of Megatron-FSDP: shards that end between rows, release of weights by a hook, cached walks over modules."""
+"""Patches of Megatron-FSDP.
+
+Shards end between rows, a hook frees weights, the reduction of unsharded gradients skips frozen parameters and sums
+over the instances of hybrid sharding, and walks over modules are cached.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

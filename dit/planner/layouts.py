@@ -123,7 +123,8 @@ def _powers(limit: int) -> list[int]:
 def _kinds(problem: Problem, tensor: int, context: int) -> list[tuple[DataParallel, int]]:
     """Return kinds of data parallelism with numbers of instances.
 
-    FSDP inside each node is searched if a ring over nodes is slower than NVLink and a node has several replicas.
+    FSDP inside each node is searched if a ring over nodes is slower than NVLink, the job fills several nodes, and a
+    node has several replicas.
     """
     kinds: list[tuple[DataParallel, int]] = [("distributed_optimizer", 1), ("ddp", 1)]
     if tensor > FSDP_TENSOR:
@@ -131,8 +132,9 @@ def _kinds(problem: Problem, tensor: int, context: int) -> list[tuple[DataParall
     kinds.append(("fsdp", 1))
     layout = replace(problem.parallel, tensor_model_parallel_size=tensor, pipeline_model_parallel_size=1)
     ring = Cluster(problem.device, problem.world_size, layout).bandwidth("dp_cp")
-    if ring < problem.device.nvlink and tensor * context < problem.device.node_size < problem.world_size:
-        kinds.append(("fsdp", problem.world_size // problem.device.node_size))
+    nodes, rest = divmod(problem.world_size, problem.device.node_size)
+    if ring < problem.device.nvlink and nodes > 1 and not rest and tensor * context < problem.device.node_size:
+        kinds.append(("fsdp", nodes))
     return kinds
 
 

@@ -15,7 +15,7 @@ from dit.checkpoint.sharded_state import copy_of, part_of, share_of_copy
 from dit.models.base import Backbone, Stage
 from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
-from dit.optimizer.master_weights import SLOTS, get_step_count, gradient_norm, master_shards
+from dit.optimizer.master_weights import SLOTS, get_step_count, gradient_norm, master_shards, sub_optimizers
 from dit.optimizer.schedules import Constant
 from dit.parallel.build import build_optimizer, megatron_config, wrap
 from dit.parallel.dims import ParallelConfig
@@ -125,6 +125,23 @@ def train(case: dict) -> dict:
     run.close()
     process_groups.release()
     return result
+
+
+def clipped(case: dict) -> list[dict[str, Any]]:
+    """Run clipped steps in which instance 1 sums slightly larger gradients for the norm; report each rank."""
+    run = start(case)
+    copies, (part,) = run.groups.shard_copies, sub_optimizers(run.state.optimizer)
+    if copies.rank() == 1:  # by some ulps of float32, as another order of the sum
+        gradients = part.get_main_grads_for_grad_norm
+        part.get_main_grads_for_grad_norm = lambda: [gradient * (1 + 2**-21) for gradient in gradients()]
+    loss_sums = torch.zeros(2)
+    mine = {"norms": [run.step(loss_sums) for _ in range(case["steps"])]}
+    mine["weights"] = {s.name: s.main.detach().clone() for s in run.state.shards}
+    found: list[Any] = [None] * run.groups.world_size
+    dist.all_gather_object(found, mine)
+    run.close()
+    process_groups.release()
+    return found
 
 
 class Unit(nn.Module):

@@ -99,6 +99,10 @@ def results(tmp_path_factory):
             "fsdp2_to_tp2_sp_fsdp2": resumes("fsdp2", {**FSDP, **TP2SP}),
             "fsdp2_to_hybrid2x2": resumes("fsdp2", HYBRID),
             "run_hybrid2x2": run("hybrid2x2", HYBRID, **saves),
+            "clipped_hybrid": {
+                **run("clipped", HYBRID, steps=2, optimizer={"clip_grad": 1e-3}),
+                "task": "tests.parallel.fsdp_worker:clipped",
+            },
             "hybrid2x2_to_hybrid2x2": resumes("hybrid2x2", HYBRID),
             "hybrid2x2_to_fsdp4": resumes("hybrid2x2", FSDP),
             "bf16_hybrid": run("bf16", HYBRID, precision="bf16", steps=3, look_after=True),
@@ -282,6 +286,16 @@ def test_a_rank_of_an_instance_has_the_shards_of_fsdp_on_the_instance(results, k
     written = [sum(rank["written"] for rank in side) for side in (instance, ranks)]
     assert written[0] == written[1]
     assert all(rank["written"] for rank in ranks)
+
+
+def test_rounding_of_one_instance_in_the_gradient_norm_leaves_the_copies_equal(results):
+    """All ranks clip by the same norm, so weights that are equal before a step are equal after it."""
+    first, second, *others = results["clipped_hybrid"]
+    assert first["norms"] == second["norms"]
+    assert min(first["norms"]) > 1e-2  # so that the steps are clipped
+    for one, other in zip((first, second), others, strict=True):
+        assert other["norms"] == one["norms"]
+        assert_same(other["weights"], one["weights"])
 
 
 @pytest.mark.parametrize(("kind", "times"), [("hybrid", MICRO_BATCHES), ("hybrid_optim", 1)])

@@ -93,6 +93,14 @@ def test_the_fewest_ranks_are_taken_when_none_are_given():
     assert "the fewest" not in laid_out(task, world_size=4)
 
 
+def test_the_layout_names_the_instances_of_hybrid_sharding():
+    task = call_recipe("tiny_dit")
+    task.parallel.data_parallel = "fsdp"
+    assert "data 4, data_parallel=fsdp\n" in laid_out(task, world_size=4)
+    task.parallel.num_distributed_optimizer_instances = 2
+    assert "data 4, data_parallel=fsdp, 2 instances\n" in laid_out(task, world_size=4)
+
+
 @pytest.mark.parametrize(
     "change",
     [{"schedule.min_lr": 1.0}, {"optimizer.lr": -1.0}, {"training.log_interval": 0}, {"model.out_channels": 2}],

@@ -272,6 +272,15 @@ def test_fsdp_inside_a_node_is_searched_where_a_ring_over_nodes_is_slower(gpus, 
         assert one.parallel(task.parallel).num_distributed_optimizer_instances == one.shape.instances
 
 
+@pytest.mark.parametrize("gpus", [12, 20])
+def test_no_instances_are_searched_if_a_node_is_not_full(gpus):
+    """Groups of equal size would then cross nodes, or there would be one group, which is FSDP over all ranks."""
+    task = replace(problem(gpus), device=replace(H100, nic=H100.nic / 8))
+    found = list(candidates(task))
+    assert {one.shape.instances for one in found if one.shape.fsdp} == {1}
+    assert len(found) == len(set(found))
+
+
 def test_instances_win_by_the_traffic_that_they_keep_off_the_network():
     """By hand: 64 GB gathered per micro-batch, 4 GB sent once over the network, half a second of other work."""
     device = replace(H100, nic=H100.nic / 8)
