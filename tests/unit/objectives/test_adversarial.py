@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from dit.parallel.build import build_model
 from dit.parallel.dims import ParallelConfig
 from dit.settings import TrainingConfig
 from dit.step.forward_step import training_forward_step
+from dit.step_checks.bad_steps import BadSteps
 from dit.training.validate import held_out_loss
 from launch.config_file import built
 from launch.overrides import apply_overrides
@@ -265,3 +267,28 @@ def test_the_loss_is_set_on_the_command_line(recipe: str) -> None:
 def test_settings_out_of_range_are_refused_by_name(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"objective\.adversarial\.{next(iter(setting))}"):
         Adversarial(**setting)
+
+
+def test_the_first_step_of_the_terms_is_no_spike(one_rank_world: ProcessGroups) -> None:
+    """Also if an overflow in fp16 or a rewind comes before it; later steps are compared with the steps since then."""
+    task, start = call_recipe("pictogram_autoencoder"), 20
+    words = [f"objective.adversarial=adversarial(start_step={start})", "training.spike_threshold=5.0"]
+    apply_overrides(task, words, load_component)
+    state: Any = SimpleNamespace(chunks=[], step=0)
+    bad_steps = BadSteps(built(task), state, one_rank_world)
+
+    def is_bad(step: int, loss: float) -> bool:
+        state.step = step - 1
+        bad_steps.begin_step()
+        return bad_steps.guard.judge(step, loss, 1.0) is not None
+
+    assert not any(is_bad(step, 1.0) for step in range(1, start + 1))
+    before = bad_steps.guard.state_dict()
+    assert is_bad(start, 1.5)
+    for _ in range(2):
+        assert not any(is_bad(step, 1.5) for step in range(start + 1, start + 20))
+        assert is_bad(start + 20, 3.0)
+        bad_steps.guard.load_state_dict(before)
+    state.step = start
+    bad_steps.begin_step()  # of a step that overflows, which is not judged
+    assert not is_bad(start + 2, 1.5)
