@@ -49,7 +49,7 @@ class Discriminator(nn.Module):
 
     def __init__(self, channels: int, token_side: int, sizes: PatchGAN, provider: LayerProvider) -> None:
         super().__init__()
-        self.token_side, self.smallest = token_side, 3 * 2**sizes.num_layers
+        self.token_side, self.smallest = token_side, sizes.smallest_side
         widths = [sizes.hidden_size * min(2**i, MAX_MULTIPLE) for i in range(sizes.num_layers + 1)]
         strides = [2] * (sizes.num_layers - 1) + [1]
         self.first = Convolution(channels, widths[0], provider, size=4, stride=2, init=INIT)

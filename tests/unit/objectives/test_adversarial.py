@@ -31,7 +31,7 @@ from dit.training.validate import held_out_loss
 from launch.config_file import built
 from launch.overrides import apply_overrides
 from launch.train import call_recipe, load_component
-from launch.verify import MockPacks
+from launch.verify import MockPacks, tiny_pair
 
 SIZES: dict[str, Any] = {
     **{"patch_spatial": 4, "latent_channels": 4, "block_out_channels": [8, 8, 16], "layers_per_block": 1},
@@ -292,3 +292,14 @@ def test_the_first_step_of_the_terms_is_no_spike(one_rank_world: ProcessGroups) 
     state.step = start
     bad_steps.begin_step()  # of a step that overflows, which is not judged
     assert not is_bad(start + 2, 1.5)
+
+
+@pytest.mark.parametrize(("recipe", "layers"), [("pictogram_vq_autoencoder", 2), ("pictogram_autoencoder", 3)])
+def test_the_tiny_form_trains_all_terms_on_its_small_pictures(recipe: str, layers: int) -> None:
+    task = call_recipe(recipe)
+    apply_overrides(task, ["objective.adversarial=adversarial"], load_component)
+    pair = tiny_pair(built(task), 2)
+    objective: Any = pair.one.objective
+    assert pair.many.objective == objective
+    assert objective.adversarial == Adversarial(start_step=0, num_layers=layers)
+    assert tiny_pair(built(call_recipe(recipe)), 2).one.objective == replace(objective, adversarial=None)
