@@ -256,9 +256,11 @@ def test_the_loss_is_set_on_the_command_line(recipe: str) -> None:
     assert config.objective.logged[-1] == "adaptive_weight"
     dims, _ = config.check()
     assert not [line for line in config.adaptations(dims) if "adversarial" in line]
-    apply_overrides(task, ["objective.adversarial.start_step=50000"], load_component)
-    (line,) = [line for line in built(task).adaptations(dims) if "adversarial" in line]
-    assert line.startswith("objective.adversarial.start_step=50000 is above training.num_steps=2400")
+    for start_step, count in ((2399, 0), (2400, 1), (50000, 1)):
+        apply_overrides(task, [f"objective.adversarial.start_step={start_step}"], load_component)
+        lines = [line for line in built(task).adaptations(dims) if "adversarial" in line]
+        said = f"objective.adversarial.start_step={start_step} is not below training.num_steps=2400, so its terms never"
+        assert [line.startswith(said) for line in lines] == [True] * count
 
 
 @pytest.mark.parametrize(
