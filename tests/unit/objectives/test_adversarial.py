@@ -264,7 +264,15 @@ def test_the_loss_is_set_on_the_command_line(recipe: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "setting", [{"weight": -1.0}, {"start_step": -1}, {"num_layers": 0}, {"hidden_size": 0}, {"weight": math.inf}]
+    "setting",
+    [
+        {"weight": 0.0},
+        {"weight": -1.0},
+        {"start_step": -1},
+        {"num_layers": 0},
+        {"hidden_size": 0},
+        {"weight": math.inf},
+    ],
 )
 def test_settings_out_of_range_are_refused_by_name(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"objective\.adversarial\.{next(iter(setting))}"):
