@@ -43,6 +43,10 @@ class Adversarial:
     one backward pass train both networks; learning rate, Adam's betas and the norm for clipping are common. The
     held-out loss is that of step 0, without these terms unless `start_step` is 0.
 
+    Before `start_step`, D is computed without effect, and Adam already counts steps, so that the first updates of D are
+    larger than in a new run. It is faster to train without D first, and to add it in a new run with
+    `checkpoint.start_from` and `start_step=0`.
+
     Args:
         weight: weight of the term that trains the autoencoder; 0.5 in latent diffusion, 0.8 in VQGAN.
         start_step: completed steps before the adversarial terms count, about 50,000 in latent diffusion.

@@ -149,9 +149,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in build_on_meta(model).named_parameters()}
 
 
-def count_parameters(
-    model: ModelConfig, *, trained: bool = False, auxiliary: AuxiliaryNetworks = NO_NETWORKS
-) -> int:
+def count_parameters(model: ModelConfig, *, trained: bool = False, auxiliary: AuxiliaryNetworks = NO_NETWORKS) -> int:
     """Count the parameters of the full model, without frozen parameters if `trained`.
 
     Args:

@@ -36,7 +36,8 @@ class Discriminator(nn.Module):
 
         4x4 / 2 --> num_layers - 1 times: 4x4 / 2, norm --> 4x4, norm --> 4x4 to one score per patch
 
-    Leaky ReLUs follow all convolutions but the last. The last two have a stride of 1 and lose one pixel.
+    Leaky ReLUs follow all convolutions but the last. The last two have a stride of 1, which makes
+    the picture one pixel smaller.
 
     Args:
         channels: channels of a picture.

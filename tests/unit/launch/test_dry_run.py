@@ -11,8 +11,8 @@ from dit.objectives.ddpm import DDPM
 from dit.parallel.dims import ParallelDims
 from launch import dry_run
 from launch.config_file import built
-from launch.planned_sample import Sample, planned_sample
 from launch.overrides import apply_overrides
+from launch.planned_sample import Sample, planned_sample
 from launch.train import call_recipe, load_component
 from tests.parity.costs import forward_flops, num_parameters
 
