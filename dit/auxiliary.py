@@ -20,6 +20,11 @@ class PatchGAN:
     num_layers: int
     hidden_size: int
 
+    @property
+    def smallest_side(self) -> int:
+        """Smallest height and width of a picture in pixels."""
+        return 3 * 2**self.num_layers
+
 
 @dataclass(frozen=True)
 class AuxiliaryNetworks:

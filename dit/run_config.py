@@ -214,13 +214,18 @@ class RunConfig:
         unreached = {
             "training.validation_interval": (training.validation_interval, "no held-out loss is measured"),
             "training.sample_interval": (training.sample_interval, "no samples are drawn"),
-            "objective.adversarial.start_step": (self.objective.auxiliary.start_step, "its terms never count"),
             "training.recheck_interval": (training.recheck_interval, "no step is computed twice"),
             "logging.profile_steps": (self.logging.profile_steps, "not all of them are traced"),
         }
         for name, (value, consequence) in unreached.items():
             if (max(value) if isinstance(value, list) else value or 0) > training.num_steps:
                 lines.append(f"{name}={value} is above training.num_steps={training.num_steps}, so {consequence}")
+        start_step = self.objective.auxiliary.start_step
+        if start_step >= training.num_steps:
+            lines.append(
+                f"objective.adversarial.start_step={start_step} is not below training.num_steps={training.num_steps}, "
+                "so its terms never count"
+            )
         return lines + self.schedule.adapted(training.num_steps)
 
 

@@ -87,8 +87,9 @@ def cost_lines(config: "RunConfig", dims: ParallelDims, sample: Sample, device: 
     planned = plan(model, config.objective, config.optimizer, parallel, training, shape, dims)
     need = planned.fullest
     count = count_parameters(model)
+    added = count_parameters(model, auxiliary=config.objective.auxiliary) - count
     trained = count if model.adapters is None else count_parameters(model, trained=True)
-    state = checkpoint_bytes(trained, averaged=training.ema_decay is not None)
+    state = checkpoint_bytes(trained + added, averaged=training.ema_decay is not None)
     encoders, unknown = online_weights(config)
     activations = need.peak - need.live
     rows = {**need.state_bytes, "activations and temporaries": activations, **encoders}
@@ -96,7 +97,9 @@ def cost_lines(config: "RunConfig", dims: ParallelDims, sample: Sample, device: 
     width = max(map(len, rows))
     fullest = " (the fullest of the pipeline)" if parallel.pipeline_model_parallel_size > 1 else ""
     return [
-        f"parameters  {count:,}" + ("" if trained == count else f", of which {trained:,} are trained (LoRA)"),
+        f"parameters  {count:,}"
+        + ("" if trained == count else f", of which {trained:,} are trained (LoRA)")
+        + (f", and {added:,} of networks that the objective adds" if added else ""),
         f"work        {flops / sample.tokens / 1e9:,.4g} GFLOP per token ({_described(sample)}), "
         f"{step / 1e12:,.4g} TFLOP per step",
         f"checkpoint  {state / GIB:,.3f} GiB on disk, {state / GIB / dims.world_size:,.3f} GiB from each rank through "

@@ -210,11 +210,12 @@ def pair_of(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None) -
     from dit.settings import CheckpointConfig, TrainingConfig
     from dit.verify.compare import BOUNDS, FP8_BOUNDS, HALF_BOUNDS
     from dit.verify.report import axis_sizes
-    from dit.verify.tiny import multiple_of, pack_tokens, tiny_grids, tiny_sides
+    from dit.verify.tiny import multiple_of, pack_tokens, tiny_grids, tiny_objective, tiny_sides
     from dit.verify.trial import EMA_DECAY, OPTIMIZER, SEED, Trial
     from energon_data.mock import MockData
 
     parallel, model = config.parallel, config.model
+    objective = tiny_objective(config.objective, model)
     multiple, total = pack_tokens(model, parallel, fp8)
     tp, pp, cp = (
         parallel.tensor_model_parallel_size,
@@ -243,7 +244,7 @@ def pair_of(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None) -
     dims, spec = RunConfig(
         model=model,
         data=data,
-        objective=config.objective,
+        objective=objective,
         parallel=parallel,
         training=training,
         checkpoint=CheckpointConfig(start_from=config.checkpoint.start_from),
@@ -253,7 +254,7 @@ def pair_of(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None) -
         model=model,
         parallel=ParallelConfig(data_parallel="ddp"),
         stream=stream,
-        objective=config.objective,
+        objective=objective,
         training=training,
     )
     many = replace(

@@ -28,7 +28,7 @@ def torch_init(fan_in: int) -> Init:
 class Convolution(nn.Module):
     """A convolution whose padding keeps the size of a picture, up to the stride.
 
-    An even kernel without a stride loses one pixel.
+    With an even kernel and a stride of 1, the output is one pixel smaller.
 
     Args:
         inputs: input channels.

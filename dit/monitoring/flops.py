@@ -9,7 +9,8 @@
 A multiply-add counts as two operations. `model` and `hardware` trace the forward pass, so attention counts the pairs of
 tokens that it visits; `nemo` counts every pair of a sample. The backward pass costs twice the forward pass. If only
 adapters (LoRA) are trained it costs the same as the forward pass, because frozen weights have no gradients; gradients
-of the adapters, a few percent, are not counted. Counts are for the full pack: divide by the ranks that share it.
+of the adapters, a few percent, are not counted. Networks that an objective adds, such as a discriminator, are not
+counted. Counts are for the full pack: divide by the ranks that share it.
 """
 
 from collections.abc import Sequence

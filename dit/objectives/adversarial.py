@@ -10,7 +10,7 @@ from dit.auxiliary import PatchGAN
 from dit.layout import SequenceLayout
 from dit.objectives.base import Prepared
 from dit.objectives.losses import LossKind, Term, token_error
-from dit.ranges import COUNT_OR_NONE, LAYERS, NOT_NEGATIVE, WIDTH, check_ranges
+from dit.ranges import COUNT_OR_NONE, LAYERS, POSITIVE, WIDTH, check_ranges
 
 NUM_SCORES = 3
 """Columns of a prediction that the discriminator adds (`dit.models.autoencoder.discriminator`)."""
@@ -43,6 +43,10 @@ class Adversarial:
     one backward pass train both networks; learning rate, Adam's betas and the norm for clipping are common. The
     held-out loss is that of step 0, without these terms unless `start_step` is 0.
 
+    Before `start_step`, D is computed without effect, and Adam already counts steps, so that the first updates of D are
+    larger than in a new run. It is faster to train without D first, and to add it in a new run with
+    `checkpoint.start_from` and `start_step=0`.
+
     Args:
         weight: weight of the term that trains the autoencoder; 0.5 in latent diffusion, 0.8 in VQGAN.
         start_step: completed steps before the adversarial terms count, about 50,000 in latent diffusion.
@@ -68,7 +72,7 @@ class Adversarial:
     logged: ClassVar[tuple[str, ...]] = ("adaptive_weight",)
 
     def __post_init__(self) -> None:
-        ranges = {"weight": NOT_NEGATIVE, "start_step": COUNT_OR_NONE, "num_layers": LAYERS, "hidden_size": WIDTH}
+        ranges = {"weight": POSITIVE, "start_step": COUNT_OR_NONE, "num_layers": LAYERS, "hidden_size": WIDTH}
         check_ranges("objective.adversarial", self, ranges)
 
     @property

@@ -150,9 +150,14 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in build_on_meta(model).named_parameters()}
 
 
-def count_parameters(model: ModelConfig, *, trained: bool = False) -> int:
-    """Count the parameters of the full model, without frozen parameters if `trained`."""
-    return sum(p.numel() for p in build_on_meta(model).parameters() if p.requires_grad or not trained)
+def count_parameters(model: ModelConfig, *, trained: bool = False, auxiliary: AuxiliaryNetworks = NO_NETWORKS) -> int:
+    """Count the parameters of the full model, without frozen parameters if `trained`.
+
+    Args:
+        auxiliary: networks of the objective, which are counted, too.
+    """
+    parameters = build_on_meta(model, auxiliary=auxiliary).parameters()
+    return sum(p.numel() for p in parameters if p.requires_grad or not trained)
 
 
 def attention_path(parallel: ParallelConfig, groups: ProcessGroups, target: Target, requested: str = AUTO) -> Attention:

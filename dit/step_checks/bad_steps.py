@@ -55,7 +55,9 @@ class BadSteps:
         self._loads = [layer.load for chunk in state.chunks for _, layer in expert_layers(chunk)]
 
     def begin_step(self) -> None:
-        """Store the logged counts before a step."""
+        """Store the logged counts before a step; the first step with new terms of the loss starts a new history."""
+        if self.state.step == self.config.objective.auxiliary.start_step:
+            self.guard.clear_history()
         for load in self._loads:
             load.begin_step()
 

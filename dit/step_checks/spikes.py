@@ -84,6 +84,11 @@ class NumberGuard:
             self._histories[name].append(value)
         return None
 
+    def clear_history(self) -> None:
+        """Discard the numbers of earlier steps, because the loss changes."""
+        for history in self._histories.values():
+            history.clear()
+
     def note_bad(self, step: int) -> None:
         """Count a bad step."""
         self.bad_steps = [earlier for earlier in self.bad_steps if earlier > step - self.within] + [step]
@@ -99,7 +104,7 @@ class NumberGuard:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a `state_dict`; an empty one is the state of a new run."""
+        self.clear_history()
         for name, history in self._histories.items():
-            history.clear()
             history.extend(map(float.fromhex, state.get(name, ())))
         self.bad_steps = [int(step) for step in state.get("bad_steps", ())]

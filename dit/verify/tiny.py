@@ -6,6 +6,8 @@ from dataclasses import fields, replace
 from typing import Any, Optional
 
 from dit.models.base import ModelConfig
+from dit.objectives.autoencoding import Reconstruction
+from dit.objectives.base import Objective
 from dit.parallel.dims import ParallelConfig, fp8_block
 from dit.patchify import Grid
 from dit.settings import Fp8
@@ -99,6 +101,19 @@ def tiny_model(model: ModelConfig, parallel: ParallelConfig, fp8: Optional[Fp8] 
     tiny = replace(model, **{name: size for name, size in sizes.items() if settings.get(name) is not None})
     tiny.validate()
     return tiny
+
+
+def tiny_objective(objective: Objective, model: ModelConfig) -> Objective:
+    """Return the objective with all its terms from the first step on, for the pictures of `tiny_grids`.
+
+    Only the number of layers of a discriminator changes, if it needs larger pictures.
+    """
+    if not isinstance(objective, Reconstruction) or objective.adversarial is None:
+        return objective
+    part, side = objective.adversarial, model.patch_spatial * min(min(h, w) for _, h, w in tiny_grids(model))
+    while part.num_layers > 1 and part.network.smallest_side > side:
+        part = replace(part, num_layers=part.num_layers - 1)
+    return replace(objective, adversarial=replace(part, start_step=0))
 
 
 def tiny_layout(parallel: ParallelConfig) -> ParallelConfig:

@@ -35,6 +35,9 @@ SETTINGS: dict[str, Any] = {
 }
 ADVERSARIAL = {"objective__adversarial": f"adversarial(num_layers=2,hidden_size=8,start_step={START})"}
 
+NEW = {"objective__adversarial": "adversarial(num_layers=2,hidden_size=8,start_step=0)"}
+UNTRAINED = "checkpoint.start_from loads only the autoencoder; the discriminator starts untrained"
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -56,6 +59,7 @@ def done(folder: Path) -> dict[str, Any]:
         "fp16": run("fp16", **ADVERSARIAL, training__precision="fp16", training__initial_loss_scale=1024.0),
         "export": Job(actions.export, {"arguments": exported}),
         "next": run("next", training__num_steps=1, checkpoint__start_from=folder / "full"),
+        "again trained": run("new", **NEW, training__num_steps=1, checkpoint__start_from=folder / "full"),
     }
     return run_jobs(folder / "world", jobs)
 
@@ -74,6 +78,14 @@ def test_the_terms_start_at_their_step(done: dict[str, Any], folder: Path) -> No
         assert all(value > 0 for value in scalars(folder / name, "loss_adaptive_weight").values())
     for name in ("full", "before"):
         assert re.search(r"first steps: all \d+ parameters have a gradient", done[name].out + done[name].err), name
+
+
+def test_a_new_run_does_not_load_the_discriminator_and_reports_this(done: dict[str, Any], folder: Path) -> None:
+    said = {name: (ended.out + ended.err).count(UNTRAINED) for name, ended in done.items()}
+    assert said == {**dict.fromkeys(done, 0), "again trained": 1}
+    new, old = (read_tensors(checkpoint(folder / name, step)) for name, step in (("new", 1), ("full", STEPS)))
+    assert new.keys() == old.keys()
+    assert not torch.equal(new["ema.discriminator.first.weight"], old["ema.discriminator.first.weight"])
 
 
 def test_a_resume_before_the_start_changes_no_bit(done: dict[str, Any], folder: Path) -> None:

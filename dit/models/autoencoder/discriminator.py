@@ -36,7 +36,8 @@ class Discriminator(nn.Module):
 
         4x4 / 2 --> num_layers - 1 times: 4x4 / 2, norm --> 4x4, norm --> 4x4 to one score per patch
 
-    Leaky ReLUs follow all convolutions but the last. The last two have a stride of 1 and lose one pixel.
+    Leaky ReLUs follow all convolutions but the last. The last two have a stride of 1, which makes
+    the picture one pixel smaller.
 
     Args:
         channels: channels of a picture.
@@ -49,7 +50,7 @@ class Discriminator(nn.Module):
 
     def __init__(self, channels: int, token_side: int, sizes: PatchGAN, provider: LayerProvider) -> None:
         super().__init__()
-        self.token_side, self.smallest = token_side, 3 * 2**sizes.num_layers
+        self.token_side, self.smallest = token_side, sizes.smallest_side
         widths = [sizes.hidden_size * min(2**i, MAX_MULTIPLE) for i in range(sizes.num_layers + 1)]
         strides = [2] * (sizes.num_layers - 1) + [1]
         self.first = Convolution(channels, widths[0], provider, size=4, stride=2, init=INIT)

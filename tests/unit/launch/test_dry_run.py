@@ -11,8 +11,9 @@ from dit.objectives.ddpm import DDPM
 from dit.parallel.dims import ParallelDims
 from launch import dry_run
 from launch.config_file import built
+from launch.overrides import apply_overrides
 from launch.planned_sample import Sample, planned_sample
-from launch.train import call_recipe
+from launch.train import call_recipe, load_component
 from tests.parity.costs import forward_flops, num_parameters
 
 
@@ -40,6 +41,18 @@ def test_the_report_says_what_was_asked_for(capsys):
     for name, bytes_each in (("weights and gradients", 8), ("optimizer", 8), ("average", 4)):
         assert rows[name] == pytest.approx(bytes_each * count / dry_run.GIB, abs=1e-3), name
     assert rows["total"] == pytest.approx(sum(rows.values()) - rows["total"], abs=2e-3)
+
+
+def test_networks_of_the_objective_are_counted():
+    """A discriminator of convolutions 4 x 4 from 3 channels to one score, with one bias and three norms."""
+    task = call_recipe("pictogram_autoencoder")
+    apply_overrides(task, ["objective.adversarial=adversarial"], load_component)
+    text = dry_run.report(task, world_size=1, tokens=(1, 4, 4))
+    line = r"parameters +([\d,]+), and ([\d,]+) of networks that the objective adds\n"
+    count, added = (int(number.replace(",", "")) for number in re.search(line, text).groups())
+    assert count == num_parameters(fiddle.build(task.model))
+    assert added == 16 * (3 * 64 + 64 * 128 + 128 * 256 + 256 * 512 + 512) + 64 + 2 * (128 + 256 + 512)
+    assert f"checkpoint  {16 * (count + added) / dry_run.GIB:,.3f} GiB" in text
 
 
 def test_a_world_that_does_not_fit_is_refused():

@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,11 +26,12 @@ from dit.parallel.build import build_model
 from dit.parallel.dims import ParallelConfig
 from dit.settings import TrainingConfig
 from dit.step.forward_step import training_forward_step
+from dit.step_checks.bad_steps import BadSteps
 from dit.training.validate import held_out_loss
 from launch.config_file import built
 from launch.overrides import apply_overrides
 from launch.train import call_recipe, load_component
-from launch.verify import MockPacks
+from launch.verify import MockPacks, tiny_pair
 
 SIZES: dict[str, Any] = {
     **{"patch_spatial": 4, "latent_channels": 4, "block_out_channels": [8, 8, 16], "layers_per_block": 1},
@@ -254,14 +256,60 @@ def test_the_loss_is_set_on_the_command_line(recipe: str) -> None:
     assert config.objective.logged[-1] == "adaptive_weight"
     dims, _ = config.check()
     assert not [line for line in config.adaptations(dims) if "adversarial" in line]
-    apply_overrides(task, ["objective.adversarial.start_step=50000"], load_component)
-    (line,) = [line for line in built(task).adaptations(dims) if "adversarial" in line]
-    assert line.startswith("objective.adversarial.start_step=50000 is above training.num_steps=2400")
+    for start_step, count in ((2399, 0), (2400, 1), (50000, 1)):
+        apply_overrides(task, [f"objective.adversarial.start_step={start_step}"], load_component)
+        lines = [line for line in built(task).adaptations(dims) if "adversarial" in line]
+        said = f"objective.adversarial.start_step={start_step} is not below training.num_steps=2400, so its terms never"
+        assert [line.startswith(said) for line in lines] == [True] * count
 
 
 @pytest.mark.parametrize(
-    "setting", [{"weight": -1.0}, {"start_step": -1}, {"num_layers": 0}, {"hidden_size": 0}, {"weight": math.inf}]
+    "setting",
+    [
+        {"weight": 0.0},
+        {"weight": -1.0},
+        {"start_step": -1},
+        {"num_layers": 0},
+        {"hidden_size": 0},
+        {"weight": math.inf},
+    ],
 )
 def test_settings_out_of_range_are_refused_by_name(setting: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=rf"objective\.adversarial\.{next(iter(setting))}"):
         Adversarial(**setting)
+
+
+def test_the_first_step_of_the_terms_is_no_spike(one_rank_world: ProcessGroups) -> None:
+    """Also if an overflow in fp16 or a rewind comes before it; later steps are compared with the steps since then."""
+    task, start = call_recipe("pictogram_autoencoder"), 20
+    words = [f"objective.adversarial=adversarial(start_step={start})", "training.spike_threshold=5.0"]
+    apply_overrides(task, words, load_component)
+    state: Any = SimpleNamespace(chunks=[], step=0)
+    bad_steps = BadSteps(built(task), state, one_rank_world)
+
+    def is_bad(step: int, loss: float) -> bool:
+        state.step = step - 1
+        bad_steps.begin_step()
+        return bad_steps.guard.judge(step, loss, 1.0) is not None
+
+    assert not any(is_bad(step, 1.0) for step in range(1, start + 1))
+    before = bad_steps.guard.state_dict()
+    assert is_bad(start, 1.5)
+    for _ in range(2):
+        assert not any(is_bad(step, 1.5) for step in range(start + 1, start + 20))
+        assert is_bad(start + 20, 3.0)
+        bad_steps.guard.load_state_dict(before)
+    state.step = start
+    bad_steps.begin_step()  # of a step that overflows, which is not judged
+    assert not is_bad(start + 2, 1.5)
+
+
+@pytest.mark.parametrize(("recipe", "layers"), [("pictogram_vq_autoencoder", 2), ("pictogram_autoencoder", 3)])
+def test_the_tiny_form_trains_all_terms_on_its_small_pictures(recipe: str, layers: int) -> None:
+    task = call_recipe(recipe)
+    apply_overrides(task, ["objective.adversarial=adversarial"], load_component)
+    pair = tiny_pair(built(task), 2)
+    objective: Any = pair.one.objective
+    assert pair.many.objective == objective
+    assert objective.adversarial == Adversarial(start_step=0, num_layers=layers)
+    assert tiny_pair(built(call_recipe(recipe)), 2).one.objective == replace(objective, adversarial=None)
