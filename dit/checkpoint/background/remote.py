@@ -29,7 +29,7 @@ import yaml
 from dit.checkpoint.manifest import MANIFEST, Manifest, step_of_folder, tree_files
 from dit.checkpoint.reader_lock import being_read
 from dit.checkpoint.records import CONFIG_FILE, usable
-from dit.checkpoint.store import CheckpointStore
+from dit.checkpoint.store import DISK_FULL, CheckpointStore
 from dit.durable_files import strict_json
 from dit.errors import CheckpointError
 from dit.safe_files import LONGEST_FILE, parse_json, parse_yaml, read_bytes
@@ -335,9 +335,9 @@ class RemoteStore:
             raise
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise CheckpointError(
-                f"{self.address}: {type(error).__name__}: {reason}; check address, credentials and network"
-            ) from error
+            full = isinstance(error, OSError) and error.errno in DISK_FULL
+            cure = "free space" if full else "check address, credentials and network"
+            raise CheckpointError(f"{self.address}: {type(error).__name__}: {reason}; {cure}") from error
 
 
 def copy_all(store: CheckpointStore, remote: RemoteStore) -> int:
@@ -379,9 +379,11 @@ def fetch_newer(store: CheckpointStore, remote: RemoteStore) -> int | None:
         Step of the fetched checkpoint; None if there is none.
 
     Raises:
-        CheckpointError: the remote store cannot be read, or the local disk cannot be written.
+        CheckpointError: the remote store cannot be read, or it has copies of which none can be fetched while `store`
+            is empty.
     """
-    for manifest in remote.manifests(after=max(store.complete(), default=-1)):
+    local, failures = store.complete(), list[str]()
+    for manifest in remote.manifests(after=max(local, default=-1)):
         step = manifest.step
         logger.info("fetching checkpoint of step %d (%d bytes) from %s", step, manifest.size_bytes, remote.address)
         try:
@@ -389,6 +391,12 @@ def fetch_newer(store: CheckpointStore, remote: RemoteStore) -> int | None:
             return step
         except CheckpointError as error:
             logger.warning("skipping %s/%s: %s", remote.address, _folder(step), error)
+            failures.append(f"step {step}: {error}")
+    if failures and not local:
+        raise CheckpointError(
+            f"none of the {len(failures)} complete copies at {remote.address} could be fetched; the newest is "
+            f"{failures[0]}; correct this, or delete the copies to start at step 0"
+        )
     return None
 
 

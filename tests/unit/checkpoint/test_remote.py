@@ -1,6 +1,8 @@
 """Copies of checkpoints in an object store: complete or not there, to the bit, and no run ends because of them."""
 
+import errno
 import json
+import os
 import shutil
 import time
 from contextlib import suppress
@@ -292,8 +294,32 @@ def test_a_manifest_cannot_write_outside_the_folder(bucket, tmp_path):
     bucket.client().put_object(Bucket=BUCKET, Key="mine/iter_0000003/manifest.json", Body=outside.to_text().encode())
     bucket.client().put_object(Bucket=BUCKET, Key="mine/evil", Body=b"x")
     other = make_store(tmp_path / "b" / "checkpoints")
-    assert fetch_newer(other, RemoteStore(ADDRESS)) is None
+    with pytest.raises(CheckpointError, match="a path outside the checkpoint"):
+        fetch_newer(other, RemoteStore(ADDRESS))
     assert not list(tmp_path.rglob("evil"))
+
+
+def test_copies_of_which_none_can_be_fetched_are_an_error(bucket, tmp_path, monkeypatch):
+    """An empty folder would start at step 0; one with an older checkpoint resumes from it."""
+    store, empty, older = (make_store(tmp_path / name, keep_last=2) for name in ("a", "b", "c"))
+    for step in (4, 6):
+        save(store, step)
+    save(older, 2)
+    remote = RemoteStore(ADDRESS)
+    copy_all(store, remote)
+
+    def fail(source, target):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(remote._files, "get_file", fail)
+    with pytest.raises(CheckpointError) as error:
+        fetch_newer(empty, remote)
+    assert str(error.value) == (
+        f"none of the 2 complete copies at {ADDRESS} could be fetched; the newest is step 6: {ADDRESS}: OSError: "
+        "[Errno 28] No space left on device; free space; correct this, or delete the copies to start at step 0"
+    )
+    assert fetch_newer(older, remote) is None
+    assert leftovers(empty) == leftovers(older) == []
 
 
 def test_only_newer_ones_are_fetched(bucket, tmp_path):
