@@ -200,11 +200,22 @@ class RemoteStore:
         """
         index = self._read_index()
         copies: dict[int, Optional[Copy]] = {}
-        for step in self.steps():
-            copies[step] = index.get(step)
-            if step not in index and (manifest := self.manifest(step)) is not None:
+        for step, names in sorted(self._objects().items()):
+            copies[step] = index.get(step) if MANIFEST in names else None
+            if MANIFEST in names and step not in index and (manifest := self.manifest(step)) is not None:
                 copies[step] = Copy.of(manifest)
         return copies
+
+    def _objects(self) -> dict[int, set[str]]:
+        """List the store, and return the names of the objects of each copy, by step."""
+        self._files.invalidate_cache()
+        objects: dict[int, set[str]] = {}
+        with suppress(FileNotFoundError):
+            for path in self._try(partial(self._files.find, self._root)):
+                folder, _, name = path.removeprefix(f"{self._root}/").partition("/")
+                if name and (step := step_of_folder(folder)) is not None:
+                    objects.setdefault(step, set()).add(name)
+        return objects
 
     def put_index(self, copies: Mapping[int, Copy]) -> None:
         """Write the index if it differs from the one that was read or written last.

@@ -266,6 +266,21 @@ def test_a_copy_whose_folder_was_deleted_is_made_again(bucket, tmp_path):
     assert complete_copies() == [1, 2]
 
 
+def test_a_copy_whose_manifest_was_deleted_is_made_again(bucket, tmp_path):
+    """Someone began to delete it by hand; the index has an entry, and older copies are retained instead."""
+    store = make_store(tmp_path / "a", keep_last=2)
+    for step in (1, 2):
+        save(store, step)
+    copy_all(store, RemoteStore(ADDRESS))
+    bucket.client().delete_object(Bucket=BUCKET, Key=f"mine/iter_0000002/{MANIFEST}")
+    empty = make_store(tmp_path / "b", keep_last=1)
+    copy_all(empty, RemoteStore(ADDRESS))
+    assert complete_copies() == [1]
+    copy_all(store, RemoteStore(ADDRESS))
+    assert fetch_newer(empty, RemoteStore(ADDRESS)) == 2
+    assert content(empty.path(2)) == content(store.path(2))
+
+
 @pytest.mark.parametrize("how", ["flipped", "cut", "removed", "manifest"])
 def test_a_damaged_copy_is_skipped_and_the_one_before_fetched(how, bucket, tmp_path, caplog):
     store = make_store(tmp_path / "a", keep_last=2)
