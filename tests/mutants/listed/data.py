@@ -436,8 +436,8 @@ MUTANTS = (
     Mutant(
         "identity of data: conditions of indexed samples do not matter",
         "energon_data/indexed.py",
-        ", *sorted(sample.conditions.items())]",
-        "]",
+        "json.dumps(clip.metadata, sort_keys=True, default=_type_name).encode()",
+        "",
         (INDEXED,),
     ),
     Mutant(
