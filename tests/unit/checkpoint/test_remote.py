@@ -302,6 +302,33 @@ def test_a_damaged_copy_is_skipped_and_the_one_before_fetched(how, bucket, tmp_p
     assert name in messages or "damaged" in messages
 
 
+def test_a_copy_that_failed_its_verification_is_replaced_by_the_same_tensors(bucket, tmp_path):
+    """The run repeats its steps to the bit, so its manifest has the SHA-256 of the damaged object."""
+    store, again, empty = (make_store(tmp_path / name, keep_last=2) for name in ("a", "b", "c"))
+    for step in (1, 2):
+        save(store, step)
+    copy_all(store, RemoteStore(ADDRESS))
+    body = bucket.objects()["mine/iter_0000002/rank_1.safetensors"]
+    put(bucket, "iter_0000002/rank_1.safetensors", bytes([body[0] ^ 1]) + body[1:])
+    assert fetch_newer(again, RemoteStore(ADDRESS)) == 1
+    assert RemoteStore(ADDRESS).copies()[2] is None
+    save(again, 2)
+    copy_all(again, RemoteStore(ADDRESS))
+    assert fetch_newer(empty, RemoteStore(ADDRESS)) == 2
+    assert content(empty.path(2)) == content(store.path(2)) | {MANIFEST: (again.path(2) / MANIFEST).read_bytes()}
+    assert not any(key.endswith("damaged") for key in bucket.objects())
+
+
+def test_a_file_of_another_size_is_copied_again(bucket, tmp_path):
+    store, empty = make_store(tmp_path / "a"), make_store(tmp_path / "b")
+    save(store, 3)
+    copy_all(store, RemoteStore(ADDRESS))
+    put(bucket, "iter_0000003/state.json", b"cut")
+    store.attach(3, {"held_out_loss": 0.5})
+    copy_all(store, RemoteStore(ADDRESS))
+    assert fetch_newer(empty, RemoteStore(ADDRESS)) == 3
+
+
 def test_a_manifest_cannot_write_outside_the_folder(bucket, tmp_path):
     store = make_store(tmp_path / "a")
     manifest = save(store, 3)
