@@ -7,6 +7,7 @@ import os
 import re
 import reprlib
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -22,8 +23,8 @@ _META = ".nv-meta"
 _PROBED_SHARDS, _PROBED_SAMPLES = 4, 4
 """Number of shards of a folder, and of samples per shard, that are read to list the conditions."""
 _MOST_SHARDS = 10_000_000
-_DIGEST_BLOCKS, _DIGEST_BLOCK_BYTES = 4, 16 << 10
-"""Number and size of the blocks of a shard without SHA-256 that identify its content."""
+_DIGEST_BLOCKS, _DIGEST_BLOCK_BYTES, _DIGEST_THREADS = 5, 16 << 10, 16
+"""Number and size of the blocks of a shard that identify its content, and number of shards read at a time."""
 _DATASET_KEYS = {"__module__", "__class__", "subflavors"}
 _METADATASETS = {"Metadataset", "MetadatasetV2"}
 _ADVICE = (
@@ -276,8 +277,8 @@ def check_dataset(path: str, split: str) -> list[SplitInfo]:
 def identity(path: str, split: str) -> str:
     """Return the number of samples and shards of a data set or metadataset, and a digest.
 
-    The digest covers names and sizes of the shards, their SHA-256 in `dataset.json` or else a few blocks of each, and
-    the content of metadataset files. Without SHA-256, a change outside these blocks that keeps the size is not noticed.
+    The digest covers names and sizes of the shards, a few blocks of each, their SHA-256 in `dataset.json`, and the
+    content of metadataset files. A change outside these blocks that keeps size and `dataset.json` is not noticed.
 
     Raises:
         ConfigError, DataError: as in `check_dataset`.
@@ -286,19 +287,21 @@ def identity(path: str, split: str) -> str:
     contents = [] if Path(path).is_dir() else _check_blend_file(Path(os.path.realpath(path)))
     for info in infos:
         recorded = info.description.get("shards", {})
-        for shard in info.shards:
-            name, size = shard.relative_to(info.path).as_posix(), shard.stat().st_size
-            contents.append([name, size, recorded.get(name, {}).get("sha256") or _digest_of_blocks(shard, size)])
+        with ThreadPoolExecutor(_DIGEST_THREADS) as pool:  # a network file system answers slowly
+            for shard, (size, blocks) in zip(info.shards, pool.map(_size_and_digest_of_blocks, info.shards)):
+                name = shard.relative_to(info.path).as_posix()
+                contents.append([name, size, recorded.get(name, {}).get("sha256"), blocks])
     digest = hashlib.sha256(json.dumps(contents, default=str).encode()).hexdigest()
     samples, shards = sum(info.samples for info in infos), sum(len(info.shards) for info in infos)
     return f"{samples} samples in {shards} shard{'' if shards == 1 else 's'}, digest {digest[:16]}"
 
 
-def _digest_of_blocks(file: Path, size: int) -> str:
-    """Return the SHA-256 of evenly spaced blocks of a file, which cover a small file completely."""
-    digest = hashlib.sha256()
+def _size_and_digest_of_blocks(file: Path) -> tuple[int, str]:
+    """Return the size of a file, and the SHA-256 of evenly spaced blocks, which cover a small file completely."""
+    digest, size = hashlib.sha256(), file.stat().st_size
+    last = max(size - _DIGEST_BLOCK_BYTES, 0)
     with open_binary(file) as f:
         for block in range(_DIGEST_BLOCKS):
-            f.seek(size * block // _DIGEST_BLOCKS)
+            f.seek(last * block // (_DIGEST_BLOCKS - 1))
             digest.update(f.read(_DIGEST_BLOCK_BYTES))
-    return digest.hexdigest()
+    return size, digest.hexdigest()

@@ -6,7 +6,9 @@
     stream s of 3              draws s, s + 3, s + 6, ...      on any number of ranks (see `energon_data.streams`)
 """
 
+import errno
 import hashlib
+import json
 import math
 from abc import abstractmethod
 from collections import deque
@@ -174,6 +176,9 @@ class Samples(ReaderSettings, DataConfig):
         """Return the number of samples and a digest of up to 64 evenly spaced samples, which are read here.
 
         Override it if reading a sample is slow, or does not give the same bits on every machine.
+
+        Raises:
+            OSError: the operating system failed to read a sample that exists.
         """
         count, digest = len(self), hashlib.sha256()
         samples = min(count, IDENTITY_SAMPLES)
@@ -204,16 +209,26 @@ def _clip(samples: Samples, index: int) -> Clip:
 
 
 def _content(samples: Samples, index: int) -> bytes:
-    """Return a digest of a sample, or of the kind of error of a damaged one."""
+    """Return a digest of a sample's numbers and arrays, or of the kind of error of a damaged one.
+
+    Raises:
+        OSError: the operating system failed to read the sample. Decoders raise `OSError` without `errno`.
+    """
     try:
-        sample = samples[index]
+        clip = _clip(samples, index)
+        digest = hashlib.sha256(json.dumps(clip.metadata, sort_keys=True, default=_type_name).encode())
+        for name, array in sorted(clip.parts.items()):
+            digest.update(f"{name} {array.dtype.str} {array.shape}".encode())
+            digest.update(b"" if array.dtype.hasobject else array.tobytes())  # bytes of objects are addresses
     except Exception as error:
-        return type(error).__name__.encode()
-    digest = hashlib.sha256()
-    for name, value in [("", sample.latent), *sorted(sample.conditions.items())]:
-        array = np.asarray(_array(value))
-        digest.update(f"{name} {array.dtype.str} {array.shape}".encode() + array.tobytes())
+        if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
+            raise  # it may be transient, and the digest must be the same in every start
+        return _type_name(error).encode()
     return digest.digest()
+
+
+def _type_name(value: object) -> str:
+    return type(value).__name__
 
 
 def _array(value: Tensor | np.ndarray) -> np.ndarray:

@@ -43,12 +43,16 @@ from dit.durable_files import fsync_dir, write_atomic
 from dit.errors import CheckpointError, UserError
 from dit.settings import CheckpointConfig
 
-__all__ = ["CheckpointStore", "Manifest", "check_same_model", "model_fingerprint"]
+__all__ = ["CheckpointStore", "DamagedError", "Manifest", "check_same_model", "model_fingerprint"]
 
 logger = logging.getLogger(__name__)
 
 PARTIAL, TRASH, REPLACED, PART = ".tmp", ".trash", ".replaced", ".part"
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class DamagedError(CheckpointError):
+    """The files of a checkpoint do not match its manifest."""
 
 
 class CheckpointStore:
@@ -163,7 +167,8 @@ class CheckpointStore:
             fetch: called with an empty folder; writes the files except the manifest.
 
         Raises:
-            CheckpointError: `fetch` failed, a file is damaged, or the disk failed; no file is left.
+            DamagedError: a file is damaged; no file is left.
+            CheckpointError: `fetch` failed, or the disk failed; no file is left.
         """
         step = manifest.step
         with self.writing(step):
@@ -174,7 +179,7 @@ class CheckpointStore:
             records = hash_tree(self.partial_path(step), {})
             for name in sorted(records.keys() | manifest.files.keys()):
                 if records.get(name) != manifest.files.get(name):
-                    raise CheckpointError(f"file {name} does not match its {MANIFEST}")
+                    raise DamagedError(f"file {name} does not match its {MANIFEST}")
             self._put_in_place(manifest)
         self._discard(self._replaced_path(step))
 

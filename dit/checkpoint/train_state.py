@@ -95,7 +95,8 @@ def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> Tr
     data = on_first_rank(config.data.identity, groups)
     if data is None and groups.rank == 0:
         logger.info(
-            "%s.identity returns None, so other samples will not be noticed when the run resumes",
+            "%s.identity returns None, so other samples will not be noticed when the run resumes; to refuse them, "
+            "override it (docs/adding-a-data-source.md)",
             type(config.data).__name__,
         )
     parts = wrapped, chunks, optimizer, shards, ema, stream, groups, update

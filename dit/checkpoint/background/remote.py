@@ -4,6 +4,7 @@
     s3://bucket/run/index.json                                   digests and losses of complete copies
     s3://bucket/run/iter_0000400/rank_00000.safetensors ...      files of a checkpoint
     s3://bucket/run/iter_0000400/manifest.json                   written last, deleted first: it marks a complete copy
+    s3://bucket/run/iter_0000400/damaged                         written if a fetched file does not match the manifest
 
 An object appears only when it is complete, so a manifest guarantees that all files that it lists were written before.
 The index saves requests: with it, a save reads no manifest of an unchanged copy. A copy has no entry while it changes,
@@ -29,7 +30,7 @@ import yaml
 from dit.checkpoint.manifest import MANIFEST, Manifest, step_of_folder, tree_files
 from dit.checkpoint.reader_lock import being_read
 from dit.checkpoint.records import CONFIG_FILE, usable
-from dit.checkpoint.store import CheckpointStore
+from dit.checkpoint.store import DISK_FULL, CheckpointStore, DamagedError
 from dit.durable_files import strict_json
 from dit.errors import CheckpointError
 from dit.safe_files import LONGEST_FILE, parse_json, parse_yaml, read_bytes
@@ -40,7 +41,7 @@ T = TypeVar("T")
 CONNECT_S, READ_S, ATTEMPTS = 10, 60, 4
 """Limits of one request to an S3 store: seconds to connect, seconds between two packets, number of attempts."""
 
-OWNER, INDEX = "owner.yaml", "index.json"
+OWNER, INDEX, DAMAGED = "owner.yaml", "index.json", "damaged"
 
 
 @dataclass(frozen=True)
@@ -193,18 +194,40 @@ class RemoteStore:
         return manifest if manifest.step == step else None
 
     def copies(self) -> dict[int, Optional[Copy]]:
-        """Return all copies by step, None for incomplete ones; reads only manifests that are not in the index.
+        """Return all copies by step, None for incomplete or damaged ones; reads only manifests without an index entry.
 
         Raises:
             CheckpointError: the store cannot be read.
         """
-        index = self._read_index()
+        index, objects = self._read_index(), dict[int, set[str]]()
+        for path in self._sizes():
+            folder, _, name = path.partition("/")
+            if name and (step := step_of_folder(folder)) is not None:
+                objects.setdefault(step, set()).add(name)
         copies: dict[int, Optional[Copy]] = {}
-        for step in self.steps():
-            copies[step] = index.get(step)
-            if step not in index and (manifest := self.manifest(step)) is not None:
+        for step, names in sorted(objects.items()):
+            complete = MANIFEST in names and DAMAGED not in names
+            copies[step] = index.get(step) if complete else None
+            if complete and step not in index and (manifest := self.manifest(step)) is not None:
                 copies[step] = Copy.of(manifest)
         return copies
+
+    def _sizes(self, folder: str = "") -> dict[str, int]:
+        """List the objects below a folder in one request per thousand; return their sizes by name in that folder."""
+        root = f"{self._root}/{folder}".rstrip("/")
+        self._files.invalidate_cache()
+        with suppress(FileNotFoundError):
+            entries = self._try(partial(self._files.find, root, detail=True))
+            return {path.removeprefix(f"{root}/"): entry["size"] for path, entry in entries.items()}
+        return {}
+
+    def mark_damaged(self, step: int, reason: str) -> None:
+        """Mark a copy as damaged; the next copy of this step replaces all its files.
+
+        Raises:
+            CheckpointError: the store cannot be written.
+        """
+        self._try(lambda: self._files.pipe_file(self._path(step, DAMAGED), reason.encode()))
 
     def put_index(self, copies: Mapping[int, Copy]) -> None:
         """Write the index if it differs from the one that was read or written last.
@@ -235,7 +258,7 @@ class RemoteStore:
         """Copy a local checkpoint, locked against deletion meanwhile.
 
         Args:
-            existing: manifest of the existing copy, if any; unchanged files are not copied again.
+            existing: manifest of the existing copy, if any; unchanged files of the same size are not copied again.
 
         Returns:
             The copy, and the number of copied bytes.
@@ -250,7 +273,12 @@ class RemoteStore:
             if names != manifest.files.keys():
                 raise CheckpointError(f"{folder} has files that differ from its {MANIFEST}; it is not copied")
             existing_files = {} if existing is None else existing.files
-            changed = sorted(name for name, record in manifest.files.items() if existing_files.get(name) != record)
+            sizes = {} if existing is None else self._sizes(_folder(manifest.step))
+            changed = sorted(
+                name
+                for name, record in manifest.files.items()
+                if existing_files.get(name) != record or sizes.get(name) != record.size_bytes
+            )
             if existing is not None and changed:
                 self._try(partial(self._files.rm_file, self._path(manifest.step, MANIFEST)))
             for name in changed:
@@ -262,6 +290,7 @@ class RemoteStore:
         """Copy the files of a checkpoint into an empty folder, without its manifest; does not verify them.
 
         Raises:
+            DamagedError: a file is missing or has another size.
             CheckpointError: the store cannot be read, or the manifest names a path outside the folder.
         """
         step = manifest.step
@@ -272,11 +301,11 @@ class RemoteStore:
             try:
                 about = self._try(partial(self._files.info, self._path(step, name)))
             except FileNotFoundError as error:
-                raise CheckpointError(
+                raise DamagedError(
                     f"{self.address}/{_folder(step)}/{name} is missing; copy the checkpoint again"
                 ) from error
             if about["type"] != "file" or about["size"] != record.size_bytes:
-                raise CheckpointError(
+                raise DamagedError(
                     f"{self.address}/{_folder(step)}/{name} is a {about['type']} of {about['size']} bytes, its "
                     f"{MANIFEST} says {record.size_bytes}; copy the checkpoint again"
                 )
@@ -335,9 +364,9 @@ class RemoteStore:
             raise
         except Exception as error:
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-            raise CheckpointError(
-                f"{self.address}: {type(error).__name__}: {reason}; check address, credentials and network"
-            ) from error
+            full = isinstance(error, OSError) and error.errno in DISK_FULL
+            cure = "free space" if full else "check address, credentials and network"
+            raise CheckpointError(f"{self.address}: {type(error).__name__}: {reason}; {cure}") from error
 
 
 def copy_all(store: CheckpointStore, remote: RemoteStore) -> int:
@@ -364,6 +393,8 @@ def copy_all(store: CheckpointStore, remote: RemoteStore) -> int:
     sent = 0
     for step in sorted(changed, reverse=True):
         existing = remote.manifest(step) if step in copies else None
+        if step in present and existing is None:  # incomplete or damaged
+            remote.delete(step)
         copies[step], size = remote.put(store.path(step), existing)
         sent += size
     for step in unselected:
@@ -379,9 +410,11 @@ def fetch_newer(store: CheckpointStore, remote: RemoteStore) -> int | None:
         Step of the fetched checkpoint; None if there is none.
 
     Raises:
-        CheckpointError: the remote store cannot be read, or the local disk cannot be written.
+        CheckpointError: the remote store cannot be read, or it has copies of which none can be fetched while `store`
+            is empty.
     """
-    for manifest in remote.manifests(after=max(store.complete(), default=-1)):
+    local, failures = store.complete(), list[str]()
+    for manifest in remote.manifests(after=max(local, default=-1)):
         step = manifest.step
         logger.info("fetching checkpoint of step %d (%d bytes) from %s", step, manifest.size_bytes, remote.address)
         try:
@@ -389,6 +422,15 @@ def fetch_newer(store: CheckpointStore, remote: RemoteStore) -> int | None:
             return step
         except CheckpointError as error:
             logger.warning("skipping %s/%s: %s", remote.address, _folder(step), error)
+            failures.append(f"step {step}: {error}")
+            if isinstance(error, DamagedError):
+                with suppress(CheckpointError, FileNotFoundError):  # the address may be read-only
+                    remote.mark_damaged(step, str(error))
+    if failures and not local:
+        raise CheckpointError(
+            f"none of the {len(failures)} complete copies at {remote.address} could be fetched; the newest is "
+            f"{failures[0]}; correct this, or delete the copies to start at step 0"
+        )
     return None
 
 

@@ -427,17 +427,17 @@ MUTANTS = (
         (DATA_API,),
     ),
     Mutant(
-        "identity of data: bytes of shards without SHA-256 do not matter",
+        "identity of data: bytes of shards do not matter",
         "energon_data/folder.py",
-        " or _digest_of_blocks(shard, size)",
-        "",
+        '.get("sha256"), blocks])',
+        '.get("sha256")])',
         (SHARDS,),
     ),
     Mutant(
         "identity of data: conditions of indexed samples do not matter",
         "energon_data/indexed.py",
-        ", *sorted(sample.conditions.items())]",
-        "]",
+        "json.dumps(clip.metadata, sort_keys=True, default=_type_name).encode()",
+        "",
         (INDEXED,),
     ),
     Mutant(

@@ -66,6 +66,7 @@ BOXES, STATE_FILES, HOSTILE, RESUME_CHECK = (
 WRITER, SAVES = "tests/unit/checkpoint/test_writer.py", "tests/integration/test_saves.py"
 RUN_IDENTITY, SHARDS = "tests/unit/checkpoint/test_run_identity.py", "tests/unit/energon_data/test_shards.py"
 REMOTE, LOCK = "tests/unit/checkpoint/test_remote.py", "tests/unit/monitoring/test_run_lock.py"
+DAMAGED_COPIES = "tests/unit/checkpoint/test_damaged_copies.py"
 VERIFY = "tests/parallel/test_verify.py"
 VERIFY_SETTINGS = "tests/parallel/test_verify_settings.py"
 INCEPTION = "tests/unit/evaluation/test_inception.py"

@@ -2,6 +2,7 @@
 
 from tests.mutants.listed.paths import (
     BOXES,
+    DAMAGED_COPIES,
     FLOPS,
     HEARTBEAT,
     LIMIT,
@@ -128,14 +129,35 @@ MUTANTS = (
         "dit/checkpoint/store.py",
         "if records.get(name) != manifest.files.get(name):",
         "if False:",
-        (REMOTE,),
+        (DAMAGED_COPIES,),
     ),
     Mutant(
         "a file that changed is not copied again",
         "dit/checkpoint/background/remote.py",
-        "if existing_files.get(name) != record)",
-        "if name not in existing_files)",
+        "if existing_files.get(name) != record or",
+        "if name not in existing_files or",
         (REMOTE,),
+    ),
+    Mutant(
+        "a damaged object with the size of the record is not copied again",
+        "dit/checkpoint/background/remote.py",
+        "remote.mark_damaged(step, str(error))",
+        "pass",
+        (DAMAGED_COPIES,),
+    ),
+    Mutant(
+        "a copy without manifest has an entry in the index",
+        "dit/checkpoint/background/remote.py",
+        "complete = MANIFEST in names and DAMAGED not in names",
+        "complete = DAMAGED not in names",
+        (DAMAGED_COPIES,),
+    ),
+    Mutant(
+        "copies that cannot be fetched start a run at step 0",
+        "dit/checkpoint/background/remote.py",
+        "if failures and not local:",
+        "if False:",
+        (DAMAGED_COPIES,),
     ),
     Mutant(
         "copies: a run changes those of another one",

@@ -180,10 +180,10 @@ MUTANTS = (
         (OFFLOAD,),
     ),
     Mutant(
-        "identity of data: bytes of shards do not matter",
+        "identity of data: SHA-256 of shards do not matter",
         "energon_data/folder.py",
-        'recorded.get(name, {}).get("sha256") or _digest_of_blocks(shard, size)',
-        "None",
+        'recorded.get(name, {}).get("sha256"), blocks',
+        "blocks",
         (SHARDS,),
     ),
     Mutant(

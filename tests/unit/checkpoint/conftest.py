@@ -28,3 +28,17 @@ def tmp_path(tmp_path: Path) -> Iterator[Path]:
         return
     with TemporaryDirectory(dir=MEMORY) as folder:
         yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def server():
+    from tests.support.object_store import object_store  # its import takes a second
+
+    with object_store() as running:
+        yield running
+
+
+@pytest.fixture
+def bucket(server):
+    yield server
+    server.clear()

@@ -4,7 +4,6 @@ import json
 import shutil
 import time
 from contextlib import suppress
-from dataclasses import replace
 
 import pytest
 
@@ -15,39 +14,15 @@ from dit.checkpoint.background.remote import INDEX, OWNER, Owner, RemoteStore, c
 from dit.checkpoint.manifest import MANIFEST, FileRecord, Manifest, verify_folder
 from dit.errors import CheckpointError, ConfigError
 from dit.settings import CheckpointConfig
-from tests.support.object_store import BUCKET, hanging, object_store
+from tests.support.object_store import BUCKET, hanging
 from tests.unit.checkpoint.checkpoints import FILES, leftovers, make_store, newest_step, save
+from tests.unit.checkpoint.object_copies import ADDRESS, complete_copies, content, put
 
-ADDRESS = f"s3://{BUCKET}/mine"
 MINE, OTHER = (Owner(run, {"training": {"run_dir": f"runs/{run}"}}) for run in ("mine", "other"))
-
-
-@pytest.fixture(scope="module")
-def server():
-    with object_store() as running:
-        yield running
-
-
-@pytest.fixture
-def bucket(server):
-    yield server
-    server.clear()
-
-
-def content(folder):
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
 def steps_of(bucket):
     return sorted({int(key.split("/")[1][5:]) for key in bucket.objects() if not key.endswith((OWNER, INDEX))})
-
-
-def complete_copies():
-    return sorted(manifest.step for manifest in RemoteStore(ADDRESS).manifests())
-
-
-def put(bucket, key, body):
-    bucket.client().put_object(Bucket=BUCKET, Key=f"mine/{key}", Body=body)
 
 
 def requests_of(bucket, action):
@@ -262,38 +237,6 @@ def test_a_copy_whose_folder_was_deleted_is_made_again(bucket, tmp_path):
     RemoteStore(ADDRESS).delete(2)
     copy_all(store, RemoteStore(ADDRESS))
     assert complete_copies() == [1, 2]
-
-
-@pytest.mark.parametrize("how", ["flipped", "cut", "removed", "manifest"])
-def test_a_damaged_copy_is_skipped_and_the_one_before_fetched(how, bucket, tmp_path, caplog):
-    store = make_store(tmp_path / "a", keep_last=2)
-    for step in (1, 2):
-        save(store, step)
-    copy_all(store, RemoteStore(ADDRESS))
-    name = MANIFEST if how == "manifest" else "rank_1.safetensors"
-    key = f"mine/iter_0000002/{name}"
-    now = bucket.objects()[key]
-    if how == "removed":
-        bucket.client().delete_object(Bucket=BUCKET, Key=key)
-    else:
-        body = now[:-7] if how == "cut" else now[:50] + bytes([now[50] ^ 1]) + now[51:]
-        bucket.client().put_object(Bucket=BUCKET, Key=key, Body=body)
-    other = make_store(tmp_path / "b")
-    assert fetch_newer(other, RemoteStore(ADDRESS)) == 1
-    assert (newest_step(other), leftovers(other)) == (1, [])
-    messages = caplog.text.replace(str(tmp_path), "")  # the folder has the name of this test
-    assert name in messages or "damaged" in messages
-
-
-def test_a_manifest_cannot_write_outside_the_folder(bucket, tmp_path):
-    store = make_store(tmp_path / "a")
-    manifest = save(store, 3)
-    outside = replace(manifest, files={"../../evil": next(iter(manifest.files.values()))})
-    bucket.client().put_object(Bucket=BUCKET, Key="mine/iter_0000003/manifest.json", Body=outside.to_text().encode())
-    bucket.client().put_object(Bucket=BUCKET, Key="mine/evil", Body=b"x")
-    other = make_store(tmp_path / "b" / "checkpoints")
-    assert fetch_newer(other, RemoteStore(ADDRESS)) is None
-    assert not list(tmp_path.rglob("evil"))
 
 
 def test_only_newer_ones_are_fetched(bucket, tmp_path):

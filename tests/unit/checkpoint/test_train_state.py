@@ -43,7 +43,10 @@ def test_data_without_an_identity_are_reported_once(
         state = build_state(config, spec, one_rank_world)
     state.stream.close()
     assert state.data == identity
-    line = "Pictures.identity returns None, so other samples will not be noticed when the run resumes"
+    line = (
+        "Pictures.identity returns None, so other samples will not be noticed when the run resumes; to refuse them, "
+        "override it (docs/adding-a-data-source.md)"
+    )
     assert [record.getMessage() for record in caplog.records] == ([line] if identity is None else [])
 
 

@@ -1,11 +1,14 @@
 """A data source with random access: its order, packs, held-out samples and positions on any number of ranks."""
 
+import errno
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -101,6 +104,52 @@ def test_the_identity_reads_a_few_samples(count: int) -> None:
     assert max(data.reads) > 0.9 * count
     data.values = [2.0] * count
     assert data.identity() != before
+
+
+@dataclass(kw_only=True)
+class Unusual(Samples):
+    """Two samples, of which the second is not a usual one.
+
+    Attributes:
+        second: the second sample, or the error when it is read.
+    """
+
+    second: Any
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> Sample:
+        if index == 0:
+            return Sample(torch.ones(1, 4, 4))
+        if isinstance(self.second, Exception):
+            raise self.second
+        return self.second
+
+
+def picture(**conditions: Any) -> Sample:
+    return Sample(torch.zeros(1, 4, 4), conditions)
+
+
+@pytest.mark.parametrize("kind", [object, type(None)])
+def test_the_identity_does_not_depend_on_addresses(kind: Callable[[], object]) -> None:
+    """A process has None at another address than the process that saved the checkpoint."""
+
+    def samples() -> list[Any]:
+        conditions = kind(), np.array(kind(), dtype=object), np.array([kind()], dtype=object)
+        return [kind(), *(picture(text=text) for text in conditions)]
+
+    kept = samples(), samples()  # so that no address is used twice
+    before, after = ([Unusual(second=second).identity() for second in each] for each in kept)
+    assert before == after
+
+
+def test_a_disk_error_is_not_the_identity_of_a_sample() -> None:
+    """A decoder's error and a missing file are: such a sample is damaged in every start."""
+    with pytest.raises(OSError, match="Input/output error"):
+        Unusual(second=OSError(errno.EIO, "Input/output error")).identity()
+    damaged = [OSError("image file is truncated"), FileNotFoundError(errno.ENOENT, "no such file"), None, picture()]
+    assert len({str(Unusual(second=second).identity()) for second in damaged}) == 4
 
 
 def stream(data: Samples, spec: BatchSpec = SPEC, *, rank: int = 0, ranks: int = 1, seed: int = 5) -> Iterator:

@@ -92,6 +92,23 @@ def test_the_identity_of_a_folder_changes_with_its_shards_and_not_with_its_place
     assert EnergonData(path=str(tmp_path / "one")).epoch_samples() == 40
 
 
+def test_the_identity_changes_with_a_shard_that_was_rewritten_or_a_sha256(tmp_path: Path) -> None:
+    """Its size and `dataset.json` are the same, or only its SHA-256 is another one."""
+    folder = write_dataset(tmp_path / "data", {"train": noise(40, 0)})
+    description = json.loads((folder / "dataset.json").read_text())
+    shard = sorted(folder.glob("*.tar"))[1]
+    identities = [identity(str(folder), "train")]
+    for offset in (0, shard.stat().st_size - 1):
+        with shard.open("r+b") as file:
+            file.seek(offset)
+            file.write(b"\xff")
+        identities.append(identity(str(folder), "train"))
+    description["shards"][shard.name]["sha256"] = "0" * 64
+    (folder / "dataset.json").write_text(json.dumps(description))
+    identities.append(identity(str(folder), "train"))
+    assert len(set(identities)) == 4
+
+
 def without_digests(folder: Path) -> Path:
     """Remove the SHA-256 of the shards from `dataset.json`, which other programs do not write."""
     description = json.loads((folder / "dataset.json").read_text())
@@ -133,7 +150,7 @@ def test_the_identity_of_a_large_shard_without_sha256_costs_a_few_blocks(
     def counted(path: Path) -> Any:
         return Counted(path) if path == shard else open_binary(path)
 
-    for offset in (0, 1 << 28, 1 << 29, 3 << 28):
+    for offset in (0, 1 << 28, 1 << 29, 3 << 28, (1 << 30) - 2000):
         with shard.open("r+b") as file:
             file.seek(offset + 1000)
             file.write(b"x")

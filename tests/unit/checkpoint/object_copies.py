@@ -1,0 +1,18 @@
+"""Copies of checkpoints in the bucket of a test."""
+
+from dit.checkpoint.background.remote import RemoteStore
+from tests.support.object_store import BUCKET
+
+ADDRESS = f"s3://{BUCKET}/mine"
+
+
+def content(folder):
+    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def complete_copies():
+    return sorted(manifest.step for manifest in RemoteStore(ADDRESS).manifests())
+
+
+def put(bucket, key, body):
+    bucket.client().put_object(Bucket=BUCKET, Key=f"mine/{key}", Body=body)
