@@ -159,6 +159,9 @@ PRODUCTS: dict[Fp8, Op[Multiply]] = {
 }
 """Implementations of the products of Megatron-Core's linears. Transformer Engine's linears have their own."""
 
+TE_CAPABILITY: dict[Fp8, tuple[int, int]] = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+"""Smallest compute capability of Transformer Engine's recipes (`check_fp8_support` and the checks next to it)."""
+
 
 @dataclass(frozen=True)
 class Fp8Products:

@@ -278,7 +278,7 @@ def check_parallel(
         data_parallel_size=dp,
         micro_batch_size=micro_batch_size,
         micro_batches=micro_batches,
-        token_multiple=_token_multiple(parallel, training.fp8),
+        token_multiple=_token_multiple(parallel, training),
     )
 
 
@@ -410,15 +410,19 @@ def fp8_block(fp8: Fp8) -> int:
     return BLOCKS[fp8]
 
 
-def _token_multiple(parallel: ParallelConfig, fp8: Optional[Fp8]) -> int:
+def _token_multiple(parallel: ParallelConfig, training: TrainingConfig) -> int:
     """Return the number that must divide every sample's length.
 
-    All ranks then get the same number of tokens, and context parallelism cuts no block of quantised tokens.
+    All ranks then get the same number of tokens, and context parallelism cuts no block of quantised tokens. Transformer
+    Engine quantises the tokens of each rank, and takes complete blocks only.
     """
     cp = parallel.context_parallel_size
     chunks = 2 * cp if cp > 1 and parallel.context_split == "load_balanced" else cp
     shards = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    return chunks * math.lcm(shards, 1 if fp8 is None or cp == 1 else fp8_block(fp8))
+    block = 1 if training.fp8 is None else BLOCKS[training.fp8]
+    if training.linears == "transformer_engine":
+        return chunks * shards * block
+    return chunks * math.lcm(shards, block if cp > 1 else 1)
 
 
 def _check_context(parallel: ParallelConfig, kv_heads: int) -> None:
