@@ -232,16 +232,16 @@ def _check_fp8(model: ModelConfig, parallel: ParallelConfig, fp8: Fp8) -> None:
     sizes = model.megatron_sizes()
     name, experts, cp = type(model).__name__, sizes.num_moe_experts, parallel.context_parallel_size
     for refused, why in (
-        (not model.supports.tensor, f"model={name} has no transformer blocks of linears that it can quantise"),
-        (experts is not None, f"the products of model.num_experts={experts} experts are not quantised"),
+        (not model.supports.tensor, f"model={name} has no transformer blocks of linears that it can quantise; use"),
+        (experts is not None, f"the products of model.num_experts={experts} experts are not quantised; use"),
         (
             cp > 1 and not model.splits_all_tokens,
             f"parallel.context_parallel_size={cp} replicates the texts of model={name} over ranks, and a rank would "
-            "quantise only its part of their gradient; use context_parallel_size=1",
+            "quantise only its part of their gradient; use context_parallel_size=1, or",
         ),
     ):
         if refused:
-            raise ConfigError(f"training.fp8={fp8} is not available: {why}; or use training.fp8=None")
+            raise ConfigError(f"training.fp8={fp8} is not available: {why} training.fp8=None")
     for size, count in (("hidden_size", sizes.hidden_size), ("ffn_hidden_size", sizes.ffn_hidden_size)):
         if count is not None:
             check_features(fp8, count, parallel.tensor_model_parallel_size, f"features of model.{size}")
