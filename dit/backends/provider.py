@@ -27,8 +27,9 @@ from dit.backends.pending_bias import PendingBias
 from dit.backends.sharding import GradientCovers, ParameterSharding, adapter_shardings, set_sharding, sharding_of
 from dit.errors import ConfigError
 from dit.kernels.choice import UNTRIED, Implementation, Op, Target, capability_from, choose, installed, on_cuda
-from dit.kernels.fp8 import BLOCKS, PRODUCTS, TE_CAPABILITY, Fp8, Fp8Products, check_features
+from dit.kernels.fp8 import BLOCKS, PRODUCTS, TE_CAPABILITY, Fp8Products, check_features
 from dit.kernels.layer_kernels import EAGER, LayerKernels
+from dit.settings import Fp8
 
 REPLICATED, EXPERT, ROWS = ParameterSharding(), ParameterSharding(expert=True), ParameterSharding(split_dim=0)
 

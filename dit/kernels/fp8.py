@@ -33,8 +33,8 @@ from torch import Tensor
 
 from dit.errors import ConfigError
 from dit.kernels.choice import Implementation, Op, capability, on_cuda
+from dit.settings import Fp8
 
-Fp8 = Literal["tensorwise", "blockwise", "mxfp8"]
 Role = Literal["input", "weight", "gradient"]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 E4M3_MANTISSA, E4M3_EXPONENT = math.frexp(torch.finfo(E4M3).max)

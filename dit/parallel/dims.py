@@ -405,11 +405,6 @@ def _uneven_batch(global_batch_size: int, dp: int, pp: int, interleaved: bool) -
     )
 
 
-def fp8_block(fp8: Fp8) -> int:
-    """Return the number of features or tokens of a quantised block, which ranks must not cut."""
-    return BLOCKS[fp8]
-
-
 def _token_multiple(parallel: ParallelConfig, training: TrainingConfig) -> int:
     """Return the number that must divide every sample's length.
 
