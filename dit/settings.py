@@ -77,7 +77,8 @@ class TrainingConfig:
         run_dir: folder for all files of the run.
         num_steps: optimizer steps of the run, including those before a resume.
         micro_batch_size: largest number of samples (or packs) per forward pass of a rank. The largest divisor of the
-            global batch up to it is used; results do not depend on it.
+            global batch up to it is used; results do not depend on it, except with `training.fp8`, whose scales are
+            those of a micro-batch.
         global_batch_size: samples (or packs) per optimizer step over all ranks.
         precision: `bf16` or `fp16` (both with fp32 master weights and gradients), or `fp32`.
         fp8: precision of the matrix products in transformer blocks: 8-bit numbers with one scale per matrix
@@ -209,8 +210,8 @@ class TrainingConfig:
             check_choice("training.fp8", self.fp8, Fp8)
         if self.fp8 is not None and self.precision == "fp16":
             raise ConfigError(
-                f"training.fp8={self.fp8} needs training.precision=bf16, got fp16; set training.precision=bf16, or "
-                "training.fp8=None"
+                f"training.fp8={self.fp8} needs training.precision=bf16 or fp32, got fp16; set "
+                "training.precision=bf16, or training.fp8=None"
             )
         self._check_deterministic()
         self._check_unused()

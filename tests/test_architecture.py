@@ -48,9 +48,9 @@ MAY_IMPORT = {
         *("dit.errors", "dit.philox", "dit.layout", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives"),
         *("dit.conditions", "dit.durable_files", "dit.safe_files", "dit.media", "dit.settings"),
     },
-    "dit.kernels": {"dit.errors", "dit.patches", "dit.layout", "dit.objectives"},
+    "dit.kernels": {"dit.errors", "dit.patches", "dit.settings", "dit.layout", "dit.objectives"},
     "dit.context_parallel": {"dit.errors", "dit.layout", "dit.joint_layout", "dit.batch", "dit.kernels"},
-    "dit.backends": {"dit.errors", "dit.patches", "dit.safe_files", "dit.philox", "dit.kernels"},
+    "dit.backends": {"dit.errors", "dit.patches", "dit.settings", "dit.safe_files", "dit.philox", "dit.kernels"},
     "dit.layers": {
         "dit.errors",
         "dit.philox",
@@ -156,7 +156,7 @@ MAY_IMPORT = {
         *("dit.condition_table", "dit.encoders", "dit.step", "dit.step_checks"),
     },
     "dit.verify": {
-        *("dit.errors", "dit.settings", "dit.batch", "dit.objectives", "dit.context_parallel"),
+        *("dit.errors", "dit.settings", "dit.batch", "dit.objectives", "dit.context_parallel", "dit.kernels"),
         *("dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.monitoring", "dit.step"),
         *("dit.patchify", "dit.layout", "dit.conditions", "dit.convert"),
     },

@@ -5,6 +5,7 @@ Layers request a linear by its sharding (split outputs, split inputs, replicated
 
 import math
 from copy import copy
+from dataclasses import replace
 from typing import Any, Optional
 
 import torch
@@ -25,9 +26,10 @@ from dit.backends.init import ZEROS, Init, uniform, with_init
 from dit.backends.pending_bias import PendingBias
 from dit.backends.sharding import GradientCovers, ParameterSharding, adapter_shardings, set_sharding, sharding_of
 from dit.errors import ConfigError
-from dit.kernels.choice import UNTRIED, Implementation, Op, Target, choose, installed, on_cuda
-from dit.kernels.fp8 import PRODUCTS, Fp8, Fp8Products, check_features
+from dit.kernels.choice import UNTRIED, Implementation, Op, Target, capability_from, choose, installed, on_cuda
+from dit.kernels.fp8 import BLOCKS, PRODUCTS, TE_CAPABILITY, Fp8Products, check_features
 from dit.kernels.layer_kernels import EAGER, LayerKernels
+from dit.settings import Fp8
 
 REPLICATED, EXPERT, ROWS = ParameterSharding(), ParameterSharding(expert=True), ParameterSharding(split_dim=0)
 
@@ -129,6 +131,15 @@ LINEARS = Op[tuple[Any, Any]](
 """The classes of column- and row-parallel linears."""
 
 
+def quantising_linears(fp8: Optional[Fp8]) -> Op[tuple[Any, Any]]:
+    """Return `LINEARS` with the compute capability that Transformer Engine needs to quantise products."""
+    if fp8 is None:
+        return LINEARS
+    engine, *others = LINEARS.implementations
+    needed = capability_from(*TE_CAPABILITY[fp8], f"training.fp8={fp8}")
+    return replace(LINEARS, implementations=(replace(engine, requires=(*engine.requires, needed)), *others))
+
+
 class _OneRank:
     """A group of one rank. Megatron-Core's linears replace None by the process's tensor-parallel group."""
 
@@ -164,7 +175,9 @@ class LayerProvider:
     ) -> None:
         self.config, self.kernels = config, kernels
         target = Target(local_device(), config.params_dtype)
-        self._column, self._row = choose(LINEARS, target, linears).load()
+        selected = choose(quantising_linears(fp8), target, linears)
+        self._column, self._row = selected.load()
+        self._token_block = BLOCKS[fp8] if fp8 is not None and selected.name == "transformer_engine" else 1
         self.tp_group = _OneRank() if groups is None else groups.tp
         self.tp_size, self.tp_rank = self.tp_group.size(), self.tp_group.rank()
         self._groups = groups
@@ -182,6 +195,11 @@ class LayerProvider:
     @property
     def sequence_parallel(self) -> bool:
         return self.config.sequence_parallel and self.tp_size > 1
+
+    @property
+    def token_multiple(self) -> int:
+        """Number that must divide the tokens of a pack; see `ParallelDims.token_multiple`."""
+        return self._token_block * (self.tp_size if self.sequence_parallel else 1)
 
     @property
     def _skips_bias_add(self) -> bool:

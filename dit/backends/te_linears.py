@@ -12,7 +12,8 @@ from torch import Tensor
 from transformer_engine.common.recipe import Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 
 from dit.backends.pending_bias import PendingBias
-from dit.kernels.fp8 import Fp8, Fp8Products
+from dit.kernels.fp8 import Fp8Products
+from dit.settings import Fp8
 
 RECIPES: dict[Fp8, Any] = {
     "tensorwise": Float8CurrentScaling,

@@ -26,7 +26,7 @@ from dit.checkpoint.manifest import (
     read_manifest,
 )
 from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE, read_metadata, read_record, usable
-from dit.checkpoint.resume_check import check_same_experiment, replaced_data
+from dit.checkpoint.resume_check import changes_scales, check_same_experiment, replaced_data
 from dit.checkpoint.run_identity import join_run
 from dit.checkpoint.sharded_state import fails_together, global_shapes, load_state, parameters_of, save_state
 from dit.checkpoint.store import CheckpointStore, Manifest, check_same_model, model_fingerprint
@@ -199,6 +199,8 @@ class Checkpointer:
                 logger.info("an earlier version saved step %d, without the identity of its data", manifest.step)
             for change in changes:
                 logger.info("changed since step %d: %s", manifest.step, on_a_screen(str(change), LONGEST_CHANGE))
+            if changes_scales(changes, self.config):
+                logger.info("with training.fp8, another micro-batch has other scales, so losses change a little")
             if restarts_data:
                 logger.info("the data start afresh at step %d", manifest.step)
         self._load(state, folder, manifest)

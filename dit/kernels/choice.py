@@ -97,6 +97,23 @@ def capability(*majors: int) -> Requirement:
     return requirement
 
 
+def capability_from(major: int, minor: int, purpose: str) -> Requirement:
+    """Return the requirement of a GPU with at least this compute capability; an unknown one satisfies it.
+
+    Args:
+        purpose: setting that has the requirement.
+    """
+
+    def requirement(target: Target) -> Optional[str]:
+        if not torch.cuda.is_available():
+            return None
+        actual = torch.cuda.get_device_capability(target.device)
+        needs = f"needs compute capability {major}.{minor} or higher with {purpose}, not {actual[0]}.{actual[1]}"
+        return None if actual >= (major, minor) else needs
+
+    return requirement
+
+
 def not_deterministic(_: Target) -> Optional[str]:
     """Require a run that need not be deterministic."""
     if not torch.are_deterministic_algorithms_enabled():

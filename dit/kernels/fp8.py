@@ -33,8 +33,8 @@ from torch import Tensor
 
 from dit.errors import ConfigError
 from dit.kernels.choice import Implementation, Op, capability, on_cuda
+from dit.settings import Fp8
 
-Fp8 = Literal["tensorwise", "blockwise", "mxfp8"]
 Role = Literal["input", "weight", "gradient"]
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 E4M3_MANTISSA, E4M3_EXPONENT = math.frexp(torch.finfo(E4M3).max)
@@ -158,6 +158,9 @@ PRODUCTS: dict[Fp8, Op[Multiply]] = {
     "mxfp8": Op("fp8", (_EMULATED,)),
 }
 """Implementations of the products of Megatron-Core's linears. Transformer Engine's linears have their own."""
+
+TE_CAPABILITY: dict[Fp8, tuple[int, int]] = {"tensorwise": (8, 9), "blockwise": (9, 0), "mxfp8": (10, 0)}
+"""Smallest compute capability of Transformer Engine's recipes (`check_fp8_support` and the checks next to it)."""
 
 
 @dataclass(frozen=True)

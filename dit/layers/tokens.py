@@ -40,10 +40,9 @@ def shard_tokens(
 
 
 def pad_tokens(layout: SequenceLayout, provider: LayerProvider) -> SequenceLayout:
-    """Add the tail pad that makes the number of tokens a multiple of the tensor-parallel size."""
-    if not provider.sequence_parallel:
-        return layout
-    return replace(layout, total_tokens=-(-layout.total_tokens // provider.tp_size) * provider.tp_size)
+    """Add the tail pad that makes the number of tokens a multiple of `LayerProvider.token_multiple`."""
+    missing = -layout.total_tokens % provider.token_multiple
+    return replace(layout, total_tokens=layout.total_tokens + missing) if missing else layout
 
 
 def unshard_tokens(x_TD: Tensor, provider: LayerProvider) -> Tensor:

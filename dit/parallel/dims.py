@@ -236,16 +236,16 @@ def _check_fp8(model: ModelConfig, parallel: ParallelConfig, fp8: Fp8) -> None:
     sizes = model.megatron_sizes()
     name, experts, cp = type(model).__name__, sizes.num_moe_experts, parallel.context_parallel_size
     for refused, why in (
-        (not model.supports.tensor, f"model={name} has no transformer blocks of linears that it can quantise"),
-        (experts is not None, f"the products of model.num_experts={experts} experts are not quantised"),
+        (not model.supports.tensor, f"model={name} has no transformer blocks of linears that it can quantise; use"),
+        (experts is not None, f"the products of model.num_experts={experts} experts are not quantised; use"),
         (
             cp > 1 and not model.splits_all_tokens,
             f"parallel.context_parallel_size={cp} replicates the texts of model={name} over ranks, and a rank would "
-            "quantise only its part of their gradient; use context_parallel_size=1",
+            "quantise only its part of their gradient; use context_parallel_size=1, or",
         ),
     ):
         if refused:
-            raise ConfigError(f"training.fp8={fp8} is not available: {why}; or use training.fp8=None")
+            raise ConfigError(f"training.fp8={fp8} is not available: {why} training.fp8=None")
     for size, count in (("hidden_size", sizes.hidden_size), ("ffn_hidden_size", sizes.ffn_hidden_size)):
         if count is not None:
             check_features(fp8, count, parallel.tensor_model_parallel_size, f"features of model.{size}")
@@ -282,7 +282,7 @@ def check_parallel(
         data_parallel_size=dp,
         micro_batch_size=micro_batch_size,
         micro_batches=micro_batches,
-        token_multiple=_token_multiple(parallel, training.fp8),
+        token_multiple=_token_multiple(parallel, training),
     )
 
 
@@ -410,20 +410,19 @@ def _uneven_batch(global_batch_size: int, dp: int, pp: int, interleaved: bool) -
     )
 
 
-def fp8_block(fp8: Fp8) -> int:
-    """Return the number of features or tokens of a quantised block, which ranks must not cut."""
-    return BLOCKS[fp8]
-
-
-def _token_multiple(parallel: ParallelConfig, fp8: Optional[Fp8]) -> int:
+def _token_multiple(parallel: ParallelConfig, training: TrainingConfig) -> int:
     """Return the number that must divide every sample's length.
 
-    All ranks then get the same number of tokens, and context parallelism cuts no block of quantised tokens.
+    All ranks then get the same number of tokens, and context parallelism cuts no block of quantised tokens. Transformer
+    Engine quantises the tokens of each rank, and takes complete blocks only.
     """
     cp = parallel.context_parallel_size
     chunks = 2 * cp if cp > 1 and parallel.context_split == "load_balanced" else cp
     shards = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    return chunks * math.lcm(shards, 1 if fp8 is None or cp == 1 else fp8_block(fp8))
+    block = 1 if training.fp8 is None else BLOCKS[training.fp8]
+    if training.linears == "transformer_engine":
+        return chunks * shards * block
+    return chunks * math.lcm(shards, block if cp > 1 else 1)
 
 
 def _check_context(parallel: ParallelConfig, kv_heads: int) -> None:

@@ -6,7 +6,7 @@ from typing import Optional
 import torch
 
 from dit.backends.device import local_device
-from dit.backends.provider import LINEARS
+from dit.backends.provider import LINEARS, quantising_linears
 from dit.kernels.choice import Selection, Target, table
 from dit.kernels.fp8 import PRODUCTS
 from dit.kernels.resolve import OPS as KERNELS
@@ -38,7 +38,7 @@ def implementations(model: ModelConfig, training: TrainingConfig) -> dict[str, S
     """
     requested = {f"training.{name}": getattr(training, name) for name in ("attention", "linears", "kernels")}
     target = target_of(model, training.precision)
-    selections = table(OPS, target, requested)
+    selections = table((*KERNELS, quantising_linears(training.fp8)), target, requested)
     if training.fp8 is not None and selections["linears"].name == "megatron":
         selections |= table((PRODUCTS[training.fp8],), target, {})
     return selections

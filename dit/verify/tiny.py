@@ -5,10 +5,11 @@ import re
 from dataclasses import fields, replace
 from typing import Any, Optional
 
+from dit.kernels.fp8 import BLOCKS
 from dit.models.base import ModelConfig
 from dit.objectives.autoencoding import Reconstruction
 from dit.objectives.base import Objective
-from dit.parallel.dims import ParallelConfig, fp8_block
+from dit.parallel.dims import ParallelConfig
 from dit.patchify import Grid
 from dit.settings import Fp8
 
@@ -27,7 +28,7 @@ def tiny_sides(parallel: ParallelConfig, fp8: Optional[Fp8]) -> int:
 
 def _token_multiple(parallel: ParallelConfig, fp8: Fp8) -> int:
     """Return a multiple of the tokens of a block on every rank, also with two chunks per rank."""
-    return 2 * parallel.context_parallel_size * fp8_block(fp8)
+    return 2 * parallel.context_parallel_size * BLOCKS[fp8]
 
 
 def tiny_grids(model: ModelConfig, sides: int = 1) -> tuple[Grid, ...]:
@@ -61,7 +62,7 @@ def tiny_model(model: ModelConfig, parallel: ParallelConfig, fp8: Optional[Fp8] 
     exchanged = parallel.context_parallel_size if parallel.context_comm.startswith("a2a") else 1
     unit = parallel.tensor_model_parallel_size * exchanged  # heads are split by this
     if fp8 is not None:
-        unit *= fp8_block(fp8) // 4  # all widths are multiples of 4 features per head
+        unit *= BLOCKS[fp8] // 4  # all widths are multiples of 4 features per head
     grouped = settings.get("num_query_groups") not in (None, settings.get("num_attention_heads"))
     # Published classes support only this ratio.
     is_fourfold = settings.get("ffn_hidden_size") == 4 * settings.get("hidden_size", 0)

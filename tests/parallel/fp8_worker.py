@@ -17,10 +17,11 @@ from dit.backends.init import ONES
 from dit.backends.process_groups import ProcessGroups
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
-from dit.kernels.fp8 import BLOCKS, Fp8, Fp8Products, Quantized, emulated
+from dit.kernels.fp8 import BLOCKS, Fp8Products, Quantized, emulated
 from dit.models.base import Backbone
 from dit.parallel.build import megatron_config
 from dit.parallel.dims import ParallelConfig
+from dit.settings import Fp8
 from dit.verify import trial
 from dit.verify.trial import TRAINING, Trial
 

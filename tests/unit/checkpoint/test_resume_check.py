@@ -12,7 +12,14 @@ import pytest
 import dit.models
 import dit.objectives
 import energon_data
-from dit.checkpoint.resume_check import EVERY, SETTINGS, changes, check_same_experiment, replaced_data
+from dit.checkpoint.resume_check import (
+    EVERY,
+    SETTINGS,
+    changes,
+    changes_scales,
+    check_same_experiment,
+    replaced_data,
+)
 from dit.config_record import CLASS_KEY, removed_settings
 from dit.errors import CheckpointError, ConfigError
 from dit.models.dit.config import DiTConfig
@@ -88,6 +95,14 @@ def test_each_changed_setting_is_found_alone(data):
                     check_same_experiment(FOLDER, config.to_record(), other, [])
             for accepted in ([change.path], [part]):
                 assert check_same_experiment(FOLDER, config.to_record(), other, accepted) == [change]
+
+
+@pytest.mark.parametrize(("fp8", "size", "expected"), [("mxfp8", 2, True), ("mxfp8", 1, False), (None, 2, False)])
+def test_the_scales_of_quantised_products_change_with_the_micro_batch(fp8, size, expected):
+    saved = config_of(training=TrainingConfig(global_batch_size=2, fp8=fp8)).to_record()
+    training = TrainingConfig(global_batch_size=2, fp8=fp8, micro_batch_size=size, num_steps=7)
+    config = config_of(training=training)
+    assert changes_scales(check_same_experiment(FOLDER, saved, config, []), config) == expected
 
 
 def test_what_the_issue_is_about():

@@ -1,5 +1,6 @@
 """Layouts and models whose products cannot be quantised alike are refused before training, with numbers and a cure."""
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -9,9 +10,11 @@ import torch
 from torch import nn
 
 from dit.backends.init import ZEROS
-from dit.backends.provider import LayerProvider
+from dit.backends.provider import LINEARS, LayerProvider
 from dit.errors import ConfigError
 from dit.kernels.fp8 import BLOCKS
+from dit.layers.tokens import pad_tokens
+from dit.layout import SequenceLayout
 from dit.models.base import Stage
 from dit.models.ddpm_unet.config import DDPMUNetConfig
 from dit.models.dit.config import DiTConfig
@@ -79,11 +82,74 @@ def test_samples_are_padded_so_that_no_block_of_tokens_is_cut(fp8, parallel, mul
 
 
 @pytest.mark.parametrize(
+    ("fp8", "parallel", "multiple"),
+    [
+        ("mxfp8", {}, 32),
+        ("tensorwise", {}, 16),
+        ("mxfp8", {"tensor_model_parallel_size": 2}, 32),
+        ("mxfp8", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, 64),
+        ("blockwise", {"context_parallel_size": 2, "tensor_model_parallel_size": 2, "sequence_parallel": True}, 512),
+        (None, {"tensor_model_parallel_size": 2, "sequence_parallel": True}, 2),
+    ],
+)
+def test_transformer_engine_gets_whole_blocks_of_tokens_on_every_rank(fp8, parallel, multiple):
+    """Otherwise its products end in an assertion."""
+    layout, training = ParallelConfig(**parallel), TrainingConfig(fp8=fp8, linears="transformer_engine")
+    ranks = layout.context_parallel_size * layout.tensor_model_parallel_size
+    assert check_parallel(DIT, layout, training, ranks).token_multiple == multiple
+
+
+ENGINE, OTHERS = LINEARS.implementations[0], LINEARS.implementations[1:]
+
+
+@pytest.mark.parametrize(("fp8", "tokens"), [("mxfp8", 64), (None, 40)])
+def test_transformer_engine_gets_whole_blocks_of_text_tokens(monkeypatch, fp8, tokens):
+    """Texts of FLUX are a stream of their own. The package is replaced by Megatron-Core's linears."""
+    stand_in = replace(ENGINE, load=OTHERS[0].load, requires=())
+    monkeypatch.setattr("dit.backends.provider.LINEARS", replace(LINEARS, implementations=(stand_in, *OTHERS)))
+    layers = LayerProvider(megatron_config(DIT, ParallelConfig(), "fp32", meta=True), None, ENGINE.name, fp8=fp8)
+    assert pad_tokens(SequenceLayout.from_lengths([33, 7]), layers).total_tokens == tokens
+
+
+@pytest.mark.parametrize(
+    ("fp8", "capability", "needed"),
+    [
+        ("mxfp8", (9, 0), "10.0"),
+        ("mxfp8", (10, 0), None),
+        ("blockwise", (8, 9), "9.0"),
+        ("tensorwise", (8, 6), "8.9"),
+        ("tensorwise", (8, 9), None),
+        (None, (8, 0), None),
+    ],
+)
+def test_a_gpu_that_transformer_engine_cannot_use_is_refused(monkeypatch, fp8, capability, needed):
+    monkeypatch.setattr("dit.kernels.choice.find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr("dit.parallel.implementations.local_device", lambda: torch.device("cuda"))
+    training = TrainingConfig(fp8=fp8, linears="transformer_engine")
+    if needed is None:
+        assert implementations(DIT, training)["linears"].name == "transformer_engine"
+        return
+    says = (
+        f"training.linears='transformer_engine' needs compute capability {needed} or higher with training.fp8={fp8}, "
+        f"not {capability[0]}.{capability[1]}; or use 'auto'"
+    )
+    with pytest.raises(ConfigError, match=re.escape(says)):
+        implementations(DIT, training)
+
+
+@pytest.mark.parametrize(
     ("model", "parallel", "training", "says"),
     [
-        (DDPMUNetConfig(), {}, {}, "model=DDPMUNetConfig has no transformer blocks of linears"),
-        (DiTConfig(num_experts=4), {}, {}, "the products of model.num_experts=4 experts are not quantised"),
-        (FluxConfig(), {"context_parallel_size": 2}, {}, "context_parallel_size=2 replicates the texts of model=Flux"),
+        (DDPMUNetConfig(), {}, {}, "model=DDPMUNetConfig has no .* can quantise; use training.fp8=None$"),
+        (DiTConfig(num_experts=4), {}, {}, "model.num_experts=4 experts are not quantised; use training.fp8=None$"),
+        (
+            FluxConfig(),
+            {"context_parallel_size": 2},
+            {},
+            "context_parallel_size=2 replicates the texts of model=Flux.*; use context_.*=1, or training.fp8=None$",
+        ),
         (
             replace(DIT, ffn_hidden_size=96),
             {"tensor_model_parallel_size": 2},
@@ -100,7 +166,7 @@ def test_what_cannot_be_quantised_is_refused(model, parallel, training, says):
 
 
 def test_settings_are_checked():
-    with pytest.raises(ConfigError, match=r"training.fp8=mxfp8 needs training.precision=bf16, got fp16; set"):
+    with pytest.raises(ConfigError, match=r"training.fp8=mxfp8 needs training.precision=bf16 or fp32, got fp16; set"):
         TrainingConfig(fp8="mxfp8", precision="fp16").validate()
     with pytest.raises(ConfigError, match=r"training.fp8='delayed' is unknown; use one of 'tensorwise', 'blockwise'"):
         TrainingConfig(fp8="delayed").validate()  # type: ignore[arg-type]
