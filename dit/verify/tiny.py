@@ -114,7 +114,7 @@ def tiny_objective(objective: Objective, model: ModelConfig) -> Objective:
     part, side = objective.adversarial, model.patch_spatial * min(min(h, w) for _, h, w in tiny_grids(model))
     while part.num_layers > 1 and part.network.smallest_side > side:
         part = replace(part, num_layers=part.num_layers - 1)
-    return replace(objective, adversarial=replace(part, start_step=0))
+    return replace(objective, adversarial=replace(part, start_step=0))  # type: ignore[type-var]  # subclasses are dataclasses
 
 
 def tiny_layout(parallel: ParallelConfig) -> ParallelConfig:
