@@ -208,7 +208,7 @@ def pair_of(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None) -
     from dit.parallel.dims import ParallelConfig
     from dit.run_config import RunConfig
     from dit.settings import CheckpointConfig, TrainingConfig
-    from dit.verify.compare import BOUNDS, FP8_BOUNDS, HALF_BOUNDS
+    from dit.verify.compare import BOUNDS, FLOOR, FP8_BOUNDS, HALF_BOUNDS
     from dit.verify.report import axis_sizes
     from dit.verify.tiny import multiple_of, pack_tokens, tiny_grids, tiny_objective, tiny_sides
     from dit.verify.trial import EMA_DECAY, OPTIMIZER, SEED, Trial
@@ -264,10 +264,10 @@ def pair_of(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None) -
         optimizer=replace(OPTIMIZER, offload=config.optimizer.offload),
         by_rank=True,
     )
-    bounds = BOUNDS
-    if fp8 is not None:  # texts of a stream are padded for the layout
-        bounds = FP8_BOUNDS if model.splits_all_tokens else HALF_BOUNDS["bf16"]
-    return Pair(one, many, world_size, axis_sizes(parallel, dims), bounds)
+    bounds, floor = BOUNDS if fp8 is None else FP8_BOUNDS, 0.0
+    if fp8 is not None and parallel.sequence_parallel and not model.splits_all_tokens:  # which pads a text stream
+        bounds, floor = HALF_BOUNDS["bf16"], FLOOR
+    return Pair(one, many, world_size, axis_sizes(parallel, dims), bounds, floor)
 
 
 def in_half(pair: Pair, recipe: "TrainingConfig") -> Pair:

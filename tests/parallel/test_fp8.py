@@ -8,7 +8,7 @@ import torch
 from benchmarks.parallel_world import run_world
 from dit.kernels.fp8 import BLOCKS
 from dit.parallel.dims import ParallelConfig
-from dit.verify.compare import FP8_BOUNDS, HALF_BOUNDS, compare_training, relative_errors
+from dit.verify.compare import FLOOR, FP8_BOUNDS, HALF_BOUNDS, compare_training, relative_errors
 from launch.config_file import built
 from launch.train import call_recipe
 from launch.verify import Pair, compare, tiny_pair, with_fp8
@@ -48,6 +48,7 @@ OTHERS = {
 BROKEN = ("tp2", "cp2")
 ONE = {"data_parallel": "ddp"}
 STEPS = 3
+VERIFIED: list = [("tiny_dit_cross", CP2), ("tiny_flux", TP2)]
 RESUMED: dict = {"tensorwise": TP2, "mxfp8": {}}
 SHARDS = [
     {"parallel": {**CP2, **parallel}, "fp8": kind, "apart": apart}
@@ -64,24 +65,27 @@ def shards(tmp_path_factory):
     return run_world(4, cases, tmp_path_factory.mktemp("shards"))
 
 
-def verified() -> Pair:
+def verified(recipe: str, parallel: dict) -> Pair:
     """The pair that `launch.verify` compares for a recipe with quantised products."""
-    config = built(call_recipe("tiny_dit_cross"))
-    config = replace(config, parallel=ParallelConfig(**CP2), training=replace(config.training, fp8="tensorwise"))
+    config = built(call_recipe(recipe))
+    config = replace(config, parallel=ParallelConfig(**parallel), training=replace(config.training, fp8="tensorwise"))
     (pair,) = with_fp8(tiny_pair, config, 2)
     return pair
 
 
 @pytest.fixture(scope="module")
 def verifications(tmp_path_factory):
-    """The numbers of `verified`: of one rank, of the layout, and of a layout whose ranks scale by themselves."""
-    pair, folder = verified(), tmp_path_factory.mktemp("verified")
-    wrong = replace(pair.many, alter=forget_other_ranks)
+    """For each of `VERIFIED`: one rank, the layout, and a layout whose ranks scale by themselves."""
+    pairs, folder = [verified(*case) for case in VERIFIED], tmp_path_factory.mktemp("verified")
+    trials = {
+        1: [pair.one for pair in pairs],
+        2: [trial for pair in pairs for trial in (pair.many, replace(pair.many, alter=forget_other_ranks))],
+    }
     one, many = (
-        run_world(size, [{"task": "dit.verify.trial:run_case", "trial": trial} for trial in trials], folder / str(size))
-        for size, trials in ((1, [pair.one]), (2, [pair.many, wrong]))
+        run_world(size, [{"task": "dit.verify.trial:run_case", "trial": trial} for trial in each], folder / str(size))
+        for size, each in trials.items()
     )
-    return *one, *many
+    return list(zip(one, many[::2], many[1::2]))
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +153,7 @@ def test_layout_equals_one_rank(results, world, name, kind):
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_models_and_recompute_equal_one_rank(results, name):
-    """A stream of few text tokens has bounds of its own, as in `launch.verify`: one rounding weighs more."""
+    """A stream of few text tokens has bounds of its own: one rounding weighs more."""
     bounds = HALF_BOUNDS["bf16"] if OTHERS[name].get("model") == FLUX else FP8_BOUNDS
     assert compare_training(results["one", name], results["many", name], bounds).differences == ()
 
@@ -176,14 +180,23 @@ def test_all_linears_of_the_blocks_are_quantised_and_no_others(results, kind):
     assert 0 < abs(quantised / plain - 1) < 0.01
 
 
-def test_the_command_verifies_quantised_products(verifications):
+@pytest.mark.parametrize("case", range(len(VERIFIED)))
+def test_the_command_verifies_quantised_products(verifications, case):
     """Within bounds that a rank which scales by itself exceeds; without `training.fp8` there is nothing to verify."""
-    pair = verified()
+    pair, (one, many, broken) = verified(*VERIFIED[case]), verifications[case]
     assert (pair.precision, pair.bounds) == ("fp8 tensorwise", FP8_BOUNDS)
-    one, many, broken = verifications
     assert compare(pair, one, many).is_equal
     assert not compare(pair, one, broken).is_equal
     assert with_fp8(tiny_pair, built(call_recipe("tiny_dit_cross")), 2) == []
+
+
+@pytest.mark.parametrize(
+    ("parallel", "bounds", "floor"), [(TP2, FP8_BOUNDS, 0), (TP2SP, HALF_BOUNDS["bf16"], FLOOR)], ids=["tp2", "tp2_sp"]
+)
+def test_only_sequence_parallelism_pads_a_text_stream(parallel, bounds, floor):
+    """Its scales then differ, and the bounds of the command are those of bf16."""
+    pair = verified("tiny_flux", parallel)
+    assert (pair.bounds, pair.floor) == (bounds, floor)
 
 
 @pytest.mark.parametrize("kind", RESUMED)
