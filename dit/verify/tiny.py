@@ -6,8 +6,9 @@ from dataclasses import fields, replace
 from typing import Any, Optional
 
 from dit.models.base import ModelConfig
-from dit.objectives.autoencoding import Reconstruction
+from dit.objectives.autoencoding import Autoencoding
 from dit.objectives.base import Objective
+from dit.objectives.vq_autoencoding import VQAutoencoding
 from dit.parallel.dims import ParallelConfig, fp8_block
 from dit.patchify import Grid
 from dit.settings import Fp8
@@ -109,7 +110,7 @@ def tiny_objective(objective: Objective, model: ModelConfig) -> Objective:
     A discriminator becomes narrow, because some of many activations would be so close to 0 that rounding changes their
     sign and the slope of the leaky ReLU. It has fewer layers if it needs larger pictures.
     """
-    if not isinstance(objective, Reconstruction) or objective.adversarial is None:
+    if not isinstance(objective, Autoencoding | VQAutoencoding) or objective.adversarial is None:
         return objective
     part, side = objective.adversarial, model.patch_spatial * min(min(h, w) for _, h, w in tiny_grids(model))
     while part.num_layers > 1 and part.network.smallest_side > side:
