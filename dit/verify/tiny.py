@@ -7,8 +7,9 @@ from typing import Any, Optional
 
 from dit.kernels.fp8 import BLOCKS
 from dit.models.base import ModelConfig
-from dit.objectives.autoencoding import Reconstruction
+from dit.objectives.autoencoding import Autoencoding
 from dit.objectives.base import Objective
+from dit.objectives.vq_autoencoding import VQAutoencoding
 from dit.parallel.dims import ParallelConfig
 from dit.patchify import Grid
 from dit.settings import Fp8
@@ -107,14 +108,16 @@ def tiny_model(model: ModelConfig, parallel: ParallelConfig, fp8: Optional[Fp8] 
 def tiny_objective(objective: Objective, model: ModelConfig) -> Objective:
     """Return the objective with all its terms from the first step on, for the pictures of `tiny_grids`.
 
-    Only the number of layers of a discriminator changes, if it needs larger pictures.
+    A discriminator becomes narrow, because some of many activations would be so close to 0 that rounding changes their
+    sign and the slope of the leaky ReLU. It has fewer layers if it needs larger pictures.
     """
-    if not isinstance(objective, Reconstruction) or objective.adversarial is None:
+    if not isinstance(objective, Autoencoding | VQAutoencoding) or objective.adversarial is None:
         return objective
     part, side = objective.adversarial, model.patch_spatial * min(min(h, w) for _, h, w in tiny_grids(model))
     while part.num_layers > 1 and part.network.smallest_side > side:
         part = replace(part, num_layers=part.num_layers - 1)
-    return replace(objective, adversarial=replace(part, start_step=0))  # type: ignore[type-var]  # subclasses are dataclasses
+    part = replace(part, start_step=0, hidden_size=min(part.hidden_size, HEAD_SIZE))
+    return replace(objective, adversarial=part)
 
 
 def tiny_layout(parallel: ParallelConfig) -> ParallelConfig:

@@ -159,6 +159,20 @@ MUTANTS = (
         (ADVERSARIAL,),
     ),
     Mutant(
+        "adversarial: the history of the spike guard starts a step late",
+        "dit/step_checks/bad_steps.py",
+        "if self.state.step == self.config.objective.auxiliary.start_step:",
+        "if self.state.step == self.config.objective.auxiliary.start_step + 1:",
+        (ADVERSARIAL,),
+    ),
+    Mutant(
+        "adversarial: launch.verify trains without its terms",
+        "dit/verify/tiny.py",
+        "replace(part, start_step=0, hidden_size",
+        "replace(part, hidden_size",
+        (ADVERSARIAL,),
+    ),
+    Mutant(
         "adversarial: starts a step late",
         "dit/objectives/adversarial.py",
         "step >= self.start_step",

@@ -311,5 +311,5 @@ def test_the_tiny_form_trains_all_terms_on_its_small_pictures(recipe: str, layer
     pair = tiny_pair(built(task), 2)
     objective: Any = pair.one.objective
     assert pair.many.objective == objective
-    assert objective.adversarial == Adversarial(start_step=0, num_layers=layers)
+    assert objective.adversarial == Adversarial(start_step=0, num_layers=layers, hidden_size=8)
     assert tiny_pair(built(call_recipe(recipe)), 2).one.objective == replace(objective, adversarial=None)
