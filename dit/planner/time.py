@@ -4,7 +4,8 @@ Each count of a trace is converted to seconds of one kind, which is linear. Then
 program:
 
 ```
-    one micro-batch  =  matmul + attention + memory + tensor parallel + exchanges of context and experts
+    one micro-batch  =  matmul + attention + memory + time per operation + tensor parallel
+                        + exchanges of context and experts
                         + ring of context parallelism, as far as attention does not hide it
                         + FSDP traffic, as far as all of this does not hide it
     a step           =  (micro-batches + bubble) x one micro-batch
