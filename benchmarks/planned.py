@@ -95,6 +95,14 @@ class Row:
     modulation: int = 0
 
 
+_REPLICATED = (
+    "parallel.data_parallel=distributed_optimizer",
+    "parallel.overlap_grad_reduce=True",
+    "parallel.overlap_param_gather=True",
+)
+"""Overrides of a distributed optimizer whose exchanges overlap with computation."""
+
+
 def _nemo(name: str, recipe: str, tokens: int, tokens_per_s: float, samples: int = 256) -> Row:
     """Return a row of NeMo: 256 H100, tokens/s per GPU."""
     return Row(name, "NeMo, H100", "h100", 256, tokens * samples / (256 * tokens_per_s), recipe, modulation=9)
@@ -111,9 +119,7 @@ def _flux(
     batch = samples * gpus // tensor
     layout = f"TP {tensor}, {gpus} {device.upper()}" if tensor > 1 else f"{gpus} {device.upper()}"
     overrides = (
-        "parallel.data_parallel=distributed_optimizer",
-        "parallel.overlap_grad_reduce=True",
-        "parallel.overlap_param_gather=True",
+        *_REPLICATED,
         f"parallel.tensor_model_parallel_size={tensor}",
         f"training.micro_batch_size={samples}",
         f"training.global_batch_size={batch}",
@@ -140,11 +146,6 @@ def _wan(
     return Row(name, system, device, gpus, seconds, "wan_14b_mock", overrides, **row)
 
 
-_REPLICATED = (
-    "parallel.data_parallel=distributed_optimizer",
-    "parallel.overlap_grad_reduce=True",
-    "parallel.overlap_param_gather=True",
-)
 ROWS = (
     _nemo("DiT-7B 8k, TP 2 SP, 256 H100", "bench_dit7b_8k_tp2sp", 8192, 10_052),
     _nemo("DiT-7B 74k, TP 2 SP CP 4, 256 H100", "bench_dit7b_74k_tp2sp_cp4", 73_728, 3409),

@@ -85,7 +85,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class MockStream:
-    """Synthetic packs; picklable, for the ranks.
+    """Synthetic packs. The class can be pickled, because ranks are separate processes.
 
     Attributes:
         multiple: number of tokens to a multiple of which every layout pads samples; None for that of its own.

@@ -144,7 +144,7 @@ class ModelConfig(ABC):
     model_path: ClassVar[Optional[str]] = None
     supports: ClassVar[Supports] = Supports()
     splits_all_tokens: ClassVar[bool] = True
-    """Whether context parallelism splits all tokens of the blocks; a text stream is replicated."""
+    """Whether context parallelism splits every stream of tokens of the blocks. False if it replicates a text stream."""
     compiles: ClassVar[bool] = False
     """Whether torch.compile supports its layers (`training.kernels=compile`)."""
 

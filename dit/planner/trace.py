@@ -84,7 +84,7 @@ class Tracer:
 
 
 def trace(jobs: Sequence[Job]) -> list[StepTrace]:
-    """Trace steps in a process of their own, see `Tracer`."""
+    """Trace steps in a new process, see `Tracer`."""
     with Tracer() as tracer:
         return tracer(jobs)
 

@@ -106,7 +106,7 @@ def tiny_model(model: ModelConfig, parallel: ParallelConfig, fp8: Optional[Fp8] 
 
 
 def tiny_objective(objective: Objective, model: ModelConfig) -> Objective:
-    """Return the objective with all its terms from the first step on, for the pictures of `tiny_grids`.
+    """Return the objective for the pictures of `tiny_grids`; every term of its loss starts at step 0.
 
     A discriminator becomes narrow, because some of many activations would be so close to 0 that rounding changes their
     sign and the slope of the leaky ReLU. It has fewer layers if it needs larger pictures.

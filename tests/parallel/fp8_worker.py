@@ -1,4 +1,4 @@
-"""What one rank of a test world with quantised products runs; the cases name these functions."""
+"""Functions that test cases run on each rank of a world with quantised products."""
 
 import itertools
 from collections.abc import Iterator

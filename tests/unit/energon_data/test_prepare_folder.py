@@ -145,7 +145,7 @@ DECOMPOSED = unicodedata.normalize("NFD", COMPOSED)
 @pytest.mark.parametrize("kind", ["companion", "list"])
 @pytest.mark.parametrize(("picture", "text"), [(COMPOSED, DECOMPOSED), (DECOMPOSED, COMPOSED)])
 def test_a_caption_is_found_in_either_spelling_of_an_accent(tmp_path, kind, picture, text):
-    """macOS writes an accent as a character of its own, most editors write one character with the letter."""
+    """macOS writes a letter and its accent as two characters, most editors as one."""
     source = mixed(tmp_path / "in", pictures=1, videos=0)
     (source / "p00.png").rename(source / f"{picture}.png")
     (source / "p00.txt").unlink()

@@ -104,7 +104,7 @@ ENGINE, OTHERS = LINEARS.implementations[0], LINEARS.implementations[1:]
 
 @pytest.mark.parametrize(("fp8", "tokens"), [("mxfp8", 64), (None, 40)])
 def test_transformer_engine_gets_whole_blocks_of_text_tokens(monkeypatch, fp8, tokens):
-    """Texts of FLUX are a stream of their own. The package is replaced by Megatron-Core's linears."""
+    """Texts of FLUX are a separate stream. Megatron-Core's linears replace the package."""
     stand_in = replace(ENGINE, load=OTHERS[0].load, requires=())
     monkeypatch.setattr("dit.backends.provider.LINEARS", replace(LINEARS, implementations=(stand_in, *OTHERS)))
     layers = LayerProvider(megatron_config(DIT, ParallelConfig(), "fp32", meta=True), None, ENGINE.name, fp8=fp8)
