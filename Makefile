@@ -121,7 +121,7 @@ demo-pictograms: $(VENV)/.installed data/pictograms_64/dataset.json data/all_pic
 	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m launch.train --yes --factory cascade_pictograms_64 \
 	  training.run_dir=$(DEMO_PICTOGRAMS)_64
 	$(VENV)/bin/python -m launch.evaluate --metric pictograms --out cascade_pictograms.png --minimum 0.9 \
-	  --data data/pictograms_64 \
+	  --data data/pictograms_64 --features efficientnet_lite0 \
 	  --cascade base=$(DEMO_PICTOGRAMS)_16 sr32=$(DEMO_PICTOGRAMS)_32 sr64=$(DEMO_PICTOGRAMS)_64
 	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_PICTOGRAMS)_32 --metric sharpness --minimum 0.5
 	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_PICTOGRAMS)_64 --metric sharpness --minimum 0

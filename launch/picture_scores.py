@@ -33,8 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--features",
         metavar="FILE",
-        help="of fid and kid: weights of Inception v3 (that of FID, or torchvision's), a TorchScript file, a folder "
-        f"with a CLIP model, or a registered name ({', '.join(extensions.registered('features')) or 'none'})",
+        help="of fid, kid and pictograms: weights of Inception v3 (that of FID, or torchvision's), a TorchScript file, "
+        "a folder with a CLIP model, efficientnet_lite0, or a registered name "
+        f"({', '.join(extensions.registered('features')) or 'none'})",
     )
     group.add_argument(
         "--reference",
@@ -59,7 +60,7 @@ def fid(args: argparse.Namespace, generator: "Generator") -> Measurement:
     from dit.evaluation.frechet import Moments, frechet_distance
     from dit.evaluation.reference import read_gaussian
 
-    features = _features(args, generator)
+    features = feature_network(args, generator)
     real, drawn = _both_sides(args, generator, features, Moments, read_gaussian)
     assert drawn.count is not None
     lines, record = _report(args, "fid", frechet_distance(real, drawn), real.count, drawn.count, drawn.width, features)
@@ -75,7 +76,7 @@ def kid(args: argparse.Namespace, generator: "Generator") -> Measurement:
     from dit.evaluation.kernel_distance import kernel_distance
     from dit.evaluation.reference import read_features
 
-    features = _features(args, generator)
+    features = feature_network(args, generator)
     real, drawn = _both_sides(args, generator, features, FeatureRows, read_features)
     distance, width = kernel_distance(real, drawn), drawn.shape[1]
     return Measurement(*_report(args, "kid", distance, len(real), len(drawn), width, features))
@@ -266,8 +267,8 @@ def _decoder(args: argparse.Namespace, generator: "Generator") -> "Decoder":
     return Decoder(name, local_device())
 
 
-def _features(args: argparse.Namespace, generator: "Generator") -> "Features":
-    """Return the network of `--features`.
+def feature_network(args: argparse.Namespace, generator: "Generator") -> "Features":
+    """Return the network of `--features`, which fid, kid and pictograms read.
 
     Raises:
         ConfigError: the flag is missing, or the network cannot be read.
@@ -280,7 +281,7 @@ def _features(args: argparse.Namespace, generator: "Generator") -> "Features":
         names = "".join(f", or {name}" for name in registered)
         raise ConfigError(
             f"--metric {args.metric} compares features of pictures; give --features PATH with weights of Inception v3, "
-            f"a TorchScript file or a folder with a CLIP model{names}"
+            f"a TorchScript file or a folder with a CLIP model, or give efficientnet_lite0{names}"
         )
     if args.features in registered:
         features: Features = registered[args.features](args, generator)

@@ -1,4 +1,4 @@
-"""The metric `pictograms`: rank of the requested drawing by its distance to a sample, among all drawings."""
+"""The metric `pictograms`: rank of the requested drawing by its distance to a sample, and deviation in flat areas."""
 
 import argparse
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Optional
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dit.batch import pixel_values
 from dit.errors import ConfigError
@@ -14,10 +14,12 @@ from energon_data.media_files import pixels_of
 from examples.pictograms.drawings import NAME, Pictogram, draw
 from launch import environment
 from launch.measurement import Measurement, Metric, draw_samples, folder_to_compare
+from launch.picture_scores import feature_network
 from launch.sample_requests import encode_prompts
 
 if TYPE_CHECKING:
     from dit.encoders.vae import VAE
+    from dit.evaluation.features import Features
     from dit.inference.generator import Generator
 
 PROMPTS = 200
@@ -61,6 +63,54 @@ class Ranks:
         return ", ".join(f"{what} {100 * share:.1f} %" for what, share in shares) + f"; RMS error {self.error:.3f}"
 
 
+def texture(pictures: Tensor, drawings: Tensor) -> float:
+    """Return the root mean square deviation of pixels from their neighbourhood where a drawing is flat.
+
+    A neighbourhood of 3 x 3 pixels counts if the 7 x 7 pixels of the drawing around its centre have one colour, so
+    that an edge may be two pixels away from its place. Drawings have 0.
+
+    Args:
+        pictures: `[N, 3, H, W]` in [-1, 1].
+        drawings: the requested drawing of each picture, of the same shape.
+
+    Returns:
+        The deviation in steps of 8-bit values.
+    """
+    width = 7
+    brightest, darkest = (nn.functional.max_pool2d(sign * drawings, width, 1) for sign in (1, -1))
+    flat_N1HW = (brightest + darkest).amax(1, keepdim=True) == 0
+    inner = pictures[..., 2:-2, 2:-2].double()
+    mean = nn.functional.avg_pool2d(inner, 3, 1)
+    variance = (nn.functional.avg_pool2d(inner.square(), 3, 1) - mean.square()).clamp(min=0).mean(1, keepdim=True)
+    return 127.5 * variance[flat_N1HW].mean().sqrt().item()
+
+
+@dataclass(frozen=True)
+class FeatureScore:
+    """Results by the features of a network.
+
+    Attributes:
+        ranks: ranks of the generated pictures by the distance of features.
+        kid: kernel distance between the generated pictures and the requested drawings.
+        network: name of the network.
+    """
+
+    ranks: Ranks
+    kid: float
+    network: str
+
+    @classmethod
+    def of(cls, features: "Features", pictures: Tensor, drawings: Tensor, requested: Sequence[int]) -> "FeatureScore":
+        """Compare the features of pictures with those of all drawings; arguments as for `Ranks.of`."""
+        from dit.evaluation.kernel_distance import kernel_distance
+
+        ours_ND, theirs_MD = (
+            torch.cat([features(part).cpu() for part in images.split(BATCH)]) for images in (pictures, drawings)
+        )
+        ranks = Ranks.of(ours_ND, theirs_MD, requested)
+        return cls(ranks, kernel_distance(ours_ND, theirs_MD[list(requested)]), features.network)
+
+
 @dataclass(frozen=True)
 class PictogramScore:
     """Results on generated pictograms.
@@ -68,6 +118,8 @@ class PictogramScore:
     Attributes:
         prompts, pictograms: number of requested names, and of drawings that samples are compared with.
         samples: ranks of the generated pictures.
+        texture: deviation of the generated pictures where the requested drawings are flat, see `texture`.
+        features: results by a feature network; None without `--features`.
         autoencoder: ranks of true drawings after encoding and decoding, an upper bound in practice; None without an
             autoencoder.
         attribution: the authors of the drawings.
@@ -76,6 +128,8 @@ class PictogramScore:
     prompts: int
     pictograms: int
     samples: Ranks
+    texture: float
+    features: Optional[FeatureScore]
     autoencoder: Optional[Ranks]
     attribution: str
 
@@ -92,7 +146,13 @@ class PictogramScore:
         lines = [
             f"{self.prompts} pictograms by name, each sample compared with {self.pictograms} drawings",
             f"samples:     the requested drawing is {self.samples.line()}",
+            f"flat areas:  deviation of {self.texture:.2f} of 255 between neighbouring pixels, 0 in the drawings",
         ]
+        if (by_features := self.features) is not None:
+            lines.append(
+                f"features:    the requested drawing is {by_features.ranks.line()}; KID {by_features.kid:.4f} "
+                f"({by_features.network})"
+            )
         if self.autoencoder is not None:
             lines.append(f"autoencoder: the encoded drawing is {self.autoencoder.line()}")
         return [*lines, self.attribution]
@@ -126,11 +186,23 @@ def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
         from dit.sampling.grid import image_grid, save_png
 
         save_png(image_grid(pictures[:, :, 0], [known[i].name for i in requested]), args.out)
-    samples, ceiling = Ranks.of(pictures, drawings, requested), None
+    pictures, drawings = pictures[:, :, 0], drawings[:, :, 0]
+    by_features = None
+    if args.features is not None:
+        by_features = FeatureScore.of(feature_network(args, generator), pictures, drawings, requested)
+    ceiling = None
     if vae is not None:
-        encoded = torch.cat([vae.encode(part) for part in drawings[requested].split(BATCH)])
-        ceiling = Ranks.of(_decoded(vae, encoded), drawings, requested)
-    score = PictogramScore(count, len(known), samples, ceiling, description["attribution"])
+        encoded = torch.cat([vae.encode(part) for part in drawings[requested, :, None].split(BATCH)])
+        ceiling = Ranks.of(_decoded(vae, encoded)[:, :, 0], drawings, requested)
+    score = PictogramScore(
+        count,
+        len(known),
+        Ranks.of(pictures, drawings, requested),
+        texture(pictures, drawings[requested]),
+        by_features,
+        ceiling,
+        description["attribution"],
+    )
     return Measurement(score.lines(), asdict(score) | {"minimum": args.minimum}, score.missed(args.minimum))
 
 
@@ -142,7 +214,7 @@ def _decoded(vae: Optional["VAE"], latents: Tensor) -> Tensor:
 
 
 PICTOGRAMS = Metric(
-    "distance of generated pictograms to the drawings requested by name, ranked among all drawings",
+    "distance of generated pictograms to the drawings requested by name, ranked among all; flatness of flat areas",
     measure,
     by_condition=True,
 )
