@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import TYPE_CHECKING, Literal, Optional
+from typing import Literal, Optional
 
 import torch
 from torch import Tensor
@@ -19,9 +19,8 @@ from torch.autograd.function import FunctionCtx
 
 from dit.errors import BatchError
 
-if TYPE_CHECKING:
-    from dit.levels import Levels
-
+CLEAN = -1
+"""Number of the level of clean tokens: t = 0 and no loss."""
 LONG = 128
 """From this average sample length, `sum_tokens` makes one vectorised sum per sample; below it, one call for all."""
 
@@ -378,6 +377,63 @@ class SequenceLayout:
         return replace(
             self, device=torch.device(device), local_indices=indices, parent=parent, local=local, levels=levels
         )
+
+
+@dataclass(unsafe_hash=True)
+class Levels:
+    """The noise levels of a pack whose samples have several, see `dit.levels`.
+
+    Attributes:
+        layout: layout of the segments, in the place of samples.
+        counts: number of segments of each sample, on the host.
+        numbers: level of each segment, on the host: `CLEAN`, 0 for the level of the sample, n > 0 for the n-th of its
+            other levels. Segments of a sample with equal numbers have the same level.
+    """
+
+    layout: SequenceLayout
+    counts: tuple[int, ...]
+    numbers: tuple[int, ...]
+
+    @cached_property
+    def by_sample(self) -> SequenceLayout:
+        """Layout of the segments as tokens of their samples."""
+        return SequenceLayout.from_lengths(self.counts, device=self.layout.device)
+
+    @cached_property
+    def numbers_L(self) -> Tensor:
+        """Number of the level of each segment, int64."""
+        return self.layout.tensor(self.numbers)
+
+    @cached_property
+    def clean_L(self) -> Tensor:
+        """True for clean segments."""
+        return self.numbers_L == CLEAN
+
+    def to(self, device: torch.device | str) -> "Levels":
+        """Move the index tensors to `device`."""
+        return replace(self, layout=self.layout.to(device))
+
+    def followed_by(self, other: "Levels") -> "Levels":
+        """Return the levels of two packs concatenated."""
+        layout = self.layout.followed_by(other.layout)
+        return Levels(layout, self.counts + other.counts, self.numbers + other.numbers)
+
+    def select(self, indices_T: Tensor, *, gathered: bool, window: Optional[tuple[int, int]]) -> "Levels":
+        """Return the levels of some of the local tokens; arguments as for `SequenceLayout.select`."""
+        local = None if gathered or self.layout.local_indices is not None else _local(self.layout, indices_T)
+        return replace(self, layout=self.layout.select(indices_T, gathered=gathered, local=local, window=window))
+
+
+def _local(layout: SequenceLayout, indices_T: Tensor) -> SequenceLayout:
+    """Return the layout of some tokens of the global pack as a separate pack; segments may be empty."""
+    full = SequenceLayout(layout.lengths, layout.padded_lengths, layout.total_tokens)
+    indices_T = indices_T.cpu()
+    ids_T = full.segment_ids_T[indices_T]
+    lengths, padded = (
+        tuple(torch.bincount(ids, minlength=full.num_samples).tolist())
+        for ids in (ids_T[full.valid_T[indices_T]], ids_T)
+    )
+    return SequenceLayout(lengths, padded, len(indices_T), layout.device)
 
 
 class _OfLayout(FunctionCtx):

@@ -16,78 +16,23 @@ Shape suffixes: L segments with one noise level, T local tokens of the pack, S s
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Optional
-
-import torch
-from torch import Tensor
+from dataclasses import replace
 
 from dit.errors import BatchError
-from dit.layout import SequenceLayout
+from dit.layout import CLEAN, Levels, SequenceLayout
+from dit.patchify import Grid
 
-CLEAN = -1
-"""Number of the level of clean tokens: t = 0 and no loss."""
 Segment = tuple[int, int]
 """Tokens of a segment, and the number of its level in the sample."""
 
 
-# Not frozen, like `SequenceLayout`.
-@dataclass(unsafe_hash=True)
-class Levels:
-    """The noise levels of a pack whose samples have several.
+def first_frames_clean(grids: Sequence[Grid]) -> list[list[Segment]]:
+    """Return segments for samples whose first frame of tokens is clean; a sample of one frame has no clean tokens.
 
-    Attributes:
-        layout: layout of the segments, in the place of samples.
-        counts: number of segments of each sample, on the host.
-        numbers: level of each segment, on the host: `CLEAN`, 0 for the level of the sample, n > 0 for the n-th of its
-            other levels. Segments of a sample with equal numbers have the same level.
+    Args:
+        grids: (t, h, w) of each sample in patches.
     """
-
-    layout: SequenceLayout
-    counts: tuple[int, ...]
-    numbers: tuple[int, ...]
-
-    @cached_property
-    def by_sample(self) -> SequenceLayout:
-        """Layout of the segments as tokens of their samples."""
-        return SequenceLayout.from_lengths(self.counts, device=self.layout.device)
-
-    @cached_property
-    def numbers_L(self) -> Tensor:
-        """Number of the level of each segment, int64."""
-        return self.layout.tensor(self.numbers)
-
-    @cached_property
-    def clean_L(self) -> Tensor:
-        """True for clean segments."""
-        return self.numbers_L == CLEAN
-
-    def to(self, device: torch.device | str) -> "Levels":
-        """Move the index tensors to `device`."""
-        return replace(self, layout=self.layout.to(device))
-
-    def followed_by(self, other: "Levels") -> "Levels":
-        """Return the levels of two packs concatenated."""
-        layout = self.layout.followed_by(other.layout)
-        return Levels(layout, self.counts + other.counts, self.numbers + other.numbers)
-
-    def select(self, indices_T: Tensor, *, gathered: bool, window: Optional[tuple[int, int]]) -> "Levels":
-        """Return the levels of some of the local tokens; arguments as for `SequenceLayout.select`."""
-        local = None if gathered or self.layout.local_indices is not None else _local(self.layout, indices_T)
-        return replace(self, layout=self.layout.select(indices_T, gathered=gathered, local=local, window=window))
-
-
-def _local(layout: SequenceLayout, indices_T: Tensor) -> SequenceLayout:
-    """Return the layout of some tokens of the global pack as a separate pack; segments may be empty."""
-    full = SequenceLayout(layout.lengths, layout.padded_lengths, layout.total_tokens)
-    indices_T = indices_T.cpu()
-    ids_T = full.segment_ids_T[indices_T]
-    lengths, padded = (
-        tuple(torch.bincount(ids, minlength=full.num_samples).tolist())
-        for ids in (ids_T[full.valid_T[indices_T]], ids_T)
-    )
-    return SequenceLayout(lengths, padded, len(indices_T), layout.device)
+    return [[(h * w, CLEAN), ((t - 1) * h * w, 0)] if t > 1 else [] for t, h, w in grids]
 
 
 def with_levels(layout: SequenceLayout, segments: Sequence[Sequence[Segment]]) -> SequenceLayout:

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from dit.errors import ConfigError
-from dit.layout import SequenceLayout
-from dit.levels import CLEAN
+from dit.layout import CLEAN, SequenceLayout
 from dit.philox import MASK32, Words, philox, to_normal, to_uniform
 
 # Odd, so that two draws of one sample never share an address (modulo 2**64). Large, so that draws of two samples, whose

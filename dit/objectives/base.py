@@ -65,12 +65,14 @@ class Objective(ABC):
         path: noising path; objectives that reconstruct have none.
         loss_kind: pointwise error: squared, absolute (sharp edges in an autoencoder), or Huber.
         weighting: learned weights of the noise levels; None for the weights of `prepare`.
+        takes_levels: whether a sample may have several noise levels and clean tokens (`dit.levels`).
         former_settings: settings that moved, and the overrides that replace them, for error messages.
     """
 
     path: Path
     loss_kind: LossKind = "l2"
     weighting: Optional[UncertaintyWeighting] = None
+    takes_levels: ClassVar[bool] = False
     former_settings: ClassVar[Mapping[str, str]] = {}
 
     @property

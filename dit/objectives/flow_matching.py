@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import ClassVar, Literal, Optional
 
 import torch
 from torch import Tensor
@@ -56,6 +56,8 @@ class FlowMatching(Objective):
     Esser et al. 2024, arXiv:2403.03206, Eq. 19 and 23; prediction of x0, Li and He 2025, arXiv:2511.13720;
     min-SNR, Hang et al. 2023, arXiv:2303.09556, on this path.
     """
+
+    takes_levels: ClassVar[bool] = True
 
     prediction: Prediction = "velocity"
     time_distribution: TimeDistribution = "uniform"

@@ -10,8 +10,8 @@ import triton.language as tl
 from dit.batch import PackedBatch
 from dit.kernels.fused.gpu.noise import COUNTERS, random_words
 from dit.kernels.fused.noise import mix
-from dit.layout import SequenceLayout
-from dit.levels import CLEAN, with_levels
+from dit.layout import CLEAN, SequenceLayout
+from dit.levels import with_levels
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM

@@ -10,7 +10,6 @@ from torch import Tensor
 from dit.backends.process_groups import ProcessGroups
 from dit.models.base import Ability, Backbone
 from dit.objectives.flow_matching import FlowMatching
-from dit.objectives.losses import UncertaintyWeighting
 from dit.parallel.dims import ParallelConfig
 from dit.step.forward_step import training_forward_step
 from dit.verify.ranks import run_world
@@ -71,10 +70,10 @@ QUICK = {("wan", layout) for layout in LAYOUTS} | {("dit", "tp2_sp"), ("dit", "c
 
 
 def pair_of(name: str, layout: str) -> Pair:
-    """Return the tiny form of a recipe with several levels in a sample; the weights of levels are learned."""
+    """Return the tiny form of a recipe with several levels in a sample."""
     ranks, parallel = LAYOUTS[layout]
     pair = tiny_pair(replace(run_of(name), parallel=ParallelConfig(**parallel)), ranks)
-    stream, objective = LeveledStream(pair.one.stream), FlowMatching(weighting=UncertaintyWeighting())
+    stream, objective = LeveledStream(pair.one.stream), FlowMatching()
     return replace(
         pair,
         one=replace(pair.one, stream=stream, objective=objective),

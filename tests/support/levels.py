@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dit.batch import PackedBatch
-from dit.levels import CLEAN, Segment, with_levels
+from dit.layout import CLEAN
+from dit.levels import Segment, with_levels
 
 
 def segments_of(number: int, tokens: int) -> list[Segment]:

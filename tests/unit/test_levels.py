@@ -7,8 +7,8 @@ from torch import Tensor
 from dit.batch import PackedBatch
 from dit.context_parallel.shard_batch import shard
 from dit.errors import BatchError, ConfigError
-from dit.layout import SequenceLayout
-from dit.levels import CLEAN, with_levels
+from dit.layout import CLEAN, SequenceLayout
+from dit.levels import with_levels
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import MIN_TIME, FlowMatching
