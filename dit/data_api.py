@@ -140,6 +140,13 @@ class DataConfig(ABC):
         """Return whether samples of different shapes may share a micro-batch, which some backbones do not support."""
         return True
 
+    def levels_setting(self) -> Optional[str]:
+        """Return the setting that gives samples several noise levels (`dit.levels`), with its value; None if none does.
+
+        Some backbones and objectives do not support them.
+        """
+        return None
+
     @abstractmethod
     def validate(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
         """Check the settings, folder, sizes and number of streams before anything is built.

@@ -19,6 +19,8 @@ from torch.autograd.function import FunctionCtx
 
 from dit.errors import BatchError
 
+CLEAN = -1
+"""Number of the level of clean tokens: t = 0 and no loss."""
 LONG = 128
 """From this average sample length, `sum_tokens` makes one vectorised sum per sample; below it, one call for all."""
 
@@ -71,6 +73,7 @@ class SequenceLayout:
         parent: under sequence parallelism, the layout that the layers gather before attention; else None.
         local: under context parallelism, the layout of the local tokens as a separate pack (samples may be empty).
         window: index of the first local token in `parent` and number of local tokens, if they are contiguous there.
+        levels: noise levels inside the samples; None if each sample has one level.
     """
 
     lengths: tuple[int, ...]
@@ -81,6 +84,7 @@ class SequenceLayout:
     parent: Optional["SequenceLayout"] = None
     local: Optional["SequenceLayout"] = None
     window: Optional[tuple[int, int]] = None
+    levels: Optional["Levels"] = None
 
     @classmethod
     def from_lengths(
@@ -115,6 +119,11 @@ class SequenceLayout:
     @property
     def num_samples(self) -> int:
         return len(self.lengths)
+
+    @property
+    def level_layout(self) -> "SequenceLayout":
+        """Layout of the segments with one noise level each: the samples, unless they have several levels."""
+        return self if self.levels is None else self.levels.layout
 
     @property
     def num_local_tokens(self) -> int:
@@ -227,6 +236,13 @@ class SequenceLayout:
         return self.token_index_T < self.lengths_S[self.segment_ids_T]
 
     @cached_property
+    def noised_T(self) -> Tensor:
+        """True for the real local tokens that are not clean, which are those that count in the loss."""
+        if self.levels is None:
+            return self.valid_T
+        return self.valid_T & ~self.levels.clean_L[self.levels.layout.segment_ids_T]
+
+    @cached_property
     def tokens_by_sample(self) -> tuple[Tensor, Tensor]:
         """Local token indices sorted by sample, and the offset of each sample in them: int64 `[T]` and `[S]`."""
         if self.local_indices is None:
@@ -241,6 +257,17 @@ class SequenceLayout:
             return x_S.index_select(0, self.segment_ids_T)
         x_T: Tensor = _PerToken.apply(x_S, self)
         return x_T
+
+    def per_level(self, x_S: Tensor) -> Tensor:
+        """Copy the value of each sample to its noise levels: `[S, ...]` becomes `[L, ...]`."""
+        if self.levels is None:
+            return x_S
+        x_L = self.levels.by_sample.per_token(x_S)
+        return x_L[:, 0] if x_S.dim() == 1 else x_L
+
+    def sum_levels(self, x_L: Tensor) -> Tensor:
+        """Sum over the noise levels of each sample: `[L]` becomes `[S]`."""
+        return x_L if self.levels is None else self.levels.by_sample.sum_tokens(x_L[:, None])[:, 0]
 
     def sum_tokens(self, x_TD: Tensor) -> Tensor:
         """Sum over the local tokens of each sample, padding included: `[T, ...]` becomes `[S, ...]`, in a fixed order.
@@ -286,7 +313,7 @@ class SequenceLayout:
 
         The tail pad of each becomes padding of its last sample.
         """
-        indices = None
+        indices, levels, others = None, self.levels, other.levels
         if self.local_indices is not None and other.local_indices is not None:
             indices = torch.cat([self.local_indices, other.local_indices + self.total_tokens])
         padded = [
@@ -301,6 +328,7 @@ class SequenceLayout:
             local_indices=indices,
             local=None,
             window=None,
+            levels=None if levels is None or others is None else levels.followed_by(others),
         )
 
     @property
@@ -331,6 +359,7 @@ class SequenceLayout:
             parent=self.gathered if gathered else None,
             local=local,
             window=window,
+            levels=None if self.levels is None else self.levels.select(indices_T, gathered=gathered, window=window),
         )
 
     def tensor(
@@ -344,7 +373,67 @@ class SequenceLayout:
         indices = None if self.local_indices is None else to_device(self.local_indices, device)
         parent = None if self.parent is None else self.parent.to(device)
         local = None if self.local is None else self.local.to(device)
-        return replace(self, device=torch.device(device), local_indices=indices, parent=parent, local=local)
+        levels = None if self.levels is None else self.levels.to(device)
+        return replace(
+            self, device=torch.device(device), local_indices=indices, parent=parent, local=local, levels=levels
+        )
+
+
+@dataclass(unsafe_hash=True)
+class Levels:
+    """The noise levels of a pack whose samples have several, see `dit.levels`.
+
+    Attributes:
+        layout: layout of the segments, in the place of samples.
+        counts: number of segments of each sample, on the host.
+        numbers: level of each segment, on the host: `CLEAN`, 0 for the level of the sample, n > 0 for the n-th of its
+            other levels. Segments of a sample with equal numbers have the same level.
+    """
+
+    layout: SequenceLayout
+    counts: tuple[int, ...]
+    numbers: tuple[int, ...]
+
+    @cached_property
+    def by_sample(self) -> SequenceLayout:
+        """Layout of the segments as tokens of their samples."""
+        return SequenceLayout.from_lengths(self.counts, device=self.layout.device)
+
+    @cached_property
+    def numbers_L(self) -> Tensor:
+        """Number of the level of each segment, int64."""
+        return self.layout.tensor(self.numbers)
+
+    @cached_property
+    def clean_L(self) -> Tensor:
+        """True for clean segments."""
+        return self.numbers_L == CLEAN
+
+    def to(self, device: torch.device | str) -> "Levels":
+        """Move the index tensors to `device`."""
+        return replace(self, layout=self.layout.to(device))
+
+    def followed_by(self, other: "Levels") -> "Levels":
+        """Return the levels of two packs concatenated."""
+        layout = self.layout.followed_by(other.layout)
+        return Levels(layout, self.counts + other.counts, self.numbers + other.numbers)
+
+    def select(self, indices_T: Tensor, *, gathered: bool, window: Optional[tuple[int, int]]) -> "Levels":
+        """Return the levels of some of the local tokens; arguments as for `SequenceLayout.select`."""
+        local = None if gathered or self.layout.local_indices is not None else _local(self.layout, indices_T)
+        return replace(self, layout=self.layout.select(indices_T, gathered=gathered, local=local, window=window))
+
+
+def _local(layout: SequenceLayout, indices_T: Tensor) -> SequenceLayout:
+    """Return the layout of some tokens of the global pack as a separate pack; segments may be empty."""
+    full = SequenceLayout(layout.lengths, layout.padded_lengths, layout.total_tokens)
+    indices_T = indices_T.cpu()
+    ids_T = full.segment_ids_T[indices_T]
+    lengths, padded = (
+        tuple(torch.bincount(ids, minlength=full.num_samples).tolist())
+        for ids in (ids_T[full.valid_T[indices_T]], ids_T)
+    )
+    return SequenceLayout(lengths, padded, len(indices_T), layout.device)
 
 
 class _OfLayout(FunctionCtx):

@@ -124,6 +124,8 @@ class RunConfig:
         if self.data.mixes_shapes(spec):
             cure = "data of one shape, or data.bucket_by_shape=True without data.max_tokens_per_pack"
             self.model.check_supports(Ability.MIXED_SHAPES, f"data={type(self.data).__name__}", cure)
+        if (setting := self.data.levels_setting()) is not None:
+            check_levels(self.model, self.objective, setting, "data without it")
         return dims, spec
 
     def _check_unused(self) -> None:
@@ -253,6 +255,24 @@ def check_outputs(objective: Objective, model: ModelConfig) -> None:
             f"(model.in_channels={model.in_channels}), but the objective trains {expected}; "
             f"set model.out_channels={objective.num_outputs * model.in_channels}, or select an objective with that "
             "number of outputs (objective=ddpm_learned_variance has two, the others have one)"
+        )
+
+
+def check_levels(model: ModelConfig, objective: Objective, setting: str, cure: str) -> None:
+    """Check that model and objective support several noise levels in a sample.
+
+    Args:
+        setting: setting that requires them, with its value.
+        cure: what to use otherwise.
+
+    Raises:
+        ConfigError: one of them does not.
+    """
+    model.check_supports(Ability.LEVELS, setting, cure)
+    if not objective.takes_levels:
+        raise ConfigError(
+            f"{setting} needs several noise levels in a sample, and the objective has one: {objective}; use "
+            f"objective=flow_matching, or {cure}"
         )
 
 

@@ -375,7 +375,9 @@ class EnergonData(ReaderSettings, DataConfig):
                 budget=self.max_lost_samples,
                 packing_buffer_size=self.packing_buffer_size,
             )
-        return share_validation(items, dp_rank, dp_size, SkipLog(self.max_lost_samples), self.origin)
+        return share_validation(
+            items, dp_rank, dp_size, SkipLog(self.max_lost_samples), self.origin, self.levels_of_frames
+        )
 
     def remarks(self, spec: BatchSpec) -> list[str]:
         """Describe samples that settings will drop and settings without effect, one line each; reads a few samples."""

@@ -5,17 +5,21 @@ from dataclasses import replace
 
 from dit.batch import PackedBatch
 from dit.errors import DataError
+from energon_data.frame_levels import FrameLevels
 from energon_data.skip_log import SkipLog
 from energon_data.streams import StreamItem
 
 
 def share_validation(
-    items: Iterable[StreamItem], dp_rank: int, dp_size: int, log: SkipLog, origin: str
+    items: Iterable[StreamItem], dp_rank: int, dp_size: int, log: SkipLog, origin: str, levels: FrameLevels
 ) -> Iterator[PackedBatch]:
     """Divide a finite pass among the data-parallel ranks: rank `r` gets the micro-batches `r`, `r + dp_size`, ...
 
     Every rank gets equally many. If their number is not a multiple of the ranks, later ranks also get the last
     micro-batch, marked as `repeated`.
+
+    Args:
+        levels: draws the noise levels of clips.
 
     Raises:
         DataError: the pass is empty or broken.
@@ -29,7 +33,7 @@ def share_validation(
             raise DataError(
                 f"validation on {origin} ended: {item.failure}; dropped: {log.counts().by_reason() or 'nothing'}"
             )
-        batch = item.batch
+        batch = levels(item.batch)
         if number % dp_size == dp_rank:
             yield batch
     if number < 0:

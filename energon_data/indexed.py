@@ -170,7 +170,8 @@ class Samples(ReaderSettings, DataConfig):
         if not self.validation_samples:
             raise ConfigError(f"{self.origin} has no held-out samples; set data.validation_samples")
         source = IndexedSource(self, spec, seed=0, stream=0, num_streams=1, held_out=True)
-        return share_validation(source.remaining(), dp_rank, dp_size, SkipLog(self.max_lost_samples), self.origin)
+        log = SkipLog(self.max_lost_samples)
+        return share_validation(source.remaining(), dp_rank, dp_size, log, self.origin, self.levels_of_frames)
 
     def identity(self) -> dict[str, dict[str, str]]:
         """Return the number of samples and a digest of up to 64 evenly spaced samples, which are read here.

@@ -148,6 +148,7 @@ class MockData(StreamSettings, DataConfig):
             micro_batches_per_step=micro_batches_per_step,
             log=SkipLog(0),
             origin="mock data",
+            levels=self.levels_of_frames,
         )
 
     def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
@@ -155,7 +156,7 @@ class MockData(StreamSettings, DataConfig):
         source = MockSource(
             self, spec, seed=0, split="val", stream=0, num_streams=1, last_sample=self.validation_samples
         )
-        return share_validation(source.remaining(), dp_rank, dp_size, SkipLog(0), "mock data")
+        return share_validation(source.remaining(), dp_rank, dp_size, SkipLog(0), "mock data", self.levels_of_frames)
 
     def empty_text(self, condition: Condition) -> Tensor:
         """Return zeros: one token of a text, or a pooled text."""

@@ -73,4 +73,5 @@ class ReaderSettings(StreamSettings):
             micro_batches_per_step=micro_batches_per_step,
             log=SkipLog(self.max_lost_samples, Path(log_dir) / SKIP_FILE if log_dir is not None else None),
             origin=self.origin,
+            levels=self.levels_of_frames,
         )

@@ -26,6 +26,8 @@ import torch
 from dit.batch import PackedBatch
 from dit.data_api import BatchSpec, SampleCounts
 from dit.errors import ConfigError, DataError
+from dit.ranges import SHARE, check_ranges
+from energon_data.frame_levels import FrameLevels
 from energon_data.skip_log import Skip, SkipLog
 
 
@@ -40,11 +42,30 @@ class StreamSettings:
         max_tokens_per_pack: pack samples up to this many tokens (micro_batch_size must be 1); None for dense batches.
         pack_multiple_of: select samples into packs as if each were padded to a multiple of this, so that packs do not
             depend on the layout.
+        clean_first_frame: share of the clips whose first frame (of tokens) is clean, to train image to video.
+        frame_levels: share of the clips in which every frame (of tokens) has its own noise level.
     """
 
     num_streams: Optional[int] = None
     max_tokens_per_pack: Optional[int] = None
     pack_multiple_of: int = 16
+    clean_first_frame: float = 0.0
+    frame_levels: float = 0.0
+
+    @property
+    def levels_of_frames(self) -> FrameLevels:
+        """Draws of the noise levels of clips."""
+        return FrameLevels(self.clean_first_frame, self.frame_levels)
+
+    def levels_setting(self) -> Optional[str]:
+        """Return the setting, with its value, that gives samples several noise levels; None if none does.
+
+        Raises:
+            ConfigError: a share is not between 0 and 1.
+        """
+        names = ("clean_first_frame", "frame_levels")
+        check_ranges("data", self, dict.fromkeys(names, SHARE))
+        return next((f"data.{name}={getattr(self, name)}" for name in names if getattr(self, name)), None)
 
 
 @dataclass
@@ -132,13 +153,14 @@ def open_streams(
     micro_batches_per_step: int,
     log: SkipLog,
     origin: str,
+    levels: FrameLevels,
 ) -> "StreamGroup":
     """Open the streams of one data-parallel rank.
 
     Args:
         open_stream: opens a global stream, given its number and the number of streams.
         requested: number of global streams. None for `automatic_streams`, or the number in a loaded state.
-        log, origin: see `StreamGroup`.
+        log, origin, levels: see `StreamGroup`.
     """
 
     def opened(num_streams: int) -> dict[int, Source]:
@@ -162,6 +184,7 @@ def open_streams(
         dp_size=dp_size,
         log=log,
         origin=origin,
+        levels=levels,
         reopen=reopened if requested is None else None,
     )
 
@@ -174,6 +197,7 @@ class StreamGroup:
         num_streams: global streams of the run.
         log: log of dropped samples.
         origin: name of the data, for messages.
+        levels: draws the noise levels of clips.
         reopen: opens the rank's streams of another number of global streams; None if the number may not change.
     """
 
@@ -186,10 +210,11 @@ class StreamGroup:
         dp_size: int,
         log: SkipLog,
         origin: str,
+        levels: FrameLevels = FrameLevels(),  # noqa: B008
         reopen: Optional[Callable[[int], Mapping[int, Source]]] = None,
     ) -> None:
         self._dp_rank, self._dp_size = dp_rank, dp_size
-        self._log, self._origin, self._reopen = log, origin, reopen
+        self._log, self._origin, self._levels, self._reopen = log, origin, levels, reopen
         self._consumed = 0  # micro-batches of all ranks; stored modulo lcm(num_streams, dp_size)
         self._use(sources, num_streams)
         self._to_discard: dict[int, int] = {}  # items between a loaded state and its position, by stream
@@ -236,7 +261,7 @@ class StreamGroup:
         self._made += count * is_own
         self._made_in_s += waited if item.seconds is None else item.seconds
         self._at_once = 1 if item.seconds is None else len(self._sources)
-        return replace(item.batch, draws_S=draws_S)
+        return self._levels(replace(item.batch, draws_S=draws_S))
 
     def _consumed_of(self, stream: int) -> int:
         """Return the number of consumed micro-batches that came from a stream."""

@@ -154,6 +154,13 @@ def wan_14b() -> run.Config[WanConfig]:
 
 
 @run.cli.factory(target=ModelConfig)
+def wan_2_2_ti2v_5b() -> run.Config[WanConfig]:
+    """Wan 2.2 TI2V 5B (5.00 B): 30 layers of width 3072, 24 heads; 48 latent channels; clips from text or a picture."""
+    sizes = {"hidden_size": 3072, "num_layers": 30, "num_attention_heads": 24, "ffn_hidden_size": 14336}
+    return run.Config(WanConfig, in_channels=48, **sizes)
+
+
+@run.cli.factory(target=ModelConfig)
 def ec_dit_1b() -> run.Config[MovieGenConfig]:
     """EC-DiT-1B (7.18 B, of which a token meets 1.54 B): MovieGen-1B with 64 experts of width 1024 per layer.
 

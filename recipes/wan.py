@@ -12,11 +12,13 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
 from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
-from recipes.components import wan_1_3b, wan_14b
+from recipes.components import wan_1_3b, wan_2_2_ti2v_5b, wan_14b
 from recipes.dit import as_large_model, as_mock, as_tiny, on_tensor_parallel, text_conditional, with_fsdp
 
 CLIP_480P = (24, 104, 60)
 """Latent (frames, height, width) of 37,440 tokens: about 93 frames of 832 x 480 through an autoencoder of 4 x 8 x 8."""
+CLIP_720P = (31, 44, 80)
+"""Latent (frames, height, width) of 27,280 tokens: 121 frames of 704 x 1280 through an autoencoder of 4 x 16 x 16."""
 
 
 def _wan(name: str, model: run.Config[ModelConfig]) -> run.Partial:
@@ -70,6 +72,29 @@ def wan_14b_mock() -> run.Partial:
     DFM publishes 325.8 TFLOP/s for each of 128 H100 with this model, clip and layout: 1974 tokens/s.
     """
     return with_fsdp(_mock("wan_14b_mock", wan_14b(), 16))
+
+
+@run.cli.factory(target=pretrain)
+def tiny_wan_image_to_video() -> run.Partial:
+    """tiny_wan, in which half of the clips have a clean first frame: any machine."""
+    recipe = as_tiny(_wan("tiny_wan_image_to_video", run.Config(WanConfig)))
+    recipe.model.ffn_hidden_size = 128
+    recipe.data.clean_first_frame = 0.5
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def wan_2_2_ti2v_5b_mock() -> run.Partial:
+    """Wan 2.2 TI2V 5B (5.00 B) on synthetic clips of 27,280 tokens, TP 2 + SP, CP 4, FSDP, 15 steps: 16 x 80 GB.
+
+    The first frame of half of the clips is clean, so that one model draws clips from a text, and from a text and a
+    picture. Clips have the published size: 121 frames of 1280 x 704 through an autoencoder of 4 x 16 x 16.
+    """
+    recipe = with_fsdp(_mock("wan_2_2_ti2v_5b_mock", wan_2_2_ti2v_5b(), 16))
+    recipe.data.frames, recipe.data.height, recipe.data.width = CLIP_720P
+    recipe.data.clean_first_frame = 0.5
+    recipe.objective.time_shift = 5.0
+    return recipe
 
 
 @run.cli.factory(target=pretrain)

@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "dit.settings": {"dit.errors", "dit.ranges"},
     "dit.layout": {"dit.errors"},
     "dit.joint_layout": {"dit.layout"},
+    "dit.levels": {"dit.errors", "dit.layout", "dit.patchify"},
     "dit.conditions": {"dit.errors", "dit.patchify", "dit.layout"},
     "dit.condition_table": {"dit.errors", "dit.conditions"},
     "dit.batch": {"dit.errors", "dit.patchify", "dit.layout", "dit.conditions"},
@@ -123,7 +124,7 @@ MAY_IMPORT = {
     "dit.inference": {
         *("dit.errors", "dit.settings", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives", "dit.sampling"),
         *("dit.backends", "dit.models", "dit.parallel", "dit.run_config", "dit.checkpoint", "dit.encoders"),
-        *("dit.conditions", "dit.condition_table", "dit.resize", "dit.safe_files"),
+        *("dit.conditions", "dit.condition_table", "dit.resize", "dit.safe_files", "dit.levels"),
     },
     "dit.step": {
         *("dit.settings", "dit.batch", "dit.layout", "dit.condition_table", "dit.patchify", "dit.data_api"),
@@ -159,6 +160,7 @@ MAY_IMPORT = {
         *("dit.models", "dit.parallel", "dit.tracing", "dit.optimizer", "dit.step"),
     },
     "energon_data": {
+        "dit.levels",
         "dit.errors",
         "dit.patches",
         "dit.extensions",

@@ -23,10 +23,11 @@ from dit.conditions import Value
 from dit.encoders.text import empty_texts, load_text_encoders
 from dit.errors import CheckpointError, ConfigError
 from dit.inference.sizes import check_size
+from dit.levels import first_frames_clean, with_levels
 from dit.parallel.build import build_model
 from dit.parallel.dims import ParallelConfig
 from dit.patchify import frames_to_patch, patchify
-from dit.run_config import RunConfig
+from dit.run_config import RunConfig, check_levels
 from dit.sampling.generate import ConditionalNetwork, empty_pack, generate_each
 from dit.sampling.guidance import needs_unconditional
 from dit.sampling.tiles import TiledNetwork
@@ -78,6 +79,7 @@ class Generator:
         numbers: Optional[Sequence[int]] = None,
         initial: Optional[Tensor] = None,
         strength: Optional[float] = None,
+        first_frame: Optional[Tensor] = None,
         tile: Optional[int] = None,
         tile_overlap: Optional[int] = None,
         on_step: Callable[[int], None] = lambda step: None,
@@ -100,6 +102,8 @@ class Generator:
             initial: a latent `[C, T, H, W]` of that size from which all samples start, for a still of one frame; None
                 to start from noise.
             strength: share of the steps that follow `initial`, see `generate_each`; None without it.
+            first_frame: a latent `[C, 1, H, W]` that is the first frame of all clips (image to video), for a model
+                trained with clean first frames; None to generate all frames.
             tile: side of square tiles in positions of a latent, for samples larger than the training samples, see
                 `dit.sampling.tiles`; None passes the full sample to the network.
             tile_overlap: smallest overlap of neighbouring tiles; a quarter of a tile if None.
@@ -124,6 +128,8 @@ class Generator:
         if initial is not None:
             tokens_TC, _ = patchify(initial.repeat(1, padded_frames // initial.shape[1], 1, 1), *self.spec.patch)
             batch.latents_TC = batch.layout.insert_padding(tokens_TC.to(batch.layout.device).repeat(count, 1))
+        if first_frame is not None:
+            batch = self._starting_with(first_frame, batch)
         latents = self.generate_pack(
             batch,
             settings,
@@ -135,6 +141,19 @@ class Generator:
             on_step=on_step,
         )
         return torch.stack(latents)[:, :, :frames]
+
+    def _starting_with(self, first_frame: Tensor, batch: PackedBatch) -> PackedBatch:
+        """Return a pack of clips whose first frame of tokens is clean."""
+        check_levels(self.config.model, self.config.objective, "a first frame", "no first frame")
+        (frames, *_), temporal = batch.grids[0], self.spec.patch_temporal
+        if frames == 1:
+            raise ConfigError("a first frame needs clips of more frames; raise frames")
+        tokens_TC, _ = patchify(first_frame.repeat(1, temporal, 1, 1), *self.spec.patch)
+        latents_TC = batch.latents_TC.clone()
+        for start in batch.layout.starts:
+            latents_TC[start : start + len(tokens_TC)] = tokens_TC
+        segments = first_frames_clean(batch.grids)
+        return replace(batch, latents_TC=latents_TC, layout=with_levels(batch.layout, segments))
 
     def sampling(self, **overrides: Any) -> SamplingConfig:
         """Return the sampling settings of the run, with overrides that are not None.
@@ -170,7 +189,7 @@ class Generator:
         """Generate samples with the sizes and conditions of the samples of a pack.
 
         Args:
-            batch: its latents are read only if `strength` is given.
+            batch: its latents are read only if `strength` is given, and those of clean tokens.
             seeds: one per sample; None for that of `sampling`.
             negative, strength, tile, tile_overlap, on_step: as in `generate`.
 

@@ -74,8 +74,9 @@ class _CompiledLayer:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         for layout in args:
-            if isinstance(layout, SequenceLayout) and layout.kind == "ragged":
-                _ = layout.segment_ids_T, layout.tokens_by_sample  # before the graph, which must not read lengths
+            for part in (layout, layout.level_layout) if isinstance(layout, SequenceLayout) else ():
+                if part.kind == "ragged":
+                    _ = part.segment_ids_T, part.tokens_by_sample  # before the graph, which must not read lengths
         if self._compiled is None:
             self._compiled = torch.compile(self._forward, backend=BACKEND, dynamic=self._dynamic)
         return self._compiled(*args, **kwargs)

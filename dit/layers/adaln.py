@@ -1,4 +1,7 @@
-"""Adaptive layer norm: shift, scale and gate per sample from the conditioning vector."""
+"""Adaptive layer norm: shift, scale and gate per sample from the conditioning vector.
+
+Suffix S counts samples, or their noise levels if a sample has several (`SequenceLayout.levels`).
+"""
 
 from dataclasses import dataclass, replace
 from typing import Optional
@@ -71,23 +74,26 @@ class SublayerModulation:
 
     def norm_modulate(self, x_TD: Tensor, layout: SequenceLayout) -> tuple[Tensor, Tensor]:
         """Return x as the residual, and norm(x) * (1 + scale) + shift as the input of the sub-layer."""
-        return self.kernels.norm_modulate(x_TD, self.norm, layout)
+        return self.kernels.norm_modulate(x_TD, self.norm, layout.level_layout)
 
     def gated_residual(self, x_TD: Tensor, y_TD: Tensor | PendingBias, layout: SequenceLayout) -> Tensor:
         """Return x + gate * y."""
-        return self.kernels.residual(x_TD, *_with_gate(y_TD, self.gate_SD), layout)
+        return self.kernels.residual(x_TD, *_with_gate(y_TD, self.gate_SD), layout.level_layout)
 
     def gated_residual_then_norm(
         self, following: "SublayerModulation", x_TD: Tensor, y_TD: Tensor | PendingBias, layout: SequenceLayout
     ) -> tuple[Tensor, Tensor]:
         """Return x + gate * y, and the input of the following sub-layer."""
-        return self.kernels.residual_norm_modulate(x_TD, *_with_gate(y_TD, self.gate_SD), following.norm, layout)
+        y_TD, gate_SD, bias_D = _with_gate(y_TD, self.gate_SD)
+        into, rows = following.norm, layout.level_layout
+        return self.kernels.residual_norm_modulate(x_TD, y_TD, gate_SD, bias_D, into, rows)
 
     def residual_then_norm(
         self, x_TD: Tensor, y_TD: Tensor | PendingBias, layout: SequenceLayout
     ) -> tuple[Tensor, Tensor]:
         """Return x + y for a previous sub-layer without a gate, and the input of this sub-layer."""
-        return self.kernels.residual_norm_modulate(x_TD, *_with_gate(y_TD, None), self.norm, layout)
+        y_TD, gate_SD, bias_D = _with_gate(y_TD, None)
+        return self.kernels.residual_norm_modulate(x_TD, y_TD, gate_SD, bias_D, self.norm, layout.level_layout)
 
 
 def _with_gate(

@@ -63,26 +63,26 @@ class Conditioner(nn.Module):
         self.size = None if size_patch is None else ScalarEmbedder(3, hidden_size, provider)
         replicate_on_all_stages(self.parameters())
 
-    def forward(self, time_S: Tensor, batch: PackedBatch) -> Tensor:
-        cond_SD = self.time(time_S)
+    def forward(self, time_L: Tensor, batch: PackedBatch) -> Tensor:
+        """Return the vector of each noise level `[L, hidden_size]`; other conditions are per sample."""
+        cond_LD, per_level = self.time(time_L), batch.layout.per_level
         if self.label is not None:
-            cond_SD = cond_SD + self.label(batch.conditions[LABEL.name].values)
+            cond_LD = cond_LD + per_level(self.label(batch.conditions[LABEL.name].values))
         if self.text is not None:
-            cond_SD = cond_SD + self.text(batch)
+            cond_LD = cond_LD + per_level(self.text(batch))
         if self.pooled is not None:
-            cond_SD = cond_SD + self.pooled(batch)
+            cond_LD = cond_LD + per_level(self.pooled(batch))
         if self.guidance is not None and self.guidance_scale is not None:
-            cond_SD = cond_SD + self.guidance(torch.full_like(time_S, self.guidance_scale))
+            cond_LD = cond_LD + self.guidance(torch.full_like(time_L, self.guidance_scale))
         if self.fps is not None:
-            cond_SD = cond_SD + self.fps(_fps(time_S, batch))
+            cond_LD = cond_LD + per_level(self.fps(_fps(batch)))
         if self.size is not None and self.patch is not None:
             grids_S3 = batch.layout.tensor(batch.grids, torch.float32)
             frames_S, height_S, width_S = (n * side for n, side in zip(grids_S3.unbind(-1), self.patch))
-            fps_S = _fps(time_S, batch)
-            cond_SD = cond_SD + self.size(height_S, width_S, frames_S / fps_S)
-        return cond_SD
+            cond_LD = cond_LD + per_level(self.size(height_S, width_S, frames_S / _fps(batch)))
+        return cond_LD
 
 
-def _fps(time_S: Tensor, batch: PackedBatch) -> Tensor:
-    rate = batch.conditions.get(FPS.name)
-    return torch.full_like(time_S, DEFAULT_FPS) if rate is None else rate.values
+def _fps(batch: PackedBatch) -> Tensor:
+    rate, layout = batch.conditions.get(FPS.name), batch.layout
+    return torch.full((layout.num_samples,), DEFAULT_FPS, device=layout.device) if rate is None else rate.values

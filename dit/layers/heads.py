@@ -39,7 +39,7 @@ class FinalLayer(nn.Module):
         weight_D = None if self.norm is None else self.norm.weight
         eps = self.eps if self.norm is None else self.norm.eps
         norm = NormModulation(shift_SD, scale_SD, eps, weight_D)
-        return self.linear(self.kernels.norm_modulate(x_TD, norm, layout)[1])
+        return self.linear(self.kernels.norm_modulate(x_TD, norm, layout.level_layout)[1])
 
 
 class TableFinalLayer(nn.Module):
@@ -57,4 +57,4 @@ class TableFinalLayer(nn.Module):
     def forward(self, x_TD: Tensor, cond_SD: Tensor, layout: SequenceLayout) -> Tensor:
         shift_SD, scale_SD = (cond_SD + row_D for row_D in self.table)
         norm = NormModulation(shift_SD, scale_SD, self.eps)
-        return self.linear(self.kernels.norm_modulate(x_TD, norm, layout)[1])
+        return self.linear(self.kernels.norm_modulate(x_TD, norm, layout.level_layout)[1])

@@ -80,6 +80,7 @@ class Ability(Enum):
     BF16 = "bf16"
     FP16 = "fp16"
     MIXED_SHAPES = "samples of different shapes in one micro-batch"
+    LEVELS = "several noise levels in a sample"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,6 +97,7 @@ class Supports:
         bf16: bf16 weights with fp32 masters.
         fp16: fp16 weights with fp32 masters and a loss scale.
         mixed_shapes: samples of different shapes in one micro-batch, packed or not.
+        levels: several noise levels in a sample (`dit.levels`).
     """
 
     tensor: bool = True
@@ -107,6 +109,7 @@ class Supports:
     bf16: bool = True
     fp16: bool = True
     mixed_shapes: bool = True
+    levels: bool = True
 
     def abilities(self) -> dict[Ability, bool]:
         """Return the flags by feature."""
@@ -120,6 +123,7 @@ class Supports:
             Ability.BF16: self.bf16,
             Ability.FP16: self.fp16,
             Ability.MIXED_SHAPES: self.mixed_shapes,
+            Ability.LEVELS: self.levels,
         }
 
     def __str__(self) -> str:
@@ -330,7 +334,7 @@ class Backbone(nn.Module, ABC):
 
         Args:
             inputs_TC: noised latents of the pack (the local tokens under context parallelism), float32.
-            time_S: the objective's time per sample, float32.
+            time_S: the objective's time per sample, or per noise level if samples have several, float32.
             batch: positions, layout and conditions; its latents are not used.
 
         Returns:
@@ -339,6 +343,6 @@ class Backbone(nn.Module, ABC):
 
 
 def _append_uncertainty(backbone: Backbone, args: tuple[Tensor, Tensor, PackedBatch], prediction_TC: Tensor) -> Tensor:
-    """Append u of each token's sample as a column to a prediction; float32."""
+    """Append u of each token's noise level as a column to a prediction; float32."""
     _, time_S, batch = args
-    return torch.cat([prediction_TC.float(), batch.layout.per_token(backbone.uncertainty(time_S))], 1)
+    return torch.cat([prediction_TC.float(), batch.layout.level_layout.per_token(backbone.uncertainty(time_S))], 1)

@@ -52,7 +52,7 @@ class ImagenConfig(TextConditioned, ClassConditioned):
     """
 
     supports: ClassVar[Supports] = Supports(
-        tensor=False, sequence=False, pipeline=False, context=False, expert=False, mixed_shapes=False
+        tensor=False, sequence=False, pipeline=False, context=False, expert=False, mixed_shapes=False, levels=False
     )
     compiles: ClassVar[bool] = True
 

@@ -4,8 +4,9 @@ A sample gets the same noise on every parallel layout, on every pipeline stage a
 has a state. Each rank computes the numbers of its local tokens. If a sample occurs twice in one step, the two have
 different noise, because the data stream numbers its draws (`PackedBatch.draws_S`).
 
-Objectives compute coefficients per sample, and `AddressedNoise.mix` applies them to latents and noise. Three functions
-implement it: `mix_eagerly` (the reference), the kernel in `dit.kernels.fused.noise`, and `skip_mixing`.
+Objectives compute coefficients per noise level, of which a sample has one or several (`dit.levels`), and
+`AddressedNoise.mix` applies them to latents and noise. Three functions implement it: `mix_eagerly` (the reference), the
+kernel in `dit.kernels.fused.noise`, and `skip_mixing`.
 """
 
 import zlib
@@ -15,7 +16,8 @@ from typing import Optional
 import torch
 from torch import Tensor
 
-from dit.layout import SequenceLayout
+from dit.errors import ConfigError
+from dit.layout import CLEAN, SequenceLayout
 from dit.philox import MASK32, Words, philox, to_normal, to_uniform
 
 # Odd, so that two draws of one sample never share an address (modulo 2**64). Large, so that draws of two samples, whose
@@ -26,7 +28,7 @@ _KEY_WORD = 0x5DEECE66
 LATENT_NOISE = "eps"
 """Purpose of the noise that corrupts the latents."""
 Mixture = tuple[Tensor | float, Tensor | float]
-"""Coefficients (a, b) of a x0 + b eps: a number per sample, float32 `[S]`, or one number for all samples."""
+"""Coefficients (a, b) of a x0 + b eps: a number per noise level, float32 `[L]`, or one number for all of them."""
 NoiseMixer = Callable[["AddressedNoise", Tensor, Sequence[Mixture], Optional[Tensor]], list[Tensor]]
 """Implementation of `AddressedNoise.mix`: from (noise, x0_TC, mixtures, offset_SC) to one tensor per mixture."""
 
@@ -70,8 +72,32 @@ class AddressedNoise:
         return philox((self._first_S, self._steps_S, self._low_S, self._high_S), self.key(purpose, self.seed))
 
     def level_S(self) -> Tensor:
-        """Draw the quantile of each sample's noise level, in (0, 1), float32 `[S]`."""
-        return self.uniform_S("level")
+        """Draw the quantile of each sample's noise level, in (0, 1), float32 `[S]`.
+
+        Raises:
+            ConfigError: the samples have several noise levels.
+        """
+        if self.layout.levels is not None:
+            raise ConfigError(
+                "the samples have several noise levels, such as clean first frames, and this objective has one per "
+                "sample; use objective=flow_matching, or remove the settings of the data that ask for clean tokens"
+            )
+        return self.quantile_S(0)
+
+    def level_L(self) -> Tensor:
+        """Draw the quantile of each noise level of the pack, float32 `[L]`; 0 for clean segments."""
+        levels = self.layout.levels
+        if levels is None:
+            return self.quantile_S(0)
+        quantile_L = torch.zeros(len(levels.numbers), device=self.layout.device)
+        for number in sorted(set(levels.numbers) - {CLEAN}):
+            drawn_L = self.layout.per_level(self.quantile_S(number))
+            quantile_L = torch.where(levels.numbers_L == number, drawn_L, quantile_L)
+        return quantile_L
+
+    def quantile_S(self, number: int) -> Tensor:
+        """Draw the quantile of one noise level of each sample, see `Levels.numbers`."""
+        return self.uniform_S(f"level {number}" if number else "level")
 
     def uniform_S(self, purpose: str) -> Tensor:
         """Draw one number in (0, 1) per sample, float32 `[S]`."""
@@ -118,10 +144,10 @@ def mix_eagerly(
     noise: AddressedNoise, x0_TC: Tensor, mixtures: Sequence[Mixture], offset_SC: Optional[Tensor]
 ) -> list[Tensor]:
     """Draw the noise, then mix it with the latents: the reference of `AddressedNoise.mix` on every device."""
-    per_token = noise.layout.per_token
+    per_token = noise.layout.level_layout.per_token
     x0_TC, eps_TC = x0_TC.float(), noise.normal_TC(LATENT_NOISE, x0_TC.shape[-1])
     if offset_SC is not None:
-        eps_TC = eps_TC + per_token(offset_SC)
+        eps_TC = eps_TC + noise.layout.per_token(offset_SC)
 
     def scaled(x_TC: Tensor, coefficient: Tensor | float) -> Tensor:
         return x_TC * (per_token(coefficient) if isinstance(coefficient, Tensor) else coefficient)

@@ -31,9 +31,9 @@ class Prepared:
     Attributes:
         inputs_TC: inputs of the network.
         time_S: conditioning value per sample: in [0, 1] for flow matching and DDPM (or DDPM's log SNR), log(sigma) / 4
-            for EDM.
+            for EDM. If samples have several noise levels (`dit.levels`), one value per level.
         target_TC: correct output of the network.
-        weight_S: weight of each sample's error.
+        weight_S: weight of each sample's error, or of the errors at each of its noise levels.
     """
 
     inputs_TC: Tensor
@@ -65,12 +65,14 @@ class Objective(ABC):
         path: noising path; objectives that reconstruct have none.
         loss_kind: pointwise error: squared, absolute (sharp edges in an autoencoder), or Huber.
         weighting: learned weights of the noise levels; None for the weights of `prepare`.
+        takes_levels: whether a sample may have several noise levels and clean tokens (`dit.levels`).
         former_settings: settings that moved, and the overrides that replace them, for error messages.
     """
 
     path: Path
     loss_kind: LossKind = "l2"
     weighting: Optional[UncertaintyWeighting] = None
+    takes_levels: ClassVar[bool] = False
     former_settings: ClassVar[Mapping[str, str]] = {}
 
     @property
@@ -127,7 +129,8 @@ class Objective(ABC):
         """Compare a prediction with its target.
 
         Every token weighs the same, packed or not: sums over micro-batches and ranks are divided by the number of all
-        their tokens.
+        their noised tokens. Clean tokens have no error and are not counted, so a sample weighs the same with a
+        reference picture as without one.
 
         Args:
             prediction_TC: prediction of the local tokens, `[T, num_outputs * token_channels]`, the outputs in order;
@@ -145,18 +148,18 @@ class Objective(ABC):
     def loss(
         self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Sum the loss over the real local tokens. The mean is the sum over all ranks divided by the count over them.
+        """Sum the loss over the noised local tokens. The mean is the sum over all ranks divided by the count over them.
 
         Args:
             prediction_TC: as for `loss_terms`.
 
         Returns:
-            Loss sum and number of real tokens (float32 scalars), and the detached sums of the terms in `logged`.
+            Loss sum and number of noised tokens (float32 scalars), and the detached sums of the terms in `logged`.
         """
         terms = self.loss_terms(prediction_TC, prepared, layout)
         sums = {name: terms[name].sum(layout) for name in self.logged}
         total = torch.stack([sums[name] for name in self.terms]).sum()
-        return total, layout.valid_T.sum().float(), {name: value.detach() for name, value in sums.items()}
+        return total, layout.noised_T.sum().float(), {name: value.detach() for name, value in sums.items()}
 
     @abstractmethod
     def denoise(self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout) -> Tensor:
@@ -196,12 +199,16 @@ class Objective(ABC):
 
 
 def sample_weights(batch: PackedBatch) -> Tensor:
-    """Return the batch's loss weight of each sample, float32 `[S]`; ones if the batch has none."""
+    """Return the batch's loss weight of each sample for its noise levels, float32 `[L]`; ones if the batch has none."""
     if batch.loss_weight_S is None:
-        return torch.ones(batch.layout.num_samples, device=batch.latents_TC.device)
-    return batch.loss_weight_S.float()
+        return torch.ones(batch.layout.level_layout.num_samples, device=batch.latents_TC.device)
+    return batch.layout.per_level(batch.loss_weight_S.float())
 
 
 def shared_time(time: Tensor, layout: SequenceLayout) -> Tensor:
-    """Return one conditioning value for every sample, float32 `[S]` on the layout's device (`time` is on the host)."""
-    return torch.full((layout.num_samples,), float(time), dtype=torch.float32, device=layout.device)
+    """Return one conditioning value for every sample, float32 `[S]` on the layout's device (`time` is on the host).
+
+    If samples have several noise levels, it is one value per level, and 0 for clean segments.
+    """
+    time_L = torch.full((layout.level_layout.num_samples,), float(time), dtype=torch.float32, device=layout.device)
+    return time_L if layout.levels is None else time_L.masked_fill(layout.levels.clean_L, 0.0)

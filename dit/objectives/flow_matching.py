@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal, Optional
+from typing import ClassVar, Literal, Optional
 
 import torch
 from torch import Tensor
@@ -36,7 +36,8 @@ class StraightPath(Path):
 class FlowMatching(Objective):
     """Flow matching: the loss is the error of the velocity v = eps - x0, with one time t per packed sample.
 
-    Time increases from 0 (data) to 1 (noise), and the network receives t.
+    Time increases from 0 (data) to 1 (noise), and the network receives t. A sample may have several times, and clean
+    tokens with t = 0 (`dit.levels`).
 
     Args:
         prediction: output of the network: the velocity, or the clean latent. Use `x0` if a token has about as many
@@ -55,6 +56,8 @@ class FlowMatching(Objective):
     Esser et al. 2024, arXiv:2403.03206, Eq. 19 and 23; prediction of x0, Li and He 2025, arXiv:2511.13720;
     min-SNR, Hang et al. 2023, arXiv:2303.09556, on this path.
     """
+
+    takes_levels: ClassVar[bool] = True
 
     prediction: Prediction = "velocity"
     time_distribution: TimeDistribution = "uniform"
@@ -88,15 +91,17 @@ class FlowMatching(Objective):
             batch's loss weights, times `min_snr_weight` if it is set. Otherwise the weights of `x0` are divided by
             t**2, because the error of x0 divided by t is the error of the velocity.
         """
-        t_S, weight_S = self.level(noise.level_S()), sample_weights(batch)
+        t_L, weight_L = self.level(noise.level_L()), sample_weights(batch)
+        if batch.layout.levels is not None:
+            t_L = t_L.masked_fill(batch.layout.levels.clean_L, 0.0)
         target = (1.0, 0.0) if self.prediction == "x0" else (-1.0, 1.0)
-        inputs_TC, target_TC = noise.mix(batch.latents_TC, (1 - t_S, t_S), target)
+        inputs_TC, target_TC = noise.mix(batch.latents_TC, (1 - t_L, t_L), target)
         if self.min_snr_gamma is not None:
-            slope_S = torch.ones_like(t_S) if self.prediction == "x0" else -t_S
-            weight_S = weight_S * min_snr_weight(1 - t_S, t_S, slope_S, self.min_snr_gamma)
+            slope_L = torch.ones_like(t_L) if self.prediction == "x0" else -t_L
+            weight_L = weight_L * min_snr_weight(1 - t_L, t_L, slope_L, self.min_snr_gamma)
         elif self.prediction == "x0":
-            weight_S = weight_S / t_S.clamp(min=MIN_TIME) ** 2
-        return Prepared(inputs_TC=inputs_TC, time_S=t_S, target_TC=target_TC, weight_S=weight_S)
+            weight_L = weight_L / t_L.clamp(min=MIN_TIME) ** 2
+        return Prepared(inputs_TC=inputs_TC, time_S=t_L, target_TC=target_TC, weight_S=weight_L)
 
     def denoise(self, network: Network, x_TC: Tensor, u: Tensor, layout: SequenceLayout) -> Tensor:
         """Return the network's x0, or x0 = x - t v of its velocity, with t = `u`."""

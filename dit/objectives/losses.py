@@ -13,23 +13,23 @@ LossKind = Literal["l2", "l1", "huber"]
 
 @dataclass(frozen=True)
 class Term:
-    """One summand of a loss: an error per token, and a weight per sample; float32.
+    """One summand of a loss: an error per token, and a weight per noise level; float32.
 
     Attributes:
-        error_T: error of each local token, the mean over its channels; 0 in padding.
-        weight_S: weight of each sample.
+        error_T: error of each local token, the mean over its channels; 0 in padding and in clean tokens.
+        weight_L: weight of each noise level; a sample has one, unless its layout has `levels`.
     """
 
     error_T: Tensor
-    weight_S: Tensor
+    weight_L: Tensor
 
     def sum(self, layout: SequenceLayout) -> Tensor:
         """Return the weighted sum over the local tokens."""
-        return (self.error_T * layout.per_token(self.weight_S)[:, 0]).sum()
+        return (self.error_T * layout.level_layout.per_token(self.weight_L)[:, 0]).sum()
 
-    def sum_per_sample(self, layout: SequenceLayout) -> Tensor:
-        """Return the weighted sum over the local tokens of each sample `[S]`."""
-        return layout.sum_per_sample(self.error_T) * self.weight_S
+    def sum_per_level(self, layout: SequenceLayout) -> Tensor:
+        """Return the weighted sum over the local tokens of each noise level `[L]`."""
+        return layout.level_layout.sum_per_sample(self.error_T) * self.weight_L
 
 
 @dataclass(kw_only=True)
@@ -46,19 +46,19 @@ class UncertaintyWeighting:
     logged: ClassVar[tuple[str, ...]] = (*terms, "raw")
 
     def loss_terms(
-        self, prediction_TC: Tensor, target_TC: Tensor, weight_S: Tensor, layout: SequenceLayout, kind: LossKind
+        self, prediction_TC: Tensor, target_TC: Tensor, weight_L: Tensor, layout: SequenceLayout, kind: LossKind
     ) -> dict[str, Term]:
-        """Scale the errors by e**-u and add u for every real token, so that u counts as often as the errors.
+        """Scale the errors by e**-u and add u for every noised token, so that u counts as often as the errors.
 
         Args:
             prediction_TC: prediction of the local tokens; its last column is u.
         """
         error_T = token_error(prediction_TC[:, :-1], target_TC, layout, kind)
-        u_T = torch.where(layout.valid_T, prediction_TC[:, -1].float(), 0.0)
+        u_T = torch.where(layout.noised_T, prediction_TC[:, -1].float(), 0.0)
         return {
-            "scaled": Term(error_T * torch.exp(-u_T), weight_S),
-            "uncertainty": Term(u_T, weight_S),
-            "raw": Term(error_T.detach(), weight_S),
+            "scaled": Term(error_T * torch.exp(-u_T), weight_L),
+            "uncertainty": Term(u_T, weight_L),
+            "raw": Term(error_T.detach(), weight_L),
         }
 
 
@@ -73,10 +73,10 @@ def pointwise_error(prediction: Tensor, target: Tensor, kind: LossKind) -> Tenso
 
 
 def token_error(prediction_TC: Tensor, target_TC: Tensor, layout: SequenceLayout, kind: LossKind) -> Tensor:
-    """Return the error of each local token, the mean over its channels, float32 `[T]`; 0 in padding."""
-    valid_T1 = layout.valid_T[:, None]
+    """Return the error of each local token, the mean over its channels, float32; 0 in padding and clean tokens."""
+    noised_T1 = layout.noised_T[:, None]
     # Mask before the error, not after: otherwise a NaN in padding would return as 0 * NaN in the gradient.
-    prediction_TC, target_TC = (torch.where(valid_T1, x_TC.float(), 0.0) for x_TC in (prediction_TC, target_TC))
+    prediction_TC, target_TC = (torch.where(noised_T1, x_TC.float(), 0.0) for x_TC in (prediction_TC, target_TC))
     return pointwise_error(prediction_TC, target_TC, kind).mean(-1)
 
 

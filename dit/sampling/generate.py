@@ -123,6 +123,14 @@ def _check_empty_texts(spec: BatchSpec, present: Collection[str]) -> None:
         )
 
 
+def keep_clean(x_TC: Tensor, batch: PackedBatch) -> Tensor:
+    """Return latents with those of the pack in their clean tokens."""
+    levels = batch.layout.levels
+    if levels is None:
+        return x_TC
+    return torch.where(levels.layout.per_token(levels.clean_L), batch.latents_TC.to(x_TC), x_TC)
+
+
 def generate(
     network: ConditionalNetwork,
     objective: Objective,
@@ -155,7 +163,8 @@ def generate_each(
 ) -> list[Tensor]:
     """Generate a latent for every sample of a pack, usually of `empty_pack`.
 
-    The noise is counter-based on (seed, sample, solver step), so a sample does not depend on the other samples.
+    The noise is counter-based on (seed, sample, solver step), so a sample does not depend on the other samples. Clean
+    tokens (`dit.levels`) keep the latents of the pack in every step.
 
     Args:
         sampling: solver, steps, guidance, thresholding, and the seed of all samples.
@@ -210,8 +219,9 @@ def generate_each(
     def denoiser(x_TC: Tensor, u: Tensor) -> Any:
         on_step(int((grid > u).sum()))
         predict = guided if within(sampling.guidance_interval, *objective.path.alpha_sigma(u)) else plain
+        x_TC = keep_clean(x_TC, batch)
         if not learned:
-            return clip(objective.denoise(predict, x_TC, u, layout))
+            return keep_clean(clip(keep_clean(objective.denoise(predict, x_TC, u, layout), batch)), batch)
         x0_TC, fraction = objective.denoise_with_variance(predict, x_TC, u, layout)
         return clip(x0_TC), fraction
 
@@ -228,4 +238,4 @@ def generate_each(
         variance=sampling.variance,
         churn=Churn.of(sampling),
     )
-    return batch.unpatchified(x0_TC, *spec.patch)
+    return batch.unpatchified(keep_clean(x0_TC, batch), *spec.patch)

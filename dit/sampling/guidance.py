@@ -76,6 +76,8 @@ def guided_columns(num_channels: int, num_positions: int, num_outputs: int, firs
 def rescaled(guided_TC: Tensor, cond_TC: Tensor, share: float, layout: SequenceLayout) -> Tensor:
     """Interpolate each sample's guided prediction towards one with the standard deviation of the conditional one.
 
+    Clean tokens (`dit.levels`), whose predictions have no meaning, do not count.
+
     Args:
         share: phi; 0 changes nothing.
 
@@ -86,10 +88,13 @@ def rescaled(guided_TC: Tensor, cond_TC: Tensor, share: float, layout: SequenceL
     """
     _check_full(layout, "guidance_rescale", "use guidance_rescale=0")
 
+    def sum_S(x_TC: Tensor) -> Tensor:
+        return layout.sum_per_sample(torch.where(layout.noised_T, x_TC.sum(1), 0.0))
+
     def deviation_S(x_TC: Tensor) -> Tensor:
-        counts_S = layout.sum_per_sample(torch.ones_like(x_TC[:, 0])) * x_TC.shape[1]
-        mean_S = layout.sum_per_sample(x_TC.sum(1)) / counts_S
-        return (layout.sum_per_sample((x_TC - layout.per_token(mean_S)).square().sum(1)) / counts_S).sqrt()
+        counts_S = sum_S(torch.ones_like(x_TC))
+        mean_S = sum_S(x_TC) / counts_S
+        return (sum_S((x_TC - layout.per_token(mean_S)).square()) / counts_S).sqrt()
 
     ratio_S = deviation_S(cond_TC) / deviation_S(guided_TC).clamp(min=torch.finfo(guided_TC.dtype).tiny)
     return guided_TC * layout.per_token(share * ratio_S + 1 - share)

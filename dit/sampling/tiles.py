@@ -72,7 +72,7 @@ class TiledNetwork:
         """Return the averaged prediction, float32 `[T, C]`; zeros at padding.
 
         Raises:
-            ConfigError: the samples differ in shape.
+            ConfigError: the samples differ in shape, or have clean tokens.
         """
         t, h, w = batch.grids[0]
         size = min(self.tile[0], h), min(self.tile[1], w)
@@ -99,6 +99,8 @@ class TiledNetwork:
         """Return packs of tiles, and for each place in a pack the tokens of its tiles, sample by sample."""
         if len(set(batch.grids)) > 1:
             raise ConfigError(f"tiles need samples of one shape, got grids {sorted(set(batch.grids))}")
+        if batch.layout.levels is not None:
+            raise ConfigError("tiles need samples without clean tokens, such as a first frame; draw without tiles")
         t, h, w = batch.grids[0]
         device, _count = batch.layout.device, batch.layout.num_samples
         corners = [

@@ -154,9 +154,10 @@ class Probe:
     ) -> None:
         outputs_TC = split_outputs(prediction_TC, *self._channels, self._objective.num_outputs)
         terms = self._objective.loss_terms(outputs_TC, prepared, batch.layout)
-        loss_S = torch.stack([terms[name].sum_per_sample(batch.layout) for name in self._objective.terms]).sum(0)
+        loss_L = torch.stack([terms[name].sum_per_level(batch.layout) for name in self._objective.terms]).sum(0)
+        loss_S = batch.layout.sum_levels(loss_L)
         self._check("loss", "loss", loss_S, chunk, batch.layout, now)
-        tokens_S = batch.layout.sum_per_sample(batch.layout.valid_T.float()).clamp(min=1.0)
+        tokens_S = batch.layout.sum_per_sample(batch.layout.noised_T.float()).clamp(min=1.0)
         for key, loss in zip(batch.keys, (loss_S / tokens_S).tolist()):
             self._losses[key] = loss
 

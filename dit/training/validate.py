@@ -73,10 +73,10 @@ def loss_sums(
         terms = _loss_terms(network, batch, objective, model, noise)
         if batch.repeated:
             continue
-        columns_S = [terms[name].sum_per_sample(batch.layout) for name in names]
-        columns_S.append(batch.layout.sum_per_sample(batch.layout.valid_T.float()))
-        bucket_S = (noise.level_S() * NUM_BUCKETS).long()
-        sums.index_add_(0, bucket_S, torch.stack(columns_S, -1))
+        columns_L = [terms[name].sum_per_level(batch.layout) for name in names]
+        columns_L.append(batch.layout.level_layout.sum_per_sample(batch.layout.noised_T.float()))
+        bucket_L = (noise.level_L() * NUM_BUCKETS).long()
+        sums.index_add_(0, bucket_L, torch.stack(columns_L, -1))
     return sums
 
 
@@ -95,14 +95,14 @@ class AtTimes(AddressedNoise):
     """Noise of held-out samples with fixed noise levels.
 
     Args:
-        times_S: quantile of each sample's noise level, float32 `[S]`.
+        times_S: quantile of all noise levels of each sample, float32 `[S]`.
     """
 
     def __init__(self, batch: PackedBatch, times_S: torch.Tensor) -> None:
         super().__init__(VALIDATION_SEED, 0, batch.sample_ids_S, batch.layout)
         self.times_S = times_S
 
-    def level_S(self) -> torch.Tensor:
+    def quantile_S(self, number: int) -> torch.Tensor:
         return self.times_S
 
 
@@ -138,8 +138,8 @@ def loss_at_times(
         terms = _loss_terms(network, batch, plain, model, AtTimes(batch, time_S.float() / NUM_TIMES))
         if batch.repeated:
             continue
-        tokens_S = batch.layout.sum_per_sample(batch.layout.valid_T.double())
-        error_S = terms["error"].sum_per_sample(batch.layout).double() / tokens_S
+        tokens_S = batch.layout.sum_per_sample(batch.layout.noised_T.double())
+        error_S = batch.layout.sum_levels(terms["error"].sum_per_level(batch.layout).double()) / tokens_S
         sums.index_add_(0, time_S, torch.stack([error_S, torch.ones_like(error_S)], -1))
     return sums
 

@@ -10,7 +10,8 @@ import triton.language as tl
 from dit.batch import PackedBatch
 from dit.kernels.fused.gpu.noise import COUNTERS, random_words
 from dit.kernels.fused.noise import mix
-from dit.layout import SequenceLayout
+from dit.layout import CLEAN, SequenceLayout
+from dit.levels import with_levels
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.ddpm import DDPM
 from dit.objectives.edm import EDM
@@ -107,6 +108,18 @@ def test_the_ends_of_the_logarithm_have_their_digits():
     assert radius.max() > 4
     ours = got[:, :2].double().norm(dim=1)
     assert float(((ours - radius).abs() / radius).max()) <= NORMAL_ULPS * ULP[torch.float32]
+
+
+def test_mixtures_have_the_coefficients_of_noise_levels():
+    """Two levels and clean tokens in a sample, whose noise is that of one level; local tokens in any order."""
+    layout = with_levels(PADDED, [[(4, CLEAN), (5, 0)], [], [(3, 0), (9, 1), (1, CLEAN)]])
+    layout = layout.select(torch.randperm(37, generator=torch.Generator().manual_seed(1))[:21])
+    x0, offset = torch.randn(21, 6), torch.randn(3, 6)
+    pairs = [tuple(torch.randn(2, 6)) for _ in range(2)]
+    for seed in SEEDS.values():
+        ours, theirs = (noise_of(layout, seed, kernel).mix(x0, *pairs, offset_SC=offset) for kernel in (mix, None))
+        for one, two in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])

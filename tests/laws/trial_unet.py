@@ -36,7 +36,7 @@ class UNetConfig(ClassConditioned):
 
     model_path: ClassVar[Optional[str]] = f"{__name__}:UNet"
     supports: ClassVar[Supports] = Supports(
-        tensor=False, sequence=False, pipeline=False, context=False, expert=False, mixed_shapes=False
+        tensor=False, sequence=False, pipeline=False, context=False, expert=False, mixed_shapes=False, levels=False
     )
 
     patch_spatial: int = 1

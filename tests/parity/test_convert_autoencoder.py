@@ -73,7 +73,7 @@ def test_diffusers_module_and_ours_compute_the_same(build_model: BuildModel, nam
     assert relative_error(pictures(sampled_TC[:, :C], p), decoded) <= RTOL
     assert relative_error(pictures(mean_TC[:, :C], p), decoded_mean) <= RTOL
     assert relative_error(decoded, decoded_mean) > 0.01
-    kl_N = Autoencoding(kl_weight=1.0).loss_terms(sampled_TC, prepared, batch.layout)["kl"].sum_per_sample(batch.layout)
+    kl_N = Autoencoding(kl_weight=1.0).loss_terms(sampled_TC, prepared, batch.layout)["kl"].sum_per_level(batch.layout)
     assert relative_error(C * kl_N, posterior.kl()) <= RTOL
 
 

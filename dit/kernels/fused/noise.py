@@ -46,21 +46,23 @@ def _(x0, segments, token_index, ids, seeds, pairs, key0, key1, step):  # type: 
 
 def mix(noise: AddressedNoise, x0_TC: Tensor, mixtures: Sequence[Mixture], offset_SC: Optional[Tensor]) -> list[Tensor]:
     """Mix latents and noise in one kernel, see `AddressedNoise.mix`."""
-    layout, ids_S = noise.layout, noise.ids_S
-    parts = [_per_sample(coefficient, ids_S) for mixture in mixtures for coefficient in mixture]
-    pairs_K2S = torch.stack(parts).view(len(mixtures), 2, -1)
-    pack_seed, seeds_S = (noise.seed, None) if isinstance(noise.seed, int) else (0, noise.seed.contiguous())
+    # The kernel has one table for addresses and coefficients, with a row per noise level.
+    layout, rows, ids_L = noise.layout, noise.layout.level_layout, noise.layout.per_level(noise.ids_S)
+    parts = [_per_level(coefficient, ids_L) for mixture in mixtures for coefficient in mixture]
+    pairs_K2L = torch.stack(parts).view(len(mixtures), 2, -1)
+    pack_seed, seeds_L = (noise.seed, None) if isinstance(noise.seed, int) else (0, layout.per_level(noise.seed))
     key0, key1 = (int(word) for word in noise.key(LATENT_NOISE, pack_seed))
-    indices = layout.segment_ids_T.contiguous(), layout.token_index_T.contiguous()
-    addresses = x0_TC.contiguous(), *indices, ids_S.contiguous(), seeds_S
+    indices = rows.segment_ids_T.contiguous(), layout.token_index_T.contiguous()
+    addresses = x0_TC.contiguous(), *indices, ids_L.contiguous(), None if seeds_L is None else seeds_L.contiguous()
     # The kernel computes up to two mixtures, such as input and target.
-    mixed = [x_TC for two_K2S in pairs_K2S.split(2) for x_TC in mix_op(*addresses, two_K2S, key0, key1, noise.step)]
+    mixed = [x_TC for two_K2L in pairs_K2L.split(2) for x_TC in mix_op(*addresses, two_K2L, key0, key1, noise.step)]
     if offset_SC is None:
         return mixed
-    return [x_TC + layout.per_token(b_S[:, None] * offset_SC) for x_TC, b_S in zip(mixed, pairs_K2S[:, 1])]
+    offset_LC = layout.per_level(offset_SC)
+    return [x_TC + rows.per_token(b_L[:, None] * offset_LC) for x_TC, b_L in zip(mixed, pairs_K2L[:, 1])]
 
 
-def _per_sample(coefficient: Tensor | float, ids_S: Tensor) -> Tensor:
+def _per_level(coefficient: Tensor | float, ids_L: Tensor) -> Tensor:
     if isinstance(coefficient, Tensor):
         return coefficient.float()
-    return torch.full(ids_S.shape, coefficient, dtype=torch.float32, device=ids_S.device)
+    return torch.full(ids_L.shape, coefficient, dtype=torch.float32, device=ids_L.device)

@@ -24,7 +24,7 @@ class DDPMUNetConfig(ClassConditioned):
 
     removed_settings: ClassVar[Mapping[str, object]] = WITHOUT_TEXT
     supports: ClassVar[Supports] = Supports(
-        tensor=False, sequence=False, pipeline=False, context=False, expert=False, mixed_shapes=False
+        tensor=False, sequence=False, pipeline=False, context=False, expert=False, mixed_shapes=False, levels=False
     )
 
     in_channels: int = 3

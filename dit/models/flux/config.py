@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, Optional
 from dit.condition_table import POOLED
 from dit.conditions import Condition
 from dit.errors import ConfigError
-from dit.models.base import TransformerSizes
+from dit.models.base import Supports, TransformerSizes
 from dit.models.conditioned import WITHOUT_CLASSES, TextConditioned
 from dit.models.transformer_config import TransformerModelConfig
 from dit.ranges import check_unused
@@ -30,6 +30,7 @@ class FluxConfig(TransformerModelConfig, TextConditioned):
     """
 
     removed_settings: ClassVar[Mapping[str, object]] = WITHOUT_CLASSES
+    supports: ClassVar[Supports] = Supports(levels=False)
     splits_all_tokens: ClassVar[bool] = False
 
     in_channels: int = 16

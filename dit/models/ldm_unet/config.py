@@ -58,7 +58,7 @@ class LDMUNetConfig(TextConditioned):
 
     removed_settings: ClassVar[Mapping[str, object]] = WITHOUT_CLASSES
     supports: ClassVar[Supports] = Supports(
-        tensor=False, sequence=False, pipeline=False, context=False, expert=False, mixed_shapes=False
+        tensor=False, sequence=False, pipeline=False, context=False, expert=False, mixed_shapes=False, levels=False
     )
 
     patch_spatial: int = 1

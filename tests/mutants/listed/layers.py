@@ -75,8 +75,8 @@ MUTANTS = (
     Mutant(
         "size: frames times the rate",
         "dit/layers/conditioner.py",
-        "frames_S / fps_S",
-        "frames_S * fps_S",
+        "frames_S / _fps(batch)",
+        "frames_S * _fps(batch)",
         (LAYERS, DIT_CROSS),
     ),
     Mutant(

@@ -28,8 +28,8 @@ MUTANTS = (
     Mutant(
         "held-out loss forgets the sample weights",
         "dit/objectives/losses.py",
-        "layout.sum_per_sample(self.error_T) * self.weight_S",
-        "layout.sum_per_sample(self.error_T)",
+        "layout.level_layout.sum_per_sample(self.error_T) * self.weight_L",
+        "layout.level_layout.sum_per_sample(self.error_T)",
         (LOSSES,),
     ),
     Mutant(
@@ -56,8 +56,8 @@ MUTANTS = (
     Mutant(
         "flow matching: x0 weighted by 1 / t",
         "dit/objectives/flow_matching.py",
-        "weight_S / t_S.clamp(min=MIN_TIME) ** 2",
-        "weight_S / t_S.clamp(min=MIN_TIME)",
+        "weight_L / t_L.clamp(min=MIN_TIME) ** 2",
+        "weight_L / t_L.clamp(min=MIN_TIME)",
         (OBJECTIVES,),
     ),
     Mutant(
@@ -91,7 +91,7 @@ MUTANTS = (
     Mutant(
         "loss: padding counts as tokens",
         "dit/objectives/base.py",
-        "layout.valid_T.sum().float()",
+        "layout.noised_T.sum().float()",
         "torch.ones_like(layout.valid_T).sum().float()",
         (OBJECTIVES,),
     ),
@@ -210,7 +210,7 @@ MUTANTS = (
     Mutant(
         "uncertainty: padding counts",
         "dit/objectives/losses.py",
-        "torch.where(layout.valid_T, prediction_TC[:, -1].float(), 0.0)",
+        "torch.where(layout.noised_T, prediction_TC[:, -1].float(), 0.0)",
         "prediction_TC[:, -1].float()",
         (UNCERTAINTY,),
     ),
@@ -252,8 +252,8 @@ MUTANTS = (
     Mutant(
         "fused noise: offset not scaled as the noise",
         "dit/kernels/fused/noise.py",
-        "layout.per_token(b_S[:, None] * offset_SC)",
-        "layout.per_token(offset_SC)",
+        "rows.per_token(b_L[:, None] * offset_LC)",
+        "rows.per_token(offset_LC)",
         (FUSED_KERNELS,),
     ),
     Mutant(

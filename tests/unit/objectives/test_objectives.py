@@ -207,7 +207,7 @@ def test_packed_loss_is_the_loss_of_its_samples(objective, kind):
         torch.testing.assert_close(parts[-1][2][objective.terms[0]], by_hand)
     assert tuple(terms) == objective.terms
     for name, value in terms.items():
-        own_S = per_sample[name].sum_per_sample(batch.layout)  # what validation adds up
+        own_S = per_sample[name].sum_per_level(batch.layout)  # what validation adds up
         torch.testing.assert_close(own_S, torch.stack([part[2][name] for part in parts]))
         torch.testing.assert_close(value, own_S.sum())
     torch.testing.assert_close(total, sum(terms.values()))

@@ -111,7 +111,7 @@ def test_min_snr_weighs_the_simple_loss_alone():
         prepared = ddpm.prepare(batch, noise_for(batch))
         outputs_TC = torch.zeros(len(prepared.target_TC), 2 * prepared.target_TC.shape[1])
         terms = ddpm.loss_terms(outputs_TC, prepared, batch.layout)
-        losses.append({name: term.sum_per_sample(batch.layout) for name, term in terms.items()})
+        losses.append({name: term.sum_per_level(batch.layout) for name, term in terms.items()})
     bar_S = (1 - cosine_betas()).cumprod(0)[(noise_for(batch).level_S().double() * NUM_STEPS).long()]
     snr_S = (bar_S / (1 - bar_S)).float()
     assert torch.equal(losses[0]["vlb"], losses[1]["vlb"])
@@ -126,7 +126,7 @@ def test_the_bound_does_not_depend_on_the_networks_time():
         ddpm = DDPM(network_time=network_time, **settings)
         prepared = ddpm.prepare(batch, noise_for(batch))
         outputs_TC = torch.zeros(len(prepared.target_TC), 2 * prepared.target_TC.shape[1])
-        losses.append(ddpm.loss_terms(outputs_TC, prepared, batch.layout)["vlb"].sum_per_sample(batch.layout))
+        losses.append(ddpm.loss_terms(outputs_TC, prepared, batch.layout)["vlb"].sum_per_level(batch.layout))
     assert torch.equal(*losses)
 
 
@@ -136,7 +136,7 @@ def test_a_perfect_step_costs_nothing():
     batch = pack(SAMPLES)
     prepared = ddpm.prepare(batch, noise_for(batch))
     outputs_TC = torch.cat([prepared.target_TC, -torch.ones_like(prepared.target_TC)], -1)
-    vlb_S = ddpm.loss_terms(outputs_TC, prepared, batch.layout)["vlb"].sum_per_sample(batch.layout)
+    vlb_S = ddpm.loss_terms(outputs_TC, prepared, batch.layout)["vlb"].sum_per_level(batch.layout)
     first_S = prepared.time_S == 0
     assert first_S.any()
     assert (vlb_S[first_S] > 0).all()

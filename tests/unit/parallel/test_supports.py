@@ -89,7 +89,7 @@ def test_each_flag_is_refused_and_listed_alone() -> None:
     """So no flag stands for another, and a message lists the other eight."""
     words = {name: Ability[name.upper()].value for name in NOTHING}
     assert list(Supports().abilities()) == list(Ability)
-    assert words.keys() == ASKED.keys() | {"mixed_shapes"}
+    assert words.keys() == ASKED.keys() | {"mixed_shapes", "levels"}
     for what, (parallel, says) in ASKED.items():
 
         @dataclass(kw_only=True)

@@ -1,0 +1,65 @@
+"""Noise levels inside the samples of a pack.
+
+A sample may consist of several segments with their own noise level: a clean first frame and the other frames (image to
+video), frames with a level each, a picture to generate and a clean reference picture. Time, modulation and loss weight
+are per segment; attention, conditions and noise stay per sample. Tokens of a segment are contiguous, wherever they are
+in the picture, because their positions are values.
+
+Sample a has a clean first frame of two tokens, sample b has one level (`.` is padding, which belongs to the last
+segment of its sample):
+
+    token      a0 a1 a2 a3 a4 .  b0 b1 b2 .       lengths (5, 3)       padded_lengths (6, 4)
+    segment    0  0  1  1  1  1  2  2  2  2       lengths (2, 3, 3)    padded_lengths (2, 4, 4)
+    numbers    CLEAN 0           0                counts (2, 1)
+
+Shape suffixes: L segments with one noise level, T local tokens of the pack, S samples in the pack.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from dit.errors import BatchError
+from dit.layout import CLEAN, Levels, SequenceLayout
+from dit.patchify import Grid
+
+Segment = tuple[int, int]
+"""Tokens of a segment, and the number of its level in the sample."""
+
+
+def first_frames_clean(grids: Sequence[Grid]) -> list[list[Segment]]:
+    """Return segments for samples whose first frame of tokens is clean; a sample of one frame has no clean tokens.
+
+    Args:
+        grids: (t, h, w) of each sample in patches.
+    """
+    return [[(h * w, CLEAN), ((t - 1) * h * w, 0)] if t > 1 else [] for t, h, w in grids]
+
+
+def with_levels(layout: SequenceLayout, segments: Sequence[Sequence[Segment]]) -> SequenceLayout:
+    """Return the layout of a global pack with the noise levels of its samples.
+
+    Args:
+        segments: segments of each sample in the order of its tokens; empty for a sample with one level.
+
+    Raises:
+        BatchError: the segments of a sample do not cover its tokens, one is empty, or all are clean.
+    """
+    if not any(segments):
+        return layout
+    lengths, padded, numbers, counts = [], [], [], []
+    for i, (parts, length, padded_length) in enumerate(
+        zip(segments, layout.lengths, layout.padded_lengths, strict=True)
+    ):
+        parts = parts or [(length, 0)]
+        tokens = [n for n, _ in parts]
+        if sum(tokens) != length or min(tokens) < 1 or all(number == CLEAN for _, number in parts):
+            raise BatchError(
+                f"sample {i} has {length} tokens and segments (tokens, level) of {list(parts)}; the segments must "
+                f"cover all tokens, have at least one each, and not all be clean ({CLEAN})"
+            )
+        lengths += tokens
+        padded += [*tokens[:-1], tokens[-1] + padded_length - length]
+        numbers += [number for _, number in parts]
+        counts.append(len(parts))
+    finer = SequenceLayout(tuple(lengths), tuple(padded), layout.total_tokens, layout.device)
+    return replace(layout, levels=Levels(finer, tuple(counts), tuple(numbers)))

@@ -1,0 +1,43 @@
+"""Noise levels of the frames of clips: a clean first frame, or a level for every frame.
+
+Every draw is a function of the sample and of the number of its draw, so it does not depend on ranks, packs and workers.
+"""
+
+from dataclasses import dataclass, replace
+
+from dit.batch import PackedBatch
+from dit.layout import CLEAN
+from dit.levels import Segment, first_frames_clean, with_levels
+from dit.patchify import Grid
+from energon_data.augment import Visit
+
+
+@dataclass(frozen=True)
+class FrameLevels:
+    """Shares of the clips with several noise levels (`dit.levels`); both draws are independent.
+
+    Attributes:
+        clean_first_frame: share whose first frame of tokens is clean.
+        own: share whose frames of tokens have a level each.
+    """
+
+    clean_first_frame: float = 0.0
+    own: float = 0.0
+
+    def __call__(self, batch: PackedBatch) -> PackedBatch:
+        """Return a full pack whose clips have the levels that are drawn for them; samples of one frame have one."""
+        if not self.clean_first_frame and not self.own:
+            return batch
+        ids: list[int] = batch.sample_ids_S.tolist()
+        draws: list[int] = [0] * len(ids) if batch.draws_S is None else batch.draws_S.tolist()
+        segments = list(map(self._segments, batch.grids, ids, draws))
+        return replace(batch, layout=with_levels(batch.layout, segments))
+
+    def _segments(self, grid: Grid, sample: int, draw: int) -> list[Segment]:
+        frames, tokens = grid[0], grid[1] * grid[2]
+        if frames == 1:
+            return []
+        clean, own = Visit(0, 0, draw, sample).generator("/levels").random(2) < (self.clean_first_frame, self.own)
+        if not own:
+            return first_frames_clean([grid])[0] if clean else []
+        return [(tokens, CLEAN if clean and frame == 0 else frame) for frame in range(frames)]

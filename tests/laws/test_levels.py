@@ -1,0 +1,116 @@
+"""Samples with several noise levels: packs, and every layout against one rank."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dit.backends.process_groups import ProcessGroups
+from dit.models.base import Ability, Backbone
+from dit.objectives.flow_matching import FlowMatching
+from dit.parallel.dims import ParallelConfig
+from dit.step.forward_step import training_forward_step
+from dit.verify.ranks import run_world
+from dit.verify.trial import disturb_constants
+from launch.verify import MockPacks, Pair, compare, tiny_pair
+from tests.conftest import BuildModel
+from tests.laws.backbones import NAMES, config_of, run_of
+from tests.support.levels import LeveledPacks, LeveledStream
+from tests.support.ranks import rows, selected
+
+LEVELED = [name for name in NAMES if config_of(name).supports.levels]
+SAMPLES = (0, 1, 2, 3)
+RTOL = 1e-6
+"""Relative error of a loss and of all gradients together in fp32."""
+
+
+def step_of(model: Backbone, name: str, packs: Any, numbers: tuple[int, ...], **padding: int) -> dict[str, Tensor]:
+    """Return loss sum, number of noised tokens, and every gradient of one training step."""
+    objective = FlowMatching()
+    step = training_forward_step(objective, config_of(name), 7, 0)
+    model.zero_grad(set_to_none=True)
+    prediction_TC, loss_of = step(iter([packs(numbers, **padding)]), model)
+    total, count, _ = loss_of(prediction_TC)
+    total.backward()
+    gradients = {key: p.grad.double() for key, p in model.named_parameters() if p.grad is not None}
+    return {"loss": total.detach().double(), "tokens": count.double(), **gradients}
+
+
+@pytest.mark.parametrize("name", LEVELED)
+def test_a_pack_equals_its_samples(build_model: BuildModel, one_rank_world: ProcessGroups, name: str) -> None:
+    """Loss, number of tokens and gradients of samples with several levels, padded, against each sample by itself."""
+    model = build_model(config_of(name))
+    disturb_constants([model], one_rank_world)
+    packs = LeveledPacks(MockPacks(config_of(name)))
+    together = step_of(model, name, packs, SAMPLES, multiple_of=10, tail=16)
+    single = [step_of(model, name, packs, (number,)) for number in SAMPLES]
+    summed = {key: sum(x[key] for x in single if key in x) for key in together}
+    noised = [int(packs((number,)).layout.noised_T.sum()) for number in SAMPLES]
+    assert int(together["tokens"]) == sum(noised) < packs(SAMPLES).layout.valid_tokens
+    difference = torch.stack([(together[key] - summed[key]).norm() for key in together]).norm()
+    assert difference <= RTOL * torch.stack([x.norm() for x in summed.values()]).norm()
+    one_level = step_of(model, name, MockPacks(config_of(name)), SAMPLES)
+    assert abs(one_level["loss"] - together["loss"]) > 1e-2 * together["loss"]
+
+
+TP2SP = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tp2": (2, {"tensor_model_parallel_size": 2}),
+    "tp2_sp": (2, TP2SP),
+    "cp2": (2, {"context_parallel_size": 2}),
+    "cp2_balanced": (2, {"context_parallel_size": 2, "context_split": "load_balanced"}),
+    "pp2": (2, {"pipeline_model_parallel_size": 2}),
+    "fsdp2": (2, {"data_parallel": "fsdp"}),
+    "tp2_sp_cp2": (4, {**TP2SP, "context_parallel_size": 2}),
+}
+ROW = ("name", "layout")
+QUICK = {("wan", layout) for layout in LAYOUTS} | {("dit", "tp2_sp"), ("dit", "cp2"), ("dit", "pp2")}
+
+
+def pair_of(name: str, layout: str) -> Pair:
+    """Return the tiny form of a recipe with several levels in a sample."""
+    ranks, parallel = LAYOUTS[layout]
+    pair = tiny_pair(replace(run_of(name), parallel=ParallelConfig(**parallel)), ranks)
+    stream, objective = LeveledStream(pair.one.stream), FlowMatching()
+    return replace(
+        pair,
+        one=replace(pair.one, stream=stream, objective=objective),
+        many=replace(pair.many, stream=stream, objective=objective),
+    )
+
+
+@pytest.fixture(scope="module")
+def verdicts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple, Any]:
+    """Every selected case's verdict; each world size starts once."""
+    folder = tmp_path_factory.mktemp("levels")
+    pairs = {row: pair_of(*row) for row in sorted(selected(request, ROW))}
+    ones = {repr(pair.one): pair.one for pair in pairs.values()}
+
+    def trained(ranks: int, trials: Any) -> list[dict[str, Any]]:
+        cases = [{"task": "dit.verify.trial:run_case", "trial": trial} for trial in trials]
+        return run_world(ranks, cases, folder / str(ranks))
+
+    one = dict(zip(ones, trained(1, ones.values())))
+    results = {}
+    for size in sorted({pair.world_size for pair in pairs.values()}):
+        of_size = {row: pair for row, pair in pairs.items() if pair.world_size == size}
+        results |= dict(zip(of_size, trained(size, [pair.many for pair in of_size.values()])))
+    return {row: compare(pair, one[repr(pair.one)], results[row]) for row, pair in pairs.items()}
+
+
+@pytest.mark.parametrize(
+    ROW, rows([(name, layout) for name in LEVELED for layout in LAYOUTS], lambda *row: row in QUICK)
+)
+def test_layouts_equal_one_rank(verdicts: dict[tuple, Any], name: str, layout: str) -> None:
+    """Every gradient, loss, weight and copy of samples with several levels."""
+    verdict = verdicts[name, layout]
+    assert verdict.is_equal, verdict.text()
+    assert not verdict.idle
+
+
+def test_only_token_backbones_take_several_levels() -> None:
+    refusing = {name for name in NAMES if not config_of(name).supports.abilities()[Ability.LEVELS]}
+    assert {name for name in NAMES if "unet" in name or "autoencoder" in name or name == "imagen"} <= refusing
+    assert {"wan", "dit", "dit_cross", "moviegen", "experts", "stdit"} <= set(LEVELED)

@@ -1,0 +1,47 @@
+"""Packs whose samples have several noise levels."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from dit.batch import PackedBatch
+from dit.layout import CLEAN
+from dit.levels import Segment, with_levels
+
+
+def segments_of(number: int, tokens: int) -> list[Segment]:
+    """Return segments by number: a clean start; one level; two levels; a level, a clean middle, another level."""
+    first, second = max(1, tokens // 3), max(1, tokens // 4)
+    return {
+        0: [(first, CLEAN), (tokens - first, 0)],
+        1: [],
+        2: [(first, 0), (tokens - first, 1)],
+        3: [(first, 0), (second, CLEAN), (tokens - first - second, 2)],
+    }[number % 4]
+
+
+def leveled(batch: PackedBatch) -> PackedBatch:
+    """Give the samples of a pack several noise levels, by the id of the sample."""
+    ids = batch.sample_ids_S.tolist()
+    segments = [segments_of(number, tokens) for number, tokens in zip(ids, batch.layout.lengths)]
+    return replace(batch, layout=with_levels(batch.layout, segments))
+
+
+@dataclass(frozen=True)
+class LeveledPacks:
+    """`launch.verify.MockPacks` whose samples have several noise levels."""
+
+    packs: Any
+
+    def __call__(self, numbers: Sequence[int], *, multiple_of: int = 1, tail: int = 0) -> PackedBatch:
+        return leveled(self.packs(numbers, multiple_of=multiple_of, tail=tail))
+
+
+@dataclass(frozen=True)
+class LeveledStream:
+    """A stream of `dit.verify.trial.Trial` whose samples have several noise levels."""
+
+    stream: Any
+
+    def __call__(self, dp_rank: int, dp_size: int, token_multiple: int) -> Iterator[PackedBatch]:
+        return map(leveled, self.stream(dp_rank, dp_size, token_multiple))

@@ -1,0 +1,109 @@
+"""Clips whose first frame is clean, or whose frames have their own noise level, as settings of the data."""
+
+from dataclasses import replace
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from dit.batch import PackedBatch
+from dit.errors import ConfigError
+from dit.layout import CLEAN
+from dit.models.ddpm_unet.config import DDPMUNetConfig
+from dit.models.wan.config import WanConfig
+from dit.objectives.edm import EDM
+from dit.objectives.flow_matching import FlowMatching
+from dit.run_config import RunConfig
+from energon_data.mock import MockData
+
+MODEL = WanConfig(
+    hidden_size=16, num_attention_heads=2, num_layers=1, ffn_hidden_size=16, in_channels=4, context_size=6
+)
+SPEC = MODEL.batch_spec()
+SHAPES = ["1x4x4", "4x4x4", "3x2x4"]
+PACKED: dict[str, Any] = {"shapes": SHAPES, "max_tokens_per_pack": 96, "pack_multiple_of": 1}
+
+
+def packs(count: int, dp_size: int = 1, dp_rank: int = 0, **settings: Any) -> list[PackedBatch]:
+    data = MockData(**{**PACKED, "num_streams": 2, **settings})
+    stream = data.build_train(SPEC, dp_rank=dp_rank, dp_size=dp_size, seed=3, log_dir=None, micro_batches_per_step=2)
+    return list(islice(stream, count))
+
+
+def levels_by_draw(batches: list[PackedBatch]) -> dict[int, tuple[tuple[int, int, int], list[tuple[int, int]]]]:
+    """Return the grid and the segments (tokens, number) of each draw of a sample."""
+    found = {}
+    for batch in batches:
+        assert batch.draws_S is not None
+        levels = batch.layout.levels
+        for i, draw in enumerate(batch.draws_S.tolist()):
+            if levels is None:
+                found[draw] = (batch.grids[i], [(batch.layout.lengths[i], 0)])
+                continue
+            first, count = sum(levels.counts[:i]), levels.counts[i]
+            rows = range(first, first + count)
+            found[draw] = (batch.grids[i], [(levels.layout.lengths[row], levels.numbers[row]) for row in rows])
+    return found
+
+
+def test_every_clip_has_a_clean_first_frame_and_no_picture_has_one() -> None:
+    found = levels_by_draw(packs(8, clean_first_frame=1.0))
+    assert {grid[0] for grid, _ in found.values()} == {1, 3, 4}
+    for (t, h, w), segments in found.values():
+        clip = [(h * w, CLEAN), ((t - 1) * h * w, 0)]
+        assert segments == ([(h * w, 0)] if t == 1 else clip)
+
+
+def test_every_frame_has_its_level() -> None:
+    found = levels_by_draw(packs(8, frame_levels=1.0, clean_first_frame=0.5))
+    clips = [(grid, segments) for grid, segments in found.values() if grid[0] > 1]
+    for (t, h, w), segments in clips:
+        assert [tokens for tokens, _ in segments] == [h * w] * t
+        assert [number for _, number in segments[1:]] == list(range(1, t))
+    assert {segments[0][1] for _, segments in clips} == {0, CLEAN}
+
+
+def test_the_share_is_that_of_the_clips_on_any_number_of_ranks() -> None:
+    """Draws depend on the sample and its draw only."""
+    one = levels_by_draw(packs(160, clean_first_frame=0.25))
+    two = [levels_by_draw(packs(80, dp_size=2, dp_rank=rank, clean_first_frame=0.25)) for rank in range(2)]
+    assert two[0] | two[1] == one
+    clips = [segments for grid, segments in one.values() if grid[0] > 1]
+    share = sum(segments[0][1] == CLEAN for segments in clips) / len(clips)
+    assert abs(share - 0.25) < 4 * (0.25 * 0.75 / len(clips)) ** 0.5
+
+
+def test_copies_of_a_sample_are_drawn_again() -> None:
+    data = levels_by_draw(packs(60, clean_first_frame=0.5, dataset_size=2, shapes=["4x4x4"]))
+    assert len({tuple(segments) for _, segments in data.values()}) == 2
+
+
+def test_held_out_clips_have_the_same_levels_in_every_pass() -> None:
+    data = MockData(**PACKED, clean_first_frame=0.5, validation_samples=24)
+    passes = [[batch.layout.levels for batch in data.build_validation(SPEC, dp_rank=0, dp_size=1)] for _ in range(2)]
+    assert passes[0] == passes[1]
+    numbers = [number for levels in passes[0] if levels is not None for number in levels.numbers]
+    assert {CLEAN, 0} == set(numbers)
+
+
+def test_without_the_settings_packs_are_as_before() -> None:
+    assert all(batch.layout.levels is None for batch in packs(4))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"data": MockData(clean_first_frame=1.5)}, "data.clean_first_frame=1.5"),
+        ({"objective": EDM()}, "data.clean_first_frame=0.5 needs several noise levels .* use objective=flow_matching"),
+        (
+            {"model": DDPMUNetConfig()},
+            "DDPMUNetConfig does not support several noise levels in a sample, which data.clean_first_frame=0.5",
+        ),
+    ],
+    ids=["range", "objective", "model"],
+)
+def test_what_cannot_take_them_is_refused(changes: dict[str, Any], message: str) -> None:
+    run = RunConfig(model=MODEL, data=MockData(clean_first_frame=0.5), objective=FlowMatching())
+    run.check()
+    with pytest.raises(ConfigError, match=message):
+        replace(run, **changes).check()
