@@ -3,6 +3,7 @@
 Suffix S counts samples, or their noise levels if a sample has several (`SequenceLayout.levels`).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Optional
 
@@ -140,6 +141,21 @@ class Modulation(nn.Module):
         chunks = self.linear(self.down(nn.functional.silu(cond_SD))).chunk(3 * self.num_sublayers, dim=-1)
         triples = zip(chunks[0::3], chunks[1::3], chunks[2::3])
         return [SublayerModulation(*triple, self.eps, self.kernels) for triple in triples]
+
+
+class SelectedModulation(nn.Module):
+    """Modulations of some sub-layers, from a `Modulation` that several layers share.
+
+    Args:
+        sublayers: indices of the sub-layers.
+    """
+
+    def __init__(self, sublayers: slice) -> None:
+        super().__init__()
+        self.sublayers = sublayers
+
+    def forward(self, shared: Sequence[SublayerModulation]) -> Sequence[SublayerModulation]:
+        return shared[self.sublayers]
 
 
 class SharedModulation(nn.Module):

@@ -1,5 +1,6 @@
 """The conditioning vector of every backbone, computed from the backbone's conditions."""
 
+from functools import partial
 from typing import Optional
 
 import torch
@@ -36,6 +37,7 @@ class Conditioner(nn.Module):
         guidance: guidance scale of a guidance-distilled network, the same for all samples, or None.
         fps: whether to condition on the frame rate.
         size_patch: latent positions per patch along (t, h, w), to condition on height, width and duration, or None.
+        bias: whether the embedders of time, guidance and pooled text have biases.
     """
 
     def __init__(
@@ -51,14 +53,17 @@ class Conditioner(nn.Module):
         guidance: Optional[float] = None,
         fps: bool = False,
         size_patch: Optional[tuple[int, int, int]] = None,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         self.guidance_scale, self.patch = guidance, size_patch
-        self.time = TimestepEmbedder(hidden_size, provider, time_scale=time_scale, frequency_shift=frequency_shift)
+        scalar = partial(TimestepEmbedder, hidden_size, provider, time_scale=time_scale, bias=bias)
+        vector = partial(VectorEmbedder, POOLED.name, hidden_size=hidden_size, provider=provider, bias=bias)
+        self.time = scalar(frequency_shift=frequency_shift)
         self.label = None if num_classes is None else LabelEmbedder(num_classes, hidden_size, provider)
         self.text = None if context_size is None else PooledTextEmbedder(context_size, hidden_size, provider)
-        self.guidance = None if guidance is None else TimestepEmbedder(hidden_size, provider, time_scale=time_scale)
-        self.pooled = None if pooled_size is None else VectorEmbedder(POOLED.name, pooled_size, hidden_size, provider)
+        self.guidance = None if guidance is None else scalar()
+        self.pooled = None if pooled_size is None else vector(pooled_size)
         self.fps = ScalarEmbedder(1, hidden_size, provider) if fps else None
         self.size = None if size_patch is None else ScalarEmbedder(3, hidden_size, provider)
         replicate_on_all_stages(self.parameters())

@@ -43,6 +43,7 @@ class TimestepEmbedder(nn.Module):
         time_scale: factor on the objective's time before the sinusoid; 1000 spans DDPM's classic timesteps.
         features: width of the sinusoid.
         frequency_shift: see `timestep_features`.
+        bias: whether the linear layers have biases.
     """
 
     def __init__(
@@ -53,11 +54,12 @@ class TimestepEmbedder(nn.Module):
         time_scale: float,
         features: int = 256,
         frequency_shift: int = 0,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         self.features, self.time_scale, self.frequency_shift = features, time_scale, frequency_shift
-        self.linear_1 = provider.replicated_linear(features, hidden_size, bias=True, init=normal(0.02))
-        self.linear_2 = provider.replicated_linear(hidden_size, hidden_size, bias=True, init=normal(0.02))
+        self.linear_1 = provider.replicated_linear(features, hidden_size, bias=bias, init=normal(0.02))
+        self.linear_2 = provider.replicated_linear(hidden_size, hidden_size, bias=bias, init=normal(0.02))
 
     def forward(self, time_S: Tensor) -> Tensor:
         time_S = time_S.double() * self.time_scale
@@ -163,15 +165,18 @@ class VectorEmbedder(nn.Module):
         condition: name of the condition with the vectors.
         width: width of the vectors.
         hidden_size: width of the conditioning vector.
+        bias: whether the linear layers have biases.
     """
 
-    def __init__(self, condition: str, width: int, hidden_size: int, provider: LayerProvider) -> None:
+    def __init__(
+        self, condition: str, width: int, hidden_size: int, provider: LayerProvider, *, bias: bool = True
+    ) -> None:
         super().__init__()
         self.condition = condition
         self.null = provider.parameter((width,), ZEROS)
         init = xavier_uniform(width, hidden_size)
-        self.linear_1 = provider.replicated_linear(width, hidden_size, bias=True, init=init)
-        self.linear_2 = provider.replicated_linear(hidden_size, hidden_size, bias=True, init=normal(0.02))
+        self.linear_1 = provider.replicated_linear(width, hidden_size, bias=bias, init=init)
+        self.linear_2 = provider.replicated_linear(hidden_size, hidden_size, bias=bias, init=normal(0.02))
 
     def forward(self, batch: PackedBatch) -> Tensor:
         condition = batch.conditions.get(self.condition)

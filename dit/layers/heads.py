@@ -16,6 +16,7 @@ class FinalLayer(nn.Module):
 
     Args:
         norm: affine RMSNorm before the modulation. Default: a layer norm without affine parameters.
+        bias: whether both linear layers have biases.
 
     Source: Peebles and Xie 2023, arXiv:2212.09748, section 3.2 ("Transformer decoder").
     """
@@ -28,11 +29,12 @@ class FinalLayer(nn.Module):
         *,
         eps: float = 1e-6,
         norm: Optional[RMSNorm] = None,
+        bias: bool = True,
     ) -> None:
         super().__init__()
         self.eps, self.norm, self.kernels = eps, norm, provider.kernels
-        self.modulation = provider.replicated_linear(hidden_size, 2 * hidden_size, bias=True, init=ZEROS)
-        self.linear = provider.replicated_linear(hidden_size, out_features, bias=True, init=ZEROS)
+        self.modulation = provider.replicated_linear(hidden_size, 2 * hidden_size, bias=bias, init=ZEROS)
+        self.linear = provider.replicated_linear(hidden_size, out_features, bias=bias, init=ZEROS)
 
     def forward(self, x_TD: Tensor, cond_SD: Tensor, layout: SequenceLayout) -> Tensor:
         shift_SD, scale_SD = self.modulation(nn.functional.silu(cond_SD)).chunk(2, dim=-1)

@@ -1,5 +1,6 @@
 """Feed-forward sub-layers, with the inner width split over tensor-parallel ranks."""
 
+from collections.abc import Mapping
 from typing import Optional
 
 from torch import Tensor, nn
@@ -50,3 +51,7 @@ class SwiGLU(nn.Module):
     def forward(self, x_TD: Tensor, layout: Optional[SequenceLayout] = None) -> PendingBias:
         """Apply the layer to each token; `layout` is unused, see `MLP`."""
         return self.linear_fc2(self.activation(*self.linear_fc1(x_TD)))
+
+
+MLPS: Mapping[str, type[MLP | SwiGLU]] = {"gelu_tanh": MLP, "swiglu": SwiGLU}
+"""By the name of the activation's kernel."""

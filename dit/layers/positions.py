@@ -21,6 +21,7 @@ from dit.layout import SequenceLayout
 SinCos = Literal["sincos_2d", "sincos_3d"]
 PositionEmbedding = Literal["sincos_2d", "sincos_3d", "rope_3d", "learned_3d"]
 RopeScaling = Literal["ntk", "linear"]
+AXES = ("t", "h", "w")
 
 
 def sincos_1d(position_T: Tensor, size: int) -> Tensor:
@@ -88,7 +89,7 @@ def spanning(
 
 @dataclass(frozen=True)
 class RotaryPositions:
-    """Three-dimensional rotary embedding: the features of a head are split over (t, h, w).
+    """Rotary embedding over several axes: the features of a head are split over (t, h, w), and further axes.
 
     By default, h and w each have a third (rounded down) of the `head_size / 2` pairs of features, and t the rest.
 
@@ -100,7 +101,8 @@ class RotaryPositions:
             shortest is unchanged (bloc97 2023; used by Cosmos).
         factors: extension of t, h and w; 1 for none.
         time_only: whether all features rotate with t, for temporal attention.
-        axes: features of t, h and w, even numbers that add up to `head_size`. Default: the split above.
+        axes: features of each axis, even numbers that add up to `head_size`. Default: the split above.
+        axis_names: names of the axes; those after t, h and w are never extended.
 
     Source: Su et al. 2021, arXiv:2104.09864, Eq. 34, on each axis; the split of the head is that of Cosmos and Wan.
     """
@@ -111,32 +113,33 @@ class RotaryPositions:
     factors: Sequence[float] = (1.0, 1.0, 1.0)
     time_only: bool = False
     axes: Optional[Sequence[int]] = None
+    axis_names: Sequence[str] = AXES
 
-    def pairs(self) -> tuple[int, int, int]:
-        """Return the numbers of feature pairs that rotate with t, h and w."""
+    def pairs(self) -> tuple[int, ...]:
+        """Return the number of feature pairs that rotate with each axis."""
         if self.axes is not None:
-            t, h, w = (size // 2 for size in self.axes)
-            return t, h, w
+            return tuple(size // 2 for size in self.axes)
         image = 0 if self.time_only else self.head_size // 6
         return self.head_size // 2 - 2 * image, image, image
 
-    def angles(self, positions_T3: Tensor) -> Tensor:
+    def angles(self, positions_TA: Tensor) -> Tensor:
         """Return the angle of each pair of features, float64 `[T, head_size / 2]`."""
         parts = []
         for axis, count in enumerate(self.pairs()):
-            index_T, theta = positions_T3[:, axis].double(), self.theta
+            index_T, theta = positions_TA[:, axis].double(), self.theta
+            factor = self.factors[axis] if axis < len(AXES) else 1.0
             if self.scaling == "linear":
-                index_T = index_T / self.factors[axis]
+                index_T = index_T / factor
             elif count > 1:
                 # The longest wavelength is 2 pi theta ** ((count - 1) / count).
-                theta = theta * self.factors[axis] ** (count / (count - 1))
+                theta = theta * factor ** (count / (count - 1))
             frequency = theta ** -(torch.arange(count, device=index_T.device, dtype=torch.float64) / count)
             parts.append(index_T[:, None] * frequency)
         return torch.cat(parts, -1)
 
-    def __call__(self, positions_T3: Tensor) -> Rotation:
-        """Return the rotation of tokens at (t, h, w) patch indices."""
-        angles = self.angles(positions_T3)[:, None]
+    def __call__(self, positions_TA: Tensor) -> Rotation:
+        """Return the rotation of tokens at (t, h, w) patch indices, and their indices on further axes."""
+        angles = self.angles(positions_TA)[:, None]
         return Rotation(angles.cos().float(), angles.sin().float())
 
 
@@ -157,8 +160,12 @@ def check_rope(rotary: RotaryPositions) -> None:
         ConfigError: the head size is too small, or a setting is invalid.
     """
     if rotary.axes is not None:
-        if len(rotary.axes) != 3 or min(rotary.axes) < 2 or any(size % 2 for size in rotary.axes):
-            raise ConfigError(f"model.rope_axes={list(rotary.axes)} must be three even numbers of at least 2: t, h, w")
+        names = rotary.axis_names
+        if len(rotary.axes) != len(names) or min(rotary.axes) < 2 or any(size % 2 for size in rotary.axes):
+            raise ConfigError(
+                f"model.rope_axes={list(rotary.axes)} must be {len(names)} even numbers of at least 2, one for each of "
+                f"{', '.join(names)}"
+            )
         if sum(rotary.axes) != rotary.head_size:
             raise ConfigError(
                 f"model.rope_axes={list(rotary.axes)} add up to {sum(rotary.axes)}, but a head has {rotary.head_size} "

@@ -91,10 +91,10 @@ def embed_patches(linear: nn.Linear, inputs_TC: Tensor, layout: SequenceLayout) 
 class PatchEmbedding(nn.Module):
     """A linear layer applied to every patch, replicated over tensor-parallel ranks."""
 
-    def __init__(self, token_channels: int, hidden_size: int, provider: LayerProvider) -> None:
+    def __init__(self, token_channels: int, hidden_size: int, provider: LayerProvider, *, bias: bool = True) -> None:
         super().__init__()
         init = xavier_uniform(token_channels, hidden_size)
-        self.linear = provider.replicated_linear(token_channels, hidden_size, bias=True, init=init)
+        self.linear = provider.replicated_linear(token_channels, hidden_size, bias=bias, init=init)
 
     def forward(self, inputs_TC: Tensor, layout: SequenceLayout) -> Tensor:
         return embed_patches(self.linear, inputs_TC, layout)

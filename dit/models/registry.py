@@ -1,5 +1,7 @@
 """Backbones by name. Each has a folder and a line in `BACKBONES` with its settings and its network.
 
+A folder with only a config has the sizes of a family of `streams`.
+
 Classes are imported by name when needed, which avoids import cycles between configs and models.
 """
 
@@ -35,7 +37,7 @@ BACKBONES = {
     "efficient_unet": Entry(
         "dit.models.efficient_unet.config:EfficientUNetConfig", "dit.models.efficient_unet.model:EfficientUNet"
     ),
-    "flux": Entry("dit.models.flux.config:FluxConfig", "dit.models.flux.model:Flux"),
+    "flux": Entry("dit.models.flux.config:FluxConfig", "dit.models.streams.model:Streams"),
     "ldm_unet": Entry("dit.models.ldm_unet.config:LDMUNetConfig", "dit.models.ldm_unet.model:LDMUNet"),
     "moviegen": Entry("dit.models.moviegen.config:MovieGenConfig", "dit.models.moviegen.model:MovieGen"),
     "stdit": Entry("dit.models.stdit.config:STDiTConfig", "dit.models.stdit.model:STDiT"),

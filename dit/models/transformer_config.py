@@ -33,7 +33,8 @@ CONDITION_FEATURES = 256
 RANGES: dict[str, Range] = {
     **dict.fromkeys(("hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"), WIDTH),
     **dict.fromkeys(("in_channels", "out_channels", "context_size", "pooled_size", "adaln_lora_rank"), WIDTH),
-    **dict.fromkeys(("num_layers", "num_joint_layers", "num_single_layers"), LAYERS),
+    **dict.fromkeys(("num_layers", "num_joint_layers"), LAYERS),
+    "num_single_layers": whole(0, 1000),
     **dict.fromkeys(("patch_spatial", "patch_temporal", "max_grid", "rope_axes"), PATCHES),
     **dict.fromkeys(("class_dropout", "context_dropout"), SHARE),
     **dict.fromkeys(("layernorm_epsilon", "time_scale", "position_span"), POSITIVE),
@@ -125,6 +126,11 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
         return self.hidden_size // self.num_attention_heads
 
     @property
+    def position_axes(self) -> tuple[str, ...]:
+        """Names of the axes of rotary positions."""
+        return "t", "h", "w"
+
+    @property
     def output_features(self) -> int:
         """Width of the output layer: predicted channels per patch."""
         return self.token_channels // self.in_channels * (self.out_channels or self.in_channels)
@@ -153,7 +159,7 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
         """Check the kind of positions, the sizes for it, and that every changed rotary setting has an effect.
 
         Args:
-            axes: features of a head that rotate with t, h and w; None for a third each.
+            axes: features of a head that rotate with each of `position_axes`; None for a third each.
             turns_in_time: whether temporal attention is rotary for any kind of positions.
 
         Raises:
@@ -179,7 +185,7 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
         """Return the validated rotary embedding of these settings.
 
         Args:
-            axes: features of t, h and w; None for a third each.
+            axes: features of each of `position_axes`; None for a third each.
             time_only: whether all features of a head rotate with t, for temporal attention.
 
         Raises:
@@ -188,7 +194,9 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
         from dit.layers.positions import RotaryPositions, check_rope
 
         factors = (1.0, 1.0, 1.0) if self.rope_factors is None else tuple(self.rope_factors)
-        positions = RotaryPositions(self.head_size, self.rope_theta, self.rope_scaling, factors, time_only, axes)
+        positions = RotaryPositions(
+            self.head_size, self.rope_theta, self.rope_scaling, factors, time_only, axes, self.position_axes
+        )
         check_rope(positions)
         return positions
 

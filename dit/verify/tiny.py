@@ -99,7 +99,8 @@ def tiny_model(model: ModelConfig, parallel: ParallelConfig, fp8: Optional[Fp8] 
     if settings.get("position_embedding") == "learned_3d":
         sizes["max_grid"] = [max(sides) for sides in zip(*tiny_grids(model, tiny_sides(parallel, fp8)))]
     if settings.get("position_embedding") == "rope_3d":
-        sizes["rope_axes"] = [HEAD_SIZE // 4, HEAD_SIZE // 2, HEAD_SIZE // 4]
+        middle = [HEAD_SIZE // 2] if len(settings.get("rope_axes") or ()) < 4 else [HEAD_SIZE // 4] * 2
+        sizes["rope_axes"] = [HEAD_SIZE // 4, *middle, HEAD_SIZE // 4]
     tiny = replace(model, **{name: size for name, size in sizes.items() if settings.get(name) is not None})
     tiny.validate()
     return tiny
@@ -148,7 +149,8 @@ def _depth(settings: dict[str, Any], parallel: ParallelConfig) -> dict[str, int]
     """Return the layers of each kind: a multiple of pipeline stages and of the layer pattern, at least two."""
     stages = parallel.pipeline_model_parallel_size * (parallel.virtual_pipeline_model_parallel_size or 1)
     layers = multiple_of(math.lcm(stages, len(settings.get("layer_pattern", [None]))), 2)
-    return {"num_layers": layers, "num_joint_layers": layers // 2, "num_single_layers": layers - layers // 2}
+    single = layers - layers // 2 if settings.get("num_single_layers") else 0
+    return {"num_layers": layers, "num_joint_layers": layers - single, "num_single_layers": single}
 
 
 def _levels() -> dict[str, Any]:

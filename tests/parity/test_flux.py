@@ -182,11 +182,11 @@ def test_recompute_of_every_block_adds_the_blocks():
     [
         ({"hidden_size": 50}, ["hidden_size=50", "num_attention_heads=4"]),
         ({"ffn_hidden_size": 41}, ["ffn_hidden_size=41", "num_attention_heads=4", "use 40"]),
-        ({"num_single_layers": 0}, ["num_single_layers=0"]),
+        ({"num_joint_layers": 0}, ["num_joint_layers=0"]),
         ({"context_size": None}, ["context_size=None"]),
         ({"rope_axes": [2, 4, 4]}, ["add up to 10", "12"]),
         ({"rope_axes": [3, 4, 5]}, ["[3, 4, 5]", "even"]),
-        ({"rope_axes": [6, 6]}, ["[6, 6]", "three"]),
+        ({"rope_axes": [6, 6]}, ["[6, 6]", "3 even", "t, h, w"]),
         (
             {"position_embedding": "sincos_3d"},
             ["rope_axes=[2, 6, 4] has no effect", "leave model.rope_axes=[16, 56, 56]"],

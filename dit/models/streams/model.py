@@ -1,13 +1,17 @@
-"""FLUX on Megatron-Core linears."""
+"""Transformers with text and image as two streams, then as one, on Megatron-Core linears."""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
 from dit.backends.init import xavier_uniform
 from dit.backends.provider import LayerProvider
+from dit.backends.sharding import replicate_on_all_stages
 from dit.batch import PackedBatch
 from dit.joint_layout import joint_layout
 from dit.kernels.attention import Attention
+from dit.layers.adaln import Modulation, RMSNorm
 from dit.layers.conditioner import Conditioner
 from dit.layers.heads import FinalLayer
 from dit.layers.positions import add_sincos
@@ -23,12 +27,12 @@ from dit.layers.tokens import (
 )
 from dit.layout import SequenceLayout
 from dit.models.base import Backbone, Stage
-from dit.models.flux.config import FluxConfig
-from dit.models.flux.layer import JointLayer, SingleLayer
+from dit.models.streams.config import StreamsConfig
+from dit.models.streams.layer import SUBLAYERS, JointLayer, SingleLayer
 
 
-class Flux(Backbone):
-    """FLUX.1: text and image as two streams with joint attention, then as one stream; a modulated head for the image.
+class Streams(Backbone):
+    """Text and image as two streams with joint attention, then as one stream; a modulated head for the image.
 
     The text stream is handled like the image stream: under sequence parallelism its tokens are split, and pipeline
     stages send them with the image tokens. Under context parallelism it is replicated (see `ContextAttention`).
@@ -37,46 +41,59 @@ class Flux(Backbone):
     missing text, which is one null token. Guidance drops texts in the same way as training. A learned vector replaces a
     missing pooled text.
 
-    Source: black-forest-labs/flux, `model.py`; sizes and defaults of FLUX.1-dev. Deviations: packs of any lengths
-    instead of texts padded to 512 tokens that are attended to; modulations, gates and head are zero-initialised; sine-
-    cosine positions of the image are an option.
+    A modulation that all blocks share is replicated over pipeline stages; gradients are summed over the stages.
+
+    Source: black-forest-labs/flux, `model.py`. Deviations: packs of any lengths instead of texts padded to 512 tokens
+    that are attended to; modulations, gates and head are zero-initialised; sine-cosine positions of the image are an
+    option.
     """
 
     fsdp_units = (JointLayer, SingleLayer)
 
-    def __init__(self, config: FluxConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
+    def __init__(self, config: StreamsConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
         super().__init__(stage)
         self.config = provider.config
         self.model_config = config
         self.provider = provider
-        size = config.hidden_size
+        size, bias, eps = config.hidden_size, config.add_bias, config.layernorm_epsilon
         assert config.context_size is not None
         rope = config.position_embedding == "rope_3d"
         self.rotary = config.rotary(config.rope_axes) if rope else None
         self.conditioner = Conditioner(
-            size, provider, time_scale=config.time_scale, pooled_size=config.pooled_size, guidance=config.guidance
+            size,
+            provider,
+            time_scale=config.time_scale,
+            pooled_size=config.pooled_size,
+            guidance=config.guidance,
+            bias=bias,
         )
+        self.modulation: nn.Module = nn.Identity()
+        if config.shared_modulation:
+            last = SUBLAYERS["single" if config.num_single_layers else "image"]
+            self.modulation = Modulation(size, last.stop, provider, bias=bias, eps=eps)
+            replicate_on_all_stages(self.modulation.parameters())
         if stage.first:
-            self.embed = PatchEmbedding(config.token_channels, size, provider)
+            self.embed = PatchEmbedding(config.token_channels, size, provider, bias=bias)
             self.text = TextTokens(config.context_size, provider, stream=True)
+            self.text_norm = RMSNorm(config.context_size, provider, eps=eps) if config.text_norm else nn.Identity()
             init = xavier_uniform(config.context_size, size)
-            self.embed_text = provider.replicated_linear(config.context_size, size, bias=True, init=init)
+            self.embed_text = provider.replicated_linear(config.context_size, size, bias=bias, init=init)
         joint = config.num_joint_layers
         self.layers = nn.ModuleDict(
             {str(i): (JointLayer if i < joint else SingleLayer)(config, provider, attention) for i in stage.layers}
         )
         if stage.last:
-            self.head = FinalLayer(size, config.output_features, provider, eps=config.layernorm_epsilon)
+            self.head = FinalLayer(size, config.output_features, provider, eps=eps, bias=bias)
 
     def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
         texts, provider = pad_tokens(text_layout(batch), self.provider), self.provider
         joint = joint_layout(texts, batch.layout)
         rotation_J = None
         if self.rotary is not None:
-            # Attention gets the tokens of all tensor-parallel ranks. The text is at the origin, without rotation.
-            origin_K3 = batch.positions_T3.new_zeros(texts.total_tokens, 3)
-            rotation_J = self.rotary(joint.join(origin_K3, batch.positions_T3))
+            # Attention gets the tokens of all tensor-parallel ranks.
+            rotation_J = self.rotary(joint.join(*token_positions(self.model_config, batch, texts)))
         cond_SD = self.conditioner(time_S, batch)
+        condition = self.modulation(cond_SD)
         layout, (inputs_TC, positions_T3) = shard_tokens(batch.layout, provider, inputs_TC, batch.positions_T3)
         local_texts, _ = shard_tokens(texts, provider)
         local_joint, _ = shard_tokens(joint, provider)
@@ -92,14 +109,14 @@ class Flux(Backbone):
                 text_KD, x_TD = rows_D.split([local_texts.num_local_tokens, layout.num_local_tokens])
             for i in range(self.stage.layers.start, min(single, self.stage.layers.stop)):
                 layer = self.layers[str(i)]
-                text_KD, x_TD = layer(text_KD, x_TD, cond_SD, local_texts, layout, joint, rotation_J)
-            if single >= self.stage.layers.stop:
+                text_KD, x_TD = layer(text_KD, x_TD, condition, local_texts, layout, joint, rotation_J)
+            if single >= self.stage.layers.stop and not self.post_process:
                 return to_next_stage(torch.cat([text_KD, x_TD]))
             # Under sequence parallelism, tokens are redistributed over the ranks here.
             x_JD = joint.join(unshard_tokens(text_KD, provider), unshard_tokens(x_TD, provider))
             _, (x_JD,) = shard_tokens(joint, provider, x_JD)
         for i in range(single, self.stage.layers.stop):
-            x_JD = self.layers[str(i)](x_JD, cond_SD, local_joint, joint, rotation_J)
+            x_JD = self.layers[str(i)](x_JD, condition, local_joint, joint, rotation_J)
         if not self.post_process:
             return to_next_stage(x_JD)
         # The head also processes the few text tokens; dropping them first would communicate wider tensors.
@@ -111,4 +128,23 @@ class Flux(Backbone):
         context_KC, _ = self.text(batch)
         padded_KC = nn.functional.pad(context_KC, (0, 0, 0, texts.total_tokens - len(context_KC)))
         _, (local_KC,) = shard_tokens(texts, self.provider, padded_KC)
-        return self.embed_text(local_KC)
+        return self.embed_text(self.text_norm(local_KC))
+
+
+def token_positions(config: StreamsConfig, batch: PackedBatch, texts: SequenceLayout) -> tuple[Tensor, Tensor]:
+    """Return the rotary positions of text tokens `[K, A]` and of image tokens `[T, A]` on each of `position_axes`.
+
+    Source: `origin`: black-forest-labs/flux; `own_axis`: `pipeline_flux2.py` of diffusers; `after_image`, centred:
+    Wu et al. 2025 (Qwen-Image), arXiv:2508.02324 (MSRoPE), and `transformer_qwenimage.py` of diffusers.
+    """
+    image_T3, index_K1 = batch.positions_T3, texts.token_index_T[:, None]
+    sides: Sequence[tuple[int, int]] = [(h, w) for _, h, w in batch.grids]
+    if config.centred_positions:
+        below = batch.layout.tensor([(0, h - h // 2, w - w // 2) for h, w in sides])
+        image_T3 = image_T3 - batch.layout.per_token(below)
+        sides = [(h // 2, w // 2) for h, w in sides]
+    if config.text_positions == "own_axis":
+        return nn.functional.pad(index_K1, (3, 0)), nn.functional.pad(image_T3, (0, 1))
+    if config.text_positions == "after_image":
+        return (index_K1 + texts.per_token(texts.tensor([max(side) for side in sides]))).expand(-1, 3), image_T3
+    return image_T3.new_zeros(texts.total_tokens, 3), image_T3

@@ -1,4 +1,4 @@
-"""FLUX's two kinds of blocks, with text and image as two streams or as one."""
+"""The two kinds of blocks, with text and image as two streams or as one."""
 
 from collections.abc import Sequence
 from typing import Optional
@@ -11,11 +11,26 @@ from dit.backends.provider import LayerProvider
 from dit.joint_layout import JointLayout
 from dit.kernels.attention import Attention
 from dit.kernels.rope import HeadNorm, Heads, Rotation
-from dit.layers.adaln import Modulation, SublayerModulation
+from dit.layers.adaln import Modulation, SelectedModulation, SublayerModulation
 from dit.layers.attention import ONE_HEAD, HeadRMSNorm, split_heads
-from dit.layers.mlp import MLP
+from dit.layers.mlp import MLPS
 from dit.layout import SequenceLayout
-from dit.models.flux.config import FluxConfig
+from dit.models.streams.config import StreamsConfig
+
+Condition = Tensor | Sequence[SublayerModulation]
+"""Conditioning vector of each sample, or the modulations of `SUBLAYERS` that all layers share."""
+
+SUBLAYERS = {"text": slice(0, 2), "image": slice(2, 4), "single": slice(4, 5)}
+"""Sub-layers of the streams of a joint block, and of a single block."""
+
+
+def _modulation(config: StreamsConfig, provider: LayerProvider, part: str) -> nn.Module:
+    """Build the modulation of one of `SUBLAYERS`, from a `Condition`."""
+    sublayers = SUBLAYERS[part]
+    if config.shared_modulation:
+        return SelectedModulation(sublayers)
+    count, eps = sublayers.stop - sublayers.start, config.layernorm_epsilon
+    return Modulation(config.hidden_size, count, provider, bias=config.add_bias, eps=eps)
 
 
 class Stream(nn.Module):
@@ -24,19 +39,19 @@ class Stream(nn.Module):
     The output features of the fused projection are ordered by head: query, key, value of head 0, of head 1, ...
     """
 
-    def __init__(self, config: FluxConfig, provider: LayerProvider) -> None:
+    def __init__(self, config: StreamsConfig, provider: LayerProvider, part: str) -> None:
         super().__init__()
-        size, eps = config.hidden_size, config.layernorm_epsilon
+        size, bias, eps = config.hidden_size, config.add_bias, config.layernorm_epsilon
         self.local_heads = provider.split(config.num_attention_heads, "num_attention_heads")
         self.kernels = provider.kernels
-        self.modulation = Modulation(size, 2, provider, eps=eps)
-        self.linear_qkv = provider.heads_linear(size, 3 * size, bias=True, init=xavier_uniform(size, 3 * size))
+        self.modulation = _modulation(config, provider, part)
+        self.linear_qkv = provider.heads_linear(size, 3 * size, bias=bias, init=xavier_uniform(size, 3 * size))
         self.linear_proj = provider.row_linear(
-            size, size, bias=True, init=xavier_uniform(size, size), returns_bias=True
+            size, size, bias=bias, init=xavier_uniform(size, size), returns_bias=True
         )
         self.q_layernorm = HeadRMSNorm(config.head_size, provider, eps=eps)
         self.k_layernorm = HeadRMSNorm(config.head_size, provider, eps=eps)
-        self.mlp = MLP(size, config.ffn_size, provider)
+        self.mlp = MLPS[config.activation](size, config.ffn_size, provider, bias=bias)
 
     def qkv(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and keys, both normalised, and values, each `[T, N, H]`."""
@@ -51,16 +66,16 @@ class JointLayer(nn.Module):
     Source: Esser et al. 2024, arXiv:2403.03206, figure 2b (MM-DiT); black-forest-labs/flux `DoubleStreamBlock`.
     """
 
-    def __init__(self, config: FluxConfig, provider: LayerProvider, attention: Attention) -> None:
+    def __init__(self, config: StreamsConfig, provider: LayerProvider, attention: Attention) -> None:
         super().__init__()
         self.attention, self.kernels = attention, provider.kernels
-        self.text, self.image = Stream(config, provider), Stream(config, provider)
+        self.text, self.image = (Stream(config, provider, part) for part in ("text", "image"))
 
     def forward(
         self,
         text_KD: Tensor,
         x_TD: Tensor,
-        cond_SD: Tensor,
+        condition: Condition,
         text_layout: SequenceLayout,
         layout: SequenceLayout,
         joint: JointLayout,
@@ -72,7 +87,7 @@ class JointLayer(nn.Module):
             text_layout, layout: layouts of the local text and image tokens.
             joint: layout of the tokens in attention.
         """
-        text_mods, image_mods = self.text.modulation(cond_SD), self.image.modulation(cond_SD)
+        text_mods, image_mods = self.text.modulation(condition), self.image.modulation(condition)
         text_KD, y_KD = text_mods[0].norm_modulate(text_KD, text_layout)
         x_TD, y_TD = image_mods[0].norm_modulate(x_TD, layout)
         q, k, v = (joint.join(*pair) for pair in zip(self.text.qkv(y_KD), self.image.qkv(y_TD)))
@@ -99,7 +114,8 @@ class SingleLayer(nn.Module):
 
     Both fused projections are ordered by head, so that tensor parallelism splits attention and MLP in the same way, and
     one sum over ranks combines both. The outputs of `linear_in` are, for each head, query, key, value and a part of the
-    MLP's inner features; the inputs of `linear_out` are, for each head, the attention output and the same part:
+    MLP's inputs (SwiGLU: alternating gates and values); the inputs of `linear_out` are, for each head, the attention
+    output and the activated part:
 
         linear_in:   | q k v mlp | q k v mlp | ...        linear_out:   | out mlp | out mlp | ...
                        head 0      head 1                                 head 0    head 1
@@ -108,22 +124,23 @@ class SingleLayer(nn.Module):
     `SingleStreamBlock`, whose fused projections are ordered by attention, then MLP.
     """
 
-    def __init__(self, config: FluxConfig, provider: LayerProvider, attention: Attention) -> None:
+    def __init__(self, config: StreamsConfig, provider: LayerProvider, attention: Attention) -> None:
         super().__init__()
         self.attention, self.kernels = attention, provider.kernels
-        size, ffn, heads, eps = (
+        size, heads, bias, eps = (
             config.hidden_size,
-            config.ffn_size,
             config.num_attention_heads,
+            config.add_bias,
             config.layernorm_epsilon,
         )
         self.local_heads = provider.split(heads, "num_attention_heads")
-        self.shares = [3 * config.head_size, ffn // heads]
-        wide = 3 * size + ffn
-        self.modulation = Modulation(size, 1, provider, eps=eps)
-        self.linear_in = provider.column_linear(size, wide, bias=True, init=xavier_uniform(size, wide))
+        self.shares = [3 * config.head_size, config.mlp_inputs // heads]
+        self.activation = getattr(provider.kernels, config.activation)
+        wide, inner = 3 * size + config.mlp_inputs, size + config.ffn_size
+        self.modulation = _modulation(config, provider, "single")
+        self.linear_in = provider.column_linear(size, wide, bias=bias, init=xavier_uniform(size, wide))
         self.linear_out = provider.row_linear(
-            size + ffn, size, bias=True, init=xavier_uniform(size + ffn, size), returns_bias=True
+            inner, size, bias=bias, init=xavier_uniform(inner, size), returns_bias=True
         )
         self.q_layernorm = HeadRMSNorm(config.head_size, provider, eps=eps)
         self.k_layernorm = HeadRMSNorm(config.head_size, provider, eps=eps)
@@ -131,7 +148,7 @@ class SingleLayer(nn.Module):
     def forward(
         self,
         x_JD: Tensor,
-        cond_SD: Tensor,
+        condition: Condition,
         layout: SequenceLayout,
         joint: JointLayout,
         rotation_J: Optional[Rotation],
@@ -142,11 +159,11 @@ class SingleLayer(nn.Module):
             layout: layout of the local joint tokens.
             joint: layout of the tokens in attention.
         """
-        (mod,) = self.modulation(cond_SD)
+        (mod,) = self.modulation(condition)
         x_JD, y_JD = mod.norm_modulate(x_JD, layout)
         qkv, mlp = self.linear_in(y_JD).unflatten(-1, (self.local_heads, -1)).split(self.shares, -1)
         norm = HeadNorm(self.q_layernorm.weight, self.k_layernorm.weight, self.q_layernorm.eps)
         q, k, v = self.kernels.split_heads(qkv.unflatten(-1, (3, -1)), Heads(1), norm, rotation_J)
         attended = self.attention(q, k, v, joint, joint)
-        both = torch.cat([attended, self.kernels.gelu_tanh(mlp, None)], -1)
+        both = torch.cat([attended, self.activation(mlp, None)], -1)
         return mod.gated_residual(x_JD, self.linear_out(both.flatten(1)), layout)

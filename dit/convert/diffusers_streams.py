@@ -1,0 +1,182 @@
+"""Conversion of models with text and image as two streams (`dit.models.streams`), common to their diffusers classes.
+
+Differences of all of diffusers' models:
+
+* q, k and v are separate matrices;
+* features that rotate together are adjacent, ours have a distance of half a head, so the rows of q and k and the
+  weights of their norms are permuted;
+* the last modulation is ordered scale, then shift;
+* the pipeline cuts patches of 2 x 2, channels slowest, so `in_channels` is that of a token.
+
+Our learned null token and null vector for a dropped text have no counterpart.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, Optional, TypeVar
+
+from dit.convert.diffusers_format import DiffusersFormat, LatentSize, learned_nulls
+from dit.convert.rules import (
+    TRAIN_THAT_WAY,
+    TURNED_HEAD,
+    Axes,
+    ByHead,
+    Chunks,
+    Form,
+    Rule,
+    RuleBook,
+    Shape,
+    require,
+    with_bias,
+)
+from dit.errors import ConfigError
+from dit.models.streams.config import StreamsConfig
+
+PATCH = 2  # fixed in the pipelines
+LATENT_SIZE = (1, 128, 128)  # 1024 px; not in the settings
+FREE = {
+    *("in_channels", "out_channels", "context_size", "hidden_size", "num_attention_heads", "num_joint_layers"),
+    *("ffn_hidden_size", "rope_axes", "context_dropout", "rope_scaling", "lora"),
+}
+"""Our settings that all of diffusers' classes have, or that do not change the network."""
+GATED = Axes("(two f) ... -> (f two) ...", {"two": 2})
+"""The first matrix of a SwiGLU, with all gates first."""
+
+Model = TypeVar("Model", bound=StreamsConfig)
+
+
+@dataclass(frozen=True)
+class StreamNames:
+    """Names of diffusers' layers of one stream in a joint block, after `transformer_blocks.0`.
+
+    Attributes:
+        qkv, out, q_norm, k_norm: in its attention.
+        fc1, fc2: linear layers of its MLP.
+        modulation: None if all blocks share it.
+    """
+
+    qkv: tuple[str, str, str]
+    out: str
+    q_norm: str
+    k_norm: str
+    fc1: str
+    fc2: str
+    modulation: Optional[str] = None
+
+
+IMAGE = partial(StreamNames, ("attn.to_q", "attn.to_k", "attn.to_v"), "attn.to_out.0", "attn.norm_q", "attn.norm_k")
+TEXT = partial(
+    StreamNames,
+    ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
+    "attn.to_add_out",
+    "attn.norm_added_q",
+    "attn.norm_added_k",
+)
+"""Names in attention, which all classes share."""
+
+
+class DiffusersStreams(DiffusersFormat[Model]):
+    """A diffusers class for a family of `StreamsConfig`. All settings except `FREE` and `free` have the defaults.
+
+    Attributes:
+        names: names of diffusers' layers by ours, outside the blocks.
+        streams: names of diffusers' layers in joint blocks, by stream.
+        free: further settings that diffusers' class has.
+    """
+
+    names: Mapping[str, str]
+    streams: Mapping[str, StreamNames]
+    free: frozenset[str] = frozenset()
+
+    def sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the sizes that have the same names in all classes.
+
+        Raises:
+            ConfigError: a token is not a patch.
+        """
+        channels = published["in_channels"]
+        if channels % PATCH**2:
+            raise ConfigError(
+                f"in_channels={channels}: tokens are patches of {PATCH} x {PATCH}, so it must be a multiple of "
+                f"{PATCH**2}"
+            )
+        return {
+            "in_channels": channels // PATCH**2,
+            "context_size": published["joint_attention_dim"],
+            "hidden_size": published["num_attention_heads"] * published["attention_head_dim"],
+            "num_attention_heads": published["num_attention_heads"],
+            "num_joint_layers": published["num_layers"],
+            "rope_axes": list(published["axes_dims_rope"]),
+        }
+
+    def write_sizes(self, model: Model) -> dict[str, Any]:
+        """Invert `sizes`.
+
+        Raises:
+            ConfigError: the class does not have a property of the model.
+        """
+        kind: Any = self.config_class
+        default = kind()
+        names = {field.name for field in fields(model)} - FREE - self.free
+        values = {name: getattr(model, name) for name in names}
+        supported = {name: getattr(default, name) for name in names}
+        if "mlp_ratio" not in self.defaults:
+            values["ffn_hidden_size"], supported["ffn_hidden_size"] = model.ffn_size, 4 * model.hidden_size
+        require(f"{self.class_name} does not support this model", values, supported, TRAIN_THAT_WAY)
+        return {
+            "in_channels": model.token_channels,
+            "num_layers": model.num_joint_layers,
+            "attention_head_dim": model.head_size,
+            "num_attention_heads": model.num_attention_heads,
+            "joint_attention_dim": model.context_size,
+            "axes_dims_rope": list(model.rope_axes),
+        }
+
+    def rules(self, model: Model, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
+        patch = {"ph": PATCH, "pw": PATCH}
+        forms: dict[str, Form] = {
+            "embed.linear.weight": Axes("d (c ph pw) -> d (ph pw c)", patch),
+            "head.linear": Axes("(c ph pw) ... -> (ph pw c) ...", patch),
+            "head.modulation": Chunks((1, 0)),
+        }
+        rules = [
+            replace(rule, form=forms.get(rule.name) or forms.get(ours) or rule.form)
+            for ours, theirs in self.names.items()
+            for rule in with_bias(ours, theirs)
+        ]
+        for i in range(model.num_joint_layers):
+            rules += self._joint(model, f"layers.{i}", f"transformer_blocks.{i}")
+        for i in range(model.num_single_layers):
+            rules += self.single(model, f"layers.{model.num_joint_layers + i}", f"single_transformer_blocks.{i}")
+        rules += self.shared(model)
+        # Rules of biases and of conditions that the model does not have are left out.
+        return RuleBook(shapes, [rule for rule in rules if rule.name in shapes], unmatched=learned_nulls(shapes))
+
+    def shared(self, model: Model) -> list[Rule]:
+        """Return the rules of a modulation that all blocks share."""
+        return []
+
+    def single(self, model: Model, layer: str, block: str) -> list[Rule]:
+        """Return the rules of a single block."""
+        raise NotImplementedError
+
+    def _joint(self, model: Model, layer: str, block: str) -> list[Rule]:
+        qkv, rules = ByHead(model.num_attention_heads, (model.head_size,) * 3, turned=(0, 1)), list[Rule]()
+        gated = GATED if model.activation == "swiglu" else None
+        for stream, names in self.streams.items():
+            module = f"{layer}.{stream}"
+            if names.modulation is not None:
+                rules += with_bias(f"{module}.modulation.linear", f"{block}.{names.modulation}")
+            rules += with_bias(f"{module}.linear_qkv", *(f"{block}.{part}" for part in names.qkv), form=qkv)
+            rules += with_bias(f"{module}.linear_proj", f"{block}.{names.out}")
+            rules += head_norms(module, f"{block}.{names.q_norm}", f"{block}.{names.k_norm}")
+            rules += with_bias(f"{module}.mlp.linear_fc1", f"{block}.{names.fc1}", form=gated)
+            rules += with_bias(f"{module}.mlp.linear_fc2", f"{block}.{names.fc2}")
+        return rules
+
+
+def head_norms(module: str, q_norm: str, k_norm: str) -> list[Rule]:
+    """Return the rules of the norms of queries and keys."""
+    pairs = ((f"{module}.q_layernorm", q_norm), (f"{module}.k_layernorm", k_norm))
+    return [Rule(f"{ours}.weight", (f"{theirs}.weight",), TURNED_HEAD) for ours, theirs in pairs]

@@ -1,0 +1,98 @@
+"""Description of a transformer with text and image as two streams, then as one. A family is a set of its defaults."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Optional
+
+from dit.condition_table import POOLED
+from dit.conditions import Condition
+from dit.errors import ConfigError
+from dit.models.base import Supports, TransformerSizes
+from dit.models.conditioned import TextConditioned
+from dit.models.transformer_config import TransformerModelConfig
+from dit.ranges import check_choice, check_unused
+
+Positions = Literal["rope_3d", "sincos_3d"]
+TextPositions = Literal["origin", "own_axis", "after_image"]
+Activation = Literal["gelu_tanh", "swiglu"]
+
+
+@dataclass(kw_only=True)
+class StreamsConfig(TransformerModelConfig, TextConditioned):
+    """Joint blocks (text and image as two streams, one attention over both), then single blocks (one stream).
+
+    Attributes:
+        num_joint_layers: blocks with two streams and joint attention.
+        num_single_layers: blocks with one stream, after the joint blocks; their MLP is parallel to attention.
+        shared_modulation: use one modulation for each stream of all joint blocks and one for all single blocks; False
+            gives each block its own.
+        add_bias: use biases in all linear layers.
+        activation: of the MLPs; SwiGLU has `ffn_hidden_size` gated features.
+        text_norm: normalise each text embedding (RMSNorm) before its projection.
+        pooled_size: width of the pooled text embedding, a condition; None for none.
+        guidance: guidance scale as a condition of a guidance-distilled network, the same for all samples.
+        rope_axes: features of a head that rotate with t, h and w, and with the index of the text token if
+            `text_positions=own_axis`.
+        text_positions: rotary positions of text tokens: `origin` for (0, 0, 0), `own_axis` for the index on a fourth
+            axis, `after_image` for the same index on all axes, which continues from the image's largest.
+        centred_positions: count h and w of the image from its centre.
+    """
+
+    supports: ClassVar[Supports] = Supports(levels=False)
+    splits_all_tokens: ClassVar[bool] = False
+
+    num_joint_layers: int
+    num_single_layers: int
+    shared_modulation: bool = False
+    add_bias: bool = True
+    activation: Activation = "gelu_tanh"
+    text_norm: bool = False
+    pooled_size: Optional[int] = None
+    guidance: Optional[float] = None
+    position_embedding: Positions = "rope_3d"
+    rope_axes: list[int]
+    text_positions: TextPositions = "origin"
+    centred_positions: bool = False
+
+    def conditions(self) -> tuple[Condition, ...]:
+        if self.pooled_size is None:
+            return super().conditions()
+        return (*super().conditions(), replace(POOLED, shape=(self.pooled_size,), dropout=self.context_dropout))
+
+    @property
+    def num_layers(self) -> int:
+        """Number of blocks of both kinds."""
+        return self.num_joint_layers + self.num_single_layers
+
+    @property
+    def mlp_inputs(self) -> int:
+        """Output features of the first linear layer of an MLP."""
+        return self.ffn_size * (2 if self.activation == "swiglu" else 1)
+
+    @property
+    def position_axes(self) -> tuple[str, ...]:
+        return (*super().position_axes, *(["text index"] if self.text_positions == "own_axis" else []))
+
+    def validate(self) -> None:
+        self.check_sizes()
+        check_choice("model.activation", self.activation, Activation)
+        check_choice("model.text_positions", self.text_positions, TextPositions)
+        if self.context_size is None:
+            raise ConfigError("model.context_size=None, but joint blocks need text; set it to the embeddings' width")
+        if self.num_single_layers and self.ffn_size % self.num_attention_heads:
+            nearest = max(1, round(self.ffn_size / self.num_attention_heads)) * self.num_attention_heads
+            raise ConfigError(
+                f"model.ffn_hidden_size={self.ffn_size} is not a multiple of "
+                f"model.num_attention_heads={self.num_attention_heads}, but a single-stream block splits its MLP over "
+                f"the heads; use {nearest}"
+            )
+        self.check_positions(self.rope_axes)
+        if self.position_embedding != "rope_3d":
+            names = ["rope_axes", "text_positions", "centred_positions"]
+            where = f"with model.position_embedding={self.position_embedding!r}"
+            check_unused("model", self, names, where, "use 'rope_3d'")
+
+    def megatron_sizes(self) -> TransformerSizes:
+        return replace(super().megatron_sizes(), add_bias_linear=self.add_bias, qk_layernorm=True)
+
+    def layer_kind(self, layer: int) -> bool:
+        return layer < self.num_joint_layers
