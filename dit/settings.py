@@ -287,8 +287,9 @@ class CheckpointConfig:
             are damaged. `must` fails if none is valid. `never` starts from step 0, and fails if one is valid.
         resume_from: a new run continues from the full state of this run folder or checkpoint. A run with checkpoints
             resumes from those.
-        start_from: a new run starts from the weights (the average if there is one) of this run folder or checkpoint. A
-            run with checkpoints resumes from those.
+        start_from: a new run starts from the weights (the average if there is one) of this run folder or checkpoint; or
+            from those of a folder of diffusers, or of `hf://owner/name` on the Hugging Face hub. A run with checkpoints
+            resumes from those.
         accept_changes: settings such as `optimizer.beta2`, or parts such as `objective`, that may differ from the
             checkpoint although they change the experiment. `data.path` and `data.blend` also accept other data in the
             same folder. After a change of the data, reading starts from the beginning.

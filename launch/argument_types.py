@@ -2,6 +2,9 @@
 
 import argparse
 import math
+import re
+
+UNITS = {"KB": 1000, "MB": 1000**2, "GB": 1000**3}
 
 
 def height_and_width(text: str) -> tuple[int, int]:
@@ -36,3 +39,11 @@ def frame_rate(text: str) -> float:
     if not 0 < fps < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number of frames per second greater than 0, got {text!r}")
     return fps
+
+
+def file_size(text: str) -> int:
+    """Parse a size such as 5GB; return bytes."""
+    match = re.fullmatch(r"(\d+)\s*(KB|MB|GB)", text.strip().upper())
+    if match is None or int(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"must be a size such as 500MB or 5GB, got {text!r}")
+    return int(match[1]) * UNITS[match[2]]

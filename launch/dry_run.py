@@ -162,6 +162,7 @@ def report(
     Raises:
         ConfigError: the settings do not fit together, or there is no such device.
     """
+    from dit.checkpoint.base_model import start_line
     from dit.convert.diffusers_format import export_line
     from launch.config_file import built, summary
 
@@ -170,5 +171,7 @@ def report(
     dims, _ = config.check(world_size)
     sample = planned_sample(task, config.model, tokens, text_tokens)
     layout = layout_lines(config, dims, packed=sample.pack is not None, requested=world_size is not None)
+    if config.checkpoint.start_from is not None:
+        layout.append(f"start       {start_line(config)}")
     layout.append(f"export      {export_line(config.model)[1]}")
     return "\n".join([summary(task), "", *layout, *cost_lines(config, dims, sample, planned_device)])

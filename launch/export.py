@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from dit.errors import CheckpointError, ConfigError, one_line_errors
 from dit.terminal import echo
 from launch import environment
+from launch.argument_types import file_size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -71,6 +72,9 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--text-encoder", metavar="[ENTRY=]NAME", help="text encoder of a pipeline, if not that of the run's data"
     )
+    parser.add_argument(
+        "--max-shard-size", type=file_size, metavar="SIZE", help="largest file of diffusers' weights (default: 10GB)"
+    )
     return parser
 
 
@@ -91,6 +95,8 @@ def run(args: argparse.Namespace) -> list[str]:
         raise ConfigError(f"--out {out} already exists and is not changed; choose another or remove it")
     if args.format != PIPELINE and (args.vae or args.text_encoder):
         raise ConfigError(f"--vae and --text-encoder are for --format {PIPELINE}, not {args.format}; leave them out")
+    if args.format not in ("diffusers", PIPELINE) and args.max_shard_size:
+        raise ConfigError(f"--max-shard-size is for --format diffusers and {PIPELINE}, not {args.format}; leave it out")
     environment.prepare()
     environment.quiet_libraries()
     from dit.checkpoint.base_model import read_run
@@ -108,7 +114,9 @@ def run(args: argparse.Namespace) -> list[str]:
     if args.format == "dit":
         return merged + write_original(trained, lambda: read_run(checkpoint, config, slot), out)
     if args.format == "diffusers":
-        return merged + write_diffusers_folder(trained, lambda: read_run(checkpoint, config, slot), out)
+        return merged + write_diffusers_folder(
+            trained, lambda: read_run(checkpoint, config, slot), out, args.max_shard_size
+        )
     from launch.export_pipeline import write_pipeline
 
     return merged + write_pipeline(
@@ -117,6 +125,7 @@ def run(args: argparse.Namespace) -> list[str]:
         out,
         autoencoder=args.vae or config.sampling.vae or metadata.get("autoencoder"),
         text_encoder=args.text_encoder or trained.text_encoder,
+        max_shard_bytes=args.max_shard_size,
     )
 
 
@@ -214,7 +223,12 @@ def write_original(trained: "TrainedModel", weights: Callable[[], dict[str, "Ten
     return notes
 
 
-def write_diffusers_folder(trained: "TrainedModel", weights: Callable[[], dict[str, "Tensor"]], out: Path) -> list[str]:
+def write_diffusers_folder(
+    trained: "TrainedModel",
+    weights: Callable[[], dict[str, "Tensor"]],
+    out: Path,
+    max_shard_bytes: Optional[int] = None,
+) -> list[str]:
     """Write a folder in the diffusers layout, scheduler and page included; return the notes.
 
     Raises:
@@ -236,7 +250,8 @@ def write_diffusers_folder(trained: "TrainedModel", weights: Callable[[], dict[s
     if scheduler is not None:
         texts[SCHEDULER_CONFIG] = to_json(scheduler)
     record = {CONFIG_KEY: to_record(trained)}
-    write_diffusers({**settings, **record}, rules.to_external(weights()), out, texts=texts)
+    tensors = rules.to_external(weights())
+    write_diffusers({**settings, **record}, tensors, out, texts=texts, max_shard_bytes=max_shard_bytes)
     published = form.read_settings(settings).objective
     use = "encode and decode" if isinstance(trained.model, AutoencoderConfig) else "sample"
     return [*notes, *note_objective(trained.objective, published), f"{out / PAGE} says how to {use} with diffusers"]

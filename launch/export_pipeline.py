@@ -30,6 +30,7 @@ def write_pipeline(
     *,
     autoencoder: Optional[str],
     text_encoder: Optional[str],
+    max_shard_bytes: Optional[int] = None,
 ) -> list[str]:
     """Write a folder that `diffusers.DiffusionPipeline.from_pretrained` opens; return the notes.
 
@@ -89,6 +90,7 @@ def write_pipeline(
             f"scheduler/{SCHEDULER_CONFIG}": to_json(scheduler),
         },
         others=write_parts,
+        max_shard_bytes=max_shard_bytes,
     )
     return [*notes, f"{out / PAGE} has the lines that load the {pipeline.class_name}"]
 

@@ -5,7 +5,6 @@
 
 import argparse
 import ast
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
 from dit.errors import CheckpointError, ConfigError, one_line_errors
-from dit.safe_files import parse_json
 from dit.terminal import echo
 from launch import environment
 from launch.argument_types import at_least_one
@@ -286,40 +284,20 @@ def read_original(source: Path, args: argparse.Namespace) -> Content:
 
 
 def read_diffusers_folder(source: Path) -> Content:
-    """Read a folder in the diffusers layout: of a network, or of a pipeline of Stable Diffusion.
+    """Read a folder in the diffusers layout: of a network, or of a pipeline.
 
     Raises:
         ConfigError: the folder cannot be read, or the record of the export and the settings contradict each other.
     """
-    from dit.convert.diffusers_format import format_of_settings
-    from dit.convert.pipeline_import import complete, network_folder
-    from dit.convert.run_record import CONFIG_KEY, from_record
+    from dit.checkpoint.diffusers_folder import read_network
+    from dit.convert.pipeline_import import network_folder
     from dit.convert.state_files import read_diffusers
-    from dit.parallel.build import parameter_shapes
 
-    source = network_folder(source)
-    settings, tensors = read_diffusers(source)
-    form = format_of_settings(settings)
-    trained = form.read_settings(settings)
-    if CONFIG_KEY in settings:
-        exported = from_record(settings[CONFIG_KEY], form.config_class)
-        recorded_settings, _ = form.write_settings(exported.model, exported.latent_size)
-        plain = parse_json(json.dumps({**form.defaults, **settings}))
-        changed = [n for n in form.defaults if plain[n] != parse_json(json.dumps(recorded_settings[n]))]
-        if changed:
-            changes = ", ".join(f"{n}={plain[n]!r} (recorded: {recorded_settings[n]!r})" for n in changed)
-            raise ConfigError(
-                f"{source}/config.json was changed after its export: {changes}; remove {CONFIG_KEY} from it and give "
-                "--objective"
-            )
-        trained = exported
-    of_pipeline = complete(trained, source)
-    if CONFIG_KEY not in settings:
-        trained = of_pipeline.trained
-    trained.model.validate()
-    rules = form.rules(trained.model, parameter_shapes(trained.model), trained.latent_size)
-    recorded = CONFIG_KEY in settings or of_pipeline.has_schedule
-    return Content(trained, rules, tensors, recorded, of_pipeline.autoencoder, of_pipeline.notes)
+    _, tensors = read_diffusers(network_folder(source))
+    network = read_network(source)
+    trained = network.trained
+    rules = network.rules(trained.model)
+    return Content(trained, rules, tensors, network.recorded, network.autoencoder, network.notes)
 
 
 def read_nemo_imagen(source: Path, document: Optional[str]) -> Content:

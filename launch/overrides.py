@@ -48,6 +48,13 @@ def apply_overrides(task: Partial, overrides: list[str], load_component: Callabl
         _apply(task, key, op, value, text, load_component)
 
 
+def value_in(overrides: list[str], key: str) -> Optional[str]:
+    """Return the last text that is assigned to a key; None if there is none, or it is `none`."""
+    values = [value for name, op, value in map(_split, overrides) if name == key and op is Operation.ASSIGN]
+    text = _unquote(values[-1]) if values else "none"
+    return None if text.lower() in ("none", "null") else text
+
+
 def _split(text: str) -> tuple[str, Operation, str]:
     try:
         ((key, (op, value)),) = PythonicParser().parse(text).items()

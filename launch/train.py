@@ -36,6 +36,7 @@ from recipes import registry
 if TYPE_CHECKING:
     import nemo_run as run
 
+START, BASE = "checkpoint.start_from", "base"
 SAME_ON_ALL_RANKS = (EXIT_CONFIG, EXIT_NOT_FINITE, EXIT_MACHINE)
 
 
@@ -207,13 +208,17 @@ def resolve(options: cli.Options) -> "run.Partial":
         if environment.rank() == 0:
             echo(nemo_config.table(rows), flush=True)
     else:
-        task = call_recipe(str(options.factory))
+        task = call_recipe(str(options.factory), start=overrides.value_in(options.overrides, START))
     overrides.apply_overrides(task, options.overrides, load_component)
     return task
 
 
-def call_recipe(text: str) -> "run.Partial":
+def call_recipe(text: str, start: Optional[str] = None) -> "run.Partial":
     """Call a recipe given as `name`, `package.module.name` or `name(argument=value)`.
+
+    Args:
+        start: `checkpoint.start_from` if it is overridden. It is the `base` of a recipe that has this argument, so that
+            the sizes of the model follow from it.
 
     Raises:
         ConfigError: it cannot be imported, is not a recipe, or does not take the arguments.
@@ -249,7 +254,8 @@ def call_recipe(text: str) -> "run.Partial":
         import fiddle
 
         factory = fiddle.build(call)
-    task = factory()
+    takes_start = start is not None and BASE in inspect.signature(factory).parameters and BASE not in arguments
+    task = factory(base=start) if takes_start else factory()
     if not isinstance(task, run.Partial):
         raise ConfigError(f"--factory {name} returns a {type(task).__name__}; a recipe returns run.Partial(pretrain)")
     return task

@@ -9,9 +9,12 @@ from typing import Any, Optional
 
 import nemo_run as run
 
+from dit.checkpoint.diffusers_folder import is_network, local_path, read_network
 from dit.checkpoint.reading import candidates, no_checkpoint, read_settings
+from dit.convert.run_record import build
 from dit.errors import ConfigError
 from dit.models.lora_config import LoRAConfig
+from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from recipes.components import dit_cross_s
@@ -25,6 +28,24 @@ def _as_config(part: Any) -> Any:
     return run.Config(type(part), **{field.name: _as_config(getattr(part, field.name)) for field in fields(part)})
 
 
+def _settings(base: str) -> dict[str, Any]:
+    """Return model, objective and sampling defaults of a run, or of a folder or a hub name of diffusers.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    folder = local_path(base)
+    if is_network(folder):
+        trained = read_network(folder).trained
+        sampling = build(SamplingConfig, trained.sampling, "the record's sampling")
+        return {"model": trained.model, "objective": trained.objective, "sampling": sampling}
+    newest = candidates(folder)
+    if not newest:
+        raise ConfigError(f"base={base!r}: {no_checkpoint(folder)}")
+    settings, _ = read_settings(newest[0])
+    return {part: getattr(settings, part) for part in ("model", "objective", "sampling")}
+
+
 def _on_base(name: str, base: Optional[str]) -> run.Partial:
     """Return a training on `data/mine` from the weights of `base`; of the model of `pretrain` if none is given.
 
@@ -33,12 +54,8 @@ def _on_base(name: str, base: Optional[str]) -> run.Partial:
     """
     recipe = text_conditional(name, dit_cross_s())
     if base is not None:
-        newest = candidates(base)
-        if not newest:
-            raise ConfigError(f"base={base!r}: {no_checkpoint(base)}")
-        settings, _ = read_settings(newest[0])
-        for part in ("model", "objective", "sampling"):
-            setattr(recipe, part, _as_config(getattr(settings, part)))
+        for part, settings in _settings(base).items():
+            setattr(recipe, part, _as_config(settings))
     recipe.checkpoint.start_from = base or "runs/pretrain"
     recipe.checkpoint.interval = 250
     recipe.data = run.Config(EnergonData, path="data/mine")

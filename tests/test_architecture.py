@@ -27,6 +27,7 @@ MAY_IMPORT = {
     "dit.durable_files": {"dit.errors"},
     "dit.safe_files": {"dit.errors"},
     "dit.pipeline_folder": set(),
+    "dit.hub": {"dit.errors"},
     "dit.config_record": {"dit.errors"},
     "dit.ranges": {"dit.errors"},
     "dit.patchify": {"dit.errors"},
@@ -92,7 +93,7 @@ MAY_IMPORT = {
     },
     "dit.encoders": {
         *("dit.errors", "dit.backends", "dit.conditions", "dit.condition_table", "dit.layout", "dit.batch"),
-        *("dit.safe_files", "dit.data_api", "dit.patchify", "dit.terminal", "dit.pipeline_folder"),
+        *("dit.safe_files", "dit.data_api", "dit.patchify", "dit.terminal", "dit.pipeline_folder", "dit.hub"),
     },
     "dit.evaluation": {"dit.errors", "dit.safe_files", "dit.backends", "dit.convert", "dit.encoders"},
     "dit.convert": {
@@ -113,7 +114,7 @@ MAY_IMPORT = {
         *("dit.auxiliary", "dit.errors", "dit.ranges", "dit.settings"),
         *("dit.durable_files", "dit.safe_files", "dit.config_record"),
         *("dit.data_api", "dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.run_config"),
-        *("dit.convert", "dit.terminal", "dit.child_processes", "dit.pipeline_folder"),
+        *("dit.convert", "dit.terminal", "dit.child_processes", "dit.pipeline_folder", "dit.hub"),
     },
     "dit.monitoring": {
         *("dit.errors", "dit.settings", "dit.durable_files", "dit.safe_files", "dit.terminal", "dit.layout"),
@@ -180,6 +181,7 @@ MAY_IMPORT = {
         "dit.encoders",
         "dit.sampling",
         "dit.resize",
+        "dit.hub",
     },
     "recipes": {"dit", "energon_data"},
     "launch": {"dit", "energon_data", "recipes"},

@@ -5,25 +5,32 @@ in their own checkpoint; the manifest records its folder and a digest of its fil
 """
 
 import hashlib
-from collections.abc import Sequence
+import logging
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Optional
+from typing import Any, Optional, Protocol
 
 from torch import Tensor, nn
 
 from dit.auxiliary import PREFIXES
 from dit.backends.process_groups import ProcessGroups
-from dit.checkpoint.full_weights import read_full_weights
+from dit.checkpoint.diffusers_folder import FolderWeights, is_network, local_path, read_network
+from dit.checkpoint.full_weights import read_all, read_full_weights
 from dit.checkpoint.manifest import Manifest, check_same_model, model_fingerprint, read_manifest
 from dit.checkpoint.reading import candidates, find_checkpoint, no_checkpoint
 from dit.checkpoint.records import read_record
 from dit.checkpoint.sharded_state import global_shapes, load_weights
-from dit.checkpoint.verify_together import newest_valid_together, on_first_rank
-from dit.errors import CheckpointError, ConfigError
+from dit.checkpoint.state_files import SlotWeights, Weights
+from dit.checkpoint.verify_together import newest_valid_together, on_first_rank, reads_together
+from dit.errors import CheckpointError, ConfigError, UserError
+from dit.models.base import ModelConfig
 from dit.models.lora import merge_adapters
 from dit.run_config import RunConfig
+
+logger = logging.getLogger(__name__)
 
 
 def find_folder_together(
@@ -43,8 +50,94 @@ def find_folder_together(
     return checkpoint[0]
 
 
-def check_start(folder: Path, fingerprint: dict[str, Any], *, adapters: bool = False) -> str:
-    """Check that a run can start from a checkpoint, and return the slot to read: the average if it has one.
+class Start(Protocol):
+    """Weights of `checkpoint.start_from`: a checkpoint, or a folder of diffusers (`Network`).
+
+    Attributes:
+        folder: of the weights.
+    """
+
+    @property
+    def folder(self) -> Path: ...
+
+    @property
+    def base(self) -> Optional[Mapping[str, str]]:
+        """The base weights if these are adapters, as in `Manifest.base`."""
+
+    def digest(self, groups: Optional[ProcessGroups]) -> str:
+        """Return a digest of the files; with `groups`, every rank calls this."""
+
+    def weights(
+        self, model: ModelConfig, fingerprint: Optional[dict[str, Any]] = None, *, adapters: bool = False
+    ) -> Weights:
+        """Open the weights for a run.
+
+        Args:
+            model: settings of the run.
+            fingerprint: see `check_start`; None for no check, because the digest was compared.
+            adapters: see `check_start`.
+
+        Raises:
+            CheckpointError: a file is damaged.
+            ConfigError: they are of another model, or only adapters.
+        """
+
+
+@dataclass(frozen=True)
+class CheckpointStart:
+    """The weights of a verified checkpoint."""
+
+    folder: Path
+
+    @property
+    def base(self) -> Optional[Mapping[str, str]]:
+        return read_manifest(self.folder).base
+
+    def digest(self, groups: Optional[ProcessGroups]) -> str:
+        return digest_of(read_manifest(self.folder))
+
+    def weights(
+        self, model: ModelConfig, fingerprint: Optional[dict[str, Any]] = None, *, adapters: bool = False
+    ) -> Weights:
+        if fingerprint is not None:
+            check_start(self.folder, fingerprint, adapters=adapters)
+        averaged = read_record(self.folder)["training"]["ema_decay"] is not None
+        return SlotWeights(self.folder, "ema" if averaged else "weight", finite=True)
+
+
+def find_start(path: str) -> Start:
+    """Find the weights of `checkpoint.start_from` in one process.
+
+    Raises:
+        CheckpointError: there is no valid checkpoint and no folder of diffusers.
+        ConfigError: the folder of diffusers cannot be read.
+    """
+    folder = local_path(path)
+    return read_network(folder) if is_network(folder) else CheckpointStart(find_checkpoint(folder)[0])
+
+
+def find_start_together(
+    path: str, groups: ProcessGroups, reading: ExitStack, setting: str = "checkpoint.start_from"
+) -> Start:
+    """Find the weights of `checkpoint.start_from`; see `find_folder_together`.
+
+    Raises:
+        CheckpointError, ConfigError: see `find_start`.
+    """
+
+    def locate() -> tuple[Path, bool]:
+        folder = local_path(path)
+        return folder, is_network(folder)
+
+    folder, has_network = on_first_rank(locate, groups)
+    if has_network:
+        with reads_together(groups):
+            return read_network(folder)
+    return CheckpointStart(find_folder_together(str(folder), groups, reading, setting))
+
+
+def check_start(folder: Path, fingerprint: dict[str, Any], *, adapters: bool = False) -> None:
+    """Check that a run can start from a checkpoint.
 
     Args:
         fingerprint: fingerprint of the model without adapters and without auxiliary networks, or of the adapters.
@@ -61,12 +154,6 @@ def check_start(folder: Path, fingerprint: dict[str, Any], *, adapters: bool = F
             "diffusers writes and launch.import_weights reads"
         )
     check_same_model(_without_auxiliary(manifest), fingerprint)
-    return _slot(folder)
-
-
-def _slot(folder: Path) -> str:
-    """Return the slot of the weights that other runs start from."""
-    return "weight" if read_record(folder)["training"]["ema_decay"] is None else "ema"
 
 
 def _without_auxiliary(manifest: Manifest) -> Manifest:
@@ -79,7 +166,7 @@ def _without_auxiliary(manifest: Manifest) -> Manifest:
 
 
 def load_base(config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGroups) -> Optional[dict[str, str]]:
-    """Read the frozen weights of a model with adapters from the checkpoint of `checkpoint.start_from`, on any layout.
+    """Read the frozen weights of a model with adapters from `checkpoint.start_from`, on any layout.
 
     If that checkpoint has adapters that the run continues to train, the base is the one that it names.
 
@@ -89,25 +176,54 @@ def load_base(config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGro
         The entry of the base in manifests, `folder` and `digest`; None for a model without adapters.
 
     Raises:
-        CheckpointError: there is no valid checkpoint.
-        ConfigError: it has only adapters, or belongs to another model.
+        CheckpointError: there are no valid weights.
+        ConfigError: they are only adapters, or belong to another model.
     """
     if config.model.adapters is None:
         return None
     assert config.checkpoint.start_from is not None  # `RunConfig.check`
     with ExitStack() as reading:
-        folder = find_folder_together(config.checkpoint.start_from, groups, reading)
-        if (base := read_manifest(folder).base) is not None:  # the adapters themselves: `warm_start`
-            folder = find_folder_together(base["folder"], groups, reading, f"the base of {folder}")
-            if digest_of(read_manifest(folder)) != base["digest"]:
-                raise CheckpointError(
-                    f"checkpoint.start_from: {folder} has other weights than those that the adapters of "
-                    f"{config.checkpoint.start_from} belong to; restore them"
-                )
+        start = find_start_together(config.checkpoint.start_from, groups, reading)
+        if (base := start.base) is not None:  # the adapters themselves: `warm_start`
+            start = find_start_together(base["folder"], groups, reading, f"the base of {start.folder}")
+        digest = start.digest(groups)
+        if base is not None and digest != base["digest"]:
+            raise CheckpointError(
+                f"checkpoint.start_from: {start.folder} has other weights than those that the adapters of "
+                f"{config.checkpoint.start_from} belong to; restore them"
+            )
         frozen = [(n, p) for chunk in chunks for n, p in chunk.named_parameters() if not p.requires_grad]
-        slot = check_start(folder, model_fingerprint(global_shapes(frozen, groups)))
-        load_weights(folder, chunks, groups, slot=slot, frozen=True)
-        return {"folder": str(folder.resolve()), "digest": digest_of(read_manifest(folder))}
+        fingerprint = model_fingerprint(global_shapes(frozen, groups))
+        with reads_together(groups):
+            weights = start.weights(config.model, fingerprint)
+            log_start(weights, groups)
+            load_weights(weights, chunks, groups, frozen=True)
+        return {"folder": str(start.folder.resolve()), "digest": digest}
+
+
+def start_line(config: RunConfig) -> str:
+    """Return a line about what a run will read from `checkpoint.start_from`, without reading weights.
+
+    Raises:
+        ConfigError: a folder of diffusers does not fit the model.
+    """
+    path = str(config.checkpoint.start_from)
+    folder = local_path(path)
+    if is_network(folder):
+        return str(read_network(folder).weights(config.model))
+    if not candidates(folder):
+        return f"{path}, which has no checkpoint yet"
+    newest = candidates(folder)[0]
+    stored = _without_auxiliary(read_manifest(newest)).meta.get("fingerprint", {}).get("parameters", {})
+    return f"{sum(map(math.prod, stored.values())):,} parameters of {newest}"
+
+
+def log_start(weights: Weights, groups: ProcessGroups) -> None:
+    """Log on rank 0 what a run reads from a folder of diffusers."""
+    if groups.rank == 0 and isinstance(weights, FolderWeights):
+        logger.info("checkpoint.start_from reads %s", weights)
+        for note in weights.notes:
+            logger.info("%s", note)
 
 
 def digest_of(manifest: Manifest) -> str:
@@ -116,8 +232,8 @@ def digest_of(manifest: Manifest) -> str:
     return hashlib.sha256(repr(files).encode()).hexdigest()
 
 
-def find_base(folder: Path, config: RunConfig) -> Optional[tuple[Path, str]]:
-    """Return the verified base checkpoint of an adapter run, and the slot of its weights; None for a full model.
+def find_base(folder: Path, config: RunConfig) -> Optional[Weights]:
+    """Return the base weights of an adapter run; None for a full model.
 
     The folder recorded in the manifest is tried first, then `checkpoint.start_from`.
 
@@ -133,11 +249,11 @@ def find_base(folder: Path, config: RunConfig) -> Optional[tuple[Path, str]]:
         return None
     for path in (saved["folder"], config.checkpoint.start_from or saved["folder"]):
         try:
-            checkpoint, _ = find_checkpoint(path)
-        except CheckpointError:
+            start = find_start(path)
+            if start.digest(None) == saved["digest"]:
+                return start.weights(config.model)
+        except UserError:
             continue
-        if digest_of(read_manifest(checkpoint)) == saved["digest"]:
-            return checkpoint, _slot(checkpoint)
     raise CheckpointError(
         f"{folder} has adapters (LoRA) for the weights of {saved['folder']}, which no longer exist; restore that folder"
     )
@@ -151,8 +267,9 @@ def load_run(folder: Path, config: RunConfig, chunks: Sequence[nn.Module], group
     """
     base = find_base(folder, config)
     if base is not None:
-        load_weights(base[0], chunks, groups, slot=base[1], frozen=True)
-    load_weights(folder, chunks, groups, slot=slot, frozen=None if base is None else False)
+        load_weights(base, chunks, groups, frozen=True)
+    own = SlotWeights(folder, slot, finite=True)
+    load_weights(own, chunks, groups, frozen=None if base is None else False)
 
 
 def read_run(folder: Path, config: RunConfig, slot: str) -> dict[str, Tensor]:
@@ -165,4 +282,4 @@ def read_run(folder: Path, config: RunConfig, slot: str) -> dict[str, Tensor]:
     if base is None:
         return weights
     assert config.model.adapters is not None
-    return merge_adapters(read_full_weights(*base), weights, config.model.adapters)
+    return merge_adapters(read_all(base), weights, config.model.adapters)

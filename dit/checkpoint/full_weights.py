@@ -16,7 +16,7 @@ from torch import Tensor
 from dit.auxiliary import PREFIXES
 from dit.checkpoint.manifest import BASE
 from dit.checkpoint.records import CONFIG_FILE, METADATA_FILE
-from dit.checkpoint.state_files import StateReader, write_full_state
+from dit.checkpoint.state_files import SlotWeights, Weights, read_full, write_full_state
 from dit.checkpoint.store import CheckpointStore, model_fingerprint
 from dit.config_record import to_record
 from dit.convert.diffusers_format import TrainedModel
@@ -33,9 +33,16 @@ def read_full_weights(folder: Path, slot: str) -> dict[str, Tensor]:
     Raises:
         CheckpointError: they cannot be read, or are not finite.
     """
-    reader, prefix = StateReader(folder, finite=True), f"{slot}."
-    names = [name.removeprefix(prefix) for name in reader.shapes if name.startswith(prefix)]
-    return {name: reader.read_full(prefix + name) for name in names if not name.startswith(PREFIXES)}
+    return read_all(SlotWeights(folder, slot, finite=True))
+
+
+def read_all(weights: Weights) -> dict[str, Tensor]:
+    """Read every parameter, unsharded, in float32, except those of auxiliary networks.
+
+    Raises:
+        CheckpointError: they cannot be read, or are not finite.
+    """
+    return {name: read_full(weights, name) for name in weights.shapes if not name.startswith(PREFIXES)}
 
 
 def write_imported(

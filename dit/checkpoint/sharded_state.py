@@ -28,7 +28,7 @@ from dit.backends.process_groups import ProcessGroups, raise_together
 from dit.backends.sharding import sharding_of
 from dit.checkpoint.boxes import Box, Part
 from dit.checkpoint.manifest import FileRecord
-from dit.checkpoint.state_files import StateReader, file_of_rank, write_boxes, write_index
+from dit.checkpoint.state_files import StateReader, Weights, file_of_rank, write_boxes, write_index
 from dit.errors import CheckpointError
 from dit.optimizer.ema import EMA
 from dit.optimizer.master_weights import SLOTS, MasterShard, copy_masters_to_model, get_step_count, set_step_count
@@ -242,24 +242,18 @@ def load_shards(
 
 
 @torch.no_grad()
-def load_masters(directory: Path, slot: str, shards: Sequence[MasterShard], groups: ProcessGroups) -> None:
-    """Read the weights (`weight`) or their average (`ema`) into the master weights, on any layout."""
-    reader = StateReader(directory)
+def load_masters(weights: Weights, shards: Sequence[MasterShard], groups: ProcessGroups) -> None:
+    """Read this rank's ranges of the weights into the master weights, on any layout."""
     for shard in shards:
         owned = part_of(shard.parameter, groups, shard.start, shard.stop)
-        reader.read(f"{slot}.{shard.name}", owned.shape, owned.views(shard.main, shard.start))
+        weights.read(shard.name, owned.shape, owned.views(shard.main, shard.start))
 
 
 @torch.no_grad()
 def load_weights(
-    directory: Path,
-    chunks: Sequence[nn.Module],
-    groups: ProcessGroups,
-    *,
-    slot: str = "ema",
-    frozen: Optional[bool] = None,
+    weights: Weights, chunks: Sequence[nn.Module], groups: ProcessGroups, *, frozen: Optional[bool] = None
 ) -> None:
-    """Read the weights (`weight`) or their average (`ema`) into unwrapped model chunks.
+    """Read the weights into unwrapped model chunks, on any layout.
 
     Args:
         frozen: read only frozen parameters, or only trained ones; None for all.
@@ -267,9 +261,8 @@ def load_weights(
     Raises:
         CheckpointError: a tensor is missing, has another shape, or is not finite.
     """
-    reader = StateReader(directory, finite=True)
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():
             if frozen is None or frozen != parameter.requires_grad:
                 part = part_of(parameter, groups)
-                reader.read(f"{slot}.{name}", part.shape, part.views(parameter, 0))
+                weights.read(name, part.shape, part.views(parameter, 0))

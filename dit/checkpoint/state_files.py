@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -275,12 +275,6 @@ class StateReader:
                 "folder of an earlier checkpoint"
             )
 
-    def read_full(self, name: str) -> Tensor:
-        """Return one tensor in full, float32, on the host."""
-        target = torch.empty(self.shapes[name], dtype=torch.float32)
-        self.read(name, self.shapes[name], [(Box.of(self.shapes[name]), target)])
-        return target
-
     def _values(self, file: str, name: str, stored: Box, requested: Box) -> Tensor:
         key = _key(name, stored)
         try:
@@ -296,6 +290,47 @@ class StateReader:
             return opened.get_tensor(key) if requested == stored else entry[requested.slices_in(stored)]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{self.folder / file} cannot be read: {error}; {CURE}") from error
+
+
+class Weights(Protocol):
+    """Weights that a run starts from: of a checkpoint, or of a folder of another code base."""
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every unsharded parameter by global name."""
+
+    def read(self, name: str, shape: Sequence[int], views: Iterable[tuple[Box, Tensor]]) -> None:
+        """Copy boxes of a parameter into memory, see `StateReader.read`."""
+
+
+class SlotWeights:
+    """The weights of a verified checkpoint.
+
+    Args:
+        folder: folder of the checkpoint.
+        slot: `weight`, or `ema` for their average.
+        finite: refuse NaN and infinite values.
+
+    Raises:
+        CheckpointError: see `StateReader`.
+    """
+
+    def __init__(self, folder: Path, slot: str, *, finite: bool = False) -> None:
+        self._reader, self._prefix = StateReader(folder, finite=finite), f"{slot}."
+        stored = self._reader.shapes
+        self.shapes = {n.removeprefix(self._prefix): shape for n, shape in stored.items() if n.startswith(self._prefix)}
+
+    def read(self, name: str, shape: Sequence[int], views: Iterable[tuple[Box, Tensor]]) -> None:
+        """Copy boxes of a parameter into memory, see `StateReader.read`."""
+        self._reader.read(self._prefix + name, shape, views)
+
+
+def read_full(weights: Weights, name: str) -> Tensor:
+    """Return one parameter in full, float32, on the host."""
+    shape = weights.shapes[name]
+    target = torch.empty(shape, dtype=torch.float32)
+    weights.read(name, shape, [(Box.of(shape), target)])
+    return target
 
 
 def _plain(file: object) -> str:

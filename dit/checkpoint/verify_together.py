@@ -1,14 +1,14 @@
 """Verification of checkpoints by all ranks: every rank reads and hashes its share of the files."""
 
 import logging
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Optional, TypeVar
 
 import torch.distributed as dist
 
-from dit.backends.process_groups import ProcessGroups
+from dit.backends.process_groups import ProcessGroups, raise_together
 from dit.checkpoint.manifest import Manifest, verify_folder
 from dit.checkpoint.reader_lock import being_read
 from dit.errors import CheckpointError, UserError
@@ -33,6 +33,29 @@ def on_first_rank(read: Callable[[], T], groups: ProcessGroups) -> T:
     if result[1] is not None:
         raise result[1]
     return result[0]
+
+
+@contextmanager
+def reads_together(groups: Optional[ProcessGroups]) -> Iterator[None]:
+    """Run reading code; if it fails on one rank, raise on all ranks, on the failed one its own error.
+
+    Args:
+        groups: of the ranks, all of which enter this context; None for one process.
+
+    Raises:
+        CheckpointError: a file cannot be read, or another rank failed.
+    """
+    failure: Optional[Exception] = None
+    try:
+        yield
+    except OSError as error:
+        failure = CheckpointError(f"{error.filename} cannot be read: {error.strerror}; restore or download it again")
+    except UserError as error:
+        failure = error
+    if groups is not None:
+        raise_together(failure, CheckpointError("another rank could not read its part of the weights; see its error"))
+    elif failure is not None:
+        raise failure
 
 
 def newest_valid_together(

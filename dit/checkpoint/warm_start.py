@@ -1,4 +1,4 @@
-"""Start a new run from the weights of another one: for the next stage of training, or for fine-tuning."""
+"""Start a new run from other weights: for the next stage of training, or for fine-tuning."""
 
 import logging
 from contextlib import ExitStack
@@ -6,19 +6,23 @@ from contextlib import ExitStack
 import torch
 
 from dit.auxiliary import DISCRIMINATOR, PREFIXES
-from dit.checkpoint.base_model import check_start, find_folder_together
-from dit.checkpoint.manifest import read_manifest
+from dit.checkpoint.base_model import find_start_together, log_start
 from dit.checkpoint.sharded_state import global_shapes, load_masters, parameters_of
 from dit.checkpoint.store import model_fingerprint
 from dit.checkpoint.train_state import TrainState
+from dit.checkpoint.verify_together import reads_together
 from dit.optimizer.master_weights import copy_masters_to_model
+from dit.run_config import RunConfig
 
 logger = logging.getLogger(__name__)
 
 
 @torch.no_grad()
-def start_from(path: str, state: TrainState) -> None:
-    """Load another run's weights into master weights, average and model, under any layout; every rank calls this.
+def start_from(config: RunConfig, state: TrainState) -> None:
+    """Load the weights of `checkpoint.start_from` into master weights, average and model; every rank calls this.
+
+    They are those of a run folder (of its newest valid checkpoint; the average if it has one), of one checkpoint
+    folder, or of a folder of diffusers, under any layout.
 
     A run of adapters loads the adapters of another run. It loads nothing from a full model, which `load_base` has read.
 
@@ -27,25 +31,25 @@ def start_from(path: str, state: TrainState) -> None:
     Parameters of auxiliary networks are not loaded: they belong to the objective, and are initialised again. A log line
     reports this of a discriminator.
 
-    Args:
-        path: a run folder (its newest valid checkpoint is used) or one checkpoint folder; the average is read if
-            that run has one.
-
     Raises:
-        CheckpointError: there is no valid checkpoint.
+        CheckpointError: there are no valid weights.
         ConfigError: it belongs to another model, has only adapters, or has adapters of another rank or other layers.
     """
+    path, groups = config.checkpoint.start_from, state.groups
+    assert path is not None
     with ExitStack() as reading:
-        folder = find_folder_together(path, state.groups, reading)
+        start = find_start_together(path, groups, reading)
         adapters = state.base is not None
-        if adapters and read_manifest(folder).base is None:
+        if adapters and start.base is None:
             return
         shards = [shard for shard in state.shards if not shard.name.startswith(PREFIXES)]
-        fingerprint = model_fingerprint(global_shapes(parameters_of(shards), state.groups))
-        slot = check_start(folder, fingerprint, adapters=adapters)
-        load_masters(folder, slot, shards, state.groups)
+        fingerprint = model_fingerprint(global_shapes(parameters_of(shards), groups))
+        with reads_together(groups):
+            weights = start.weights(config.model, fingerprint, adapters=adapters)
+            log_start(weights, groups)
+            load_masters(weights, shards, groups)
     names = [name for chunk in state.chunks for name, _ in chunk.named_parameters()]
-    if state.groups.rank == 0 and any(name.startswith(DISCRIMINATOR) for name in names):
+    if groups.rank == 0 and any(name.startswith(DISCRIMINATOR) for name in names):
         logger.info("checkpoint.start_from loads only the autoencoder; the discriminator starts untrained")
     if state.ema is not None:
         for average, shard in zip(state.ema.values, state.shards, strict=True):

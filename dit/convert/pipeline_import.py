@@ -23,6 +23,8 @@ from dit.objectives.noise_levels import PUBLISHED_BETAS, REFERENCE_STEPS
 from dit.pipeline_folder import PIPELINE_INDEX
 
 INDEX, PART = PIPELINE_INDEX, "unet"
+PARTS = ("transformer", PART)
+"""Folders of the trained network in a pipeline."""
 TEXT_ENCODERS = {
     "StableDiffusionPipeline": {"text_encoder": "{}:padded"},
     "StableDiffusionXLPipeline": {
@@ -57,7 +59,9 @@ class Completed:
 
 def network_folder(source: Path) -> Path:
     """Return the folder of the network in a pipeline's folder; any other folder unchanged."""
-    return source / PART if (source / INDEX).exists() and (source / PART / CONFIG).exists() else source
+    if not (source / INDEX).exists():
+        return source
+    return next((source / part for part in PARTS if (source / part / CONFIG).exists()), source)
 
 
 def complete(trained: TrainedModel, folder: Path) -> Completed:

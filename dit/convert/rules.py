@@ -234,7 +234,7 @@ class RuleBook:
             check_numbers(name, tensor)
         for name, table in self.tables.items():
             if name in tensors:
-                _check_table(name, tensors[name], table)
+                check_table(name, tensors[name], table)
         parameters = {name: torch.zeros(self.shapes[name]) for name in self.unmatched}
         for rule in self.rules:
             try:
@@ -303,7 +303,8 @@ def check_numbers(name: str, tensor: Tensor) -> None:
         raise ConfigError(f"{name} has {int((~tensor.isfinite()).sum())} numbers that are not finite")
 
 
-def _check_table(name: str, stored: Tensor, computed: Tensor) -> None:
+def check_table(name: str, stored: Tensor, computed: Tensor) -> None:
+    """Raise `ConfigError` for a stored table that differs from ours by more than rounding."""
     if stored.shape != computed.shape:
         raise ConfigError(
             f"{name} is {list(stored.shape)}, needs {list(computed.shape)}; the files are for another latent size"

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any
+from typing import IO, Any, Optional
 
 import torch
 from safetensors import SafetensorError
@@ -44,7 +44,7 @@ def read_tensors(path: Path, cure: str = PLAIN) -> dict[str, Tensor]:
     """
     if path.suffix not in (".safetensors", *PICKLES):
         raise ConfigError(f"{path} is not a supported file of weights; use .safetensors, {', '.join(PICKLES)}")
-    with _reading(path):
+    with reading(path):
         if path.suffix != ".safetensors":
             return _tensors_of(_read_pickle(path, path, cure), path)
         with safe_files.open_safetensors(path) as file:
@@ -52,13 +52,15 @@ def read_tensors(path: Path, cure: str = PLAIN) -> dict[str, Tensor]:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def reading(path: Path) -> Iterator[None]:
     """Raise errors of a file of tensors as `ConfigError`."""
     try:
         yield
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(f"{path} cannot be read: {reason}; give a complete file of tensors") from error
+        raise ConfigError(
+            f"{path} cannot be read: {reason}; give a complete file of tensors, or download it again"
+        ) from error
 
 
 def _tensors_of(loaded: object, path: Path) -> dict[str, Tensor]:
@@ -111,7 +113,7 @@ def read_metadata(path: Path) -> dict[str, str]:
     """
     if path.suffix != ".safetensors":
         return {}
-    with _reading(path), safe_files.open_safetensors(path) as file:
+    with reading(path), safe_files.open_safetensors(path) as file:
         return file.metadata() or {}
 
 
@@ -166,18 +168,38 @@ def read_diffusers(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def _read_shards(folder: Path) -> dict[str, Tensor]:
+    weight_map = shard_names(folder)
+    tensors: dict[str, Tensor] = {}
+    for file in sorted(set(weight_map.values())):
+        tensors |= read_tensors(folder / file)
+    check_index(folder, weight_map, tensors)
+    return tensors
+
+
+def shard_names(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor in the index of a folder.
+
+    Raises:
+        ConfigError: the index cannot be read, or has a path outside the folder.
+    """
     names = read_json(folder / INDEX).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise ConfigError(f"{folder / INDEX} has no weight_map; download the folder again")
-    tensors: dict[str, Tensor] = {}
-    for file in sorted(set(map(str, names.values()))):
+    for file in map(str, names.values()):
         if Path(file).name != file or not file.endswith(".safetensors"):
             raise ConfigError(f"{folder / INDEX} names {file!r}; only .safetensors files next to it are read")
-        tensors |= read_tensors(folder / file)
-    if tensors.keys() != names.keys():
-        odd = sorted(tensors.keys() ^ names.keys())
+    return {str(name): str(file) for name, file in names.items()}
+
+
+def check_index(folder: Path, weight_map: Mapping[str, str], tensors: Mapping[str, object]) -> None:
+    """Check that an index lists the tensors of its shards.
+
+    Raises:
+        ConfigError: a tensor is only in one of them.
+    """
+    if tensors.keys() != weight_map.keys():
+        odd = sorted(tensors.keys() ^ weight_map.keys())
         raise ConfigError(f"{folder / INDEX} and its shards disagree on {len(odd)} tensors, such as {odd[0]}")
-    return tensors
 
 
 @contextmanager
@@ -261,7 +283,7 @@ def write_diffusers(
     subfolder: str = ".",
     texts: Mapping[str, str] = MappingProxyType({}),
     others: Callable[[Path], Mapping[str, str]] = lambda folder: MappingProxyType({}),
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+    max_shard_bytes: Optional[int] = None,
 ) -> None:
     """Write a folder in the diffusers layout; above `max_shard_bytes`, tensors are written in shards with an index.
 
@@ -270,6 +292,7 @@ def write_diffusers(
         subfolder: of `out`, for settings and tensors; a pipeline has one per part.
         texts: further text files, by their paths in `out`.
         others: writes further parts of a pipeline to a folder, and returns the texts that depend on them.
+        max_shard_bytes: None for `MAX_SHARD_BYTES`.
 
     Raises:
         ConfigError: `out` exists, or cannot be written.
@@ -280,7 +303,7 @@ def write_diffusers(
             (part / name).parent.mkdir(parents=True, exist_ok=True)
             (part / name).write_text(text, encoding="utf-8")
         folder = part / subfolder
-        shards = _shards(tensors, max_shard_bytes)
+        shards = _shards(tensors, max_shard_bytes or MAX_SHARD_BYTES)
         weight_map: dict[str, str] = {}
         for i, shard in enumerate(shards, 1):
             name = f"{STEM}-{i:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else f"{STEM}.safetensors"

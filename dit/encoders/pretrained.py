@@ -5,54 +5,13 @@ weight is an error, because the libraries would replace it by random numbers.
 """
 
 import logging
-import ssl
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 from dit.errors import ConfigError
 from dit.terminal import announce
 
 _NAMED = 3  # weights that a message names
-
-
-def check_hub(repository: str, file: str = "config.json") -> None:
-    """Check that a file of a repository is available, without the minute of retries of huggingface_hub.
-
-    Raises:
-        ConfigError: it is not in the local cache, and the Hugging Face hub cannot be reached.
-    """
-    from huggingface_hub import constants, try_to_load_from_cache
-
-    if constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(repository, file), str):
-        return
-    check_reachable(repository)
-
-
-def check_reachable(repository: str) -> None:
-    """Check that the Hugging Face hub can be reached.
-
-    Args:
-        repository: for the message.
-
-    Raises:
-        ConfigError: the hub cannot be reached.
-    """
-    from huggingface_hub import constants
-
-    try:
-        urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=10).close()
-    except HTTPError:  # the hub responds
-        return
-    except OSError as error:
-        reason = getattr(error, "reason", error)
-        if isinstance(reason, ssl.SSLError):  # the hub responds, with a certificate that huggingface_hub may accept
-            return
-        raise ConfigError(
-            f"{repository} is not a local folder and not in the local cache, and {constants.ENDPOINT} cannot be "
-            f"reached ({reason}); copy the folder to this machine and name it, or connect to the network"
-        ) from error
 
 
 def load_without_code(kind: Any, what: str, **options: Any) -> Any:

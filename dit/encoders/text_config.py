@@ -24,8 +24,9 @@ from typing import Any, Literal, Optional, TypeVar
 
 from dit.condition_table import CONTEXT, CONTEXT_2, POOLED
 from dit.conditions import Condition
-from dit.encoders.pretrained import check_hub, load_without_code
+from dit.encoders.pretrained import load_without_code
 from dit.errors import ConfigError
+from dit.hub import check_hub
 from dit.pipeline_folder import name_a_part
 
 Value = TypeVar("Value")

@@ -18,8 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from dit.encoders.batching import in_batches
-from dit.encoders.pretrained import check_hub, load_network
+from dit.encoders.pretrained import load_network
 from dit.errors import ConfigError
+from dit.hub import check_hub
 from dit.pipeline_folder import name_a_part
 from dit.safe_files import parse_json, read_bytes
 

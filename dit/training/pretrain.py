@@ -270,7 +270,7 @@ class Run:
         self.bad_steps = BadSteps(config, self.state, groups)
         resumed = self.checkpointer.resume(self.state, config.checkpoint.resume)
         if not resumed and config.checkpoint.start_from is not None:
-            start_from(config.checkpoint.start_from, self.state)
+            start_from(config, self.state)
         cost = PackFlops(config.model).of_pack
         nulls = null_texts(config.data, spec.conditions, self.device)
         self.encode = batch_encoder(config.data.online_encoding(), spec, self.device, groups.tp_cp, nulls)

@@ -16,8 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
-from dit.encoders.pretrained import check_reachable
 from dit.errors import ConfigError, DataError
+from dit.hub import check_reachable
 from energon_data.prepare.build import Raw
 from energon_data.prepare.media import Options
 from energon_data.prepare.preparation import Preparation

@@ -163,3 +163,15 @@ def open_run(arguments: Sequence[str]) -> Run:
 def contents(folder: Path) -> dict[str, bytes]:
     """Return every file under a folder by relative name."""
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def state_at_start(arguments: Sequence[str], folder: Path) -> None:
+    """Build a run as `pretrain` does, and write its state before the first step into a folder."""
+    from dit.backends import process_groups
+    from dit.checkpoint.sharded_state import save_state
+
+    run = open_run(arguments)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_state(folder, run.state.shards, run.state.ema, run.state.optimizer, run.groups)
+    run.close()
+    process_groups.destroy()

@@ -26,6 +26,7 @@ def training(run_dir: Path, ranks: int = 1, **settings: Any) -> Job:
 def weights(run_dir: Path, slot: str, groups: ProcessGroups) -> dict[str, torch.Tensor]:
     from dit.checkpoint.reading import find_checkpoint, read_settings
     from dit.checkpoint.sharded_state import load_weights
+    from dit.checkpoint.state_files import SlotWeights
     from dit.parallel.build import build_model
     from dit.parallel.dims import ParallelConfig
     from dit.settings import TrainingConfig
@@ -33,7 +34,7 @@ def weights(run_dir: Path, slot: str, groups: ProcessGroups) -> dict[str, torch.
     folder, _ = find_checkpoint(run_dir)
     config, _ = read_settings(folder)
     chunks = build_model(config.model, ParallelConfig(), TrainingConfig(precision="fp32"), groups)
-    load_weights(folder, chunks, groups, slot=slot)
+    load_weights(SlotWeights(folder, slot), chunks, groups)
     return {name: parameter.detach() for chunk in chunks for name, parameter in chunk.named_parameters()}
 
 

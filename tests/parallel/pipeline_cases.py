@@ -143,6 +143,7 @@ def load(case: dict) -> dict:
     """Read the checkpoint in `folder` on this case's layout and return what came back; write it to `save_to`."""
     from dit.backends import process_groups
     from dit.checkpoint.sharded_state import load_state, load_weights, save_state
+    from dit.checkpoint.state_files import SlotWeights
     from dit.optimizer.ema import EMA
 
     it = build(case)
@@ -152,7 +153,7 @@ def load(case: dict) -> dict:
     if "save_to" in case:
         Path(case["save_to"]).mkdir(parents=True, exist_ok=True)
         save_state(Path(case["save_to"]), it.shards, ema, it.optimizer, it.groups)
-    load_weights(Path(case["folder"]), it.chunks, it.groups, slot="ema")
+    load_weights(SlotWeights(Path(case["folder"]), "ema"), it.chunks, it.groups)
     named = [(name, unshard(p.data, p, it.groups)) for chunk in it.chunks for name, p in chunk.named_parameters()]
     found["ema_weights"], _ = of_all_stages(named, it.groups)
     process_groups.release()

@@ -407,9 +407,9 @@ MUTANTS = (
     ),
     Mutant(
         "checkpoint: weights that are not finite are sampled from",
-        "dit/checkpoint/sharded_state.py",
-        "StateReader(directory, finite=True)",
-        "StateReader(directory)",
+        "dit/checkpoint/base_model.py",
+        "own = SlotWeights(folder, slot, finite=True)",
+        "own = SlotWeights(folder, slot)",
         (HOSTILE,),
     ),
     Mutant(

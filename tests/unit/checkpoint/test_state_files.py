@@ -16,6 +16,7 @@ from dit.checkpoint.state_files import (
     STAGING_BYTES,
     StateReader,
     file_of_rank,
+    read_full,
     write_boxes,
     write_full_state,
     write_index,
@@ -60,7 +61,7 @@ def test_what_is_read_is_what_was_written(tmp_path, ranks):
     assert reader.scalars == {"adam_step": 7}
     assert reader.shapes == SHAPES
     for name in SHAPES:
-        assert torch.equal(reader.read_full(name), values_of(name))
+        assert torch.equal(read_full(reader, name), values_of(name))
     for file, record in records.items():
         data = (tmp_path / "x" / file).read_bytes()
         assert (record.size_bytes, record.sha256) == (len(data), hashlib.sha256(data).hexdigest())
@@ -95,7 +96,7 @@ def test_large_values_pass_through_in_pieces(tmp_path, monkeypatch):
     assert pieces == [4, 64, 64, 12, 12]
     assert STAGING_BYTES == 64 << 20
     write_full_state(tmp_path, SHAPES, map(values_of, SHAPES), {})
-    assert torch.equal(StateReader(tmp_path).read_full("weight.c"), values_of("weight.c"))
+    assert torch.equal(read_full(StateReader(tmp_path), "weight.c"), values_of("weight.c"))
 
 
 def test_values_that_do_not_fill_their_boxes_are_an_error(tmp_path):
@@ -149,7 +150,7 @@ def test_an_index_that_is_not_true_is_refused(tmp_path, change, message):
     write_full_state(tmp_path, SHAPES, map(values_of, SHAPES), {"adam_step": 1})
     edited(tmp_path, change)
     with pytest.raises(CheckpointError, match=message):
-        StateReader(tmp_path).read_full("weight.a")
+        read_full(StateReader(tmp_path), "weight.a")
 
 
 @pytest.mark.parametrize("text", ["", "[" * 100_000, "null", "{}", "\0"])
@@ -164,7 +165,7 @@ def test_garbage_for_a_file_is_refused(tmp_path, data):
     write_full_state(tmp_path, SHAPES, map(values_of, SHAPES), {})
     (tmp_path / "rank_00000.safetensors").write_bytes(data)
     with pytest.raises(CheckpointError, match=r"rank_00000.safetensors cannot be read"):
-        StateReader(tmp_path).read_full("weight.a")
+        read_full(StateReader(tmp_path), "weight.a")
 
 
 def test_a_tensor_of_another_shape_or_name_is_refused(tmp_path):
@@ -176,7 +177,7 @@ def test_a_tensor_of_another_shape_or_name_is_refused(tmp_path):
         reader.read("weight.x", (5, 6), [])
     edited(tmp_path, lambda body: body["tensors"]["weight.c"].update(shape=[24], boxes=[[file_of_rank(0), [0], [24]]]))
     with pytest.raises(CheckpointError, match=r"cannot be read.*weight.c@0"):
-        StateReader(tmp_path).read_full("weight.c")
+        read_full(StateReader(tmp_path), "weight.c")
     edited(tmp_path, lambda body: body["tensors"]["weight.b"].update(shape=[6], boxes=[[file_of_rank(0), [0], [6]]]))
     with pytest.raises(CheckpointError, match=r"is F32 \[7\], state.json says F32 \[6\]"):
-        StateReader(tmp_path).read_full("weight.b")
+        read_full(StateReader(tmp_path), "weight.b")

@@ -218,7 +218,7 @@ def test_a_name_on_the_hub_without_a_network_is_one_line(tmp_path, capsys, monke
     def unreachable(*args, **kwargs):
         raise urllib.error.URLError("no route")
 
-    monkeypatch.setattr("dit.encoders.pretrained.urlopen", unreachable)
+    monkeypatch.setattr("dit.hub.urlopen", unreachable)
     assert prepare(name, tmp_path / "out") == EXIT_CONFIG
     assert says in (said := capsys.readouterr().err)
     assert name in said

@@ -1,0 +1,230 @@
+"""A network of diffusers on disk as the start of a run: settings and weights, without a converted copy.
+
+    model_index.json                     of a pipeline, which has the network in transformer/ or unet/
+    transformer/config.json              class and sizes
+    transformer/diffusion_pytorch_model-00001-of-00003.safetensors, ..., and their index
+
+Every rank reads the slices of the files that it owns, see `dit.convert.sliced_weights`.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Optional
+
+import torch.distributed as dist
+from torch import Tensor
+
+from dit.backends.process_groups import ProcessGroups
+from dit.checkpoint.boxes import Box
+from dit.checkpoint.manifest import hash_file
+from dit.checkpoint.verify_together import reads_together
+from dit.convert.diffusers_format import DiffusersFormat, TrainedModel, format_of_settings
+from dit.convert.pipeline_import import PARTS, complete, network_folder
+from dit.convert.rules import RuleBook, some_of
+from dit.convert.run_record import CONFIG_KEY, from_record
+from dit.convert.sliced_weights import SlicedWeights
+from dit.convert.state_files import CONFIG, STEM, read_json
+from dit.convert.stored_tensors import StoredTensors
+from dit.errors import CheckpointError, ConfigError
+from dit.hub import PREFIX, download
+from dit.models.base import ModelConfig
+from dit.parallel.build import parameter_shapes
+from dit.pipeline_folder import PIPELINE_INDEX
+from dit.safe_files import parse_json
+
+WEIGHTS = (f"{STEM}.safetensors", f"{STEM}-*-of-*.safetensors", f"{STEM}.safetensors.index.json")
+DOWNLOADED = (
+    *(PIPELINE_INDEX, CONFIG, f"*/{CONFIG}", "scheduler/*.json", *WEIGHTS),
+    *(f"{part}/{name}" for part in PARTS for name in WEIGHTS),
+)
+"""Files of a repository on the hub that a run starts from."""
+NOT_SIZES = ("lora", "class_dropout", "context_dropout", "null_text")
+"""Settings that change neither shape nor order of the weights."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """The settings of a network in the diffusers layout.
+
+    Attributes:
+        folder: of its `config.json`.
+        form: its class.
+        trained: our model, with published defaults for values that are not in the files.
+        recorded: whether the files have the record of `launch.export` or the schedule of a pipeline, so that nothing is
+            assumed.
+        autoencoder: folder of the pipeline's autoencoder; None without.
+        notes: sentences about differences from the pipeline.
+    """
+
+    folder: Path
+    form: DiffusersFormat[ModelConfig]
+    trained: TrainedModel
+    recorded: bool
+    autoencoder: Optional[str] = None
+    notes: Sequence[str] = ()
+
+    @property
+    def base(self) -> None:
+        """Adapters are not read from such a folder."""
+
+    def digest(self, groups: Optional[ProcessGroups]) -> str:
+        """Return a digest of settings and weights, see `Start.digest`.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        return digest_of_files([self.folder / CONFIG, *StoredTensors(self.folder).files], groups)
+
+    def weights(
+        self, model: ModelConfig, fingerprint: Optional[dict[str, Any]] = None, *, adapters: bool = False
+    ) -> "FolderWeights":
+        """Open the weights for a model of the same sizes; see `Start.weights`."""
+        return FolderWeights(self, model)
+
+    def rules(self, model: ModelConfig) -> RuleBook:
+        """Return the rules between the files and a model of the same sizes."""
+        return self.form.rules(model, parameter_shapes(model), self.trained.latent_size)
+
+
+def local_path(path: str | Path) -> Path:
+    """Return the folder of a path or of an address `hf://owner/name`, which is downloaded.
+
+    Raises:
+        ConfigError: the repository is neither in the local cache nor reachable.
+    """
+    return download(path, DOWNLOADED) if isinstance(path, str) and path.startswith(PREFIX) else Path(path)
+
+
+def is_network(path: Path) -> bool:
+    """Return whether a folder has a network in the diffusers layout, or a pipeline with one."""
+    return (network_folder(path) / CONFIG).is_file()
+
+
+def read_network(source: Path) -> Network:
+    """Read the settings of a network, or of the network in a pipeline's folder.
+
+    Raises:
+        ConfigError: they cannot be read, the class or a setting is not supported, or the record of an export and the
+            settings contradict each other.
+    """
+    folder = network_folder(source)
+    settings = read_json(folder / CONFIG)
+    try:
+        form = format_of_settings(settings)
+        trained = form.read_settings(settings)
+        if CONFIG_KEY in settings:
+            trained = _exported(settings, form)
+        of_pipeline = complete(trained, folder)
+        if CONFIG_KEY not in settings:
+            trained = of_pipeline.trained
+        trained.model.validate()
+    except ConfigError as error:
+        raise ConfigError(f"{folder / CONFIG}: {error}") from error
+    recorded = CONFIG_KEY in settings or of_pipeline.has_schedule
+    return Network(folder, form, trained, recorded, of_pipeline.autoencoder, of_pipeline.notes)
+
+
+def _exported(settings: Mapping[str, Any], form: DiffusersFormat[ModelConfig]) -> TrainedModel:
+    """Return the model in the record of an export, which must agree with the other settings."""
+    exported = from_record(settings[CONFIG_KEY], form.config_class)
+    recorded_settings, _ = form.write_settings(exported.model, exported.latent_size)
+    plain = parse_json(json.dumps({**form.defaults, **settings}))
+    changed = [n for n in form.defaults if plain[n] != parse_json(json.dumps(recorded_settings[n]))]
+    if changed:
+        changes = ", ".join(f"{n}={plain[n]!r} (recorded: {recorded_settings[n]!r})" for n in changed)
+        raise ConfigError(
+            f"the file was changed after its export: {changes}; remove {CONFIG_KEY} from it and give --objective"
+        )
+    return exported
+
+
+def digest_of_files(files: Sequence[Path], groups: Optional[ProcessGroups]) -> str:
+    """Return a digest of names and contents of files.
+
+    Args:
+        groups: ranks that share the reading, all of which call this; None to read everything here.
+
+    Raises:
+        CheckpointError: a file cannot be read.
+    """
+    parts: list[Any] = [None] * (1 if groups is None else groups.world_size)
+    with reads_together(groups):
+        share = files if groups is None else files[groups.rank :: groups.world_size]
+        parts[0] = {path.name: hash_file(path.resolve()).sha256 for path in share}
+    if groups is not None:
+        dist.all_gather_object(parts, parts[0])
+    digests = {name: digest for part in parts for name, digest in part.items()}
+    return hashlib.sha256(repr(sorted(digests.items())).encode()).hexdigest()
+
+
+def _checked_rules(network: Network, model: ModelConfig) -> RuleBook:
+    """Return the rules for the model of a run, which must have the sizes of the network."""
+    stored, path = network.trained.model, network.folder / CONFIG
+    cure = f"--factory \"finetune(base='{network.folder}')\" takes model and objective from the folder"
+    if type(model) is not type(stored):
+        raise ConfigError(
+            f"checkpoint.start_from: {path} is of {network.form.class_name}, our {type(stored).__name__}, but the "
+            f"model of the run is {type(model).__name__}; {cure}"
+        )
+    rules = network.rules(model)
+    if _sizes(rules, model) == _sizes(network.rules(stored), stored):
+        return rules
+    names = [field.name for field in fields(model) if field.name not in NOT_SIZES]
+    changed = [name for name in names if getattr(model, name) != getattr(stored, name)]
+    theirs, ours = (some_of([f"{n}={getattr(m, n)!r}" for n in changed]) for m in (stored, model))
+    raise ConfigError(
+        f"checkpoint.start_from: {path} has {theirs}, but the model of the run has {ours}; set these settings of model "
+        f"to the former, or {cure}"
+    )
+
+
+def _sizes(rules: RuleBook, model: ModelConfig) -> object:
+    """Return what must be equal: shapes and order of the weights, and heads, which not every rule depends on."""
+    heads = [getattr(model, name, None) for name in ("num_attention_heads", "head_size")]
+    return heads, [(rule, rules.shapes[rule.name]) for rule in rules.rules]
+
+
+class FolderWeights:
+    """The weights of a network for a model of the same sizes, read like those of a checkpoint.
+
+    Args:
+        network: the network.
+        model: of the run.
+
+    Attributes:
+        shapes: of the parameters, by global name.
+
+    Raises:
+        ConfigError: the sizes of the model differ from those of the network, or the files are incomplete or damaged.
+    """
+
+    def __init__(self, network: Network, model: ModelConfig) -> None:
+        rules = _checked_rules(network, model.without_adapters())
+        self.shapes = rules.shapes
+        self._folder = network.folder
+        self._stored = StoredTensors(network.folder)
+        self._sliced = SlicedWeights(rules, self._stored)
+        zeros = [f"{name} starts as zeros: {why}" for name, why in rules.unmatched.items()]
+        self.notes = [*network.trained.notes, *network.notes, *zeros]
+        self.num_parameters = sum(Box.of(rules.shapes[rule.name]).numel for rule in rules.rules)
+
+    def read(self, name: str, shape: Sequence[int], views: Iterable[tuple[Box, Tensor]]) -> None:
+        """Copy boxes of a parameter into memory, as `StateReader.read`.
+
+        Raises:
+            CheckpointError: the parameter is missing, its shape differs, values are not finite, or a file is damaged.
+        """
+        if self.shapes.get(name) != tuple(shape):
+            raise CheckpointError(
+                f"{name} {list(shape)} is not in {self._folder}; give the model settings of its config.json"
+            )
+        full = Box.of(shape)
+        self._sliced.read(name, ((box.slices_in(full), target) for box, target in views))
+
+    def __str__(self) -> str:
+        files = self._stored.files
+        kinds = ", ".join(sorted(self._stored.dtypes)).lower()
+        return f"{self.num_parameters:,} parameters of {self._folder} ({len(files)} safetensors of {kinds})"

@@ -1,0 +1,156 @@
+"""Read boxes of parameters from slices of external tensors, by the rules of a conversion.
+
+Most forms permute one axis. They are applied to the indices of that axis, which gives the position in the parameter of
+each index of each external tensor. A box then needs these slices (q, k and v of two heads, three features each; TP 2):
+
+    parameter, rows       q0 q0 q0 k0 k0 k0 v0 v0 v0 | q1 q1 q1 k1 k1 k1 v1 v1 v1
+    rank 0 reads          to_q[0:3], to_k[0:3], to_v[0:3]
+    rank 1 reads                                       to_q[3:6], to_k[3:6], to_v[3:6]
+
+Indices with a small gap between them are read as one slice. If a form changes several axes (`Form.axis` is None, as for
+the convolution that embeds patches), its tensors are read in full, rearranged and dropped: they are small.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from einops import EinopsError
+from torch import Tensor
+
+from dit.convert.rules import Copies, Form, Rule, RuleBook, Shape, check_numbers, check_shapes, check_table
+from dit.convert.stored_tensors import StoredTensors
+from dit.errors import CheckpointError, ConfigError
+
+PIECE_ELEMENTS = 4 << 20  # copied at once
+LARGEST_GAP = 64  # unused indices between two used ones that are read, too
+
+Block = tuple[slice, ...]
+
+
+class SlicedWeights:
+    """The parameters of a model in the files of a diffusers folder.
+
+    Args:
+        rules: between the model and the files.
+        stored: the files.
+
+    Raises:
+        ConfigError: the files lack a tensor, have others, or have other shapes; or a table differs from the one that
+            our model computes.
+    """
+
+    def __init__(self, rules: RuleBook, stored: StoredTensors) -> None:
+        self.shapes = rules.shapes
+        self._stored, self._unmatched = stored, rules.unmatched
+        self._rules = {rule.name: rule for rule in rules.rules}
+        shapes = {name: shape for name, shape in stored.shapes.items() if name not in rules.tables}
+        check_shapes(f"the weights in {stored.folder} do not fit its config.json", rules.external_shapes(), shapes)
+        for name, table in rules.tables.items():
+            if name in stored.shapes:
+                check_table(name, stored.read(name), table)
+
+    @torch.no_grad()
+    def read(self, name: str, blocks: Iterable[tuple[Block, Tensor]]) -> None:
+        """Copy blocks of a parameter into memory, on any device and in any precision; reads nothing else.
+
+        Args:
+            blocks: indices of each block, and a tensor of its sizes to copy it into.
+
+        Raises:
+            CheckpointError: values are not finite, copies of one tensor differ, or a file cannot be read.
+        """
+        if name in self._unmatched:
+            for _, target in blocks:
+                target.zero_()
+            return
+        rule = self._rules[name]
+        try:
+            with self._stored.slices(rule.external_names) as sources:
+                is_full = rule.form.axis is None
+                reader = _FullSource(rule, sources) if is_full else _AxisSource(rule, self.shapes[name], sources)
+                for block, target in blocks:
+                    reader.copy(block, target)
+        except (ConfigError, EinopsError) as error:
+            raise CheckpointError(f"{name} cannot be read from {self._stored.folder}: {error}") from error
+
+
+class _FullSource:
+    """A parameter whose form changes several axes."""
+
+    def __init__(self, rule: Rule, sources: Sequence[Any]) -> None:
+        tensors = [source[:] for source in sources]
+        _check(rule, tensors)
+        self._parameter = rule.form.from_external(tensors)
+
+    def copy(self, block: Block, target: Tensor) -> None:
+        target.copy_(self._parameter[block])
+
+
+class _AxisSource:
+    """A parameter whose form permutes one axis."""
+
+    def __init__(self, rule: Rule, shape: Shape, sources: Sequence[Any]) -> None:
+        self._rule, self._sources, self._positions = rule, sources, positions_of(rule.form, shape)
+
+    def copy(self, block: Block, target: Tensor) -> None:
+        for piece, part in _pieces(block, target):
+            if isinstance(self._rule.form, Copies):
+                self._copy(piece, part, self._sources, self._positions[0])
+                continue
+            for source, positions in zip(self._sources, self._positions, strict=True):
+                self._copy(piece, part, [source], positions)
+
+    def _copy(self, block: Block, target: Tensor, copies: Sequence[Any], positions: Tensor) -> None:
+        axis = self._rule.form.axis
+        assert axis is not None
+        for span, used, places in _spans(positions, block[axis]):
+            index = (*block[:axis], span, *block[axis + 1 :])
+            tensors = [source[index] for source in copies]
+            _check(self._rule, tensors)
+            values = tensors[0] if len(tensors) == 1 else self._rule.form.from_external(tensors)
+            values = values.reshape([s.stop - s.start for s in index])  # without the axes of a 1 x 1 convolution
+            if len(used) < values.shape[axis]:
+                values = values.index_select(axis, used)
+            if bool((places.diff() == 1).all()):
+                target.narrow(axis, int(places[0]), len(places)).copy_(values)
+            else:
+                target.index_copy_(axis, places.to(target.device), values.to(target))
+
+
+def positions_of(form: Form, shape: Shape) -> list[Tensor]:
+    """Return, for each external tensor, the position in the parameter of each index of the permuted axis.
+
+    Args:
+        shape: of the parameter.
+    """
+    assert form.axis is not None
+    sizes = [size if axis == form.axis else 1 for axis, size in enumerate(shape)]
+    return [part.flatten() for part in form.to_external(torch.arange(shape[form.axis]).view(sizes))]
+
+
+def _spans(positions: Tensor, wanted: slice) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Yield the parts of an external axis that have wanted positions.
+
+    Yields:
+        The part; the indices in it that are used, ascending; and the position of each, relative to `wanted.start`.
+    """
+    indices = ((positions >= wanted.start) & (positions < wanted.stop)).nonzero().flatten()
+    ends = (indices.diff() > LARGEST_GAP).nonzero().flatten() + 1
+    for used in indices.tensor_split(ends):
+        if len(used):
+            start, stop = int(used[0]), int(used[-1]) + 1
+            yield slice(start, stop), used - start, positions[used] - wanted.start
+
+
+def _pieces(block: Block, target: Tensor) -> Iterator[tuple[Block, Tensor]]:
+    """Split a block along the first axis into pieces of at most `PIECE_ELEMENTS`, if a row is not longer."""
+    rows = max(1, PIECE_ELEMENTS // max(1, target[0].numel()))
+    first, *others = block
+    for part, start in zip(target.split(rows), range(first.start, first.stop, rows)):
+        yield (slice(start, start + len(part)), *others), part
+
+
+def _check(rule: Rule, tensors: Sequence[Tensor]) -> None:
+    for name, tensor in zip(rule.external_names, tensors):
+        check_numbers(name, tensor)

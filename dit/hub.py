@@ -1,0 +1,85 @@
+"""The Hugging Face hub: is it reachable, and the local copy of a model with an address such as `hf://owner/name`."""
+
+import re
+import ssl
+from collections.abc import Sequence
+from pathlib import Path
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+from dit.errors import ConfigError
+
+PREFIX = "hf://"
+
+
+def download(address: str, files: Sequence[str]) -> Path:
+    """Return the folder of a repository in the local cache, after downloading the files that the cache lacks.
+
+    Args:
+        address: `hf://owner/name`, or `hf://owner/name@revision`.
+        files: patterns of the files; others are not downloaded.
+
+    Raises:
+        ConfigError: huggingface_hub is not installed, or the repository is neither in the cache nor reachable.
+    """
+    match = re.fullmatch(rf"{PREFIX}([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", address)
+    if match is None:
+        raise ConfigError(
+            f"{address} is not the address of a model; write hf://owner/name, or hf://owner/name@revision"
+        )
+    repository, revision = match.groups()
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ConfigError(
+            f"{address} needs the package huggingface_hub; install it, or download the model and give its folder"
+        ) from error
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(files), local_files_only=True))
+    except (OSError, ValueError):  # not, or not completely, in the cache
+        check_reachable(repository)
+    try:
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(files)))
+    except (OSError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"{address} cannot be downloaded: {reason:.300}; check the name and HF_TOKEN, or give a local folder"
+        ) from error
+
+
+def check_hub(repository: str, file: str = "config.json") -> None:
+    """Check that a file of a repository is available, without the minute of retries of huggingface_hub.
+
+    Raises:
+        ConfigError: it is not in the local cache, and the Hugging Face hub cannot be reached.
+    """
+    from huggingface_hub import constants, try_to_load_from_cache
+
+    if constants.HF_HUB_OFFLINE or isinstance(try_to_load_from_cache(repository, file), str):
+        return
+    check_reachable(repository)
+
+
+def check_reachable(repository: str) -> None:
+    """Check that the Hugging Face hub can be reached.
+
+    Args:
+        repository: for the message.
+
+    Raises:
+        ConfigError: the hub cannot be reached.
+    """
+    from huggingface_hub import constants
+
+    try:
+        urlopen(Request(constants.ENDPOINT, method="HEAD"), timeout=10).close()
+    except HTTPError:  # the hub responds
+        return
+    except OSError as error:
+        reason = getattr(error, "reason", error)
+        if isinstance(reason, ssl.SSLError):  # the hub responds, with a certificate that huggingface_hub may accept
+            return
+        raise ConfigError(
+            f"{repository} is not a local folder and not in the local cache, and {constants.ENDPOINT} cannot be "
+            f"reached ({reason}); copy the folder to this machine and name it, or connect to the network"
+        ) from error

@@ -1,0 +1,62 @@
+"""Small networks of diffusers with random weights, in folders as `save_pretrained` writes them."""
+
+from pathlib import Path
+
+import torch
+from diffusers.models.modeling_utils import ModelMixin
+from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
+from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
+from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
+from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
+
+from dit.convert.diffusers_unet import DiffusersUNet
+from dit.models.ldm_unet.config import LDMUNetConfig
+from tests.parity.convert_cases import random_weights
+
+UNET = LDMUNetConfig(
+    block_out_channels=[8, 16],
+    transformer_layers=[0, 1],
+    layers_per_block=1,
+    num_attention_heads=2,
+    norm_num_groups=4,
+    context_size=10,
+    null_text="empty",
+)
+FLUX = {"num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4, "in_channels": 16}
+PIXART = {"num_attention_heads": 4, "attention_head_dim": 12, "num_layers": 2, "cross_attention_dim": 48}
+NETWORKS = {
+    "flux": lambda: FluxTransformer2DModel(
+        **FLUX, joint_attention_dim=20, pooled_projection_dim=12, axes_dims_rope=(4, 6, 6), guidance_embeds=True
+    ),
+    "wan": lambda: WanTransformer3DModel(
+        num_attention_heads=4,
+        attention_head_dim=12,
+        in_channels=4,
+        out_channels=4,
+        text_dim=20,
+        ffn_dim=64,
+        num_layers=2,
+    ),
+    "pixart": lambda: PixArtTransformer2DModel(**PIXART, out_channels=8, sample_size=8, caption_channels=20),
+    "dit": lambda: DiTTransformer2DModel(
+        num_attention_heads=4, attention_head_dim=12, num_layers=2, sample_size=8, num_embeds_ada_norm=7
+    ),
+    "unet": lambda: UNet2DConditionModel.from_config(DiffusersUNet().write_settings(UNET, (1, 8, 8))[0]),
+}
+
+
+def save_network(
+    name: str, folder: Path, dtype: torch.dtype = torch.float32, max_shard_size: str = "60KB"
+) -> ModelMixin:
+    """Write a network with random weights in shards, and return it."""
+    network = NETWORKS[name]()
+    stored = {key: x for key, x in network.state_dict().items() if key != "pos_embed.pos_embed"}
+    weights = random_weights({key: tuple(x.shape) for key, x in stored.items()}, seed=len(name))
+    if name == "dit":  # every block has the same embedders
+        weights = {
+            key: weights[key.replace(f"blocks.{key.split('.')[1]}.norm1.emb", "blocks.0.norm1.emb")] for key in weights
+        }
+    network.load_state_dict(weights, strict=False)
+    network.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    return network

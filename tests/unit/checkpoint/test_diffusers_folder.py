@@ -1,0 +1,261 @@
+"""Folders of diffusers as the start of a run: every box has the numbers of a full conversion, faults are one line."""
+
+import json
+import random
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dit.checkpoint.base_model import find_start
+from dit.checkpoint.boxes import Box, boxes_of_range
+from dit.checkpoint.diffusers_folder import FolderWeights, local_path, read_network
+from dit.checkpoint.full_weights import read_all
+from dit.checkpoint.state_files import read_full
+from dit.convert import sliced_weights
+from dit.convert.rules import ByHead, Chunks, Pointwise
+from dit.convert.state_files import INDEX, read_diffusers
+from dit.errors import CheckpointError, ConfigError, UserError
+from tests.support.published import NETWORKS, save_network
+
+HEADS = "transformer_blocks.1.attn.to_q.weight"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("published")
+    for name in NETWORKS:
+        save_network(name, root / name, torch.bfloat16 if name == "wan" else torch.float32)
+    return root
+
+
+def random_box(shape: tuple[int, ...], generator: random.Random) -> Box:
+    starts = [generator.randrange(size) for size in shape]
+    return Box(tuple(starts), tuple(generator.randint(1, size - start) for size, start in zip(shape, starts)))
+
+
+@pytest.mark.parametrize("piece", [4 << 20, 50])
+@pytest.mark.parametrize("name", NETWORKS)
+def test_every_box_is_that_of_the_full_conversion(
+    folders: Path, name: str, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, also in pieces; and nothing outside the box is written."""
+    monkeypatch.setattr(sliced_weights, "PIECE_ELEMENTS", piece)
+    monkeypatch.setattr(sliced_weights, "LARGEST_GAP", 3)
+    _, tensors = read_diffusers(folders / name)
+    network = read_network(folders / name)
+    assert len(list((folders / name).glob("*.safetensors"))) > 1
+    full = network.rules(network.trained.model).from_external(tensors)
+    weights, generator = FolderWeights(network, network.trained.model), random.Random(0)
+    assert weights.shapes == {key: tuple(x.shape) for key, x in full.items()}
+    for key, expected in full.items():
+        stop = generator.randint(1, expected.numel())
+        boxes = [Box.of(expected.shape), random_box(tuple(expected.shape), generator)]
+        boxes += boxes_of_range(expected.shape, generator.randrange(stop), stop)  # as a distributed optimizer
+        for box in boxes:
+            memory = torch.full((box.numel + 2,), 7.0)
+            weights.read(key, expected.shape, [(box, memory[1:-1].view(box.sizes))])
+            assert torch.equal(memory[1:-1].view(box.sizes), expected[box.slices_in(Box.of(expected.shape))]), key
+            assert memory[0] == memory[-1] == 7
+
+
+def test_a_box_reads_only_its_slices() -> None:
+    """Of a fused projection the rows of its heads; of permuted chunks two ranges."""
+    for form, rows, expected in (
+        (ByHead(4, (2, 2)), slice(4, 8), [[(2, 4)], [(2, 4)]]),
+        (ByHead(4, (2, 2), fused=True), slice(4, 8), [[(2, 4), (10, 12)]]),
+        (Chunks((1, 0)), slice(6, 10), [[(0, 2), (14, 16)]]),
+        (Pointwise(), slice(3, 5), [[(3, 5)]]),
+    ):
+        positions = sliced_weights.positions_of(form, (16, 3))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sliced_weights, "LARGEST_GAP", 3)
+            spans = [[(s.start, s.stop) for s, _, _ in sliced_weights._spans(part, rows)] for part in positions]
+        assert spans == expected, form
+
+
+def copy(folders: Path, out: Path, name: str = "flux") -> Path:
+    return Path(shutil.copytree(folders / name, out / name))
+
+
+def edit(path: Path, change: Callable[[dict], object]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    path.write_text(json.dumps(content))
+
+
+def shard_of(folder: Path, tensor: str) -> Path:
+    return folder / json.loads((folder / INDEX).read_text())["weight_map"][tensor]
+
+
+def rewrite(path: Path, change: Callable[[dict], object]) -> None:
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def as_pickle(folder: Path) -> None:
+    for path in (*folder.glob("*.safetensors"), folder / INDEX):
+        path.unlink()
+    torch.save({}, folder / "diffusion_pytorch_model.bin")
+
+
+def rename(folder: Path) -> None:
+    rewrite(shard_of(folder, HEADS), lambda tensors: tensors.update({"other": tensors.pop(HEADS)}))
+    edit(folder / INDEX, lambda index: index["weight_map"].update({"other": index["weight_map"].pop(HEADS)}))
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing shard": (
+        lambda folder: shard_of(folder, HEADS).unlink(),
+        r"-of-\d+\.safetensors cannot be read: No such file.*download it again",
+    ),
+    "truncated shard": (
+        lambda folder: shard_of(folder, HEADS).write_bytes(shard_of(folder, HEADS).read_bytes()[:-9]),
+        r"-of-\d+\.safetensors cannot be read: .*download it again",
+    ),
+    "class": (
+        lambda folder: edit(folder / "config.json", lambda c: c.update(_class_name="SD3Transformer2DModel")),
+        r"config\.json: _class_name='SD3Transformer2DModel' is not supported; supported classes are AutoencoderKL",
+    ),
+    "unknown setting": (
+        lambda folder: edit(folder / "config.json", lambda c: c.update(depth=3)),
+        r"config\.json: .*unknown: depth=3",
+    ),
+    "keys": (rename, rf"flux do not fit its config\.json .*1 missing: {HEADS} \[64, 64\]; 1 unknown: other \[64, 64\]"),
+    "shape": (
+        lambda folder: rewrite(shard_of(folder, HEADS), lambda tensors: tensors.update({HEADS: torch.zeros(64, 63)})),
+        rf"of another shape: {HEADS} is \[64, 63\], needs \[64, 64\]",
+    ),
+    "index": (
+        lambda folder: edit(folder / INDEX, lambda index: index["weight_map"].pop(HEADS)),
+        "and its shards disagree on 1 tensors",
+    ),
+    "pickle": (as_pickle, "weights as a pickle .diffusion_pytorch_model.bin., .*python -m launch.import_weights"),
+    "no weights": (lambda folder: [as_pickle(folder), *map(Path.unlink, folder.glob("*.bin"))], "download the folder"),
+    "quantised": (
+        lambda folder: rewrite(shard_of(folder, HEADS), lambda x: x.update({HEADS: x[HEADS].to(torch.float8_e4m3fn)})),
+        "weights of F8_E4M3; quantised weights are not read",
+    ),
+    "not finite": (
+        lambda folder: rewrite(shard_of(folder, HEADS), lambda x: x[HEADS].view(-1)[5:7].fill_(float("nan"))),
+        rf"linear_qkv\.weight cannot be read from .*: {HEADS} has 2 numbers that are not finite",
+    ),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_of_the_folder_is_one_line(folders: Path, tmp_path: Path, fault: str) -> None:
+    folder = copy(folders, tmp_path)
+    change, message = FAULTS[fault]
+    change(folder)
+    with pytest.raises(UserError, match=message) as raised:
+        read_all(read_network(folder).weights(read_network(folders / "flux").trained.model))
+    assert "\n" not in str(raised.value)
+    assert isinstance(raised.value, CheckpointError if fault == "not finite" else ConfigError)
+
+
+def test_embedders_of_blocks_that_differ_are_refused(folders: Path, tmp_path: Path) -> None:
+    folder = copy(folders, tmp_path, "dit")
+    name = "transformer_blocks.1.norm1.emb.timestep_embedder.linear_1.bias"
+    rewrite(shard_of(folder, name), lambda tensors: tensors[name].add_(1))
+    network = read_network(folder)
+    with pytest.raises(CheckpointError, match="copies of one tensor differ"):
+        read_full(FolderWeights(network, network.trained.model), "conditioner.time.linear_1.bias")
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        (
+            "flux",
+            {"hidden_size": 32, "num_attention_heads": 2},
+            "has hidden_size=64, num_attention_heads=4, but the model",
+        ),
+        (
+            "flux",
+            {"num_attention_heads": 2, "rope_axes": [8, 12, 12]},
+            "but the model of the run has num_attention_heads=2",
+        ),
+        (
+            "unet",
+            {"num_attention_heads": 4},
+            "num_attention_heads=2, but the model of the run has num_attention_heads=4",
+        ),
+        ("pixart", {"out_channels": None}, "has out_channels=8, but the model of the run has out_channels=None"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_other_sizes_are_one_line_with_both_and_the_cure(folders: Path, name: str, changes: dict, message: str) -> None:
+    network = read_network(folders / name)
+    with pytest.raises(ConfigError, match=message) as raised:
+        network.weights(replace(network.trained.model, **changes))
+    assert f"--factory \"finetune(base='{folders / name}')\"" in str(raised.value)
+
+
+def test_another_backbone_is_named(folders: Path) -> None:
+    with pytest.raises(
+        ConfigError, match="is of WanTransformer3DModel, our WanConfig, but the model of the run is FluxC"
+    ):
+        read_network(folders / "wan").weights(read_network(folders / "flux").trained.model)
+
+
+def test_settings_of_training_may_differ(folders: Path) -> None:
+    """A learned null token has no counterpart and starts as zeros."""
+    network = read_network(folders / "pixart")
+    weights = network.weights(replace(network.trained.model, null_text="learned", context_dropout=0.3))
+    assert not read_full(weights, "text.null").any()
+    assert any("text.null starts as zeros" in note for note in weights.notes)
+
+
+def test_a_pipeline_has_its_network(folders: Path, tmp_path: Path) -> None:
+    shutil.copytree(folders / "flux", tmp_path / "pipe" / "transformer")
+    (tmp_path / "pipe" / "model_index.json").write_text("{}")
+    start = find_start(str(tmp_path / "pipe"))
+    assert start.folder == tmp_path / "pipe" / "transformer"
+    assert start.digest(None) == find_start(str(folders / "flux")).digest(None)
+    rewrite(shard_of(start.folder, HEADS), lambda tensors: tensors[HEADS].mul_(2))
+    assert start.digest(None) != find_start(str(folders / "flux")).digest(None)
+
+
+def test_a_dry_run_counts_the_parameters(folders: Path) -> None:
+    count = sum(x.numel() for x in NETWORKS["flux"]().state_dict().values())
+    network = read_network(folders / "flux")
+    assert str(network.weights(network.trained.model)).startswith(f"{count:,} parameters of {folders / 'flux'} (")
+
+
+def cached(root: Path, source: Path) -> None:
+    """Put a pipeline into a cache of the hub."""
+    repository = root / "models--owner--name"
+    shutil.copytree(source, repository / "snapshots" / ("0" * 40) / "transformer")
+    (repository / "snapshots" / ("0" * 40) / "model_index.json").write_text("{}")
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text("0" * 40)
+
+
+def test_a_name_of_the_hub_is_read_from_the_cache(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached(tmp_path, folders / "flux")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    start = find_start("hf://owner/name")
+    assert start.digest(None) == find_start(str(folders / "flux")).digest(None)
+
+
+def test_a_name_of_the_hub_without_network_or_package_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match=r"owner/name is not .* in the local cache, and .* cannot be reached"):
+        local_path("hf://owner/name")
+    with pytest.raises(ConfigError, match="write hf://owner/name"):
+        local_path("hf://name")
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(ConfigError, match="hf://owner/name needs the package huggingface_hub"):
+        local_path("hf://owner/name")
