@@ -104,7 +104,7 @@ def _summary(out: Path, total: UnitRecord, seconds: float, noun: str) -> str:
     lines = [f"{out}: {samples} in {shards}, {size:,} bytes, {seconds:.0f} s"]
     for split in ("train", "val"):
         count = sum(facts["samples"] for facts in total.of(split).values())
-        hint = "" if count else " (train with training.validation_interval=0, or raise --validation)"
+        hint = "" if count else " (own_data and finetune need none; other recipes: training.validation_interval=0)"
         reads = sum(facts["samples"] * facts.get("repeats", 1) for facts in total.of(split).values())
         repeats = f", read {reads:,} times in one pass (repeats)" if reads > count else ""
         lines.append(f"  {split}: {counted(count, 'sample')}{repeats}{hint}")
