@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 """Formats of Pillow. Its JPEG reader also reads MPO, the multi-picture format of phones."""
 HEIC_IS_MISSING = "HEIC needs pillow-heif, which is not installed: pip install -e '.[heic]' in the repository's folder"
+PYAV_IS_MISSING = "videos need PyAV, which is not installed: pip install -e '.[video]' in the repository's folder"
 MAX_PIXELS = 1 << 28
 """Largest number of pixels of a picture, more than the 200 million of phones. Decoding needs 4 bytes per pixel (JPEG,
 PNG), 8 to 10 (progressive, rotated or transparent ones, AVIF) or 16 (WebP, 4.3 GB for the largest)."""
@@ -80,7 +81,7 @@ def open_video(file: BinaryIO) -> Any:
         av.FFmpegError: the container is not one of `CONTAINERS`.
     """
     options = {"format_whitelist": CONTAINERS, "protocol_whitelist": "none"}
-    av = _av()
+    av = _av(PYAV_IS_MISSING)
     # PyAV 19 always reads metadata that are no UTF-8; earlier versions only on request.
     lenient = {} if int(av.__version__.partition(".")[0]) >= 19 else {"metadata_errors": "ignore"}
     return av.open(file, container_options=options, **lenient)
@@ -96,7 +97,7 @@ def mp4_bytes(frames: Sequence["Image"], fps: float, *, pix_fmt: Literal["yuv420
     Raises:
         ConfigError: PyAV is not installed.
     """
-    av, buffer = _av(), BytesIO()
+    av, buffer = _av(f"{PYAV_IS_MISSING}; samples can also be written as .gif"), BytesIO()
     codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"
     width, height = frames[0].size
     even = 2 if pix_fmt == "yuv420p" else 1
@@ -114,12 +115,18 @@ def mp4_bytes(frames: Sequence["Image"], fps: float, *, pix_fmt: Literal["yuv420
     return buffer.getvalue()
 
 
-def _av() -> Any:
+def reads_videos() -> bool:
+    """Return whether PyAV is installed."""
+    try:
+        import av  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _av(is_missing: str) -> Any:
     try:
         import av
     except ImportError as error:
-        raise ConfigError(
-            "videos need PyAV, which is not installed: pip install -e '.[video]' in the repository's folder; samples "
-            "can also be written as .gif"
-        ) from error
+        raise ConfigError(is_missing) from error
     return av

@@ -22,6 +22,7 @@ from dit.media import (
     open_video,
     reads_heic,
 )
+from energon_data.colours import colours_of_frame, flattened, to_srgb
 from energon_data.samples import SampleError
 
 HEIC = frozenset({"heic", "heif"})
@@ -36,8 +37,6 @@ MAX_SECONDS = 300
 _ORIGINAL = {"PNG": "png", "JPEG": "jpg", "WEBP": "webp"}
 _HEIC_BRANDS = (b"ftypheic", b"ftypheix", b"ftypmif1")
 _EMPTY = "the file is empty; copy it again"
-_WHITE = (255, 255, 255)
-_BAND = 256  # rows
 _ROUNDING = 1e-6  # seconds, of the times of frames
 _CRF = 16  # of H.264: visually lossless
 
@@ -73,14 +72,14 @@ class _TimedFile(io.BytesIO):
 
 
 def open_picture(data: bytes) -> Image.Image:
-    """Decode a picture as upright RGB; transparent areas become white.
+    """Decode a picture as upright RGB in sRGB; transparent areas become white.
 
     Args:
         data: a file in one of the image formats of `dit.media`.
 
     Returns:
-        The picture; `info["turned"]` is whether its EXIF orientation was applied, `info["original"]` is the format of
-        `data` if the pixels are unchanged.
+        The picture; `info["turned"]` is whether its EXIF orientation was applied, `info["colours"]` are its `Colours`,
+        and `info["original"]` is the format of `data` if the pixels are unchanged.
 
     Raises:
         SampleError: it is damaged, not a picture, too slow to decode, or too large by its header (`check_size`).
@@ -92,7 +91,7 @@ def open_picture(data: bytes) -> Image.Image:
             original = _ORIGINAL.get(opened.format or "") if opened.mode == "RGB" and not turned else None
             opened.load()
             ImageOps.exif_transpose(opened, in_place=True)
-            picture = _rgb(opened)
+            picture, colours = to_srgb(opened)
     except SampleError:
         raise
     except PictureTooLargeError as error:
@@ -101,7 +100,8 @@ def open_picture(data: bytes) -> Image.Image:
         raise SampleError("bad_image", _why_unidentified(data)) from error
     except Exception as error:
         raise SampleError("bad_image", f"unreadable picture: {str(error).strip()}") from error
-    picture.info = {"original": original, "turned": turned}
+    original = None if colours == "converted" else original
+    picture.info = {"original": original, "turned": turned, "colours": colours}
     return picture
 
 
@@ -126,29 +126,6 @@ def is_animated(data: bytes) -> bool:
         return False
 
 
-def _rgb(picture: Image.Image) -> Image.Image:
-    """Convert a picture to RGB, in bands of rows where a conversion needs several copies."""
-    bands = [(0, top, picture.width, min(top + _BAND, picture.height)) for top in range(0, picture.height, _BAND)]
-    if picture.mode in ("I", "I;16", "I;16B", "I;16L", "F"):  # 16-bit grey, which Pillow's conversion clips
-        values = np.asarray(picture)
-        if not np.isfinite(values).all():
-            raise SampleError("bad_image", "it has values that are not finite")
-        largest = values.max(initial=0)
-        top = 65535 if largest > 255 else 1 if picture.mode == "F" and largest <= 1 else 255
-        grey = np.empty(values.shape, np.uint8)
-        for _, start, _, end in bands:
-            grey[start:end] = np.round(values[start:end].astype(np.float64).clip(0, top) * (255 / top))
-        picture = Image.fromarray(grey)
-    if picture.mode in ("RGBA", "LA", "PA") or "transparency" in picture.info:
-        opaque = Image.new("RGB", picture.size)
-        for box in bands:
-            band = picture.crop(box).convert("RGBA")
-            paper = Image.new("RGBA", band.size, (*_WHITE, 255))
-            opaque.paste(Image.alpha_composite(paper, band).convert("RGB"), box)
-        return opaque
-    return picture if picture.mode == "RGB" else picture.convert("RGB")
-
-
 def sampled_frames(
     data: bytes, fps: Optional[float], deadline: Deadline, span: Optional[tuple[float, Optional[float]]] = None
 ) -> Iterator[tuple[Image.Image, float]]:
@@ -161,7 +138,7 @@ def sampled_frames(
 
     Yields:
         A frame as RGB, and the frames per second of the output. `info["turned"]` is whether the frame was rotated,
-        mirrored or stretched.
+        mirrored or stretched, `info["colours"]` are its `Colours`.
 
     Raises:
         SampleError: it is damaged, has no video, is too slow to decode, ends before the span starts, has more than
@@ -245,7 +222,7 @@ def _displayed(frame: Any, aspect: Fraction) -> Image.Image:
         aspect: ratio of a pixel's width to its height.
     """
     if any(component.is_alpha for component in frame.format.components):
-        picture = _rgb(Image.fromarray(frame.to_ndarray(format="rgba")))
+        picture = flattened(Image.fromarray(frame.to_ndarray(format="rgba")))
     else:
         picture = frame.to_image()
     if aspect != 1:
@@ -265,6 +242,7 @@ def _displayed(frame: Any, aspect: Fraction) -> Image.Image:
         picture = picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
     if (b if transposed else d) < 0:
         picture = picture.transpose(Image.Transpose.FLIP_TOP_BOTTOM)
+    picture.info["colours"] = colours_of_frame(frame)
     picture.info["turned"] = aspect != 1 or (a, b, c, d) != (1, 0, 0, 1)
     return picture
 

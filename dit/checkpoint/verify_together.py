@@ -22,13 +22,18 @@ def on_first_rank(read: Callable[[], T], groups: ProcessGroups) -> T:
 
     Raises:
         UserError: raised by `read`; re-raised on every rank.
+        Exception: another error that `read` raised on rank 0.
+        RuntimeError: with the message of that error, on the other ranks.
     """
     result: list[Any] = [None, None]
     if groups.rank == 0:
         try:
             result[0] = read()
-        except UserError as error:
-            result[1] = error
+        except Exception as error:
+            is_known = isinstance(error, UserError)
+            result[1] = error if is_known else RuntimeError(f"rank 0 failed: {type(error).__name__}: {error}")
+            dist.broadcast_object_list(result)
+            raise
     dist.broadcast_object_list(result)
     if result[1] is not None:
         raise result[1]

@@ -16,7 +16,7 @@ from typing import Any, Optional, Union
 import numpy as np
 
 from dit.durable_files import strict_json, write_all
-from dit.errors import CheckpointError
+from dit.errors import CheckpointError, on_a_screen
 from dit.media import open_image
 from dit.safe_files import make_folder, open_binary, open_regular, parse_json, read_bytes
 
@@ -247,7 +247,10 @@ class FanOut(Sink):
     @staticmethod
     def _warn(name: str, error: Exception) -> None:
         logger.warning(
-            "%s stops (%s: %s); training continues, metrics.jsonl stays complete", name, type(error).__name__, error
+            "%s stops (%s: %s); training continues, metrics.jsonl stays complete",
+            name,
+            type(error).__name__,
+            on_a_screen(str(error)),
         )
 
 

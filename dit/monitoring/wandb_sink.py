@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from dit.checkpoint.manifest import read_manifest
 from dit.durable_files import write_atomic
+from dit.errors import on_a_screen
 from dit.monitoring.sinks import Picture, Sink, clip_file, pixels_of
 from dit.safe_files import make_folder, read_bytes
 
@@ -68,7 +69,7 @@ class WandbSink(Sink):
         try:
             self._run = wandb.init(**arguments)
         except (wandb.errors.CommError, wandb.errors.UsageError) as error:
-            logger.warning("Weights & Biases is recorded offline: %s", error)
+            logger.warning("Weights & Biases is recorded offline: %s", on_a_screen(str(error)))
             self._run = wandb.init(**{**arguments, "mode": "offline"})
         if self._run.offline:
             logger.info("wandb records offline; upload with: wandb sync %s", shlex.quote(self._run.sync_dir))

@@ -26,6 +26,7 @@ from dit.data_api import sample_id
 from dit.durable_files import write_atomic
 from dit.errors import ConfigError, DataError
 from dit.safe_files import open_binary, parse_json, read_bytes
+from energon_data.colours import Colours
 from energon_data.latent_scale import Moments
 from energon_data.prepare.ranks import Ranks
 from energon_data.prepare.shards import (
@@ -53,11 +54,13 @@ class Changes(NamedTuple):
         turned: the orientation, or the pixel aspect ratio, in the file was applied.
         cut: share of the picture that was cut off.
         enlarged: the picture was scaled up.
+        colours: whether its colours were converted to sRGB.
     """
 
     turned: bool = False
     cut: float = 0.0
     enlarged: bool = False
+    colours: Colours = "sRGB"
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,8 @@ class UnitRecord:
         labelled: number of samples with a label.
         without_caption: number of samples without a caption.
         turned, enlarged: number of samples with these `Changes`.
+        colours: number of samples by `Colours`, without sRGB.
+        files_by_colours: the first file of each.
         largest_cut: share of a picture, and the name of its file.
         latents: moments of all latents.
     """
@@ -118,6 +123,8 @@ class UnitRecord:
     without_caption: int = 0
     turned: int = 0
     enlarged: int = 0
+    colours: Counter[str] = field(default_factory=Counter)
+    files_by_colours: dict[str, str] = field(default_factory=dict)
     largest_cut: tuple[float, str] = (0.0, "")
     latents: Moments = field(default_factory=Moments)
 
@@ -132,7 +139,11 @@ class UnitRecord:
         self.turned += sample.changes.turned
         self.enlarged += sample.changes.enlarged
         self.latents = self.latents.plus(sample.latent)
-        self._cut(sample.changes.cut, sample.metadata.get("source", sample.key))
+        name = sample.metadata.get("source", sample.key)
+        self._cut(sample.changes.cut, name)
+        if (colours := sample.changes.colours) != "sRGB":
+            self.colours[colours] += 1
+            self.files_by_colours.setdefault(colours, name)
         self.num_classes = max(self.num_classes, sample.metadata.get("label", -1) + 1)
 
     def _cut(self, share: float, name: str) -> None:
@@ -177,6 +188,8 @@ class UnitRecord:
         self.without_caption += other.without_caption
         self.turned += other.turned
         self.enlarged += other.enlarged
+        self.colours += other.colours
+        self.files_by_colours = other.files_by_colours | self.files_by_colours
         self._cut(*other.largest_cut)
         self.latents = self.latents.plus(other.latents)
 
@@ -243,6 +256,7 @@ def _finished(job: Job, number: int) -> Optional[UnitRecord]:
         body = parse_json(read_bytes(_record_file(job, number)))
         typed = {
             "shapes": Counter(body["shapes"]),
+            "colours": Counter(body["colours"]),
             "skips": [Skipped(*skip) for skip in body["skips"]],
             "latents": Moments(*body["latents"]),
         }
@@ -412,6 +426,7 @@ def finish(job: Job, total: UnitRecord, description: dict[str, Any]) -> None:
             "labelled": total.labelled,
             "turned": total.turned,
             "enlarged": total.enlarged,
+            "colours": dict(total.colours),
             "largest_cut": total.largest_cut[0],
             **({"latent_mean": total.latents.mean, "latent_std": total.latents.std} if total.latents.number else {}),
             "skipped": dict(total.skipped),

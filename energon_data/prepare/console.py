@@ -14,6 +14,13 @@ from energon_data.prepare.build import SKIPPED, UnitRecord
 from energon_data.prepare.preparation import EXTENSIONS, Preparation
 from energon_data.prepare.ranks import Ranks
 
+COLOURS = {
+    "converted": "colours converted to sRGB",
+    "bad_profile": "colour profile not readable, taken as sRGB",
+    "not_converted": "HDR or wide-gamut clips, colours not converted",
+}
+"""Lines of the summary by `Colours`."""
+
 
 def make(preparation: Preparation, args: argparse.Namespace) -> Optional[UnitRecord]:
     """Make a data set, or describe it with `--dry-run`; rank 0 prints.
@@ -97,7 +104,7 @@ def _summary(out: Path, total: UnitRecord, seconds: float, noun: str) -> str:
     lines = [f"{out}: {samples} in {shards}, {size:,} bytes, {seconds:.0f} s"]
     for split in ("train", "val"):
         count = sum(facts["samples"] for facts in total.of(split).values())
-        hint = "" if count else " (train with training.validation_interval=0, or raise --validation)"
+        hint = "" if count else " (own_data and finetune need none; other recipes: training.validation_interval=0)"
         reads = sum(facts["samples"] * facts.get("repeats", 1) for facts in total.of(split).values())
         repeats = f", read {reads:,} times in one pass (repeats)" if reads > count else ""
         lines.append(f"  {split}: {counted(count, 'sample')}{repeats}{hint}")
@@ -111,6 +118,8 @@ def _summary(out: Path, total: UnitRecord, seconds: float, noun: str) -> str:
         share, name = total.largest_cut
         lines.append(f"  cropped: {f'by at most {share:.0%} ({name})' if share else 'none'}")
         lines.append(f"  enlarged: {counted(total.enlarged, 'sample')}")
+        for colours, count in sorted(total.colours.items()):
+            lines.append(f"  {COLOURS[colours]}: {counted(count, 'sample')} ({total.files_by_colours[colours]})")
     for reason, count in total.skipped.most_common():
         lines.append(f"  skipped, {reason}: {count:,}; {total.examples[reason][0]}")
     if total.skips:

@@ -8,6 +8,7 @@
 See `energon_data.prepare.lists` for the lists.
 """
 
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -74,9 +75,11 @@ class Entry:
             follow_links: also read linked files outside of the folder.
 
         Raises:
-            SampleError: they are damaged, or a link leads out of the folder.
+            SampleError: they are damaged, a link leads out of the folder, or a listed file does not exist.
         """
         path, root = folder / self.name, None if follow_links else folder
+        if self.size < 0 and not os.path.lexists(path):
+            raise SampleError("not_a_file", "the list names it, and the folder has no such file")
         row = dict(self.row) if self.row is not None else self._read_companions(folder, root)
         is_still = walk.extension_of(self.name) in PICTURES - {"gif"}
         label = row.get("label") if self.label is None else self.label

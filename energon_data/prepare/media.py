@@ -119,24 +119,22 @@ class MakeSamples:
             fitted, target = fit.apply(opened), fit.target(*opened.size)
             original = opened.info["original"] if fitted is opened else None
             file = None if original is None else (original, data)
-            changes = Changes(opened.info["turned"], target.cut, target.enlarges(*opened.size))
+            changes = _changes(opened, target)
             yield _Decoded(source.key, source, [fitted], None, file, changes, _lengths(opened.size, target))
             return
         cut = self.options.cut
         for number, (frames, fps) in enumerate(clips_of(data, cut, source.span)):
             fitted_frames = [fit.apply(frame) for frame in frames]
             check_same_size(fitted_frames)
-            turned = frames[0].info["turned"]
             untouched = (
                 cut == Cut()
                 and source.span is None
-                and not turned
+                and not frames[0].info["turned"]
                 and all(a is b for a, b in zip(frames, fitted_frames))
             )
             file = ("mp4", data) if untouched and source.extension in ("mp4", "m4v") else None
             target = fit.target(*frames[0].size)
-            changes = Changes(turned, target.cut, target.enlarges(*frames[0].size))
-            lengths = _lengths(frames[0].size, target)
+            changes, lengths = _changes(frames[0], target), _lengths(frames[0].size, target)
             yield _Decoded(f"{source.key}-{number:03d}", source, fitted_frames, fps, file, changes, lengths)
 
     def _is_clip(self, source: Source, data: bytes) -> bool:
@@ -185,6 +183,11 @@ class MakeSamples:
             return [{} for _ in clips]
         encoders = load_text_encoders(self.options.text_encoder, self.options.device, self.options.precision)
         return caption_parts(encoders, [clip.source.captions for clip in clips])
+
+
+def _changes(picture: Image.Image, target: Target) -> Changes:
+    """Return the changes to a decoded picture or first frame that is fitted to `target`."""
+    return Changes(picture.info["turned"], target.cut, target.enlarges(*picture.size), picture.info["colours"])
 
 
 def _lengths(size: tuple[int, int], target: Target) -> list[int]:

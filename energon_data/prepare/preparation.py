@@ -3,13 +3,14 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Literal, Optional
 
 from dit.encoders.text_config import check_text_encoder
 from dit.encoders.vae import Geometry
 from dit.errors import ConfigError
-from dit.media import HEIC_IS_MISSING, reads_heic
+from dit.media import HEIC_IS_MISSING, PYAV_IS_MISSING, reads_heic, reads_videos
+from dit.terminal import counted
 from energon_data.media_files import HEIC, PICTURES, VIDEOS
 from energon_data.prepare.archives import list_tars, read_tar, tar_stamp
 from energon_data.prepare.build import Job, Raw, Sample, UnitRecord, build, finish
@@ -18,7 +19,7 @@ from energon_data.prepare.lists import list_stamp
 from energon_data.prepare.media import MakeSamples, Options
 from energon_data.prepare.ranks import Ranks
 from energon_data.prepare.texts import text_record
-from energon_data.prepare.walk import Skipped
+from energon_data.prepare.walk import Skipped, extension_of
 from energon_data.samples import SampleError
 
 Command = Literal["images", "videos", "folder", "webdataset"]
@@ -106,7 +107,7 @@ class Preparation:
             entries, classes, skipped, list_file = list_folder(
                 source, extensions, labels=labels, repeats=repeats, list_file=list_file, follow_links=follow_links
             )
-            _check_heic(entries)
+            _check_readers(entries)
             units = _units_of_equal_repeats(entries, samples_per_shard)
             listed = [entry.stamp for entry in entries]
             job = Job(out, partial(_sources_of_folder, source, follow_links), work, validation)
@@ -226,11 +227,15 @@ def _units_of_equal_repeats(entries: Sequence[Entry], samples_per_shard: int) ->
     ]
 
 
-def _check_heic(entries: Sequence[Entry]) -> None:
-    """Raise `ConfigError` if there are HEIC files but no reader for them."""
-    heic = [entry.name for entry in entries if PurePosixPath(entry.name).suffix[1:].lower() in HEIC]
-    if heic and not reads_heic():
-        raise ConfigError(f"{heic[0]} and {len(heic) - 1:,} other files: {HEIC_IS_MISSING}, or move them away")
+def _check_readers(entries: Sequence[Entry]) -> None:
+    """Raise `ConfigError` if there are HEIC files or videos but no reader for them."""
+    for extensions, has_reader, problem in (
+        (HEIC, reads_heic, HEIC_IS_MISSING),
+        (VIDEOS, reads_videos, PYAV_IS_MISSING),
+    ):
+        names = [entry.name for entry in entries if extension_of(entry.name) in extensions]
+        if names and not has_reader():
+            raise ConfigError(f"{names[0]} and {counted(len(names) - 1, 'other file')}: {problem}, or move them away")
 
 
 def _check(options: Options, samples_per_shard: int, validation: float) -> None:

@@ -8,6 +8,8 @@ import torch.distributed as dist
 from benchmarks.parallel_checkpoints import load, save
 from benchmarks.parallel_training import build
 from dit.backends import process_groups
+from dit.checkpoint.verify_together import on_first_rank
+from dit.parallel.dims import ParallelConfig
 from dit.verify.trial import named_parameters
 from tests.parity.costs import num_parameters
 from tests.support.reference import LiveBytes
@@ -41,6 +43,22 @@ def cost(case: dict) -> dict:
     dist.all_gather_object(found, mine)
     process_groups.release()
     return {"parameters": num_parameters(it.model), **{name: [rank[name] for rank in found] for name in mine}}
+
+
+def fail_on_the_first_rank(case: dict) -> dict:
+    """Return the class and message of the error that each rank gets from a failing read of rank 0."""
+    groups = process_groups.initialize(ParallelConfig())
+
+    def read() -> None:
+        raise case["error"]
+
+    errors: list = [None] * groups.world_size
+    try:
+        on_first_rank(read, groups)
+    except Exception as error:
+        dist.all_gather_object(errors, [type(error).__name__, str(error)])
+    process_groups.release()
+    return {"errors": errors}
 
 
 def norms_in_fp32(chunks: list) -> None:

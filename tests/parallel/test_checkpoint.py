@@ -7,6 +7,7 @@ from benchmarks.parallel_world import run_world
 from dit.checkpoint.boxes import Part
 from dit.checkpoint.sharded_state import MIN_SHARE_ELEMENTS, share_of_copy
 from dit.checkpoint.state_files import checkpoint_bytes
+from dit.errors import DataError
 
 DDP = {"data_parallel": "ddp"}
 FSDP = {"data_parallel": "fsdp"}
@@ -24,6 +25,7 @@ LAYOUTS = {
     },
 }
 NAMES = [name for named in LAYOUTS.values() for name in named]
+ERRORS = (OSError(5, "Input/output error", "/data/mine"), DataError("no shard"))
 SHARE_RTOL = 0.1  # headers and names of boxes; stages with one layer have a head, or an embedding, more
 
 
@@ -49,6 +51,8 @@ def results(tmp_path_factory):
                 "task": "tests.parallel.checkpoint_tasks:load_two_precisions",
                 "parallel": DDP,
             }
+            failing = {"task": "tests.parallel.checkpoint_tasks:fail_on_the_first_rank"}
+            cases |= {f"fails with {type(error).__name__}": {**failing, "error": error} for error in ERRORS}
         found |= dict(zip(cases, run_world(world, list(cases.values()), folder / f"world_{world}")))
     return found
 
@@ -93,6 +97,14 @@ def test_copies_are_written_once(results, name):
     """Whatever ranks have copies: all files are one state and the names of its boxes, as the dry run says."""
     state = checkpoint_bytes(results[name]["parameters"], averaged=True)
     assert state < sum(results[name]["written"]) <= (1 + SHARE_RTOL) * state
+
+
+def test_an_error_of_the_first_rank_ends_all_ranks_with_its_message(results):
+    """The first rank has the error itself, the others its class if it is one that users can cause."""
+    disk = "[Errno 5] Input/output error: '/data/mine'"
+    other = ["RuntimeError", f"rank 0 failed: OSError: {disk}"]
+    assert results["fails with OSError"]["errors"] == [["OSError", disk], other]
+    assert results["fails with DataError"]["errors"] == [["DataError", "no shard"]] * 2
 
 
 def test_parameters_of_two_precisions_keep_their_names(results):

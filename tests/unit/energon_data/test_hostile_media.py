@@ -17,7 +17,7 @@ from PIL import EpsImagePlugin, Image
 from small_data import spec, write_dataset
 
 from dit.media import reads_heic
-from energon_data import media_files
+from energon_data import colours, media_files
 from energon_data.dataset import EnergonData
 from energon_data.media_files import open_picture, picture_bytes, read_pixels, video_bytes
 from energon_data.prepare.__main__ import main
@@ -233,7 +233,7 @@ def test_bands_of_rows_change_no_pixel(mode: str, monkeypatch: pytest.MonkeyPatc
     buffer = io.BytesIO()
     picture.save(buffer, "TIFF" if mode in ("F", "I") else "PNG", **({"transparency": 7} if mode == "P" else {}))
     opened = np.asarray(open_picture(buffer.getvalue()))
-    monkeypatch.setattr(media_files, "_BAND", 7)
+    monkeypatch.setattr(colours, "_BAND", 7)
     assert np.array_equal(np.asarray(open_picture(buffer.getvalue())), opened)
     assert opened.std() > 10
 

@@ -168,7 +168,7 @@ def test_a_list_of_files_names_captions_and_what_it_lacks_is_counted(tmp_path, k
     total = prepare(source, tmp_path / "out", validation=0)
     found = {m["source"]: (m["caption"], m["label"]) for _, m, _, _ in samples(tmp_path / "out")}
     assert found == {"a.png": ("first, with comma", 3), "b.png": ("second", 4)}
-    assert dict(total.skipped) == {"unreadable": 1, "not_listed": 1}
+    assert dict(total.skipped) == {"not_a_file": 1, "not_listed": 1}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from energon_data.prepare import build, preparation
 from energon_data.prepare.__main__ import main
 from energon_data.prepare.videos import Cut, clips_of
 from energon_data.samples import SampleError
+from recipes.finetune import finetune
 from tests.unit.energon_data.awkward_media import (
     AWKWARD,
     FOLLOWED,
@@ -64,6 +66,9 @@ def test_every_file_of_an_awkward_folder_is_a_sample_or_named_with_its_reason(tm
     assert "cropped: by at most 17% (wide_pixels.mp4)" in summary
     assert "enlarged: 0 samples" in summary
     assert f"every skipped file and its reason: {tmp_path / 'out' / 'skipped.jsonl'}" in summary
+    needed = "own_data and finetune need none; other recipes: training.validation_interval=0"
+    assert f"  val: 0 samples ({needed})" in summary
+    assert finetune().training.validation_interval == 0
 
 
 def test_an_enlarged_picture_is_counted(tmp_path, capsys):
@@ -112,6 +117,37 @@ def test_an_empty_file_is_named_as_such():
         open_picture(b"")
     with pytest.raises(SampleError, match="the file is empty"):
         list(clips_of(b"", Cut()))
+
+
+@pytest.mark.parametrize(("package", "names"), [("av", "a.mp4"), ("pillow_heif", "a.heic")])
+def test_a_package_that_is_missing_is_named_with_its_files_before_any_is_read(
+    tmp_path, capsys, monkeypatch, package, names
+):
+    source = pictures(tmp_path / "in", 2)
+    for stem in "abc":
+        (source / names.replace("a.", f"{stem}.")).write_bytes(b"not read")
+    monkeypatch.setitem(sys.modules, package, None)
+    media.reads_heic.cache_clear()
+    try:
+        assert prepare(source, tmp_path / "out") == EXIT_CONFIG
+    finally:
+        media.reads_heic.cache_clear()
+    error = capsys.readouterr().err
+    extra = {"av": "PyAV, which is not installed: pip install -e '.[video]'", "pillow_heif": "pip install -e '.[heic]'"}
+    assert f"error: {names} and 2 other files: " in error
+    assert extra[package] in error
+    assert error.rstrip().endswith(", or move them away")
+    assert ".gif" not in error
+
+
+def test_a_listed_file_that_is_absent_is_named_and_counted(tmp_path, capsys):
+    source = pictures(tmp_path / "in", 1)
+    rows = [{"file_name": name, "text": name} for name in ("0.png", "gone.png", "lost.png")]
+    (source / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert prepare(source, tmp_path / "out", command="images") == EXIT_OK
+    detail = "the list names it, and the folder has no such file"
+    assert f"  skipped, not_a_file: 2; gone.png: {detail}" in capsys.readouterr().out
+    assert outcomes(tmp_path / "out") == {"gone.png": "not_a_file", "lost.png": "not_a_file"}
 
 
 def test_a_folder_of_links_is_read_with_follow_links_and_named_without(tmp_path, capsys):

@@ -414,6 +414,25 @@ def test_checkpoints_are_uploaded_where_wandb_is_online(tmp_path, monkeypatch, o
     assert Path(entries["part/weights.bin"].local_path).read_bytes() == b"weights"
 
 
+def test_a_long_error_of_a_mirror_is_shortened(tmp_path, monkeypatch, caplog):
+    """wandb refuses an id of 100,000 characters, and its error repeats the id."""
+    wandb = pytest.importorskip("wandb")
+
+    def init(**arguments):
+        raise wandb.errors.UsageError(f"Invalid run id {arguments['id']}: must be shorter")
+
+    keep_wandb_in(tmp_path, monkeypatch)
+    monkeypatch.setattr(wandb, "init", init)
+    (tmp_path / "wandb_id").write_text("x" * 100_000)
+    with caplog.at_level(logging.WARNING):
+        FanOut(JsonlSink(tmp_path / "metrics.jsonl"), {"wandb": lambda: WandbSink(tmp_path, "test", {})}).close()
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2
+    for message in messages:
+        assert len(message) < 500
+        assert "...(100,001 characters) must be shorter" in message
+
+
 def test_wandb_service_failure_means_offline(tmp_path, monkeypatch, caplog):
     """A service that does not answer costs one warning; the second `init` is offline with the same id."""
     wandb = pytest.importorskip("wandb")
