@@ -13,9 +13,11 @@ from dit.models.ddpm_unet.config import DDPMUNetConfig
 from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.flux.config import FluxConfig
+from dit.models.flux2.config import Flux2Config
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.lora_config import LoRAConfig
 from dit.models.moviegen.config import MovieGenConfig
+from dit.models.qwen_image.config import QwenImageConfig
 from dit.models.stdit.config import STDiTConfig
 from dit.models.wan.config import WanConfig
 from dit.objectives.adversarial import Adversarial
@@ -139,6 +141,32 @@ def flux_dev() -> run.Config[FluxConfig]:
 def flux_two_layers() -> run.Config[FluxConfig]:
     """FLUX.1 cut to one block of each kind (535 M); otherwise as flux_dev."""
     return run.Config(FluxConfig, num_joint_layers=1, num_single_layers=1)
+
+
+@run.cli.factory(target=ModelConfig)
+def flux2_dev() -> run.Config[Flux2Config]:
+    """FLUX.2 dev (32.2 B): 8 joint and 48 single-stream blocks of width 6144, 48 heads; text of 15360."""
+    return run.Config(Flux2Config, guidance=4.0)
+
+
+@run.cli.factory(target=ModelConfig)
+def flux2_klein_9b() -> run.Config[Flux2Config]:
+    """FLUX.2 klein 9B (9.08 B): 8 joint and 24 single-stream blocks of width 4096, 32 heads; text of 12288."""
+    sizes = {"hidden_size": 4096, "num_attention_heads": 32, "ffn_hidden_size": 12288, "context_size": 12288}
+    return run.Config(Flux2Config, num_single_layers=24, **sizes)
+
+
+@run.cli.factory(target=ModelConfig)
+def flux2_klein_4b() -> run.Config[Flux2Config]:
+    """FLUX.2 klein 4B (3.88 B): 5 joint and 20 single-stream blocks of width 3072, 24 heads; text of 7680."""
+    sizes = {"hidden_size": 3072, "num_attention_heads": 24, "ffn_hidden_size": 9216, "context_size": 7680}
+    return run.Config(Flux2Config, num_joint_layers=5, num_single_layers=20, **sizes)
+
+
+@run.cli.factory(target=ModelConfig)
+def qwen_image_20b() -> run.Config[QwenImageConfig]:
+    """Qwen-Image (20.4 B): 60 joint blocks of width 3072, 24 heads; text of 3584."""
+    return run.Config(QwenImageConfig, num_joint_layers=60)
 
 
 @run.cli.factory(target=ModelConfig)

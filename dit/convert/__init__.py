@@ -3,8 +3,10 @@
 DIFFUSERS = {
     "AutoencoderKL": "dit.convert.diffusers_autoencoder:DiffusersAutoencoder",
     "DiTTransformer2DModel": "dit.convert.diffusers_dit:DiffusersDiT",
+    "Flux2Transformer2DModel": "dit.convert.diffusers_flux2:DiffusersFlux2",
     "FluxTransformer2DModel": "dit.convert.diffusers_flux:DiffusersFlux",
     "PixArtTransformer2DModel": "dit.convert.diffusers_pixart:DiffusersPixArt",
+    "QwenImageTransformer2DModel": "dit.convert.diffusers_qwen_image:DiffusersQwenImage",
     "UNet2DConditionModel": "dit.convert.diffusers_unet:DiffusersUNet",
     "VQModel": "dit.convert.diffusers_autoencoder:DiffusersVQModel",
     "WanTransformer3DModel": "dit.convert.diffusers_wan:DiffusersWan",

@@ -14,7 +14,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from dit.convert.diffusers_format import LatentSize, TrainedModel
-from dit.convert.diffusers_streams import IMAGE, LATENT_SIZE, PATCH, TEXT, DiffusersStreams, StreamNames, head_norms
+from dit.convert.diffusers_streams import (
+    COMFYUI_ATTENTION,
+    IMAGE,
+    LATENT_SIZE,
+    PATCH,
+    TEXT,
+    DiffusersStreams,
+    StreamNames,
+    head_norms,
+)
 from dit.convert.rules import TRAIN_THAT_WAY, ByHead, Rule, with_bias
 from dit.errors import ConfigError
 from dit.models.flux.config import FluxConfig
@@ -59,13 +68,10 @@ class DiffusersFlux(DiffusersStreams[FluxConfig]):
         "text": TEXT("ff_context.net.0.proj", "ff_context.net.2", "norm1_context.linear"),
     }
     comfyui = (
-        (r"transformer_blocks\.(\d+)\.attn\.to_[qkv]", r"double_blocks.\1.img_attn.qkv"),
-        (r"transformer_blocks\.(\d+)\.attn\.to_out\.0", r"double_blocks.\1.img_attn.proj"),
+        *COMFYUI_ATTENTION,
         (r"transformer_blocks\.(\d+)\.ff\.net\.0\.proj", r"double_blocks.\1.img_mlp.0"),
         (r"transformer_blocks\.(\d+)\.ff\.net\.2", r"double_blocks.\1.img_mlp.2"),
         (r"transformer_blocks\.(\d+)\.norm1\.linear", r"double_blocks.\1.img_mod.lin"),
-        (r"transformer_blocks\.(\d+)\.attn\.add_[qkv]_proj", r"double_blocks.\1.txt_attn.qkv"),
-        (r"transformer_blocks\.(\d+)\.attn\.to_add_out", r"double_blocks.\1.txt_attn.proj"),
         (r"transformer_blocks\.(\d+)\.ff_context\.net\.0\.proj", r"double_blocks.\1.txt_mlp.0"),
         (r"transformer_blocks\.(\d+)\.ff_context\.net\.2", r"double_blocks.\1.txt_mlp.2"),
         (r"transformer_blocks\.(\d+)\.norm1_context\.linear", r"double_blocks.\1.txt_mod.lin"),

@@ -158,6 +158,10 @@ XL = Pipeline(
 
 NONE: Mapping[str, str] = {
     **dict.fromkeys(("AutoencoderKL", "VQModel"), "an autoencoder is a part of the pipelines of other models"),
+    **dict.fromkeys(
+        ("Flux2Transformer2DModel", "QwenImageTransformer2DModel"),
+        "the language model that encodes its prompts is not among the encoders of dit.encoders",
+    ),
 }
 """Reasons why a model class has no pipeline."""
 

@@ -76,6 +76,15 @@ TEXT = partial(
 """Names in attention, which all classes share."""
 
 
+COMFYUI_ATTENTION = (
+    (r"transformer_blocks\.(\d+)\.attn\.to_[qkv]", r"double_blocks.\1.img_attn.qkv"),
+    (r"transformer_blocks\.(\d+)\.attn\.to_out\.0", r"double_blocks.\1.img_attn.proj"),
+    (r"transformer_blocks\.(\d+)\.attn\.add_[qkv]_proj", r"double_blocks.\1.txt_attn.qkv"),
+    (r"transformer_blocks\.(\d+)\.attn\.to_add_out", r"double_blocks.\1.txt_attn.proj"),
+)
+"""ComfyUI's names of the layers of joint attention in FLUX, by diffusers' names."""
+
+
 class DiffusersStreams(DiffusersFormat[Model]):
     """A diffusers class for a family of `StreamsConfig`. All settings except `FREE` and `free` have the defaults.
 

@@ -108,6 +108,7 @@ class ByHead:
         shares: features of a head in each part.
         turned: parts with rotary embeddings. Feature pairs that rotate together are (2 i, 2 i + 1) in external tensors,
             and (i, i + half of the head) in the parameter.
+        alternate: the features of the last two parts alternate in the parameter (gates and values of a SwiGLU).
         fused: one external tensor has all parts; otherwise there is one for each part.
         dim: axis of the features: 0 for outputs, 1 for inputs.
     """
@@ -115,6 +116,7 @@ class ByHead:
     heads: int
     shares: tuple[int, ...]
     turned: tuple[int, ...] = ()
+    alternate: bool = False
     fused: bool = False
     dim: int = 0
 
@@ -128,10 +130,16 @@ class ByHead:
         by_head = [x.unflatten(self.dim, (self.heads, -1)) for x in parts]
         for i in self.turned:
             by_head[i] = _swap_pairs(by_head[i], self.dim + 1, (-1, 2))
+        if self.alternate:
+            by_head[-2:] = [_swap_pairs(torch.cat(by_head[-2:], self.dim + 1), self.dim + 1, (2, -1))]
         return torch.cat(by_head, self.dim + 1).flatten(self.dim, self.dim + 1)
 
     def to_external(self, parameter: Tensor) -> Sequence[Tensor]:
         by_head = list(parameter.unflatten(self.dim, (self.heads, -1)).split(list(self.shares), self.dim + 1))
+        if self.alternate:
+            by_head[-2:] = _swap_pairs(torch.cat(by_head[-2:], self.dim + 1), self.dim + 1, (-1, 2)).chunk(
+                2, self.dim + 1
+            )
         for i in self.turned:
             by_head[i] = _swap_pairs(by_head[i], self.dim + 1, (2, -1))
         parts = [x.flatten(self.dim, self.dim + 1) for x in by_head]

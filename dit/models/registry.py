@@ -38,8 +38,10 @@ BACKBONES = {
         "dit.models.efficient_unet.config:EfficientUNetConfig", "dit.models.efficient_unet.model:EfficientUNet"
     ),
     "flux": Entry("dit.models.flux.config:FluxConfig", "dit.models.streams.model:Streams"),
+    "flux2": Entry("dit.models.flux2.config:Flux2Config", "dit.models.streams.model:Streams"),
     "ldm_unet": Entry("dit.models.ldm_unet.config:LDMUNetConfig", "dit.models.ldm_unet.model:LDMUNet"),
     "moviegen": Entry("dit.models.moviegen.config:MovieGenConfig", "dit.models.moviegen.model:MovieGen"),
+    "qwen_image": Entry("dit.models.qwen_image.config:QwenImageConfig", "dit.models.streams.model:Streams"),
     "stdit": Entry("dit.models.stdit.config:STDiTConfig", "dit.models.stdit.model:STDiT"),
     "unet": Entry("dit.models.unet.config:UNetConfig", "dit.models.unet.model:UNet"),
     "wan": Entry("dit.models.wan.config:WanConfig", "dit.models.wan.model:Wan"),

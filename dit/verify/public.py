@@ -36,26 +36,48 @@ def _call_wan(module: nn.Module, latents: Tensor, step: Tensor, conditions: Mapp
     return [module(latents, step.float(), conditions["context"][None]).sample]
 
 
-def call_flux(module: nn.Module, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]) -> Sequence[Tensor]:
-    """Split latents into 2 x 2 patches with position ids and join the predicted patches, as FLUX's pipeline does."""
+def _tokens(latents: Tensor) -> tuple[Tensor, tuple[int, int]]:
+    """Split latents into patches of 2 x 2, channels slowest; return also the numbers of patches along h and w."""
     count, channels, _, height, width = latents.shape
     h, w = height // 2, width // 2
-    tokens = latents.view(count, channels, h, 2, w, 2).permute(0, 2, 4, 1, 3, 5).reshape(count, h * w, channels * 4)
-    ids = torch.zeros(h, w, 3, device=latents.device)
-    ids[..., 1] = torch.arange(h, device=latents.device)[:, None]
-    ids[..., 2] = torch.arange(w, device=latents.device)[None]
-    texts = conditions["context"].view(count, -1, conditions["context"].shape[-1])
-    guidance = {"guidance": conditions["guidance"]} if "guidance" in conditions else {}
-    out = module(
-        tokens,
-        texts,
-        conditions["pooled"],
-        step / 1000,
-        img_ids=ids.reshape(-1, 3),
-        txt_ids=torch.zeros(texts.shape[1], 3, device=latents.device),
-        **guidance,
-    ).sample
-    return [out.view(count, h, w, -1, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(count, -1, 1, height, width)]
+    tokens = latents.view(count, channels, h, 2, w, 2).permute(0, 2, 4, 1, 3, 5)
+    return tokens.reshape(count, h * w, channels * 4), (h, w)
+
+
+def _latents(tokens: Tensor, grid: tuple[int, int]) -> Tensor:
+    """Invert `_tokens`."""
+    (h, w), count = grid, len(tokens)
+    return tokens.view(count, h, w, -1, 2, 2).permute(0, 3, 1, 4, 2, 5).reshape(count, -1, 1, 2 * h, 2 * w)
+
+
+def _position_ids(grid: tuple[int, int], num_texts: int, axes: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return positions of patches and texts: h and w, and the index of the text on the fourth axis if there is one."""
+    ids = torch.zeros(*grid, axes, device=device)
+    ids[..., 1] = torch.arange(grid[0], device=device)[:, None]
+    ids[..., 2] = torch.arange(grid[1], device=device)[None]
+    text_ids = torch.zeros(num_texts, axes, device=device)
+    text_ids[:, 3:] = torch.arange(num_texts, device=device)[:, None]
+    return ids.flatten(0, 1), text_ids
+
+
+def call_flux(module: Any, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]) -> Sequence[Tensor]:
+    """Call FLUX.1 or FLUX.2 as the pipelines do."""
+    tokens, grid = _tokens(latents)
+    texts = conditions["context"].view(len(latents), -1, conditions["context"].shape[-1])
+    ids, text_ids = _position_ids(grid, texts.shape[1], len(module.config["axes_dims_rope"]), latents.device)
+    others = {"pooled_projections": conditions["pooled"]} if "pooled" in conditions else {}
+    others |= {"guidance": conditions["guidance"]} if "guidance" in conditions else {}
+    return [_latents(module(tokens, texts, timestep=step / 1000, img_ids=ids, txt_ids=text_ids, **others).sample, grid)]
+
+
+def call_qwen_image(
+    module: nn.Module, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]
+) -> Sequence[Tensor]:
+    """Call Qwen-Image as the pipeline does."""
+    tokens, grid = _tokens(latents)
+    texts = conditions["context"].view(len(latents), -1, conditions["context"].shape[-1])
+    shapes = [[(1, *grid)]] * len(latents)
+    return [_latents(module(tokens, texts, timestep=step / 1000, img_shapes=shapes).sample, grid)]
 
 
 def _call_unet(module: nn.Module, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]) -> Sequence[Tensor]:
@@ -88,6 +110,8 @@ CALLS: Mapping[str, Call] = {
     "PixArtTransformer2DModel": _call_pixart,
     "WanTransformer3DModel": _call_wan,
     "FluxTransformer2DModel": call_flux,
+    "Flux2Transformer2DModel": call_flux,
+    "QwenImageTransformer2DModel": call_qwen_image,
     "UNet2DConditionModel": _call_unet,
 }
 

@@ -36,6 +36,7 @@ class Row:
         without_effect: fields that change no number of a training step, and why.
         text_tokens: of the texts that are dropped.
         objective: that its steps train.
+        idle: pattern of parameters that change no output.
     """
 
     recipe: str
@@ -47,6 +48,7 @@ class Row:
     without_effect: Mapping[str, str] = field(default_factory=dict)
     text_tokens: int = 5
     objective: Objective = field(default_factory=FlowMatching)
+    idle: str = "none"
 
 
 CLASSES, TEXT = {"num_classes": 5}, {"context_size": 12}
@@ -54,6 +56,7 @@ ROTARY = {"position_embedding": "rope_3d"}
 LEARNED = {**ROTARY, "max_grid": [128, 120, 120]}  # rotary positions want the tables' default size
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 2.0}
 TOP_K = {**EXPERTS, "moe_router": "top_k"}
+TWO_PAIRS = {"num_attention_heads": 2, "rope_axes": [4, 4, 4, 4]}
 GIVEN: dict[str, dict[str, Any]] = {
     "class_dropout": CLASSES,
     "context_dropout": TEXT,
@@ -174,6 +177,34 @@ BACKBONES = {
             "position_embedding": {"rope_axes": [16, 56, 56]},
         },
         text_tokens=1,  # a dropped text keeps its length in joint attention, a missing one is one null token
+    ),
+    "flux2": Row(
+        recipe="flux2_32b",
+        quick=("tp2_sp",),
+        other={"rope_factors": [1.0, 4.0, 1.0]},
+        # With one pair of features for each axis, theta has no effect.
+        given={name: TWO_PAIRS for name in ("rope_theta", "rope_factors")}
+        | {"rope_scaling": {**TWO_PAIRS, "rope_factors": [2.0, 3.0, 2.0]}},
+        also={
+            "hidden_size": {"rope_axes": [4, 4, 4, 4]},
+            "num_attention_heads": {"rope_axes": [4, 4, 4, 4]},
+            "rope_axes": {"text_positions": "origin"},
+            "text_positions": {"rope_axes": [2, 4, 2]},
+            "position_embedding": {"rope_axes": [32, 32, 32, 32]},
+        },
+        text_tokens=1,
+    ),
+    "qwen_image": Row(
+        recipe="qwen_image_1024",
+        quick=("pp2",),
+        other={"rope_factors": [1.0, 4.0, 1.0]},
+        also={
+            "hidden_size": {"rope_axes": [4, 8, 4]},
+            "num_attention_heads": {"rope_axes": [4, 8, 4]},
+            "position_embedding": {"rope_axes": [16, 56, 56]},
+        },
+        text_tokens=1,
+        idle=r"layers\.1\.text\.(linear_proj|mlp)\..*",  # of the last block, whose text nothing reads
     ),
     "wan": Row(recipe="wan_14b_mock"),
     "ddpm_unet": Row(

@@ -1,7 +1,7 @@
 """Run our packed models on dense images or clips, to compare them with other code bases' modules."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Optional
 
@@ -17,6 +17,24 @@ from dit.layout import SequenceLayout
 from dit.models.base import ModelConfig
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.patchify import grid_positions, patchify, unpatchify
+
+
+def packed(model: ModelConfig, latents: Sequence[Tensor], texts: Optional[list[Tensor]] = None) -> PackedBatch:
+    """Return a pack of latents `[C, T, H, W]` of any sizes."""
+    tokens, grids = zip(*(patchify(x, model.patch_temporal, model.patch_spatial) for x in latents))
+    batch = PackedBatch(
+        latents_TC=torch.cat(tokens),
+        positions_T3=torch.cat([grid_positions(grid) for grid in grids]),
+        layout=SequenceLayout.from_lengths([len(x) for x in tokens]),
+        sample_ids_S=torch.arange(len(tokens)),
+        grids=tuple(grids),
+        keys=tuple(map(str, range(len(tokens)))),
+        conditions=Conditions({}),
+    )
+    if texts is not None:
+        context_layout = SequenceLayout.from_lengths([len(text) for text in texts])
+        batch.conditions |= {"context": per_text_token(torch.cat(texts), context_layout)}
+    return batch
 
 
 @torch.no_grad()
@@ -48,22 +66,11 @@ def predict(
 ) -> Tensor:
     """Return the prediction `[B, C, T, H, W]` for latents `[B, C, T, H, W]`; `others` are per sample."""
     pt, ps = model.patch_temporal, model.patch_spatial
-    tokens, grids = zip(*(patchify(x, pt, ps) for x in latents))
-    layout = SequenceLayout.from_lengths([len(x) for x in tokens])
-    batch = PackedBatch(
-        latents_TC=torch.cat(tokens),
-        positions_T3=torch.cat([grid_positions(grid) for grid in grids]),
-        layout=layout,
-        sample_ids_S=torch.arange(len(tokens)),
-        grids=tuple(grids),
-        keys=tuple(map(str, range(len(tokens)))),
-        conditions=Conditions({name: per_sample(values) for name, values in (others or {}).items()}),
-    )
+    batch = packed(model, list(latents), texts)
+    layout, grids = batch.layout, batch.grids
+    batch.conditions |= {name: per_sample(values) for name, values in (others or {}).items()}
     if labels_B is not None:
         batch.conditions |= {"label": per_sample(labels_B)}
-    if texts is not None:
-        context_layout = SequenceLayout.from_lengths([len(text) for text in texts])
-        batch.conditions |= {"context": per_text_token(torch.cat(texts), context_layout)}
     if control is not None:
         batch.conditions |= {"control": CONTROL.pack(list(control), layout, (pt, ps))}
     if low is not None:

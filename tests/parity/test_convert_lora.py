@@ -6,6 +6,7 @@ up down to the layers of the model's original code, whose names and fused matric
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,15 @@ from dit.errors import ConfigError
 from dit.models.base import ModelConfig
 from dit.models.lora_config import LoRAConfig
 from dit.parallel.build import parameter_shapes
+from dit.verify.public import CALLS
 from tests.conftest import BuildModel
-from tests.parity import test_convert_flux, test_convert_pixart, test_convert_unet, test_convert_wan
+from tests.parity import (
+    test_convert_flux,
+    test_convert_pixart,
+    test_convert_streams,
+    test_convert_unet,
+    test_convert_wan,
+)
 from tests.parity.convert_cases import load, page_blocks, random_weights, relative_error, run
 
 RTOL = 4e-5  # float32: W + B A and B (A x) round at other places; equal models differ by 1e-5
@@ -73,6 +81,13 @@ def unet_model() -> nn.Module:
     return test_convert_unet.diffusers_model(test_convert_unet.SIZES["v1"])
 
 
+def stream(network: Any, theirs: Any, model: ModelConfig) -> tuple[Tensor, Tensor]:
+    images, texts = drawn(1, 4, 1, 8, 6), drawn(1, 5, 20)
+    here = run(network, model, images, torch.tensor([0.25]), texts=list(texts))
+    (there,) = CALLS[type(theirs).__name__](theirs, images, torch.tensor([250.0]), {"context": texts[0]})
+    return here, there
+
+
 def fused(block: str, theirs: str, parts: list[str]) -> tuple[str, list[str]]:
     return block, [f"{theirs}.{part}" for part in parts]
 
@@ -100,6 +115,31 @@ FLUX = dict(
         ]
     ]
 )
+FLUX2 = dict(
+    [
+        entry
+        for i in range(2)
+        for joint, single in [(f"transformer_blocks.{i}", f"single_transformer_blocks.{i}")]
+        for entry in [
+            *((name, parts) for name, parts in FLUX.items() if f"double_blocks.{i}." in name and "attn" in name),
+            fused(f"double_blocks.{i}.img_mlp.0", joint, ["ff.linear_in"]),
+            fused(f"double_blocks.{i}.img_mlp.2", joint, ["ff.linear_out"]),
+            fused(f"double_blocks.{i}.txt_mlp.0", joint, ["ff_context.linear_in"]),
+            fused(f"double_blocks.{i}.txt_mlp.2", joint, ["ff_context.linear_out"]),
+            fused(f"single_blocks.{i}.linear1", single, ["attn.to_qkv_mlp_proj"]),
+            fused(f"single_blocks.{i}.linear2", single, ["attn.to_out"]),
+        ]
+    ]
+)
+QWEN_IMAGE = {
+    f"transformer_blocks.{i}.{layer}": [f"transformer_blocks.{i}.{layer}"]
+    for i in range(2)
+    for layer in [
+        *(f"attn.to_{part}" for part in ("q", "k", "v", "out.0", "add_out")),
+        *(f"attn.add_{part}_proj" for part in "qkv"),
+        *(f"{stream}_{layer}" for stream in ("img", "txt") for layer in ("mod.1", "mlp.net.0.proj", "mlp.net.2")),
+    ]
+}
 PIXART = dict(
     [
         entry
@@ -164,6 +204,11 @@ class Case:
 
 CASES = {
     "flux": Case(DiffusersFlux(), test_convert_flux.diffusers_model, flux, FLUX, targets=("layers.*",)),
+    **{
+        name: Case(family.form, partial(family.theirs, **family.settings), stream, native, targets=("layers.*",))
+        for name, native in (("flux2_klein", FLUX2), ("qwen_image", QWEN_IMAGE))
+        for family in [test_convert_streams.FAMILIES[name]]
+    },
     "pixart": Case(DiffusersPixArt(), test_convert_pixart.diffusers_model, pixart, PIXART),
     "unet": Case(DiffusersUNet(), unet_model, unet, UNET, prefix="", targets=("*.attentions.*",)),
     "wan": Case(DiffusersWan(), test_convert_wan.diffusers_model, wan, WAN),

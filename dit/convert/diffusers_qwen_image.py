@@ -1,0 +1,70 @@
+"""Convert diffusers' `QwenImageTransformer2DModel` (Qwen-Image) to and from our Qwen-Image.
+
+Source: diffusers 0.38, `models/transformers/transformer_qwenimage.py` and `pipelines/qwenimage`, names and settings.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from dit.convert.diffusers_format import LatentSize, TrainedModel
+from dit.convert.diffusers_streams import IMAGE, LATENT_SIZE, PATCH, TEXT, DiffusersStreams, StreamNames
+from dit.models.qwen_image.config import QwenImageConfig
+from dit.objectives.flow_matching import FlowMatching
+
+
+class DiffusersQwenImage(DiffusersStreams[QwenImageConfig]):
+    """`QwenImageTransformer2DModel`, without the further inputs of its editing and layered models."""
+
+    class_name = "QwenImageTransformer2DModel"
+    config_class = QwenImageConfig
+    fixed: Mapping[str, Any] = {
+        "patch_size": PATCH,
+        "guidance_embeds": False,
+        "zero_cond_t": False,
+        "use_additional_t_cond": False,
+        "use_layer3d_rope": False,
+    }
+    defaults: Mapping[str, Any] = {
+        **fixed,
+        "in_channels": 64,
+        "out_channels": 16,
+        "num_layers": 60,
+        "attention_head_dim": 128,
+        "num_attention_heads": 24,
+        "joint_attention_dim": 3584,
+        "axes_dims_rope": (16, 56, 56),
+    }
+    names: Mapping[str, str] = {
+        "embed.linear": "img_in",
+        "embed_text": "txt_in",
+        "text_norm": "txt_norm",
+        "conditioner.time.linear_1": "time_text_embed.timestep_embedder.linear_1",
+        "conditioner.time.linear_2": "time_text_embed.timestep_embedder.linear_2",
+        "head.modulation": "norm_out.linear",
+        "head.linear": "proj_out",
+    }
+    streams: Mapping[str, StreamNames] = {
+        "image": IMAGE("img_mlp.net.0.proj", "img_mlp.net.2", "img_mod.1"),
+        "text": TEXT("txt_mlp.net.0.proj", "txt_mlp.net.2", "txt_mod.1"),
+    }
+
+    comfyui = ((r"transformer_blocks\..*", r"\g<0>"),)
+
+    def lora_pipeline(self, model: QwenImageConfig) -> str:
+        return "QwenImagePipeline"
+
+    def read(self, published: Mapping[str, Any]) -> TrainedModel:
+        sizes = self.sizes(published)
+        # Without `out_channels`, diffusers predicts as many channels for each position as a token has.
+        channels = published["out_channels"] or published["in_channels"]
+        model = QwenImageConfig(
+            **sizes,
+            out_channels=None if channels == sizes["in_channels"] else channels,
+            ffn_hidden_size=4 * sizes["hidden_size"],
+        )
+        notes = [f"config.json has no latent size; {LATENT_SIZE[1]} x {LATENT_SIZE[2]} is assumed"]
+        sampling = {"solver": "euler", "num_steps": 50, "guidance_scale": 4.0}
+        return TrainedModel(model, FlowMatching(time_shift=3.0), LATENT_SIZE, sampling, notes=notes)
+
+    def write(self, model: QwenImageConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
+        return self.write_sizes(model) | {"out_channels": model.out_channels or model.in_channels}, []

@@ -1,0 +1,154 @@
+"""FLUX.2 and Qwen-Image to and from diffusers: equal outputs and gradients, exact round trips, published sizes."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from diffusers import Flux2Transformer2DModel, QwenImageTransformer2DModel
+from torch import Tensor
+
+from dit.convert.diffusers_flux2 import DiffusersFlux2
+from dit.convert.diffusers_format import DiffusersFormat
+from dit.convert.diffusers_qwen_image import DiffusersQwenImage
+from dit.errors import ConfigError
+from dit.models.streams.config import StreamsConfig
+from dit.parallel.build import count_parameters, parameter_shapes
+from dit.patchify import unpatchify
+from dit.verify.public import CALLS, compare_public
+from tests.conftest import BuildModel
+from tests.parity.convert_cases import assert_same_bits, load, packed, random_weights, relative_error
+
+RTOL, GRADIENT_RTOL = 1e-5, 1e-4
+SIDES, TEXTS = ((10, 6), (6, 14)), (5, 3)
+"""Height and width of each latent (5 x 3 and 3 x 7 tokens), and tokens of its text."""
+
+
+@dataclass(frozen=True)
+class Family:
+    form: DiffusersFormat[Any]
+    theirs: Any
+    settings: dict[str, Any]
+
+
+COMMON = {"num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 3, "joint_attention_dim": 20}
+FLUX2: dict[str, Any] = {**COMMON, "in_channels": 16, "num_single_layers": 2, "axes_dims_rope": (4, 4, 4, 4)}
+FAMILIES = {
+    "flux2_dev": Family(DiffusersFlux2(), Flux2Transformer2DModel, {**FLUX2, "mlp_ratio": 2.0}),
+    "flux2_klein": Family(DiffusersFlux2(), Flux2Transformer2DModel, {**FLUX2, "guidance_embeds": False}),
+    "qwen_image": Family(
+        DiffusersQwenImage(),
+        QwenImageTransformer2DModel,
+        {**COMMON, "in_channels": 16, "out_channels": 4, "axes_dims_rope": (4, 6, 6)},
+    ),
+}
+
+
+@pytest.fixture(params=FAMILIES)
+def family(request: pytest.FixtureRequest) -> Family:
+    return FAMILIES[request.param]
+
+
+def import_random(family: Family) -> tuple[Any, StreamsConfig, dict[str, Tensor]]:
+    """Return diffusers' module with random weights, our settings and the imported weights."""
+    theirs = family.theirs(**family.settings).eval()
+    state = random_weights({name: tuple(x.shape) for name, x in theirs.state_dict().items()}, seed=1)
+    theirs.load_state_dict(state)
+    imported = family.form.read_settings(theirs.config)
+    rules = family.form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
+    weights = rules.from_external(state)
+    assert_same_bits(rules.to_external(weights), state)
+    # At the usual scale of 4 the sinusoid's angles reach 4000, where theirs, in float32, are off by 1e-4.
+    model = imported.model if imported.model.guidance is None else replace(imported.model, guidance=0.25)
+    return theirs, model, weights
+
+
+def latents_and_texts() -> tuple[list[Tensor], list[Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+    latents = [torch.randn(4, 1, h, w, generator=generator) for h, w in SIDES]
+    return latents, [torch.randn(n, 20, generator=generator) for n in TEXTS]
+
+
+@pytest.mark.parametrize("sample", range(len(SIDES)))
+def test_outputs_and_gradients_are_those_of_diffusers(build_model: BuildModel, family: Family, sample: int) -> None:
+    """With weights that were imported and exported again, every one of them loaded."""
+    _, model, weights = import_random(family)
+    latents, texts = latents_and_texts()
+    batch = packed(model, latents[sample : sample + 1], texts[sample : sample + 1])
+    name, errors = compare_public(load(build_model(model), weights), model, batch)
+    assert name == family.form.class_name
+    assert errors.pop("output") <= RTOL
+    assert len(errors) > 30
+    assert {name: error for name, error in errors.items() if error > GRADIENT_RTOL} == {}
+
+
+@torch.no_grad()
+def test_a_pack_of_two_sizes_is_two_calls_of_diffusers(build_model: BuildModel, family: Family) -> None:
+    """Positions start again in every sample, of the image and of its text."""
+    theirs, model, weights = import_random(family)
+    latents, texts = latents_and_texts()
+    batch, times = packed(model, latents, texts), torch.tensor([0.25, 0.75])
+    ours = load(build_model(model), weights)(batch.latents_TC, times, batch)
+    for i, out_TC in enumerate(ours.split(list(batch.layout.lengths))):
+        conditions = {"context": texts[i]} | ({} if model.guidance is None else {"guidance": torch.tensor([0.25])})
+        (exact,) = CALLS[family.form.class_name](theirs, latents[i][None], 1000 * times[i : i + 1], conditions)
+        assert relative_error(unpatchify(out_TC, batch.grids[i], 1, 2), exact[0]) <= RTOL
+
+
+def test_the_config_survives_a_round_trip(family: Family) -> None:
+    theirs = family.theirs(**family.settings).config
+    imported = family.form.read_settings(theirs)
+    settings, notes = family.form.write_settings(imported.model, imported.latent_size)
+    assert notes == []
+    public = {name: value for name, value in theirs.items() if name[0] != "_"}
+    assert {n: v for n, v in settings.items() if n[0] != "_"} == {
+        **public,
+        "axes_dims_rope": list(public["axes_dims_rope"]),
+    }
+    assert family.form.read_settings(settings) == imported
+
+
+PUBLISHED = {
+    "FLUX.2 dev": (DiffusersFlux2(), Flux2Transformer2DModel, {}, 32.22),
+    "FLUX.2 klein 9B": (
+        DiffusersFlux2(),
+        Flux2Transformer2DModel,
+        {"num_single_layers": 24, "num_attention_heads": 32, "joint_attention_dim": 12288, "guidance_embeds": False},
+        9.08,
+    ),
+    "FLUX.2 klein 4B": (
+        DiffusersFlux2(),
+        Flux2Transformer2DModel,
+        {
+            **{"num_layers": 5, "num_single_layers": 20, "num_attention_heads": 24, "joint_attention_dim": 7680},
+            "guidance_embeds": False,
+        },
+        3.88,
+    ),
+    "Qwen-Image": (DiffusersQwenImage(), QwenImageTransformer2DModel, {}, 20.43),
+}
+
+
+@pytest.mark.usefixtures("one_rank_world")
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_sizes_have_their_parameters(name: str) -> None:
+    """Ours has a null token in addition."""
+    form, theirs, settings, billions = PUBLISHED[name]
+    model = form.read_settings(settings).model
+    with torch.device("meta"):
+        published = sum(parameter.numel() for parameter in theirs(**settings).parameters())
+    assert published / 1e9 == pytest.approx(billions, abs=0.006)
+    assert count_parameters(model) == published + model.context_size
+
+
+CHANGES: dict[str, Any] = {
+    **{"shared_modulation": False, "add_bias": True, "activation": "gelu_tanh", "text_norm": True, "pooled_size": 5},
+    **{"text_positions": "origin", "centred_positions": True, "patch_spatial": 1, "time_scale": 1.0},
+}
+
+
+@pytest.mark.parametrize("setting", CHANGES)
+def test_properties_that_diffusers_does_not_have_are_refused(setting: str) -> None:
+    form = DiffusersFlux2()
+    with pytest.raises(ConfigError, match=f"Flux2Transformer2DModel does not support this model: {setting}="):
+        form.write_settings(form.config_class(**{setting: CHANGES[setting]}), (1, 8, 8))
