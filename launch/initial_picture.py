@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from dit.inference.decoding import Decoder
 
 
-def read_initial(path: Path, latent_size: tuple[int, int, int], channels: int, decoder: "Decoder") -> "Tensor":
+def read_initial(
+    path: Path, latent_size: tuple[int, int, int], channels: int, decoder: "Decoder", option: str = "--init"
+) -> "Tensor":
     """Return a picture as the latent of a sample, `[C, 1, H, W]`, float32.
 
     It is scaled until it covers the sample, and its middle is cut out. Without an autoencoder it stays pixels: three
@@ -23,6 +25,7 @@ def read_initial(path: Path, latent_size: tuple[int, int, int], channels: int, d
         latent_size: (T, H, W) of a sample, in positions of a latent.
         channels: of a sample.
         decoder: of the samples.
+        option: of the command, for messages.
 
     Raises:
         ConfigError: it cannot be read, samples are clips, or nothing encodes pictures to the model's latents.
@@ -37,16 +40,16 @@ def read_initial(path: Path, latent_size: tuple[int, int, int], channels: int, d
 
     frames, height, width = latent_size
     if frames != 1:
-        raise ConfigError(f"--init {path} is one picture, and samples have {frames} frames; use --frames 1")
+        raise ConfigError(f"{option} {path} is one picture, and samples have {frames} frames; use --frames 1")
     if decoder.geometry is None and channels not in (1, 3):
         raise ConfigError(
-            f"--init {path}: the model draws latents of {channels} channels, and nothing encodes a picture to them; "
+            f"{option} {path}: the model draws latents of {channels} channels, and nothing encodes a picture to them; "
             "name the autoencoder with --vae"
         )
     try:
         picture = open_picture(read_bytes(path))
     except (OSError, SampleError) as error:
-        raise ConfigError(f"--init {path} cannot be read: {error}") from error
+        raise ConfigError(f"{option} {path} cannot be read: {error}") from error
     if decoder.geometry is not None:
         _, height, width = decoder.geometry.pixel_shape(1, height, width)
     fitted = ImageOps.fit(picture, (width, height), Image.Resampling.LANCZOS)

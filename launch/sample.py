@@ -43,6 +43,8 @@ examples
   python -m launch.sample --checkpoint RUN --prompts prompts.txt --size 512x768 --vae VAE --files pictures
   python -m launch.sample --cascade base=RUN_64 sr256=RUN_256 --stage sr256 steps=20 --prompt "a red kite"
   python -m launch.sample --checkpoint RUN --prompt "a red train" --init sketch.png --strength 0.6
+  python -m launch.sample --checkpoint RUN --prompt "waves at a beach" --first-frame beach.png --out waves.mp4
+  python -m launch.sample --checkpoint HIGH --low-noise LOW --prompt "a red train" --out train.mp4
   python -m launch.sample --checkpoint RUN/checkpoints/step_0100000 --guide RUN/checkpoints/step_0020000
   torchrun --standalone --nproc-per-node 8 -m launch.sample --checkpoint RUN --prompts prompts.jsonl --files pictures
 """
@@ -66,6 +68,17 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         "--guide",
         metavar="DIR",
         help="guide with this weaker checkpoint: a smaller model, or an earlier one (autoguidance)",
+    )
+    group.add_argument(
+        "--low-noise",
+        metavar="DIR",
+        help="use this checkpoint below --boundary: the second model of a pair that shares the noise levels",
+    )
+    group.add_argument(
+        "--boundary", type=float, metavar="X", help="time of --low-noise (default: objective.min_time of --checkpoint)"
+    )
+    group.add_argument(
+        "--low-noise-guidance-scale", type=float, metavar="X", help="of --low-noise (default: that of --checkpoint)"
     )
     group.add_argument(
         "--guidance-rescale",
@@ -137,6 +150,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--init", type=Path, metavar="PICTURE", help="start from this picture instead of noise alone (image to image)"
     )
     parser.add_argument(
+        "--first-frame",
+        type=Path,
+        metavar="PICTURE",
+        help="start clips with this picture (image to video; train with data.clean_first_frame)",
+    )
+    parser.add_argument(
         "--strength", type=float, metavar="X", help="how far from --init: the share of the steps that are made (0.75)"
     )
     parser.add_argument(
@@ -178,6 +197,13 @@ def open_generator(args: argparse.Namespace, groups: Optional["ProcessGroups"] =
         if not Path(args.guide).is_dir():
             raise CheckpointError(f"--guide {args.guide} is not a folder; give a run folder, or one checkpoint in it")
         generator.guide_by(load_generator(args.guide, weights=weights, groups=groups))
+    if args.low_noise is None and (args.boundary is not None or args.low_noise_guidance_scale is not None):
+        raise ConfigError("--boundary and --low-noise-guidance-scale belong to a second model; give --low-noise DIR")
+    if args.low_noise is not None:
+        if not Path(args.low_noise).is_dir():
+            raise CheckpointError(f"--low-noise {args.low_noise} is not a folder; give a run folder or a checkpoint")
+        low = load_generator(args.low_noise, weights=weights, groups=groups)
+        generator.switch_to(low, boundary=args.boundary, guidance_scale=args.low_noise_guidance_scale)
     return generator
 
 
@@ -241,6 +267,8 @@ def run(args: argparse.Namespace) -> None:
         return
     if args.guide is not None:
         raise ConfigError(f"--guide {args.guide} applies to one model; set it for a stage, --stage NAME guide=DIR")
+    if args.low_noise is not None:
+        raise ConfigError(f"--low-noise {args.low_noise} applies to one model; use --checkpoint instead of --cascade")
     if environment.world_size() > 1:
         raise ConfigError("--cascade runs on one rank; start it without torchrun")
     from dit.backends import process_groups
@@ -296,6 +324,12 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
         latent_size = generator.size_of(settings.get("frames"), settings.get("size"))
         settings |= {"initial": read_initial(args.init, latent_size, channels, decode), "strength": strength}
         init = {"init": str(args.init), "strength": strength}
+    if args.first_frame is not None:
+        if args.init is not None:
+            raise ConfigError("--init starts stills and --first-frame clips; give one of them")
+        latent_size = 1, *generator.size_of(settings.get("frames"), settings.get("size"))[1:]
+        settings |= {"first_frame": read_initial(args.first_frame, latent_size, channels, decode, "--first-frame")}
+        init = {"first_frame": str(args.first_frame)}
     gallery = Gallery(
         [request.caption for request in requests],
         [request.record | init for request in requests],

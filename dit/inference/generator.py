@@ -24,11 +24,12 @@ from dit.encoders.text import empty_texts, load_text_encoders
 from dit.errors import CheckpointError, ConfigError
 from dit.inference.sizes import check_size
 from dit.levels import first_frames_clean, with_levels
+from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import build_model
 from dit.parallel.dims import ParallelConfig
 from dit.patchify import frames_to_patch, patchify
 from dit.run_config import RunConfig, check_levels
-from dit.sampling.generate import ConditionalNetwork, empty_pack, generate_each
+from dit.sampling.generate import ConditionalNetwork, LowNoise, empty_pack, generate_each
 from dit.sampling.guidance import needs_unconditional
 from dit.sampling.tiles import TiledNetwork
 from dit.settings import SamplingConfig, TrainingConfig
@@ -51,11 +52,13 @@ class Generator:
         metadata: of the checkpoint.
         guide: a weaker network in the place of the unconditional branch (`guide_by`); None for this network without
             its conditions.
+        low_noise: the network of low noise levels (`switch_to`); None for this network at all levels.
     """
 
     def __init__(self, config: RunConfig, metadata: dict[str, Any], network: torch.nn.Module, step: int) -> None:
         self.config, self.metadata, self.network, self.step = config, metadata, network, step
         self.guide: Optional[ConditionalNetwork] = None
+        self.low_noise: Optional[LowNoise] = None
         self.class_names: Optional[list[str]] = metadata["class_names"]
         self.text_encoder: Optional[str] = metadata.get("text_encoder")
         self.autoencoder: Optional[str] = metadata.get("autoencoder")
@@ -215,6 +218,9 @@ class Generator:
             sampling,
             seeds_S=seed.to(batch.layout.device),
             guide=None if self.guide is None else self._in_tiles(self.guide, tile, tile_overlap),
+            low_noise=None
+            if self.low_noise is None
+            else replace(self.low_noise, network=self._in_tiles(self.low_noise.network, tile, tile_overlap)),
             negative=negative,
             strength=strength,
             on_step=on_step,
@@ -238,17 +244,49 @@ class Generator:
                 f"the guide was trained with {guide_objective}, this model with {objective}; use a guide with the same "
                 "objective"
             )
-        form = ("latent_channels", "patch_spatial", "patch_temporal")
-        differ = [n for n in form if getattr(self.spec, n) != getattr(weaker.spec, n)]
-        forms = {(c.name, c.shape, c.num_classes) for c in self.spec.conditions}
-        required = [c for c in weaker.spec.conditions if c.default is None]
-        unknown = [c.name for c in required if (c.name, c.shape, c.num_classes) not in forms]
-        if differ or unknown or weaker.text_encoder != self.text_encoder:
-            reasons = [f"{n}={getattr(weaker.spec, n)} (this model: {getattr(self.spec, n)})" for n in differ]
-            reasons += [f"the condition {name!r} in another form" for name in unknown]
-            reasons += [] if reasons else [f"texts of {weaker.text_encoder} (this model: {self.text_encoder})"]
-            raise ConfigError(f"the guide takes {', '.join(reasons)}; use a guide with the same latents and conditions")
+        self._check_form(weaker, "guide")
         self.guide = weaker.network
+
+    def switch_to(
+        self, other: "Generator", *, boundary: Optional[float] = None, guidance_scale: Optional[float] = None
+    ) -> None:
+        """Use another model at low noise levels; the two were trained on different times (Wan 2.2 A14B).
+
+        Args:
+            boundary: time below which the other model is used; None for `min_time` of this model's objective.
+            guidance_scale: of the other model; None for that of this one.
+
+        Raises:
+            ConfigError: it has another objective, other latents or conditions, or the boundary is unknown or outside
+                the times of a model.
+        """
+        high, low = self.config.objective, other.config.objective
+        if not (isinstance(high, FlowMatching) and isinstance(low, FlowMatching)):
+            raise ConfigError(f"two models share the times of flow matching, got {high} and {low}; use one model")
+        if replace(high, min_time=0.0, max_time=1.0) != replace(low, min_time=0.0, max_time=1.0):
+            raise ConfigError(f"the models of high and low noise were trained with {high} and {low}; use a pair")
+        boundary = high.min_time if boundary is None else boundary
+        if not 0 < boundary < 1 or boundary < high.min_time or boundary > low.max_time or low.min_time > 0:
+            raise ConfigError(
+                f"the model of high noise was trained on times from {high.min_time} to {high.max_time}, that of low "
+                f"noise on {low.min_time} to {low.max_time}, and the boundary is {boundary}; use a pair that covers "
+                "all times, and a boundary between them (0.875 in Wan 2.2 A14B)"
+            )
+        self._check_form(other, "model of low noise")
+        self.low_noise = LowNoise(other.network, boundary, guidance_scale)
+
+    def _check_form(self, other: "Generator", name: str) -> None:
+        """Check that another model has the same latents and takes no other conditions."""
+        form = ("latent_channels", "patch_spatial", "patch_temporal")
+        differ = [n for n in form if getattr(self.spec, n) != getattr(other.spec, n)]
+        forms = {(c.name, c.shape, c.num_classes) for c in self.spec.conditions}
+        required = [c for c in other.spec.conditions if c.default is None]
+        unknown = [c.name for c in required if (c.name, c.shape, c.num_classes) not in forms]
+        if differ or unknown or other.text_encoder != self.text_encoder:
+            reasons = [f"{n}={getattr(other.spec, n)} (this model: {getattr(self.spec, n)})" for n in differ]
+            reasons += [f"the condition {name!r} in another form" for name in unknown]
+            reasons += [] if reasons else [f"texts of {other.text_encoder} (this model: {self.text_encoder})"]
+            raise ConfigError(f"the {name} takes {', '.join(reasons)}; use one with the same latents and conditions")
 
     def _in_tiles(self, network: ConditionalNetwork, tile: Optional[int], overlap: Optional[int]) -> ConditionalNetwork:
         """Return a network, in tiles if `tile` is given."""

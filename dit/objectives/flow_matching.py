@@ -48,6 +48,8 @@ class FlowMatching(Objective):
         time_shift: shift of t towards noise, in training and sampling; 1 for none. Samples with more tokens need a
             larger one.
         min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma); None for the unweighted loss.
+        min_time, max_time: train only on times between these (after the shift), for one of two models that share the
+            times, as in Wan 2.2 A14B; 0 and 1 for all times.
 
     Raises:
         ConfigError: a constant is outside its range.
@@ -66,6 +68,8 @@ class FlowMatching(Objective):
     time_shift: float = 1.0
     loss_kind: LossKind = "l2"
     min_snr_gamma: Optional[float] = None
+    min_time: float = 0.0
+    max_time: float = 1.0
 
     def __post_init__(self) -> None:
         self.path = StraightPath()
@@ -77,8 +81,26 @@ class FlowMatching(Objective):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"FlowMatching {name}={getattr(self, name)} must be positive; the default is 1")
 
+        if not 0 <= self.min_time < self.max_time <= 1:
+            raise ConfigError(
+                f"objective.min_time={self.min_time} and max_time={self.max_time} must be times between 0 and 1, the "
+                "first below the second; 0 and 1 train on all times"
+            )
+
+    @property
+    def _quantiles(self) -> tuple[float, float]:
+        """Quantiles of `min_time` and `max_time` in the distribution over all times."""
+        t = shift_time(torch.tensor([self.min_time, self.max_time], dtype=torch.float64), 1 / self.time_shift)
+        if self.time_distribution == "logit_normal":
+            t = torch.special.ndtr((t.clamp(0, 1).logit() - self.logit_mean) / self.logit_std)
+        low, high = t.tolist()
+        return low, high
+
     def level(self, quantile_S: Tensor) -> Tensor:
-        """Return the shifted time at each quantile."""
+        """Return the shifted time at each quantile, within `min_time` and `max_time`."""
+        if (self.min_time, self.max_time) != (0, 1):
+            low, high = self._quantiles
+            quantile_S = (low + quantile_S.double() * (high - low)).to(quantile_S.dtype)
         if self.time_distribution == "logit_normal":
             quantile_S = logit_normal(quantile_S, self.logit_mean, self.logit_std)
         return shift_time(quantile_S, self.time_shift)

@@ -1,7 +1,7 @@
 """Generate latents with a trained network: a dense pack of samples, guidance, a solver."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Optional
 
@@ -30,6 +30,21 @@ from dit.settings import SamplingConfig
 
 ConditionalNetwork = Callable[[Tensor, Tensor, PackedBatch], Tensor]
 """Maps (inputs_TC, time_S, batch) to a prediction; a backbone."""
+
+
+@dataclass(frozen=True)
+class LowNoise:
+    """The second of two networks that share the noise levels (Wan 2.2 A14B).
+
+    Attributes:
+        network: predicts at positions of the path below the boundary; the first network predicts at the others.
+        boundary: position on the objective's path, such as a time of flow matching.
+        guidance_scale: of this network; None for that of the first.
+    """
+
+    network: ConditionalNetwork
+    boundary: float
+    guidance_scale: Optional[float] = None
 
 
 def empty_pack(
@@ -157,6 +172,7 @@ def generate_each(
     *,
     seeds_S: Optional[Tensor] = None,
     guide: Optional[ConditionalNetwork] = None,
+    low_noise: Optional[LowNoise] = None,
     negative: Optional[Mapping[str, Sequence[Value]]] = None,
     strength: Optional[float] = None,
     on_step: Callable[[int], None] = lambda step: None,
@@ -171,6 +187,7 @@ def generate_each(
         seeds_S: int64, one per sample; None for that of `sampling`.
         guide: a weaker network of the same objective and conditions in the place of the unconditional branch; None for
             the network without its conditions. Karras et al. 2024, arXiv:2406.02507, Eq. 4.
+        low_noise: the network of low noise levels, of two that share the levels; None for one network.
         negative: conditions of the unconditional branch, by name, a value for each sample; absent ones are null.
         strength: share of the steps to run, in (0, 1], at least one step; the samples start from the pack's latents
             with the noise level of the first of these steps. None runs all steps and starts from noise.
@@ -197,15 +214,24 @@ def generate_each(
         return predict
 
     batch = objective.augment(batch, spec.conditions, AddressedNoise(seed, 0, batch.sample_ids_S, layout), draw=False)
-    plain = guided = bind(network, batch)
-    if needs_unconditional(sampling.guidance_scale):
+
+    def branches(network: ConditionalNetwork, scale: float) -> tuple[Network, Network]:
+        """Return the network with guidance of a scale, and without guidance."""
+        plain = bind(network, batch)
+        if not needs_unconditional(scale):
+            return plain, plain
         columns = guided_columns(spec.latent_channels, spec.patch_volume, num_outputs, sampling.guidance_channels)
         combined = partial(guided_prediction, columns=columns, rescale=sampling.guidance_rescale, layout=layout)
         if guide is None:
             pair = bind(network, join(batch, without_conditions(batch, spec, negative)))
-            guided = guided_pair(pair, sampling.guidance_scale, combined)
-        else:
-            guided = guided_by(plain, bind(guide, batch), sampling.guidance_scale, combined)
+            return guided_pair(pair, scale, combined), plain
+        return guided_by(plain, bind(guide, batch), scale, combined), plain
+
+    scale, boundary = sampling.guidance_scale, 0.0
+    high = low = branches(network, scale)
+    if low_noise is not None:
+        low_scale, boundary = low_noise.guidance_scale, low_noise.boundary
+        low = branches(low_noise.network, scale if low_scale is None else low_scale)
 
     def noise_at(step: int) -> Tensor:
         return AddressedNoise(seed, step + 1, batch.sample_ids_S, layout).normal_TC("solver", channels)
@@ -218,6 +244,7 @@ def generate_each(
 
     def denoiser(x_TC: Tensor, u: Tensor) -> Any:
         on_step(int((grid > u).sum()))
+        guided, plain = high if u >= boundary else low
         predict = guided if within(sampling.guidance_interval, *objective.path.alpha_sigma(u)) else plain
         x_TC = keep_clean(x_TC, batch)
         if not learned:

@@ -70,8 +70,8 @@ MUTANTS = (
     Mutant(
         "thresholding: of the solver that follows a learned variance only",
         "dit/sampling/generate.py",
-        "return clip(objective.denoise(predict, x_TC, u, layout))",
-        "return objective.denoise(predict, x_TC, u, layout)",
+        "return keep_clean(clip(keep_clean(objective.denoise(predict, x_TC, u, layout), batch)), batch)",
+        "return keep_clean(objective.denoise(predict, x_TC, u, layout), batch)",
         (GENERATE,),
     ),
     Mutant(

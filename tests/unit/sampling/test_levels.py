@@ -1,0 +1,223 @@
+"""Samples with clean tokens, and two networks that share the noise levels."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dit.batch import PackedBatch
+from dit.errors import ConfigError
+from dit.inference.generator import Generator
+from dit.layout import CLEAN
+from dit.levels import with_levels
+from dit.models.base import ModelConfig
+from dit.models.dit.config import DiTConfig
+from dit.models.flux.config import FluxConfig
+from dit.objectives.edm import EDM
+from dit.objectives.flow_matching import FlowMatching
+from dit.run_config import RunConfig
+from dit.sampling.generate import LowNoise, empty_pack, generate, generate_each
+from dit.sampling.guidance import rescaled
+from dit.sampling.tiles import TiledNetwork
+from dit.settings import SamplingConfig
+from energon_data.mock import MockData
+from tests.conftest import BuildModel
+
+MODEL = DiTConfig(
+    **{"patch_spatial": 1, "num_classes": 3, "hidden_size": 32, "num_layers": 1, "num_attention_heads": 4},
+    position_embedding="sincos_3d",
+)
+SPEC = MODEL.batch_spec()
+FRAMES, SIDE, FRAME = 3, 2, 4
+OBJECTIVE = FlowMatching(time_shift=2.0)
+
+
+def pack() -> PackedBatch:
+    """Return two clips of three frames with given latents: a clean first frame, and clean tokens in the middle."""
+    batch = empty_pack(SPEC, (FRAMES, SIDE, SIDE), 2, torch.device("cpu"), {"label": [1, 0]})
+    latents_TC = torch.randn(batch.latents_TC.shape, generator=torch.Generator().manual_seed(4))
+    segments = [[(FRAME, CLEAN), (2 * FRAME, 0)], [(5, 0), (3, CLEAN), (4, 0)]]
+    return replace(batch, latents_TC=latents_TC, layout=with_levels(batch.layout, segments))
+
+
+CLEAN_TOKENS = [*range(FRAME), *range(12 + 5, 12 + 8)]
+NOISED_TOKENS = [token for token in range(24) if token not in CLEAN_TOKENS]
+
+
+@pytest.mark.parametrize(
+    ("solver", "settings"),
+    [
+        ("euler", {}),
+        ("heun", {}),
+        ("dpmpp_2m", {}),
+        ("ddim", {}),
+        ("ancestral", {}),
+        ("euler", {"guidance_scale": 3.0, "guidance_rescale": 0.5}),
+        ("euler", {"thresholding": "static"}),
+        ("euler", {"thresholding": "dynamic"}),
+    ],
+)
+def test_clean_tokens_are_those_of_the_pack_in_every_step(solver: str, settings: dict[str, Any]) -> None:
+    """The network gets them with t = 0, next to noised tokens at the time of the step."""
+    batch, times = pack(), []
+
+    def network(inputs_TC: Tensor, time_S: Tensor, seen: PackedBatch) -> Tensor:
+        levels = seen.layout.levels
+        assert levels is not None
+        copies = len(inputs_TC) // len(batch.latents_TC)
+        assert levels.numbers == (CLEAN, 0, 0, CLEAN, 0) * copies
+        for half in inputs_TC.chunk(copies):
+            assert torch.equal(half[CLEAN_TOKENS], batch.latents_TC[CLEAN_TOKENS])
+        assert not time_S[levels.clean_L].any()
+        noised = time_S[~levels.clean_L]
+        assert len(set(noised.tolist())) == 1
+        times.append(float(noised[0]))
+        return torch.full_like(inputs_TC, 100.0)  # a wrong prediction must not reach clean tokens
+
+    sampling = SamplingConfig(solver=solver, num_steps=3, **{"guidance_scale": 1.0, **settings})  # type: ignore[arg-type]
+    drawn = generate_each(network, OBJECTIVE, batch, SPEC, sampling)
+    tokens = torch.cat([x.permute(1, 2, 3, 0).flatten(0, 2) for x in drawn])
+    assert torch.equal(tokens[CLEAN_TOKENS], batch.latents_TC[CLEAN_TOKENS])
+    assert not torch.equal(tokens[NOISED_TOKENS], batch.latents_TC[NOISED_TOKENS])
+    assert set(times) == {float(t) for t in OBJECTIVE.sampling_grid(3)[:-1].float()}
+
+
+def test_noised_tokens_are_drawn_as_without_clean_ones() -> None:
+    """Of a network that computes each token by itself."""
+    batch = pack()
+
+    def network(inputs_TC: Tensor, time_S: Tensor, seen: PackedBatch) -> Tensor:
+        return 0.3 * inputs_TC + seen.layout.level_layout.per_token(time_S)
+
+    plain = replace(batch, layout=replace(batch.layout, levels=None))
+    sampling = SamplingConfig(solver="heun", num_steps=4, guidance_scale=1.0)
+    mixed, without = (generate(network, OBJECTIVE, x, SPEC, sampling) for x in (batch, plain))
+    rows = [x.permute(0, 2, 3, 4, 1).flatten(0, 3) for x in (mixed, without)]
+    torch.testing.assert_close(rows[0][NOISED_TOKENS], rows[1][NOISED_TOKENS])
+
+
+def test_guidance_keeps_the_contrast_of_noised_tokens() -> None:
+    """Clean tokens do not count in the standard deviations."""
+    layout, generator = pack().layout, torch.Generator().manual_seed(2)
+    guided, cond = (torch.randn(24, 4, generator=generator) for _ in range(2))
+    expected = rescaled(guided, cond, 1.0, layout)
+    guided[CLEAN_TOKENS], cond[CLEAN_TOKENS] = 1e3, -1e4
+    again = rescaled(guided, cond, 1.0, layout)
+    torch.testing.assert_close(again[NOISED_TOKENS], expected[NOISED_TOKENS])
+    first = [token for token in NOISED_TOKENS if token < 12]
+    torch.testing.assert_close(again[first].std(correction=0), cond[first].std(correction=0))
+
+
+def test_tiles_refuse_clean_tokens() -> None:
+    tiled = TiledNetwork(lambda inputs_TC, time_S, batch: inputs_TC, (1, 1), (0, 0), 100)
+    with pytest.raises(ConfigError, match="draw without tiles"):
+        tiled(pack().latents_TC, torch.zeros(5), pack())
+
+
+@pytest.mark.parametrize("scale", [None, 3.0])
+def test_the_second_network_predicts_below_the_boundary(scale: float | None) -> None:
+    """With its own guidance; the first predicts at the boundary and above."""
+    calls: dict[str, list[tuple[float, int]]] = {"high": [], "low": []}
+
+    def network(name: str) -> Any:
+        def predict(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
+            calls[name].append((float(time_S[0]), batch.layout.num_samples))
+            return torch.zeros_like(inputs_TC)
+
+        return predict
+
+    batch = empty_pack(SPEC, (1, 2, 2), 2, torch.device("cpu"), {"label": [1, 0]})
+    times = [float(t) for t in OBJECTIVE.sampling_grid(6)[:-1].float()]
+    boundary = float(OBJECTIVE.sampling_grid(6)[2])
+    sampling = SamplingConfig(solver="euler", num_steps=6, guidance_scale=1.0)
+    low = LowNoise(network("low"), boundary, scale)
+    generate(network("high"), OBJECTIVE, batch, SPEC, sampling, low_noise=low)
+    assert [t for t, _ in calls["high"]] == times[:3]
+    assert [t for t, _ in calls["low"]] == times[3:]
+    assert {samples for _, samples in calls["high"]} == {2}
+    assert {samples for _, samples in calls["low"]} == {2 if scale is None else 4}
+
+
+def generator_of(build_model: BuildModel, objective: Any, model: ModelConfig = MODEL, seed: int = 3) -> Generator:
+    config = RunConfig(model=model, data=MockData(), objective=objective, sampling=SamplingConfig(num_steps=4))
+    metadata = {"class_names": None, "latent_size": [FRAMES, 4, 4]}
+    return Generator(config, metadata, build_model(model, perturb=0.3, seed=seed), 0)
+
+
+def test_a_generator_starts_clips_with_a_picture(build_model: BuildModel) -> None:
+    generator = generator_of(build_model, OBJECTIVE)
+    picture = torch.randn(4, 1, 4, 4, generator=torch.Generator().manual_seed(1))
+    clips = generator.generate(labels=[0, 2], first_frame=picture)
+    assert torch.equal(clips[:, :, :1], picture.expand(2, 4, 1, 4, 4))
+    other = generator.generate(labels=[0, 2], first_frame=picture + 1)
+    assert (clips[:, :, 1:] - other[:, :, 1:]).abs().max() > 1e-3
+    with pytest.raises(ConfigError, match="needs clips of more frames"):
+        generator.generate(labels=[0], frames=1, first_frame=picture)
+    with pytest.raises(ConfigError, match="a first frame needs several noise levels"):
+        generator_of(build_model, EDM()).generate(labels=[0], first_frame=picture)
+
+
+def test_a_backbone_without_several_levels_takes_no_first_frame() -> None:
+    config = RunConfig(model=FluxConfig(), data=MockData(), objective=OBJECTIVE)
+    metadata = {"class_names": None, "latent_size": [FRAMES, 4, 4]}
+    generator = Generator(config, metadata, torch.nn.Identity(), 0)
+    given = {"context": [torch.zeros(2, 4096)], "pooled": [torch.zeros(768)]}
+    with pytest.raises(ConfigError, match="FluxConfig does not support several noise levels"):
+        generator.generate(conditions=given, first_frame=torch.zeros(16, 1, 4, 4))
+
+
+def test_a_pair_of_generators_draws_as_each_of_them_at_its_times(build_model: BuildModel) -> None:
+    """Against one network that selects the model by the time."""
+    high, low = FlowMatching(min_time=0.6), FlowMatching(max_time=0.6)
+    pair = generator_of(build_model, high)
+    pair.switch_to(generator_of(build_model, low, seed=9))
+    assert pair.low_noise is not None
+    first, second = pair.network, pair.low_noise.network
+
+    def either(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
+        chosen: Tensor = (first if float(time_S[0]) >= 0.6 else second)(inputs_TC, time_S, batch)
+        return chosen
+
+    together = pair.generate(labels=[0, 2])
+    one = generator_of(build_model, FlowMatching())
+    one.network = either  # type: ignore[assignment]
+    torch.testing.assert_close(together, one.generate(labels=[0, 2]), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("high", "low", "boundary", "message"),
+    [
+        (FlowMatching(), FlowMatching(), None, "the boundary is 0.0"),
+        (FlowMatching(min_time=0.8), FlowMatching(max_time=0.5), None, "use a pair that covers all times"),
+        (FlowMatching(min_time=0.8), FlowMatching(max_time=0.8), 0.7, "the boundary is 0.7"),
+        (FlowMatching(min_time=0.8), FlowMatching(max_time=0.8, time_shift=2.0), None, "use a pair"),
+        (FlowMatching(), EDM(), 0.5, "two models share the times of flow matching"),
+    ],
+)
+def test_models_that_are_no_pair_are_refused(
+    build_model: BuildModel, high: Any, low: Any, boundary: float | None, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        generator_of(build_model, high).switch_to(generator_of(build_model, low), boundary=boundary)
+
+
+@pytest.mark.parametrize("distribution", ["uniform", "logit_normal"])
+def test_times_in_a_range_have_the_distribution_of_all_times_there(distribution: Any) -> None:
+    """Against times of the full distribution that fall into the range."""
+    full = FlowMatching(time_distribution=distribution, logit_mean=0.3, logit_std=1.4, time_shift=3.0)
+    q = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
+    times = full.level(q)
+    for low, high in ((0.875, 1.0), (0.0, 0.875), (0.2, 0.5)):
+        part = replace(full, min_time=low, max_time=high)
+        inside = times[(times >= low) & (times < high)].sort().values
+        at = torch.tensor([0.001, 0.1, 0.5, 0.9, 0.999], dtype=torch.float64)
+        torch.testing.assert_close(part.level(at), inside.quantile(at), rtol=0, atol=2e-4)
+    assert torch.equal(replace(full, min_time=0.0, max_time=1.0).level(q), times)
+
+
+@pytest.mark.parametrize("ends", [(0.5, 0.5), (-0.1, 1.0), (0.2, 1.5), (float("nan"), 1.0)])
+def test_a_range_of_times_lies_between_0_and_1(ends: tuple[float, float]) -> None:
+    with pytest.raises(ConfigError, match="must be times between 0 and 1"):
+        FlowMatching(min_time=ends[0], max_time=ends[1])
