@@ -1,7 +1,8 @@
-"""Fine-tuning: continue the training of a model in a run folder, trained or imported, on the user's pictures.
+"""Fine-tuning: continue the training of a model on the user's pictures.
 
-A recipe reads model, objective and sampling defaults from the run folder that `base` names
-(`--factory "finetune(base='runs/pixart')"`), and starts from its weights. docs/fine-tuning.md has the commands.
+A recipe reads model, objective and sampling defaults from a run folder or a folder of diffusers, and starts from its
+weights. Its argument `base` names the folder (`--factory "finetune(base='runs/pixart')"`), or else
+`checkpoint.start_from`. docs/fine-tuning.md has the commands.
 """
 
 from dataclasses import fields, is_dataclass
@@ -50,7 +51,7 @@ def _on_base(name: str, base: Optional[str]) -> run.Partial:
     """Return a training on `data/mine` from the weights of `base`; of the model of `pretrain` if none is given.
 
     Raises:
-        ConfigError: `base` has no checkpoint.
+        ConfigError: `base` has no weights.
     """
     recipe = text_conditional(name, dit_cross_s())
     if base is not None:
@@ -85,11 +86,12 @@ def _with_lora(recipe: run.Partial, rank: int) -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def finetune(base: Optional[str] = None) -> run.Partial:
-    """All weights of the model in a run folder: 2000 steps, lr 1e-5, batch 4, 1 GPU or more.
+    """All weights of the model in a run folder or of diffusers: 2000 steps, lr 1e-5, batch 4, 1 GPU or more.
 
-    `--factory "finetune(base='runs/pixart')" data.path=data/mine`: model, objective and sampling are those of the
-    folder, from `launch.import_weights` or a training. Without `base`: the model of `pretrain` (51 M), from
-    `runs/pretrain`. The optimizer state is new, except if this run itself is resumed.
+    `--factory finetune checkpoint.start_from=models/flux data.path=data/mine`, or `"finetune(base='models/flux')"`:
+    model, objective and sampling are those of the folder, which is of a training, of `launch.import_weights`, or of
+    diffusers. Without either: the model of `pretrain` (51 M), from `runs/pretrain`. The optimizer state is new, except
+    if this run itself is resumed.
     """
     return _on_base("finetune", base)
 

@@ -250,10 +250,11 @@ def find_base(folder: Path, config: RunConfig) -> Optional[Weights]:
     for path in (saved["folder"], config.checkpoint.start_from or saved["folder"]):
         try:
             start = find_start(path)
-            if start.digest(None) == saved["digest"]:
-                return start.weights(config.model)
+            is_base = start.digest(None) == saved["digest"]
         except UserError:
             continue
+        if is_base:
+            return start.weights(config.model)
     raise CheckpointError(
         f"{folder} has adapters (LoRA) for the weights of {saved['folder']}, which no longer exist; restore that folder"
     )

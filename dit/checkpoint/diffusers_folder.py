@@ -42,7 +42,7 @@ DOWNLOADED = (
 )
 """Files of a repository on the hub that a run starts from."""
 NOT_SIZES = ("lora", "class_dropout", "context_dropout", "null_text")
-"""Settings that change neither shape nor order of the weights."""
+"""Settings that change neither shape nor order of the stored weights."""
 
 
 @dataclass(frozen=True)
