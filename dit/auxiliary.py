@@ -6,6 +6,9 @@ from typing import Optional
 DISCRIMINATOR = "discriminator."
 PREFIXES = ("uncertainty.", DISCRIMINATOR)
 """Name prefixes of the parameters of these networks."""
+MAX_MULTIPLE = 8
+PASSES = 7
+"""Products per weight of a discriminator in a training step: D(x), D(y), dD(y)/dy, and two for each in backward."""
 
 
 @dataclass(frozen=True)
@@ -19,6 +22,20 @@ class PatchGAN:
 
     num_layers: int
     hidden_size: int
+
+    def convolutions(self, channels: int) -> list[tuple[int, int, int]]:
+        """Return input channels, output channels and stride of each 4 x 4 convolution."""
+        widths = [self.hidden_size * min(2**i, MAX_MULTIPLE) for i in range(self.num_layers + 1)]
+        strides = [2] * self.num_layers + [1, 1]
+        return list(zip([channels, *widths], [*widths, 1], strides, strict=True))
+
+    def training_flops(self, channels: int, height: int, width: int) -> int:
+        """Count the operations of a training step for a picture, two per multiply-add."""
+        total = 0
+        for inputs, outputs, stride in self.convolutions(channels):
+            height, width = (height - 2) // stride + 1, (width - 2) // stride + 1
+            total += 2 * 16 * inputs * outputs * height * width
+        return PASSES * total
 
     @property
     def smallest_side(self) -> int:
@@ -34,11 +51,13 @@ class AuxiliaryNetworks:
         uncertainty: whether there is a head u(sigma), see `dit.layers.uncertainty`.
         discriminator: sizes of the discriminator of an autoencoder's reconstructions; None without one.
         start_step: completed steps before the discriminator has a gradient.
+        lr_factor: learning rate of the discriminator, relative to that of the model.
     """
 
     uncertainty: bool = False
     discriminator: Optional[PatchGAN] = None
     start_step: int = 0
+    lr_factor: float = 1.0
 
     def idle(self, step: int) -> tuple[str, ...]:
         """Return the name prefixes of the parameters without a gradient after `step` completed steps."""

@@ -80,7 +80,8 @@ def cost_lines(config: "RunConfig", dims: ParallelDims, sample: Sample, device: 
 
     model, training, parallel = config.model, config.training, config.parallel
     texts = None if sample.text_tokens is None else SequenceLayout.from_lengths([sample.text_tokens])
-    flops = PackFlops(model).training(SequenceLayout.from_lengths([sample.tokens]), [sample.grid], texts)
+    counter = PackFlops(model, config.objective.auxiliary)
+    flops = counter.training(SequenceLayout.from_lengths([sample.tokens]), [sample.grid], texts)
     step = flops * sample.count(1) * training.global_batch_size
     shape = sample.shape(dims)
     announce(f"tracing a step: {counted(dims.world_size, 'rank')} = {_sharing(parallel, dims)}")

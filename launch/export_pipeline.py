@@ -1,6 +1,7 @@
 """Write a run as a complete pipeline of diffusers: `python -m launch.export --format pipeline`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
@@ -95,18 +96,28 @@ def write_pipeline(
     return [*notes, f"{out / PAGE} has the lines that load the {pipeline.class_name}"]
 
 
+@contextmanager
+def _naming(option: str) -> Iterator[None]:
+    """Add the option that names another part of the pipeline to an error of reading the recorded one."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"--format pipeline: {error}; if it has moved, give {option}") from error
+
+
 def check_autoencoder(pipeline: Pipeline, trained: TrainedModel, name: Optional[str]) -> Geometry:
     """Return the sizes of the autoencoder of a pipeline.
 
     Raises:
-        ConfigError: there is none, or it is of another class or of other channels.
+        ConfigError: there is none, it cannot be read, or it is of another class or of other channels.
     """
     if name is None:
         raise ConfigError(
             f"--format pipeline: {pipeline.class_name} decodes latents, and the run names no autoencoder; give --vae "
             "PATH, or train on latents (a model of pixels has no pipeline; use --format diffusers)"
         )
-    geometry, channels = Geometry.read(name), trained.model.in_channels
+    with _naming("--vae PATH"):
+        geometry, channels = Geometry.read(name), trained.model.in_channels
     if geometry.kind != pipeline.vae or geometry.channels != channels:
         raise ConfigError(
             f"--format pipeline: {pipeline.class_name} needs an {pipeline.vae} of {channels} channels, and {name!r} is "
@@ -128,7 +139,8 @@ def check_encoders(pipeline: Pipeline, line: Optional[str]) -> list[TextEncoderC
             f"--format pipeline: {pipeline.class_name} needs {' and '.join(part.known for part in pipeline.texts)}, "
             "and the run names no text encoder; give --text-encoder"
         )
-    available = check_text_encoder(line).encoders
+    with _naming("--text-encoder"):
+        available = [(encoder, encoder.geometry().kind) for encoder in check_text_encoder(line).encoders]
     encoders = []
     for part in pipeline.texts:
         needs = f"{part.known} that makes {' and '.join(f'`{entry}`' for entry in part.makes)}"
@@ -138,9 +150,9 @@ def check_encoders(pipeline: Pipeline, line: Optional[str]) -> list[TextEncoderC
         needs += ", `:joined`" if part.joined else ""
         fitting = [
             encoder
-            for encoder in available
+            for encoder, kind in available
             if set(part.makes) <= set(encoder.makes)
-            and encoder.geometry().kind in part.kinds
+            and kind in part.kinds
             and (encoder.layer, encoder.joined) == (part.layer, part.joined)
             and part.padded in (None, encoder.padded)
             and encoder.zero_padded == part.zero_padded

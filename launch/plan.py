@@ -237,7 +237,8 @@ def rates(problem: "Problem", sample: "Sample") -> Rates:
 
     texts = None if sample.text_tokens is None else SequenceLayout.from_lengths([sample.text_tokens])
     pack = SequenceLayout.from_lengths([sample.tokens]), [sample.grid], texts
-    counter, samples = PackFlops(problem.model), sample.count(1) * problem.training.global_batch_size
+    counter = PackFlops(problem.model, problem.objective.auxiliary)
+    samples = sample.count(1) * problem.training.global_batch_size
     pictures = not problem.model.supports.mixed_shapes
     # NeMo's formula depends on parameters and tokens, and does not apply to convolutions.
     conventions: tuple[Convention, ...] = ("model", "hardware") if pictures else ("model", "hardware", "nemo")

@@ -392,8 +392,8 @@ def verify_full(config: "RunConfig", scratch: Optional[str]) -> Optional[Outcome
         RuntimeError: a check of one rank or the reference failed to run.
     """
     from dit.backends.process_groups import world_size_from_environment
-    from dit.parallel.build import build_on_meta, count_parameters
-    from dit.verify.full import differences, reference_bytes, reference_folder, run_on_one_rank
+    from dit.parallel.build import build_on_meta
+    from dit.verify.full import differences, reference_folder, reference_needs, run_on_one_rank
     from dit.verify.laws import text
     from dit.verify.report import judge_differences
 
@@ -404,8 +404,7 @@ def verify_full(config: "RunConfig", scratch: Optional[str]) -> Optional[Outcome
             "torchrun --standalone --nproc-per-node N -m launch.verify --full ..."
         )
     pair = pair_of(config, world_size)
-    count, trained = count_parameters(config.model), count_parameters(config.model, trained=True)
-    memory, disk = reference_bytes(trained, count - trained, averages=pair.one.training.ema_decay is not None)
+    memory, disk = reference_needs(pair.one)
     with reference_folder(scratch, disk) as folder:
         if os.environ["RANK"] == "0":
             echo(

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
+from dit.auxiliary import PREFIXES
 from dit.durable_files import strict_json
 from dit.errors import CheckpointError, ConfigError
 from dit.safe_files import parse_json, read_bytes
@@ -184,6 +185,15 @@ def check_same_model(manifest: Manifest, fingerprint: Mapping[str, Any]) -> None
     if stored["digest"] == fingerprint["digest"]:
         return
     saved, expected = stored["parameters"], fingerprint["parameters"]
+    unshared = saved.keys() ^ expected.keys()
+    if unshared and all(name.startswith(PREFIXES) for name in unshared):
+        has = "has" if unshared <= saved.keys() else "lacks"
+        networks = " and ".join(sorted({name.partition(".")[0] for name in unshared}))
+        raise ConfigError(
+            f"the checkpoint of step {manifest.step} {has} the {networks} that the objective adds "
+            f"({len(unshared)} parameters); set the objective back, or give another training.run_dir with "
+            "checkpoint.start_from=this run folder, which loads the model without it"
+        )
     differences = []
     for name in sorted(saved.keys() | expected.keys()):
         if name not in expected:

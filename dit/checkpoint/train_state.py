@@ -76,7 +76,9 @@ def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> Tr
     chunks = build_model(config.model, config.parallel, training, groups, auxiliary=config.objective.auxiliary)
     base = load_base(config, chunks, groups)
     wrapped = wrap(chunks, config.parallel, groups)
-    optimizer = build_optimizer(wrapped, config.optimizer, config.parallel, training, groups)
+    optimizer = build_optimizer(
+        wrapped, config.optimizer, config.parallel, training, groups, auxiliary=config.objective.auxiliary
+    )
     shards = master_shards(optimizer, chunks, offload=config.optimizer.offload)
     ema = None
     if training.ema_decay is not None:

@@ -9,7 +9,7 @@
 A multiply-add counts as two operations. `model` and `hardware` trace the forward pass, so attention counts the pairs of
 tokens that it visits; `nemo` counts every pair of a sample. The backward pass costs twice the forward pass. If only
 adapters (LoRA) are trained it costs the same as the forward pass, because frozen weights have no gradients; gradients
-of the adapters, a few percent, are not counted. Networks that an objective adds, such as a discriminator, are not
+of the adapters, a few percent, are not counted. Of the networks that an objective adds, only a discriminator is
 counted. Counts are for the full pack: divide by the ranks that share it.
 """
 
@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Literal, Optional
 
+from dit.auxiliary import NO_NETWORKS, AuxiliaryNetworks
 from dit.batch import PackedBatch
 from dit.condition_table import CONTEXT
 from dit.layout import SequenceLayout
@@ -32,10 +33,15 @@ Convention = Literal["model", "hardware", "nemo"]
 
 
 class PackFlops:
-    """Counts the operations of a model's packs."""
+    """Counts the operations of a model's packs.
 
-    def __init__(self, model: ModelConfig) -> None:
-        self.model = model
+    Args:
+        model: settings of the model.
+        auxiliary: networks of the objective.
+    """
+
+    def __init__(self, model: ModelConfig, auxiliary: AuxiliaryNetworks = NO_NETWORKS) -> None:
+        self.model, self._discriminator = model, auxiliary.discriminator
         self._cost = ForwardCost(model)
         self._nemo_weights: Optional[int] = None
 
@@ -74,7 +80,12 @@ class PackFlops:
         """
         forward = self._forward(layout, grids, context_layout, convention, recomputed)
         backward = 2 if self.model.adapters is None else 1
-        return backward * self.forward(layout, grids, context_layout, convention=convention) + forward
+        total = backward * self.forward(layout, grids, context_layout, convention=convention) + forward
+        if self._discriminator is not None:
+            channels, patch = self.model.in_channels, self.model.patch_spatial
+            pictures = ((t, h * patch, w * patch) for t, h, w in grids)
+            total += sum(t * self._discriminator.training_flops(channels, h, w) for t, h, w in pictures)
+        return total
 
     def of_pack(self, pack: PackedBatch) -> int:
         """Count a forward and a backward pass over a pack of the training data."""

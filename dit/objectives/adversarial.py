@@ -40,7 +40,7 @@ class Adversarial:
         lambda = |d error / d y| / (|d D'(y) / d y| + 1e-6), at most 1e4, without a gradient
 
     where D' is D with constant parameters and `error` is the mean error of the sample's pixel values. One optimizer and
-    one backward pass train both networks; learning rate, Adam's betas and the norm for clipping are common. The
+    one backward pass train both networks; Adam's betas and the norm for clipping are common. The
     held-out loss is that of step 0, without these terms unless `start_step` is 0.
 
     Before `start_step`, D is computed without effect, and Adam already counts steps, so that the first updates of D are
@@ -53,6 +53,7 @@ class Adversarial:
         num_layers: convolutions of D that halve the sides; 3 score patches of 70 x 70 pixels. A picture needs sides of
             at least 3 * 2**num_layers pixels.
         hidden_size: channels of the first convolution of D; the next ones have 2, 4 and 8 times as many.
+        lr_factor: learning rate of D, relative to `optimizer.lr`.
 
     Raises:
         ConfigError: a setting is outside its range.
@@ -67,13 +68,14 @@ class Adversarial:
     start_step: int = 50_000
     num_layers: int = 3
     hidden_size: int = 64
+    lr_factor: float = 1.0
 
     terms: ClassVar[tuple[str, ...]] = ("generator", "discriminator")
     logged: ClassVar[tuple[str, ...]] = ("adaptive_weight",)
 
     def __post_init__(self) -> None:
         ranges = {"weight": POSITIVE, "start_step": COUNT_OR_NONE, "num_layers": LAYERS, "hidden_size": WIDTH}
-        check_ranges("objective.adversarial", self, ranges)
+        check_ranges("objective.adversarial", self, {**ranges, "lr_factor": POSITIVE})
 
     @property
     def network(self) -> PatchGAN:

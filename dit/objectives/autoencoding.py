@@ -53,7 +53,8 @@ class Reconstruction(Objective):
     def auxiliary(self) -> AuxiliaryNetworks:
         if self.adversarial is None:
             return NO_NETWORKS
-        return AuxiliaryNetworks(discriminator=self.adversarial.network, start_step=self.adversarial.start_step)
+        part = self.adversarial
+        return AuxiliaryNetworks(discriminator=part.network, start_step=part.start_step, lr_factor=part.lr_factor)
 
     def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
         """Return the pixels.

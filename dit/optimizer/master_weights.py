@@ -216,9 +216,9 @@ def copy_masters_to_model(optimizer: MegatronOptimizer, wrapped: Sequence[Any]) 
 
 
 def set_rates(optimizer: MegatronOptimizer, lr: float, beta1: float) -> None:
-    """Set the learning rate and Adam's beta1 of every parameter group."""
+    """Set the learning rate, times the factor of each parameter group, and Adam's beta1."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_mult"]
         group["betas"] = (beta1, group["betas"][1])
 
 

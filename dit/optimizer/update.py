@@ -107,7 +107,7 @@ def parts(elements: Elements, size: int) -> Iterator[Elements]:
 
 
 class FusedUpdate:
-    """Update of all parameters with one call per group of parameters with the same weight decay.
+    """Update of all parameters, one call per group with the same weight decay and learning rate.
 
     Gradients are not changed: the kernel multiplies them by the factor for clipping and division by tokens.
 

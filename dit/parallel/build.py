@@ -9,10 +9,10 @@ import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.enums import ModelType
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import ParamKey, get_megatron_optimizer, get_standard_config_overrides
 from megatron.core.transformer import TransformerConfig
 
-from dit.auxiliary import NO_NETWORKS, AuxiliaryNetworks
+from dit.auxiliary import DISCRIMINATOR, NO_NETWORKS, AuxiliaryNetworks
 from dit.backends import foreach
 from dit.backends.gradients import DataParallel, GradientFactor, finalize_gradients, share_main_gradients
 from dit.backends.init import initialize_weights
@@ -301,10 +301,15 @@ def build_optimizer(
     parallel: ParallelConfig,
     training: TrainingConfig,
     groups: ProcessGroups,
+    *,
+    auxiliary: AuxiliaryNetworks = NO_NETWORKS,
 ) -> MegatronOptimizer:
     """Build Megatron-Core's AdamW for the wrapped chunks of the model; in fp16 with a loss scale (`loss_scale_of`).
 
     Weight decay is set only here; neither `set_rates` nor loading a checkpoint changes it.
+
+    Args:
+        auxiliary: networks of the objective; the discriminator has its own learning rate.
     """
     foreach.install()
     precision = training.precision
@@ -327,8 +332,11 @@ def build_optimizer(
         use_distributed_optimizer=parallel.data_parallel != "ddp",  # Megatron-Core requires it for FSDP too
         overlap_param_gather=parallel.overlap_param_gather,
     )
+    overrides = get_standard_config_overrides(config)
+    if auxiliary.lr_factor != 1.0:
+        overrides[ParamKey(name=f"*{DISCRIMINATOR}*")] = {"lr_mult": auxiliary.lr_factor}
     optimizer = get_megatron_optimizer(
-        config, list(wrapped), use_gloo_process_groups=False, pg_collection=groups.collection
+        config, list(wrapped), overrides, use_gloo_process_groups=False, pg_collection=groups.collection
     )
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         if parallel.data_parallel != "fsdp" and any(group["is_expert_parallel"] for group in part.param_groups):
@@ -345,8 +353,9 @@ def build_optimizer(
             # The optimizer updates views of the model's parameters, which Megatron-Core would copy onto themselves.
             part._copy_main_params_to_model_params = lambda: None
     for group in optimizer.param_groups:
-        # Megatron-Core sets `wd_mult` of biases and one-dimensional parameters, but only its scheduler applies it.
+        # Megatron-Core sets `wd_mult` and `lr_mult` of parameters, but only its scheduler applies them.
         group["weight_decay"] = settings.weight_decay * group["wd_mult"]
+        group["lr"] = settings.lr * group["lr_mult"]
         if "fused" in group:  # torch's AdamW (without Transformer Engine): one kernel instead of nine
             group["fused"], group["foreach"] = True, False
     if precision == "fp16":

@@ -271,7 +271,7 @@ class Run:
         resumed = self.checkpointer.resume(self.state, config.checkpoint.resume)
         if not resumed and config.checkpoint.start_from is not None:
             start_from(config, self.state)
-        cost = PackFlops(config.model).of_pack
+        cost = PackFlops(config.model, config.objective.auxiliary).of_pack
         nulls = null_texts(config.data, spec.conditions, self.device)
         self.encode = batch_encoder(config.data.online_encoding(), spec, self.device, groups.tp_cp, nulls)
         self.packs = self._packs(cost)

@@ -26,6 +26,7 @@ from dit.backends.device import use_cuda
 from dit.backends.sharding import sharding_of
 from dit.errors import ConfigError
 from dit.optimizer.master_weights import MasterShard
+from dit.parallel.build import count_parameters
 from dit.verify.ranks import run_world
 from dit.verify.report import Difference
 from dit.verify.trial import Built, Report, Trial, drifted_copies, place_of, train
@@ -48,6 +49,14 @@ def reference_bytes(trained: int, frozen: int = 0, *, averages: bool = False) ->
         averages: whether the run has a weight average.
     """
     return (32 if averages else 24) * trained + 4 * frozen, (12 if averages else 8) * trained
+
+
+def reference_needs(trial: Trial) -> tuple[int, int]:
+    """Return the `reference_bytes` of a trial, whose networks of the objective are trained, too."""
+    auxiliary = trial.objective.auxiliary
+    count = count_parameters(trial.model, auxiliary=auxiliary)
+    trained = count_parameters(trial.model, trained=True, auxiliary=auxiliary)
+    return reference_bytes(trained, count - trained, averages=trial.training.ema_decay is not None)
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,9 @@ def build(trial: Trial) -> Built:
     dims = check_parallel(model, parallel, training, world_size)
     groups, chunks = build_chunks(trial)
     wrapped = wrap(chunks, parallel, groups)
-    optimizer = build_optimizer(wrapped, trial.optimizer, parallel, training, groups)
+    optimizer = build_optimizer(
+        wrapped, trial.optimizer, parallel, training, groups, auxiliary=trial.objective.auxiliary
+    )
     shards = master_shards(optimizer, chunks, offload=trial.optimizer.offload)
     ema = None if training.ema_decay is None else EMA(shards, training.ema_decay, offload=training.ema_offload)
     target = target_of(model, training.precision)

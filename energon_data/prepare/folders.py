@@ -75,23 +75,26 @@ class Entry:
             follow_links: also read linked files outside of the folder.
 
         Raises:
-            SampleError: they are damaged, a link leads out of the folder, or a listed file does not exist.
+            SampleError: they are damaged, or a link leads out of the folder.
         """
         path, root = folder / self.name, None if follow_links else folder
-        if self.size < 0 and not os.path.lexists(path):
-            raise SampleError("not_a_file", "the list names it, and the folder has no such file")
         row = dict(self.row) if self.row is not None else self._read_companions(folder, root)
         is_still = walk.extension_of(self.name) in PICTURES - {"gif"}
         label = row.get("label") if self.label is None else self.label
         return Source(
             name=self.name,
-            read=lambda: read_file(path, root),
+            read=lambda: self._read(path, root),
             captions=captions_of(row) or (() if self.caption is None else (self.caption,)),
             label=class_of(label),
             metadata=scalars_of(row),
             span=None if is_still else span_of(row),
             repeats=self.repeats,
         )
+
+    def _read(self, path: Path, root: Optional[Path]) -> bytes:
+        if self.size < 0 and not os.path.lexists(path):
+            raise SampleError("not_a_file", "the list names it, and the folder has no such file")
+        return read_file(path, root)
 
     def _read_companions(self, folder: Path, root: Optional[Path]) -> dict[str, Any]:
         """Return the content of the companion files."""

@@ -17,7 +17,7 @@ from launch.train import call_recipe, load_component
 from launch.verify import Pair, check_case, compare, tiny_pair
 from tests.support.ranks import rows, selected
 
-PART = Adversarial(start_step=0, num_layers=2, hidden_size=8)
+PART = Adversarial(start_step=0, num_layers=2, hidden_size=8, lr_factor=0.25)
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"data_parallel": "ddp"},
     "distributed_optimizer2_overlap": {"overlap_grad_reduce": True, "overlap_param_gather": True},
@@ -57,7 +57,7 @@ def verdicts(
 
 @pytest.mark.parametrize(ROW, rows([(r, n) for r in RECIPES for n in LAYOUTS], lambda *case: case in QUICK))
 def test_layout_equals_one_rank(verdicts: dict[tuple[str, str], Verdict], recipe: str, layout: str) -> None:
-    """Every gradient, of the discriminator too, loss and weight of two steps."""
+    """Every gradient and weight of two steps, also of the discriminator, which has its own learning rate."""
     verdict = verdicts[recipe, layout]
     assert verdict.is_equal, verdict.text()
     assert not verdict.idle

@@ -20,7 +20,7 @@ from dit.convert.diffusers_format import TrainedModel
 from dit.convert.diffusers_sampling import spaced_scheduler
 from dit.convert.run_record import build
 from dit.encoders.text import load_text_encoders
-from dit.encoders.text_config import as_conditions, check_text_encoder
+from dit.encoders.text_config import as_conditions, check_text_encoder, config_of
 from dit.encoders.vae import VAE
 from dit.errors import ConfigError
 from dit.inference.generator import Generator
@@ -286,6 +286,21 @@ def test_a_run_whose_pipeline_would_draw_something_else_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture, case: Case, said: str
 ) -> None:
     assert re.search(said, refused(tmp_path, case, capsys))
+
+
+@pytest.mark.parametrize(("part", "cure"), [("vae", "--vae PATH"), ("t5", "--text-encoder")])
+def test_a_part_that_has_moved_is_named_with_its_option(
+    tmp_path: Path, capsys: pytest.CaptureFixture, part: str, cure: str
+) -> None:
+    run = a_run(tmp_path, PIXART_T5)
+    (tmp_path / part).rename(tmp_path / "elsewhere")
+    config_of.cache_clear()  # as in another process
+    capsys.readouterr()
+    arguments = ["--checkpoint", str(run), "--raw-weights", "--format", "pipeline", "--out", str(tmp_path / "out")]
+    assert export(arguments) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert str(tmp_path / part) in line
+    assert line.endswith(f"has moved, give {cure}")
 
 
 @pytest.mark.parametrize(("shift", "steps"), [(1.0, 1), (1.0, 2), (3.0, 1), (3.0, 4), (5.0, 50), (0.5, 10), (12.0, 30)])

@@ -14,7 +14,6 @@ from dit.layers.convolution import Convolution, GroupNorm
 from dit.models.autoencoder.layer import to_pictures
 
 MAX_GROUPS = 32
-MAX_MULTIPLE = 8
 NEGATIVE_SLOPE = 0.2
 INIT = normal(0.02)
 
@@ -51,14 +50,10 @@ class Discriminator(nn.Module):
     def __init__(self, channels: int, token_side: int, sizes: PatchGAN, provider: LayerProvider) -> None:
         super().__init__()
         self.token_side, self.smallest = token_side, sizes.smallest_side
-        widths = [sizes.hidden_size * min(2**i, MAX_MULTIPLE) for i in range(sizes.num_layers + 1)]
-        strides = [2] * (sizes.num_layers - 1) + [1]
-        self.first = Convolution(channels, widths[0], provider, size=4, stride=2, init=INIT)
-        self.layers = nn.ModuleList(
-            NormedConvolution(before, after, stride, provider)
-            for before, after, stride in zip(widths, widths[1:], strides)
-        )
-        self.last = Convolution(widths[-1], 1, provider, size=4, bias=False, init=INIT)
+        (_, width, stride), *normed, (last_width, scores, _) = sizes.convolutions(channels)
+        self.first = Convolution(channels, width, provider, size=4, stride=stride, init=INIT)
+        self.layers = nn.ModuleList(NormedConvolution(*convolution, provider) for convolution in normed)
+        self.last = Convolution(last_width, scores, provider, size=4, bias=False, init=INIT)
 
     def forward(self, x_SthwC: Tensor, y_SthwC: Tensor) -> Tensor:
         """Compare each sample x with its reconstruction y; D(.) is the mean score of all patches of a sample.

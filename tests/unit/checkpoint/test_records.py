@@ -72,6 +72,21 @@ def test_a_fingerprint_of_a_wrong_kind_is_none(stored: Any) -> None:
         check_same_model(manifest, model_fingerprint({"w": (2,)}))
 
 
+@pytest.mark.parametrize("is_added", [True, False])
+def test_a_discriminator_that_only_one_of_them_has_is_named_with_the_cure(is_added):
+    """Not as another model, and not by the names of its parameters."""
+    without, added = {"w": (1,)}, {"w": (1,), "discriminator.first.weight": (4, 3), "discriminator.first.bias": (4,)}
+    saved, expected = (without, added) if is_added else (added, without)
+    manifest = Manifest(step=3, meta={"fingerprint": model_fingerprint(saved)}, files={})
+    has = "lacks" if is_added else "has"
+    with pytest.raises(
+        ConfigError, match=rf"step 3 {has} the discriminator .*\(2 parameters\).*checkpoint.start_from="
+    ):
+        check_same_model(manifest, model_fingerprint(expected))
+    with pytest.raises(ConfigError, match="another model"):
+        check_same_model(manifest, model_fingerprint({**expected, "w": (2,), "v": (1,)}))
+
+
 def test_shapes_of_a_wrong_kind_differ() -> None:
     manifest = Manifest(step=3, files={}, meta={"fingerprint": {"digest": "x", "parameters": {"w": 5}}})
     with pytest.raises(ConfigError, match=r"w is 5 in the checkpoint and \[2\] in the model"):

@@ -99,7 +99,7 @@ def test_several_clips_of_one_film_have_their_own_captions(tmp_path, capsys):
         "unlisted.mp4": "not_listed",
         "a.mp4": "metadata",
         "a.mp4#t=7.0,8.0": "too_short",
-        "gone.mp4#t=0.0,1.0": "unreadable",
+        "gone.mp4#t=0.0,1.0": "not_a_file",
     }
     details = [line["detail"] for line in skipped if line["reason"] == "metadata"]
     assert sorted(details) == [

@@ -10,7 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
+from dit.auxiliary import NO_NETWORKS, PatchGAN
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 from dit.config_record import from_record, to_record
@@ -18,20 +20,23 @@ from dit.errors import BatchError, ConfigError
 from dit.layout import SequenceLayout
 from dit.models.autoencoder.config import AutoencoderConfig
 from dit.models.base import Backbone
+from dit.monitoring.flops import PackFlops
 from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.adversarial import Adversarial
 from dit.objectives.autoencoding import Autoencoding, Reconstruction
 from dit.objectives.vq_autoencoding import VQAutoencoding
-from dit.parallel.build import build_model
+from dit.optimizer.master_weights import apply_update, gradient_norm, set_rates
+from dit.parallel.build import build_model, build_optimizer, count_parameters, wrap
 from dit.parallel.dims import ParallelConfig
-from dit.settings import TrainingConfig
+from dit.settings import OptimizerConfig, TrainingConfig
 from dit.step.forward_step import training_forward_step
 from dit.step_checks.bad_steps import BadSteps
 from dit.training.validate import held_out_loss
+from dit.verify.full import reference_needs
 from launch.config_file import built
 from launch.overrides import apply_overrides
 from launch.train import call_recipe, load_component
-from launch.verify import MockPacks, tiny_pair
+from launch.verify import MockPacks, pair_of, tiny_pair
 
 SIZES: dict[str, Any] = {
     **{"patch_spatial": 4, "latent_channels": 4, "block_out_channels": [8, 8, 16], "layers_per_block": 1},
@@ -313,3 +318,61 @@ def test_the_tiny_form_trains_all_terms_on_its_small_pictures(recipe: str, layer
     assert pair.many.objective == objective
     assert objective.adversarial == Adversarial(start_step=0, num_layers=layers, hidden_size=8)
     assert tiny_pair(built(call_recipe(recipe)), 2).one.objective == replace(objective, adversarial=None)
+
+
+@pytest.mark.parametrize("frames", [1, 3])
+@pytest.mark.parametrize("sizes", [PatchGAN(2, 6), PatchGAN(3, 5)], ids=str)
+def test_the_discriminators_operations_are_those_of_torch(
+    one_rank_world: ProcessGroups, sizes: PatchGAN, frames: int
+) -> None:
+    """Against torch's counter, which does not count the gradient by the real pictures, as nothing needs it."""
+    objective = replace(
+        CASES["kl"][1], adversarial=replace(PART, num_layers=sizes.num_layers, hidden_size=sizes.hidden_size)
+    )
+    (network,) = build_model(
+        CASES["kl"][0], ParallelConfig(), TrainingConfig(), one_rank_world, auxiliary=objective.auxiliary
+    )
+    x, y = torch.rand(2, 2, frames, 8, 10, 48)
+    with FlopCounterMode(display=False) as counter:
+        network.discriminator(x, y.requires_grad_()).sum().backward()
+    first = 2 * 16 * 3 * sizes.hidden_size * (32 // 2) * (40 // 2)
+    grids = [(frames, 8, 10)] * 2
+    layout = SequenceLayout.from_lengths([frames * 80] * 2)
+    counted = [
+        PackFlops(CASES["kl"][0], auxiliary).training(layout, grids) for auxiliary in (objective.auxiliary, NO_NETWORKS)
+    ]
+    assert counter.get_total_flops() == counted[0] - counted[1] - 2 * frames * first
+
+
+def test_the_reference_of_verify_needs_memory_for_the_discriminator() -> None:
+    config = built(call_recipe("pictogram_autoencoder"))
+    plain, trial = (
+        pair_of(replace(config, objective=replace(config.objective, adversarial=adversarial)), 2).one
+        for adversarial in (None, PART)
+    )
+    added = count_parameters(trial.model, auxiliary=trial.objective.auxiliary) - count_parameters(trial.model)
+    assert added > 500
+    averages = 1 if trial.training.ema_decay is not None else 0
+    (memory, disk), (plain_memory, plain_disk) = reference_needs(trial), reference_needs(plain)
+    assert (memory - plain_memory, disk - plain_disk) == ((24 + 8 * averages) * added, (8 + 4 * averages) * added)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "distributed_optimizer"])
+def test_the_discriminator_has_its_own_learning_rate(one_rank_world: ProcessGroups, parallel: Any) -> None:
+    """Adam's first update is as large as the rate."""
+    config, objective = CASES["kl"]
+    objective = replace(objective, adversarial=replace(PART, lr_factor=0.25))
+    layout, training = ParallelConfig(data_parallel=parallel), TrainingConfig(precision="fp32")
+    chunks = build_model(config, layout, training, one_rank_world, auxiliary=objective.auxiliary)
+    wrapped = wrap(chunks, layout, one_rank_world)
+    optimizer = build_optimizer(
+        wrapped, OptimizerConfig(weight_decay=0.0), layout, training, one_rank_world, auxiliary=objective.auxiliary
+    )
+    set_rates(optimizer, 1e-3, 0.9)
+    before = {name: p.detach().clone() for name, p in chunks[0].named_parameters()}
+    for parameter in chunks[0].parameters():
+        parameter.main_grad.fill_(1.0)
+    apply_update(optimizer, gradient_norm(optimizer), 0.0)
+    for name, parameter in chunks[0].named_parameters():
+        rate = 0.25e-3 if name.startswith("discriminator.") else 1e-3
+        torch.testing.assert_close(before[name] - parameter, torch.full_like(parameter, rate), rtol=1e-3, atol=1e-7)
