@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.prediction import device_of
-from dit.backends.device import describe, device_seconds, local_device, use_cuda
+from dit.backends.device import describe, local_device, use_cuda
 from dit.errors import EXIT_OK, one_line_errors
 from dit.planner.devices import B200, H100, H200
 from dit.terminal import echo
@@ -206,7 +206,7 @@ def occupancy(registers: int, shared_bytes: int, warps: int, chip: Chip) -> int:
 
 def model(case: str, call: Callable[[], object], chip: Chip) -> tuple[Call, list[Row]]:
     """Compile the kernels of a call for a chip, and model their bandwidth; nothing runs."""
-    from dit.kernels.fused.gpu.ahead_of_time import record_launches
+    from benchmarks.ahead_of_time import record_launches
 
     with record_launches() as launches, Traffic() as traffic:
         call()
@@ -228,6 +228,21 @@ def model(case: str, call: Callable[[], object], chip: Chip) -> tuple[Call, list
             )
         )
     return Call(case, traffic.read, traffic.written, min(row.modelled for row in rows)), rows
+
+
+def device_seconds(call: Callable[[], object], repeats: int, cache_bytes: int = 256 << 20) -> list[float]:
+    """Measure the GPU seconds of a call, with cold caches and without the time that the host needs to issue it."""
+    flush = torch.empty(cache_bytes, dtype=torch.int8, device=local_device())
+    times = []
+    for _ in range(repeats):
+        flush.zero_()  # overwrites the caches; the host issues the call meanwhile
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        call()
+        after.record()
+        torch.cuda.synchronize()
+        times.append(before.elapsed_time(after) / 1e3)
+    return times
 
 
 def measure(call: Callable[[], object], nbytes: int) -> float:

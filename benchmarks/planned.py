@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Optional
 
 import numpy as np
 
+from benchmarks.step import recomputed_share
 from dit.errors import EXIT_OK, one_line_errors
 from dit.planner.devices import Fitted, devices, with_fp8
 from dit.planner.time import (
@@ -239,7 +240,6 @@ class Traced:
 
 def traced(row: Row) -> Traced:
     """Trace a row's recipe."""
-    from dit.monitoring.flops import recomputed_share
     from dit.parallel.pipeline import split_layers
     from dit.planner.plan import plan
     from launch.config_file import built

@@ -23,7 +23,9 @@ from launch.train import resolve
 
 if TYPE_CHECKING:
     from dit.batch import PackedBatch
+    from dit.parallel.dims import ParallelConfig
     from dit.run_config import RunConfig
+    from dit.settings import TrainingConfig
     from dit.step.device_batches import DeviceBatches
 
 OK, OUT_OF_MEMORY, REFUSED = "ok", "out of memory", "refused"
@@ -89,6 +91,23 @@ def config_of(args: argparse.Namespace, run_dir: str) -> "RunConfig":
     return config
 
 
+def recomputed_share(training: "TrainingConfig", parallel: "ParallelConfig", num_layers: int) -> float:
+    """Return the share of the layers whose matrix products run once more in the backward pass."""
+    from dit.parallel.pipeline import split_layers
+
+    if training.recompute != "full":
+        return 0.0
+    if training.recompute_layers is None:
+        return 1.0
+    chunks = split_layers(
+        num_layers,
+        parallel.pipeline_model_parallel_size,
+        parallel.virtual_pipeline_model_parallel_size,
+        parallel.pipeline_layers,
+    )
+    return sum(min(training.recompute_layers, count) for count in chunks) / num_layers
+
+
 def measure(config: "RunConfig", steps: int, warmup: int) -> dict[str, Any]:
     """Run `warmup + steps` optimizer steps and return one record; rank 0's clock counts."""
     import torch
@@ -96,7 +115,7 @@ def measure(config: "RunConfig", steps: int, warmup: int) -> dict[str, Any]:
 
     from dit.backends import process_groups
     from dit.backends.device import describe, peak_flops, peak_memory, synchronize
-    from dit.monitoring.flops import Convention, PackFlops, recomputed_share
+    from dit.monitoring.flops import Convention, PackFlops
     from dit.parallel.build import count_parameters
     from dit.parallel.implementations import implementations
     from dit.training.pretrain import Run

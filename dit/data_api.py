@@ -243,16 +243,7 @@ class NoData(DataConfig):
 
     validate = check_settings
 
-    def build_train(
-        self,
-        spec: BatchSpec,
-        *,
-        dp_rank: int,
-        dp_size: int,
-        seed: int,
-        log_dir: Optional[str],
-        micro_batches_per_step: int = 1,
-    ) -> DataStream:
+    def build_train(self, *_: Any, **__: Any) -> NoReturn:
         """Never called, because `check_settings` always raises."""
         raise AssertionError("no data to train on")
 

@@ -1,6 +1,6 @@
 """Energon data sets as a `DataConfig`, with checks before anything is built."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,10 +18,10 @@ from energon_data.changes import ChangesOfPixels, check_changes
 from energon_data.folder import SplitInfo, check_dataset, identity, stored_names
 from energon_data.held_out import share_validation
 from energon_data.online import check_online_texts, check_vae, embedded_widths
-from energon_data.packing import CostLimit, check_pack_multiple
+from energon_data.packing import CostLimit
 from energon_data.reader_settings import ReaderSettings
 from energon_data.skip_log import SkipLog
-from energon_data.streams import Source, StreamGroup, check_streams
+from energon_data.streams import Source, check_streams
 from energon_data.values import check_values
 
 if TYPE_CHECKING:
@@ -182,16 +182,9 @@ class EnergonData(ReaderSettings, DataConfig):
         if self.blend is None and self.blend_steps:
             raise ConfigError("data.blend_steps changes the weights of data.blend, which is not set")
         self._members()
-        if self.max_tokens_per_pack is None:
-            return
-        if spec.micro_batch_size != 1:
-            raise ConfigError(
-                f"with data.max_tokens_per_pack a micro-batch is one pack, but micro_batch_size is "
-                f"{spec.micro_batch_size}; set micro_batch_size=1 and a longer pack"
-            )
-        if self.bucket_by_shape:
+        if self.bucket_by_shape and self.max_tokens_per_pack is not None:
             raise ConfigError("data.bucket_by_shape and data.max_tokens_per_pack exclude each other; choose one")
-        check_pack_multiple(self.max_tokens_per_pack, self.pack_multiple_of, spec.multiple_of, self.pack_cost_tokens)
+        self.check_packs(spec, self.pack_cost_tokens)
 
     @property
     def origin(self) -> str:
@@ -296,31 +289,9 @@ class EnergonData(ReaderSettings, DataConfig):
             embedded=frozenset(embedded_widths(self.online_text_encoder, spec) if self.online_text_encoder else ()),
         )
 
-    def build_train(
-        self,
-        spec: BatchSpec,
-        *,
-        dp_rank: int,
-        dp_size: int,
-        seed: int,
-        log_dir: Optional[str],
-        micro_batches_per_step: int = 1,
-    ) -> StreamGroup:
-        """Build this rank's streams; dropped samples are appended to `log_dir/data_skipped.jsonl`.
-
-        Raises:
-            ConfigError: the stream count does not fit the data-parallel size.
-            DataError: the data set is missing, incomplete, or could execute code.
-        """
+    def source_opener(self, spec: BatchSpec, seed: int, micro_batches_per_step: int) -> Callable[..., Source]:
         self.folders(TRAIN_SPLIT)
-        return self.open_streams(
-            partial(self._open, spec, seed=seed, micro_batches_per_step=micro_batches_per_step),
-            spec,
-            dp_rank=dp_rank,
-            dp_size=dp_size,
-            micro_batches_per_step=micro_batches_per_step,
-            log_dir=log_dir,
-        )
+        return partial(self._open, spec, seed=seed, micro_batches_per_step=micro_batches_per_step)
 
     def _open(self, spec: BatchSpec, stream: int, num_streams: int, seed: int, micro_batches_per_step: int) -> Source:
         """Open one global stream, with a stage for each set of weights."""

@@ -12,7 +12,7 @@ import json
 import math
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from typing import Any, Optional
@@ -28,16 +28,10 @@ from dit.ranges import COUNT, COUNT_OR_NONE, RANKS, check_ranges, check_unused
 from energon_data.cookers import cook_clip
 from energon_data.filters import Filters
 from energon_data.held_out import share_validation
-from energon_data.packing import check_pack_multiple
 from energon_data.reader_settings import ReaderSettings
 from energon_data.samples import Clip, SampleError
 from energon_data.skip_log import SkipCounter, SkipLog, TooManyDroppedError
-from energon_data.streams import (
-    Position,
-    StreamGroup,
-    StreamItem,
-    check_streams,
-)
+from energon_data.streams import Position, Source, StreamItem, check_streams
 from energon_data.task_encoder import DiffusionTaskEncoder, EncoderOptions
 
 HELD_OUT_SEED = 0
@@ -107,13 +101,7 @@ class Samples(ReaderSettings, DataConfig):
         if self.max_tokens_per_pack is None:
             names = ["pack_multiple_of", "packing_buffer_size"]
             check_unused("data", self, names, "without data.max_tokens_per_pack", "set it")
-            return
-        if spec.micro_batch_size != 1:
-            raise ConfigError(
-                f"with data.max_tokens_per_pack a micro-batch is one pack, but micro_batch_size is "
-                f"{spec.micro_batch_size}; set it to 1"
-            )
-        check_pack_multiple(self.max_tokens_per_pack, self.pack_multiple_of, spec.multiple_of)
+        self.check_packs(spec)
 
     def validate(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
         """Check the settings, the number of samples, and the first sample.
@@ -141,25 +129,8 @@ class Samples(ReaderSettings, DataConfig):
         )
         return DiffusionTaskEncoder(spec, options, counter)
 
-    def build_train(
-        self,
-        spec: BatchSpec,
-        *,
-        dp_rank: int,
-        dp_size: int,
-        seed: int,
-        log_dir: Optional[str],
-        micro_batches_per_step: int = 1,
-    ) -> StreamGroup:
-        """Build this rank's endless streams; dropped samples are appended to `log_dir/data_skipped.jsonl`."""
-        return self.open_streams(
-            partial(IndexedSource, self, spec, seed=seed),
-            spec,
-            dp_rank=dp_rank,
-            dp_size=dp_size,
-            micro_batches_per_step=micro_batches_per_step,
-            log_dir=log_dir,
-        )
+    def source_opener(self, spec: BatchSpec, seed: int, micro_batches_per_step: int) -> Callable[..., Source]:
+        return partial(IndexedSource, self, spec, seed=seed)
 
     def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
         """Build a finite pass over the held-out samples; see `share_validation`.

@@ -16,7 +16,7 @@ from dit.errors import ConfigError, DataError
 from dit.patchify import Grid, frames_to_patch
 from dit.ranges import COUNT, PATCHES, POSITIVE, RANKS, check_ranges, check_unused
 from energon_data.held_out import share_validation
-from energon_data.packing import check_pack_multiple, collate, padded_length
+from energon_data.packing import collate, padded_length
 from energon_data.samples import Clip
 from energon_data.skip_log import SkipLog
 from energon_data.streams import (
@@ -111,12 +111,7 @@ class MockData(StreamSettings, DataConfig):
         if pack is None:
             check_unused("data", self, ["pack_multiple_of"], "without data.max_tokens_per_pack", "set it")
             return
-        if spec.micro_batch_size != 1:
-            raise ConfigError(
-                f"with data.max_tokens_per_pack a micro-batch is one pack, but micro_batch_size is "
-                f"{spec.micro_batch_size}; set it to 1"
-            )
-        check_pack_multiple(pack, self.pack_multiple_of, spec.multiple_of)
+        self.check_packs(spec)
         longest = max(self.selection_length(size, spec) for size in self.sizes())
         if longest > pack:
             raise ConfigError(

@@ -33,22 +33,29 @@ class ReaderSettings(StreamSettings):
     def origin(self) -> str:
         """Name of the data, for messages."""
 
-    def open_streams(
+    @abstractmethod
+    def source_opener(self, spec: BatchSpec, seed: int, micro_batches_per_step: int) -> Callable[..., Source]:
+        """Return a function that opens the source of the stream `stream` of `num_streams`; picklable."""
+
+    def build_train(
         self,
-        open_source: Callable[..., Source],
         spec: BatchSpec,
         *,
         dp_rank: int,
         dp_size: int,
-        micro_batches_per_step: int,
+        seed: int,
         log_dir: Optional[str],
+        micro_batches_per_step: int = 1,
     ) -> StreamGroup:
-        """Open the streams of one data-parallel rank; dropped samples are appended to `log_dir/data_skipped.jsonl`.
+        """Build this rank's endless streams; dropped samples are appended to `log_dir/data_skipped.jsonl`.
 
-        Args:
-            open_source: opens the source of the stream `stream` of `num_streams`; picklable.
+        Raises:
+            ConfigError: the stream count does not fit the data-parallel size.
+            DataError: the data set is missing, incomplete, or could execute code.
         """
         from energon_data.workers.background import read_ahead
+
+        open_source = self.source_opener(spec, seed, micro_batches_per_step)
 
         def open_stream(stream: int, num_streams: int) -> Source:
             shared_by = dp_size // math.gcd(num_streams, dp_size)

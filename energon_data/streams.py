@@ -28,6 +28,7 @@ from dit.data_api import BatchSpec, SampleCounts
 from dit.errors import ConfigError, DataError
 from dit.ranges import SHARE, check_ranges
 from energon_data.frame_levels import FrameLevels
+from energon_data.packing import check_pack_multiple
 from energon_data.skip_log import Skip, SkipLog
 
 
@@ -66,6 +67,21 @@ class StreamSettings:
         names = ("clean_first_frame", "frame_levels")
         check_ranges("data", self, dict.fromkeys(names, SHARE))
         return next((f"data.{name}={getattr(self, name)}" for name in names if getattr(self, name)), None)
+
+    def check_packs(self, spec: BatchSpec, pack_cost_tokens: Optional[int] = None) -> None:
+        """Check the settings of packs, if there are any, against the layout.
+
+        Raises:
+            ConfigError: the micro-batch size is not 1, or see `check_pack_multiple`.
+        """
+        if self.max_tokens_per_pack is None:
+            return
+        if spec.micro_batch_size != 1:
+            raise ConfigError(
+                f"with data.max_tokens_per_pack a micro-batch is one pack, but micro_batch_size is "
+                f"{spec.micro_batch_size}; set micro_batch_size=1 and a longer pack"
+            )
+        check_pack_multiple(self.max_tokens_per_pack, self.pack_multiple_of, spec.multiple_of, pack_cost_tokens)
 
 
 @dataclass

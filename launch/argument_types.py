@@ -1,10 +1,20 @@
-"""Types of command-line arguments."""
+"""Parsers of command lines, and types of their arguments."""
 
 import argparse
 import math
 import re
 
 UNITS = {"KB": 1000, "MB": 1000**2, "GB": 1000**3}
+
+
+def command_parser(module: str, description: str, epilog: str = "") -> argparse.ArgumentParser:
+    """Return the parser of `python -m MODULE`, whose help keeps the line breaks of its texts."""
+    return argparse.ArgumentParser(
+        prog=f"python -m {module}",
+        description=description,
+        epilog=epilog,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
 
 
 def height_and_width(text: str) -> tuple[int, int]:

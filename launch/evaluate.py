@@ -13,6 +13,7 @@ from dit import extensions
 from dit.errors import ConfigError, one_line_errors
 from dit.terminal import echo
 from launch import environment, held_out, loss_score, picture_scores, sharpness
+from launch.argument_types import command_parser
 from launch.cascade import read_stages
 from launch.measurement import Measurement, Metric
 from launch.sample import add_sampling_arguments, open_generator, sampling_settings
@@ -65,12 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     named = metrics()
     summaries = "\n".join(f"  {name:<12}{metric.summary}" for name, metric in named.items())
-    parser = argparse.ArgumentParser(
-        prog="python -m launch.evaluate",
-        description=DESCRIPTION,
-        epilog=f"metrics\n{summaries}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("launch.evaluate", DESCRIPTION, f"metrics\n{summaries}")
     parser.add_argument("--metric", choices=named, required=True, help="one of the list below")
     add_sampling_arguments(parser)
     parser.add_argument("--data", metavar="DIR", help="data set to compare with (default: the run's)")

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, one_line_errors
 from dit.terminal import echo
 from launch import environment, grid
+from launch.argument_types import command_parser
 
 if TYPE_CHECKING:
     from nemo_run.core.execution.base import Executor as Executor
@@ -37,9 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m launch.experiment", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = command_parser("launch.experiment", __doc__)
     parser.add_argument(
         "--executor", default="local", help="a name of launch/executors.py, with its arguments (%(default)s)"
     )

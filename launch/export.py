@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from dit.errors import CheckpointError, ConfigError, one_line_errors
 from dit.terminal import echo
 from launch import environment
-from launch.argument_types import file_size
+from launch.argument_types import command_parser, file_size
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,12 +51,7 @@ example.
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m launch.export",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("launch.export", DESCRIPTION, EXAMPLES)
     parser.add_argument("--checkpoint", required=True, metavar="DIR", help="run folder, or one checkpoint in it")
     parser.add_argument("--raw-weights", action="store_true", help="the raw weights instead of their average (EMA)")
     parser.add_argument(

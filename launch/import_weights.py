@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Optional
 from dit.errors import CheckpointError, ConfigError, one_line_errors
 from dit.terminal import echo
 from launch import environment
-from launch.argument_types import at_least_one
+from launch.argument_types import at_least_one, command_parser
 from launch.export import FORMATS, original_rules, trained_model
 
 if TYPE_CHECKING:
@@ -51,12 +51,7 @@ Nothing in the files is executed; pickles with other objects than tensors are er
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m launch.import_weights",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("launch.import_weights", DESCRIPTION, EXAMPLES)
     parser.add_argument(
         "--from",
         dest="source",

@@ -3,15 +3,13 @@
 `python -m launch.patches_page --write` writes the page; without `--write` it is printed.
 """
 
-import argparse
 import ast
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, Optional
 
-from dit.errors import EXIT_OK
-from dit.terminal import echo
+from recipes.registry import write_or_print
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "patches.md"
@@ -123,13 +121,7 @@ def page() -> str:
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(prog="python -m launch.patches_page", description=__doc__)
-    parser.add_argument("--write", action="store_true", help="write docs/patches.md")
-    if parser.parse_args(argv).write:
-        PAGE.write_text(page())
-    else:
-        echo(page())
-    return EXIT_OK
+    return write_or_print("launch.patches_page", page, PAGE, argv)
 
 
 if __name__ == "__main__":

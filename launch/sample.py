@@ -18,7 +18,7 @@ from dit.errors import CheckpointError, ConfigError, one_line_errors
 from dit.settings import SamplingConfig
 from dit.terminal import counted, echo
 from launch import environment
-from launch.argument_types import at_least_one, frame_rate, height_and_width
+from launch.argument_types import at_least_one, command_parser, frame_rate, height_and_width
 from launch.cascade import Stage, add_cascade_arguments, read_pictures, read_stages, with_pictures
 from launch.initial_picture import check_strength, read_initial
 from launch.sample_requests import add_request_arguments, what_to_draw
@@ -120,12 +120,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m launch.sample",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("launch.sample", DESCRIPTION, EXAMPLES)
     add_sampling_arguments(parser)
     add_request_arguments(parser)
     parser.add_argument(

@@ -3,7 +3,6 @@
 `python -m launch.settings_page --write` writes the page; without `--write` it is printed.
 """
 
-import argparse
 import dataclasses
 import inspect
 import re
@@ -15,10 +14,9 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple, Optional, TypeAlias, get_type_hints
 
-from dit.errors import EXIT_OK
 from dit.models.registry import BACKBONES
 from dit.objectives import OBJECTIVES
-from dit.terminal import echo
+from recipes.registry import write_or_print
 
 PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
 PARTS = {
@@ -189,15 +187,7 @@ def _summary(kind: type) -> str:
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command."""
-    parser = argparse.ArgumentParser(prog="python -m launch.settings_page", description=__doc__)
-    parser.add_argument("--write", action="store_true", help="renew docs/settings.md")
-    args = parser.parse_args(argv)
-    text = page()
-    if args.write:
-        PAGE.write_text(text)
-    else:
-        echo(text)
-    return EXIT_OK
+    return write_or_print("launch.settings_page", page, PAGE, argv)
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Optional
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, name_root_cause, one_line_errors
 from dit.terminal import echo
 from launch import cli, environment
+from launch.argument_types import command_parser
 
 MOST_RANKS = 16
 
@@ -57,12 +58,7 @@ The exit code is 0 if all are equal and 70 otherwise (1 under torchrun, as for e
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m launch.verify",
-        description=DESCRIPTION,
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command_parser("launch.verify", DESCRIPTION, EXAMPLES)
     parser.add_argument("-f", "--factory", metavar="RECIPE", help="recipe, as launch.train takes it")
     parser.add_argument("--yaml", metavar="FILE", help="a saved configuration, or a run folder, instead")
     parser.add_argument(

@@ -265,15 +265,20 @@ def page() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the page, or renew the file."""
-    parser = argparse.ArgumentParser(prog="python -m recipes.registry", description="The page that lists all recipes.")
-    parser.add_argument("--write", action="store_true", help=f"write {README.name} instead of printing it")
+def write_or_print(module: str, page: Callable[[], str], file: Path, argv: Sequence[str] | None) -> int:
+    """Run the command of a generated page: print it, or write its file with `--write`."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=f"Print the text of {file.name}.")
+    parser.add_argument("--write", action="store_true", help=f"write {file.name} instead of printing it")
     if parser.parse_args(argv).write:
-        README.write_text(page(), encoding="utf-8")
+        file.write_text(page(), encoding="utf-8")
     else:
         echo(page(), end="")
     return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the page, or renew the file."""
+    return write_or_print("recipes.registry", page, README, argv)
 
 
 if __name__ == "__main__":

@@ -42,11 +42,6 @@ class CrossAttentionModelConfig(TransformerModelConfig, TextConditioned, ClassCo
             return super().conditions()
         return tuple(replace(c, null="empty text") if c.name == CONTEXT.name else c for c in super().conditions())
 
-    @property
-    def kv_size(self) -> int:
-        """Width of all keys, and of all values."""
-        return self.head_size * (self.num_query_groups or self.num_attention_heads)
-
     def check_sizes(self) -> None:
         super().check_sizes()
         check_choice("model.null_text", self.null_text, NullText)

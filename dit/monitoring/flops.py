@@ -23,10 +23,7 @@ from dit.condition_table import CONTEXT
 from dit.layout import SequenceLayout
 from dit.models.base import ModelConfig
 from dit.parallel.build import parameter_shapes
-from dit.parallel.dims import ParallelConfig
-from dit.parallel.pipeline import split_layers
 from dit.patchify import Grid
-from dit.settings import TrainingConfig
 from dit.tracing.forward import ForwardCost
 
 Convention = Literal["model", "hardware", "nemo"]
@@ -75,8 +72,8 @@ class PackFlops:
 
         Args:
             layout, grids, context_layout: as in `forward`.
-            recomputed: share of the layers that run once more in the backward pass (`recomputed_share`); counted only
-                in the `hardware` convention.
+            recomputed: share of the layers that run once more in the backward pass; counted only in the `hardware`
+                convention.
         """
         forward = self._forward(layout, grids, context_layout, convention, recomputed)
         backward = 2 if self.model.adapters is None else 1
@@ -123,29 +120,3 @@ class PackFlops:
                 prod(shape) for name, shape in shapes.items() if not name.endswith("cross_attention.linear_kv.weight")
             )
         return self._nemo_weights
-
-
-def recomputed_share(training: TrainingConfig, parallel: ParallelConfig, num_layers: int) -> float:
-    """Return the share of the layers whose matrix products run once more in the backward pass."""
-    if training.recompute != "full":
-        return 0.0
-    if training.recompute_layers is None:
-        return 1.0
-    chunks = split_layers(
-        num_layers,
-        parallel.pipeline_model_parallel_size,
-        parallel.virtual_pipeline_model_parallel_size,
-        parallel.pipeline_layers,
-    )
-    return sum(min(training.recompute_layers, count) for count in chunks) / num_layers
-
-
-def nemo_flops_per_token(num_parameters: float, num_layers: int, hidden_size: int, sequence_length: int) -> float:
-    """Return 6 N + 12 L h s, the training operations per token in NeMo's published TFLOPS.
-
-    N includes the adaLN projections, which run once per sample, so the result overstates the work of the 7B model at 8k
-    tokens by 45 %. Use it only to compare with those tables.
-
-    Source: fitted to the four rows of the NeMo diffusion README (Nov 2024); each agrees within 0.6 %.
-    """
-    return 6 * num_parameters + 12 * num_layers * hidden_size * sequence_length

@@ -35,19 +35,6 @@ def combine(cond: Tensor, uncond: Tensor, scale: float) -> Tensor:
     return uncond + scale * (cond - uncond)
 
 
-def guided(cond: Branch, uncond: Branch, scale: float) -> Branch:
-    """Guide one branch by another; at scale 1, return `cond`, and `uncond` is never called.
-
-    Args:
-        cond: network or denoiser with the caption or class.
-        uncond: the same without it, or with the negative prompt.
-        scale: 1 for no guidance.
-    """
-    if not needs_unconditional(scale):
-        return cond
-    return lambda x_TC, level: combine(cond(x_TC, level), uncond(x_TC, level), scale)
-
-
 def guided_columns(num_channels: int, num_positions: int, num_outputs: int, first: Optional[int]) -> Optional[Tensor]:
     """Return which columns of a prediction are guided, bool `[C]`; None for all.
 

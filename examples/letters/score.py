@@ -16,11 +16,12 @@ from torch import Tensor
 
 from dit.condition_table import LABEL
 from dit.errors import ConfigError
+from examples.comparison import draw_samples, folder_to_compare
 from examples.letters.checks import Check, Contrast, contrasts, judge_contrast, judge_motion
 from examples.letters.reader import LetterReader, load_reader
 from launch import environment
 from launch.argument_types import at_least_one
-from launch.measurement import Measurement, Metric, draw_samples, folder_to_compare
+from launch.measurement import Measurement, Metric
 from launch.sample_requests import encode_prompts, names_of_classes
 
 if TYPE_CHECKING:

@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from dit.batch import pixel_values
 from dit.errors import ConfigError
 from energon_data.media_files import pixels_of
+from examples.comparison import draw_samples, folder_to_compare
 from examples.pictograms.drawings import NAME, Pictogram, draw
 from launch import environment
-from launch.measurement import Measurement, Metric, draw_samples, folder_to_compare
+from launch.measurement import Measurement, Metric
 from launch.picture_scores import feature_network
 from launch.sample_requests import encode_prompts
 

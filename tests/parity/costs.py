@@ -69,6 +69,11 @@ def _mlp(c: Any, layout: SequenceLayout, padding: bool, *, gated: bool = False) 
     return rows * h * c.num_experts + c.routed_pairs(layout.lengths) * matrices * h * c.expert_size(c.ffn_size)
 
 
+def _kv_size(c: Any) -> int:
+    """Return the width of all keys, and of all values."""
+    return c.head_size * (c.num_query_groups or c.num_attention_heads)
+
+
 def _numbers(c: Any) -> list[int]:
     """Return the numbers of each sinusoid that a sample is conditioned on."""
     return [1] + [1] * c.fps_conditioning + [3] * c.size_conditioning
@@ -114,7 +119,7 @@ def _modulation(c: DiTCrossConfig) -> int:
 
 
 def _dit_cross_weights(c: DiTCrossConfig) -> int:
-    h, f, text, kv, bias = c.hidden_size, c.ffn_size, c.context_size or 0, c.kv_size, int(c.add_bias)
+    h, f, text, kv, bias = c.hidden_size, c.ffn_size, c.context_size or 0, _kv_size(c), int(c.add_bias)
     norms = 2 * c.head_size * c.qk_layernorm
     attention = h * (h + 2 * kv) + h * h + bias * (2 * h + 2 * kv) + norms
     cross = 2 * h * h + text * 2 * kv + bias * (2 * h + 2 * kv) + norms
@@ -124,7 +129,7 @@ def _dit_cross_weights(c: DiTCrossConfig) -> int:
 
 
 def _dit_cross(c: DiTCrossConfig, layout: SequenceLayout, texts: SequenceLayout, padding: bool) -> int:
-    h, kv, samples = c.hidden_size, c.kv_size, layout.num_samples
+    h, kv, samples = c.hidden_size, _kv_size(c), layout.num_samples
     rows, text_rows = _rows(layout, padding), _rows(texts, padding)
     pairs = sum(n * (n + k) for n, k in zip(layout.lengths, texts.lengths, strict=True))
     per_row = h * (h + 2 * kv) + 3 * h * h + 2 * h * c.ffn_size
@@ -134,7 +139,7 @@ def _dit_cross(c: DiTCrossConfig, layout: SequenceLayout, texts: SequenceLayout,
 
 
 def _moviegen_weights(c: MovieGenConfig) -> int:
-    h, text, kv = c.hidden_size, c.context_size or 0, c.kv_size
+    h, text, kv = c.hidden_size, c.context_size or 0, _kv_size(c)
     norms = 2 * c.head_size * c.qk_layernorm
     attention = h * (h + 2 * kv) + h * h + norms
     cross = 2 * h * h + text * 2 * kv + norms
@@ -145,7 +150,7 @@ def _moviegen_weights(c: MovieGenConfig) -> int:
 
 
 def _moviegen(c: MovieGenConfig, layout: SequenceLayout, texts: SequenceLayout, padding: bool) -> int:
-    h, kv, samples = c.hidden_size, c.kv_size, layout.num_samples
+    h, kv, samples = c.hidden_size, _kv_size(c), layout.num_samples
     rows, text_rows = _rows(layout, padding), _rows(texts, padding)
     pairs = sum(n * (n + k) for n, k in zip(layout.lengths, texts.lengths, strict=True))
     own = rows * (h * (h + 2 * kv) + 3 * h * h) + _mlp(c, layout, padding, gated=True)
@@ -155,7 +160,7 @@ def _moviegen(c: MovieGenConfig, layout: SequenceLayout, texts: SequenceLayout, 
 
 
 def _stdit_weights(c: STDiTConfig) -> int:
-    h, f, text, kv, bias = c.hidden_size, c.ffn_size, c.context_size or 0, c.kv_size, int(c.add_bias)
+    h, f, text, kv, bias = c.hidden_size, c.ffn_size, c.context_size or 0, _kv_size(c), int(c.add_bias)
     attention = 2 * h * h + 2 * h * kv + bias * (2 * h + 2 * kv) + 2 * c.head_size * c.qk_layernorm
     chunks = 3 * (c.attentions_per_layer + 1) * h
     layer = (c.attentions_per_layer + 1) * attention + 2 * h * f + bias * (f + h) + chunks
@@ -165,7 +170,7 @@ def _stdit_weights(c: STDiTConfig) -> int:
 
 
 def _stdit(c: STDiTConfig, layout: SequenceLayout, texts: SequenceLayout, padding: bool) -> int:
-    h, kv, samples, count = c.hidden_size, c.kv_size, layout.num_samples, c.attentions_per_layer
+    h, kv, samples, count = c.hidden_size, _kv_size(c), layout.num_samples, c.attentions_per_layer
     rows, text_rows = _rows(layout, padding), _rows(texts, padding)
     pairs = sum(n * (count * n + k) for n, k in zip(layout.lengths, texts.lengths, strict=True))
     per_row = count * (2 * h * h + 2 * h * kv) + 2 * h * h + 2 * h * c.ffn_size
@@ -189,7 +194,7 @@ def _unattended(c: ModelConfig, grids: Sequence[tuple[int, int, int]]) -> int:
 
 
 def _wan_weights(c: WanConfig) -> int:
-    h, f, text, kv = c.hidden_size, c.ffn_size, c.context_size or 0, c.kv_size
+    h, f, text, kv = c.hidden_size, c.ffn_size, c.context_size or 0, _kv_size(c)
     norms = (h + kv) * c.qk_layernorm
     attention = (h + 1) * (h + 2 * kv) + (h + 1) * h + norms
     cross = 2 * (h + 1) * h + (h + 1) * 2 * kv + norms
@@ -199,7 +204,7 @@ def _wan_weights(c: WanConfig) -> int:
 
 
 def _wan(c: WanConfig, layout: SequenceLayout, texts: SequenceLayout, padding: bool) -> int:
-    h, kv, samples = c.hidden_size, c.kv_size, layout.num_samples
+    h, kv, samples = c.hidden_size, _kv_size(c), layout.num_samples
     rows, text_rows = _rows(layout, padding), _rows(texts, padding)
     pairs = sum(n * (n + k) for n, k in zip(layout.lengths, texts.lengths, strict=True))
     per_row = h * (h + 2 * kv) + 3 * h * h + 2 * h * c.ffn_size

@@ -6,14 +6,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
 import boto3
+from botocore.loaders import JSONFileLoader
 from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
 BUCKET = "runs"
+JSON_FILE = JSONFileLoader.load_file
 
 
 class ObjectStore:
@@ -78,11 +81,18 @@ class ObjectStore:
         return [b""]
 
 
+@cache
+def _parsed(path: str) -> Any:
+    """Parse a file of botocore; every client would parse the same files again, for a tenth of a second."""
+    return JSON_FILE(JSONFileLoader(), path)
+
+
 @contextmanager
 def object_store() -> Iterator[ObjectStore]:
     """Start a store with one bucket, and tell this process and those it starts where it is."""
     store = ObjectStore()
-    with patch.dict(os.environ, store.environ):
+    cached = patch.object(JSONFileLoader, "load_file", lambda _, path: _parsed(path))
+    with patch.dict(os.environ, store.environ), cached:
         store.client().create_bucket(Bucket=BUCKET)
         try:
             yield store

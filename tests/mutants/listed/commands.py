@@ -36,7 +36,7 @@ MUTANTS = (
     ),
     Mutant(
         "evaluation: batches of the ranks are put together in another order",
-        "launch/measurement.py",
+        "examples/comparison.py",
         "of_rank[i % ranks][i // ranks]",
         "of_rank[-1 - i % ranks][i // ranks]",
         (EVALUATION,),

@@ -133,7 +133,7 @@ def test_an_empty_folder_deletes_no_copies(bucket, tmp_path):
     assert steps_of(bucket) == [1, 2]
 
 
-MANY = 200
+MANY = 30
 
 
 @pytest.fixture
@@ -156,10 +156,10 @@ def test_only_the_first_save_reads_all_manifests(many):
     _, second = requests_of(bucket, lambda: copy_all(store, RemoteStore(ADDRESS)))
     assert len(second) <= len(FILES) + 6
     assert RemoteStore(ADDRESS).steps() == list(range(1, MANY + 3))
-    store.config.keep_every = 100
+    store.config.keep_every = 15
     _, third = requests_of(bucket, lambda: copy_all(store, RemoteStore(ADDRESS)))
     assert not any(path.endswith(MANIFEST) for method, path in third if method == "GET")
-    assert RemoteStore(ADDRESS).steps() == [7, 100, MANY, MANY + 1, MANY + 2]
+    assert RemoteStore(ADDRESS).steps() == [7, 15, MANY, MANY + 1, MANY + 2]
 
 
 def test_a_start_reads_one_manifest(many, tmp_path):

@@ -313,7 +313,7 @@ def test_workers_read_what_this_process_reads() -> None:
             {"count": 5, "validation_samples": 5},
             "Numbers has 5 samples and data.validation_samples=5 leaves none",
         ),
-        ({"max_tokens_per_pack": 32}, "micro_batch_size is 3; set it to 1"),
+        ({"max_tokens_per_pack": 32}, "micro_batch_size is 3; set micro_batch_size=1"),
         ({"packing_buffer_size": 3}, "data.packing_buffer_size=3 .* without data.max_tokens_per_pack"),
         ({"num_streams": 3}, "must be a multiple of data.num_streams=3"),
         ({"max_lost_samples": -1}, "max_lost_samples=-1"),

@@ -154,7 +154,7 @@ REGISTERS = 65536
 @pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in QUICK else pytest.mark.slow) for c in CASES])
 def test_a_kernel_compiles_without_spills_and_reads_128_bits_at_once(case: str, capability: int):
     """Registers leave room for the programs that its occupancy needs."""
-    from dit.kernels.fused.gpu.ahead_of_time import compiled
+    from benchmarks.ahead_of_time import compiled
 
     kernel, types, flags, warps, programs = CASES[case]
     module, name = kernel.split(".")

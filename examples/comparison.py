@@ -1,0 +1,80 @@
+"""Samples of a metric, and the data set that they are compared with."""
+
+import argparse
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from dit.errors import ConfigError
+from energon_data.dataset import EnergonData
+from launch import environment
+from launch.sample import sampling_settings
+
+if TYPE_CHECKING:
+    from dit.conditions import Value
+    from dit.inference.generator import Generator
+
+
+def folder_to_compare(args: argparse.Namespace, generator: "Generator", names: Collection[str], what: str) -> str:
+    """Return the reference data set of a metric: that of the flag, of the run, or the suitable member of its blend.
+
+    Args:
+        names: `name` of suitable data sets in `dataset.json`.
+        what: their content, for messages.
+
+    Returns:
+        Its folder; empty if the run has no data folder.
+
+    Raises:
+        ConfigError: the blend of the run does not have exactly one suitable data set.
+        DataError: the blend cannot be read.
+    """
+    if args.data:
+        return args.data
+    data = generator.config.data
+    path = getattr(data, "path", "")
+    if getattr(data, "blend", None) is None and Path(path).suffix not in (".yaml", ".yml"):
+        return path
+    assert isinstance(data, EnergonData)  # other data are not blended
+    members = {str(member.path): member.description.get("name") in names for member in data.folders("train")}
+    readable = [member for member, suits in members.items() if suits]
+    if len(readable) != 1:
+        raise ConfigError(
+            f"the run trained on {data.origin}, a blend with {len(readable)} data sets of {what}, but samples are "
+            f"compared with one; name it, such as --data {(readable or list(members))[0]} (the blend has "
+            f"{', '.join(members)})"
+        )
+    return readable[0]
+
+
+def draw_samples(
+    args: argparse.Namespace, generator: "Generator", conditions: "Mapping[str, Sequence[Value]]"
+) -> Tensor:
+    """Draw a sample for each value of the conditions (collective).
+
+    Batches are distributed over the ranks. They do not depend on the number of ranks, so the samples are bit-identical
+    on any number of ranks.
+
+    Returns:
+        Latents `[N, C, T, H, W]`, all of them on every rank, on its device.
+    """
+    count, at_once = len(next(iter(conditions.values()))), generator.batch_size(None, None)
+    starts = range(0, count, at_once)
+    rank, ranks = environment.rank(), environment.world_size()
+    batches = []
+    for start in starts[rank::ranks]:
+        rows = range(start, min(start + at_once, count))
+        of_batch = {name: [values[i] for i in rows] for name, values in conditions.items()}
+        batches.append(generator.generate(conditions=of_batch, numbers=rows, **sampling_settings(args)))
+    if ranks == 1:
+        return torch.cat(batches)
+    import torch.distributed as dist
+
+    from dit.backends.device import local_device
+
+    of_rank: list[list[Tensor]] = [[]] * ranks
+    dist.all_gather_object(of_rank, [latents.cpu() for latents in batches])
+    return torch.cat([of_rank[i % ranks][i // ranks] for i in range(len(starts))]).to(local_device())
