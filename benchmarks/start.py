@@ -63,7 +63,8 @@ def write_network(folder: Path, size_bytes: float) -> None:
     settings, _ = DiffusersFlux().write_settings(FluxConfig(**_sizes(layers)), (1, 128, 128))
     folder.mkdir(parents=True)
     (folder / CONFIG).write_text(to_json(settings))
-    numbers, weight_map = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).bfloat16(), {}
+    numbers = torch.randn(1 << 20, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight_map: dict[str, str] = {}
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     for name, shape in shapes_of(layers).items():
         if shards[-1] and size_of(shards[-1] | {name: shape}) > SHARD_BYTES:
