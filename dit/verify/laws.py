@@ -3,7 +3,8 @@
 Comparing a layout with one rank cannot find an error that both have. These checks compare one rank with itself:
 
     padding        values in the padding of tokens and texts change no output and no gradient
-    packed         a sample has the same output and adds the same gradient in a pack as in a batch with no other sample
+    packed         a sample has the same output and adds the same gradient in a pack, with padding after the sample and
+                   after its text, as in a batch with no other sample and no padding
     order          the order of samples in a pack changes no output and no gradient
     accumulated    two micro-batches give the gradients of one micro-batch with all samples
 """
@@ -111,7 +112,8 @@ def check_padding(network: nn.Module, model: ModelConfig, packs: Packs) -> dict[
 
 def check_packed(network: nn.Module, packs: Packs) -> dict[str, float]:
     """Compare a pack with the sum of its samples' gradients, each computed separately."""
-    together = passed(network, packs(SAMPLES, multiple_of=MULTIPLE, tail=TAIL), times(SAMPLES))
+    batch = padded_texts(packs(SAMPLES, multiple_of=MULTIPLE, tail=TAIL), 0.0)
+    together = passed(network, batch, times(SAMPLES))
     single: dict[str, Tensor] = {}
     for number in SAMPLES:
         for name, value in passed(network, packs([number]), times([number])).items():

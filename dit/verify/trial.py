@@ -48,8 +48,8 @@ TRAINING = TrainingConfig(global_batch_size=4, precision="fp32", seed=SEED, ema_
 OPTIMIZER = OptimizerConfig(lr=1e-2, clip_grad=0.5, weight_decay=0.1, eps=1e-6)
 # Rounding errors of half precision are much larger; with this eps, an update is proportional to its gradient.
 HALF_OPTIMIZER = replace(OPTIMIZER, lr=1.0, eps=0.1)
-EMA_DECAY = 0.5
-"""Decay of the weight average, small enough that two updates change it."""
+EMA_DECAY = 0.75
+"""Decay of the weight average: two updates change it, and it differs from the share of the new weights, 1 - decay."""
 AVERAGE_RTOL = 1e-6
 """Tolerance of averages: the order of the operations of an update in fp32 differs."""
 LARGE_LOSS_SCALE = 2.0**30

@@ -26,7 +26,7 @@ from dit.step.forward_step import training_forward_step
 from dit.verify.full import differences, reference_bytes, reference_folder
 from dit.verify.ranks import run_world
 from dit.verify.report import Verdict, judge_differences
-from dit.verify.trial import train
+from dit.verify.trial import EMA_DECAY, train
 from launch.config_file import built
 from launch.train import call_recipe
 from launch.verify import Outcome, Pair, compare, main, tiny_pair, verify_full
@@ -103,7 +103,7 @@ def full_size(case: dict) -> Optional[Outcome]:
 
 def skewed_average(case: dict) -> dict:
     """Train, with another decay of the average on rank 1."""
-    decay = 0.75 if dist.get_rank() else 0.5
+    decay = 0.5 if dist.get_rank() else EMA_DECAY
     with mock.patch.object(EMA, "weight", return_value=1 - decay):
         return train(case["trial"])
 

@@ -12,6 +12,7 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.sampling.guidance import (
     combine,
     dynamic_threshold,
+    guided_columns,
     guided_pair,
     needs_unconditional,
     static_threshold,
@@ -73,6 +74,13 @@ def test_guiding_outputs_equals_guiding_clean_estimates(objective):
     before = objective.denoise(guided(*branches, 4.0), x, u, LAYOUT)
     after = guided(*(lambda x, u, f=f: objective.denoise(f, x, u, LAYOUT) for f in branches), 4.0)(x, u)
     torch.testing.assert_close(before, after, rtol=1e-5, atol=1e-5)
+
+
+def test_guidance_is_of_all_channels_of_the_mean_unless_their_number_is_set():
+    """Latents of 4 channels, 2 positions in a patch; the second output is a variance."""
+    assert guided_columns(4, 2, 1, None) is None
+    assert guided_columns(4, 2, 2, None).tolist() == 8 * [True] + 8 * [False]
+    assert guided_columns(4, 2, 2, 3).tolist() == 2 * [True, True, True, False] + 8 * [False]
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES, ids=repr)
