@@ -1,5 +1,7 @@
 """Time the host's work for one layer, forward and backward: `python -m benchmarks.host`, on CPU in a minute.
 
+With `--waits`, count instead, for a step of a tiny model, the copies between host and device and the waits of the host.
+
 Tensors are small, so that the work of Python, autograd and torch's dispatcher dominates; a GPU waits for this work if
 its kernels are short. Fused kernels are not started: their launch is missing, and eager rows include small CPU kernels.
 Each row is compared with a plain PyTorch block on a dense batch of the same number of tokens. Attention is one call of
@@ -28,8 +30,16 @@ from dit.errors import EXIT_OK, ConfigError, one_line_errors
 from dit.kernels.layer_kernels import EAGER, fused
 from dit.layout import SequenceLayout
 from dit.parallel.dims import ParallelConfig
+from dit.planner.job import Job
+from dit.planner.trace import count_waits
+from dit.settings import OptimizerConfig, TrainingConfig
 from dit.terminal import echo
+from dit.tracing.packs import PackShape
+from dit.tracing.waits import PHASES
+from dit.verify.tiny import tiny_model
 from launch import environment
+from launch.config_file import built
+from launch.train import call_recipe
 
 SIZES = 48, 2, 16
 DENSE = SequenceLayout.from_lengths([8] * 4)
@@ -45,6 +55,18 @@ CALLS = 20
 """Calls between two readings of the clock."""
 WARM_UP = 5
 """Readings before those that count."""
+
+WAITS = (
+    ("DiT", "tiny_dit", ("dense", "packed", "packed, CP 2")),
+    ("DiT-cross", "pretrain_7b", ("dense", "packed", "packed, CP 2")),
+    ("FLUX", "flux_12b", ("dense", "packed", "packed, CP 2")),
+    ("STDiT", "pretrain_stdit_xl", ("packed", "packed, CP 2")),
+    ("UNet", "tiny_ldm_unet", ("dense",)),
+)
+"""Backbone, recipe and packs of each step whose waits are counted."""
+MICRO_BATCHES = 2
+PACKED = ((1, 16, 16), (1, 8, 8), (4, 8, 8), (1, 4, 4), (1, 8, 12))
+"""Patches along t, h and w of samples of several sizes."""
 
 Call = Callable[[Tensor], Any]
 
@@ -117,16 +139,54 @@ def rows(groups: process_groups.ProcessGroups, repeats: int) -> Iterator[str]:
                 yield f"| {case.name} | {name} | {shortest:.0f} | {median(values):.0f} | {shortest / reference:.2f} |"
 
 
+def wait_job(recipe: str, packs: str, kernels: str) -> Job:
+    """Return a step of the tiny form of a recipe in bf16, with the kernels of a GPU; no two packs are equal.
+
+    Args:
+        packs: entry of `WAITS`.
+        kernels: `training.kernels`.
+    """
+    config = built(call_recipe(recipe))
+    parallel = ParallelConfig(context_parallel_size=2 if packs.endswith("CP 2") else 1)
+    model = tiny_model(config.model, parallel)
+    shapes = []
+    for i in range(MICRO_BATCHES + 1):  # one for the step that fills caches
+        grids = [(1, 16, 16 + 4 * i)] * 4 if packs == "dense" else PACKED[i:]
+        texts = range(5 + i, 5 + i + len(grids)) if model.condition("context") else ()
+        shapes.append(PackShape(tuple(grids), tuple(texts), 16, None if packs == "dense" else 2048))
+    training = TrainingConfig(precision="bf16", ema_decay=0.99, kernels=kernels)
+    arguments = model, config.objective, OptimizerConfig(), parallel, training, shapes[0]
+    world = parallel.context_parallel_size
+    return Job(*arguments, world_size=world, micro_batches=MICRO_BATCHES, in_full=True, packs=tuple(shapes))
+
+
+def wait_rows() -> Iterator[str]:
+    """Count waits and yield the rows of the table."""
+    for name, recipe, all_packs in WAITS:
+        for packs in all_packs:
+            for kernels in ("eager", "triton"):
+                counted = count_waits(wait_job(recipe, packs, kernels))
+                cells = [f"{counted.queued[phase]} / {counted.waits[phase]}" for phase in PHASES]
+                yield f"| {name} | {packs} | {kernels} | {' | '.join(cells)} |"
+
+
 @one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Time every layer and print the table."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__)
     parser.add_argument("--repeats", type=int, default=25, help="readings of each row (%(default)s)")
+    parser.add_argument("--waits", action="store_true", help="count copies and waits of a step")
     args = parser.parse_args(argv)
     if args.repeats < 1:
         raise ConfigError(f"--repeats={args.repeats} must be at least 1")
     environment.prepare()
     torch.set_num_threads(1)
+    if args.waits:
+        echo(f"| backbone | packs | kernels | {' | '.join(PHASES)} |")
+        echo(f"| --- | --- | --- |{' ---: |' * len(PHASES)}")
+        for row in wait_rows():
+            echo(row)
+        return EXIT_OK
     groups = process_groups.initialize(ParallelConfig())
     echo("| layer | kernels | us, shortest | us, median | shortest / plain block |")
     echo("| --- | --- | ---: | ---: | ---: |")

@@ -4,15 +4,16 @@ Shape suffixes: T packed tokens, S samples in the pack, C latent channels per to
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import Any, Optional
+from dataclasses import dataclass, field
+from typing import Optional
 
 import torch
 from torch import Tensor
 
 from dit.conditions import Condition, Conditions
 from dit.errors import BatchError
-from dit.layout import SequenceLayout, to_device
+from dit.layout import SequenceLayout
+from dit.pack_copy import move
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class PackedBatch:
     raw: Optional[RawSamples] = None
 
     def to(self, device: torch.device | str) -> "PackedBatch":
-        """Move every tensor to `device`; the host does not wait.
+        """Copy every tensor to `device`, with the tables that the layouts have; the host does not wait.
 
         Raises:
             BatchError: the pack is not encoded yet.
@@ -79,14 +80,7 @@ class PackedBatch:
                 f"the pack of {', '.join(self.keys[:3])}, ... contains raw pixels or captions; encode it first "
                 "(dit.encoders.online.batch_encoder)"
             )
-        parts: dict[str, Any] = {}
-        for part in fields(self):
-            value = getattr(self, part.name)
-            if isinstance(value, Tensor):
-                parts[part.name] = to_device(value, device)
-            elif isinstance(value, (Conditions, SequenceLayout)):
-                parts[part.name] = value.to(device)
-        return replace(self, **parts)
+        return move(self, torch.device(device))
 
     def validate(self, required: Sequence[Condition] = (), *, patch_volume: int = 1) -> "PackedBatch":
         """Check the batch against its layout and the conditions of a model, and return it.

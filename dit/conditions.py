@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from dit.errors import BatchError, ConfigError
-from dit.layout import SequenceLayout, to_device
+from dit.layout import SequenceLayout
+from dit.pack_copy import move
 from dit.patchify import patchify_all
 
 Axis = Literal["sample", "text", "latent"]
@@ -193,16 +194,6 @@ class Entry:
     dropped_S: Optional[Tensor] = None
     null: Optional[Tensor] = None
 
-    def to(self, device: torch.device | str) -> "Entry":
-        """Move every tensor to `device`."""
-        return Entry(
-            self.axis,
-            to_device(self.values, device),
-            None if self.layout is None else self.layout.to(device),
-            None if self.dropped_S is None else to_device(self.dropped_S, device),
-            None if self.null is None else to_device(self.null, device),
-        )
-
     def select(self, indices_T: Tensor) -> "Entry":
         """Select tokens of the latent axis; entries along other axes are returned unchanged."""
         return replace(self, values=self.values[indices_T]) if self.axis == "latent" else self
@@ -294,8 +285,8 @@ class Conditions(Mapping[str, Entry]):
         return self | {name: replace(self[name], null=null) for name, null in nulls.items() if name in self}
 
     def to(self, device: torch.device | str) -> "Conditions":
-        """Move every tensor to `device`."""
-        return Conditions({name: entry.to(device) for name, entry in self.items()})
+        """Copy every tensor to `device`; the host does not wait."""
+        return move(self, torch.device(device))
 
     def select(self, indices_T: Tensor) -> "Conditions":
         """Select the local tokens of a context-parallel rank on the latent axis."""

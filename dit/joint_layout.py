@@ -4,12 +4,11 @@ Shape suffixes: K text tokens, T image tokens, J = K + T tokens of the joint pac
 """
 
 from dataclasses import dataclass, field
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from dit.layout import SequenceLayout
+from dit.layout import SequenceLayout, to_device
 
 
 @dataclass(unsafe_hash=True, kw_only=True)
@@ -67,17 +66,13 @@ def joint_layout(text: SequenceLayout, image: SequenceLayout) -> JointLayout:
         text: all texts of the pack.
         image: all images, or the local part of a context-parallel rank.
     """
-    if image.local_indices is None:
-        local = image
-    else:
-        assert image.local is not None, "sharded image tokens need a local layout"
-        local = image.local
+    return text.table(_joint_layout, image)
+
+
+def _joint_layout(text: SequenceLayout, image: SequenceLayout) -> JointLayout:
+    local = image if image.local_indices is None else image.local
+    assert local is not None, "sharded image tokens need a local layout"
     full = SequenceLayout(image.lengths, image.padded_lengths, image.total_tokens, image.device)
-    return _joint_layout(text, full, local)
-
-
-@lru_cache(maxsize=16)
-def _joint_layout(text: SequenceLayout, image: SequenceLayout, local: SequenceLayout) -> JointLayout:
     keys = []
     for part, layout in enumerate((text, local)):
         on_host = SequenceLayout(layout.lengths, layout.padded_lengths, layout.total_tokens)
@@ -89,8 +84,8 @@ def _joint_layout(text: SequenceLayout, image: SequenceLayout, local: SequenceLa
         text.total_tokens + local.total_tokens,
         local.device,
         text=text,
-        image=image,
+        image=full,
         local_image=local,
-        order_J=order_J.to(local.device),
-        inverse_J=order_J.argsort().to(local.device),
+        order_J=to_device(order_J, local.device),
+        inverse_J=to_device(order_J.argsort(), local.device),
     )

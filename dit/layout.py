@@ -7,11 +7,11 @@ their indices. T counts tokens; frames are `T` only in the shape `[C, T, H, W]` 
 Shape suffixes: T local tokens of the pack, S samples in the pack, R real tokens of the pack, D any width.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Literal, Optional
+from typing import Any, Literal, Optional, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,13 +25,31 @@ LONG = 128
 """From this average sample length, `sum_tokens` makes one vectorised sum per sample; below it, one call for all."""
 
 
+TABLES = frozenset(
+    (
+        "lengths_S",
+        "cu_seqlens",
+        "cu_seqlens_padded",
+        "segment_ids_T",
+        "token_index_T",
+        "valid_T",
+        "real_tokens",
+        "tokens_by_sample",
+    )
+)
+"""Properties of a layout that are computed once and are tensors."""
+Table = TypeVar("Table")
+UNPINNED = ("cpu", "meta")
+"""Devices to which copies need no page-locked memory."""
+
+
 def to_device(values: Tensor, device: torch.device | str) -> Tensor:
     """Copy a tensor to `device`; the host does not wait.
 
     A copy from ordinary memory to a GPU waits for all earlier work of the device. A copy from page-locked memory is
     queued after it.
     """
-    if values.device.type == "cpu" and torch.device(device).type not in ("cpu", "meta"):
+    if values.device.type == "cpu" and torch.device(device).type not in UNPINNED:
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)
 
@@ -219,9 +237,27 @@ class SequenceLayout:
         return to_device(torch.arange(self.valid_tokens) + shift_R, self.device)
 
     @cached_property
-    def tables(self) -> dict[Hashable, object]:
-        """Cache of values that kernels compute from this layout, shared by all layers."""
+    def tables(self) -> dict[tuple[Hashable, ...], tuple[tuple[Any, ...], Any]]:
+        """Results of `table`, with the other arguments of each."""
         return {}
+
+    def table(self, make: Callable[..., Table], *others: Hashable) -> Table:
+        """Return `make(self, *others)`, computed once for all layers.
+
+        Args:
+            make: function of a module that computes tensors or a layout from lengths.
+            others: layouts of the same samples, or numbers that are the same for all packs.
+        """
+        key = make, *(other.sizes if isinstance(other, SequenceLayout) else other for other in others)
+        if key not in self.tables:
+            self.tables[key] = others, make(self, *others)
+        result: Table = self.tables[key][1]
+        return result
+
+    @property
+    def sizes(self) -> tuple[Hashable, ...]:
+        """All lengths, and whether this is the layout of local tokens."""
+        return self.lengths, self.padded_lengths, self.total_tokens, self.local_indices is None
 
     @cached_property
     def token_index_T(self) -> Tensor:
@@ -368,16 +404,6 @@ class SequenceLayout:
         """Return numbers as a tensor on the device of the layout; the host does not wait."""
         return to_device(torch.tensor(values, dtype=dtype), self.device)
 
-    def to(self, device: torch.device | str) -> "SequenceLayout":
-        """Move the index tensors to `device`."""
-        indices = None if self.local_indices is None else to_device(self.local_indices, device)
-        parent = None if self.parent is None else self.parent.to(device)
-        local = None if self.local is None else self.local.to(device)
-        levels = None if self.levels is None else self.levels.to(device)
-        return replace(
-            self, device=torch.device(device), local_indices=indices, parent=parent, local=local, levels=levels
-        )
-
 
 @dataclass(unsafe_hash=True)
 class Levels:
@@ -408,10 +434,6 @@ class Levels:
     def clean_L(self) -> Tensor:
         """True for clean segments."""
         return self.numbers_L == CLEAN
-
-    def to(self, device: torch.device | str) -> "Levels":
-        """Move the index tensors to `device`."""
-        return replace(self, layout=self.layout.to(device))
 
     def followed_by(self, other: "Levels") -> "Levels":
         """Return the levels of two packs concatenated."""

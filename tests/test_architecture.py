@@ -38,9 +38,10 @@ MAY_IMPORT = {
     "dit.layout": {"dit.errors"},
     "dit.joint_layout": {"dit.layout"},
     "dit.levels": {"dit.errors", "dit.layout", "dit.patchify"},
-    "dit.conditions": {"dit.errors", "dit.patchify", "dit.layout"},
+    "dit.pack_copy": {"dit.layout"},
+    "dit.conditions": {"dit.errors", "dit.patchify", "dit.layout", "dit.pack_copy"},
     "dit.condition_table": {"dit.errors", "dit.conditions"},
-    "dit.batch": {"dit.errors", "dit.patchify", "dit.layout", "dit.conditions"},
+    "dit.batch": {"dit.errors", "dit.patchify", "dit.layout", "dit.pack_copy", "dit.conditions"},
     "dit.data_api": {"dit.errors", "dit.batch", "dit.conditions"},
     "dit.objectives": {
         *("dit.errors", "dit.ranges", "dit.philox", "dit.layout", "dit.batch", "dit.patchify", "dit.resize"),
@@ -76,7 +77,7 @@ MAY_IMPORT = {
     },
     "dit.tracing": {
         *("dit.errors", "dit.patches", "dit.philox", "dit.layout", "dit.batch", "dit.conditions", "dit.data_api"),
-        *("dit.patchify", "dit.backends", "dit.layers", "dit.models", "dit.parallel"),
+        *("dit.patchify", "dit.pack_copy", "dit.backends", "dit.layers", "dit.models", "dit.parallel"),
     },
     "dit.optimizer": {
         "dit.errors",
@@ -130,7 +131,7 @@ MAY_IMPORT = {
     "dit.step": {
         *("dit.settings", "dit.batch", "dit.layout", "dit.condition_table", "dit.patchify", "dit.data_api"),
         *("dit.objectives", "dit.kernels", "dit.backends", "dit.models", "dit.parallel", "dit.optimizer"),
-        "dit.monitoring",
+        *("dit.monitoring", "dit.pack_copy"),
     },
     "dit.step_checks": {
         *("dit.errors", "dit.settings", "dit.durable_files", "dit.safe_files", "dit.layout", "dit.batch"),

@@ -12,6 +12,9 @@ from torch.cuda import nccl
 ACCELERATOR = torch.device("cuda")
 """The device that the planner assumes, even on machines without it."""
 
+SUBSTITUTE = torch.device("cpu")
+"""Device of a process without CUDA; counters of waits replace it by the meta device."""
+
 PEAK_FLOPS = {
     "H100 PCIE": 756e12,
     "H100 NVL": 835e12,
@@ -37,7 +40,7 @@ def use_cuda() -> bool:
 def local_device() -> torch.device:
     """Return the device of this process, one GPU per local rank."""
     if not use_cuda():
-        return torch.device("cpu")
+        return SUBSTITUTE
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
 
 

@@ -15,6 +15,7 @@ import torch
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.device_mesh import DeviceMesh
 
+from dit.backends import device
 from dit.patches import patches
 
 _FACTORIES = ("empty", "zeros", "ones", "full", "tensor", "arange", "rand", "randn", "empty_strided", "as_tensor")
@@ -96,7 +97,7 @@ def _factory_on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch
     @functools.wraps(factory)
     def make(*args: object, **kwargs: object) -> torch.Tensor:
         if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = "cpu"
+            kwargs["device"] = device.SUBSTITUTE
         if kwargs.get("pin_memory"):
             kwargs["pin_memory"] = False
         return factory(*args, **kwargs)
@@ -199,13 +200,13 @@ def _redirect_tensors() -> None:
     ) -> torch.Tensor | str:
         if dtype is not None:
             return tensor_type(self, dtype, non_blocking)
-        return tensor_type(self).replace("torch.", "torch.cuda.", 1)
+        return f"torch.cuda.{str(tensor_type(self)).rpartition('.')[2]}"
 
     def to_cpu(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
         if args and _is_cuda(args[0]):
-            args = ("cpu", *args[1:])
+            args = (device.SUBSTITUTE, *args[1:])
         if _is_cuda(kwargs.get("device")):
-            kwargs["device"] = "cpu"
+            kwargs["device"] = device.SUBSTITUTE
         return tensor_to(self, *args, **kwargs)
 
     def itself(self: object, *_: object, **__: object) -> object:

@@ -167,16 +167,15 @@ def _segments_with_padding(layout_q: SequenceLayout, layout_k: SequenceLayout) -
     """
     if all(layout.valid_tokens == layout.total_tokens for layout in (layout_q, layout_k)):
         return layout_q.cu_seqlens, layout_k.cu_seqlens, layout_q.max_seqlen, layout_k.max_seqlen
-    key = "segments", layout_k.lengths, layout_k.padded_lengths, layout_k.total_tokens
-    segments = layout_q.tables.get(key)
-    if segments is None:
-        lengths: tuple[list[int], list[int]] = [], []
-        for i, layout in enumerate((layout_q, layout_k)):
-            ends = (*layout.starts[1:], layout.total_tokens)
-            for start, length, end in zip(layout.starts, layout.lengths, ends):
-                padding = end - start - length
-                lengths[i].extend([length, 0, padding] if i else [length, padding, 0])
-        cumulative = [layout_q.tensor((0, *accumulate(x)), torch.int32) for x in lengths]
-        segments = layout_q.tables[key] = *cumulative, max(lengths[0]), max(lengths[1])
-    assert isinstance(segments, tuple)
-    return segments
+    return layout_q.table(_padded_segments, layout_k)
+
+
+def _padded_segments(layout_q: SequenceLayout, layout_k: SequenceLayout) -> tuple[Tensor, Tensor, int, int]:
+    lengths: tuple[list[int], list[int]] = [], []
+    for i, layout in enumerate((layout_q, layout_k)):
+        ends = (*layout.starts[1:], layout.total_tokens)
+        for start, length, end in zip(layout.starts, layout.lengths, ends):
+            padding = end - start - length
+            lengths[i].extend([length, 0, padding] if i else [length, padding, 0])
+    cu_q, cu_k = (layout_q.tensor((0, *accumulate(x)), torch.int32) for x in lengths)
+    return cu_q, cu_k, max(lengths[0]), max(lengths[1])

@@ -81,12 +81,7 @@ class Groups:
 
 def grouped(layout_q: SequenceLayout, layout_k: SequenceLayout) -> Groups:
     """Return the groups of a pack, computed once for all layers; at least one segment has queries and keys."""
-    key = "groups", layout_k.lengths, layout_k.padded_lengths, layout_k.total_tokens
-    groups = layout_q.tables.get(key)
-    if groups is None:
-        groups = layout_q.tables[key] = _grouped(layout_q, layout_k)
-    assert isinstance(groups, Groups)
-    return groups
+    return layout_q.table(_grouped, layout_k)
 
 
 def _grouped(layout_q: SequenceLayout, layout_k: SequenceLayout) -> Groups:

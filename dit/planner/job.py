@@ -19,7 +19,8 @@ class Job:
 
     Attributes:
         world_size, rank: size of the job, and rank to trace.
-        pack: shape of every micro-batch.
+        pack: shape of every micro-batch, if `packs` is empty.
+        packs: shapes of the micro-batches in turn.
         micro_batches: number of micro-batches of the step.
         stages: model chunks of this rank; None for those of its layout.
         kernels: device whose attention kernels are assumed: flash attention in half precision on an accelerator.
@@ -41,6 +42,7 @@ class Job:
     kernels: torch.device = ACCELERATOR
     in_full: bool = False
     fills_caches: bool = True
+    packs: tuple[PackShape, ...] = ()
 
 
 @dataclass(frozen=True)

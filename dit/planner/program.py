@@ -8,6 +8,7 @@ from typing import Any, Optional
 import torch
 from torch import nn
 
+from dit.backends.device import local_device
 from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
@@ -20,6 +21,7 @@ from dit.parallel.build import TracedBuild, build_model, build_optimizer, wrap
 from dit.parallel.implementations import target_of
 from dit.parallel.loss_scale import LossScale, loss_scale_of
 from dit.planner.job import Job, steady_state
+from dit.step.device_batches import PackCopy
 from dit.step.forward_step import ForwardStep, noise_kernel, training_forward_step
 from dit.step.train_step import Compute, Logs, Part, StepFunctions, StepObserver, train_step
 from dit.tracing.counter import PHASES, STATE, StepCounter, StepTrace, combined
@@ -57,6 +59,7 @@ class Phases(StepObserver):
 
     def enter(self, part: Part) -> None:
         counter = self.counter
+        counter.enter(part)
         if part == "loss":
             counter.phase(PHASES[1])
         elif part == "gradient norm":
@@ -97,6 +100,8 @@ class Program:
 
     def __init__(self, job: Job, groups: ProcessGroups, counter: StepCounter) -> None:
         self.job, self.groups, self.counter = job, groups, counter
+        self._copy = PackCopy(local_device())
+        self._packs = itertools.cycle(job.packs or [job.pack])
 
     def run(self) -> StepTrace:
         """Build the model, its optimizer and the optimizer's state, and trace a step."""
@@ -194,8 +199,10 @@ class Program:
         return phases.marks
 
     def _batch(self) -> PackedBatch:
-        """Return a micro-batch with this rank's tokens."""
-        job, model = self.job, self.job.model
-        batch = batch_of(model, job.pack)
-        cp = self.groups.cp
-        return shard(batch, cp.rank(), cp.size(), job.parallel.context_split)
+        """Return a micro-batch with this rank's tokens on the device."""
+        job, cp, counter = self.job, self.groups.cp, self.counter
+        counter.enter("load")
+        batch = shard(batch_of(job.model, next(self._packs)), cp.rank(), cp.size(), job.parallel.context_split)
+        batch = self._copy(batch)
+        counter.enter("forward and backward")
+        return batch

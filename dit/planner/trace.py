@@ -25,8 +25,8 @@ import gc
 import multiprocessing
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any, Optional
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Optional, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,10 @@ from dit.planner.job import Job
 from dit.tracing.counter import StepCounter, StepTrace
 from dit.tracing.numbers import numbers_without_values
 from dit.tracing.routing import experts_evenly_full
+from dit.tracing.waits import WaitCounter, Waits, meta_device
 from dit.tracing.world import fake_world
+
+Result = TypeVar("Result")
 
 
 class Tracer:
@@ -73,20 +76,30 @@ class Tracer:
             ConfigError: a job's settings are inconsistent.
             RuntimeError: the process ended without a result.
         """
-        self._pipe.send(list(jobs))
+        return self.run(trace_here, jobs)
+
+    def run(self, function: Callable[[Job], Result], jobs: Sequence[Job]) -> list[Result]:
+        """Return the results of a function of this module for each job, computed in the process."""
+        self._pipe.send((function, list(jobs)))
         try:
             result = self._pipe.recv()
         except EOFError:
             result = RuntimeError("the process that traces a step ended early; see its output above")
         if isinstance(result, Exception):
             raise result
-        return result
+        return cast("list[Result]", result)
 
 
 def trace(jobs: Sequence[Job]) -> list[StepTrace]:
     """Trace steps in a new process, see `Tracer`."""
     with Tracer() as tracer:
         return tracer(jobs)
+
+
+def count_waits(job: Job) -> Waits:
+    """Count copies and waits of a job's step in a new process, in which no table of a pack is cached."""
+    with Tracer() as tracer:
+        return tracer.run(count_waits_here, [job])[0]
 
 
 def _trace_process(pipe: Any, inherited: Any) -> None:
@@ -102,16 +115,16 @@ def _trace_process(pipe: Any, inherited: Any) -> None:
     sys.modules.setdefault("wandb", None)  # type: ignore[arg-type]  # Megatron-Core imports it, which takes two seconds
     while True:
         try:
-            jobs = pipe.recv()
+            function, jobs = pipe.recv()
         except EOFError:
             return
         try:
-            traces = []
+            results = []
             for job in jobs:
                 gc.collect()
                 gc.freeze()  # a trace collects garbage, which must not scan modules and cached results
-                traces.append(trace_here(job))
-            pipe.send(traces)
+                results.append(function(job))
+            pipe.send(results)
         except Exception as error:
             try:
                 pipe.send(error)
@@ -134,6 +147,21 @@ def trace_here(job: Job) -> StepTrace:
                 return Program(job, groups, counter).run()
         finally:
             process_groups.release()
+
+
+def count_waits_here(job: Job) -> Waits:
+    """Count copies and waits of a job's step in this process; see `trace_here`."""
+    from dit.backends import process_groups
+    from dit.planner.program import Program
+
+    with fake_world(job.rank, job.world_size), experts_evenly_full():
+        groups, counter = process_groups.initialize(job.parallel), WaitCounter()
+        try:
+            with meta_device(counter):
+                Program(job, groups, counter).run()
+        finally:
+            process_groups.release()
+    return counter.result
 
 
 @functools.cache

@@ -1,17 +1,20 @@
 """Micro-batches on the device: checked against the model, copied, counted in samples, tokens and FLOPs."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Optional
 
 import torch
 
+from dit import layout
 from dit.batch import PackedBatch
 from dit.condition_table import DEFAULT_FPS, FPS
 from dit.data_api import BatchSpec
+from dit.layout import SequenceLayout
 from dit.monitoring.heartbeat import Phase
+from dit.pack_copy import compute_tables
 from dit.patchify import Grid
 from dit.step.balance import Packs
 
@@ -33,6 +36,35 @@ class Consumed:
     flops: list[int] = field(default_factory=list)
     waited_s: float = 0.0
     keys: list[str] = field(default_factory=list)
+
+
+class PackCopy:
+    """Copies the packs of a run to the device, one after another.
+
+    Args:
+        device: target device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._previous: dict[Hashable, SequenceLayout] = {}
+
+    def __call__(self, batch: PackedBatch) -> PackedBatch:
+        """Return a pack on the device; the host does not wait."""
+        if self._device.type in layout.UNPINNED:
+            return batch.to(self._device)
+        compute_tables(_layouts(batch), self._previous)
+        moved = batch.to(self._device)
+        self._previous = _layouts(moved)
+        return moved
+
+
+def _layouts(batch: PackedBatch) -> dict[Hashable, SequenceLayout]:
+    """Return the layouts of the latents, of the local latents as a separate pack, of noise levels and of texts."""
+    levels = batch.layout.levels
+    by_name = {"latents": batch.layout, "local latents": batch.layout.local, "levels": levels and levels.layout}
+    by_name |= {f"text {name}": entry.layout for name, entry in batch.conditions.items()}
+    return {name: part for name, part in by_name.items() if part is not None}
 
 
 class DeviceBatches(Iterator[PackedBatch]):
@@ -68,7 +100,7 @@ class DeviceBatches(Iterator[PackedBatch]):
     ) -> None:
         self._phase = phase or Phase()
         self._peeked: Optional[PackedBatch] = None
-        self._shard, self._encode = shard, encode
+        self._shard, self._encode, self._copy = shard, encode, PackCopy(device)
         self._stream, self.device, self._spec, self._flops = stream, device, spec, flops
         self.consumed = Consumed()
         self.largest_grid: Optional[Grid] = None
@@ -110,7 +142,7 @@ class DeviceBatches(Iterator[PackedBatch]):
                 self.largest_grid, self.fps = grid, fps
         local = self._shard(batch)
         self.step_batches.append(local)
-        return local.to(self.device)
+        return self._copy(local)
 
     def latent_size(self, spec: BatchSpec) -> tuple[int, int, int]:
         """Return (T, H, W) of the largest latent so far."""

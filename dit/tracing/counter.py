@@ -173,6 +173,9 @@ class StepCounter(TorchDispatchMode):
         gc.collect()  # wrapped models have many reference cycles
         self.trace = StepTrace()
 
+    def enter(self, part: str) -> None:
+        """Start a part of the step; only counters of waits distinguish parts."""
+
     def phase(self, name: str) -> None:
         """End a phase of the step and record its peak."""
         self.trace.peak_bytes[name] = self.peak

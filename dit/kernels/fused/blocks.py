@@ -70,13 +70,18 @@ def blocks_of(layout: SequenceLayout, rows: int) -> Blocks:
     """Return the blocks of a layout's local tokens, computed once per layout.
 
     Args:
-        rows: largest number of rows of a block.
+        rows: largest number of rows of a block, the same for all packs.
     """
-    blocks = layout.tables.get(rows)
-    if blocks is None:
-        blocks = layout.tables[rows] = _blocks(layout, rows)
-    assert isinstance(blocks, Blocks)
-    return blocks
+    return layout.table(_blocks, rows)
+
+
+def blocks_with_sums(layout: SequenceLayout) -> Blocks:
+    """Return blocks of `rows_of_blocks` rows; the forward pass calls this, so that the backward pass builds nothing."""
+    return layout.table(_blocks_with_sums)
+
+
+def _blocks_with_sums(layout: SequenceLayout) -> Blocks:
+    return _blocks(layout, rows_of_blocks(layout.num_local_tokens))
 
 
 def _blocks(layout: SequenceLayout, rows: int) -> Blocks:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dit.kernels.fused import ops
-from dit.kernels.fused.blocks import FORWARD_ROWS, blocks_of, rows_of_blocks
+from dit.kernels.fused.blocks import FORWARD_ROWS, blocks_of, blocks_with_sums
 from dit.kernels.modulation import NormModulation
 from dit.kernels.recompute import recomputes
 from dit.layout import SequenceLayout
@@ -46,7 +46,8 @@ class _ResidualNorm(torch.autograd.Function):
         arguments = y, gate, bias, shift, scale, weight, blocks.table, blocks.offsets, eps, rms
         out, normed, mean, rstd = ops.residual_norm(x, *arguments)
         out = x if y is None else out
-        ctx.layout, ctx.residual, ctx.dtype = layout, y is not None, x.dtype
+        ctx.residual, ctx.dtype = y is not None, x.dtype
+        ctx.blocks = blocks_with_sums(layout) if any(ctx.needs_input_grad) else None
         for_gate = None if gate is None else y
         ctx.save_for_backward(
             *(None if scale is None else out, for_gate, gate, bias, scale, weight),
@@ -64,8 +65,7 @@ class _ResidualNorm(torch.autograd.Function):
         modulation = gate, bias, scale, weight
         if all(value is None for value in modulation):
             return grad_out, grad_out, *[None] * 8
-        blocks = blocks_of(ctx.layout, rows_of_blocks(ctx.layout.num_local_tokens))
-        table = blocks.table, blocks.offsets
+        table = ctx.blocks.table, ctx.blocks.offsets
         grad_x, grad_y, sums = ops.residual_norm_backward(grad_normed, grad_out, x, y, *modulation, mean, rstd, *table)
         grads = ops.segment_sums(sums, *modulation, *table, ctx.dtype)
         grad_shift, grad_scale, grad_gate, grad_bias, grad_weight = (

@@ -1,6 +1,6 @@
 """What a step asks of torch, and where its host waits: bounds on counts, which no noise of the machine can move."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -10,20 +10,18 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.host import wait_job
 from benchmarks.step import build_parser, config_of
 from dit import philox
 from dit.backends import device
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
+from dit.layout import to_device
 from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
-from dit.objectives.flow_matching import FlowMatching
-from dit.parallel.dims import ParallelConfig
-from dit.planner.job import Job
-from dit.planner.trace import trace
-from dit.settings import OptimizerConfig, TrainingConfig
-from dit.tracing.packs import PackShape
+from dit.planner.trace import count_waits
+from dit.tracing.waits import WaitCounter, meta_device
 from dit.training import pretrain
 from dit.training.pretrain import Run
 from energon_data.mock import MockData
@@ -157,24 +155,52 @@ def test_a_request_to_stop_ends_the_run_after_its_step(tmp_path, one_rank_world:
     assert record.step == 2
 
 
-GRIDS = {"dense": ((1, 16, 16),) * 4, "ragged": ((1, 16, 16), (1, 8, 12), (4, 6, 6), (1, 2, 4))}
+@pytest.mark.parametrize(
+    ("recipe", "packs", "kernels"),
+    [
+        ("tiny_dit", "packed", "triton"),
+        ("pretrain_7b", "packed, CP 2", "eager"),
+        ("flux_12b", "packed", "eager"),
+        ("pretrain_stdit_xl", "packed, CP 2", "eager"),
+        ("tiny_ldm_unet", "dense", "eager"),
+    ],
+)
+def test_a_step_of_a_gpu_waits_once(recipe: str, packs: str, kernels: str):
+    """In bf16 with the kernels of a GPU: one wait per step, none per micro-batch, and tables are not built backward."""
+    counted = count_waits(wait_job(recipe, packs, kernels))
+    assert counted.waits == {"reduction": WAITS_PER_STEP}, counted.lines
+    assert counted.queued["load"] > 0
+    assert counted.queued["backward"] == 0
 
 
-@pytest.mark.parametrize("kind", ["dit", "dit_cross"])
-def test_a_step_of_a_gpu_waits_once(kind: str):
-    """The step in bf16 with the attention and the packs of a GPU, on tensors without values: a read of one is seen."""
-    texts = (7, 30, 77, 12) if kind == "dit_cross" else ()
-    jobs = [
-        Job(
-            model(kind, layers),
-            FlowMatching(),
-            OptimizerConfig(),
-            ParallelConfig(),
-            TrainingConfig(precision="bf16", ema_decay=0.99),
-            PackShape(grids, texts, multiple_of=16, total_tokens=1536 if padded else None),
-        )
-        for layers in (2, 5)
-        for grids in GRIDS.values()
-        for padded in (False, True)
-    ]
-    assert [step.host_syncs for step in trace(jobs)] == [WAITS_PER_STEP] * len(jobs)
+def test_every_copy_and_wait_of_the_host_is_counted():
+    """Each line is one that a change of the program could add to a step."""
+    counter, host = WaitCounter(), torch.ones(3)
+    weight, numbers = torch.ones(3, device="meta", requires_grad=True), list[float]()
+
+    def difference(change: Callable[[], object]) -> tuple[int, int]:
+        queued, waits = counter.result.queued.total(), counter.result.waits.total()
+        change()
+        return counter.result.queued.total() - queued, counter.result.waits.total() - waits
+
+    with meta_device(counter):
+        values = torch.ones(3, device="meta")
+        assert difference(lambda: values * 2 + values.sum()) == (0, 0)
+        assert difference(lambda: to_device(host, values.device)) == (1, 0)
+        assert difference(lambda: host.to(values.device)) == (0, 1)
+        assert difference(lambda: host.to(values.device, non_blocking=True)) == (0, 1)  # not page-locked
+        assert difference(lambda: values.copy_(host)) == (0, 1)
+        assert difference(lambda: torch.tensor([1.0], device=values.device)) == (0, 1)
+        assert difference(values.cpu) == (0, 1)
+        assert difference(lambda: host.clone().copy_(values)) == (0, 1)
+        assert difference(lambda: float(values[0])) == (0, 1)
+        assert difference(values.tolist) == (0, 1)
+        reads = [device.begin_copy_to_host(values) for _ in range(2)]
+        assert difference(reads[1]) == (0, 1)
+        assert difference(reads[0]) == (0, 0)  # finished earlier
+        (weight * values).sum().backward()
+        assert counter.result.waits["backward"] == 0
+        weight.register_hook(lambda grad: numbers.append(float(grad[0])))
+        (weight * values).sum().backward()
+    assert counter.result.waits["backward"] == 1
+    assert any(line.startswith("backward: tests/unit/step/test_calls.py:") for line in counter.result.lines)

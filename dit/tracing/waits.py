@@ -1,0 +1,183 @@
+"""Copies between host and device, and waits of the host, in a training step; counted on the meta device.
+
+The program runs unchanged as one rank whose device is `meta`. Its tensors have shapes but no values, and differ from
+tensors of the host, so each copy between host and device is an operation:
+
+    host                                  device
+    page-locked tensor      ----------->  queued: the host continues
+    other tensor            ----------->  a wait: the host continues when the device has finished all earlier work
+    `begin_copy_to_host`    <-----------  queued; reading it is a wait, unless the host has waited since
+    `item`, `tolist`, `to`  <-----------  a wait
+
+Other operations that wait (`nonzero`, selection by a mask) have no form for the meta device, so they raise an error.
+"""
+
+import contextlib
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dit import layout, pack_copy
+from dit.backends import device, megatron_cpu
+from dit.patches import patches
+from dit.tracing.counter import ANSWER, NUMBER, StepCounter
+
+META = torch.device("meta")
+PHASES = ("load", "forward", "backward", "reduction", "update")
+PHASE_OF_PART = {
+    "load": "load",
+    "forward and backward": "forward",
+    "loss": "reduction",
+    "gradient norm": "reduction",
+    "update": "update",
+    "end": "update",
+}
+"""Phase of each part of a step. Backward passes run inside the second part, in the autograd engine."""
+ROOT = Path(__file__).parents[2]
+NO_CAUSE = {Path(__file__), Path(megatron_cpu.__file__)}
+"""Files that only forward the calls of others."""
+
+
+@dataclass
+class Waits:
+    """Copies and waits of one rank in one step.
+
+    Attributes:
+        queued: number of copies between host and device for which the host does not wait, by phase (`PHASES`).
+        waits: number of waits, by phase.
+        lines: phase and line of the program of each wait, with the number of waits.
+    """
+
+    queued: Counter[str] = field(default_factory=Counter)
+    waits: Counter[str] = field(default_factory=Counter)
+    lines: Counter[str] = field(default_factory=Counter)
+
+
+class WaitCounter(StepCounter):
+    """Counts copies and waits in the context of `meta_device`.
+
+    Attributes:
+        result: counts since `begin`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.result = Waits()
+        self._phase = "load"
+        self._pinned: set[int] = set()
+        self._copies = self._finished = 0  # copies to the host; those that had finished at the last wait
+
+    def begin(self) -> None:
+        super().begin()
+        self.result = Waits()
+
+    def enter(self, part: str) -> None:
+        self._phase = PHASE_OF_PART[part]
+
+    def pin(self, values: Tensor) -> Tensor:
+        """Replace `Tensor.pin_memory`: return a copy that counts as page-locked."""
+        pinned = values.clone()
+        self._pinned.add(pinned.untyped_storage()._cdata)
+        return pinned
+
+    def filling(self, factory: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """Wrap a factory that copies numbers from the host; dispatch modes do not see this copy."""
+
+        def create(*args: Any, **kwargs: Any) -> Tensor:
+            tensor = factory(*args, **kwargs)
+            if tensor.is_meta:
+                self._wait(self._copies)
+            return tensor
+
+        return create
+
+    def begin_copy_to_host(self, values: Tensor) -> Callable[[], list[float]]:
+        """Replace `dit.backends.device.begin_copy_to_host`."""
+        self.result.queued[self._now()] += 1
+        self._copies += 1
+        copy, answers = self._copies, [float(ANSWER)] * values.numel()
+
+        def read() -> list[float]:
+            if copy > self._finished:
+                self._wait(copy)
+            return answers
+
+        return read
+
+    def _now(self) -> str:
+        in_backward = torch._C._current_graph_task_id() != -1
+        return "backward" if in_backward else self._phase
+
+    def _wait(self, copy: int) -> None:
+        """Count a wait, after which the copies up to number `copy` have finished."""
+        self._finished, phase = copy, self._now()
+        stack = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_stack()]
+        path, line = next((p, n) for p, n in reversed(stack) if ROOT in p.parents and p not in NO_CAUSE)
+        self.result.waits[phase] += 1
+        self.result.lines[f"{phase}: {path.relative_to(ROOT)}:{line}"] += 1
+
+    def _copy_to_device(self, source: Tensor, *, non_blocking: bool) -> None:
+        if non_blocking and source.untyped_storage()._cdata in self._pinned:
+            self.result.queued[self._now()] += 1
+        else:
+            self._wait(self._copies)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func.__name__.split(".")[0]
+        if func.namespace == "c10d":
+            return self._communicate(func, args, kwargs, fake=True)
+        if func is NUMBER and args[0].is_meta:
+            self._wait(self._copies)
+            return ANSWER if not args[0].is_floating_point() else float(ANSWER)
+        if name == "_to_copy":
+            source, target = args[0], torch.device(kwargs.get("device") or args[0].device)
+            if source.is_meta and target.type == "cpu":
+                self._wait(self._copies)
+                return torch.full(source.shape, ANSWER, dtype=kwargs.get("dtype") or source.dtype)
+            if source.device.type == "cpu" and target.type == "meta":
+                self._copy_to_device(source, non_blocking=bool(kwargs.get("non_blocking")))
+        if name == "copy_" and args[0].is_meta != args[1].is_meta:
+            if args[1].is_meta:
+                self._wait(self._copies)
+                return args[0].fill_(ANSWER)
+            self._copy_to_device(args[1], non_blocking=len(args) > 2 and args[2])
+        if name.startswith("_fused_adam"):
+            return None  # updates in place, and is not implemented for the meta device
+        return func(*args, **kwargs)
+
+
+@patches(
+    "torch 2.11-2.14",
+    "torch/optim/optimizer.py: _get_fused_kernels_supported_devices; torch: tensor, distributed.batch_isend_irecv",
+    why="the meta device represents a GPU, on which AdamW is fused, no process group has it, and copies are counted",
+)
+@contextlib.contextmanager
+def meta_device(counter: WaitCounter) -> Iterator[None]:
+    """Make `meta` the device of this process, which does not use CUDA, and count copies and waits."""
+    from torch.optim import optimizer
+
+    with contextlib.ExitStack() as stack:
+
+        def patch(owner: Any, name: str, value: Any) -> None:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+
+        fused = optimizer._get_fused_kernels_supported_devices
+        patch(optimizer, "_get_fused_kernels_supported_devices", lambda: [*fused(), "meta"])
+        patch(dist, "batch_isend_irecv", lambda _: [])
+        patch(device, "SUBSTITUTE", META)
+        patch(layout, "UNPINNED", ("cpu",))
+        patch(pack_copy, "page_locked", lambda nbytes: counter.pin(torch.empty(nbytes, dtype=torch.uint8)))
+        patch(device, "begin_copy_to_host", counter.begin_copy_to_host)
+        patch(Tensor, "pin_memory", lambda values, *_: counter.pin(values))
+        for owner, name in ((torch, "tensor"), (Tensor, "new_tensor")):
+            patch(owner, name, counter.filling(getattr(owner, name)))
+        with counter:
+            yield

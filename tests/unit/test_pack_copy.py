@@ -1,0 +1,112 @@
+"""One buffer per pack: the same tensors and tables as one copy each, and no table is missing in the second pack."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from dit import layout as layouts
+from dit import pack_copy
+from dit.batch import PackedBatch
+from dit.conditions import Conditions, per_text_token
+from dit.context_parallel.shard_batch import shard
+from dit.joint_layout import joint_layout
+from dit.kernels.attention import _segments_with_padding
+from dit.kernels.fused.blocks import blocks_of, blocks_with_sums
+from dit.layout import TABLES, SequenceLayout
+from dit.pack_copy import ALIGNMENT, copy_together
+from dit.patchify import grid_positions
+from dit.step.device_batches import PackCopy
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _as_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Use the buffer also for copies to host memory, so that values can be compared."""
+    monkeypatch.setattr(layouts, "UNPINNED", ())
+    monkeypatch.setattr(pack_copy, "page_locked", lambda nbytes: torch.empty(nbytes, dtype=torch.uint8))
+    monkeypatch.setattr(Tensor, "pin_memory", lambda values: values)
+
+
+def pack(grids: list[tuple[int, int, int]], text_lengths: list[int]) -> PackedBatch:
+    """Return a pack with padding after each sample, after the last one, and texts."""
+    layout = SequenceLayout.from_lengths([t * h * w for t, h, w in grids], multiple_of=4, total_tokens=64)
+    positions_T3 = torch.zeros(64, 3, dtype=torch.int64)
+    for start, length, grid in zip(layout.starts, layout.lengths, grids):
+        positions_T3[start : start + length] = grid_positions(grid)
+    texts = SequenceLayout.from_lengths(text_lengths)
+    context_KD = torch.randn(texts.total_tokens, 3).bfloat16()
+    return PackedBatch(
+        latents_TC=torch.randn(64, 5),
+        positions_T3=positions_T3,
+        layout=layout,
+        sample_ids_S=torch.arange(len(grids)) + 7,
+        grids=tuple(grids),
+        keys=tuple(map(str, grids)),
+        conditions=Conditions(context=per_text_token(context_KD, texts, torch.ones(len(grids)) > 0)),
+    )
+
+
+def read(batch: PackedBatch) -> Iterator[Tensor]:
+    """Read the tables that networks read."""
+    texts = batch.conditions["context"].layout
+    assert texts is not None
+    joint = joint_layout(texts, batch.layout)
+    for layout in (batch.layout, texts, joint):
+        for name in sorted(TABLES):
+            value = getattr(layout, name)
+            yield from value if isinstance(value, tuple) else (value,)
+        yield from _segments_with_padding(layout, texts)[:2]
+        for blocks in (blocks_of(layout, 8), blocks_with_sums(layout)):
+            yield from (blocks.table, blocks.offsets)
+    yield from (joint.order_J, joint.inverse_J)
+
+
+def test_tensors_of_a_buffer_are_separate():
+    sources = [torch.arange(5.0), torch.tensor([True, False]), torch.zeros(0, 3), torch.tensor(9), torch.arange(33)]
+    first, *others = copied = copy_together(sources, CPU)
+    for new, source in zip(copied, sources):
+        assert new.dtype == source.dtype
+        assert torch.equal(new, source)
+        assert new.data_ptr() % 16 == 0 or not new.numel()
+    assert len({x.untyped_storage().data_ptr() for x in copied}) == 1
+    assert {x.storage_offset() * x.itemsize % ALIGNMENT for x in copied} == {0}
+    weight = torch.ones(33, requires_grad=True)
+    product = weight * others[-1]
+    first.add_(1)  # no change of what autograd has saved of the others
+    product.sum().backward()
+    assert torch.equal(weight.grad, others[-1].float())
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_the_second_pack_has_all_tables_on_the_device(cp: int, monkeypatch: pytest.MonkeyPatch):
+    """Tables of other lengths than before, with equal values, and no copy when layers read them."""
+    packs = [
+        pack([(1, 4, 4), (2, 3, 2), (1, 2, 2)], [3, 1, 2]),
+        pack([(1, 2, 4), (3, 4, 2), (1, 1, 1), (1, 2, 2)], [2, 2, 5, 1]),
+    ]
+    copy, (first, second) = PackCopy(CPU), (shard(x, cp - 1, cp, "contiguous") for x in packs)
+    list(read(copy(first)))
+    moved = copy(second)
+    fresh = shard(replace(packs[1]), cp - 1, cp, "contiguous")
+    fresh = replace(fresh, layout=replace(fresh.layout), conditions=Conditions(context=_fresh(fresh)))
+    expected = list(read(fresh))
+    monkeypatch.setattr(layouts, "to_device", lambda *_: pytest.fail("a table is copied on its own"))
+    for new, value in zip(read(moved), expected, strict=True):
+        assert new.dtype == value.dtype
+        assert torch.equal(new, value)
+    assert moved.conditions["context"].values.untyped_storage().data_ptr() == (
+        moved.layout.cu_seqlens.untyped_storage().data_ptr()
+    )
+    assert torch.equal(moved.conditions["context"].values, second.conditions["context"].values)
+    assert torch.equal(moved.latents_TC, second.latents_TC)
+
+
+def _fresh(batch: PackedBatch):
+    """Return the text with a layout without tables."""
+    entry = batch.conditions["context"]
+    assert entry.layout is not None
+    return replace(entry, layout=replace(entry.layout))
