@@ -87,6 +87,7 @@ BF16_TP_RTOL = 3e-2  # four units of bf16, 2^-7 each, for one gradient; seen 1.7
 BF16_TP_LOSS_RTOL = 2e-3  # a quarter unit, for means over all tokens; seen 2e-4 of losses, 1.1e-3 of norms
 BF16_TP_FURTHER = 1.25  # of the distance of all gradients from those in fp32, against one rank's; seen 0.92 to 1.10
 CASES = [(world, name, packed) for world, named in LAYOUTS.items() for name in named for packed in (False, True)]
+ROW = ("world", "name", "packed")
 
 
 def forget_sequence_parallel(chunks: list) -> None:
@@ -100,6 +101,7 @@ def forget_sequence_parallel(chunks: list) -> None:
 def results(request, tmp_path_factory):
     """Every case's numbers, and those of one rank; each world size starts once."""
     wanted, wanted_bf16 = selected(request, ADAPTED_ROW), selected(request, BF16_ROW)
+    plain = selected(request, ROW)
     folder = tmp_path_factory.mktemp("worlds")
     found = {}
     learns = {"packed": True, "objective": EDM(weighting=UncertaintyWeighting())}
@@ -114,7 +116,9 @@ def results(request, tmp_path_factory):
     for kind, result in zip(kinds, run_world(1, one, folder / "1")):
         found["one", kind] = result
     for world, named in LAYOUTS.items():
-        keys = [(name, packed) for name in named for packed in (False, True)]
+        keys = [
+            (name, packed) for name in named for packed in (False, True) if packed or (world, name, packed) in plain
+        ]
         cases = [{"parallel": named[name], "packed": packed} for name, packed in keys]
         if world == 2:
             keys.append("without marks")
@@ -132,7 +136,7 @@ def results(request, tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize(("world", "name", "packed"), CASES)
+@pytest.mark.parametrize(ROW, rows(CASES, lambda world, name, packed: packed or name in ("dp2", "tp2_sp")))
 def test_layout_equals_one_rank(results, world, name, packed):
     assert_equal_training(results["one", packed], results[name, packed])
 
@@ -177,7 +181,8 @@ def test_adapters_in_bf16_equal_those_of_one_rank(results, bf16_world, bf16_name
 @pytest.mark.parametrize("world", LAYOUTS)
 def test_layouts_leave_nothing_open(results, world):
     """The groups of one layout are gone before the next is built: their connections and threads would add up."""
-    counts = [results[name, packed]["connections"] for name in LAYOUTS[world] for packed in (False, True)]
+    keys = [(name, packed) for name in LAYOUTS[world] for packed in (False, True)]
+    counts = [results[key]["connections"] for key in keys if key in results]
     assert max(counts[1:]) <= counts[0] + 8, counts
 
 

@@ -94,6 +94,7 @@ def object_store() -> Iterator[ObjectStore]:
     cached = patch.object(JSONFileLoader, "load_file", lambda _, path: _parsed(path))
     with patch.dict(os.environ, store.environ), cached:
         store.client().create_bucket(Bucket=BUCKET)
+        store.requests.clear()
         try:
             yield store
         finally:

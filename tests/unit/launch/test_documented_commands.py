@@ -94,11 +94,12 @@ def started(line: str) -> int:
 def lines(page: Path) -> Iterator[str]:
     """Yield the logical lines of a page; of Python, those that hold a command rather than a message about one."""
     text = (ROOT / page).read_text()
+    values = variables(text)
     for line in text.replace("\\\n", " ").splitlines():
         if re.search(GRIDS, line):  # many recipes to a line: test_a_documented_grid_dry_runs
             continue
         if page.suffix != ".py" or re.search(r"(launch\.train|benchmarks\.step|megatron-dit) ", line):
-            yield from expanded(line, variables(text))
+            yield from expanded(line, values)
 
 
 COMMANDS = [
