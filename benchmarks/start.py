@@ -3,8 +3,8 @@
 `python -m benchmarks.start --gigabytes 6 --ranks 2`
 
 A FLUX of random bf16 weights is written to a temporary folder. Tensor-parallel ranks build their parts without initial
-weights, so that their memory is first touched when it is read, and report the growth of their resident memory at its
-peak. Pages of the mapped files count, too. A growth of 1.0 shards is the weights only.
+weights, read them, and report the growth of their resident memory at its peak, from before the build on. Pages of the
+mapped files count, too. A growth of 1.0 shards is the weights only.
 """
 
 import argparse
@@ -88,7 +88,7 @@ def _sizes(layers: int) -> dict[str, Any]:
     return {**sizes, "num_joint_layers": layers, "num_single_layers": 2 * layers}
 
 
-def read_on_rank(folder: Path, rank: int, *, network: Path, ranks: int) -> None:
+def read_on_rank(folder: Path, rank: int, *, network: Path, ranks: int, port: int) -> None:
     """Read the weights of one rank, and write the measured memory into `folder`."""
     import torch
 
@@ -96,19 +96,29 @@ def read_on_rank(folder: Path, rank: int, *, network: Path, ranks: int) -> None:
     from dit.checkpoint.base_model import find_start
     from dit.checkpoint.diffusers_folder import read_network
     from dit.checkpoint.sharded_state import load_weights
+    from dit.models.base import Backbone
+    from dit.models.flux.config import FluxConfig
     from dit.parallel.build import TracedBuild, build_model
     from dit.parallel.dims import ParallelConfig
     from dit.settings import TrainingConfig
 
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
+    launched = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in launched.items()}
     parallel = ParallelConfig(tensor_model_parallel_size=ranks, sequence_parallel=ranks > 1)
     groups = process_groups.initialize(parallel)
     model = read_network(network).trained.model
-    traced = TracedBuild(None, torch.device("cpu"))  # without initial weights
-    chunks = build_model(model, parallel, TrainingConfig(precision="bf16"), groups, traced=traced)
+
+    def build(model: FluxConfig) -> list[Backbone]:
+        traced = TracedBuild(None, torch.device("cpu"))  # without initial weights
+        return build_model(model, parallel, TrainingConfig(precision="bf16"), groups, traced=traced)
+
+    assert isinstance(model, FluxConfig)
+    narrow = {"hidden_size": 64 * ranks, "num_attention_heads": ranks, "rope_axes": [16, 24, 24]}
+    build(FluxConfig(**{**_sizes(1), **narrow}))  # its imports need memory, too
     weights = find_start(str(network)).weights(model)
     torch.distributed.barrier()
     before, began = _reset_peak_bytes(), time.perf_counter()
+    chunks = build(model)  # some layers start as zeros, so building touches a part of the memory
     load_weights(weights, chunks, groups)
     growth, seconds = _peak_bytes() - before, time.perf_counter() - began
     shard = sum(p.numel() * p.element_size() for chunk in chunks for p in chunk.parameters())
@@ -133,9 +143,9 @@ def measure(folder: Path, size_bytes: float, ranks: int) -> list[dict[str, float
     from dit.safe_files import parse_json, read_bytes
     from dit.verify.ranks import free_port, run_ranks
 
-    os.environ["MASTER_PORT"] = str(free_port())
     write_network(folder / "network", size_bytes)
-    run_ranks(partial(read_on_rank, network=folder / "network", ranks=ranks), ranks, folder, timeout_s=3000)
+    read = partial(read_on_rank, network=folder / "network", ranks=ranks, port=free_port())
+    run_ranks(read, ranks, folder, timeout_s=3000)
     return [parse_json(read_bytes(folder / f"memory_{rank}.json")) for rank in range(ranks)]
 
 

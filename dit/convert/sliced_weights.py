@@ -22,7 +22,7 @@ from dit.convert.rules import Copies, Form, Rule, RuleBook, Shape, check_numbers
 from dit.convert.stored_tensors import StoredTensors
 from dit.errors import CheckpointError, ConfigError
 
-PIECE_ELEMENTS = 4 << 20  # copied at once
+PIECE_ELEMENTS = 1 << 20  # copied at once
 LARGEST_GAP = 64  # unused indices between two used ones that are read, too
 
 Block = tuple[slice, ...]

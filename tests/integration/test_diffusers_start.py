@@ -185,6 +185,6 @@ def test_diffusers_loads_an_exported_run_in_shards(ended: dict[str, Any], folder
 
 def test_a_rank_needs_little_more_host_memory_than_its_part(tmp_path: Path) -> None:
     """Its part is first touched while it is read. `benchmarks.start --gigabytes 6` measures a larger model."""
-    for record in measure(tmp_path, 400e6, ranks=2):
-        assert record["shard_bytes"] > 150e6
+    for record in measure(tmp_path, 600e6, ranks=2):
+        assert record["shard_bytes"] > 200e6
         assert 0.5 * record["shard_bytes"] < record["growth_bytes"] < LARGEST_GROWTH * record["shard_bytes"]
