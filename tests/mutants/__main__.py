@@ -1,7 +1,8 @@
 """Which tests see which mistakes: `python -m tests.mutants [--only TEXT] [--write tests/mutants/README.md]`.
 
 Each mutant changes one line of the source in a temporary copy of the tree; its tests run there up to the first failure.
-A mutant that no test sees is a gap in the suite. Takes about two hours on one core.
+A mutant that no test sees is a gap in the suite. Takes about two hours on one core. `--shipped` selects mistakes that
+public projects shipped; `--write` also writes the page about them.
 """
 
 import argparse
@@ -12,20 +13,33 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.mutants.listed import MUTANTS
-from tests.mutants.runner import ROOT, Mutant, Verdict, copy_tree, judge, run_tests
+from tests.mutants.runner import ROOT, VERIFY, Mutant, Verdict, adopt_orphans, copy_tree, judge, run_tests
 
-PAGE = ROOT / "tests/mutants/README.md"
+PAGE, SHIPPED = ROOT / "tests/mutants/README.md", ROOT / "docs/faults-others-shipped.md"
 
 TITLE = """# Mutants
 
-One wrong line at a time in the core, the first test that fails because of it, and the seconds that took. Written by
-`python -m tests.mutants --write tests/mutants/README.md`; after a change of a test or a line, `--only` runs a part
-again.
+One wrong line at a time in the core, the first test that fails because of it, and the seconds that took: CPU seconds of
+all processes, and in older rows wall time. Written by `python -m tests.mutants --write tests/mutants/README.md`;
+after a change of a test or a line, `--only` runs a part again.
 
 {counts}
 
 | mutant | line | seen by | s |
 | --- | --- | --- | --- |"""
+SHIPPED_TITLE = """# Faults that others shipped
+
+Each row is a fault of a public trainer or stack, with its public thread. One changed line repeats the mistake in this
+project. The last columns are the first check that fails, and its CPU seconds in all processes. Commands of
+`launch.verify` also accept your recipe and your layout; the other checks are tests.
+[The list of mutants](../tests/mutants/README.md) has the changed lines.
+`python -m tests.mutants --shipped --write tests/mutants/README.md` measures again.
+
+{counts}
+
+| fault | thread | mutant | seen by | s |
+| --- | --- | --- | --- | --- |"""
+LIMIT_S = 60
 NOT_RUN = "not run | |"
 SURVIVED = "**SURVIVED**"
 
@@ -42,7 +56,12 @@ def row(mutant: Mutant, verdict: Verdict) -> str:
 
 
 def exists(test: str) -> bool:
-    """Return whether a file under `tests` exists and defines the class or function that `::` names."""
+    """Return whether a file under `tests` exists and defines the class or function that `::` names.
+
+    Commands of `launch.verify` exist.
+    """
+    if test.startswith(VERIFY):
+        return True
     file, *names = test.split("::")
     path = ROOT / "tests" / file
     if not path.is_file():
@@ -54,6 +73,11 @@ def exists(test: str) -> bool:
             return False
         body = definitions[0].body
     return True
+
+
+def argument_of(seen_by: str) -> str:
+    """Return the check that a row names, as `run_tests` takes it."""
+    return seen_by if seen_by.startswith(VERIFY) else f"tests/{seen_by}"
 
 
 def written_rows(path: Path, mutants: Sequence[Mutant] = MUTANTS) -> dict[str, str]:
@@ -82,10 +106,34 @@ def write(path: Path, rows: Mapping[str, str], mutants: Sequence[Mutant] = MUTAN
     path.write_text("\n".join([TITLE.format(counts=counts), *survivors, *not_run, *seen, ""]))
 
 
+def shipped_page(rows: Mapping[str, str], mutants: Sequence[Mutant] = MUTANTS) -> str:
+    """Return the page of mistakes that public projects shipped, from the rows of the table of all mutants."""
+    lines, quick = [], 0
+    for mutant in (mutant for mutant in mutants if mutant.source):
+        *_, project, _, number = mutant.source.split("/")
+        start = f"| {mutant.fault} | [{project} {number}]({mutant.source}) | {mutant.file}: {mutant.name} |"
+        result = rows.get(mutant.name, head(mutant) + NOT_RUN).removeprefix(head(mutant))
+        seen_by, _, seconds = result.removesuffix(" |").partition(" | ")
+        if seen_by != SURVIVED and seconds:
+            result = f"`{seen_by}` | {seconds} |"
+            quick += int(seconds) <= LIMIT_S
+        lines.append(f"{start} {result}")
+    counts = f"{len(lines)} faults, {quick} seen within {LIMIT_S} CPU seconds."
+    return "\n".join([SHIPPED_TITLE.format(counts=counts), *lines, ""])
+
+
+def save(path: Path, rows: Mapping[str, str]) -> None:
+    """Write the table, and the page of mistakes that public projects shipped if it is the table of the repository."""
+    write(path, rows)
+    if path.resolve() == PAGE:
+        SHIPPED.write_text(shipped_page(rows))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; the exit code says whether every mutant was seen."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="mutants whose name or file contains one of these")
+    parser.add_argument("--shipped", action="store_true", help="only mistakes that public projects shipped")
     parser.add_argument("--write", type=Path, help="put the rows into this Markdown table, after each mutant")
     parser.add_argument("--rest", action="store_true", help="only mutants that have no valid row in that table")
     args = parser.parse_args(argv)
@@ -93,26 +141,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--rest needs --write")
     wanted = args.only or [""]
     chosen = [mutant for mutant in MUTANTS if any(text in mutant.name + mutant.file for text in wanted)]
+    chosen = [mutant for mutant in chosen if mutant.source or not args.shipped]
     if not chosen:
         parser.error("no mutant has such a name or file")
     if args.write is not None:
-        write(args.write, rows := written_rows(args.write))
+        save(args.write, rows := written_rows(args.write))
         chosen = [mutant for mutant in chosen if not (args.rest and mutant.name in rows)]
     survived = 0
+    adopt_orphans()
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         copy_tree(tree)
-        passing: set[str | None] = {None}
+        passing = set()
         for mutant in chosen:
             verdict = judge(mutant, tree)
-            if verdict.seen_by not in passing and run_tests([f"tests/{verdict.seen_by}"], tree).seen_by is not None:
-                print(f"{verdict.seen_by} fails without any mutant; mend it first")
+            seen_by = verdict.seen_by
+            if seen_by and seen_by not in passing and run_tests([argument_of(seen_by)], tree).seen_by is not None:
+                print(f"{seen_by} fails without any mutant; mend it first")
                 return 2
-            passing.add(verdict.seen_by)
-            survived += verdict.seen_by is None
+            passing.add(seen_by)
+            survived += seen_by is None
             print(row(mutant, verdict), flush=True)
             if args.write is not None:
-                write(args.write, written_rows(args.write) | {mutant.name: row(mutant, verdict)})
+                save(args.write, written_rows(args.write) | {mutant.name: row(mutant, verdict)})
     print(f"{len(chosen)} mutants, {survived} survived")
     return int(survived > 0)
 

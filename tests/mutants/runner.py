@@ -1,16 +1,20 @@
-"""Change one line of the source in a copy of the tree, and see which test says so."""
+"""Change one line of the source in a copy of the tree, and see which test or check of `launch.verify` says so."""
 
+import ctypes
 import importlib.util
 import os
+import resource
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from dit.errors import EXIT_OK, EXIT_UNEXPECTED
 
 ROOT = Path(__file__).parents[2]
 COPIED = ("dit", "energon_data", "recipes", "launch", "benchmarks", "examples", "tests", "docs")
@@ -18,6 +22,8 @@ TEST_TIMEOUT_S, TIMEOUT_S = 300.0, 1800.0
 """Time limits of one test and of all tests of a mutant, which may never end."""
 NO_FAILURE, FAILURES, INTERRUPTED = 0, 1, 2
 """Exit codes of pytest; the last one is that of a test file that cannot be imported."""
+VERIFY = "launch.verify "
+"""Start of a check that is a command line of `launch.verify` and not a test."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +35,9 @@ class Mutant:
         file: source file, from the root of the repository.
         old: text that stands in one line of the file, and nowhere else in it.
         new: what is put there instead.
-        tests: test files, or tests, that should see it; the quick ones first.
+        tests: test files, tests or commands of `launch.verify` that should see it; the quick ones first.
+        fault: the same mistake of a public project, in one sentence; empty if none is known.
+        source: address of the project's public thread about it.
     """
 
     name: str
@@ -37,8 +45,10 @@ class Mutant:
     old: str
     new: str
     tests: tuple[str, ...]
+    fault: str = ""
+    source: str = ""
 
-    def source(self, root: Path = ROOT) -> str:
+    def changed(self, root: Path = ROOT) -> str:
         """Return the text of the changed file.
 
         Raises:
@@ -57,7 +67,7 @@ class Verdict:
     Attributes:
         seen_by: the first test that failed, without its parameters; None if all passed or ran into `TIMEOUT_S`: the
             mutant survived.
-        seconds: of its tests.
+        seconds: CPU seconds of its tests, in all processes.
     """
 
     seen_by: str | None
@@ -82,7 +92,7 @@ def judge(mutant: Mutant, tree: Path) -> Verdict:
         RuntimeError: pytest could not run its tests.
     """
     path, original = tree / mutant.file, (tree / mutant.file).read_text()
-    path.write_text(mutant.source(tree))
+    path.write_text(mutant.changed(tree))
     _forget_compiled(path)
     try:
         return run_tests(mutant.tests, tree)
@@ -92,17 +102,46 @@ def judge(mutant: Mutant, tree: Path) -> Verdict:
 
 
 def run_tests(tests: Iterable[str], tree: Path) -> Verdict:
-    """Run tests in a tree of their own, up to the first failure.
+    """Run tests or commands of `launch.verify` in a tree of their own, up to the first failure.
 
     Raises:
-        RuntimeError: pytest could not run them.
+        RuntimeError: one of them could not run.
     """
-    started = time.monotonic()
+    tests, before = list(tests), _cpu_seconds()
+    commands = [test for test in tests if test.startswith(VERIFY)]
+    files = [test for test in tests if test not in commands]
+    seen_by = next(filter(lambda command: _verify_differs(command, tree), commands), None)
+    if seen_by is None and files:
+        seen_by = _first_failure(files, tree)
+    return Verdict(seen_by, _cpu_seconds() - before)
+
+
+def _verify_differs(command: str, tree: Path) -> bool:
+    code, output = _run(shlex.split(command), tree)
+    is_complete = output.rstrip().rpartition("\n")[2].startswith("in ")  # the last line of a comparison is its time
+    if code not in (EXIT_OK, EXIT_UNEXPECTED, None) or (code == EXIT_UNEXPECTED and not is_complete):
+        raise RuntimeError(f"{command} ended with {code}:\n{output[-2000:]}")
+    return code == EXIT_UNEXPECTED
+
+
+def _first_failure(files: Sequence[str], tree: Path) -> str | None:
     # Of pytest's plugins only the one that the tests' marks need: importing all of them takes seconds at each start.
     plugins = ("-p", "pytest_timeout", f"--timeout={TEST_TIMEOUT_S}", "-p", "no:cacheprovider")
+    code, output = _run(["pytest", "-m", "", "-x", "-rfE", "--tb=no", *plugins, *files], tree)
+    if code in (NO_FAILURE, None):
+        return None
+    lines = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    failed = [line.split()[1].partition("[")[0] for line in lines]
+    if code not in (FAILURES, INTERRUPTED) or not failed:
+        raise RuntimeError(f"pytest ended with {code} on {' '.join(files)}:\n{output[-2000:]}")
+    return failed[0].removeprefix("tests/")
+
+
+def _run(module: Sequence[str], tree: Path) -> tuple[int | None, str]:
+    """Run a module of Python with its arguments; return its exit code, None after `TIMEOUT_S`, and its output."""
     environment = {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "pytest", "-m", "", "-x", "-rfE", "--tb=no", *plugins, *tests],
+        [sys.executable, "-m", *module],
         cwd=tree,
         env=os.environ | environment,
         stdout=subprocess.PIPE,
@@ -112,24 +151,31 @@ def run_tests(tests: Iterable[str], tree: Path) -> Verdict:
     )
     try:
         output, _ = process.communicate(timeout=TIMEOUT_S)
+        return process.returncode, output
     except subprocess.TimeoutExpired:
-        return Verdict(None, time.monotonic() - started)
+        return None, ""
     finally:
         _end_ranks(process.pid)
-    seconds = time.monotonic() - started
-    if process.returncode == NO_FAILURE:
-        return Verdict(None, seconds)
-    lines = [line for line in output.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    failed = [line.split()[1].partition("[")[0] for line in lines]
-    if process.returncode not in (FAILURES, INTERRUPTED) or not failed:
-        raise RuntimeError(f"pytest ended with {process.returncode} on {' '.join(tests)}:\n{output[-2000:]}")
-    return Verdict(failed[0].removeprefix("tests/"), seconds)
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of ranks whose parent has ended, so that their CPU time is counted."""
+    set_child_subreaper = 36
+    ctypes.CDLL(None).prctl(set_child_subreaper, 1, 0, 0, 0)
+
+
+def _cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def _end_ranks(session: int) -> None:
-    """End what a failed test may have left running."""
+    """End what a failed test may have left running, and wait for it."""
     with suppress(ProcessLookupError):  # all ended by themselves
         os.killpg(session, signal.SIGKILL)
+    with suppress(ChildProcessError):  # none is left
+        while True:
+            os.waitpid(-session, 0)
 
 
 def _forget_compiled(path: Path) -> None:

@@ -1,21 +1,22 @@
 """The list of mutants fits the source, and a mutant is seen, survives and leaves no trace as it should."""
 
 import ast
+import re
 from collections import Counter
 
 import pytest
 
 from tests.mutants import runner
-from tests.mutants.__main__ import PAGE, exists, row, write, written_rows
+from tests.mutants.__main__ import PAGE, SHIPPED, exists, row, shipped_page, write, written_rows
 from tests.mutants.listed import MUTANTS
-from tests.mutants.runner import ROOT, Mutant, Verdict, judge
+from tests.mutants.runner import ROOT, VERIFY, Mutant, Verdict, judge
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_every_mutant_changes_one_line_of_the_source(mutant):
     """Its line is there exactly once, the changed file is Python, and it is another program."""
     assert "\n" not in mutant.old + mutant.new
-    before, after = ast.parse((ROOT / mutant.file).read_text()), ast.parse(mutant.source())
+    before, after = ast.parse((ROOT / mutant.file).read_text()), ast.parse(mutant.changed())
     assert ast.dump(before) != ast.dump(after)
     assert [test for test in mutant.tests if not exists(test.removeprefix("tests/"))] == []
 
@@ -31,6 +32,37 @@ def test_the_page_has_one_row_for_each_mutant_and_names_tests_that_exist(tmp_pat
     assert [mutant.name for mutant in MUTANTS if mutant.name not in rows] == []
     write(tmp_path / "README.md", rows)
     assert PAGE.read_text() == (tmp_path / "README.md").read_text()
+
+
+def test_every_shipped_mistake_has_a_sentence_and_a_public_thread_of_its_own():
+    shipped = [mutant for mutant in MUTANTS if mutant.source or mutant.fault]
+    thread = re.compile(r"https://github\.com/[\w.-]+/[\w.-]+/(issues|pull)/\d+")
+    assert [mutant.name for mutant in shipped if not thread.fullmatch(mutant.source)] == []
+    assert [mutant.name for mutant in shipped if not re.fullmatch(r"[A-Z][^|]+\.", mutant.fault)] == []
+    assert len({mutant.source for mutant in shipped}) == len(shipped) >= 20
+
+
+def test_the_page_of_shipped_mistakes_has_the_rows_of_the_table():
+    """If not: `python -m tests.mutants --rest --write tests/mutants/README.md`."""
+    assert SHIPPED.read_text() == shipped_page(written_rows(PAGE))
+
+
+def test_the_page_of_shipped_mistakes_counts_those_that_are_seen_in_time():
+    fault, source = "It doubles.", "https://github.com/some/project/issues/"
+    names = "within", "late", "unseen", "not run"
+    mutants = [Mutant(name, "double.py", "x", "y", (), fault, f"{source}{i}") for i, name in enumerate(names)]
+    command = f"{VERIFY}--factory tiny_dit"
+    verdicts = Verdict(command, 60.4), Verdict(command, 61.0), Verdict(None, 3.0)
+    rows = {mutant.name: row(mutant, verdict) for mutant, verdict in zip(mutants, verdicts)}
+    page = shipped_page(rows, [*mutants, Mutant("of ours", "double.py", "x", "z", ())])
+    assert "4 faults, 1 seen within 60 CPU seconds" in page
+    assert page.splitlines()[-4] == (
+        f"| It doubles. | [project 0]({source}0) | double.py: within | `launch.verify --factory tiny_dit` | 60 |"
+    )
+    assert page.splitlines()[-2:] == [
+        f"| It doubles. | [project 2]({source}2) | double.py: unseen | **SURVIVED** | 3 |",
+        f"| It doubles. | [project 3]({source}3) | double.py: not run | not run | |",
+    ]
 
 
 def test_a_mutant_is_seen_or_survives_and_the_tree_stays_as_it_was(tmp_path, monkeypatch):

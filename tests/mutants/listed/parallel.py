@@ -56,13 +56,6 @@ MUTANTS = (
         (OPTIMIZER,),
     ),
     Mutant(
-        "sequence parallel: gradients of split rows not summed",
-        "dit/backends/sharding.py",
-        "sequence_parallel=sequence_parallel) and sequence_parallel,",
-        "sequence_parallel=sequence_parallel) and False,",
-        (LAYOUTS,),
-    ),
-    Mutant(
         "pipeline: the norm counts every copy",
         "dit/backends/sharding.py",
         '"shared": copies and not first_stage',
@@ -96,13 +89,6 @@ MUTANTS = (
         '"allreduce": not sharding.expert',
         '"allreduce": True',
         (EXPERTS,),
-    ),
-    Mutant(
-        "adapters: B of a row-parallel layer covers all tokens",
-        "dit/backends/sharding.py",
-        "replace(base, split_dim=None) if base.split_dim == 1 else base",
-        'replace(base, split_dim=None, gradient_covers="all_tokens") if base.split_dim == 1 else base',
-        (LAYOUTS,),
     ),
     Mutant(
         "adapters: the text's A covers a sequence shard",

@@ -41,6 +41,7 @@ AUTOENCODER, AUTOENCODING = "tests/parity/test_convert_autoencoder.py", "tests/u
 ADVERSARIAL = "tests/unit/objectives/test_adversarial.py"
 VQ_AUTOENCODER = "tests/parity/test_convert_vq_autoencoder.py"
 VQ_AUTOENCODING = "tests/unit/objectives/test_vq_autoencoding.py"
+RUN_STEPS = "tests/unit/training/test_run_steps.py"
 PICTOGRAMS, RANKS = "tests/unit/examples/pictograms/test_drawings.py", "tests/unit/examples/pictograms/test_score.py"
 RULES, NEMO_WEIGHTS = "tests/unit/convert/test_rules.py", "tests/parity/test_convert_nemo_imagen.py"
 NUMBERS, HEARTBEAT = "tests/unit/step_checks/test_spikes.py", "tests/unit/monitoring/test_heartbeat.py"
