@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.clock import append
 from benchmarks.prediction import device_of
 from dit.backends.device import describe, device_seconds, local_device, use_cuda
 from dit.errors import EXIT_OK, one_line_errors
@@ -279,13 +280,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         calls.append(call)
         rows += kernels
     if args.out:
-        from benchmarks.step import revision
-
-        place = {"device": describe(), "modelled_for": device, "revision": revision()}
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        with open(args.out, "a") as file:
-            for call in calls:
-                file.write(json.dumps({**place, **asdict(call)}) + "\n")
+        for call in calls:
+            append(args.out, {"modelled_for": device, **asdict(call)})
     if args.json:
         echo(json.dumps({"calls": [asdict(call) for call in calls], "kernels": [asdict(row) for row in rows]}))
         return EXIT_OK

@@ -152,6 +152,17 @@ def device_seconds(call: Callable[[], object], repeats: int, cache_bytes: int = 
     return times
 
 
+def peak_bytes(call: Callable[[], object]) -> Optional[int]:
+    """Return the largest GPU memory during a call, in addition to that before it; None without a GPU."""
+    if not use_cuda():
+        return None
+    synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    return torch.cuda.max_memory_allocated() - before
+
+
 def peak_memory() -> dict[str, int]:
     """Return the peak memory of this process in bytes: `allocated` and `reserved` on the GPU, or `resident` on CPU."""
     if use_cuda():
