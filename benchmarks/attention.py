@@ -5,22 +5,20 @@ with the reason. Rates count 4 n^2 N H operations forward and 2.5 times that bac
 """
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from statistics import median
 from typing import Any, Optional
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.step import revision
-from dit.backends.device import describe, local_device, synchronize, use_cuda
+from benchmarks.clock import DRY, append, fake_tensors, medians
+from dit.backends.device import local_device, use_cuda
 from dit.errors import EXIT_OK
 from dit.kernels.attention import Attention, reference_attention, segment_sdpa, varlen_attention
 from dit.layout import SequenceLayout
@@ -28,6 +26,7 @@ from dit.terminal import echo
 
 CUDA_CASES = {
     "dense 256 x 64, head 72": ([256] * 64, 16, 72),
+    "dense 512 x 32, head 128": ([512] * 32, 24, 128),
     "dense 1k x 16, head 64": ([1024] * 16, 16, 64),
     "dense 8k, head 64": ([8192], 16, 64),
     "dense 8k, head 128": ([8192], 24, 128),
@@ -44,80 +43,73 @@ REFERENCE_TOKENS = 8192
 """Longer packs have no reference: its score matrix would not fit."""
 
 
-def paths() -> Iterator[tuple[str, Attention, Context]]:
-    """Yield (name, attention, context to run it in)."""
+def paths(full_size: bool) -> Iterator[tuple[str, Attention, Context]]:
+    """Yield (name, attention, context to run it in): those of a GPU for its cases, or that of a CPU."""
     yield "segment_sdpa", segment_sdpa, nullcontext
-    if use_cuda():
+    if full_size:
         for backend in (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION):
             yield f"segment_sdpa {backend.name.lower()}", segment_sdpa, partial(sdpa_kernel, backend)
         yield "varlen", varlen_attention, nullcontext
 
 
 def measure(
-    attention: Attention, context: Context, lengths: list[int], heads: int, head_size: int, repeats: int
+    attention: Attention, context: Context, case: tuple[list[int], int, int], repeats: int, *, dry: bool
 ) -> dict[str, Any]:
     """Check one path on one case and time it; a refusal is a result."""
+    lengths, heads, head_size = case
     device = local_device()
-    dtype = torch.bfloat16 if use_cuda() else torch.float32
+    dtype = torch.bfloat16 if use_cuda() or dry else torch.float32
     layout = SequenceLayout.from_lengths(lengths, device=device)
     q, k, v = (
         torch.randn(layout.total_tokens, heads, head_size, device=device, dtype=dtype, requires_grad=True)
         for _ in range(3)
     )
     gradient = torch.randn_like(q)
+
+    def forward() -> Tensor:
+        return attention(q, k, v, layout, layout)
+
     try:
         with context():
-            out: Tensor = attention(q, k, v, layout, layout)
-            out.backward(gradient)
             error = None
-            if layout.total_tokens <= REFERENCE_TOKENS:
+            if layout.total_tokens <= REFERENCE_TOKENS and not dry:
                 expected = reference_attention(q, k, v, layout, layout)
-                error = ((out - expected).float().norm() / expected.float().norm()).item()
-            forward, forward_and_backward = [], []
-            for _ in range(repeats):
-                synchronize()
-                started = time.perf_counter()
-                out = attention(q, k, v, layout, layout)
-                synchronize()
-                forward.append(time.perf_counter() - started)
-                out.backward(gradient)
-                synchronize()
-                forward_and_backward.append(time.perf_counter() - started)
+                error = ((forward() - expected).float().norm() / expected.float().norm()).item()
+            both = {"forward": forward, "forward_backward": lambda: forward().backward(gradient)}
+            seconds = medians(both, repeats, dry=dry)
     except RuntimeError as refusal:
         return {"status": "refused", "why": str(refusal).splitlines()[0]}
     operations = 4 * sum(n * n for n in lengths) * heads * head_size
-    return {
-        "status": "ok",
-        "relative_error": error,
-        "forward_ms": 1e3 * median(forward),
-        "forward_backward_ms": 1e3 * median(forward_and_backward),
-        "forward_tflops": operations / median(forward) / 1e12,
-        "forward_backward_tflops": 3.5 * operations / median(forward_and_backward) / 1e12,
-    }
+    row: dict[str, Any] = {"status": DRY if dry else "ok", "relative_error": error}
+    for name, factor in () if dry else (("forward", 1.0), ("forward_backward", 3.5)):
+        row[f"{name}_ms"] = 1e3 * seconds[name]
+        row[f"{name}_tflops"] = factor * operations / seconds[name] / 1e12
+    return row
 
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.attention", description=__doc__)
     parser.add_argument("--repeats", type=int, default=11, help="timed calls of each path (%(default)s)")
+    parser.add_argument("--dry", action="store_true", help="run a GPU's cases once on fake tensors, and time nothing")
     parser.add_argument("--out", type=Path, help="append one JSON line per row to this file")
     args = parser.parse_args(argv)
     torch.manual_seed(time.time_ns() % 2**31)
     echo(f"{'case':<36}{'path':<34}{'error':>10}{'fwd ms':>10}{'fwd+bwd ms':>12}{'TFLOP/s':>10}")
-    for case, (lengths, heads, head_size) in (CUDA_CASES if use_cuda() else CPU_CASES).items():
-        for name, attention, context in paths():
-            row = measure(attention, context, lengths, heads, head_size, args.repeats)
-            if row["status"] == "ok":
+    full_size = use_cuda() or args.dry
+    for case, sizes in (CUDA_CASES if full_size else CPU_CASES).items():
+        for name, attention, context in paths(full_size):
+            with fake_tensors(args.dry):
+                row = measure(attention, context, sizes, args.repeats, dry=args.dry)
+            if row["status"] == DRY:
+                echo(f"{case:<36}{name:<34}not measured")
+            elif row["status"] == "ok":
                 error = "" if row["relative_error"] is None else f"{row['relative_error']:.1e}"
                 numbers = f"{row['forward_ms']:>10.3f}{row['forward_backward_ms']:>12.3f}"
                 echo(f"{case:<36}{name:<34}{error:>10}{numbers}{row['forward_backward_tflops']:>10.3f}")
             else:
                 echo(f"{case:<36}{name:<34}refused: {row['why']}")
-            if args.out:
-                head = {"case": case, "path": name, "device": describe(), "revision": revision()}
-                args.out.parent.mkdir(parents=True, exist_ok=True)
-                with open(args.out, "a") as file:
-                    file.write(json.dumps(head | row) + "\n")
+            append(args.out, {"case": case, "path": name} | row)
     return EXIT_OK
 
 

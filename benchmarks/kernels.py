@@ -24,8 +24,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks.clock import append
 from benchmarks.prediction import device_of
-from dit.backends.device import describe, local_device, use_cuda
+from dit.backends.device import describe, device_seconds, local_device, use_cuda
 from dit.errors import EXIT_OK, one_line_errors
 from dit.planner.devices import B200, H100, H200
 from dit.terminal import echo
@@ -230,21 +231,6 @@ def model(case: str, call: Callable[[], object], chip: Chip) -> tuple[Call, list
     return Call(case, traffic.read, traffic.written, min(row.modelled for row in rows)), rows
 
 
-def device_seconds(call: Callable[[], object], repeats: int, cache_bytes: int = 256 << 20) -> list[float]:
-    """Measure the GPU seconds of a call, with cold caches and without the time that the host needs to issue it."""
-    flush = torch.empty(cache_bytes, dtype=torch.int8, device=local_device())
-    times = []
-    for _ in range(repeats):
-        flush.zero_()  # overwrites the caches; the host issues the call meanwhile
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before.record()
-        call()
-        after.record()
-        torch.cuda.synchronize()
-        times.append(before.elapsed_time(after) / 1e3)
-    return times
-
-
 def measure(call: Callable[[], object], nbytes: int) -> float:
     """Return the bytes per second of a call on the present GPU: the median, each time with cold caches."""
     return nbytes / median(device_seconds(call, WARM_UP + REPEATS)[WARM_UP:])
@@ -294,13 +280,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         calls.append(call)
         rows += kernels
     if args.out:
-        from benchmarks.step import revision
-
-        place = {"device": describe(), "modelled_for": device, "revision": revision()}
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        with open(args.out, "a") as file:
-            for call in calls:
-                file.write(json.dumps({**place, **asdict(call)}) + "\n")
+        for call in calls:
+            append(args.out, {"modelled_for": device, **asdict(call)})
     if args.json:
         echo(json.dumps({"calls": [asdict(call) for call in calls], "kernels": [asdict(row) for row in rows]}))
         return EXIT_OK

@@ -3,8 +3,8 @@
     python -m benchmarks.loss_curves --out before.json      # on the old revision
     python -m benchmarks.loss_curves --compare before.json  # on the new one, on the same machine
 
-Each recipe trains 20 steps on synthetic data on one rank, and on TP 2 x PP 2 as far as its backbone supports it. Two
-machines (or versions of torch) round differently, so `tests/integration/loss_curves.json` is compared with a tolerance.
+Each recipe trains 20 steps on synthetic data on one rank, and transformers also on TP 2 x PP 2. Two machines (or
+versions of torch) round differently, so `tests/integration/loss_curves.json` is compared with a tolerance.
 """
 
 import argparse
@@ -17,12 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Optional
 
-from dit.errors import EXIT_OK, EXIT_UNEXPECTED, DataError
+from dit.errors import EXIT_OK, EXIT_PREEMPTED, EXIT_UNEXPECTED, DataError
 from dit.monitoring.sinks import LOSS, METRICS_FILE, read_records, scalars_by_step
 from dit.safe_files import read_json
 from dit.terminal import echo
 
-RECIPES = (
+TRANSFORMERS = (
     "tiny_dit_pack",
     "tiny_dit_cross",
     "tiny_stdit_full",
@@ -31,28 +31,42 @@ RECIPES = (
     "tiny_wan",
     "tiny_ecdit",
 )
+CONVOLUTIONS = (
+    "tiny_imagen",
+    "tiny_imagen_sr",
+    "tiny_ddpm_unet",
+    "tiny_ldm_unet",
+    "tiny_sdxl_unet",
+    "tiny_autoencoder",
+)
+RECIPES = TRANSFORMERS + CONVOLUTIONS
 STEPS = 20
 TP2PP2 = ("parallel.tensor_model_parallel_size=2", "parallel.pipeline_model_parallel_size=2")
+ONE_RANK = "one rank"
 LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
-    "one rank": (1, ("parallel.data_parallel=ddp",)),
+    ONE_RANK: (1, ("parallel.data_parallel=ddp",)),
     "TP 2 x PP 2": (4, (*TP2PP2, "parallel.sequence_parallel=True")),
 }
 Curves = dict[str, dict[str, list[float]]]
 
 
-def losses(recipe: str, ranks: int, settings: Sequence[str], run_dir: Path) -> list[float]:
-    """Train a recipe and return the loss of every step, as `metrics.jsonl` has it.
+def losses(recipe: str, ranks: int, settings: Sequence[str], run_dir: Path, device: str = "cpu") -> list[float]:
+    """Train a recipe and return the loss of every step, as `metrics.jsonl` has it; also of a run that stops early.
+
+    Args:
+        device: value of `DIT_DEVICE`; empty for a GPU where there is one.
 
     Raises:
         RuntimeError: the run failed; the message has the end of its output.
     """
-    torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "-m", "launch.train"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
     quiet = ("logging.tensorboard=False", "training.validation_interval=0", "training.sample_interval=0")
     words = [f"training.run_dir={run_dir}", f"training.num_steps={STEPS}", "training.log_interval=1", *quiet]
-    command = [sys.executable, "-m", *torchrun, "--yes", "--factory", recipe, *words, "checkpoint.interval=0"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DIT_DEVICE": "cpu"}
-    process = subprocess.run([*command, *settings], env=environment, capture_output=True, text=True)
-    if process.returncode:
+    by_name = {word.partition("=")[0]: word for word in (*words, "checkpoint.interval=0", *settings)}
+    command = [sys.executable, *torchrun, "-m", "launch.train", "--yes", "--factory", recipe, *by_name.values()]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "DIT_DEVICE": device}
+    process = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if process.returncode not in (EXIT_OK, EXIT_PREEMPTED):
         raise RuntimeError(f"{recipe} on {ranks} ranks ended with {process.returncode}:\n{process.stderr[-2000:]}")
     by_step = scalars_by_step(read_records(run_dir / METRICS_FILE))
     return [by_step[step][LOSS] for step in sorted(by_step)]
@@ -64,7 +78,7 @@ def curves(recipes: Sequence[str], layouts: Sequence[str]) -> Curves:
     with tempfile.TemporaryDirectory() as folder:
         for recipe in recipes:
             by_recipe[recipe] = {}
-            for i, name in enumerate(layouts):
+            for i, name in enumerate(layouts if recipe not in CONVOLUTIONS else [ONE_RANK]):
                 ranks, settings = LAYOUTS[name]
                 by_recipe[recipe][name] = losses(recipe, ranks, settings, Path(folder) / f"{recipe}_{i}")
                 echo(f"{recipe}, {name}: {by_recipe[recipe][name][0]} ... {by_recipe[recipe][name][-1]}", flush=True)

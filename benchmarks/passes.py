@@ -23,6 +23,7 @@ from dit.backends.provider import LayerProvider
 from dit.errors import EXIT_OK, one_line_errors
 from dit.kernels.attention import Attention, varlen_attention
 from dit.kernels.choice import Target
+from dit.kernels.compiled import compile_layers
 from dit.kernels.layer_kernels import EAGER, LayerKernels, fused
 from dit.kernels.recompute import recompute_activations
 from dit.layers.positions import RotaryPositions
@@ -141,11 +142,15 @@ def layer(
     precision: Literal["bf16", "fp32"] = "bf16",
     attention: Attention = varlen_attention,
     std: Optional[float] = None,
+    compiled: bool = False,
+    text_tokens: int = 77,
 ) -> Callable[[Tensor], Tensor]:
     """Build a layer as a function of the tokens.
 
     Args:
         std: standard deviation of all parameters; None leaves them uninitialised, which is enough to trace them.
+        compiled: compile the layer as `training.kernels=compile` does.
+        text_tokens: tokens of each sample's text.
     """
     hidden, heads, context = sizes
     settings: dict[str, Any] = {"hidden_size": hidden, "num_layers": 1, "num_attention_heads": heads}
@@ -156,16 +161,19 @@ def layer(
     kind: Any = DiTCrossLayer if case.cross else DiTLayer
     built = kind(config, provider, attention)
     recompute_activations(built, recompute)
+    if compiled:
+        compile_layers([built])
     if std is not None:
         for parameter in built.parameters():
             nn.init.normal_(parameter, std=std)
-    texts = SequenceLayout.from_lengths([77] * case.layout.num_samples)
-    cond_SD = torch.zeros(case.layout.num_samples, hidden, dtype=DTYPES[precision], requires_grad=True)
+    device, dtype = case.layout.device, DTYPES[precision]
+    texts = SequenceLayout.from_lengths([text_tokens] * case.layout.num_samples, device=device)
+    cond_SD = torch.zeros(case.layout.num_samples, hidden, dtype=dtype, device=device, requires_grad=True)
     inputs: list[Any] = [cond_SD, case.layout]
     if case.cross:
-        context_KD = torch.zeros(texts.total_tokens, context, dtype=DTYPES[precision], requires_grad=True)
+        context_KD = torch.zeros(texts.total_tokens, context, dtype=dtype, device=device, requires_grad=True)
         inputs = [cond_SD, context_KD, case.layout, texts]
-    positions = torch.zeros(case.layout.total_tokens, 3)
+    positions = torch.zeros(case.layout.total_tokens, 3, device=device)
     inputs.append(RotaryPositions(hidden // heads)(positions) if case.rope else None)
     return lambda x_TD: built(x_TD, *inputs)
 

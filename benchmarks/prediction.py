@@ -1,9 +1,15 @@
-"""The planner's prediction for a measurement: the same settings on fake tensors, with the device's constants."""
+"""Plan a step of `benchmarks.step` on an H100, on fake tensors: `python -m benchmarks.prediction --factory NAME`.
 
+The flags are those of `benchmarks.step`, and nothing is timed; docs/planner.md describes the plan.
+"""
+
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Optional
 
 from benchmarks import step
+from dit.errors import EXIT_OK, one_line_errors
+from launch import environment
 
 if TYPE_CHECKING:
     from dit.planner.devices import Device
@@ -50,3 +56,20 @@ def predicted(words: Sequence[str], ranks: int, device: "Device") -> dict[str, A
         "planned_memory_gib": step_plan.fullest.peak / 2**30,
         "planned_for": device.name,
     }
+
+
+@one_line_errors
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Print the plan of a step and append it to `--out`."""
+    from dit.planner.devices import H100
+
+    words = sys.argv[1:] if argv is None else argv
+    args = step.build_parser().parse_args(words)
+    environment.prepare()
+    record = {"recipe": args.factory, "overrides": args.overrides, "status": "planned", **step.where()}
+    step.write(record | predicted(words, environment.world_size(), H100), args.out)
+    return EXIT_OK
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from dit.step.device_batches import DeviceBatches
 
 OK, OUT_OF_MEMORY, REFUSED = "ok", "out of memory", "refused"
+"""How a measurement ended, in its record."""
 WRITING_S = 30.0
 """Longest time that other ranks wait until rank 0 has written why the settings are refused."""
-"""How a measurement ended, in its record."""
 
 
 def build_parser() -> argparse.ArgumentParser:

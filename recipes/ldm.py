@@ -1,8 +1,13 @@
-"""Latent diffusion by text: the UNets of Stable Diffusion v1 and XL on prepared latents and CLIP embeddings."""
+"""Latent diffusion by text: the UNets of Stable Diffusion v1 and XL on prepared latents and CLIP embeddings.
+
+`tiny_autoencoder` is a small form of the autoencoder that computes such latents.
+"""
 
 import nemo_run as run
 
+from dit.models.autoencoder.config import AutoencoderConfig
 from dit.models.ldm_unet.config import LDMUNetConfig
+from dit.objectives.autoencoding import Autoencoding
 from dit.objectives.ddpm import DDPM
 from dit.optimizer.schedules import Constant
 from dit.parallel.dims import ParallelConfig
@@ -153,4 +158,21 @@ def tiny_sdxl_unet() -> run.Partial:
     recipe.model.pooled_size = 24
     recipe.model.null_text = "zeros"
     recipe.training.run_dir = "runs/tiny_sdxl_unet"
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def tiny_autoencoder() -> run.Partial:
+    """KL autoencoder with 8 and 16 channels, from 16 x 16 pixels to 8 x 8 latents: any machine.
+
+    One residual block at each resolution, and attention at the lower one.
+    """
+    recipe = tiny_ldm_unet()
+    recipe.model = run.Config(
+        AutoencoderConfig, patch_spatial=2, block_out_channels=[8, 16], layers_per_block=1, norm_num_groups=4
+    )
+    recipe.objective = run.Config(Autoencoding)
+    recipe.sampling.guidance_scale = 1.0
+    recipe.data.shapes = ["1x16x16"]
+    recipe.training.run_dir = "runs/tiny_autoencoder"
     return recipe

@@ -254,6 +254,10 @@ def at_import(node: ast.AST) -> Iterator[ast.AST]:
                 yield from at_import(child)
 
 
+IMPORTED_BY_TRAINING = {"isal", "rich", "safetensors", "yaml"}
+"""Packages that `dit.training.pretrain` imports, in addition to those of torch and Megatron-Core."""
+
+
 def report(found: list[str]) -> None:
     assert not found, "\n" + "\n".join(found)
 
@@ -454,6 +458,28 @@ def test_importing_a_package_imports_nothing_heavy(module: str):
     program = f"import sys, {module}; print(*sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+def test_training_imports_few_packages_besides_torch_and_megatron_core():
+    """The parts of Megatron-Core that `dit` imports take four times as long as torch; the rest must stay small."""
+    megatron = {
+        node.module
+        for path in FILES
+        if path.parts[0] == "dit"
+        for node in at_import(tree(path))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron.")
+    }
+    program = f"""
+import sys, torch
+for name in {sorted(megatron)!r}:
+    __import__(name)
+packages = lambda: {{name.partition(".")[0] for name in sys.modules}} - set(sys.stdlib_module_names)
+before = packages()
+import dit.training.pretrain
+print(*packages() - before)
+"""
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) <= {"dit", *IMPORTED_BY_TRAINING}
 
 
 def test_no_error_is_swallowed():

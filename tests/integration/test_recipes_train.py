@@ -27,6 +27,7 @@ RUNS = {
     "tiny_ddpm_unet": {},
     "tiny_ldm_unet": {"parallel__data_parallel": "fsdp"},
     "tiny_sdxl_unet": {},
+    "tiny_autoencoder": {},
     "tiny_stdit": TP2SP,
     # Full attention on the ring, the others made local: the hybrid.
     "tiny_stdit_full": {"parallel__context_parallel_size": 2},

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
+from benchmarks.gpu_stages import STAGES
 from launch import cli, train
 
 REPOSITORY = Path(__file__).parents[3]
@@ -30,12 +31,12 @@ def test_torchrun_and_the_launcher_take_each_command(command):
 
 
 def test_the_image_holds_what_on_gpu_starts():
-    """The modules that benchmarks/on_gpu.sh runs, the tests it begins with, and pytest."""
+    """The modules that benchmarks/on_gpu.sh runs, those they start, the tests it begins with, and pytest."""
     images = (REPOSITORY / "Dockerfile").read_text().split("\nFROM ")[1:]
     assert [image.splitlines()[0].rpartition(" AS ")[2] for image in images] == ["cpu", "cuda"]
     assert all(image.count("\nCMD ") == image.count("\nWORKDIR ") == 1 for image in images)
-    script = (REPOSITORY / "benchmarks" / "on_gpu.sh").read_text()
-    started = set(re.findall(r"-m (\w+)\.\w+", script)) | set(re.findall(r"-m pytest (\w+)/", script))
+    words = [command.words for stage in STAGES.values() for command in stage.commands]
+    started = {w[1].partition("/")[0] if w[0] == "pytest" else w[0].partition(".")[0] for w in words} | {"launch"}
     assert started == {"benchmarks", "launch", "tests"}
     for image in images:
         copied = set(re.findall(r"^COPY (\w+) ", image, re.MULTILINE))

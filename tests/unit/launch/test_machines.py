@@ -85,11 +85,12 @@ def test_the_python_of_the_cuda_image_can_do_what_its_build_runs(tmp_path: Path)
 
 def test_on_gpu_is_refused_at_once_without_a_gpu(tmp_path: Path):
     """Nothing is timed and no result is written: one line, and the code of a usage error."""
-    without = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OUT": str(tmp_path / "out")}
-    command = ["bash", str(REPOSITORY / "benchmarks" / "on_gpu.sh"), sys.executable]
+    without = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHON": sys.executable}
+    command = ["bash", str(REPOSITORY / "benchmarks" / "on_gpu.sh"), "--out", str(tmp_path / "out")]
     ended = subprocess.run(command, env=without, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout) == (EXIT_CONFIG, "")
     [line] = ended.stderr.splitlines()
     assert "no GPU" in line
+    assert "--dry" in line
     assert "benchmarks.step" in line
     assert not (tmp_path / "out").exists()

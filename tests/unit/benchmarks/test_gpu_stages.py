@@ -1,0 +1,105 @@
+"""The stages of benchmarks/on_gpu.sh: every command line, every case, every bar, and a stage whose command fails."""
+
+import json
+import subprocess
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import attention, ceilings, gpu_stages, layers, step
+from benchmarks.gpu_stages import STAGES, Bar, Command, Stage, field, run_stage, started
+from dit.errors import EXIT_OK
+
+COMMANDS = [
+    pytest.param(name, command, id=f"{name}-{command.name}")
+    for name, stage in STAGES.items()
+    for command in stage.commands
+]
+FIELDS_OF_A_STEP = {"tflops_per_rank_model": 400.0, "valid_tokens_per_s_per_rank": 1e4, "planned_ms": 1.0}
+
+
+@pytest.mark.parametrize(("stage", "command"), COMMANDS)
+def test_a_command_line_is_valid(stage: str, command: Command, tmp_path: Path, capsys: pytest.CaptureFixture):
+    """Its module has all flags, also those of the dry run; a recipe has all settings and fits one GPU."""
+    module, *words = started(command, stage, tmp_path, dry=True)
+    if module == "pytest":
+        assert (Path(gpu_stages.__file__).parents[1] / words[0]).is_dir()
+    elif module == gpu_stages.PLAN:
+        args = step.build_parser().parse_args(words)
+        step.config_of(args, str(tmp_path)).check(1)
+    else:
+        with pytest.raises(SystemExit) as ended:
+            import_module(module).main(["--help"])
+        assert ended.value.code == 0
+        flags = {word for word in words if word.startswith("--")}
+        assert flags <= set(capsys.readouterr().out.replace(",", " ").replace("]", " ").replace("[", " ").split())
+
+
+def rows_of(main: Any, tmp_path: Path) -> list[dict[str, Any]]:
+    """Run a command dry; numbers that it did not measure become 1."""
+    assert main(["--dry", "--out", str(tmp_path / "rows")]) == EXIT_OK
+    rows = [json.loads(line) for line in (tmp_path / "rows").read_text().splitlines()]
+    return [{name: 1.0 if value is None else value for name, value in row.items()} for row in rows]
+
+
+def test_every_bar_finds_its_rows(tmp_path: Path):
+    """Names of cases and fields are those of the rows that the commands write."""
+    sizes = (*layers.KERNELS, layers.PLAIN, layers.PLAIN_COMPILED)
+    measured = [
+        {"batch": batch, "kernels": kernels, "ms": 1.0, "tflops": 1.0, "peak_bytes": 1}
+        for batch in layers.layouts(1)
+        for kernels in sizes
+    ]
+    known: gpu_stages.Rows = {
+        "ceilings": rows_of(ceilings.main, tmp_path / "ceilings"),
+        "attention": [
+            {**row, "status": "ok", "forward_backward_tflops": 1.0} for row in rows_of(attention.main, tmp_path / "at")
+        ],
+        "layers": measured,
+        "kernels": [{"case": bar.name.partition(", measured")[0], "measured": 1.0} for bar in STAGES["kernels"].bars],
+        "tests": [{"failed": 0, "passed": 1}],
+        "losses": [{"passed": True}],
+    }
+    for name, stage in STAGES.items():
+        for number, command in enumerate(stage.commands):
+            milliseconds = {"step_ms_p50": 10.0 + number}
+            known.setdefault(command.name, [{**FIELDS_OF_A_STEP, **milliseconds}])
+        for bar in stage.bars:
+            assert isinstance(bar.value(known), float | int), (name, bar.name)
+
+
+def test_the_bars_of_kernels_name_operations():
+    pytest.importorskip("triton")
+    source = Path(import_module("benchmarks.kernels").__file__).read_text()
+    for bar in STAGES["kernels"].bars:
+        assert f'"{bar.name.partition(", measured")[0]}": lambda' in source
+
+
+def test_rows_of_a_stage_survive_a_command_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """The first command ends with an error after its first row, the second one runs too long, the third one passes."""
+    commands = tuple(Command(name, (name,), ()) for name in ("fails", "hangs", "works"))
+    bars = tuple(Bar(name, field(name, "value"), low=2) for name in ("fails", "hangs", "works"))
+    monkeypatch.setitem(STAGES, "values", Stage(commands, bars))
+
+    def run(words: list[str], **_: Any) -> subprocess.CompletedProcess:
+        name, file = words[2], Path(words[-1])
+        if name == "hangs":
+            raise subprocess.TimeoutExpired(words, 1)
+        file.write_text(json.dumps({"value": 1 if name == "fails" else 3}) + "\n")
+        return subprocess.CompletedProcess(words, int(name == "fails"))
+
+    monkeypatch.setattr(gpu_stages.subprocess, "run", run)
+    assert run_stage("values", tmp_path, dry=False) == (False, False)
+    out = capsys.readouterr().out
+    assert (tmp_path / "values.md").read_text() in out
+    assert "| fails | 1 | >= 2 |  | fail |" in out
+    assert "| hangs | - | >= 2 |  | not measured |" in out
+    assert "| works | 3 | >= 2 |  | pass |" in out
+    assert json.loads((tmp_path / "values" / "fails.jsonl").read_text()) == {"value": 1}
+
+
+def test_a_stage_takes_less_than_eight_minutes():
+    assert gpu_stages.STAGE_S < 480
+    assert list(STAGES) == ["values", "layers", "kernels", "models", "packs"]
