@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from statistics import median
-from typing import Any, Optional
+from typing import Any, Literal, Optional
 from unittest.mock import patch
 
 import torch
@@ -139,7 +139,7 @@ def rows(groups: process_groups.ProcessGroups, repeats: int) -> Iterator[str]:
                 yield f"| {case.name} | {name} | {shortest:.0f} | {median(values):.0f} | {shortest / reference:.2f} |"
 
 
-def wait_job(recipe: str, packs: str, kernels: str) -> Job:
+def wait_job(recipe: str, packs: str, kernels: Literal["eager", "triton"]) -> Job:
     """Return a step of the tiny form of a recipe in bf16, with the kernels of a GPU; no two packs are equal.
 
     Args:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Literal, Optional, TypeVar
+from typing import Concatenate, Literal, Optional, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ TABLES = frozenset(
 )
 """Properties of a layout that are computed once and are tensors."""
 Table = TypeVar("Table")
+Others = ParamSpec("Others")
 UNPINNED = ("cpu", "meta")
 """Devices to which copies need no page-locked memory."""
 
@@ -237,11 +238,13 @@ class SequenceLayout:
         return to_device(torch.arange(self.valid_tokens) + shift_R, self.device)
 
     @cached_property
-    def tables(self) -> dict[tuple[Hashable, ...], tuple[tuple[Any, ...], Any]]:
+    def tables(self) -> dict[tuple[object, ...], tuple[tuple[object, ...], object]]:
         """Results of `table`, with the other arguments of each."""
         return {}
 
-    def table(self, make: Callable[..., Table], *others: Hashable) -> Table:
+    def table(
+        self, make: Callable[Concatenate["SequenceLayout", Others], Table], *others: Others.args, **named: Others.kwargs
+    ) -> Table:
         """Return `make(self, *others)`, computed once for all layers.
 
         Args:
@@ -250,9 +253,8 @@ class SequenceLayout:
         """
         key = make, *(other.sizes if isinstance(other, SequenceLayout) else other for other in others)
         if key not in self.tables:
-            self.tables[key] = others, make(self, *others)
-        result: Table = self.tables[key][1]
-        return result
+            self.tables[key] = others, make(self, *others, **named)
+        return cast("Table", self.tables[key][1])
 
     @property
     def sizes(self) -> tuple[Hashable, ...]:

@@ -32,7 +32,7 @@ def compute_tables(new: dict[Hashable, SequenceLayout], previous: Mapping[Hashab
     """
     pending, names = list(previous.items()), {id(layout): name for name, layout in previous.items()}
 
-    def argument(earlier: Hashable) -> Hashable:
+    def argument(earlier: object) -> object:
         return new.get(names.get(id(earlier))) if isinstance(earlier, SequenceLayout) else earlier
 
     for name, earlier in pending:
@@ -40,12 +40,13 @@ def compute_tables(new: dict[Hashable, SequenceLayout], previous: Mapping[Hashab
             continue
         for table in TABLES & vars(earlier).keys():
             getattr(new[name], table)
-        for (make, *_), (others, value) in list(earlier.tables.items()):
+        for (key, *_), (others, value) in list(earlier.tables.items()):
+            make: Any = key
             arguments = [argument(other) for other in others]
             if any(x is None for x in arguments):
                 continue
-            result = new[name].table(make, *arguments)
-            if isinstance(result, SequenceLayout):
+            result: object = new[name].table(make, *arguments)
+            if isinstance(result, SequenceLayout) and isinstance(value, SequenceLayout):
                 path = (make, name, *(names.get(id(other)) for other in others))
                 new[path], names[id(value)] = result, path
                 pending.append((path, value))
@@ -78,13 +79,14 @@ def copy_together(sources: Sequence[Tensor], device: torch.device) -> list[Tenso
 def _copy_from_host(sources: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     starts = list(accumulate((-(-x.nbytes // ALIGNMENT) * ALIGNMENT for x in sources), initial=0))
     buffer = page_locked(starts[-1])
-    for x, start in zip(sources, starts):
-        buffer[start : start + x.nbytes].view(x.dtype).view(x.shape).copy_(x)
+    parts = [buffer[start : start + x.nbytes].view(x.dtype).view(x.shape) for x, start in zip(sources, starts)]
+    for part, x in zip(parts, sources):
+        part.copy_(x)
     storage = buffer.to(device, non_blocking=True).untyped_storage()
     # Not views of one tensor: to autograd, a change of one in place would be a change of all.
     return [
-        torch.empty(0, dtype=x.dtype, device=device).set_(storage, start // x.itemsize, x.shape)
-        for x, start in zip(sources, starts)
+        torch.empty(0, dtype=x.dtype, device=device).set_(storage, x.storage_offset(), x.shape, x.stride())
+        for x in parts
     ]
 
 

@@ -62,7 +62,11 @@ class PackCopy:
 def _layouts(batch: PackedBatch) -> dict[Hashable, SequenceLayout]:
     """Return the layouts of the latents, of the local latents as a separate pack, of noise levels and of texts."""
     levels = batch.layout.levels
-    by_name = {"latents": batch.layout, "local latents": batch.layout.local, "levels": levels and levels.layout}
+    by_name = {
+        "latents": batch.layout,
+        "local latents": batch.layout.local,
+        "levels": None if levels is None else levels.layout,
+    }
     by_name |= {f"text {name}": entry.layout for name, entry in batch.conditions.items()}
     return {name: part for name, part in by_name.items() if part is not None}
 

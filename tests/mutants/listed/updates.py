@@ -1,6 +1,7 @@
 """The optimizer, the step, its checks and launch.verify: one wrong line each."""
 
 from tests.mutants.listed.paths import (
+    CALLS,
     FUSED_KERNELS,
     LOSS_SCALE,
     LOSSES,
@@ -222,11 +223,32 @@ MUTANTS = (
         ("tests/unit/test_batch.py",),
     ),
     Mutant(
+        "step: the tables of a pack are computed in the forward pass",
+        "dit/step/device_batches.py",
+        "compute_tables(_layouts(batch), self._previous)",
+        "compute_tables({}, self._previous)",
+        ("tests/unit/test_pack_copy.py",),
+    ),
+    Mutant(
+        "step: tensors of a pack overlap in its buffer",
+        "dit/pack_copy.py",
+        "-(-x.nbytes // ALIGNMENT) * ALIGNMENT",
+        "x.nbytes // ALIGNMENT * ALIGNMENT",
+        ("tests/unit/test_pack_copy.py",),
+    ),
+    Mutant(
+        "waits: a copy from memory that is not page-locked is no wait",
+        "dit/tracing/waits.py",
+        "if non_blocking and source.untyped_storage()._cdata in self._pinned:",
+        "if non_blocking:",
+        (f"{CALLS}::test_every_copy_and_wait_of_the_host_is_counted",),
+    ),
+    Mutant(
         "step: a request to stop is forgotten",
         "dit/step/mean_loss.py",
         "return self._read()[-1] > 0",
         "return False",
-        ("tests/unit/step/test_calls.py",),
+        (CALLS,),
     ),
     Mutant(
         "verify: any copy of the main weights passes",

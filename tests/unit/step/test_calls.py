@@ -165,7 +165,7 @@ def test_a_request_to_stop_ends_the_run_after_its_step(tmp_path, one_rank_world:
         ("tiny_ldm_unet", "dense", "eager"),
     ],
 )
-def test_a_step_of_a_gpu_waits_once(recipe: str, packs: str, kernels: str):
+def test_a_step_of_a_gpu_waits_once(recipe: str, packs: str, kernels: Any):
     """In bf16 with the kernels of a GPU: one wait per step, none per micro-batch, and tables are not built backward."""
     counted = count_waits(wait_job(recipe, packs, kernels))
     assert counted.waits == {"reduction": WAITS_PER_STEP}, counted.lines
