@@ -76,9 +76,10 @@ def flux_12b() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def flux2_32b() -> run.Partial:
-    """FLUX.2 dev (32.2 B) on images of 1024 px, TP 4 + SP, FSDP, 16 images per step: 16 x 141 GB.
+    """FLUX.2 dev (32.2 B) on images of 1024 px, TP 4 + SP, FSDP, 16 images per step: 16 x 80 GB.
 
-    The network gets a guidance scale of 4, as the published one. Texts: layers 10, 20 and 30 of Mistral-3, stacked.
+    `--dryrun` estimates 60 GiB on each GPU. The network gets a guidance scale of 4, as the published one. Texts: layers
+    10, 20 and 30 of Mistral-3, stacked.
     """
     recipe = with_fsdp(on_tensor_parallel(_flux("flux2_32b", flux2_dev()), 4))
     recipe.training.global_batch_size = 16
@@ -89,7 +90,7 @@ def flux2_32b() -> run.Partial:
 def flux2_klein_9b_1024() -> run.Partial:
     """FLUX.2 klein 9B (9.08 B) on images of 1024 px, TP 2 + SP, FSDP, 8 images per step: 8 x 80 GB.
 
-    Texts: three layers of Qwen3-8B, stacked.
+    `--dryrun` estimates 39 GiB on each GPU. Texts: three layers of Qwen3-8B, stacked.
     """
     recipe = with_fsdp(on_tensor_parallel(_flux("flux2_klein_9b_1024", flux2_klein_9b()), 2))
     recipe.training.global_batch_size = 8
@@ -100,7 +101,7 @@ def flux2_klein_9b_1024() -> run.Partial:
 def flux2_klein_4b_1024() -> run.Partial:
     """FLUX.2 klein 4B (3.88 B) on images of 1024 px, FSDP, 8 images per step: 8 x 80 GB.
 
-    Texts: three layers of Qwen3-4B, stacked.
+    `--dryrun` estimates 28 GiB on each GPU. Texts: three layers of Qwen3-4B, stacked.
     """
     recipe = with_fsdp(_flux("flux2_klein_4b_1024", flux2_klein_4b()))
     recipe.training.global_batch_size = 8

@@ -204,7 +204,7 @@ BACKBONES = {
             "position_embedding": {"rope_axes": [16, 56, 56]},
         },
         text_tokens=1,
-        idle=r"layers\.1\.text\.(linear_proj|mlp)\..*",  # of the last block, whose text nothing reads
+        idle=r"layers\.1\.text\.(q_layernorm|linear_proj|mlp)\..*",  # of the last block, whose text nothing reads
     ),
     "wan": Row(recipe="wan_14b_mock"),
     "ddpm_unet": Row(
