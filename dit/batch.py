@@ -3,6 +3,7 @@
 Shape suffixes: T packed tokens, S samples in the pack, C latent channels per token, K packed text tokens.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Optional
@@ -43,7 +44,8 @@ class PackedBatch:
         positions_T3: (t, h, w) patch index of each token, int64.
         layout: layout of the samples on the token axis.
         sample_ids_S: 63-bit id of each sample, int64; part of the counter from which its noise is generated.
-        grids: (t, h, w) of each sample in patches, on the host.
+        grids: (t, h, w) of each sample in patches, on the host. A sample may have clean reference tokens after those of
+            its grid (`dit.levels`).
         keys: name of each sample, for messages.
         conditions: inputs of the network other than the latents, by name.
         loss_weight_S: weight of each sample in the loss, float32; None for ones.
@@ -106,7 +108,7 @@ class PackedBatch:
                 sizes[name] = (len(value), S)
         errors = [f"{name} has {rows} rows, needs {need}" for name, (rows, need) in sizes.items() if rows != need]
         for grid, length, key in zip(self.grids, self.layout.lengths, self.keys):
-            if grid[0] * grid[1] * grid[2] != length:
+            if math.prod(grid) > length or (math.prod(grid) < length and self.layout.levels is None):
                 errors.append(f"sample {key!r} has grid {grid} but {length} tokens")
         errors.extend(self.conditions.problems(required, self.layout, self.keys, patch_volume))
         if errors:
@@ -138,8 +140,8 @@ class PackedBatch:
         from dit.patchify import unpatchify
 
         return [
-            unpatchify(x_TC[start : start + length], grid, patch_temporal, patch_spatial)
-            for start, length, grid in zip(self.layout.starts, self.layout.lengths, self.grids)
+            unpatchify(x_TC[start : start + math.prod(grid)], grid, patch_temporal, patch_spatial)
+            for start, grid in zip(self.layout.starts, self.grids)
         ]
 
     def grid(self, patch_temporal: int, patch_spatial: int) -> Tensor:

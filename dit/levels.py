@@ -18,9 +18,12 @@ Shape suffixes: L segments with one noise level, T local tokens of the pack, S s
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+from torch import Tensor
+
 from dit.errors import BatchError
 from dit.layout import CLEAN, Levels, SequenceLayout
-from dit.patchify import Grid
+from dit.patchify import Grid, grid_positions
 
 Segment = tuple[int, int]
 """Tokens of a segment, and the number of its level in the sample."""
@@ -33,6 +36,15 @@ def first_frames_clean(grids: Sequence[Grid]) -> list[list[Segment]]:
         grids: (t, h, w) of each sample in patches.
     """
     return [[(h * w, CLEAN), ((t - 1) * h * w, 0)] if t > 1 else [] for t, h, w in grids]
+
+
+def reference_positions(reference: Grid, grid: Grid) -> Tensor:
+    """Return the positions of the tokens of a reference, int64 `[tokens, 3]`: its frames follow those of the sample.
+
+    Args:
+        reference, grid: (t, h, w) of the reference and of the sample.
+    """
+    return grid_positions(reference) + torch.tensor([grid[0], 0, 0])
 
 
 def with_levels(layout: SequenceLayout, segments: Sequence[Sequence[Segment]]) -> SequenceLayout:

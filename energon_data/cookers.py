@@ -22,7 +22,17 @@ from dit.encoders.vae import Geometry
 from dit.errors import ConfigError, page_of
 from dit.resize import LowResolution
 from energon_data.media_files import PICTURES, VIDEOS, read_pixels
-from energon_data.samples import CAPTIONS, LATENT, META_PART, PIXELS, Clip, SampleError, finite_number, stem_of_wording
+from energon_data.samples import (
+    CAPTIONS,
+    LATENT,
+    META_PART,
+    PIXELS,
+    REFERENCE,
+    Clip,
+    SampleError,
+    finite_number,
+    stem_of_wording,
+)
 
 LOSS_WEIGHT_RANGE = (0.0, 1e3)
 """Allowed loss weights of a sample: not negative, and not so large that one sample dominates."""
@@ -152,6 +162,24 @@ def _list_of_numbers(metadata: dict[str, Any], names: tuple[str, ...]) -> Option
         return None
     name, values = listed
     return torch.tensor([finite_number({name: value}, name) for value in values])
+
+
+def read_reference(clip: Clip) -> Optional[Tensor]:
+    """Return the latent that a sample is edited from, `[C, T, H, W]` float32; None if it has none.
+
+    Raises:
+        SampleError: it has other channels than the sample, or another rank.
+    """
+    reference = _tensor(clip.parts, REFERENCE)
+    if reference is None:
+        return None
+    reference = reference[:, None] if reference.dim() == 3 else reference
+    if reference.dim() != 4 or 0 in reference.shape or len(reference) != len(clip.latent):
+        raise SampleError(
+            "wrong_shape",
+            f"the reference has shape {list(reference.shape)}, expected [{len(clip.latent)}, T, H, W] as the latent",
+        )
+    return reference.float()
 
 
 def read_caption(clip: Clip) -> str:

@@ -177,6 +177,12 @@ class EnergonData(ReaderSettings, DataConfig):
             ConfigError: settings are outside their ranges, or contradict each other or the layout.
         """
         check_values(self)
+        self.check_references(spec)
+        if self.references and self.online_vae is not None:
+            raise ConfigError(
+                "data.references=True reads stored latents, and data.online_vae encodes pixels; prepare the data with "
+                "--vae, or set data.references=False"
+            )
         self._check_changes(spec, spec.patch_spatial)
         check_streams(self.num_streams, micro_batches_per_step)
         if self.blend is None and self.blend_steps:
@@ -286,6 +292,7 @@ class EnergonData(ReaderSettings, DataConfig):
             pad_packs=self.pad_packs,
             bucket_by_shape=self.bucket_by_shape,
             vae=None if self.online_vae is None else Geometry.read(self.online_vae),
+            references=self.references,
             embedded=frozenset(embedded_widths(self.online_text_encoder, spec) if self.online_text_encoder else ()),
         )
 

@@ -1,8 +1,9 @@
-"""Noise levels of the frames of clips: a clean first frame, or a level for every frame.
+"""Noise levels inside samples: a clean first frame, a level for every frame, a clean reference.
 
 Every draw is a function of the sample and of the number of its draw, so it does not depend on ranks, packs and workers.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 from dit.batch import PackedBatch
@@ -25,15 +26,23 @@ class FrameLevels:
     own: float = 0.0
 
     def __call__(self, batch: PackedBatch) -> PackedBatch:
-        """Return a full pack whose clips have the levels that are drawn for them; samples of one frame have one."""
-        if not self.clean_first_frame and not self.own:
+        """Return a full pack whose clips have the levels that are drawn for them; references are clean.
+
+        Tokens after those of a sample's grid are a reference.
+        """
+        references = [tokens - math.prod(grid) for tokens, grid in zip(batch.layout.lengths, batch.grids)]
+        if not (self.clean_first_frame or self.own or any(references)):
             return batch
         ids: list[int] = batch.sample_ids_S.tolist()
         draws: list[int] = [0] * len(ids) if batch.draws_S is None else batch.draws_S.tolist()
-        segments = list(map(self._segments, batch.grids, ids, draws))
+        segments = list(map(self._segments, batch.grids, references, ids, draws))
         return replace(batch, layout=with_levels(batch.layout, segments))
 
-    def _segments(self, grid: Grid, sample: int, draw: int) -> list[Segment]:
+    def _segments(self, grid: Grid, reference: int, sample: int, draw: int) -> list[Segment]:
+        frames = self._of_frames(grid, sample, draw)
+        return [*(frames or [(math.prod(grid), 0)]), (reference, CLEAN)] if reference else frames
+
+    def _of_frames(self, grid: Grid, sample: int, draw: int) -> list[Segment]:
         frames, tokens = grid[0], grid[1] * grid[2]
         if frames == 1:
             return []

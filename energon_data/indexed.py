@@ -29,7 +29,7 @@ from energon_data.cookers import cook_clip
 from energon_data.filters import Filters
 from energon_data.held_out import share_validation
 from energon_data.reader_settings import ReaderSettings
-from energon_data.samples import Clip, SampleError
+from energon_data.samples import REFERENCE, Clip, SampleError
 from energon_data.skip_log import SkipCounter, SkipLog, TooManyDroppedError
 from energon_data.streams import Position, Source, StreamItem, check_streams
 from energon_data.task_encoder import DiffusionTaskEncoder, EncoderOptions
@@ -44,7 +44,8 @@ class Sample:
 
     Attributes:
         latent: `[C, H, W]` for an image or `[C, T, H, W]` for a clip; pixels in [-1, 1] for a pixel-space model.
-        conditions: values by name: a class or number, or an array, such as `label=3` and `text=[K, D]`.
+        conditions: values by name: a class or number, or an array, such as `label=3` and `text=[K, D]`. With
+            `data.references`, `reference` is a latent that the sample is edited from.
     """
 
     latent: Tensor | np.ndarray
@@ -98,6 +99,7 @@ class Samples(ReaderSettings, DataConfig):
         ranges = dict.fromkeys(counts, COUNT) | dict.fromkeys(("max_lost_samples", "validation_samples"), COUNT_OR_NONE)
         check_ranges("data", self, {**ranges, "num_streams": RANKS})
         check_streams(self.num_streams, micro_batches_per_step)
+        self.check_references(spec)
         if self.max_tokens_per_pack is None:
             names = ["pack_multiple_of", "packing_buffer_size"]
             check_unused("data", self, names, "without data.max_tokens_per_pack", "set it")
@@ -124,6 +126,7 @@ class Samples(ReaderSettings, DataConfig):
         options = EncoderOptions(
             filters=Filters(max_tokens=self.max_tokens_per_pack),
             max_text_tokens=self.max_text_tokens,
+            references=self.references,
             max_tokens_per_pack=self.max_tokens_per_pack,
             pack_multiple_of=self.pack_multiple_of,
         )
@@ -160,7 +163,7 @@ class Samples(ReaderSettings, DataConfig):
 
     def stored_conditions(self) -> set[str]:
         """Return the names of the first sample's conditions."""
-        return set(self[0].conditions)
+        return set(self[0].conditions) - {REFERENCE}
 
     def class_names(self) -> Optional[list[str]]:
         """Return None; a subclass may return the names of its classes."""

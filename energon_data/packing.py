@@ -23,6 +23,7 @@ from dit.conditions import pack_conditions
 from dit.data_api import BatchSpec
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
+from dit.levels import reference_positions
 from dit.patchify import Grid, grid_positions, patchify_all
 from energon_data.samples import Clip
 
@@ -154,6 +155,13 @@ def _positions(grid: Grid) -> Tensor:
     return grid_positions(grid)
 
 
+def _all_positions(clip: Clip) -> list[Tensor]:
+    """Return the positions of a clip, then those of its reference."""
+    if clip.reference is None:
+        return [_positions(clip.grid)]
+    return [_positions(clip.grid), reference_positions(clip.reference_grid, clip.grid)]
+
+
 def collate(clips: Sequence[Clip], spec: BatchSpec, *, total_tokens: Optional[int] = None) -> PackedBatch:
     """Concatenate clips into a pack.
 
@@ -168,11 +176,12 @@ def collate(clips: Sequence[Clip], spec: BatchSpec, *, total_tokens: Optional[in
     layout = SequenceLayout.from_lengths(
         [c.num_tokens for c in clips], multiple_of=spec.multiple_of, total_tokens=total_tokens
     )
+    parts = [part for c in clips for part in (c.latent, c.reference) if part is not None]
     values = {condition.name: [clip.value(condition) for clip in clips] for condition in spec.conditions}
     weights = [c.loss_weight for c in clips]
     return PackedBatch(
-        latents_TC=layout.insert_padding(patchify_all([c.latent for c in clips], *spec.patch)),
-        positions_T3=layout.insert_padding(torch.cat([_positions(c.grid) for c in clips])),
+        latents_TC=layout.insert_padding(patchify_all(parts, *spec.patch)),
+        positions_T3=layout.insert_padding(torch.cat([positions for c in clips for positions in _all_positions(c)])),
         layout=layout,
         sample_ids_S=torch.tensor([c.id for c in clips], dtype=torch.int64),
         grids=tuple(c.grid for c in clips),

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Optional
 
 from dit.data_api import BatchSpec
+from dit.errors import ConfigError
 from energon_data.skip_log import SKIP_FILE, SkipLog
 from energon_data.streams import Source, StreamGroup, StreamSettings, open_streams
 
@@ -23,10 +24,30 @@ class ReaderSettings(StreamSettings):
     Attributes:
         background: read every stream in a separate worker process, ahead of training (only on Linux).
         max_lost_samples: damaged samples that a data-parallel rank may drop before the run ends.
+        references: read the part `reference` of each sample that has one, a latent `[C, T, H, W]` that the sample is
+            edited from. Its tokens are clean and follow those of the sample.
     """
 
     background: bool = True
     max_lost_samples: int = 0
+    references: bool = False
+
+    def levels_setting(self) -> Optional[str]:
+        """Return the setting, with its value, that gives samples several noise levels; None if none does."""
+        return super().levels_setting() or ("data.references=True" if self.references else None)
+
+    def check_references(self, spec: BatchSpec) -> None:
+        """Check that references do not meet conditions along the latent, which have the size of the sample.
+
+        Raises:
+            ConfigError: they do.
+        """
+        beside = [condition.name for condition in spec.conditions if condition.axis == "latent"]
+        if self.references and beside:
+            raise ConfigError(
+                f"data.references=True adds tokens to a sample, and the model takes {', '.join(beside)} for every "
+                "token of it; use a model without it, or data.references=False"
+            )
 
     @property
     @abstractmethod

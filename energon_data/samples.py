@@ -5,6 +5,7 @@ metadata lists the CRC32 of every part, including itself, so every flipped bit i
 """
 
 import json
+import math
 import re
 import reprlib
 import sys
@@ -24,7 +25,7 @@ except ImportError:
     from zlib import crc32
 
 META_PART = "json"
-LATENT, PIXELS = "latent", "pixels"
+LATENT, PIXELS, REFERENCE = "latent", "pixels", "reference"
 CAPTIONS = "captions"
 _SELF = re.compile(rb'"json": "([0-9a-f]{8})"')
 _BLANK = b'"json": "00000000"'
@@ -46,6 +47,8 @@ class Clip:
             encoded.
         id: 63-bit id of the sample, see `dit.data_api.sample_id`.
         grid: (t, h, w) in patches; (0, 0, 0) before encoding.
+        reference: clean latent `[C, T, H, W]` that the sample is edited from; None for none.
+        reference_grid: (t, h, w) of it in patches.
     """
 
     __key__: str
@@ -64,11 +67,13 @@ class Clip:
     id: int = 0
     loss_weight: float = 1.0
     grid: tuple[int, int, int] = (0, 0, 0)
+    reference: Optional[Tensor] = None
+    reference_grid: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def num_tokens(self) -> int:
-        t, h, w = self.grid
-        return t * h * w
+        """Number of tokens, including those of the reference."""
+        return math.prod(self.grid) + math.prod(self.reference_grid)
 
     def value(self, condition: Condition) -> Value:
         """Return a condition of the model, or its default if the sample has none."""

@@ -26,9 +26,9 @@ from dit.batch import PackedBatch
 from dit.data_api import BatchSpec, sample_id
 from dit.encoders.vae import Geometry
 from dit.patches import patches
-from dit.patchify import frames_to_patch
+from dit.patchify import Grid, frames_to_patch
 from energon_data.augment import Augmentation, Visit
-from energon_data.cookers import COOKERS, read_caption, read_condition
+from energon_data.cookers import COOKERS, read_caption, read_condition, read_reference
 from energon_data.corruption import Corruption
 from energon_data.decoder import decode_sample
 from energon_data.filters import FilteredOutError, Filters
@@ -57,6 +57,7 @@ class EncoderOptions:
         bucket_by_shape: batch only samples of the same latent shape together (convolutional backbones need it).
         vae: sizes of the online autoencoder; None if samples contain latents.
         embedded: conditions that the training device computes from the captions.
+        references: read the latents that samples are edited from.
     """
 
     filters: Filters = field(default_factory=Filters)
@@ -73,6 +74,7 @@ class EncoderOptions:
     bucket_by_shape: bool = False
     vae: Optional[Geometry] = None
     embedded: frozenset[str] = frozenset()
+    references: bool = False
 
 
 class RawSample(Protocol):
@@ -239,17 +241,10 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             FilteredOutError: the settings exclude the clip.
         """
         spec = self.spec
-        clip.latent = clip.latent.expand(-1, frames_to_patch(clip.latent.shape[1], spec.patch_temporal), -1, -1)
-        channels, frames, height, width = clip.latent.shape
-        if channels != spec.latent_channels:
-            raise SampleError("wrong_shape", f"the latent has {channels} channels, the model {spec.latent_channels}")
-        if frames % spec.patch_temporal or height % spec.patch_spatial or width % spec.patch_spatial:
-            raise SampleError(
-                "wrong_shape",
-                f"a latent of {frames} x {height} x {width} (T x H x W) cannot be cut into patches of "
-                f"{spec.patch_temporal} x {spec.patch_spatial} x {spec.patch_spatial}",
-            )
-        clip.grid = (frames // spec.patch_temporal, height // spec.patch_spatial, width // spec.patch_spatial)
+        clip.latent, clip.grid = self._fitting(clip.latent, "latent")
+        if self.options.references and (reference := read_reference(clip)) is not None:
+            clip.reference, clip.reference_grid = self._fitting(reference, "reference")
+            self.options.filters.check_values(clip.reference, "values of the reference")
         filters = self.options.filters
         filters.check_length(clip.num_tokens)
         filters.check_values(clip.latent, "latent values")
@@ -264,6 +259,25 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             clip.caption = read_caption(clip)
         clip.parts, clip.corrupt = {}, None
         return clip
+
+    def _fitting(self, latent: Tensor, name: str) -> tuple[Tensor, Grid]:
+        """Return a latent, repeated to fill one patch in time, and its (t, h, w) in patches.
+
+        Raises:
+            SampleError: the model does not take it.
+        """
+        spec = self.spec
+        latent = latent.expand(-1, frames_to_patch(latent.shape[1], spec.patch_temporal), -1, -1)
+        channels, frames, height, width = latent.shape
+        if channels != spec.latent_channels:
+            raise SampleError("wrong_shape", f"the {name} has {channels} channels, the model {spec.latent_channels}")
+        if frames % spec.patch_temporal or height % spec.patch_spatial or width % spec.patch_spatial:
+            raise SampleError(
+                "wrong_shape",
+                f"a {name} of {frames} x {height} x {width} (T x H x W) cannot be cut into patches of "
+                f"{spec.patch_temporal} x {spec.patch_spatial} x {spec.patch_spatial}",
+            )
+        return latent, (frames // spec.patch_temporal, height // spec.patch_spatial, width // spec.patch_spatial)
 
     def build_encode_sample(self, dataset: SavableDataset, *, worker_config: WorkerConfig) -> SavableDataset:
         """Return `dataset`: `load_clip` encodes."""

@@ -213,13 +213,11 @@ def pair_of(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None) -
     parallel, model = config.parallel, config.model
     objective = tiny_objective(config.objective, model)
     multiple, total = pack_tokens(model, parallel, fp8)
-    tp, pp, cp = (
-        parallel.tensor_model_parallel_size,
-        parallel.pipeline_model_parallel_size,
-        parallel.context_parallel_size,
-    )
+    pp, tp = parallel.pipeline_model_parallel_size, parallel.tensor_model_parallel_size
+    replicas = world_size // (pp * tp * parallel.context_parallel_size)
     # The interleaved schedule needs a multiple of the stages.
-    micro_batches = multiple_of(max(1, world_size // (tp * pp * cp)) * pp, 4)
+    micro_batches = multiple_of(max(1, replicas) * pp, 4)
+    recipe, share = config.training, 0.5 if config.data.levels_setting() else 0.0
     t, s, grids = model.patch_temporal, model.patch_spatial, tiny_grids(model, tiny_sides(parallel, fp8))
     data = MockData(
         shapes=[f"{frames * t}x{height * s}x{width * s}" for frames, height, width in grids],
@@ -227,8 +225,9 @@ def pair_of(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None) -
         max_tokens_per_pack=total,
         pack_multiple_of=multiple,
         num_streams=micro_batches,
+        clean_first_frame=share,
+        frame_levels=share,
     )
-    recipe = config.training
     training = TrainingConfig(
         global_batch_size=micro_batches,
         precision="fp32",

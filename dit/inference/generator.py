@@ -31,6 +31,7 @@ from dit.patchify import frames_to_patch, patchify
 from dit.run_config import RunConfig, check_levels
 from dit.sampling.generate import ConditionalNetwork, LowNoise, empty_pack, generate_each
 from dit.sampling.guidance import needs_unconditional
+from dit.sampling.references import add_references
 from dit.sampling.tiles import TiledNetwork
 from dit.settings import SamplingConfig, TrainingConfig
 
@@ -83,6 +84,7 @@ class Generator:
         initial: Optional[Tensor] = None,
         strength: Optional[float] = None,
         first_frame: Optional[Tensor] = None,
+        references: Optional[Sequence[Tensor]] = None,
         tile: Optional[int] = None,
         tile_overlap: Optional[int] = None,
         on_step: Callable[[int], None] = lambda step: None,
@@ -107,6 +109,8 @@ class Generator:
             strength: share of the steps that follow `initial`, see `generate_each`; None without it.
             first_frame: a latent `[C, 1, H, W]` that is the first frame of all clips (image to video), for a model
                 trained with clean first frames; None to generate all frames.
+            references: latent `[C, T, H, W]` of each sample that it is edited from, for a model trained with
+                references; None for none.
             tile: side of square tiles in positions of a latent, for samples larger than the training samples, see
                 `dit.sampling.tiles`; None passes the full sample to the network.
             tile_overlap: smallest overlap of neighbouring tiles; a quarter of a tile if None.
@@ -133,6 +137,9 @@ class Generator:
             batch.latents_TC = batch.layout.insert_padding(tokens_TC.to(batch.layout.device).repeat(count, 1))
         if first_frame is not None:
             batch = self._starting_with(first_frame, batch)
+        if references is not None:
+            check_levels(self.config.model, self.config.objective, "a reference", "no reference")
+            batch = add_references(batch, references, self.spec)
         latents = self.generate_pack(
             batch,
             settings,

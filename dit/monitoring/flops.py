@@ -86,7 +86,10 @@ class PackFlops:
 
     def of_pack(self, pack: PackedBatch) -> int:
         """Count a forward and a backward pass over a pack of the training data."""
-        return self.training(pack.layout, pack.grids, pack.conditions.layout(CONTEXT.name))
+        # With reference tokens, the work is that of a sample of one row with all tokens.
+        samples = zip(pack.grids, pack.layout.lengths)
+        grids = [grid if prod(grid) == tokens else (1, 1, tokens) for grid, tokens in samples]
+        return self.training(pack.layout, grids, pack.conditions.layout(CONTEXT.name))
 
     def _forward(
         self,

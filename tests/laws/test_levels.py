@@ -1,6 +1,7 @@
 """Samples with several noise levels: packs, and every layout against one rank."""
 
 from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -8,12 +9,15 @@ import torch
 from torch import Tensor
 
 from dit.backends.process_groups import ProcessGroups
+from dit.layout import CLEAN
 from dit.models.base import Ability, Backbone
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
 from dit.step.forward_step import training_forward_step
 from dit.verify.ranks import run_world
 from dit.verify.trial import disturb_constants
+from launch.config_file import built
+from launch.train import call_recipe
 from launch.verify import MockPacks, Pair, compare, tiny_pair
 from tests.conftest import BuildModel
 from tests.laws.backbones import NAMES, config_of, run_of
@@ -108,6 +112,12 @@ def test_layouts_equal_one_rank(verdicts: dict[tuple, Any], name: str, layout: s
     verdict = verdicts[name, layout]
     assert verdict.is_equal, verdict.text()
     assert not verdict.idle
+
+
+def test_a_recipe_with_several_levels_is_verified_with_several() -> None:
+    packs = tiny_pair(built(call_recipe("tiny_wan_image_to_video")), 1).one.stream(0, 1, 1)
+    levels = [batch.layout.levels for batch in islice(packs, 24)]
+    assert {CLEAN, 0, 1} <= {number for pack in levels if pack is not None for number in pack.numbers}
 
 
 def test_only_token_backbones_take_several_levels() -> None:

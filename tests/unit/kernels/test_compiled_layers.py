@@ -21,13 +21,16 @@ from dit.batch import PackedBatch
 from dit.kernels import compiled
 from dit.models.base import Backbone, ModelConfig
 from dit.models.lora_config import LoRAConfig
+from dit.objectives.base import Objective
 from dit.objectives.edm import EDM
+from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import build_model
 from dit.parallel.dims import ParallelConfig
 from dit.settings import TrainingConfig
 from dit.step.forward_step import training_forward_step
 from dit.verify.trial import disturb_constants
 from tests.laws.backbones import config_of, pack
+from tests.support.levels import leveled
 from tests.unit.launch import pages
 
 RTOL = 2e-6  # fp32: operators are fused or split
@@ -58,10 +61,10 @@ def network_of(model: ModelConfig, groups: ProcessGroups, **training: Any) -> Ba
     return network
 
 
-def step(network: Backbone, model: ModelConfig, batch: PackedBatch) -> Tensor:
+def step(network: Backbone, model: ModelConfig, batch: PackedBatch, objective: Objective | None = None) -> Tensor:
     """Return the loss of a training step and every gradient, in one row."""
     network.zero_grad()
-    prediction_TC, loss_of = training_forward_step(EDM(), model, 7, 0)(iter([batch]), network)
+    prediction_TC, loss_of = training_forward_step(objective or EDM(), model, 7, 0)(iter([batch]), network)
     loss = loss_of(prediction_TC)[0]
     loss.backward()
     gradients = [p.grad.float().flatten() for p in network.parameters() if p.grad is not None]
@@ -95,6 +98,21 @@ def test_every_kind_of_pack_has_the_numbers_of_eager_layers(
         batch = batch_of(model, kind)
         assert same(step(network, model, batch), step(eager, model, batch)), kind
     assert counter.frame_count > 0
+
+
+def test_samples_with_several_levels_have_the_numbers_of_eager_layers(
+    one_rank_world: ProcessGroups, counter: CompileCounterWithBackend
+) -> None:
+    """Packs of other lengths and numbers of levels need no further graph."""
+    model = replace(config_of("wan"), num_layers=2)
+    eager, network = (network_of(model, one_rank_world, kernels=kernels) for kernels in ("eager", "compile"))
+    counts = []
+    for numbers in ([0, 1, 2, 3], [2, 1, 3], [1, 2, 3, 4, 5], [4, 0, 3, 1]):
+        batch = leveled(pack(model, numbers, tail=2))
+        assert batch.layout.levels is not None
+        assert same(step(network, model, batch, FlowMatching()), step(eager, model, batch, FlowMatching())), numbers
+        counts.append(counter.frame_count)
+    assert counts[-1] == counts[-2] > 0
 
 
 def test_packs_of_other_lengths_and_more_layers_need_no_further_graph(
