@@ -380,7 +380,9 @@ class LayerProvider:
         plain._fp8 = None  # the products of an adapter are small
         down = plain._linear_of(a, in_features, rank, uniform(1 / math.sqrt(in_features)))
         if isinstance(layer, GatheredLinear):
-            return down, self.gathered_linear(rank, out_features, bias=False, init=ZEROS)
+            up = self.gathered_linear(rank, out_features, bias=False, init=ZEROS)
+            set_sharding(up.get_parameter("weight"), b)
+            return down, up
         return down, plain._linear_of(b, rank, out_features, ZEROS)
 
     def _linear_of(self, sharding: ParameterSharding, in_features: int, out_features: int, init: Init) -> nn.Module:

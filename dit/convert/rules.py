@@ -108,17 +108,17 @@ class ByHead:
         shares: features of a head in each part.
         turned: parts with rotary embeddings. Feature pairs that rotate together are (2 i, 2 i + 1) in external tensors,
             and (i, i + half of the head) in the parameter.
-        alternate: the features of the last two parts alternate in the parameter (gates and values of a SwiGLU).
         fused: one external tensor has all parts; otherwise there is one for each part.
         dim: axis of the features: 0 for outputs, 1 for inputs.
+        alternate: the features of the last two parts alternate in the parameter (gates and values of a SwiGLU).
     """
 
     heads: int
     shares: tuple[int, ...]
     turned: tuple[int, ...] = ()
-    alternate: bool = False
     fused: bool = False
     dim: int = 0
+    alternate: bool = False
 
     @property
     def axis(self) -> Optional[int]:

@@ -240,8 +240,9 @@ class _Shortened:
         """
         self._counter.flops, self._flops[:] = 0, [0] * len(self._flops)
         batch = batch_of(self.model, pack)
-        # Position embeddings are as wide as the network, and their values determine no shapes.
-        batch = replace(batch, positions_T3=batch.positions_T3.to("meta"))
+        # Position embeddings and texts are as wide as the network, and their values determine no shapes.
+        texts = {n: replace(x, values=x.values.to("meta")) for n, x in batch.conditions.items() if x.layout is not None}
+        batch = replace(batch, positions_T3=batch.positions_T3.to("meta"), conditions=batch.conditions | texts)
         try:
             with self._counter:
                 self._network(batch.latents_TC.to("meta"), torch.zeros(batch.layout.num_samples), batch)

@@ -40,13 +40,17 @@ UNCERTAINTY = {
     "cp2": {"context_parallel_size": 2},
     "fsdp2": {"data_parallel": "fsdp"},
 }
-# Adapters in the blocks, behind a frozen embedding; beside every linear layer; and beside those that read a text, which
-# is replicated under sequence parallelism.
+# Adapters in the blocks, behind a frozen embedding; beside every linear layer; beside those that read a text, which
+# is replicated under sequence parallelism; and beside modulations that all stages share.
 ALL = LoRAConfig(rank=3, alpha=6.0, targets=["*"])
 ADAPTERS = {
     "blocks": {"lora": LoRAConfig(rank=3)},
     "all": {"lora": ALL},
     "text": {"backbone": "dit_cross", "lora": ALL},
+    "streams": {
+        **{"backbone": "flux2", "num_joint_layers": 2, "num_single_layers": 2, "ffn_hidden_size": 48},
+        **{"rope_axes": [2, 2, 2, 2], "lora": ALL},
+    },
     "unet": {
         **{"backbone": "ldm_unet", "in_channels": 16, "block_out_channels": [8, 16], "transformer_layers": [1, 0]},
         **{"layers_per_block": 1, "norm_num_groups": 4, "lora": ALL},
@@ -70,7 +74,7 @@ ADAPTED_CASES = [
     for world, named in ADAPTED.items()
     for name in named
     for kind in ADAPTERS
-    if {"text": name == "tp2_sp", "unet": name in DATA_PARALLEL}.get(kind, True)
+    if {"text": name == "tp2_sp", "streams": name in ("tp2_sp", "pp2"), "unet": name in DATA_PARALLEL}.get(kind, True)
 ]
 ADAPTED_ROW = ("world", "name", "kind")
 ADAPTED_QUICK = {

@@ -19,6 +19,15 @@ MODELS = {
         **{"backbone": "flux", "num_joint_layers": 2, "num_single_layers": 2, "ffn_hidden_size": 48, "pooled_size": 6},
         **{"rope_axes": [2, 4, 2], "guidance": 3.5},
     },
+    "flux2": {
+        **{"backbone": "flux2", "num_joint_layers": 2, "num_single_layers": 2, "ffn_hidden_size": 48},
+        **{"rope_axes": [2, 2, 2, 2], "guidance": 3.5},
+    },
+    # With a single block, so that all weights of the last joint block have a gradient.
+    "qwen_image": {
+        **{"backbone": "qwen_image", "num_joint_layers": 3, "num_single_layers": 1, "ffn_hidden_size": 48},
+        "rope_axes": [2, 4, 2],
+    },
     "wan": {"backbone": "wan", "ffn_hidden_size": 48},
 }
 
@@ -53,14 +62,33 @@ FLUX_ALONE = {
     "pp4": ({"pipeline_model_parallel_size": 4}, PACKED),
     "pp2_tp2_sp": ({"pipeline_model_parallel_size": 2, **SP}, PACKED),
 }
+# FLUX's relatives: the shared modulations on every stage, other positions on every rank; `tests/laws` has two ranks.
+RELATIVES = {
+    2: {
+        "tp2": (TP, PACKED),
+        "pp2_overlap": ({"pipeline_model_parallel_size": 2, "overlap_grad_reduce": True}, PACKED),
+    },
+    4: {
+        "cp2_tp2_sp": (cp(2, "p2p", "load_balanced", **SP), PACKED),
+        "pp2_tp2_sp": ({"pipeline_model_parallel_size": 2, **SP}, PACKED),
+    },
+}
+
+
+def layouts_of(model: str, ranks: int) -> dict:
+    if model in ("flux2", "qwen_image"):
+        return RELATIVES[ranks]
+    return {**LAYOUTS[ranks], **(FLUX_ALONE if (model, ranks) == ("flux", 4) else {})}
+
+
 CASES = {
     ranks: {
         (model, layout, packed): {"parallel": parallel, "model": MODELS[model], "packed": packed}
         for model in MODELS
-        for layout, (parallel, packs) in {**layouts, **(FLUX_ALONE if (model, ranks) == ("flux", 4) else {})}.items()
+        for layout, (parallel, packs) in layouts_of(model, ranks).items()
         for packed in packs
     }
-    for ranks, layouts in LAYOUTS.items()
+    for ranks in LAYOUTS
 }
 ROW = ("model", "layout", "packed")
 BROKEN = {

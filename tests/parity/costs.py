@@ -15,10 +15,13 @@ from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.efficient_unet.config import EfficientUNetConfig
 from dit.models.flux.config import FluxConfig
+from dit.models.flux2.config import Flux2Config
 from dit.models.imagen_config import ImagenConfig
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.moviegen.config import MovieGenConfig
+from dit.models.qwen_image.config import QwenImageConfig
 from dit.models.stdit.config import STDiTConfig
+from dit.models.streams.config import StreamsConfig
 from dit.models.transformer_config import CONDITION_FEATURES
 from dit.models.unet.config import UNetConfig
 from dit.models.wan.config import WanConfig
@@ -213,40 +216,48 @@ def _wan(c: WanConfig, layout: SequenceLayout, texts: SequenceLayout, padding: b
     return once + rows * h * (c.token_channels + c.output_features) + c.num_layers * layer
 
 
-def _flux_matrices(c: FluxConfig) -> tuple[int, int]:
+def _streams_matrices(c: StreamsConfig) -> tuple[int, int]:
     """Return the weights that every row meets in one stream of a joint block, and in a single-stream block."""
-    h, f = c.hidden_size, c.ffn_hidden_size
-    return 4 * h * h + 2 * h * f, h * (3 * h + f) + (h + f) * h
+    h, f, inner = c.hidden_size, c.ffn_size, c.ffn_size * (2 if c.activation == "swiglu" else 1)
+    return 4 * h * h + h * inner + f * h, h * (3 * h + inner) + (h + f) * h
 
 
-def _flux_conditioner(c: FluxConfig) -> int:
-    h, sinusoids = c.hidden_size, 1 + (c.guidance is not None)
-    return sinusoids * (CONDITION_FEATURES * h + h * h) + c.pooled_size * h + h * h
+def _streams_modulations(c: StreamsConfig) -> int:
+    """Return the rows of all modulations, as multiples of the width."""
+    joint, single = c.num_joint_layers, c.num_single_layers
+    return 12 * min(joint, 1) + 3 * min(single, 1) if c.shared_modulation else 12 * joint + 3 * single
 
 
-def _flux_weights(c: FluxConfig) -> int:
-    h, f, text, norms = c.hidden_size, c.ffn_hidden_size, c.context_size or 0, 2 * c.head_size
-    stream, single = _flux_matrices(c)
-    stream += 3 * h + h + f + h + norms + 6 * h * (h + 1)
-    single += 3 * h + f + h + norms + 3 * h * (h + 1)
-    conditioner = _flux_conditioner(c) + 2 * (2 + (c.guidance is not None)) * h + c.pooled_size
-    embed = (c.token_channels + 1) * h + (text + 1) * h + text
-    head = 2 * h * (h + 1) + (h + 1) * c.output_features
-    return embed + conditioner + 2 * c.num_joint_layers * stream + c.num_single_layers * single + head
+def _streams_conditioner(c: StreamsConfig) -> int:
+    h, sinusoids, pooled = c.hidden_size, 1 + (c.guidance is not None), c.pooled_size
+    return sinusoids * (CONDITION_FEATURES * h + h * h) + (0 if pooled is None else pooled * h + h * h)
 
 
-def _flux(c: FluxConfig, layout: SequenceLayout, texts: SequenceLayout, padding: bool) -> int:
+def _streams_weights(c: StreamsConfig) -> int:
+    h, text, norms = c.hidden_size, c.context_size or 0, 2 * c.head_size
+    bias, inner = int(c.add_bias), c.ffn_size * (2 if c.activation == "swiglu" else 1)
+    stream, single = _streams_matrices(c)
+    stream += bias * (3 * h + h + inner + h) + norms
+    single += bias * (3 * h + inner + h) + norms
+    embedders = 1 + (c.guidance is not None) + (c.pooled_size is not None)
+    conditioner = _streams_conditioner(c) + bias * 2 * embedders * h + (c.pooled_size or 0)
+    embed = (c.token_channels + bias) * h + (text + bias) * h + text * (2 if c.text_norm else 1)
+    head = 2 * h * (h + bias) + (h + bias) * c.output_features
+    layers = 2 * c.num_joint_layers * stream + c.num_single_layers * single
+    return embed + conditioner + layers + _streams_modulations(c) * h * (h + bias) + head
+
+
+def _streams(c: StreamsConfig, layout: SequenceLayout, texts: SequenceLayout, padding: bool) -> int:
     h, samples = c.hidden_size, layout.num_samples
     rows, text_rows = _rows(layout, padding), _rows(texts, padding)
     pairs = sum((n + k) ** 2 for n, k in zip(layout.lengths, texts.lengths, strict=True))
-    stream, single = _flux_matrices(c)
-    joint_layer = (rows + text_rows) * stream + 2 * pairs * h + samples * 12 * h * h
-    single_layer = (rows + text_rows) * single + 2 * pairs * h + samples * 3 * h * h
+    stream, single = _streams_matrices(c)
+    layers = (rows + text_rows) * (c.num_joint_layers * stream + c.num_single_layers * single)
+    layers += c.num_layers * 2 * pairs * h + samples * _streams_modulations(c) * h * h
     embed = rows * c.token_channels * h + text_rows * (c.context_size or 0) * h
     # The text goes through the head, too.
     head = (rows + text_rows) * h * c.output_features + samples * 2 * h * h
-    layers = c.num_joint_layers * joint_layer + c.num_single_layers * single_layer
-    return embed + samples * _flux_conditioner(c) + layers + head
+    return embed + samples * _streams_conditioner(c) + layers + head
 
 
 def convolution(inputs: int, outputs: int, size: int = 3) -> int:
@@ -412,7 +423,7 @@ PARAMETERS: dict[type, Any] = {
     DiTConfig: _dit_weights,
     DiTCrossConfig: _dit_cross_weights,
     EfficientUNetConfig: _efficient_unet_weights,
-    FluxConfig: _flux_weights,
+    **dict.fromkeys((FluxConfig, Flux2Config, QwenImageConfig), _streams_weights),
     MovieGenConfig: _moviegen_weights,
     STDiTConfig: _stdit_weights,
     UNetConfig: _unet_weights,
@@ -421,7 +432,7 @@ PARAMETERS: dict[type, Any] = {
 MULTIPLY_ADDS: dict[type, Any] = {
     DiTConfig: _dit,
     DiTCrossConfig: _dit_cross,
-    FluxConfig: _flux,
+    **dict.fromkeys((FluxConfig, Flux2Config, QwenImageConfig), _streams),
     MovieGenConfig: _moviegen,
     STDiTConfig: _stdit,
     WanConfig: _wan,

@@ -13,11 +13,13 @@ from dit.convert.diffusers_format import DiffusersFormat
 from dit.convert.diffusers_qwen_image import DiffusersQwenImage
 from dit.errors import ConfigError
 from dit.models.streams.config import StreamsConfig
+from dit.monitoring.flops import PackFlops
 from dit.parallel.build import count_parameters, parameter_shapes
 from dit.patchify import unpatchify
 from dit.verify.public import CALLS, compare_public
 from tests.conftest import BuildModel
 from tests.parity.convert_cases import assert_same_bits, load, packed, random_weights, relative_error
+from tests.parity.costs import forward_flops, num_parameters
 
 RTOL, GRADIENT_RTOL = 1e-5, 1e-4
 SIDES, TEXTS = ((10, 6), (6, 14)), (5, 3)
@@ -106,6 +108,14 @@ def test_the_config_survives_a_round_trip(family: Family) -> None:
         "axes_dims_rope": list(public["axes_dims_rope"]),
     }
     assert family.form.read_settings(settings) == imported
+
+
+def test_flops_and_parameters_are_those_of_the_formulas(family: Family) -> None:
+    model = family.form.read_settings(family.settings).model
+    batch = packed(model, *latents_and_texts())
+    shape = (batch.layout, batch.grids, batch.conditions["context"].layout)
+    assert PackFlops(model).forward(*shape, convention="hardware") == forward_flops(model, *shape, padding=True)
+    assert count_parameters(model) == num_parameters(model)
 
 
 PUBLISHED = {

@@ -18,7 +18,11 @@ from dit.run_config import check_outputs
 def fused(draw: st.DrawFn) -> ByHead:
     shares = tuple(draw(st.lists(st.sampled_from([2, 4, 6]), min_size=1, max_size=4)))
     turned = tuple(i for i in range(len(shares)) if draw(st.booleans()))
-    return ByHead(draw(st.integers(1, 4)), shares, turned, draw(st.booleans()), draw(st.sampled_from([0, 1])))
+    alternate = draw(st.booleans()) and len(shares) > 1
+    if alternate:
+        shares = (*shares[:-1], shares[-2])
+    heads, dim = draw(st.integers(1, 4)), draw(st.sampled_from([0, 1]))
+    return ByHead(heads, shares, turned, draw(st.booleans()), dim, alternate)
 
 
 def numbered(*shape: int) -> torch.Tensor:
@@ -43,6 +47,13 @@ def test_by_head_gives_each_head_its_share_of_every_part():
     q, v = torch.arange(8), torch.arange(100, 108)
     ours = ByHead(2, (4, 4), turned=(0,)).from_external([q, v])
     assert ours.tolist() == [0, 2, 1, 3, 100, 101, 102, 103, 4, 6, 5, 7, 104, 105, 106, 107]
+
+
+def test_gates_and_values_alternate_in_each_head():
+    """Two heads: one feature, then two gates and two values."""
+    parts = [torch.arange(start, start + count) for start, count in ((0, 2), (10, 4), (20, 4))]
+    ours = ByHead(2, (1, 2, 2), alternate=True).from_external(parts)
+    assert ours.tolist() == [0, 10, 20, 11, 21, 1, 12, 22, 13, 23]
 
 
 def test_a_turned_head_goes_from_neighbours_to_halves():

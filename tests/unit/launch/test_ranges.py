@@ -69,6 +69,7 @@ MAY_BE_ZERO = {
     *("objective.augmentation_p_mean", "objective.noise_offset", "objective.codebook_weight", "objective.beta"),
     *(
         "model.shift_factor",
+        "model.num_single_layers",
         "model.class_dropout",
         "model.context_dropout",
         "model.dropout",
