@@ -76,7 +76,10 @@ def wan_14b_mock() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def tiny_wan_image_to_video() -> run.Partial:
-    """tiny_wan, in which half of the clips have a clean first frame: any machine."""
+    """tiny_wan, in which half of the clips have a clean first frame: any machine.
+
+    Packs of 128 tokens, 20 steps; clean tokens do not count in the loss, which falls by a tenth or more.
+    """
     recipe = as_tiny(_wan("tiny_wan_image_to_video", run.Config(WanConfig)))
     recipe.model.ffn_hidden_size = 128
     recipe.data.clean_first_frame = 0.5
