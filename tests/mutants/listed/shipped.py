@@ -47,8 +47,8 @@ MUTANTS = (
     Mutant(
         "rotary: height and width exchanged",
         "dit/layers/positions.py",
-        "index_T, theta = positions_T3[:, axis].double(), self.theta",
-        "index_T, theta = positions_T3[:, (0, 2, 1)[axis]].double(), self.theta",
+        "index_T, theta = positions_TA[:, axis].double(), self.theta",
+        "index_T, theta = positions_TA[:, (0, 2, 1)[axis]].double(), self.theta",
         (FLUX,),
         "Height and width are exchanged.",
         f"{GITHUB}/mflux-community/mflux/pull/87",
