@@ -20,6 +20,7 @@ from typing import Optional
 
 from benchmarks.clock import append
 from benchmarks.loss_curves import CONVOLUTIONS, ONE_RANK, STEPS, TRANSFORMERS, losses
+from dit.convert.state_files import read_tensors
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED, DataError
 from dit.safe_files import read_json
 from dit.terminal import echo
@@ -95,8 +96,6 @@ def resumed(recorded: Sequence[float], folder: Path) -> float:
 
 def samples(folder: Path) -> float:
     """Draw samples of the resumed run on this device and on the CPU, and return their relative difference."""
-    from safetensors.torch import load_file
-
     drawn = []
     for device in (ON_GPU, ON_CPU):
         latents = folder / f"latents_{device or 'gpu'}.safetensors"
@@ -105,7 +104,7 @@ def samples(folder: Path) -> float:
         ended = subprocess.run(command, env={**os.environ, "DIT_DEVICE": device}, capture_output=True, text=True)
         if ended.returncode:
             raise RuntimeError(f"launch.sample ended with {ended.returncode}:\n{ended.stderr[-2000:]}")
-        drawn.append(load_file(latents))
+        drawn.append(read_tensors(latents))
     ours, theirs = drawn
     return max(float((ours[name] - theirs[name]).norm() / theirs[name].norm()) for name in theirs)
 

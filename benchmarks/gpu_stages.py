@@ -19,6 +19,7 @@ from typing import Any, Optional
 from benchmarks.sweep import read_rows
 from dit.durable_files import write_atomic
 from dit.errors import EXIT_OK, EXIT_UNEXPECTED, ConfigError, one_line_errors
+from dit.safe_files import read_bytes
 from dit.terminal import echo
 
 STAGE_S, DRY_FACTOR = 460.0, 10
@@ -345,7 +346,7 @@ def run_command(command: Command, stage: str, out: Path, limit_s: float, *, dry:
         flush=True,
     )
     if code:
-        echo("\n".join(log.read_text(errors="replace").splitlines()[-15:]), flush=True)
+        echo("\n".join(read_bytes(log).decode(errors="replace").splitlines()[-15:]), flush=True)
     if file.with_suffix(".xml").exists():
         return [tests_of(file.with_suffix(".xml"))]
     return read_rows(file) if file.exists() else []
@@ -415,8 +416,8 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
         if not use_cuda():
             raise ConfigError(
-                "torch sees no GPU; add --dry to run every command without one, or time a step on this CPU: "
-                "python -m benchmarks.step --factory tiny_dit"
+                "torch sees no GPU; add --dry to run every command without one, or time a step on this CPU with "
+                "benchmarks.step"
             )
         echo(describe())
     ran, passed = zip(*(run_stage(name, args.out, dry=args.dry) for name in args.stages or STAGES))

@@ -43,6 +43,8 @@ BASES = {
     ("tiny_moviegen",): ("model",),
     ("tiny_stdit",): ("model",),
     ("tiny_flux",): ("model",),
+    ("tiny_flux", "model=flux2_klein_4b"): ("model",),
+    ("tiny_flux", "model=qwen_image_20b"): ("model",),
     ("tiny_wan",): ("model",),
     ("tiny_imagen",): ("model",),
     ("tiny_imagen_sr",): ("model",),
@@ -65,6 +67,7 @@ MAY_BE_ZERO = {
     *("sampling.guidance_scale", "sampling.seed", "sampling.guidance_rescale"),
     *("data.shuffle_buffer", "data.max_lost_samples", "data.min_aesthetic_score", "data.flip"),
     *("data.min_seconds", "data.max_seconds", "data.min_caption_length", "data.max_caption_length"),
+    *("data.clean_first_frame", "data.frame_levels", "objective.min_time"),
     *("objective.logit_mean", "objective.p_mean", "objective.kl_weight"),
     *("objective.augmentation_p_mean", "objective.noise_offset", "objective.codebook_weight", "objective.beta"),
     *(

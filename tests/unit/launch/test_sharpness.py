@@ -112,7 +112,7 @@ def test_each_stage_of_a_cascade_has_a_distance_from_a_reference(
     monkeypatch.setattr(evaluate, "open_generator", lambda args, groups=None: generators[args.checkpoint])
     monkeypatch.setattr("dit.inference.generator.groups_to_sample", lambda: None)
     means = Features(lambda images: images.clamp(-1, 1).mean((2, 3)), "means")
-    monkeypatch.setattr(picture_scores, "_features", lambda args, generator: means)
+    monkeypatch.setattr(picture_scores, "feature_network", lambda args, generator: means)
     real = torch.randn(20, 3, generator=torch.Generator().manual_seed(1)).double()
     np.savez(tmp_path / "x.npz", mu=real.mean(0).numpy(), sigma=torch.cov(real.T).numpy())
     words = ["--cascade", "base=a", "larger=b", "--metric", "fid", "--count", "2", "--seed", "4", "--json"]
