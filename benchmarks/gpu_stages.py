@@ -8,6 +8,7 @@ in a small form on the CPU.
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -109,7 +110,13 @@ def failures(command: str) -> Value:
 
 def passes(command: str) -> Value:
     """Return the number of rows that passed."""
-    return lambda rows: float(sum(r["passed"] for r in rows[command]))
+
+    def count(rows: Rows) -> float:
+        if not rows[command]:
+            raise LookupError(f"{command} has no rows")
+        return float(sum(r["passed"] for r in rows[command]))
+
+    return count
 
 
 def step(name: str, *words: str, steps: int = 10) -> Command:
@@ -336,10 +343,11 @@ def run_command(command: Command, stage: str, out: Path, limit_s: float, *, dry:
     with open(log, "w") as stream:
         try:
             arguments = [sys.executable, "-m", *started(command, stage, out, dry=dry)]
-            code: object = subprocess.run(
-                arguments, stdout=stream, stderr=subprocess.STDOUT, timeout=limit_s
-            ).returncode
+            process = subprocess.Popen(arguments, stdout=stream, stderr=subprocess.STDOUT, start_new_session=True)
+            code: object = process.wait(timeout=limit_s)
         except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # also the runs that it started
+            process.wait()
             code = "time limit"
     echo(
         f"{stage} {command.name}: {'done' if code == 0 else f'ended with {code}'}, {time.monotonic() - began:.0f} s",

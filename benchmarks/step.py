@@ -141,7 +141,7 @@ def measure(config: "RunConfig", steps: int, warmup: int) -> dict[str, Any]:
     counted = batches.reset()
     conventions: tuple[Convention, ...] = ("model", "hardware", "nemo")
     again = recomputed_share(training, parallel, model.megatron_sizes().num_layers)
-    counts = PackFlops(model)
+    counts = PackFlops(model, config.objective.auxiliary)
     flops = [
         sum(counts.training(*shape, convention=c, recomputed=again) for shape in batches.shapes) for c in conventions
     ]

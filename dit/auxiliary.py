@@ -8,7 +8,8 @@ PREFIXES = ("uncertainty.", DISCRIMINATOR)
 """Name prefixes of the parameters of these networks."""
 MAX_MULTIPLE = 8
 PASSES = 7
-"""Products per weight of a discriminator in a training step: D(x), D(y), dD(y)/dy, and two for each in backward."""
+"""Products per weight of a discriminator in a training step: D(x), D(y), dD(y)/dy, and two each for D(x) and D(y) in
+backward."""
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,9 @@
 
 import re
 import ssl
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
@@ -12,12 +14,13 @@ from dit.errors import ConfigError
 PREFIX = "hf://"
 
 
-def download(address: str, files: Sequence[str]) -> Path:
+def download(address: str, files: Sequence[str], is_complete: Callable[[Path], bool]) -> Path:
     """Return the folder of a repository in the local cache, after downloading the files that the cache lacks.
 
     Args:
         address: `hf://owner/name`, or `hf://owner/name@revision`.
         files: patterns of the files; others are not downloaded.
+        is_complete: whether a folder in the cache has all of them; another program may have downloaded only a part.
 
     Raises:
         ConfigError: huggingface_hub is not installed, or the repository is neither in the cache nor reachable.
@@ -34,13 +37,14 @@ def download(address: str, files: Sequence[str]) -> Path:
         raise ConfigError(
             f"{address} needs the package huggingface_hub; install it, or download the model and give its folder"
         ) from error
+    find = partial(snapshot_download, repository, revision=revision, allow_patterns=list(files))
+    with suppress(OSError, ValueError):  # not in the cache
+        if is_complete(folder := Path(find(local_files_only=True))):
+            return folder
+    check_reachable(repository)
     try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(files), local_files_only=True))
-    except (OSError, ValueError):  # not, or not completely, in the cache
-        check_reachable(repository)
-    try:
-        return Path(snapshot_download(repository, revision=revision, allow_patterns=list(files)))
-    except (OSError, ValueError) as error:
+        return Path(find())
+    except Exception as error:  # those of several HTTP libraries
         reason = " ".join(str(error).split())
         raise ConfigError(
             f"{address} cannot be downloaded: {reason:.300}; check the name and HF_TOKEN, or give a local folder"

@@ -72,7 +72,6 @@ def joint_layout(text: SequenceLayout, image: SequenceLayout) -> JointLayout:
 def _joint_layout(text: SequenceLayout, image: SequenceLayout) -> JointLayout:
     local = image if image.local_indices is None else image.local
     assert local is not None, "sharded image tokens need a local layout"
-    full = SequenceLayout(image.lengths, image.padded_lengths, image.total_tokens, image.device)
     keys = []
     for part, layout in enumerate((text, local)):
         on_host = SequenceLayout(layout.lengths, layout.padded_lengths, layout.total_tokens)
@@ -83,9 +82,9 @@ def _joint_layout(text: SequenceLayout, image: SequenceLayout) -> JointLayout:
         tuple(k + n for k, n in zip(text.padded_lengths, local.padded_lengths)),
         text.total_tokens + local.total_tokens,
         local.device,
-        text=text,
-        image=full,
-        local_image=local,
+        text=text.plain,  # copies, because the tables of the text have the result
+        image=image.plain,
+        local_image=local.plain,
         order_J=to_device(order_J, local.device),
         inverse_J=to_device(order_J.argsort(), local.device),
     )

@@ -38,6 +38,9 @@ TABLES = frozenset(
     )
 )
 """Properties of a layout that are computed once and are tensors."""
+MOST_TABLES = 64
+ITSELF = "itself"
+"""Stands for the layout among the arguments of its tables."""
 Table = TypeVar("Table")
 Others = ParamSpec("Others")
 UNPINNED = ("cpu", "meta")
@@ -253,8 +256,16 @@ class SequenceLayout:
         """
         key = make, *(other.sizes if isinstance(other, SequenceLayout) else other for other in others)
         if key not in self.tables:
-            self.tables[key] = others, make(self, *others, **named)
+            if len(self.tables) == MOST_TABLES:  # a layout that many packs share
+                del self.tables[next(iter(self.tables))]
+            # No reference to itself, which only garbage collection would remove, with the memory of the tables.
+            self.tables[key] = tuple(ITSELF if x is self else x for x in others), make(self, *others, **named)
         return cast("Table", self.tables[key][1])
+
+    @property
+    def plain(self) -> "SequenceLayout":
+        """Layout of the same global pack without tables, for keys of caches that live longer than a pack."""
+        return SequenceLayout(self.lengths, self.padded_lengths, self.total_tokens, self.device)
 
     @property
     def sizes(self) -> tuple[Hashable, ...]:

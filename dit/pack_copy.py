@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from dit import layout as layouts
-from dit.layout import TABLES, SequenceLayout
+from dit.layout import ITSELF, TABLES, SequenceLayout
 
 ALIGNMENT = 128
 """Each tensor starts at a multiple of this many bytes, because kernels may load several elements at once."""
@@ -42,7 +42,7 @@ def compute_tables(new: dict[Hashable, SequenceLayout], previous: Mapping[Hashab
             getattr(new[name], table)
         for (key, *_), (others, value) in list(earlier.tables.items()):
             make: Any = key
-            arguments = [argument(other) for other in others]
+            arguments = [new[name] if other == ITSELF else argument(other) for other in others]
             if any(x is None for x in arguments):
                 continue
             result: object = new[name].table(make, *arguments)

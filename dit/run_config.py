@@ -125,7 +125,8 @@ class RunConfig:
             cure = "data of one shape, or data.bucket_by_shape=True without data.max_tokens_per_pack"
             self.model.check_supports(Ability.MIXED_SHAPES, f"data={type(self.data).__name__}", cure)
         if (setting := self.data.levels_setting()) is not None:
-            check_levels(self.model, self.objective, setting, "data without it")
+            has_references = bool(getattr(self.data, "references", False))
+            check_levels(self.model, self.objective, setting, "data without it", references=has_references)
         return dims, spec
 
     def _check_unused(self) -> None:
@@ -258,17 +259,26 @@ def check_outputs(objective: Objective, model: ModelConfig) -> None:
         )
 
 
-def check_levels(model: ModelConfig, objective: Objective, setting: str, cure: str) -> None:
+def check_levels(
+    model: ModelConfig, objective: Objective, setting: str, cure: str, *, references: bool = False
+) -> None:
     """Check that model and objective support several noise levels in a sample.
 
     Args:
         setting: setting that requires them, with its value.
         cure: what to use otherwise.
+        references: whether samples have clean tokens outside their grid.
 
     Raises:
         ConfigError: one of them does not.
     """
     model.check_supports(Ability.LEVELS, setting, cure)
+    if references and not model.takes_references:
+        raise ConfigError(
+            f"a reference has tokens outside the grid of its sample, and {type(model).__name__} needs a grid for "
+            "spatial and temporal attention and for learned_3d positions; use model.layer_pattern=['full'] or "
+            f"model.position_embedding=rope_3d, or {cure}"
+        )
     if not objective.takes_levels:
         raise ConfigError(
             f"{setting} needs several noise levels in a sample, and the objective has one: {objective}; use "

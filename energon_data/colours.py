@@ -75,8 +75,11 @@ def _transform(profile: bytes) -> tuple[str, Optional[ImageCms.ImageCmsTransform
 
 
 def colours_of_frame(frame: Any) -> Colours:
-    """Return the colours of a PyAV frame, by the transfer and the primaries that the file states."""
-    is_wide = frame.color_trc in _HDR or frame.color_primaries in _WIDE
+    """Return the colours of a PyAV frame, by the transfer and the primaries that the file states.
+
+    PyAV below 17 does not read them.
+    """
+    is_wide = getattr(frame, "color_trc", None) in _HDR or getattr(frame, "color_primaries", None) in _WIDE
     return "not_converted" if is_wide else "sRGB"
 
 

@@ -26,8 +26,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def held_out_batches(args: argparse.Namespace, generator: "Generator") -> Iterator[PackedBatch]:
+def held_out_batches(
+    args: argparse.Namespace, generator: "Generator", *, to_draw: bool = False
+) -> Iterator[PackedBatch]:
     """Return this rank's share of the held-out micro-batches, encoded if the run encodes online.
+
+    Args:
+        to_draw: whether samples with the same conditions are drawn, of which all frames are generated.
 
     Raises:
         ConfigError: the run has no data, and `--data` is not given.
@@ -39,6 +44,9 @@ def held_out_batches(args: argparse.Namespace, generator: "Generator") -> Iterat
     config = generator.config
     spec = config.model.batch_spec(micro_batch_size=config.training.micro_batch_size)
     data = data_of(args, config.data)
+    if to_draw:
+        levels = [name for name in ("clean_first_frame", "frame_levels") if hasattr(data, name)]
+        data = replace(data, **dict.fromkeys(levels, 0.0))
     encode = batch_encoder(data.online_encoding(), spec, local_device(), None, {})
     batches = data.build_validation(spec, dp_rank=0, dp_size=1)
     return map(encode, islice(batches, environment.rank(), None, environment.world_size()))

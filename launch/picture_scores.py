@@ -228,7 +228,7 @@ def _feature_pairs(
     def features_of(latents: Sequence[Tensor]) -> Tensor:
         return torch.cat([features(_frames(decode(group))) for group in by_shape(latents)])
 
-    for batch in held_out_batches(args, generator):
+    for batch in held_out_batches(args, generator, to_draw=True):
         batch = batch.to(local_device())
         real = batch.unpatchified(batch.latents_TC, *generator.spec.patch)
         yield features_of(real), features_of(generator.generate_pack(batch, sampling, **tiles))

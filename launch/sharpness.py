@@ -84,7 +84,7 @@ def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
     tiles = tile_settings(args)
     settings = {name: value for name, value in sampling_settings(args).items() if name not in ("fps", *tiles)}
     sampling, sums = generator.sampling(**settings), torch.zeros(7, dtype=torch.float64)
-    for batch in held_out_batches(args, generator):
+    for batch in held_out_batches(args, generator, to_draw=True):
         batch = batch.to(local_device())
         real = torch.stack(batch.unpatchified(batch.latents_TC, *generator.spec.patch))
         enlarged = [torch.stack(generator.generate_pack(batch, sampling, **tiles)), bicubic(real)]

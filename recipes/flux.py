@@ -1,8 +1,8 @@
 """FLUX and Qwen-Image: text and image as two streams, then as one; flow matching on images of 1024 px (4096 tokens).
 
-Sizes and settings are NeMo's. Numbers of GPUs follow from the layout and from the memory that `--dryrun` estimates;
-none of these runs has been made at full size. A sample needs a text; of FLUX.1 also a pooled text embedding
-(`pooled.npy`).
+Sizes and settings of FLUX.1 are NeMo's, sizes of FLUX.2 and Qwen-Image those of diffusers. Numbers of GPUs follow from
+the layout and from the memory that `--dryrun` estimates; none of these runs has been made at full size. A sample needs
+a text; of FLUX.1 also a pooled text embedding (`pooled.npy`).
 """
 
 import nemo_run as run

@@ -49,8 +49,8 @@ def finalize_gradients(
 
     Args:
         wrapped: this rank's model chunks; the gradients of Megatron-FSDP chunks are scaled immediately.
-        num_tokens: real tokens of this rank's micro-batches, `[]`, valid on the last pipeline stage; replaced in place
-            by the global number. None for no division.
+        num_tokens: noised tokens of this rank's micro-batches, `[]`, valid on the last pipeline stage; replaced in
+            place by the global number. None for no division.
         pg_collection: the groups of this rank.
     """
     finalize_model_grads(wrapped, None, pg_collection, force_all_reduce)

@@ -150,8 +150,8 @@ def check_start(folder: Path, fingerprint: dict[str, Any], *, adapters: bool = F
     if manifest.base is not None and not adapters:
         raise ConfigError(
             f"checkpoint.start_from: {folder} has only adapters (LoRA) for the weights of "
-            f"{manifest.base['folder']}; start from those, or from the merged model that launch.export --format "
-            "diffusers writes and launch.import_weights reads"
+            f"{manifest.base['folder']}; start from those, or from the merged model in the folder that "
+            "launch.export --format diffusers writes"
         )
     check_same_model(_without_auxiliary(manifest), fingerprint)
 
@@ -232,7 +232,7 @@ def digest_of(manifest: Manifest) -> str:
     return hashlib.sha256(repr(files).encode()).hexdigest()
 
 
-def find_base(folder: Path, config: RunConfig) -> Optional[Weights]:
+def find_base(folder: Path, config: RunConfig, groups: Optional[ProcessGroups] = None) -> Optional[Weights]:
     """Return the base weights of an adapter run; None for a full model.
 
     The folder recorded in the manifest is tried first, then `checkpoint.start_from`.
@@ -240,6 +240,7 @@ def find_base(folder: Path, config: RunConfig) -> Optional[Weights]:
     Args:
         folder: a verified checkpoint of the run.
         config: its settings.
+        groups: ranks that all call this, of which the first one compares the weights; None for one process.
 
     Raises:
         CheckpointError: neither folder has the weights that the adapters were trained with.
@@ -247,17 +248,24 @@ def find_base(folder: Path, config: RunConfig) -> Optional[Weights]:
     saved = read_manifest(folder).base
     if saved is None:
         return None
-    for path in (saved["folder"], config.checkpoint.start_from or saved["folder"]):
-        try:
-            start = find_start(path)
-            is_base = start.digest(None) == saved["digest"]
-        except UserError:
-            continue
-        if is_base:
-            return start.weights(config.model)
-    raise CheckpointError(
-        f"{folder} has adapters (LoRA) for the weights of {saved['folder']}, which no longer exist; restore that folder"
-    )
+    paths = dict.fromkeys([saved["folder"], config.checkpoint.start_from or saved["folder"]])
+
+    def matching() -> str:
+        problems = []
+        for path in paths:
+            try:
+                if find_start(path).digest(None) == saved["digest"]:
+                    return path
+                problems.append(f"{path} has other weights now")
+            except UserError as error:
+                problems.append(str(error))
+        raise CheckpointError(
+            f"{folder} has adapters (LoRA) for the weights of {saved['folder']}, which cannot be read: "
+            f"{'; '.join(problems)}. Restore that folder"
+        )
+
+    path = matching() if groups is None else on_first_rank(matching, groups)
+    return find_start(path).weights(config.model)
 
 
 def load_run(folder: Path, config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGroups, slot: str) -> None:
@@ -266,7 +274,7 @@ def load_run(folder: Path, config: RunConfig, chunks: Sequence[nn.Module], group
     Raises:
         CheckpointError: a tensor or the base is missing.
     """
-    base = find_base(folder, config)
+    base = find_base(folder, config, groups)
     if base is not None:
         load_weights(base, chunks, groups, frozen=True)
     own = SlotWeights(folder, slot, finite=True)

@@ -76,7 +76,9 @@ class Network:
         Raises:
             CheckpointError: a file cannot be read.
         """
-        return digest_of_files([self.folder / CONFIG, *StoredTensors(self.folder).files], groups)
+        with reads_together(groups):
+            files = [self.folder / CONFIG, *StoredTensors(self.folder).files]
+        return digest_of_files(files, groups)
 
     def weights(
         self, model: ModelConfig, fingerprint: Optional[dict[str, Any]] = None, *, adapters: bool = False
@@ -95,7 +97,17 @@ def local_path(path: str | Path) -> Path:
     Raises:
         ConfigError: the repository is neither in the local cache nor reachable.
     """
-    return download(path, DOWNLOADED) if isinstance(path, str) and path.startswith(PREFIX) else Path(path)
+    if not (isinstance(path, str) and path.startswith(PREFIX)):
+        return Path(path)
+    return download(path, DOWNLOADED, _is_complete)
+
+
+def _is_complete(folder: Path) -> bool:
+    """Return whether a folder has a network with all its weights."""
+    try:
+        return is_network(folder) and bool(StoredTensors(network_folder(folder)).files)
+    except ConfigError:
+        return False
 
 
 def is_network(path: Path) -> bool:
@@ -136,7 +148,8 @@ def _exported(settings: Mapping[str, Any], form: DiffusersFormat[ModelConfig]) -
     if changed:
         changes = ", ".join(f"{n}={plain[n]!r} (recorded: {recorded_settings[n]!r})" for n in changed)
         raise ConfigError(
-            f"the file was changed after its export: {changes}; remove {CONFIG_KEY} from it and give --objective"
+            f"the file was changed after its export: {changes}; remove {CONFIG_KEY} from it, and give launch.train "
+            "objective=NAME, or launch.import_weights --objective NAME"
         )
     return exported
 

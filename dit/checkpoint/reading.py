@@ -33,8 +33,8 @@ def no_checkpoint(path: Path | str) -> CheckpointError:
     """Return the error for a path without a valid checkpoint."""
     if message := name_a_part(path, "transformer", "unet"):
         return CheckpointError(
-            f"{message}: import it with `python -m launch.import_weights --format diffusers`, and give the run folder "
-            "that it writes"
+            f"{message}; or import it with `python -m launch.import_weights --format diffusers`, and give the run "
+            "folder that it writes"
         )
     return CheckpointError(
         f"{path} is neither a run folder with a valid checkpoint nor a checkpoint (iter_NNNNNNN); "

@@ -81,7 +81,9 @@ class ContextAttention:
             return self._joint(q_TNH, k_KNH, v_KNH, layout_q)
         partition = context_partition(layout_q, self.group.size(), self.split)
         if layout_k.local_indices is None:
-            return self.local(q_TNH, k_KNH, v_KNH, partition.blocks()[self.group.rank()], layout_k)
+            # The layout of this pack, because its tables refer to the texts.
+            local = layout_q.local or partition.blocks()[self.group.rank()]
+            return self.local(q_TNH, k_KNH, v_KNH, local, layout_k)
         return self.exchange(q_TNH, k_KNH, v_KNH, partition)
 
     def exchange(self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, partition: TokenPartition) -> Tensor:

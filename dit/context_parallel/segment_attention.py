@@ -20,7 +20,7 @@ Shape suffixes: T tokens, N heads, H head size, D hidden size; V real tokens of 
 K segments; R context-parallel ranks.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Optional
 
@@ -78,7 +78,7 @@ def plan_segment_attention(
     if kind == "full":
         return SegmentAttentionPlan()
     # The global pack determines which tokens are local, so it is the key of the cached plans.
-    pack = replace(layout, local_indices=None, parent=None)
+    pack = layout.plain
     if not isinstance(attention, ContextAttention):
         return SegmentAttentionPlan(partial(_attend, attention, _one_rank_segments(pack, grids, kind)))
     group, split = attention.group, attention.split

@@ -65,7 +65,10 @@ class StoredTensors:
                 "--format diffusers --out RUN_DIR"
             )
         if not path.exists():
-            raise ConfigError(f"{self.folder} has {CONFIG} but no {path.name} or {INDEX}; download the folder again")
+            raise ConfigError(
+                f"{self.folder} has {CONFIG} but no {path.name} or {INDEX}; download the folder again. If its "
+                "publisher has only pickles (.bin), import them: python -m launch.import_weights --format diffusers"
+            )
 
     @contextmanager
     def slices(self, names: Sequence[str]) -> Iterator[list[Any]]:

@@ -138,7 +138,7 @@ class Generator:
         if first_frame is not None:
             batch = self._starting_with(first_frame, batch)
         if references is not None:
-            check_levels(self.config.model, self.config.objective, "a reference", "no reference")
+            check_levels(self.config.model, self.config.objective, "a reference", "no reference", references=True)
             batch = add_references(batch, references, self.spec)
         latents = self.generate_pack(
             batch,
@@ -158,6 +158,9 @@ class Generator:
         (frames, *_), temporal = batch.grids[0], self.spec.patch_temporal
         if frames == 1:
             raise ConfigError("a first frame needs clips of more frames; raise frames")
+        height, width = (n * self.spec.patch_spatial for n in batch.grids[0][1:])
+        if first_frame.shape != (expected := (self.spec.latent_channels, 1, height, width)):
+            raise ConfigError(f"the first frame is a latent {list(first_frame.shape)}, the clips need {list(expected)}")
         tokens_TC, _ = patchify(first_frame.repeat(1, temporal, 1, 1), *self.spec.patch)
         latents_TC = batch.latents_TC.clone()
         for start in batch.layout.starts:
@@ -215,7 +218,10 @@ class Generator:
         if self.guide is not None and (negative or not needs_unconditional(sampling.guidance_scale)):
             other = "negative conditions" if negative else f"guidance_scale={sampling.guidance_scale:g}"
             raise ConfigError(f"a guide cannot be combined with {other}; leave out one of the two")
-        if needs_unconditional(sampling.guidance_scale) and self.guide is None:
+        scales = [sampling.guidance_scale]
+        if self.low_noise is not None and self.low_noise.guidance_scale is not None:
+            scales.append(self.low_noise.guidance_scale)
+        if any(map(needs_unconditional, scales)) and self.guide is None:
             negative = {**self._empty_texts(negative, count), **negative}
         return generate_each(
             self._in_tiles(self.network, tile, tile_overlap),
@@ -245,6 +251,7 @@ class Generator:
         Raises:
             ConfigError: it has another objective, other latents, or conditions that this model does not take.
         """
+        self._refuse_both(self.low_noise)
         objective, guide_objective = self.config.objective, weaker.config.objective
         if objective != guide_objective:
             raise ConfigError(
@@ -267,6 +274,7 @@ class Generator:
             ConfigError: it has another objective, other latents or conditions, or the boundary is unknown or outside
                 the times of a model.
         """
+        self._refuse_both(self.guide)
         high, low = self.config.objective, other.config.objective
         if not (isinstance(high, FlowMatching) and isinstance(low, FlowMatching)):
             raise ConfigError(f"two models share the times of flow matching, got {high} and {low}; use one model")
@@ -281,6 +289,11 @@ class Generator:
             )
         self._check_form(other, "model of low noise")
         self.low_noise = LowNoise(other.network, boundary, guidance_scale)
+
+    @staticmethod
+    def _refuse_both(other: object) -> None:
+        if other is not None:
+            raise ConfigError("a guide belongs to one model, and here are two for high and low noise; leave out one")
 
     def _check_form(self, other: "Generator", name: str) -> None:
         """Check that another model has the same latents and takes no other conditions."""

@@ -112,7 +112,7 @@ class FlashBlocks(BlockAttention):
 
     def forward(self, block: Block) -> Attended:
         q_TNH, k_KNH, v_KNH, layout_q, layout_k = block
-        segments = _segments(layout_q, layout_k)
+        segments = _segments(layout_q.plain, layout_k.plain)
         lse_TN = torch.full(q_TNH.shape[:2], -torch.inf, device=q_TNH.device)
         if segments is None:
             return Attended(torch.zeros_like(q_TNH), lse_TN)
@@ -126,7 +126,7 @@ class FlashBlocks(BlockAttention):
 
     def backward(self, grad_TNH: Tensor, block: Block, joined: Attended) -> tuple[Tensor, Tensor, Tensor]:
         (q_TNH, k_KNH, v_KNH, layout_q, layout_k), (out_TNH, lse_TN) = block, joined
-        segments = _segments(layout_q, layout_k)
+        segments = _segments(layout_q.plain, layout_k.plain)
         if segments is None:
             return torch.zeros_like(q_TNH), torch.zeros_like(k_KNH), torch.zeros_like(v_KNH)
         grad, q, out, lse = (_take(x, segments.rows_q) for x in (grad_TNH, q_TNH, out_TNH, lse_TN))

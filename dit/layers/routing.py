@@ -106,9 +106,9 @@ def balancing_loss(scores_TE: Tensor, counts_SE: Tensor, layout: SequenceLayout,
     """Return this rank's part of sum_s n_s L_s, with L_s = E sum_e f_se P_se the balancing loss of sample s.
 
     f_se is the fraction of the n_s k token-expert pairs of the sample that go to expert e; P_se is the mean score of e
-    over its tokens. L_s is 1 for an even load, and E / k if all tokens go to the same k experts. The sum is divided by
-    the tokens of the global batch, like the main loss, so it does not depend on packing or layout. The gradient flows
-    through the scores only.
+    over its tokens. L_s is 1 for an even load, and E / k if all tokens go to the same k experts. The sum counts
+    all real tokens and is divided by the noised tokens of the global batch, like the main loss, so it does not depend
+    on packing or layout. The gradient flows through the scores only.
 
     Args:
         scores_TE: scores of the local tokens.

@@ -183,6 +183,11 @@ class ModelConfig(ABC):
         return 0.0
 
     @property
+    def takes_references(self) -> bool:
+        """Whether a sample may have tokens outside its grid, such as those of a picture to edit."""
+        return True
+
+    @property
     def output_features(self) -> int:
         """Predicted channels per token: a multiple of `token_channels` if there are several outputs."""
         return self.token_channels

@@ -80,7 +80,8 @@ class AddressedNoise:
         if self.layout.levels is not None:
             raise ConfigError(
                 "the samples have several noise levels, such as clean first frames, and this objective has one per "
-                "sample; use objective=flow_matching, or remove the settings of the data that ask for clean tokens"
+                "sample; use objective=flow_matching, or data.clean_first_frame=0, data.frame_levels=0 and "
+                "data.references=False"
             )
         return self.quantile_S(0)
 

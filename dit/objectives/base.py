@@ -123,7 +123,7 @@ class Objective(ABC):
 
     @abstractmethod
     def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
-        """Corrupt a packed micro-batch; every sample's noise level increases with its `noise.level_S()`."""
+        """Corrupt a packed micro-batch; noise levels increase with `noise.level_S()`, or `level_L()`."""
 
     def loss_terms(self, prediction_TC: Tensor, prepared: Prepared, layout: SequenceLayout) -> dict[str, Term]:
         """Compare a prediction with its target.

@@ -23,8 +23,14 @@ def add_references(batch: PackedBatch, references: Sequence[Tensor], spec: Batch
         references: latent `[C, T, H, W]` of each sample, of any size.
 
     Raises:
-        ConfigError: the samples have several noise levels already.
+        ConfigError: the samples have several noise levels already, or the references do not fit them.
     """
+    channels = spec.latent_channels
+    if len(references) != len(batch.grids) or any(x.dim() != 4 or x.shape[0] != channels for x in references):
+        shapes = ", ".join(str(list(x.shape)) for x in references[:3])
+        raise ConfigError(
+            f"{len(batch.grids)} samples need as many references [{channels}, T, H, W], got {len(references)}: {shapes}"
+        )
     old = batch.layout
     if old.levels is not None:
         raise ConfigError("samples with a clean first frame take no reference; give one of the two")

@@ -46,8 +46,8 @@ def training_forward_step(
 ) -> ForwardStep:
     """Return the forward step of optimizer step `step` for Megatron-Core's schedules.
 
-    Its loss function returns (loss sum, real tokens, logs: the sums of `logged`, then the tokens). The update divides
-    the gradients by the real tokens of the global batch (`dit.backends.gradients`).
+    Its loss function returns (loss sum, noised tokens, logs: the sums of `logged`, then the tokens). The update divides
+    the gradients by the noised tokens of the global batch (`dit.backends.gradients`).
     """
 
     def loss_function(prepared: Prepared, batch: PackedBatch, prediction_TC: Tensor) -> tuple[Tensor, Tensor, Logged]:

@@ -17,7 +17,9 @@ from dit.backends.device import StepTimer, local_device
 from dit.backends.process_groups import ProcessGroups, any_rank
 from dit.batch import PackedBatch
 from dit.checkpoint.checkpointer import Checkpointer
+from dit.checkpoint.diffusers_folder import local_path
 from dit.checkpoint.manifest import HeldOut
+from dit.checkpoint.reading import candidates
 from dit.checkpoint.records import METADATA_FILE, usable
 from dit.checkpoint.saves import Saves
 from dit.checkpoint.store import CheckpointStore
@@ -112,6 +114,8 @@ def pretrain(
         ExitRecord(training.run_dir, rank, lock.is_ours) as record,
     ):
         with preemption.exit_immediately():
+            if checkpoint.start_from is not None and not candidates(training.run_dir):
+                local_path(checkpoint.start_from)  # a download may take longer than a collective may
             process_groups.connect(timeout_s=training.collective_timeout_s)
             lock.agree()
             verified_kernels.agree()

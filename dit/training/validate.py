@@ -31,7 +31,7 @@ def held_out_loss(
 ) -> dict[str, float]:
     """Average the training loss over the held-out samples, without dropping conditions.
 
-    Every sample has its own fixed noise level and noise, the same in every evaluation.
+    Every sample has its own fixed noise levels and noise, the same in every evaluation.
 
     Args:
         network: predicts on full packs or, with `shard`, on their local tokens.

@@ -34,7 +34,7 @@ class Ranks:
     Attributes:
         first, first_5, first_20: share of the pictures whose requested drawing is the nearest, or among the 5 or 20
             nearest drawings.
-        error: root mean square difference to the requested drawing, per pixel value in [-1, 1].
+        error: root mean square difference to the requested drawing, per pixel value in [-1, 1], or per feature.
     """
 
     first: float
@@ -60,8 +60,12 @@ class Ranks:
 
     def line(self) -> str:
         """Return the numbers as text."""
+        return f"{self.shares()}; RMS error {self.error:.3f}"
+
+    def shares(self) -> str:
+        """Return the shares as text."""
         shares = zip(("nearest", "among 5", "among 20"), (self.first, self.first_5, self.first_20))
-        return ", ".join(f"{what} {100 * share:.1f} %" for what, share in shares) + f"; RMS error {self.error:.3f}"
+        return ", ".join(f"{what} {100 * share:.1f} %" for what, share in shares)
 
 
 def texture(pictures: Tensor, drawings: Tensor) -> float:
@@ -151,7 +155,7 @@ class PictogramScore:
         ]
         if (by_features := self.features) is not None:
             lines.append(
-                f"features:    the requested drawing is {by_features.ranks.line()}; KID {by_features.kid:.4f} "
+                f"features:    the requested drawing is {by_features.ranks.shares()}; KID {by_features.kid:.4f} "
                 f"({by_features.network})"
             )
         if self.autoencoder is not None:

@@ -1,5 +1,7 @@
 """One buffer per pack: the same tensors and tables as one copy each, and no table is missing in the second pack."""
 
+import gc
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -15,7 +17,7 @@ from dit.context_parallel.shard_batch import shard
 from dit.joint_layout import joint_layout
 from dit.kernels.attention import _segments_with_padding
 from dit.kernels.fused.blocks import blocks_of, blocks_with_sums
-from dit.layout import TABLES, SequenceLayout
+from dit.layout import MOST_TABLES, TABLES, SequenceLayout
 from dit.pack_copy import ALIGNMENT, copy_together
 from dit.patchify import grid_positions
 from dit.step.device_batches import PackCopy
@@ -110,3 +112,29 @@ def _fresh(batch: PackedBatch):
     entry = batch.conditions["context"]
     assert entry.layout is not None
     return replace(entry, layout=replace(entry.layout))
+
+
+@pytest.mark.parametrize("joint", [False, True])
+def test_a_pack_is_freed_with_its_last_reference(joint: bool):
+    """Without garbage collection: no table refers to the layout that has it, so the buffer is freed at once."""
+    gc.disable()
+    try:
+        batch = pack([(1, 4, 4), (1, 2, 3)], [3, 5]).to(CPU)
+        texts = batch.conditions["context"].layout
+        assert texts is not None
+        layout = joint_layout(texts, batch.layout) if joint else batch.layout
+        for keys in (layout, *([] if joint else [texts])):
+            _segments_with_padding(layout, keys)
+        blocks_of(layout, 8)
+        references = [weakref.ref(x) for x in (batch.layout, texts, layout)]
+        del batch, texts, layout, keys
+        assert [reference() for reference in references] == [None, None, None]
+    finally:
+        gc.enable()
+
+
+def test_a_layout_of_many_packs_keeps_few_tables():
+    layout = SequenceLayout.from_lengths([5, 6])
+    for length in range(1, 2 * MOST_TABLES):
+        layout.table(lambda a, b: b, SequenceLayout.from_lengths([length]))
+    assert len(layout.tables) <= MOST_TABLES

@@ -37,6 +37,10 @@ class MovieGenConfig(ExpertOptions, CrossAttentionModelConfig):
     position_embedding: Positions = "learned_3d"
     max_grid: list[int] = field(default_factory=lambda: [128, 120, 120])
 
+    @property
+    def takes_references(self) -> bool:
+        return self.position_embedding != "learned_3d"  # the tables end at the largest grid
+
     def validate(self) -> None:
         super().validate()
         self.validate_experts()

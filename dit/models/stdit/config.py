@@ -38,6 +38,10 @@ class STDiTConfig(CrossAttentionModelConfig):
     def attentions_per_layer(self) -> int:
         return len(self.kinds(0))
 
+    @property
+    def takes_references(self) -> bool:
+        return set(self.layer_pattern) == {"full"}  # frames and positions of a grid have no place for other tokens
+
     def validate(self) -> None:
         self.check_sizes()
         self._check_pattern()

@@ -1,11 +1,11 @@
 """The stages of benchmarks/on_gpu.sh: every command line, every case, every bar, and a stage whose command fails."""
 
 import json
-import subprocess
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from benchmarks import attention, ceilings, gpu_stages, layers, step
@@ -79,19 +79,21 @@ def test_the_bars_of_kernels_name_operations():
 
 def test_rows_of_a_stage_survive_a_command_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     """The first command ends with an error after its first row, the second one runs too long, the third one passes."""
-    commands = tuple(Command(name, (name,), ()) for name in ("fails", "hangs", "works"))
+    commands = tuple(Command(name, (name,), (), limit_s=5) for name in ("fails", "hangs", "works"))
     bars = tuple(Bar(name, field(name, "value"), low=2) for name in ("fails", "hangs", "works"))
     monkeypatch.setitem(STAGES, "values", Stage(commands, bars))
 
-    def run(words: list[str], **_: Any) -> subprocess.CompletedProcess:
-        name, file = words[2], Path(words[-1])
-        if name == "hangs":
-            raise subprocess.TimeoutExpired(words, 1)
-        file.write_text(json.dumps({"value": 1 if name == "fails" else 3}) + "\n")
-        return subprocess.CompletedProcess(words, int(name == "fails"))
-
-    monkeypatch.setattr(gpu_stages.subprocess, "run", run)
+    child = (
+        "import pathlib, subprocess, sys; child = subprocess.Popen([sys.executable, '-c', 'import time; "
+        f"time.sleep(600)']); pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(child.pid)); child.wait()"
+    )
+    row = "import pathlib, sys; pathlib.Path(sys.argv[-1]).write_text('{{\"value\": {}}}\\n'); sys.exit({})"
+    for name, program in (("fails", row.format(1, 1)), ("hangs", child), ("works", row.format(3, 0))):
+        (tmp_path / f"{name}.py").write_text(program)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert run_stage("values", tmp_path, dry=False) == (False, False)
+    pid = int((tmp_path / "pid").read_text())
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     out = capsys.readouterr().out
     assert (tmp_path / "values.md").read_text() in out
     assert "| fails | 1 | >= 2 |  | fail |" in out

@@ -247,6 +247,19 @@ def test_a_name_of_the_hub_is_read_from_the_cache(
     assert start.digest(None) == find_start(str(folders / "flux")).digest(None)
 
 
+def test_a_part_of_a_repository_in_the_cache_is_not_the_repository(
+    folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another program may have read only the settings; the weights are then downloaded."""
+    cached(tmp_path, folders / "flux")
+    for weights in tmp_path.rglob("*.safetensors"):
+        weights.unlink()
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match="cannot be reached"):
+        local_path("hf://owner/name")
+
+
 def test_a_name_of_the_hub_without_network_or_package_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

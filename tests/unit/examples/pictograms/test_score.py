@@ -68,7 +68,7 @@ def test_lines_have_the_samples_the_features_the_ceiling_and_the_authors():
     assert lines[1].startswith("samples:     the requested drawing is nearest 10.0 %, among 5 20.0 %, among 20 60.0 %;")
     assert "deviation of 1.25 of 255" in lines[2]
     assert lines[3].startswith("features:    the requested drawing is nearest 90.0 %")
-    assert lines[3].endswith("KID 0.0123 (a network)")
+    assert lines[3].endswith("among 20 100.0 %; KID 0.0123 (a network)")
     assert lines[4].startswith("autoencoder: the encoded drawing is nearest 100.0 %")
     assert lines[-1] == "by somebody"
 
