@@ -326,6 +326,11 @@ class CheckpointConfig:
         ranges |= dict.fromkeys(("interval", "keep_every", "keep_best"), COUNT_OR_NONE)
         check_ranges("checkpoint", self, ranges)
 
+    @property
+    def save_limit(self) -> str:
+        """Text of error messages about saves that take too long."""
+        return f"within checkpoint.save_timeout_s={self.save_timeout_s:g} s"
+
 
 @dataclass(kw_only=True)
 class LoggingConfig:

@@ -290,8 +290,8 @@ class Saves:
             pending.error = pending.error or str(error)
         if time.monotonic() - pending.began > self.config.save_timeout_s and not pending.published:
             pending.error = pending.error or (
-                f"checkpoint of step {pending.step} was not written within checkpoint.save_timeout_s="
-                f"{self.config.save_timeout_s:g} s; earlier checkpoints are intact"
+                f"checkpoint of step {pending.step} was not written {self.config.save_limit}; "
+                "earlier checkpoints are intact"
             )
 
     def _succeeded(self, step: int, began: float, path: Path, held_out: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ OPENERS: dict[str, tuple[Callable[[str], object], str]] = {
     "text encoder": (check_text_encoder, "{0}/text_encoder or {0}/text_encoder_2"),
     "autoencoder": (Geometry.read, "{0}/vqvae"),
     "import of weights": (lambda path: read_diffusers(Path(path)), "{0}/transformer or {0}/vqvae"),
-    "checkpoint": (find_checkpoint, "{0}/transformer: import it with `python -m launch.import_weights"),
+    "checkpoint": (find_checkpoint, "{0}/transformer; or import it with `python -m launch.import_weights"),
 }
 
 

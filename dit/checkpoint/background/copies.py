@@ -87,7 +87,6 @@ class Copies:
         self._process.close(1.0)
 
     def _read_replies(self, step: int) -> None:
-        late_s = self.config.save_timeout_s
         try:
             for reply in self._process.replies():
                 self._ordered, self.error = None, reply["error"]
@@ -95,8 +94,8 @@ class Copies:
                 if self.error is None:
                     message = "step %d: copied to %s, %.1f MB in %.1f s"
                     logger.info(message, step, self.config.copy_to, reply["bytes"] / 1e6, reply["seconds"])
-            if self._ordered is not None and time.monotonic() - self._began > late_s:
-                raise CheckpointError(f"it was not finished within checkpoint.save_timeout_s={late_s:g} s")
+            if self._ordered is not None and time.monotonic() - self._began > self.config.save_timeout_s:
+                raise CheckpointError(f"it was not finished {self.config.save_limit}")
         except CheckpointError as error:
             self._ordered, self.error = None, str(error)
             self._process.restart()

@@ -233,7 +233,7 @@ class Writer:
                 names = ", ".join(map(str, sorted(missing)[:8]))
                 raise CheckpointError(
                     f"checkpoint of step {order['step']} was not written: no files arrived from {len(missing)} of "
-                    f"{self.world_size} ranks ({names}); earlier checkpoints are intact"
+                    f"{self.world_size} ranks ({names}) {self.store.config.save_limit}; earlier checkpoints are intact"
                 )
         return records
 
@@ -241,7 +241,8 @@ class Writer:
         folder, rank, patience = self.store.partial_path(order["step"]), self.rank, self._patience()
         while not _is_ordered(folder, order["token"]):
             if not next(patience):
-                raise CheckpointError(f"rank {rank}: rank 0 has not begun the checkpoint of step {order['step']}")
+                late = f"rank 0 has not begun the checkpoint of step {order['step']} {self.store.config.save_limit}"
+                raise CheckpointError(f"rank {rank}: {late}")
         note: dict[str, Any] = {"token": order["token"], "error": None, "files": {}}
         try:
             records = dict(self._write(folder, order))

@@ -345,6 +345,7 @@ class Loaded:
 
     def __init__(self, *asked):
         self.asked, self.guide = asked, None
+        self.config = SimpleNamespace(objective=SimpleNamespace())
 
     def guide_by(self, weaker):
         self.guide = weaker
