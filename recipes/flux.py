@@ -1,8 +1,8 @@
-"""FLUX and Qwen-Image: text and image as two streams, then as one; flow matching on images of 1024 px (4096 tokens).
+"""FLUX, Qwen-Image and Stable Diffusion 3: text and image as two streams; flow matching on images of 1024 px.
 
-Sizes and settings of FLUX.1 are NeMo's, sizes of FLUX.2 and Qwen-Image those of diffusers. Numbers of GPUs follow from
-the layout and from the memory that `--dryrun` estimates; none of these runs has been made at full size. A sample needs
-a text; of FLUX.1 also a pooled text embedding (`pooled.npy`).
+Sizes and settings of FLUX.1 are NeMo's, sizes of the others those of diffusers. Numbers of GPUs follow from the layout
+and from the memory that `--dryrun` estimates; none of these runs has been made at full size. A sample needs a text; of
+FLUX.1 and Stable Diffusion 3 also a pooled text embedding (`pooled.npy`).
 """
 
 import nemo_run as run
@@ -14,7 +14,16 @@ from dit.parallel.dims import ParallelConfig
 from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.components import flux2_dev, flux2_klein_4b, flux2_klein_9b, flux_dev, flux_two_layers, qwen_image_20b
+from recipes.components import (
+    flux2_dev,
+    flux2_klein_4b,
+    flux2_klein_9b,
+    flux_dev,
+    flux_two_layers,
+    qwen_image_20b,
+    sd3_5_large,
+    sd3_5_medium,
+)
 from recipes.dit import as_mock, in_seconds, on_tensor_parallel, text_conditional, with_fsdp
 
 IMAGE_1024 = (1, 128, 128)
@@ -117,6 +126,31 @@ def qwen_image_1024() -> run.Partial:
     recipe = with_fsdp(on_tensor_parallel(_flux("qwen_image_1024", qwen_image_20b()), 4))
     recipe.training.global_batch_size = 16
     return _on_images(recipe, "data/latents_1024_qwen_image")
+
+
+@run.cli.factory(target=pretrain)
+def sd3_5_large_1024() -> run.Partial:
+    """Stable Diffusion 3.5 large (8.06 B) on images of 1024 px, TP 2 + SP, FSDP, 8 images per step: 8 x 80 GB.
+
+    Times are shifted by 3, as published. Texts: 77 tokens of both CLIP models, joined along the width and padded to
+    4096, then those of T5-XXL.
+    """
+    recipe = with_fsdp(on_tensor_parallel(_flux("sd3_5_large_1024", sd3_5_large()), 2))
+    recipe.objective.time_shift = 3.0
+    recipe.training.global_batch_size = 8
+    return _on_images(recipe, "data/latents_1024_sd3")
+
+
+@run.cli.factory(target=pretrain)
+def sd3_5_medium_1024() -> run.Partial:
+    """Stable Diffusion 3.5 medium (2.24 B) on images of 1024 px, FSDP, 8 images per step: 8 x 80 GB.
+
+    Times and texts as in `sd3_5_large_1024`.
+    """
+    recipe = with_fsdp(_flux("sd3_5_medium_1024", sd3_5_medium()))
+    recipe.objective.time_shift = 3.0
+    recipe.training.global_batch_size = 8
+    return _on_images(recipe, "data/latents_1024_sd3")
 
 
 @run.cli.factory(target=pretrain)

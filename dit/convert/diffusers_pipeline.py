@@ -162,6 +162,7 @@ NONE: Mapping[str, str] = {
         ("Flux2Transformer2DModel", "QwenImageTransformer2DModel"),
         "the language model that encodes its prompts is not among the encoders of dit.encoders",
     ),
+    "SD3Transformer2DModel": "its pipeline joins the texts of three encoders along the text; dit.encoders does not",
 }
 """Reasons why a model class has no pipeline."""
 
