@@ -163,9 +163,9 @@ MUTANTS = (
     ),
     Mutant(
         "context parallel: tokens counted on one rank",
-        "dit/backends/gradients.py",
-        "dist.all_reduce(num_tokens, group=pg_collection.dp_cp)",
-        "dist.all_reduce(num_tokens, group=pg_collection.dp)",
+        "dit/optimizer/step_numbers.py",
+        "factor = (tokens / groups.tp.size())",
+        "factor = (tokens / groups.tp_cp.size())",
         (CP,),
         "Gradients are multiplied by the context-parallel size.",
         f"{GITHUB}/NVIDIA/Megatron-LM/issues/906",
