@@ -110,8 +110,8 @@ MUTANTS = (
     Mutant(
         "autoencoder: latents without their shift",
         "dit/encoders/vae.py",
-        "return (z.float() - self._mean) / self._std",
-        "return z.float() / self._std",
+        "return _unfold((self._fold(z) - self._mean) / self._std)",
+        "return _unfold(self._fold(z) / self._std)",
         ("tests/unit/encoders/test_vae.py",),
         "Latents of SD3 are scaled, but not shifted.",
         f"{GITHUB}/huggingface/diffusers/issues/8708",
