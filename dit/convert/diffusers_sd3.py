@@ -92,11 +92,12 @@ class DiffusersSD3(DiffusersStreams[SD3Config]):
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
         heads, size, patch = published["num_attention_heads"], published["sample_size"], published["patch_size"]
         width, dual = heads * published["attention_head_dim"], list(published["dual_attention_layers"])
-        values = {name: published[name] for name in ("caption_projection_dim", "dual_attention_layers", "qk_norm")}
+        norm, text_width = published["qk_norm"], published["caption_projection_dim"]
+        values = {"caption_projection_dim": text_width, "dual_attention_layers": dual, "qk_norm": norm}
         supported = {
             "caption_projection_dim": width,
-            "dual_attention_layers": type(published["dual_attention_layers"])(range(len(dual))),
-            "qk_norm": published["qk_norm"] and "rms_norm",
+            "dual_attention_layers": list(range(len(dual))),
+            "qk_norm": norm and "rms_norm",
         }
         require(f"{self.class_name} differs from our model", values, supported, "such weights cannot be imported")
         channels, out_channels = published["in_channels"], published["out_channels"]
@@ -110,7 +111,7 @@ class DiffusersSD3(DiffusersStreams[SD3Config]):
             num_attention_heads=heads,
             num_joint_layers=published["num_layers"],
             num_dual_layers=len(dual),
-            qk_layernorm=published["qk_norm"] is not None,
+            qk_layernorm=norm is not None,
             position_crop=[published["pos_embed_max_size"], size // patch],
         )
         sampling = {"solver": "euler", "num_steps": 28, "guidance_scale": 4.5}

@@ -146,7 +146,7 @@ class DiffusersStreams(DiffusersFormat[Model]):
         for i in range(model.num_single_layers):
             rules += self.single(model, f"layers.{model.num_joint_layers + i}", f"single_transformer_blocks.{i}")
         rules += self.shared(model)
-        forms = {"head.modulation": Chunks((1, 0)), **self.forms(model)}
+        forms: dict[str, Form] = {"head.modulation": Chunks((1, 0)), **self.forms(model)}
         rules = [
             replace(rule, form=forms.get(rule.name) or forms.get(rule.name.rpartition(".")[0]) or rule.form)
             for rule in rules
