@@ -257,8 +257,7 @@ def apply_update(optimizer: MegatronOptimizer, factor: Tensor, is_good: Tensor) 
         factor: result of `factor_of_update`.
         is_good: whether to update, `[]`, bool.
     """
-    adams = [part.optimizer for part in sub_optimizers(optimizer)]
-    for adam in adams:
+    for adam in (part.optimizer for part in sub_optimizers(optimizer)):
         if is_fused(adam):
             adam.grad_scale = factor.reciprocal().float()  # type: ignore[attr-defined]
             adam.found_inf = (~is_good).float()  # type: ignore[attr-defined]
@@ -267,8 +266,6 @@ def apply_update(optimizer: MegatronOptimizer, factor: Tensor, is_good: Tensor) 
         if gradients:
             torch._foreach_mul_(gradients, factor.float())
     optimizer.step_with_ready_grads()
-    for adam in filter(is_fused, adams):
-        adam.grad_scale = adam.found_inf = None  # type: ignore[attr-defined]
 
 
 def is_fused(adam: Optimizer) -> bool:

@@ -160,6 +160,11 @@ class Program:
         total = combined([replace(step, parts={}), unit], [1, missing])
         return replace(total, state_bytes=step.state_bytes, peak_bytes=step.peak_bytes, parts=parts)
 
+    def run_again(self) -> None:
+        """Run another step after `run`."""
+        self.counter.begin()
+        self._step(self.job.micro_batches)
+
     def _create_optimizer_state(self, wrapped: Sequence[Any], optimizer: MegatronOptimizer, update: Update) -> None:
         """Run an update without a step, in which the optimizer creates its state."""
         for chunk in wrapped:
@@ -189,9 +194,10 @@ class Program:
         job, counter, wrapped = self.job, self.counter, self.state.wrapped
         phases = Phases(counter, len(wrapped), marked)
 
-        def forward_step(_: int) -> ForwardStep:
-            # All steps drop the same conditions, so that a trace does not depend on `fills_caches`.
-            return phases.marking(training_forward_step(job.objective, job.model, job.training.seed, 1, self.mix))
+        def forward_step(step: int) -> ForwardStep:
+            # All steps of a trace drop the same conditions, so that it does not depend on `fills_caches`.
+            number = step if self.late else 1
+            return phases.marking(training_forward_step(job.objective, job.model, job.training.seed, number, self.mix))
 
         def finalize(*args: Any, **kwargs: Any) -> None:
             counter.phase(PHASES[0])

@@ -39,6 +39,7 @@ from dit.planner.job import Job
 from dit.tracing.counter import StepCounter, StepTrace
 from dit.tracing.numbers import numbers_without_values
 from dit.tracing.routing import experts_evenly_full
+from dit.tracing.sequence import Operation, SequenceRecorder
 from dit.tracing.waits import WaitCounter, Waits, meta_device
 from dit.tracing.world import fake_world
 
@@ -102,6 +103,12 @@ def count_waits(job: Job) -> Waits:
         return tracer.run(count_waits_here, [job])[0]
 
 
+def record_steps(job: Job, steps: int) -> list[list[Operation]]:
+    """Record the operations of consecutive steps of a job in a new process, after two others."""
+    with Tracer() as tracer:
+        return tracer.run(functools.partial(record_steps_here, steps=steps), [job])[0]
+
+
 def _trace_process(pipe: Any, inherited: Any) -> None:
     """Main function of the tracing process, which ends when the caller closes its end of the pipe.
 
@@ -162,6 +169,26 @@ def count_waits_here(job: Job) -> Waits:
         finally:
             process_groups.release()
     return counter.result
+
+
+def record_steps_here(job: Job, steps: int) -> list[list[Operation]]:
+    """Record the operations of consecutive steps of a job in this process; see `trace_here`."""
+    from dit.backends import process_groups
+    from dit.planner.program import Program
+
+    recorded = []
+    with fake_world(job.rank, job.world_size), experts_evenly_full():
+        groups, recorder = process_groups.initialize(job.parallel), SequenceRecorder()
+        try:
+            with meta_device(recorder):
+                program = Program(job, groups, recorder, late=True)
+                program.run()
+                for _ in range(steps):
+                    program.run_again()
+                    recorded.append(recorder.operations)
+        finally:
+            process_groups.release()
+    return recorded
 
 
 @functools.cache

@@ -14,7 +14,7 @@ Other operations that wait (`nonzero`, selection by a mask) have no form for the
 """
 
 import contextlib
-import traceback
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -41,7 +41,7 @@ PHASE_OF_PART = {
 }
 """Phase of each part of a step. Backward passes run inside the second part, in the autograd engine."""
 ROOT = Path(__file__).parents[2]
-NO_CAUSE = {Path(__file__), Path(megatron_cpu.__file__)}
+NO_CAUSE = {Path(__file__), Path(__file__).with_name("sequence.py"), Path(megatron_cpu.__file__)}
 """Files that only forward the calls of others."""
 
 
@@ -122,10 +122,16 @@ class WaitCounter(StepCounter):
     def _wait(self, copy: int) -> None:
         """Count a wait, after which the copies up to number `copy` have finished."""
         self._finished, phase = copy, self._now()
-        stack = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_stack()]
-        path, line = next((p, n) for p, n in reversed(stack) if ROOT in p.parents and p not in NO_CAUSE)
         self.result.waits[phase] += 1
-        self.result.lines[f"{phase}: {path.relative_to(ROOT)}:{line}"] += 1
+        self.result.lines[f"{phase}: {self.line()}"] += 1
+
+    @staticmethod
+    def line() -> str:
+        """Return the line of the program that runs."""
+        frame: Any = sys._getframe(1)
+        while ROOT not in (path := Path(frame.f_code.co_filename)).parents or path in NO_CAUSE:
+            frame = frame.f_back
+        return f"{path.relative_to(ROOT)}:{frame.f_lineno}"
 
     def _copy_to_device(self, source: Tensor, *, non_blocking: bool) -> None:
         if non_blocking and source.untyped_storage()._cdata in self._pinned:
