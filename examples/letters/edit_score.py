@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
 import torch
-from PIL import Image
 from torch import Tensor
 
 from dit.errors import ConfigError
+from dit.safe_files import read_bytes
+from energon_data.media_files import open_picture
 from examples.comparison import draw_samples
 from examples.letters.captions import Style
 from examples.letters.checks import Check, Contrast, ink_share, judge_contrast, slant
@@ -146,7 +147,7 @@ def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
     """
     folder = Path(args.data or DEFAULT)
     drawings = read_drawings(folder)
-    inks = torch.stack([ink_of(Image.open(folder / drawing.file)) for drawing in drawings])
+    inks = torch.stack([ink_of(open_picture(read_bytes(folder / drawing.file))) for drawing in drawings])
     if (channels := generator.config.model.in_channels) != 3:
         raise ConfigError(f"letters are edited as pictures of 3 channels, and the model has {channels}")
     edits, trained = requested_edits(drawings)

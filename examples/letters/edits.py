@@ -22,7 +22,7 @@ from torch import Tensor
 
 from dit.data_api import sample_id
 from dit.errors import DataError, one_line_errors
-from dit.safe_files import open_binary
+from dit.safe_files import open_binary, parse_json
 from dit.terminal import counted, echo
 from examples.letters.captions import Style
 from examples.letters.fonts import LETTERS, Face, find_faces, held_out_families
@@ -83,7 +83,7 @@ def read_drawings(folder: Path) -> list[Drawing]:
     """
     try:
         with open_binary(folder / FACES) as lines:
-            return [Drawing.from_record(json.loads(line)) for line in lines]
+            return [Drawing.from_record(parse_json(line)) for line in lines]
     except OSError as error:
         raise DataError(
             f"{folder / FACES} cannot be read: {error}; `python -m examples.letters.edits --out {folder}` writes it"
