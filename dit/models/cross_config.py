@@ -24,8 +24,8 @@ class CrossAttentionModelConfig(TransformerModelConfig, TextConditioned, ClassCo
         qk_layernorm: RMSNorm on queries and keys per head.
         fps_conditioning: condition on the frame rate; 30 for samples without one.
         size_conditioning: condition on height, width and duration.
-        null_text: replacement of a dropped text, also the negative input of guidance: a `learned` token, or the
-            embedding of the `empty` text (diffusers).
+        null_text: replacement of a dropped text, also the negative input of guidance: a learned token, or the embedding
+            of the empty text (diffusers).
     """
 
     in_channels: int = 16

@@ -19,8 +19,8 @@ class LoRAConfig:
     Attributes:
         rank: rows of A and columns of B.
         alpha: the output of the adapters is scaled by alpha / rank; 1 if None.
-        targets: name patterns of the linear layers with an adapter. The default is attention and MLP of every block;
-            `layers.*` adds the modulations.
+        targets: name patterns of the linear layers with an adapter; `layers.*` adds the modulations to attention and
+            MLP.
 
     Source: Hu et al. 2021, arXiv:2106.09685, section 4.1.
     """

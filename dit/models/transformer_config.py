@@ -65,7 +65,7 @@ class RotarySettings:
 
     Attributes:
         rope_theta: ratio of the shortest to the longest wavelength.
-        rope_scaling: extension beyond the training length: `ntk` increases theta, `linear` divides the index.
+        rope_scaling: extend by increasing theta (`ntk`) or by dividing the index (`linear`).
         rope_factors: extension along t, h and w, such as `[2, 1, 1]` for clips of twice the length.
     """
 
@@ -86,9 +86,9 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
         ffn_hidden_size: inner width of the MLP; 4 * hidden_size if None.
         out_channels: channels predicted per latent position; `in_channels` if None. Twice that for a learned variance.
         layernorm_epsilon: epsilon of all norms.
-        position_embedding: fixed sine-cosine over (h, w) or (t, h, w) added to the tokens, or rotary over (t, h, w).
+        position_embedding: sine-cosine over (h, w) or (t, h, w) added to the tokens, or rotary.
         time_scale: factor of the objective's time before its sinusoid; also of the guidance scale in FLUX.
-        lora: train only low-rank adapters of the model in `checkpoint.start_from`; None trains all parameters.
+        lora: train only adapters of the model in `checkpoint.start_from`; None trains all parameters.
     """
 
     hidden_size: int = 384

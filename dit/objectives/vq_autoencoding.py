@@ -29,7 +29,7 @@ class VQAutoencoding(Reconstruction):
 
     Args:
         codebook_weight: weight of the two codebook terms.
-        beta: weight of the commitment of z to its entry, relative to the movement of the entry to z.
+        beta: weight of the movement of z to its entry, relative to that of the entry to z.
 
     Raises:
         ConfigError: a constant is outside its range.

@@ -197,7 +197,7 @@ class WSD(Falling):
 
     Attributes:
         decay_steps: updates of the decay.
-        decay: shape of the decay: linear, or `1 - sqrt` of the completed fraction, which decays faster at first.
+        decay: shape of the decay: linear, or `1 - sqrt` of the completed fraction.
 
     Source: Hu et al. 2024 (MiniCPM), arXiv:2404.06395, section 4.1; both shapes, Haegele et al. 2024, arXiv:2405.18392,
     Eq. 1 and 2.
@@ -265,9 +265,8 @@ class TorchOneCycle(Schedule):
         pct_start: fraction of the run before the peak.
         div_factor: ratio of the peak to the first rate.
         final_div_factor: ratio of the first to the last rate.
-        anneal_strategy: shape of both ramps: half cosines, or linear.
-        cycle_momentum: change beta1 from 0.95 to 0.85 at the peak and back, instead of `optimizer.beta1`; torch's
-            default is True.
+        anneal_strategy: shape of both ramps.
+        cycle_momentum: change beta1 from 0.95 to 0.85 at the peak and back; torch's default is True.
 
     Source: torch.optim.lr_scheduler.OneCycleLR; Smith and Topin 2017, arXiv:1708.07120.
     """

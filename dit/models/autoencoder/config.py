@@ -23,8 +23,8 @@ class AutoencoderConfig(ModelConfig):
         norm_num_groups: groups of the group norms.
         mid_block_add_attention: use attention over the positions of the latent.
         codebook_size: number of codebook entries of a VQ autoencoder; None selects a KL autoencoder.
-        scaling_factor: models that train on the latents normalise them as (z - shift_factor) * scaling_factor; None
-            measures both at export. A VQ autoencoder has no shift, and z is its latent before quantisation.
+        scaling_factor: latents z are normalised as (z - shift_factor) * scaling_factor; None measures both at export.
+            In a VQ autoencoder, z is the latent before quantisation, without shift.
         shift_factor: see `scaling_factor`.
     """
 
