@@ -227,11 +227,11 @@ def _link(entry: Entry) -> str:
 
 
 def _names_by(group: Sequence[Entry], key: Callable[[Entry], str]) -> list[str]:
-    """Return a row of names for each value of a key, in order of first appearance."""
+    """Return a line of names for each value of a key, in order of first appearance."""
     names: dict[str, list[str]] = {}
     for entry in group:
         names.setdefault(key(entry), []).append(f"`{entry.name}`")
-    return [f"| {value} | {', '.join(row)} |" for value, row in names.items()]
+    return [f"* {value}: {', '.join(row)}" for value, row in names.items()]
 
 
 def page() -> str:
@@ -248,20 +248,19 @@ def page() -> str:
         "torchrun --standalone --nproc-per-node 8 -m launch.train --yes --factory NAME key.path=value ...",
         "```",
         "",
-        "`--describe NAME` prints the full description of a recipe or component, `--dryrun` settings, parameters and",
-        "memory without GPU or data, and `--list` the description of every recipe.",
+        "`--describe NAME` prints the full description of a recipe or component, `--list` one line of every recipe,",
+        "and `--dryrun` settings, parameters and memory, without GPU or data.",
         "[energon_data/README.md](../energon_data/README.md#folders-of-the-recipes) describes the data folders.",
     ]
     in_repository = [entry for entry in recipes() if (FOLDER.parent / entry.file).is_file()]
     by_section = sections(in_repository)
     measuring = by_section.pop(MEASURING)
     for title, group in by_section.items():
-        lines += ["", f"## {title}", "", "| recipe | description |", "| --- | --- |"]
-        lines += [f"| [`{entry.name}`]({_link(entry)}) | {entry.line} |" for entry in group]
+        lines += ["", f"## {title}", "", *(f"* [`{entry.name}`]({_link(entry)}): {entry.line}" for entry in group)]
     lines += ["", f"## {MEASURING}", "", "Synthetic data; layouts and models of published tables.", ""]
-    lines += ["| file | recipes |", "| --- | --- |", *_names_by(measuring, lambda e: f"[{e.file}]({_link(e)})")]
+    lines += _names_by(measuring, lambda e: f"[{Path(e.file).name}]({_link(e)})")
     lines += ["", "## Components", "", "Named parts for overrides: `objective=edm objective.p_mean=-0.4`.", ""]
-    lines += ["| type | names |", "| --- | --- |", *_names_by(components(), lambda e: e.target)]
+    lines += _names_by(components(), lambda e: e.target)
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -29,16 +29,15 @@ after a change of a test or a line, `--only` runs a part again.
 | --- | --- | --- | --- |"""
 SHIPPED_TITLE = """# Faults that others shipped
 
-Each row is a fault of a public trainer or stack, with its public thread. One changed line repeats the mistake in this
-project. The last columns are the first check that fails, and its CPU seconds in all processes. Commands of
-`launch.verify` also accept your recipe and your layout; the other checks are tests.
-[The list of mutants](../tests/mutants/README.md) has the changed lines.
+Each row is a fault of a public trainer or stack, and the first check that fails when one changed line repeats the fault
+in this project, with its CPU seconds. Checks are commands, which also accept your recipe and layout, or tests
+(`pytest tests/CHECK`). [The list of mutants](../tests/mutants/README.md) has the changed lines;
 `python -m tests.mutants --shipped --write tests/mutants/README.md` measures again.
 
 {counts}
 
-| fault | thread | mutant | seen by | s |
-| --- | --- | --- | --- | --- |"""
+| fault | check | s |
+| --- | --- | --- |"""
 LIMIT_S = 60
 NOT_RUN = "not run | |"
 SURVIVED = "**SURVIVED**"
@@ -111,11 +110,12 @@ def shipped_page(rows: Mapping[str, str], mutants: Sequence[Mutant] = MUTANTS) -
     lines, quick = [], 0
     for mutant in (mutant for mutant in mutants if mutant.source):
         *_, project, _, number = mutant.source.split("/")
-        start = f"| {mutant.fault} | [{project} {number}]({mutant.source}) | {mutant.file}: {mutant.name} |"
+        start = f"| {mutant.fault.removesuffix('.')} ([{project} {number}]({mutant.source})) |"
         result = rows.get(mutant.name, head(mutant) + NOT_RUN).removeprefix(head(mutant))
         seen_by, _, seconds = result.removesuffix(" |").partition(" | ")
         if seen_by != SURVIVED and seconds:
-            result = f"`{seen_by}` | {seconds} |"
+            command = "python -m " if seen_by.startswith(VERIFY) else ""
+            result = f"`{command}{seen_by}` | {seconds} |"
             quick += int(seconds) <= LIMIT_S
         lines.append(f"{start} {result}")
     counts = f"{len(lines)} faults, {quick} seen within {LIMIT_S} CPU seconds."

@@ -57,11 +57,11 @@ def test_the_page_of_shipped_mistakes_counts_those_that_are_seen_in_time():
     page = shipped_page(rows, [*mutants, Mutant("of ours", "double.py", "x", "z", ())])
     assert "4 faults, 1 seen within 60 CPU seconds" in page
     assert page.splitlines()[-4] == (
-        f"| It doubles. | [project 0]({source}0) | double.py: within | `launch.verify --factory tiny_dit` | 60 |"
+        f"| It doubles ([project 0]({source}0)) | `python -m launch.verify --factory tiny_dit` | 60 |"
     )
     assert page.splitlines()[-2:] == [
-        f"| It doubles. | [project 2]({source}2) | double.py: unseen | **SURVIVED** | 3 |",
-        f"| It doubles. | [project 3]({source}3) | double.py: not run | not run | |",
+        f"| It doubles ([project 2]({source}2)) | **SURVIVED** | 3 |",
+        f"| It doubles ([project 3]({source}3)) | not run | |",
     ]
 
 
