@@ -204,7 +204,7 @@ def test_the_table_says_what_every_recipe_asks_of_its_folder():
         for path in (data.path,) if data.blend is None else (member["path"] for member in data.blend):
             asked.setdefault(path, []).append(entry.name)
             _, latents, tokens, text = rows[path]
-            assert re.match(rf"{model.in_channels} (x|channels)", latents), entry.name
+            assert re.match(rf"{model.in_channels}(x| channels)", latents), entry.name
             context = model.condition("context")
             assert text.split()[0] == ("none" if context is None else str(context.shape[0])), entry.name
             if limit is not None and not path.startswith("data/moving_letters"):  # many to a pack
