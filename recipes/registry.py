@@ -29,17 +29,23 @@ FOLDER = Path(__file__).parent
 README = FOLDER / "README.md"
 TRAINING_FUNCTION = "pretrain"
 REGISTERED = "Examples, and recipes of installed packages"
+TINY = "Seconds on synthetic data"
 MEASURING = "Measuring systems"
 _MEASURING = r"(?:bench|matrix|stage|mock|train_mock).*|.*_mock.*"
 SECTIONS = {
     "Start here": r"tiny_dit|own_data",
     REGISTERED: r"(?!)",  # by package, not by name
     "Your own data and open weights": r"own_.*|finetune.*|dreambooth",
-    "Seconds on synthetic data": r"tiny_.*",
+    TINY: r"tiny_.*",
     "Published and larger models": rf"(?!{_MEASURING}).*",
     MEASURING: _MEASURING,
 }
 """The sections of the page and the list, by patterns of recipe names; the first match counts."""
+ONLY_NAMES = {
+    TINY: "Small forms of the backbones, for any machine; suffixes name layouts.",
+    MEASURING: "Synthetic data; layouts and models of published tables.",
+}
+"""Sections in which the page lists names, and a sentence about each."""
 _SKIPPED_FILES = {"__init__.py", "registry.py"}
 
 
@@ -253,12 +259,12 @@ def page() -> str:
         "[energon_data/README.md](../energon_data/README.md#folders-of-the-recipes) describes the data folders.",
     ]
     in_repository = [entry for entry in recipes() if (FOLDER.parent / entry.file).is_file()]
-    by_section = sections(in_repository)
-    measuring = by_section.pop(MEASURING)
-    for title, group in by_section.items():
-        lines += ["", f"## {title}", "", *(f"* [`{entry.name}`]({_link(entry)}): {entry.line}" for entry in group)]
-    lines += ["", f"## {MEASURING}", "", "Synthetic data; layouts and models of published tables.", ""]
-    lines += _names_by(measuring, lambda e: f"[{Path(e.file).name}]({_link(e)})")
+    for title, group in sections(in_repository).items():
+        lines += ["", f"## {title}", ""]
+        if title in ONLY_NAMES:
+            lines += [ONLY_NAMES[title], "", *_names_by(group, lambda e: f"[{Path(e.file).name}]({_link(e)})")]
+        else:
+            lines += [f"* [`{entry.name}`]({_link(entry)}): {entry.line}" for entry in group]
     lines += ["", "## Components", "", "Named parts for overrides: `objective=edm objective.p_mean=-0.4`.", ""]
     lines += _names_by(components(), lambda e: e.target)
     return "\n".join(lines).rstrip() + "\n"

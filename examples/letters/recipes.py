@@ -174,7 +174,7 @@ def moving_letters_stdit() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def ddpm_fonts() -> run.Partial:
-    """Capital letters A-Z, 32 x 32 pixels, class-conditional DDPM UNet (15.67 M), 320 pictures per step: one GPU.
+    """Capital letters A-Z, 32 x 32 pixels, class-conditional DDPM UNet (15.67 M): one GPU.
 
     `python -m energon_data.prepare letters --size 32 --out data/letters_32` renders the data from the fonts of this
     machine; a class is a letter. Otherwise as ddpm_cifar10, without crops. `python -m launch.evaluate --checkpoint
