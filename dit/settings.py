@@ -75,26 +75,24 @@ class TrainingConfig:
     Attributes:
         run_dir: folder for all files of the run.
         num_steps: optimizer steps of the run, including those before a resume.
-        micro_batch_size: largest number of samples (or packs) per forward pass of a rank; the largest divisor of the
-            global batch up to it is used. Only `training.fp8` makes results depend on it.
+        micro_batch_size: largest number of samples (or packs) per forward pass of a rank. Only with `fp8` it changes
+            results.
         global_batch_size: samples (or packs) per optimizer step over all ranks.
         precision: `bf16` and `fp16` have fp32 master weights and gradients.
-        fp8: 8-bit matrix products in transformer blocks, with one scale per matrix, per 128 numbers (`blockwise`) or
-            per 32 (`mxfp8`); None for `precision`.
+        fp8: 8-bit matrix products in transformer blocks, with one scale per matrix, per 128 numbers or per 32
+            (`mxfp8`).
         loss_scale: fp16 only: constant factor of the loss; None for a dynamic factor.
         initial_loss_scale: fp16 only: first dynamic factor. A gradient overflow skips the update and halves it.
         loss_scale_window: fp16 only: steps without overflow until the factor doubles.
         attention: `auto` selects a kernel that has passed `megatron-dit kernels --verify`, else torch's varlen kernel
-            (bf16 on CUDA) or scaled-dot-product attention. `flash_attn` is FlashAttention 2. `megatron-dit kernels`
-            lists the available ones.
+            (bf16 on CUDA) or scaled-dot-product attention. `megatron-dit kernels` lists the available ones.
         linears: parallel linears; `auto` selects Megatron-Core's.
         kernels: implementation of norms, modulation, residuals, rotary positions, activations and the optimizer's
             update; `compile` is torch.compile of the layers (not under FSDP). `auto` selects `triton` if `megatron-dit
             kernels --verify` has passed, else `eager`. Numbers change by rounding.
-        deterministic: use slower kernels with bit-identical results on the same hardware and layout; an operation
-            without one ends the run.
-        recompute: activations that the backward pass recomputes: none, cheap ones (norms and activation functions; with
-            `kernels=compile` all except matrix products, attention and communication), or all.
+        deterministic: use slower kernels with bit-identical results; an operation without one ends the run.
+        recompute: activations that the backward pass recomputes: none, cheap ones (norms and activation functions; more
+            with `kernels=compile`), or all.
         recompute_layers: layers of each pipeline stage to recompute, from the first; None for all.
         seed: of initial weights, data order and all noise.
         ema_decay: decay of the weight average per step (fp32); None for no average.
@@ -103,22 +101,18 @@ class TrainingConfig:
         log_interval: steps between log lines; a line is also written before each checkpoint.
         validation_interval: steps between held-out losses; 0 for never.
         sample_interval: steps between sample grids; 0 for never.
-        hooks: user classes, `['package.module.Class']`, called after every step and validation; the environment
-            variable DIT_PACKAGES names their packages.
+        hooks: user classes, `['package.module.Class']`, called after every step and validation; their packages in
+            DIT_PACKAGES.
         stop_at_step: stop after this step as if preempted, with a checkpoint.
-        on_bad_numbers: if a loss or gradient norm is not finite or spikes, end the run, omit the update, or return to
-            the last checkpoint and omit the data since then (`rewind`).
-        spike_threshold: a spike is this many robust standard deviations above the running median; 20 tolerates the
-            noise of small batches.
+        on_bad_numbers: after a non-finite number or spike, end the run, omit the update, or return to the last
+            checkpoint and omit the data since then.
+        spike_threshold: robust standard deviations above the running median that are a spike, such as 20.
         max_bad_steps: more bad steps than this within 100 steps end the run.
-        recheck_interval: interval of steps that are computed twice to detect faulty hardware; 0 for never. Needs
-            `deterministic`.
-        time_limit: wall-clock time of the job, as for Slurm's `--time` (`03:55:00`, `1-00:00:00`, or minutes); the run
-            saves and exits with 75 before it.
-        collective_timeout_s: a rank that waits longer in a collective ends the run with code 70; longer than any
-            synchronous save, validation or sampling.
-        hang_timeout_s: seconds without progress until a rank ends the run and names the rank that it waits for; at most
-            240 if that rank is stopped or dead. None for never.
+        recheck_interval: interval of steps that are computed twice to detect faulty hardware. Needs `deterministic`.
+        time_limit: wall-clock time as for Slurm's `--time` (`03:55:00`), before which the run saves and exits with 75.
+        collective_timeout_s: wait in a collective that ends the run; longer than any synchronous save, validation or
+            sampling.
+        hang_timeout_s: seconds without progress until a rank ends the run and names the rank that it waits for.
     """
 
     former_settings: ClassVar[Mapping[str, str]] = {"compile": "kernels=compile"}
@@ -277,17 +271,15 @@ class CheckpointConfig:
         keep_best: also retain those with the lowest held-out loss.
         async_save: write in another process, after a copy to host memory.
         save_timeout_s: seconds until an asynchronous save, or a copy, counts as failed.
-        copy_to: address of a copy of every checkpoint, such as `s3://bucket/folder`. A run resumes from it if its
-            checkpoint is newer than that of the run folder.
+        copy_to: address of a copy of every checkpoint, such as `s3://bucket/folder`, from which a run also resumes.
         resume: `auto` resumes from the newest valid checkpoint, starts at step 0 if there is none, and fails if all are
             damaged. `must` fails if none is valid, `never` if one is.
         resume_from: run folder or checkpoint whose full state a new run continues. A run with checkpoints resumes from
             those.
         start_from: source of a new run's weights: a run folder or checkpoint (its average, if any), a folder of
             diffusers, or `hf://owner/name` on the Hugging Face hub. A run with checkpoints resumes from those.
-        accept_changes: settings such as `optimizer.beta2`, or parts such as `objective`, that may differ from the
-            checkpoint. `data.path` and `data.blend` also accept other data in the same folder. Changed data are read
-            from the beginning.
+        accept_changes: settings or parts that may differ from the checkpoint. `data.path` and `data.blend` also accept
+            other data in the same folder, read from the beginning.
     """
 
     interval: int = 1000
@@ -333,7 +325,7 @@ class LoggingConfig:
 
     Attributes:
         tensorboard: write `events/` in the run folder.
-        wandb: mirror to Weights & Biases, offline without a key; None: if there is a key and the package is installed.
+        wandb: mirror to Weights & Biases; None: if there is a key and the package.
         wandb_project: project of the run.
         wandb_name: name of the run; None for wandb's default.
         wandb_group: group of the run; None for wandb's default.
@@ -368,8 +360,7 @@ class SamplingConfig:
     Attributes:
         solver: integrator of the sampling ODE or SDE.
         num_steps: solver steps; `heun` calls the network twice per step.
-        variance: noise variance of `ancestral`: that of the posterior given x0, beta of the forward step (`large`), or
-            learned.
+        variance: noise variance of `ancestral`: of the posterior given x0, of the forward step, or learned.
         guidance_scale: classifier-free guidance x0 = uncond + scale * (cond - uncond); 1 for none.
         guidance_channels: guide only the first channels of a latent (3 of 4 in facebookresearch/DiT); None for all.
         guidance_rescale: share of the guided prediction scaled to the standard deviation of the conditional one
@@ -377,13 +368,12 @@ class SamplingConfig:
         guidance_interval: smallest and largest sigma / alpha with guidance; None for all (arXiv:2404.07724).
         churn: `[s_churn, s_tmin, s_tmax, s_noise]` of EDM, such as `[40, 0.05, 50, 1.003]`: `heun` adds noise before
             its steps (arXiv:2206.00364, Algorithm 2).
-        thresholding: limit of the clean estimate of pixels: `static` clamps it to [-1, 1]; `dynamic` divides it by its
-            99.5 % quantile above 1 (Imagen).
+        thresholding: clamp the clean estimate of pixels to [-1, 1], or divide it by its 99.5 % quantile above 1
+            (`dynamic`, Imagen).
         samples_per_class: rows of the grid.
         raw_weights: also draw a grid with the raw weights.
         prompts: texts to sample instead of classes.
-        vae: autoencoder that decodes latents: a folder of diffusers, or a name on the Hugging Face hub; None for that
-            of the data.
+        vae: autoencoder that decodes latents, a folder or hub name; None for that of the data.
         seed: of the initial noise.
     """
 

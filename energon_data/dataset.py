@@ -40,10 +40,10 @@ class EnergonData(ReaderSettings, DataConfig):
     Attributes:
         path: a data set folder with `.nv-meta`, or a metadataset `.yaml`.
         blend: data sets with weights instead of `path`: `[{path: DIR, weight: 3}, ...]`.
-        blend_steps: steps at which the weights change; each weight is then a list with one number per stage.
+        blend_steps: steps at which the weights change; each weight is then a list.
         shuffle_buffer: samples shuffled in memory before batching; 0 for none.
-        max_samples_per_sequence: shuffle runs of about this many samples; None for complete shards.
-        pack_cost_tokens: limit the work of a pack to that of one sample of this many tokens, so that ranks wait less.
+        max_samples_per_sequence: shuffle sequences of about this many samples; None: complete shards.
+        pack_cost_tokens: limit the work of a pack to that of one sample of this many tokens.
         packing_buffer_size: buffered samples from which packs are filled.
         pad_packs: pad every pack to `max_tokens_per_pack`, so all have one shape.
         bucket_by_shape: batch samples of the same shape, as convolutional backbones need.
@@ -61,9 +61,9 @@ class EnergonData(ReaderSettings, DataConfig):
         crop_size: crop to this height and width, after resizing.
         random_crop: crop at a random position; held-out data at the centre.
         flip: probability of mirroring; not of held-out data.
-        corrupt_low_resolution: blur, resize and add noise to computed low-resolution pictures, not to held-out ones.
-        vary_captions: draw one of a sample's captions at each read; held-out data use the first.
-        require_checksums: count samples without CRC32 as damaged. Existing checksums are always verified.
+        corrupt_low_resolution: blur, resize and add noise to low-resolution pictures in training.
+        vary_captions: draw one of a sample's captions at each read.
+        require_checksums: count samples without CRC32 as damaged.
         online_vae: autoencoder that encodes stored pixels in every step.
         online_text_encoder: encoders of stored captions in every step, such as
             `text=google/t5-v1_1-xl,pooled=openai/clip-vit-large-patch14`.

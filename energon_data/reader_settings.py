@@ -22,9 +22,9 @@ class ReaderSettings(StreamSettings):
     """Streams of a data source that reads stored samples, which may be damaged.
 
     Attributes:
-        background: read every stream in a separate worker process, ahead of training (only on Linux).
+        background: read every stream in a worker process (Linux).
         max_lost_samples: damaged samples that a data-parallel rank may drop before the run ends.
-        references: read the part `reference` of samples that have one: a latent from which the sample is edited.
+        references: read latents from which samples are edited (part `reference`).
     """
 
     background: bool = True

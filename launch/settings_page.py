@@ -119,7 +119,7 @@ class Row(NamedTuple):
     @property
     def assignment(self) -> str:
         """The default as on the command line."""
-        return f"`{self.name}={self.default}`"
+        return f"`{self.name}={str(self.default).replace(', ', ',')}`"
 
     @property
     def description(self) -> str:

@@ -40,8 +40,8 @@ class TextConditioned(ModelConfig):
 
     Attributes:
         context_size: width of the text embeddings; None for no text, if the backbone allows it.
-        context_dropout: fraction of samples trained without their text, for guidance. The smaller of this and
-            `class_dropout` is the fraction without both.
+        context_dropout: fraction of samples trained without their text, for guidance; the smaller of this and
+            `class_dropout` have neither.
     """
 
     context_size: Optional[int] = None

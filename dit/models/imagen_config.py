@@ -29,23 +29,22 @@ class ImagenConfig(TextConditioned, ClassConditioned):
         channel_multipliers: channels of each level, the full size first, as multiples of `hidden_size`.
         num_res_blocks: residual blocks of each level on the way down.
         attention_levels: levels with attention, counted from 0 at the full size.
-        attention_type: of positions to each other (`self`), to the text (`cross`), to both at once (`fused`), or
-            self-attention, cross-attention and feed-forward in turn (`stacked`).
+        attention_type: attention to positions, to the text, to both at once (`fused`), or to one after the other with a
+            feed-forward (`stacked`).
         head_size: features per attention head; None to set `num_attention_heads` instead.
         num_attention_heads: attention heads if `head_size` is None.
         norm_num_groups: groups of the group norms.
         init_kernel_size: kernel size of the first convolution, odd.
         text_pooling: pooling of the text to the conditioning vector.
         null_token: append a learned token to every text.
-        padded_text_tokens: text length with zero padding in pooling and norms, for NeMo's weights; None for no padding.
+        padded_text_tokens: zero-padded text length in pooling and norms, for NeMo's weights.
         learned_time_features: even number of features of a time embedding with learned frequencies; None for fixed
             sinusoids.
         scale_shift_norm: scale and shift the output of a norm by the conditioning vector, or add the vector before the
             norm.
-        stable_attention: use attention whose backward pass does not overflow in half precision, instead of
-            `training.attention`.
+        stable_attention: use attention whose backward pass does not overflow in half precision.
         low_resolution_factor: condition on a picture smaller by this factor, stored or computed.
-        low_resolution_kernel: bicubic kernel that enlarges it: `pil` (a = -0.5), or `opencv` (a = -0.75, NeMo).
+        low_resolution_kernel: bicubic kernel that enlarges it; `opencv` (a = -0.75) for NeMo.
         noise_augmentation: in training, add noise of a random level to that picture, and condition on the level.
     """
 

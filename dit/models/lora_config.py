@@ -19,8 +19,7 @@ class LoRAConfig:
     Attributes:
         rank: rows of A and columns of B.
         alpha: the output of the adapters is scaled by alpha / rank; 1 if None.
-        targets: name patterns of the linear layers with an adapter; `layers.*` adds the modulations to attention and
-            MLP.
+        targets: name patterns of the linear layers with an adapter; `layers.*` also selects modulations.
 
     Source: Hu et al. 2021, arXiv:2106.09685, section 4.1.
     """

@@ -50,9 +50,8 @@ class Adversarial:
     Args:
         weight: weight of the term that trains the autoencoder; 0.8 in VQGAN.
         start_step: completed steps before the adversarial terms count.
-        num_layers: convolutions of D that halve the sides; 3 score patches of 70 x 70 pixels and need pictures of at
-            least 24 x 24.
-        hidden_size: channels of the first convolution of D; the next have 2, 4 and 8 times as many.
+        num_layers: convolutions of D that halve the sides; pictures need 3 * 2**num_layers pixels a side.
+        hidden_size: channels of the first convolution of D.
         lr_factor: learning rate of D, relative to `optimizer.lr`.
 
     Raises:

@@ -116,7 +116,7 @@ class Autoencoding(Reconstruction):
     receives eps after the pixels; without eps it decodes the mean. There is no perceptual term.
 
     Args:
-        kl_weight: weight of the KL term; 1 with `l2` for a variational autoencoder of noise variance 1/2.
+        kl_weight: weight of the KL term.
 
     Raises:
         ConfigError: a constant is outside its range.

@@ -87,10 +87,9 @@ class DDPM(Objective):
         betas: variance of the first and the last of 1000 steps; None for [1e-4, 0.02] (`linear`) or [0.00085, 0.012]
             (`scaled_linear`).
         zero_terminal_snr: rescale the table to end at pure noise.
-        noise_offset: standard deviation of noise that is equal at all positions of a channel, added in training; 0.05
-            for SDXL.
+        noise_offset: standard deviation of added noise that is equal at all positions of a channel; 0.05 for SDXL.
         network_time: input of the network: the time, or ln(alpha^2 / sigma^2), as in Imagen.
-        min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma); None for the unweighted loss.
+        min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma).
         variance: learned variance of the reverse steps (`learned_variance`); requires `discrete_steps`.
 
     Raises:

@@ -41,7 +41,7 @@ class EDM(Objective):
         sigma_data: standard deviation of clean latents.
         p_mean: mean of log sigma in training.
         p_std: standard deviation of log sigma in training.
-        augmentation_p_mean: mean of log sigma of the noise on low-resolution pictures; None for `p_mean`.
+        augmentation_p_mean: `p_mean` of low-resolution pictures; None for the same.
         sigma_min: last noise level of the sampling grid before 0.
         sigma_max: first noise level of the sampling grid.
         rho: exponent of the sampling grid; larger: more steps at low noise.

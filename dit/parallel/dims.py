@@ -27,22 +27,19 @@ class ParallelConfig:
         virtual_pipeline_model_parallel_size: model chunks per pipeline rank (interleaved schedule).
         pipeline_layers: layers of each stage (rank, or virtual chunk); None for equal stages.
         context_parallel_size: ranks over which the tokens of every sample are split.
-        context_comm: exchange of keys and values under context parallelism: ring (`p2p`), `all_gather`, Ulysses
-            (`a2a`), or both in groups.
+        context_comm: exchange under context parallelism: ring, `all_gather`, Ulysses (`a2a`), or both in groups.
         context_a2a_size: ranks of an all-to-all under `a2a+p2p`.
-        context_split: each rank gets one chunk of each sample, or two in Transformer Engine's order. Both are balanced,
-            because attention is bidirectional.
-        spatial_temporal_comm: attention in frames and columns under context parallelism: on complete segments after an
-            all-to-all, or on split ones (`context`).
-        expert_model_parallel_size: ranks over which the experts of a layer are split, of the tensor-, context- and
-            data-parallel ranks.
+        context_split: chunks of a sample per context-parallel rank: one, or two in Transformer Engine's order.
+        spatial_temporal_comm: spatial and temporal attention under context parallelism: on complete segments after an
+            all-to-all, or on split ones.
+        expert_model_parallel_size: ranks over which the experts of a layer are split.
         data_parallel: data-parallel ranks shard nothing, the optimizer, or what `fsdp_sharding` names.
         fsdp_sharding: state that Megatron-FSDP shards: optimizer, gradients, weights.
-        num_distributed_optimizer_instances: groups of neighbouring ranks, such as nodes, that each shard a copy of
-            FSDP's state (hybrid sharding); 1 shards over all ranks.
-        balance_packs: deal the packs of a step over data-parallel ranks by their work, if a rank has several.
-        overlap_grad_reduce: reduce gradients during the backward pass; FSDP with sharded gradients always does.
-        overlap_param_gather: gather parameters during the forward pass; FSDP with sharded weights always does.
+        num_distributed_optimizer_instances: groups of ranks, such as nodes, that each shard a copy of FSDP's state
+            (hybrid sharding).
+        balance_packs: deal the packs of a step over data-parallel ranks by their work.
+        overlap_grad_reduce: reduce gradients during the backward pass, as FSDP does.
+        overlap_param_gather: gather parameters during the forward pass, as FSDP does.
     """
 
     tensor_model_parallel_size: int = 1

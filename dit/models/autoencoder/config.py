@@ -22,9 +22,9 @@ class AutoencoderConfig(ModelConfig):
         layers_per_block: residual blocks at each resolution on the way down; one more on the way up.
         norm_num_groups: groups of the group norms.
         mid_block_add_attention: use attention over the positions of the latent.
-        codebook_size: number of codebook entries of a VQ autoencoder; None selects a KL autoencoder.
-        scaling_factor: latents z are normalised as (z - shift_factor) * scaling_factor; None measures both at export.
-            In a VQ autoencoder, z is the latent before quantisation, without shift.
+        codebook_size: codebook entries of a VQ autoencoder; None for a KL autoencoder.
+        scaling_factor: latents are normalised as (z - shift_factor) * scaling_factor; None measures both at export. A
+            VQ autoencoder has no shift.
         shift_factor: see `scaling_factor`.
     """
 

@@ -22,17 +22,17 @@ class StreamsConfig(TransformerModelConfig, TextConditioned):
 
     Attributes:
         num_joint_layers: blocks with two streams and joint attention.
-        num_single_layers: blocks with one stream, after the joint blocks; their MLP is parallel to attention.
+        num_single_layers: blocks with one stream after them, whose MLP is parallel to attention.
         shared_modulation: joint blocks share one modulation per stream, and single blocks share one.
         add_bias: use biases in all linear layers.
         activation: of the MLPs; SwiGLU has `ffn_hidden_size` gated features.
         text_norm: normalise each text embedding (RMSNorm) before its projection.
         pooled_size: width of the pooled text embedding; None for none.
         guidance: guidance scale as a condition of a guidance-distilled network.
-        rope_axes: features of a head that rotate with t, h and w, and with the index of the text token if
+        rope_axes: features of a head that rotate with t, h and w, and with the text's index for
             `text_positions=own_axis`.
-        text_positions: rotary positions of text tokens: (0, 0, 0), the index on a fourth axis (`own_axis`), or on all
-            axes an index that continues the image's (`after_image`).
+        text_positions: positions of text tokens: all 0, the index on a fourth axis, or on all axes an index after the
+            image's.
         centred_positions: count h and w of the image from its centre.
     """
 

@@ -17,8 +17,7 @@ class UNetConfig(ImagenConfig):
     Attributes:
         condition_size: width of the projected text tokens for attention.
         dropout: dropout rate in residual blocks; counter-based.
-        resampling: downsampling by convolution, by average pooling, or in residual blocks, which then also upsample
-            (`block`).
+        resampling: downsampling by convolution, by average pooling, or in residual blocks.
     """
 
     condition_size: int = 512

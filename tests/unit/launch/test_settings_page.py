@@ -137,6 +137,6 @@ def test_a_line_has_the_types_and_values_that_the_default_does_not_show():
         "* `first=4`, `last=5`: a number.",
         "* `limit=None` (float): a limit.",
         "* `solver=heun` (`euler`, `ddim`): a choice.",
-        "* `sizes=[1, 2]` (None): a list.",
+        "* `sizes=[1,2]` (None): a list.",
         "* `path=`: a text.",
     ]
