@@ -200,7 +200,7 @@ def run(rows: Sequence[Row], folder: Path) -> dict[str, Outcome]:
 def table(rows: Sequence[Row], outcomes: dict[str, Outcome]) -> str:
     """Return the table of errors in Markdown; a layout that is not equal is marked after its name."""
     heads = ("layout", *ERROR_COLUMNS.values())
-    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     for row in rows:
         outcome = outcomes[row.name]
         errors = (f"{outcome.errors[kind]:.1e}" for kind in ERROR_COLUMNS)

@@ -242,7 +242,7 @@ def pretrain_xl_dfm() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_7b() -> run.Partial:
-    """DiT-7B with text (7.19 B) on images of 256 tokens (256 px): 16 x 80 GB or more.
+    """DiT-7B with text (7.19 B) on images of 256 px: 16 x 80 GB or more.
 
     Weights and gradients take 40 GiB on every GPU; the optimizer (80 GiB) and the average (27 GiB) are spread over all
     of them. Steps have 512 micro-batches: on 128 GPUs each makes 4.
@@ -256,7 +256,7 @@ def pretrain_7b() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_7b_pack() -> run.Partial:
-    """DiT-7B with text (7.19 B) on packs of 2304 tokens (9 images of 256 px): 16 x 80 GB or more.
+    """DiT-7B with text (7.19 B) on packs of 2304 tokens (9 images): 16 x 80 GB or more.
 
     As pretrain_7b, but images of any shape share a pack and no token is padding.
     """

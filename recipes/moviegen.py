@@ -69,7 +69,7 @@ def _images(name: str, model: run.Config, micro_batch_size: int, global_batch_si
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama1b() -> run.Partial:
-    """MovieGen-1B (1.54 B) on images of 256 tokens (256 px): 16 x 80 GB.
+    """MovieGen-1B (1.54 B) on images of 256 px: 16 x 80 GB.
 
     Deviation of all Movie Gen recipes: queries and keys are normalised; the paper and NeMo do not
     (`model.qk_layernorm=False`). A micro-batch of 96 on each of 16 GPUs is one step. Images below an aesthetic
@@ -108,7 +108,7 @@ def pretrain_ditllama5b_wide28() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama5b() -> run.Partial:
-    """MovieGen-5B (5.74 B), stage 1: images of 256 tokens (256 px): 16 x 80 GB or more.
+    """MovieGen-5B (5.74 B), stage 1: images of 256 px: 16 x 80 GB or more.
 
     Weights and gradients take 32 GiB on every GPU; optimizer and average are spread over all of them.
     """
@@ -163,7 +163,7 @@ def pretrain_ditllama5b_stage3_mock_with_pp() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama30b() -> run.Partial:
-    """MovieGen-30B (33.4 B), stage 1: images of 256 tokens (256 px), FSDP: 128 x 80 GB.
+    """MovieGen-30B (33.4 B), stage 1: images of 256 px, FSDP: 128 x 80 GB.
 
     Images below an aesthetic score of 4 are left out. Weights, gradients, optimizer and average take 22 bytes per
     parameter, spread over all GPUs: 5.4 GiB on each of 128.
