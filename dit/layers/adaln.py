@@ -4,8 +4,7 @@ Suffix S counts samples, or their noise levels if a sample has several (`Sequenc
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Optional
+from typing import NamedTuple, Optional
 
 from torch import Tensor, nn
 
@@ -31,7 +30,7 @@ class RMSNorm(nn.Module):
 
     def before(self, modulation: "SublayerModulation") -> "SublayerModulation":
         """Return `modulation` with this norm instead of a layer norm without affine parameters."""
-        return replace(modulation, weight_D=self.weight, eps=self.eps)
+        return modulation._replace(weight_D=self.weight, eps=self.eps)
 
 
 class LayerNorm(nn.Module):
@@ -47,8 +46,7 @@ class LayerNorm(nn.Module):
         return nn.functional.layer_norm(x_TD, x_TD.shape[-1:], self.weight, self.bias, self.eps)
 
 
-@dataclass(frozen=True)
-class SublayerModulation:
+class SublayerModulation(NamedTuple):
     """The modulation of one sub-layer: shift and scale before it, a gate after it, `[S, D]` each.
 
     Between two sub-layers f and g, one call adds the gated output of f to the residual, then normalises and modulates
