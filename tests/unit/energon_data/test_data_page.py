@@ -188,12 +188,13 @@ def test_an_existing_webdataset_is_prepared_and_each_refusal_names_its_cure(tmp_
     assert pack.layout.lengths == (16, 16, 16)
 
 
-def test_the_table_says_what_every_recipe_asks_of_its_folder():
+def test_the_list_says_what_every_recipe_asks_of_its_folder():
     rows = {}
     for line in PAGE.read_text().splitlines():
-        if line.startswith("| `data/"):
-            path, recipes, latents, tokens, text, _ = (cell.strip() for cell in line.strip("|").split("|"))
-            rows[path.strip("`")] = re.findall(r"`(\w+)`", recipes), latents, tokens, text
+        if line.startswith("* `data/"):
+            names, _, needs = line.partition(": ")
+            path, *recipes = re.findall(r"`([\w/]+)`", names)
+            rows[path] = recipes, *needs.split("; ")[:3]
     asked: dict[str, list[str]] = {}
     for entry in registry.recipes():
         task = call_recipe(entry.name)
@@ -206,7 +207,7 @@ def test_the_table_says_what_every_recipe_asks_of_its_folder():
             _, latents, tokens, text = rows[path]
             assert re.match(rf"{model.in_channels}(x| channels)", latents), entry.name
             context = model.condition("context")
-            assert text.split()[0] == ("none" if context is None else str(context.shape[0])), entry.name
+            assert text.startswith("no text" if context is None else f"text {context.shape[0]}"), entry.name
             if limit is not None and not path.startswith("data/moving_letters"):  # many to a pack
                 assert limit in {int(n.replace(",", "")) for n in re.findall(r"\d[\d,]*", tokens)}, entry.name
     assert {path: sorted(names) for path, names in asked.items()} == {p: sorted(row[0]) for p, row in rows.items()}
@@ -241,7 +242,9 @@ def test_every_reason_of_a_damaged_sample_is_explained():
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ("SampleError", "drop")
     ]
     reasons = {call.args[0].value for call in calls if isinstance(call.args[0], ast.Constant)}
-    table = LOADER_PAGE.read_text().partition("| reason |")[2].partition("\n\n")[0]
-    explained = {word for row in table.splitlines()[2:] for word in re.findall(r"`(\w+)`", row.split("|")[1])}
+    section = LOADER_PAGE.read_text().partition("## Dropped samples")[2].partition("## ")[0]
+    explained = {
+        word for row in re.findall(r"^\* (.*?): ", section, re.MULTILINE) for word in re.findall(r"`(\w+)`", row)
+    }
     assert explained == reasons
     assert len(reasons) > 12
