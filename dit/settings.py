@@ -35,8 +35,7 @@ class OptimizerConfig:
 
     Attributes:
         lr: peak learning rate.
-        beta1: decay of the mean of the gradient.
-        beta2: decay of the mean of its square.
+        beta1, beta2: decay of the mean of the gradient, and of its square.
         eps: added to the divisor.
         weight_decay: decoupled; not applied to one-dimensional parameters (biases, norms).
         clip_grad: largest global gradient norm; 0 disables clipping.
@@ -327,8 +326,7 @@ class LoggingConfig:
         tensorboard: write `events/` in the run folder.
         wandb: mirror to Weights & Biases; None: if there is a key and the package.
         wandb_project: project of the run.
-        wandb_name: name of the run; None for wandb's default.
-        wandb_group: group of the run; None for wandb's default.
+        wandb_name, wandb_group: name and group of the run; None for wandb's defaults.
         wandb_artifacts: upload checkpoints; training waits while files are hashed and copied.
         part_norms: log the gradient norm of each part of the model.
         profile_steps: first and last step that rank 0 traces into `profile/`.

@@ -50,13 +50,10 @@ class EnergonData(ReaderSettings, DataConfig):
         max_text_tokens: truncate longer texts; None for no limit.
         max_tokens_per_sample: drop longer samples; None for the length of a pack.
         min_aesthetic_score: drop samples with a lower score, or without one.
-        min_side: drop pictures and clips with a smaller side (pixels).
-        max_side: drop pictures and clips with a larger side (pixels).
+        min_side, max_side: drop pictures and clips with a smaller or larger side (pixels).
         max_aspect_ratio: drop samples whose longer side divided by the shorter is larger.
-        min_seconds: drop shorter clips; an image lasts 0 seconds.
-        max_seconds: drop longer clips.
-        min_caption_length: drop samples with a shorter caption (characters).
-        max_caption_length: drop samples with a longer caption (characters).
+        min_seconds, max_seconds: drop shorter or longer clips; an image lasts 0 seconds.
+        min_caption_length, max_caption_length: drop samples with a shorter or longer caption (characters).
         resize_side: resize the smaller side of stored pixels to this many.
         crop_size: crop to this height and width, after resizing.
         random_crop: crop at a random position; held-out data at the centre.

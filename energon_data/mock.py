@@ -39,9 +39,7 @@ class MockData(StreamSettings, DataConfig):
     Packs are filled in order, and padded to `max_tokens_per_pack`.
 
     Attributes:
-        frames: frames of every latent.
-        height: height of every latent.
-        width: width of every latent.
+        frames, height, width: size of every latent.
         shapes: sizes used in turn instead, such as `["1x32x32", "8x16x16"]`.
         text_tokens: tokens of the longest text.
         fps: frames per second of every clip.

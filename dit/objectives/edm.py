@@ -39,11 +39,9 @@ class EDM(Objective):
 
     Args:
         sigma_data: standard deviation of clean latents.
-        p_mean: mean of log sigma in training.
-        p_std: standard deviation of log sigma in training.
+        p_mean, p_std: mean and standard deviation of log sigma in training.
         augmentation_p_mean: `p_mean` of low-resolution pictures; None for the same.
-        sigma_min: last noise level of the sampling grid before 0.
-        sigma_max: first noise level of the sampling grid.
+        sigma_min, sigma_max: last (before 0) and first noise level of the sampling grid.
         rho: exponent of the sampling grid; larger: more steps at low noise.
         weighting: learned weights of the noise levels (`uncertainty`).
 

@@ -43,8 +43,7 @@ class FlowMatching(Objective):
         prediction: output of the network: velocity or clean latent. Use `x0` if tokens are about as wide as the
             network, or wider.
         time_distribution: distribution of t in training, before the shift.
-        logit_mean: mean of logit(t), for `logit_normal`.
-        logit_std: standard deviation of logit(t), for `logit_normal`.
+        logit_mean, logit_std: mean and standard deviation of logit(t), for `logit_normal`.
         time_shift: shift of t towards noise, in training and sampling; larger for samples with more tokens.
         min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma).
         min_time, max_time: train only on times between these, for one of two models that share the times (Wan 2.2
