@@ -134,7 +134,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         "megatron-energon 7.4",
         "megatron/energon/flavors/webdataset/sample_loader.py: join_readers; task_encoder/base.py: "
         "build_cook_crude_sample",
-        why="its reader and its three steps per sample take more time than the decoding of a small sample",
+        why="its reader takes more time than decoding a small sample",
     )
     def build_cook_crude_sample(
         self, dataset: SavableDataset, *, subflavors: dict[str, Any], **kwargs: Any

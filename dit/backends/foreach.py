@@ -25,7 +25,7 @@ def l2_norm(
 @patches(
     "megatron-core 0.16",
     "core/optimizer/clip_grads.py: l2_norm_impl",
-    why="without Transformer Engine and Apex, the fallback copies one number per parameter to the host",
+    why="the fallback copies one number per parameter to the host",
 )
 def install() -> None:
     """Replace Megatron-Core's fallback in this process."""

@@ -85,7 +85,7 @@ def _flat(groups: Sequence[Sequence[Tensor]]) -> list[Any]:
 @patches(
     "megatron-core 0.16",
     "core/optimizer/distrib_optimizer.py: _get_model_param_range_map, model and main parameter groups",
-    why="no public function returns the range of a parameter that this rank updates",
+    why="no public function returns the local range of a parameter",
 )
 def _pairs(optimizer: MegatronOptimizer) -> Iterator[tuple[nn.Parameter, Tensor, int, int]]:
     """Yield (model parameter, master tensor, start, stop) of one Megatron-Core optimizer.
@@ -199,7 +199,7 @@ def set_step_count(optimizer: MegatronOptimizer, step: int) -> None:
 @patches(
     "megatron-core 0.16",
     "core/optimizer/optimizer.py: _copy_main_params_to_model_params",
-    why="no public function copies changed master weights to the model outside of an optimizer step",
+    why="no public function copies master weights to the model outside of a step",
 )
 def copy_masters_to_model(optimizer: MegatronOptimizer, wrapped: Sequence[Any]) -> None:
     """Copy the master weights into the model's chunks, and gather them; every rank calls this."""
@@ -241,7 +241,7 @@ def factor_of_update(optimizer: MegatronOptimizer, grad_norm: float, clip_grad: 
 @patches(
     "torch 2.11-2.14",
     "torch/optim/adam.py: grad_scale of the fused kernel",
-    why="the fused update then scales the gradients itself, without another pass over memory",
+    why="it then scales the gradients without another pass over memory",
 )
 def apply_update(optimizer: MegatronOptimizer, grad_norm: float, clip_grad: float) -> None:
     """Clip by the global norm and update the weights; call after `gradient_norm`.
