@@ -72,8 +72,8 @@ class TrainingConfig:
     """Length, batch, precision, seed and intervals of a run.
 
     Attributes:
-        run_dir: folder for all files of the run.
-        num_steps: optimizer steps of the run, including those before a resume.
+        run_dir: folder of the run.
+        num_steps: optimizer steps, including those before a resume.
         micro_batch_size: largest number of samples (or packs) per forward pass of a rank. Only with `fp8` it changes
             results.
         global_batch_size: samples (or packs) per optimizer step over all ranks.
@@ -94,10 +94,10 @@ class TrainingConfig:
             with `kernels=compile`), or all.
         recompute_layers: layers of each pipeline stage to recompute, from the first; None for all.
         seed: of initial weights, data order and all noise.
-        ema_decay: decay of the weight average per step (fp32); None for no average.
+        ema_decay: decay of the weight average; None for no average.
         ema_start_step: the average starts at this step.
         ema_offload: store the average in host memory.
-        log_interval: steps between log lines; a line is also written before each checkpoint.
+        log_interval: steps between log lines.
         validation_interval: steps between held-out losses; 0 for never.
         sample_interval: steps between sample grids; 0 for never.
         hooks: user classes, `['package.module.Class']`, called after every step and validation; their packages in
@@ -106,7 +106,7 @@ class TrainingConfig:
         on_bad_numbers: after a non-finite number or spike, end the run, omit the update, or return to the last
             checkpoint and omit the data since then.
         spike_threshold: robust standard deviations above the running median that are a spike, such as 20.
-        max_bad_steps: more bad steps than this within 100 steps end the run.
+        max_bad_steps: bad steps allowed within 100 steps.
         recheck_interval: interval of steps that are computed twice to detect faulty hardware. Needs `deterministic`.
         time_limit: wall-clock time as for Slurm's `--time` (`03:55:00`), before which the run saves and exits with 75.
         collective_timeout_s: wait in a collective that ends the run; longer than any synchronous save, validation or
@@ -357,7 +357,7 @@ class SamplingConfig:
 
     Attributes:
         solver: integrator of the sampling ODE or SDE.
-        num_steps: solver steps; `heun` calls the network twice per step.
+        num_steps: solver steps.
         variance: noise variance of `ancestral`: of the posterior given x0, of the forward step, or learned.
         guidance_scale: classifier-free guidance x0 = uncond + scale * (cond - uncond); 1 for none.
         guidance_channels: guide only the first channels of a latent (3 of 4 in facebookresearch/DiT); None for all.
@@ -370,7 +370,7 @@ class SamplingConfig:
             (`dynamic`, Imagen).
         samples_per_class: rows of the grid.
         raw_weights: also draw a grid with the raw weights.
-        prompts: texts to sample instead of classes.
+        prompts: texts instead of classes.
         vae: autoencoder that decodes latents, a folder or hub name; None for that of the data.
         seed: of the initial noise.
     """

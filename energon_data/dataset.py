@@ -41,12 +41,12 @@ class EnergonData(ReaderSettings, DataConfig):
         path: a data set folder with `.nv-meta`, or a metadataset `.yaml`.
         blend: data sets with weights instead of `path`: `[{path: DIR, weight: 3}, ...]`.
         blend_steps: steps at which the weights change; each weight is then a list.
-        shuffle_buffer: samples shuffled in memory before batching; 0 for none.
+        shuffle_buffer: samples shuffled in memory.
         max_samples_per_sequence: shuffle sequences of about this many samples; None: complete shards.
         pack_cost_tokens: limit the work of a pack to that of one sample of this many tokens.
         packing_buffer_size: buffered samples from which packs are filled.
-        pad_packs: pad every pack to `max_tokens_per_pack`, so all have one shape.
-        bucket_by_shape: batch samples of the same shape, as convolutional backbones need.
+        pad_packs: pad packs to `max_tokens_per_pack`.
+        bucket_by_shape: batch samples of one shape, for convolutional backbones.
         max_text_tokens: truncate longer texts; None for no limit.
         max_tokens_per_sample: drop longer samples; None for the length of a pack.
         min_aesthetic_score: drop samples with a lower score, or without one.

@@ -86,8 +86,8 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
         ffn_hidden_size: inner width of the MLP; 4 * hidden_size if None.
         out_channels: channels predicted per latent position; `in_channels` if None, twice that for a learned variance.
         layernorm_epsilon: epsilon of all norms.
-        position_embedding: sine-cosine over (h, w) or (t, h, w) added to the tokens, or rotary.
-        time_scale: factor of the objective's time before its sinusoid; also of the guidance scale in FLUX.
+        position_embedding: sine-cosine over (h, w) or (t, h, w), or rotary.
+        time_scale: factor of the time before its sinusoid.
         lora: train only adapters of the model in `checkpoint.start_from`.
     """
 

@@ -48,7 +48,7 @@ class Adversarial:
     `checkpoint.start_from` and `start_step=0`.
 
     Args:
-        weight: weight of the term that trains the autoencoder; 0.8 in VQGAN.
+        weight: weight of the autoencoder's term.
         start_step: completed steps before the adversarial terms count.
         num_layers: convolutions of D that halve the sides; pictures need 3 * 2**num_layers pixels a side.
         hidden_size: channels of the first convolution of D.

@@ -22,7 +22,7 @@ class Reconstruction(Objective):
     """An objective of autoencoders: there is no noising path, and no samples are drawn.
 
     Attributes:
-        adversarial: adversarial loss by a discriminator of patches (`adversarial`).
+        adversarial: adversarial loss (`adversarial`).
     """
 
     adversarial: Optional[Adversarial] = None

@@ -49,7 +49,7 @@ class LearnedVariance:
     not change the mean: loss = simple + vlb_weight * bound. `sampling.variance=learned` samples with it.
 
     Args:
-        vlb_weight: weight of the variational bound, in bits per dimension over all steps.
+        vlb_weight: weight of the variational bound (bits per dimension).
 
     Raises:
         ConfigError: the weight is negative.

@@ -28,7 +28,7 @@ class VQAutoencoding(Reconstruction):
     in a pack, in nats; its exponential is the perplexity, the number of entries in use.
 
     Args:
-        codebook_weight: weight of the two codebook terms.
+        codebook_weight: weight of the codebook terms.
         beta: weight of the movement of z to its entry, relative to that of the entry to z.
 
     Raises:

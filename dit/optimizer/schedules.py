@@ -73,7 +73,7 @@ class WarmUp(Schedule):
     Update n of the warm-up has `peak * n / warmup_steps`; its last one has the peak.
 
     Attributes:
-        warmup_steps: updates until the peak; in a shorter run all updates are warm-up.
+        warmup_steps: updates until the peak.
     """
 
     warmup_steps: int = 0
@@ -235,7 +235,7 @@ class InverseSqrt(WarmUp):
     After the warm-up the rate does not depend on the length of the run.
 
     Attributes:
-        reference_steps: updates until the decay starts.
+        reference_steps: updates until the decay.
 
     Source: Karras et al. 2024 (EDM2), arXiv:2312.02696, learning rate decay, with their linear ramp-up.
     """

@@ -22,7 +22,7 @@ class ParallelConfig:
 
     Attributes:
         tensor_model_parallel_size: ranks over which every linear layer is split.
-        sequence_parallel: shard activations between the linear layers over the tensor-parallel ranks.
+        sequence_parallel: shard activations between linear layers over tensor-parallel ranks.
         pipeline_model_parallel_size: ranks over which the layers are split.
         virtual_pipeline_model_parallel_size: model chunks per pipeline rank (interleaved schedule).
         pipeline_layers: layers of each stage (rank, or virtual chunk); None for equal stages.

@@ -19,7 +19,7 @@ class AutoencoderConfig(ModelConfig):
     Attributes:
         latent_channels: channels of the latent.
         block_out_channels: channels at each resolution, the full one first.
-        layers_per_block: residual blocks at each resolution on the way down; one more on the way up.
+        layers_per_block: residual blocks at each resolution down; one more up.
         norm_num_groups: groups of the group norms.
         mid_block_add_attention: use attention over the positions of the latent.
         codebook_size: codebook entries of a VQ autoencoder; None for a KL autoencoder.

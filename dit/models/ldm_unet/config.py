@@ -38,14 +38,14 @@ class LDMUNetConfig(TextConditioned):
 
     Attributes:
         block_out_channels: channels at each resolution, the full one first.
-        layers_per_block: residual blocks at each resolution on the way down; one more on the way up.
+        layers_per_block: residual blocks at each resolution down; one more up.
         transformer_layers: transformer layers after each residual block of a resolution.
         mid_transformer_layers: transformer layers at the lowest resolution.
         num_attention_heads: attention heads if `head_size` is None.
-        head_size: features per attention head; None to set `num_attention_heads` instead.
+        head_size: features per attention head; None: `num_attention_heads` counts.
         pooled_size: width of the pooled text embedding, a condition with original size, crop position and target size.
         norm_num_groups: groups of the group norms.
-        control_channels: channels of a control picture, such as a semantic map, of the latent's size.
+        control_channels: channels of a control picture, such as a semantic map.
         null_text: replacement of a dropped text, also in guidance: a learned token, the empty text's embedding (needs
             `:padded` encoders), or zeros.
         lora: train only adapters of the model in `checkpoint.start_from`.
