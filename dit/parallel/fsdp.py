@@ -54,8 +54,8 @@ _PREFIX = "module."
 @patches(
     "megatron-core 0.16",
     "core/distributed/fsdp/mcore_fsdp_adapter.py: TELinear, FullyShardedDataParallel",
-    why="without Transformer Engine, `isinstance` refuses TELinear; forward hooks of the wrapped module are skipped, so "
-    "the backbone is nested",
+    why="without Transformer Engine, `isinstance` refuses TELinear; forward hooks of the wrapped module are skipped, "
+    "so the backbone is nested",
 )
 def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups) -> FullyShardedDataParallel:
     """Shard a model's optimizer, gradients and weights over data-parallel ranks (fp32 gradient reduction).
