@@ -30,8 +30,6 @@ STEPS = 3
 PAGE = Path(__file__).parents[1] / "docs" / "parallelism.md"
 ERROR_COLUMNS = {
     "gradients": "largest gradient error",
-    "grad_norms": "gradient norms",
-    "losses": "losses",
     "parameters": f"weights after {STEPS} steps",
 }
 START, END = "<!-- parallel matrix: start -->", "<!-- parallel matrix: end -->"

@@ -41,11 +41,11 @@ SECTIONS = {
     MEASURING: _MEASURING,
 }
 """The sections of the page and the list, by patterns of recipe names; the first match counts."""
-ONLY_NAMES = {
-    TINY: "Small forms of the backbones, for any machine; suffixes name layouts.",
-    MEASURING: "Synthetic data; layouts and models of published tables.",
+SUMMARIES = {
+    TINY: "A small form of every backbone, for any machine; suffixes name layouts:",
+    MEASURING: "`--list` names recipes with synthetic data, and with layouts and models of published tables.",
 }
-"""Sections in which the page lists names, and a sentence about each."""
+"""Sections of the page with a sentence instead of the recipes' descriptions."""
 _SKIPPED_FILES = {"__init__.py", "registry.py"}
 
 
@@ -261,8 +261,9 @@ def page() -> str:
     in_repository = [entry for entry in recipes() if (FOLDER.parent / entry.file).is_file()]
     for title, group in sections(in_repository).items():
         lines += ["", f"## {title}", ""]
-        if title in ONLY_NAMES:
-            lines += [ONLY_NAMES[title], "", *_names_by(group, lambda e: f"[{Path(e.file).name}]({_link(e)})")]
+        if title in SUMMARIES:
+            names = ", ".join(f"`{entry.name}`" for entry in group) + "."
+            lines += [SUMMARIES[title], *([names] if title == TINY else [])]
         else:
             lines += [f"* [`{entry.name}`]({_link(entry)}): {entry.line}" for entry in group]
     lines += ["", "## Components", "", "Named parts for overrides: `objective=edm objective.p_mean=-0.4`.", ""]

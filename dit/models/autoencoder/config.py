@@ -12,7 +12,7 @@ from dit.ranges import FINITE, LAYERS, POSITIVE, WIDTH, check_ranges
 
 @dataclass(kw_only=True)
 class AutoencoderConfig(ModelConfig):
-    """A convolutional autoencoder of pictures; each frame of a clip is a separate picture.
+    """A convolutional autoencoder of pictures.
 
     A token is one position of the latent. Each step between two entries of `block_out_channels` compresses by 2.
 

@@ -12,7 +12,7 @@ from dit.models.transformer_config import check_numbers
 
 @dataclass(kw_only=True)
 class DDPMUNetConfig(ClassConditioned):
-    """A small UNet for pictures, conditioned on time and class; each frame of a clip is a separate picture.
+    """A small UNet for pictures, conditioned on time and class.
 
     Attributes:
         hidden_size: width of the conditioning vector.

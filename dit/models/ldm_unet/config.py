@@ -29,7 +29,7 @@ TWO_ENCODERS = (
 
 @dataclass(kw_only=True)
 class LDMUNetConfig(TextConditioned):
-    """The UNet of latent diffusion, conditioned on time and text; each frame of a clip is a separate picture.
+    """The UNet of latent diffusion, conditioned on time and text.
 
     The default sizes are those of Stable Diffusion v1: 859,520,964 parameters, plus a learned null token unless
     `null_text` selects another null. Stable Diffusion XL, 2,567,463,684 parameters, is `model=sdxl_unet` in recipes.
