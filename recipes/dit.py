@@ -97,7 +97,7 @@ def dit_b2_imagenet() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def dit_l2_imagenet() -> run.Partial:
-    """DiT-L/2 (458 M) on ImageNet 256 px latents: 8 GPUs; --dryrun estimates 11 GiB on each.
+    """DiT-L/2 (458 M) on ImageNet 256 px latents: 8 GPUs, 11 GiB each.
 
     The paper reports FID 23.3 after 400 k steps without guidance. Deviations: see dit_s2_imagenet.
     """
@@ -106,7 +106,7 @@ def dit_l2_imagenet() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def dit_xl2_imagenet() -> run.Partial:
-    """DiT-XL/2 (675 M) on ImageNet 256 px latents: 8 GPUs; --dryrun estimates 15 GiB on each.
+    """DiT-XL/2 (675 M) on ImageNet 256 px latents: 8 GPUs, 15 GiB each.
 
     The paper reports FID 19.5 after 400 k steps without guidance, 2.27 after 7 M steps with guidance 1.5.
     Deviations: see dit_s2_imagenet.
