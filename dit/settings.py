@@ -39,7 +39,7 @@ class OptimizerConfig:
         eps: added to the divisor.
         weight_decay: decoupled; not applied to one-dimensional parameters (biases, norms).
         clip_grad: largest global gradient norm; 0 disables clipping.
-        offload: store Adam's moments in host memory (8 bytes per parameter); numbers change by rounding.
+        offload: store Adam's moments (8 bytes per parameter) in host memory.
     """
 
     lr: float = 1e-4
@@ -74,24 +74,22 @@ class TrainingConfig:
     Attributes:
         run_dir: folder of the run.
         num_steps: optimizer steps, including those before a resume.
-        micro_batch_size: largest number of samples (or packs) per forward pass of a rank. Only with `fp8` it changes
-            results.
+        micro_batch_size: largest number of samples (or packs) per forward pass of a rank.
         global_batch_size: samples (or packs) per optimizer step over all ranks.
         precision: `bf16` and `fp16` have fp32 master weights and gradients.
         fp8: 8-bit matrix products in transformer blocks, with one scale per matrix, per 128 numbers or per 32
             (`mxfp8`).
         loss_scale: fp16 only: constant factor of the loss; None for a dynamic factor.
-        initial_loss_scale: fp16 only: first dynamic factor. A gradient overflow skips the update and halves it.
+        initial_loss_scale: fp16 only: first dynamic factor; an overflow skips the update and halves it.
         loss_scale_window: fp16 only: steps without overflow until the factor doubles.
         attention: `auto` selects a kernel that has passed `megatron-dit kernels --verify`, else torch's varlen kernel
-            (bf16 on CUDA) or scaled-dot-product attention. `megatron-dit kernels` lists the available ones.
+            (bf16 on CUDA) or scaled-dot-product attention.
         linears: parallel linears; `auto` selects Megatron-Core's.
-        kernels: implementation of norms, modulation, residuals, rotary positions, activations and the optimizer's
-            update; `compile` is torch.compile of the layers (not under FSDP). `auto` selects `triton` if `megatron-dit
-            kernels --verify` has passed, else `eager`. Numbers change by rounding.
-        deterministic: use slower kernels with bit-identical results; an operation without one ends the run.
-        recompute: activations that the backward pass recomputes: none, cheap ones (norms and activation functions; more
-            with `kernels=compile`), or all.
+        kernels: memory-bound operations and the optimizer's update; `compile` is torch.compile of the layers (not under
+            FSDP). `auto` selects `triton` if `megatron-dit kernels --verify` has passed, else `eager`.
+        deterministic: use slower kernels with bit-identical results.
+        recompute: activations that the backward pass recomputes: none, cheap ones (norms, activation functions), or
+            all.
         recompute_layers: layers of each pipeline stage to recompute, from the first; None for all.
         seed: of initial weights, data order and all noise.
         ema_decay: decay of the weight average; None for no average.
@@ -109,9 +107,8 @@ class TrainingConfig:
         max_bad_steps: bad steps allowed within 100 steps.
         recheck_interval: interval of steps that are computed twice to detect faulty hardware. Needs `deterministic`.
         time_limit: wall-clock time as for Slurm's `--time` (`03:55:00`), before which the run saves and exits with 75.
-        collective_timeout_s: wait in a collective that ends the run; longer than any synchronous save, validation or
-            sampling.
-        hang_timeout_s: seconds without progress until a rank ends the run and names the rank that it waits for.
+        collective_timeout_s: wait in a collective that ends the run; longer than any save, validation or sampling.
+        hang_timeout_s: seconds without progress until a rank ends the run and names the cause.
     """
 
     former_settings: ClassVar[Mapping[str, str]] = {"compile": "kernels=compile"}
@@ -271,14 +268,14 @@ class CheckpointConfig:
         async_save: write in another process, after a copy to host memory.
         save_timeout_s: seconds until an asynchronous save, or a copy, counts as failed.
         copy_to: address of a copy of every checkpoint, such as `s3://bucket/folder`, from which a run also resumes.
-        resume: `auto` resumes from the newest valid checkpoint, starts at step 0 if there is none, and fails if all are
-            damaged. `must` fails if none is valid, `never` if one is.
+        resume: `auto` resumes from the newest valid checkpoint, or starts at step 0 if there is none. `must` fails if
+            none is valid, `never` if one is.
         resume_from: run folder or checkpoint whose full state a new run continues. A run with checkpoints resumes from
             those.
         start_from: source of a new run's weights: a run folder or checkpoint (its average, if any), a folder of
             diffusers, or `hf://owner/name` on the Hugging Face hub. A run with checkpoints resumes from those.
-        accept_changes: settings or parts that may differ from the checkpoint. `data.path` and `data.blend` also accept
-            other data in the same folder, read from the beginning.
+        accept_changes: settings or parts that may differ from the checkpoint; `data.path` and `data.blend` also accept
+            changed data, read from the beginning.
     """
 
     interval: int = 1000
@@ -360,12 +357,10 @@ class SamplingConfig:
         num_steps: solver steps.
         variance: noise variance of `ancestral`: of the posterior given x0, of the forward step, or learned.
         guidance_scale: classifier-free guidance x0 = uncond + scale * (cond - uncond); 1 for none.
-        guidance_channels: guide only the first channels of a latent (3 of 4 in facebookresearch/DiT); None for all.
-        guidance_rescale: share of the guided prediction scaled to the standard deviation of the conditional one
-            (arXiv:2305.08891: 0.7).
-        guidance_interval: smallest and largest sigma / alpha with guidance; None for all (arXiv:2404.07724).
-        churn: `[s_churn, s_tmin, s_tmax, s_noise]` of EDM, such as `[40, 0.05, 50, 1.003]`: `heun` adds noise before
-            its steps (arXiv:2206.00364, Algorithm 2).
+        guidance_channels: guide only this many channels (3 of 4 in facebookresearch/DiT).
+        guidance_rescale: share of the guided prediction that is rescaled (arXiv:2305.08891: 0.7).
+        guidance_interval: smallest and largest sigma / alpha with guidance (arXiv:2404.07724).
+        churn: `[s_churn, s_tmin, s_tmax, s_noise]` of EDM's stochastic `heun` (arXiv:2206.00364, Algorithm 2).
         thresholding: clamp the clean estimate of pixels to [-1, 1], or divide it by its 99.5 % quantile above 1
             (`dynamic`, Imagen).
         samples_per_class: rows of the grid.

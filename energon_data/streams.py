@@ -37,9 +37,9 @@ class StreamSettings:
     """Streams and packs of every data source.
 
     Attributes:
-        num_streams: global streams, a divisor of a step's micro-batches; None for the largest up to 8. Set the largest
-            number of replicas, because replicas that share a stream each read all of it.
-        max_tokens_per_pack: pack samples up to this many tokens (micro_batch_size must be 1); None for dense batches.
+        num_streams: global streams, a divisor of a step's micro-batches; None for the largest up to 8. Best: the
+            largest number of replicas.
+        max_tokens_per_pack: pack samples up to this many tokens; None for dense batches.
         pack_multiple_of: count samples as padded to a multiple of this when packs are selected.
         clean_first_frame: share of the clips whose first frame is clean, to train image to video.
         frame_levels: share of the clips with a noise level for every frame.

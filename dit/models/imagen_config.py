@@ -37,7 +37,7 @@ class ImagenConfig(TextConditioned, ClassConditioned):
         init_kernel_size: kernel size of the first convolution.
         text_pooling: pooling of the text to the conditioning vector.
         null_token: append a learned token to every text.
-        padded_text_tokens: zero-padded text length in pooling and norms, for NeMo's weights.
+        padded_text_tokens: zero-padded text length, for NeMo's weights.
         learned_time_features: even number of features of a time embedding with learned frequencies; None for fixed
             sinusoids.
         scale_shift_norm: scale and shift a norm's output by the conditioning vector, or add it before the norm.

@@ -84,8 +84,7 @@ class DDPM(Objective):
         schedule: noise schedule.
         prediction: output of the network: noise, clean latent, or v = alpha eps - sigma x0.
         discrete_steps: length of the table of steps; None for continuous time.
-        betas: variance of the first and the last of 1000 steps; None for [1e-4, 0.02] (`linear`) or [0.00085, 0.012]
-            (`scaled_linear`).
+        betas: variance of the first and the last of 1000 steps; None for published values.
         zero_terminal_snr: rescale the table to end at pure noise.
         noise_offset: standard deviation of added noise that is equal at all positions of a channel; 0.05 for SDXL.
         network_time: input of the network: the time, or ln(alpha^2 / sigma^2), as in Imagen.

@@ -266,7 +266,7 @@ class TorchOneCycle(Schedule):
         div_factor: ratio of the peak to the first rate.
         final_div_factor: ratio of the first to the last rate.
         anneal_strategy: shape of both ramps.
-        cycle_momentum: change beta1 from 0.95 to 0.85 at the peak and back; torch's default is True.
+        cycle_momentum: change beta1 from 0.95 to 0.85 at the peak and back.
 
     Source: torch.optim.lr_scheduler.OneCycleLR; Smith and Topin 2017, arXiv:1708.07120.
     """

@@ -30,8 +30,8 @@ class ParallelConfig:
         context_comm: exchange under context parallelism: ring, `all_gather`, Ulysses (`a2a`), or both in groups.
         context_a2a_size: ranks of an all-to-all under `a2a+p2p`.
         context_split: chunks of a sample per context-parallel rank: one, or two in Transformer Engine's order.
-        spatial_temporal_comm: spatial and temporal attention under context parallelism: on complete segments after an
-            all-to-all, or on split ones.
+        spatial_temporal_comm: spatial and temporal attention: on complete segments after an all-to-all, or on split
+            ones.
         expert_model_parallel_size: ranks over which the experts of a layer are split.
         data_parallel: data-parallel ranks shard nothing, the optimizer, or what `fsdp_sharding` names.
         fsdp_sharding: state that Megatron-FSDP shards: optimizer, gradients, weights.

@@ -43,7 +43,7 @@ class LDMUNetConfig(TextConditioned):
         mid_transformer_layers: transformer layers at the lowest resolution.
         num_attention_heads: attention heads if `head_size` is None.
         head_size: features per attention head; None: `num_attention_heads` counts.
-        pooled_size: width of the pooled text embedding, a condition with original size, crop position and target size.
+        pooled_size: width of the pooled text embedding, used with sizes and crop position.
         norm_num_groups: groups of the group norms.
         control_channels: channels of a control picture, such as a semantic map.
         null_text: replacement of a dropped text, also in guidance: a learned token, the empty text's embedding (needs

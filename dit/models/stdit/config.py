@@ -18,7 +18,7 @@ class STDiTConfig(CrossAttentionModelConfig):
         layer_pattern: self-attentions of the layers, repeated over the depth; `["spatial+full+temporal"]` for all in
             each layer, `["full"]` for PixArt-alpha.
         add_bias: use biases in the linear layers of the blocks.
-        position_span: positions over height and width at any resolution; None for patch indices.
+        position_span: positions per side at any resolution; None for patch indices.
         temporal_rope: rotary positions in temporal attention.
     """
 

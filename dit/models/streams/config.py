@@ -23,7 +23,7 @@ class StreamsConfig(TransformerModelConfig, TextConditioned):
     Attributes:
         num_joint_layers: blocks with two streams and joint attention.
         num_single_layers: blocks with one stream after them, whose MLP is parallel to attention.
-        shared_modulation: joint blocks share one modulation per stream, single blocks one.
+        shared_modulation: blocks share their modulations.
         add_bias: use biases in all linear layers.
         activation: of the MLPs; SwiGLU has `ffn_hidden_size` gated features.
         text_norm: RMSNorm on text embeddings before their projection.
@@ -31,8 +31,7 @@ class StreamsConfig(TransformerModelConfig, TextConditioned):
         guidance: guidance scale of a guidance-distilled network.
         rope_axes: features of a head that rotate with t, h and w, and with the text's index for
             `text_positions=own_axis`.
-        text_positions: positions of text tokens: all 0, the index on a fourth axis, or on all axes an index after the
-            image's.
+        text_positions: positions of text tokens: 0, an index on a fourth axis, or one after the image's.
         centred_positions: count h and w from the centre.
     """
 
