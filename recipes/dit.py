@@ -270,7 +270,7 @@ def pretrain_7b_pack() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_7b_256p_joint() -> run.Partial:
-    """DiT-7B with text (7.19 B) on 256 px images and clips of up to 8192 tokens, TP 2 + SP: 16 x 80 GB or more.
+    """DiT-7B with text (7.19 B) on 256 px images and clips of up to 8192 tokens: 16 x 80 GB or more.
 
     The second stage: it starts from the weights of pretrain_7b. Learning rate 6e-5, 256 samples per step.
     """
@@ -283,7 +283,7 @@ def pretrain_7b_256p_joint() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_7b_256p_joint_pack() -> run.Partial:
-    """DiT-7B with text (7.19 B) on packs of 10,240 tokens, 256 px, TP 2 + SP: 16 x 80 GB or more, 55 GiB each.
+    """DiT-7B with text (7.19 B) on packs of 10,240 tokens, 256 px: 16 x 80 GB or more, 55 GiB each.
 
     As pretrain_7b_256p_joint, images and clips, but images fill the room that clips leave. 128 packs per step.
     """

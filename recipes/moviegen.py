@@ -117,7 +117,7 @@ def pretrain_ditllama5b() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama5b_stage2() -> run.Partial:
-    """MovieGen-5B (5.74 B), stage 2: 256 px images and clips in packs of 8192 tokens, TP 2 + SP: 8 x 80 GB or more.
+    """MovieGen-5B (5.74 B), stage 2: 256 px images and clips in packs of 8192 tokens: 8 x 80 GB or more.
 
     Images fill the room that clips leave in a pack; 256 packs per step at lr 6e-5.
     """
@@ -132,7 +132,7 @@ def pretrain_ditllama5b_stage2() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama5b_stage3() -> run.Partial:
-    """MovieGen-5B (5.74 B), stage 3: packs of 73,728 tokens (768 px), TP 2 + SP, CP 4: 8 x 141 GB or more, 73 GiB each.
+    """MovieGen-5B (5.74 B), stage 3: packs of 73,728 tokens (768 px): 8 x 141 GB or more, 73 GiB each.
 
     Every GPU has 9216 tokens of a pack; 256 packs per step at lr 6e-5. Cheap activations are recomputed; with
     `training.recompute=full` --dryrun estimates 31 GiB.
@@ -163,7 +163,7 @@ def pretrain_ditllama5b_stage3_mock_with_pp() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama30b() -> run.Partial:
-    """MovieGen-30B (33.4 B), stage 1: images of 256 px, FSDP: 128 x 80 GB.
+    """MovieGen-30B (33.4 B), stage 1: images of 256 px: 128 x 80 GB.
 
     Images below an aesthetic score of 4 are left out. Weights, gradients, optimizer and average take 22 bytes per
     parameter, spread over all GPUs: 5.4 GiB on each of 128.
@@ -175,7 +175,7 @@ def pretrain_ditllama30b() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama30b_stage2() -> run.Partial:
-    """MovieGen-30B (33.4 B), stage 2: images and clips of 256 px, TP 2 + SP, CP 4, FSDP: 64 x 80 GB.
+    """MovieGen-30B (33.4 B), stage 2: images and clips of 256 px: 64 x 80 GB.
 
     A blend of two folders: of four samples three are images of 256 tokens, one is a clip of up to 8192. They share
     packs of 8192 tokens, so images fill the room that shorter clips leave; 256 packs per step at lr 6e-5. Another
@@ -196,7 +196,7 @@ def pretrain_ditllama30b_stage2() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama30b_stage3() -> run.Partial:
-    """MovieGen-30B (33.4 B), stage 3: images and clips of 768 px, TP 2 + SP, CP 8, FSDP: 128 x 80 GB.
+    """MovieGen-30B (33.4 B), stage 3: images and clips of 768 px: 128 x 80 GB.
 
     As stage 2, whose weights it starts from: of four samples three are images of 2304 tokens, one is a clip of up to
     73,728, in packs of 73,728. Every GPU works on 9216 tokens of a pack; cheap activations are recomputed, and
