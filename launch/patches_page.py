@@ -21,7 +21,7 @@ HEAD = """# Patches of other libraries
 <!-- Written by `python -m launch.patches_page --write`; a test keeps it current. Edit the decorators instead. -->
 
 This page lists the code that replaces, overrides or uses private parts of Megatron-Core, Megatron-Energon, torch and
-nemo-run, with the reasons. A patch refuses versions of the library that it was not written for. To upgrade a library,
+nemo-run. A patch refuses versions of the library that it was not written for. To upgrade a library,
 compare each part with the new version, extend the versions in the decorator `patches`
 ([dit/patches.py](../dit/patches.py)), and widen the bound in `pyproject.toml`.
 """

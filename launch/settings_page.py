@@ -46,10 +46,10 @@ HEAD = """# Settings
 
 <!-- Written by `python -m launch.settings_page --write`; a test keeps it true. Edit the docstrings instead. -->
 
-Each line is `key=default` (other values or types): meaning. On the command line, in the recipe in Python and in
-`config.yaml`, the key follows the name of its part: `training.num_steps=100`. A class also has the settings listed
-under "Also", with the defaults in brackets. Select classes by name: `objective=ddpm(prediction='v')`. `--dryrun` prints
-all settings of a run. A value out of range, or without effect because of other settings, is an error.
+All settings, by part and class. Each line is `key=default` (other values or types): meaning. The key follows the name of
+its part: `training.num_steps=100`. Settings of several classes come first; a class has those listed under "Also", with
+the defaults in brackets. Select classes by name: `objective=ddpm(prediction='v')`. `--dryrun` prints all settings of a
+run. A value out of range, or without effect because of other settings, is an error.
 """
 _ENTRY = re.compile(r"^([a-z_0-9]+(?:, [a-z_0-9]+)*): (.*)$")
 
@@ -192,7 +192,7 @@ def page() -> str:
         shared = shared_rows(tables.values())
         for title in dict.fromkeys(title for title, _ in shared.values()):
             group = [row for name, row in shared.values() if name == title]
-            blocks += section(title, "" if title == ANY_CLASS else _summary(group[0].owner), "", group)
+            blocks += section(title, "", "", group)
         for kind, table in tables.items():
             rest = [row for row in table if row.key not in shared]
             blocks += section(kind.__name__, _summary(kind), inherited(table, shared), rest)

@@ -64,7 +64,7 @@ class RotarySettings:
     """Settings of `position_embedding="rope_3d"`.
 
     Attributes:
-        rope_theta: ratio of the shortest to the longest wavelength.
+        rope_theta: ratio of the shortest to the longest wavelength of `rope_3d`.
         rope_scaling: extend by increasing theta (`ntk`) or by dividing the index (`linear`).
         rope_factors: extension along t, h and w; `[2,1,1]` for clips of twice the length.
     """
