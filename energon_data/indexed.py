@@ -180,7 +180,7 @@ def _clip(samples: Samples, index: int) -> Clip:
         else:
             numbers[name] = value if isinstance(value, (int, float)) else value.item()
     source = {"__key__": str(index), "__shard__": samples.origin, "__restore_key__": (), "__sources__": None}
-    return cook_clip({"json": numbers, **parts, **source})
+    return cook_clip({"json": numbers, **parts, **source}, references=samples.references)
 
 
 def _content(samples: Samples, index: int) -> bytes:

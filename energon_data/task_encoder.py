@@ -28,7 +28,7 @@ from dit.encoders.vae import Geometry
 from dit.patches import patches
 from dit.patchify import Grid, frames_to_patch
 from energon_data.augment import Augmentation, Visit
-from energon_data.cookers import COOKERS, read_caption, read_condition, read_reference
+from energon_data.cookers import COOKERS, read_caption, read_condition
 from energon_data.corruption import Corruption
 from energon_data.decoder import decode_sample
 from energon_data.filters import FilteredOutError, Filters
@@ -222,7 +222,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             decoded[name] = sample[name]
         augmentation = self.options.augmentation
         change = None if augmentation is None else partial(augmentation, visit=visit)
-        clip = cook(decoded, vae=self.options.vae, change=change)
+        clip = cook(decoded, vae=self.options.vae, change=change, references=self.options.references)
         captions = clip.metadata.get(CAPTIONS)
         if self.options.vary_captions and isinstance(captions, list) and captions:
             clip.wording = visit.caption(len(captions))
@@ -242,8 +242,8 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         """
         spec = self.spec
         clip.latent, clip.grid = self._fitting(clip.latent, "latent")
-        if self.options.references and (reference := read_reference(clip)) is not None:
-            clip.reference, clip.reference_grid = self._fitting(reference, "reference")
+        if clip.reference is not None:
+            clip.reference, clip.reference_grid = self._fitting(clip.reference, "reference")
             self.options.filters.check_values(clip.reference, "values of the reference")
         filters = self.options.filters
         filters.check_length(clip.num_tokens)
