@@ -318,7 +318,7 @@ def left_out(rows: Sequence[Traced], system: str) -> Fitted:
 def table(rows: Sequence[Traced]) -> str:
     """Return a table of the predictions, each with the error of a fit without the row's system."""
     lines = [
-        "| published step | measured | planned | error | error if the fit has not seen the system |",
+        "| published step | measured, ms | planned, ms | error | error if the fit has not seen the system |",
         "|---|---|---|---|---|",
     ]
     unseen = {system: left_out(rows, system) for system in dict.fromkeys(row.row.system for row in rows)}
@@ -328,8 +328,8 @@ def table(rows: Sequence[Traced]) -> str:
         errors += [abs(error)] * row.row.fitted
         name = row.row.name + (", MXFP8" if row.row.fp8 else "")
         lines.append(
-            f"| {name} ({row.row.system}) | {row.row.seconds * 1e3:,.0f} ms | "
-            f"{row.predicted(Fitted()).total * 1e3:,.0f} ms | {row.error(Fitted()):+.1%} | "
+            f"| {name} ({row.row.system.partition(',')[0]}) | {row.row.seconds * 1e3:,.0f} | "
+            f"{row.predicted(Fitted()).total * 1e3:,.0f} | {row.error(Fitted()):+.1%} | "
             + (f"{error:+.1%} |" if row.row.fitted else "in no fit |")
         )
     best = asdict(fitted([row for row in rows if row.row.fitted]))

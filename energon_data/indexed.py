@@ -59,7 +59,7 @@ class Samples(ReaderSettings, DataConfig):
     `__getitem__` may raise any exception for a damaged sample, which is then dropped and counted.
 
     Attributes:
-        packing_buffer_size: number of buffered samples from which packs are filled.
+        packing_buffer_size: buffered samples from which packs are filled.
         max_text_tokens: longer texts are truncated; None for no limit.
         same_shape: whether all samples have the shape of the first, as convolutional networks need.
         validation_samples: number of samples held out from training, selected at random; 0 for none.

@@ -53,7 +53,7 @@ class EncoderOptions:
         max_tokens_per_pack: fill packs up to this many tokens; None for dense batches of `spec.micro_batch_size`.
         pack_multiple_of: samples are selected into packs as if each were padded to a multiple of this many tokens.
         cost_limit: limit of the work of a pack; None for no limit.
-        pad_packs: pad every pack to `max_tokens_per_pack`, so all have one shape.
+        pad_packs: pad packs to `max_tokens_per_pack`.
         bucket_by_shape: batch only samples of the same latent shape together (convolutional backbones need it).
         vae: sizes of the online autoencoder; None if samples contain latents.
         embedded: conditions that the training device computes from the captions.
@@ -134,7 +134,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         "megatron-energon 7.4",
         "megatron/energon/flavors/webdataset/sample_loader.py: join_readers; task_encoder/base.py: "
         "build_cook_crude_sample",
-        why="its reader and its three steps per sample take more time than the decoding of a small sample",
+        why="its reader takes more time than decoding a small sample",
     )
     def build_cook_crude_sample(
         self, dataset: SavableDataset, *, subflavors: dict[str, Any], **kwargs: Any

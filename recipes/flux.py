@@ -75,7 +75,7 @@ def flux_535m() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def flux_12b() -> run.Partial:
-    """FLUX.1 (11.9 B) on images of 1024 px, TP 2 + SP, CP 2, FSDP, two images per step: 8 x 80 GB.
+    """FLUX.1 (11.9 B) on images of 1024 px: 8 x 80 GB.
 
     `--dryrun` estimates 43 GiB on each GPU.
     """
@@ -111,7 +111,7 @@ def flux_mlperf() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def flux2_32b() -> run.Partial:
-    """FLUX.2 dev (32.2 B) on images of 1024 px, TP 4 + SP, FSDP, 16 images per step: 16 x 80 GB.
+    """FLUX.2 dev (32.2 B) on images of 1024 px: 16 x 80 GB.
 
     `--dryrun` estimates 60 GiB on each GPU. The network gets a guidance scale of 4, as the published one. Texts: layers
     10, 20 and 30 of Mistral-3, stacked.
@@ -123,7 +123,7 @@ def flux2_32b() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def flux2_klein_9b_1024() -> run.Partial:
-    """FLUX.2 klein 9B (9.08 B) on images of 1024 px, TP 2 + SP, FSDP, 8 images per step: 8 x 80 GB.
+    """FLUX.2 klein 9B (9.08 B) on images of 1024 px: 8 x 80 GB.
 
     `--dryrun` estimates 39 GiB on each GPU. Texts: three layers of Qwen3-8B, stacked.
     """
@@ -134,7 +134,7 @@ def flux2_klein_9b_1024() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def flux2_klein_4b_1024() -> run.Partial:
-    """FLUX.2 klein 4B (3.88 B) on images of 1024 px, FSDP, 8 images per step: 8 x 80 GB.
+    """FLUX.2 klein 4B (3.88 B) on images of 1024 px: 8 x 80 GB.
 
     `--dryrun` estimates 28 GiB on each GPU. Texts: three layers of Qwen3-4B, stacked.
     """
@@ -145,7 +145,7 @@ def flux2_klein_4b_1024() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def qwen_image_1024() -> run.Partial:
-    """Qwen-Image (20.4 B) on images of 1024 px, TP 4 + SP, FSDP, 16 images per step: 16 x 80 GB.
+    """Qwen-Image (20.4 B) on images of 1024 px: 16 x 80 GB.
 
     Texts: the last layer of Qwen2.5-VL 7B, without the tokens of the template.
     """

@@ -161,7 +161,7 @@ def tiny_sdxl_unet() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def tiny_autoencoder() -> run.Partial:
-    """KL autoencoder with 8 and 16 channels, from 16 x 16 pixels to 8 x 8 latents: any machine.
+    """KL autoencoder with 8 and 16 channels, from 16 px to 8 x 8 latents: any machine.
 
     One residual block at each resolution, and attention at the lower one.
     """

@@ -92,7 +92,7 @@ class DataParallel(DistributedDataParallel):
     @patches(
         "megatron-core 0.16",
         "core/distributed/distributed_data_parallel.py: _make_backward_post_hook, zero_grad_buffer",
-        why="it adds and zeroes the gradient of one parameter at a time",
+        why="it handles one parameter at a time",
     )
     def _make_backward_post_hook(self, param: nn.Parameter) -> Callable[..., None]:
         add_pending, pending = self._add_pending, self._pending
@@ -165,7 +165,7 @@ def _main_gradients(params: Iterable[nn.Parameter]) -> list[Tensor]:
 @patches(
     "megatron-core 0.16",
     "core/optimizer/distrib_optimizer.py: _copy_model_grads_to_main_grads, get_main_grads_for_grad_norm",
-    why="it builds the same views of gradients again in every step",
+    why="it builds views of gradients again in every step",
 )
 def share_main_gradients(optimizer: DistributedOptimizer) -> None:
     """Reuse the optimizer's views of the reduced gradients, and the list for the gradient norm, in every step.

@@ -246,7 +246,7 @@ def factor_of_update(optimizer: MegatronOptimizer, grad_norm: Tensor, clip_grad:
 @patches(
     "torch 2.11-2.14",
     "torch/optim/adam.py: grad_scale, found_inf of the fused kernel",
-    why="the fused update then scales the gradients, or changes nothing, without another pass over memory",
+    why="it then scales the gradients, or changes nothing, without another pass over memory",
 )
 def apply_update(optimizer: MegatronOptimizer, factor: Tensor, is_good: Tensor) -> None:
     """Multiply the gradients by a factor and update the weights, if the step is good.

@@ -185,7 +185,7 @@ def attention_path(parallel: ParallelConfig, groups: ProcessGroups, target: Targ
 @patches(
     "megatron-core 0.16",
     "core/distributed/finalize_model_grads.py: has_cond_embedder",
-    why="this attribute, which no config class has, sums the gradients of conditioning embedders over pipeline stages",
+    why="it sums the gradients of conditioning embedders over pipeline stages",
 )
 def build_model(
     model: ModelConfig,
@@ -290,9 +290,8 @@ def wrap(chunks: Sequence[Backbone], parallel: ParallelConfig, groups: ProcessGr
     "megatron-core 0.16",
     "core/optimizer: tp_group of an expert's optimizer, grad_stats_parallel_group, _copy_main_params_to_model_params, "
     "wd_mult",
-    why="the norm would count experts of one tensor-parallel rank only, and each instance of hybrid sharding would sum "
-    "its own norm, whose rounding differs; fp32 parameters would be copied onto themselves, and weight decay would "
-    "ignore `wd_mult`",
+    why="the norm would count experts of one tensor-parallel rank and one instance of hybrid sharding; fp32 parameters "
+    "would be copied onto themselves, and `wd_mult` ignored",
 )
 def build_optimizer(
     wrapped: Sequence[Any],

@@ -204,7 +204,7 @@ def _fake_tensors() -> Any:
 @patches(
     "megatron-core 0.16",
     "core/distributed/fsdp/src/megatron_fsdp: validate_uneven_dtensor; torch: Module.to",
-    why="fake tensors can neither move between devices by swapping nor be compared with those of other ranks",
+    why="fake tensors cannot be swapped or compared with those of other ranks",
 )
 @contextlib.contextmanager
 def _without_values() -> Iterator[None]:
@@ -246,7 +246,7 @@ class _Shards:
 @patches(
     "megatron-core 0.16",
     "core/distributed/param_and_grad_buffer.py: shard_buffer",
-    why="it slices the shards of all ranks, a quarter of the time of a trace with 256 ranks; only one is used",
+    why="it slices the shards of all ranks, and one is used",
 )
 @contextlib.contextmanager
 def _local_shards() -> Iterator[None]:
@@ -280,7 +280,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 @patches(
     "torch 2.11-2.14",
     "torch/nn/functional.py: rms_norm",
-    why="torch's CPU norm saves three float32 copies of its input, CUDA's kernel none",
+    why="torch's CPU norm saves three copies of its input, CUDA's none",
 )
 @contextlib.contextmanager
 def _fused_rms_norm() -> Iterator[None]:
@@ -308,7 +308,7 @@ def _fused_rms_norm() -> Iterator[None]:
 @patches(
     "torch 2.11-2.14",
     "torch/storage.py: UntypedStorage.resize_",
-    why="it is no operation, so a dispatch mode does not see memory that pipelines free",
+    why="a dispatch mode does not see it",
 )
 @contextlib.contextmanager
 def _watching_resizes(counter: StepCounter) -> Iterator[None]:

@@ -166,7 +166,7 @@ class WaitCounter(StepCounter):
 @patches(
     "torch 2.11-2.14",
     "torch/optim/optimizer.py: _get_fused_kernels_supported_devices; torch: tensor, distributed.batch_isend_irecv",
-    why="the meta device represents a GPU, on which AdamW is fused, no process group has it, and copies are counted",
+    why="the meta device represents a GPU with fused AdamW and counted copies",
 )
 @contextlib.contextmanager
 def meta_device(counter: WaitCounter) -> Iterator[None]:

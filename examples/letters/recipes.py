@@ -25,7 +25,7 @@ STYLES = ["a light sans", "a bold sans", "an italic serif", "a bold serif"]
 
 @run.cli.factory(target=pretrain)
 def letters_dit() -> run.Partial:
-    """Capital letters A-Z, 16 x 16 pixels, class-conditional DiT (1.9 M): two CPU cores, about 5 minutes.
+    """Capital letters A-Z, 16 px, class-conditional DiT (1.9 M): two CPU cores, about 5 minutes.
 
     `python -m energon_data.prepare letters --out data/letters` renders the data from the fonts of this machine. After
     2,100 steps a classifier that was trained on real letters reads nine of ten samples correctly (`python -m
@@ -68,7 +68,7 @@ def letters_dit() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def letters_text() -> run.Partial:
-    """Capital letters by text, 16 x 16 pixels, DiT with cross-attention (3.0 M): two CPU cores, about 12 minutes.
+    """Capital letters by text, 16 px, DiT with cross-attention (3.0 M): two CPU cores, about 12 minutes.
 
     The data are those of `letters_dit` with captions and their embeddings. A caption names the weight, slant and kind
     that the font file states, in one of several wordings: `python -m energon_data.prepare letters --text-encoder
@@ -200,7 +200,7 @@ def moving_letters_stdit() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def ddpm_fonts() -> run.Partial:
-    """Capital letters A-Z, 32 x 32 pixels, class-conditional DDPM UNet (15.67 M), 320 pictures per step: one GPU.
+    """Capital letters A-Z, 32 px, class-conditional DDPM UNet (15.67 M): one GPU.
 
     `python -m energon_data.prepare letters --size 32 --out data/letters_32` renders the data from the fonts of this
     machine; a class is a letter. Otherwise as ddpm_cifar10, without crops. `python -m launch.evaluate --checkpoint
@@ -222,7 +222,7 @@ def ddpm_fonts() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def ddpm_fonts_small() -> run.Partial:
-    """Capital letters A-Z, 16 x 16 pixels, class-conditional DDPM UNet (0.9 M): two CPU cores.
+    """Capital letters A-Z, 16 px, class-conditional DDPM UNet (0.9 M): two CPU cores.
 
     The data are those of `letters_dit`. As ddpm_fonts with fewer channels, a smaller batch and a faster sampler. It
     predicts v, because the network decides the class where a picture is nearly all noise, and there the error of

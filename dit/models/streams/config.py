@@ -37,24 +37,22 @@ class StreamsConfig(TransformerModelConfig, TextConditioned):
 
     Attributes:
         num_joint_layers: blocks with two streams and joint attention.
-        num_single_layers: blocks with one stream, after the joint blocks; their MLP is parallel to attention.
+        num_single_layers: blocks with one stream after them, whose MLP is parallel to attention.
         num_dual_layers: first joint blocks, in which the image has a second attention, over itself.
-        text_output: compute the text after the last joint block, which only single blocks read.
-        shared_modulation: use one modulation for each stream of all joint blocks and one for all single blocks; False
-            gives each block its own.
+        text_output: compute the text after the last joint block, for single blocks.
+        shared_modulation: blocks share their modulations.
         add_bias: use biases in all linear layers.
         qk_layernorm: normalise queries and keys (RMSNorm of each head).
         activation: of the MLPs; SwiGLU has `ffn_hidden_size` gated features.
-        text_norm: normalise each text embedding (RMSNorm) before its projection.
-        pooled_size: width of the pooled text embedding, a condition; None for none.
-        guidance: guidance scale as a condition of a guidance-distilled network, the same for all samples.
-        rope_axes: features of a head that rotate with t, h and w, and with the index of the text token if
+        text_norm: RMSNorm on text embeddings before their projection.
+        pooled_size: width of the pooled text embedding; None for none.
+        guidance: guidance scale of a guidance-distilled network.
+        rope_axes: features of a head that rotate with t, h and w, and with the text's index for
             `text_positions=own_axis`.
-        text_positions: rotary positions of text tokens: `origin` for (0, 0, 0), `own_axis` for the index on a fourth
-            axis, `after_image` for the same index on all axes, which continues from the image's largest.
-        centred_positions: count h and w of the image from its centre.
-        position_crop: `[side, span]`; sine-cosine positions of an image are the centre of a square with `side` patches
-            on each axis, whose positions range from 0 to `span`; None for the patch indices.
+        text_positions: positions of text tokens: 0, an index on a fourth axis, or one after the image's.
+        centred_positions: count h and w from the centre.
+        position_crop: `[side, span]`; sine-cosine positions are the centre of a square with `side` patches on each
+            axis, whose positions range from 0 to `span`; None for the patch indices.
     """
 
     supports: ClassVar[Supports] = Supports(levels=False)
