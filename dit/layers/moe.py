@@ -163,10 +163,10 @@ class ExpertLoad:
         self._counts = counts if self._counts is None else self._counts + counts
 
     def begin_step(self) -> None:
-        """Store a reference to the counts before a step, for `drop_steps`."""
+        """Store a reference to the counts before a step, for `drop_step`."""
         self._before.append(self._counts)
 
-    def drop_steps(self, steps: int = 1) -> None:
+    def drop_step(self, steps: int = 1) -> None:
         """Restore the counts before the newest step, or before the newest two, because they are not applied."""
         self._counts = self._before[-steps]
 

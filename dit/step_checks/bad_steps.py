@@ -68,7 +68,7 @@ class BadSteps:
     def drop_counts(self, steps: int = 1) -> None:
         """Discard the counts of the newest step, which makes no update, or of the newest two."""
         for load in self._loads:
-            load.drop_steps(steps)
+            load.drop_step(steps)
 
     def judge(
         self, step: Step, batches: Sequence[PackedBatch], keys: Sequence[str], log: RunLog

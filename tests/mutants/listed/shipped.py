@@ -162,15 +162,6 @@ MUTANTS = (
         f"{GITHUB}/ROCm/TransformerEngine/pull/715",
     ),
     Mutant(
-        "context parallel: tokens counted on one rank",
-        "dit/optimizer/step_numbers.py",
-        "factor = (tokens / groups.tp.size())",
-        "factor = (tokens / groups.tp_cp.size())",
-        (CP,),
-        "Gradients are multiplied by the context-parallel size.",
-        f"{GITHUB}/NVIDIA/Megatron-LM/issues/906",
-    ),
-    Mutant(
         "context parallel: gradients are not reduced",
         "dit/backends/gradients.py",
         "    finalize_model_grads(wrapped, None, pg_collection, force_all_reduce)",

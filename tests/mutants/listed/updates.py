@@ -259,27 +259,6 @@ MUTANTS = (
         (LATE,),
     ),
     Mutant(
-        "late: the step after a bad one has the gradients of the second computation",
-        "dit/step/train_step.py",
-        "logs = observer.repeat(compute)",
-        "pass",
-        (LATE,),
-    ),
-    Mutant(
-        "late: the counts of a bad step remain",
-        "dit/step_checks/run_checks.py",
-        "self.bad_steps.drop_counts(1 + self._begun - step.number)",
-        "self.bad_steps.drop_counts()",
-        (NUMBERS,),
-    ),
-    Mutant(
-        "late: the host waits for the numbers of the step that it has queued",
-        "dit/step/train_step.py",
-        "state.step, step.is_pending = step.number, True",
-        "state.step, step.is_pending = step.number, step.loss > 0",
-        (CALLS,),
-    ),
-    Mutant(
         "verify: any copy of the main weights passes",
         "dit/verify/trial.py",
         "if not torch.allclose(used, rounded, rtol=0.0, atol=0.0, equal_nan=True):",
@@ -303,7 +282,7 @@ MUTANTS = (
     Mutant(
         "verify: attempts that overflow count in the load of experts",
         "dit/verify/trial.py",
-        "load.drop_steps()",
+        "load.drop_step()",
         "pass",
         (f"{VERIFY_SETTINGS}::test_attempts_that_overflow_do_not_count_in_the_load_of_experts",),
     ),

@@ -172,7 +172,7 @@ def test_a_step_that_is_not_applied_does_not_count(provider: LayerProvider):
             layer.load.begin_step()
             layer(bad, LAYOUT)
             layer(bad, LAYOUT)
-        layer.load.drop_steps(steps)
+        layer.load.drop_step(steps)
         layer.load.begin_step()
         layer(good, LAYOUT)
     torch.testing.assert_close(layer.load.take(good.device), 2 * once)
