@@ -90,6 +90,13 @@ def kernels_do_nothing() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def without_substitutes() -> Iterator[None]:
+    """Restore `Tensor.new_empty`, which is replaced only on CPUs (`dit.backends.megatron_cpu`)."""
+    with patch.object(Tensor, "new_empty", getattr(Tensor.new_empty, "__wrapped__", Tensor.new_empty)):
+        yield
+
+
 def attention(q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, *_: SequenceLayout) -> Tensor:
     """Attend in one call, without regard to samples."""
     q, k, v = (x.transpose(0, 1)[None] for x in (q_TNH, k_KNH, v_KNH))
@@ -125,7 +132,7 @@ def rows(groups: process_groups.ProcessGroups, repeats: int) -> Iterator[str]:
         groups: the groups of one rank.
         repeats: readings of each row, at least 1.
     """
-    with kernels_do_nothing():
+    with kernels_do_nothing(), without_substitutes():
         for case in CASES:
             calls: dict[str, Call] = {"plain PyTorch": plain(case.cross)}
             for name, kernels in KERNELS.items():

@@ -7,7 +7,7 @@ stores, updates and exchanges with its replicas. Megatron-Core's data parallelis
 and divides them after it; ours does not. The batch size of these rows was not published: 256 samples are assumed, which
 matters for the row with pipeline stages.
 
-Eight constants are fitted (`dit.planner.devices.Fitted`). Errors of a system that the fit has not seen show its
+Nine constants are fitted (`dit.planner.devices.Fitted`). Errors of a system that the fit has not seen show its
 quality: a row is predicted with constants fitted to the rows of the other systems.
 """
 

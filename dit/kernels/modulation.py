@@ -3,8 +3,7 @@
 Shape suffixes: T local tokens, S samples, D hidden size, F inner width of the MLP.
 """
 
-from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any, NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
@@ -95,8 +94,7 @@ def gated_residual(x_TD: Tensor, y_TD: Tensor, gate_SD: Tensor, layout: Sequence
     return out
 
 
-@dataclass(frozen=True)
-class NormModulation:
+class NormModulation(NamedTuple):
     """The norm and modulation before a sub-layer.
 
     Attributes:

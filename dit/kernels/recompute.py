@@ -226,14 +226,15 @@ def recomputable(function: Callable[[*Arguments], Tensor]) -> Callable[[*Argumen
     return call
 
 
-def recomputes(result: Tensor, function: Callable[[], Tensor]) -> None:
-    """Register a function that recomputes a result, so that selective recompute does not save the result.
+def recomputes(result: Tensor, function: Callable[..., Tensor], *args: object) -> None:
+    """Register a call that recomputes a result, so that selective recompute does not save the result.
 
     Args:
         result: a new tensor that is never modified in place, and whose own autograd function does not save it.
-        function: returns a tensor with the same storage layout. It runs without an autograd graph and must read
-            parameters when called, because FSDP may have gathered them again.
+        function: returns a tensor with the same storage layout; it runs without an autograd graph.
+        args: its arguments. Parameters are read when it runs, because FSDP may have gathered them again.
     """
     region = _REGION.get()
     if region is not None and result.requires_grad:
-        region.register(result, _Recompute(function))
+        values = [a.detach() if isinstance(a, Tensor) and not isinstance(a, nn.Parameter) else a for a in args]
+        region.register(result, _Recompute(partial(function, *values)))

@@ -8,7 +8,7 @@ arXiv:2302.05442, with RMS (Zhang and Sennrich 2019).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Optional
+from typing import NamedTuple, Optional
 
 import torch
 import torch.nn.functional as F
@@ -68,8 +68,7 @@ class Heads:
         return [part for part, has in zip(parts, (self.queries, self.keys, self.values)) if has]
 
 
-@dataclass(frozen=True)
-class HeadNorm:
+class HeadNorm(NamedTuple):
     """RMS norm over each head.
 
     Attributes:

@@ -90,7 +90,7 @@ class LossScale:
         self._overflowed |= found_inf
 
     def settle(self, *, adapt: bool = True) -> bool:
-        """Adapt the scale to this step's gradients, once per step after `gradient_norm` (collective).
+        """Adapt the scale to this step's gradients, once per step after its `StepNumbers` (collective).
 
         Args:
             adapt: False only resets the recorded overflows, because the gradients of a loss that is not finite do not

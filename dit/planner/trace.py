@@ -158,7 +158,7 @@ def count_waits_here(job: Job) -> Waits:
         groups, counter = process_groups.initialize(job.parallel), WaitCounter()
         try:
             with meta_device(counter):
-                Program(job, groups, counter).run()
+                Program(job, groups, counter, late=True).run()
         finally:
             process_groups.release()
     return counter.result
@@ -183,7 +183,7 @@ def _fake_tensors() -> Any:
 def _without_values() -> Iterator[None]:
     """Patch the places that need tensor values.
 
-    A step reads its loss from an asynchronous copy, without a wait; on fake tensors this would count as one.
+    A step reads its numbers from an asynchronous copy; on fake tensors this would count as a wait.
 
     Megatron-FSDP moves the model to the device, which torch implements by swapping parameters and fake tensors do not
     support; they are all on the device already. It also checks with other ranks that their shards add up to a

@@ -6,7 +6,8 @@ tensors of the host, so each copy between host and device is an operation:
     host                                  device
     page-locked tensor      ----------->  queued: the host continues
     other tensor            ----------->  a wait: the host continues when the device has finished all earlier work
-    `begin_copy_to_host`    <-----------  queued; reading it is a wait, unless the host has waited since
+    `begin_copy_to_host`    <-----------  queued; reading it is a wait, unless the host has waited since, or it was
+                                          queued in an earlier step (a late read)
     `item`, `tolist`, `to`  <-----------  a wait
 
 Other operations that wait (`nonzero`, selection by a mask) have no form for the meta device, so they raise an error.
@@ -34,8 +35,7 @@ PHASES = ("load", "forward", "backward", "reduction", "update")
 PHASE_OF_PART = {
     "load": "load",
     "forward and backward": "forward",
-    "loss": "reduction",
-    "gradient norm": "reduction",
+    "numbers": "reduction",
     "update": "update",
     "end": "update",
 }
@@ -52,11 +52,13 @@ class Waits:
     Attributes:
         queued: number of copies between host and device for which the host does not wait, by phase (`PHASES`).
         waits: number of waits, by phase.
+        late_reads: number of late reads.
         lines: phase and line of the program of each wait, with the number of waits.
     """
 
     queued: Counter[str] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
+    late_reads: int = 0
     lines: Counter[str] = field(default_factory=Counter)
 
 
@@ -72,11 +74,12 @@ class WaitCounter(StepCounter):
         self.result = Waits()
         self._phase = "load"
         self._pinned: set[int] = set()
-        self._copies = self._finished = 0  # copies to the host; those that had finished at the last wait
+        # Copies to the host; those that had finished at the last wait; those of earlier steps.
+        self._copies = self._finished = self._earlier = 0
 
     def begin(self) -> None:
         super().begin()
-        self.result = Waits()
+        self.result, self._earlier = Waits(), self._copies
 
     def enter(self, part: str) -> None:
         self._phase = PHASE_OF_PART[part]
@@ -105,8 +108,9 @@ class WaitCounter(StepCounter):
         copy, answers = self._copies, [float(ANSWER)] * values.numel()
 
         def read() -> list[float]:
-            if copy > self._finished:
+            if copy > self._finished and copy > self._earlier:
                 self._wait(copy)
+            self.result.late_reads += copy <= self._earlier
             return answers
 
         return read

@@ -311,7 +311,7 @@ class Recorder(StepObserver):
 
     def discard(self, step: Step) -> None:
         for load in self._loads:
-            load.drop_step()
+            load.drop_steps()
 
     def judge(self, step: Step) -> Action:
         scale = self.session.loss_scale

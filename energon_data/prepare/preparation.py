@@ -274,8 +274,8 @@ def _check_encoders(options: Options) -> None:
     if options.vae is None:
         return
     geometry = Geometry.read(options.vae)
-    if options.fit.multiple_of % geometry.space:
+    if options.fit.multiple_of % geometry.step:
         raise ConfigError(
-            f"--multiple-of {options.fit.multiple_of} must be a multiple of {geometry.space}, the compression of "
+            f"--multiple-of {options.fit.multiple_of} must be a multiple of {geometry.step}, the compression of "
             f"{options.vae}, best times the patch size of the model"
         )

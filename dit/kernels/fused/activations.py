@@ -1,6 +1,5 @@
 """Fused GELU and SwiGLU with the bias of the linear before them; see `dit.kernels.modulation`."""
 
-from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -27,7 +26,7 @@ class _Activation(torch.autograd.Function):
 def _apply(x: Tensor, bias_F: Optional[Tensor], gated: bool) -> Tensor:
     x_TF = x.contiguous().view(-1, x.shape[-1])
     out_TF = _Activation.apply(x_TF, bias_F, gated)
-    recomputes(out_TF, partial(ops.activation, x_TF.detach(), bias_F, gated))
+    recomputes(out_TF, ops.activation, x_TF, bias_F, gated)
     return out_TF.view(*x.shape[:-1], -1)
 
 

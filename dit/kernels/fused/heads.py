@@ -4,7 +4,6 @@ Forward: values, and heads without norm or rotation, are views of the projection
 gradient of the projection and sums the gradient of its bias.
 """
 
-from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -84,23 +83,18 @@ def split_heads(
     eps = 0.0 if norm is None else norm.eps
     out = _SplitHeads.apply(x_TGMH, *weights, bias, heads, eps, *angles)
     if norm is not None or rotation is not None:
-        x, queries = x_TGMH.detach(), heads.queries
-        recompute = partial(_part, weight_q=weights[0], weight_k=weights[1], cos=angles[0], sin=angles[1], eps=eps)
-        if queries:
-            recomputes(out[0], partial(recompute, 0, x[:, :, :queries]))
+        if heads.queries:
+            recomputes(out[0], _queries, x_TGMH, heads, *weights, *angles, eps)
         if heads.keys:
-            recomputes(out[1], partial(recompute, 1, x[:, :, queries : queries + 1]))
+            recomputes(out[1], _keys, x_TGMH, heads, *weights, *angles, eps)
     return heads.present(out)
 
 
-def _part(
-    index: int,
-    x: Tensor,
-    weight_q: Optional[Tensor],
-    weight_k: Optional[Tensor],
-    cos: Optional[Tensor],
-    sin: Optional[Tensor],
-    eps: float,
-) -> Tensor:
-    """Recompute the queries (index 0) or the keys (index 1)."""
-    return ops.heads(x, weight_q, weight_k, cos, sin, bool(index), eps)[index]
+def _queries(x: Tensor, heads: Heads, *arguments: Any) -> Tensor:
+    q, k, cos, sin, eps = arguments
+    return ops.heads(x[:, :, : heads.queries], q, k, cos, sin, False, eps)[0]
+
+
+def _keys(x: Tensor, heads: Heads, *arguments: Any) -> Tensor:
+    q, k, cos, sin, eps = arguments
+    return ops.heads(x[:, :, heads.queries : heads.queries + 1], q, k, cos, sin, True, eps)[1]

@@ -61,8 +61,8 @@ def _residual_norm_outputs(
     out = _empty(x) if y is None else torch.empty_like(x)
     if scale is None:
         return out, _empty(x), _empty(x), _empty(x)
-    mean = _empty(x) if rms else x.new_empty(len(x), dtype=torch.float32)
-    return out, torch.empty_like(x), mean, x.new_empty(len(x), dtype=torch.float32)
+    mean = _empty(x) if rms else x.new_empty(x.shape[0], dtype=torch.float32)
+    return out, torch.empty_like(x), mean, x.new_empty(x.shape[0], dtype=torch.float32)
 
 
 @results_of("residual_norm")
@@ -123,7 +123,7 @@ def _backward_outputs(
     return (
         _empty(grad) if scale is None else torch.empty_like(grad),
         _empty(grad) if gate is None else torch.empty_like(grad),
-        grad.new_empty((len(table), kinds, grad.shape[1]), dtype=torch.float32),
+        grad.new_empty((table.shape[0], kinds, grad.shape[1]), dtype=torch.float32),
     )
 
 
@@ -165,7 +165,7 @@ def _sums_outputs(
     offsets: Tensor,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    shape = len(offsets) - 1, sums.shape[-1]
+    shape = offsets.shape[0] - 1, sums.shape[-1]
 
     def rows(value: Optional[Tensor]) -> Tensor:
         return sums.new_empty(0 if value is None else shape, dtype=dtype)
@@ -324,7 +324,7 @@ def activation_backward(grad: Tensor, x_TF: Tensor, bias_F: Optional[Tensor], ga
 
 
 def _activation_backward_outputs(x: Tensor, bias: Optional[Tensor]) -> tuple[Tensor, Tensor]:
-    blocks = 0 if bias is None else cdiv(len(x), ROWS_OF_TILES)
+    blocks = 0 if bias is None else cdiv(x.shape[0], ROWS_OF_TILES)
     return torch.empty_like(x), x.new_empty((blocks, x.shape[1]), dtype=torch.float32)
 
 

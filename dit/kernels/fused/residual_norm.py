@@ -9,7 +9,6 @@ The forward pass saves x', y and 8 bytes per token; the backward pass recomputes
 an output of the function, so that the same kernel adds its gradient.
 """
 
-from functools import partial
 from typing import Any, Optional
 
 import torch
@@ -45,35 +44,44 @@ class _ResidualNorm(torch.autograd.Function):
         blocks = blocks_of(layout, FORWARD_ROWS)
         arguments = y, gate, bias, shift, scale, weight, blocks.table, blocks.offsets, eps, rms
         out, normed, mean, rstd = ops.residual_norm(x, *arguments)
-        out = x if y is None else out
+        if y is None:
+            out = x
         ctx.residual, ctx.dtype = y is not None, x.dtype
         ctx.blocks = blocks_with_sums(layout) if any(ctx.needs_input_grad) else None
-        for_gate = None if gate is None else y
-        ctx.save_for_backward(
-            *(None if scale is None else out, for_gate, gate, bias, scale, weight),
-            *(None if scale is None or rms else mean, None if scale is None else rstd),
-        )
         ctx.set_materialize_grads(False)
-        return out, None if scale is None else normed
+        for_gate = None if gate is None else y
+        if scale is None:
+            ctx.save_for_backward(None, for_gate, gate, bias, None, None, None, None)
+            return out, None
+        ctx.save_for_backward(out, for_gate, gate, bias, scale, weight, None if rms else mean, rstd)
+        return out, normed
 
     @staticmethod
     def backward(ctx: Any, grad_out: Optional[Tensor], grad_normed: Optional[Tensor]) -> tuple[Optional[Tensor], ...]:
         x, y, gate, bias, scale, weight, mean, rstd = ctx.saved_tensors
-        if scale is not None and grad_normed is None:
-            grad_normed = torch.zeros_like(x)
-        grad_out, grad_normed = (None if g is None else g.contiguous() for g in (grad_out, grad_normed))
-        modulation = gate, bias, scale, weight
-        if all(value is None for value in modulation):
+        if grad_out is not None:
+            grad_out = grad_out.contiguous()
+        if scale is not None:
+            grad_normed = torch.zeros_like(x) if grad_normed is None else grad_normed.contiguous()
+        elif gate is None and bias is None:
             return grad_out, grad_out, *[None] * 8
+        modulation = gate, bias, scale, weight
         table = ctx.blocks.table, ctx.blocks.offsets
         grad_x, grad_y, sums = ops.residual_norm_backward(grad_normed, grad_out, x, y, *modulation, mean, rstd, *table)
-        grads = ops.segment_sums(sums, *modulation, *table, ctx.dtype)
-        grad_shift, grad_scale, grad_gate, grad_bias, grad_weight = (
-            grad if value is not None else None for grad, value in zip(grads, (scale, scale, gate, bias, weight))
+        shift_grad, scale_grad, gate_grad, bias_grad, weight_grad = ops.segment_sums(
+            sums, *modulation, *table, ctx.dtype
         )
         grad_of_x = grad_out if scale is None else grad_x
-        grad_of_y = (grad_of_x if gate is None else grad_y) if ctx.residual else None
-        return grad_of_x, grad_of_y, grad_gate, grad_bias, grad_shift, grad_scale, grad_weight, None, None, None
+        return (
+            grad_of_x,
+            (grad_of_x if gate is None else grad_y) if ctx.residual else None,
+            None if gate is None else gate_grad,
+            None if bias is None else bias_grad,
+            None if scale is None else shift_grad,
+            None if scale is None else scale_grad,
+            None if weight is None else weight_grad,
+            *(None, None, None),
+        )
 
 
 def _apply(
@@ -93,8 +101,8 @@ def _apply(
     x_TD = x_TD.contiguous()
     y_TD = None if y_TD is None else y_TD.contiguous()
     out, normed = _ResidualNorm.apply(x_TD, y_TD, gate_SD, bias_D, shift, scale, weight, layout, *norm)
-    if shift is not None and scale is not None:
-        recomputes(normed, partial(_normed, out.detach(), shift.detach(), scale.detach(), weight, layout, *norm))
+    if into is not None:
+        recomputes(normed, _normed, out, shift, scale, weight, layout, *norm)
     return out, normed
 
 

@@ -72,8 +72,8 @@ MUTANTS = (
     Mutant(
         "own_data: a pack as long as the shortest sample wants it",
         "recipes/own_data.py",
-        "(1 + contents.edited) * max(t * h * w",
-        "(1 + contents.edited) * min(t * h * w",
+        "* max(t * h * w for _, t, h, w in contents.shapes) // patch",
+        "* min(t * h * w for _, t, h, w in contents.shapes) // patch",
         (OWN_DATA,),
     ),
     Mutant(

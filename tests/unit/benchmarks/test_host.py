@@ -4,6 +4,7 @@ import inspect
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from benchmarks import host
 from dit.backends.device import use_cuda
@@ -26,3 +27,19 @@ def test_fused_kernels_do_nothing_only_while_they_are_timed() -> None:
     from dit.kernels.fused.gpu import activations
 
     assert inspect.getmodule(activations.activation) is activations
+
+
+@pytest.mark.skipif(use_cuda(), reason="the kernel would run")
+def test_a_fused_operator_is_seen_by_what_traces_it() -> None:
+    """Without a tracer, its function is called without torch's dispatcher."""
+    x_TF = torch.zeros(4, 8)
+    with host.kernels_do_nothing():
+        with torch.profiler.profile() as profile:
+            ops.activation(x_TF, None, False)
+        with FakeTensorMode() as mode:
+            fake_TF = mode.from_tensor(x_TF)
+            in_mode = ops.activation(fake_TF, None, False)
+        after_mode = ops.activation(fake_TF, None, False)
+    assert "dit::activation" in {event.key for event in profile.key_averages()}
+    assert isinstance(in_mode, FakeTensor)
+    assert isinstance(after_mode, FakeTensor)
