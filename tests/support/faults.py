@@ -219,10 +219,10 @@ def before_step(step: int, happens: Callable[..., Any], *arguments: Any) -> Iter
     """Let something happen before a step."""
     original = Run.step
 
-    def disturbed(self: Run, loss_sums: Tensor) -> float:
+    def disturbed(self: Run, loss_sums: Tensor, **options: Any) -> float:
         if self.state.step + 1 == step:
             happens(*arguments)
-        return original(self, loss_sums)
+        return original(self, loss_sums, **options)
 
     with mock.patch.object(Run, "step", disturbed):
         yield
