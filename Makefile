@@ -9,6 +9,7 @@ STEPS ?= 2100
 # Share of letters that must be read correctly.
 MINIMUM ?= 0.9
 DEMO_TEXT ?= runs/letters_text
+DEMO_EDIT ?= runs/letters_edit
 DEMO_VIDEO ?= runs/moving_letters_dit
 DEMO_LATENT ?= runs/pictograms_latent
 DEMO_AUTOENCODER ?= runs/pictogram_autoencoder
@@ -21,7 +22,7 @@ PICTOGRAMS = pictograms --size 64 --blocks pictographs transport supplemental ex
 export OMP_NUM_THREADS ?= 1
 export TQDM_DISABLE ?= 1
 
-.PHONY: demo demo-text demo-video demo-latent demo-cascade demo-pictograms demo-avatars docs test lint test-parallel test-faults test-slurm benchmark hashes clean help
+.PHONY: demo demo-text demo-edit demo-video demo-latent demo-cascade demo-pictograms demo-avatars docs test lint test-parallel test-faults test-slurm benchmark hashes clean help
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -65,6 +66,21 @@ demo-text: $(VENV)/.installed data/letters_text/dataset.json ## train letters by
 	$(VENV)/bin/python -m launch.sample --checkpoint $(DEMO_TEXT) --count 8 --out text.png \
 	  --prompt "the letter Q in a bold serif font" "the letter Q in a light sans font"
 	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_TEXT) --metric letters --minimum 0.85 --minimum-style 0.85
+
+data/letter_pairs/faces.jsonl: | $(VENV)/.installed
+	$(VENV)/bin/python -m examples.letters.edits --out data/letter_pairs
+
+data/letters_edit/dataset.json: | data/letter_pairs/faces.jsonl
+	$(VENV)/bin/python -m energon_data.prepare images --in data/letter_pairs/train/edited \
+	  --reference data/letter_pairs/train/originals --validation 0 --text-encoder all-minilm-l6-v2 --out data/letters_edit
+
+demo-edit: $(VENV)/.installed data/letters/dataset.json data/letters_edit/dataset.json ## train edits of letters by instruction, draw edit.png, compare held-out fonts
+	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m launch.train --yes --factory letters_edit \
+	  training.run_dir=$(DEMO_EDIT)
+	$(VENV)/bin/python -m launch.sample --checkpoint $(DEMO_EDIT) --out edit.png \
+	  --reference data/letter_pairs/faces/STIXGeneral/Q.png --prompt "make it bold" "make it italic" "make it light"
+	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_EDIT) --metric letter_edits --out edits.png \
+	  --minimum 0.9 --minimum-style 0.8
 
 data/moving_letters/dataset.json: | $(VENV)/.installed
 	$(VENV)/bin/python -m energon_data.prepare moving_letters --text-encoder all-minilm-l6-v2 --out data/moving_letters
@@ -161,4 +177,4 @@ docs: $(VENV)/.installed ## the documentation as a site in site/; every link is 
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 clean: ## remove what the commands above made
-	rm -rf runs data site samples.png text.png moving.gif pictograms.png avatars.png cascade_*.png
+	rm -rf runs data site samples.png text.png edit.png edits.png moving.gif pictograms.png avatars.png cascade_*.png

@@ -81,7 +81,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
     """Return the rows as Markdown."""
     lines = [
         "| way | pixels cut off | scaled away | pictures enlarged | left out |",
-        "| --- | ---: | ---: | ---: | ---: |",
+        "|---|---:|---:|---:|---:|",
     ]
     for row in rows:
         shares = " | ".join(f"{row[name]:.1%}".replace("%", " %") for name in ("cut", "shrunk", "enlarged", "dropped"))

@@ -167,7 +167,7 @@ def cases(device: torch.device) -> dict[str, Callable[[], object]]:
     latents, ones = empty(8 * TOKENS, 16), empty(samples, dtype=FP32)
     many = SequenceLayout.from_lengths([8 * n for n in LENGTHS], total_tokens=8 * TOKENS, device=device)
     draws = AddressedNoise(1, 5, ids, many, mixer=noise.mix)
-    rates = Rates(1e-4, 0.9, 0.99, 1e-8, 0.1, 10)
+    rates = Rates(1e-4, 0.9, 0.99, 1e-8, 0.1, 10, torch.ones((), device=device))
     modulated = gate, bias, scale, None
     return {
         "residual + norm + modulate": lambda: ops.residual_norm(

@@ -95,7 +95,7 @@ def segment_table(steps: dict[tuple[AttentionKind, int, str], StepTrace]) -> str
     t, h, w = GRID
     published = {"spatial": ("t/cp", t), "temporal": ("hw/cp", h * w)}
     heads = ("attention", "ranks", "ring", "hybrid", "ring / hybrid", "published factor")
-    lines = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+    lines = [f"| {' | '.join(heads)} |", f"|{'---|' * len(heads)}"]
     for kind in KINDS:
         name, size = published[kind]
         for ranks in RANKS:

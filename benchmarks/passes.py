@@ -17,7 +17,7 @@ from typing import Any, Literal, Optional
 import torch
 from torch import Tensor, nn
 
-from dit.backends import foreach, process_groups
+from dit.backends import process_groups
 from dit.backends.device import ACCELERATOR
 from dit.backends.provider import LayerProvider
 from dit.errors import EXIT_OK, one_line_errors
@@ -34,6 +34,7 @@ from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.dit_cross.layer import DiTCrossLayer
 from dit.optimizer.ema import EMA
 from dit.optimizer.master_weights import master_shards
+from dit.optimizer.step_numbers import StepNumbers
 from dit.optimizer.update import build_update
 from dit.parallel.build import TracedBuild, build_model, build_optimizer, megatron_config, wrap
 from dit.parallel.dims import ParallelConfig
@@ -233,10 +234,10 @@ UPDATES = {f"optimizer's update, {name}": kernels for name, kernels in (("eager"
 
 def update(kernels: str) -> Passes:
     """Trace the update of a layer's parameters in bf16: clip, AdamW, average, and the copy for the model."""
-    with _fake_step(kernels, "bf16") as (_, optimizer, call, unit):
-        optimizer.prepare_grads()
-        call(1.0, 1)  # makes Adam's state
-        return traffic(lambda: call(1.0, 2), unit)
+    with _fake_step(kernels, "bf16") as (_, numbers, call, unit):
+        computed = numbers()
+        call(computed, 1)  # makes Adam's state
+        return traffic(lambda: call(computed, 2), unit)
 
 
 def outside(kernels: str) -> Passes:
@@ -244,17 +245,13 @@ def outside(kernels: str) -> Passes:
 
     They start from the gradients of the backward pass: main gradients, norm, clipping, AdamW and average.
     """
-    with _fake_step(kernels, "fp32") as (chunk, optimizer, call, unit):
+    with _fake_step(kernels, "fp32") as (chunk, numbers, call, unit):
 
         def step() -> None:
             chunk.zero_grad_buffer()
-            optimizer.zero_grad()
             _Layer.apply(*(p for p in chunk.parameters() if p.requires_grad)).backward()
             chunk.finish_grad_sync()
-            chunk.factor.begin([1 / 1000].copy)
-            optimizer.prepare_grads()
-            foreach.l2_norm(0, torch.zeros(1), [optimizer.get_main_grads_for_grad_norm()])
-            call(1.0, 1)
+            call(numbers(), 1)
 
         step()
         return traffic(step, unit)
@@ -276,8 +273,8 @@ class _Layer(torch.autograd.Function):
 @contextmanager
 def _fake_step(
     kernels: str, precision: Literal["bf16", "fp32"]
-) -> Iterator[tuple[Any, Any, Callable[[float, int], None], int]]:
-    """Yield a layer in its data-parallel wrapper, its optimizer, its update, and 4 bytes times its parameters."""
+) -> Iterator[tuple[Any, Callable[[], StepNumbers], Callable[[StepNumbers, int], None], int]]:
+    """Yield a layer in its data-parallel wrapper, its numbers, its update, and 4 bytes times its parameters."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     settings, parallel, training = OptimizerConfig(clip_grad=0.5), ParallelConfig(), TrainingConfig(precision=precision)
@@ -290,8 +287,17 @@ def _fake_step(
             wrapped = wrap(chunks, parallel, groups)
             optimizer = build_optimizer(wrapped, settings, parallel, training, groups)
             shards = master_shards(optimizer, chunks)
-            call = build_update(optimizer, shards, EMA(shards, 0.99), settings.clip_grad, target, kernels)
-            yield wrapped[0], optimizer, call, 4 * sum(shard.main.numel() for shard in shards)
+            update = build_update(optimizer, shards, EMA(shards, 0.99), settings.clip_grad, target, kernels)
+
+            def numbers() -> StepNumbers:
+                optimizer.zero_grad()
+                return StepNumbers(optimizer, groups, torch.zeros(2), 1)
+
+            def call(computed: StepNumbers, step: int) -> None:
+                update(computed, step)
+                update.end(step, is_good=True)
+
+            yield wrapped[0], numbers, call, 4 * sum(shard.main.numel() for shard in shards)
         finally:
             process_groups.release()
 

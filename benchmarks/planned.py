@@ -7,7 +7,7 @@ stores, updates and exchanges with its replicas. Megatron-Core's data parallelis
 and divides them after it; ours does not. The batch size of these rows was not published: 256 samples are assumed, which
 matters for the row with pipeline stages.
 
-Eight constants are fitted (`dit.planner.devices.Fitted`). Errors of a system that the fit has not seen show its
+Nine constants are fitted (`dit.planner.devices.Fitted`). Errors of a system that the fit has not seen show its
 quality: a row is predicted with constants fitted to the rows of the other systems.
 """
 
@@ -318,7 +318,7 @@ def left_out(rows: Sequence[Traced], system: str) -> Fitted:
 def table(rows: Sequence[Traced]) -> str:
     """Return a table of the predictions, each with the error of a fit without the row's system."""
     lines = [
-        "| published step | measured | planned | error | error if the fit has not seen the system |",
+        "| published step | measured, ms | planned, ms | error | error if the fit has not seen the system |",
         "|---|---|---|---|---|",
     ]
     unseen = {system: left_out(rows, system) for system in dict.fromkeys(row.row.system for row in rows)}
@@ -328,8 +328,8 @@ def table(rows: Sequence[Traced]) -> str:
         errors += [abs(error)] * row.row.fitted
         name = row.row.name + (", MXFP8" if row.row.fp8 else "")
         lines.append(
-            f"| {name} ({row.row.system}) | {row.row.seconds * 1e3:,.0f} ms | "
-            f"{row.predicted(Fitted()).total * 1e3:,.0f} ms | {row.error(Fitted()):+.1%} | "
+            f"| {name} ({row.row.system.partition(',')[0]}) | {row.row.seconds * 1e3:,.0f} | "
+            f"{row.predicted(Fitted()).total * 1e3:,.0f} | {row.error(Fitted()):+.1%} | "
             + (f"{error:+.1%} |" if row.row.fitted else "in no fit |")
         )
     best = asdict(fitted([row for row in rows if row.row.fitted]))

@@ -1,8 +1,59 @@
-"""Folders of diffusers' pipelines, which have one folder for each network."""
+"""Folders of diffusers' pipelines, which have one folder for each network, and the text encoders of each pipeline."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
+from dit.errors import ConfigError
+from dit.safe_files import read_json
+
 PIPELINE_INDEX = "model_index.json"
+_FLUX = {"text_encoder_2": "text={}:padded", "text_encoder": "pooled={}"}
+_WAN = {"text_encoder": "{}:prompt=wan:zero_padded"}
+_SANA = {"text_encoder": "{}:prompt=sana:max_tokens=300"}
+_LUMINA = {"text_encoder": "{}:prompt=lumina2:layer=-2:max_tokens=256"}
+TEXT_ENCODERS: Mapping[str, Mapping[str, str]] = {
+    "DiTPipeline": {},
+    "StableDiffusionPipeline": {"text_encoder": "{}:padded"},
+    "StableDiffusionXLPipeline": {
+        "text_encoder": "text={}:layer=penultimate:padded",
+        "text_encoder_2": "text+pooled={}:layer=penultimate:padded:joined",
+    },
+    "StableDiffusion3Pipeline": {
+        "text_encoder": "text+pooled={}:layer=penultimate:padded",
+        "text_encoder_2": "text+pooled={}:layer=penultimate:padded:joined",
+        "text_encoder_3": "text={}:max_tokens=256:padded:appended",
+    },
+    "PixArtAlphaPipeline": {"text_encoder": "{}:prompt=lower_case:max_tokens=120"},
+    "PixArtSigmaPipeline": {"text_encoder": "{}:prompt=lower_case:max_tokens=300"},
+    **dict.fromkeys(("FluxPipeline", "FluxKontextPipeline", "FluxFillPipeline", "FluxControlPipeline"), _FLUX),
+    "Flux2Pipeline": {"text_encoder": "{}:prompt=flux2:layer=10+20+30:padded"},
+    "Flux2KleinPipeline": {"text_encoder": "{}:prompt=chat:layer=9+18+27:padded"},
+    "QwenImagePipeline": {"text_encoder": "{}:prompt=qwen_image"},
+    "ZImagePipeline": {"text_encoder": "{}:prompt=chat_thinking:layer=-2"},
+    **dict.fromkeys(("WanPipeline", "WanImageToVideoPipeline", "WanVACEPipeline"), _WAN),
+    **dict.fromkeys(("SanaPipeline", "SanaSprintPipeline"), _SANA),
+    **dict.fromkeys(("Lumina2Pipeline", "Lumina2Text2ImgPipeline"), _LUMINA),
+}
+"""Encoders of each class of pipelines by folder, in the syntax of `dit.encoders.text_config`; `{}` is the folder.
+
+Source: diffusers 0.38, `encode_prompt` of each class, and the `max_sequence_length` of its `__call__`.
+"""
+
+
+def text_encoders_of(folder: Path) -> list[str]:
+    """Return the text encoders of a pipeline, in the syntax of `dit.encoders.text_config`.
+
+    Raises:
+        ConfigError: the class of the pipeline is unknown, or the folder of an encoder is missing.
+    """
+    index = read_json(folder / PIPELINE_INDEX, ConfigError, "copy or download it again")
+    name = str(index.get("_class_name")) if isinstance(index, dict) else ""
+    parts = TEXT_ENCODERS.get(name)
+    if not parts:
+        raise ConfigError(f"{name_a_part(folder, 'text_encoder')} (the encoders of class {name!r} are unknown)")
+    if absent := [part for part in parts if not (folder / part / "config.json").is_file()]:
+        raise ConfigError(f"{name} in {folder} has no {', '.join(absent)}; copy or download it again")
+    return [form.format(folder / part) for part, form in parts.items()]
 
 
 def name_a_part(path: Path | str, *kinds: str) -> str:

@@ -35,13 +35,11 @@ class OptimizerConfig:
 
     Attributes:
         lr: peak learning rate.
-        beta1: decay of the mean of the gradient.
-        beta2: decay of the mean of its square.
+        beta1, beta2: decay of the mean of the gradient, and of its square.
         eps: added to the divisor.
-        weight_decay: decoupled; not applied to biases, norms and other one-dimensional parameters.
+        weight_decay: decoupled; not applied to one-dimensional parameters (biases, norms).
         clip_grad: largest global gradient norm; 0 disables clipping.
-        offload: store Adam's moments in host memory, which saves 8 bytes of device memory per parameter; numbers change
-            by rounding.
+        offload: store Adam's moments (8 bytes per parameter) in host memory.
     """
 
     lr: float = 1e-4
@@ -74,55 +72,43 @@ class TrainingConfig:
     """Length, batch, precision, seed and intervals of a run.
 
     Attributes:
-        run_dir: folder for all files of the run.
-        num_steps: optimizer steps of the run, including those before a resume.
-        micro_batch_size: largest number of samples (or packs) per forward pass of a rank. The largest divisor of the
-            global batch up to it is used; results do not depend on it, except with `training.fp8`, whose scales are
-            those of a micro-batch.
+        run_dir: folder of the run.
+        num_steps: optimizer steps, including those before a resume.
+        micro_batch_size: largest number of samples (or packs) per forward pass of a rank.
         global_batch_size: samples (or packs) per optimizer step over all ranks.
-        precision: `bf16` or `fp16` (both with fp32 master weights and gradients), or `fp32`.
-        fp8: precision of the matrix products in transformer blocks: 8-bit numbers with one scale per matrix
-            (`tensorwise`), per 128 numbers (`blockwise`) or per 32 (`mxfp8`); None for `precision`. Weights and all
-            other operations are unchanged (docs/parallelism.md).
+        precision: `bf16` and `fp16` have fp32 master weights and gradients.
+        fp8: 8-bit matrix products in transformer blocks, with one scale per matrix, per 128 numbers or per 32
+            (`mxfp8`).
         loss_scale: fp16 only: constant factor of the loss; None for a dynamic factor.
-        initial_loss_scale: fp16 only: first value of the dynamic factor. A gradient overflow skips the update and
-            halves it.
-        loss_scale_window: fp16 only: steps without overflow after which the dynamic factor doubles.
-        attention: implementation of attention; `auto` selects torch's varlen kernel for bf16 on CUDA, else
-            scaled-dot-product attention, and other kernels where `megatron-dit kernels --verify` has passed.
-            `megatron-dit kernels` lists the available ones. `flash_attn` is FlashAttention 2.
-        linears: library of the parallel linears; `auto` selects Megatron-Core's.
-        kernels: implementation of norms, modulation, residuals, rotary positions, activations and the optimizer's
-            update: `eager`, `triton`, or `compile` (torch.compile of the layers, not under FSDP). `auto` selects
-            `triton` where `megatron-dit kernels --verify` has passed. Numbers change by rounding.
-        deterministic: use kernels with bit-identical results on the same machines and layout; an operation without one
-            ends the run. Slower (docs/runs.md).
-        recompute: activations that the backward pass recomputes: none, the cheap ones (`selective`: norms, activation
-            functions; with `kernels=compile` all except matrix products, attention and communication), or all (`full`).
-        recompute_layers: number of layers of each pipeline stage to recompute, from the first one; None for all.
+        initial_loss_scale: fp16 only: first dynamic factor; an overflow skips the update and halves it.
+        loss_scale_window: fp16 only: steps without overflow until the factor doubles.
+        attention: `auto` selects a kernel that has passed `megatron-dit kernels --verify`, else torch's varlen kernel
+            (bf16 on CUDA) or scaled-dot-product attention.
+        linears: parallel linears; `auto` selects Megatron-Core's.
+        kernels: memory-bound operations and the optimizer's update; `compile` is torch.compile of the layers (not under
+            FSDP). `auto` selects `triton` if `megatron-dit kernels --verify` has passed, else `eager`.
+        deterministic: use slower kernels with bit-identical results.
+        recompute: activations that the backward pass recomputes: none, cheap ones (norms, activation functions), or
+            all.
+        recompute_layers: layers of each pipeline stage to recompute, from the first; None for all.
         seed: of initial weights, data order and all noise.
-        ema_decay: decay of the weight average per step (fp32); None for no average.
-        ema_start_step: the average equals the weights until this step.
+        ema_decay: decay of the weight average; None for no average.
+        ema_start_step: the average starts at this step.
         ema_offload: store the average in host memory.
-        log_interval: steps between log lines; a line is also written before each checkpoint.
+        log_interval: steps between log lines.
         validation_interval: steps between held-out losses; 0 for never.
         sample_interval: steps between sample grids; 0 for never.
-        hooks: user classes, `['package.module.Class']`, called after every step and validation (`dit.training.hooks`).
-            The environment variable DIT_PACKAGES names their packages.
-        stop_at_step: stop after this step as if preempted, with a checkpoint (for tests and short jobs).
-        on_bad_numbers: action if a loss or gradient norm is not finite or spikes: end the run (`stop`), omit the update
-            (`skip`), or return to the last checkpoint and omit the data since then (`rewind`).
-        spike_threshold: a loss or gradient norm this many robust standard deviations above its running median is a
-            spike; None for no limit. 20 tolerates the noise of small batches.
-        max_bad_steps: more bad steps than this within 100 steps end the run.
-        recheck_interval: steps between steps that are computed twice, to detect faulty hardware; 0 for never. Needs
-            `deterministic`.
-        time_limit: wall-clock time of the job, as for Slurm's `--time` (`03:55:00`, `1-00:00:00`, or minutes). The run
-            saves and stops with code 75 before it, as if preempted.
-        collective_timeout_s: a rank that waits longer in a collective ends the run with code 70; must exceed the
-            longest synchronous save, validation or sampling.
-        hang_timeout_s: seconds without progress after which a rank ends the run and names the rank that it waits for;
-            at most 240 if that rank is stopped or dead. None for never.
+        hooks: user classes, `['package.module.Class']`, called after every step and validation; their packages in
+            DIT_PACKAGES.
+        stop_at_step: stop after this step as if preempted, with a checkpoint.
+        on_bad_numbers: after a non-finite number or spike, end the run, omit the update, or return to the last
+            checkpoint and omit the data since then.
+        spike_threshold: robust standard deviations above the running median that are a spike, such as 20.
+        max_bad_steps: bad steps allowed within 100 steps.
+        recheck_interval: interval of steps that are computed twice to detect faulty hardware. Needs `deterministic`.
+        time_limit: wall-clock time as for Slurm's `--time` (`03:55:00`), before which the run saves and exits with 75.
+        collective_timeout_s: wait in a collective that ends the run; longer than any save, validation or sampling.
+        hang_timeout_s: seconds without progress until a rank ends the run and names the cause.
     """
 
     former_settings: ClassVar[Mapping[str, str]] = {"compile": "kernels=compile"}
@@ -276,23 +262,20 @@ class CheckpointConfig:
 
     Attributes:
         interval: steps between checkpoints; 0 saves only at the end.
-        keep_last: number of newest checkpoints to retain, at least 1.
-        keep_every: also retain checkpoints of steps that are multiples of this; 0 for none.
-        keep_best: also retain this many with the lowest held-out loss.
-        async_save: write checkpoints in another process; training waits only for a copy to host memory.
-        save_timeout_s: seconds after which an asynchronous save, or a copy, counts as failed.
-        copy_to: address to which every checkpoint is also copied, such as `s3://bucket/folder`. A run resumes from it
-            if its newest checkpoint is newer than that of the run folder. Copies of another run are an error.
-        resume: `auto` resumes from the newest valid checkpoint, starts from step 0 if there is none, and fails if all
-            are damaged. `must` fails if none is valid. `never` starts from step 0, and fails if one is valid.
-        resume_from: a new run continues from the full state of this run folder or checkpoint. A run with checkpoints
-            resumes from those.
-        start_from: a new run starts from the weights (the average if there is one) of this run folder or checkpoint; or
-            from those of a folder of diffusers, or of `hf://owner/name` on the Hugging Face hub. A run with checkpoints
-            resumes from those.
-        accept_changes: settings such as `optimizer.beta2`, or parts such as `objective`, that may differ from the
-            checkpoint although they change the experiment. `data.path` and `data.blend` also accept other data in the
-            same folder. After a change of the data, reading starts from the beginning.
+        keep_last: newest checkpoints to retain, at least 1.
+        keep_every: also retain those of steps that are multiples of this; 0 for none.
+        keep_best: also retain those with the lowest held-out loss.
+        async_save: write in another process, after a copy to host memory.
+        save_timeout_s: seconds until an asynchronous save, or a copy, counts as failed.
+        copy_to: address of a copy of every checkpoint, such as `s3://bucket/folder`, from which a run also resumes.
+        resume: `auto` resumes from the newest valid checkpoint, or starts at step 0 if there is none. `must` fails if
+            none is valid, `never` if one is.
+        resume_from: run folder or checkpoint whose full state a new run continues. A run with checkpoints resumes from
+            those.
+        start_from: source of a new run's weights: a run folder or checkpoint (its average, if any), a folder of
+            diffusers, or `hf://owner/name` on the Hugging Face hub. A run with checkpoints resumes from those.
+        accept_changes: settings or parts that may differ from the checkpoint; `data.path` and `data.blend` also accept
+            changed data, read from the beginning.
     """
 
     interval: int = 1000
@@ -338,14 +321,12 @@ class LoggingConfig:
 
     Attributes:
         tensorboard: write `events/` in the run folder.
-        wandb: mirror to Weights & Biases; offline without a key. None mirrors if there is a key and the package is
-            installed.
+        wandb: mirror to Weights & Biases; None: if there is a key and the package.
         wandb_project: project of the run.
-        wandb_name: name of the run; None for wandb's default.
-        wandb_group: group of the run; None for wandb's default.
-        wandb_artifacts: upload each checkpoint as an artifact; training waits while its files are hashed and copied.
-        part_norms: also log the gradient norm of each part of the model, as `grad_norm/layers.attention`.
-        profile_steps: first and last step that rank 0 traces into `profile/`, such as [10, 11].
+        wandb_name, wandb_group: name and group of the run; None for wandb's defaults.
+        wandb_artifacts: upload checkpoints; training waits while files are hashed and copied.
+        part_norms: log the gradient norm of each part of the model.
+        profile_steps: first and last step that rank 0 traces into `profile/`.
     """
 
     tensorboard: bool = True
@@ -373,25 +354,19 @@ class SamplingConfig:
 
     Attributes:
         solver: integrator of the sampling ODE or SDE.
-        num_steps: solver steps; `heun` calls the network twice per step.
-        variance: noise variance of `ancestral`: that of the posterior given x0 (`small`), beta of the forward step
-            (`large`), or `learned` (`ddpm_learned_variance`).
+        num_steps: solver steps.
+        variance: noise variance of `ancestral`: of the posterior given x0, of the forward step, or learned.
         guidance_scale: classifier-free guidance x0 = uncond + scale * (cond - uncond); 1 for none.
-        guidance_channels: guide only this many channels of a latent, from the first one (3 of 4 in
-            facebookresearch/DiT); None for all.
-        guidance_rescale: share of the guided prediction that is scaled to the standard deviation of the conditional
-            one; 0.7 in Lin et al. 2023, arXiv:2305.08891.
-        guidance_interval: smallest and largest noise level sigma / alpha with guidance; None for all
-            (arXiv:2404.07724).
-        churn: `[s_churn, s_tmin, s_tmax, s_noise]` of EDM, such as `[40, 0.05, 50, 1.003]`: `heun` adds noise before
-            its steps (Karras et al. 2022, arXiv:2206.00364, Algorithm 2).
-        thresholding: limit of the clean estimate, for pixels: `static` clamps it to [-1, 1]; `dynamic` divides each
-            sample by its 99.5 % quantile if that is above 1 (Imagen).
+        guidance_channels: guide only this many channels (3 of 4 in facebookresearch/DiT).
+        guidance_rescale: share of the guided prediction that is rescaled (arXiv:2305.08891: 0.7).
+        guidance_interval: smallest and largest sigma / alpha with guidance (arXiv:2404.07724).
+        churn: `[s_churn, s_tmin, s_tmax, s_noise]` of EDM's stochastic `heun` (arXiv:2206.00364, Algorithm 2).
+        thresholding: clamp the clean estimate of pixels to [-1, 1], or divide it by its 99.5 % quantile above 1
+            (`dynamic`, Imagen).
         samples_per_class: rows of the grid.
-        raw_weights: during training, also draw a grid with the raw weights.
-        prompts: texts to sample instead of classes.
-        vae: autoencoder that decodes latents: a folder in diffusers' layout, or a name on the Hugging Face hub; None
-            for that of the data.
+        raw_weights: also draw a grid with the raw weights.
+        prompts: texts instead of classes.
+        vae: autoencoder that decodes latents, a folder or hub name; None for that of the data.
         seed: of the initial noise.
     """
 

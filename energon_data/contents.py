@@ -21,6 +21,7 @@ class Contents:
         text_encoder: encoder of the texts, as in `dit.encoders.text_config`; None if the file does not state it.
         num_classes: number of classes; 0 unless every sample has a class.
         captions: a few captions.
+        edited: whether samples have a reference that they are edited from.
         num_train, num_held_out: number of samples; None if the file does not state it.
     """
 
@@ -30,6 +31,7 @@ class Contents:
     text_encoder: Optional[str] = None
     num_classes: int
     captions: tuple[str, ...]
+    edited: bool = False
     num_train: Optional[int]
     num_held_out: Optional[int]
 
@@ -62,6 +64,7 @@ class Contents:
                 if all_labelled
                 else 0,
                 captions=tuple(description.get("captions", ())),
+                edited=description.get("edited", 0) > 0,
                 num_train=counts.get("train"),
                 num_held_out=counts.get("val", 0) if counts else None,
             )

@@ -64,11 +64,11 @@ def _from_numpy(value: np.ndarray, stem: str) -> Tensor:
         raise SampleError("wrong_part", f"{stem}.npy holds {value.dtype}, which is no number type of torch") from error
 
 
-def _pixels(sample: dict[str, Any]) -> Optional[Tensor]:
+def _pixels(sample: dict[str, Any], wanted: str = PIXELS) -> Optional[Tensor]:
     """Decode the picture or video of a sample, uint8 `[3, T, H, W]`; None if it has none."""
     for name, data in sample.items():
         stem, _, extension = name.partition(".")
-        if stem == PIXELS and extension in PICTURES | VIDEOS:
+        if stem == wanted and extension in PICTURES | VIDEOS:
             return read_pixels(data, extension)
     return None
 
@@ -164,20 +164,29 @@ def _list_of_numbers(metadata: dict[str, Any], names: tuple[str, ...]) -> Option
     return torch.tensor([finite_number({name: value}, name) for value in values])
 
 
-def read_reference(clip: Clip) -> Optional[Tensor]:
+def read_reference(
+    sample: dict[str, Any], latent: Tensor, change: Optional[Callable[[Tensor], Tensor]] = None
+) -> Optional[Tensor]:
     """Return the latent that a sample is edited from, `[C, T, H, W]` float32; None if it has none.
+
+    Args:
+        latent: of the sample.
+        change: augments pixels of the reference as those of the sample.
 
     Raises:
         SampleError: it has other channels than the sample, or another rank.
     """
-    reference = _tensor(clip.parts, REFERENCE)
+    reference = _tensor(sample, REFERENCE)
     if reference is None:
-        return None
+        pixels = _pixels(sample, REFERENCE)
+        if pixels is None:
+            return None
+        reference = pixel_values(pixels if change is None else change(pixels))
     reference = reference[:, None] if reference.dim() == 3 else reference
-    if reference.dim() != 4 or 0 in reference.shape or len(reference) != len(clip.latent):
+    if reference.dim() != 4 or 0 in reference.shape or len(reference) != len(latent):
         raise SampleError(
             "wrong_shape",
-            f"the reference has shape {list(reference.shape)}, expected [{len(clip.latent)}, T, H, W] as the latent",
+            f"the reference has shape {list(reference.shape)}, expected [{len(latent)}, T, H, W] as the latent",
         )
     return reference.float()
 
@@ -239,7 +248,10 @@ def _media(
 
 @stateless
 def cook_clip(
-    sample: dict[str, Any], vae: Optional[Geometry] = None, change: Optional[Callable[[Tensor], Tensor]] = None
+    sample: dict[str, Any],
+    vae: Optional[Geometry] = None,
+    change: Optional[Callable[[Tensor], Tensor]] = None,
+    references: bool = False,
 ) -> Clip:
     """Create a clip from the decoded parts of a sample.
 
@@ -247,6 +259,7 @@ def cook_clip(
         vae: autoencoder that encodes pixels on the training device; None if latents are stored or pixels are the
             latents.
         change: augments pixels, uint8 `[3, T, H, W]`.
+        references: also read the latent that the sample is edited from.
 
     Raises:
         SampleError: the latent is missing or has the wrong rank or type, or the loss weight is out of range.
@@ -274,6 +287,7 @@ def cook_clip(
         shard=sample["__shard__"],
         id=sample_id(key),
         loss_weight=1.0 if weight is None else weight,
+        reference=read_reference(sample, latent, change) if references else None,
     )
 
 

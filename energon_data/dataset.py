@@ -40,38 +40,32 @@ class EnergonData(ReaderSettings, DataConfig):
     Attributes:
         path: a data set folder with `.nv-meta`, or a metadataset `.yaml`.
         blend: data sets with weights instead of `path`: `[{path: DIR, weight: 3}, ...]`.
-        blend_steps: steps at which the weights change; each weight is then a list with one number per stage.
-        shuffle_buffer: samples shuffled in memory before batching; 0 for none.
-        max_samples_per_sequence: split shards into runs of about this many samples and shuffle the runs; None for
-            complete shards.
-        pack_cost_tokens: limit the work of a pack to that of one sample of this many tokens, so that ranks wait less;
-            `max_tokens_per_pack` may be 1.25 times this.
-        packing_buffer_size: number of buffered samples from which packs are filled.
-        pad_packs: pad every pack to `max_tokens_per_pack`, so all have one shape.
-        bucket_by_shape: batch only samples of the same shape together, as convolutional backbones need.
+        blend_steps: steps at which the weights change; each weight is then a list.
+        shuffle_buffer: samples shuffled in memory.
+        max_samples_per_sequence: shuffle sequences of about this many samples; None: complete shards.
+        pack_cost_tokens: limit the work of a pack to that of one sample of this many tokens.
+        packing_buffer_size: buffered samples from which packs are filled.
+        pad_packs: pad packs to `max_tokens_per_pack`.
+        bucket_by_shape: batch samples of one shape, for convolutional backbones.
         max_text_tokens: truncate longer texts; None for no limit.
         max_tokens_per_sample: drop longer samples; None for the length of a pack.
         min_aesthetic_score: drop samples with a lower score, or without one.
-        min_side: drop pictures and clips with a smaller side, in stored pixels.
-        max_side: drop pictures and clips with a larger side, in stored pixels.
-        max_aspect_ratio: drop samples with a larger ratio of longer to shorter side.
-        min_seconds: drop shorter clips; an image lasts 0 seconds.
-        max_seconds: drop longer clips.
-        min_caption_length: drop samples with a shorter caption, in characters.
-        max_caption_length: drop samples with a longer caption, in characters.
-        resize_side: resize the smaller side of pictures and clips to this many pixels at load time.
-        crop_size: crop to this height and width in pixels at load time.
-        random_crop: crop at a random position; otherwise, and in held-out data, at the centre.
-        flip: probability that a picture or clip is mirrored; never in held-out data.
-        corrupt_low_resolution: blur, resize and add noise to derived low-resolution pictures; never in held-out data.
-        vary_captions: draw one of a sample's captions at each read; otherwise, and in held-out data, use the first.
-        require_checksums: count samples without a CRC32 of each part as damaged. Existing checksums are always
-            verified.
-        online_vae: an autoencoder that encodes stored pixels in every step; None if latents are stored.
-        online_text_encoder: encoders, such as `text=google/t5-v1_1-xl,pooled=openai/clip-vit-large-patch14`, that embed
-            stored captions in every step; None if embeddings are stored.
-        online_precision: precision of these encoders; their outputs are float32.
-        validation_split: name of the split that held-out losses are measured on.
+        min_side, max_side: drop pictures and clips with a smaller or larger side (pixels).
+        max_aspect_ratio: drop samples whose longer side divided by the shorter is larger.
+        min_seconds, max_seconds: drop shorter or longer clips; an image lasts 0 seconds.
+        min_caption_length, max_caption_length: drop samples with a shorter or longer caption (characters).
+        resize_side: resize the smaller side of stored pixels to this many.
+        crop_size: crop to this height and width, after resizing.
+        random_crop: crop at a random position; held-out data at the centre.
+        flip: probability of mirroring; not of held-out data.
+        corrupt_low_resolution: blur, resize and add noise to low-resolution pictures in training.
+        vary_captions: draw one of a sample's captions at each read.
+        require_checksums: count samples without CRC32 as damaged.
+        online_vae: autoencoder that encodes stored pixels in every step.
+        online_text_encoder: encoders of stored captions in every step, such as
+            `text=google/t5-v1_1-xl,pooled=openai/clip-vit-large-patch14`.
+        online_precision: precision of these encoders.
+        validation_split: split for held-out losses.
         validation_samples: held-out samples of one pass; None for the full split.
     """
 

@@ -58,8 +58,7 @@ class _Deliveries(BaseWrapperDataset):
 @patches(
     "megatron-energon 7.4",
     "megatron/energon/savable_loader.py: SavableDataLoader.pin_memory, generator",
-    why="pinning cannot be disabled, and its warning appears without a GPU; without a generator the base seed changes "
-    "later draws",
+    why="pinning cannot be disabled; without a generator the base seed changes later draws",
 )
 def _loader(dataset: SavableDataset, ledger: SkipCounter) -> SavableDataLoader:
     loader = SavableDataLoader(_Deliveries(dataset, ledger), watchdog_timeout_seconds=None, gc_collect_every_n_steps=0)
@@ -90,7 +89,7 @@ def _opened(get_dataset: Callable[..., SavableDataset], path: str, **options: An
 @patches(
     "megatron-energon 7.4",
     "megatron/energon/wrappers/packing_dataset.py: state of PackingDataset",
-    why="selected samples return to the buffer if settings that group samples change",
+    why="selected samples return to the buffer if settings change",
 )
 def _with_unselected(state: Any) -> Any:
     """In a saved state, move samples of packs that were selected but not delivered back to the reading buffer."""
@@ -217,7 +216,7 @@ class EnergonSource:
         "megatron-energon 7.4",
         "megatron/energon/savable_loader.py: SavableDataLoaderState, _get_batch_size, state of "
         "SimpleSavableDatasetWrapper",
-        why="a position saved by one stream is restored in a loader with another layout",
+        why="a position of one stream is restored under another layout",
     )
     def load(self, state: dict[str, Any]) -> None:
         """Continue from `state`; call before the first `next`."""

@@ -59,7 +59,7 @@ class Samples(ReaderSettings, DataConfig):
     `__getitem__` may raise any exception for a damaged sample, which is then dropped and counted.
 
     Attributes:
-        packing_buffer_size: number of buffered samples from which packs are filled.
+        packing_buffer_size: buffered samples from which packs are filled.
         max_text_tokens: longer texts are truncated; None for no limit.
         same_shape: whether all samples have the shape of the first, as convolutional networks need.
         validation_samples: number of samples held out from training, selected at random; 0 for none.
@@ -180,7 +180,7 @@ def _clip(samples: Samples, index: int) -> Clip:
         else:
             numbers[name] = value if isinstance(value, (int, float)) else value.item()
     source = {"__key__": str(index), "__shard__": samples.origin, "__restore_key__": (), "__sources__": None}
-    return cook_clip({"json": numbers, **parts, **source})
+    return cook_clip({"json": numbers, **parts, **source}, references=samples.references)
 
 
 def _content(samples: Samples, index: int) -> bytes:

@@ -39,13 +39,11 @@ class MockData(StreamSettings, DataConfig):
     Packs are filled in order, and padded to `max_tokens_per_pack`.
 
     Attributes:
-        frames: frames of every latent.
-        height: height of every latent.
-        width: width of every latent.
-        shapes: several sizes, used in turn, such as `["1x32x32", "8x16x16"]` (frames x height x width).
-        text_tokens: tokens of the longest text; the shortest has half of them.
+        frames, height, width: size of every latent.
+        shapes: sizes used in turn instead, such as `["1x32x32", "8x16x16"]`.
+        text_tokens: tokens of the longest text.
         fps: frames per second of every clip.
-        dataset_size: number of distinct samples; None for no limit.
+        dataset_size: distinct samples; None for no limit.
         validation_samples: held-out samples of one pass.
     """
 

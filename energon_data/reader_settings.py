@@ -24,8 +24,7 @@ class ReaderSettings(StreamSettings):
     Attributes:
         background: read every stream in a separate worker process, ahead of training (only on Linux).
         max_lost_samples: damaged samples that a data-parallel rank may drop before the run ends.
-        references: read the part `reference` of each sample that has one, a latent `[C, T, H, W]` that the sample is
-            edited from. Its tokens are clean and follow those of the sample.
+        references: read latents or pictures from which samples are edited (part `reference`).
     """
 
     background: bool = True

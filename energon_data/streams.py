@@ -37,14 +37,12 @@ class StreamSettings:
     """Streams and packs of every data source.
 
     Attributes:
-        num_streams: global streams of the run, a divisor of a step's micro-batches; None for the largest divisor up to
-            8, or for the number of the checkpoint that the run resumes from. More replicas than streams read the data
-            several times: set the largest number of replicas of the run.
-        max_tokens_per_pack: pack samples up to this many tokens (micro_batch_size must be 1); None for dense batches.
-        pack_multiple_of: select samples into packs as if each were padded to a multiple of this, so that packs do not
-            depend on the layout.
-        clean_first_frame: share of the clips whose first frame (of tokens) is clean, to train image to video.
-        frame_levels: share of the clips in which every frame (of tokens) has its own noise level.
+        num_streams: global streams, a divisor of a step's micro-batches; None for the largest up to 8. Best: the
+            largest number of replicas.
+        max_tokens_per_pack: pack samples up to this many tokens; None for dense batches.
+        pack_multiple_of: count samples as padded to a multiple of this when packs are selected.
+        clean_first_frame: share of the clips whose first frame is clean, to train image to video.
+        frame_levels: share of the clips with a noise level for every frame.
     """
 
     num_streams: Optional[int] = None

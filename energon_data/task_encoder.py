@@ -28,7 +28,7 @@ from dit.encoders.vae import Geometry
 from dit.patches import patches
 from dit.patchify import Grid, frames_to_patch
 from energon_data.augment import Augmentation, Visit
-from energon_data.cookers import COOKERS, read_caption, read_condition, read_reference
+from energon_data.cookers import COOKERS, read_caption, read_condition
 from energon_data.corruption import Corruption
 from energon_data.decoder import decode_sample
 from energon_data.filters import FilteredOutError, Filters
@@ -53,7 +53,7 @@ class EncoderOptions:
         max_tokens_per_pack: fill packs up to this many tokens; None for dense batches of `spec.micro_batch_size`.
         pack_multiple_of: samples are selected into packs as if each were padded to a multiple of this many tokens.
         cost_limit: limit of the work of a pack; None for no limit.
-        pad_packs: pad every pack to `max_tokens_per_pack`, so all have one shape.
+        pad_packs: pad packs to `max_tokens_per_pack`.
         bucket_by_shape: batch only samples of the same latent shape together (convolutional backbones need it).
         vae: sizes of the online autoencoder; None if samples contain latents.
         embedded: conditions that the training device computes from the captions.
@@ -134,7 +134,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         "megatron-energon 7.4",
         "megatron/energon/flavors/webdataset/sample_loader.py: join_readers; task_encoder/base.py: "
         "build_cook_crude_sample",
-        why="its reader and its three steps per sample take more time than the decoding of a small sample",
+        why="its reader takes more time than decoding a small sample",
     )
     def build_cook_crude_sample(
         self, dataset: SavableDataset, *, subflavors: dict[str, Any], **kwargs: Any
@@ -222,7 +222,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             decoded[name] = sample[name]
         augmentation = self.options.augmentation
         change = None if augmentation is None else partial(augmentation, visit=visit)
-        clip = cook(decoded, vae=self.options.vae, change=change)
+        clip = cook(decoded, vae=self.options.vae, change=change, references=self.options.references)
         captions = clip.metadata.get(CAPTIONS)
         if self.options.vary_captions and isinstance(captions, list) and captions:
             clip.wording = visit.caption(len(captions))
@@ -242,8 +242,8 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         """
         spec = self.spec
         clip.latent, clip.grid = self._fitting(clip.latent, "latent")
-        if self.options.references and (reference := read_reference(clip)) is not None:
-            clip.reference, clip.reference_grid = self._fitting(reference, "reference")
+        if clip.reference is not None:
+            clip.reference, clip.reference_grid = self._fitting(clip.reference, "reference")
             self.options.filters.check_values(clip.reference, "values of the reference")
         filters = self.options.filters
         filters.check_length(clip.num_tokens)

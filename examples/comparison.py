@@ -3,7 +3,7 @@
 import argparse
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Optional
 
 import torch
 from torch import Tensor
@@ -51,12 +51,18 @@ def folder_to_compare(args: argparse.Namespace, generator: "Generator", names: C
 
 
 def draw_samples(
-    args: argparse.Namespace, generator: "Generator", conditions: "Mapping[str, Sequence[Value]]"
+    args: argparse.Namespace,
+    generator: "Generator",
+    conditions: "Mapping[str, Sequence[Value]]",
+    references: Optional[Sequence[Tensor]] = None,
 ) -> Tensor:
     """Draw a sample for each value of the conditions (collective).
 
     Batches are distributed over the ranks. They do not depend on the number of ranks, so the samples are bit-identical
     on any number of ranks.
+
+    Args:
+        references: latent that each sample is edited from; None for none.
 
     Returns:
         Latents `[N, C, T, H, W]`, all of them on every rank, on its device.
@@ -68,7 +74,10 @@ def draw_samples(
     for start in starts[rank::ranks]:
         rows = range(start, min(start + at_once, count))
         of_batch = {name: [values[i] for i in rows] for name, values in conditions.items()}
-        batches.append(generator.generate(conditions=of_batch, numbers=rows, **sampling_settings(args)))
+        settings = sampling_settings(args)
+        if references is not None:
+            settings["references"] = references[rows.start : rows.stop]
+        batches.append(generator.generate(conditions=of_batch, numbers=rows, **settings))
     if ranks == 1:
         return torch.cat(batches)
     import torch.distributed as dist

@@ -16,6 +16,7 @@ from dit.encoders.vae import VAE, Geometry
 from dit.errors import ConfigError
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import parameter_shapes
+from dit.pipeline_folder import TEXT_ENCODERS
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +57,7 @@ def write_pipeline(
         assert isinstance(trained.objective, FlowMatching)  # `pipeline_of`
         scheduler = spaced_scheduler(trained.objective, num_steps_of(trained))
         notes.append(f"the scheduler takes the noise levels of launch.sample in {num_steps_of(trained)} steps only")
-    if pipeline.note is not None:
+    if pipeline.note is not None and any(encoder.prompt == "plain" for encoder in encoders):
         notes.append(pipeline.note)
     if pipeline.flow and not pipeline.guided_by_texts and trained.sampling.get("guidance_scale", 1.0) != 1:
         notes.append(f"{pipeline.class_name} is called without guidance by texts, as launch.sample --guidance-scale 1")
@@ -70,13 +71,13 @@ def write_pipeline(
         VAE(autoencoder).save(folder / "vae", shift=pipeline.shift)
         classes: dict[str, str] = {}
         for part, encoder in zip(pipeline.texts, encoders, strict=True):
-            names = [f"text_encoder{part.suffix}", f"tokenizer{part.suffix}"]
+            names = [part.folder, part.folder.replace("text_encoder", "tokenizer")]
             saved = TextEncoder(encoder).save(*(folder / name for name in names), cut=part.cut)
             classes |= dict(zip(names, saved, strict=True))
         return {"model_index.json": to_json(model_index(pipeline, form, trained, classes))}
 
     token_limits = {
-        part.makes: encoder.geometry().max_tokens for part, encoder in zip(pipeline.texts, encoders, strict=True)
+        part.folder: encoder.geometry().max_tokens for part, encoder in zip(pipeline.texts, encoders, strict=True)
     }
     pixels = geometry.pixel_shape(*trained.latent_size)
     code = loading_lines(pipeline, trained, pixels=pixels, most_tokens=token_limits)
@@ -143,19 +144,21 @@ def check_encoders(pipeline: Pipeline, line: Optional[str]) -> list[TextEncoderC
         available = [(encoder, encoder.geometry().kind) for encoder in check_text_encoder(line).encoders]
     encoders = []
     for part in pipeline.texts:
-        needs = f"{part.known} that makes {' and '.join(f'`{entry}`' for entry in part.makes)}"
-        needs += "" if part.padded is None else f", with{'' if part.padded else 'out'} `:padded`"
-        needs += ", with `:zero_padded`" if part.zero_padded else ""
-        needs += "" if part.layer == "last" else f", `:layer={part.layer}`"
-        needs += ", `:joined`" if part.joined else ""
+        required = TextEncoderConfig.parse(TEXT_ENCODERS[pipeline.class_name][part.folder].format("-"))
+        makes, pads = required.makes, "text" in required.makes  # a pooled vector does not depend on padding
+        needs = f"{part.known} that makes {' and '.join(f'`{entry}`' for entry in makes)}"
+        needs += f", with{'' if required.padded else 'out'} `:padded`" if pads else ""
+        needs += ", with `:zero_padded`" if required.zero_padded else ""
+        needs += f", `:layer={required.layer_names}`" if required.layers else ""
+        needs += ", `:joined`" if required.joined else ""
+        same = {name: getattr(required, name) for name in ("layers", "joined", "zero_padded", *["padded"] * pads)}
         fitting = [
             encoder
             for encoder, kind in available
-            if set(part.makes) <= set(encoder.makes)
+            if set(makes) <= set(encoder.makes)
             and kind in part.kinds
-            and (encoder.layer, encoder.joined) == (part.layer, part.joined)
-            and part.padded in (None, encoder.padded)
-            and encoder.zero_padded == part.zero_padded
+            and encoder.prompt in ("plain", required.prompt)
+            and all(getattr(encoder, name) == value for name, value in same.items())
         ]
         if not fitting:
             raise ConfigError(

@@ -1,5 +1,7 @@
-"""The picture that samples start from: read, brought to their size, and encoded as the model's data are."""
+"""Pictures that samples start from or are edited from, as latents of the model."""
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
@@ -10,6 +12,33 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from dit.inference.decoding import Decoder
+    from dit.inference.drawing import Request
+
+
+def with_references(
+    requests: Sequence["Request"], paths: Sequence[Path], count: int, read: Callable[[Path], "Tensor"]
+) -> list["Request"]:
+    """Return the requests with the picture that each is edited from.
+
+    Args:
+        paths: one picture for all, or one for each `count` requests.
+        read: returns the latent of a picture, `[C, 1, H, W]`.
+
+    Raises:
+        ConfigError: the number of pictures is neither 1 nor that of the texts or classes.
+    """
+    samples = len(requests) // count
+    if len(paths) not in (1, samples):
+        raise ConfigError(f"--reference has {len(paths)} pictures for {samples} samples; give one, or one for each")
+    latents = [read(path) for path in paths]
+    return [
+        replace(
+            request,
+            reference=latents[(number := i // count % len(paths))],
+            record=request.record | {"reference": str(paths[number])},
+        )
+        for i, request in enumerate(requests)
+    ]
 
 
 def read_initial(

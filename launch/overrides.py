@@ -211,7 +211,7 @@ def _list_of_mappings(text: str, key: str) -> Optional[list[dict[str, Any]]]:
 @patches(
     "nemo-run 0.11",
     "nemo_run/config.py: get_type_namespace, and its catalogue of factories",
-    why="nemo-run interprets any word as a factory before it interprets it as a string",
+    why="nemo-run interprets any word first as a factory",
 )
 def _component(text: str, targets: list[type], key: str, load_component: Callable[[str], None]) -> Config:
     """Build the named part, with the settings in its parentheses if there are any."""

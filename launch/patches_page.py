@@ -21,17 +21,14 @@ HEAD = """# Patches of other libraries
 <!-- Written by `python -m launch.patches_page --write`; a test keeps it current. Edit the decorators instead. -->
 
 This page lists the code that replaces, overrides or uses private parts of Megatron-Core, Megatron-Energon, torch and
-nemo-run. Each patch checks the installed version when it is applied, and refuses versions that it was not written for.
-To upgrade a library, compare each part with the new version, extend the versions in the decorator `patches`
+nemo-run. A patch refuses versions of the library that it was not written for. To upgrade a library,
+compare each part with the new version, extend the versions in the decorator `patches`
 ([dit/patches.py](../dit/patches.py)), and widen the bound in `pyproject.toml`.
 """
 PRIVATE = """## Private names
 
-Names with a leading underscore that are used but not replaced. A file fails at the first use of a name that a new
-version lacks.
-
-| file | names |
-| --- | --- |"""
+Names with a leading underscore that are used but not replaced. A file fails at the first use of a missing name.
+"""
 
 
 class Patch(NamedTuple):
@@ -106,16 +103,14 @@ def page() -> str:
     found = [patch for file, tree in trees.items() for patch in patches_of(file, tree)]
     blocks = [HEAD]
     for library in sorted({patch.library for patch in found}):
-        rows = [f"## {library}\n", "| part | function | reason |", "| --- | --- | --- |"]
+        rows = [f"## {library}\n"]
         for patch in found:
             if patch.library == library:
                 link = f" ([upstream]({patch.link}))" if patch.link else ""
-                rows.append(f"| `{patch.part}` | [`{patch.function}`](../{patch.file}) | {patch.why}{link} |")
+                rows.append(f"* [`{patch.function}`](../{patch.file}), `{patch.part}`: {patch.why}{link}")
         blocks.append("\n".join(rows) + "\n")
     names = {file: sorted(private_names(tree)) for file, tree in trees.items()}
-    rows = [
-        f"| [{file}](../{file}) | {', '.join(f'`{name}`' for name in used)} |" for file, used in names.items() if used
-    ]
+    rows = [f"* [{file}](../{file}): {', '.join(f'`{name}`' for name in used)}" for file, used in names.items() if used]
     return "\n".join([*blocks, PRIVATE, *rows]) + "\n"
 
 

@@ -9,6 +9,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Optional, get_args, get_type_hints
 
@@ -20,7 +21,7 @@ from dit.terminal import counted, echo
 from launch import environment
 from launch.argument_types import at_least_one, command_parser, frame_rate, height_and_width
 from launch.cascade import Stage, add_cascade_arguments, read_pictures, read_stages, with_pictures
-from launch.initial_picture import check_strength, read_initial
+from launch.initial_picture import check_strength, read_initial, with_references
 from launch.sample_requests import add_request_arguments, what_to_draw
 
 if TYPE_CHECKING:
@@ -44,6 +45,7 @@ examples
   python -m launch.sample --cascade base=RUN_64 sr256=RUN_256 --stage sr256 steps=20 --prompt "a red kite"
   python -m launch.sample --checkpoint RUN --prompt "a red train" --init sketch.png --strength 0.6
   python -m launch.sample --checkpoint RUN --prompt "waves at a beach" --first-frame beach.png --out waves.mp4
+  python -m launch.sample --checkpoint runs/letters_edit --reference q.png --prompt "make it bold" --out bold.png
   python -m launch.sample --checkpoint HIGH --low-noise LOW --prompt "a red train" --out train.mp4
   python -m launch.sample --checkpoint RUN/checkpoints/step_0100000 --guide RUN/checkpoints/step_0020000
   torchrun --standalone --nproc-per-node 8 -m launch.sample --checkpoint RUN --prompts prompts.jsonl --files pictures
@@ -149,6 +151,14 @@ def build_parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="PICTURE",
         help="start clips with this picture (image to video; train with data.clean_first_frame)",
+    )
+    parser.add_argument(
+        "--reference",
+        nargs="+",
+        type=Path,
+        default=[],
+        metavar="PICTURE",
+        help="edit this picture as the prompt says, or one for each prompt (train with data.references)",
     )
     parser.add_argument(
         "--strength", type=float, metavar="X", help="how far from --init: the share of the steps that are made (0.75)"
@@ -329,6 +339,10 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
         latent_size = 1, *generator.size_of(settings.get("frames"), settings.get("size"))[1:]
         settings |= {"first_frame": read_initial(args.first_frame, latent_size, channels, decode, "--first-frame")}
         init = {"first_frame": str(args.first_frame)}
+    if args.reference:
+        latent_size = 1, *generator.size_of(settings.get("frames"), settings.get("size"))[1:]
+        read = partial(read_initial, latent_size=latent_size, channels=channels, decoder=decode, option="--reference")
+        requests = with_references(requests, args.reference, args.count, read)
     gallery = Gallery(
         [request.caption for request in requests],
         [request.record | init for request in requests],

@@ -8,9 +8,11 @@ import inspect
 import re
 import sys
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
-from itertools import chain
+from itertools import chain, groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple, Optional, TypeAlias, get_type_hints
 
@@ -44,10 +46,10 @@ HEAD = """# Settings
 
 <!-- Written by `python -m launch.settings_page --write`; a test keeps it true. Edit the docstrings instead. -->
 
-`key.path=value` on the command line, an attribute of the recipe in Python, a key of `config.yaml`. A part is swapped by
-name or with its fields (`objective=edm`, `objective=ddpm(prediction='v')`); `--dryrun` prints what a run resolves to. A
-value out of its range is refused before anything is built, with the range. So is a value other than the default that
-has no effect because of other settings. Intervals above `training.num_steps` are reported by the dry run and the log.
+All settings, by part and class. Each line is `key=default` (other values or types): meaning. The key follows the name
+of its part: `training.num_steps=100`. Settings of several classes come first; a class has those listed under "Also",
+with the defaults in brackets. Select classes by name: `objective=ddpm(prediction='v')`. `--dryrun` prints all settings
+of a run. A value out of range, or without effect because of other settings, is an error.
 """
 _ENTRY = re.compile(r"^([a-z_0-9]+(?:, [a-z_0-9]+)*): (.*)$")
 
@@ -77,30 +79,34 @@ def meanings(kind: type) -> dict[str, tuple[str, type]]:
     return texts
 
 
-def _type(annotation: object) -> str:
-    """Return an annotation in the syntax of the command line."""
+def _alternatives(annotation: object) -> tuple[str, ...]:
+    """Return the values and types that an annotation accepts."""
+    arguments = typing.get_args(annotation)
     if typing.get_origin(annotation) is typing.Literal:
-        return ", ".join(f"`{value}`" for value in typing.get_args(annotation))
+        return tuple(f"`{value}`" for value in arguments)
     if typing.get_origin(annotation) is typing.Union:
-        return " or ".join("None" if part is type(None) else _type(part) for part in typing.get_args(annotation))
-    if inspect.isclass(annotation) and not typing.get_args(annotation):
-        return annotation.__name__
-    return str(annotation).replace("typing.", "")
+        return tuple(chain.from_iterable(map(_alternatives, arguments)))
+    if annotation is type(None):
+        return ("None",)
+    if inspect.isclass(annotation) and not arguments:
+        return (annotation.__name__,)
+    return (str(annotation).replace("typing.", ""),)
 
 
 SHARED = 2
 """A setting that this many classes of a part have, with the same type and meaning, is described once."""
 
 
-Key: TypeAlias = tuple[str, str, str]
+Key: TypeAlias = tuple[str, tuple[str, ...], str]
 
 
 class Row(NamedTuple):
     """A setting of a class."""
 
     name: str
-    kind: str
-    default: str
+    kind: tuple[str, ...]
+    """Accepted values and types."""
+    default: object
     meaning: str
     owner: type
     """The class with the description."""
@@ -109,6 +115,19 @@ class Row(NamedTuple):
     def key(self) -> Key:
         """Name, type and meaning."""
         return self.name, self.kind, self.meaning
+
+    @property
+    def assignment(self) -> str:
+        """The default as on the command line."""
+        return f"`{self.name}={str(self.default).replace(', ', ',')}`"
+
+    @property
+    def description(self) -> str:
+        """The meaning after the types and values that the default does not show."""
+        shown = {f"`{self.default}`", str(self.default), type(self.default).__name__}
+        others = [kind for kind in self.kind if kind.partition("[")[0] not in shown]
+        types = f" ({', '.join(others)})" if others else ""
+        return f"{types}: {self.meaning}"
 
 
 def rows(kind: type) -> Iterator[Row]:
@@ -121,21 +140,16 @@ def rows(kind: type) -> Iterator[Row]:
     for field in dataclasses.fields(kind):
         if field.name not in descriptions:
             raise ValueError(f"{kind.__name__}.{field.name} has no line under `Attributes` or `Args` of its docstring")
-        default: object = field.default
-        if default is dataclasses.MISSING:
-            factory = field.default_factory
-            default = "required" if factory is dataclasses.MISSING else factory()
-        default_text = "required" if default == "required" else f"`{default}`"
-        meaning, owner = descriptions[field.name]
-        yield Row(field.name, _type(types[field.name]), default_text, meaning.replace("|", "\\|"), owner)
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        yield Row(field.name, _alternatives(types[field.name]), default, *descriptions[field.name])
 
 
 ANY_CLASS = "Shared settings"
-"""Title of the table of settings that classes without a common base describe in the same words."""
+"""Title of the settings that classes without a common base describe in the same words."""
 
 
 def shared_rows(tables: Iterable[Sequence[Row]]) -> dict[Key, tuple[str, Row]]:
-    """Return the settings that several classes share, each with the title of its table and its first row.
+    """Return the settings that several classes share, each with its title and the row with the most frequent default.
 
     Args:
         tables: settings of each class of a part.
@@ -143,11 +157,29 @@ def shared_rows(tables: Iterable[Sequence[Row]]) -> dict[Key, tuple[str, Row]]:
     by_key: dict[Key, list[Row]] = {}
     for row in chain.from_iterable(tables):
         by_key.setdefault(row.key, []).append(row)
-    shared = {key: group for key, group in by_key.items() if len(group) >= SHARED}
-    owners = {key: {row.owner for row in group} for key, group in shared.items()}
-    return {
-        key: (ANY_CLASS if len(owners[key]) > 1 else group[0].owner.__name__, group[0]) for key, group in shared.items()
-    }
+    shared: dict[Key, tuple[str, Row]] = {}
+    for key, group in by_key.items():
+        if len(group) >= SHARED:
+            title = ANY_CLASS if len({row.owner for row in group}) > 1 else group[0].owner.__name__
+            (assignment, _), *_ = Counter(row.assignment for row in group).most_common(1)
+            shared[key] = title, next(row for row in group if row.assignment == assignment)
+    return shared
+
+
+def inherited(table: Iterable[Row], shared: Mapping[Key, tuple[str, Row]]) -> str:
+    """Return the line of a class about shared settings: their titles, and the defaults that differ.
+
+    Shared settings without a common class are always listed, because not every class has all of them.
+    """
+    titles: dict[str, list[str]] = {}
+    for row in table:
+        if row.key in shared:
+            title, common = shared[row.key]
+            names = titles.setdefault(title, [])
+            if title == ANY_CLASS or row.assignment != common.assignment:
+                names.append(row.assignment)
+    parts = [f"{title} ({', '.join(names)})" if names else title for title, names in titles.items()]
+    return f"Also: {', '.join(parts)}." if parts else ""
 
 
 def page() -> str:
@@ -160,24 +192,22 @@ def page() -> str:
         shared = shared_rows(tables.values())
         for title in dict.fromkeys(title for title, _ in shared.values()):
             group = [row for name, row in shared.values() if name == title]
-            summary = "Of several classes below." if title == ANY_CLASS else _summary(group[0].owner)
-            header = ["| setting | type | meaning |", "| --- | --- | --- |"]
-            lines = [f"| `{row.name}` | {row.kind} | {row.meaning} |" for row in group]
-            blocks += [f"### {title}\n\n{summary}\n", "\n".join([*header, *lines]) + "\n"]
+            blocks += section(title, "", "", group)
         for kind, table in tables.items():
-            blocks.append(f"### {kind.__name__}\n\n{_summary(kind)}\n")
-            defaults: dict[str, list[str]] = {}
-            for row in table:
-                if row.key in shared:
-                    defaults.setdefault(shared[row.key][0], []).append(f"`{row.name}` ({row.default})")
-            if defaults:
-                lines = [f"{title}: {', '.join(items)}" for title, items in defaults.items()]
-                blocks.append(f"Settings described above, with their defaults. {'. '.join(lines)}.\n")
-            if rest := [row for row in table if row.key not in shared]:
-                header = ["| setting | type | default | meaning |", "| --- | --- | --- | --- |"]
-                lines = [f"| `{row.name}` | {row.kind} | {row.default} | {row.meaning} |" for row in rest]
-                blocks.append("\n".join([*header, *lines]) + "\n")
+            rest = [row for row in table if row.key not in shared]
+            blocks += section(kind.__name__, _summary(kind), inherited(table, shared), rest)
     return "\n".join(blocks)
+
+
+def section(title: str, summary: str, also: str, table: Sequence[Row]) -> Iterator[str]:
+    """Yield the blocks of a class."""
+    yield f"### {title}\n"
+    lines = (
+        f"* {', '.join(row.assignment for row in group)}{description}"
+        for description, group in groupby(table, key=attrgetter("description"))
+    )
+    texts = (summary, also, "\n".join(lines))
+    yield from (f"{text}\n" for text in texts if text)
 
 
 def _summary(kind: type) -> str:

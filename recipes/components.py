@@ -18,6 +18,7 @@ from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.lora_config import LoRAConfig
 from dit.models.moviegen.config import MovieGenConfig
 from dit.models.qwen_image.config import QwenImageConfig
+from dit.models.sd3.config import SD3Config
 from dit.models.stdit.config import STDiTConfig
 from dit.models.wan.config import WanConfig
 from dit.objectives.adversarial import Adversarial
@@ -167,6 +168,19 @@ def flux2_klein_4b() -> run.Config[Flux2Config]:
 def qwen_image_20b() -> run.Config[QwenImageConfig]:
     """Qwen-Image (20.4 B): 60 joint blocks of width 3072, 24 heads; text of 3584."""
     return run.Config(QwenImageConfig, num_joint_layers=60)
+
+
+@run.cli.factory(target=ModelConfig)
+def sd3_5_large() -> run.Config[SD3Config]:
+    """Stable Diffusion 3.5 large (8.06 B): 38 joint blocks of width 2432, 38 heads; texts of 4096, pooled 2048."""
+    return run.Config(SD3Config, num_joint_layers=38)
+
+
+@run.cli.factory(target=ModelConfig)
+def sd3_5_medium() -> run.Config[SD3Config]:
+    """Stable Diffusion 3.5 medium (2.24 B): 24 joint blocks of width 1536, 13 with a second attention."""
+    sizes = {"hidden_size": 1536, "num_attention_heads": 24, "num_joint_layers": 24, "num_dual_layers": 13}
+    return run.Config(SD3Config, **sizes, position_crop=[384, 64])
 
 
 @run.cli.factory(target=ModelConfig)

@@ -22,7 +22,7 @@ CIFAR10_EPOCH = 391  # steps of 128 for 50,000 pictures
 
 @run.cli.factory(target=pretrain)
 def ddpm_cifar10() -> run.Partial:
-    """CIFAR-10, class-conditional DDPM UNet (15.66 M), 128 pictures of 32 x 32 per step, 25 epochs: one GPU.
+    """CIFAR-10, class-conditional DDPM UNet (15.66 M), 25 epochs: one GPU.
 
     The data are made of CIFAR-10's own files by `python -m energon_data.prepare cifar10 --in cifar-10-batches-py --out
     data/cifar10`. AdamW with one cycle of the learning rate and of beta1, as torch's OneCycleLR; the average starts at

@@ -97,7 +97,7 @@ def dit_b2_imagenet() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def dit_l2_imagenet() -> run.Partial:
-    """DiT-L/2 (458 M) on ImageNet 256 px latents: 8 GPUs; --dryrun estimates 11 GiB on each.
+    """DiT-L/2 (458 M) on ImageNet 256 px latents: 8 GPUs, 11 GiB each.
 
     The paper reports FID 23.3 after 400 k steps without guidance. Deviations: see dit_s2_imagenet.
     """
@@ -106,7 +106,7 @@ def dit_l2_imagenet() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def dit_xl2_imagenet() -> run.Partial:
-    """DiT-XL/2 (675 M) on ImageNet 256 px latents: 8 GPUs; --dryrun estimates 15 GiB on each.
+    """DiT-XL/2 (675 M) on ImageNet 256 px latents: 8 GPUs, 15 GiB each.
 
     The paper reports FID 19.5 after 400 k steps without guidance, 2.27 after 7 M steps with guidance 1.5.
     Deviations: see dit_s2_imagenet.
@@ -242,7 +242,7 @@ def pretrain_xl_dfm() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_7b() -> run.Partial:
-    """DiT-7B with text (7.19 B) on images of 256 tokens (256 px), 4608 images per step: 16 x 80 GB or more.
+    """DiT-7B with text (7.19 B) on images of 256 px: 16 x 80 GB or more.
 
     Weights and gradients take 40 GiB on every GPU; the optimizer (80 GiB) and the average (27 GiB) are spread over all
     of them. Steps have 512 micro-batches: on 128 GPUs each makes 4.
@@ -256,7 +256,7 @@ def pretrain_7b() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_7b_pack() -> run.Partial:
-    """DiT-7B with text (7.19 B) on packs of 2304 tokens (9 images of 256 px), 512 packs per step: 16 x 80 GB or more.
+    """DiT-7B with text (7.19 B) on packs of 2304 tokens (9 images): 16 x 80 GB or more.
 
     As pretrain_7b, but images of any shape share a pack and no token is padding.
     """
@@ -270,7 +270,7 @@ def pretrain_7b_pack() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_7b_256p_joint() -> run.Partial:
-    """DiT-7B with text (7.19 B) on 256 px images and clips of up to 8192 tokens, TP 2 + SP: 16 x 80 GB or more.
+    """DiT-7B with text (7.19 B) on 256 px images and clips of up to 8192 tokens: 16 x 80 GB or more.
 
     The second stage: it starts from the weights of pretrain_7b. Learning rate 6e-5, 256 samples per step.
     """
@@ -283,7 +283,7 @@ def pretrain_7b_256p_joint() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_7b_256p_joint_pack() -> run.Partial:
-    """DiT-7B with text (7.19 B) on packs of 10,240 tokens, 256 px, TP 2 + SP: 16 x 80 GB or more, 55 GiB each.
+    """DiT-7B with text (7.19 B) on packs of 10,240 tokens, 256 px: 16 x 80 GB or more, 55 GiB each.
 
     As pretrain_7b_256p_joint, images and clips, but images fill the room that clips leave. 128 packs per step.
     """

@@ -28,7 +28,7 @@ def tiny_ecdit() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ecditllama1b() -> run.Partial:
-    """EC-DiT-1B (7.18 B, 1.54 B per token) on images of 256 tokens (256 px), FSDP, 2304 images per step: 32 x 141 GB.
+    """EC-DiT-1B (7.18 B, 1.54 B per token) on images of 256 px: 32 x 141 GB.
 
     Micro-batches of 72 on each of 32 GPUs are one step (78 GiB each; 41 with micro-batches of 36).
     Every GPU gathers all 64 experts of a layer in turn. The shares of tokens that no expert took, and the load, are

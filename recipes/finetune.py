@@ -2,12 +2,15 @@
 
 A recipe reads model, objective and sampling defaults from a run folder or a folder of diffusers, and starts from its
 weights. Its argument `base` names the folder (`--factory "finetune(base='runs/pixart')"`), or else
-`checkpoint.start_from`. docs/fine-tuning.md has the commands.
+`checkpoint.start_from`. `gpus` and `gpu_memory` select the first of `WAYS` in which weights, gradients, optimizer and
+average fit. docs/fine-tuning.md has the commands.
 """
 
-from dataclasses import fields, is_dataclass
+import math
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, Optional
 
+import fiddle
 import nemo_run as run
 
 from dit.checkpoint.diffusers_folder import is_network, local_path, read_network
@@ -15,11 +18,73 @@ from dit.checkpoint.reading import candidates, no_checkpoint, read_settings
 from dit.convert.run_record import build
 from dit.errors import ConfigError
 from dit.models.lora_config import LoRAConfig
+from dit.parallel.build import parameter_shapes
 from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from recipes.components import dit_cross_s
 from recipes.dit import text_conditional
+
+WEIGHTS, ADAM, MOMENTS, AVERAGE, FROZEN = 6, 4, 8, 4, 2
+"""Bytes per parameter: bf16 weight and float32 gradient; float32 weight and moments of Adam; average; frozen weight."""
+SHARE = 0.88
+"""Share of a GPU's memory for these; activations, of which layers keep only their inputs, take the rest."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to store the state of a training, from the fastest to the smallest in `WAYS`.
+
+    Attributes:
+        fsdp: shard weights and gradients over the GPUs, too.
+        average: keep the average of the weights in host memory.
+        moments: keep Adam's moments in host memory.
+    """
+
+    fsdp: bool = False
+    average: bool = False
+    moments: bool = False
+
+    def bytes_per_gpu(self, parameters: int, gpus: int, *, adapters: bool) -> float:
+        """Return the bytes of weights, gradients, optimizer and average on each GPU; adapters count as nothing."""
+        if adapters:
+            return FROZEN * parameters / (gpus if self.fsdp else 1)
+        sharded = ADAM + MOMENTS * (not self.moments) + AVERAGE * (not self.average)
+        return parameters * (WEIGHTS / (gpus if self.fsdp else 1) + sharded / gpus)
+
+
+WAYS = (Way(), Way(average=True), Way(fsdp=True), Way(fsdp=True, average=True, moments=True))
+ON_ONE_GPU = (Way(), Way(average=True), Way(average=True, moments=True))
+
+
+def _fit(recipe: run.Partial, gpus: Optional[int], gpu_memory: int) -> run.Partial:
+    """Select the way to store the state of a training on `gpus` GPUs of `gpu_memory` GB; None changes nothing.
+
+    Raises:
+        ConfigError: the state fits in no way.
+    """
+    if gpus is None:
+        return recipe
+    if gpus < 1 or gpu_memory < 1:
+        raise ConfigError(f"gpus={gpus} and gpu_memory={gpu_memory} must be at least 1")
+    shapes = parameter_shapes(fiddle.build(recipe.model))
+    parameters, available = sum(map(math.prod, shapes.values())), SHARE * gpu_memory * 1e9
+    adapters = getattr(recipe.model, "lora", None) is not None
+    ways = ON_ONE_GPU if gpus == 1 else WAYS
+    way = next((w for w in ways if w.bytes_per_gpu(parameters, gpus, adapters=adapters) <= available), None)
+    if way is None:
+        smallest = WAYS[-1].bytes_per_gpu(parameters, 1, adapters=adapters)
+        cure = f"use gpus={max(2, math.ceil(smallest / available))}"
+        raise ConfigError(
+            f"{parameters / 1e9:.1f} B parameters need {smallest / 1e9:.0f} GB in {gpus} x {gpu_memory} GB; {cure}"
+            f"{'' if adapters else ', or train adapters: finetune_lora'}"
+        )
+    if way.fsdp:
+        recipe.parallel.data_parallel = "fsdp"
+    recipe.training.ema_offload, recipe.optimizer.offload = way.average, way.moments
+    recipe.training.recompute = "full"
+    recipe.training.global_batch_size = max(recipe.training.global_batch_size, gpus)
+    return recipe
 
 
 def _as_config(part: Any) -> Any:
@@ -85,26 +150,27 @@ def _with_lora(recipe: run.Partial, rank: int) -> run.Partial:
 
 
 @run.cli.factory(target=pretrain)
-def finetune(base: Optional[str] = None) -> run.Partial:
+def finetune(base: Optional[str] = None, gpus: Optional[int] = None, gpu_memory: int = 80) -> run.Partial:
     """All weights of the model in a run folder or of diffusers: 2000 steps, lr 1e-5, batch 4, 1 GPU or more.
 
     `--factory finetune checkpoint.start_from=models/flux data.path=data/mine`, or `"finetune(base='models/flux')"`:
     model, objective and sampling are those of the folder, which is of a training, of `launch.import_weights`, or of
     diffusers. Without either: the model of `pretrain` (51 M), from `runs/pretrain`. The optimizer state is new, except
-    if this run itself is resumed.
+    if this run itself is resumed. `gpus=8, gpu_memory=80` selects FSDP and offload for large models, and recomputes
+    layers.
     """
-    return _on_base("finetune", base)
+    return _fit(_on_base("finetune", base), gpus, gpu_memory)
 
 
 @run.cli.factory(target=pretrain)
-def finetune_lora(base: Optional[str] = None) -> run.Partial:
+def finetune_lora(base: Optional[str] = None, gpus: Optional[int] = None, gpu_memory: int = 80) -> run.Partial:
     """LoRA adapters of rank 16 for the model in a run folder: lr 1e-4, 1 GPU or more.
 
     As finetune, but the weights of the base are frozen: optimizer state and checkpoints are those of the adapters. Runs
     under every layout. Adapters in the base, trained here or imported by `launch.import_weights --format lora`, are
     trained further. `launch.export --format diffusers-lora` or `comfyui-lora` exports the adapters.
     """
-    return _with_lora(_on_base("finetune_lora", base), rank=16)
+    return _fit(_with_lora(_on_base("finetune_lora", base), rank=16), gpus, gpu_memory)
 
 
 @run.cli.factory(target=pretrain)

@@ -1,8 +1,8 @@
-"""FLUX and Qwen-Image: text and image as two streams, then as one; flow matching on images of 1024 px (4096 tokens).
+"""FLUX, Qwen-Image and Stable Diffusion 3: text and image as two streams; flow matching on images of 1024 px.
 
-Sizes and settings of FLUX.1 are NeMo's, sizes of FLUX.2 and Qwen-Image those of diffusers. Numbers of GPUs follow from
-the layout and from the memory that `--dryrun` estimates; none of these runs has been made at full size. A sample needs
-a text; of FLUX.1 also a pooled text embedding (`pooled.npy`).
+Sizes and settings of FLUX.1 are NeMo's, sizes of the others those of diffusers. Numbers of GPUs follow from the layout
+and from the memory that `--dryrun` estimates; none of these runs has been made at full size. A sample needs a text; of
+FLUX.1 and Stable Diffusion 3 also a pooled text embedding (`pooled.npy`).
 """
 
 import nemo_run as run
@@ -10,11 +10,21 @@ import nemo_run as run
 from dit.models.base import ModelConfig
 from dit.models.flux.config import FluxConfig
 from dit.objectives.flow_matching import FlowMatching
+from dit.optimizer.schedules import Constant
 from dit.parallel.dims import ParallelConfig
-from dit.settings import SamplingConfig
+from dit.settings import OptimizerConfig, SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.components import flux2_dev, flux2_klein_4b, flux2_klein_9b, flux_dev, flux_two_layers, qwen_image_20b
+from recipes.components import (
+    flux2_dev,
+    flux2_klein_4b,
+    flux2_klein_9b,
+    flux_dev,
+    flux_two_layers,
+    qwen_image_20b,
+    sd3_5_large,
+    sd3_5_medium,
+)
 from recipes.dit import as_mock, in_seconds, on_tensor_parallel, text_conditional, with_fsdp
 
 IMAGE_1024 = (1, 128, 128)
@@ -65,7 +75,7 @@ def flux_535m() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def flux_12b() -> run.Partial:
-    """FLUX.1 (11.9 B) on images of 1024 px, TP 2 + SP, CP 2, FSDP, two images per step: 8 x 80 GB.
+    """FLUX.1 (11.9 B) on images of 1024 px: 8 x 80 GB.
 
     `--dryrun` estimates 43 GiB on each GPU.
     """
@@ -75,8 +85,33 @@ def flux_12b() -> run.Partial:
 
 
 @run.cli.factory(target=pretrain)
+def flux_mlperf() -> run.Partial:
+    """MLPerf Training's FLUX.1 (11.9 B): 256 px, 512 tokens with the text, 512 images per step, FSDP: 8 x 80 GB.
+
+    Target: a loss of 0.586 at eight equally spaced times (`launch.evaluate --metric loss`) on 29,696 pictures of COCO,
+    after 7.08 to 7.60 M samples in 20 runs of the reference in bf16. A checkpoint follows every 262,144 samples. Data:
+    1,099,776 pictures of CC12M, prepared with `--size 256 --aspect square --vae models/flux --text-encoder
+    text=models/flux/text_encoder_2:max_tokens=256:padded --text-encoder pooled=models/flux/text_encoder`, and COCO as
+    their split `val`. Deviation: a dropped text is a learned one, not the empty text.
+
+    Source: mlcommons/training, text_to_image; mlcommons/logging, rcps_flux1.json of training 6.0, row of batch 512.
+    """
+    recipe = with_fsdp(_flux("flux_mlperf", flux_dev()))
+    recipe.data = run.Config(
+        EnergonData, path="data/cc12m_256", max_text_tokens=256, bucket_by_shape=True, validation_samples=29_696
+    )
+    recipe.optimizer = run.Config(OptimizerConfig, lr=2e-4, beta2=0.95, weight_decay=0.1)
+    recipe.schedule = run.Config(Constant, warmup_steps=1600)
+    training = recipe.training
+    training.num_steps, training.global_batch_size, training.micro_batch_size = 20_480, 512, 8
+    training.validation_interval = recipe.checkpoint.interval = 512
+    training.ema_decay = None
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
 def flux2_32b() -> run.Partial:
-    """FLUX.2 dev (32.2 B) on images of 1024 px, TP 4 + SP, FSDP, 16 images per step: 16 x 80 GB.
+    """FLUX.2 dev (32.2 B) on images of 1024 px: 16 x 80 GB.
 
     `--dryrun` estimates 60 GiB on each GPU. The network gets a guidance scale of 4, as the published one. Texts: layers
     10, 20 and 30 of Mistral-3, stacked.
@@ -88,7 +123,7 @@ def flux2_32b() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def flux2_klein_9b_1024() -> run.Partial:
-    """FLUX.2 klein 9B (9.08 B) on images of 1024 px, TP 2 + SP, FSDP, 8 images per step: 8 x 80 GB.
+    """FLUX.2 klein 9B (9.08 B) on images of 1024 px: 8 x 80 GB.
 
     `--dryrun` estimates 39 GiB on each GPU. Texts: three layers of Qwen3-8B, stacked.
     """
@@ -99,7 +134,7 @@ def flux2_klein_9b_1024() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def flux2_klein_4b_1024() -> run.Partial:
-    """FLUX.2 klein 4B (3.88 B) on images of 1024 px, FSDP, 8 images per step: 8 x 80 GB.
+    """FLUX.2 klein 4B (3.88 B) on images of 1024 px: 8 x 80 GB.
 
     `--dryrun` estimates 28 GiB on each GPU. Texts: three layers of Qwen3-4B, stacked.
     """
@@ -110,13 +145,38 @@ def flux2_klein_4b_1024() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def qwen_image_1024() -> run.Partial:
-    """Qwen-Image (20.4 B) on images of 1024 px, TP 4 + SP, FSDP, 16 images per step: 16 x 80 GB.
+    """Qwen-Image (20.4 B) on images of 1024 px: 16 x 80 GB.
 
     Texts: the last layer of Qwen2.5-VL 7B, without the tokens of the template.
     """
     recipe = with_fsdp(on_tensor_parallel(_flux("qwen_image_1024", qwen_image_20b()), 4))
     recipe.training.global_batch_size = 16
     return _on_images(recipe, "data/latents_1024_qwen_image")
+
+
+@run.cli.factory(target=pretrain)
+def sd3_5_large_1024() -> run.Partial:
+    """Stable Diffusion 3.5 large (8.06 B) on images of 1024 px, TP 2 + SP, FSDP, 8 images per step: 8 x 80 GB.
+
+    `--dryrun` estimates 33 GiB on each GPU. Times are shifted by 3, as published. Texts: 77 tokens of both CLIP models,
+    joined along the width and padded to 4096, then those of T5-XXL.
+    """
+    recipe = with_fsdp(on_tensor_parallel(_flux("sd3_5_large_1024", sd3_5_large()), 2))
+    recipe.objective.time_shift = 3.0
+    recipe.training.global_batch_size = 8
+    return _on_images(recipe, "data/latents_1024_sd3")
+
+
+@run.cli.factory(target=pretrain)
+def sd3_5_medium_1024() -> run.Partial:
+    """Stable Diffusion 3.5 medium (2.24 B) on images of 1024 px, FSDP, 8 images per step: 8 x 80 GB.
+
+    `--dryrun` estimates 16 GiB on each GPU. Times and texts as in `sd3_5_large_1024`.
+    """
+    recipe = with_fsdp(_flux("sd3_5_medium_1024", sd3_5_medium()))
+    recipe.objective.time_shift = 3.0
+    recipe.training.global_batch_size = 8
+    return _on_images(recipe, "data/latents_1024_sd3")
 
 
 @run.cli.factory(target=pretrain)

@@ -171,7 +171,7 @@ def _in_seconds(recipe: run.Partial, name: str) -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def imagen_500m_res_64() -> run.Partial:
-    """Imagen's base model (525 M) at 64 px, 4096 pictures per step, EDM: 32 x 80 GB.
+    """Imagen's base model (525 M) at 64 px, EDM: 32 x 80 GB.
 
     1.25 M steps, as NeMo's launcher. On another number of GPUs the micro-batches of a step change, its pictures do not.
     """
@@ -180,7 +180,7 @@ def imagen_500m_res_64() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def imagen_500m_res_64_edm() -> run.Partial:
-    """Imagen's base model (525 M) at 64 px, 48 pictures per step: one 80 GB GPU or two.
+    """Imagen's base model (525 M) at 64 px: one 80 GB GPU or two.
 
     Otherwise as imagen_500m_res_64; the setting of NeMo's base64-500m-edm.
     """
@@ -205,7 +205,7 @@ def imagen_500m_res_64_ddpm_online() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def imagen_2b_res_64() -> run.Partial:
-    """Imagen's larger base model (2.17 B) at 64 px, 2048 pictures per step, EDM: 64 x 80 GB.
+    """Imagen's larger base model (2.17 B) at 64 px, EDM: 64 x 80 GB.
 
     2.5 M steps, as NeMo's launcher. Adam's states are sharded over the data-parallel GPUs.
     """
@@ -216,7 +216,7 @@ def imagen_2b_res_64() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def imagen_400m_res_256() -> run.Partial:
-    """Imagen's regular super-resolution (408 M) from 64 to 256 px, 2048 pictures per step: 128 x 80 GB.
+    """Imagen's regular super-resolution (408 M) from 64 to 256 px: 128 x 80 GB.
 
     The published table claims 429 M for this structure; see imagen_400m_res_256_doc429m.
     """
@@ -225,7 +225,7 @@ def imagen_400m_res_256() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def imagen_400m_res_256_doc429m() -> run.Partial:
-    """Imagen's regular super-resolution (429 M) with more blocks, 2048 pictures per step: 128 x 80 GB.
+    """Imagen's regular super-resolution (429 M) with more blocks: 128 x 80 GB.
 
     2, 4, 4, 4, 3 blocks: the nearest structure to the count that is claimed for imagen_400m_res_256.
     """
@@ -236,7 +236,7 @@ def imagen_400m_res_256_doc429m() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def imagen_450m_res_256_stacked() -> run.Partial:
-    """Imagen's regular super-resolution (569 M) with stacked attention, 16 pictures per step: one 80 GB GPU.
+    """Imagen's regular super-resolution (569 M) with stacked attention: one 80 GB GPU.
 
     No noise on the small picture. NeMo calls this setting sr256-450m-edm.
     """
@@ -247,7 +247,7 @@ def imagen_450m_res_256_stacked() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def imagen_600m_res_256() -> run.Partial:
-    """Imagen's Efficient UNet (646 M) from 64 to 256 px, 4096 pictures per step: 64 x 80 GB.
+    """Imagen's Efficient UNet (646 M) from 64 to 256 px: 64 x 80 GB.
 
     Fused attention, as in the published table; NeMo's launcher has stacked attention, see imagen_600m_res_256_stacked.
     """
@@ -256,7 +256,7 @@ def imagen_600m_res_256() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def imagen_600m_res_256_stacked() -> run.Partial:
-    """Imagen's Efficient UNet (700 M) with stacked attention, 32 pictures per step: one 80 GB GPU.
+    """Imagen's Efficient UNet (700 M) with stacked attention: one 80 GB GPU.
 
     No noise on the small picture. The setting of NeMo's sr256-600m-edm.
     """

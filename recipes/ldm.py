@@ -92,9 +92,7 @@ def sdxl_1024() -> run.Partial:
 
     The data store for each picture `text`, the embeddings of SDXL's two encoders side by side (768 + 1,280 wide),
     `pooled` (1,280 wide) and `size_and_crop`. They are made by `python -m energon_data.prepare images --in pictures
-    --size 1024 --aspect square --vae models/sdxl/vae --text-encoder
-    text=models/sdxl/text_encoder:layer=penultimate:padded --text-encoder
-    text+pooled=models/sdxl/text_encoder_2:layer=penultimate:padded:joined --out data/sdxl_latents_1024`. Model, table
+    --size 1024 --aspect square --vae models/sdxl --text-encoder models/sdxl --out data/sdxl_latents_1024`. Model, table
     of noise and offset noise are those of the published base model. Weights go to diffusers and come from there
     (`launch.export`, `launch.import_weights`).
     """
@@ -163,7 +161,7 @@ def tiny_sdxl_unet() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def tiny_autoencoder() -> run.Partial:
-    """KL autoencoder with 8 and 16 channels, from 16 x 16 pixels to 8 x 8 latents: any machine.
+    """KL autoencoder with 8 and 16 channels, from 16 px to 8 x 8 latents: any machine.
 
     One residual block at each resolution, and attention at the lower one.
     """

@@ -69,7 +69,7 @@ def _images(name: str, model: run.Config, micro_batch_size: int, global_batch_si
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama1b() -> run.Partial:
-    """MovieGen-1B (1.54 B) on images of 256 tokens (256 px), 1536 images per step: 16 x 80 GB.
+    """MovieGen-1B (1.54 B) on images of 256 px: 16 x 80 GB.
 
     Deviation of all Movie Gen recipes: queries and keys are normalised; the paper and NeMo do not
     (`model.qk_layernorm=False`). A micro-batch of 96 on each of 16 GPUs is one step. Images below an aesthetic
@@ -84,7 +84,7 @@ def pretrain_ditllama1b() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama3b() -> run.Partial:
-    """MovieGen-3B (5.02 B) on images of 256 tokens, 1536 images per step: 32 x 80 GB, 66 GiB each.
+    """MovieGen-3B (5.02 B) on images of 256 tokens: 32 x 80 GB, 66 GiB each.
 
     28 layers of the width of MovieGen-5B, 12 of them recomputed; otherwise as pretrain_ditllama1b. A micro-batch of 48
     on each of 32 GPUs is one step; --dryrun estimates 92 GiB with no layer recomputed.
@@ -108,7 +108,7 @@ def pretrain_ditllama5b_wide28() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama5b() -> run.Partial:
-    """MovieGen-5B (5.74 B), stage 1: images of 256 tokens (256 px), 4608 images per step: 16 x 80 GB or more.
+    """MovieGen-5B (5.74 B), stage 1: images of 256 px: 16 x 80 GB or more.
 
     Weights and gradients take 32 GiB on every GPU; optimizer and average are spread over all of them.
     """
@@ -117,7 +117,7 @@ def pretrain_ditllama5b() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama5b_stage2() -> run.Partial:
-    """MovieGen-5B (5.74 B), stage 2: 256 px images and clips in packs of 8192 tokens, TP 2 + SP: 8 x 80 GB or more.
+    """MovieGen-5B (5.74 B), stage 2: 256 px images and clips in packs of 8192 tokens: 8 x 80 GB or more.
 
     Images fill the room that clips leave in a pack; 256 packs per step at lr 6e-5.
     """
@@ -132,7 +132,7 @@ def pretrain_ditllama5b_stage2() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama5b_stage3() -> run.Partial:
-    """MovieGen-5B (5.74 B), stage 3: packs of 73,728 tokens (768 px), TP 2 + SP, CP 4: 8 x 141 GB or more, 73 GiB each.
+    """MovieGen-5B (5.74 B), stage 3: packs of 73,728 tokens (768 px): 8 x 141 GB or more, 73 GiB each.
 
     Every GPU has 9216 tokens of a pack; 256 packs per step at lr 6e-5. Cheap activations are recomputed; with
     `training.recompute=full` --dryrun estimates 31 GiB.
@@ -163,7 +163,7 @@ def pretrain_ditllama5b_stage3_mock_with_pp() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama30b() -> run.Partial:
-    """MovieGen-30B (33.4 B), stage 1: images of 256 tokens (256 px), FSDP, 9216 images per step: 128 x 80 GB.
+    """MovieGen-30B (33.4 B), stage 1: images of 256 px: 128 x 80 GB.
 
     Images below an aesthetic score of 4 are left out. Weights, gradients, optimizer and average take 22 bytes per
     parameter, spread over all GPUs: 5.4 GiB on each of 128.
@@ -175,7 +175,7 @@ def pretrain_ditllama30b() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama30b_stage2() -> run.Partial:
-    """MovieGen-30B (33.4 B), stage 2: images and clips of 256 px, TP 2 + SP, CP 4, FSDP: 64 x 80 GB.
+    """MovieGen-30B (33.4 B), stage 2: images and clips of 256 px: 64 x 80 GB.
 
     A blend of two folders: of four samples three are images of 256 tokens, one is a clip of up to 8192. They share
     packs of 8192 tokens, so images fill the room that shorter clips leave; 256 packs per step at lr 6e-5. Another
@@ -196,7 +196,7 @@ def pretrain_ditllama30b_stage2() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ditllama30b_stage3() -> run.Partial:
-    """MovieGen-30B (33.4 B), stage 3: images and clips of 768 px, TP 2 + SP, CP 8, FSDP: 128 x 80 GB.
+    """MovieGen-30B (33.4 B), stage 3: images and clips of 768 px: 128 x 80 GB.
 
     As stage 2, whose weights it starts from: of four samples three are images of 2304 tokens, one is a clip of up to
     73,728, in packs of 73,728. Every GPU works on 9216 tokens of a pack; cheap activations are recomputed, and

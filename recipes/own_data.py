@@ -84,13 +84,16 @@ def _text_width(contents: Contents, folder: str, text_encoder: Optional[str]) ->
     return contents.context_size
 
 
-def _backbone(name: Optional[str], moves: bool, text_width: Optional[int]) -> str:
+def _backbone(name: Optional[str], has_frames: bool, text_width: Optional[int]) -> str:
     """Return the name of the backbone, by default one that diffusers supports.
+
+    Args:
+        has_frames: whether samples are clips, or have a reference at another time.
 
     Raises:
         ConfigError: there is no such backbone, or it reads texts and the data have none.
     """
-    name = name or ("dit" if text_width is None else "wan" if moves else "pixart")
+    name = name or ("dit" if text_width is None else "wan" if has_frames else "pixart")
     if name not in BACKBONES or (text_width is None and name != "dit"):
         raise ConfigError(
             f"own_data(backbone={name!r}): the backbones are {', '.join(BACKBONES)}, of which only dit needs no texts"
@@ -159,16 +162,16 @@ def own_data(
     number of classes, the length of a pack and eight captions to draw are read from the folder's `dataset.json`.
     `--factory "own_data(data='data/pictures')"` reads another folder and trains in `runs/pictures`. Samples of the
     captions are drawn and decoded every 500 of 2000 steps. `vae='models/vae'` and `text_encoder='all-minilm-l6-v2'`
-    encode stored pixels and captions during training. `backbone` is `pixart` for pictures with texts, `wan` for clips
-    with texts, and `dit` for classes by default. `flux` also reads a pooled text; `dit` with texts (cross-attention)
-    has no class in diffusers.
+    encode stored pixels and captions during training. `backbone` is `pixart` for pictures with texts, `wan` for
+    clips with texts or edits of pictures, and `dit` for classes by default. `flux` also reads a pooled text; `dit`
+    with texts (cross-attention) has no class in diffusers.
     """
     found = Contents.read(Path(data))
     contents = _encoded(found or ABSENT, vae)
     patch, text_width = _patch(contents), _text_width(contents, data, text_encoder)
-    longest = max(t * h * w for _, t, h, w in contents.shapes) // patch**2
+    longest = (1 + contents.edited) * max(t * h * w for _, t, h, w in contents.shapes) // patch**2
     moves = any(t > 1 for _, t, _, _ in contents.shapes)
-    name = _backbone(backbone, moves, text_width)
+    name = _backbone(backbone, moves or contents.edited, text_width)
     recipe = small_run(
         f"runs/{Path(data).name}",
         model=_model(name, contents, patch, text_width, text_encoder or contents.text_encoder),
@@ -176,6 +179,7 @@ def own_data(
             EnergonData,
             path=data,
             num_streams=1 if contents.num_train == 1 else 2,
+            references=contents.edited,
             max_tokens_per_pack=-(-max(longest, min(PACK_SAMPLES * longest, PACK_TOKENS)) // MULTIPLE) * MULTIPLE,
             online_vae=vae,
             online_text_encoder=text_encoder if text_width is not None else None,
@@ -186,7 +190,8 @@ def own_data(
         recipe.objective = run.Config(DDPM, schedule="cosine", prediction="v", discrete_steps=1000)
         recipe.sampling = run.Config(SamplingConfig, solver="ddim", num_steps=30)
     recipe.training.validation_interval = 500 if contents.num_held_out else 0
-    recipe.training.sample_interval = 500
+    # Samples while training have no reference.
+    recipe.training.sample_interval = 0 if contents.edited else 500
     recipe.sampling.guidance_scale = 3.0 if text_width is not None or contents.num_classes else 1.0
     if text_width is not None:
         recipe.sampling.prompts = list(contents.captions[:PROMPTS]) or None

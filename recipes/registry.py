@@ -29,17 +29,23 @@ FOLDER = Path(__file__).parent
 README = FOLDER / "README.md"
 TRAINING_FUNCTION = "pretrain"
 REGISTERED = "Examples, and recipes of installed packages"
+TINY = "Seconds on synthetic data"
 MEASURING = "Measuring systems"
 _MEASURING = r"(?:bench|matrix|stage|mock|train_mock).*|.*_mock.*"
 SECTIONS = {
     "Start here": r"tiny_dit|own_data",
     REGISTERED: r"(?!)",  # by package, not by name
     "Your own data and open weights": r"own_.*|finetune.*|dreambooth",
-    "Seconds on synthetic data": r"tiny_.*",
+    TINY: r"tiny_.*",
     "Published and larger models": rf"(?!{_MEASURING}).*",
     MEASURING: _MEASURING,
 }
 """The sections of the page and the list, by patterns of recipe names; the first match counts."""
+SUMMARIES = {
+    TINY: "A small form of every backbone, for any machine; suffixes name layouts:",
+    MEASURING: "`--list` names recipes with synthetic data, and with layouts and models of published tables.",
+}
+"""Sections of the page with a sentence instead of the recipes' descriptions."""
 _SKIPPED_FILES = {"__init__.py", "registry.py"}
 
 
@@ -227,11 +233,11 @@ def _link(entry: Entry) -> str:
 
 
 def _names_by(group: Sequence[Entry], key: Callable[[Entry], str]) -> list[str]:
-    """Return a row of names for each value of a key, in order of first appearance."""
+    """Return a line of names for each value of a key, in order of first appearance."""
     names: dict[str, list[str]] = {}
     for entry in group:
         names.setdefault(key(entry), []).append(f"`{entry.name}`")
-    return [f"| {value} | {', '.join(row)} |" for value, row in names.items()]
+    return [f"* {value}: {', '.join(row)}" for value, row in names.items()]
 
 
 def page() -> str:
@@ -248,20 +254,20 @@ def page() -> str:
         "torchrun --standalone --nproc-per-node 8 -m launch.train --yes --factory NAME key.path=value ...",
         "```",
         "",
-        "`--describe NAME` prints the full description of a recipe or component, `--dryrun` settings, parameters and",
-        "memory without GPU or data, and `--list` the description of every recipe.",
+        "`--describe NAME` prints the full description of a recipe or component, `--list` one line of every recipe,",
+        "and `--dryrun` settings, parameters and memory, without GPU or data.",
         "[energon_data/README.md](../energon_data/README.md#folders-of-the-recipes) describes the data folders.",
     ]
     in_repository = [entry for entry in recipes() if (FOLDER.parent / entry.file).is_file()]
-    by_section = sections(in_repository)
-    measuring = by_section.pop(MEASURING)
-    for title, group in by_section.items():
-        lines += ["", f"## {title}", "", "| recipe | description |", "| --- | --- |"]
-        lines += [f"| [`{entry.name}`]({_link(entry)}) | {entry.line} |" for entry in group]
-    lines += ["", f"## {MEASURING}", "", "Synthetic data; layouts and models of published tables.", ""]
-    lines += ["| file | recipes |", "| --- | --- |", *_names_by(measuring, lambda e: f"[{e.file}]({_link(e)})")]
+    for title, group in sections(in_repository).items():
+        lines += ["", f"## {title}", ""]
+        if title in SUMMARIES:
+            names = ", ".join(f"`{entry.name}`" for entry in group) + "."
+            lines += [SUMMARIES[title], *([names] if title == TINY else [])]
+        else:
+            lines += [f"* [`{entry.name}`]({_link(entry)}): {entry.line}" for entry in group]
     lines += ["", "## Components", "", "Named parts for overrides: `objective=edm objective.p_mean=-0.4`.", ""]
-    lines += ["| type | names |", "| --- | --- |", *_names_by(components(), lambda e: e.target)]
+    lines += _names_by(components(), lambda e: e.target)
     return "\n".join(lines).rstrip() + "\n"
 
 

@@ -88,7 +88,7 @@ def pretrain_stdit_xl() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_stdit_xl_full() -> run.Partial:
-    """ST-DiT-XL with full attention (915 M) on packs of 24,576 tokens, CP 2: 8 x 80 GB or more.
+    """ST-DiT-XL with full attention (915 M) on packs of 24,576 tokens: 8 x 80 GB or more.
 
     28 layers with spatial, full and temporal attention in each. The hybrid of context parallelism: full attention
     runs on the ring, spatial and temporal attention become local by one all-to-all each way. Data and settings of

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "dit.child_processes": set(),
     "dit.durable_files": {"dit.errors"},
     "dit.safe_files": {"dit.errors"},
-    "dit.pipeline_folder": set(),
+    "dit.pipeline_folder": {"dit.errors", "dit.safe_files"},
     "dit.hub": {"dit.errors"},
     "dit.config_record": {"dit.errors"},
     "dit.ranges": {"dit.errors"},

@@ -5,13 +5,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Optional
 
 import torch
-import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel, finalize_model_grads
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from dit.backends import device
 from dit.patches import patches
 
 PENDING_BYTES = 64 << 20
@@ -22,21 +20,14 @@ class GradientFactor:
     """Factor that the optimizer update still has to apply to the gradients: 1 / tokens of the global batch.
 
     Megatron-Core scales all main gradients in a separate pass on every rank. Here the update applies this factor and
-    the clipping factor together, and only to the gradients of the weights that the rank updates. The host reads the
-    factor after the gradient norm, which the device computes later, so reading it adds no wait.
+    the clipping factor together, and only to the gradients of the weights that the rank updates.
+
+    Attributes:
+        value: the factor, `[]`, float64; 1 until the tokens of the first step are counted.
     """
 
     def __init__(self) -> None:
-        self._read: Callable[[], list[float]] = [1.0].copy
-
-    @property
-    def value(self) -> float:
-        """The factor; 1 until a step has counted its tokens."""
-        return self._read()[0]
-
-    def begin(self, read: Callable[[], list[float]] = [1.0].copy) -> None:
-        """Set the function that returns the factor of this step; by default, 1."""
-        self._read = read
+        self.value = torch.ones((), dtype=torch.float64)
 
 
 def finalize_gradients(
@@ -45,28 +36,14 @@ def finalize_gradients(
     pg_collection: Any,
     force_all_reduce: Optional[bool] = False,
 ) -> None:
-    """Reduce the gradients of a step and set their scaling factor; the host does not wait for the device.
+    """Reduce the gradients of a step; `StepNumbers` counts its tokens.
 
     Args:
-        wrapped: this rank's model chunks; the gradients of Megatron-FSDP chunks are scaled immediately.
-        num_tokens: noised tokens of this rank's micro-batches, `[]`, valid on the last pipeline stage; replaced in
-            place by the global number. None for no division.
+        wrapped: this rank's model chunks.
+        num_tokens: unused.
         pg_collection: the groups of this rank.
     """
     finalize_model_grads(wrapped, None, pg_collection, force_all_reduce)
-    if num_tokens is None:
-        return
-    if pg_collection.pp.size() > 1:
-        dist.broadcast(num_tokens, group=pg_collection.pp, group_src=pg_collection.pp.size() - 1)
-    if pg_collection.dp_cp.size() > 1:
-        dist.all_reduce(num_tokens, group=pg_collection.dp_cp)
-    factor = num_tokens.clamp(min=1).double().reciprocal()  # without tokens, all gradients are 0
-    read = device.begin_copy_to_host(factor.view(1))
-    for chunk in wrapped:
-        if isinstance(chunk, DataParallel):
-            chunk.factor.begin(read)
-        else:
-            chunk.scale_gradients(factor)
 
 
 class _Pending:
@@ -104,13 +81,10 @@ class DataParallel(DistributedDataParallel):
     measured on a GPU).
 
     Source: `can_use_fast_route` in ATen/native/ForeachUtils.h of torch 2.13.
-
-    Attributes:
-        factor: factor of the main gradients, applied by the update.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.factor, self._pending = GradientFactor(), _Pending()
+        self._pending = _Pending()
         self._stale: set[nn.Parameter] = set()  # parameters whose main gradients are of the previous step
         super().__init__(*args, **kwargs)
         assert not self.config.gradient_accumulation_fusion  # linears would add to stale main gradients
@@ -118,7 +92,7 @@ class DataParallel(DistributedDataParallel):
     @patches(
         "megatron-core 0.16",
         "core/distributed/distributed_data_parallel.py: _make_backward_post_hook, zero_grad_buffer",
-        why="it adds and zeroes the gradient of one parameter at a time",
+        why="it handles one parameter at a time",
     )
     def _make_backward_post_hook(self, param: nn.Parameter) -> Callable[..., None]:
         add_pending, pending = self._add_pending, self._pending
@@ -140,7 +114,6 @@ class DataParallel(DistributedDataParallel):
     def zero_grad_buffer(self) -> None:
         """Begin a step: mark all main gradients as stale, and drop pending gradients of a failed pass."""
         self._pending.take()
-        self.factor.begin()
         self._stale.update(self.params_with_grad)
         for param in self.params_with_grad:
             param.grad_added_to_main_grad = False
@@ -192,7 +165,7 @@ def _main_gradients(params: Iterable[nn.Parameter]) -> list[Tensor]:
 @patches(
     "megatron-core 0.16",
     "core/optimizer/distrib_optimizer.py: _copy_model_grads_to_main_grads, get_main_grads_for_grad_norm",
-    why="it builds the same views of gradients again in every step",
+    why="it builds views of gradients again in every step",
 )
 def share_main_gradients(optimizer: DistributedOptimizer) -> None:
     """Reuse the optimizer's views of the reduced gradients, and the list for the gradient norm, in every step.

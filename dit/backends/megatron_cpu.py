@@ -155,7 +155,7 @@ def _replace(owner: object, **replacements: object) -> None:
 @patches(
     "torch 2.11-2.14",
     "torch/cuda: streams, events, random state, memory statistics, nvtx",
-    why="Megatron-Core calls them without a check for CUDA; on CPU they do nothing or use torch's CPU generator",
+    why="on CPU they do nothing or use torch's CPU generator",
 )
 def _redirect_cuda_calls() -> None:
     nothing = ("set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all", "ipc_collect")
@@ -181,8 +181,7 @@ def _redirect_cuda_calls() -> None:
 @patches(
     "torch 2.11-2.14",
     "torch: tensor factories, Tensor.type, to, cuda, pin_memory, record_stream; Module.cuda",
-    why="Megatron-Core requests tensors on CUDA and distinguishes parameters by `tensor.type()`; on CPU they are CPU "
-    "tensors",
+    why="Megatron-Core requests tensors on CUDA; on CPU they are CPU tensors",
 )
 def _redirect_tensors() -> None:
     # `with torch.device(...)` caches the factories by identity. The cache must contain the original functions;
@@ -219,12 +218,12 @@ def _redirect_tensors() -> None:
 @patches(
     "torch 2.11-2.14",
     "torch/distributed/distributed_c10d.py: collectives, _coalescing_manager",
-    why="Megatron-Core orders asynchronous collectives by CUDA streams; on CPU they run synchronously",
+    why="on CPU asynchronous collectives run synchronously",
 )
 @patches(
     "megatron-core 0.16",
     "core/tensor_parallel, core/distributed: collectives and _coalescing_manager bound at import",
-    why="these modules hold the collectives of torch under names of their own",
+    why="they import torch's collectives by name",
 )
 def _redirect_collectives() -> None:
     dist = torch.distributed
@@ -243,7 +242,7 @@ def _redirect_collectives() -> None:
 @patches(
     "megatron-core 0.16",
     "core/tensor_parallel/random.py: _get_cuda_rng_state, _set_cuda_rng_state",
-    why="the tracker reads the state of CUDA's generator; on CPU it uses torch's CPU generator",
+    why="on CPU it uses torch's CPU generator",
 )
 def _redirect_rng_tracker() -> None:
     _replace(
@@ -256,7 +255,7 @@ def _redirect_rng_tracker() -> None:
 @patches(
     "megatron-core 0.16",
     "core/distributed/fsdp/mcore_fsdp_adapter.py: DeviceMesh",
-    why="Megatron-FSDP builds meshes of CUDA devices; on CPU they are CPU meshes",
+    why="on CPU they are CPU meshes",
 )
 def _redirect_device_meshes() -> None:
     adapter = importlib.import_module("megatron.core.distributed.fsdp.mcore_fsdp_adapter")
@@ -271,7 +270,7 @@ def _redirect_device_meshes() -> None:
 @patches(
     "megatron-core 0.16",
     "core/transformer/moe: moe_utils.maybe_move_tensor_to_cpu",
-    why="it returns split sizes as NumPy arrays only for CUDA tensors",
+    why="it returns NumPy arrays only for CUDA tensors",
 )
 def _redirect_expert_dispatch() -> None:
     """Return the split sizes of the token dispatcher's all-to-all as NumPy arrays; Megatron-Core skips CPU tensors."""
@@ -290,7 +289,7 @@ _groups: dict[tuple[int, ...], ProcessGroup | None] = {}
 @patches(
     "megatron-core 0.16",
     "core/parallel_state.py: create_group",
-    why="two dozen groups, many of the same ranks, each need connections and threads under gloo",
+    why="equal groups each need connections and threads under gloo",
 )
 def _reuse_groups() -> None:
     """Make Megatron-Core reuse an existing group of the same ranks in the same order.

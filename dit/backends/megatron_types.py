@@ -5,7 +5,7 @@ from typing import Any, Protocol, TypeAlias
 
 from megatron.core.enums import ModelType
 from megatron.core.transformer import TransformerConfig
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from dit.backends.gradients import GradientFactor
@@ -23,18 +23,20 @@ class MegatronOptimizer(Protocol):
         gradient_factor: factor of the gradients; set by this project.
         gradient_copies: ranks that add the same gradients to the norm, which is summed over all ranks: the number of
             instances of hybrid sharding, else 1; set by this project.
+        parts_in_norm: optimizers of the chain whose gradients this rank adds to the norm; set by this project.
     """
 
     optimizer: Optimizer
     param_groups: list[MutableMapping[str, Any]]
     gradient_factor: GradientFactor
     gradient_copies: int
+    parts_in_norm: "list[MegatronOptimizer]"
 
     def prepare_grads(self) -> bool:
         """Copy the gradients to the master weights; return whether any of them is not finite."""
 
-    def get_grad_norm(self) -> float:
-        """Return the global norm of the gradients, times the square root of `gradient_copies`."""
+    def get_main_grads_for_grad_norm(self) -> list[Tensor]:
+        """Return the gradients that this rank adds to the norm; not available for a chain."""
 
     def get_grad_stats_parallel_group(self) -> Any:
         """Return the group over which the gradient norm is summed; not available for a chain."""

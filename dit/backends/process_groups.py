@@ -234,8 +234,7 @@ def raise_together(failure: Optional[BaseException], otherwise: BaseException) -
 @patches(
     "torch 2.11-2.14",
     "torch/distributed: distributed_c10d._world, tensor.debug._clear_sharding_prop_cache",
-    why="Megatron-Core drops its groups without destroying them, and DTensor's cache outlives them; torch has no "
-    "public list of groups",
+    why="Megatron-Core does not destroy its groups, DTensor's cache outlives them, and torch has no public list",
 )
 def release() -> None:
     """Destroy Megatron-Core's groups; torch.distributed stays initialised for another layout.

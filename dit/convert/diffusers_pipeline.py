@@ -34,28 +34,18 @@ T5_LIKE = ("t5", "umt5", "sentence")
 
 @dataclass(frozen=True)
 class TextPart:
-    """A text encoder of a pipeline.
+    """A text encoder of a pipeline; `dit.pipeline_folder` has its entries and options.
 
     Attributes:
-        makes: entries of the text, as in `dit.encoders.text_config`.
+        folder: `text_encoder`, `text_encoder_2`.
         kinds: kinds of encoders that the pipeline supports.
         known: name of these for messages.
-        layer: source of the tokens.
-        joined: append its tokens to those of the previous encoder.
-        suffix: of its folders, `text_encoder` and `tokenizer`.
-        padded: the model attends to padding. None for a pooled vector, which does not depend on padding.
-        zero_padded: the model attends to zeros after the embedding of a text.
         cut: the pipeline uses the longest text of the tokenizer; otherwise it is an argument of the call.
     """
 
-    makes: tuple[str, ...]
+    folder: str
     kinds: tuple[str, ...]
     known: str
-    layer: str = "last"
-    joined: bool = False
-    suffix: str = ""
-    padded: Optional[bool] = None
-    zero_padded: bool = False
     cut: bool = False
 
 
@@ -74,7 +64,7 @@ class Pipeline:
         draws_clips: returns clips.
         reads_sizes: calls the model with the sizes and the crop of the original.
         arguments: further arguments of its call.
-        note: what it does with a prompt that we do not.
+        note: what it does with a prompt, if the encoder of the run does not (`prompt=`).
         index: further entries of `model_index.json`.
     """
 
@@ -97,14 +87,14 @@ PIPELINES = {
     "DiTTransformer2DModel": Pipeline("DiTPipeline"),
     "PixArtTransformer2DModel": Pipeline(
         "PixArtAlphaPipeline",
-        (TextPart(("text",), T5_LIKE, "a T5 or a BERT", padded=False),),
+        (TextPart("text_encoder", T5_LIKE, "a T5 or a BERT"),),
         guided_by_texts=True,
         arguments=("clean_caption=False", "use_resolution_binning=False"),
         note="PixArtAlphaPipeline converts prompts to lower case; prepare captions in lower case for it",
     ),
     "UNet2DConditionModel": Pipeline(
         "StableDiffusionPipeline",
-        (TextPart(("text",), CLIP, "a CLIP text model", padded=True, cut=True),),
+        (TextPart("text_encoder", CLIP, "a CLIP text model", cut=True),),
         guided_by_texts=True,
         index=MappingProxyType(
             {"safety_checker": [None, None], "feature_extractor": [None, None], "requires_safety_checker": False}
@@ -113,15 +103,15 @@ PIPELINES = {
     "FluxTransformer2DModel": Pipeline(
         "FluxPipeline",
         (
-            TextPart(("pooled",), CLIP, "a CLIP text model", cut=True),
-            TextPart(("text",), ("t5",), "a T5", suffix="_2", padded=True),
+            TextPart("text_encoder", CLIP, "a CLIP text model", cut=True),
+            TextPart("text_encoder_2", ("t5",), "a T5"),
         ),
         flow=True,
         shift=True,
     ),
     "WanTransformer3DModel": Pipeline(
         "WanPipeline",
-        (TextPart(("text",), ("umt5", "t5"), "a UMT5 or a T5", padded=False, zero_padded=True),),
+        (TextPart("text_encoder", ("umt5", "t5"), "a UMT5 or a T5"),),
         flow=True,
         guided_by_texts=True,
         vae="AutoencoderKLWan",
@@ -135,17 +125,8 @@ PIPELINES = {
 XL = Pipeline(
     "StableDiffusionXLPipeline",
     (
-        TextPart(("text",), CLIP, "a CLIP text model", layer="penultimate", padded=True, cut=True),
-        TextPart(
-            ("text", "pooled"),
-            ("clip_projected",),
-            "a CLIP text model with projection",
-            layer="penultimate",
-            joined=True,
-            suffix="_2",
-            padded=True,
-            cut=True,
-        ),
+        TextPart("text_encoder", CLIP, "a CLIP text model", cut=True),
+        TextPart("text_encoder_2", ("clip_projected",), "a CLIP text model with projection", cut=True),
     ),
     guided_by_texts=True,
     zeros="force_zeros_for_empty_prompt",
@@ -160,8 +141,9 @@ NONE: Mapping[str, str] = {
     **dict.fromkeys(("AutoencoderKL", "VQModel"), "an autoencoder is a part of the pipelines of other models"),
     **dict.fromkeys(
         ("Flux2Transformer2DModel", "QwenImageTransformer2DModel"),
-        "the language model that encodes its prompts is not among the encoders of dit.encoders",
+        "launch.export does not write the pipeline of this class",
     ),
+    "SD3Transformer2DModel": "its pipeline joins the texts of three encoders along the text; dit.encoders does not",
 }
 """Reasons why a model class has no pipeline."""
 
@@ -239,13 +221,13 @@ def loading_lines(
     trained: TrainedModel,
     *,
     pixels: tuple[int, int, int],
-    most_tokens: Mapping[tuple[str, ...], int],
+    most_tokens: Mapping[str, int],
 ) -> str:
     """Return Python code that loads a folder and draws one picture or clip of the training size.
 
     Args:
         pixels: frames, height and width.
-        most_tokens: longest text by entries of the encoder.
+        most_tokens: longest text by folder of the encoder.
     """
     sampling, (frames, height, width) = dict(trained.sampling), pixels
     # The guidance_scale of FLUX is an input of the distilled network.
@@ -256,7 +238,7 @@ def loading_lines(
         prompt = repr((sampling.get("prompts") or ["a red circle"])[0])
         call = [prompt, *call, f"height={height}", f"width={width}", *pipeline.arguments]
         call += [f"num_frames={frames}"] if pipeline.draws_clips else []
-        call += [f"max_sequence_length={most_tokens[t.makes]}" for t in pipeline.texts if not t.cut]
+        call += [f"max_sequence_length={most_tokens[t.folder]}" for t in pipeline.texts if not t.cut]
         if pipeline.reads_sizes:  # as our sampler, which takes latents of an eighth of the side
             sides = tuple(map(int, size_and_crop(*trained.latent_size[1:])[4:].tolist()))
             call += [f"original_size={sides}", f"target_size={sides}"]

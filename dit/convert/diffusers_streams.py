@@ -26,6 +26,7 @@ from dit.convert.rules import (
     Form,
     Rule,
     RuleBook,
+    Same,
     Shape,
     require,
     with_bias,
@@ -51,28 +52,20 @@ class StreamNames:
     """Names of diffusers' layers of one stream in a joint block, after `transformer_blocks.0`.
 
     Attributes:
-        qkv, out, q_norm, k_norm: in its attention.
+        attention: its layers in attention, in the order of `attention_rules`.
         fc1, fc2: linear layers of its MLP.
         modulation: None if all blocks share it.
     """
 
-    qkv: tuple[str, str, str]
-    out: str
-    q_norm: str
-    k_norm: str
+    attention: tuple[str, ...]
     fc1: str
     fc2: str
     modulation: Optional[str] = None
 
 
-IMAGE = partial(StreamNames, ("attn.to_q", "attn.to_k", "attn.to_v"), "attn.to_out.0", "attn.norm_q", "attn.norm_k")
-TEXT = partial(
-    StreamNames,
-    ("attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"),
-    "attn.to_add_out",
-    "attn.norm_added_q",
-    "attn.norm_added_k",
-)
+SELF_ATTENTION = ("to_q", "to_k", "to_v", "to_out.0", "norm_q", "norm_k")
+ADDED = ("add_q_proj", "add_k_proj", "add_v_proj", "to_add_out", "norm_added_q", "norm_added_k")
+IMAGE, TEXT = (partial(StreamNames, tuple(f"attn.{name}" for name in names)) for names in (SELF_ATTENTION, ADDED))
 """Names in attention, which all classes share."""
 
 
@@ -119,11 +112,11 @@ class DiffusersStreams(DiffusersFormat[Model]):
             "rope_axes": list(published["axes_dims_rope"]),
         }
 
-    def write_sizes(self, model: Model) -> dict[str, Any]:
-        """Invert `sizes`.
+    def check(self, model: Model) -> None:
+        """Check that the class has every property of a model.
 
         Raises:
-            ConfigError: the class does not have a property of the model.
+            ConfigError: it does not.
         """
         kind: Any = self.config_class
         default = kind()
@@ -133,6 +126,10 @@ class DiffusersStreams(DiffusersFormat[Model]):
         if "mlp_ratio" not in self.defaults:
             values["ffn_hidden_size"], supported["ffn_hidden_size"] = model.ffn_size, 4 * model.hidden_size
         require(f"{self.class_name} does not support this model", values, supported, TRAIN_THAT_WAY)
+
+    def write_sizes(self, model: Model) -> dict[str, Any]:
+        """Invert `sizes`, after `check`."""
+        self.check(model)
         return {
             "in_channels": model.token_channels,
             "num_layers": model.num_joint_layers,
@@ -143,24 +140,28 @@ class DiffusersStreams(DiffusersFormat[Model]):
         }
 
     def rules(self, model: Model, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
-        patch = {"ph": PATCH, "pw": PATCH}
-        forms: dict[str, Form] = {
-            "embed.linear.weight": Axes("d (c ph pw) -> d (ph pw c)", patch),
-            "head.linear": Axes("(c ph pw) ... -> (ph pw c) ...", patch),
-            "head.modulation": Chunks((1, 0)),
-        }
-        rules = [
-            replace(rule, form=forms.get(rule.name) or forms.get(ours) or rule.form)
-            for ours, theirs in self.names.items()
-            for rule in with_bias(ours, theirs)
-        ]
+        rules = [rule for ours, theirs in self.names.items() for rule in with_bias(ours, theirs)]
         for i in range(model.num_joint_layers):
-            rules += self._joint(model, f"layers.{i}", f"transformer_blocks.{i}")
+            rules += self.joint(model, f"layers.{i}", f"transformer_blocks.{i}")
         for i in range(model.num_single_layers):
             rules += self.single(model, f"layers.{model.num_joint_layers + i}", f"single_transformer_blocks.{i}")
         rules += self.shared(model)
-        # Rules of biases and of conditions that the model does not have are left out.
-        return RuleBook(shapes, [rule for rule in rules if rule.name in shapes], unmatched=learned_nulls(shapes))
+        forms: dict[str, Form] = {"head.modulation": Chunks((1, 0)), **self.forms(model)}
+        rules = [
+            replace(rule, form=forms.get(rule.name) or forms.get(rule.name.rpartition(".")[0]) or rule.form)
+            for rule in rules
+            # Rules of parts that the model does not have are left out.
+            if rule.name in shapes
+        ]
+        return RuleBook(shapes, rules, unmatched=learned_nulls(shapes))
+
+    def forms(self, model: Model) -> Mapping[str, Form]:
+        """Return the forms of further parameters or layers, by our names."""
+        patch = {"ph": PATCH, "pw": PATCH}
+        return {
+            "embed.linear.weight": Axes("d (c ph pw) -> d (ph pw c)", patch),
+            "head.linear": Axes("(c ph pw) ... -> (ph pw c) ...", patch),
+        }
 
     def shared(self, model: Model) -> list[Rule]:
         """Return the rules of a modulation that all blocks share."""
@@ -170,22 +171,36 @@ class DiffusersStreams(DiffusersFormat[Model]):
         """Return the rules of a single block."""
         raise NotImplementedError
 
-    def _joint(self, model: Model, layer: str, block: str) -> list[Rule]:
-        qkv, rules = ByHead(model.num_attention_heads, (model.head_size,) * 3, turned=(0, 1)), list[Rule]()
+    def joint(self, model: Model, layer: str, block: str) -> list[Rule]:
+        """Return the rules of a joint block."""
+        rules = list[Rule]()
         gated = GATED if model.activation == "swiglu" else None
         for stream, names in self.streams.items():
             module = f"{layer}.{stream}"
             if names.modulation is not None:
                 rules += with_bias(f"{module}.modulation.linear", f"{block}.{names.modulation}")
-            rules += with_bias(f"{module}.linear_qkv", *(f"{block}.{part}" for part in names.qkv), form=qkv)
-            rules += with_bias(f"{module}.linear_proj", f"{block}.{names.out}")
-            rules += head_norms(module, f"{block}.{names.q_norm}", f"{block}.{names.k_norm}")
+            rules += attention_rules(model, module, *(f"{block}.{name}" for name in names.attention))
             rules += with_bias(f"{module}.mlp.linear_fc1", f"{block}.{names.fc1}", form=gated)
             rules += with_bias(f"{module}.mlp.linear_fc2", f"{block}.{names.fc2}")
         return rules
 
 
+def attention_rules(
+    model: StreamsConfig, module: str, q: str, k: str, v: str, out: str, q_norm: str, k_norm: str
+) -> list[Rule]:
+    """Return the rules of an attention, by the names of diffusers' layers."""
+    turned = (0, 1) if model.position_embedding == "rope_3d" else ()
+    norms = head_norms(module, q_norm, k_norm)
+    return [
+        *with_bias(
+            f"{module}.linear_qkv", q, k, v, form=ByHead(model.num_attention_heads, (model.head_size,) * 3, turned)
+        ),
+        *with_bias(f"{module}.linear_proj", out),
+        *(norms if turned else (replace(rule, form=Same()) for rule in norms)),
+    ]
+
+
 def head_norms(module: str, q_norm: str, k_norm: str) -> list[Rule]:
-    """Return the rules of the norms of queries and keys."""
+    """Return the rules of the norms of queries and keys that rotate."""
     pairs = ((f"{module}.q_layernorm", q_norm), (f"{module}.k_layernorm", k_norm))
     return [Rule(f"{ours}.weight", (f"{theirs}.weight",), TURNED_HEAD) for ours, theirs in pairs]

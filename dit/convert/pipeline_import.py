@@ -1,7 +1,7 @@
-"""Import text encoders, autoencoder, null text and noise schedule from a Stable Diffusion pipeline.
+"""Import text encoders and autoencoder from a pipeline, of Stable Diffusion also null text and noise schedule.
 
-    PIPELINE/model_index.json             parts of the pipeline; force_zeros_for_empty_prompt of XL
-    PIPELINE/unet/                        the imported network
+    PIPELINE/model_index.json             class of the pipeline; force_zeros_for_empty_prompt of XL
+    PIPELINE/transformer/ or unet/        the imported network
     PIPELINE/text_encoder[_2]/, vae/      their folders are recorded
     PIPELINE/scheduler/                   betas and prediction type
 
@@ -20,20 +20,11 @@ from dit.errors import ConfigError
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.objectives.ddpm import DDPM
 from dit.objectives.noise_levels import PUBLISHED_BETAS, REFERENCE_STEPS
-from dit.pipeline_folder import PIPELINE_INDEX
+from dit.pipeline_folder import PIPELINE_INDEX, TEXT_ENCODERS, text_encoders_of
 
 INDEX, PART = PIPELINE_INDEX, "unet"
 PARTS = ("transformer", PART)
 """Folders of the trained network in a pipeline."""
-TEXT_ENCODERS = {
-    "StableDiffusionPipeline": {"text_encoder": "{}:padded"},
-    "StableDiffusionXLPipeline": {
-        "text_encoder": "text={}:layer=penultimate:padded",
-        "text_encoder_2": "text+pooled={}:layer=penultimate:padded:joined",
-    },
-}
-"""Encoders of a pipeline by folder, in the syntax of `dit.encoders.text_config`."""
-
 DDIM = {"timestep_spacing": "trailing", "set_alpha_to_one": True, "clip_sample": False, "thresholding": False}
 """Settings of diffusers' DDIMScheduler that give the steps of our sampler `ddim`."""
 DDIM_DEFAULTS = {"timestep_spacing": "leading", "set_alpha_to_one": True, "clip_sample": True, "thresholding": False}
@@ -75,18 +66,21 @@ def complete(trained: TrainedModel, folder: Path) -> Completed:
         ConfigError: a file of the pipeline is damaged, or its noise schedule has no counterpart.
     """
     root, model = folder.resolve().parent, trained.model
-    if not isinstance(model, LDMUNetConfig) or folder.resolve().name != PART or not (root / INDEX).exists():
+    if folder.resolve().name not in PARTS or not (root / INDEX).exists():
         return Completed(trained)
-    index = read_json(root / INDEX)
-    lines = TEXT_ENCODERS.get(str(index.get("_class_name")), {})
-    if not lines:
-        return Completed(trained, notes=[f"{root / INDEX} names {index.get('_class_name')!r}, which is not supported"])
-    if all((root / name / CONFIG).exists() for name in lines):
-        line = ",".join(form.format(root / name) for name, form in lines.items())
-        trained = replace(trained, text_encoder=line)
+    index, vae = read_json(root / INDEX), root / "vae"
+    folders = TEXT_ENCODERS.get(str(index.get("_class_name")))
+    autoencoder = str(vae) if (vae / CONFIG).exists() else None
+    if folders is None:
+        note = f"the text encoders of {index.get('_class_name')!r} in {root / INDEX} are unknown"
+        return Completed(trained, autoencoder, notes=[note])
+    if folders and all((root / name / CONFIG).exists() for name in folders):
+        trained = replace(trained, text_encoder=",".join(text_encoders_of(root)))
+    if not isinstance(model, LDMUNetConfig):
+        return Completed(trained, autoencoder)
     if model.pooled_size is not None and not index.get("force_zeros_for_empty_prompt", True):
         trained = replace(trained, model=replace(model, null_text="empty"))
-    path, vae, notes = root / "scheduler" / SCHEDULER_CONFIG, root / "vae", []
+    path, notes = root / "scheduler" / SCHEDULER_CONFIG, []
     if path.exists():
         settings = read_json(path)
         trained = replace(trained, objective=read_schedule(settings, str(path)))
@@ -98,7 +92,7 @@ def complete(trained: TrainedModel, folder: Path) -> Completed:
                 "draws the same pictures from the same noise with pipeline.scheduler = "
                 f"DDIMScheduler.from_config(pipeline.scheduler.config, {changes})"
             )
-    return Completed(trained, str(vae) if (vae / CONFIG).exists() else None, path.exists(), notes)
+    return Completed(trained, autoencoder, path.exists(), notes)
 
 
 def read_schedule(settings: Mapping[str, Any], where: str) -> DDPM:

@@ -93,7 +93,7 @@ class OnlineEncoders:
         for config in () if encoding.text_encoder is None else check_text_encoder(encoding.text_encoder).encoders:
             entries = tuple(as_conditions({entry: entry for entry in config.makes}, spec.conditions).values())
             if entries:
-                config = replace(config, makes=entries, joined=config.joined and "text" in entries)
+                config = replace(config, makes=entries)
                 self.texts.append(TextEncoder(config, device=where, precision=precision))
 
     @torch.no_grad()
@@ -144,11 +144,11 @@ class OnlineEncoders:
         ids, makes, sizes = encoder.tokenize(texts), encoder.config.makes, encoder.geometry
 
         def encode(indices: list[int]) -> list[Tensor]:
-            entries = encoder.forward(torch.tensor([ids[i] for i in indices]))
+            entries = encoder.forward([ids[i] for i in indices])
             return [entries[entry] for entry in makes]
 
         shapes = [
-            [(sizes.pooled or 0,) if entry == "pooled" else (len(numbers), sizes.width) for entry in makes]
+            [(sizes.pooled or 0,) if entry == "pooled" else (encoder.rows(numbers), sizes.width) for entry in makes]
             for numbers in ids
         ]
         encoded = self._on_all_peers(encoder.batches(ids), shapes, encode)

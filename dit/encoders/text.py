@@ -1,9 +1,9 @@
 """Frozen text encoders of transformers, for captions of data sets and prompts of samples.
 
-    text -- tokenizer, truncation --> ids -- batches of one length --> tokens [K, width], pooled vector [width]
+    caption -- prompt, tokenizer, truncation --> ids -- batches of one length --> tokens [K, width], pooled [width]
 
 Batches contain texts of one length, so they have no padding. The result for T5 and BERT is that of a padded batch with
-an attention mask, the result for the causal CLIP that of a padded batch. CLIP's pooled vector is the output at the end
+an attention mask, the result for causal networks that of a padded batch. CLIP's pooled vector is the output at the end
 token, after the projection if the weights have one. That of a sentence encoder is the normalized mean of its tokens.
 """
 
@@ -20,7 +20,14 @@ from torch import Tensor
 from dit.conditions import Condition
 from dit.encoders.batching import in_batches
 from dit.encoders.pretrained import load_network, load_without_code
-from dit.encoders.text_config import ENCODERS, TextEncoderConfig, as_conditions, check_text_encoder, source_of
+from dit.encoders.text_config import (
+    ENCODERS,
+    LANGUAGE_MODELS,
+    TextEncoderConfig,
+    as_conditions,
+    check_text_encoder,
+    source_of,
+)
 from dit.encoders.vae import DTYPES, Precision
 from dit.errors import ConfigError
 from dit.safe_files import read_bytes
@@ -48,6 +55,7 @@ class TextEncoder:
         self.config, self.geometry, self.device = config, config.geometry(), device
         self._tokenizer: Any = None
         self._model: Any = None
+        self._dropped = slice(0, 0)
         if self.geometry.kind == "identity":
             return
         _check_weights(config.name)
@@ -56,53 +64,85 @@ class TextEncoder:
         transformers_logging.disable_progress_bar()
         kind = self.geometry.kind
         self._tokenizer = _load_tokenizer(config.name)
+        self._dropped = config.around.dropped(len(self._tokenizer(config.around.before)["input_ids"]))
         options = {**source_of(config.name), **options_of(kind), "dtype": DTYPES[precision]}
         self._model = load_network(class_of(kind), f"text encoder {config.name!r}", **options).to(device)
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the token ids of each text, start and end tokens included.
+        """Return the token ids of each text, with those of the prompt and start and end tokens, without padding.
 
-        A text of more than `max_tokens` is truncated before its end token, with a warning.
+        A text whose embedding has more than `max_tokens` rows is truncated before its end token, with a warning.
+
+        Raises:
+            ConfigError: the prompt needs a chat template, and the tokenizer has none.
         """
-        max_tokens = self.geometry.max_tokens
+        max_tokens, around = self.geometry.max_tokens, self.config.around
         if self._tokenizer is None:
             return [[*text.encode()[: max_tokens - 1], END] for text in texts]
-        ids: list[list[int]] = self._tokenizer(list(texts))["input_ids"]
-        long = [i for i, numbers in enumerate(ids) if len(numbers) > max_tokens]
+        try:
+            rendered = [around.render(text, self._tokenizer) for text in texts]
+        except ValueError as error:
+            raise ConfigError(f"text encoder {self.config.name!r}: {error}") from error
+        start = self._tokenizer.bos_token if around.chat else None
+        options = {"add_special_tokens": not (start and rendered[0].startswith(start))}  # a template may have it
+        ids: list[list[int]] = self._tokenizer(rendered, **options)["input_ids"]
+        limit = max_tokens + self._dropped.stop - self._dropped.start
+        long = [i for i, numbers in enumerate(ids) if len(numbers) > limit]
         if long:
             logger.warning(
                 "%d texts are truncated to the %d tokens of %s, such as %.60r of %d tokens",
                 *(len(long), max_tokens, self.config.name, texts[long[0]], len(ids[long[0]])),
             )
-        if long or self.config.padded:
-            padding = "max_length" if self.config.padded else False
-            return self._tokenizer(list(texts), truncation=True, max_length=max_tokens, padding=padding)["input_ids"]
+            return self._tokenizer(rendered, truncation=True, max_length=limit, **options)["input_ids"]
         return ids
 
+    def rows(self, ids: Sequence[int]) -> int:
+        """Return the length of the embedding of a text."""
+        if self.config.padded or self.config.zero_padded:
+            return self.geometry.max_tokens
+        return len(ids) - len(range(len(ids))[self._dropped])
+
     @torch.no_grad()
-    def forward(self, ids_BK: Tensor) -> dict[str, Tensor]:
-        """Embed texts of one length.
+    def forward(self, ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """Embed texts of one length, or of any lengths if they are padded.
+
+        Args:
+            ids: as `tokenize` returns them.
 
         Returns:
             Embeddings by entry, float32 on the encoder's device: tokens `[B, K, width]`, pooled vectors `[B, width]`.
         """
-        tokens, pooled = self._embed(ids_BK.to(self.device))
+        tokens, pooled = self._embed(ids)
+        tokens = torch.cat([tokens[:, : self._dropped.start], tokens[:, self._dropped.stop :]], 1)
         if self.config.zero_padded:
             tokens = torch.nn.functional.pad(tokens, (0, 0, 0, self.geometry.max_tokens - tokens.shape[1]))
         entries = {entry: pooled if entry == "pooled" else tokens for entry in self.config.makes}
         return {entry: values.float() for entry, values in entries.items() if values is not None}
 
-    def _embed(self, ids_BK: Tensor) -> tuple[Tensor, Optional[Tensor]]:
-        kind, penultimate = self.geometry.kind, self.config.layer == "penultimate"
+    def _embed(self, ids: Sequence[Sequence[int]]) -> tuple[Tensor, Optional[Tensor]]:
+        kind, layers = self.geometry.kind, self.config.layers
         if kind == "identity":
-            return torch.nn.functional.one_hot(ids_BK, self.geometry.width), None
-        out = self._model(input_ids=ids_BK, output_hidden_states=penultimate)
-        tokens = out.hidden_states[-2] if penultimate else out.last_hidden_state
+            return torch.nn.functional.one_hot(torch.tensor(ids, device=self.device), self.geometry.width), None
+        inputs = self._padded(ids) if self.config.padded else {"input_ids": torch.tensor(ids, device=self.device)}
+        options = {"use_cache": False} if kind in LANGUAGE_MODELS else {}
+        out = self._model(**inputs, **options, output_hidden_states=bool(layers))
+        tokens = torch.cat([out.hidden_states[i] for i in layers], -1) if layers else out.last_hidden_state
         if kind == "sentence":
             return tokens, torch.nn.functional.normalize(tokens.mean(1), dim=-1)
         if kind == "clip_projected":
             return tokens, out.text_embeds
         return tokens, out.pooler_output if kind == "clip" else None
+
+    def _padded(self, ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
+        """Return token ids with padding on the side of the tokenizer, and the mask of language models."""
+        shape = len(ids), self.geometry.max_tokens + self._dropped.stop - self._dropped.start
+        ids_BK, mask_BK = torch.full(shape, self._tokenizer.pad_token_id), torch.zeros(shape, dtype=torch.int64)
+        for row, numbers in enumerate(ids):
+            start = shape[1] - len(numbers) if self._tokenizer.padding_side == "left" else 0
+            ids_BK[row, start : start + len(numbers)] = torch.tensor(numbers)
+            mask_BK[row, start : start + len(numbers)] = 1
+        masks = {"attention_mask": mask_BK.to(self.device)} if self.geometry.kind in LANGUAGE_MODELS else {}
+        return {"input_ids": ids_BK.to(self.device), **masks}
 
     def save(self, encoder: Path, tokenizer: Path, *, cut: bool) -> tuple[str, str]:
         """Write network and tokenizer in transformers' layout; return their classes.
@@ -112,7 +152,7 @@ class TextEncoder:
         """
         if cut:
             self._tokenizer.model_max_length = self.geometry.max_tokens
-        state, size = dict(self._model.state_dict()), self.geometry.width
+        state, size = dict(self._model.state_dict()), self._model.config.get_text_config().hidden_size
         if self.geometry.kind == "sentence":  # the pooling layer is not loaded, because its output is not used
             state |= {"pooler.dense.weight": torch.zeros(size, size), "pooler.dense.bias": torch.zeros(size)}
         self._model.save_pretrained(encoder, state_dict=state)
@@ -120,8 +160,9 @@ class TextEncoder:
         return type(self._model).__name__, type(self._tokenizer).__name__
 
     def batches(self, ids: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Group token ids of equal length into batches for `forward`; return the indices."""
-        return in_batches([len(numbers) for numbers in ids], lambda length: MAX_BATCH_TOKENS // length)
+        """Group token ids of equal length (after padding) into batches for `forward`; return the indices."""
+        lengths = [self.geometry.max_tokens if self.config.padded else len(numbers) for numbers in ids]
+        return in_batches(lengths, lambda length: MAX_BATCH_TOKENS // length)
 
     def encode(self, texts: Sequence[str]) -> dict[str, list[Tensor]]:
         """Embed texts; equal texts are computed once. An embedding does not depend on the other texts.
@@ -134,7 +175,7 @@ class TextEncoder:
         ids = self.tokenize(unique)
         embedded: dict[str, dict[str, Tensor]] = {entry: {} for entry in self.config.makes}
         for batch in self.batches(ids):
-            for entry, rows in self.forward(torch.tensor([ids[i] for i in batch])).items():
+            for entry, rows in self.forward([ids[i] for i in batch]).items():
                 embedded[entry].update(zip((unique[i] for i in batch), rows.unbind(0), strict=True))
         return {entry: [values[text].clone() for text in texts] for entry, values in embedded.items()}
 
@@ -162,6 +203,10 @@ def class_of(kind: str) -> Any:
         "umt5": "UMT5EncoderModel",
         "clip": "CLIPTextModel",
         "clip_projected": "CLIPTextModelWithProjection",
+        "qwen3": "Qwen3Model",
+        "qwen2_5_vl": "Qwen2_5_VLModel",
+        "mistral3": "Mistral3Model",
+        "gemma2": "Gemma2Model",
     }
     return getattr(transformers, names[kind])
 
@@ -216,10 +261,17 @@ def join_entries(
     entries: dict[str, list[Tensor]] = {}
     for encoder, new_entries in zip(encoders, embeddings, strict=True):
         for entry, rows in new_entries.items():
-            if entry == "text" and encoder.config.joined:
-                rows = [torch.cat(pair, -1) for pair in zip(entries[entry], rows, strict=True)]
+            if entry in entries:
+                axis = -2 if encoder.config.appended else -1
+                rows = [torch.cat(_of_one_width(pair, axis), axis) for pair in zip(entries[entry], rows, strict=True)]
             entries[entry] = rows
     return entries
+
+
+def _of_one_width(tensors: Sequence[Tensor], axis: int) -> list[Tensor]:
+    """Return tensors to concatenate along an axis: for tokens, with zeros up to the width of the widest."""
+    width = max(x.shape[-1] for x in tensors) if axis == -2 else 0
+    return [torch.nn.functional.pad(x, (0, max(0, width - x.shape[-1]))) for x in tensors]
 
 
 @lru_cache(maxsize=1)

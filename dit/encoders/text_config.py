@@ -7,12 +7,15 @@ One line selects encoders, on the command line, in settings and in the record of
     text+pooled=models/clip:layer=penultimate:max_tokens=40     tokens and pooled vector of one encoder
     text=A:padded,text+pooled=B:padded:joined                   tokens of two encoders side by side, as in SDXL
     google/umt5-xxl:zero_padded                                 tokens, then zeros up to 512, as in Wan
+    models/flux                                                 the encoders of a pipeline of diffusers
 
     LINE     ENCODER , ENCODER ...
     ENCODER  [ENTRY + ENTRY ... =] NAME [: OPTION] ...
     ENTRY    text (the default), text_2 or pooled: the names under which samples store the embeddings
     NAME     all-minilm-l6-v2, identity, a folder in transformers' layout, or OWNER/REPOSITORY[/FOLDER] on the hub
-    OPTION   layer=penultimate, max_tokens=N, padded, zero_padded, or joined
+    OPTION   prompt=NAME, layer=penultimate, layer=9+18+27, max_tokens=N, padded, zero_padded, joined, or appended
+
+An encoder that is only the folder of a pipeline stands for the encoders of its class, see `dit.pipeline_folder`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,16 +28,23 @@ from typing import Any, Literal, Optional, TypeVar
 from dit.condition_table import CONTEXT, CONTEXT_2, POOLED
 from dit.conditions import Condition
 from dit.encoders.pretrained import load_without_code
+from dit.encoders.prompts import PROMPTS, Prompt
 from dit.errors import ConfigError
 from dit.hub import check_hub
-from dit.pipeline_folder import name_a_part
+from dit.pipeline_folder import PIPELINE_INDEX, name_a_part, text_encoders_of
 
 Value = TypeVar("Value")
-Kind = Literal["identity", "sentence", "t5", "umt5", "clip", "clip_projected"]
+Kind = Literal[
+    "identity", "sentence", "t5", "umt5", "clip", "clip_projected", "qwen3", "qwen2_5_vl", "mistral3", "gemma2"
+]
+LANGUAGE_MODELS = ("qwen3", "qwen2_5_vl", "mistral3", "gemma2")
+"""Causal models; their own padding is masked."""
 ENTRIES = tuple(condition.stored_as[0] for condition in (CONTEXT, CONTEXT_2, POOLED))
 """Entries that an encoder can make: the names under which samples store embeddings."""
 IDENTITY = "identity"  # the bytes of a text
-T5_TOKENS = 512  # T5 has no limit; this is the limit of its tokenizers and of the pipelines of diffusers
+MAX_TOKENS = 512  # in the pipelines of diffusers; T5 has no limit, and that of language models is far higher
+FLAGS = ("padded", "zero_padded", "joined", "appended")
+PENULTIMATE = (-2,)
 
 
 @dataclass(frozen=True)
@@ -78,12 +88,14 @@ class TextGeometry:
         width: features per token.
         pooled: features of the pooled vector; None if it makes none.
         max_tokens: of a text, start and end tokens included.
+        num_layers: of the network; 0 if only its output is available.
     """
 
     kind: Kind
     width: int
     pooled: Optional[int]
     max_tokens: int
+    num_layers: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,23 +105,28 @@ class TextEncoderConfig:
     Attributes:
         name: as in the module docstring.
         makes: names of `ENTRIES`.
-        layer: source of the tokens: the `last` layer (CLIP's with its final norm), or CLIP's `penultimate` layer
-            without that norm, as in SDXL.
-        max_tokens: longer texts are truncated to this length; None for the longest text that the encoder reads.
-        padded: pad every text to `max_tokens`, and attend to the padding and store it, as the pipelines of Stable
-            Diffusion and FLUX do, whose weights expect it. Otherwise texts have no padding.
+        prompt: text around the caption, a name of `dit.encoders.prompts`.
+        layers: whose outputs are the features of a token, side by side, before the final norm; 0 for the input of the
+            first layer, -2 for the penultimate layer, as in SDXL. Empty for the normalized output of the last one.
+        max_tokens: longer embeddings are truncated to this length; None for the longest text that the encoder reads.
+        padded: pad every text to `max_tokens` and store the padding, as the pipelines of Stable Diffusion and FLUX do,
+            whose weights expect it. T5 and CLIP attend to the padding. Otherwise texts have no padding.
         zero_padded: pad every embedding to `max_tokens` with zeros, to which the model attends, as Wan's pipeline does;
             the encoder does not read them.
-        joined: append the features of each token to those of the same token of the previous encoders in the line.
+        joined: append the features of each token, and of the pooled vector, to those of the previous encoders in the
+            line.
+        appended: append the tokens to those of the previous encoders; the narrower ones get features of zeros.
     """
 
     name: str
     makes: tuple[str, ...] = ("text",)
-    layer: Literal["last", "penultimate"] = "last"
+    prompt: str = "plain"
+    layers: tuple[int, ...] = ()
     max_tokens: Optional[int] = None
     padded: bool = False
     zero_padded: bool = False
     joined: bool = False
+    appended: bool = False
 
     @classmethod
     def parse(cls, text: str) -> "TextEncoderConfig":
@@ -129,25 +146,38 @@ class TextEncoderConfig:
         settings: dict[str, Any] = {}
         for option in options:
             key, _, value = option.partition("=")
-            if option in ("padded", "zero_padded", "joined"):
+            if option in FLAGS:
                 settings[key] = True
+            elif key == "prompt" and value in PROMPTS:
+                settings[key] = value
             elif key == "max_tokens" and value.isdecimal() and int(value) > 0:
                 settings[key] = int(value)
-            elif key == "layer" and value in ("last", "penultimate"):
-                settings[key] = value
+            elif key == "layer" and (layers := _read_layers(value)) is not None:
+                settings["layers"] = layers
             else:
                 raise ConfigError(
-                    f"text encoder {text!r}: {option!r} is not an option; use layer=penultimate, max_tokens=N with N "
-                    "of at least 1, padded, zero_padded or joined"
+                    f"text encoder {text!r}: {option!r} is not an option; use layer=penultimate, layer=9+18+27, "
+                    f"max_tokens=N with N of at least 1, {', '.join(FLAGS)}, or prompt= {', '.join(PROMPTS)}"
                 )
         return cls(name=name, makes=makes, **settings)
 
     def __str__(self) -> str:
         makes = "" if self.makes == ("text",) else "+".join(self.makes) + "="
-        layer = "" if self.layer == "last" else f":layer={self.layer}"
+        prompt = "" if self.prompt == "plain" else f":prompt={self.prompt}"
+        layer = f":layer={self.layer_names}" if self.layers else ""
         max_tokens = "" if self.max_tokens is None else f":max_tokens={self.max_tokens}"
-        flags = "".join(f":{flag}" for flag in ("padded", "zero_padded", "joined") if getattr(self, flag))
-        return f"{makes}{self.name}{layer}{max_tokens}{flags}"
+        flags = "".join(f":{flag}" for flag in FLAGS if getattr(self, flag))
+        return f"{makes}{self.name}{prompt}{layer}{max_tokens}{flags}"
+
+    @property
+    def layer_names(self) -> str:
+        """The value of the option `layer`."""
+        return "penultimate" if self.layers == PENULTIMATE else "+".join(map(str, self.layers))
+
+    @property
+    def around(self) -> Prompt:
+        """The text around the caption."""
+        return PROMPTS[self.prompt]
 
     def geometry(self) -> TextGeometry:
         """Read the sizes of the embeddings, with this config's `max_tokens`.
@@ -164,15 +194,19 @@ class TextEncoderConfig:
             raise ConfigError(f"text encoder {self.name!r} has :padded and :zero_padded; choose one of the two")
         if (self.padded or self.zero_padded) and geometry.kind == "identity":
             raise ConfigError(f"text encoder {self.name!r} has no padding; leave out :padded and :zero_padded")
-        if self.layer != "last" and not geometry.kind.startswith("clip"):
-            raise ConfigError(f"text encoder {self.name!r} has no layer={self.layer}, only CLIP has; leave it out")
+        last = geometry.num_layers
+        if any(not -last <= layer < last for layer in self.layers):
+            raise ConfigError(
+                f"text encoder {self.name!r} has no layer={self.layer_names}; "
+                + (f"use layers from {-last} to {last - 1}" if last else "leave it out")
+            )
         max_tokens = geometry.max_tokens if self.max_tokens is None else self.max_tokens
-        if max_tokens > geometry.max_tokens and geometry.kind not in ("t5", "umt5"):
+        if max_tokens > geometry.max_tokens and geometry.kind not in ("t5", "umt5", *LANGUAGE_MODELS):
             raise ConfigError(
                 f"text encoder {self.name!r} reads {geometry.max_tokens} tokens, not max_tokens={max_tokens}; use at "
                 f"most {geometry.max_tokens}"
             )
-        return replace(geometry, max_tokens=max_tokens)
+        return replace(geometry, max_tokens=max_tokens, width=geometry.width * max(1, len(self.layers)))
 
     def recorded(self) -> "TextEncoderConfig":
         """Return the encoder with absolute paths of folders, for the record of a data set."""
@@ -211,19 +245,20 @@ def check_text_encoder(line: str) -> TextEncodersConfig:
         ConfigError: the syntax is wrong (see the module docstring), there is no such encoder, a package is not
             installed, or an encoder does not support its options.
     """
-    encoders = tuple(TextEncoderConfig.parse(part) for part in line.split(","))
+    encoders = parse_line(line)
     widths: dict[str, int] = {}
     lengths: set[Optional[int]] = set()
     for encoder in encoders:
         geometry = encoder.geometry()
-        repeated = sorted(set(encoder.makes) & set(widths))
-        if repeated != (["text"] if encoder.joined else []):
+        added = encoder.joined or encoder.appended
+        repeated = [] if added else [entry for entry in encoder.makes if entry in widths]
+        if repeated or (added and "text" not in widths):
             fault = f"make {', '.join(repeated)} twice" if repeated else "have no text before the joined encoder"
             raise ConfigError(
                 f"the text encoders {line!r} {fault}; name other entries, such as text_2=NAME or pooled=NAME, or join "
                 "the features of tokens: text=FIRST:padded,text=SECOND:padded:joined"
             )
-        if "text" in encoder.makes:
+        if "text" in encoder.makes and not encoder.appended:
             lengths.add(geometry.max_tokens if encoder.padded else None)
         if encoder.joined and (len(lengths) > 1 or None in lengths):
             raise ConfigError(
@@ -231,9 +266,30 @@ def check_text_encoder(line: str) -> TextEncodersConfig:
                 ":padded and the same max_tokens=N for each"
             )
         for entry in encoder.makes:
-            width = (geometry.pooled or 0) if entry == "pooled" else geometry.width
-            widths[entry] = width + (widths[entry] if entry in repeated else 0)
+            width, before = (geometry.pooled or 0) if entry == "pooled" else geometry.width, widths.get(entry, 0)
+            widths[entry] = max(before, width) if encoder.appended else before + width
     return TextEncodersConfig(encoders=encoders, widths=widths)
+
+
+def parse_line(line: str) -> tuple[TextEncoderConfig, ...]:
+    """Parse a line of encoders; the folder of a pipeline stands for the encoders of its class.
+
+    Raises:
+        ConfigError: the syntax is wrong, or the class of a pipeline is unknown.
+    """
+    encoders: list[str] = []
+    for part in line.split(","):
+        folder = Path(part.strip()).expanduser()
+        encoders += text_encoders_of(folder) if (folder / PIPELINE_INDEX).is_file() else [part]
+    return tuple(map(TextEncoderConfig.parse, encoders))
+
+
+def _read_layers(value: str) -> Optional[tuple[int, ...]]:
+    """Return the layers of the option `layer`; None if it is none."""
+    if value in ("last", "penultimate"):
+        return PENULTIMATE if value == "penultimate" else ()
+    numbers = value.split("+")
+    return tuple(map(int, numbers)) if all(number.removeprefix("-").isdecimal() for number in numbers) else None
 
 
 def as_conditions(entries: Mapping[str, Value], conditions: Sequence[Condition]) -> dict[str, Value]:
@@ -319,21 +375,23 @@ def config_of(name: str) -> Any:
 
 
 def _geometry_of(name: str, config: Any) -> TextGeometry:
-    kind = config.model_type
-    if kind in ("t5", "umt5"):
-        return TextGeometry(kind=kind, width=config.d_model, pooled=None, max_tokens=T5_TOKENS)
+    kind, network = config.model_type, config.get_text_config()
+    if kind in ("t5", "umt5", *LANGUAGE_MODELS):
+        width, layers = network.hidden_size, network.num_hidden_layers
+        return TextGeometry(kind=kind, width=width, pooled=None, max_tokens=MAX_TOKENS, num_layers=layers)
     if kind in ("clip", "clip_text_model"):
-        text = getattr(config, "text_config", config)
         projected = "CLIPTextModelWithProjection" in (config.architectures or ())
         return TextGeometry(
             kind="clip_projected" if projected else "clip",
-            width=text.hidden_size,
-            pooled=text.projection_dim if projected else text.hidden_size,
-            max_tokens=text.max_position_embeddings,
+            width=network.hidden_size,
+            pooled=network.projection_dim if projected else network.hidden_size,
+            max_tokens=network.max_position_embeddings,
+            num_layers=network.num_hidden_layers,
         )
     if kind == "bert":
         size = config.hidden_size
         return TextGeometry(kind="sentence", width=size, pooled=size, max_tokens=config.max_position_embeddings)
     raise ConfigError(
-        f"text encoder {name!r} is a {kind}; supported kinds are t5, umt5, clip, clip_text_model and bert"
+        f"text encoder {name!r} is a {kind}; supported kinds are t5, umt5, clip, clip_text_model, bert, "
+        f"{', '.join(LANGUAGE_MODELS)}"
     )

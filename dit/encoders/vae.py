@@ -4,7 +4,8 @@
 
     pixels [3, T, H, W] in [-1, 1]  -- encoder, posterior mean -->  z  -- (z - mean) / std -->  latent [C, t, h, w]
 
-The z of a `VQModel` is the encoder's output before quantisation; decoding quantises it.
+The z of a `VQModel` is the encoder's output before quantisation; decoding quantises it. That of an `AutoencoderDC` is
+the encoder's output. `AutoencoderKLFlux2` has mean and std per channel and position in a patch, among its weights.
 """
 
 import math
@@ -27,9 +28,9 @@ from dit.safe_files import parse_json, read_bytes
 Precision = Literal["fp32", "bf16"]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 IDENTITY = "identity"  # pixels are their own latents
-FRAMEWISE = ("AutoencoderKL", "VQModel")
+FRAMEWISE = ("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderDC", "VQModel")
 """Classes of diffusers that encode each frame separately."""
-KINDS = (*FRAMEWISE, "AutoencoderKLWan", "AutoencoderKLHunyuanVideo")
+KINDS = (*FRAMEWISE, "AutoencoderKLWan", "AutoencoderKLQwenImage", "AutoencoderKLHunyuanVideo")
 """Supported classes of diffusers; those not in `FRAMEWISE` are causal in time."""
 
 
@@ -42,6 +43,8 @@ class Geometry:
         channels: C of a latent.
         time, space: frames, and pixels per side, per position of a latent.
         mean, std: per channel or one for all; a latent is (z - mean) / std.
+        patch: positions of a latent per side with separate mean and std, which are among the weights if there are
+            several.
     """
 
     kind: str
@@ -50,6 +53,12 @@ class Geometry:
     space: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
+    patch: int = 1
+
+    @property
+    def step(self) -> int:
+        """Pixels of which each side must be a multiple."""
+        return self.space * self.patch
 
     @classmethod
     def read(cls, name: str) -> "Geometry":
@@ -81,7 +90,7 @@ class Geometry:
             raise ConfigError(f"the config.json of {name} has an invalid entry: {error!r}") from error
         if not all(map(math.isfinite, (*geometry.mean, *geometry.std))):
             raise ConfigError(f"the config.json of {name} has a scale or a shift that is not finite")
-        if not all(1 <= size <= 2**16 for size in (geometry.channels, geometry.time, geometry.space)):
+        if not all(1 <= size <= 2**16 for size in (geometry.channels, geometry.time, geometry.space, geometry.patch)):
             raise ConfigError(f"the config.json of {name} has invalid sizes: they must be 1 to 65,536")
         return geometry
 
@@ -93,22 +102,17 @@ class Geometry:
             fault = f"is a {kind}" if has_class else "has no _class_name in its config.json"
             raise ConfigError(f"{name} {fault}; supported classes are {', '.join(KINDS)}")
         entry = {**_defaults(kind), **config}
-        if kind in FRAMEWISE:
-            channels = entry.get("vq_embed_dim") or entry["latent_channels"]
-            time, space = 1, 2 ** (len(entry["block_out_channels"]) - 1)
-        elif kind == "AutoencoderKLWan":
-            channels, time, space = entry["z_dim"], entry["scale_factor_temporal"], entry["scale_factor_spatial"]
-        else:
-            channels = entry["latent_channels"]
-            time, space = entry["temporal_compression_ratio"], entry["spatial_compression_ratio"]
+        channels = entry.get("vq_embed_dim") or entry.get("z_dim") or entry["latent_channels"]
+        time, space = _compression(entry)
+        scale = float(entry.get("scaling_factor", 1.0))
         if entry.get("latents_mean") is not None and entry.get("latents_std") is not None:
             mean, std = tuple(map(float, entry["latents_mean"])), tuple(map(float, entry["latents_std"]))
-            scale = 1.0 if kind == "AutoencoderKLWan" else float(entry["scaling_factor"])
             std = tuple(value / scale for value in std)
         else:
             mean = (float(entry.get("shift_factor") or 0.0),)
-            std = (1.0 / float(entry["scaling_factor"]),)
-        return cls(kind=kind, channels=int(channels), time=int(time), space=int(space), mean=mean, std=std)
+            std = (1.0 / scale,)
+        patch = int(entry["patch_size"][0]) if kind == "AutoencoderKLFlux2" else 1
+        return cls(kind=kind, channels=int(channels), time=int(time), space=int(space), mean=mean, std=std, patch=patch)
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
         """Return (C, t, h, w) of the latent of a picture (one frame) or clip.
@@ -116,8 +120,8 @@ class Geometry:
         Raises:
             ConfigError: a size is not a multiple of the compression (causal autoencoders: frames 1 + a multiple).
         """
-        if height % self.space or width % self.space:
-            raise ConfigError(f"{height} x {width} pixels cannot be encoded; sides must be multiples of {self.space}")
+        if height % self.step or width % self.step:
+            raise ConfigError(f"{height} x {width} pixels cannot be encoded; sides must be multiples of {self.step}")
         if (frames - 1) % self.time:
             raise ConfigError(f"{frames} frames cannot be encoded; use 1 + a multiple of {self.time}")
         return self.channels, 1 + (frames - 1) // self.time, height // self.space, width // self.space
@@ -125,6 +129,17 @@ class Geometry:
     def pixel_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int]:
         """Return (T, H, W) in pixels of a latent's (t, h, w)."""
         return 1 + (frames - 1) * self.time, height * self.space, width * self.space
+
+
+def _compression(entry: dict[str, Any]) -> tuple[Any, Any]:
+    """Return frames, and pixels per side, per position of a latent."""
+    if "scale_factor_spatial" in entry:
+        return entry["scale_factor_temporal"], entry["scale_factor_spatial"]
+    if "spatial_compression_ratio" in entry:
+        return entry["temporal_compression_ratio"], entry["spatial_compression_ratio"]
+    if "temperal_downsample" in entry:
+        return 2 ** sum(entry["temperal_downsample"]), 2 ** len(entry["temperal_downsample"])
+    return 1, 2 ** (len(entry.get("encoder_block_out_channels") or entry["block_out_channels"]) - 1)
 
 
 def _folder(name: str) -> Optional[Path]:
@@ -205,8 +220,7 @@ class VAE:
         self.tile = None if self.geometry.kind == "VQModel" else tile
         self.dtype = DTYPES[precision]
         self._model: Any = None if self.geometry.kind == IDENTITY else self._load(name).to(device)
-        self._mean = torch.tensor(self.geometry.mean, device=device)[:, None, None, None]
-        self._std = torch.tensor(self.geometry.std, device=device)[:, None, None, None]
+        self._mean, self._std = (x.to(device) for x in self._statistics())
 
     def _load(self, name: str) -> Any:
         try:
@@ -217,6 +231,21 @@ class VAE:
         options = {"torch_dtype": self.dtype, "low_cpu_mem_usage": False}
         source = _folder(name) or name
         return load_network(kind, f"autoencoder {name!r}", pretrained_model_name_or_path=source, **options)
+
+    def _statistics(self) -> tuple[Tensor, Tensor]:
+        """Return mean and standard deviation, `[C or 1, 1, 1, patch, 1, patch]`, see `_fold`."""
+        geometry = self.geometry
+        mean, std = torch.tensor(geometry.mean), torch.tensor(geometry.std)
+        if geometry.patch > 1:
+            bn = self._model.bn
+            mean, std = bn.running_mean.float(), (bn.running_var.float() + self._model.config.batch_norm_eps).sqrt()
+        shape = -1, 1, 1, geometry.patch, 1, geometry.patch
+        return mean.view(shape), std.view(shape)
+
+    def _fold(self, z: Tensor) -> Tensor:
+        """Split the last two axes of `[B, C, t, h, w]` into patches and positions in a patch."""
+        patch = self.geometry.patch
+        return z.float().unflatten(-1, (-1, patch)).unflatten(-3, (-1, patch))
 
     @torch.no_grad()
     def encode(self, pixels_BCTHW: Tensor) -> Tensor:
@@ -240,11 +269,11 @@ class VAE:
         pixels = pixels_BCTHW.to(self._mean.device, self.dtype)
         if self.geometry.kind in FRAMEWISE:
             encoded = self._model.encode(pixels.transpose(1, 2).flatten(0, 1))
-            flat = encoded.latents if self.geometry.kind == "VQModel" else encoded.latent_dist.mode()
+            flat = encoded.latent_dist.mode() if "latent_dist" in encoded else encoded[0]
             z = flat.unflatten(0, (-1, frames)).transpose(1, 2)
         else:
             z = self._model.encode(pixels).latent_dist.mode()
-        return (z.float() - self._mean) / self._std
+        return _unfold((self._fold(z) - self._mean) / self._std)
 
     @torch.no_grad()
     def decode(self, latent_BCTHW: Tensor) -> Tensor:
@@ -257,7 +286,7 @@ class VAE:
         if self._model is None:
             return latent.clamp(-1, 1)
         self._choose_tiling(max(latent_BCTHW.shape[3:]) * self.geometry.space)
-        z = (latent * self._std + self._mean).to(self.dtype)
+        z = _unfold(self._fold(latent) * self._std + self._mean).to(self.dtype)
         if self.geometry.kind in FRAMEWISE:
             flat = self._model.decode(z.transpose(1, 2).flatten(0, 1)).sample
             pixels = flat.unflatten(0, (-1, latent.shape[2])).transpose(1, 2)
@@ -302,6 +331,10 @@ class VAE:
             self._model.enable_tiling()
         else:
             self._model.disable_tiling()
+
+
+def _unfold(x: Tensor) -> Tensor:
+    return x.flatten(-4, -3).flatten(-2)
 
 
 def identity_convolution(channels: int) -> nn.Conv2d:

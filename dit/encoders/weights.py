@@ -23,8 +23,7 @@ def weight_bytes(encoding: OnlineEncoding, conditions: Sequence[Condition]) -> d
     Raises:
         ConfigError: an encoder is not a local folder (nothing is downloaded), or a package is not installed.
     """
-    parts = [] if encoding.text_encoder is None else encoding.text_encoder.split(",")
-    configs = [text_config.TextEncoderConfig.parse(part) for part in parts]
+    configs = () if encoding.text_encoder is None else text_config.parse_line(encoding.text_encoder)
     names = [*(config.name for config in configs), *([] if encoding.vae is None else [encoding.vae])]
     for name in names:
         if name not in (*text_config.ENCODERS, text_config.IDENTITY) and not Path(name).expanduser().is_dir():
@@ -54,7 +53,8 @@ def _text_encoder(name: str, precision: vae.Precision) -> int:
     config: Any = text_config.config_of(name)
     build: Any = text.class_of(kind)
     with torch.device("meta"):
-        model = build(getattr(config, "text_config", config), **text.options_of(kind))
+        own = config if isinstance(config, build.config_class) else config.text_config
+        model = build(own, **text.options_of(kind))
     return _bytes(model, precision)
 
 

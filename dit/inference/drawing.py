@@ -25,6 +25,7 @@ class Request:
         seed: of its noise; None for the seed shared by all samples.
         number: counts the samples of one seed.
         record: the request as plain values.
+        reference: latent `[C, T, H, W]` that it is edited from; all requests have one, or none has.
     """
 
     caption: str
@@ -33,6 +34,7 @@ class Request:
     seed: Optional[int]
     number: int
     record: dict[str, Any] = field(default_factory=dict)
+    reference: Optional[Tensor] = None
 
 
 def numbered(seeds: Sequence[Optional[int]], count: int) -> list[tuple[Optional[int], int]]:
@@ -90,6 +92,7 @@ def draw(
             for part in ("conditions", "negative")
         )
         seeds = [request.seed for request in batch]
+        references = [request.reference for request in batch if request.reference is not None]
         yield (
             indices,
             generator.generate(
@@ -98,6 +101,7 @@ def draw(
                 negative=negative or None,
                 seeds=None if set(seeds) == {None} else seeds,
                 numbers=[request.number for request in batch],
+                references=references or None,
                 on_step=partial(on_step, place),
                 **settings,
             ),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Optional
 
+import torch
 from torch import Tensor
 
 
@@ -41,7 +42,8 @@ class Rates:
 
     Attributes:
         step: number of the update, from 1.
-        clip: factor of the gradient, which combines clipping with all other deferred factors.
+        clip: factor of the gradient, which combines clipping with all other deferred factors, `[]`, float32; NaN if
+            nothing may change.
         average: weight of the new weights in the average: 1 - decay, or 1 for a copy.
     """
 
@@ -51,7 +53,7 @@ class Rates:
     eps: float
     weight_decay: float
     step: int
-    clip: float = 1.0
+    clip: Tensor
     average: float = 1.0
 
     @property
@@ -72,12 +74,15 @@ AdamW = Callable[[Sequence[Elements], Rates], None]
 def adamw(parameters: Sequence[Elements], rates: Rates) -> None:
     """Update parameters in place, element by element, in the precision of the master weights."""
     for p in parameters:
-        gradient = p.gradient * rates.clip
-        p.main.sub_(p.main * (rates.lr * rates.weight_decay))
-        p.exp_avg.lerp_(gradient, 1 - rates.beta1)
-        p.exp_avg_sq.lerp_(gradient * gradient, 1 - rates.beta2)
-        p.main.addcdiv_(p.exp_avg, p.exp_avg_sq.sqrt() * rates.root + rates.eps, value=-rates.step_size)
+        # A factor of 1 changes no bit; if nothing may change, all rates are 0.
+        changes = (~rates.clip.isnan()).to(p.main.dtype)
+        gradient = torch.where(changes > 0, p.gradient * rates.clip, 0.0)
+        p.main.sub_(p.main * (changes * (rates.lr * rates.weight_decay)))
+        p.exp_avg.lerp_(gradient, changes * (1 - rates.beta1))
+        p.exp_avg_sq.lerp_(gradient * gradient, changes * (1 - rates.beta2))
+        denominator = p.exp_avg_sq.sqrt() * rates.root + rates.eps
+        p.main.addcdiv_(p.exp_avg * changes, denominator, value=-rates.step_size)
         if p.average is not None:
-            p.average.lerp_(p.main, rates.average)
+            p.average.lerp_(p.main, changes * rates.average)
         if p.model is not None:
             p.model.copy_(p.main)

@@ -47,7 +47,7 @@ class LayerNorm(nn.Module):
 
 
 class SublayerModulation(NamedTuple):
-    """The modulation of one sub-layer: shift and scale before it, a gate after it, `[S, D]` each.
+    """The modulation of one sub-layer: shift and scale before it, a gate after it (None for no gate), `[S, D]` each.
 
     Between two sub-layers f and g, one call adds the gated output of f to the residual, then normalises and modulates
     the sum for g (see `dit.kernels.modulation`):
@@ -61,7 +61,7 @@ class SublayerModulation(NamedTuple):
 
     shift_SD: Tensor
     scale_SD: Tensor
-    gate_SD: Tensor
+    gate_SD: Optional[Tensor]
     eps: float
     kernels: LayerKernels
     weight_D: Optional[Tensor] = None
@@ -111,6 +111,7 @@ class Modulation(nn.Module):
         num_sublayers: number of sub-layers, each with its own shift, scale and gate.
         eps: epsilon of the layer norm.
         rank: factor the projection through this many features (adaLN-LoRA); None for a full matrix.
+        gated: whether sub-layers have a gate.
 
     Source: Peebles and Xie 2023, arXiv:2212.09748, section 3.2; adaLN-LoRA: NVIDIA 2025, arXiv:2501.03575, without its
     shared full-rank part.
@@ -125,19 +126,24 @@ class Modulation(nn.Module):
         bias: bool = True,
         eps: float = 1e-6,
         rank: Optional[int] = None,
+        gated: bool = True,
     ) -> None:
         super().__init__()
         self.num_sublayers, self.eps, self.kernels = num_sublayers, eps, provider.kernels
+        self.vectors = 3 if gated else 2
         self.down: nn.Module = nn.Identity()
         if rank is not None:
             init = xavier_uniform(hidden_size, rank)
             self.down = provider.replicated_linear(hidden_size, rank, bias=False, init=init)
         features = hidden_size if rank is None else rank
-        self.linear = provider.gathered_linear(features, 3 * num_sublayers * hidden_size, bias=bias, init=ZEROS)
+        rows = self.vectors * num_sublayers * hidden_size
+        self.linear = provider.gathered_linear(features, rows, bias=bias, init=ZEROS)
 
     def forward(self, cond_SD: Tensor) -> list[SublayerModulation]:
-        chunks = self.linear(self.down(nn.functional.silu(cond_SD))).chunk(3 * self.num_sublayers, dim=-1)
-        triples = zip(chunks[0::3], chunks[1::3], chunks[2::3])
+        n = self.vectors
+        chunks = self.linear(self.down(nn.functional.silu(cond_SD))).chunk(n * self.num_sublayers, dim=-1)
+        gates = chunks[2::n] if n == 3 else [None] * self.num_sublayers
+        triples = zip(chunks[0::n], chunks[1::n], gates)
         return [SublayerModulation(*triple, self.eps, self.kernels) for triple in triples]
 
 

@@ -64,6 +64,14 @@ def qk_norms(
     return HeadRMSNorm(head_size, provider, eps=eps), HeadRMSNorm(head_size, provider, eps=eps)
 
 
+def head_norm(norms: tuple[nn.Module, nn.Module], heads: Heads) -> Optional[HeadNorm]:
+    """Return the norms per head in the form of the kernels; None for identities."""
+    if not isinstance(norms[1], HeadRMSNorm):
+        return None
+    weight_q, weight_k = (norm.get_parameter("weight") for norm in norms)
+    return HeadNorm(weight_q if heads.queries else None, weight_k if heads.keys else None, norms[1].eps)
+
+
 ONE_HEAD = Heads(1, keys=False, values=False)
 """Groups of one head, for a tensor with only queries or only keys."""
 
@@ -84,12 +92,8 @@ def split_heads(
         norms: norms of queries and of keys, from `qk_norms`; identities for none.
     """
     x_TGMH, bias = projection.y.unflatten(-1, (groups, heads.size, -1)), projection.bias
-    if isinstance(norms[1], HeadRMSNorm):
-        weight_q, weight_k = (norm.get_parameter("weight") for norm in norms)
-        head_norm = HeadNorm(weight_q if heads.queries else None, weight_k if heads.keys else None, norms[1].eps)
-        return kernels.split_heads(x_TGMH, heads, head_norm, rotation, bias)
-    if isinstance(norms[1], nn.Identity):
-        return kernels.split_heads(x_TGMH, heads, None, rotation, bias)
+    if not isinstance(norms[1], WidthRMSNorm):
+        return kernels.split_heads(x_TGMH, heads, head_norm(norms, heads), rotation, bias)
     parts = kernels.split_heads(x_TGMH, heads, bias=bias)
     present = [norm for norm, has in zip(norms, (heads.queries, heads.keys)) if has]
     for i, norm in enumerate(present):  # full-width norms may need sums over several ranks, so they are not fused

@@ -3,6 +3,7 @@
 Shape suffixes: T local tokens, S samples, E experts, P tokens of one expert, D hidden size.
 """
 
+from collections import deque
 from typing import Literal, Optional
 
 import torch
@@ -142,7 +143,7 @@ class ExpertLoad:
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
         self._counts: Optional[Tensor] = None
-        self._before: Optional[Tensor] = None
+        self._before: deque[Optional[Tensor]] = deque(maxlen=2)  # the counts before the newest steps
 
     @torch.no_grad()
     def count(self, selected_TE: Tensor, valid_T: Tensor, aux_loss: Optional[Tensor]) -> None:
@@ -163,11 +164,11 @@ class ExpertLoad:
 
     def begin_step(self) -> None:
         """Store a reference to the counts before a step, for `drop_step`."""
-        self._before = self._counts
+        self._before.append(self._counts)
 
-    def drop_step(self) -> None:
-        """Restore the counts of `begin_step`, because the step is not applied."""
-        self._counts = self._before
+    def drop_step(self, steps: int = 1) -> None:
+        """Restore the counts before the newest step, or before the newest two, because they are not applied."""
+        self._counts = self._before[-steps]
 
     def take(self, device: torch.device) -> Tensor:
         """Return and reset the counts `[E + 3]`: tokens by expert, real tokens, unrouted tokens, sum of the loss."""

@@ -139,7 +139,7 @@ class ModelConfig(ABC):
 
     Attributes:
         in_channels: channels of a latent (of a picture for an autoencoder).
-        patch_spatial: height and width of a patch, which is one token; the compression factor of an autoencoder.
+        patch_spatial: height and width of a patch (one token); the compression factor of an autoencoder.
         patch_temporal: frames of a patch.
         model_path: `module:Class` of the network, for a backbone outside this repository; backbones inside it have a
             line in `dit.models.registry`.

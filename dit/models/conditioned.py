@@ -21,9 +21,8 @@ class ClassConditioned(ModelConfig):
     """A model that may be conditioned on a class.
 
     Attributes:
-        num_classes: number of classes, in addition to a learned vector for the unconditional case; None for a model
-            without classes.
-        class_dropout: fraction of samples trained without their class, for guidance (0.1 in DiT).
+        num_classes: classes, without the unconditional one; None for none.
+        class_dropout: fraction of samples whose class is dropped, for guidance.
     """
 
     num_classes: Optional[int] = None
@@ -40,9 +39,9 @@ class TextConditioned(ModelConfig):
     """A model that may be conditioned on a text.
 
     Attributes:
-        context_size: width of the text embeddings; None for a model without text, where the backbone allows it.
-        context_dropout: fraction of samples trained without their text, for guidance. With classes and texts, the
-            smaller fraction is trained without both.
+        context_size: width of the text embeddings; None for no text.
+        context_dropout: fraction of samples whose text is dropped, for guidance; the smaller of this and
+            `class_dropout` drops both.
     """
 
     context_size: Optional[int] = None

@@ -20,12 +20,12 @@ class CrossAttentionModelConfig(TransformerModelConfig, TextConditioned, ClassCo
 
     Attributes:
         num_layers: number of blocks.
-        num_query_groups: key and value heads, each shared by several query heads; one per query head if None.
+        num_query_groups: key and value heads; one per query head if None.
         qk_layernorm: RMSNorm on queries and keys per head.
-        fps_conditioning: condition on the frame rate; 30 for samples without one.
+        fps_conditioning: condition on the frame rate.
         size_conditioning: condition on height, width and duration.
-        null_text: replacement of a dropped text, also the negative input of guidance: a `learned` token, or the
-            embedding of the `empty` text (diffusers).
+        null_text: replacement of a dropped text, also in guidance: a learned token, or the empty text's embedding
+            (diffusers).
     """
 
     in_channels: int = 16

@@ -18,8 +18,8 @@ class ExpertOptions:
 
     Attributes:
         num_experts: experts of each layer; None for a dense MLP.
-        moe_ffn_hidden_size: inner width of one expert; the width of the dense MLP if None.
-        moe_router: `expert_choice` (experts select tokens of each sample) or `top_k` (tokens select experts).
+        moe_ffn_hidden_size: inner width of an expert; that of the MLP if None.
+        moe_router: experts select tokens of each sample, or tokens select experts (`top_k`).
         moe_capacity_factor: mean number of experts per token (`expert_choice`).
         moe_top_k: experts per token (`top_k`).
         moe_aux_loss_coeff: weight of the balancing loss (`top_k`).

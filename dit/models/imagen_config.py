@@ -25,30 +25,26 @@ class ImagenConfig(TextConditioned, ClassConditioned):
     Level i has pictures of 1 / 2^i of the full size; in the Efficient UNet, 1 / 2^(i + 1).
 
     Attributes:
-        hidden_size: base number of channels; the conditioning vector is four times as wide.
-        channel_multipliers: channels of each level, the full size first, as multiples of `hidden_size`.
+        hidden_size: base number of channels.
+        channel_multipliers: multiples of `hidden_size` at each level, the full size first.
         num_res_blocks: residual blocks of each level on the way down.
         attention_levels: levels with attention, counted from 0 at the full size.
-        attention_type: `self` (positions to each other), `cross` (to the text), `fused` (both at once), or `stacked`
-            (self-attention, cross-attention and feed-forward).
-        head_size: features per attention head; None to set `num_attention_heads` instead.
+        attention_type: attention to positions, to the text, to both at once (`fused`), or to one after the other with a
+            feed-forward (`stacked`).
+        head_size: features per attention head; None: `num_attention_heads` counts.
         num_attention_heads: attention heads if `head_size` is None.
         norm_num_groups: groups of the group norms.
-        init_kernel_size: kernel size of the first convolution, odd.
+        init_kernel_size: kernel size of the first convolution.
         text_pooling: pooling of the text to the conditioning vector.
         null_token: append a learned token to every text.
-        padded_text_tokens: text length, including zero padding, in pooling and norms, as required by NeMo's weights;
-            None to use only real tokens.
-        learned_time_features: features of a time embedding with learned frequencies, even; None for fixed sinusoids.
-        scale_shift_norm: scale and shift the output of a norm by the conditioning vector; False adds the vector before
-            the norm.
-        stable_attention: use attention with a backward pass that does not overflow in half precision, instead of
-            `training.attention`.
-        low_resolution_factor: condition on a picture smaller by this factor, read from the data or computed; None for
-            none.
-        low_resolution_kernel: bicubic kernel that enlarges it: `pil` (a = -0.5), or `opencv` (a = -0.75, NeMo).
-        noise_augmentation: add noise of a random level to the low-resolution picture in training, and condition on the
-            level.
+        padded_text_tokens: zero-padded text length, for NeMo's weights.
+        learned_time_features: even number of features of a time embedding with learned frequencies; None for fixed
+            sinusoids.
+        scale_shift_norm: scale and shift a norm's output by the conditioning vector, or add it before the norm.
+        stable_attention: use attention whose backward pass does not overflow in half precision.
+        low_resolution_factor: condition on a picture smaller by this factor, stored or computed.
+        low_resolution_kernel: bicubic kernel that enlarges it; `opencv` (a = -0.75) for NeMo.
+        noise_augmentation: in training, add noise of a random level to that picture, and condition on the level.
     """
 
     supports: ClassVar[Supports] = Supports(

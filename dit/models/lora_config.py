@@ -17,10 +17,9 @@ class LoRAConfig:
     """Low-rank adapters: y = W x + (alpha / rank) B A x, where only A and B are trained.
 
     Attributes:
-        rank: rows of A and columns of B.
-        alpha: the output of the adapters is scaled by alpha / rank; 1 if None.
-        targets: name patterns of the linear layers with an adapter. The default is attention and MLP of every block;
-            `layers.*` adds the modulations.
+        rank: rank of the adapters.
+        alpha: numerator of the scale alpha / rank; None for a scale of 1.
+        targets: name patterns of the linear layers with an adapter; `layers.*` also selects modulations.
 
     Source: Hu et al. 2021, arXiv:2106.09685, section 4.1.
     """

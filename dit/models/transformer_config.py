@@ -34,8 +34,8 @@ RANGES: dict[str, Range] = {
     **dict.fromkeys(("hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"), WIDTH),
     **dict.fromkeys(("in_channels", "out_channels", "context_size", "pooled_size", "adaln_lora_rank"), WIDTH),
     **dict.fromkeys(("num_layers", "num_joint_layers"), LAYERS),
-    "num_single_layers": whole(0, 1000),
-    **dict.fromkeys(("patch_spatial", "patch_temporal", "max_grid", "rope_axes"), PATCHES),
+    **dict.fromkeys(("num_single_layers", "num_dual_layers"), whole(0, 1000)),
+    **dict.fromkeys(("patch_spatial", "patch_temporal", "max_grid", "rope_axes", "position_crop"), PATCHES),
     **dict.fromkeys(("class_dropout", "context_dropout"), SHARE),
     **dict.fromkeys(("layernorm_epsilon", "time_scale", "position_span"), POSITIVE),
     **dict.fromkeys(("moe_ffn_hidden_size", "moe_top_k", "head_size"), WIDTH),
@@ -64,9 +64,9 @@ class RotarySettings:
     """Settings of `position_embedding="rope_3d"`.
 
     Attributes:
-        rope_theta: ratio of the shortest to the longest wavelength.
-        rope_scaling: extension beyond the training length: `ntk` increases theta, `linear` divides the index.
-        rope_factors: extension along t, h and w, such as `[2, 1, 1]` for clips of twice the length.
+        rope_theta: ratio of the shortest to the longest wavelength of `rope_3d`.
+        rope_scaling: extend by increasing theta (`ntk`) or by dividing the index (`linear`).
+        rope_factors: extension along t, h and w; `[2,1,1]` for clips of twice the length.
     """
 
     rope_theta: float = 10000.0
@@ -84,11 +84,11 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
         hidden_size: width of the tokens.
         num_attention_heads: heads of every attention.
         ffn_hidden_size: inner width of the MLP; 4 * hidden_size if None.
-        out_channels: channels predicted per latent position; `in_channels` if None. Twice that for a learned variance.
+        out_channels: channels predicted per latent position; `in_channels` if None, twice that for a learned variance.
         layernorm_epsilon: epsilon of all norms.
-        position_embedding: fixed sine-cosine over (h, w) or (t, h, w) added to the tokens, or rotary over (t, h, w).
-        time_scale: factor of the objective's time before its sinusoid; also of the guidance scale in FLUX.
-        lora: train only low-rank adapters of the model in `checkpoint.start_from`; None trains all parameters.
+        position_embedding: sine-cosine over (h, w) or (t, h, w), or rotary.
+        time_scale: factor of the time before its sinusoid.
+        lora: train only adapters of the model in `checkpoint.start_from`.
     """
 
     hidden_size: int = 384

@@ -17,6 +17,9 @@ from dit.ranges import duration_s
 
 MARGIN_S = 20.0
 """Time for the processes to end after the last save."""
+STEPS = 3
+"""Steps that run after a request of the next step: a request takes effect one step later (`dit.training.late`), and the
+device may be one step behind the host."""
 SAVES = 2.0
 """Time reserved for the last save, in durations of the longest save so far."""
 
@@ -59,7 +62,7 @@ class TimeLimit:
             self._end = (job_start() if start is None else start) + duration_s("training.time_limit", limit)
 
     def is_near(self, longest_save_s: float) -> bool:
-        """Return whether another step might end too late; call this once per step.
+        """Return whether the run might end too late if it does not stop now; call this once per step.
 
         Args:
             longest_save_s: duration of the longest save so far.
@@ -68,5 +71,8 @@ class TimeLimit:
         if self._last is not None:
             self.longest_step_s = max(self.longest_step_s, now - self._last)
         self._last = now
-        self.near = self._end is not None and now + self.longest_step_s + SAVES * longest_save_s + MARGIN_S >= self._end
+        self.near = self._end is not None and now + self._needed_s(longest_save_s) >= self._end
         return self.near
+
+    def _needed_s(self, longest_save_s: float) -> float:
+        return STEPS * self.longest_step_s + SAVES * longest_save_s + MARGIN_S

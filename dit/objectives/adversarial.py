@@ -48,11 +48,10 @@ class Adversarial:
     `checkpoint.start_from` and `start_step=0`.
 
     Args:
-        weight: weight of the term that trains the autoencoder; 0.5 in latent diffusion, 0.8 in VQGAN.
-        start_step: completed steps before the adversarial terms count, about 50,000 in latent diffusion.
-        num_layers: convolutions of D that halve the sides; 3 score patches of 70 x 70 pixels. A picture needs sides of
-            at least 3 * 2**num_layers pixels.
-        hidden_size: channels of the first convolution of D; the next ones have 2, 4 and 8 times as many.
+        weight: weight of the autoencoder's term.
+        start_step: completed steps before the adversarial terms count.
+        num_layers: convolutions of D that halve the sides; pictures need 3 * 2**num_layers pixels a side.
+        hidden_size: channels of the first convolution of D.
         lr_factor: learning rate of D, relative to `optimizer.lr`.
 
     Raises:

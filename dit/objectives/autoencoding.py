@@ -22,7 +22,7 @@ class Reconstruction(Objective):
     """An objective of autoencoders: there is no noising path, and no samples are drawn.
 
     Attributes:
-        adversarial: adversarial loss by a discriminator of patches (`adversarial`).
+        adversarial: adversarial loss (`adversarial`).
     """
 
     adversarial: Optional[Adversarial] = None
@@ -116,8 +116,7 @@ class Autoencoding(Reconstruction):
     receives eps after the pixels; without eps it decodes the mean. There is no perceptual term.
 
     Args:
-        kl_weight: weight of the KL term; 1e-6 in latent diffusion, 1 with `l2` for a variational autoencoder of noise
-            variance 1/2.
+        kl_weight: weight of the KL term.
 
     Raises:
         ConfigError: a constant is outside its range.

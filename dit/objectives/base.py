@@ -63,7 +63,7 @@ class Objective(ABC):
 
     Attributes:
         path: noising path; objectives that reconstruct have none.
-        loss_kind: pointwise error: squared, absolute (sharp edges in an autoencoder), or Huber.
+        loss_kind: pointwise error: squared, absolute, or Huber.
         weighting: learned weights of the noise levels; None for the weights of `prepare`.
         takes_levels: whether a sample may have several noise levels and clean tokens (`dit.levels`).
         former_settings: settings that moved, and the overrides that replace them, for error messages.

@@ -49,7 +49,7 @@ class LearnedVariance:
     not change the mean: loss = simple + vlb_weight * bound. `sampling.variance=learned` samples with it.
 
     Args:
-        vlb_weight: weight of the variational bound, in bits per dimension over all steps.
+        vlb_weight: weight of the variational bound (bits per dimension).
 
     Raises:
         ConfigError: the weight is negative.
@@ -82,17 +82,14 @@ class DDPM(Objective):
 
     Args:
         schedule: noise schedule.
-        prediction: output of the network: the noise, the clean latent, or v = alpha eps - sigma x0.
-        discrete_steps: length of the table of steps; None for continuous time. The network receives step k as k /
-            discrete_steps.
-        betas: variance of the first and the last of 1000 steps; other lengths end at the same noise. None for the
-            published values, [1e-4, 0.02] (`linear`) or [0.00085, 0.012] (`scaled_linear`).
-        zero_terminal_snr: rescale the table so that its last step is pure noise.
-        noise_offset: standard deviation of noise that is equal at all positions of a sample and channel, added in
-            training; 0.05 for SDXL.
-        network_time: input of the network: the time, or the log SNR ln(alpha^2 / sigma^2), as in Imagen.
-        min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma); None for the unweighted loss.
-        variance: learned variance of the reverse steps (`learned_variance`); requires a table of steps.
+        prediction: output of the network: noise, clean latent, or v = alpha eps - sigma x0.
+        discrete_steps: length of the table of steps; None for continuous time.
+        betas: variance of the first and the last of 1000 steps; None for published values.
+        zero_terminal_snr: rescale the table to end at pure noise.
+        noise_offset: standard deviation of added noise that is equal at all positions of a channel; 0.05 for SDXL.
+        network_time: input of the network: the time, or ln(alpha^2 / sigma^2), as in Imagen.
+        min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma).
+        variance: learned variance of the reverse steps (`learned_variance`); requires `discrete_steps`.
 
     Raises:
         ConfigError: an unknown choice, a table too short for its schedule, betas that do not fit it, a learned variance

@@ -39,13 +39,10 @@ class EDM(Objective):
 
     Args:
         sigma_data: standard deviation of clean latents.
-        p_mean: mean of log sigma in training; 0 in NeMo.
-        p_std: standard deviation of log sigma in training; 1 in NeMo.
-        augmentation_p_mean: mean of log sigma of the noise on low-resolution pictures in training; None for `p_mean`,
-            as in NeMo.
-        sigma_min: last noise level of the sampling grid before 0.
-        sigma_max: first noise level of the sampling grid.
-        rho: exponent of the sampling grid; a larger one has more steps at low noise.
+        p_mean, p_std: mean and standard deviation of log sigma in training.
+        augmentation_p_mean: `p_mean` of low-resolution pictures; None for the same.
+        sigma_min, sigma_max: last (before 0) and first noise level of the sampling grid.
+        rho: exponent of the sampling grid; larger: more steps at low noise.
         weighting: learned weights of the noise levels (`uncertainty`).
 
     Raises:

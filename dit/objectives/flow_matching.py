@@ -40,16 +40,14 @@ class FlowMatching(Objective):
     tokens with t = 0 (`dit.levels`).
 
     Args:
-        prediction: output of the network: the velocity, or the clean latent. Use `x0` if a token has about as many
-            dimensions as the network has features, or more.
+        prediction: output of the network: velocity or clean latent. Use `x0` if tokens are about as wide as the
+            network, or wider.
         time_distribution: distribution of t in training, before the shift.
-        logit_mean: mean of logit(t), for `logit_normal`.
-        logit_std: standard deviation of logit(t), for `logit_normal`.
-        time_shift: shift of t towards noise, in training and sampling; 1 for none. Samples with more tokens need a
-            larger one.
-        min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma); None for the unweighted loss.
-        min_time, max_time: train only on times between these (after the shift), for one of two models that share the
-            times, as in Wan 2.2 A14B; 0 and 1 for all times.
+        logit_mean, logit_std: mean and standard deviation of logit(t), for `logit_normal`.
+        time_shift: shift of t towards noise, in training and sampling; larger for samples with more tokens.
+        min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma).
+        min_time, max_time: train only on times between these, for one of two models that share the times (Wan 2.2
+            A14B).
 
     Raises:
         ConfigError: a constant is outside its range.

@@ -28,8 +28,8 @@ class VQAutoencoding(Reconstruction):
     in a pack, in nats; its exponential is the perplexity, the number of entries in use.
 
     Args:
-        codebook_weight: weight of the two codebook terms.
-        beta: weight of the commitment of z to its entry, relative to the movement of the entry to z.
+        codebook_weight: weight of the codebook terms.
+        beta: weight of the movement of z to its entry, relative to that of the entry to z.
 
     Raises:
         ConfigError: a constant is outside its range.

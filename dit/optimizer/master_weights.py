@@ -1,6 +1,5 @@
 """The optimizer step, and a common view of fp32 master weights for all kinds of optimizers."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Optional
@@ -10,8 +9,9 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.optim import Optimizer
 
-from dit.backends.device import host_zeros
+from dit.backends.device import host_zeros, local_device
 from dit.backends.gradients import GradientFactor
 from dit.backends.megatron_types import MegatronOptimizer
 from dit.parallel.fsdp import local, sharded_parameters, use_updated_weights
@@ -53,7 +53,7 @@ class MasterShard:
 
     @property
     def grad(self) -> Tensor:
-        """The gradient of `main` between `gradient_norm` and the update; zeros if there is none."""
+        """The gradient of `main` between `StepNumbers` and the update; zeros if there is none."""
         grad = self.owner.grad
         return torch.zeros_like(self.main) if grad is None else local(grad) * self.factor.value
 
@@ -222,44 +222,52 @@ def set_rates(optimizer: MegatronOptimizer, lr: float, beta1: float) -> None:
         group["betas"] = (beta1, group["betas"][1])
 
 
-def gradient_norm(optimizer: MegatronOptimizer) -> float:
-    """Copy the gradients to the master weights, and return their global norm before clipping; equal on every rank.
+@torch.no_grad()
+def squared_gradient_norm(optimizer: MegatronOptimizer) -> Tensor:
+    """Copy the gradients to the master weights, and return what this rank adds to their squared norm, `[1]`, float64.
 
-    The norm is infinite if the norm of the sum over all tokens exceeds 1.8e19, whose square overflows float32.
+    The sum over all ranks is `gradient_copies` times the squared norm, before `gradient_factor`. The local part is
+    infinite if it exceeds 3.4e38, the largest float32.
     """
     optimizer.prepare_grads()
-    norm = float(optimizer.get_grad_norm()) * optimizer.gradient_factor.value
-    return norm / math.sqrt(optimizer.gradient_copies)
+    parts = optimizer.parts_in_norm
+    gradients = [gradient for part in parts for gradient in part.get_main_grads_for_grad_norm()]
+    if not gradients:
+        return torch.zeros(1, dtype=torch.float64, device=local_device())
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).square().double().view(1)
 
 
-def factor_of_update(optimizer: MegatronOptimizer, grad_norm: float, clip_grad: float) -> float:
+def factor_of_update(optimizer: MegatronOptimizer, grad_norm: Tensor, clip_grad: float) -> Tensor:
     """Return the factor that scales gradients to a norm of at most `clip_grad`; `clip_grad=0` disables clipping."""
-    clip = min(1.0, clip_grad / (grad_norm + 1e-6)) if clip_grad else 1.0  # as in Megatron-Core
-    return optimizer.gradient_factor.value * clip
+    factor = optimizer.gradient_factor.value
+    return factor * (clip_grad / (grad_norm + 1e-6)).clamp(max=1.0) if clip_grad else factor  # as in Megatron-Core
 
 
 @patches(
     "torch 2.11-2.14",
-    "torch/optim/adam.py: grad_scale of the fused kernel",
-    why="the fused update then scales the gradients itself, without another pass over memory",
+    "torch/optim/adam.py: grad_scale, found_inf of the fused kernel",
+    why="it then scales the gradients, or changes nothing, without another pass over memory",
 )
-def apply_update(optimizer: MegatronOptimizer, grad_norm: float, clip_grad: float) -> None:
-    """Clip by the global norm and update the weights; call after `gradient_norm`.
+def apply_update(optimizer: MegatronOptimizer, factor: Tensor, is_good: Tensor) -> None:
+    """Multiply the gradients by a factor and update the weights, if the step is good.
 
-    torch's fused AdamW scales the gradients itself; others need an additional pass.
+    torch's fused AdamW does both itself. Others need an additional pass, and update always (`is_fused`).
+
+    Args:
+        factor: result of `factor_of_update`.
+        is_good: whether to update, `[]`, bool.
     """
-    factor = factor_of_update(optimizer, grad_norm, clip_grad)
-    if factor == 1.0:
-        optimizer.step_with_ready_grads()
-        return
-    torchs = [part.optimizer for part in sub_optimizers(optimizer)]
-    fused = [adam for adam in torchs if all(group.get("fused") for group in adam.param_groups)]
-    for adam in torchs:
-        parameters = [p for group in adam.param_groups for p in group["params"] if p.grad is not None]
-        if adam in fused and parameters:
-            adam.grad_scale = torch.full((), 1 / factor if factor else math.inf, device=parameters[0].device)  # type: ignore[attr-defined]
-        elif parameters:
-            torch._foreach_mul_([local(p.grad) for p in parameters], factor)
+    for adam in (part.optimizer for part in sub_optimizers(optimizer)):
+        if is_fused(adam):
+            adam.grad_scale = factor.reciprocal().float()  # type: ignore[attr-defined]
+            adam.found_inf = (~is_good).float()  # type: ignore[attr-defined]
+            continue
+        gradients = [local(p.grad) for group in adam.param_groups for p in group["params"] if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor.float())
     optimizer.step_with_ready_grads()
-    for adam in fused:
-        adam.grad_scale = None  # type: ignore[attr-defined]
+
+
+def is_fused(adam: Optimizer) -> bool:
+    """Return whether an optimizer is torch's fused AdamW, which can omit an update on the device."""
+    return all(group.get("fused") for group in adam.param_groups)

@@ -70,13 +70,11 @@ class PartNorms:
             self._counted.append(_Counted(counted, places, part.get_grad_stats_parallel_group()))
 
     def measure(self, step: int) -> None:
-        """Measure the gradients of a step before clipping, if it is due; between `gradient_norm` and the update."""
+        """Measure the gradients of a step before clipping, if it is due; between `StepNumbers` and the update."""
         if self._interval and step % self._interval == 0:
-            squares = [self._squares(counted) for counted in self._counted]
-            self._norms = {
-                f"grad_norm/{part}": (sum(terms) / self._copies) ** 0.5 * self._factor.value
-                for part, *terms in zip(self.parts, *squares, strict=True)
-            }
+            squares = torch.stack([self._squares(counted) for counted in self._counted]).sum(0)
+            norms = (squares / self._copies).sqrt() * self._factor.value
+            self._norms = {f"grad_norm/{part}": norm for part, norm in zip(self.parts, norms.tolist(), strict=True)}
 
     def take(self) -> dict[str, float]:
         """Return `grad_norm/PART` of the newest measurement, once; nothing if there was none since."""
@@ -84,7 +82,7 @@ class PartNorms:
         return norms
 
     @torch.no_grad()
-    def _squares(self, counted: _Counted) -> list[float]:
+    def _squares(self, counted: _Counted) -> torch.Tensor:
         """Return the squared norm of each part over all ranks, before `gradient_factor` and `gradient_copies`."""
         pairs = [(shard.owner.grad, place) for shard, place in zip(counted.shards, counted.places)]
         gradients = [(local(gradient), place) for gradient, place in pairs if gradient is not None]
@@ -94,5 +92,4 @@ class PartNorms:
             places = torch.tensor([place for _, place in gradients], device=squares.device)
             squares.index_add_(0, places, torch.stack(list(norms)).double().square())
         dist.all_reduce(squares, group=counted.group)
-        values: list[float] = squares.tolist()
-        return values
+        return squares

@@ -73,7 +73,7 @@ class WarmUp(Schedule):
     Update n of the warm-up has `peak * n / warmup_steps`; its last one has the peak.
 
     Attributes:
-        warmup_steps: updates until the peak; in a shorter run all updates are warm-up.
+        warmup_steps: updates until the peak.
     """
 
     warmup_steps: int = 0
@@ -197,7 +197,7 @@ class WSD(Falling):
 
     Attributes:
         decay_steps: updates of the decay.
-        decay: shape of the decay: linear, or `1 - sqrt` of the completed fraction, which decays faster at first.
+        decay: shape of the decay: linear, or `1 - sqrt` of the completed fraction.
 
     Source: Hu et al. 2024 (MiniCPM), arXiv:2404.06395, section 4.1; both shapes, Haegele et al. 2024, arXiv:2405.18392,
     Eq. 1 and 2.
@@ -235,7 +235,7 @@ class InverseSqrt(WarmUp):
     After the warm-up the rate does not depend on the length of the run.
 
     Attributes:
-        reference_steps: updates until the decay starts.
+        reference_steps: updates until the decay.
 
     Source: Karras et al. 2024 (EDM2), arXiv:2312.02696, learning rate decay, with their linear ramp-up.
     """
@@ -265,9 +265,8 @@ class TorchOneCycle(Schedule):
         pct_start: fraction of the run before the peak.
         div_factor: ratio of the peak to the first rate.
         final_div_factor: ratio of the first to the last rate.
-        anneal_strategy: shape of both ramps: half cosines, or linear.
-        cycle_momentum: change beta1 from 0.95 to 0.85 at the peak and back, instead of `optimizer.beta1`; torch's
-            default is True.
+        anneal_strategy: shape of both ramps.
+        cycle_momentum: change beta1 from 0.95 to 0.85 at the peak and back.
 
     Source: torch.optim.lr_scheduler.OneCycleLR; Smith and Topin 2017, arXiv:1708.07120.
     """

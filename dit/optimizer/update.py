@@ -3,13 +3,16 @@
     eager   AdamW | copy to the model | average      one pass over all elements each
     triton  all of them in one pass (`dit.kernels.fused.adamw`), then the same gather of weights
 
-Both have the same state, so that a run may continue with the other one. With `optimizer.offload`, Adam's moments are in
-host memory; the fused kernel, or its reference in eager mode, updates them in parts.
+Both have the same state, so that a run may continue with the other one. The device omits the update of a bad step
+(`StepNumbers.is_good`), so the host may queue an update before it knows the numbers of the step.
+
+With `optimizer.offload`, Adam's moments are in host memory; the fused kernel, or its reference in eager mode, updates
+them in parts.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
-from typing import Any, Optional
+from typing import Any, Optional, Protocol
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
@@ -24,14 +27,28 @@ from dit.kernels.resolve import OPTIMIZER
 from dit.optimizer import master_weights
 from dit.optimizer.ema import EMA
 from dit.optimizer.master_weights import SLOTS, MasterShard, get_step_count, is_fsdp, sub_optimizers
+from dit.optimizer.step_numbers import StepNumbers
 from dit.parallel.fsdp import local
 from dit.patches import patches
 
 PART = 1 << 24
 """Elements whose moments are on the device at the same time: 128 MiB."""
 
-Update = Callable[[float, int], None]
-"""Updates weights and average after `gradient_norm`; called with the norm and the number of the step, from 1."""
+
+class Update(Protocol):
+    """Update of the weights and their average.
+
+    Attributes:
+        can_be_omitted: whether the device omits the update of a bad step; otherwise, the host must not call it.
+    """
+
+    can_be_omitted: bool
+
+    def __call__(self, numbers: StepNumbers, step: int) -> None:
+        """Update the weights after the backward pass of step `step`, counted from 1; call `end` before the next one."""
+
+    def end(self, step: int, *, is_good: bool) -> None:
+        """Finish the update of step `step`, once the host knows whether the device applied it."""
 
 
 def build_update(
@@ -59,13 +76,7 @@ def build_update(
         adamw = with_moments_on_the_host(adamw or reference.adamw)
     if adamw is not None:
         return FusedUpdate(optimizer, shards, ema, clip_grad, adamw)
-
-    def update(grad_norm: float, step: int) -> None:
-        master_weights.apply_update(optimizer, grad_norm, clip_grad)
-        if ema is not None:
-            ema.update(step)
-
-    return update
+    return EagerUpdate(optimizer, ema, clip_grad)
 
 
 def with_moments_on_the_host(adamw: AdamW) -> AdamW:
@@ -106,6 +117,24 @@ def parts(elements: Elements, size: int) -> Iterator[Elements]:
         yield replace(elements, **{name: values[start : start + size] for name, values in flat.items()})
 
 
+class EagerUpdate:
+    """Update by Megatron-Core and torch; arguments as in `build_update`."""
+
+    def __init__(self, optimizer: MegatronOptimizer, ema: Optional[EMA], clip_grad: float) -> None:
+        self.optimizer, self.ema, self.clip_grad = optimizer, ema, clip_grad
+        adams = [part.optimizer for part in sub_optimizers(optimizer)]
+        # An average in host memory is copied while the host waits.
+        self.can_be_omitted = all(map(master_weights.is_fused, adams)) and not (ema is not None and ema.offload)
+
+    def __call__(self, numbers: StepNumbers, step: int) -> None:
+        factor = master_weights.factor_of_update(self.optimizer, numbers.grad_norm, self.clip_grad)
+        master_weights.apply_update(self.optimizer, factor, numbers.is_good)
+
+    def end(self, step: int, *, is_good: bool) -> None:
+        if is_good and self.ema is not None:
+            self.ema.update(step)
+
+
 class FusedUpdate:
     """Update of all parameters, one call per group with the same weight decay and learning rate.
 
@@ -125,6 +154,8 @@ class FusedUpdate:
     ) -> None:
         self.optimizer, self.shards, self.ema = optimizer, shards, ema
         self.clip_grad, self.adamw = clip_grad, adamw
+        on_host = any(shard.host is not None for shard in shards) or (ema is not None and ema.offload)
+        self.can_be_omitted = not on_host  # the host waits for copies
         self.parts = sub_optimizers(optimizer)
         groups = [(part, group) for part in self.parts for group in part.optimizer.param_groups]
         for _, group in groups:
@@ -137,10 +168,11 @@ class FusedUpdate:
                 self.of_group[owners[id(shard.owner)]][2].append(i)
 
     @torch.no_grad()
-    def __call__(self, grad_norm: float, step: int) -> None:
+    def __call__(self, numbers: StepNumbers, step: int) -> None:
         weight = None if self.ema is None or self.ema.offload else self.ema.weight(step)
         count = get_step_count(self.optimizer) + 1
-        factor = master_weights.factor_of_update(self.optimizer, grad_norm, self.clip_grad)
+        factor = master_weights.factor_of_update(self.optimizer, numbers.grad_norm, self.clip_grad)
+        factor = torch.where(numbers.is_good, factor, torch.nan).float()
         for _, group, members in self.of_group:
             rates = Rates(
                 lr=group["lr"],
@@ -162,10 +194,14 @@ class FusedUpdate:
                 self.adamw(batch, rates)
         self._count(count)
         self._gather()
-        if self.ema is not None and self.ema.offload:
-            self.ema.update(step)
         if any(shard.host is not None for shard in self.shards):
             synchronize()
+
+    def end(self, step: int, *, is_good: bool) -> None:
+        if not is_good:
+            self._count(get_step_count(self.optimizer) - 1)
+        elif self.ema is not None and self.ema.offload:
+            self.ema.update(step)
 
     def _elements(self, i: int, *, averaged: bool) -> Optional[Elements]:
         """Return the tensors of a shard; None if it has no gradient, because AdamW skips it."""

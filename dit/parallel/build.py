@@ -13,7 +13,6 @@ from megatron.core.optimizer import ParamKey, get_megatron_optimizer, get_standa
 from megatron.core.transformer import TransformerConfig
 
 from dit.auxiliary import DISCRIMINATOR, NO_NETWORKS, AuxiliaryNetworks
-from dit.backends import foreach
 from dit.backends.gradients import DataParallel, GradientFactor, finalize_gradients, share_main_gradients
 from dit.backends.init import initialize_weights
 from dit.backends.megatron_types import MegatronOptimizer
@@ -186,7 +185,7 @@ def attention_path(parallel: ParallelConfig, groups: ProcessGroups, target: Targ
 @patches(
     "megatron-core 0.16",
     "core/distributed/finalize_model_grads.py: has_cond_embedder",
-    why="this attribute, which no config class has, sums the gradients of conditioning embedders over pipeline stages",
+    why="it sums the gradients of conditioning embedders over pipeline stages",
 )
 def build_model(
     model: ModelConfig,
@@ -291,9 +290,8 @@ def wrap(chunks: Sequence[Backbone], parallel: ParallelConfig, groups: ProcessGr
     "megatron-core 0.16",
     "core/optimizer: tp_group of an expert's optimizer, grad_stats_parallel_group, _copy_main_params_to_model_params, "
     "wd_mult",
-    why="the norm would count experts of one tensor-parallel rank only, and each instance of hybrid sharding would sum "
-    "its own norm, whose rounding differs; fp32 parameters would be copied onto themselves, and weight decay would "
-    "ignore `wd_mult`",
+    why="the norm would count experts of one tensor-parallel rank and one instance of hybrid sharding; fp32 parameters "
+    "would be copied onto themselves, and `wd_mult` ignored",
 )
 def build_optimizer(
     wrapped: Sequence[Any],
@@ -311,7 +309,6 @@ def build_optimizer(
     Args:
         auxiliary: networks of the objective; the discriminator has its own learning rate.
     """
-    foreach.install()
     precision = training.precision
     config = MegatronOptimizerConfig(
         optimizer="adam",
@@ -338,7 +335,8 @@ def build_optimizer(
     optimizer = get_megatron_optimizer(
         config, list(wrapped), overrides, use_gloo_process_groups=False, pg_collection=groups.collection
     )
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    for part in parts:
         if parallel.data_parallel != "fsdp" and any(group["is_expert_parallel"] for group in part.param_groups):
             # The gradient norm counts an unsharded parameter only on the first tensor-parallel rank. Tensor-parallel
             # ranks have copies of a dense parameter, but different experts.
@@ -361,6 +359,8 @@ def build_optimizer(
     if precision == "fp16":
         share_loss_scale(optimizer, wrapped)
     optimizer.gradient_copies = 1 if groups.shard_copies is None else groups.shard_copies.size()
-    # All chunks have equal factors; Megatron-FSDP's gradients are already scaled.
-    optimizer.gradient_factor = getattr(wrapped[0], "factor", GradientFactor())
+    optimizer.gradient_factor = GradientFactor()
+    # Each group has all gradients of its optimizer. The norm is summed over all ranks, so one group of them counts.
+    groups_of_norm = [dist.get_process_group_ranks(part.get_grad_stats_parallel_group()) for part in parts]
+    optimizer.parts_in_norm = [part for part, ranks in zip(parts, groups_of_norm) if 0 in ranks]
     return optimizer

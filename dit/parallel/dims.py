@@ -22,29 +22,24 @@ class ParallelConfig:
 
     Attributes:
         tensor_model_parallel_size: ranks over which every linear layer is split.
-        sequence_parallel: shard activations between the linear layers over the tensor-parallel ranks.
+        sequence_parallel: shard activations between linear layers over tensor-parallel ranks.
         pipeline_model_parallel_size: ranks over which the layers are split.
         virtual_pipeline_model_parallel_size: model chunks per pipeline rank (interleaved schedule).
-        pipeline_layers: layers of each stage, one number per pipeline rank (times virtual chunks); None for equal
-            stages.
+        pipeline_layers: layers of each stage (rank, or virtual chunk); None for equal stages.
         context_parallel_size: ranks over which the tokens of every sample are split.
-        context_comm: communication of keys and values under context parallelism: `p2p` (ring), `all_gather`, `a2a`
-            (Ulysses), or `a2a+p2p` (both, in groups).
+        context_comm: exchange under context parallelism: ring, `all_gather`, Ulysses (`a2a`), or both in groups.
         context_a2a_size: ranks of an all-to-all under `a2a+p2p`.
-        context_split: each rank gets one contiguous chunk of each sample, or two chunks in Transformer Engine's order.
-            Attention is bidirectional, so both are balanced.
-        spatial_temporal_comm: attention inside frames and columns under context parallelism: on complete segments,
-            after an all-to-all (`hybrid`), or on split ones (`context`).
-        expert_model_parallel_size: ranks over which the experts of a layer are split, taken from the tensor-, context-
-            and data-parallel ranks.
-        data_parallel: state that data-parallel ranks shard: nothing, the optimizer, or everything (FSDP).
-        fsdp_sharding: state that Megatron-FSDP shards: the optimizer, also the gradients, or also the weights.
-        num_distributed_optimizer_instances: groups of neighbouring ranks, such as nodes, that each shard a full copy of
-            FSDP's state (hybrid sharding); 1 shards over all ranks. Gradients are summed over all groups.
-        balance_packs: deal the packs of a step over data-parallel ranks by their work (`dit.step.balance`); without
-            effect for one micro-batch per step and rank.
-        overlap_grad_reduce: reduce gradients during the backward pass; FSDP with sharded gradients always does.
-        overlap_param_gather: gather parameters during the forward pass; FSDP with sharded weights always does.
+        context_split: chunks of a sample per context-parallel rank: one, or two in Transformer Engine's order.
+        spatial_temporal_comm: spatial and temporal attention: on complete segments after an all-to-all, or on split
+            ones.
+        expert_model_parallel_size: ranks over which the experts of a layer are split.
+        data_parallel: data-parallel ranks shard nothing, the optimizer, or what `fsdp_sharding` names.
+        fsdp_sharding: state that Megatron-FSDP shards: optimizer, gradients, weights.
+        num_distributed_optimizer_instances: groups of ranks, such as nodes, that each shard a copy of FSDP's state
+            (hybrid sharding).
+        balance_packs: deal the packs of a step over data-parallel ranks by their work.
+        overlap_grad_reduce: reduce gradients during the backward pass, as FSDP does.
+        overlap_param_gather: gather parameters during the forward pass, as FSDP does.
     """
 
     tensor_model_parallel_size: int = 1

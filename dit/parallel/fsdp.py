@@ -54,8 +54,8 @@ _PREFIX = "module."
 @patches(
     "megatron-core 0.16",
     "core/distributed/fsdp/mcore_fsdp_adapter.py: TELinear, FullyShardedDataParallel",
-    why="without Transformer Engine, TELinear is a mock that `isinstance` refuses; forward hooks of the wrapped module "
-    "are skipped, so the backbone is nested one level below",
+    why="without Transformer Engine, `isinstance` refuses TELinear; forward hooks of the wrapped module are skipped, "
+    "so the backbone is nested",
 )
 def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups) -> FullyShardedDataParallel:
     """Shard a model's optimizer, gradients and weights over data-parallel ranks (fp32 gradient reduction).
@@ -109,8 +109,7 @@ def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups)
 @patches(
     "megatron-core 0.16",
     "core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py: MegatronFSDP._register_fsdp_hooks",
-    why="it registers gradient hooks on frozen parameters, which torch refuses, and after a frozen embedding it frees "
-    "the weights of the first unit only at the end of a step",
+    why="it registers gradient hooks on frozen parameters, and frees weights after a frozen embedding late",
 )
 def _prepare_frozen(backbone: Backbone) -> None:
     """Prepare a backbone with frozen parameters for Megatron-FSDP.
@@ -155,7 +154,7 @@ def local(tensor: Tensor) -> Tensor:
 @patches(
     "torch 2.11-2.14",
     "torch/optim/adam.py: Adam._init_group",
-    why="the dispatch of one update of many DTensors takes time quadratic in their number",
+    why="its time is quadratic in the number of DTensors",
 )
 def update_locally(optimizer: Adam) -> None:
     """Make torch's Adam update the local shards of DTensors.
@@ -214,7 +213,7 @@ def sharded_parameters(wrapped: FullyShardedDataParallel) -> Iterator[ShardedPar
     "megatron-core 0.16",
     "core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py: all_gather_pipeline, install_optimized_model_weights, "
     "synchronize_param_gather",
-    why="no public function copies changed master weights to the model outside of an optimizer step",
+    why="no public function copies master weights to the model outside of a step",
 )
 def use_updated_weights(wrapped: FullyShardedDataParallel) -> None:
     """Copy the optimizer's current values to the weights of the next forward pass."""

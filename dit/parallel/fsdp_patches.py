@@ -30,7 +30,7 @@ _NAME = "build_data_parallel_buffer_index"
 @patches(
     "megatron-core 0.16",
     "core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py: build_data_parallel_buffer_index",
-    why="a shard may end inside a row of a small matrix, which fails with \"shape '[-1, n]' is invalid\"",
+    why="a shard may end inside a row, which fails with \"shape '[-1, n]' is invalid\"",
 )
 def shard_between_rows() -> None:
     """Prevent shards from ending inside a row of a matrix; a second call does nothing.
@@ -89,7 +89,7 @@ def _ends_between_rows(layout: Callable[..., Layout]) -> Callable[..., Layout]:
 @patches(
     "megatron-core 0.16",
     "core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py: RegisterFSDPBackwardFunction",
-    why="its autograd node changes the order in which gradients are summed, so bf16 gradients differ from one rank",
+    why="its autograd node changes the order of sums, so bf16 gradients differ from one rank",
 )
 def release_by_hook() -> None:
     """Free the weights of a unit without changing the order in which gradients are summed; a second call does nothing.
@@ -113,8 +113,7 @@ def release_by_hook() -> None:
 @patches(
     "megatron-core 0.16",
     "core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py: ParamAndGradBuffer.reduce_scatter_gradients",
-    why="it fails if a group of parameters is frozen, because such a group has no gradients, and does not sum over the "
-    "instances of hybrid sharding",
+    why="it fails for frozen parameters, and does not sum over the instances of hybrid sharding",
 )
 def reduce_unsharded(buffer: param_and_grad_buffer.ParamAndGradBuffer, copies: Optional[ProcessGroup]) -> None:
     """Make the reduction of unsharded gradients skip groups of frozen parameters, and sum over all instances.
@@ -167,7 +166,7 @@ class _ReleaseAfterBackward:
 @patches(
     "megatron-core 0.16",
     "core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py: MegatronFSDP._register_fsdp_hooks, is_submodule",
-    why="wrapping thousands of experts takes minutes, because each module starts a walk over the full model",
+    why="wrapping thousands of experts takes minutes",
 )
 @contextmanager
 def cached_module_walks() -> Iterator[None]:

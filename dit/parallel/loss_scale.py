@@ -90,7 +90,7 @@ class LossScale:
         self._overflowed |= found_inf
 
     def settle(self, *, adapt: bool = True) -> bool:
-        """Adapt the scale to this step's gradients, once per step after `gradient_norm` (collective).
+        """Adapt the scale to this step's gradients, once per step after its `StepNumbers` (collective).
 
         Args:
             adapt: False only resets the recorded overflows, because the gradients of a loss that is not finite do not
@@ -140,7 +140,7 @@ def _parts(optimizer: MegatronOptimizer) -> list[Any]:
 @patches(
     "megatron-core 0.16",
     "core/optimizer/optimizer.py: grad_scaler, _collect_main_grad_data_for_unscaling",
-    why="each optimizer of a chain would adapt its own scale, and torch cannot unscale DTensors",
+    why="each optimizer would adapt its own scale, and torch cannot unscale DTensors",
 )
 def share_loss_scale(optimizer: MegatronOptimizer, wrapped: Sequence[Any]) -> None:
     """Make the optimizers of a chain use one loss scale, and the schedules multiply the loss by it.

@@ -25,6 +25,7 @@ class Device:
         quantises: whether the program quantises matrix products.
         operation_seconds: time of an operation in addition to its work: launch, start and end of its kernels.
         interference: share of a hidden exchange by which it slows down the computation.
+        jitter: standard deviation of a rank's time for a step, relative to its mean; see `slowest_of`.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Device:
     fp8_speedup: float
     operation_seconds: float
     interference: float
+    jitter: float
     quantises: bool = False
 
 
@@ -51,17 +53,18 @@ class Fitted:
         hopper_matmul, hopper_attention: rates of H100 and H200.
         blackwell_matmul, blackwell_attention: rates of B200; those of GB200 grow with its peak.
         b300: rates of GB300 divided by those of GB200.
-        fp8_speedup, operation_seconds, interference: of all devices.
+        fp8_speedup, operation_seconds, interference, jitter: of all devices.
     """
 
-    hopper_matmul: float = 832e12
-    hopper_attention: float = 529e12
-    blackwell_matmul: float = 1690e12
-    blackwell_attention: float = 1043e12
+    hopper_matmul: float = 837e12
+    hopper_attention: float = 532e12
+    blackwell_matmul: float = 1675e12
+    blackwell_attention: float = 1023e12
     b300: float = 1.29
-    fp8_speedup: float = 1.65
-    operation_seconds: float = 6.4e-6
-    interference: float = 0.207
+    fp8_speedup: float = 1.59
+    operation_seconds: float = 6.15e-6
+    interference: float = 0.18
+    jitter: float = 0.02
 
 
 MEMORY_SHARE = 0.92
@@ -80,8 +83,6 @@ NVLINK_SHARE = 0.8
 """Share of NVLink's bandwidth that collectives reach."""
 LATENCY_S = 12e-6
 """Latency of a collective of two ranks; it grows with the logarithm of the number of ranks."""
-FIXED_FACTOR = 1.05
-"""Ratio of a step's time to the sum of its parts: jitter between ranks, clocks under load, data loading."""
 DATA_SHEETS = {
     # dense bf16 operations per second, bytes, bytes per second of the memory, of NVLink in one direction
     "h100": (989e12, 80e9, 3.35e12, 450e9),
@@ -132,6 +133,7 @@ def devices(fitted: Fitted) -> dict[str, Device]:
             fp8_speedup=fitted.fp8_speedup,
             operation_seconds=fitted.operation_seconds,
             interference=fitted.interference,
+            jitter=fitted.jitter,
         )
     return by_name
 

@@ -15,7 +15,8 @@ from dit.batch import PackedBatch
 from dit.context_parallel.shard_batch import shard
 from dit.models.base import Backbone, Stage
 from dit.optimizer.ema import EMA
-from dit.optimizer.master_weights import SLOTS, gradient_norm, master_shards
+from dit.optimizer.master_weights import SLOTS, master_shards
+from dit.optimizer.step_numbers import StepNumbers
 from dit.optimizer.update import Update, build_update
 from dit.parallel.build import TracedBuild, build_model, build_optimizer, wrap
 from dit.parallel.implementations import target_of
@@ -23,7 +24,7 @@ from dit.parallel.loss_scale import LossScale, loss_scale_of
 from dit.planner.job import Job, steady_state
 from dit.step.device_batches import PackCopy
 from dit.step.forward_step import ForwardStep, noise_kernel, training_forward_step
-from dit.step.train_step import Compute, Logs, Part, StepFunctions, StepObserver, train_step
+from dit.step.train_step import Action, Compute, Logs, Part, Step, StepFunctions, StepObserver, train_step
 from dit.tracing.counter import PHASES, STATE, StepCounter, StepTrace, combined
 from dit.tracing.packs import batch_of
 
@@ -60,9 +61,8 @@ class Phases(StepObserver):
     def enter(self, part: Part) -> None:
         counter = self.counter
         counter.enter(part)
-        if part == "loss":
+        if part == "numbers":
             counter.phase(PHASES[1])
-        elif part == "gradient norm":
             self._before_update = counter.trace.copy()
         elif part == "update":
             counter.phase(PHASES[2])
@@ -74,6 +74,11 @@ class Phases(StepObserver):
         """Compute the gradients; returns no logs, because a plan does not count the sums of a few numbers."""
         compute(batches)
         return []
+
+    def judge(self, step: Step) -> Action:
+        """Read the numbers of the step, as a run does."""
+        assert step.numbers.host.grad_norm > 0
+        return "update"
 
     def marking(self, forward_step: ForwardStep) -> ForwardStep:
         """Return a forward step that adds the counts of marked calls."""
@@ -96,10 +101,12 @@ class Program:
 
     Args:
         counter: counts the operations; gets the ends of the phases.
+        late: read the numbers of a step in the next one, like most steps of a run.
     """
 
-    def __init__(self, job: Job, groups: ProcessGroups, counter: StepCounter) -> None:
-        self.job, self.groups, self.counter = job, groups, counter
+    def __init__(self, job: Job, groups: ProcessGroups, counter: StepCounter, *, late: bool = False) -> None:
+        self.job, self.groups, self.counter, self.late = job, groups, counter, late
+        self._previous: Optional[Step] = None
         self._copy = PackCopy(local_device())
         self._packs = itertools.cycle(job.packs or [job.pack])
 
@@ -153,13 +160,19 @@ class Program:
         total = combined([replace(step, parts={}), unit], [1, missing])
         return replace(total, state_bytes=step.state_bytes, peak_bytes=step.peak_bytes, parts=parts)
 
+    def run_again(self) -> None:
+        """Run another step after `run`."""
+        self.counter.begin()
+        self._step(self.job.micro_batches)
+
     def _create_optimizer_state(self, wrapped: Sequence[Any], optimizer: MegatronOptimizer, update: Update) -> None:
         """Run an update without a step, in which the optimizer creates its state."""
         for chunk in wrapped:
             chunk.zero_grad_buffer()
             if self.job.parallel.data_parallel == "fsdp":
                 chunk.finish_grad_sync()  # shows the optimizer the local gradients
-        update(gradient_norm(optimizer), 1)
+        update(StepNumbers(optimizer, self.groups, torch.zeros(2, device=local_device()), 1), 1)
+        update.end(1, is_good=True)
 
     @torch.no_grad()
     def _between_stages(self, build: Callable[[Sequence[Stage]], list[Backbone]]) -> list[int]:
@@ -181,9 +194,10 @@ class Program:
         job, counter, wrapped = self.job, self.counter, self.state.wrapped
         phases = Phases(counter, len(wrapped), marked)
 
-        def forward_step(_: int) -> ForwardStep:
-            # All steps drop the same conditions, so that a trace does not depend on `fills_caches`.
-            return phases.marking(training_forward_step(job.objective, job.model, job.training.seed, 1, self.mix))
+        def forward_step(step: int) -> ForwardStep:
+            # All steps of a trace drop the same conditions, so that it does not depend on `fills_caches`.
+            number = step if self.late else 1
+            return phases.marking(training_forward_step(job.objective, job.model, job.training.seed, number, self.mix))
 
         def finalize(*args: Any, **kwargs: Any) -> None:
             counter.phase(PHASES[0])
@@ -194,7 +208,9 @@ class Program:
         exchange, config.finalize_model_grads_func = config.finalize_model_grads_func, finalize
         rates = job.optimizer.lr, job.optimizer.beta1
         functions = StepFunctions(job.objective, forward_step, lambda _: rates, micro_batches)
-        train_step(self.state, (self._batch() for _ in range(micro_batches)), functions, phases)
+        batches = (self._batch() for _ in range(micro_batches))
+        step = train_step(self.state, batches, functions, phases, self._previous, late=self.late)
+        self._previous = step if step.is_pending else None
         config.finalize_model_grads_func = exchange
         return phases.marks
 

@@ -11,7 +11,8 @@ program:
     a step           =  (micro-batches + bubble) x one micro-batch
                         + exchange of gradients and weights beyond the last backward and the first forward pass
                         + a share of the hidden exchanges, which slow down the computation
-                        + optimizer                                                       all x FIXED_FACTOR
+                        + optimizer
+                        + the delay of the slowest rank                                   (`slowest_of`)
 ```
 
 docs/planner.md lists comparisons with published measurements.
@@ -20,6 +21,7 @@ docs/planner.md lists comparisons with published measurements.
 import functools
 import math
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Optional
 
 import numpy as np
@@ -28,7 +30,6 @@ import numpy.typing as npt
 from dit.parallel.dims import ParallelConfig
 from dit.planner.devices import (
     ATTENTION_BACKWARD,
-    FIXED_FACTOR,
     FP8_FLOPS_PER_BYTE,
     K_FILL,
     LATENCY_S,
@@ -247,13 +248,22 @@ def exposed(exchanged: float, busy: float, cluster: Cluster) -> float:
     return max(0.0, exchanged - busy) + cluster.device.interference * min(exchanged, busy)
 
 
+def slowest_of(ranks: int, jitter: float) -> float:
+    """Return the expected delay of the slowest rank, relative to the mean time of a step.
+
+    All ranks wait for it. Times are normally distributed; the largest of n is approximated as in Blom 1958,
+    "Statistical Estimates and Transformed Beta-Variables".
+    """
+    return jitter * NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+
+
 @dataclass(frozen=True)
 class StepTime:
     """The time of an optimizer step.
 
     Attributes:
         parts: seconds by part (`PARTS`).
-        passes: seconds of one micro-batch's forward and backward pass, without the fixed factor.
+        passes: seconds of one micro-batch's forward and backward pass, without the delay of the slowest rank.
     """
 
     parts: dict[str, float]
@@ -295,7 +305,7 @@ def step_time(cost: Cost, micro_batches: int, cluster: Cluster, waits: Optional[
     parts["data parallel"] += exposed(gather, forward if layout.overlap_param_gather else 0.0, cluster)
     parts["tensor parallel"] += cost[ONCE, K_TENSOR]
     parts["optimizer"] = float(cost[ONCE:, [K_MEMORY, K_OPERATIONS]].sum()) + _sent(cost[UPDATE])
-    parts["other"] = (FIXED_FACTOR - 1) * sum(parts.values())
+    parts["other"] = slowest_of(cluster.world_size, cluster.device.jitter) * sum(parts.values())
     return StepTime({name: float(seconds) for name, seconds in parts.items()}, (float(forward), float(backward)))
 
 

@@ -39,6 +39,7 @@ from dit.planner.job import Job
 from dit.tracing.counter import StepCounter, StepTrace
 from dit.tracing.numbers import numbers_without_values
 from dit.tracing.routing import experts_evenly_full
+from dit.tracing.sequence import Operation, SequenceRecorder
 from dit.tracing.waits import WaitCounter, Waits, meta_device
 from dit.tracing.world import fake_world
 
@@ -102,6 +103,12 @@ def count_waits(job: Job) -> Waits:
         return tracer.run(count_waits_here, [job])[0]
 
 
+def record_steps(job: Job, steps: int) -> list[list[Operation]]:
+    """Record the operations of consecutive steps of a job in a new process, after two others."""
+    with Tracer() as tracer:
+        return tracer.run(functools.partial(record_steps_here, steps=steps), [job])[0]
+
+
 def _trace_process(pipe: Any, inherited: Any) -> None:
     """Main function of the tracing process, which ends when the caller closes its end of the pipe.
 
@@ -158,10 +165,30 @@ def count_waits_here(job: Job) -> Waits:
         groups, counter = process_groups.initialize(job.parallel), WaitCounter()
         try:
             with meta_device(counter):
-                Program(job, groups, counter).run()
+                Program(job, groups, counter, late=True).run()
         finally:
             process_groups.release()
     return counter.result
+
+
+def record_steps_here(job: Job, steps: int) -> list[list[Operation]]:
+    """Record the operations of consecutive steps of a job in this process; see `trace_here`."""
+    from dit.backends import process_groups
+    from dit.planner.program import Program
+
+    recorded = []
+    with fake_world(job.rank, job.world_size), experts_evenly_full():
+        groups, recorder = process_groups.initialize(job.parallel), SequenceRecorder()
+        try:
+            with meta_device(recorder):
+                program = Program(job, groups, recorder, late=True)
+                program.run()
+                for _ in range(steps):
+                    program.run_again()
+                    recorded.append(recorder.operations)
+        finally:
+            process_groups.release()
+    return recorded
 
 
 @functools.cache
@@ -177,13 +204,13 @@ def _fake_tensors() -> Any:
 @patches(
     "megatron-core 0.16",
     "core/distributed/fsdp/src/megatron_fsdp: validate_uneven_dtensor; torch: Module.to",
-    why="fake tensors can neither move between devices by swapping nor be compared with those of other ranks",
+    why="fake tensors cannot be swapped or compared with those of other ranks",
 )
 @contextlib.contextmanager
 def _without_values() -> Iterator[None]:
     """Patch the places that need tensor values.
 
-    A step reads its loss from an asynchronous copy, without a wait; on fake tensors this would count as one.
+    A step reads its numbers from an asynchronous copy; on fake tensors this would count as a wait.
 
     Megatron-FSDP moves the model to the device, which torch implements by swapping parameters and fake tensors do not
     support; they are all on the device already. It also checks with other ranks that their shards add up to a
@@ -219,7 +246,7 @@ class _Shards:
 @patches(
     "megatron-core 0.16",
     "core/distributed/param_and_grad_buffer.py: shard_buffer",
-    why="it slices the shards of all ranks, a quarter of the time of a trace with 256 ranks; only one is used",
+    why="it slices the shards of all ranks, and one is used",
 )
 @contextlib.contextmanager
 def _local_shards() -> Iterator[None]:
@@ -253,7 +280,7 @@ class _FusedRMSNorm(torch.autograd.Function):
 @patches(
     "torch 2.11-2.14",
     "torch/nn/functional.py: rms_norm",
-    why="torch's CPU norm saves three float32 copies of its input, CUDA's kernel none",
+    why="torch's CPU norm saves three copies of its input, CUDA's none",
 )
 @contextlib.contextmanager
 def _fused_rms_norm() -> Iterator[None]:
@@ -281,7 +308,7 @@ def _fused_rms_norm() -> Iterator[None]:
 @patches(
     "torch 2.11-2.14",
     "torch/storage.py: UntypedStorage.resize_",
-    why="it is no operation, so a dispatch mode does not see memory that pipelines free",
+    why="a dispatch mode does not see it",
 )
 @contextlib.contextmanager
 def _watching_resizes(counter: StepCounter) -> Iterator[None]:

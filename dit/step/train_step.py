@@ -4,7 +4,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, Literal, Optional, Protocol
 
 import torch
@@ -15,17 +15,17 @@ from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 from dit.objectives.base import Objective
-from dit.optimizer.master_weights import gradient_norm, set_rates
+from dit.optimizer.master_weights import set_rates
+from dit.optimizer.step_numbers import Limits, StepNumbers
 from dit.optimizer.update import Update
 from dit.parallel.loss_scale import LossScale
 from dit.step.forward_step import ForwardStep
-from dit.step.mean_loss import MeanLoss
 from dit.step.schedule import forward_backward
 
 Action = Literal["update", "skip", "rewind", "overflow"]
 """Use of a step's gradients: an update; no update; back to the last checkpoint; no update, and a lower loss scale."""
 
-Part = Literal["forward and backward", "loss", "gradient norm", "update", "end"]
+Part = Literal["forward and backward", "numbers", "update", "end"]
 
 Logs = list[dict[str, Any]]
 """Logs of the loss function for each micro-batch; empty on pipeline stages before the last one."""
@@ -73,28 +73,34 @@ class Step:
         number: number of the step, from 1.
         forward_step: forward step of its micro-batches.
         sums: local sums of the logged terms and of the tokens, `[logged + 1]`.
-        grad_norm: global gradient norm before clipping; infinite if an fp16 gradient overflowed.
+        numbers: loss, gradient norm and requests to stop over all ranks.
         overflowed: whether an fp16 gradient overflowed.
         action: use of the gradients.
+        is_pending: whether the host does not know yet if the device applies the update.
     """
 
     number: int
     forward_step: ForwardStep
     sums: Tensor
-    mean_loss: MeanLoss
-    grad_norm: float
+    numbers: StepNumbers
     overflowed: bool = False
     action: Action = "update"
+    is_pending: bool = False
 
-    @cached_property
+    @property
     def loss(self) -> float:
         """Mean loss over the tokens of all ranks."""
-        return self.mean_loss.value()
+        return self.numbers.host.loss
+
+    @property
+    def grad_norm(self) -> float:
+        """Global gradient norm before clipping; infinite if an fp16 gradient overflowed."""
+        return math.inf if self.overflowed else self.numbers.host.grad_norm
 
     @property
     def must_stop(self) -> bool:
         """Whether any rank asks to stop after this step."""
-        return self.mean_loss.must_stop()
+        return self.numbers.host.must_stop
 
 
 class StepObserver:
@@ -111,6 +117,10 @@ class StepObserver:
         """Return whether this rank asks to stop after the step; called once per step."""
         return False
 
+    def limits(self) -> Limits:
+        """Return the limits of the loss and the norm of the current step."""
+        return Limits()
+
     def judge(self, step: Step) -> Action:
         """Decide on the update; every rank returns the same."""
         return "update"
@@ -118,19 +128,33 @@ class StepObserver:
     def discard(self, step: Step) -> None:
         """Forget the counts of a step that makes no update."""
 
+    def repeat(self, compute: Compute) -> Logs:
+        """Compute the gradients of the current step again, after `discard` of the pending one."""
+        raise NotImplementedError
+
 
 def train_step(
     state: StepState,
     batches: Iterator[PackedBatch],
     functions: StepFunctions,
     observer: StepObserver,
+    previous: Optional[Step] = None,
+    *,
+    late: bool = False,
 ) -> Step:
-    """Run one optimizer step; the host waits for the device once, for the gradient norm.
+    """Run one optimizer step.
 
     Every step but a rewound one increments `state.step`, also without an update.
 
+                 host                                              device
+        late     queue the update; return a pending step           update, unless the step is bad
+                 next step: queue forward and backward, `settle`
+        others   wait for the numbers; queue the update            update
+
     Args:
         batches: this replica's micro-batches; local tokens under context parallelism.
+        previous: the step before, if it is pending; settled here.
+        late: return without waiting for the device. Needs `Update.can_be_omitted`, and no fp16.
     """
     observer.enter("forward and backward")
     forward_step, scale = functions.forward_step(state.step), state.loss_scale
@@ -141,30 +165,59 @@ def train_step(
 
     compute = partial(compute_gradients, state, forward_step, functions.micro_batches)
     logs = observer.compute(compute, batches)
+    if previous is not None and settle(state, previous, observer) != "update":
+        logs = observer.repeat(compute)  # `judge` has overwritten the gradients; the weights are the same
 
-    observer.enter("loss")
-    zeros = torch.zeros(len(functions.objective.logged) + 1, device=local_device())
-    sums = sum((log["sums"] for log in logs), zeros)
-    mean_loss = MeanLoss(sums, functions.objective, state.groups, stop=observer.stop_requested())
-
-    observer.enter("gradient norm")
+    observer.enter("numbers")
+    objective = functions.objective
+    sums = sum((log["sums"] for log in logs), torch.zeros(len(objective.logged) + 1, device=local_device()))
+    arguments = state.optimizer, state.groups, sums, len(objective.terms)
+    numbers = StepNumbers(*arguments, stop=observer.stop_requested(), limits=observer.limits())
     set_rates(state.optimizer, *functions.rates(state.step))
-    step = Step(state.step + 1, forward_step, sums, mean_loss, gradient_norm(state.optimizer))
+    step = Step(state.step + 1, forward_step, sums, numbers)
+    if late:
+        assert scale is None
+        assert state.update.can_be_omitted
+        observer.enter("update")
+        state.update(numbers, step.number)
+        state.step, step.is_pending = step.number, True
+        observer.enter("end")
+        return step
+
     if scale is not None and scale.settle(adapt=math.isfinite(step.loss)):
-        step.overflowed, step.grad_norm = True, math.inf
+        step.overflowed = True
     if step.overflowed and scale is not None and scale.shrank:
         step.action = "overflow"  # the next step has a lower scale
     else:
         step.action = observer.judge(step)
-
     if step.action == "update":
         observer.enter("update")
-        state.update(step.grad_norm, step.number)
-    else:
-        observer.discard(step)
+        state.update(numbers, step.number)
+    _end(state, step, observer, is_queued=step.action == "update")
     observer.enter("end")
-    state.step += step.action != "rewind"
     return step
+
+
+def settle(state: StepState, step: Step, observer: StepObserver) -> Action:
+    """Read the numbers of a pending step, and handle a bad one; the weights are those after the step.
+
+    If the observer raises an error, the step does not count.
+    """
+    step.is_pending, state.step = False, step.number - 1
+    step.action = observer.judge(step)
+    # The device has decided by the same numbers and limits.
+    assert step.numbers.host.is_good == (step.action == "update")
+    _end(state, step, observer, is_queued=True)
+    return step.action
+
+
+def _end(state: StepState, step: Step, observer: StepObserver, *, is_queued: bool) -> None:
+    is_good = step.action == "update"
+    if is_queued:
+        state.update.end(step.number, is_good=is_good)
+    if not is_good:
+        observer.discard(step)
+    state.step += step.action != "rewind"
 
 
 def compute_gradients(

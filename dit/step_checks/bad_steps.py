@@ -58,13 +58,17 @@ class BadSteps:
         """Store the logged counts before a step; the first step with new terms of the loss starts a new history."""
         if self.state.step == self.config.objective.auxiliary.start_step:
             self.guard.clear_history()
+        self.mark_counts()
+
+    def mark_counts(self) -> None:
+        """Store the logged counts before a step."""
         for load in self._loads:
             load.begin_step()
 
-    def drop_counts(self) -> None:
-        """Discard the counts of a step that makes no update."""
+    def drop_counts(self, steps: int = 1) -> None:
+        """Discard the counts of the newest step, which makes no update, or of the newest two."""
         for load in self._loads:
-            load.drop_step()
+            load.drop_step(steps)
 
     def judge(
         self, step: Step, batches: Sequence[PackedBatch], keys: Sequence[str], log: RunLog

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any, Optional
 
+from dit.optimizer.step_numbers import Limits
+
 MIN_HISTORY = 16  # steps before a number can be a spike
 HISTORY = 128  # steps in the running median
 PERIOD = 100  # steps in which bad steps are counted
@@ -66,15 +68,22 @@ class NumberGuard:
         self._histories: dict[str, deque[float]] = {name: deque(maxlen=window) for name in ("loss", "grad_norm")}
         self.bad_steps: list[int] = []
 
+    def limits(self) -> Limits:
+        """Return the largest numbers of the next step that are no spikes."""
+        if self.threshold is None:
+            return Limits()
+        limits = {name: spike_limit(list(history), self.threshold) for name, history in self._histories.items()}
+        return Limits(**{name: limit for name, limit in limits.items() if limit is not None})
+
     def judge(self, step: int, loss: float, grad_norm: float) -> Optional[Bad]:
         """Return the reason against the update of a step; None if there is none, and its numbers enter the history."""
         numbers = {"loss": loss, "grad_norm": grad_norm}
         if not all(map(math.isfinite, numbers.values())):
             return Bad(step, "not_finite", loss, grad_norm, f"loss={loss}, grad_norm={grad_norm}")
+        limits = self.limits()
         for name, value in numbers.items():
-            history = list(self._histories[name])
-            limit = None if self.threshold is None else spike_limit(history, self.threshold)
-            if limit is not None and value > limit:
+            limit, history = getattr(limits, name), self._histories[name]
+            if value > limit:
                 reason = (
                     f"{name}={value:.6g} is above {limit:.6g}, {self.threshold:g} robust standard deviations over the "
                     f"median {median(history):.6g} of {len(history)} steps"

@@ -6,14 +6,15 @@ tensors of the host, so each copy between host and device is an operation:
     host                                  device
     page-locked tensor      ----------->  queued: the host continues
     other tensor            ----------->  a wait: the host continues when the device has finished all earlier work
-    `begin_copy_to_host`    <-----------  queued; reading it is a wait, unless the host has waited since
+    `begin_copy_to_host`    <-----------  queued; reading it is a wait, unless the host has waited since, or it was
+                                          queued in an earlier step (a late read)
     `item`, `tolist`, `to`  <-----------  a wait
 
 Other operations that wait (`nonzero`, selection by a mask) have no form for the meta device, so they raise an error.
 """
 
 import contextlib
-import traceback
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -34,14 +35,13 @@ PHASES = ("load", "forward", "backward", "reduction", "update")
 PHASE_OF_PART = {
     "load": "load",
     "forward and backward": "forward",
-    "loss": "reduction",
-    "gradient norm": "reduction",
+    "numbers": "reduction",
     "update": "update",
     "end": "update",
 }
 """Phase of each part of a step. Backward passes run inside the second part, in the autograd engine."""
 ROOT = Path(__file__).parents[2]
-NO_CAUSE = {Path(__file__), Path(megatron_cpu.__file__)}
+NO_CAUSE = {Path(__file__), Path(__file__).with_name("sequence.py"), Path(megatron_cpu.__file__)}
 """Files that only forward the calls of others."""
 
 
@@ -52,11 +52,13 @@ class Waits:
     Attributes:
         queued: number of copies between host and device for which the host does not wait, by phase (`PHASES`).
         waits: number of waits, by phase.
+        late_reads: number of late reads.
         lines: phase and line of the program of each wait, with the number of waits.
     """
 
     queued: Counter[str] = field(default_factory=Counter)
     waits: Counter[str] = field(default_factory=Counter)
+    late_reads: int = 0
     lines: Counter[str] = field(default_factory=Counter)
 
 
@@ -72,11 +74,12 @@ class WaitCounter(StepCounter):
         self.result = Waits()
         self._phase = "load"
         self._pinned: set[int] = set()
-        self._copies = self._finished = 0  # copies to the host; those that had finished at the last wait
+        # Copies to the host; those that had finished at the last wait; those of earlier steps.
+        self._copies = self._finished = self._earlier = 0
 
     def begin(self) -> None:
         super().begin()
-        self.result = Waits()
+        self.result, self._earlier = Waits(), self._copies
 
     def enter(self, part: str) -> None:
         self._phase = PHASE_OF_PART[part]
@@ -105,8 +108,9 @@ class WaitCounter(StepCounter):
         copy, answers = self._copies, [float(ANSWER)] * values.numel()
 
         def read() -> list[float]:
-            if copy > self._finished:
+            if copy > self._finished and copy > self._earlier:
                 self._wait(copy)
+            self.result.late_reads += copy <= self._earlier
             return answers
 
         return read
@@ -118,10 +122,16 @@ class WaitCounter(StepCounter):
     def _wait(self, copy: int) -> None:
         """Count a wait, after which the copies up to number `copy` have finished."""
         self._finished, phase = copy, self._now()
-        stack = [(Path(frame.filename), frame.lineno) for frame in traceback.extract_stack()]
-        path, line = next((p, n) for p, n in reversed(stack) if ROOT in p.parents and p not in NO_CAUSE)
         self.result.waits[phase] += 1
-        self.result.lines[f"{phase}: {path.relative_to(ROOT)}:{line}"] += 1
+        self.result.lines[f"{phase}: {self.line()}"] += 1
+
+    @staticmethod
+    def line() -> str:
+        """Return the line of the program that runs."""
+        frame: Any = sys._getframe(1)
+        while ROOT not in (path := Path(frame.f_code.co_filename)).parents or path in NO_CAUSE:
+            frame = frame.f_back
+        return f"{path.relative_to(ROOT)}:{frame.f_lineno}"
 
     def _copy_to_device(self, source: Tensor, *, non_blocking: bool) -> None:
         if non_blocking and source.untyped_storage()._cdata in self._pinned:
@@ -156,7 +166,7 @@ class WaitCounter(StepCounter):
 @patches(
     "torch 2.11-2.14",
     "torch/optim/optimizer.py: _get_fused_kernels_supported_devices; torch: tensor, distributed.batch_isend_irecv",
-    why="the meta device represents a GPU, on which AdamW is fused, no process group has it, and copies are counted",
+    why="the meta device represents a GPU with fused AdamW and counted copies",
 )
 @contextlib.contextmanager
 def meta_device(counter: WaitCounter) -> Iterator[None]:

@@ -16,7 +16,7 @@ from dit.patches import patches
 @patches(
     "torch 2.11-2.14",
     "torch/testing/_internal/distributed/fake_pg.py; torch/distributed: all_gather_object, broadcast_object_list",
-    why="one process acts as one rank of a world; objects of other ranks are assumed to be equal",
+    why="one process acts as one rank; objects of other ranks are assumed to be equal",
 )
 @contextlib.contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """The training loop: `pretrain` sets up a run, `train` is the loop, `Run` has the actions that the loop calls."""
 
 import logging as log
+import math
 import os
 import sys
 import time
@@ -54,12 +55,13 @@ from dit.step.balance import BalancedPacks, Packs, balanced
 from dit.step.device_batches import DeviceBatches
 from dit.step.forward_step import ForwardStep, noise_kernel, training_forward_step
 from dit.step.intervals import is_due
-from dit.step.train_step import Action, StepFunctions, train_step
+from dit.step.train_step import Action, Step, StepFunctions, settle, train_step
 from dit.step_checks.bad_steps import BadSteps
 from dit.step_checks.recheck import Recheck
 from dit.step_checks.run_checks import RunChecks
 from dit.step_checks.wiring import FirstSteps
 from dit.training.hooks import load_hooks
+from dit.training.late import may_be_late
 from dit.training.rates import counters, mean_terms, memory_peaks, rank_times, rates, report_drops, report_progress
 from dit.training.validate import held_out_loss, named_losses
 
@@ -178,9 +180,11 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
         while state.step < training.num_steps:
             run.phase.enter("computes", state.step)
             trace.before(state.step + 1)
-            grad_norm = run.step(loss_sums)
+            try:
+                run.step(loss_sums, late=run.may_be_late())
+            finally:
+                record.step = state.step
             trace.after(state.step)
-            record.step = state.step
             run.phase.enter("ends the step", state.step)
             beat()
             if run.last_action == "rewind":
@@ -188,7 +192,7 @@ def train(run: "Run", record: ExitRecord, preemption: PreemptionFlag, beat: Call
                 started = time.perf_counter()
                 continue
             for hook in run.hooks if run.last_action == "update" else ():
-                hook.on_step(state, grad_norm)
+                hook.on_step(state, run.grad_norm)
             last = state.step == training.num_steps
             stop = run.must_stop
             if stop and state.step != training.stop_at_step:
@@ -239,11 +243,12 @@ class Run:
         functions: forward step and rates of every step.
         bad_steps: judges each step before its update.
         checks: all checks of a step.
-        last_action: use of the newest gradients.
-        must_stop: whether any rank asked to stop after the newest step.
-        grad_norm: gradient norm of the newest update.
+        last_action: use of the newest gradients, as far as they were read.
+        must_stop: whether any rank asked to stop.
+        grad_norm: gradient norm of the newest update that was read.
     """
 
+    _pending: Optional[Step] = None
     last_action: Action = "update"
     must_stop = False
     grad_norm = 0.0
@@ -340,28 +345,45 @@ class Run:
         """Return the local part of a full pack on this context-parallel rank."""
         return shard(batch, self.groups.cp.rank(), self.groups.cp.size(), self.config.parallel.context_split)
 
-    def step(self, loss_sums: torch.Tensor) -> float:
+    def step(self, loss_sums: torch.Tensor, *, late: bool = False) -> float:
         """Run one optimizer step; a step with bad numbers makes no update on any rank, see `BadSteps`.
 
         Args:
             loss_sums: `[logged + 1]`; an update adds the local sums of the logged terms and of the tokens.
+            late: whether the next call reads the numbers of this step, unless the run must stop.
 
         Returns:
-            The global gradient norm before clipping; infinite if fp16 gradients overflowed.
+            The global gradient norm before clipping; infinite if fp16 gradients overflowed, NaN if it is read late.
 
         Raises:
             NotFiniteError: the loss or the gradient norm is not finite or spikes, and the run must end; the weights are
                 unchanged.
             MachineError: the step does not repeat, see `Recheck`.
         """
-        step = train_step(self.state, self.batches, self.functions, self.checks)
-        self.last_action, self.must_stop = step.action, step.must_stop
+        previous, self._pending = self._pending, None
+        step = train_step(self.state, self.batches, self.functions, self.checks, previous, late=late)
+        if previous is not None:
+            self._count(previous, loss_sums)
+        if step.is_pending and self.must_stop:
+            settle(self.state, step, self.checks)
+        if step.is_pending:
+            self.last_action, self._pending = "update", step
+            return math.nan
+        self._count(step, loss_sums)
+        return step.grad_norm
+
+    def _count(self, step: Step, loss_sums: torch.Tensor) -> None:
+        self.last_action, self.must_stop = step.action, self.must_stop or step.must_stop
         if step.action == "update":
             loss_sums += step.sums
             self.grad_norm = step.grad_norm
         elif step.action == "rewind":
             self.rewind(step.number)
-        return step.grad_norm
+
+    def may_be_late(self) -> bool:
+        """Return whether the numbers of the next step may be read late."""
+        checked = self.checks.first_steps is None or self.checks.first_steps.done
+        return checked and may_be_late(self.config, self.state, self.state.step + 1)
 
     def forward_step(self, step: int) -> ForwardStep:
         """Return the forward step that follows `step` completed steps."""

@@ -83,6 +83,11 @@ def call_qwen_image(
     return [_latents(module(tokens, texts, timestep=step / 1000, img_shapes=shapes).sample, grid)]
 
 
+def _call_sd3(module: nn.Module, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]) -> Sequence[Tensor]:
+    texts = conditions["context"].view(len(latents), -1, conditions["context"].shape[-1])
+    return [module(latents[:, :, 0], texts, conditions["pooled"], step).sample[:, :, None]]
+
+
 def _call_unet(module: nn.Module, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]) -> Sequence[Tensor]:
     added = (
         {"text_embeds": conditions["pooled"], "time_ids": conditions["size_and_crop"]}
@@ -115,6 +120,7 @@ CALLS: Mapping[str, Call] = {
     "FluxTransformer2DModel": call_flux,
     "Flux2Transformer2DModel": call_flux,
     "QwenImageTransformer2DModel": call_qwen_image,
+    "SD3Transformer2DModel": _call_sd3,
     "UNet2DConditionModel": _call_unet,
 }
 

@@ -150,7 +150,8 @@ def _depth(settings: dict[str, Any], parallel: ParallelConfig) -> dict[str, int]
     stages = parallel.pipeline_model_parallel_size * (parallel.virtual_pipeline_model_parallel_size or 1)
     layers = multiple_of(math.lcm(stages, len(settings.get("layer_pattern", [None]))), 2)
     single = layers - layers // 2 if settings.get("num_single_layers") else 0
-    return {"num_layers": layers, "num_joint_layers": layers - single, "num_single_layers": single}
+    depths = {"num_layers": layers, "num_joint_layers": layers - single, "num_single_layers": single}
+    return {**depths, "num_dual_layers": min(settings.get("num_dual_layers", 0), 1)}
 
 
 def _levels() -> dict[str, Any]:

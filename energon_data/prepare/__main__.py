@@ -79,6 +79,7 @@ def _media(args: argparse.Namespace) -> None:
         repeats=getattr(args, "repeats", False),
         list_file=getattr(args, "list", None),
         follow_links=args.follow_links,
+        references=getattr(args, "reference", None),
         samples_per_shard=args.samples_per_shard,
         validation=args.validation,
     )
@@ -89,7 +90,7 @@ def _huggingface(args: argparse.Namespace) -> None:
     from energon_data.prepare.console import make_captioned
     from energon_data.prepare.huggingface import Table, prepare_huggingface
 
-    names = ("split", "config", "image_column", "caption_column", "label_column")
+    names = ("split", "config", "image_column", "caption_column", "label_column", "reference_column")
     common = {name: getattr(args, name) for name in ("follow_links", "samples_per_shard", "validation")}
     table = Table(**{name: getattr(args, name) for name in names})
     make_captioned(prepare_huggingface(args.source, args.out, _options(args), table, **common), args)
@@ -107,6 +108,14 @@ def _add_media(command: str, parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--in", dest="source", type=Path, required=True, metavar="PATH", help="folder to read")
     if command in OF_FOLDERS:
         _add_folder(parser)
+    if command == "images":
+        parser.add_argument(
+            "--reference",
+            type=Path,
+            metavar="DIR",
+            help="store the picture of this folder that each one is edited from (data.references): of the same name, "
+            "or that `reference` of its row in the list names",
+        )
     _add_samples(parser, command)
 
 
@@ -125,6 +134,9 @@ def _add_huggingface(parser: argparse.ArgumentParser) -> None:
         "--caption-column", metavar="NAME", help="a text, or a list of them (caption, text, prompt or txt)"
     )
     parser.add_argument("--label-column", metavar="NAME", help="class numbers (label)")
+    parser.add_argument(
+        "--reference-column", metavar="NAME", help="pictures that those of --image-column are edited from (none)"
+    )
     _add_samples(parser, "huggingface")
 
 

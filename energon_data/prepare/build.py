@@ -38,7 +38,7 @@ from energon_data.prepare.shards import (
 )
 from energon_data.prepare.sources import Source
 from energon_data.prepare.walk import Skipped, reasons
-from energon_data.samples import SampleError
+from energon_data.samples import REFERENCE, SampleError
 
 TRAIN, VALIDATION = "train", "val"
 PLAN = "plan.json"
@@ -106,6 +106,7 @@ class UnitRecord:
         num_classes: one more than the largest label; 0 without labels.
         labelled: number of samples with a label.
         without_caption: number of samples without a caption.
+        edited: number of samples with a reference.
         turned, enlarged: number of samples with these `Changes`.
         colours: number of samples by `Colours`, without sRGB.
         files_by_colours: the first file of each.
@@ -121,6 +122,7 @@ class UnitRecord:
     num_classes: int = 0
     labelled: int = 0
     without_caption: int = 0
+    edited: int = 0
     turned: int = 0
     enlarged: int = 0
     colours: Counter[str] = field(default_factory=Counter)
@@ -136,6 +138,7 @@ class UnitRecord:
         else:
             self.without_caption += 1
         self.labelled += "label" in sample.metadata
+        self.edited += any(name.partition(".")[0] == REFERENCE for name in sample.parts)
         self.turned += sample.changes.turned
         self.enlarged += sample.changes.enlarged
         self.latents = self.latents.plus(sample.latent)
@@ -186,6 +189,7 @@ class UnitRecord:
         self.num_classes = max(self.num_classes, other.num_classes)
         self.labelled += other.labelled
         self.without_caption += other.without_caption
+        self.edited += other.edited
         self.turned += other.turned
         self.enlarged += other.enlarged
         self.colours += other.colours
@@ -424,6 +428,7 @@ def finish(job: Job, total: UnitRecord, description: dict[str, Any]) -> None:
             "captions": total.captions,
             "num_classes": total.num_classes,
             "labelled": total.labelled,
+            "edited": total.edited,
             "turned": total.turned,
             "enlarged": total.enlarged,
             "colours": dict(total.colours),

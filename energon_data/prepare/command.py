@@ -31,8 +31,8 @@ def add_text_encoder(parser: argparse.ArgumentParser) -> None:
         "--text-encoder",
         action="append",
         metavar="[ENTRY=]NAME",
-        help="store embeddings of the captions: all-minilm-l6-v2, or a folder or hub name of T5 or CLIP; again for "
-        "further entries, such as pooled=NAME",
+        help="store embeddings of the captions: the folder of a diffusers pipeline, for all its encoders, "
+        "all-minilm-l6-v2, or a folder or hub name of an encoder; again for further entries, such as pooled=NAME",
     )
 
 

@@ -118,6 +118,8 @@ def _summary(out: Path, total: UnitRecord, seconds: float, noun: str) -> str:
         share, name = total.largest_cut
         lines.append(f"  cropped: {f'by at most {share:.0%} ({name})' if share else 'none'}")
         lines.append(f"  enlarged: {counted(total.enlarged, 'sample')}")
+        if total.edited:
+            lines.append(f"  edited from another picture: {counted(total.edited, 'sample')}")
         for colours, count in sorted(total.colours.items()):
             lines.append(f"  {COLOURS[colours]}: {counted(count, 'sample')} ({total.files_by_colours[colours]})")
     for reason, count in total.skipped.most_common():

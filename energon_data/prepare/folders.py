@@ -4,15 +4,17 @@
     cats/1.jpg  dogs/7.png                 one folder per class (`labels`)
     10_sks dog/1.jpg                       repeated 10 times; caption "sks dog" if it has none (`repeats`)
     metadata.jsonl  .csv  .parquet         one row per file
+    edited/1.png  originals/1.jpg          each edited from the picture of its name, or of `reference` in its row
 
 See `energon_data.prepare.lists` for the lists.
 """
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple, Optional
 
 from dit.errors import ConfigError, DataError
@@ -30,7 +32,7 @@ from energon_data.prepare.sources import (
     span_of,
 )
 from energon_data.prepare.walk import COMPANIONS, Skipped
-from energon_data.samples import SampleError
+from energon_data.samples import REFERENCE, SampleError
 
 MAX_REPEATS = 1000
 
@@ -47,6 +49,7 @@ class Entry:
         row: of a list of files, None if there is no such list.
         repeats: number of reads in one pass over the data.
         caption: of its folder, for a file without one.
+        reference: the picture that it is edited from, in another folder; None if it is not edited.
     """
 
     name: str
@@ -57,6 +60,7 @@ class Entry:
     row: Optional[dict[str, Any]] = None
     repeats: int = 1
     caption: Optional[str] = None
+    reference: Optional["Entry"] = None
 
     @property
     def group(self) -> str:
@@ -66,13 +70,15 @@ class Entry:
     @property
     def stamp(self) -> list[Any]:
         """Values by which a resumed preparation detects a changed file, caption or metadata."""
-        return [self.name, self.size, self.mtime_ns, *self.companions]
+        reference = [] if self.reference is None else self.reference.stamp
+        return [self.name, self.size, self.mtime_ns, *self.companions, *reference]
 
-    def source(self, folder: Path, *, follow_links: bool = False) -> Source:
+    def source(self, folder: Path, *, follow_links: bool = False, references: Optional[Path] = None) -> Source:
         """Read the caption and metadata next to the file.
 
         Args:
             follow_links: also read linked files outside of the folder.
+            references: folder of `reference`.
 
         Raises:
             SampleError: they are damaged, or a link leads out of the folder.
@@ -80,6 +86,12 @@ class Entry:
         path, root = folder / self.name, None if follow_links else folder
         row = dict(self.row) if self.row is not None else self._read_companions(folder, root)
         is_still = walk.extension_of(self.name) in PICTURES - {"gif"}
+        reference: Optional[Callable[[], bytes]] = None
+        if references is not None:
+            if self.reference is None:
+                wanted = f"called {named}" if (named := row.pop(REFERENCE, None)) else "of its name"
+                raise SampleError("no_reference", f"--reference {references} has no picture {wanted}")
+            reference = partial(self.reference._read, references / self.reference.name, root and references)
         label = row.get("label") if self.label is None else self.label
         return Source(
             name=self.name,
@@ -89,6 +101,7 @@ class Entry:
             metadata=scalars_of(row),
             span=None if is_still else span_of(row),
             repeats=self.repeats,
+            reference=reference,
         )
 
     def _read(self, path: Path, root: Optional[Path]) -> bytes:
@@ -129,6 +142,7 @@ def list_folder(
     repeats: bool = False,
     list_file: Optional[Path] = None,
     follow_links: bool = False,
+    references: Optional[Path] = None,
 ) -> Listing:
     """List the files of a folder and its subfolders, sorted by name.
 
@@ -138,9 +152,10 @@ def list_folder(
         repeats: the first level of folders are called `N_NAME`.
         list_file: a list of files, see `energon_data.prepare.lists`; None for that of the folder, if it has one.
         follow_links: also list linked folders, and accept a list of files that is a link.
+        references: folder with the pictures that those of `folder` are edited from; None if they are not edited.
 
     Raises:
-        ConfigError: the folder or the list does not exist.
+        ConfigError: a folder or the list does not exist.
         DataError: there is no file with such an extension, a file is outside of all classes, or the list is damaged.
     """
     if not folder.is_dir():
@@ -158,6 +173,8 @@ def list_folder(
         hint = "; `prepare huggingface` reads .parquet" if any(s.name.endswith(".parquet") for s in skipped) else ""
         endings = ", ".join(sorted(extensions))
         raise DataError(f"{folder} and its subfolders have no file that ends in {endings}{why}{hint}")
+    if references is not None:
+        entries = _with_references(entries, folder, references, follow_links)
     if labels:
         classes = _groups(folder, entries, "class folder")
         number = {name: i for i, name in enumerate(classes)}
@@ -183,6 +200,29 @@ def _listed(
         for row in of_file
     ]
     return entries, not_used
+
+
+def _with_references(entries: Sequence[Entry], folder: Path, references: Path, follow_links: bool) -> list[Entry]:
+    """Return the files with the pictures that they are edited from; without one if there is none.
+
+    Raises:
+        ConfigError: the folder of these pictures does not exist.
+    """
+    if not references.is_dir():
+        raise ConfigError(f"--reference {references} is not a folder; name the one with the pictures before the edit")
+    pictures, _ = _walk(references, PICTURES, follow_links)
+    by_name = {walk.composed(picture.name): picture for picture in pictures}
+    by_stem = {walk.stem_of(name): picture for name, picture in by_name.items()}
+    if references.samefile(folder):
+        by_stem = {}  # a picture is not its own reference
+
+    def reference_of(entry: Entry) -> Optional[Entry]:
+        name = (entry.row or {}).get(REFERENCE)
+        if name is not None:
+            return by_name.get(walk.composed(str(PurePosixPath(str(name)))))
+        return by_stem.get(walk.composed(walk.stem_of(entry.name)))
+
+    return [replace(entry, reference=reference_of(entry)) for entry in entries]
 
 
 def _groups(folder: Path, entries: Sequence[Entry], kind: str) -> list[str]:

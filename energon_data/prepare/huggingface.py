@@ -56,6 +56,7 @@ class Table:
         caption_column: column of captions, each a text or a list of texts; None for `caption`, `text`, `prompt` or
             `txt`, if there is one.
         label_column: column of class numbers; None for `label`, if it has numbers.
+        reference_column: column of the pictures that those of `image_column` are edited from; None for none.
     """
 
     split: str = "train"
@@ -63,6 +64,7 @@ class Table:
     image_column: Optional[str] = None
     caption_column: Optional[str] = None
     label_column: Optional[str] = None
+    reference_column: Optional[str] = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +80,7 @@ class _Rows:
     image: str
     caption: Optional[str]
     label: Optional[str]
+    reference: Optional[str]
     root: Optional[Path]
 
     def source(self, number: int) -> Source:
@@ -94,6 +97,7 @@ class _Rows:
             captions=captions_of({"caption": caption}),
             label=class_of(None if label == -1 else label),  # -1 means no class
             metadata=scalars_of(row),
+            reference=None if self.reference is None else partial(_picture, row[self.reference], self.root),
         )
 
     def name(self, number: int) -> str:
@@ -146,8 +150,9 @@ def prepare_huggingface(
     fingerprint = dataset._fingerprint
     features = dataset.features
     scalars = [name for name, feature in features.items() if _SCALARS.fullmatch(str(getattr(feature, "dtype", "")))]
-    selected = dict.fromkeys(name for name in (image, caption, label, *scalars) if name is not None)
-    dataset = _undecoded(dataset.select_columns(list(selected)), image)
+    reference = table.reference_column
+    selected = dict.fromkeys(name for name in (image, caption, label, reference, *scalars) if name is not None)
+    dataset = _undecoded(dataset.select_columns(list(selected)))
     names = None if label is None else getattr(features[label], "names", None)
     rows = _Rows(
         dataset=dataset,
@@ -155,6 +160,7 @@ def prepare_huggingface(
         image=image,
         caption=caption,
         label=label,
+        reference=reference,
         root=None if follow_links else root,
     )
     return Preparation.generated(
@@ -267,6 +273,7 @@ def _columns(dataset: "Dataset", table: Table) -> tuple[str, Optional[str], Opti
         ("--image-column", table.image_column),
         ("--caption-column", table.caption_column),
         ("--label-column", table.label_column),
+        ("--reference-column", table.reference_column),
     ):
         if column is not None and column not in features:
             names = ", ".join(features)
@@ -277,11 +284,12 @@ def _columns(dataset: "Dataset", table: Table) -> tuple[str, Optional[str], Opti
         fault = f"several columns have pictures: {', '.join(pictures)}" if pictures else "no column has pictures"
         raise ConfigError(f"{fault}; name one of {', '.join(features)} with --image-column")
     image = image or pictures[0]
-    if image not in pictures:
-        raise ConfigError(
-            f"--image-column {image} has {_type_of(features[image])}, not files of pictures; if these are URLs, "
-            "download the pictures first (img2dataset) and prepare its output"
-        )
+    for flag, column in (("--image-column", image), ("--reference-column", table.reference_column)):
+        if column is not None and column not in pictures:
+            raise ConfigError(
+                f"{flag} {column} has {_type_of(features[column])}, not files of pictures; if these are URLs, "
+                "download the pictures first (img2dataset) and prepare its output"
+            )
     caption = table.caption_column or next((name for name in _CAPTIONS if name in features), None)
     is_number = "int" in str(getattr(features.get(_LABEL), "dtype", ""))
     return image, caption, table.label_column or (_LABEL if is_number else None)
@@ -299,10 +307,11 @@ def _type_of(feature: Any) -> str:
     return str(getattr(feature, "dtype", type(feature).__name__))
 
 
-def _undecoded(dataset: "Dataset", image: str) -> "Dataset":
+def _undecoded(dataset: "Dataset") -> "Dataset":
     """Return the data set with files instead of decoded pictures."""
     from datasets import Image
 
-    if isinstance(dataset.features[image], Image):
-        return dataset.cast_column(image, Image(decode=False))
+    for name, feature in dataset.features.items():
+        if isinstance(feature, Image):
+            dataset = dataset.cast_column(name, Image(decode=False))
     return dataset

@@ -29,7 +29,7 @@ from energon_data.prepare.sources import Source
 from energon_data.prepare.texts import caption_parts
 from energon_data.prepare.videos import Cut, clips_of
 from energon_data.prepare.wording import Wording
-from energon_data.samples import SampleError
+from energon_data.samples import LATENT, PIXELS, REFERENCE, SampleError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,10 @@ class Options:
 
 @dataclass
 class _Decoded:
-    """A decoded clip (a picture has one frame); `file` is its original file if the pixels are unchanged."""
+    """A decoded clip (a picture has one frame); `file` is its original file if the pixels are unchanged.
+
+    `reference` is the picture that it is edited from, fitted to its own size.
+    """
 
     key: str
     source: Source
@@ -70,6 +73,7 @@ class _Decoded:
     file: Optional[tuple[str, bytes]]
     changes: Changes
     size_and_crop: list[int]
+    reference: Optional[Image.Image] = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -119,8 +123,9 @@ class MakeSamples:
             fitted, target = fit.apply(opened), fit.target(*opened.size)
             original = opened.info["original"] if fitted is opened else None
             file = None if original is None else (original, data)
-            changes = _changes(opened, target)
-            yield _Decoded(source.key, source, [fitted], None, file, changes, _lengths(opened.size, target))
+            changes, lengths = _changes(opened, target), _lengths(opened.size, target)
+            reference = None if source.reference is None else self._reference(source.reference())
+            yield _Decoded(source.key, source, [fitted], None, file, changes, lengths, reference)
             return
         cut = self.options.cut
         for number, (frames, fps) in enumerate(clips_of(data, cut, source.span)):
@@ -137,6 +142,12 @@ class MakeSamples:
             changes, lengths = _changes(frames[0], target), _lengths(frames[0].size, target)
             yield _Decoded(f"{source.key}-{number:03d}", source, fitted_frames, fps, file, changes, lengths)
 
+    def _reference(self, data: bytes) -> Image.Image:
+        try:
+            return self.options.fit.apply(open_picture(data))
+        except SampleError as error:
+            raise SampleError(error.reason, f"its reference: {error.detail}") from error
+
     def _is_clip(self, source: Source, data: bytes) -> bool:
         if source.extension != "gif":
             return source.extension in VIDEOS
@@ -146,14 +157,14 @@ class MakeSamples:
         if not clips:
             return
         media = self._latents(clips) if self.options.vae is not None else [self._pixels(clip) for clip in clips]
-        texts = self._texts(clips)
-        for clip, (shape, parts, moments), text in zip(clips, media, texts, strict=True):
+        texts, references = self._texts(clips), self._references(clips)
+        for clip, (shape, parts, moments), text, reference in zip(clips, media, texts, references, strict=True):
             source = clip.source
             yield Sample(
                 key=clip.key,
                 origin=source.origin,
                 metadata=_metadata(clip),
-                parts={**parts, **text},
+                parts={**parts, **text, **reference},
                 shape=shape,
                 changes=clip.changes,
                 latent=moments,
@@ -166,17 +177,33 @@ class MakeSamples:
         elif clip.fps is not None:
             extension, data = "mp4", video_bytes(clip.frames, clip.fps)
         else:
-            extension = self.options.image_format
-            data = picture_bytes(clip.frames[0], self.options.image_format, self.options.quality)
-        return clip.shape, {f"pixels.{extension}": data}, Moments()
+            extension, data = self.options.image_format, self._picture(clip.frames[0])
+        return clip.shape, {f"{PIXELS}.{extension}": data}, Moments()
 
     def _latents(self, clips: list[_Decoded]) -> list[tuple[tuple[int, ...], dict[str, bytes], Moments]]:
+        latents = self._encoded([clip.frames for clip in clips])
+        return [(latent.shape, {f"{LATENT}.npy": npy_bytes(latent)}, Moments.of(latent)) for latent in latents]
+
+    def _references(self, clips: list[_Decoded]) -> list[dict[str, bytes]]:
+        """Return the part `reference` of each sample: a latent, or a picture without an autoencoder."""
+        pictures = [clip.reference for clip in clips if clip.reference is not None]
+        if self.options.vae is not None:
+            stored = [npy_bytes(latent) for latent in self._encoded([[picture] for picture in pictures])]
+        else:
+            stored = [self._picture(picture) for picture in pictures]
+        name, parts = f"{REFERENCE}.{'npy' if self.options.vae else self.options.image_format}", iter(stored)
+        return [{} if clip.reference is None else {name: next(parts)} for clip in clips]
+
+    def _picture(self, picture: Image.Image) -> bytes:
+        return picture_bytes(picture, self.options.image_format, self.options.quality)
+
+    def _encoded(self, clips: list[list[Image.Image]]) -> list[np.ndarray]:
+        """Return the float16 latent of each clip."""
         options = self.options
         assert options.vae is not None
-        pixels = [pixel_values(pixels_of(clip.frames)) for clip in clips]
+        pixels = [pixel_values(pixels_of(frames)) for frames in clips]
         encoded = encode_together(load_vae(options.vae, options.device, options.precision), pixels, options.batch)
-        latents = [latent.numpy().astype(np.float16) for latent in encoded]
-        return [(latent.shape, {"latent.npy": npy_bytes(latent)}, Moments.of(latent)) for latent in latents]
+        return [latent.numpy().astype(np.float16) for latent in encoded]
 
     def _texts(self, clips: list[_Decoded]) -> list[dict[str, bytes]]:
         if self.options.text_encoder is None:

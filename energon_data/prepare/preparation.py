@@ -32,10 +32,12 @@ EXTENSIONS = {
 TRY_OUT = 8  # samples that a dry run makes
 
 
-def _sources_of_folder(folder: Path, follow_links: bool, unit: list[Entry]) -> Iterator[Raw]:
+def _sources_of_folder(
+    folder: Path, references: Optional[Path], follow_links: bool, unit: list[Entry]
+) -> Iterator[Raw]:
     for entry in unit:
         try:
-            yield entry.source(folder, follow_links=follow_links)
+            yield entry.source(folder, follow_links=follow_links, references=references)
         except SampleError as error:
             yield entry.name, error
 
@@ -77,6 +79,7 @@ class Preparation:
         repeats: bool = False,
         list_file: Optional[Path] = None,
         follow_links: bool = False,
+        references: Optional[Path] = None,
         samples_per_shard: int = 1000,
         validation: float = 0.02,
     ) -> "Preparation":
@@ -84,7 +87,7 @@ class Preparation:
 
         Args:
             source: the user's folder (or tar file).
-            labels, repeats, list_file: see `list_folder`.
+            labels, repeats, list_file, references: see `list_folder`.
             follow_links: also read linked files and folders outside of `source`.
             samples_per_shard: files per shard.
             validation: share of the files that is held out.
@@ -105,12 +108,18 @@ class Preparation:
             job = Job(out, partial(_sources_of_tar, extensions, source), work, validation)
         else:
             entries, classes, skipped, list_file = list_folder(
-                source, extensions, labels=labels, repeats=repeats, list_file=list_file, follow_links=follow_links
+                source,
+                extensions,
+                labels=labels,
+                repeats=repeats,
+                list_file=list_file,
+                follow_links=follow_links,
+                references=references,
             )
             _check_readers(entries)
             units = _units_of_equal_repeats(entries, samples_per_shard)
             listed = [entry.stamp for entry in entries]
-            job = Job(out, partial(_sources_of_folder, source, follow_links), work, validation)
+            job = Job(out, partial(_sources_of_folder, source, references, follow_links), work, validation)
         plan = {
             "command": command,
             "in": str(source.resolve()),
@@ -118,6 +127,7 @@ class Preparation:
             "labels": labels,
             "repeats": repeats,
             "follow_links": follow_links,
+            "reference": None if references is None else str(references.resolve()),
             "samples_per_shard": samples_per_shard,
             "validation": validation,
             "files": {"list": list_stamp(list_file), "each": listed},
@@ -264,8 +274,8 @@ def _check_encoders(options: Options) -> None:
     if options.vae is None:
         return
     geometry = Geometry.read(options.vae)
-    if options.fit.multiple_of % geometry.space:
+    if options.fit.multiple_of % geometry.step:
         raise ConfigError(
-            f"--multiple-of {options.fit.multiple_of} must be a multiple of {geometry.space}, the compression of "
+            f"--multiple-of {options.fit.multiple_of} must be a multiple of {geometry.step}, the compression of "
             f"{options.vae}, best times the patch size of the model"
         )

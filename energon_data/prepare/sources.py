@@ -42,6 +42,7 @@ class Source:
         metadata: further scalars of the sample.
         span: start and end in seconds of a clip of a video; None for the complete video.
         repeats: number of reads in one pass over the data.
+        reference: returns the bytes of the picture that it is edited from; None if it is not edited.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Source:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     span: Optional[Span] = None
     repeats: int = 1
+    reference: Optional[Callable[[], bytes]] = None
 
     @property
     def address(self) -> str:

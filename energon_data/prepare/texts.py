@@ -14,13 +14,20 @@ if TYPE_CHECKING:
 
 
 def text_parts(encoded: Mapping[str, Sequence[Tensor]]) -> list[dict[str, bytes]]:
-    """Return the parts of each text: float16 `text.npy`, `pooled.npy`, ...
+    """Return the parts of each text: `text.npy`, `pooled.npy`, ..., float16, or float32 if a value is too large for it.
+
+    Middle layers of language models have such values.
 
     Args:
         encoded: the values of each text by entry, as `TextEncoders.encode` returns them.
     """
     entries = [[(f"{entry}.npy", row) for row in rows] for entry, rows in encoded.items()]
-    return [{name: npy_bytes(row.half().cpu().numpy()) for name, row in parts} for parts in zip(*entries, strict=True)]
+    return [{name: _array(row) for name, row in parts} for parts in zip(*entries, strict=True)]
+
+
+def _array(row: Tensor) -> bytes:
+    half = row.half()
+    return npy_bytes((half if half.isfinite().all() else row).cpu().numpy())
 
 
 def caption_parts(encoders: "TextEncoders", captions: Sequence[Sequence[str]]) -> list[dict[str, bytes]]:

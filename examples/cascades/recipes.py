@@ -66,7 +66,7 @@ def _enlarging(recipe: run.Partial) -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def cascade_letters_16() -> run.Partial:
-    """Capital letters A-Z, 16 x 16 pixels, Imagen's regular UNet: two CPU cores. The first model of a cascade.
+    """Capital letters A-Z, 16 px, Imagen's regular UNet: two CPU cores.
 
     The data are those of `letters_dit`; the next two models read data with `--size 32` and `--size 64`. Of 208 letters,
     96 % are read correctly.
@@ -80,7 +80,7 @@ def cascade_letters_16() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def cascade_letters_32() -> run.Partial:
-    """Letters from 16 to 32 pixels, Imagen's Efficient UNet: two CPU cores. The second model of a cascade.
+    """Letters from 16 to 32 pixels, Imagen's Efficient UNet: two CPU cores.
 
     It reduces the data, `python -m energon_data.prepare letters --size 32 --out data/letters_32`, to get its inputs. Of
     the enlarged letters of `cascade_letters_16`, 95 % are read correctly.
@@ -92,7 +92,7 @@ def cascade_letters_32() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def cascade_letters_64() -> run.Partial:
-    """Letters from 32 to 64 pixels, Imagen's Efficient UNet: two CPU cores. The third model of a cascade.
+    """Letters from 32 to 64 pixels, Imagen's Efficient UNet: two CPU cores.
 
     The data: `python -m energon_data.prepare letters --size 64 --out data/letters_64`. 92 % are read correctly.
     """
@@ -105,7 +105,7 @@ def cascade_letters_64() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def cascade_pictograms_16() -> run.Partial:
-    """Colour pictograms by name, 16 x 16 pixels, Imagen's regular UNet: two CPU cores. The first model of a cascade.
+    """Colour pictograms by name, 16 px, Imagen's regular UNet: two CPU cores.
 
     The data are drawings and embeddings of their Unicode names: `python -m energon_data.prepare pictograms --size 64
     --blocks pictographs transport supplemental extended --count 400 --text-encoder all-minilm-l6-v2 --out
@@ -121,7 +121,7 @@ def cascade_pictograms_16() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def cascade_pictograms_32() -> run.Partial:
-    """Colour pictograms from 16 to 32 pixels, Imagen's Efficient UNet: two CPU cores. The second model of a cascade.
+    """Colour pictograms from 16 to 32 pixels, Imagen's Efficient UNet: two CPU cores.
 
     The data are all drawings, one in twenty held out: `python -m energon_data.prepare pictograms --size 64
     --text-encoder all-minilm-l6-v2 --validation 0.05 --out data/all_pictograms_64`. Enlarged held-out drawings have a
@@ -136,7 +136,7 @@ def cascade_pictograms_32() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def cascade_pictograms_64() -> run.Partial:
-    """Colour pictograms from 32 to 64 pixels, Imagen's Efficient UNet: two CPU cores. The third model of a cascade.
+    """Colour pictograms from 32 to 64 pixels, Imagen's Efficient UNet: two CPU cores.
 
     The data are those of `cascade_pictograms_32`. Enlarged held-out drawings have a PSNR of 23.8 dB, and 19.8 dB with
     bicubic interpolation. For 93.5 % of the samples of the cascade, the requested drawing is the nearest.

@@ -19,7 +19,7 @@ class Check:
     """One measurement of a model.
 
     Attributes:
-        kind: `style` or `motion`; the command has a minimum for each.
+        kind: `style`, `motion` or `family`; the command has a minimum for each.
         name: the property.
         passed, total: number of samples with the property, and of all samples.
         share: their ratio.
@@ -106,8 +106,8 @@ def judge_contrast(contrast: Contrast, more: Tensor, less: Tensor, real: tuple[T
     """
     a, b = contrast.measure(more), contrast.measure(less)
     real_a, real_b = (contrast.measure(images).mean().item() for images in real)
-    kind = contrast.more.kind
-    detail = f"{kind}: {a.mean():.3f} and {b.mean():.3f}, real letters {real_a:.3f} and {real_b:.3f}"
+    detail = f"{a.mean():.3f} and {b.mean():.3f}, real letters {real_a:.3f} and {real_b:.3f}"
+    detail = f"{kind}: {detail}" if (kind := contrast.more.kind) else detail
     return Check.of("style", contrast.name, a > b, detail)
 
 

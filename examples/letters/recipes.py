@@ -25,7 +25,7 @@ STYLES = ["a light sans", "a bold sans", "an italic serif", "a bold serif"]
 
 @run.cli.factory(target=pretrain)
 def letters_dit() -> run.Partial:
-    """Capital letters A-Z, 16 x 16 pixels, class-conditional DiT (1.9 M): two CPU cores, about 5 minutes.
+    """Capital letters A-Z, 16 px, class-conditional DiT (1.9 M): two CPU cores, about 5 minutes.
 
     `python -m energon_data.prepare letters --out data/letters` renders the data from the fonts of this machine. After
     2,100 steps a classifier that was trained on real letters reads nine of ten samples correctly (`python -m
@@ -68,7 +68,7 @@ def letters_dit() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def letters_text() -> run.Partial:
-    """Capital letters by text, 16 x 16 pixels, DiT with cross-attention (3.0 M): two CPU cores, about 12 minutes.
+    """Capital letters by text, 16 px, DiT with cross-attention (3.0 M): two CPU cores, about 12 minutes.
 
     The data are those of `letters_dit` with captions and their embeddings. A caption names the weight, slant and kind
     that the font file states, in one of several wordings: `python -m energon_data.prepare letters --text-encoder
@@ -94,6 +94,32 @@ def letters_text() -> run.Partial:
     recipe.data = run.Config(EnergonData, path="data/letters_text", num_streams=2)
     recipe.training.run_dir = "runs/letters_text"
     recipe.sampling.prompts = [f"the letter {letter} in {style} font" for style in STYLES for letter in "AGQS"]
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def letters_edit() -> run.Partial:
+    """Letters edited by an instruction, such as "make it bold", DiT with cross-attention (2.0 M): two CPU cores.
+
+    A sample is a letter in another style of its font family, and its reference the letter before the edit: `python -m
+    examples.letters.edits --out data/letter_pairs` renders both, and `python -m energon_data.prepare images
+    --reference` makes data/letters_edit of them (`make demo-edit` has the commands; needs pip install -e '.[text]').
+    `python -m launch.sample --checkpoint runs/letters_edit --reference q.png --prompt "make it bold"` edits a picture,
+    and `python -m launch.evaluate --checkpoint runs/letters_edit --metric letter_edits` edits the letters of font
+    families that training has not seen. The reference shows most of the letter, so the network predicts clean pixels.
+    """
+    recipe = letters_text()
+    recipe.model.in_channels = 3
+    recipe.model.num_layers = 4
+    recipe.model.position_embedding = "sincos_3d"
+    recipe.data = run.Config(EnergonData, path="data/letters_edit", num_streams=2, references=True)
+    recipe.objective.prediction = "x0"
+    recipe.optimizer.lr = 2e-3
+    recipe.training.run_dir = "runs/letters_edit"
+    recipe.training.num_steps = 3000
+    recipe.training.validation_interval = 0
+    recipe.training.sample_interval = 0
+    recipe.sampling.prompts = None
     return recipe
 
 
@@ -174,7 +200,7 @@ def moving_letters_stdit() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def ddpm_fonts() -> run.Partial:
-    """Capital letters A-Z, 32 x 32 pixels, class-conditional DDPM UNet (15.67 M), 320 pictures per step: one GPU.
+    """Capital letters A-Z, 32 px, class-conditional DDPM UNet (15.67 M): one GPU.
 
     `python -m energon_data.prepare letters --size 32 --out data/letters_32` renders the data from the fonts of this
     machine; a class is a letter. Otherwise as ddpm_cifar10, without crops. `python -m launch.evaluate --checkpoint
@@ -196,7 +222,7 @@ def ddpm_fonts() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def ddpm_fonts_small() -> run.Partial:
-    """Capital letters A-Z, 16 x 16 pixels, class-conditional DDPM UNet (0.9 M): two CPU cores.
+    """Capital letters A-Z, 16 px, class-conditional DDPM UNet (0.9 M): two CPU cores.
 
     The data are those of `letters_dit`. As ddpm_fonts with fewer channels, a smaller batch and a faster sampler. It
     predicts v, because the network decides the class where a picture is nearly all noise, and there the error of

@@ -260,7 +260,7 @@ def _write_grid(
 def shortfalls(result: Score, args: argparse.Namespace) -> list[str]:
     """Return the measurements below their minimum, one line each."""
     shares = [("letters read correctly", result.accuracy, args.minimum)]
-    minimums = {"style": args.minimum_style, "motion": args.minimum_motion}
+    minimums = {kind: getattr(args, f"minimum_{kind}") for kind in ("style", "motion", "family")}
     shares += [(check.name, check.share, minimums[check.kind]) for check in result.checks]
     lines = [
         f"below the minimum of {100 * minimum:.1f} %: {name}, {100 * share:.1f} %"

@@ -13,7 +13,7 @@ from examples.letters.recipes import letters_dit
 
 @run.cli.factory(target=pretrain)
 def pictogram_autoencoder() -> run.Partial:
-    """Pictograms of 64 x 64 pixels to latents of 16 x 8 x 8 and back, KL autoencoder (1.0 M): two CPU cores.
+    """Pictograms of 64 px to latents of 16x8x8 and back, KL autoencoder (1.0 M): two CPU cores.
 
     `python -m energon_data.prepare pictograms --size 64 --out data/pictograms` draws the data (needs pip install -e
     '.[pictograms]'). `python -m launch.export --checkpoint runs/pictogram_autoencoder --format diffusers --out
@@ -45,7 +45,7 @@ def pictogram_autoencoder() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pictogram_vq_autoencoder() -> run.Partial:
-    """Pictograms of 64 x 64 pixels to 16 x 16 of 256 codes and back, VQ autoencoder (0.7 M): two CPU cores.
+    """Pictograms of 64 px to 16x16 codes and back, VQ autoencoder (0.7 M): two CPU cores.
 
     The data and the commands are those of `pictogram_autoencoder`. The exported model is a VQModel of diffusers; models
     of its latents train on those before quantisation.
@@ -67,7 +67,7 @@ def pictogram_vq_autoencoder() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pictograms_latent() -> run.Partial:
-    """Pictograms by text in latents of 16 x 8 x 8, DiT with cross-attention (6.2 M): two CPU cores.
+    """Pictograms by text in latents of 16x8x8, DiT with cross-attention (6.2 M): two CPU cores.
 
     The data are the latents of `pictogram_autoencoder`, and embeddings of the pictograms' Unicode names by a small
     frozen encoder: `python -m energon_data.prepare pictograms --size 64 --vae runs/pictogram_vae --text-encoder

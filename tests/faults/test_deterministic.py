@@ -28,10 +28,10 @@ def modes_noted(file: Path) -> Iterator[None]:
     """Write down before every step whether torch is in its deterministic mode."""
     original = Run.step
 
-    def noted(self: Run, loss_sums: Tensor) -> float:
+    def noted(self: Run, loss_sums: Tensor, **options: Any) -> float:
         with file.open("a") as out:
             out.write(json.dumps(torch.are_deterministic_algorithms_enabled()) + "\n")
-        return original(self, loss_sums)
+        return original(self, loss_sums, **options)
 
     with patching.patch.object(Run, "step", noted):
         yield

@@ -18,11 +18,21 @@ from tests.support.ranks import Job, rows, run_jobs, selected
 
 STEPS, SAVED, BAD = 12, 4, 7
 EXPERTS = {"model__num_experts": 4, "model__moe_ffn_hidden_size": 32}
+LATE: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "tp2": {"parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": False},
+    "pp2": {"parallel__pipeline_model_parallel_size": 2},
+    "experts": {**EXPERTS, "model__moe_router": "top_k"},
+    "dist_opt": {"parallel__data_parallel": "distributed_optimizer"},
+    "fsdp": {"parallel__data_parallel": "fsdp"},
+}
+"""Layouts in which the loss and norm of the bad step are read one step late."""
 LAYOUTS: dict[str, dict[str, Any]] = {
     "ep2": {"parallel__expert_model_parallel_size": 2, **EXPERTS},
     # A line for several steps, one of which is bad.
     "experts": {**EXPERTS, "model__moe_router": "top_k", "training__log_interval": 5},
     "dp2": {},
+    **{f"{layout} late": {**settings, "training__log_interval": 100} for layout, settings in LATE.items()},
     "tp2": {"parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": False},
     "dist_opt": {"parallel__data_parallel": "distributed_optimizer"},
     "fsdp": {"parallel__data_parallel": "fsdp"},
@@ -53,6 +63,7 @@ CASES = [
     *((layout, fault, policy) for layout in ("tp2", "pp2") for fault in ANYWHERE for policy in ("skip", "rewind")),
     *((layout, "data", policy) for layout in ("dist_opt", "fsdp") for policy in ("skip", "rewind")),
     *(("experts", "data", policy) for policy in ("skip", "rewind")),
+    *((f"{layout} late", "data", "skip") for layout in LATE),
     # There the backward pass of a micro-batch follows the forward pass of the next one.
     ("pp2", "first stage", "skip"),
     # Gradients are reduced while the backward pass runs.
@@ -87,11 +98,16 @@ SPIKES = {"training__spike_threshold": 30}
 
 def micro_batches(layout: str) -> int:
     """Return those of each replica in a step."""
-    return 4 if layout in ("tp2", "pp2") else 2
+    return 4 if layout.startswith(("tp2", "pp2")) else 2
+
+
+def bad_step(layout: str, fault: str) -> int:
+    """Return the step with the fault. Steps may be read late after the checks of the first 20 updates."""
+    return SPIKE_AT if fault == "spike" or layout.endswith("late") else BAD
 
 
 def is_quick(layout: str, fault: str, policy: str) -> bool:
-    return (layout, fault) == ("dp2", "forward")
+    return (layout, fault) in (("dp2", "forward"), ("experts late", "data"))
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +126,7 @@ def ended(request: pytest.FixtureRequest, folder: Path) -> dict[str, Any]:
 
     wanted = selected(request, ("layout", "fault", "policy"))
     for layout, fault, policy in sorted(wanted):
-        bad = SPIKE_AT if fault == "spike" else BAD
+        bad = bad_step(layout, fault)
         fault_settings = {"step": bad, "rank": 1, **FAULTS[fault]}
         more = {**(SPIKES if fault == "spike" else {}), "training__on_bad_numbers": policy}
         length = {"training__num_steps": bad + 5}
@@ -135,7 +151,7 @@ def test_a_bad_step_is_recovered_from_as_by_hand(
     ended: dict[str, Any], folder: Path, layout: str, fault: str, policy: str
 ) -> None:
     """Weights, average and Adam's state are to the bit those of a run that left the update, or the data, out."""
-    name, bad = f"{layout} {fault} {policy}", SPIKE_AT if fault == "spike" else BAD
+    name, bad = f"{layout} {fault} {policy}", bad_step(layout, fault)
     assert [run.code for run in ended[name]] == [0, 0], ended[name][0].err
     by_hand = folder / f"{layout} {bad} {policy} by hand"
     assert_same_bits(read_tensors(checkpoint(folder / name, bad + 5)), read_tensors(checkpoint(by_hand, bad + 5)))
@@ -144,7 +160,7 @@ def test_a_bad_step_is_recovered_from_as_by_hand(
         assert lost == {step: loss for step, loss in expected.items() if step != bad}
         assert max(scalars(folder / name, "skipped_updates").values()) == 1
         assert scalars(folder / name, "consumed_samples") == scalars(by_hand, "consumed_samples")
-    if layout == "experts":
+    if layout.startswith("experts"):
         for load in ("max_load", "aux_loss", "per_token"):
             found, expected = (scalars(run, f"experts/layer_1/{load}") for run in (folder / name, by_hand))
             assert found
@@ -154,7 +170,7 @@ def test_a_bad_step_is_recovered_from_as_by_hand(
 @pytest.mark.parametrize(("layout", "fault", "policy"), rows(CASES, is_quick))
 def test_the_culprit_is_named(ended: dict[str, Any], folder: Path, layout: str, fault: str, policy: str) -> None:
     """One incident for the step, with the ranks and samples; and where it began: layer, rank, sample."""
-    name, bad = f"{layout} {fault} {policy}", SPIKE_AT if fault == "spike" else BAD
+    name, bad = f"{layout} {fault} {policy}", bad_step(layout, fault)
     assert ended[name]
     records = read_records(folder / name / "metrics.jsonl")
     found = [record for record in records if record["kind"] == "incident" and record["incident"] != "rewind"]

@@ -1,4 +1,4 @@
-"""Killed saves and resumes: the campaign of docs/killed-runs.md."""
+"""Killed saves and resumes: the campaign of docs/checkpoints.md."""
 
 from pathlib import Path
 

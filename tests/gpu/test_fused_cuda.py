@@ -104,7 +104,8 @@ def test_adamw(half, shift):
     """Every element of every tensor within some ulps of the reference in float64."""
     from dit.kernels.fused.adamw import adamw
 
-    rates = Rates(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.1, step=3, clip=0.37, average=0.3)
+    clip = torch.tensor(0.37, device=CUDA)
+    rates = Rates(lr=3e-3, beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.1, step=3, clip=clip, average=0.3)
     found, exact = [], []
     for size in (5, 16384 * 3 + 77, 1 << 22):
         drawn = [x.float()[shift:] for x in draws(*[(size + shift,)] * 5)]

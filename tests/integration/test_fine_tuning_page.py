@@ -37,6 +37,7 @@ def models_and_pictures(folder: Path) -> None:
     model.save_pretrained(folder / "models" / "pixart" / "transformer")
     save_vae(folder / "models" / "pixart" / "vae")
     save_t5(folder / "models" / "pixart" / "text_encoder", folder / "models" / "pixart" / "tokenizer")
+    (folder / "models/pixart/model_index.json").write_text('{"_class_name": "PixArtAlphaPipeline"}')
     for name in ("pictures", "subject"):
         (folder / name).mkdir()
         for i in range(5):

@@ -52,6 +52,9 @@ def own_files(folder: Path) -> None:
         (folder / "kohya" / "10_sks dog" / f"{path.stem}.txt").write_text("sks dog, red, circle")
         rows.append({"image": {"bytes": path.read_bytes(), "path": path.name}, "text": "a red circle"})
     parquet.write_table(pyarrow.Table.from_pylist(rows), folder / "hub" / "train.parquet")
+    for name in ("edited", "originals"):
+        shutil.copytree(folder / "pictures", folder / name, ignore=shutil.ignore_patterns("clip*"))
+    shutil.copy(folder / "edited" / "0.jpg", folder / "photo.jpg")
     shutil.copy(folder / "pictures" / "clip0.mp4", folder / "films" / "a.mp4")
     (folder / "clips.jsonl").write_text('{"file_name": "a.mp4", "start": 0, "end": 1, "caption": "a wave"}')
 
@@ -90,12 +93,12 @@ def test_two_commands_lead_to_decoded_samples(tmp_path):
 def test_every_command_of_the_page_works(tmp_path):
     own_files(tmp_path)
     follow(tmp_path, LINES)
-    assert len(LINES) == 17
+    assert len(LINES) == 20
     described = {
         name: json.loads((tmp_path / "data" / name / "dataset.json").read_text()) for name in ("hub", "dog", "films")
     }
     assert [found["skipped"] for found in described.values()] == [{}, {}, {}]
-    for name in ("runs/mine/samples/step_0000002/ema.png", "red.png", "mine.png", "still.png"):
+    for name in ("runs/mine/samples/step_0000002/ema.png", "red.png", "mine.png", "still.png", "blue.png"):
         assert grid(tmp_path, name).format == "PNG"
     assert (tmp_path / "my-pipeline" / "model_index.json").is_file()
     assert grid(tmp_path, "runs/theirs/samples/step_0000002/ema.png").format == "PNG"

@@ -12,7 +12,7 @@ from dit.kernels.fused.gpu.adamw import BLOCK, CHUNK
 from tests.interpreted.formulas import ULP
 
 ULPS = 2.5  # of the largest number that an element's update adds: four roundings, and those of the root's factor
-RATES = Rates(lr=3e-2, beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.1, step=3, clip=0.37, average=0.3)
+RATES = Rates(lr=3e-2, beta1=0.9, beta2=0.95, eps=1e-6, weight_decay=0.1, step=3, clip=torch.tensor(0.37), average=0.3)
 SIZES = (1, 5, BLOCK, BLOCK + 3, CHUNK + BLOCK - 1)
 FIELDS = ("main", "exp_avg", "exp_avg_sq", "average")
 
@@ -79,6 +79,16 @@ def test_the_eager_form_is_the_formula():
     assert all(torch.equal(p.model, p.main.bfloat16()) for p in found)
 
 
+@pytest.mark.parametrize("form", [fused.adamw, eager.adamw], ids=["fused", "eager"])
+def test_nothing_changes_if_the_factor_is_nan(form):
+    """Also if the gradients are not finite: the step is bad."""
+    found = [replace(p, gradient=p.gradient * torch.nan, model=p.main.bfloat16()) for p in parameters()]
+    before = copied(found)
+    form(found, replace(RATES, clip=torch.tensor(torch.nan)))
+    for ours, old in zip(found, before, strict=True):
+        assert all(torch.equal(getattr(ours, name), getattr(old, name)) for name in (*FIELDS, "model"))
+
+
 @pytest.mark.parametrize("average", [True, False])
 @pytest.mark.parametrize("model", [True, False])
 def test_what_a_parameter_has_not_is_neither_read_nor_written(average, model):
@@ -126,7 +136,7 @@ def test_twenty_updates_stay_beside_torchs_adamw():
         theirs.param_groups[0]["lr"] = lr = 1e-2 / step
         weight.grad = torch.randn(100, generator=generator)
         found[0].gradient.copy_(weight.grad)
-        fused.adamw(found, Rates(lr, 0.9, 0.95, 1e-6, 0.1, step))
+        fused.adamw(found, Rates(lr, 0.9, 0.95, 1e-6, 0.1, step, torch.ones(())))
         theirs.step()
     size = weight.detach().abs().clamp(min=0.1)
     assert float(((found[0].main - weight.detach()).abs() / size).max()) <= 16 * ULP[torch.float32]

@@ -57,6 +57,7 @@ LEARNED = {**ROTARY, "max_grid": [128, 120, 120]}  # rotary positions want the t
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 2.0}
 TOP_K = {**EXPERTS, "moe_router": "top_k"}
 TWO_PAIRS = {"num_attention_heads": 2, "rope_axes": [4, 4, 4, 4]}
+SD3_ROTARY = {**ROTARY, "position_crop": None, "rope_axes": [2, 2, 4]}
 GIVEN: dict[str, dict[str, Any]] = {
     "class_dropout": CLASSES,
     "context_dropout": TEXT,
@@ -89,6 +90,9 @@ OTHER: dict[str, Any] = {
     "out_channels": 8,
     "shared_modulation": lambda value: not value,
     "activation": lambda value: "swiglu" if value == "gelu_tanh" else "gelu_tanh",
+    "num_dual_layers": lambda value: 1 - value,
+    "text_output": lambda value: not value,
+    "position_crop": [40, 30],
     "text_norm": lambda value: not value,
     "text_positions": lambda value: "origin" if value == "after_image" else "after_image",
     "centred_positions": lambda value: not value,
@@ -205,6 +209,21 @@ BACKBONES = {
         },
         text_tokens=1,
         idle=r"layers\.1\.text\.(q_layernorm|linear_proj|mlp)\..*",  # of the last block, whose text nothing reads
+    ),
+    "sd3": Row(
+        recipe="sd3_5_medium_1024",
+        quick=("tp2_sp",),
+        other={"rope_factors": [1.0, 1.0, 4.0]},
+        # Single blocks read the text of the last joint block; a shared modulation excludes parts of single blocks.
+        given={
+            "num_single_layers": {"text_output": True},
+            **{name: SD3_ROTARY for name in ("rope_axes", "rope_theta", "rope_factors", "text_positions")},
+            "centred_positions": SD3_ROTARY,
+            "rope_scaling": {**SD3_ROTARY, "rope_factors": [1.0, 3.0, 1.0]},
+            "shared_modulation": {"num_dual_layers": 0, "text_output": True},
+        },
+        text_tokens=1,
+        idle=r"layers\.1\.text\.q_layernorm\..*",  # of the last block, in which nothing reads the text's queries
     ),
     "wan": Row(recipe="wan_14b_mock"),
     "ddpm_unet": Row(

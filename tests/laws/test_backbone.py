@@ -96,6 +96,7 @@ PUBLIC = {
     "flux": "FluxTransformer2DModel",
     "flux2": "Flux2Transformer2DModel",
     "qwen_image": "QwenImageTransformer2DModel",
+    "sd3": "SD3Transformer2DModel",
     "wan": "WanTransformer3DModel",
     "ldm_unet": "UNet2DConditionModel",
     "sdxl_unet": "UNet2DConditionModel",

@@ -29,16 +29,12 @@ after a change of a test or a line, `--only` runs a part again.
 | --- | --- | --- | --- |"""
 SHIPPED_TITLE = """# Faults that others shipped
 
-Each row is a fault of a public trainer or stack, with its public thread. One changed line repeats the mistake in this
-project. The last columns are the first check that fails, and its CPU seconds in all processes. Commands of
-`launch.verify` also accept your recipe and your layout; the other checks are tests.
-[The list of mutants](../tests/mutants/README.md) has the changed lines.
+Each line is a fault of a public trainer or stack. It is listed under the first check that fails when one changed line
+repeats the fault in this project, with the CPU seconds of the check. Checks are commands, which also accept your recipe
+and layout, or tests (`pytest tests/CHECK`). [The list of mutants](../tests/mutants/README.md) has the changed lines;
 `python -m tests.mutants --shipped --write tests/mutants/README.md` measures again.
 
-{counts}
-
-| fault | thread | mutant | seen by | s |
-| --- | --- | --- | --- | --- |"""
+{counts}"""
 LIMIT_S = 60
 NOT_RUN = "not run | |"
 SURVIVED = "**SURVIVED**"
@@ -108,18 +104,21 @@ def write(path: Path, rows: Mapping[str, str], mutants: Sequence[Mutant] = MUTAN
 
 def shipped_page(rows: Mapping[str, str], mutants: Sequence[Mutant] = MUTANTS) -> str:
     """Return the page of mistakes that public projects shipped, from the rows of the table of all mutants."""
-    lines, quick = [], 0
+    faults: dict[str, list[str]] = {}
+    quick = 0
     for mutant in (mutant for mutant in mutants if mutant.source):
         *_, project, _, number = mutant.source.split("/")
-        start = f"| {mutant.fault} | [{project} {number}]({mutant.source}) | {mutant.file}: {mutant.name} |"
         result = rows.get(mutant.name, head(mutant) + NOT_RUN).removeprefix(head(mutant))
-        seen_by, _, seconds = result.removesuffix(" |").partition(" | ")
-        if seen_by != SURVIVED and seconds:
-            result = f"`{seen_by}` | {seconds} |"
+        check, _, seconds = result.removesuffix(" |").partition(" | ")
+        if check != SURVIVED and seconds:
+            check = f"`{'python -m ' if check.startswith(VERIFY) else ''}{check}`"
             quick += int(seconds) <= LIMIT_S
-        lines.append(f"{start} {result}")
-    counts = f"{len(lines)} faults, {quick} seen within {LIMIT_S} CPU seconds."
-    return "\n".join([SHIPPED_TITLE.format(counts=counts), *lines, ""])
+        time = f", {seconds} s" if seconds else ""
+        line = f"* {mutant.fault.removesuffix('.')} ([{project} {number}]({mutant.source})){time}"
+        faults.setdefault(check.removesuffix(" |"), []).append(line)
+    counts = f"{sum(map(len, faults.values()))} faults, {quick} seen within {LIMIT_S} CPU seconds."
+    blocks = (f"{check}:\n\n{chr(10).join(lines)}" for check, lines in faults.items())
+    return "\n\n".join([SHIPPED_TITLE.format(counts=counts), *blocks]) + "\n"
 
 
 def save(path: Path, rows: Mapping[str, str]) -> None:

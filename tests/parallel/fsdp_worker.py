@@ -15,8 +15,9 @@ from dit.checkpoint.sharded_state import copy_of, part_of, share_of_copy
 from dit.models.base import Backbone, Stage
 from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
-from dit.optimizer.master_weights import SLOTS, get_step_count, gradient_norm, master_shards, sub_optimizers
+from dit.optimizer.master_weights import SLOTS, get_step_count, master_shards, sub_optimizers
 from dit.optimizer.schedules import Constant
+from dit.optimizer.step_numbers import StepNumbers
 from dit.parallel.build import build_optimizer, megatron_config, wrap
 from dit.parallel.dims import ParallelConfig
 from dit.run_config import RunConfig
@@ -261,8 +262,8 @@ def gradients(case: dict) -> dict:
     wrapped[0](x[-1]).square().sum().backward()
     left = unsharded(backbone.layers)
     config.finalize_model_grads_func(wrapped, torch.tensor(len(x), dtype=torch.int32), groups.collection)
-    norm = gradient_norm(optimizer)
-    result = {"norm": norm, "gradients": {s.name: gathered(s, s.grad) for s in shards}}
+    numbers = StepNumbers(optimizer, groups, torch.tensor([0.0, len(x)]), 1)
+    result = {"norm": numbers.host.grad_norm, "gradients": {s.name: gathered(s, s.grad) for s in shards}}
     result |= {"gathered": getattr(backbone, "gathered", None), "left": left}
     process_groups.release()
     return result

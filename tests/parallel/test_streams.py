@@ -28,6 +28,12 @@ MODELS = {
         **{"backbone": "qwen_image", "num_joint_layers": 3, "num_single_layers": 1, "ffn_hidden_size": 48},
         "rope_axes": [2, 4, 2],
     },
+    # The second attention of the image, and the last block without an output of the text. Nothing reads the queries of
+    # that text, so a norm of them would have no gradient; `tests/laws` has the norms.
+    "sd3": {
+        **{"backbone": "sd3", "num_joint_layers": 4, "num_dual_layers": 2, "pooled_size": 6, "position_crop": [24, 8]},
+        "qk_layernorm": False,
+    },
     "wan": {"backbone": "wan", "ffn_hidden_size": 48},
 }
 
@@ -76,7 +82,7 @@ RELATIVES = {
 
 
 def layouts_of(model: str, ranks: int) -> dict:
-    if model in ("flux2", "qwen_image"):
+    if model in ("flux2", "qwen_image", "sd3"):
         return RELATIVES[ranks]
     return {**LAYOUTS[ranks], **(FLUX_ALONE if (model, ranks) == ("flux", 4) else {})}
 

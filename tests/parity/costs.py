@@ -20,6 +20,7 @@ from dit.models.imagen_config import ImagenConfig
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.moviegen.config import MovieGenConfig
 from dit.models.qwen_image.config import QwenImageConfig
+from dit.models.sd3.config import SD3Config
 from dit.models.stdit.config import STDiTConfig
 from dit.models.streams.config import StreamsConfig
 from dit.models.transformer_config import CONDITION_FEATURES
@@ -225,7 +226,9 @@ def _streams_matrices(c: StreamsConfig) -> tuple[int, int]:
 def _streams_modulations(c: StreamsConfig) -> int:
     """Return the rows of all modulations, as multiples of the width."""
     joint, single = c.num_joint_layers, c.num_single_layers
-    return 12 * min(joint, 1) + 3 * min(single, 1) if c.shared_modulation else 12 * joint + 3 * single
+    if c.shared_modulation:
+        return 12 * min(joint, 1) + 3 * min(single, 1)
+    return 12 * joint + 3 * single + 3 * c.num_dual_layers - (0 if c.text_output else 4)
 
 
 def _streams_conditioner(c: StreamsConfig) -> int:
@@ -234,9 +237,10 @@ def _streams_conditioner(c: StreamsConfig) -> int:
 
 
 def _streams_weights(c: StreamsConfig) -> int:
-    h, text, norms = c.hidden_size, c.context_size or 0, 2 * c.head_size
+    h, text, norms = c.hidden_size, c.context_size or 0, 2 * c.head_size * c.qk_layernorm
     bias, inner = int(c.add_bias), c.ffn_size * (2 if c.activation == "swiglu" else 1)
     stream, single = _streams_matrices(c)
+    output = stream - 3 * h * h + bias * (h + inner + h)
     stream += bias * (3 * h + h + inner + h) + norms
     single += bias * (3 * h + inner + h) + norms
     embedders = 1 + (c.guidance is not None) + (c.pooled_size is not None)
@@ -244,6 +248,7 @@ def _streams_weights(c: StreamsConfig) -> int:
     embed = (c.token_channels + bias) * h + (text + bias) * h + text * (2 if c.text_norm else 1)
     head = 2 * h * (h + bias) + (h + bias) * c.output_features
     layers = 2 * c.num_joint_layers * stream + c.num_single_layers * single
+    layers += c.num_dual_layers * (4 * h * (h + bias) + norms) - (0 if c.text_output else output)
     return embed + conditioner + layers + _streams_modulations(c) * h * (h + bias) + head
 
 
@@ -253,6 +258,8 @@ def _streams(c: StreamsConfig, layout: SequenceLayout, texts: SequenceLayout, pa
     pairs = sum((n + k) ** 2 for n, k in zip(layout.lengths, texts.lengths, strict=True))
     stream, single = _streams_matrices(c)
     layers = (rows + text_rows) * (c.num_joint_layers * stream + c.num_single_layers * single)
+    layers += c.num_dual_layers * (rows * 4 * h * h + 2 * sum(n**2 for n in layout.lengths) * h)
+    layers -= 0 if c.text_output else text_rows * (stream - 3 * h * h)
     layers += c.num_layers * 2 * pairs * h + samples * _streams_modulations(c) * h * h
     embed = rows * c.token_channels * h + text_rows * (c.context_size or 0) * h
     # The text goes through the head, too.
@@ -423,7 +430,7 @@ PARAMETERS: dict[type, Any] = {
     DiTConfig: _dit_weights,
     DiTCrossConfig: _dit_cross_weights,
     EfficientUNetConfig: _efficient_unet_weights,
-    **dict.fromkeys((FluxConfig, Flux2Config, QwenImageConfig), _streams_weights),
+    **dict.fromkeys((FluxConfig, Flux2Config, QwenImageConfig, SD3Config), _streams_weights),
     MovieGenConfig: _moviegen_weights,
     STDiTConfig: _stdit_weights,
     UNetConfig: _unet_weights,
@@ -432,7 +439,7 @@ PARAMETERS: dict[type, Any] = {
 MULTIPLY_ADDS: dict[type, Any] = {
     DiTConfig: _dit,
     DiTCrossConfig: _dit_cross,
-    **dict.fromkeys((FluxConfig, Flux2Config, QwenImageConfig), _streams),
+    **dict.fromkeys((FluxConfig, Flux2Config, QwenImageConfig, SD3Config), _streams),
     MovieGenConfig: _moviegen,
     STDiTConfig: _stdit,
     WanConfig: _wan,

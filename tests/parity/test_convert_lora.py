@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dit.convert.diffusers_flux import DiffusersFlux
 from dit.convert.diffusers_format import DiffusersFormat
 from dit.convert.diffusers_pixart import DiffusersPixArt
+from dit.convert.diffusers_sd3 import DiffusersSD3
 from dit.convert.diffusers_unet import DiffusersUNet
 from dit.convert.diffusers_wan import DiffusersWan
 from dit.convert.lora import (
@@ -81,10 +82,12 @@ def unet_model() -> nn.Module:
     return test_convert_unet.diffusers_model(test_convert_unet.SIZES["v1"])
 
 
-def stream(network: Any, theirs: Any, model: ModelConfig) -> tuple[Tensor, Tensor]:
+def stream(network: Any, theirs: Any, model: Any) -> tuple[Tensor, Tensor]:
     images, texts = drawn(1, 4, 1, 8, 6), drawn(1, 5, 20)
-    here = run(network, model, images, torch.tensor([0.25]), texts=list(texts))
-    (there,) = CALLS[type(theirs).__name__](theirs, images, torch.tensor([250.0]), {"context": texts[0]})
+    pooled = {} if model.pooled_size is None else {"pooled": drawn(1, model.pooled_size)}
+    here = run(network, model, images, torch.tensor([0.25]), texts=list(texts), others=pooled)
+    conditions = {"context": texts[0], **pooled}
+    (there,) = CALLS[type(theirs).__name__](theirs, images, torch.tensor([250.0]), conditions)
     return here, there
 
 
@@ -140,6 +143,36 @@ QWEN_IMAGE = {
         *(f"{stream}_{layer}" for stream in ("img", "txt") for layer in ("mod.1", "mlp.net.0.proj", "mlp.net.2")),
     ]
 }
+SD3 = dict(
+    [
+        entry
+        for i in range(3)
+        for block, x, text in [
+            (f"transformer_blocks.{i}", f"joint_blocks.{i}.x_block", f"joint_blocks.{i}.context_block")
+        ]
+        for entry in [
+            fused(f"{x}.attn.qkv", block, ["attn.to_q", "attn.to_k", "attn.to_v"]),
+            fused(f"{x}.attn.proj", block, ["attn.to_out.0"]),
+            fused(f"{x}.mlp.fc1", block, ["ff.net.0.proj"]),
+            fused(f"{x}.mlp.fc2", block, ["ff.net.2"]),
+            fused(f"{x}.adaLN_modulation.1", block, ["norm1.linear"]),
+            fused(f"{text}.attn.qkv", block, ["attn.add_q_proj", "attn.add_k_proj", "attn.add_v_proj"]),
+            *(
+                fused(f"{x}.attn2.{name}", block, parts)
+                for name, parts in (("qkv", ["attn2.to_q", "attn2.to_k", "attn2.to_v"]), ("proj", ["attn2.to_out.0"]))
+                if i < 2
+            ),
+            *(
+                fused(f"{text}.{name}", block, [part])
+                for name, part in zip(
+                    ("attn.proj", "mlp.fc1", "mlp.fc2"),
+                    ("attn.to_add_out", "ff_context.net.0.proj", "ff_context.net.2"),
+                )
+                if i < 2
+            ),
+        ]
+    ]
+)
 PIXART = dict(
     [
         entry
@@ -202,6 +235,7 @@ class Case:
     targets: tuple[str, ...] = ("layers.*.linear_*",)
 
 
+SD3_MEDIUM = test_convert_streams.FAMILIES["sd3.5_medium"]
 CASES = {
     "flux": Case(DiffusersFlux(), test_convert_flux.diffusers_model, flux, FLUX, targets=("layers.*",)),
     **{
@@ -209,6 +243,13 @@ CASES = {
         for name, native in (("flux2_klein", FLUX2), ("qwen_image", QWEN_IMAGE))
         for family in [test_convert_streams.FAMILIES[name]]
     },
+    "sd3.5_medium": Case(
+        DiffusersSD3(),
+        partial(SD3_MEDIUM.theirs, **SD3_MEDIUM.settings),
+        stream,
+        SD3,
+        targets=("layers.*.linear_*", "layers.*.image.modulation.linear"),
+    ),
     "pixart": Case(DiffusersPixArt(), test_convert_pixart.diffusers_model, pixart, PIXART),
     "unet": Case(DiffusersUNet(), unet_model, unet, UNET, prefix="", targets=("*.attentions.*",)),
     "wan": Case(DiffusersWan(), test_convert_wan.diffusers_model, wan, WAN),

@@ -1,16 +1,22 @@
-"""FLUX.2 and Qwen-Image to and from diffusers: equal outputs and gradients, exact round trips, published sizes."""
+"""FLUX.2, Qwen-Image and Stable Diffusion 3 to and from diffusers.
+
+Equal outputs and gradients, exact round trips, published sizes.
+"""
 
 from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
-from diffusers import Flux2Transformer2DModel, QwenImageTransformer2DModel
+from diffusers import Flux2Transformer2DModel, QwenImageTransformer2DModel, SD3Transformer2DModel
 from torch import Tensor
 
+from dit.batch import PackedBatch
+from dit.conditions import per_sample
 from dit.convert.diffusers_flux2 import DiffusersFlux2
 from dit.convert.diffusers_format import DiffusersFormat
 from dit.convert.diffusers_qwen_image import DiffusersQwenImage
+from dit.convert.diffusers_sd3 import DiffusersSD3
 from dit.errors import ConfigError
 from dit.models.streams.config import StreamsConfig
 from dit.monitoring.flops import PackFlops
@@ -35,6 +41,10 @@ class Family:
 
 COMMON = {"num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 3, "joint_attention_dim": 20}
 FLUX2: dict[str, Any] = {**COMMON, "in_channels": 16, "num_single_layers": 2, "axes_dims_rope": (4, 4, 4, 4)}
+SD3: dict[str, Any] = {
+    **{**COMMON, "num_layers": 3, "in_channels": 4, "out_channels": 4, "caption_projection_dim": 48},
+    **{"pooled_projection_dim": 12, "sample_size": 16, "pos_embed_max_size": 24},
+}
 FAMILIES = {
     "flux2_dev": Family(DiffusersFlux2(), Flux2Transformer2DModel, {**FLUX2, "mlp_ratio": 2.0}),
     "flux2_klein": Family(DiffusersFlux2(), Flux2Transformer2DModel, {**FLUX2, "guidance_embeds": False}),
@@ -42,6 +52,10 @@ FAMILIES = {
         DiffusersQwenImage(),
         QwenImageTransformer2DModel,
         {**COMMON, "in_channels": 16, "out_channels": 4, "axes_dims_rope": (4, 6, 6)},
+    ),
+    "sd3": Family(DiffusersSD3(), SD3Transformer2DModel, {**SD3, "patch_size": 1}),
+    "sd3.5_medium": Family(
+        DiffusersSD3(), SD3Transformer2DModel, {**SD3, "qk_norm": "rms_norm", "dual_attention_layers": (0, 1)}
     ),
 }
 
@@ -54,7 +68,8 @@ def family(request: pytest.FixtureRequest) -> Family:
 def import_random(family: Family) -> tuple[Any, StreamsConfig, dict[str, Tensor]]:
     """Return diffusers' module with random weights, our settings and the imported weights."""
     theirs = family.theirs(**family.settings).eval()
-    state = random_weights({name: tuple(x.shape) for name, x in theirs.state_dict().items()}, seed=1)
+    state = random_weights({name: tuple(x.shape) for name, x in theirs.named_parameters()}, seed=1)
+    state |= {name: x.clone() for name, x in theirs.named_buffers() if name in theirs.state_dict()}
     theirs.load_state_dict(state)
     imported = family.form.read_settings(theirs.config)
     rules = family.form.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
@@ -71,12 +86,21 @@ def latents_and_texts() -> tuple[list[Tensor], list[Tensor]]:
     return latents, [torch.randn(n, 20, generator=generator) for n in TEXTS]
 
 
+def pack_of(model: StreamsConfig, samples: slice = slice(None)) -> PackedBatch:
+    """Return a pack of some of the samples, with pooled texts if the model reads them."""
+    latents, texts = latents_and_texts()
+    batch = packed(model, latents[samples], texts[samples])
+    if model.pooled_size is not None:
+        pooled_SD = torch.randn(len(SIDES), model.pooled_size, generator=torch.Generator().manual_seed(4))
+        batch.conditions |= {"pooled": per_sample(pooled_SD[samples])}
+    return batch
+
+
 @pytest.mark.parametrize("sample", range(len(SIDES)))
 def test_outputs_and_gradients_are_those_of_diffusers(build_model: BuildModel, family: Family, sample: int) -> None:
     """With weights that were imported and exported again, every one of them loaded."""
     _, model, weights = import_random(family)
-    latents, texts = latents_and_texts()
-    batch = packed(model, latents[sample : sample + 1], texts[sample : sample + 1])
+    batch = pack_of(model, slice(sample, sample + 1))
     name, errors = compare_public(load(build_model(model), weights), model, batch)
     assert name == family.form.class_name
     assert errors.pop("output") <= RTOL
@@ -89,12 +113,14 @@ def test_a_pack_of_two_sizes_is_two_calls_of_diffusers(build_model: BuildModel, 
     """Positions start again in every sample, of the image and of its text."""
     theirs, model, weights = import_random(family)
     latents, texts = latents_and_texts()
-    batch, times = packed(model, latents, texts), torch.tensor([0.25, 0.75])
+    batch, times = pack_of(model), torch.tensor([0.25, 0.75])
     ours = load(build_model(model), weights)(batch.latents_TC, times, batch)
     for i, out_TC in enumerate(ours.split(list(batch.layout.lengths))):
         conditions = {"context": texts[i]} | ({} if model.guidance is None else {"guidance": torch.tensor([0.25])})
+        if model.pooled_size is not None:
+            conditions |= {"pooled": batch.conditions["pooled"].values[i : i + 1]}
         (exact,) = CALLS[family.form.class_name](theirs, latents[i][None], 1000 * times[i : i + 1], conditions)
-        assert relative_error(unpatchify(out_TC, batch.grids[i], 1, 2), exact[0]) <= RTOL
+        assert relative_error(unpatchify(out_TC, batch.grids[i], 1, model.patch_spatial), exact[0]) <= RTOL
 
 
 def test_the_config_survives_a_round_trip(family: Family) -> None:
@@ -103,21 +129,23 @@ def test_the_config_survives_a_round_trip(family: Family) -> None:
     settings, notes = family.form.write_settings(imported.model, imported.latent_size)
     assert notes == []
     public = {name: value for name, value in theirs.items() if name[0] != "_"}
-    assert {n: v for n, v in settings.items() if n[0] != "_"} == {
-        **public,
-        "axes_dims_rope": list(public["axes_dims_rope"]),
-    }
+    lists = {name: list(value) if isinstance(value, tuple) else value for name, value in public.items()}
+    assert {n: v for n, v in settings.items() if n[0] != "_"} == lists
     assert family.form.read_settings(settings) == imported
 
 
 def test_flops_and_parameters_are_those_of_the_formulas(family: Family) -> None:
     model = family.form.read_settings(family.settings).model
-    batch = packed(model, *latents_and_texts())
+    batch = pack_of(model)
     shape = (batch.layout, batch.grids, batch.conditions["context"].layout)
     assert PackFlops(model).forward(*shape, convention="hardware") == forward_flops(model, *shape, padding=True)
     assert count_parameters(model) == num_parameters(model)
 
 
+SD3_LARGE: dict[str, Any] = {
+    **{"num_layers": 38, "num_attention_heads": 38, "caption_projection_dim": 2432, "qk_norm": "rms_norm"},
+    "pos_embed_max_size": 192,
+}
 PUBLISHED = {
     "FLUX.2 dev": (DiffusersFlux2(), Flux2Transformer2DModel, {}, 32.22),
     "FLUX.2 klein 9B": (
@@ -136,19 +164,29 @@ PUBLISHED = {
         3.88,
     ),
     "Qwen-Image": (DiffusersQwenImage(), QwenImageTransformer2DModel, {}, 20.43),
+    "Stable Diffusion 3.5 large": (DiffusersSD3(), SD3Transformer2DModel, SD3_LARGE, 8.06),
+    "Stable Diffusion 3.5 medium": (
+        DiffusersSD3(),
+        SD3Transformer2DModel,
+        {
+            **{"num_layers": 24, "num_attention_heads": 24, "caption_projection_dim": 1536, "qk_norm": "rms_norm"},
+            **{"pos_embed_max_size": 384, "dual_attention_layers": tuple(range(13))},
+        },
+        2.24,
+    ),
 }
 
 
 @pytest.mark.usefixtures("one_rank_world")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_sizes_have_their_parameters(name: str) -> None:
-    """Ours has a null token in addition."""
+    """Ours has a null token in addition, and a null vector for the pooled text."""
     form, theirs, settings, billions = PUBLISHED[name]
     model = form.read_settings(settings).model
     with torch.device("meta"):
         published = sum(parameter.numel() for parameter in theirs(**settings).parameters())
     assert published / 1e9 == pytest.approx(billions, abs=0.006)
-    assert count_parameters(model) == published + model.context_size
+    assert count_parameters(model) == published + model.context_size + (model.pooled_size or 0)
 
 
 CHANGES: dict[str, Any] = {

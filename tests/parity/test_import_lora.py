@@ -33,6 +33,7 @@ TARGETS = {
     "flux": ["to_q", "to_v", "add_k_proj", "attn.to_out.0", "proj_mlp", "norm1.linear"],
     "flux2_klein": ["attn.to_q", "to_v", "add_k_proj", "to_qkv_mlp_proj", "ff.linear_in"],
     "qwen_image": ["to_q", "to_v", "add_k_proj", "attn.to_out.0", "img_mlp.net.2", "txt_mod.1"],
+    "sd3.5_medium": ["attn.to_q", "attn.to_v", "attn2.to_k", "add_k_proj", "attn.to_out.0", "ff.net.2", "norm1.linear"],
     "pixart": ["attn1.to_q", "attn1.to_v", "attn2.to_k", "attn2.to_out.0", "ff.net.0.proj"],
     "unet": ["attn1.to_q", "attn1.to_k", "attn1.to_v", "attn2.to_v", "proj_in", "ff.net.2"],
     "wan": ["attn1.to_q", "attn1.to_k", "attn2.to_v", "ffn.net.2"],

@@ -8,11 +8,27 @@ import numpy as np
 import torch
 from diffusers import AutoencoderKL, StableDiffusionPipeline, StableDiffusionXLPipeline, UNet2DConditionModel
 from PIL import Image
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from tokenizers.processors import TemplateProcessing
 from transformers import (
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
     CLIPTokenizer,
+    Gemma2Config,
+    Gemma2Model,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
+    MistralConfig,
+    PixtralVisionConfig,
+    PreTrainedTokenizerFast,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen3Config,
+    Qwen3ForCausalLM,
     T5Config,
     T5EncoderModel,
     T5Tokenizer,
@@ -50,6 +66,56 @@ def save_clip(folder: Path, tokenizer: Optional[Path] = None, *, projected: bool
     vocab = {piece: i for i, piece in enumerate(pieces)}
     CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=CLIP_TOKENS).save_pretrained(tokenizer or folder)
     return folder
+
+
+BYTES = sorted(ByteLevel.alphabet())
+MARKS = ("<pad>", "<bos>", "<eos>", "<|im_start|>", "<|im_end|>", "[IMG]", "[IMG_BREAK]", "[IMG_END]")
+QWEN_CHAT = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if not enable_thinking %}<think></think>{% endif %}"
+    "{% endif %}"
+)
+PIXTRAL_CHAT = "<bos>{% for m in messages %}[{{ m.role }}]{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+
+
+def byte_tokenizer(chat: Optional[str] = None, *, side: str = "right", adds_start: bool = False) -> Any:
+    """Return a tokenizer of bytes and special tokens.
+
+    Args:
+        chat: its chat template.
+        side: of padding.
+        adds_start: it adds a start token to every text, except if it is told not to.
+    """
+    tokenizer = Tokenizer(BPE(vocab={piece: i for i, piece in enumerate([*MARKS, *BYTES])}, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = ByteLevel(add_prefix_space=False), ByteLevelDecoder()
+    if adds_start:
+        tokenizer.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 1)])
+    marks = {"pad_token": "<pad>", "bos_token": "<bos>" if adds_start else None, "eos_token": "<eos>"}
+    others = [mark for mark in MARKS if mark not in marks.values()]
+    settings = {**marks, "additional_special_tokens": others, "padding_side": side, "chat_template": chat}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
+
+
+def language_model(kind: str, layers: int) -> Any:
+    """Return a random language model of width 8, whose layers change their input clearly."""
+    torch.manual_seed(5)
+    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes |= {"head_dim": 4, "num_hidden_layers": layers, "vocab_size": len(MARKS) + len(BYTES), "pad_token_id": 0}
+    sizes |= {"initializer_range": 0.4, "bos_token_id": 1, "eos_token_id": 2}
+    if kind == "qwen3":
+        return Qwen3ForCausalLM(Qwen3Config(**sizes)).eval()
+    if kind == "gemma2":
+        return Gemma2Model(Gemma2Config(**sizes)).eval()
+    vision = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_hidden_layers": 1}
+    if kind == "mistral3":
+        config = Mistral3Config(text_config=MistralConfig(**sizes), vision_config=PixtralVisionConfig(**vision))
+        return Mistral3ForConditionalGeneration(config).eval()
+    del sizes["head_dim"]
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 1e4}
+    own = {"depth": 1, "hidden_size": 8, "num_heads": 2, "out_hidden_size": 8, "intermediate_size": 12}
+    return Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(text_config={**sizes, "rope_parameters": rope}, vision_config=own)
+    ).eval()
 
 
 def prepare_twice(root: Path) -> Path:

@@ -219,10 +219,10 @@ def before_step(step: int, happens: Callable[..., Any], *arguments: Any) -> Iter
     """Let something happen before a step."""
     original = Run.step
 
-    def disturbed(self: Run, loss_sums: Tensor) -> float:
+    def disturbed(self: Run, loss_sums: Tensor, **options: Any) -> float:
         if self.state.step + 1 == step:
             happens(*arguments)
-        return original(self, loss_sums)
+        return original(self, loss_sums, **options)
 
     with mock.patch.object(Run, "step", disturbed):
         yield
@@ -233,9 +233,9 @@ def samples_noted(file: Path) -> Iterator[None]:
     """Append to a file, after every step, the keys of the samples that it has consumed on this rank."""
     original = Run.step
 
-    def noted(self: Run, loss_sums: Tensor) -> float:
+    def noted(self: Run, loss_sums: Tensor, **options: Any) -> float:
         seen = len(self.batches.consumed.keys)
-        grad_norm = original(self, loss_sums)
+        grad_norm = original(self, loss_sums, **options)
         with file.open("a") as out:
             out.write(json.dumps({"step": self.state.step, "keys": self.batches.consumed.keys[seen:]}) + "\n")
         return grad_norm

@@ -7,6 +7,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
 from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
+from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 
@@ -25,6 +26,10 @@ UNET = LDMUNetConfig(
 )
 FLUX = {"num_layers": 2, "num_single_layers": 2, "attention_head_dim": 16, "num_attention_heads": 4, "in_channels": 16}
 PIXART = {"num_attention_heads": 4, "attention_head_dim": 12, "num_layers": 2, "cross_attention_dim": 48}
+SD3 = {
+    **{"num_layers": 2, "attention_head_dim": 12, "num_attention_heads": 4, "in_channels": 4, "out_channels": 4},
+    **{"caption_projection_dim": 48, "pooled_projection_dim": 12, "sample_size": 16, "pos_embed_max_size": 24},
+}
 NETWORKS = {
     "flux": lambda: FluxTransformer2DModel(
         **FLUX, joint_attention_dim=20, pooled_projection_dim=12, axes_dims_rope=(4, 6, 6), guidance_embeds=True
@@ -39,6 +44,7 @@ NETWORKS = {
         num_layers=2,
     ),
     "pixart": lambda: PixArtTransformer2DModel(**PIXART, out_channels=8, sample_size=8, caption_channels=20),
+    "sd3": lambda: SD3Transformer2DModel(**SD3, joint_attention_dim=20, dual_attention_layers=(0,), qk_norm="rms_norm"),
     "dit": lambda: DiTTransformer2DModel(
         num_attention_heads=4, attention_head_dim=12, num_layers=2, sample_size=8, num_embeds_ada_norm=7
     ),

@@ -83,8 +83,8 @@ def usage_noted(file: Path, every: int) -> Iterator[None]:
     """Append to a file, after every so many steps of a run, what this process uses."""
     original = Run.step
 
-    def noted(self: Run, loss_sums: Tensor) -> float:
-        grad_norm = original(self, loss_sums)
+    def noted(self: Run, loss_sums: Tensor, **options: Any) -> float:
+        grad_norm = original(self, loss_sums, **options)
         if self.state.step % every == 0:
             with file.open("a") as out:
                 out.write(json.dumps({"step": self.state.step, **asdict(usage())}) + "\n")

@@ -26,13 +26,15 @@ def adamw_op(
     exp_avg_sqs: Sequence[Tensor],
     averages: Sequence[Tensor],
     models: Sequence[Tensor],
+    clip: Tensor,
     rates: Sequence[float],
 ) -> None:
     """Update parameters in place; each tensor is read and written once.
 
     Args:
         averages, models: one per parameter, or empty.
-        rates: scalar arguments of the kernel, in its order.
+        clip: see `dit.kernels.adamw.Rates`.
+        rates: other scalar arguments of the kernel, in its order.
     """
     from dit.kernels.fused.gpu import adamw as gpu
 
@@ -50,11 +52,11 @@ def adamw_op(
     for aligned, group in ((True, aligned_rows), (False, unaligned_rows)):
         if group:
             table, chunks = _tables(tuple(group), gpu.CHUNK, mains[0].device)
-            gpu.adamw(table, chunks, tuple(rates), **parts, aligned=aligned)
+            gpu.adamw(table, chunks, clip, tuple(rates), **parts, aligned=aligned)
 
 
 @adamw_op.register_fake
-def _(gradients, mains, exp_avgs, exp_avg_sqs, averages, models, rates):  # type: ignore[no-untyped-def]
+def _(gradients, mains, exp_avgs, exp_avg_sqs, averages, models, clip, rates):  # type: ignore[no-untyped-def]
     return None
 
 
@@ -80,7 +82,7 @@ def adamw(parameters: Sequence[Elements], rates: Rates) -> None:
     for p in parameters:
         for tensor in (p.gradient, p.main, p.exp_avg, p.exp_avg_sq, p.average, p.model):
             assert tensor is None or tensor.is_contiguous(), "the tensors of a parameter must be contiguous"
-    numbers = (rates.clip, rates.lr * rates.weight_decay, 1 - rates.beta1, 1 - rates.beta2)
+    numbers = (rates.lr * rates.weight_decay, 1 - rates.beta1, 1 - rates.beta2)
     adamw_op(
         [p.gradient for p in parameters],
         [p.main for p in parameters],
@@ -88,6 +90,7 @@ def adamw(parameters: Sequence[Elements], rates: Rates) -> None:
         [p.exp_avg_sq for p in parameters],
         _present([p.average for p in parameters]),
         _present([p.model for p in parameters]),
+        rates.clip,
         [*numbers, rates.step_size, rates.root, rates.eps, rates.average],
     )
 

@@ -12,19 +12,19 @@ from dit.ranges import FINITE, LAYERS, POSITIVE, WIDTH, check_ranges
 
 @dataclass(kw_only=True)
 class AutoencoderConfig(ModelConfig):
-    """A convolutional autoencoder of pictures; each frame of a clip is a separate picture.
+    """A convolutional autoencoder of pictures.
 
     A token is one position of the latent. Each step between two entries of `block_out_channels` compresses by 2.
 
     Attributes:
         latent_channels: channels of the latent.
         block_out_channels: channels at each resolution, the full one first.
-        layers_per_block: residual blocks at each resolution on the way down; one more on the way up.
+        layers_per_block: residual blocks at each resolution down; one more up.
         norm_num_groups: groups of the group norms.
         mid_block_add_attention: use attention over the positions of the latent.
-        codebook_size: number of codebook entries of a VQ autoencoder; None selects a KL autoencoder.
-        scaling_factor: models that train on the latents normalise them as (z - shift_factor) * scaling_factor; None
-            measures both at export. A VQ autoencoder has no shift, and z is its latent before quantisation.
+        codebook_size: codebook entries of a VQ autoencoder; None for a KL autoencoder.
+        scaling_factor: latents are normalised as (z - shift_factor) * scaling_factor; None measures both at export. A
+            VQ autoencoder has no shift.
         shift_factor: see `scaling_factor`.
     """
 

@@ -12,13 +12,12 @@ from dit.models.transformer_config import check_numbers
 
 @dataclass(kw_only=True)
 class DDPMUNetConfig(ClassConditioned):
-    """A small UNet for pictures, conditioned on time and class; each frame of a clip is a separate picture.
+    """A small UNet for pictures, conditioned on time and class.
 
     Attributes:
         hidden_size: width of the conditioning vector.
         block_out_channels: channels at each resolution, the full one first.
-        mid_out_channels: channels of each pair of convolutions at the lowest resolution. [256, 256] gives 15.66 M
-            parameters, [512, 512, 256] 23.34 M.
+        mid_out_channels: channels of each pair of convolutions at the lowest resolution.
         num_attention_heads: heads of every attention.
     """
 

@@ -17,7 +17,7 @@ class DiTConfig(ExpertOptions, TransformerModelConfig, TextConditioned, ClassCon
         num_layers: number of blocks.
         qk_layernorm: RMSNorm on queries and keys per head.
         add_bias: use biases in the linear layers of the blocks.
-        time_frequency_shift: 1 sets the last frequency of the sinusoid to 1 / 10000 (DDPM, diffusers); 0 as in DiT.
+        time_frequency_shift: 1 sets the last frequency of the time's sinusoid to 1 / 10000 (DDPM, diffusers).
     """
 
     compiles: ClassVar[bool] = True

@@ -14,7 +14,7 @@ class DiTCrossConfig(CrossAttentionModelConfig):
 
     Attributes:
         add_bias: use biases in the linear layers of the blocks.
-        adaln_lora_rank: rank of a factored modulation in each block; None for full matrices.
+        adaln_lora_rank: rank of the modulations; None for full matrices.
     """
 
     compiles: ClassVar[bool] = True

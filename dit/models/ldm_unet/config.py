@@ -29,7 +29,7 @@ TWO_ENCODERS = (
 
 @dataclass(kw_only=True)
 class LDMUNetConfig(TextConditioned):
-    """The UNet of latent diffusion, conditioned on time and text; each frame of a clip is a separate picture.
+    """The UNet of latent diffusion, conditioned on time and text.
 
     The default sizes are those of Stable Diffusion v1: 859,520,964 parameters, plus a learned null token unless
     `null_text` selects another null. Stable Diffusion XL, 2,567,463,684 parameters, is `model=sdxl_unet` in recipes.
@@ -38,19 +38,17 @@ class LDMUNetConfig(TextConditioned):
 
     Attributes:
         block_out_channels: channels at each resolution, the full one first.
-        layers_per_block: residual blocks at each resolution on the way down; one more on the way up.
-        transformer_layers: layers of the transformer after each residual block of a resolution; 0 for none.
-        mid_transformer_layers: layers of the transformer at the lowest resolution; 0 for none.
+        layers_per_block: residual blocks at each resolution down; one more up.
+        transformer_layers: transformer layers after each residual block of a resolution.
+        mid_transformer_layers: transformer layers at the lowest resolution.
         num_attention_heads: attention heads if `head_size` is None.
-        head_size: features per attention head; None to set `num_attention_heads` instead.
-        pooled_size: width of a pooled text embedding, which is embedded with original size, crop position and target
-            size; None for none of them.
+        head_size: features per attention head; None: `num_attention_heads` counts.
+        pooled_size: width of the pooled text embedding, used with sizes and crop position.
         norm_num_groups: groups of the group norms.
-        control_channels: channels of a control picture of the latent's size, such as a semantic map; None for none.
-        null_text: replacement of a dropped text, also the negative input of guidance: a `learned` token, the embedding
-            of the `empty` text (needs `:padded` encoders), or `zeros`. A dropped pooled text is zeros, or that of the
-            `empty` text.
-        lora: train only low-rank adapters of the model in `checkpoint.start_from`; None trains all parameters.
+        control_channels: channels of a control picture, such as a semantic map.
+        null_text: replacement of a dropped text, also in guidance: a learned token, the empty text's embedding (needs
+            `:padded` encoders), or zeros.
+        lora: train only adapters of the model in `checkpoint.start_from`.
 
     Source of the control picture: Rombach et al. 2022, arXiv:2112.10752, section 4.3.2 (semantic synthesis); of the
     pooled text and the lengths: Podell et al. 2023 (SDXL), arXiv:2307.01952, sections 2.1 and 2.2.

@@ -20,9 +20,8 @@ class MovieGenConfig(ExpertOptions, CrossAttentionModelConfig):
     key norms are as in NeMo's DiT; the paper's Llama 3 block and NeMo's Movie Gen have none (`qk_layernorm=False`).
 
     Attributes:
-        position_embedding: `learned_3d` adds three learned vectors (t, h, w) at every layer, as in the paper;
-            `sincos_3d` adds fixed sine-cosine to the tokens once; `rope_3d` rotates queries and keys.
-        max_grid: largest numbers of patches along t, h and w for learned positions.
+        position_embedding: learned vectors for t, h and w in every layer, sine-cosine, or rotary.
+        max_grid: largest numbers of learned positions along t, h and w.
     """
 
     compiles: ClassVar[bool] = True

@@ -15,12 +15,11 @@ class STDiTConfig(CrossAttentionModelConfig):
     """DiT with adaLN-single and full, spatial (within a frame) or temporal (at one position of all frames) attention.
 
     Attributes:
-        layer_pattern: self-attentions of each layer, repeated over the depth: `["spatial", "temporal"]` alternates
-            layers (Open-Sora), `["spatial+full+temporal"]` has all three in each layer, `["full"]` is PixArt-alpha.
+        layer_pattern: self-attentions of the layers, repeated over the depth; `["spatial+full+temporal"]` for all in
+            each layer, `["full"]` for PixArt-alpha.
         add_bias: use biases in the linear layers of the blocks.
-        position_span: number of position indices over height and width of a sample at any resolution; None uses the
-            patch indices.
-        temporal_rope: rotate queries and keys with the frame index in temporal attention.
+        position_span: positions per side at any resolution; None for patch indices.
+        temporal_rope: rotary positions in temporal attention.
     """
 
     in_channels: int = 4

@@ -11,9 +11,24 @@ from dit.models.conditioned import TextConditioned
 from dit.models.transformer_config import TransformerModelConfig
 from dit.ranges import check_choice, check_unused
 
-Positions = Literal["rope_3d", "sincos_3d"]
+Positions = Literal["rope_3d", "sincos_2d", "sincos_3d"]
 TextPositions = Literal["origin", "own_axis", "after_image"]
 Activation = Literal["gelu_tanh", "swiglu"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerKind:
+    """Parts of a block.
+
+    Attributes:
+        joint: two streams.
+        dual: a second attention of the image.
+        text_output: layers that compute the text for the next block.
+    """
+
+    joint: bool
+    dual: bool
+    text_output: bool
 
 
 @dataclass(kw_only=True)
@@ -22,19 +37,22 @@ class StreamsConfig(TransformerModelConfig, TextConditioned):
 
     Attributes:
         num_joint_layers: blocks with two streams and joint attention.
-        num_single_layers: blocks with one stream, after the joint blocks; their MLP is parallel to attention.
-        shared_modulation: use one modulation for each stream of all joint blocks and one for all single blocks; False
-            gives each block its own.
+        num_single_layers: blocks with one stream after them, whose MLP is parallel to attention.
+        num_dual_layers: first joint blocks, in which the image has a second attention, over itself.
+        text_output: compute the text after the last joint block, for single blocks.
+        shared_modulation: blocks share their modulations.
         add_bias: use biases in all linear layers.
+        qk_layernorm: normalise queries and keys (RMSNorm of each head).
         activation: of the MLPs; SwiGLU has `ffn_hidden_size` gated features.
-        text_norm: normalise each text embedding (RMSNorm) before its projection.
-        pooled_size: width of the pooled text embedding, a condition; None for none.
-        guidance: guidance scale as a condition of a guidance-distilled network, the same for all samples.
-        rope_axes: features of a head that rotate with t, h and w, and with the index of the text token if
+        text_norm: RMSNorm on text embeddings before their projection.
+        pooled_size: width of the pooled text embedding; None for none.
+        guidance: guidance scale of a guidance-distilled network.
+        rope_axes: features of a head that rotate with t, h and w, and with the text's index for
             `text_positions=own_axis`.
-        text_positions: rotary positions of text tokens: `origin` for (0, 0, 0), `own_axis` for the index on a fourth
-            axis, `after_image` for the same index on all axes, which continues from the image's largest.
-        centred_positions: count h and w of the image from its centre.
+        text_positions: positions of text tokens: 0, an index on a fourth axis, or one after the image's.
+        centred_positions: count h and w from the centre.
+        position_crop: `[side, span]`; sine-cosine positions are the centre of a square with `side` patches on each
+            axis, whose positions range from 0 to `span`; None for the patch indices.
     """
 
     supports: ClassVar[Supports] = Supports(levels=False)
@@ -42,8 +60,11 @@ class StreamsConfig(TransformerModelConfig, TextConditioned):
 
     num_joint_layers: int
     num_single_layers: int
+    num_dual_layers: int = 0
+    text_output: bool = True
     shared_modulation: bool = False
     add_bias: bool = True
+    qk_layernorm: bool = True
     activation: Activation = "gelu_tanh"
     text_norm: bool = False
     pooled_size: Optional[int] = None
@@ -52,6 +73,7 @@ class StreamsConfig(TransformerModelConfig, TextConditioned):
     rope_axes: list[int]
     text_positions: TextPositions = "origin"
     centred_positions: bool = False
+    position_crop: Optional[list[int]] = None
 
     def conditions(self) -> tuple[Condition, ...]:
         if self.pooled_size is None:
@@ -85,14 +107,42 @@ class StreamsConfig(TransformerModelConfig, TextConditioned):
                 f"model.num_attention_heads={self.num_attention_heads}, but a single-stream block splits its MLP over "
                 f"the heads; use {nearest}"
             )
+        self._check_blocks()
         self.check_positions(self.rope_axes)
         if self.position_embedding != "rope_3d":
             names = ["rope_axes", "text_positions", "centred_positions"]
             where = f"with model.position_embedding={self.position_embedding!r}"
             check_unused("model", self, names, where, "use 'rope_3d'")
+        elif self.position_crop is not None:
+            raise ConfigError(
+                f"model.position_crop={self.position_crop} has no effect with model.position_embedding='rope_3d'; use "
+                "'sincos_2d' or 'sincos_3d', or model.position_crop=None"
+            )
+        if self.position_crop is not None and len(self.position_crop) != 2:
+            raise ConfigError(
+                f"model.position_crop={self.position_crop} must be two numbers: side and span of a square"
+            )
+
+    def _check_blocks(self) -> None:
+        if self.num_dual_layers > self.num_joint_layers or (self.num_dual_layers and self.shared_modulation):
+            raise ConfigError(
+                f"model.num_dual_layers={self.num_dual_layers} with model.num_joint_layers={self.num_joint_layers} and "
+                f"model.shared_modulation={self.shared_modulation}: a second attention is in a joint block with its "
+                "own modulation; use fewer dual layers, and shared_modulation=False"
+            )
+        if not self.text_output and (self.num_single_layers or self.shared_modulation):
+            raise ConfigError(
+                f"model.text_output=False with model.num_single_layers={self.num_single_layers} and "
+                f"model.shared_modulation={self.shared_modulation}: single blocks read the text, and a shared "
+                "modulation has a gate; use model.text_output=True"
+            )
 
     def megatron_sizes(self) -> TransformerSizes:
-        return replace(super().megatron_sizes(), add_bias_linear=self.add_bias, qk_layernorm=True)
+        return replace(super().megatron_sizes(), add_bias_linear=self.add_bias, qk_layernorm=self.qk_layernorm)
 
-    def layer_kind(self, layer: int) -> bool:
-        return layer < self.num_joint_layers
+    def layer_kind(self, layer: int) -> LayerKind:
+        return LayerKind(
+            joint=layer < self.num_joint_layers,
+            dual=layer < self.num_dual_layers,
+            text_output=self.text_output or layer < self.num_joint_layers - 1,
+        )

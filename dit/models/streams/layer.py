@@ -10,12 +10,12 @@ from dit.backends.init import xavier_uniform
 from dit.backends.provider import LayerProvider
 from dit.joint_layout import JointLayout
 from dit.kernels.attention import Attention
-from dit.kernels.rope import HeadNorm, Heads, Rotation
+from dit.kernels.rope import Heads, Rotation
 from dit.layers.adaln import Modulation, SelectedModulation, SublayerModulation
-from dit.layers.attention import ONE_HEAD, HeadRMSNorm, split_heads
+from dit.layers.attention import ONE_HEAD, SelfAttention, head_norm, qk_norms, split_heads
 from dit.layers.mlp import MLPS
 from dit.layout import SequenceLayout
-from dit.models.streams.config import StreamsConfig
+from dit.models.streams.config import LayerKind, StreamsConfig
 
 Condition = Tensor | Sequence[SublayerModulation]
 """Conditioning vector of each sample, or the modulations of `SUBLAYERS` that all layers share."""
@@ -24,40 +24,89 @@ SUBLAYERS = {"text": slice(0, 2), "image": slice(2, 4), "single": slice(4, 5)}
 """Sub-layers of the streams of a joint block, and of a single block."""
 
 
-def _modulation(config: StreamsConfig, provider: LayerProvider, part: str) -> nn.Module:
-    """Build the modulation of one of `SUBLAYERS`, from a `Condition`."""
+def _modulation(
+    config: StreamsConfig, provider: LayerProvider, part: str, *, dual: bool = False, output: bool = True
+) -> nn.Module:
+    """Build the modulation of one of `SUBLAYERS`, from a `Condition`.
+
+    Args:
+        dual: add a sub-layer, the second attention.
+        output: False for the norm before attention only.
+    """
     sublayers = SUBLAYERS[part]
     if config.shared_modulation:
         return SelectedModulation(sublayers)
-    count, eps = sublayers.stop - sublayers.start, config.layernorm_epsilon
-    return Modulation(config.hidden_size, count, provider, bias=config.add_bias, eps=eps)
+    count, eps = (sublayers.stop - sublayers.start + dual if output else 1), config.layernorm_epsilon
+    return Modulation(config.hidden_size, count, provider, bias=config.add_bias, eps=eps, gated=output)
+
+
+def _head_norms(config: StreamsConfig, provider: LayerProvider) -> tuple[nn.Module, nn.Module]:
+    """Build the norms of queries and keys."""
+    if not config.qk_layernorm:
+        return nn.Identity(), nn.Identity()
+    heads, eps = config.num_attention_heads, config.layernorm_epsilon
+    return qk_norms(heads, heads, config.head_size, provider, eps=eps, full_width=False)
 
 
 class Stream(nn.Module):
-    """The layers of one of the two streams, without the attention.
+    """The layers of one of the two streams, without the joint attention.
 
     The output features of the fused projection are ordered by head: query, key, value of head 0, of head 1, ...
+
+    Args:
+        dual_attention: second attention, of the stream over itself, or None.
+        output: False for a stream without layers after joint attention, whose tokens do not change.
+
+    Source of both options: Stable Diffusion 3.5, `attn2` and `context_pre_only` in `attention.py` of diffusers.
     """
 
-    def __init__(self, config: StreamsConfig, provider: LayerProvider, part: str) -> None:
+    def __init__(
+        self,
+        config: StreamsConfig,
+        provider: LayerProvider,
+        part: str,
+        *,
+        dual_attention: Optional[SelfAttention] = None,
+        output: bool = True,
+    ) -> None:
         super().__init__()
-        size, bias, eps = config.hidden_size, config.add_bias, config.layernorm_epsilon
+        size, bias = config.hidden_size, config.add_bias
         self.local_heads = provider.split(config.num_attention_heads, "num_attention_heads")
-        self.kernels = provider.kernels
-        self.modulation = _modulation(config, provider, part)
+        self.kernels, self.has_output = provider.kernels, output
+        self.modulation = _modulation(config, provider, part, dual=dual_attention is not None, output=output)
         self.linear_qkv = provider.heads_linear(size, 3 * size, bias=bias, init=xavier_uniform(size, 3 * size))
-        self.linear_proj = provider.row_linear(
-            size, size, bias=bias, init=xavier_uniform(size, size), returns_bias=True
-        )
-        self.q_layernorm = HeadRMSNorm(config.head_size, provider, eps=eps)
-        self.k_layernorm = HeadRMSNorm(config.head_size, provider, eps=eps)
-        self.mlp = MLPS[config.activation](size, config.ffn_size, provider, bias=bias)
+        if output:
+            init = xavier_uniform(size, size)
+            self.linear_proj = provider.row_linear(size, size, bias=bias, init=init, returns_bias=True)
+        self.q_layernorm, self.k_layernorm = _head_norms(config, provider)
+        self.dual_attention = dual_attention
+        if output:
+            self.mlp = MLPS[config.activation](size, config.ffn_size, provider, bias=bias)
 
     def qkv(self, x_TD: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and keys, both normalised, and values, each `[T, N, H]`."""
         norms = self.q_layernorm, self.k_layernorm
         q, k, v = split_heads(self.kernels, self.linear_qkv(x_TD), self.local_heads, Heads(1), norms)
         return q, k, v
+
+    def output(
+        self, x_TD: Tensor, attended: Tensor, mods: Sequence[SublayerModulation], layout: SequenceLayout
+    ) -> Tensor:
+        """Return the tokens after the block.
+
+        Args:
+            x_TD: tokens before it.
+            attended: output of joint attention.
+        """
+        if not self.has_output:
+            return x_TD
+        last, y_TD = mods[0], self.linear_proj(attended)
+        if self.dual_attention is not None:
+            second_TD = self.dual_attention(mods[2].norm_modulate(x_TD, layout)[1], layout)
+            x_TD = last.gated_residual(x_TD, y_TD, layout)
+            last, y_TD = mods[2], second_TD
+        x_TD, y_TD = last.gated_residual_then_norm(mods[1], x_TD, y_TD, layout)
+        return mods[1].gated_residual(x_TD, self.mlp(y_TD), layout)
 
 
 class JointLayer(nn.Module):
@@ -66,10 +115,22 @@ class JointLayer(nn.Module):
     Source: Esser et al. 2024, arXiv:2403.03206, figure 2b (MM-DiT); black-forest-labs/flux `DoubleStreamBlock`.
     """
 
-    def __init__(self, config: StreamsConfig, provider: LayerProvider, attention: Attention) -> None:
+    def __init__(self, config: StreamsConfig, provider: LayerProvider, attention: Attention, kind: LayerKind) -> None:
         super().__init__()
         self.attention, self.kernels = attention, provider.kernels
-        self.text, self.image = (Stream(config, provider, part) for part in ("text", "image"))
+        self.text = Stream(config, provider, "text", output=kind.text_output)
+        dual: Optional[SelfAttention] = None
+        if kind.dual:
+            dual = SelfAttention(
+                config.hidden_size,
+                config.num_attention_heads,
+                provider,
+                attention,
+                bias=config.add_bias,
+                qk_layernorm=config.qk_layernorm,
+                eps=config.layernorm_epsilon,
+            )
+        self.image = Stream(config, provider, "image", dual_attention=dual)
 
     def forward(
         self,
@@ -93,20 +154,11 @@ class JointLayer(nn.Module):
         q, k, v = (joint.join(*pair) for pair in zip(self.text.qkv(y_KD), self.image.qkv(y_TD)))
         out_JNH = self.attention(self._rotated(q, rotation_J), self._rotated(k, rotation_J), v, joint, joint)
         text_out, image_out = joint.split(out_JNH.flatten(1))
-        text_KD = self._rest(self.text, text_KD, text_out, text_mods, text_layout)
-        return text_KD, self._rest(self.image, x_TD, image_out, image_mods, layout)
+        text_KD = self.text.output(text_KD, text_out, text_mods, text_layout)
+        return text_KD, self.image.output(x_TD, image_out, image_mods, layout)
 
     def _rotated(self, x_JNH: Tensor, rotation_J: Optional[Rotation]) -> Tensor:
         return self.kernels.split_heads(x_JNH[:, :, None], ONE_HEAD, rotation=rotation_J)[0]
-
-    @staticmethod
-    def _rest(
-        stream: Stream, x_TD: Tensor, attended: Tensor, mods: Sequence[SublayerModulation], layout: SequenceLayout
-    ) -> Tensor:
-        attention_mod, mlp_mod = mods
-        y_TD = stream.linear_proj(attended)
-        x_TD, y_TD = attention_mod.gated_residual_then_norm(mlp_mod, x_TD, y_TD, layout)
-        return mlp_mod.gated_residual(x_TD, stream.mlp(y_TD), layout)
 
 
 class SingleLayer(nn.Module):
@@ -124,15 +176,10 @@ class SingleLayer(nn.Module):
     `SingleStreamBlock`, whose fused projections are ordered by attention, then MLP.
     """
 
-    def __init__(self, config: StreamsConfig, provider: LayerProvider, attention: Attention) -> None:
+    def __init__(self, config: StreamsConfig, provider: LayerProvider, attention: Attention, kind: LayerKind) -> None:
         super().__init__()
         self.attention, self.kernels = attention, provider.kernels
-        size, heads, bias, eps = (
-            config.hidden_size,
-            config.num_attention_heads,
-            config.add_bias,
-            config.layernorm_epsilon,
-        )
+        size, heads, bias = config.hidden_size, config.num_attention_heads, config.add_bias
         self.local_heads = provider.split(heads, "num_attention_heads")
         self.shares = [3 * config.head_size, config.mlp_inputs // heads]
         self.activation = getattr(provider.kernels, config.activation)
@@ -142,8 +189,7 @@ class SingleLayer(nn.Module):
         self.linear_out = provider.row_linear(
             inner, size, bias=bias, init=xavier_uniform(inner, size), returns_bias=True
         )
-        self.q_layernorm = HeadRMSNorm(config.head_size, provider, eps=eps)
-        self.k_layernorm = HeadRMSNorm(config.head_size, provider, eps=eps)
+        self.q_layernorm, self.k_layernorm = _head_norms(config, provider)
 
     def forward(
         self,
@@ -162,7 +208,7 @@ class SingleLayer(nn.Module):
         (mod,) = self.modulation(condition)
         x_JD, y_JD = mod.norm_modulate(x_JD, layout)
         qkv, mlp = self.linear_in(y_JD).unflatten(-1, (self.local_heads, -1)).split(self.shares, -1)
-        norm = HeadNorm(self.q_layernorm.weight, self.k_layernorm.weight, self.q_layernorm.eps)
+        norm = head_norm((self.q_layernorm, self.k_layernorm), Heads(1))
         q, k, v = self.kernels.split_heads(qkv.unflatten(-1, (3, -1)), Heads(1), norm, rotation_J)
         attended = self.attention(q, k, v, joint, joint)
         both = torch.cat([attended, self.activation(mlp, None)], -1)

@@ -78,9 +78,12 @@ class Streams(Backbone):
             self.text_norm = RMSNorm(config.context_size, provider, eps=eps) if config.text_norm else nn.Identity()
             init = xavier_uniform(config.context_size, size)
             self.embed_text = provider.replicated_linear(config.context_size, size, bias=bias, init=init)
-        joint = config.num_joint_layers
+        kinds = {i: config.layer_kind(i) for i in stage.layers}
         self.layers = nn.ModuleDict(
-            {str(i): (JointLayer if i < joint else SingleLayer)(config, provider, attention) for i in stage.layers}
+            {
+                str(i): (JointLayer if kind.joint else SingleLayer)(config, provider, attention, kind)
+                for i, kind in kinds.items()
+            }
         )
         if stage.last:
             self.head = FinalLayer(size, config.output_features, provider, eps=eps, bias=bias)
@@ -94,7 +97,8 @@ class Streams(Backbone):
             rotation_J = self.rotary(joint.join(*token_positions(self.model_config, batch, texts)))
         cond_SD = self.conditioner(time_S, batch)
         condition = self.modulation(cond_SD)
-        layout, (inputs_TC, positions_T3) = shard_tokens(batch.layout, provider, inputs_TC, batch.positions_T3)
+        positions_T3 = sincos_positions(self.model_config, batch)
+        layout, (inputs_TC, positions_T3) = shard_tokens(batch.layout, provider, inputs_TC, positions_T3)
         local_texts, _ = shard_tokens(texts, provider)
         local_joint, _ = shard_tokens(joint, provider)
         single = max(self.stage.layers.start, self.model_config.num_joint_layers)
@@ -129,6 +133,18 @@ class Streams(Backbone):
         padded_KC = nn.functional.pad(context_KC, (0, 0, 0, texts.total_tokens - len(context_KC)))
         _, (local_KC,) = shard_tokens(texts, self.provider, padded_KC)
         return self.embed_text(self.text_norm(local_KC))
+
+
+def sincos_positions(config: StreamsConfig, batch: PackedBatch) -> Tensor:
+    """Return the sine-cosine positions of image tokens `[T, 3]`.
+
+    Source: cropped positions: `PatchEmbed.cropped_pos_embed` of diffusers (Stable Diffusion 3).
+    """
+    if config.position_crop is None:
+        return batch.positions_T3
+    side, span = config.position_crop
+    corner_S3 = batch.layout.tensor([(0, (side - h) // 2, (side - w) // 2) for _, h, w in batch.grids])
+    return (batch.positions_T3 + batch.layout.per_token(corner_S3)) / (side / span)
 
 
 def token_positions(config: StreamsConfig, batch: PackedBatch, texts: SequenceLayout) -> tuple[Tensor, Tensor]:

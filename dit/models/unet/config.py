@@ -17,8 +17,7 @@ class UNetConfig(ImagenConfig):
     Attributes:
         condition_size: width of the projected text tokens for attention.
         dropout: dropout rate in residual blocks; counter-based.
-        resampling: downsampling by a convolution (`conv`), by average pooling (`pool`), or in residual blocks by
-            pooling, with upsampling in such blocks (`block`).
+        resampling: downsampling by convolution, by average pooling, or in residual blocks.
     """
 
     condition_size: int = 512

@@ -72,8 +72,8 @@ MUTANTS = (
     Mutant(
         "own_data: a pack as long as the shortest sample wants it",
         "recipes/own_data.py",
-        "longest = max(t * h * w",
-        "longest = min(t * h * w",
+        "(1 + contents.edited) * max(t * h * w",
+        "(1 + contents.edited) * min(t * h * w",
         (OWN_DATA,),
     ),
     Mutant(

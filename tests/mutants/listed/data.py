@@ -324,8 +324,8 @@ MUTANTS = (
     Mutant(
         "prepare: another caption under an old name goes unnoticed",
         "energon_data/prepare/folders.py",
-        "self.mtime_ns, *self.companions]",
-        "self.mtime_ns]",
+        "self.mtime_ns, *self.companions, *reference]",
+        "self.mtime_ns, *reference]",
         (FOLDER,),
     ),
     Mutant(

@@ -183,9 +183,9 @@ MUTANTS = (
     ),
     Mutant(
         "gradients: never divided by the tokens",
-        "dit/backends/gradients.py",
-        "chunk.factor.begin(read)",
-        "chunk.factor.begin()",
+        "dit/optimizer/step_numbers.py",
+        "optimizer.gradient_factor.value = factor",
+        "pass",
         ("tests/unit/backends/test_gradients.py",),
     ),
     Mutant(

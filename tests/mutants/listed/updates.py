@@ -3,6 +3,7 @@
 from tests.mutants.listed.paths import (
     CALLS,
     FUSED_KERNELS,
+    LATE,
     LOSS_SCALE,
     LOSSES,
     NUMBERS,
@@ -98,16 +99,9 @@ MUTANTS = (
     ),
     Mutant(
         "gradient norm of sums over the tokens",
-        "dit/optimizer/master_weights.py",
-        "float(optimizer.get_grad_norm()) * optimizer.gradient_factor.value",
-        "float(optimizer.get_grad_norm())",
-        ("tests/unit/backends/test_gradients.py",),
-    ),
-    Mutant(
-        "a clip factor stays in torch's AdamW",
-        "dit/optimizer/master_weights.py",
-        "adam.grad_scale = None",
-        "adam.grad_scale = adam.grad_scale",
+        "dit/optimizer/step_numbers.py",
+        "self.grad_norm = squares.sqrt() * factor",
+        "self.grad_norm = squares.sqrt()",
         ("tests/unit/backends/test_gradients.py",),
     ),
     Mutant(
@@ -245,10 +239,24 @@ MUTANTS = (
     ),
     Mutant(
         "step: a request to stop is forgotten",
-        "dit/step/mean_loss.py",
-        "return self._read()[-1] > 0",
-        "return False",
+        "dit/optimizer/step_numbers.py",
+        "return HostNumbers(loss, grad_norm, requests > 0, is_good > 0)",
+        "return HostNumbers(loss, grad_norm, False, is_good > 0)",
         (CALLS,),
+    ),
+    Mutant(
+        "late: a bad step counts in Adam's bias correction",
+        "dit/optimizer/update.py",
+        "self._count(get_step_count(self.optimizer) - 1)",
+        "pass",
+        (LATE,),
+    ),
+    Mutant(
+        "late: torch's AdamW applies a bad step",
+        "dit/optimizer/master_weights.py",
+        "adam.found_inf = (~is_good).float()",
+        "adam.found_inf = (is_good != is_good).float()",
+        (LATE,),
     ),
     Mutant(
         "verify: any copy of the main weights passes",

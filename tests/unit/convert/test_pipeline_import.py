@@ -10,10 +10,12 @@ from diffusers import DDIMScheduler
 
 from dit.convert.diffusers_format import TrainedModel
 from dit.convert.diffusers_sampling import scheduler_config
-from dit.convert.pipeline_import import complete, network_folder, read_schedule
+from dit.convert.pipeline_import import Completed, complete, network_folder, read_schedule
 from dit.errors import ConfigError
+from dit.models.flux.config import FluxConfig
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.objectives.ddpm import DDPM
+from dit.objectives.flow_matching import FlowMatching
 
 PUBLISHED = DDPM(schedule="scaled_linear", discrete_steps=1000, prediction="noise")
 OBJECTIVES = [
@@ -90,4 +92,13 @@ def test_a_network_without_pipeline_and_other_pipelines_add_nothing(tmp_path):
     root = pipeline(tmp_path / "other", _class_name="KandinskyPipeline")
     found = complete(imported, root / "unet")
     assert found.trained == imported
-    assert "names 'KandinskyPipeline', which is not supported" in found.notes[0]
+    assert "the text encoders of 'KandinskyPipeline' in" in found.notes[0]
+
+
+def test_encoders_are_read_around_a_network_without_a_schedule(tmp_path):
+    root = pipeline(tmp_path / "flux", _class_name="FluxPipeline")
+    (root / "transformer").mkdir()
+    imported = TrainedModel(FluxConfig(), FlowMatching(), (1, 8, 8), {})
+    found = complete(imported, root / "transformer")
+    line = f"text={root}/text_encoder_2:padded,pooled={root}/text_encoder"
+    assert found == Completed(replace(imported, text_encoder=line), str(root / "vae"))

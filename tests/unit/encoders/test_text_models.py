@@ -192,8 +192,17 @@ def test_a_pickle_of_weights_is_refused(folder, tmp_path):
         TextEncoders(str(tmp_path))
 
 
+def test_a_tokenizer_without_a_chat_template_is_refused(folder):
+    with pytest.raises(ConfigError, match=r"text encoder '.*/t5': .*chat.template"):
+        TextEncoders(f"{folder}/t5:prompt=chat").encode(["a"])
+
+
 def test_a_line_is_read_as_it_is_written(tmp_path, monkeypatch):
-    for text in ("a/b", "text_2+pooled=a/b/c:layer=penultimate:max_tokens=7:padded", "a/b:padded:joined"):
+    for text in (
+        "a/b",
+        "text_2+pooled=a/b/c:layer=penultimate:max_tokens=7:padded",
+        "a/b:prompt=wan:layer=-3+0:appended",
+    ):
         assert str(TextEncoderConfig.parse(text)) == text
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine").mkdir()
@@ -210,14 +219,16 @@ def test_a_line_is_read_as_it_is_written(tmp_path, monkeypatch):
         ("text+text={0}/t5", "write NAME"),
         ("{0}/t5,{0}/text_encoder", "make text twice; name other entries"),
         ("pooled={0}/t5", "makes no pooled vector"),
-        ("{0}/t5:layer=penultimate", "only CLIP has"),
+        ("{0}/t5:layer=2", "has no layer=2; use layers from -2 to 1"),
+        ("identity:layer=penultimate", "has no layer=penultimate; leave it out"),
         ("identity:padded", "has no padding"),
-        ("{0}/t5:layer=3", "is not an option"),
+        ("{0}/t5:layer=first", "is not an option"),
+        ("{0}/t5:prompt=flux", "is not an option; use .* prompt= plain, lower_case, wan"),
         ("{0}/t5:max_tokens=0", "is not an option"),
         ("{0}/text_encoder:max_tokens=21", "reads 20 tokens, not max_tokens=21"),
         ("{0}/t5:half", "is not an option"),
         ("{0}/t5:padded:joined", "no text before the joined encoder"),
-        ("pooled={0}/text_encoder,text+pooled={0}/projected:padded:joined", "make pooled twice; name other entries"),
+        ("pooled={0}/text_encoder,text+pooled={0}/projected:padded:joined", "have no text before the joined encoder"),
         ("{0}/text_encoder,{0}/projected:padded:joined", "needs texts of one length"),
         ("{0}/t5:padded,{0}/projected:padded:joined", "needs texts of one length"),
     ],

@@ -6,10 +6,21 @@ from functools import cache
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, AutoencoderKLHunyuanVideo, AutoencoderKLWan, VQModel
+from diffusers import (
+    AutoencoderDC,
+    AutoencoderKL,
+    AutoencoderKLFlux2,
+    AutoencoderKLHunyuanVideo,
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
+    Flux2Pipeline,
+    VQModel,
+)
+from einops import rearrange
 
 from dit.encoders.vae import VAE, Geometry, encode_together
 from dit.errors import ConfigError
+from dit.patchify import patchify
 
 IMAGE = {
     "block_out_channels": (8, 8, 8),
@@ -32,13 +43,29 @@ VQ = {
     "num_vq_embeddings": 40,
     "vq_embed_dim": 3,
 }
+DC = {
+    **{f"{part}_block_out_channels": (8, 8, 8) for part in ("encoder", "decoder")},
+    **{f"{part}_layers_per_block": (1, 1, 1) for part in ("encoder", "decoder")},
+    **{f"{part}_qkv_multiscales": ((), (), ()) for part in ("encoder", "decoder")},
+    **{"latent_channels": 4, "attention_head_dim": 4, "scaling_factor": 0.41407},
+}
+WAN_2_2 = {
+    **{"base_dim": 8, "decoder_base_dim": 8, "num_res_blocks": 1, "z_dim": 4, "is_residual": True, "patch_size": 2},
+    **{"in_channels": 12, "out_channels": 12, "scale_factor_spatial": 16},
+    **{"latents_mean": [0.1, -0.2, 0.3, 0.4], "latents_std": [0.5, 1.5, 2.0, 1.0]},
+}
 MODELS = {
     "image": (AutoencoderKL, IMAGE),
     "normalised": (AutoencoderKL, NORMALISED),
     "wan": (AutoencoderKLWan, {"base_dim": 8, "num_res_blocks": 1}),
     "hunyuan": (AutoencoderKLHunyuanVideo, HUNYUAN),
     "vq": (VQModel, VQ),
+    "flux2": (AutoencoderKLFlux2, {name: IMAGE[name] for name in list(IMAGE)[:5]}),
+    "dc": (AutoencoderDC, DC),
+    "qwen image": (AutoencoderKLQwenImage, {"base_dim": 8, "num_res_blocks": 1}),
+    "wan 2.2": (AutoencoderKLWan, WAN_2_2),
 }
+SCALED = ("hunyuan", "vq", "dc")
 
 
 @pytest.fixture(scope="module")
@@ -50,6 +77,9 @@ def saved(tmp_path_factory):
         kind, config = MODELS[name]
         torch.manual_seed(0)
         model = kind(**config).eval()
+        if kind is AutoencoderKLFlux2:
+            model.bn.running_mean.normal_()
+            model.bn.running_var.uniform_(0.5, 2.0)
         folder = tmp_path_factory.mktemp(name)
         model.save_pretrained(folder)
         return str(folder), model
@@ -62,13 +92,32 @@ def scale_and_shift(name, model):
     config = model.config
     if name == "image":
         return config.shift_factor, config.scaling_factor
-    if name in ("hunyuan", "vq"):
+    if name in SCALED:
         return 0.0, config.scaling_factor
     mean, std = (torch.tensor(x)[:, None, None, None] for x in (config.latents_mean, config.latents_std))
-    return mean, (1.0 if name == "wan" else config.scaling_factor) / std
+    return mean, config.get("scaling_factor", 1.0) / std
 
 
-@pytest.mark.parametrize("name", MODELS)
+def test_latents_of_flux2_are_those_of_its_pipeline(saved):
+    """Its pipeline normalises patches of 2 x 2 with channels first; ours come from the network's own patches."""
+    folder, model = saved("flux2")
+    pipeline = Flux2Pipeline(scheduler=None, vae=model, text_encoder=None, tokenizer=None, transformer=None)
+    pixels = torch.rand(2, 3, 32, 48, generator=torch.Generator().manual_seed(1)) * 2 - 1
+    vae = VAE(folder)
+    latent = vae.encode(pixels[:, :, None])
+    with torch.no_grad():
+        expected = pipeline._encode_vae_image(pixels, None)
+        z = model.encode(pixels).latent_dist.mode()
+        decoded = model.decode(z).sample
+    tokens, _ = patchify(latent[0], 1, 2)
+    expected = rearrange(expected[0], "(c y x) h w -> (h w) (y x c)", y=2, x=2)
+    torch.testing.assert_close(tokens, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(vae.decode(latent)[:, :, 0], decoded.clamp(-1, 1), rtol=1e-4, atol=1e-4)
+    with pytest.raises(ConfigError, match="32 x 36 pixels cannot be encoded; sides must be multiples of 8"):
+        vae.geometry.latent_shape(1, 32, 36)
+
+
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "flux2"])
 def test_latents_and_pixels_are_those_of_diffusers(saved, name):
     folder, model = saved(name)
     vae = VAE(folder)
@@ -76,8 +125,8 @@ def test_latents_and_pixels_are_those_of_diffusers(saved, name):
     pixels = torch.rand(2, 3, frames, 32, 48, generator=torch.Generator().manual_seed(1)) * 2 - 1
     mean, factor = scale_and_shift(name, model)
     with torch.no_grad():
-        if name == "vq":  # before quantisation
-            z = torch.stack([model.encode(pixels[:, :, t]).latents for t in range(frames)], 2)
+        if name in ("vq", "dc"):  # before quantisation
+            z = torch.stack([model.encode(pixels[:, :, t])[0] for t in range(frames)], 2)
         elif vae.geometry.time == 1:  # frame by frame
             z = torch.stack([model.encode(pixels[:, :, t]).latent_dist.mean for t in range(frames)], 2)
         else:

@@ -1,5 +1,6 @@
 """Several text encoders beside each other in shards, and packs of pixels and captions whose sizes are arithmetic."""
 
+import io
 import json
 import shutil
 from collections import Counter
@@ -19,6 +20,7 @@ from dit.models.flux.config import FluxConfig
 from dit.patchify import unpatchify
 from energon_data.dataset import EnergonData
 from energon_data.prepare.__main__ import main as prepare
+from energon_data.prepare.texts import text_parts
 from tests.support.encoders import CLIP_WIDTH, T5_WIDTH, prepare_twice
 from tests.unit.energon_data.small_data import npy, write_dataset
 
@@ -73,6 +75,14 @@ def test_texts_of_several_encoders_lie_beside_each_other_and_are_recorded(folder
     torch.testing.assert_close(batch.conditions["pooled"].values, torch.stack(made["pooled"]), **HALF)
     assert batch.raw is None
     assert data.online_encoding() is None
+
+
+def test_values_beyond_float16_are_stored_as_float32():
+    """Middle layers of language models have some; the other texts keep their size."""
+    parts = text_parts({"text": [torch.tensor([[1.0, 7e4]]), torch.tensor([[1.0, 6e4]])]})
+    large, small = (np.load(io.BytesIO(part["text.npy"])) for part in parts)
+    assert (large.dtype, small.dtype) == (np.float32, np.float16)
+    assert large[0, 1] == 7e4
 
 
 def test_packs_of_pixels_have_the_tokens_of_their_latents_without_any_weights(folder):

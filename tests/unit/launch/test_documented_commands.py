@@ -122,7 +122,7 @@ def test_the_commands_of_all_pages_are_found():
     assert ("README.md", "dit_xl2_imagenet", 8) in found
     assert ("Makefile", "letters_dit", 2) in found
     on_nodes = [c for c in COMMANDS if str(c.page) == "launch/README.md"]
-    assert [c.world_size for c in on_nodes] == [8, 32, 32, 8, 32, 32, 1]
+    assert [c.world_size for c in on_nodes] == [8, 32, 32, 8, 32, 32]
     assert any("training.num_steps=2100" in c.overrides for c in COMMANDS)
 
 

@@ -45,6 +45,7 @@ BASES = {
     ("tiny_flux",): ("model",),
     ("tiny_flux", "model=flux2_klein_4b"): ("model",),
     ("tiny_flux", "model=qwen_image_20b"): ("model",),
+    ("tiny_flux", "model=sd3_5_medium"): ("model",),
     ("tiny_wan",): ("model",),
     ("tiny_imagen",): ("model",),
     ("tiny_imagen_sr",): ("model",),
@@ -73,6 +74,7 @@ MAY_BE_ZERO = {
     *(
         "model.shift_factor",
         "model.num_single_layers",
+        "model.num_dual_layers",
         "model.class_dropout",
         "model.context_dropout",
         "model.dropout",

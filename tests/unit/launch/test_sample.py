@@ -50,6 +50,9 @@ class FakeGenerator:
     def batch_size(self, frames, size):
         return 1000
 
+    def size_of(self, frames, size):
+        return (frames or self.frames, *(size or self.latent_size[1:]))
+
     def generate(self, labels=None, *, count=None, conditions=None, on_step=None, **settings):
         given = {} if labels is None else {"label": labels}
         given |= conditions or {}
@@ -116,6 +119,7 @@ def test_settings_reach_the_generator(generator, tmp_path):
         "negative": None,
         "seeds": None,
         "numbers": [0, 1],
+        "references": None,
         "solver": "heun",
         "num_steps": 5,
         "variance": "large",
@@ -135,6 +139,25 @@ def test_settings_reach_the_generator(generator, tmp_path):
 @pytest.mark.parametrize(("text", "labels"), [("a,B", [0, 1]), ("25, 0", [25, 0]), ("Z", [25])])
 def test_labels_are_names_or_numbers(text, labels):
     assert sample_requests.read_labels(text, NAMES) == labels
+
+
+def test_every_prompt_edits_its_picture(generator, tmp_path, capsys):
+    """One picture is for all; other numbers are refused."""
+    generator.channels = 3
+    files = []
+    for name, shade in (("dark", 0), ("bright", 255)):
+        files.append(str(tmp_path / f"{name}.png"))
+        Image.new("RGB", (12, 9), (shade,) * 3).save(files[-1])
+    flags = ["--labels", "A,B", "--count", "2", "--files", str(tmp_path / "files")]
+    assert draw(tmp_path, *flags, "--reference", *files) == 0
+    assert draw(tmp_path, *flags, "--reference", files[1]) == 0
+    for call, shades in zip(generator.calls, ([-1, -1, 1, 1], [1] * 4), strict=True):
+        assert [x.shape for x in call["references"]] == [(3, 1, 6, 6)] * 4
+        assert [x.unique().tolist() for x in call["references"]] == [[shade] for shade in shades]
+    records = [json.loads(line) for line in (tmp_path / "files" / "samples.jsonl").read_text().splitlines()]
+    assert [record["reference"] for record in records] == [files[1]] * 4
+    assert draw(tmp_path, "--labels", "A,B,C", "--reference", *files) == 2
+    assert "--reference has 2 pictures for 3 samples; give one, or one for each" in capsys.readouterr().err
 
 
 def test_a_name_wins_over_a_number_and_over_another_case():

@@ -1,6 +1,7 @@
 """docs/settings.md says what the dataclasses say, and every setting has a meaning."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal, Optional
 
 import pytest
 
@@ -92,8 +93,50 @@ def test_a_setting_of_another_meaning_is_not_shared():
     assert {row.name for _, row in settings_page.shared_rows(tables).values()} == {"a", "b"}
 
 
-def test_a_shared_setting_is_described_once_and_has_its_default_in_every_class():
+def test_a_class_lists_the_defaults_that_differ_from_the_shared_ones():
+    tables = {kind: list(settings_page.rows(kind)) for kind in (Base, Sibling, Derived, Stranger)}
+    shared = settings_page.shared_rows(tables.values())
+    lines = {kind.__name__: settings_page.inherited(table, shared) for kind, table in tables.items()}
+    assert lines == {
+        "Base": "Also: Base.",
+        "Sibling": "Also: Base (`c=5`), Shared settings (`d=6`).",
+        "Derived": "Also: Base.",
+        "Stranger": "Also: Shared settings (`d=7`).",
+    }
+
+
+def test_a_shared_setting_is_described_once():
     page = settings_page.page()
-    assert page.count("| `num_classes` | int or None | number of classes, ") == 1
-    _, _, dit = page.partition("### DiTConfig")
-    assert "`num_classes` (`None`)" in dit.partition("###")[0]
+    assert page.count("* `num_classes=None` (int): ") == 1
+    assert page.count("`num_classes=10`") == 1, "the default of DDPMUNetConfig differs"
+
+
+@dataclass
+class Typed:
+    """Kinds of settings.
+
+    Attributes:
+        first, last: a number.
+        limit: a limit.
+        solver: a choice.
+        sizes: a list.
+        path: a text.
+    """
+
+    first: int = 4
+    last: int = 5
+    limit: Optional[float] = None
+    solver: Literal["euler", "heun", "ddim"] = "heun"
+    sizes: Optional[list[int]] = field(default_factory=lambda: [1, 2])
+    path: str = ""
+
+
+def test_a_line_has_the_types_and_values_that_the_default_does_not_show():
+    *_, lines = settings_page.section("Typed", "", "", list(settings_page.rows(Typed)))
+    assert lines.splitlines() == [
+        "* `first=4`, `last=5`: a number.",
+        "* `limit=None` (float): a limit.",
+        "* `solver=heun` (`euler`, `ddim`): a choice.",
+        "* `sizes=[1,2]` (None): a list.",
+        "* `path=`: a text.",
+    ]

@@ -167,11 +167,12 @@ def test_a_step_that_is_not_applied_does_not_count(provider: LayerProvider):
     good, bad = randn(40, SIZE), torch.full((40, SIZE), torch.nan)
     layer(good, LAYOUT)
     once = layer.load.take(good.device)
-    for _ in range(2):
-        layer.load.begin_step()
-        layer(bad, LAYOUT)
-        layer(bad, LAYOUT)
-        layer.load.drop_step()
+    for steps in (1, 2):
+        for _ in range(steps):
+            layer.load.begin_step()
+            layer(bad, LAYOUT)
+            layer(bad, LAYOUT)
+        layer.load.drop_step(steps)
         layer.load.begin_step()
         layer(good, LAYOUT)
     torch.testing.assert_close(layer.load.take(good.device), 2 * once)

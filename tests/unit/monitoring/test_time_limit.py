@@ -9,7 +9,7 @@ import pytest
 
 from dit.errors import ConfigError
 from dit.monitoring import time_limit
-from dit.monitoring.time_limit import MARGIN_S, SAVES, TimeLimit, job_start, started_at
+from dit.monitoring.time_limit import MARGIN_S, SAVES, STEPS, TimeLimit, job_start, started_at
 from dit.ranges import duration_s
 from dit.settings import TrainingConfig
 
@@ -57,7 +57,7 @@ def test_a_run_without_limit_never_stops():
     assert not TimeLimit(None).is_near(1e9)
 
 
-def test_it_stops_while_a_step_and_two_saves_still_fit(monkeypatch):
+def test_it_stops_while_three_steps_and_two_saves_still_fit(monkeypatch):
     """The longest step so far counts, not the last one."""
     now = [1000.0]
     monkeypatch.setattr(time_limit.time, "time", lambda: now[0])
@@ -69,6 +69,7 @@ def test_it_stops_while_a_step_and_two_saves_still_fit(monkeypatch):
         if left[now[0]]:
             break
     assert limit.longest_step_s == 30.0
-    needed = 30.0 + SAVES * 40.0 + MARGIN_S
+    needed = STEPS * 30.0 + SAVES * 40.0 + MARGIN_S
     assert 1600.0 - needed <= now[0] < 1600.0 - needed + 1.0
     assert SAVES >= 1
+    assert STEPS == 3

@@ -25,7 +25,9 @@ from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.adversarial import Adversarial
 from dit.objectives.autoencoding import Autoencoding, Reconstruction
 from dit.objectives.vq_autoencoding import VQAutoencoding
-from dit.optimizer.master_weights import apply_update, gradient_norm, set_rates
+from dit.optimizer.master_weights import set_rates
+from dit.optimizer.step_numbers import StepNumbers
+from dit.optimizer.update import EagerUpdate
 from dit.parallel.build import build_model, build_optimizer, count_parameters, wrap
 from dit.parallel.dims import ParallelConfig
 from dit.settings import OptimizerConfig, TrainingConfig
@@ -372,7 +374,7 @@ def test_the_discriminator_has_its_own_learning_rate(one_rank_world: ProcessGrou
     before = {name: p.detach().clone() for name, p in chunks[0].named_parameters()}
     for parameter in chunks[0].parameters():
         parameter.main_grad.fill_(1.0)
-    apply_update(optimizer, gradient_norm(optimizer), 0.0)
+    EagerUpdate(optimizer, None, 0.0)(StepNumbers(optimizer, one_rank_world, torch.ones(2), 1), 1)
     for name, parameter in chunks[0].named_parameters():
         rate = 0.25e-3 if name.startswith("discriminator.") else 1e-3
         torch.testing.assert_close(before[name] - parameter, torch.full_like(parameter, rate), rtol=1e-3, atol=1e-7)

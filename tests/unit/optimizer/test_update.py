@@ -19,7 +19,7 @@ from dit.planner.trace import trace
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.tracing.packs import PackShape
 
-RATES = Rates(lr=0.1, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.2, step=3, clip=0.5, average=0.3)
+RATES = Rates(lr=0.1, beta1=0.8, beta2=0.9, eps=1e-3, weight_decay=0.2, step=3, clip=torch.tensor(0.5), average=0.3)
 
 
 def parameters(*, averaged: bool, half: bool) -> list[Elements]:
@@ -55,9 +55,9 @@ def test_parts_are_updated_as_the_whole_is(monkeypatch: pytest.MonkeyPatch, part
 
 def test_clipping_is_that_of_megatron_core() -> None:
     """`clip_grad_by_total_norm_fp32` adds 1e-6 to the norm, which matters for small norms."""
-    factor = GradientFactor()
-    factor.begin([0.25].copy)
-    optimizer = SimpleNamespace(gradient_factor=factor)
+    shared = GradientFactor()
+    shared.value = torch.tensor(0.25, dtype=torch.float64)
+    optimizer = SimpleNamespace(gradient_factor=shared)
     for norm, clip_grad, expected in (
         (2e-6, 1e-6, 1e-6 / (2e-6 + 1e-6)),
         (1e-6, 1.5e-6, 1.5e-6 / (1e-6 + 1e-6)),
@@ -65,7 +65,8 @@ def test_clipping_is_that_of_megatron_core() -> None:
         (1e-6, 1.0, 1.0),
         (3.0, 0.0, 1.0),
     ):
-        assert factor_of_update(optimizer, norm, clip_grad) == pytest.approx(0.25 * expected, rel=1e-12)
+        factor = factor_of_update(optimizer, torch.tensor(norm, dtype=torch.float64), clip_grad)
+        assert float(factor) == pytest.approx(0.25 * expected, rel=1e-12)
 
 
 def test_moments_are_where_they_were_asked_for() -> None:

@@ -140,6 +140,17 @@ def leaves(task: run.Partial) -> str:
         return form.class_name
 
 
+def test_edits_are_trained_with_their_references(tmp_path):
+    fill(tmp_path / "in")
+    task = recipe(made(tmp_path, "--reference", str(fill(tmp_path / "originals")), "--text-encoder", "identity"))
+    assert fiddle.get_callable(task.model) is WanConfig
+    assert task.training.sample_interval == 0
+    packs = first_packs(task)
+    assert len(lengths(packs)) > 1
+    assert lengths(packs) <= {2 * width * height // 4**2 for width, height in SIDES}
+    assert all(pack.layout.levels is not None for pack in packs)
+
+
 def test_the_default_of_each_kind_of_data_leaves_to_diffusers(tmp_path):
     """Pictures with texts, clips with texts, pictures of classes; captions that an encoder of T5 or BERT embeds."""
     t5 = save_t5(tmp_path / "t5")

@@ -82,7 +82,7 @@ def test_a_recipe_or_component_is_described(capsys):
     assert "nine of ten samples" in out
     assert registry.description("edm").startswith("edm (recipes/components.py)\n\nEDM")
     assert train.main(["--describe", "leters_dit"]) == 2
-    assert "did you mean letters_dit?" in capsys.readouterr().err
+    assert "did you mean letters_dit" in capsys.readouterr().err
 
 
 def test_every_factory_has_one_line_of_its_own():

@@ -61,7 +61,7 @@ def weights(run: Run) -> torch.Tensor:
 def test_the_update_is_the_last_part_of_a_step(tmp_path: Any, one_rank_world: ProcessGroups) -> None:
     recorder = Recorder()
     run, (step,) = after_steps(tmp_path, one_rank_world, recorder)
-    parts = ["forward and backward", "compute", "loss", "gradient norm", "judge", "update", "end"]
+    parts = ["forward and backward", "compute", "numbers", "judge", "update", "end"]
     assert recorder.calls == parts
     assert (run.state.step, step.number, step.action) == (1, 1, "update")
     terms, tokens = step.sums

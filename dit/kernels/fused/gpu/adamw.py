@@ -102,11 +102,13 @@ def adamw_kernel(
     """Update one chunk of one parameter; full blocks need no mask, which allows accesses of 128 bits.
 
     Args:
+        clip: address of the factor of the gradient; NaN if nothing may change.
         rate1, rate2: 1 - beta1 and 1 - beta2.
         decay: learning rate times weight decay.
         HALF: whether the model weights are fp16 instead of bf16.
         step_size, root, weight: `step_size`, `root` and `average` of `dit.kernels.adamw.Rates`.
     """
+    factor = tl.load(clip)
     entry = chunks + tl.program_id(0) * 2
     row = addresses + tl.load(entry).to(tl.int64) * COLUMNS
     first = tl.load(entry + 1).to(tl.int64) * CHUNK
@@ -115,22 +117,24 @@ def adamw_kernel(
     average = _address(row, 4, first, tl.float32, ALIGNED)
     model = _address(row, 5, first, tl.float16 if HALF else tl.bfloat16, ALIGNED)
     count = tl.minimum(tl.load(row + 6) - first, CHUNK).to(tl.int32)
+    count = tl.where(factor == factor, count, 0)
     full = count // BLOCK * BLOCK
     for start in range(0, full, BLOCK):
         _update(
             *(gradient, main, exp_avg, exp_avg_sq, average, model, start, count),
-            *(clip, decay, rate1, rate2, step_size, root, eps, weight, AVERAGE, MODEL, True, BLOCK),
+            *(factor, decay, rate1, rate2, step_size, root, eps, weight, AVERAGE, MODEL, True, BLOCK),
         )
     if full < count:
         _update(
             *(gradient, main, exp_avg, exp_avg_sq, average, model, full, count),
-            *(clip, decay, rate1, rate2, step_size, root, eps, weight, AVERAGE, MODEL, False, BLOCK),
+            *(factor, decay, rate1, rate2, step_size, root, eps, weight, AVERAGE, MODEL, False, BLOCK),
         )
 
 
 def adamw(
     addresses: Tensor,
     chunks: Tensor,
+    clip: Tensor,
     rates: tuple[float, ...],
     *,
     average: bool,
@@ -141,11 +145,13 @@ def adamw(
     """Launch the kernel over all chunks.
 
     Args:
+        clip: see `adamw_kernel`.
         rates: scalar arguments of the kernel, in its order.
     """
     adamw_kernel[(len(chunks),)](
         addresses,
         chunks,
+        clip,
         *rates,
         AVERAGE=average,
         MODEL=model,

@@ -1,0 +1,127 @@
+"""Texts around a caption, with which the weights of a pipeline were trained; an encoder selects one by `prompt=NAME`.
+
+    caption -- clean --> words -- before + words + after, or a chat template --> text -- encoder --> tokens
+
+Source: diffusers 0.38, `encode_prompt` of the pipelines. The English sentences are inputs of the published weights.
+"""
+
+import html
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.util import find_spec
+from types import MappingProxyType
+from typing import Any, Optional
+
+Chat = list[dict[str, Any]]
+
+
+def _nothing(tokens: int) -> slice:
+    return slice(0, 0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """The text around a caption.
+
+    Attributes:
+        clean: changes the caption.
+        before, after: text around the caption.
+        chat: returns the conversation that the tokenizer's chat template converts to a text; None for no template.
+        template: arguments of the chat template.
+        dropped: rows to remove from the embedding, from the number of tokens in `before`.
+        bare_empty: the empty caption, for guidance, has no text around it.
+    """
+
+    clean: Callable[[str], str] = str
+    before: str = ""
+    after: str = ""
+    chat: Optional[Callable[[str], Chat]] = None
+    template: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
+    dropped: Callable[[int], slice] = _nothing
+    bare_empty: bool = False
+
+    def render(self, caption: str, tokenizer: Any) -> str:
+        """Return the text of a caption.
+
+        Raises:
+            ValueError: the tokenizer has no chat template.
+        """
+        words = self.clean(caption)
+        if self.chat is not None:
+            text: str = tokenizer.apply_chat_template(self.chat(words), tokenize=False, **self.template)
+            return text
+        return words if self.bare_empty and not caption else self.before + words + self.after
+
+
+def _lower_case(caption: str) -> str:
+    return caption.lower().strip()
+
+
+def _clean_html(caption: str) -> str:
+    """Replace HTML entities and join white space; ftfy repairs the encoding, if it is installed, as in the pipeline."""
+    if find_spec("ftfy") is not None:
+        caption = import_module("ftfy").fix_text(caption)
+    return re.sub(r"\s+", " ", html.unescape(html.unescape(caption))).strip()
+
+
+def _of_user(words: str) -> Chat:
+    return [{"role": "user", "content": words}]
+
+
+def _of_flux2(words: str) -> Chat:
+    contents = {"system": FLUX2_SYSTEM, "user": words.replace("[IMG]", "")}
+    return [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in contents.items()]
+
+
+FLUX2_SYSTEM = (
+    "You are an AI that reasons about image descriptions. You give structured responses focusing on object "
+    "relationships, object\nattribution and actions without speculation."
+)
+QWEN_IMAGE_SYSTEM = (
+    "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of the "
+    "objects and background:"
+)
+LUMINA2_SYSTEM = (
+    "You are an assistant designed to generate superior images with the superior degree of image-text alignment based "
+    "on textual prompts or user prompts."
+)
+SANA_INSTRUCTION = (
+    "Given a user prompt, generate an 'Enhanced prompt' that provides detailed visual descriptions suitable for image "
+    "generation. Evaluate the level of detail in the user prompt:",
+    "- If the prompt is simple, focus on adding specifics about colors, shapes, sizes, textures, and spatial "
+    "relationships to create vivid and concrete scenes.",
+    "- If the prompt is already detailed, refine and enhance the existing details slightly without overcomplicating.",
+    "Here are examples of how to transform or refine prompts:",
+    "- User Prompt: A cat sleeping -> Enhanced: A small, fluffy white cat curled up in a round shape, sleeping "
+    "peacefully on a warm sunny windowsill, surrounded by pots of blooming red flowers.",
+    "- User Prompt: A busy city street -> Enhanced: A bustling city street scene at dusk, featuring glowing street "
+    "lamps, a diverse crowd of people in colorful clothing, and a double-decker bus passing by towering glass "
+    "skyscrapers.",
+    "Please generate only the enhanced description for the prompt below and avoid including any additional commentary "
+    "or evaluations:",
+    "User Prompt: ",
+)
+
+PROMPTS = {
+    "plain": Prompt(),
+    "lower_case": Prompt(clean=_lower_case),
+    "wan": Prompt(clean=_clean_html),
+    "chat": Prompt(chat=_of_user, template={"add_generation_prompt": True, "enable_thinking": False}),
+    "chat_thinking": Prompt(chat=_of_user, template={"add_generation_prompt": True, "enable_thinking": True}),
+    "flux2": Prompt(chat=_of_flux2, template={"add_generation_prompt": False}),
+    "qwen_image": Prompt(
+        before=f"<|im_start|>system\n{QWEN_IMAGE_SYSTEM}<|im_end|>\n<|im_start|>user\n",
+        after="<|im_end|>\n<|im_start|>assistant\n",
+        dropped=lambda tokens: slice(0, 34),  # the tokens of `before` in Qwen's vocabulary
+    ),
+    "lumina2": Prompt(before=f"{LUMINA2_SYSTEM} <Prompt Start> ", bare_empty=True),
+    "sana": Prompt(
+        clean=_lower_case,
+        before="\n".join(SANA_INSTRUCTION),
+        dropped=lambda tokens: slice(1, tokens - 1),  # keeps the start token and the last token of the instruction
+        bare_empty=True,
+    ),
+}
+"""By the name of the option `prompt`."""

@@ -1,0 +1,91 @@
+"""The numbers of a step over all ranks, by one all-reduce: loss, gradient norm, tokens and requests to stop.
+
+every rank   logged terms | tokens | request to stop | squared gradient norm      summed over all ranks, float64
+device       loss, gradient norm, factor of the gradients, whether the update is applied
+host         a copy of them, which it reads when it needs them; until then it does not wait for the device
+"""
+
+import math
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dit.backends import device
+from dit.backends.megatron_types import MegatronOptimizer
+from dit.backends.process_groups import ProcessGroups
+from dit.optimizer.master_weights import squared_gradient_norm
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Largest loss and gradient norm of a step whose update is applied."""
+
+    loss: float = sys.float_info.max
+    grad_norm: float = sys.float_info.max
+
+
+class HostNumbers(NamedTuple):
+    """Numbers of a step on the host, equal on every rank.
+
+    Attributes:
+        loss: mean loss over all tokens.
+        grad_norm: gradient norm before clipping.
+        must_stop: whether any rank asks to stop after the step.
+        is_good: whether loss and norm are finite and within the limits; otherwise, the device omits the update.
+    """
+
+    loss: float
+    grad_norm: float
+    must_stop: bool
+    is_good: bool
+
+
+class StepNumbers:
+    """The numbers of a step, from the gradients that the backward pass left on this rank.
+
+    Copies the gradients to the master weights. Every rank creates it (collective); the host does not wait.
+
+    Args:
+        sums: sums of this rank in the step, `[terms + 1]`: the logged terms and the tokens; zeros without a loss.
+        num_terms: number of terms, the first ones, that add up to the loss.
+        stop: whether this rank asks to stop after the step.
+
+    Attributes:
+        grad_norm: gradient norm before clipping, `[]`, float64.
+        is_good: whether the update is applied, `[]`, bool; see `HostNumbers`.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        optimizer: MegatronOptimizer,
+        groups: ProcessGroups,
+        sums: Tensor,
+        num_terms: int,
+        *,
+        stop: bool = False,
+        limits: Limits = Limits(),
+    ) -> None:
+        local = sums.double(), sums.new_full((1,), float(stop), dtype=torch.float64), squared_gradient_norm(optimizer)
+        reduced = torch.cat(local)
+        dist.all_reduce(reduced)
+        *terms, tokens, requests, squares = reduced.unbind()
+        # Tensor-parallel ranks have equal sums. All of them count in the loss, so that a wrong rank changes it.
+        loss = sum(terms[:num_terms], start=torch.zeros_like(tokens)) / tokens
+        factor = (tokens / groups.tp.size()).clamp(min=1).reciprocal()  # without tokens, all gradients are 0
+        optimizer.gradient_factor.value = factor
+        self.grad_norm = squares.sqrt() * factor / math.sqrt(optimizer.gradient_copies)
+        # A limit is finite, and comparisons with NaN are false.
+        self.is_good = (loss > -math.inf) & (loss <= limits.loss) & (self.grad_norm <= limits.grad_norm)
+        self._read = device.begin_copy_to_host(torch.stack([loss, self.grad_norm, requests, self.is_good.double()]))
+
+    @cached_property
+    def host(self) -> HostNumbers:
+        """The numbers on the host; the first access waits until the device has computed them."""
+        loss, grad_norm, requests, is_good = self._read()
+        return HostNumbers(loss, grad_norm, requests > 0, is_good > 0)

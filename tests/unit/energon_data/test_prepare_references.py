@@ -1,0 +1,183 @@
+"""Pairs of pictures before and after an edit: prepared from folders, lists and tables, and read by training."""
+
+import json
+from itertools import islice
+from pathlib import Path
+
+import datasets
+import pyarrow as pa
+import pytest
+import torch
+from preparations import as_file, noise
+from pyarrow import parquet
+from torch import Tensor
+
+from dit.batch import pixel_values
+from dit.data_api import BatchSpec
+from dit.encoders.vae import VAE
+from dit.errors import EXIT_CONFIG, EXIT_OK
+from dit.patchify import unpatchify
+from energon_data.dataset import EnergonData
+from energon_data.media_files import pixels_of
+from energon_data.prepare.__main__ import main
+from tests.support.encoders import save_vae
+
+SPEC = BatchSpec(patch_temporal=1, patch_spatial=4, latent_channels=3, conditions=(), micro_batch_size=1)
+COUNT = 4
+SIZES = {0: (16, 32), 1: (32, 16)}  # width and height
+
+
+def before(i: int) -> Tensor:
+    return pixel_values(pixels_of([noise(*SIZES[i % 2], seed=100 + i)]))
+
+
+def after(i: int) -> Tensor:
+    return pixel_values(pixels_of([noise(*SIZES[i % 2], seed=i)]))
+
+
+def write_pairs(root: Path) -> tuple[Path, Path]:
+    """Write `edited/i.png`, and `originals/i.bmp`, with an instruction each; one original is in a subfolder."""
+    for i in range(COUNT):
+        place = "deep/" if i == 3 else ""
+        for folder in ("edited", "originals"):
+            (root / folder / place).mkdir(parents=True, exist_ok=True)
+        (root / f"edited/{place}{i}.png").write_bytes(as_file(noise(*SIZES[i % 2], seed=i)))
+        (root / f"edited/{place}{i}.txt").write_text(f"make it {i}")
+        (root / f"originals/{place}{i}.bmp").write_bytes(as_file(noise(*SIZES[i % 2], seed=100 + i), "BMP"))
+    return root / "edited", root / "originals"
+
+
+def prepare(out: Path, *words: object, command: str = "images") -> int:
+    common = ["--out", out, "--validation", 0, "--processes", 1, "--multiple-of", 8]
+    return main([command, *map(str, (*common, *words))])
+
+
+def pairs_of(folder: Path, spec: BatchSpec = SPEC, **settings: object) -> list[tuple[Tensor, Tensor]]:
+    """Return the samples and references, of the same size, that training reads first."""
+    data = EnergonData(path=str(folder), references=True, num_streams=1, background=False, **settings)
+    data.validate(spec, 1, 1)
+    stream = data.build_train(spec, dp_rank=0, dp_size=1, seed=3, log_dir=None)
+    pairs = []
+    for batch in islice(stream, 3 * COUNT):
+        [grid], [length] = batch.grids, batch.layout.lengths
+        sample, reference = (unpatchify(x, grid, 1, spec.patch_spatial) for x in batch.latents_TC[:length].chunk(2))
+        pairs.append((sample, reference))
+    return pairs
+
+
+def equal_one(pair: tuple[Tensor, Tensor], expected: list[tuple[Tensor, Tensor]]) -> list[int]:
+    """Return which of the expected pairs this is, in both pictures."""
+    return [
+        i
+        for i, both in enumerate(expected)
+        if all(a.shape == b.shape and torch.allclose(a, b, atol=2e-3) for a, b in zip(pair, both))
+    ]
+
+
+def numbers(pairs: list[tuple[Tensor, Tensor]], expected: list[tuple[Tensor, Tensor]]) -> set[int]:
+    found = [equal_one(pair, expected) for pair in pairs]
+    assert all(len(which) == 1 for which in found)
+    return {i for (i,) in found}
+
+
+PAIRS = [(after(i), before(i)) for i in range(COUNT)]
+
+
+def test_pictures_of_the_same_name_are_a_pair(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """Whatever the format; an edited picture without an original is skipped with a reason."""
+    edited, originals = write_pairs(tmp_path)
+    (edited / "alone.png").write_bytes(as_file(noise(16, 16)))
+    (originals / "broken.png").write_bytes(b"no picture")
+    (edited / "broken.png").write_bytes(as_file(noise(16, 16)))
+    assert prepare(tmp_path / "out", "--in", edited, "--reference", originals) == EXIT_OK
+    said = capsys.readouterr().out
+    assert "skipped, no_reference: 1; alone.png: --reference" in said
+    assert "skipped, bad_image: 1; broken.png: its reference: " in said
+    assert f"edited from another picture: {COUNT} samples" in said
+    assert numbers(pairs_of(tmp_path / "out"), PAIRS) == set(range(COUNT))
+
+
+def test_flips_and_crops_are_the_same_for_both_pictures(tmp_path: Path) -> None:
+    edited, originals = write_pairs(tmp_path)
+    assert prepare(tmp_path / "out", "--in", edited, "--reference", originals) == EXIT_OK
+
+    def window(x: Tensor, top: int, left: int, mirror: bool) -> Tensor:
+        cut = x[..., top : top + 12, left : left + 12]
+        return cut.flip(-1) if mirror else cut
+
+    places = [(top, left, mirror) for top in range(21) for left in range(21) for mirror in (False, True)]
+    expected = [
+        tuple(window(x, *place) for x in pair)
+        for pair in PAIRS
+        for place in places
+        if place[0] + 12 <= pair[0].shape[-2] and place[1] + 12 <= pair[0].shape[-1]
+    ]
+    found = numbers(pairs_of(tmp_path / "out", crop_size=[12, 12], flip=0.5), expected)
+    assert len(found) > 2 * COUNT
+
+
+def test_a_list_names_the_original_of_each_picture(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """One original may have several edits, and lie among them; a picture is not its own original."""
+    pictures = tmp_path / "pictures"
+    pictures.mkdir()
+    for i in range(COUNT):
+        (pictures / f"{i}.png").write_bytes(as_file(noise(16, 32, seed=i)))
+    rows = [{"file_name": f"{i}.png", "reference": "0.png", "text": f"make it {i}"} for i in range(1, COUNT)]
+    rows += [{"file_name": "0.png", "text": "nothing"}]
+    (pictures / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    assert prepare(tmp_path / "out", "--in", pictures, "--reference", pictures) == EXIT_OK
+    assert "skipped, no_reference: 1; 0.png: " in capsys.readouterr().out
+    tall = [pixel_values(pixels_of([noise(16, 32, seed=i)])) for i in range(COUNT)]
+    assert numbers(pairs_of(tmp_path / "out"), [(tall[i], tall[0]) for i in range(1, COUNT)]) == {0, 1, 2}
+
+
+def test_an_autoencoder_encodes_both(tmp_path: Path) -> None:
+    edited, originals = write_pairs(tmp_path)
+    vae = save_vae(tmp_path / "vae")
+    assert prepare(tmp_path / "out", "--in", edited, "--reference", originals, "--vae", vae) == EXIT_OK
+    encode = VAE(str(vae)).encode
+    latents = [tuple(encode(x[None])[0] for x in pair) for pair in PAIRS]
+    spec = BatchSpec(patch_temporal=1, patch_spatial=1, latent_channels=4, conditions=(), micro_batch_size=1)
+    assert numbers(pairs_of(tmp_path / "out", spec), latents) == set(range(COUNT))
+
+
+def test_a_table_has_a_column_of_originals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the published sets of edits on the hub."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "HF_CACHE_HOME", tmp_path / "cache")
+
+    def files(first: int) -> list[dict]:
+        pictures = [as_file(noise(*SIZES[i % 2], seed=first + i)) for i in range(COUNT)]
+        return [{"bytes": data, "path": f"{i}.png"} for i, data in enumerate(pictures)]
+
+    columns = {"source": files(100), "target": files(0), "instruction": [f"make it {i}" for i in range(COUNT)]}
+    parquet.write_table(pa.table(columns), tmp_path / "x.parquet")
+    words = ["--in", tmp_path / "x.parquet", "--image-column", "target", "--caption-column", "instruction"]
+    assert prepare(tmp_path / "out", *words, "--reference-column", "source", command="huggingface") == EXIT_OK
+    assert numbers(pairs_of(tmp_path / "out"), PAIRS) == set(range(COUNT))
+    wrong = prepare(tmp_path / "wrong", *words, "--reference-column", "instruction", command="huggingface")
+    assert wrong == EXIT_CONFIG
+
+
+def test_a_changed_original_is_noticed(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """The unfinished work of a command is not continued after it."""
+    from energon_data.prepare.media import Options
+    from energon_data.prepare.pictures import Fit
+    from energon_data.prepare.preparation import Preparation
+
+    edited, originals = write_pairs(tmp_path)
+
+    def plan() -> dict:
+        options = Options(fit=Fit(multiple_of=8))
+        return Preparation.of("images", edited, tmp_path / "out", options, references=originals).plan
+
+    first = plan()
+    assert plan() == first
+    (originals / "0.bmp").write_bytes(as_file(noise(16, 16), "BMP"))
+    assert plan() != first
+
+
+def test_a_folder_that_does_not_exist_is_named(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    edited, _ = write_pairs(tmp_path)
+    assert prepare(tmp_path / "out", "--in", edited, "--reference", tmp_path / "missing") == EXIT_CONFIG
+    assert "missing is not a folder; name the one with the pictures before the edit" in capsys.readouterr().err

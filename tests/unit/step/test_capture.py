@@ -1,0 +1,76 @@
+"""Steps on a GPU are sequences of equal operations, except for the lines below, which prevent a CUDA graph."""
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.host import wait_job
+from dit.planner.trace import record_steps
+from dit.tracing.packs import PackShape
+from dit.tracing.sequence import SequenceRecorder, differences
+from dit.tracing.waits import meta_device
+
+STEPS = 8
+KEYS = ("dit/philox.py", "dit/objectives/addressed_noise.py")
+"""Files with operations on the number of the step, which is a number on the host."""
+DENSE = PackShape(((1, 16, 16),) * 4)
+PACKS = [
+    PackShape(grids, total_tokens=2048)
+    for grids in (
+        ((1, 16, 16), (1, 8, 8), (4, 8, 8), (1, 4, 4)),
+        ((1, 4, 4), (4, 8, 8), (1, 16, 16), (1, 8, 8)),
+        ((1, 16, 8), (2, 8, 8), (1, 4, 8), (4, 16, 16)),
+    )
+]
+ATTENTION = {"numbers torch_attn._varlen_attn.default", "numbers torch_attn._varlen_attn_backward.default"}
+"""The length of the longest sample is a number on the host."""
+FUSED = {"numbers dit.adamw.default", "numbers dit.mix.default"}
+"""Learning rate and bias correction of the update, and the step in the noise, are numbers on the host."""
+
+
+def found(packs: list[PackShape], recipe: str, kernels: Any) -> set[str]:
+    """Return the operations that differ between steps, without those of the noise."""
+    job = wait_job(recipe, "packed", kernels)
+    if job.pack.text_lengths:
+        packs = [replace(pack, text_lengths=(5, 6, 7, 8)) for pack in packs]
+    job = replace(job, pack=packs[0], packs=tuple(packs))
+    first, *others = record_steps(job, STEPS)
+    assert len(first) > 500
+    lines = sum((differences(first, other) for other in others), Counter[str]())
+    return {line.partition(", ")[0] for line in lines if not line.partition(", ")[2].startswith(KEYS)}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kernels", "expected"),
+    [("tiny_dit", "eager", set()), ("tiny_dit", "triton", FUSED), ("tiny_ldm_unet", "eager", set())],
+)
+def test_steps_of_dense_batches_are_equal(recipe: str, kernels: str, expected: set[str]) -> None:
+    assert found([DENSE], recipe, kernels) == expected
+
+
+def test_steps_of_packs_with_equal_numbers_of_samples_and_tokens_differ_in_attention() -> None:
+    assert found(PACKS, "tiny_dit", "triton") == ATTENTION | FUSED
+
+
+def test_each_difference_is_found() -> None:
+    """A change of an operation, a shape, a number, or the memory that remains."""
+    recorder, held = SequenceRecorder(), list[torch.Tensor]()
+
+    def step(size: int = 3, factor: float = 2.0, *, add: bool = False, keeps: bool = False) -> Any:
+        recorder.begin()
+        values = torch.empty(size, device="meta")
+        result = values + 1 if add else values * factor
+        if keeps:
+            held.append(result)
+        del result
+        torch.empty(7, device="meta")
+        return recorder.operations
+
+    with meta_device(recorder):
+        first = step()
+        assert not differences(first, step())
+        for change in ({"size": 4}, {"factor": 3.0}, {"add": True}, {"keeps": True}):
+            assert differences(first, step(**change)), change

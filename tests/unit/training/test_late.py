@@ -1,0 +1,191 @@
+"""Runs that read the numbers of most steps one step late equal runs that read all at once, to the bit."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.step import build_parser, config_of
+from dit.backends.process_groups import ProcessGroups
+from dit.batch import PackedBatch
+from dit.errors import NotFiniteError
+from dit.kernels.adamw import adamw
+from dit.monitoring.sinks import read_records
+from dit.optimizer.master_weights import SLOTS, get_step_count
+from dit.optimizer.update import FusedUpdate
+from dit.training import pretrain
+from dit.training.pretrain import Run
+
+STEPS, SAVED, LOGGED, BAD = 28, 6, 11, 14
+WORDS = (
+    *("--factory", "tiny_dit", f"training.num_steps={STEPS}", f"training.log_interval={LOGGED}"),
+    *(f"checkpoint.interval={SAVED}", "checkpoint.async_save=False", "training.global_batch_size=2"),
+    *("training.micro_batch_size=1", "training.ema_decay=0.9", "data.num_streams=1", "logging.tensorboard=False"),
+)
+DENSE = {"shapes": ["1x8x8"]}
+PACKS = {"shapes": ["1x8x8", "1x8x12", "1x4x4", "1x12x12"], "max_tokens_per_pack": 80, "pack_multiple_of": 4}
+TIMES = ("per_s", "_s_", "time", "wait_share", "late_micro", "mfu", "tflops", "slowest", "peak_memory", "path")
+
+
+class Scaled(Iterator[PackedBatch]):
+    """A stream of packs; the latents of both packs of some steps are multiplied by a factor.
+
+    The first ten steps are read at once, until all parameters had a gradient.
+
+    Args:
+        factors: factor by number of the step.
+    """
+
+    def __init__(self, stream: Any, factors: dict[int, float]) -> None:
+        self.stream, self.factors, self.count = stream, factors, 0
+
+    def __next__(self) -> PackedBatch:
+        pack, step = next(self.stream), self.count // 2 + 1
+        self.count += 1
+        return replace(pack, latents_TC=pack.latents_TC * self.factors.get(step, 1.0))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+class Trainer:
+    """Trains a tiny model in a new folder with each call."""
+
+    def __init__(self, folder: Path, groups: ProcessGroups, patch: pytest.MonkeyPatch) -> None:
+        self.folder, self.groups, self.patch = folder, groups, patch
+        self.late: list[int] = []
+        self.calls = 0
+
+    def __call__(
+        self,
+        *words: str,
+        late: bool,
+        data: Any = PACKS,
+        fused: bool = False,
+        factors: Any = None,
+        signal_in: int = 0,
+    ) -> dict[str, Any]:
+        """Train, and return everything that a step changes; `self.late` lists the steps that were read late."""
+        self.calls += 1
+        config = config_of(build_parser().parse_args([*WORDS, *words]), str(self.folder / str(self.calls)))
+        config = replace(config, data=replace(config.data, **data))
+        run = Run(config, *config.check_here(), self.groups)
+        asked = SimpleNamespace(signal_name="SIGTERM", requested=False)
+        state, record = run.state, SimpleNamespace(step=0)
+        if fused:
+            state.update = FusedUpdate(state.optimizer, state.shards, state.ema, config.optimizer.clip_grad, adamw)
+        run.batches._stream = Scaled(run.batches._stream, factors or {})
+        self.late, step_late = [], pretrain.train_step
+
+        def train_step(*args: Any, late: bool) -> Any:
+            if late:
+                self.late.append(state.step + 1)
+            asked.requested = asked.requested or state.step + 1 == signal_in
+            return step_late(*args, late=late)
+
+        error = None
+        with self.patch.context() as patch:
+            patch.setattr(pretrain, "train_step", train_step)
+            if not late:
+                patch.setattr(pretrain, "may_be_late", lambda *_: False)
+            try:
+                stopped: Any = pretrain.train(run, record, asked)  # type: ignore[arg-type]
+            except NotFiniteError as raised:
+                stopped, error = None, str(raised)
+        run.close()
+        tensors = {f"{s.name} {slot}": s.slot(slot).clone() for s in state.shards for slot in SLOTS}
+        tensors |= {s.name: s.main.detach().clone() for s in state.shards}
+        tensors |= {f"{s.name} average": value.clone() for s, value in zip(state.shards, state.ema.values)}
+        return {
+            "tensors": tensors,
+            "counts": (state.step, record.step, get_step_count(state.optimizer), state.consumed_samples, stopped),
+            "guard": run.bad_steps.guard.state_dict(),
+            "error": error,
+            "records": [without_times(r) for r in read_records(Path(config.training.run_dir) / "metrics.jsonl")],
+            "saved": sorted(path.name for path in (Path(config.training.run_dir) / "checkpoints").glob("iter_*")),
+        }
+
+
+def without_times(value: Any) -> Any:
+    """Return a record without measured times and memory."""
+    if isinstance(value, dict):
+        return {k: without_times(v) for k, v in value.items() if not any(word in k for word in TIMES)}
+    return value
+
+
+@pytest.fixture
+def trainer(tmp_path: Path, one_rank_world: ProcessGroups, monkeypatch: pytest.MonkeyPatch) -> Trainer:
+    return Trainer(tmp_path, one_rank_world, monkeypatch)
+
+
+def assert_equal(late: dict[str, Any], early: dict[str, Any]) -> None:
+    for name, values in early["tensors"].items():
+        assert torch.equal(late["tensors"][name], values), name
+    assert {k: v for k, v in late.items() if k != "tensors"} == {k: v for k, v in early.items() if k != "tensors"}
+
+
+SKIP = "training.on_bad_numbers=skip"
+CASES: dict[str, Any] = {
+    "dense": ([], {"data": DENSE}),
+    "packs": ([], {}),
+    "fused": ([], {"fused": True}),
+    "bf16": (["training.precision=bf16", "parallel.data_parallel=distributed_optimizer"], {"fused": True}),
+    "ddp": (["parallel.data_parallel=ddp"], {}),
+    "no clipping": (["optimizer.clip_grad=0"], {}),
+    "skip": ([SKIP], {"factors": {BAD: float("nan"), BAD + 1: float("inf"), 20: float("nan")}}),
+    "skip, fused": ([SKIP], {"factors": {BAD: float("nan"), BAD + 1: float("nan")}, "fused": True}),
+    "skip before a save": ([SKIP], {"factors": {3 * SAVED - 1: float("nan")}}),
+    "spike": ([SKIP, "training.spike_threshold=30"], {"factors": {25: 1e4}, "fused": True}),
+    "stop": ([], {"factors": {BAD: float("nan")}}),
+    "too many": ([SKIP, "training.max_bad_steps=1"], {"factors": {BAD: float("nan"), BAD + 2: float("nan")}}),
+    "stop at a step": ([f"training.stop_at_step={BAD}"], {}),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_late_numbers_change_nothing(trainer: Trainer, case: str) -> None:
+    words, arguments = CASES[case]
+    early = trainer(*words, late=False, **arguments)
+    assert not trainer.late
+    late = trainer(*words, late=True, **arguments)
+    assert trainer.late
+    assert BAD in trainer.late or case in ("dense", "stop at a step")
+    assert not {1, SAVED, LOGGED, STEPS} & set(trainer.late)
+    assert_equal(late, early)
+    if "factors" in arguments:
+        assert [r for r in late["records"] if r["kind"] == "incident"]
+    if case == "stop":
+        assert late["counts"][:2] == (BAD - 1, BAD - 1)
+
+
+def test_a_request_to_stop_ends_the_run_one_step_later(trainer: Trainer) -> None:
+    """In the state of a run whose last step this is."""
+    late = trainer(late=True, signal_in=BAD)
+    early = trainer(f"training.stop_at_step={BAD + 1}", late=False)
+    assert late["counts"][0] == BAD + 1
+    assert f"iter_{BAD + 1:07d}" in late["saved"]
+    incidents = [(r["incident"], r["step"]) for r in late["records"] if r["kind"] == "incident"]
+    assert incidents == [("signal", BAD + 1)]
+    late["records"] = [r for r in late["records"] if r["kind"] != "incident"]
+    assert_equal(late, early)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["training.precision=fp16"],
+        ["training.on_bad_numbers=rewind"],
+        ["optimizer.offload=True"],
+        ["training.ema_offload=True"],
+        ["training.log_interval=1"],
+        ["training.validation_interval=1", "data.validation_samples=2"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_steps_that_must_be_read_at_once(trainer: Trainer, words: list[str]) -> None:
+    trainer(*words, "training.num_steps=8", "schedule.warmup_steps=1", late=True)
+    assert not trainer.late
