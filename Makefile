@@ -15,13 +15,14 @@ DEMO_LATENT ?= runs/pictograms_latent
 DEMO_AUTOENCODER ?= runs/pictogram_autoencoder
 DEMO_CASCADE ?= runs/cascade_letters
 DEMO_PICTOGRAMS ?= runs/cascade_pictograms
+DEMO_AVATARS ?= runs/avatars_text
 # 400 colour pictograms, evenly spread over these blocks of Unicode.
 PICTOGRAMS = pictograms --size 64 --blocks pictographs transport supplemental extended --count 400
 
 export OMP_NUM_THREADS ?= 1
 export TQDM_DISABLE ?= 1
 
-.PHONY: demo demo-text demo-edit demo-video demo-latent demo-cascade demo-pictograms docs test lint test-parallel test-faults test-slurm benchmark hashes clean help
+.PHONY: demo demo-text demo-edit demo-video demo-latent demo-cascade demo-pictograms demo-avatars docs test lint test-parallel test-faults test-slurm benchmark hashes clean help
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -142,6 +143,14 @@ demo-pictograms: $(VENV)/.installed data/pictograms_64/dataset.json data/all_pic
 	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_PICTOGRAMS)_32 --metric sharpness --minimum 0.5
 	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_PICTOGRAMS)_64 --metric sharpness --minimum 0
 
+data/avatars/dataset.json: | $(VENV)/.installed
+	$(VENV)/bin/python -m energon_data.prepare avatars --text-encoder all-minilm-l6-v2 --out data/avatars
+
+demo-avatars: $(VENV)/.installed data/avatars/dataset.json ## train avatars by text, draw and read combinations that training never saw
+	$(VENV)/bin/torchrun --standalone --nproc-per-node 2 -m launch.train --yes --factory avatars_text \
+	  training.run_dir=$(DEMO_AVATARS)
+	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_AVATARS) --metric avatars --out avatars.png --minimum 0.9
+
 # Files in their order: what starts many processes comes first, so that the two workers end together.
 test: lint ## lint, types and the quick tests that need no GPU
 	$(VENV)/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -168,4 +177,4 @@ docs: $(VENV)/.installed ## the documentation as a site in site/; every link is 
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 clean: ## remove what the commands above made
-	rm -rf runs data site samples.png text.png edit.png edits.png moving.gif pictograms.png cascade_*.png
+	rm -rf runs data site samples.png text.png edit.png edits.png moving.gif pictograms.png avatars.png cascade_*.png

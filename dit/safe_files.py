@@ -219,14 +219,17 @@ def parse_yaml(text: str | bytes) -> Any:
 
 
 @contextmanager
-def open_tar(path: Path) -> Iterator[dict[str, IO[bytes]]]:
+def open_tar(source: Path | bytes) -> Iterator[dict[str, IO[bytes]]]:
     """Yield the regular files in an uncompressed tar archive by name, open for reading; nothing is extracted.
+
+    Args:
+        source: a path, or the content of a file.
 
     Raises:
         OSError: the archive cannot be read.
         ValueError: it is damaged, compressed, or has more than `MOST_MEMBERS` members.
     """
-    with open_binary(path) as file:
+    with io.BytesIO(source) if isinstance(source, bytes) else open_binary(source) as file:
         members: dict[str, IO[bytes]] = {}
         try:
             archive = tarfile.open(fileobj=file, mode="r:")  # noqa: SIM115 (it owns nothing)

@@ -78,7 +78,7 @@ def skies(install: Callable[..., None], tmp_path: Path) -> Iterator[None]:
 def test_a_clone_is_read_and_not_its_installed_copy(install: Callable[..., None]):
     """The copy may be of an older revision."""
     install("megatron-dit", metrics="old = dit.errors:ConfigError")
-    assert {"letters", "letter_edits", "pictograms"} == extensions.registered("metrics").keys()
+    assert {"letters", "letter_edits", "pictograms", "avatars"} == extensions.registered("metrics").keys()
     assert "letters" in extensions.load("preparations", {})
 
 

@@ -56,7 +56,7 @@ def test_torchrun_reports_a_failure_before_the_ranks_that_it_stops(tmp_path, mon
     [
         ([], ["--factory", "--list"]),
         (["--yes", "--factory"], ["--factory needs a value"]),
-        (["--factory", "leters_dit", "--yes"], ["leters_dit", "letters_dit?"]),
+        (["--factory", "leters_dit", "--yes"], ["leters_dit", "letters_dit"]),
         (["--factory", "zzz", "--yes"], ["zzz", "--list"]),
         (["--factory", "no_such_package.recipe", "--yes"], ["no_such_package"]),
         (["--factory", "tests.unit.launch.recipes_for_tests.not_a_recipe", "--yes"], ["int", "run.Partial"]),

@@ -1,0 +1,1 @@
+"""Pixel-art avatars by text: combinations of attributes that training never saw."""

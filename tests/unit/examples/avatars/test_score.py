@@ -1,0 +1,50 @@
+"""Figures of avatars: right attributes, distances, and the minimum, on drawings with known errors."""
+
+import numpy as np
+import pytest
+
+from examples.avatars.drawings import choose, draw
+from examples.avatars.score import Score, distances, missed
+
+
+@pytest.fixture(scope="module")
+def score():
+    """Ten requested avatars; two of the pictures have one other value, and one shows a training picture."""
+    trained, requested = choose("trained", 20), choose("new pair", 10)
+    shown = [list(avatar) for avatar in requested]
+    shown[0][0] = (shown[0][0] + 1) % 4
+    shown[1][4] = (shown[1][4] + 1) % 6
+    shown[2] = trained[0]
+    wrong = sum(a != b for a, b in zip(trained[0], requested[2]))
+    return Score.of("new pair", draw(shown), requested, trained), wrong, shown, requested, trained
+
+
+def test_the_attributes_that_are_read_as_requested_count(score):
+    score, wrong, *_ = score
+    assert score.attributes == pytest.approx(1 - (2 + wrong) / 90)
+    assert score.avatars == 0.7
+    assert score.by_attribute["skin"] <= 0.9
+    assert sum(score.by_attribute.values()) / 9 == pytest.approx(score.attributes)
+
+
+def test_distances_are_root_mean_squares_of_pixel_values(score):
+    score, _, shown, requested, trained = score
+    pictures, drawings, training = (draw(some).astype(float) for some in (shown, requested, trained))
+
+    def rms(a, b):
+        return np.sqrt(np.square(a - b).mean())
+
+    assert score.to_requested == pytest.approx(np.mean([rms(a, b) for a, b in zip(pictures, drawings)]))
+    assert score.to_trained == pytest.approx(np.mean([min(rms(a, b) for b in training) for a in pictures]))
+    assert score.drawing_to_trained == pytest.approx(np.mean([min(rms(a, b) for b in training) for a in drawings]))
+    assert distances(draw(shown), draw(trained))[2, 0] == 0
+
+
+def test_the_minimum_is_that_of_new_avatars(score):
+    score, *_ = score
+    assert missed([score], None) == missed([score], score.attributes) == []
+    (line,) = missed([score], 0.999)
+    assert line.startswith("below the minimum of 99.9 %: attributes of a new pair, ")
+    assert score.lines()[0].startswith(
+        f"new pair: {100 * score.attributes:.1f} % of the attributes as requested (skin "
+    )
