@@ -191,7 +191,7 @@ def test_recompute_of_every_block_adds_the_blocks():
             {"position_embedding": "sincos_3d"},
             ["rope_axes=[2, 6, 4] has no effect", "leave model.rope_axes=[16, 56, 56]"],
         ),
-        ({"position_embedding": "learned_3d"}, ["position_embedding='learned_3d'", "'rope_3d', 'sincos_3d'"]),
+        ({"position_embedding": "learned_3d"}, ["position_embedding='learned_3d'", "'rope_3d'", "'sincos_3d'"]),
         ({"context_dropout": 1.5}, ["context_dropout=1.5"]),
     ],
     ids=lambda value: ",".join(value) if isinstance(value, dict) else "",
