@@ -64,7 +64,7 @@ def test_the_fused_update_reads_and_writes_everything_once(found):
     assert fused["passes"] == pytest.approx(1 + 4 * 2 + 0.5, rel=1e-3)
     assert eager["passes"] == pytest.approx(7 + 1 + 1.5 + 3, rel=1e-2)
     assert [name for name, passes in fused["largest"] if passes > 1e-6] == ["adamw"]
-    assert fused["kernels"] <= 2 + 9  # and those of numbers: factor of the gradients, guard, Adam's step count
+    assert fused["kernels"] <= 2 + 9  # 9 of numbers: the factor, the guard, Adam's count
 
 
 def test_a_step_outside_the_layers_is_little_more_than_plain_pytorch(found):
