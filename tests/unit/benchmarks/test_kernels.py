@@ -55,7 +55,7 @@ def check(found: dict, device: str) -> None:
 
 @needs_triton
 def test_the_update_and_the_noise_move_what_their_tensors_have():
-    """Two parameters of 2**24 elements: 5 tensors read, 4 and a half written; a factor. Noise: two results of 4 bytes."""
+    """Two parameters of 2**24 elements: 5 tensors and a factor read, 4 and a half written. Noise: two results."""
     found = run("--only", "AdamW", "noise")
     check(found, "h200")
     update, noise = found["calls"]

@@ -120,8 +120,8 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
         r"-of-\d+\.safetensors cannot be read: .*download it again",
     ),
     "class": (
-        lambda folder: edit(folder / "config.json", lambda c: c.update(_class_name="SD3Transformer2DModel")),
-        r"config\.json: _class_name='SD3Transformer2DModel' is not supported; supported classes are AutoencoderKL",
+        lambda folder: edit(folder / "config.json", lambda c: c.update(_class_name="UnknownTransformer2DModel")),
+        r"config\.json: _class_name='UnknownTransformer2DModel' is not supported; supported classes are AutoencoderKL",
     ),
     "unknown setting": (
         lambda folder: edit(folder / "config.json", lambda c: c.update(depth=3)),
