@@ -2,11 +2,10 @@
 
 import nemo_run as run
 
-from dit.models.dit_cross.config import DiTCrossConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from examples.avatars.drawings import caption, choose
-from recipes.small import small_run
+from recipes.small import small_run, small_text_dit
 
 
 @run.cli.factory(target=pretrain)
@@ -18,19 +17,7 @@ def avatars_text() -> run.Partial:
     install -e '.[text]'). Training sees few of the combinations, and some pairs of values never. `python -m
     launch.evaluate --checkpoint runs/avatars_text --metric avatars` draws avatars by text and reads their attributes.
     """
-    model = run.Config(
-        DiTCrossConfig,
-        hidden_size=128,
-        num_layers=6,
-        num_attention_heads=4,
-        in_channels=3,
-        patch_spatial=4,
-        context_size=384,
-        context_dropout=0.1,
-        add_bias=True,
-        position_embedding="sincos_2d",
-        fps_conditioning=False,
-    )
+    model = small_text_dit(in_channels=3, patch_spatial=4)
     recipe = small_run("runs/avatars_text", model, run.Config(EnergonData, path="data/avatars", num_streams=2))
     recipe.objective.prediction = "x0"
     recipe.optimizer.lr = 1.5e-3

@@ -36,7 +36,7 @@ MEASURES = {
     "italic": (slant, "more slant"),
     "upright": (slant, "less slant"),
 }
-"""What an edit to each style word changes, and how."""
+"""Property of a letter that an instruction with each style word changes, and the direction of the change."""
 SHOWN = 8  # edits of each style word in the picture
 
 
@@ -75,7 +75,7 @@ def nearest(picture: Tensor, inks: Tensor, numbers: Sequence[int]) -> int:
 
 
 def judge_styles(edits: Sequence[Edit], pictures: Tensor, inks: Tensor, trained: Sequence[Edit]) -> list[Check]:
-    """Compare edited letters with their originals, for each style word."""
+    """Measure the change from each original letter to the edited one, by style word."""
     checks = []
     for word, (measure, change) in MEASURES.items():
         rows = [i for i, edit in enumerate(edits) if edit.word == word]

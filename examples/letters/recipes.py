@@ -3,7 +3,6 @@
 import nemo_run as run
 
 from dit.models.dit.config import DiTConfig
-from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.stdit.config import STDiTConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer.schedules import Cosine
@@ -19,6 +18,7 @@ from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from examples.letters.moving import DIRECTIONS, SPEEDS, caption, still_caption
 from recipes.ddpm import ddpm_cifar10
+from recipes.small import small_text_dit
 
 STYLES = ["a light sans", "a bold sans", "an italic serif", "a bold serif"]
 
@@ -78,19 +78,7 @@ def letters_text() -> run.Partial:
     effect of style words.
     """
     recipe = letters_dit()
-    recipe.model = run.Config(
-        DiTCrossConfig,
-        hidden_size=128,
-        num_layers=6,
-        num_attention_heads=4,
-        in_channels=1,
-        patch_spatial=4,
-        context_size=384,
-        context_dropout=0.1,
-        add_bias=True,
-        position_embedding="sincos_2d",
-        fps_conditioning=False,
-    )
+    recipe.model = small_text_dit(in_channels=1, patch_spatial=4)
     recipe.data = run.Config(EnergonData, path="data/letters_text", num_streams=2)
     recipe.training.run_dir = "runs/letters_text"
     recipe.sampling.prompts = [f"the letter {letter} in {style} font" for style in STYLES for letter in "AGQS"]

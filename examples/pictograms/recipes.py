@@ -3,12 +3,12 @@
 import nemo_run as run
 
 from dit.models.autoencoder.config import AutoencoderConfig
-from dit.models.dit_cross.config import DiTCrossConfig
 from dit.objectives.autoencoding import Autoencoding
 from dit.objectives.vq_autoencoding import VQAutoencoding
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from examples.letters.recipes import letters_dit
+from recipes.small import small_text_dit
 
 
 @run.cli.factory(target=pretrain)
@@ -75,19 +75,7 @@ def pictograms_latent() -> run.Partial:
     --metric pictograms` decodes a sample for each of 200 names and ranks all drawings by their distance to it.
     """
     recipe = letters_dit()
-    recipe.model = run.Config(
-        DiTCrossConfig,
-        hidden_size=192,
-        num_layers=6,
-        num_attention_heads=6,
-        in_channels=16,
-        patch_spatial=2,
-        context_size=384,
-        context_dropout=0.1,
-        add_bias=True,
-        position_embedding="sincos_2d",
-        fps_conditioning=False,
-    )
+    recipe.model = small_text_dit(in_channels=16, patch_spatial=2, hidden_size=192, num_attention_heads=6)
     recipe.data = run.Config(EnergonData, path="data/pictograms_latent", num_streams=2)
     recipe.optimizer.lr = 1.5e-3
     recipe.training.run_dir = "runs/pictograms_latent"

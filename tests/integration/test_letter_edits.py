@@ -22,7 +22,7 @@ SHORT = {
     "launch.sample": "--steps 1",
     "launch.evaluate": "--steps 1 --minimum 0 --minimum-style 0",
 }
-"""What a command gets in addition: later words win."""
+"""Additional arguments of each command; they override earlier ones."""
 FONTS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSerif", "DejaVuSerif-Bold", "STIXGeneral", "STIXGeneralBol")
 
 
