@@ -23,6 +23,7 @@ from dit.convert.diffusers_streams import (
     DiffusersStreams,
     StreamNames,
     head_norms,
+    outer_names,
 )
 from dit.convert.rules import TRAIN_THAT_WAY, ByHead, Rule, with_bias
 from dit.errors import ConfigError
@@ -51,17 +52,7 @@ class DiffusersFlux(DiffusersStreams[FluxConfig]):
         "axes_dims_rope": (16, 56, 56),
     }
     fixed: Mapping[str, Any] = {"patch_size": 1}
-    names: Mapping[str, str] = {
-        "embed.linear": "x_embedder",
-        "embed_text": "context_embedder",
-        "head.modulation": "norm_out.linear",
-        "head.linear": "proj_out",
-        **{
-            f"conditioner.{ours}.{linear}": f"time_text_embed.{theirs}_embedder.{linear}"
-            for ours, theirs in (("time", "timestep"), ("pooled", "text"), ("guidance", "guidance"))
-            for linear in ("linear_1", "linear_2")
-        },
-    }
+    names: Mapping[str, str] = outer_names("time_text_embed", time="timestep", pooled="text", guidance="guidance")
     free = frozenset({"num_single_layers", "pooled_size", "guidance"})
     streams: Mapping[str, StreamNames] = {
         "image": IMAGE("ff.net.0.proj", "ff.net.2", "norm1.linear"),

@@ -22,6 +22,7 @@ from dit.convert.diffusers_streams import (
     DiffusersStreams,
     StreamNames,
     head_norms,
+    outer_names,
 )
 from dit.convert.rules import ByHead, Rule
 from dit.models.flux2.config import Flux2Config
@@ -53,17 +54,7 @@ class DiffusersFlux2(DiffusersStreams[Flux2Config]):
         "guidance_embeds": True,
     }
     fixed: Mapping[str, Any] = {"patch_size": 1, "out_channels": None, "timestep_guidance_channels": 256}
-    names: Mapping[str, str] = {
-        "embed.linear": "x_embedder",
-        "embed_text": "context_embedder",
-        "head.modulation": "norm_out.linear",
-        "head.linear": "proj_out",
-        **{
-            f"conditioner.{ours}.{linear}": f"time_guidance_embed.{theirs}_embedder.{linear}"
-            for ours, theirs in (("time", "timestep"), ("guidance", "guidance"))
-            for linear in ("linear_1", "linear_2")
-        },
-    }
+    names: Mapping[str, str] = outer_names("time_guidance_embed", time="timestep", guidance="guidance")
     free = frozenset({"num_single_layers", "guidance", "layernorm_epsilon", "rope_theta"})
     streams: Mapping[str, StreamNames] = {
         "image": IMAGE("ff.linear_in", "ff.linear_out"),

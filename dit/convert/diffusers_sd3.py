@@ -25,6 +25,7 @@ from dit.convert.diffusers_streams import (
     DiffusersStreams,
     StreamNames,
     attention_rules,
+    outer_names,
 )
 from dit.convert.rules import TRAIN_THAT_WAY, Axes, Chunks, Form, Rule, RuleBook, Shape, require
 from dit.errors import ConfigError
@@ -56,15 +57,8 @@ class DiffusersSD3(DiffusersStreams[SD3Config]):
     }
     fixed: Mapping[str, Any] = {}
     names: Mapping[str, str] = {
+        **outer_names("time_text_embed", time="timestep", pooled="text"),
         "embed.linear": "pos_embed.proj",
-        "embed_text": "context_embedder",
-        "head.modulation": "norm_out.linear",
-        "head.linear": "proj_out",
-        **{
-            f"conditioner.{ours}.{linear}": f"time_text_embed.{theirs}_embedder.{linear}"
-            for ours, theirs in (("time", "timestep"), ("pooled", "text"))
-            for linear in ("linear_1", "linear_2")
-        },
     }
     free = frozenset({"pooled_size", "patch_spatial", "num_dual_layers", "qk_layernorm", "position_crop"})
     streams: Mapping[str, StreamNames] = {

@@ -47,6 +47,26 @@ GATED = Axes("(two f) ... -> (f two) ...", {"two": 2})
 Model = TypeVar("Model", bound=StreamsConfig)
 
 
+def outer_names(embedder: str, **parts: str) -> dict[str, str]:
+    """Return diffusers' names of the layers around the blocks, by ours.
+
+    Args:
+        embedder: name of the embedder of the conditioning.
+        parts: names of its parts, by ours.
+    """
+    return {
+        "embed.linear": "x_embedder",
+        "embed_text": "context_embedder",
+        "head.modulation": "norm_out.linear",
+        "head.linear": "proj_out",
+        **{
+            f"conditioner.{ours}.{linear}": f"{embedder}.{theirs}_embedder.{linear}"
+            for ours, theirs in parts.items()
+            for linear in ("linear_1", "linear_2")
+        },
+    }
+
+
 @dataclass(frozen=True)
 class StreamNames:
     """Names of diffusers' layers of one stream in a joint block, after `transformer_blocks.0`.
