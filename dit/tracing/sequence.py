@@ -72,12 +72,12 @@ def differences(one: Sequence[Operation], other: Sequence[Operation]) -> Counter
     names, other_names = ([f"operation {x.name}, {x.line}" for x in step] for step in (one, other))
     if names != other_names:
         return (Counter(names) - Counter(other_names)) + (Counter(other_names) - Counter(names))
-    found = Counter[str]()
+    differing = Counter[str]()
     for x, y in zip(one, other):
         if x.shapes != y.shapes:
-            found[f"shapes {x.name}, {x.line}"] += 1
+            differing[f"shapes {x.name}, {x.line}"] += 1
         elif x.numbers != y.numbers:
-            found[f"numbers {x.name}, {x.line}"] += 1
+            differing[f"numbers {x.name}, {x.line}"] += 1
         elif x.live != y.live:
-            found[f"memory {x.name}, {x.line}"] += 1
-    return found
+            differing[f"memory {x.name}, {x.line}"] += 1
+    return differing
