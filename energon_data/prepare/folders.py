@@ -89,8 +89,8 @@ class Entry:
         reference: Optional[Callable[[], bytes]] = None
         if references is not None:
             if self.reference is None:
-                wanted = f"called {named}" if (named := row.pop(REFERENCE, None)) else "of its name"
-                raise SampleError("no_reference", f"--reference {references} has no picture {wanted}")
+                description = f"called {named}" if (named := row.pop(REFERENCE, None)) else "of its name"
+                raise SampleError("no_reference", f"--reference {references} has no picture {description}")
             reference = partial(self.reference._read, references / self.reference.name, root and references)
         label = row.get("label") if self.label is None else self.label
         return Source(

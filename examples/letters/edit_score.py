@@ -42,7 +42,13 @@ SHOWN = 8  # edits of each style word in the picture
 
 @dataclass(frozen=True)
 class Edit:
-    """A requested edit: the number of the original among the drawings, the style word, and the number of the truth."""
+    """A requested edit.
+
+    Attributes:
+        original: index of the original among the drawings.
+        word: style word of the instruction.
+        truth: index of the same letter in the requested style; None if the family lacks it.
+    """
 
     original: int
     word: str
@@ -50,7 +56,10 @@ class Edit:
 
 
 def requested_edits(drawings: Sequence[Drawing]) -> tuple[list[Edit], list[Edit]]:
-    """Return the edits of held-out letters that training has seen on other families, and those of the latter."""
+    """Return the edits of held-out letters, and the edits of the training families.
+
+    An edit of a held-out letter is requested only if training has the same change of style.
+    """
     numbers = {(d.family, d.style, d.letter): i for i, d in reversed(list(enumerate(drawings)))}
     every = [
         Edit(i, word, numbers.get((d.family, style, d.letter)))
