@@ -48,10 +48,12 @@ class HostNumbers(NamedTuple):
 class StepNumbers:
     """The numbers of a step, from the gradients that the backward pass left on this rank.
 
-    Copies the gradients to the master weights. Every rank creates it (collective); the host does not wait.
+    The constructor is collective and does not wait for the device. It copies the gradients to the `grad` of the master
+    weights, sums the numbers over all ranks, and sets the optimizer's gradient factor.
 
     Args:
-        sums: sums of this rank in the step, `[terms + 1]`: the logged terms and the tokens; zeros without a loss.
+        sums: sums of this rank in the step, `[terms + 1]`: the logged terms and the tokens; zeros on pipeline stages
+            before the last one.
         num_terms: number of terms, the first ones, that add up to the loss.
         stop: whether this rank asks to stop after the step.
 
@@ -75,9 +77,10 @@ class StepNumbers:
         reduced = torch.cat(local)
         dist.all_reduce(reduced)
         *terms, tokens, requests, squares = reduced.unbind()
-        # Tensor-parallel ranks have equal sums. All of them count in the loss, so that a wrong rank changes it.
+        # Each token is counted by every tensor-parallel rank. The mean contains the losses of all of them, so a rank
+        # that computes another loss changes it. Without tokens, the loss is NaN and the factor stays finite.
         loss = sum(terms[:num_terms], start=torch.zeros_like(tokens)) / tokens
-        factor = (tokens / groups.tp.size()).clamp(min=1).reciprocal()  # without tokens, all gradients are 0
+        factor = (tokens / groups.tp.size()).clamp(min=1).reciprocal()
         optimizer.gradient_factor.value = factor
         self.grad_norm = squares.sqrt() * factor / math.sqrt(optimizer.gradient_copies)
         # A limit is finite, and comparisons with NaN are false.

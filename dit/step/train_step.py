@@ -104,7 +104,7 @@ class Step:
 
 
 class StepObserver:
-    """Calls from a step to its checks and timers; this base class changes nothing and accepts every step."""
+    """Calls from a step to its checks and timers; this base class changes nothing and does not check the numbers."""
 
     def enter(self, part: Part) -> None:
         """Start a part of the step."""
@@ -122,14 +122,14 @@ class StepObserver:
         return Limits()
 
     def judge(self, step: Step) -> Action:
-        """Decide on the update; every rank returns the same."""
+        """Decide on the update; every rank returns the same. May overwrite the gradients of a bad step."""
         return "update"
 
     def discard(self, step: Step) -> None:
         """Forget the counts of a step that makes no update."""
 
     def repeat(self, compute: Compute) -> Logs:
-        """Compute the gradients of the current step again, after `discard` of the pending one."""
+        """Compute the gradients again from the batches of the last `compute`, after `discard` of the pending step."""
         raise NotImplementedError
 
 
@@ -153,7 +153,7 @@ def train_step(
 
     Args:
         batches: this replica's micro-batches; local tokens under context parallelism.
-        previous: the step before, if it is pending; settled here.
+        previous: the step before, if it is pending; settled here. After the last step, the caller settles it.
         late: return without waiting for the device. Needs `Update.can_be_omitted`, and no fp16.
     """
     observer.enter("forward and backward")
@@ -166,7 +166,7 @@ def train_step(
     compute = partial(compute_gradients, state, forward_step, functions.micro_batches)
     logs = observer.compute(compute, batches)
     if previous is not None and settle(state, previous, observer) != "update":
-        logs = observer.repeat(compute)  # `judge` has overwritten the gradients; the weights are the same
+        logs = observer.repeat(compute)  # `judge` computed the bad step again, which overwrote these gradients
 
     observer.enter("numbers")
     objective = functions.objective
@@ -199,9 +199,9 @@ def train_step(
 
 
 def settle(state: StepState, step: Step, observer: StepObserver) -> Action:
-    """Read the numbers of a pending step, and handle a bad one; the weights are those after the step.
+    """Read the numbers of a pending step, and handle a bad one. The device has already applied or omitted the update.
 
-    If the observer raises an error, the step does not count.
+    If the observer raises an error, which it does for bad steps only, the step does not count.
     """
     step.is_pending, state.step = False, step.number - 1
     step.action = observer.judge(step)
