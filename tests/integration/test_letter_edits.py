@@ -29,7 +29,17 @@ FONTS = ("DejaVuSans", "DejaVuSans-Bold", "DejaVuSerif", "DejaVuSerif-Bold", "ST
 def commands(target: str) -> list[str]:
     """Return the lines that make would run for a target without any data."""
     shown = subprocess.run(
-        ["make", "--dry-run", "VENV=none", "PYTHON=none", target, "-C", str(ROOT), "--old-file=none/.installed"],
+        [
+            "make",
+            "--dry-run",
+            "--always-make",
+            "VENV=none",
+            "PYTHON=none",
+            target,
+            "-C",
+            str(ROOT),
+            "--old-file=none/.installed",
+        ],
         capture_output=True,
         text=True,
         check=True,

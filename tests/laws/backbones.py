@@ -180,6 +180,10 @@ BACKBONES = {
             "num_attention_heads": {"rope_axes": [4, 8, 4]},
             "position_embedding": {"rope_axes": [16, 56, 56]},
         },
+        given={
+            "text_output": {"num_single_layers": 0},
+            "position_crop": {"position_embedding": "sincos_2d", "rope_axes": [16, 56, 56]},
+        },
         text_tokens=1,  # a dropped text keeps its length in joint attention, a missing one is one null token
     ),
     "flux2": Row(
@@ -188,7 +192,9 @@ BACKBONES = {
         other={"rope_factors": [1.0, 4.0, 1.0]},
         # With one pair of features for each axis, theta has no effect.
         given={name: TWO_PAIRS for name in ("rope_theta", "rope_factors")}
-        | {"rope_scaling": {**TWO_PAIRS, "rope_factors": [2.0, 3.0, 2.0]}},
+        | {"rope_scaling": {**TWO_PAIRS, "rope_factors": [2.0, 3.0, 2.0]}}
+        | {"position_crop": {"position_embedding": "sincos_2d", "rope_axes": [32, 32, 32, 32]}},
+        refused=("num_dual_layers", "text_output"),  # its blocks share modulations
         also={
             "hidden_size": {"rope_axes": [4, 4, 4, 4]},
             "num_attention_heads": {"rope_axes": [4, 4, 4, 4]},
@@ -207,6 +213,7 @@ BACKBONES = {
             "num_attention_heads": {"rope_axes": [4, 8, 4]},
             "position_embedding": {"rope_axes": [16, 56, 56]},
         },
+        given={"position_crop": {"position_embedding": "sincos_2d", "rope_axes": [16, 56, 56]}},
         text_tokens=1,
         idle=r"layers\.1\.text\.(q_layernorm|linear_proj|mlp)\..*",  # of the last block, whose text nothing reads
     ),
