@@ -333,15 +333,19 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
         latent_size = generator.size_of(settings.get("frames"), settings.get("size"))
         settings |= {"initial": read_initial(args.init, latent_size, channels, decode), "strength": strength}
         init = {"init": str(args.init), "strength": strength}
+    still = 1, *generator.size_of(settings.get("frames"), settings.get("size"))[1:]
     if args.first_frame is not None:
         if args.init is not None:
             raise ConfigError("--init starts stills and --first-frame clips; give one of them")
-        latent_size = 1, *generator.size_of(settings.get("frames"), settings.get("size"))[1:]
-        settings |= {"first_frame": read_initial(args.first_frame, latent_size, channels, decode, "--first-frame")}
+        settings |= {"first_frame": read_initial(args.first_frame, still, channels, decode, "--first-frame")}
         init = {"first_frame": str(args.first_frame)}
     if args.reference:
-        latent_size = 1, *generator.size_of(settings.get("frames"), settings.get("size"))[1:]
-        read = partial(read_initial, latent_size=latent_size, channels=channels, decoder=decode, option="--reference")
+        if getattr(generator.config.data, "references", None) is False:
+            raise ConfigError(
+                f"--checkpoint {args.checkpoint} was trained without references (data.references=False), so it cannot "
+                "edit pictures; train on data of `energon_data.prepare --reference`, or leave --reference out"
+            )
+        read = partial(read_initial, latent_size=still, channels=channels, decoder=decode, option="--reference")
         requests = with_references(requests, args.reference, args.count, read)
     gallery = Gallery(
         [request.caption for request in requests],

@@ -40,12 +40,13 @@ class FakeGenerator:
     )
     latent_size: tuple[int, int, int] = (1, 6, 6)
     calls: list[dict] = field(default_factory=list)
+    data: SimpleNamespace = field(default_factory=lambda: SimpleNamespace(path="somewhere"))
 
     @property
     def config(self):
         model = DiTConfig(num_classes=self.num_classes, context_size=self.context_size, in_channels=self.channels)
         sampling = SimpleNamespace(prompts=None, seed=7, num_steps=3)
-        return SimpleNamespace(model=model, data=SimpleNamespace(path="somewhere"), sampling=sampling)
+        return SimpleNamespace(model=model, data=self.data, sampling=sampling)
 
     def batch_size(self, frames, size):
         return 1000
@@ -158,6 +159,9 @@ def test_every_prompt_edits_its_picture(generator, tmp_path, capsys):
     assert [record["reference"] for record in records] == [files[1]] * 4
     assert draw(tmp_path, "--labels", "A,B,C", "--reference", *files) == 2
     assert "--reference has 2 pictures for 3 samples; give one, or one for each" in capsys.readouterr().err
+    generator.data = SimpleNamespace(path="somewhere", references=False)
+    assert draw(tmp_path, *flags, "--reference", files[1]) == 2
+    assert "trained without references (data.references=False)" in capsys.readouterr().err
 
 
 def test_a_name_wins_over_a_number_and_over_another_case():
