@@ -23,6 +23,7 @@ from torch import Tensor
 
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
+from dit.conditions import Conditions
 from dit.errors import BatchError
 from dit.layout import SequenceLayout
 from dit.step.forward_step import TrainingForwardStep
@@ -90,7 +91,12 @@ class GraphedSchedule:
         Raises:
             BatchError: the packs have more shapes than graphs may exist.
         """
-        packs, inputs = list(islice(batches, num_micro_batches)), list[Tensor]()
+        used = [condition.name for condition in forward_step.model.conditions()]
+        packs = [
+            replace(pack, conditions=Conditions({name: pack.conditions.get(name) for name in used}))
+            for pack in islice(batches, num_micro_batches)
+        ]
+        inputs = list[Tensor]()
         kind = constants(packs, inputs)
         if kind not in self._graphs:
             self._check_number(packs)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -29,11 +30,12 @@ class Recording(TorchDispatchMode):
 
     def replay(self) -> None:
         """Run all operations again, with results in the same memory."""
-        for func, args, kwargs, results in self.operations:
-            again = [x for x in tree_leaves(func(*args, **kwargs)) if isinstance(x, Tensor)]
-            for x, new in zip(results, again, strict=True):
-                if x.data_ptr() != new.data_ptr():
-                    x.detach().copy_(new)
+        with torch._C._AutoDispatchBelowAutograd():  # as recorded
+            for func, args, kwargs, results in self.operations:
+                again = [x for x in tree_leaves(func(*args, **kwargs)) if isinstance(x, Tensor)]
+                for x, new in zip(results, again, strict=True):
+                    if x.data_ptr() != new.data_ptr():
+                        x.copy_(new)
 
 
 def record(compute: Callable[[], Logs]) -> tuple[Logs, Callable[[], None]]:
