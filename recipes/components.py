@@ -18,6 +18,7 @@ from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.lora_config import LoRAConfig
 from dit.models.moviegen.config import MovieGenConfig
 from dit.models.qwen_image.config import QwenImageConfig
+from dit.models.sana.config import SanaConfig
 from dit.models.sd3.config import SD3Config
 from dit.models.stdit.config import STDiTConfig
 from dit.models.wan.config import WanConfig
@@ -168,6 +169,12 @@ def flux2_klein_4b() -> run.Config[Flux2Config]:
 def qwen_image_20b() -> run.Config[QwenImageConfig]:
     """Qwen-Image (20.4 B): 60 joint blocks of width 3072, 24 heads; text of 3584."""
     return run.Config(QwenImageConfig, num_joint_layers=60)
+
+
+@run.cli.factory(target=ModelConfig)
+def sana_1_6b() -> run.Config[SanaConfig]:
+    """SANA 1.6B (1.60 B): 20 layers of width 2240, 70 heads of linear attention; 32 latent channels, text of 2304."""
+    return run.Config(SanaConfig)
 
 
 @run.cli.factory(target=ModelConfig)

@@ -444,16 +444,18 @@ class LayerProvider:
 
     def sum_over_tensor_ranks(self, x: Tensor) -> Tensor:
         """Sum a tensor over the tensor-parallel ranks, and its gradient in the backward pass."""
-        if self.tp_size == 1:
-            return x
-        return copy_to_tensor_model_parallel_region(
-            reduce_from_tensor_model_parallel_region(x, group=self.tp_group), group=self.tp_group
-        )
+        return x if self.tp_size == 1 else _sum_over(x, self.tp_group)
 
-    def split_vector(self, size: int, init: Init) -> nn.Parameter:
-        """Build a vector that is split over tensor-parallel ranks."""
-        empty = torch.empty(self.split(size, "features"), dtype=self.config.params_dtype, device=self._device)
-        return with_init(set_sharding(nn.Parameter(empty), ParameterSharding(split_dim=0)), init)
+    def sum_over_context_ranks(self, x: Tensor) -> Tensor:
+        """Sum a tensor over the context-parallel ranks, and its gradient in the backward pass."""
+        group = None if self._groups is None else self._groups.cp
+        return x if group is None or group.size() == 1 else _sum_over(x, group)
+
+    def split_parameter(self, shape: tuple[int, ...], init: Init) -> nn.Parameter:
+        """Build a parameter whose first dimension is split over tensor-parallel ranks."""
+        local = (self.split(shape[0], "features"), *shape[1:])
+        empty = torch.empty(local, dtype=self.config.params_dtype, device=self._device)
+        return with_init(set_sharding(nn.Parameter(empty), ROWS), init)
 
     def parameter(
         self,
@@ -471,6 +473,11 @@ class LayerProvider:
         """
         empty = torch.empty(shape, dtype=dtype or self.config.params_dtype, device=self._device)
         return with_init(set_sharding(nn.Parameter(empty), ParameterSharding(gradient_covers=gradient_covers)), init)
+
+
+def _sum_over(x: Tensor, group: Any) -> Tensor:
+    """Sum a tensor over the ranks of a group, and its gradient in the backward pass."""
+    return copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(x, group=group), group=group)
 
 
 def _initialize(layer: nn.Module, weight: ParameterSharding, bias: ParameterSharding, init: Init) -> None:

@@ -196,7 +196,7 @@ def write_attributes(
                 f"the gradient of parameter {name} covers the heads of one tensor-parallel rank, but Megatron-Core "
                 "sums such gradients only for parameters named q_layernorm or k_layernorm, and only with qk_layernorm "
                 "in its config; rename it and return qk_layernorm=True from megatron_sizes(), or split it "
-                "(split_vector)"
+                "(split_parameter)"
             )
         attributes = megatron_attributes(
             sharding, sequence_parallel=sequence_parallel, pipeline=pipeline, first_stage=first_stage

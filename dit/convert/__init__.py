@@ -8,6 +8,7 @@ DIFFUSERS = {
     "PixArtTransformer2DModel": "dit.convert.diffusers_pixart:DiffusersPixArt",
     "QwenImageTransformer2DModel": "dit.convert.diffusers_qwen_image:DiffusersQwenImage",
     "SD3Transformer2DModel": "dit.convert.diffusers_sd3:DiffusersSD3",
+    "SanaTransformer2DModel": "dit.convert.diffusers_sana:DiffusersSana",
     "UNet2DConditionModel": "dit.convert.diffusers_unet:DiffusersUNet",
     "VQModel": "dit.convert.diffusers_autoencoder:DiffusersVQModel",
     "WanTransformer3DModel": "dit.convert.diffusers_wan:DiffusersWan",

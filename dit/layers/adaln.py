@@ -11,19 +11,30 @@ from torch import Tensor, nn
 from dit.backends.init import ONES, ZEROS, xavier_uniform
 from dit.backends.pending_bias import PendingBias
 from dit.backends.provider import LayerProvider
-from dit.backends.sharding import replicate_on_all_stages
+from dit.backends.sharding import GradientCovers, replicate_on_all_stages
 from dit.kernels.layer_kernels import LayerKernels
 from dit.kernels.modulation import NormModulation
 from dit.layout import SequenceLayout
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the token width (Zhang and Sennrich 2019), with or without a modulation after it."""
+    """x / rms(x) * weight over the token width (Zhang and Sennrich 2019), with or without a modulation after it.
 
-    def __init__(self, hidden_size: int, provider: LayerProvider, *, eps: float) -> None:
+    Args:
+        gradient_covers: see `ParameterSharding`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        provider: LayerProvider,
+        *,
+        eps: float,
+        gradient_covers: GradientCovers = "sequence_shard",
+    ) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = provider.parameter((hidden_size,), ONES)
+        self.weight = provider.parameter((hidden_size,), ONES, gradient_covers=gradient_covers)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return nn.functional.rms_norm(x_TD, x_TD.shape[-1:], self.weight, self.eps)

@@ -46,7 +46,7 @@ class WidthRMSNorm(nn.Module):
         super().__init__()
         self.eps, self.width, self.provider = eps, num_heads * head_size, provider
         self.compiles = provider.tp_size == 1  # see `ColumnLinear.compiles`
-        self.weight = provider.split_vector(self.width, ONES)
+        self.weight = provider.split_parameter((self.width,), ONES)
 
     def forward(self, x_TNH: Tensor) -> Tensor:
         x = x_TNH.float()
@@ -118,6 +118,7 @@ class SelfAttention(nn.Module):
         num_query_groups: key and value heads; num_heads / num_query_groups query heads share one (grouped-query
             attention, Ainslie et al. 2023, arXiv:2305.13245). Default: `num_heads`.
         bias: whether the projections have biases.
+        qkv_bias: whether the projection to queries, keys and values has one. Default: `bias`.
         qk_layernorm: normalise queries and keys per head.
         norm_full_width: normalise them over the full width instead. Megatron-Core's `qk_layernorm` must then be False,
             because these weights are split over ranks.
@@ -133,6 +134,7 @@ class SelfAttention(nn.Module):
         *,
         num_query_groups: Optional[int] = None,
         bias: bool = True,
+        qkv_bias: Optional[bool] = None,
         qk_layernorm: bool = False,
         norm_full_width: bool = False,
         eps: float = 1e-6,
@@ -145,7 +147,9 @@ class SelfAttention(nn.Module):
         self.heads = Heads(num_heads // groups)
         head_size = hidden_size // num_heads
         rows = hidden_size + 2 * groups * head_size
-        self.linear_qkv = provider.heads_linear(hidden_size, rows, bias=bias, init=xavier_uniform(hidden_size, rows))
+        self.linear_qkv = provider.heads_linear(
+            hidden_size, rows, bias=bias if qkv_bias is None else qkv_bias, init=xavier_uniform(hidden_size, rows)
+        )
         self.linear_proj = provider.row_linear(
             hidden_size, hidden_size, bias=bias, init=xavier_uniform(hidden_size, hidden_size), returns_bias=True
         )

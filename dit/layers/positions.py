@@ -19,7 +19,7 @@ from dit.kernels.rope import Rotation
 from dit.layout import SequenceLayout
 
 SinCos = Literal["sincos_2d", "sincos_3d"]
-PositionEmbedding = Literal["sincos_2d", "sincos_3d", "rope_3d", "learned_3d"]
+PositionEmbedding = Literal["none", "sincos_2d", "sincos_3d", "rope_3d", "learned_3d"]
 RopeScaling = Literal["ntk", "linear"]
 AXES = ("t", "h", "w")
 

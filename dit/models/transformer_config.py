@@ -38,7 +38,7 @@ RANGES: dict[str, Range] = {
     **dict.fromkeys(("patch_spatial", "patch_temporal", "max_grid", "rope_axes", "position_crop"), PATCHES),
     **dict.fromkeys(("class_dropout", "context_dropout"), SHARE),
     **dict.fromkeys(("layernorm_epsilon", "time_scale", "position_span"), POSITIVE),
-    **dict.fromkeys(("moe_ffn_hidden_size", "moe_top_k", "head_size"), WIDTH),
+    **dict.fromkeys(("moe_ffn_hidden_size", "moe_top_k", "head_size", "num_cross_attention_heads"), WIDTH),
     **dict.fromkeys(("block_out_channels", "mid_out_channels", "norm_num_groups", "control_channels"), WIDTH),
     **dict.fromkeys(("transformer_layers", "mid_transformer_layers"), whole(0, 1000)),
     "layers_per_block": LAYERS,
@@ -55,7 +55,7 @@ RANGES: dict[str, Range] = {
 
 Positions = Literal["sincos_2d", "sincos_3d", "rope_3d"]
 """Position embeddings that are computed from the patch indices."""
-KnownPositions = Literal["sincos_2d", "sincos_3d", "rope_3d", "learned_3d"]
+KnownPositions = Literal["none", "sincos_2d", "sincos_3d", "rope_3d", "learned_3d"]
 """Position embeddings of all backbones; a subclass narrows the choice."""
 
 

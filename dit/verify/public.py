@@ -116,6 +116,7 @@ CALLS: Mapping[str, Call] = {
     "VQModel": call_vq,
     "DiTTransformer2DModel": _call_dit,
     "PixArtTransformer2DModel": _call_pixart,
+    "SanaTransformer2DModel": _call_pixart,
     "WanTransformer3DModel": _call_wan,
     "FluxTransformer2DModel": call_flux,
     "Flux2Transformer2DModel": call_flux,

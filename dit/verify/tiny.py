@@ -73,6 +73,7 @@ def tiny_model(model: ModelConfig, parallel: ParallelConfig, fp8: Optional[Fp8] 
         "hidden_size": heads * HEAD_SIZE,
         "num_attention_heads": heads,
         "num_query_groups": groups if grouped else None,
+        "num_cross_attention_heads": groups,
         "ffn_hidden_size": 4 * HEAD_SIZE * heads if is_fourfold else 12 * heads,
         "moe_ffn_hidden_size": 12 * heads,
         "in_channels": 4,

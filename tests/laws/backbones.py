@@ -232,6 +232,13 @@ BACKBONES = {
         text_tokens=1,
         idle=r"layers\.1\.text\.q_layernorm\..*",  # of the last block, in which nothing reads the text's queries
     ),
+    "sana": Row(
+        recipe="tiny_sana",
+        quick=("tp2_sp", "cp2"),
+        other={"num_cross_attention_heads": 4, "position_embedding": "sincos_2d"},
+        refused=("num_query_groups", "rope_theta", "rope_factors", "rope_scaling"),
+        given={"rope_theta": {}, "rope_factors": {}, "rope_scaling": {}},
+    ),
     "wan": Row(recipe="wan_14b_mock"),
     "ddpm_unet": Row(
         recipe="tiny_ddpm_unet",

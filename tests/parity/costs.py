@@ -20,6 +20,7 @@ from dit.models.imagen_config import ImagenConfig
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.moviegen.config import MovieGenConfig
 from dit.models.qwen_image.config import QwenImageConfig
+from dit.models.sana.config import SanaConfig
 from dit.models.sd3.config import SD3Config
 from dit.models.stdit.config import STDiTConfig
 from dit.models.streams.config import StreamsConfig
@@ -214,6 +215,23 @@ def _wan(c: WanConfig, layout: SequenceLayout, texts: SequenceLayout, padding: b
     per_row = h * (h + 2 * kv) + 3 * h * h + 2 * h * c.ffn_size
     layer = rows * per_row + text_rows * 2 * kv * h + 2 * pairs * h
     once = samples * (_conditioner(c) + 6 * h * h) + text_rows * ((c.context_size or 0) + h) * h
+    return once + rows * h * (c.token_channels + c.output_features) + c.num_layers * layer
+
+
+def _sana_weights(c: SanaConfig) -> int:
+    h, f, text, norms = c.hidden_size, c.ffn_size, c.context_size or 0, 2 * c.hidden_size * c.qk_layernorm
+    layer = 6 * h + 3 * h * h + 5 * (h + 1) * h + 2 * norms + (h + 1) * 2 * f + 10 * 2 * f + f * h
+    ends = (c.token_channels + 1) * h + 2 * h + (h + 1) * c.output_features
+    return ends + _conditioner_weights(c) + (text + 1) * h + (h + 1) * h + h + 6 * h * (h + 1) + c.num_layers * layer
+
+
+def _sana(c: SanaConfig, layout: SequenceLayout, texts: SequenceLayout, padding: bool) -> int:
+    """The convolution has 9 taps, and a head the products of H x (H + 1) numbers twice, both only for real tokens."""
+    h, f, rows, text_rows = c.hidden_size, c.ffn_size, _rows(layout, padding), _rows(texts, padding)
+    pairs = sum(n * k for n, k in zip(layout.lengths, texts.lengths, strict=True))
+    per_token = 2 * h * (c.head_size + 1) + 9 * 2 * f
+    layer = rows * (6 * h * h + 3 * h * f) + layout.valid_tokens * per_token + 2 * h * (text_rows * h + pairs)
+    once = layout.num_samples * (_conditioner(c) + 6 * h * h) + text_rows * ((c.context_size or 0) + h) * h
     return once + rows * h * (c.token_channels + c.output_features) + c.num_layers * layer
 
 
@@ -432,6 +450,7 @@ PARAMETERS: dict[type, Any] = {
     EfficientUNetConfig: _efficient_unet_weights,
     **dict.fromkeys((FluxConfig, Flux2Config, QwenImageConfig, SD3Config), _streams_weights),
     MovieGenConfig: _moviegen_weights,
+    SanaConfig: _sana_weights,
     STDiTConfig: _stdit_weights,
     UNetConfig: _unet_weights,
     WanConfig: _wan_weights,
@@ -441,6 +460,7 @@ MULTIPLY_ADDS: dict[type, Any] = {
     DiTCrossConfig: _dit_cross,
     **dict.fromkeys((FluxConfig, Flux2Config, QwenImageConfig, SD3Config), _streams),
     MovieGenConfig: _moviegen,
+    SanaConfig: _sana,
     STDiTConfig: _stdit,
     WanConfig: _wan,
 }
