@@ -16,6 +16,7 @@ from dit.models.flux.config import FluxConfig
 from dit.models.flux2.config import Flux2Config
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.lora_config import LoRAConfig
+from dit.models.lumina2.config import Lumina2Config
 from dit.models.moviegen.config import MovieGenConfig
 from dit.models.qwen_image.config import QwenImageConfig
 from dit.models.sd3.config import SD3Config
@@ -181,6 +182,12 @@ def sd3_5_medium() -> run.Config[SD3Config]:
     """Stable Diffusion 3.5 medium (2.24 B): 24 joint blocks of width 1536, 13 with a second attention."""
     sizes = {"hidden_size": 1536, "num_attention_heads": 24, "num_joint_layers": 24, "num_dual_layers": 13}
     return run.Config(SD3Config, **sizes, position_crop=[384, 64])
+
+
+@run.cli.factory(target=ModelConfig)
+def lumina2_2b() -> run.Config[Lumina2Config]:
+    """Lumina-Image 2.0 (2.61 B): 2 refiners and 26 blocks of width 2304, 24 heads in 8 groups; text of 2304."""
+    return run.Config(Lumina2Config, num_single_layers=26)
 
 
 @run.cli.factory(target=ModelConfig)

@@ -105,11 +105,13 @@ class DiffusersStreams(DiffusersFormat[Model]):
         names: names of diffusers' layers by ours, outside the blocks.
         streams: names of diffusers' layers in joint blocks, by stream.
         free: further settings that diffusers' class has.
+        blocks: names of the lists of blocks with two streams, and with one.
     """
 
     names: Mapping[str, str]
     streams: Mapping[str, StreamNames]
     free: frozenset[str] = frozenset()
+    blocks: tuple[str, str] = ("transformer_blocks", "single_transformer_blocks")
 
     def sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
         """Return the sizes that have the same names in all classes.
@@ -161,10 +163,11 @@ class DiffusersStreams(DiffusersFormat[Model]):
 
     def rules(self, model: Model, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
         rules = [rule for ours, theirs in self.names.items() for rule in with_bias(ours, theirs)]
+        two_streams, one_stream = self.blocks
         for i in range(model.num_joint_layers):
-            rules += self.joint(model, f"layers.{i}", f"transformer_blocks.{i}")
+            rules += self.joint(model, f"layers.{i}", f"{two_streams}.{i}")
         for i in range(model.num_single_layers):
-            rules += self.single(model, f"layers.{model.num_joint_layers + i}", f"single_transformer_blocks.{i}")
+            rules += self.single(model, f"layers.{model.num_joint_layers + i}", f"{one_stream}.{i}")
         rules += self.shared(model)
         forms: dict[str, Form] = {"head.modulation": Chunks((1, 0)), **self.forms(model)}
         rules = [
@@ -210,11 +213,12 @@ def attention_rules(
 ) -> list[Rule]:
     """Return the rules of an attention, by the names of diffusers' layers."""
     turned = (0, 1) if model.position_embedding == "rope_3d" else ()
-    norms = head_norms(module, q_norm, k_norm)
+    norms, size = head_norms(module, q_norm, k_norm), model.head_size
+    groups = model.num_query_groups or model.num_attention_heads
+    queries = model.num_attention_heads // groups
+    form = ByHead(groups, (queries * size, size, size), turned, queries=queries)
     return [
-        *with_bias(
-            f"{module}.linear_qkv", q, k, v, form=ByHead(model.num_attention_heads, (model.head_size,) * 3, turned)
-        ),
+        *with_bias(f"{module}.linear_qkv", q, k, v, form=form),
         *with_bias(f"{module}.linear_proj", out),
         *(norms if turned else (replace(rule, form=Same()) for rule in norms)),
     ]

@@ -111,6 +111,7 @@ class ByHead:
         fused: one external tensor has all parts; otherwise there is one for each part.
         dim: axis of the features: 0 for outputs, 1 for inputs.
         alternate: the features of the last two parts alternate in the parameter (gates and values of a SwiGLU).
+        queries: heads of the first part in each of `heads` groups (grouped-query attention).
     """
 
     heads: int
@@ -119,17 +120,22 @@ class ByHead:
     fused: bool = False
     dim: int = 0
     alternate: bool = False
+    queries: int = 1
 
     @property
     def axis(self) -> Optional[int]:
         return self.dim
 
+    def _turn(self, by_head: list[Tensor], sizes: tuple[int, int]) -> None:
+        for i in self.turned:
+            heads = by_head[i].unflatten(self.dim + 1, (self.queries if i == 0 else 1, -1))
+            by_head[i] = _swap_pairs(heads, self.dim + 2, sizes).flatten(self.dim + 1, self.dim + 2)
+
     def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
         sizes = [self.heads * share for share in self.shares]
         parts = tensors[0].split(sizes, self.dim) if self.fused else tensors
         by_head = [x.unflatten(self.dim, (self.heads, -1)) for x in parts]
-        for i in self.turned:
-            by_head[i] = _swap_pairs(by_head[i], self.dim + 1, (-1, 2))
+        self._turn(by_head, (-1, 2))
         if self.alternate:
             by_head[-2:] = [_swap_pairs(torch.cat(by_head[-2:], self.dim + 1), self.dim + 1, (2, -1))]
         return torch.cat(by_head, self.dim + 1).flatten(self.dim, self.dim + 1)
@@ -140,8 +146,7 @@ class ByHead:
             by_head[-2:] = _swap_pairs(torch.cat(by_head[-2:], self.dim + 1), self.dim + 1, (-1, 2)).chunk(
                 2, self.dim + 1
             )
-        for i in self.turned:
-            by_head[i] = _swap_pairs(by_head[i], self.dim + 1, (2, -1))
+        self._turn(by_head, (2, -1))
         parts = [x.flatten(self.dim, self.dim + 1) for x in by_head]
         return (torch.cat(parts, self.dim),) if self.fused else parts
 
@@ -172,6 +177,20 @@ class Chunks:
     def to_external(self, parameter: Tensor) -> Sequence[Tensor]:
         chunks = parameter.chunk(len(self.order))
         return (torch.cat([chunks[self.order.index(i)] for i in range(len(self.order))]),)
+
+
+@dataclass(frozen=True)
+class Negated:
+    """Another form with the opposite sign, for a linear layer whose output the other code base negates."""
+
+    axis: ClassVar[Optional[int]] = None
+    form: Form = field(default_factory=Same)
+
+    def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
+        return -self.form.from_external(tensors)
+
+    def to_external(self, parameter: Tensor) -> Sequence[Tensor]:
+        return self.form.to_external(-parameter)
 
 
 @dataclass(frozen=True)

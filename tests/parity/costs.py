@@ -18,6 +18,7 @@ from dit.models.flux.config import FluxConfig
 from dit.models.flux2.config import Flux2Config
 from dit.models.imagen_config import ImagenConfig
 from dit.models.ldm_unet.config import LDMUNetConfig
+from dit.models.lumina2.config import Lumina2Config
 from dit.models.moviegen.config import MovieGenConfig
 from dit.models.qwen_image.config import QwenImageConfig
 from dit.models.sd3.config import SD3Config
@@ -231,6 +232,42 @@ def _streams_modulations(c: StreamsConfig) -> int:
     return 12 * joint + 3 * single + 3 * c.num_dual_layers - (0 if c.text_output else 4)
 
 
+def _sandwich(c: StreamsConfig, modulated: bool) -> tuple[int, int]:
+    """Return the weights that every row of a sandwich block meets, and its further parameters."""
+    h, kv, f, bias = c.hidden_size, _kv_size(c), c.ffn_size, int(c.add_bias)
+    inner = f * (2 if c.activation == "swiglu" else 1)
+    norms = 4 * h + 2 * c.head_size * c.qk_layernorm
+    modulation = 4 * h * (c.condition_width + 1) if modulated else 0
+    return 2 * h * (h + kv) + h * (inner + f), norms + bias * (3 * h + 2 * kv + inner) + modulation
+
+
+def _lumina2_ends(c: StreamsConfig) -> tuple[int, int, int]:
+    """Return the weights that an image row, a text row and a sample meet outside the blocks."""
+    h, width = c.hidden_size, c.condition_width
+    per_sample = CONDITION_FEATURES * width + width * width + width * h
+    return c.token_channels * h + h * c.output_features, (c.context_size or 0) * h + h * c.output_features, per_sample
+
+
+def _lumina2_weights(c: StreamsConfig) -> int:
+    h, text, (embed, embed_text, sample) = c.hidden_size, c.context_size or 0, _lumina2_ends(c)
+    ends = embed + embed_text - h * c.output_features + sample
+    ends += 2 * h + 2 * c.condition_width + h + c.output_features + 2 * text  # biases, norm of the text, null token
+    with_modulation, without = sum(_sandwich(c, True)), sum(_sandwich(c, False))
+    return ends + c.num_joint_layers * (with_modulation + without) + c.num_single_layers * with_modulation
+
+
+def _lumina2(c: StreamsConfig, layout: SequenceLayout, texts: SequenceLayout, padding: bool) -> int:
+    h, rows, text_rows = c.hidden_size, _rows(layout, padding), _rows(texts, padding)
+    squares = [sum(n**2 for n in lengths) for lengths in (layout.lengths, texts.lengths)]
+    joint = sum((n + k) ** 2 for n, k in zip(layout.lengths, texts.lengths, strict=True))
+    matrices, (embed, embed_text, sample) = _sandwich(c, True)[0], _lumina2_ends(c)
+    pairs = c.num_joint_layers * sum(squares) + c.num_single_layers * joint
+    modulated = c.num_joint_layers + c.num_single_layers
+    per_sample = sample + modulated * 4 * h * c.condition_width
+    blocks = c.num_layers * (rows + text_rows) * matrices + 2 * pairs * h
+    return blocks + rows * embed + text_rows * embed_text + layout.num_samples * per_sample
+
+
 def _streams_conditioner(c: StreamsConfig) -> int:
     h, sinusoids, pooled = c.hidden_size, 1 + (c.guidance is not None), c.pooled_size
     return sinusoids * (CONDITION_FEATURES * h + h * h) + (0 if pooled is None else pooled * h + h * h)
@@ -431,6 +468,7 @@ PARAMETERS: dict[type, Any] = {
     DiTCrossConfig: _dit_cross_weights,
     EfficientUNetConfig: _efficient_unet_weights,
     **dict.fromkeys((FluxConfig, Flux2Config, QwenImageConfig, SD3Config), _streams_weights),
+    Lumina2Config: _lumina2_weights,
     MovieGenConfig: _moviegen_weights,
     STDiTConfig: _stdit_weights,
     UNetConfig: _unet_weights,
@@ -440,6 +478,7 @@ MULTIPLY_ADDS: dict[type, Any] = {
     DiTConfig: _dit,
     DiTCrossConfig: _dit_cross,
     **dict.fromkeys((FluxConfig, Flux2Config, QwenImageConfig, SD3Config), _streams),
+    Lumina2Config: _lumina2,
     MovieGenConfig: _moviegen,
     STDiTConfig: _stdit,
     WanConfig: _wan,

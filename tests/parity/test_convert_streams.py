@@ -1,4 +1,4 @@
-"""FLUX.2, Qwen-Image and Stable Diffusion 3 to and from diffusers.
+"""FLUX.2, Qwen-Image, Stable Diffusion 3 and Lumina 2 to and from diffusers.
 
 Equal outputs and gradients, exact round trips, published sizes.
 """
@@ -8,13 +8,19 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import Flux2Transformer2DModel, QwenImageTransformer2DModel, SD3Transformer2DModel
+from diffusers import (
+    Flux2Transformer2DModel,
+    Lumina2Transformer2DModel,
+    QwenImageTransformer2DModel,
+    SD3Transformer2DModel,
+)
 from torch import Tensor
 
 from dit.batch import PackedBatch
 from dit.conditions import per_sample
 from dit.convert.diffusers_flux2 import DiffusersFlux2
 from dit.convert.diffusers_format import DiffusersFormat
+from dit.convert.diffusers_lumina2 import DiffusersLumina2
 from dit.convert.diffusers_qwen_image import DiffusersQwenImage
 from dit.convert.diffusers_sd3 import DiffusersSD3
 from dit.errors import ConfigError
@@ -45,6 +51,10 @@ SD3: dict[str, Any] = {
     **{**COMMON, "num_layers": 3, "in_channels": 4, "out_channels": 4, "caption_projection_dim": 48},
     **{"pooled_projection_dim": 12, "sample_size": 16, "pos_embed_max_size": 24},
 }
+LUMINA2: dict[str, Any] = {
+    **{"hidden_size": 64, "num_layers": 2, "num_refiner_layers": 2, "num_attention_heads": 4, "num_kv_heads": 2},
+    **{"in_channels": 4, "axes_dim_rope": (4, 8, 4), "cap_feat_dim": 20},
+}
 FAMILIES = {
     "flux2_dev": Family(DiffusersFlux2(), Flux2Transformer2DModel, {**FLUX2, "mlp_ratio": 2.0}),
     "flux2_klein": Family(DiffusersFlux2(), Flux2Transformer2DModel, {**FLUX2, "guidance_embeds": False}),
@@ -53,6 +63,7 @@ FAMILIES = {
         QwenImageTransformer2DModel,
         {**COMMON, "in_channels": 16, "out_channels": 4, "axes_dims_rope": (4, 6, 6)},
     ),
+    "lumina2": Family(DiffusersLumina2(), Lumina2Transformer2DModel, LUMINA2),
     "sd3": Family(DiffusersSD3(), SD3Transformer2DModel, {**SD3, "patch_size": 1}),
     "sd3.5_medium": Family(
         DiffusersSD3(), SD3Transformer2DModel, {**SD3, "qk_norm": "rms_norm", "dual_attention_layers": (0, 1)}
@@ -164,6 +175,7 @@ PUBLISHED = {
         3.88,
     ),
     "Qwen-Image": (DiffusersQwenImage(), QwenImageTransformer2DModel, {}, 20.43),
+    "Lumina-Image 2.0": (DiffusersLumina2(), Lumina2Transformer2DModel, {"cap_feat_dim": 2304}, 2.61),
     "Stable Diffusion 3.5 large": (DiffusersSD3(), SD3Transformer2DModel, SD3_LARGE, 8.06),
     "Stable Diffusion 3.5 medium": (
         DiffusersSD3(),

@@ -1,4 +1,4 @@
-"""The two kinds of blocks, with text and image as two streams or as one."""
+"""Blocks of `block=adaln_zero`, with text and image as two streams or as one."""
 
 from collections.abc import Sequence
 from typing import Optional
@@ -37,7 +37,8 @@ def _modulation(
     if config.shared_modulation:
         return SelectedModulation(sublayers)
     count, eps = (sublayers.stop - sublayers.start + dual if output else 1), config.layernorm_epsilon
-    return Modulation(config.hidden_size, count, provider, bias=config.add_bias, eps=eps, gated=output)
+    size, width = config.hidden_size, config.condition_width
+    return Modulation(size, count, provider, condition_size=width, bias=config.add_bias, eps=eps, gated=output)
 
 
 def _head_norms(config: StreamsConfig, provider: LayerProvider) -> tuple[nn.Module, nn.Module]:

@@ -29,6 +29,11 @@ from dit.layout import SequenceLayout
 from dit.models.base import Backbone, Stage
 from dit.models.streams.config import StreamsConfig
 from dit.models.streams.layer import SUBLAYERS, JointLayer, SingleLayer
+from dit.models.streams.sandwich import RefinerLayer, SandwichLayer
+
+BLOCKS = {"adaln_zero": (JointLayer, SingleLayer), "sandwich": (RefinerLayer, SandwichLayer)}
+"""Layers with two streams, and with one, by `StreamsConfig.block`."""
+SANDWICH_HEAD_EPSILON = 1e-6  # of the layer norm in the head of all published models
 
 
 class Streams(Backbone):
@@ -48,19 +53,19 @@ class Streams(Backbone):
     option.
     """
 
-    fsdp_units = (JointLayer, SingleLayer)
+    fsdp_units = (JointLayer, SingleLayer, RefinerLayer, SandwichLayer)
 
     def __init__(self, config: StreamsConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
         super().__init__(stage)
         self.config = provider.config
         self.model_config = config
         self.provider = provider
-        size, bias, eps = config.hidden_size, config.add_bias, config.layernorm_epsilon
+        size, bias, eps, width = config.hidden_size, config.outer_bias, config.layernorm_epsilon, config.condition_width
         assert config.context_size is not None
         rope = config.position_embedding == "rope_3d"
         self.rotary = config.rotary(config.rope_axes) if rope else None
         self.conditioner = Conditioner(
-            size,
+            width,
             provider,
             time_scale=config.time_scale,
             pooled_size=config.pooled_size,
@@ -70,7 +75,7 @@ class Streams(Backbone):
         self.modulation: nn.Module = nn.Identity()
         if config.shared_modulation:
             last = SUBLAYERS["single" if config.num_single_layers else "image"]
-            self.modulation = Modulation(size, last.stop, provider, bias=bias, eps=eps)
+            self.modulation = Modulation(size, last.stop, provider, condition_size=width, bias=bias, eps=eps)
             replicate_on_all_stages(self.modulation.parameters())
         if stage.first:
             self.embed = PatchEmbedding(config.token_channels, size, provider, bias=bias)
@@ -78,15 +83,20 @@ class Streams(Backbone):
             self.text_norm = RMSNorm(config.context_size, provider, eps=eps) if config.text_norm else nn.Identity()
             init = xavier_uniform(config.context_size, size)
             self.embed_text = provider.replicated_linear(config.context_size, size, bias=bias, init=init)
+        two_streams, one_stream = BLOCKS[config.block]
         kinds = {i: config.layer_kind(i) for i in stage.layers}
         self.layers = nn.ModuleDict(
             {
-                str(i): (JointLayer if kind.joint else SingleLayer)(config, provider, attention, kind)
+                str(i): (two_streams if kind.joint else one_stream)(config, provider, attention, kind)
                 for i, kind in kinds.items()
             }
         )
         if stage.last:
-            self.head = FinalLayer(size, config.output_features, provider, eps=eps, bias=bias)
+            shifted = config.block != "sandwich"
+            eps = eps if shifted else SANDWICH_HEAD_EPSILON
+            self.head = FinalLayer(
+                size, config.output_features, provider, eps=eps, condition_size=width, shifted=shifted, bias=bias
+            )
 
     def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
         texts, provider = pad_tokens(text_layout(batch), self.provider), self.provider
@@ -95,7 +105,7 @@ class Streams(Backbone):
         if self.rotary is not None:
             # Attention gets the tokens of all tensor-parallel ranks.
             rotation_J = self.rotary(joint.join(*token_positions(self.model_config, batch, texts)))
-        cond_SD = self.conditioner(time_S, batch)
+        cond_SD = self.conditioner(1 - time_S if self.model_config.reversed_time else time_S, batch)
         condition = self.modulation(cond_SD)
         positions_T3 = sincos_positions(self.model_config, batch)
         layout, (inputs_TC, positions_T3) = shard_tokens(batch.layout, provider, inputs_TC, positions_T3)
@@ -151,7 +161,8 @@ def token_positions(config: StreamsConfig, batch: PackedBatch, texts: SequenceLa
     """Return the rotary positions of text tokens `[K, A]` and of image tokens `[T, A]` on each of `position_axes`.
 
     Source: `origin`: black-forest-labs/flux; `own_axis`: `pipeline_flux2.py` of diffusers; `after_image`, centred:
-    Wu et al. 2025 (Qwen-Image), arXiv:2508.02324 (MSRoPE), and `transformer_qwenimage.py` of diffusers.
+    Wu et al. 2025 (Qwen-Image), arXiv:2508.02324 (MSRoPE), and `transformer_qwenimage.py` of diffusers; `before_image`:
+    `transformer_lumina2.py` of diffusers.
     """
     image_T3, index_K1 = batch.positions_T3, texts.token_index_T[:, None]
     sides: Sequence[tuple[int, int]] = [(h, w) for _, h, w in batch.grids]
@@ -159,6 +170,9 @@ def token_positions(config: StreamsConfig, batch: PackedBatch, texts: SequenceLa
         below = batch.layout.tensor([(0, h - h // 2, w - w // 2) for h, w in sides])
         image_T3 = image_T3 - batch.layout.per_token(below)
         sides = [(h // 2, w // 2) for h, w in sides]
+    if config.text_positions == "before_image":
+        start_S3 = batch.layout.tensor([(length, 0, 0) for length in texts.lengths])
+        return nn.functional.pad(index_K1, (0, 2)), image_T3 + batch.layout.per_token(start_S3)
     if config.text_positions == "own_axis":
         return nn.functional.pad(index_K1, (3, 0)), nn.functional.pad(image_T3, (0, 1))
     if config.text_positions == "after_image":

@@ -62,6 +62,7 @@ OWN_DATA = "tests/unit/recipes/test_own_data.py"
 PIPELINES, IMPORT_LORA = "tests/parity/test_pipelines.py", "tests/parity/test_import_lora.py"
 GROWTH = "tests/unit/planner/test_growth.py"
 LORA, CONVERT_LORA = "tests/unit/models/test_lora.py", "tests/parity/test_convert_lora.py"
+CONVERT_STREAMS = "tests/parity/test_convert_streams.py"
 BOXES, STATE_FILES, HOSTILE, RESUME_CHECK = (
     f"tests/unit/checkpoint/test_{name}.py" for name in ("boxes", "state_files", "hostile_checkpoint", "resume_check")
 )
