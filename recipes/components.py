@@ -22,6 +22,7 @@ from dit.models.qwen_image.config import QwenImageConfig
 from dit.models.sd3.config import SD3Config
 from dit.models.stdit.config import STDiTConfig
 from dit.models.wan.config import WanConfig
+from dit.models.z_image.config import ZImageConfig
 from dit.objectives.adversarial import Adversarial
 from dit.objectives.autoencoding import Autoencoding
 from dit.objectives.base import Objective
@@ -188,6 +189,12 @@ def sd3_5_medium() -> run.Config[SD3Config]:
 def lumina2_2b() -> run.Config[Lumina2Config]:
     """Lumina-Image 2.0 (2.61 B): 2 refiners and 26 blocks of width 2304, 24 heads in 8 groups; text of 2304."""
     return run.Config(Lumina2Config, num_single_layers=26)
+
+
+@run.cli.factory(target=ModelConfig)
+def z_image_6b() -> run.Config[ZImageConfig]:
+    """Z-Image (6.15 B): 2 refiners and 30 blocks of width 3840, 30 heads; text of 2560."""
+    return run.Config(ZImageConfig, num_single_layers=30)
 
 
 @run.cli.factory(target=ModelConfig)

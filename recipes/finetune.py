@@ -17,12 +17,14 @@ from dit.checkpoint.diffusers_folder import is_network, local_path, read_network
 from dit.checkpoint.reading import candidates, no_checkpoint, read_settings
 from dit.convert.run_record import build
 from dit.errors import ConfigError
+from dit.models.base import ModelConfig
 from dit.models.lora_config import LoRAConfig
+from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import parameter_shapes
 from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.components import dit_cross_s
+from recipes.components import dit_cross_s, lumina2_2b, z_image_6b
 from recipes.dit import text_conditional
 
 WEIGHTS, ADAM, MOMENTS, AVERAGE, FROZEN = 6, 4, 8, 4, 2
@@ -51,6 +53,24 @@ class Way:
             return FROZEN * parameters / (gpus if self.fsdp else 1)
         sharded = ADAM + MOMENTS * (not self.moments) + AVERAGE * (not self.average)
         return parameters * (WEIGHTS / (gpus if self.fsdp else 1) + sharded / gpus)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published model.
+
+    Attributes:
+        folder: of its diffusers pipeline, if none is given.
+        time_shift: of the training.
+    """
+
+    folder: str
+    model: run.Config[ModelConfig]
+    time_shift: float
+
+
+def _z_image() -> Published:
+    return Published("models/z-image", z_image_6b(), time_shift=3.0)
 
 
 WAYS = (Way(), Way(average=True), Way(fsdp=True), Way(fsdp=True, average=True, moments=True))
@@ -112,8 +132,8 @@ def _settings(base: str) -> dict[str, Any]:
     return {part: getattr(settings, part) for part in ("model", "objective", "sampling")}
 
 
-def _on_base(name: str, base: Optional[str]) -> run.Partial:
-    """Return a training on `data/mine` from the weights of `base`; of the model of `pretrain` if none is given.
+def _on_base(name: str, base: Optional[str], published: Optional[Published] = None) -> run.Partial:
+    """Return a training on `data/mine` from the weights of `base`; of `published` or `pretrain` if none is given.
 
     Raises:
         ConfigError: `base` has no weights.
@@ -122,7 +142,11 @@ def _on_base(name: str, base: Optional[str]) -> run.Partial:
     if base is not None:
         for part, settings in _settings(base).items():
             setattr(recipe, part, _as_config(settings))
-    recipe.checkpoint.start_from = base or "runs/pretrain"
+    elif published is not None:
+        recipe.model = published.model
+        recipe.objective = run.Config(FlowMatching, time_distribution="logit_normal", time_shift=published.time_shift)
+        recipe.sampling = run.Config(SamplingConfig, solver="euler", num_steps=50, guidance_scale=5.0)
+    recipe.checkpoint.start_from = base or ("runs/pretrain" if published is None else published.folder)
     recipe.checkpoint.interval = 250
     recipe.data = run.Config(EnergonData, path="data/mine")
     recipe.optimizer.lr = 1e-5
@@ -171,6 +195,27 @@ def finetune_lora(base: Optional[str] = None, gpus: Optional[int] = None, gpu_me
     trained further. `launch.export --format diffusers-lora` or `comfyui-lora` exports the adapters.
     """
     return _fit(_with_lora(_on_base("finetune_lora", base), rank=16), gpus, gpu_memory)
+
+
+@run.cli.factory(target=pretrain)
+def finetune_z_image(base: Optional[str] = None, gpus: Optional[int] = None, gpu_memory: int = 80) -> run.Partial:
+    """All weights of Z-Image (6.15 B) in `models/z-image`, a pipeline of diffusers, as finetune: 8 x 80 GB with gpus=8.
+
+    Pictures: `python -m energon_data.prepare` with `--vae models/z-image --text-encoder models/z-image`.
+    """
+    return _fit(_on_base("finetune_z_image", base, _z_image()), gpus, gpu_memory)
+
+
+@run.cli.factory(target=pretrain)
+def finetune_z_image_lora(base: Optional[str] = None, gpus: Optional[int] = None, gpu_memory: int = 80) -> run.Partial:
+    """LoRA adapters of rank 16 on Z-Image (6.15 B) in `models/z-image`, as finetune_lora: one 24 GB GPU."""
+    return _fit(_with_lora(_on_base("finetune_z_image_lora", base, _z_image()), rank=16), gpus, gpu_memory)
+
+
+@run.cli.factory(target=pretrain)
+def finetune_lumina2(base: Optional[str] = None, gpus: Optional[int] = None, gpu_memory: int = 80) -> run.Partial:
+    """All weights of Lumina-Image 2.0 (2.61 B) in the pipeline `models/lumina2`, as finetune: one 80 GB GPU."""
+    return _fit(_on_base("finetune_lumina2", base, Published("models/lumina2", lumina2_2b(), 6.0)), gpus, gpu_memory)
 
 
 @run.cli.factory(target=pretrain)

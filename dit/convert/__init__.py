@@ -12,4 +12,5 @@ DIFFUSERS = {
     "UNet2DConditionModel": "dit.convert.diffusers_unet:DiffusersUNet",
     "VQModel": "dit.convert.diffusers_autoencoder:DiffusersVQModel",
     "WanTransformer3DModel": "dit.convert.diffusers_wan:DiffusersWan",
+    "ZImageTransformer2DModel": "dit.convert.diffusers_z_image:DiffusersZImage",
 }

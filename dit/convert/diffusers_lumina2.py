@@ -4,7 +4,7 @@ Source: diffusers 0.38, `models/transformers/transformer_lumina2.py` and `pipeli
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Optional
 
 from dit.convert.diffusers_format import LatentSize, TrainedModel, square_side
 from dit.convert.diffusers_sandwich import DiffusersSandwich
@@ -17,7 +17,7 @@ TIME_SHIFT = 6.0  # of the published scheduler
 MULTIPLE = 256
 
 
-def _inner_size(size: int, multiple: int, factor: float | None) -> int:
+def _inner_size(size: int, multiple: int, factor: Optional[float]) -> int:
     """Return the inner width of the MLP for the width of the tokens."""
     return -(-int(4 * size * (1.0 if factor is None else factor)) // multiple) * multiple
 
@@ -84,6 +84,9 @@ class DiffusersLumina2(DiffusersSandwich[Lumina2Config]):
         sampling = {"solver": "euler", "num_steps": 50, "guidance_scale": 4.0}
         latent_size = (1, published["sample_size"], published["sample_size"])
         return TrainedModel(model, FlowMatching(time_shift=TIME_SHIFT), latent_size, sampling)
+
+    def inner_size(self, hidden_size: int) -> Optional[int]:
+        return None
 
     def write(self, model: Lumina2Config, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         self.check(model)

@@ -140,7 +140,10 @@ XL = Pipeline(
 NONE: Mapping[str, str] = {
     **dict.fromkeys(("AutoencoderKL", "VQModel"), "an autoencoder is a part of the pipelines of other models"),
     **dict.fromkeys(
-        ("Flux2Transformer2DModel", "QwenImageTransformer2DModel", "Lumina2Transformer2DModel"),
+        (
+            *("Flux2Transformer2DModel", "QwenImageTransformer2DModel", "Lumina2Transformer2DModel"),
+            "ZImageTransformer2DModel",
+        ),
         "launch.export does not write the pipeline of this class",
     ),
     "SD3Transformer2DModel": "its pipeline joins the texts of three encoders along the text; dit.encoders does not",

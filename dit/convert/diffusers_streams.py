@@ -145,9 +145,13 @@ class DiffusersStreams(DiffusersFormat[Model]):
         names = {field.name for field in fields(model)} - FREE - self.free
         values = {name: getattr(model, name) for name in names}
         supported = {name: getattr(default, name) for name in names}
-        if "mlp_ratio" not in self.defaults:
-            values["ffn_hidden_size"], supported["ffn_hidden_size"] = model.ffn_size, 4 * model.hidden_size
+        values["ffn_hidden_size"] = model.ffn_size
+        supported["ffn_hidden_size"] = self.inner_size(model.hidden_size) or model.ffn_size
         require(f"{self.class_name} does not support this model", values, supported, TRAIN_THAT_WAY)
+
+    def inner_size(self, hidden_size: int) -> Optional[int]:
+        """Return the inner width of the MLPs that the class has for a width of the tokens; None for any."""
+        return None if "mlp_ratio" in self.defaults else 4 * hidden_size
 
     def write_sizes(self, model: Model) -> dict[str, Any]:
         """Invert `sizes`, after `check`."""

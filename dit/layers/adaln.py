@@ -151,7 +151,7 @@ class Modulation(nn.Module):
 
 
 class ScaleGateModulation(nn.Module):
-    """Linear(SiLU(c)) to a scale and the argument of a tanh gate for each sub-layer, zero-initialised; no shift.
+    """Linear(c) to a scale and the argument of a tanh gate for each sub-layer, zero-initialised; no shift.
 
     Args:
         condition_size: width of the conditioning vector; None for neither scale nor gate, and no parameters.
@@ -179,7 +179,7 @@ class ScaleGateModulation(nn.Module):
         none_SD = cond_SC.new_zeros(len(cond_SC), self.size)
         if self.linear is None:
             return [SublayerModulation(none_SD, none_SD, None, self.eps, self.kernels)] * self.num_sublayers
-        chunks = self.linear(nn.functional.silu(cond_SC)).chunk(2 * self.num_sublayers, dim=-1)
+        chunks = self.linear(cond_SC).chunk(2 * self.num_sublayers, dim=-1)
         pairs = zip(chunks[0::2], chunks[1::2])
         return [SublayerModulation(none_SD, scale, gate.tanh(), self.eps, self.kernels) for scale, gate in pairs]
 

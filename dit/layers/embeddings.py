@@ -42,6 +42,7 @@ class TimestepEmbedder(nn.Module):
         hidden_size: width of the conditioning vector.
         time_scale: factor on the objective's time before the sinusoid; 1000 spans DDPM's classic timesteps.
         features: width of the sinusoid.
+        inner_size: width between the linear layers; None for `hidden_size`.
         frequency_shift: see `timestep_features`.
         bias: whether the linear layers have biases.
     """
@@ -53,13 +54,15 @@ class TimestepEmbedder(nn.Module):
         *,
         time_scale: float,
         features: int = 256,
+        inner_size: Optional[int] = None,
         frequency_shift: int = 0,
         bias: bool = True,
     ) -> None:
         super().__init__()
         self.features, self.time_scale, self.frequency_shift = features, time_scale, frequency_shift
-        self.linear_1 = provider.replicated_linear(features, hidden_size, bias=bias, init=normal(0.02))
-        self.linear_2 = provider.replicated_linear(hidden_size, hidden_size, bias=bias, init=normal(0.02))
+        inner_size = inner_size or hidden_size
+        self.linear_1 = provider.replicated_linear(features, inner_size, bias=bias, init=normal(0.02))
+        self.linear_2 = provider.replicated_linear(inner_size, hidden_size, bias=bias, init=normal(0.02))
 
     def forward(self, time_S: Tensor) -> Tensor:
         time_S = time_S.double() * self.time_scale

@@ -47,6 +47,7 @@ BACKBONES = {
     "stdit": Entry("dit.models.stdit.config:STDiTConfig", "dit.models.stdit.model:STDiT"),
     "unet": Entry("dit.models.unet.config:UNetConfig", "dit.models.unet.model:UNet"),
     "wan": Entry("dit.models.wan.config:WanConfig", "dit.models.wan.model:Wan"),
+    "z_image": Entry("dit.models.z_image.config:ZImageConfig", "dit.models.streams.model:Streams"),
 }
 
 

@@ -104,6 +104,9 @@ def features(model: ModelConfig, grid: Grid, text: int) -> list[int]:
     t, h, w = grid
     n = t * h * w
     numbers = [1, n, text, n * n, n * h * w, n * t, n * text, text * text]
+    if (multiple := model.sample_multiple) > 1:
+        n, text = (-(-count // multiple) * multiple for count in (n, text))
+        numbers += [n, text, n * n, n * text, text * text]
     if isinstance(model, ExpertOptions) and model.num_experts is not None:
         numbers.append(model.routed_pairs((n,)))  # rounded up for each sample
     return numbers

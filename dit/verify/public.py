@@ -97,6 +97,13 @@ def call_lumina2(
     return [-module(latents[:, :, 0], 1 - step / 1000, texts, mask).sample[:, :, None]]
 
 
+def call_z_image(
+    module: nn.Module, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]
+) -> Sequence[Tensor]:
+    """Call Z-Image as the pipeline does: from the time of the data, with a negated output."""
+    return [-torch.stack(module(list(latents), 1 - step / 1000, [conditions["context"]]).sample)]
+
+
 def _call_unet(module: nn.Module, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]) -> Sequence[Tensor]:
     added = (
         {"text_embeds": conditions["pooled"], "time_ids": conditions["size_and_crop"]}
@@ -130,6 +137,7 @@ CALLS: Mapping[str, Call] = {
     "Flux2Transformer2DModel": call_flux,
     "Lumina2Transformer2DModel": call_lumina2,
     "QwenImageTransformer2DModel": call_qwen_image,
+    "ZImageTransformer2DModel": call_z_image,
     "SD3Transformer2DModel": _call_sd3,
     "UNet2DConditionModel": _call_unet,
 }

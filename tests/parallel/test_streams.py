@@ -38,6 +38,11 @@ MODELS = {
         **{"backbone": "lumina2", "num_joint_layers": 2, "num_single_layers": 2, "ffn_hidden_size": 48},
         **{"rope_axes": [2, 4, 2], "num_query_groups": 2},
     },
+    # Multiples of 8 tokens: some images have learned tokens, others have none.
+    "z_image": {
+        **{"backbone": "z_image", "num_joint_layers": 2, "num_single_layers": 2, "ffn_hidden_size": 48},
+        **{"rope_axes": [2, 4, 2], "learned_padding": 8},
+    },
     "wan": {"backbone": "wan", "ffn_hidden_size": 48},
 }
 
@@ -87,7 +92,7 @@ RELATIVES = {
 
 
 def layouts_of(model: str, ranks: int) -> dict:
-    if model in ("flux2", "qwen_image", "sd3", "lumina2"):
+    if model in ("flux2", "qwen_image", "sd3", "lumina2", "z_image"):
         return RELATIVES[ranks]
     return {**LAYOUTS[ranks], **(FLUX_ALONE if (model, ranks) == ("flux", 4) else {})}
 

@@ -27,6 +27,7 @@ from dit.models.streams.config import StreamsConfig
 from dit.models.transformer_config import CONDITION_FEATURES
 from dit.models.unet.config import UNetConfig
 from dit.models.wan.config import WanConfig
+from dit.models.z_image.config import ZImageConfig
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -241,31 +242,38 @@ def _sandwich(c: StreamsConfig, modulated: bool) -> tuple[int, int]:
     return 2 * h * (h + kv) + h * (inner + f), norms + bias * (3 * h + 2 * kv + inner) + modulation
 
 
-def _lumina2_ends(c: StreamsConfig) -> tuple[int, int, int]:
+def _sandwich_ends(c: StreamsConfig) -> tuple[int, int, int]:
     """Return the weights that an image row, a text row and a sample meet outside the blocks."""
     h, width = c.hidden_size, c.condition_width
-    per_sample = CONDITION_FEATURES * width + width * width + width * h
+    inner = c.time_hidden_size or width
+    per_sample = CONDITION_FEATURES * inner + inner * width + width * h
     return c.token_channels * h + h * c.output_features, (c.context_size or 0) * h + h * c.output_features, per_sample
 
 
-def _lumina2_weights(c: StreamsConfig) -> int:
-    h, text, (embed, embed_text, sample) = c.hidden_size, c.context_size or 0, _lumina2_ends(c)
+def _sandwich_weights(c: StreamsConfig) -> int:
+    h, text, (embed, embed_text, sample) = c.hidden_size, c.context_size or 0, _sandwich_ends(c)
     ends = embed + embed_text - h * c.output_features + sample
-    ends += 2 * h + 2 * c.condition_width + h + c.output_features + 2 * text  # biases, norm of the text, null token
+    ends += 3 * h + c.condition_width + (c.time_hidden_size or c.condition_width) + c.output_features
+    ends += 2 * text + 2 * h * (c.learned_padding > 1)  # norm of the text and null token, learned padding
     with_modulation, without = sum(_sandwich(c, True)), sum(_sandwich(c, False))
     return ends + c.num_joint_layers * (with_modulation + without) + c.num_single_layers * with_modulation
 
 
-def _lumina2(c: StreamsConfig, layout: SequenceLayout, texts: SequenceLayout, padding: bool) -> int:
-    h, rows, text_rows = c.hidden_size, _rows(layout, padding), _rows(texts, padding)
-    squares = [sum(n**2 for n in lengths) for lengths in (layout.lengths, texts.lengths)]
-    joint = sum((n + k) ** 2 for n, k in zip(layout.lengths, texts.lengths, strict=True))
-    matrices, (embed, embed_text, sample) = _sandwich(c, True)[0], _lumina2_ends(c)
+def _sandwich_model(c: StreamsConfig, layout: SequenceLayout, texts: SequenceLayout, padding: bool) -> int:
+    h, real_rows = c.hidden_size, _rows(layout, padding)
+    images, captions = ([n + -n % c.learned_padding for n in x.lengths] for x in (layout, texts))
+    rows, text_rows = (
+        sum(long) - sum(x.lengths) + _rows(x, padding) for long, x in ((images, layout), (captions, texts))
+    )
+    squares = [sum(n**2 for n in lengths) for lengths in (images, captions)]
+    joint = sum((n + k) ** 2 for n, k in zip(images, captions, strict=True))
+    matrices, (embed, embed_text, sample) = _sandwich(c, True)[0], _sandwich_ends(c)
     pairs = c.num_joint_layers * sum(squares) + c.num_single_layers * joint
     modulated = c.num_joint_layers + c.num_single_layers
     per_sample = sample + modulated * 4 * h * c.condition_width
     blocks = c.num_layers * (rows + text_rows) * matrices + 2 * pairs * h
-    return blocks + rows * embed + text_rows * embed_text + layout.num_samples * per_sample
+    embedded = real_rows * embed + (rows - real_rows) * h * c.output_features + text_rows * embed_text
+    return blocks + embedded + layout.num_samples * per_sample
 
 
 def _streams_conditioner(c: StreamsConfig) -> int:
@@ -468,7 +476,7 @@ PARAMETERS: dict[type, Any] = {
     DiTCrossConfig: _dit_cross_weights,
     EfficientUNetConfig: _efficient_unet_weights,
     **dict.fromkeys((FluxConfig, Flux2Config, QwenImageConfig, SD3Config), _streams_weights),
-    Lumina2Config: _lumina2_weights,
+    **dict.fromkeys((Lumina2Config, ZImageConfig), _sandwich_weights),
     MovieGenConfig: _moviegen_weights,
     STDiTConfig: _stdit_weights,
     UNetConfig: _unet_weights,
@@ -478,7 +486,7 @@ MULTIPLY_ADDS: dict[type, Any] = {
     DiTConfig: _dit,
     DiTCrossConfig: _dit_cross,
     **dict.fromkeys((FluxConfig, Flux2Config, QwenImageConfig, SD3Config), _streams),
-    Lumina2Config: _lumina2,
+    **dict.fromkeys((Lumina2Config, ZImageConfig), _sandwich_model),
     MovieGenConfig: _moviegen,
     STDiTConfig: _stdit,
     WanConfig: _wan,

@@ -54,6 +54,10 @@ class StreamsConfig(TransformerModelConfig, TextConditioned):
         guidance: guidance scale of a guidance-distilled network.
         condition_limit: largest width of the conditioning vector; otherwise that of the tokens.
         reversed_time: embed 1 - t instead of t.
+        time_hidden_size: inner width of the time's embedder; that of the conditioning vector if None.
+        modulation_silu: apply SiLU to the conditioning vector before the modulations of blocks.
+        learned_padding: `sandwich` extends the text and the image of each sample to multiples of this number, with
+            learned tokens that are attended to. 1 for none.
         rope_axes: features of a head that rotate with t, h and w, and with the text's index for
             `text_positions=own_axis`.
         text_positions: positions of text tokens: 0, an index on a fourth axis, or one after the image's.
@@ -81,6 +85,9 @@ class StreamsConfig(TransformerModelConfig, TextConditioned):
     guidance: Optional[float] = None
     condition_limit: Optional[int] = None
     reversed_time: bool = False
+    time_hidden_size: Optional[int] = None
+    modulation_silu: bool = True
+    learned_padding: int = 1
     position_embedding: Positions = "rope_3d"
     rope_axes: list[int]
     text_positions: TextPositions = "origin"
@@ -101,6 +108,10 @@ class StreamsConfig(TransformerModelConfig, TextConditioned):
     def condition_width(self) -> int:
         """Width of the conditioning vector."""
         return min(self.hidden_size, self.condition_limit or self.hidden_size)
+
+    @property
+    def sample_multiple(self) -> int:
+        return self.learned_padding
 
     @property
     def outer_bias(self) -> bool:
@@ -125,10 +136,11 @@ class StreamsConfig(TransformerModelConfig, TextConditioned):
             raise ConfigError("model.context_size=None, but joint blocks need text; set it to the embeddings' width")
         if self.block == "sandwich":
             self._check_sandwich()
-        elif self.num_query_groups is not None:
+        elif (self.num_query_groups, self.modulation_silu, self.learned_padding) != (None, True, 1):
             raise ConfigError(
-                f"model.num_query_groups={self.num_query_groups} has no effect with model.block='adaln_zero'; use "
-                "model.num_query_groups=None, or 'sandwich'"
+                f"model.num_query_groups={self.num_query_groups}, model.modulation_silu={self.modulation_silu} and "
+                f"model.learned_padding={self.learned_padding} have no effect with model.block='adaln_zero'; use None, "
+                "True and 1, or 'sandwich'"
             )
         if self.num_single_layers and self.block == "adaln_zero" and self.ffn_size % self.num_attention_heads:
             nearest = max(1, round(self.ffn_size / self.num_attention_heads)) * self.num_attention_heads

@@ -54,19 +54,14 @@ class SandwichBlock(nn.Module):
         x_TD: Tensor,
         cond_SC: Tensor,
         layout: SequenceLayout,
-        attended: SequenceLayout,
+        joint: SequenceLayout,
         rotation: Optional[Rotation],
     ) -> Tensor:
-        """Return the local tokens.
-
-        Args:
-            layout: layout of the local tokens.
-            attended: layout of the tokens in attention.
-        """
+        """Return the local tokens; arguments as of `SingleLayer`."""
         attention_mod, mlp_mod = self.modulation(cond_SC)
         attention_mod, mlp_mod = self.attention_norm.before(attention_mod), self.mlp_norm.before(mlp_mod)
         x_TD, y_TD = attention_mod.norm_modulate(x_TD, layout)
-        y_TD = self.attention_output_norm(self.attention(y_TD, attended, rotation).added())
+        y_TD = self.attention_output_norm(self.attention(y_TD, joint, rotation).added())
         x_TD, y_TD = attention_mod.gated_residual_then_norm(mlp_mod, x_TD, y_TD, layout)
         return mlp_mod.gated_residual(x_TD, self.mlp_output_norm(self.mlp(y_TD).added()), layout)
 

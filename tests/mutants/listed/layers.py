@@ -171,6 +171,27 @@ MUTANTS = (
         (f"{CONVERT_STREAMS}::test_a_pack_of_two_sizes_is_two_calls_of_diffusers",),
     ),
     Mutant(
+        "streams: learned tokens of an image start like its text",
+        "dit/models/streams/model.py",
+        "[[-1] + [0]",
+        "[[0] + [0]",
+        (f"{CONVERT_STREAMS}::test_a_pack_of_two_sizes_is_two_calls_of_diffusers",),
+    ),
+    Mutant(
+        "streams: an image has no learned tokens",
+        "dit/models/streams/layouts.py",
+        "if not any(missing):",
+        "if missing:",
+        (f"{CONVERT_STREAMS}::test_a_pack_of_two_sizes_is_two_calls_of_diffusers",),
+    ),
+    Mutant(
+        "flops: learned tokens are not counted",
+        "dit/tracing/forward.py",
+        "(multiple := model.sample_multiple) > 1",
+        "(multiple := 1) > 1",
+        (f"{CONVERT_STREAMS}::test_flops_of_extended_samples_do_not_follow_from_shorter_ones",),
+    ),
+    Mutant(
         "sandwich: a gate without tanh",
         "dit/layers/adaln.py",
         "gate.tanh()",
