@@ -198,23 +198,29 @@ def finetune_lora(base: Optional[str] = None, gpus: Optional[int] = None, gpu_me
 
 
 @run.cli.factory(target=pretrain)
-def finetune_z_image(base: Optional[str] = None, gpus: Optional[int] = None, gpu_memory: int = 80) -> run.Partial:
-    """All weights of Z-Image (6.15 B) in `models/z-image`, a pipeline of diffusers, as finetune: 8 x 80 GB with gpus=8.
+def finetune_z_image(base: Optional[str] = None, gpus: Optional[int] = 8, gpu_memory: int = 80) -> run.Partial:
+    """All weights of Z-Image (6.15 B) in the pipeline `models/z-image` of diffusers, as finetune: 8 x 80 GB.
 
-    Pictures: `python -m energon_data.prepare` with `--vae models/z-image --text-encoder models/z-image`.
+    Pictures: `python -m energon_data.prepare images --vae models/z-image --text-encoder models/z-image`.
     """
     return _fit(_on_base("finetune_z_image", base, _z_image()), gpus, gpu_memory)
 
 
 @run.cli.factory(target=pretrain)
-def finetune_z_image_lora(base: Optional[str] = None, gpus: Optional[int] = None, gpu_memory: int = 80) -> run.Partial:
-    """LoRA adapters of rank 16 on Z-Image (6.15 B) in `models/z-image`, as finetune_lora: one 24 GB GPU."""
+def finetune_z_image_lora(base: Optional[str] = None, gpus: Optional[int] = 1, gpu_memory: int = 24) -> run.Partial:
+    """LoRA adapters of rank 16 on Z-Image (6.15 B) in the pipeline `models/z-image`: one 24 GB GPU.
+
+    As finetune_lora, with the pictures of finetune_z_image.
+    """
     return _fit(_with_lora(_on_base("finetune_z_image_lora", base, _z_image()), rank=16), gpus, gpu_memory)
 
 
 @run.cli.factory(target=pretrain)
-def finetune_lumina2(base: Optional[str] = None, gpus: Optional[int] = None, gpu_memory: int = 80) -> run.Partial:
-    """All weights of Lumina-Image 2.0 (2.61 B) in the pipeline `models/lumina2`, as finetune: one 80 GB GPU."""
+def finetune_lumina2(base: Optional[str] = None, gpus: Optional[int] = 1, gpu_memory: int = 80) -> run.Partial:
+    """All weights of Lumina-Image 2.0 (2.61 B) in the pipeline `models/lumina2` of diffusers: one 80 GB GPU.
+
+    As finetune. Pictures: `python -m energon_data.prepare images --vae models/lumina2 --text-encoder models/lumina2`.
+    """
     return _fit(_on_base("finetune_lumina2", base, Published("models/lumina2", lumina2_2b(), 6.0)), gpus, gpu_memory)
 
 
