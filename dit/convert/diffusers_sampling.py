@@ -107,9 +107,11 @@ def how_to_sample(trained: TrainedModel) -> list[str]:
         ]
     if isinstance(objective, FlowMatching):
         predicts = "the clean latent x0" if objective.prediction == "x0" else "the velocity noise - x0"
+        # Classes with reversed time have a negated head.
+        time, sign = ("1 - t", "minus ") if getattr(model, "reversed_time", False) else ("1000 t", "")
         lines += [
             "x_t = (1 - t) x0 + t noise: t = 0 is data, t = 1 is noise; sampling goes from 1 to 0",
-            f"the network gets 1000 t as its timestep and predicts {predicts}",
+            f"the network gets {time} as its timestep and predicts {sign}{predicts}",
             f"times are evenly spaced, then shifted by {objective.time_shift:g}: t s / (1 + (s - 1) t)",
         ]
     elif isinstance(objective, EDM):

@@ -23,6 +23,7 @@ from dit.convert.diffusers_flux2 import DiffusersFlux2
 from dit.convert.diffusers_format import DiffusersFormat
 from dit.convert.diffusers_lumina2 import DiffusersLumina2
 from dit.convert.diffusers_qwen_image import DiffusersQwenImage
+from dit.convert.diffusers_sampling import how_to_sample
 from dit.convert.diffusers_sd3 import DiffusersSD3
 from dit.convert.diffusers_z_image import DiffusersZImage
 from dit.errors import ConfigError
@@ -154,6 +155,14 @@ def test_samples_of_a_pack_may_have_no_learned_tokens(build_model: BuildModel, s
     for i, part_TC in enumerate(parts):
         single = packed(model, latents[i : i + 1], texts[i : i + 1])
         assert relative_error(part_TC, network(single.latents_TC, times[i : i + 1], single)) <= RTOL
+
+
+def test_the_page_of_an_export_says_what_the_network_takes_and_predicts() -> None:
+    for name, line in {
+        "sd3": "the network gets 1000 t as its timestep and predicts the velocity noise - x0",
+        "z_image": "the network gets 1 - t as its timestep and predicts minus the velocity noise - x0",
+    }.items():
+        assert line in how_to_sample(FAMILIES[name].form.read_settings(FAMILIES[name].settings))
 
 
 def test_the_config_survives_a_round_trip(family: Family) -> None:
