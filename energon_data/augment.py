@@ -69,9 +69,6 @@ class Augmentation:
 
         Returns:
             uint8 `[3, T, h, w]`.
-
-        Raises:
-            FilteredOutError: the picture is smaller than the crop.
         """
         random = visit.generator()
         if self.smallest_side is not None:

@@ -27,9 +27,6 @@ def check_changes(changes: ChangesOfPixels, spec: BatchSpec, multiple: int, *, o
     Args:
         multiple: sides of a crop must be multiples of this, in pixels.
         online: an autoencoder of the training device encodes the pictures.
-
-    Raises:
-        ConfigError: the settings contradict each other or the model.
     """
     low = spec.condition(LOW_RESOLUTION.name)
     if changes.corrupt_low_resolution and (low is None or low.derive is None):

@@ -41,9 +41,6 @@ class Contents:
 
         Returns:
             None if there is no such folder.
-
-        Raises:
-            DataError: the folder has no description, or its description lacks the sizes of samples.
         """
         if not folder.exists():
             return None

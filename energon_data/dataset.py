@@ -108,12 +108,7 @@ class EnergonData(ReaderSettings, DataConfig):
         return self.max_tokens_per_pack is not None or (spec.micro_batch_size > 1 and not self.bucket_by_shape)
 
     def validate(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
-        """Check settings, streams, folder and every shard's size against its index.
-
-        Raises:
-            ConfigError: settings contradict each other, the model, or the layout.
-            DataError: the data set is missing, incomplete, or could execute code.
-        """
+        """Check settings, streams, folder and every shard's size against its index."""
         self.check_settings(spec, dp_size, micro_batches_per_step)
         num_streams = check_streams(self.num_streams, micro_batches_per_step)
         infos = self.folders(TRAIN_SPLIT)
@@ -165,11 +160,7 @@ class EnergonData(ReaderSettings, DataConfig):
         )
 
     def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
-        """Check the settings without reading data.
-
-        Raises:
-            ConfigError: settings are outside their ranges, or contradict each other or the layout.
-        """
+        """Check the settings without reading data."""
         check_values(self)
         self.check_references(spec)
         if self.references and self.online_vae is not None:
@@ -330,9 +321,6 @@ class EnergonData(ReaderSettings, DataConfig):
 
         The samples are the same on every layout. Every rank reads all of them, and discards those of other ranks; see
         `share_validation`.
-
-        Raises:
-            DataError: the split is missing, or more of it is damaged than the budget allows.
         """
         from energon_data.energon_source import validation_pass
 
@@ -364,9 +352,6 @@ class EnergonData(ReaderSettings, DataConfig):
 
         Returns:
             None if no sample can be read.
-
-        Raises:
-            ConfigError: captions are to be embedded, and none of the first samples has one.
         """
         stored = stored_names(self.folders(TRAIN_SPLIT))
         if stored is None or self.online_text_encoder is None:
@@ -379,19 +364,11 @@ class EnergonData(ReaderSettings, DataConfig):
         return stored | set(check_text_encoder(self.online_text_encoder).widths)
 
     def class_names(self) -> Optional[list[str]]:
-        """Return the class names that `dataset.json` lists, or None.
-
-        Raises:
-            DataError: the members of a blend name different classes.
-        """
+        """Return the class names that `dataset.json` lists, or None."""
         return self._agreed("class_names", "a label must have one meaning")
 
     def text_encoder(self) -> Optional[str]:
-        """Return the text encoders: the online ones, or those in `dataset.json`, or None.
-
-        Raises:
-            DataError: the members of a blend were embedded by different encoders.
-        """
+        """Return the text encoders: the online ones, or those in `dataset.json`, or None."""
         if self.online_text_encoder is not None:
             return check_text_encoder(self.online_text_encoder).recorded
         return self._agreed("text_encoder", "the model needs embeddings of one encoder")
@@ -402,11 +379,7 @@ class EnergonData(ReaderSettings, DataConfig):
         return list(dict.fromkeys(line for line in attributions if line))
 
     def autoencoder(self) -> Optional[str]:
-        """Return the online autoencoder, or the `vae` in `dataset.json`, or None.
-
-        Raises:
-            DataError: the members of a blend were encoded by different autoencoders.
-        """
+        """Return the online autoencoder, or the `vae` in `dataset.json`, or None."""
         if self.online_vae is not None:
             return self.online_vae
         return self._agreed(

@@ -70,11 +70,7 @@ def _loader(dataset: SavableDataset, ledger: SkipCounter) -> SavableDataLoader:
 
 
 def _opened(get_dataset: Callable[..., SavableDataset], path: str, **options: Any) -> SavableDataset:
-    """Open a data set.
-
-    Raises:
-        DataError: Energon cannot open it; the message quotes its error.
-    """
+    """Open a data set."""
     try:
         return get_dataset(path, **options)
     except UserError:
@@ -185,10 +181,6 @@ class EnergonSource:
 
         If settings that group samples changed, the items after the state are read with the former settings, and samples
         that were selected into packs but not delivered are selected again.
-
-        Raises:
-            ConfigError: the state was saved with other data settings.
-            DataError: an item cannot be read again.
         """
         saved = self._settings | position.state["settings"]  # older versions stored fewer settings
         changed = [k for k, v in self._settings.items() if saved[k] != v]

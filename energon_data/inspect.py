@@ -68,11 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def patch_of(text: str) -> tuple[int, int, int]:
-    """Parse the sides of a patch.
-
-    Raises:
-        ConfigError: the text is not of the form TxHxW.
-    """
+    """Parse the sides of a patch."""
     if not re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4}){2}", text):
         raise ConfigError(f"--patch must be TxHxW such as 1x2x2, got {text!r}")
     t, h, w = map(int, text.split("x"))

@@ -131,9 +131,6 @@ def check_pack_multiple(
     Args:
         max_tokens_per_pack, pack_multiple_of, pack_cost_tokens: settings of the data.
         layout_multiple: the layout pads every sample to a multiple of this many tokens.
-
-    Raises:
-        ConfigError: with the value to set.
     """
     if pack_multiple_of % layout_multiple:
         raise ConfigError(

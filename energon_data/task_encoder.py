@@ -261,11 +261,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         return clip
 
     def _fitting(self, latent: Tensor, name: str) -> tuple[Tensor, Grid]:
-        """Return a latent, repeated to fill one patch in time, and its (t, h, w) in patches.
-
-        Raises:
-            SampleError: the model does not take it.
-        """
+        """Return a latent, repeated to fill one patch in time, and its (t, h, w) in patches."""
         spec = self.spec
         latent = latent.expand(-1, frames_to_patch(latent.shape[1], spec.patch_temporal), -1, -1)
         channels, frames, height, width = latent.shape

@@ -23,9 +23,6 @@ def check_values(data: Any) -> None:
 
     Args:
         data: an `EnergonData`, which imports this module.
-
-    Raises:
-        ConfigError: a setting is outside its range, has no effect, or leaves no sample.
     """
     counts = ("max_samples_per_sequence", "max_tokens_per_pack", "pack_multiple_of", "pack_cost_tokens")
     more = ("packing_buffer_size", "max_text_tokens", "max_tokens_per_sample", "validation_samples")

@@ -159,9 +159,6 @@ def report(
         tokens: of a sample, or its (t, h, w) patches; None for the value in the data settings, or 256.
         text_tokens: of its text; None for the value in the data settings, or 512.
         device: for the planned time; None plans no time.
-
-    Raises:
-        ConfigError: the settings do not fit together, or there is no such device.
     """
     from dit.checkpoint.base_model import start_line
     from dit.convert.diffusers_format import export_line

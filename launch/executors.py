@@ -132,9 +132,6 @@ def folder_of(executor: Executor, folder: Optional[Path], words: Iterable[str] =
         executor: starts the runs.
         folder: requested by the user.
         words: command-line arguments of all runs.
-
-    Raises:
-        ConfigError: nemo-run would write scripts to one folder and submit those in another one, or change a path.
     """
     tunnel = getattr(executor, "tunnel", None)
     if not isinstance(tunnel, run.LocalTunnel):

@@ -39,10 +39,6 @@ def write_pipeline(
     Args:
         autoencoder: the one that made the latents, as in `dit.encoders.vae`.
         text_encoder: the one that embedded the texts, as in `dit.encoders.text_config`.
-
-    Raises:
-        ConfigError: diffusers has no pipeline that draws what our sampler draws, a part of it is missing, or the folder
-            cannot be written.
     """
     form = format_of_model(trained.model)
     pipeline = pipeline_of(form, trained)
@@ -107,11 +103,7 @@ def _naming(option: str) -> Iterator[None]:
 
 
 def check_autoencoder(pipeline: Pipeline, trained: TrainedModel, name: Optional[str]) -> Geometry:
-    """Return the sizes of the autoencoder of a pipeline.
-
-    Raises:
-        ConfigError: there is none, it cannot be read, or it is of another class or of other channels.
-    """
+    """Return the sizes of the autoencoder of a pipeline."""
     if name is None:
         raise ConfigError(
             f"--format pipeline: {pipeline.class_name} decodes latents, and the run names no autoencoder; give --vae "
@@ -128,11 +120,7 @@ def check_autoencoder(pipeline: Pipeline, trained: TrainedModel, name: Optional[
 
 
 def check_encoders(pipeline: Pipeline, line: Optional[str]) -> list[TextEncoderConfig]:
-    """Return the text encoders of a pipeline, in its order.
-
-    Raises:
-        ConfigError: one is missing, or is of another kind than the pipeline calls, or pads otherwise.
-    """
+    """Return the text encoders of a pipeline, in its order."""
     if not pipeline.texts:
         return []
     if line is None:

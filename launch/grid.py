@@ -53,11 +53,7 @@ class Cell:
 
 
 def layout_overrides(text: str) -> list[str]:
-    """Return the overrides of a layout: `tp2sp`, `cp4`, `pp2_fsdp`, or `own` for none.
-
-    Raises:
-        ConfigError: a word is unknown or repeated.
-    """
+    """Return the overrides of a layout: `tp2sp`, `cp4`, `pp2_fsdp`, or `own` for none."""
     if text == OWN:
         return []
     settings: dict[str, int | bool | str] = {**dict.fromkeys(SIZES.values(), 1), "sequence_parallel": False}
@@ -116,9 +112,6 @@ def cells_of(args: argparse.Namespace, common: Sequence[str], reserved: Sequence
     Args:
         common: overrides of every cell.
         reserved: settings that the command sets for each cell.
-
-    Raises:
-        ConfigError: a recipe does not exist, a layout is invalid, two cells are equal, or a setting is reserved.
     """
     from launch import cli
 

@@ -33,10 +33,6 @@ def held_out_batches(
 
     Args:
         to_draw: whether samples with the same conditions are drawn, of which all frames are generated.
-
-    Raises:
-        ConfigError: the run has no data, and `--data` is not given.
-        DataError: the data cannot be read.
     """
     from dit.backends.device import local_device
     from dit.encoders.online import batch_encoder
@@ -53,11 +49,7 @@ def held_out_batches(
 
 
 def data_of(args: argparse.Namespace, data: DataConfig) -> DataConfig:
-    """Return the data of the run with the changes in the arguments; `--data` names a folder for Energon.
-
-    Raises:
-        ConfigError: there are no data, or `--samples` does not apply to them.
-    """
+    """Return the data of the run with the changes in the arguments; `--data` names a folder for Energon."""
     changes: dict[str, Any] = {}
     if args.samples is not None:
         changes["validation_samples"] = args.samples

@@ -91,10 +91,6 @@ def run(args: argparse.Namespace) -> list[str]:
 
     Returns:
         Sentences about differences of our network, and about the source of the metadata.
-
-    Raises:
-        ConfigError: the files cannot be read or contradict each other, there is no such text encoder, or `--out`
-            cannot be used.
     """
     source = Path(args.source)
     if not source.exists():
@@ -143,12 +139,7 @@ def run(args: argparse.Namespace) -> list[str]:
 
 
 def write_adapter_run(source: Path, args: argparse.Namespace) -> list[str]:
-    """Write a run folder with imported adapters for the weights of an existing run; return the notes.
-
-    Raises:
-        CheckpointError: `--base` has no valid checkpoint.
-        ConfigError: the adapters cannot be read or do not fit the model, or `--base` already has adapters.
-    """
+    """Write a run folder with imported adapters for the weights of an existing run; return the notes."""
     from dit.checkpoint.base_model import digest_of
     from dit.checkpoint.full_weights import write_imported
     from dit.checkpoint.manifest import read_manifest
@@ -236,11 +227,7 @@ def settle(content: Content, objective: Optional["Objective"]) -> tuple["Trained
 
 
 def read_objective(text: str) -> "Objective":
-    """Build the objective of `--objective`: a name, or a name with settings in parentheses.
-
-    Raises:
-        ConfigError: the syntax is wrong, there is no such objective, or a setting does not fit it.
-    """
+    """Build the objective of `--objective`: a name, or a name with settings in parentheses."""
     from dit.convert.run_record import objective_of
 
     wrong = f"--objective {text!r} cannot be read; write a name, or \"ddpm(prediction='v')\""
@@ -279,11 +266,7 @@ def read_original(source: Path, args: argparse.Namespace) -> Content:
 
 
 def read_diffusers_folder(source: Path) -> Content:
-    """Read a folder in the diffusers layout: of a network, or of a pipeline.
-
-    Raises:
-        ConfigError: the folder cannot be read, or the record of the export and the settings contradict each other.
-    """
+    """Read a folder in the diffusers layout: of a network, or of a pipeline."""
     from dit.checkpoint.diffusers_folder import read_network
     from dit.convert.pipeline_import import network_folder
     from dit.convert.state_files import read_diffusers
@@ -301,9 +284,6 @@ def read_nemo_imagen(source: Path, document: Optional[str]) -> Content:
     Args:
         source: of the weights.
         document: of the training; None for the settings in a `.nemo` file.
-
-    Raises:
-        ConfigError: the files cannot be read, or there are no settings.
     """
     import fiddle
 

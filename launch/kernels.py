@@ -36,11 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def verify() -> int:
-    """Run tests/gpu, which records the kernels that pass, and return pytest's exit code.
-
-    Raises:
-        ConfigError: there is no GPU, no clone of the repository, or no pytest.
-    """
+    """Run tests/gpu, which records the kernels that pass, and return pytest's exit code."""
     from dit.backends.device import use_cuda
 
     repository = Path(__file__).parents[1]

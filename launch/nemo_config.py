@@ -60,9 +60,6 @@ def load(path: str | Path, load_component: Callable[[str], None]) -> tuple[run.P
 
     Returns:
         The recipe, and what became of each key.
-
-    Raises:
-        ConfigError: the file cannot be read, or keys of it are refused; one line for each of them.
     """
     document = read_yaml(Path(path), ConfigError, "write the path of a YAML file after --nemo-config")
     if not isinstance(document, dict) or not isinstance(document.get("model"), dict):
@@ -103,9 +100,6 @@ def load_network(
 
     Returns:
         A run with model, objective and sampling, and the side of the pictures in pixels.
-
-    Raises:
-        ConfigError: there are no such settings, or keys of them are refused; one line for each of them.
     """
     if isinstance(document, dict) and "model" not in document:
         document = {"model": document}

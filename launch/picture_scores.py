@@ -145,9 +145,6 @@ def _both_sides(
     Args:
         new: collects the features of one side.
         read: reads the statistics of a reference, see `dit.evaluation.reference`.
-
-    Raises:
-        ConfigError: the reference cannot be read, is of another width, or statistics that are read shall be written.
     """
     path, out = args.reference, args.write_statistics
     if out is not None:
@@ -183,11 +180,7 @@ def _width(statistics: "Gaussian | Tensor") -> int:
 
 
 def clip(args: argparse.Namespace, generator: "Generator") -> Measurement:
-    """Measure how well generated pictures fit their prompts; every rank calls this.
-
-    Raises:
-        ConfigError: there is no CLIP model or no prompt, or the model takes no text.
-    """
+    """Measure how well generated pictures fit their prompts; every rank calls this."""
     from dit.backends.device import local_device
     from dit.evaluation.clip import ClipModel
 
@@ -268,11 +261,7 @@ def _decoder(args: argparse.Namespace, generator: "Generator") -> "Decoder":
 
 
 def feature_network(args: argparse.Namespace, generator: "Generator") -> "Features":
-    """Return the network of `--features`, which fid, kid and pictograms read.
-
-    Raises:
-        ConfigError: the flag is missing, or the network cannot be read.
-    """
+    """Return the network of `--features`, which fid, kid and pictograms read."""
     from dit.backends.device import local_device
     from dit.evaluation.features import load_features
 

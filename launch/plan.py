@@ -249,11 +249,7 @@ def rates(problem: "Problem", sample: "Sample") -> Rates:
 
 
 def problem_of(args: argparse.Namespace) -> tuple["Problem", "Sample"]:
-    """Return the planned run and its sample.
-
-    Raises:
-        ConfigError: the device or the recipe does not exist, or the recipe's settings do not fit.
-    """
+    """Return the planned run and its sample."""
     from dit.parallel.dims import ParallelDims
     from dit.planner.layouts import Problem
     from launch.config_file import built

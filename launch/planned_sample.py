@@ -68,9 +68,6 @@ def named_device(name: str, fp8: "Optional[Fp8]") -> "Device":
 
     Args:
         fp8: `training.fp8`.
-
-    Raises:
-        ConfigError: the name is unknown.
     """
     from dit.planner.devices import DEVICES, with_fp8
 

@@ -91,11 +91,7 @@ class RunStatus:
 
 
 def read_status(run_dir: Path) -> RunStatus:
-    """Read a run folder.
-
-    Raises:
-        ConfigError: the folder is not a run folder.
-    """
+    """Read a run folder."""
     metrics = run_dir / METRICS_FILE
     if not metrics.is_file() and read_outcome(run_dir) is None:
         raise ConfigError(

@@ -69,12 +69,7 @@ class Sharpness:
 
 
 def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
-    """Enlarge this run's held-out pictures; every rank calls this.
-
-    Raises:
-        ConfigError: the model takes no low-resolution picture, or there are no held-out pictures.
-        DataError: they cannot be read.
-    """
+    """Enlarge this run's held-out pictures; every rank calls this."""
     import torch.distributed as dist
 
     from dit.backends.device import local_device

@@ -158,11 +158,7 @@ class Pair:
 
 
 def world_size_of(parallel: "ParallelConfig", requested: Optional[int]) -> int:
-    """Return the requested number of ranks, or the smallest of the layout; 2 for plain data parallelism.
-
-    Raises:
-        ConfigError: one rank is requested, or the layout needs many and no number is requested.
-    """
+    """Return the requested number of ranks, or the smallest of the layout; 2 for plain data parallelism."""
     from dit.parallel.dims import fewest_ranks
 
     needed = max(2, fewest_ranks(parallel))
@@ -181,9 +177,6 @@ def tiny_pair(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None)
 
     Args:
         fp8: quantise the products of both.
-
-    Raises:
-        ConfigError: the layout cannot run; training refuses it for the same reason.
     """
     from dit.verify.tiny import tiny_layout, tiny_model
 
@@ -197,9 +190,6 @@ def pair_of(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None) -
 
     The layout has the offloads of the recipe; one rank keeps everything on its device. With quantised products, both
     pad samples alike, because padding counts in the scales.
-
-    Raises:
-        ConfigError: the layout cannot run; training refuses it for the same reason.
     """
     from dit.parallel.dims import ParallelConfig
     from dit.run_config import RunConfig
@@ -422,11 +412,7 @@ def verify_full(config: "RunConfig", scratch: Optional[str]) -> Optional[Outcome
 
 
 def explain_layout(config: "RunConfig", world_size: Optional[int]) -> str:
-    """Return the table of every parameter of the run's real model under its layout.
-
-    Raises:
-        ConfigError: the settings do not fit together.
-    """
+    """Return the table of every parameter of the run's real model under its layout."""
     from dit.backends.sharding import explain
     from dit.parallel.build import build_on_meta
     from dit.verify.report import axis_sizes
@@ -472,11 +458,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def verify_tiny(config: "RunConfig", world_size: int) -> Outcome:
-    """Check the tiny form of a run on one rank, and compare its layout with one rank.
-
-    Raises:
-        ConfigError: the tiny form or the layout is not possible.
-    """
+    """Check the tiny form of a run on one rank, and compare its layout with one rank."""
     from dit.verify.laws import text
 
     pair = tiny_pair(config, world_size)

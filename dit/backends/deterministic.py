@@ -26,9 +26,6 @@ def deterministic(enabled: bool) -> Iterator[None]:
 
     Args:
         enabled: if False, the context changes nothing.
-
-    Raises:
-        ConfigError: an environment variable has a conflicting value.
     """
     if not enabled:
         yield

@@ -78,11 +78,7 @@ def with_init(parameter: nn.Parameter, init: Init) -> nn.Parameter:
 
 
 def init_of(parameter: nn.Parameter, name: str) -> Init:
-    """Return the initialisation that `with_init` set.
-
-    Raises:
-        ConfigError: the parameter has no initialisation.
-    """
+    """Return the initialisation that `with_init` set."""
     init = getattr(parameter, "init", None)
     if not isinstance(init, Init):
         raise ConfigError(
@@ -100,9 +96,6 @@ def initialize_weights(module: nn.Module, seed: int, *, tp_rank: int, tp_size: i
         module: the model; its parameter names must be global (pipeline stages number layers globally).
         seed: seed of the run.
         tp_rank, tp_size: the tensor-parallel rank and size, which select the rank's part of split parameters.
-
-    Raises:
-        ConfigError: a parameter has no sharding or no initialisation.
     """
     for name, parameter in module.named_parameters():
         matrix = parameter.data.view(parameter.shape[0], -1) if parameter.dim() > 1 else parameter.data[None]

@@ -160,9 +160,6 @@ class LayerProvider:
         kernels: kernels of the layers.
         fp8: scaling of the quantised products of `column_linear`, `heads_linear` and `row_linear`, which build the
             linears of transformer blocks; None for products in the precision of the weights.
-
-    Raises:
-        ConfigError: the linears are unknown, not installed or not available on this device.
     """
 
     def __init__(
@@ -214,9 +211,6 @@ class LayerProvider:
 
         Args:
             name: name of the number, for the message.
-
-        Raises:
-            ConfigError: tensor parallelism cannot split them.
         """
         if count % self.tp_size:
             fits = [n for n in range(1, count + 1) if count % n == 0 and n <= 64]
@@ -231,9 +225,6 @@ class LayerProvider:
         Args:
             features: inputs or outputs that are replicated over tensor-parallel ranks.
             split: outputs or inputs that are split.
-
-        Raises:
-            ConfigError: a rank would have a part of a block.
         """
         if self._fp8 is None:
             return None
@@ -344,11 +335,7 @@ class LayerProvider:
         return layer
 
     def gathered_linear(self, in_features: int, out_features: int, *, bias: bool, init: Init) -> GatheredLinear:
-        """Build a linear layer for per-sample values, whose split output features are gathered on every rank.
-
-        Raises:
-            ConfigError: tensor parallelism cannot split the features.
-        """
+        """Build a linear layer for per-sample values, whose split output features are gathered on every rank."""
         self.split(out_features, "output features")
         layer = GatheredLinear(
             in_features,
@@ -403,11 +390,7 @@ class LayerProvider:
         return layer
 
     def local_experts(self, num_experts: int) -> range:
-        """Return the global indices of the local experts.
-
-        Raises:
-            ConfigError: expert parallelism cannot split them evenly.
-        """
+        """Return the global indices of the local experts."""
         size = 1 if self._groups is None else self._groups.ep.size()
         if num_experts % size:
             fits = [n for n in range(1, num_experts + 1) if num_experts % n == 0]

@@ -132,9 +132,6 @@ def sharding_of(parameter: Tensor, name: str = "") -> ParameterSharding:
 
     Args:
         name: name of the parameter, for the message.
-
-    Raises:
-        ConfigError: the parameter has no sharding.
     """
     sharding = getattr(parameter, "sharding", None)
     if not isinstance(sharding, ParameterSharding):
@@ -184,9 +181,6 @@ def write_attributes(
     Args:
         sequence_parallel, pipeline, first_stage: see `megatron_attributes`.
         sums_head_norms: `qk_layernorm` of Megatron-Core's config.
-
-    Raises:
-        ConfigError: a parameter has no sharding, or Megatron-Core does not support its sharding.
     """
     for name, parameter in module.named_parameters():
         sharding = sharding_of(parameter, name)
@@ -257,11 +251,7 @@ class Row:
 
 
 def describe(name: str, parameter: Tensor, sizes: AxisSizes) -> Row:
-    """Return the row of the sharding table for a parameter of the full model.
-
-    Raises:
-        ConfigError: the parameter has no sharding.
-    """
+    """Return the row of the sharding table for a parameter of the full model."""
     sharding = sharding_of(parameter, name)
     split = "-"
     if sharding.expert and sizes.experts > 1:
@@ -287,9 +277,6 @@ def explain(model: nn.Module, sizes: AxisSizes) -> str:
     Args:
         model: the full model, from `build_on_meta`.
         sizes: sizes of the layout.
-
-    Raises:
-        ConfigError: a parameter has no sharding.
     """
     rows = [describe(name, parameter, sizes).cells for name, parameter in model.named_parameters()]
     return in_columns([HEADS, *_folded(rows)])

@@ -116,12 +116,7 @@ def is_network(path: Path) -> bool:
 
 
 def read_network(source: Path) -> Network:
-    """Read the settings of a network, or of the network in a pipeline's folder.
-
-    Raises:
-        ConfigError: they cannot be read, the class or a setting is not supported, or the record of an export and the
-            settings contradict each other.
-    """
+    """Read the settings of a network, or of the network in a pipeline's folder."""
     folder = network_folder(source)
     settings = read_json(folder / CONFIG)
     try:
@@ -225,11 +220,7 @@ class FolderWeights:
         self.num_parameters = sum(Box.of(rules.shapes[rule.name]).numel for rule in rules.rules)
 
     def read(self, name: str, shape: Sequence[int], views: Iterable[tuple[Box, Tensor]]) -> None:
-        """Copy boxes of a parameter into memory, as `StateReader.read`.
-
-        Raises:
-            CheckpointError: the parameter is missing, its shape differs, values are not finite, or a file is damaged.
-        """
+        """Copy boxes of a parameter into memory, as `StateReader.read`."""
         if self.shapes.get(name) != tuple(shape):
             raise CheckpointError(
                 f"{name} {list(shape)} is not in {self._folder}; give the model settings of its config.json"

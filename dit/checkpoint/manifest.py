@@ -102,11 +102,7 @@ class Manifest:
 
     @property
     def base(self) -> Optional[Mapping[str, str]]:
-        """The checkpoint of the base weights if this one has only adapters; None for a full model.
-
-        Raises:
-            CheckpointError: the entry is not a valid record.
-        """
+        """The checkpoint of the base weights if this one has only adapters; None for a full model."""
         base = self.meta.get(BASE)
         if base is None:
             return None
@@ -170,10 +166,6 @@ def check_same_model(manifest: Manifest, fingerprint: Mapping[str, Any]) -> None
 
     Args:
         fingerprint: of the model to be trained, from `model_fingerprint`.
-
-    Raises:
-        CheckpointError: the checkpoint has no fingerprint.
-        ConfigError: a parameter is missing, unknown, or of another shape; the first differences are named.
     """
     stored = manifest.meta.get("fingerprint")
     kinds = {"digest": str, "parameters": dict}
@@ -217,9 +209,6 @@ def check_same_base(folder: Path, manifest: Manifest, base: Optional[Mapping[str
     Args:
         folder, manifest: of the checkpoint.
         base: base of this run, as in `Manifest.base`.
-
-    Raises:
-        ConfigError: `checkpoint.start_from` has other weights.
     """
     saved = manifest.base
     if saved is not None and base is not None and saved["digest"] != base["digest"]:
@@ -230,11 +219,7 @@ def check_same_base(folder: Path, manifest: Manifest, base: Optional[Mapping[str
 
 
 def tree_files(folder: Path) -> Iterator[str]:
-    """Yield every file under `folder` by relative name, except the manifest.
-
-    Raises:
-        CheckpointError: the tree has a link, a pipe or another special file; links are never followed.
-    """
+    """Yield every file under `folder` by relative name, except the manifest."""
     for entry in sorted(os.scandir(folder), key=lambda e: e.name):
         if entry.is_dir(follow_symlinks=False):
             for name in tree_files(Path(entry.path)):
@@ -284,11 +269,7 @@ def hash_file(path: Path, *, flush: bool = False) -> FileRecord:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read a checkpoint's manifest and check it against its digest and the folder's name; reads no other file.
-
-    Raises:
-        CheckpointError: it is missing, unreadable, damaged, or belongs to another step.
-    """
+    """Read a checkpoint's manifest and check it against its digest and the folder's name; reads no other file."""
     path = folder / MANIFEST
     if folder.is_symlink() or path.is_symlink():
         raise CheckpointError(f"{folder} or its {MANIFEST} is a link, refused in a checkpoint; give the real folder")
@@ -310,9 +291,6 @@ def verify_folder(folder: Path, *, hashes: bool = True, share: tuple[int, int] =
     Args:
         hashes: also read the files; without it only names and sizes are compared.
         share: (i, n) to read only the i-th of n shares of the files, where n ranks verify one checkpoint together.
-
-    Raises:
-        CheckpointError: naming the first file that is missing, unlisted, a link, or of another size or content.
     """
     manifest = read_manifest(folder)
     for name in manifest.files:

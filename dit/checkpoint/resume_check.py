@@ -174,9 +174,6 @@ def check_same_experiment(
 
     Returns:
         All changes, to report them.
-
-    Raises:
-        ConfigError: a refused setting changed and is not in `accepted`; or a path in `accepted` is not a setting.
     """
     _check_names(accepted, saved, config)
     all_changes = [*changes(saved, config), *replaced]

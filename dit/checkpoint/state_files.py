@@ -212,9 +212,6 @@ class StateReader:
     Args:
         folder: folder of the checkpoint.
         finite: refuse NaN and infinite values.
-
-    Raises:
-        CheckpointError: the index is missing, of another format, or inconsistent.
     """
 
     def __init__(self, folder: Path, *, finite: bool = False) -> None:
@@ -246,10 +243,6 @@ class StateReader:
         Args:
             shape: expected shape of the unsharded tensor.
             views: each box, and a tensor of its sizes to copy it into.
-
-        Raises:
-            CheckpointError: the checkpoint lacks this tensor, its shape differs or values are not finite, or a file
-                does not match the index.
         """
         if name not in self._stored:
             raise CheckpointError(f"{self.folder} lacks {name}; it has {len(self.shapes)} other tensors")

@@ -110,9 +110,6 @@ class CheckpointStore:
         """Convert a failed write of this rank to a `CheckpointError`, and abort the checkpoint.
 
         A failure on any rank aborts the save on all: `publish` then finds no folder.
-
-        Raises:
-            CheckpointError: an operating-system error inside; other errors are raised unchanged.
         """
         try:
             yield
@@ -138,10 +135,6 @@ class CheckpointStore:
         Args:
             meta: plain JSON for the manifest, see `Manifest`.
             hashed: files that their writers have flushed and hashed, by relative name.
-
-        Raises:
-            CheckpointError: a rank aborted the save, the folder has a link, or the disk failed; earlier checkpoints are
-                intact.
         """
         partial = self.partial_path(step)
         if not partial.is_dir():
@@ -202,9 +195,6 @@ class CheckpointStore:
 
         Args:
             meta: entries to add, plain JSON, see `Manifest`.
-
-        Raises:
-            CheckpointError: there is no such checkpoint, or the disk failed; the checkpoint is unchanged.
         """
         folder = self.path(step)
         manifest = read_manifest(folder)

@@ -71,9 +71,6 @@ def square_side(class_name: str, latent_size: LatentSize, multiple: int) -> tupl
 
     Args:
         multiple: divides the side.
-
-    Raises:
-        ConfigError: the model was trained on clips.
     """
     frames, height, width = latent_size
     if frames != 1:
@@ -206,11 +203,7 @@ def formats() -> list[DiffusersFormat[ModelConfig]]:
 
 
 def format_of_settings(settings: Mapping[str, Any]) -> DiffusersFormat[ModelConfig]:
-    """Return the format of a `config.json`.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the format of a `config.json`."""
     for candidate in formats():
         if candidate.reads(settings):
             return candidate
@@ -220,11 +213,7 @@ def format_of_settings(settings: Mapping[str, Any]) -> DiffusersFormat[ModelConf
 
 
 def format_of_model(model: ModelConfig) -> DiffusersFormat[ModelConfig]:
-    """Return the format for a model.
-
-    Raises:
-        ConfigError: diffusers has no such model.
-    """
+    """Return the format for a model."""
     for candidate in formats():
         if candidate.describes(model):
             return candidate

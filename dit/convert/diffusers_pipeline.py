@@ -149,11 +149,7 @@ NONE: Mapping[str, str] = {
 
 
 def pipeline_of(form: DiffusersFormat[ModelConfig], trained: TrainedModel) -> Pipeline:
-    """Return the pipeline that draws the same samples from a model as our sampler.
-
-    Raises:
-        ConfigError: there is none, or it would draw other samples.
-    """
+    """Return the pipeline that draws the same samples from a model as our sampler."""
     is_xl = form.part == "unet" and getattr(trained.model, "pooled_size", None) is not None
     pipeline = XL if is_xl else PIPELINES.get(form.class_name)
     faults = [] if pipeline is None else [*_objective_faults(pipeline, trained), *_model_faults(pipeline, trained)]

@@ -67,9 +67,6 @@ def spaced_scheduler(objective: FlowMatching, num_steps: int) -> dict[str, Any]:
         theirs              1 - sigma = j / (1 - j a (s - 1) / s)     a = (N - 1) / ((n - 1) (N + s - 1))
 
     These are equal if s solves a quadratic equation, and the factor if `shift_terminal` is our last level.
-
-    Raises:
-        ConfigError: there is no such s: the time shift is too large.
     """
     config = scheduler_config(objective)
     assert config is not None

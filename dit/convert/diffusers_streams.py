@@ -112,11 +112,7 @@ class DiffusersStreams(DiffusersFormat[Model]):
     free: frozenset[str] = frozenset()
 
     def sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the sizes that have the same names in all classes.
-
-        Raises:
-            ConfigError: a token is not a patch.
-        """
+        """Return the sizes that have the same names in all classes."""
         channels = published["in_channels"]
         if channels % PATCH**2:
             raise ConfigError(
@@ -133,11 +129,7 @@ class DiffusersStreams(DiffusersFormat[Model]):
         }
 
     def check(self, model: Model) -> None:
-        """Check that the class has every property of a model.
-
-        Raises:
-            ConfigError: it does not.
-        """
+        """Check that the class has every property of a model."""
         kind: Any = self.config_class
         default = kind()
         names = {field.name for field in fields(model)} - FREE - self.free

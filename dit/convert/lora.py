@@ -58,9 +58,6 @@ def to_external_layers(rules: RuleBook, adapters: Mapping[str, Tensor], scale: f
         rules: between the weights.
         adapters: A and B, by our global names.
         scale: alpha / rank.
-
-    Raises:
-        ConfigError: a layer has no counterpart, or the adapter of its counterpart is not a product of two matrices.
     """
     by_weight = {rule.name: rule for rule in rules.rules}
     split_adapters: dict[str, Adapter] = {}
@@ -110,11 +107,7 @@ def adapter_config(layers: Mapping[str, Adapter]) -> dict[str, Any]:
 def write_adapter_folder(
     layers: Mapping[str, Adapter], form: DiffusersFormat[ModelConfig], model: ModelConfig, out: Path
 ) -> None:
-    """Write adapter files for diffusers and peft, and a page with loading instructions, to a new folder.
-
-    Raises:
-        ConfigError: `out` exists, or cannot be written.
-    """
+    """Write adapter files for diffusers and peft, and a page with loading instructions, to a new folder."""
     prefixes = {DIFFUSERS_FILE: form.part, PEFT_FILE: PEFT_PREFIX}
     tensors = {name: diffusers_tensors(layers, prefix) for name, prefix in prefixes.items()}
     write_tensor_folder(tensors, out, {PEFT_CONFIG: to_json(adapter_config(layers)), PAGE: adapter_page(form, model)})
@@ -126,9 +119,6 @@ def comfyui_tensors(layers: Mapping[str, Adapter], name_of: Callable[[str], Opti
     Args:
         layers: by diffusers' names.
         name_of: returns ComfyUI's name of a layer, or None; adapters of layers with the same name are stacked.
-
-    Raises:
-        ConfigError: a layer has no name in ComfyUI.
     """
     joined: dict[str, list[Adapter]] = {}
     for layer, adapter in layers.items():

@@ -107,9 +107,6 @@ def read(path: Path) -> tuple[Any, dict[str, Tensor], list[str]]:
     Returns:
         Its settings (None if the file has none); the tensors by their names in the network, with fused q, k and v
         split; and notes about omitted tensors.
-
-    Raises:
-        ConfigError: the file cannot be read, or has a tensor of the network twice.
     """
     settings, stored = read_nemo(path) if path.suffix == ".nemo" else (None, read_tensors(path, CKPT_CURE))
     encoder = [name for name in stored if name.startswith(TEXT_ENCODER)]

@@ -61,9 +61,6 @@ def complete(trained: TrainedModel, folder: Path) -> Completed:
     Args:
         trained: as read from the network's settings.
         folder: of the network; the `model_index.json` of a pipeline is in the parent folder.
-
-    Raises:
-        ConfigError: a file of the pipeline is damaged, or its noise schedule has no counterpart.
     """
     root, model = folder.resolve().parent, trained.model
     if folder.resolve().name not in PARTS or not (root / INDEX).exists():
@@ -101,9 +98,6 @@ def read_schedule(settings: Mapping[str, Any], where: str) -> DDPM:
     Args:
         settings: a `scheduler_config.json`.
         where: its path, for messages.
-
-    Raises:
-        ConfigError: its betas or its prediction have no counterpart.
     """
     steps, name = settings.get("num_train_timesteps", 1000), str(settings.get("beta_schedule", "linear"))
     schedules = {diffusers_name: schedule for schedule, diffusers_name in BETA_SCHEDULES.items()}

@@ -230,12 +230,7 @@ class RuleBook:
 
     @torch.no_grad()
     def from_external(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert external tensors to parameters, float32, by global name.
-
-        Raises:
-            ConfigError: a tensor is missing, unknown, of another shape or dtype, or not finite; or a table differs from
-                the one that our model computes.
-        """
+        """Convert external tensors to parameters, float32, by global name."""
         shapes = {name: tuple(x.shape) for name, x in tensors.items() if name not in self.tables}
         check_shapes("the weights do not fit the model", self.external_shapes(), shapes)
         for name, tensor in tensors.items():
@@ -254,11 +249,7 @@ class RuleBook:
 
     @torch.no_grad()
     def to_external(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert parameters to external tensors by name.
-
-        Raises:
-            ConfigError: a parameter is missing, unknown or of another shape.
-        """
+        """Convert parameters to external tensors by name."""
         expected = {name: tuple(shape) for name, shape in self.shapes.items()}
         shapes = {name: tuple(x.shape) for name, x in parameters.items()}
         check_shapes("the parameters do not fit the model", expected, shapes)
@@ -276,9 +267,6 @@ def check_shapes(fault: str, expected: Mapping[str, Shape], shapes: Mapping[str,
 
     Args:
         fault: start of the message.
-
-    Raises:
-        ConfigError: a name is missing, unknown, or has another shape.
     """
     missing = [f"{name} {list(expected[name])}" for name in expected if name not in shapes]
     unknown = [f"{name} {list(shapes[name])}" for name in shapes if name not in expected]
@@ -336,9 +324,6 @@ def require(fault: str, settings: Mapping[str, Any], supported: Mapping[str, Any
 
     Args:
         fault: start of the message.
-
-    Raises:
-        ConfigError: a setting has another value.
     """
     wrong = [
         f"{name}={settings.get(name)!r} (only {value!r})"

@@ -45,9 +45,6 @@ def from_record(record: object, model_class: type[ModelConfig]) -> TrainedModel:
     Args:
         record: untrusted values.
         model_class: settings class of the backbone.
-
-    Raises:
-        ConfigError: the record lacks a part, or a value has another type than its field.
     """
     parts = {f.name for f in fields(TrainedModel)} - {"notes"}
     if not isinstance(record, Mapping) or record.keys() != parts:
@@ -77,11 +74,7 @@ def from_record(record: object, model_class: type[ModelConfig]) -> TrainedModel:
 
 
 def read_json_record(text: str, model_class: type[ModelConfig]) -> TrainedModel:
-    """Read the record in a file's metadata.
-
-    Raises:
-        ConfigError: it is not JSON, or as in `from_record`.
-    """
+    """Read the record in a file's metadata."""
     try:
         record = parse_json(text)
     except ValueError as error:
@@ -96,11 +89,7 @@ def name_of(objective: Objective) -> str:
 
 
 def objective_of(record: object) -> Objective:
-    """Build an objective from its name and settings, such as `{"name": "ddpm", "prediction": "v"}`.
-
-    Raises:
-        ConfigError: the objective is unknown, or a setting does not fit it.
-    """
+    """Build an objective from its name and settings, such as `{"name": "ddpm", "prediction": "v"}`."""
     name = record.get("name") if isinstance(record, Mapping) else record
     if not isinstance(record, Mapping) or not isinstance(name, str) or name not in OBJECTIVES:
         raise ConfigError(f"objective {name!r:.200} is unknown; use one of {', '.join(OBJECTIVES)}")
@@ -115,9 +104,6 @@ def build(settings_class: type[Settings], values: object, label: str) -> Setting
 
     Args:
         label: names the settings in messages.
-
-    Raises:
-        ConfigError: a name is not a field, a value has another type than its field, or the class rejects it.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"{label} must be settings by name, got {values!r:.200}")

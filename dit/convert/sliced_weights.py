@@ -34,10 +34,6 @@ class SlicedWeights:
     Args:
         rules: between the model and the files.
         stored: the files.
-
-    Raises:
-        ConfigError: the files lack a tensor, have others, or have other shapes; or a table differs from the one that
-            our model computes.
     """
 
     def __init__(self, rules: RuleBook, stored: StoredTensors) -> None:
@@ -56,9 +52,6 @@ class SlicedWeights:
 
         Args:
             blocks: indices of each block, and a tensor of its sizes to copy it into.
-
-        Raises:
-            CheckpointError: values are not finite, copies of one tensor differ, or a file cannot be read.
         """
         if name in self._unmatched:
             for _, target in blocks:

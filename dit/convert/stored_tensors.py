@@ -27,9 +27,6 @@ class StoredTensors:
         shapes: by name.
         files: of the weights.
         dtypes: names of the types, as in the headers.
-
-    Raises:
-        ConfigError: a file is missing, damaged, a pickle, or does not match the index.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -72,11 +69,7 @@ class StoredTensors:
 
     @contextmanager
     def slices(self, names: Sequence[str]) -> Iterator[list[Any]]:
-        """Yield objects that return a part of a tensor when they are indexed, as views of the mapped file.
-
-        Raises:
-            ConfigError: a file cannot be read.
-        """
+        """Yield objects that return a part of a tensor when they are indexed, as views of the mapped file."""
         with ExitStack() as opened:
             entries = []
             for name in names:

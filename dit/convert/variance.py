@@ -26,9 +26,6 @@ def drop_variance(trained: TrainedModel, weights: Mapping[str, Tensor]) -> tuple
 
     Returns:
         The model with settings for training and sampling without a learned variance, and its weights.
-
-    Raises:
-        ConfigError: the model predicts no variance.
     """
     model = trained.model
     positions = model.token_channels // model.in_channels

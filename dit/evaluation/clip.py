@@ -23,9 +23,6 @@ class ClipModel:
     Args:
         folder: folder of transformers' `CLIPModel` with tokenizer and `preprocessor_config.json`.
         device: device of the model.
-
-    Raises:
-        ConfigError: the folder cannot be read, or transformers is not installed.
     """
 
     def __init__(self, folder: str | Path, device: torch.device) -> None:

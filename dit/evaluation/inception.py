@@ -260,9 +260,6 @@ def load_inception(tensors: Mapping[str, Tensor], path: Path) -> tuple[Inception
 
     Args:
         path: path of the file, for messages.
-
-    Raises:
-        ConfigError: the file has no head, so its variant is unknown, or its tensors do not match the network.
     """
     kind = _kind_of(tensors, path)
     network = InceptionV3(kind)

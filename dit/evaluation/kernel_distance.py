@@ -21,9 +21,6 @@ def kernel_distance(features: Tensor, other: Tensor) -> float:
 
     Args:
         features, other: `[N, D]` and `[M, D]`.
-
-    Raises:
-        ConfigError: a set has fewer than two vectors.
     """
     n, m = len(features), len(other)
     if min(n, m) < 2:

@@ -24,9 +24,6 @@ class Cascade(Generator):
         before: generates the small pictures: a model, or a cascade.
         settings: arguments of `before.generate`.
         level: noise level of the small pictures; None for the default of the model.
-
-    Raises:
-        ConfigError: the model takes no low-resolution picture, or uses another text encoder than `before`.
     """
 
     def __init__(
@@ -58,11 +55,7 @@ class Cascade(Generator):
 
 
 def low_resolution_of(spec: BatchSpec) -> LowResolution:
-    """Return the function that makes the low-resolution condition of a model.
-
-    Raises:
-        ConfigError: the model takes no low-resolution picture.
-    """
+    """Return the function that makes the low-resolution condition of a model."""
     condition = spec.condition(LOW_RESOLUTION.name)
     if condition is None or not isinstance(condition.derive, LowResolution):
         raise ConfigError(
@@ -80,9 +73,6 @@ def enlarging(
     Args:
         pictures: small pictures `[C, 1, h, w]` of one size, one per sample.
         level: noise level of the pictures; None for the default of the model.
-
-    Raises:
-        ConfigError: the model takes no low-resolution picture.
     """
     low_resolution = low_resolution_of(spec)
     conditions: dict[str, list[Value]] = {

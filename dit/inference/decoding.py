@@ -26,9 +26,6 @@ class Decoder:
 
     Attributes:
         geometry: of the autoencoder, or None.
-
-    Raises:
-        ConfigError: the autoencoder cannot be read.
     """
 
     def __init__(self, name: Optional[str], device: torch.device) -> None:
@@ -62,9 +59,6 @@ def find_autoencoder(
 
     Returns:
         Its name, and a line for the user if the latents have no autoencoder.
-
-    Raises:
-        ConfigError: the requested one cannot be read, or has another number of channels.
     """
     if requested is not None:
         _check_channels(requested, channels)

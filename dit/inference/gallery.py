@@ -44,9 +44,6 @@ class Gallery:
         keep_latents: needed for `save_latents`.
         fps: frames per second of clips.
         clip_ending: file name ending of clips, a key of `CLIP_WRITERS`.
-
-    Raises:
-        ConfigError: a file cannot be written, or PyAV is missing for an MP4; raised by the methods that write.
     """
 
     def __init__(
@@ -147,10 +144,6 @@ class Gallery:
 
 
 def check_ending(path: Path, endings: Sequence[str], flag: str) -> None:
-    """Check the ending of a file's name.
-
-    Raises:
-        ConfigError: the ending is not in `endings`.
-    """
+    """Check the ending of a file's name."""
     if path.suffix.lower() not in endings:
         raise ConfigError(f"{flag} {path} must end in {' or '.join(endings)}")

@@ -21,10 +21,6 @@ def measure_latents(autoencoder: Generator, samples: int = SAMPLES) -> tuple[flo
         autoencoder: a trained one; its data are read in the order of its training.
         samples: pictures to encode, at least.
 
-    Raises:
-        ConfigError: the latents do not vary.
-        DataError: the data are missing or damaged.
-
     Source: Rombach et al. 2022, arXiv:2112.10752, appendix G, where the latent is scaled to unit deviation.
     """
     config, network, device = autoencoder.config, autoencoder.network, local_device()

@@ -41,10 +41,6 @@ class PictureWriter:
 
     Attributes:
         note: a line for the user if latents are drawn without their autoencoder; else None.
-
-    Raises:
-        ConfigError: there are prompts but the model takes no text, or the encoder does not make all its text
-            conditions; or `sampling.vae` cannot decode the samples.
     """
 
     def __init__(

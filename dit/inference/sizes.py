@@ -25,10 +25,6 @@ def check_size(
         model: has the largest grid.
         size: (frames, height, width) of a sample: in pixels with `geometry`, else in positions of a latent.
         geometry: of the autoencoder that decodes.
-
-    Raises:
-        ConfigError: the size is not a multiple of the patch and the compression, or larger than the model's learned
-            positions. The message has the nearest sizes that fit.
     """
     frames, *sides = size
     time, space = (1, 1) if geometry is None else (geometry.time, geometry.space)

@@ -52,9 +52,6 @@ class FirstSteps:
         Args:
             batch: first full pack of this rank, as the source returned it.
             step: number of the step that trains on it.
-
-        Raises:
-            DataError: ranks that share a model read different samples.
         """
         if (std := _latent_std(batch)) > MAX_STD:
             log.message(

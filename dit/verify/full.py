@@ -148,9 +148,6 @@ def reference_folder(scratch: Optional[str], size_bytes: int) -> Iterator[Path]:
     Args:
         scratch: parent folder, visible to all ranks; None for the temporary folder of this machine.
         size_bytes: size of the reference files.
-
-    Raises:
-        ConfigError: the disk has too little free space.
     """
     process_groups.connect(timeout_s=WAIT_S)
     place: list[Any] = [None]

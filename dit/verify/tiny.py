@@ -55,9 +55,6 @@ def tiny_model(model: ModelConfig, parallel: ParallelConfig, fp8: Optional[Fp8] 
 
     Args:
         fp8: scaling of quantised products, whose blocks a layout must not cut.
-
-    Raises:
-        ConfigError: the backbone does not support the tiny sizes.
     """
     settings = {field.name: getattr(model, field.name) for field in fields(model)}
     exchanged = parallel.context_parallel_size if parallel.context_comm.startswith("a2a") else 1

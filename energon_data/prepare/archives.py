@@ -28,12 +28,7 @@ from energon_data.samples import SampleError
 
 
 def list_tars(folder: Path, *, follow_links: bool = False) -> tuple[list[Path], list[Skipped]]:
-    """List the tar files of a WebDataset, sorted, and links out of the folder that are not read.
-
-    Raises:
-        ConfigError: the path does not exist.
-        DataError: there is none.
-    """
+    """List the tar files of a WebDataset, sorted, and links out of the folder that are not read."""
     if folder.is_file():
         return [folder], []
     if not folder.is_dir():

@@ -302,10 +302,6 @@ def build(
 
     Returns:
         The counts of all units.
-
-    Raises:
-        ConfigError: the folder exists, or has unfinished work of another command, and `force` is not set.
-        DataError: no sample is left for training, or the ranks do not share the folder.
     """
     if ranks.is_first:
         check_replaceable(job.out, force=force)

@@ -42,11 +42,7 @@ class Batch:
 
 
 def read_batch(folder: Path, name: str) -> Batch:
-    """Read one batch of either version.
-
-    Raises:
-        DataError: it is missing or damaged; the message names the file.
-    """
+    """Read one batch of either version."""
     binary = folder / f"{name}.bin"
     path = binary if binary.is_file() else folder / name
     try:
@@ -91,11 +87,7 @@ def _text(value: Any) -> Any:
 
 
 def read_class_names(folder: Path) -> list[str]:
-    """Return the names of the classes in their order.
-
-    Raises:
-        DataError: the file of names is missing or damaged.
-    """
+    """Return the names of the classes in their order."""
     plain, pickled = folder / "batches.meta.txt", folder / "batches.meta"
     try:
         if plain.is_file():
@@ -126,10 +118,6 @@ def prepare_cifar10(
 
     Returns:
         The number of samples of each split.
-
-    Raises:
-        ConfigError: `out` exists.
-        DataError: a file is missing, damaged or outside of `source`.
     """
     if not follow_links:
         check_inside(paths_below(source), source)

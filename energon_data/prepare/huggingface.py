@@ -84,11 +84,7 @@ class _Rows:
     root: Optional[Path]
 
     def source(self, number: int) -> Source:
-        """Return a row as a source.
-
-        Raises:
-            SampleError: it has no picture, or an invalid caption or class.
-        """
+        """Return a row as a source."""
         row = self.dataset[number]
         stored, caption, label = row.pop(self.image), row.pop(self.caption, None), row.pop(self.label, None)
         return Source(
@@ -140,10 +136,6 @@ def prepare_huggingface(
         follow_links: also read files outside of `source` that links lead to or rows name.
         samples_per_shard: rows per shard.
         validation: share of the rows that is held out.
-
-    Raises:
-        ConfigError: there is no such data set, split or column, or options need packages that are not installed.
-        DataError: the files are damaged, or outside of `source`.
     """
     dataset, root = _open(source, table, follow_links)
     image, caption, label = _columns(dataset, table)
@@ -263,11 +255,7 @@ def _hint(flag: str, name: str, names: Sequence[str]) -> str:
 
 
 def _columns(dataset: "Dataset", table: Table) -> tuple[str, Optional[str], Optional[str]]:
-    """Return the columns of pictures, captions and classes.
-
-    Raises:
-        ConfigError: a named column does not exist, or the column of pictures is not unique.
-    """
+    """Return the columns of pictures, captions and classes."""
     features = dataset.features
     for flag, column in (
         ("--image-column", table.image_column),

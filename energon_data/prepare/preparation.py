@@ -91,10 +91,6 @@ class Preparation:
             follow_links: also read linked files and folders outside of `source`.
             samples_per_shard: files per shard.
             validation: share of the files that is held out.
-
-        Raises:
-            ConfigError: options contradict each other or need packages that are not installed.
-            DataError: the input has no usable file, or its list of files is damaged.
         """
         _check(options, samples_per_shard, validation)
         extensions = EXTENSIONS[command]
@@ -154,9 +150,6 @@ class Preparation:
             sources: maps some of the entries to their sources; picklable.
             plan: further values that the result depends on.
             about: further entries of `dataset.json`.
-
-        Raises:
-            ConfigError: options contradict each other or need packages that are not installed.
         """
         _check(options, samples_per_shard, validation)
         units = [list(entries[i : i + samples_per_shard]) for i in range(0, len(entries), samples_per_shard)]
@@ -182,10 +175,6 @@ class Preparation:
 
         Args:
             processes, force, on_unit, on_resume: as in `build`.
-
-        Raises:
-            ConfigError: the folder exists, or has unfinished work of another command, and `force` is not set.
-            DataError: no sample could be used.
         """
         ranks = Ranks()
         total = build(
@@ -249,11 +238,7 @@ def _check_readers(entries: Sequence[Entry]) -> None:
 
 
 def _check(options: Options, samples_per_shard: int, validation: float) -> None:
-    """Check numbers and encoders.
-
-    Raises:
-        ConfigError: a number is out of range, or an encoder does not exist or does not fit.
-    """
+    """Check numbers and encoders."""
     if not 0 <= validation < 1:
         raise ConfigError(f"--validation {validation:g} must be a share: at least 0 and below 1")
     if samples_per_shard < 1 or options.batch < 1:
@@ -264,11 +249,7 @@ def _check(options: Options, samples_per_shard: int, validation: float) -> None:
 
 
 def _check_encoders(options: Options) -> None:
-    """Check that the encoders exist and that sizes are multiples of the autoencoder's compression.
-
-    Raises:
-        ConfigError: an encoder does not exist, or a size does not fit.
-    """
+    """Check that the encoders exist and that sizes are multiples of the autoencoder's compression."""
     if options.text_encoder is not None:
         check_text_encoder(options.text_encoder)
     if options.vae is None:

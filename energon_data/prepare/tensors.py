@@ -60,12 +60,7 @@ class Archived:
 
 
 def list_archives(path: Path, *, follow_links: bool = False) -> tuple[list[Path], list[Skipped]]:
-    """Return the tar files of a folder or a wdinfo file, and links out of the folder that are not read.
-
-    Raises:
-        ConfigError: the path does not exist.
-        DataError: there is no tar file, the list cannot be read, or it names a file outside of its folder.
-    """
+    """Return the tar files of a folder or a wdinfo file, and links out of the folder that are not read."""
     if not (path.is_file() and path.suffix in (".pkl", ".pickle")):
         return list_tars(path, follow_links=follow_links)
     try:
@@ -146,11 +141,7 @@ class Rewrite:
                 record.skip(source.name, error)
 
     def sample(self, archived: Archived) -> Sample:
-        """Rewrite one sample.
-
-        Raises:
-            SampleError: it has no latent or picture, or a part that cannot be read safely.
-        """
+        """Rewrite one sample."""
         parts = archived.parts
         row = {_NAMES.get(k, k): v for k, v in (read_object(parts["json"], "json") if "json" in parts else {}).items()}
         if "txt" in parts:
@@ -234,10 +225,6 @@ def prepare_tensors(
         text_encoder, vae: encoders of the texts and latents, recorded for `launch.sample`.
         follow_links: also read archives outside of `source` that links or the wdinfo file name.
         validation: share of the samples that is held out.
-
-    Raises:
-        ConfigError: the source does not exist, or the share is out of range.
-        DataError: there is no archive.
     """
     if not 0 <= validation < 1:
         raise ConfigError(f"--validation {validation:g} must be a share: at least 0 and below 1")

@@ -44,11 +44,7 @@ def caption_parts(encoders: "TextEncoders", captions: Sequence[Sequence[str]]) -
 
 
 def text_record(line: Optional[str]) -> dict[str, Any]:
-    """Return the entries of `dataset.json` about texts: their encoders, and the width of `text.npy`.
-
-    Raises:
-        ConfigError: an encoder is unknown or not installed.
-    """
+    """Return the entries of `dataset.json` about texts: their encoders, and the width of `text.npy`."""
     encoders = None if line is None else check_text_encoder(line)
     return {
         "text_encoder": None if encoders is None else encoders.recorded,

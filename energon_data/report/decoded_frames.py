@@ -17,9 +17,6 @@ def decoder(name: str) -> Callable[[Tensor], Tensor]:
 
     Args:
         name: autoencoder, as in `Geometry.read`; loaded at the first latent.
-
-    Raises:
-        ConfigError: there is no such autoencoder; the function raises it for latents with another number of channels.
     """
     geometry = Geometry.read(name)
 

@@ -119,9 +119,6 @@ def survey(
         pictures: number of frames to return, evenly distributed.
         show: converts a latent or pixels `[C, T, H, W]` to a frame `[C, H, W]`.
         require_checksums: samples without checksums count as damaged, as in `EnergonData`.
-
-    Raises:
-        DataError: no sample can be read.
     """
     from energon_data.cookers import cook_clip  # imports Energon
 
@@ -298,9 +295,6 @@ def expected_packing(lengths: Sequence[int], capacity: int, *, buffer: int, mult
         capacity: `data.max_tokens_per_pack`.
         buffer: `data.packing_buffer_size`.
         multiple_of: `data.pack_multiple_of`.
-
-    Raises:
-        DataError: no sample fits.
     """
     fitting = [n for n in lengths if padded_length(n, multiple_of) <= capacity]
     if not fitting:

@@ -22,9 +22,6 @@ def log_table(surveys: Sequence[Survey], project: str, patch: Sequence[int], fol
 
     Returns:
         The URL of the run's page, or its folder if it was recorded offline.
-
-    Raises:
-        ConfigError: wandb is not installed, or cannot start a run.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for kind in ("DATA", "CACHE", "CONFIG"):  # by default in the home directory

@@ -58,22 +58,14 @@ class BackgroundProcess:
         return self.process.poll() is None
 
     def request(self, request: Mapping[str, Any]) -> None:
-        """Send a request; does not wait.
-
-        Raises:
-            CheckpointError: the process is gone.
-        """
+        """Send a request; does not wait."""
         try:
             self._control.sendall(json.dumps(request).encode() + b"\n")
         except OSError as error:
             raise CheckpointError(self.ended()) from error
 
     def replies(self) -> list[dict[str, Any]]:
-        """Return the replies received so far; does not wait.
-
-        Raises:
-            CheckpointError: the process is gone, and there is no reply left.
-        """
+        """Return the replies received so far; does not wait."""
         gone = False
         while not gone:
             try:

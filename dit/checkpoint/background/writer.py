@@ -136,9 +136,6 @@ class WriterProcess(BackgroundProcess):
             token: token of this save, the same on every rank.
             files: content by file name.
             meta: metadata for the manifest; None except on rank 0.
-
-        Raises:
-            CheckpointError: there is not enough memory, or the process has exited.
         """
         self._step = step
         content = [*files.values(), [b"" if meta is None else json.dumps(meta).encode()]]
