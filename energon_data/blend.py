@@ -29,7 +29,6 @@ class Member:
     """A data set of a blend.
 
     Attributes:
-        path: folder, or a metadataset file.
         weights: weight in each stage, relative to the other members.
     """
 

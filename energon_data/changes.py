@@ -26,7 +26,6 @@ def check_changes(changes: ChangesOfPixels, spec: BatchSpec, multiple: int, *, o
 
     Args:
         multiple: sides of a crop must be multiples of this, in pixels.
-        online: an autoencoder of the training device encodes the pictures.
     """
     low = spec.condition(LOW_RESOLUTION.name)
     if changes.corrupt_low_resolution and (low is None or low.derive is None):

@@ -103,13 +103,8 @@ class EnergonSource:
     """A training stream.
 
     Args:
-        path: data set folder or metadataset file, already checked.
         reopen: opens the same stream with another `BatchSpec` and `pack_multiple_of`.
-        split: split of the data.
-        stream: global number of the stream.
-        num_streams: global streams of the run.
         budget: number of damaged samples that the stream may drop.
-        shuffle_buffer: samples shuffled before batching.
         max_samples_per_sequence: split shards into runs of about this many samples and shuffle those; None for
             complete shards.
         packing_buffer_size: number of buffered samples from which packs are filled; None for dense batches.

@@ -19,7 +19,6 @@ class FilteredOutError(Exception):
 
     Args:
         reason: category in which such samples are counted.
-        detail: limit, and value of the sample.
     """
 
     def __init__(self, reason: str, detail: str) -> None:

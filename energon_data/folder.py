@@ -169,11 +169,7 @@ def _nested(value: object, key: str) -> list[Any]:
 
 
 def _check_blend_file(file: Path, above: tuple[Path, ...] = ()) -> list[Any]:
-    """Check that a metadataset file, and files it refers to, make Energon import only metadatasets.
-
-    Returns:
-        The contents of these files.
-    """
+    """Check that a metadataset file, and files it refers to, make Energon import only metadatasets."""
     if file in above:
         raise DataError(f"the blends {[str(p) for p in (*above, file)]} refer to each other in a cycle")
     content = _load(file)

@@ -189,11 +189,7 @@ def token_lines(
 
 
 def write_sheet(survey_result: Survey, path: Path, colours: str) -> str:
-    """Write the contact sheet and return a line about it.
-
-    Args:
-        colours: note on its colours.
-    """
+    """Write the contact sheet and return a line about it."""
     from dit.sampling.grid import save_png
     from energon_data.report.contact_sheet import contact_sheet
 

@@ -298,9 +298,6 @@ def pixels_of(frames: Sequence[Image.Image]) -> Tensor:
 def read_pixels(data: bytes, extension: str) -> Tensor:
     """Decode a picture or video.
 
-    Args:
-        extension: extension of the file name, which distinguishes pictures from videos.
-
     Returns:
         `[3, T, H, W]` uint8; a picture has one frame.
     """

@@ -163,8 +163,6 @@ def collate(clips: Sequence[Clip], spec: BatchSpec, *, total_tokens: Optional[in
     """Concatenate clips into a pack.
 
     Args:
-        clips: encoded samples, in order.
-        spec: patch sizes, padding, and the conditions of the model.
         total_tokens: pad the pack to this many tokens; None for no padding at the end.
 
     Raises:

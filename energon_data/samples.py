@@ -42,7 +42,6 @@ class Clip:
         conditions: conditions of the model, by name, without missing optional ones.
         pixels: `[3, T, H, W]` uint8 if the training device encodes them; `latent` is then zeros of the right shape.
         wording: index of the caption, and its embedding, in use.
-        caption: caption, if the training device embeds it.
         corrupt: corrupts the low-resolution picture of a super-resolution model; None for no corruption, or once
             encoded.
         id: 63-bit id of the sample, see `dit.data_api.sample_id`.
@@ -87,7 +86,6 @@ class SampleError(Exception):
 
     Args:
         reason: category in which such samples are counted.
-        detail: description of the problem, with the numbers.
     """
 
     def __init__(self, reason: str, detail: str) -> None:

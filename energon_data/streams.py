@@ -164,8 +164,6 @@ def open_streams(
     """Open the streams of one data-parallel rank.
 
     Args:
-        open_stream: opens a global stream, given its number and the number of streams.
-        requested: number of global streams. None for `automatic_streams`, or the number in a loaded state.
         log, origin, levels: see `StreamGroup`.
     """
 
@@ -200,10 +198,6 @@ class StreamGroup:
 
     Args:
         sources: the rank's streams by global number, see `streams_of`.
-        num_streams: global streams of the run.
-        log: log of dropped samples.
-        origin: name of the data, for messages.
-        levels: draws the noise levels of clips.
         reopen: opens the rank's streams of another number of global streams; None if the number may not change.
     """
 

@@ -43,8 +43,6 @@ class EncoderOptions:
     """Options of converting samples to micro-batches.
 
     Attributes:
-        filters: filters of samples.
-        augmentation: augmentation of pictures and clips; None for none.
         corruption: corruption of the low-resolution pictures of a super-resolution model; None for none.
         vary_captions: draw one of a sample's captions instead of using the first.
         require_checksums: refuse samples whose metadata lacks the CRC32 of a part.
@@ -107,13 +105,7 @@ class _First(LimitDataset):
 
 
 class DiffusionTaskEncoder(DefaultTaskEncoder):
-    """Turns raw samples into `PackedBatch`es; its only state is the ledger.
-
-    Args:
-        spec: properties of micro-batches that the model and the layout require.
-        options: filters and packing.
-        ledger: counter of dropped samples.
-    """
+    """Turns raw samples into `PackedBatch`es; its only state is the ledger."""
 
     cookers = COOKERS
     decoder = None  # `load_clip` decodes; Energon's decoder would execute pickles.
@@ -170,9 +162,6 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
     def clip_of(self, sample: dict[str, Any], visit: Visit, *, cook: Callable[..., Clip]) -> Optional[Clip]:
         """Decode, augment, cook, filter and encode one sample.
 
-        Args:
-            sample: see `RawSample.data`.
-
         Returns:
             None if the sample is dropped; the ledger has the reason.
         """
@@ -181,9 +170,6 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
 
     def encoded_clip(self, key: str, shard: str, make: Callable[[], Clip]) -> Optional[Clip]:
         """Create, filter and encode one sample.
-
-        Args:
-            make: returns the clip, or raises any error.
 
         Returns:
             None if the sample is dropped; the ledger has the reason.

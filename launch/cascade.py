@@ -34,13 +34,7 @@ SETTINGS: dict[str, Callable[[str], Any]] = {
 
 @dataclass(frozen=True)
 class Stage:
-    """One model of a cascade.
-
-    Attributes:
-        name: as the user calls it; part of the names of its files.
-        folder: of its run or checkpoint.
-        settings: its own, by the names of `SETTINGS`.
-    """
+    """One model of a cascade."""
 
     name: str
     folder: str
@@ -75,12 +69,7 @@ def add_cascade_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_stages(cascade: Sequence[str], settings: Sequence[Sequence[str]]) -> list[Stage]:
-    """Read the stages, first to last.
-
-    Args:
-        cascade: `NAME=DIR` of each.
-        settings: a name and `SETTING=VALUE ...` of each `--stage`.
-    """
+    """Read the stages, first to last."""
     stages: dict[str, Stage] = {}
     for word in cascade:
         name, is_pair, folder = word.partition("=")
@@ -122,7 +111,6 @@ def with_pictures(
 
     Args:
         pictures: `[C, 1, h, w]` of each request, from the stage before; None for the first stage.
-        level: noise level of the pictures; None for the model's own.
     """
     from dit.inference.cascade import enlarging
 

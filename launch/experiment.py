@@ -90,17 +90,7 @@ def execute(
     detach: bool = False,
     dryrun: bool = False,
 ) -> dict[str, str]:
-    """Run `python -m MODULE WORDS` for each task as one experiment, and return their states by name.
-
-    Args:
-        title: of the experiment, a name of a folder.
-        module: with a command line, such as `launch.train`.
-        tasks: words by name of the task.
-        executor: runs the tasks; sequentially on this machine.
-        folder: for scripts and logs; None for that of the executor, or nemo-run's default.
-        detach: return once submitted, with the current states.
-        dryrun: print the scripts; returns no states.
-    """
+    """Run `python -m MODULE WORDS` for each task as one experiment, and return their states by name."""
     import nemo_run as run
     from nemo_run.core.execution.docker import DockerExecutor
 

@@ -123,14 +123,7 @@ def run(args: argparse.Namespace) -> list[str]:
 def write_adapters(
     form_name: str, folder: Path, slot: str, config: "RunConfig", trained: "TrainedModel", out: Path
 ) -> list[str]:
-    """Write the adapters of a run, without the base's weights; return the notes.
-
-    Args:
-        form_name: one of `ADAPTER_FORMATS`.
-        folder: a verified checkpoint.
-        slot: `ema` or `weight`.
-        trained: the base model.
-    """
+    """Write the adapters of a run, without the base's weights; return the notes."""
     from dit.checkpoint.full_weights import read_full_weights
     from dit.convert.diffusers_format import format_of_model
     from dit.convert.lora import comfyui_tensors, to_external_layers, write_adapter_folder

@@ -34,12 +34,7 @@ def write_pipeline(
     text_encoder: Optional[str],
     max_shard_bytes: Optional[int] = None,
 ) -> list[str]:
-    """Write a folder that `diffusers.DiffusionPipeline.from_pretrained` opens; return the notes.
-
-    Args:
-        autoencoder: the one that made the latents, as in `dit.encoders.vae`.
-        text_encoder: the one that embedded the texts, as in `dit.encoders.text_config`.
-    """
+    """Write a folder that `diffusers.DiffusionPipeline.from_pretrained` opens; return the notes."""
     form = format_of_model(trained.model)
     pipeline = pipeline_of(form, trained)
     geometry = check_autoencoder(pipeline, trained, autoencoder)

@@ -27,14 +27,7 @@ _WORDS = re.compile(rf"{_SIZE}|(?P<sequence>sp)|(?P<data>{'|'.join(DATA_PARALLEL
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a grid.
-
-    Attributes:
-        recipe: a name in `--list`.
-        layout: as in `layout_overrides`.
-        variant: further overrides, separated by spaces; may be empty.
-        common: overrides of every cell.
-    """
+    """One run of a grid."""
 
     recipe: str
     layout: str
@@ -107,12 +100,7 @@ def _is_override(word: str) -> bool:
 
 
 def cells_of(args: argparse.Namespace, common: Sequence[str], reserved: Sequence[str] = ()) -> list[Cell]:
-    """Return the cells of a parsed command, recipe by recipe.
-
-    Args:
-        common: overrides of every cell.
-        reserved: settings that the command sets for each cell.
-    """
+    """Return the cells of a parsed command, recipe by recipe."""
     from launch import cli
 
     recipes, layouts = ([word for word in words if not _is_override(word)] for words in (args.factory, args.layouts))

@@ -182,13 +182,8 @@ class Content:
     """The content of the imported files.
 
     Attributes:
-        trained: the model, with published defaults for values that are not in the files.
-        rules: between the weights.
-        tensors: of the files, by name.
         recorded: whether the files have the record of `launch.export`, NeMo's settings, or the schedule of a pipeline,
             so that nothing is assumed.
-        autoencoder: folder of the pipeline's autoencoder; None without.
-        notes: sentences about differences from the pipeline.
     """
 
     trained: "TrainedModel"
@@ -200,12 +195,7 @@ class Content:
 
 
 def settle(content: Content, objective: Optional["Objective"]) -> tuple["TrainedModel", list[str]]:
-    """Return the model with its objective, and notes on the source of the metadata.
-
-    Args:
-        content: of the files.
-        objective: given by the user, which takes precedence; None if not given.
-    """
+    """Return the model with its objective, and notes on the source of the metadata."""
     trained = content.trained
     origin = "recorded with the weights" if content.recorded else "that of the published weights of this class"
     notes = []
@@ -282,7 +272,6 @@ def read_nemo_imagen(source: Path, document: Optional[str]) -> Content:
     """Read a checkpoint of NeMo's Imagen.
 
     Args:
-        source: of the weights.
         document: of the training; None for the settings in a `.nemo` file.
     """
     import fiddle

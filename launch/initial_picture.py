@@ -22,7 +22,6 @@ def with_references(
 
     Args:
         paths: one picture for all, or one for each `count` requests.
-        read: returns the latent of a picture, `[C, 1, H, W]`.
     """
     samples = len(requests) // count
     if len(paths) not in (1, samples):
@@ -45,13 +44,6 @@ def read_initial(
 
     It is scaled until it covers the sample, and its middle is cut out. Without an autoencoder it stays pixels: three
     channels, or one of its brightness.
-
-    Args:
-        path: of the picture.
-        latent_size: (T, H, W) of a sample, in positions of a latent.
-        channels: of a sample.
-        decoder: of the samples.
-        option: of the command, for messages.
     """
     import torch
     from PIL import Image, ImageOps

@@ -42,7 +42,6 @@ class Row:
 
     Attributes:
         given: the keys and their values; empty where NeMo's default applies.
-        settings: as on the command line; empty where nothing of ours corresponds.
         note: as of `Rule`.
     """
 
@@ -56,7 +55,6 @@ def load(path: str | Path, load_component: Callable[[str], None]) -> tuple[run.P
 
     Args:
         path: the YAML file; `${key}` stands for the value of another key.
-        load_component: see `apply_overrides`.
 
     Returns:
         The recipe, and what became of each key.
@@ -95,8 +93,6 @@ def load_network(
 
     Args:
         document: its section `model`, or all of it.
-        source: for messages.
-        load_component: see `apply_overrides`.
 
     Returns:
         A run with model, objective and sampling, and the side of the pictures in pixels.

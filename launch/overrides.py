@@ -37,7 +37,6 @@ def apply_overrides(task: Partial, overrides: list[str], load_component: Callabl
     the order on the command line is used.
 
     Args:
-        task: the result of a recipe.
         load_component: imports the module that registers the component of this name, if there is one.
     """
     parsed = [(*_split(text), text) for text in overrides]

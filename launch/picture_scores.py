@@ -95,7 +95,6 @@ def _report(
 
     Args:
         real, drawn: number of pictures; None if the reference does not record it.
-        width: number of features.
     """
     number = f"{distance:.4f}" if metric == "fid" else f"{distance:.6f}"
     of = f"{width} features, {features.network}" + ("" if metric == "fid" else ", unbiased")
@@ -143,7 +142,6 @@ def _both_sides(
     """Return the statistics of the real pictures and of the generated ones.
 
     Args:
-        new: collects the features of one side.
         read: reads the statistics of a reference, see `dit.evaluation.reference`.
     """
     path, out = args.reference, args.write_statistics

@@ -64,8 +64,6 @@ class Rates:
     """Converts the time of a step to throughput and MFU.
 
     Attributes:
-        unit: "tokens" or "images".
-        per_step: units per step.
         flops: of a step by convention (`dit.monitoring.flops`); "hardware" is without recompute. No "nemo" for images.
         recomputed: operations of one more forward pass through all layers.
     """

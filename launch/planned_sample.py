@@ -32,8 +32,6 @@ class Sample:
     """The sample that a run is planned for.
 
     Attributes:
-        grid: its (t, h, w) patches.
-        text_tokens: of its text; None for a model without text.
         pack: tokens of a micro-batch that is a pack of such samples; None for micro-batches of `micro_batch_size`.
         assumed: property that is unknown and assumed: "" for none, "shape" for the grid, "size" for the number of
             tokens.
@@ -64,11 +62,7 @@ class Sample:
 
 
 def named_device(name: str, fp8: "Optional[Fp8]") -> "Device":
-    """Return the constants of a device.
-
-    Args:
-        fp8: `training.fp8`.
-    """
+    """Return the constants of a device."""
     from dit.planner.devices import DEVICES, with_fp8
 
     if name not in DEVICES:
@@ -87,12 +81,7 @@ def assumed_grid(tokens: int) -> Grid:
 def planned_sample(
     task: "run.Partial", model: ModelConfig, tokens: Optional[Sequence[int]] = None, text_tokens: Optional[int] = None
 ) -> Sample:
-    """Return the sample in the data settings: the largest synthetic sample, the longest sample, or the crop.
-
-    Args:
-        tokens: of a sample, or its (t, h, w) patches; overrides the data settings.
-        text_tokens: of its text; overrides the data settings.
-    """
+    """Return the sample in the data settings: the largest synthetic sample, the longest sample, or the crop."""
     return sample_of(fiddle.build(task.data), model, tokens, text_tokens)
 
 

@@ -179,11 +179,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def open_generator(args: argparse.Namespace, groups: Optional["ProcessGroups"] = None) -> "Generator":
-    """Load the model of the checkpoint in the arguments.
-
-    Args:
-        groups: as in `load_generator`.
-    """
+    """Load the model of the checkpoint in the arguments."""
     folder = Path(args.checkpoint)
     if not folder.is_dir():
         kind = "is a file" if folder.exists() else "does not exist"

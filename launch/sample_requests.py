@@ -106,7 +106,6 @@ def read_conditions(flags: Sequence[Sequence[str]], count: int) -> dict[str, lis
     """Read the values of `--condition NAME VALUE ...` by name: numbers, or the arrays of `.npy` files.
 
     Args:
-        flags: arguments of each flag.
         count: number of different texts, classes or samples; a single value is used for all of them.
     """
     conditions = {}
@@ -132,11 +131,7 @@ def _read_value(name: str, word: str) -> Any:
 
 
 def encode_prompts(generator: "Generator", prompts: Sequence[str]) -> dict[str, list[Tensor]]:
-    """Embed texts with the encoders of the training data.
-
-    Returns:
-        For each condition that the encoders make and the model takes, its value for each text.
-    """
+    """Embed texts with the encoders of the training data."""
     if generator.config.model.condition("context") is None:
         raise ConfigError("the model of this checkpoint takes no text; choose classes with --labels")
     if generator.text_encoder is None:

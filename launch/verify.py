@@ -81,11 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class MockStream:
-    """Synthetic packs. The class can be pickled, because ranks are separate processes.
-
-    Attributes:
-        multiple: number of tokens to a multiple of which every layout pads samples; None for that of its own.
-    """
+    """Synthetic packs. The class can be pickled, because ranks are separate processes."""
 
     data: "DataConfig"
     spec: "BatchSpec"
@@ -138,9 +134,6 @@ class Pair:
     """A layout and the one rank that it is compared with.
 
     Attributes:
-        one: training on one rank, in fp32.
-        many: training under the layout.
-        bounds: largest accepted errors.
         floor: smallest norm that an error is divided by, as a share of the largest norm.
     """
 
@@ -173,11 +166,7 @@ def world_size_of(parallel: "ParallelConfig", requested: Optional[int]) -> int:
 
 
 def tiny_pair(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None) -> Pair:
-    """Return the tiny form of a run under its layout and on one rank.
-
-    Args:
-        fp8: quantise the products of both.
-    """
+    """Return the tiny form of a run under its layout and on one rank."""
     from dit.verify.tiny import tiny_layout, tiny_model
 
     parallel = tiny_layout(config.parallel)
@@ -338,12 +327,7 @@ def check_one_rank(trial: "Trial", folder: Path) -> "dict[str, Check]":
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results of a command.
-
-    Attributes:
-        checks: absolute checks of one rank.
-        verdicts: comparisons with one rank, by precision of the layout.
-    """
+    """Results of a command."""
 
     checks: "dict[str, Check]"
     verdicts: "dict[str, Verdict]"

@@ -116,9 +116,6 @@ def connect(*, timeout_s: float = 600.0) -> None:
     """Initialise torch.distributed (NCCL on CUDA, gloo on CPU) if it is not initialised yet.
 
     Without torchrun, the process becomes a world of one rank, so no other code checks whether it runs distributed.
-
-    Args:
-        timeout_s: time-out of collectives.
     """
     if dist.is_initialized():
         return
@@ -143,12 +140,7 @@ def connect(*, timeout_s: float = 600.0) -> None:
 
 
 def initialize(parallel: GroupSizes, *, timeout_s: float = 600.0) -> ProcessGroups:
-    """Initialise torch.distributed if it is not initialised yet, and build Megatron-Core's groups.
-
-    Args:
-        parallel: validated sizes.
-        timeout_s: time-out of collectives.
-    """
+    """Initialise torch.distributed if it is not initialised yet, and build Megatron-Core's groups."""
     if not use_cuda():
         megatron_cpu.install()
     from megatron.core import parallel_state

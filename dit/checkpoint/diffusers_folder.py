@@ -50,13 +50,10 @@ class Network:
     """The settings of a network in the diffusers layout.
 
     Attributes:
-        folder: of its `config.json`.
-        form: its class.
         trained: our model, with published defaults for values that are not in the files.
         recorded: whether the files have the record of `launch.export` or the schedule of a pipeline, so that nothing is
             assumed.
         autoencoder: folder of the pipeline's autoencoder; None without.
-        notes: sentences about differences from the pipeline.
     """
 
     folder: Path
@@ -197,13 +194,6 @@ def _sizes(rules: RuleBook, model: ModelConfig) -> object:
 
 class FolderWeights:
     """The weights of a network for a model of the same sizes, read like those of a checkpoint.
-
-    Args:
-        network: the network.
-        model: of the run.
-
-    Attributes:
-        shapes: of the parameters, by global name.
 
     Raises:
         ConfigError: the sizes of the model differ from those of the network, or the files are incomplete or damaged.

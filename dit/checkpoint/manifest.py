@@ -58,11 +58,9 @@ class Manifest:
     """Contents of a checkpoint.
 
     Attributes:
-        step: optimizer steps done when the checkpoint was taken.
         files: every file except the manifest, by path relative to the folder, with forward slashes.
         meta: plain JSON that a run reads before loading: `consumed_samples`, `held_out_loss` and the step it
             was measured at (`held_out_step`), `fingerprint` (`model_fingerprint`) and other plain JSON.
-        created: seconds since the epoch.
     """
 
     step: int
@@ -162,11 +160,7 @@ def model_fingerprint(parameters: Mapping[str, Sequence[int]]) -> dict[str, Any]
 
 
 def check_same_model(manifest: Manifest, fingerprint: Mapping[str, Any]) -> None:
-    """Check that a checkpoint belongs to the model about to be trained.
-
-    Args:
-        fingerprint: of the model to be trained, from `model_fingerprint`.
-    """
+    """Check that a checkpoint belongs to the model about to be trained."""
     stored = manifest.meta.get("fingerprint")
     kinds = {"digest": str, "parameters": dict}
     if not isinstance(stored, dict) or any(not isinstance(stored.get(name), kind) for name, kind in kinds.items()):
@@ -207,7 +201,6 @@ def check_same_base(folder: Path, manifest: Manifest, base: Optional[Mapping[str
     """Check that adapters continue training with the base weights that they were trained with.
 
     Args:
-        folder, manifest: of the checkpoint.
         base: base of this run, as in `Manifest.base`.
     """
     saved = manifest.base

@@ -115,11 +115,6 @@ def write_index(
 ) -> None:
     """Write the index of a finished state.
 
-    Args:
-        shapes: shape of every unsharded tensor by name.
-        parts: boxes in each file, by file name.
-        scalars: scalars of the state.
-
     Raises:
         CheckpointError: the boxes of a tensor do not cover it exactly.
         OSError: writing failed.
@@ -155,9 +150,7 @@ def write_full_state(
     """Write full tensors, one by one, as the state of a single process.
 
     Args:
-        shapes: shape of every tensor by name.
         values: the tensors in the same order, float32 and contiguous.
-        scalars: scalars of the state.
 
     Returns:
         Size and SHA-256 of the file, by its name.
@@ -207,12 +200,7 @@ def _num_pairs(sweep: tuple[Sequence[Box], list[int]]) -> int:
 
 
 class StateReader:
-    """Reads any box of any tensor of a verified checkpoint, independently of the stored boxes.
-
-    Args:
-        folder: folder of the checkpoint.
-        finite: refuse NaN and infinite values.
-    """
+    """Reads any box of any tensor of a verified checkpoint, independently of the stored boxes."""
 
     def __init__(self, folder: Path, *, finite: bool = False) -> None:
         self.folder, self._finite = folder, finite
@@ -241,7 +229,6 @@ class StateReader:
         """Copy boxes of one tensor into memory, on any device and in any precision; reads nothing else.
 
         Args:
-            shape: expected shape of the unsharded tensor.
             views: each box, and a tensor of its sizes to copy it into.
         """
         if name not in self._stored:
@@ -297,16 +284,7 @@ class Weights(Protocol):
 
 
 class SlotWeights:
-    """The weights of a verified checkpoint.
-
-    Args:
-        folder: folder of the checkpoint.
-        slot: `weight`, or `ema` for their average.
-        finite: refuse NaN and infinite values.
-
-    Raises:
-        CheckpointError: see `StateReader`.
-    """
+    """The weights of a verified checkpoint."""
 
     def __init__(self, folder: Path, slot: str, *, finite: bool = False) -> None:
         self._reader, self._prefix = StateReader(folder, finite=finite), f"{slot}."

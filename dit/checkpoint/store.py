@@ -39,7 +39,7 @@ from dit.checkpoint.manifest import (
     verify_folder,
 )
 from dit.checkpoint.reader_lock import to_delete
-from dit.durable_files import fsync_dir, write_atomic
+from dit.durable_files import fsync, write_atomic
 from dit.errors import CheckpointError, UserError
 from dit.settings import CheckpointConfig
 
@@ -60,10 +60,6 @@ class CheckpointStore:
 
     One process (rank 0) calls `begin`, `publish` and `prune`, one save at a time. Any process may read, even while
     another process saves.
-
-    Args:
-        root: folder of the checkpoints; created by the first `begin`.
-        config: retention rules.
 
     Raises:
         ConfigError: a retention rule is out of range.
@@ -91,9 +87,6 @@ class CheckpointStore:
 
         This removes unfinished and partly deleted folders, and checkpoints that no retention rule selects. So there is
         at most one checkpoint too many, even if runs often crash between publishing and deleting.
-
-        Returns:
-            The folder to write to, `partial_path(step)`.
 
         Raises:
             CheckpointError: the folder cannot be created.
@@ -133,7 +126,6 @@ class CheckpointStore:
         the checkpoint. An existing checkpoint of `step` stays readable until then.
 
         Args:
-            meta: plain JSON for the manifest, see `Manifest`.
             hashed: files that their writers have flushed and hashed, by relative name.
         """
         partial = self.partial_path(step)
@@ -181,20 +173,17 @@ class CheckpointStore:
         partial, final, replaced = (f(manifest.step) for f in (self.partial_path, self.path, self._replaced_path))
         write_atomic(partial / MANIFEST, manifest.to_text())
         for folder, _, _ in os.walk(partial, topdown=False):
-            fsync_dir(Path(folder))
+            fsync(Path(folder))
         if final.exists():
             self._discard(replaced)
             os.rename(final, replaced)
         os.rename(partial, final)
-        fsync_dir(self.root)
+        fsync(self.root)
 
     def attach(self, step: int, meta: Mapping[str, Any]) -> None:
         """Add entries to the manifest of the published checkpoint of `step`, and apply the retention rules again.
 
         The manifest is replaced by one rename, so readers see either the old one or the new one.
-
-        Args:
-            meta: entries to add, plain JSON, see `Manifest`.
         """
         folder = self.path(step)
         manifest = read_manifest(folder)
@@ -328,7 +317,7 @@ class CheckpointStore:
                 if os.path.lexists(trash):
                     _remove(trash)
                 os.rename(folder, trash)
-                fsync_dir(self.root)
+                fsync(self.root)
             _remove(trash)
         except FileNotFoundError:
             pass  # it does not exist, or another rank deleted it

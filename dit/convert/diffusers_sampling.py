@@ -150,9 +150,7 @@ def page(
     """Return the README page of exported weights, in Markdown.
 
     Args:
-        class_name: of the diffusers model.
         has_loop: whether the class is the model's only condition, so that a short loop samples from it.
-        notes: sentences about differences in effect.
         folder: of the transformer, relative to the page.
         code: Python code that loads and samples a pipeline; None for a model without one.
     """

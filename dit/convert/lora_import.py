@@ -56,13 +56,7 @@ TEXT_ENCODERS = re.compile(r"(lora_te\d?_|text_encoders?[._\d]|te\d?\.)")
 
 @dataclass(frozen=True)
 class ImportedAdapters:
-    """Imported adapters.
-
-    Attributes:
-        config: rank and layers.
-        tensors: A and B by our global names, float32.
-        notes: sentences about imported and omitted adapters.
-    """
+    """Imported adapters."""
 
     config: LoRAConfig
     tensors: dict[str, Tensor]
@@ -80,9 +74,7 @@ def read_adapters(
 
     Args:
         path: a `.safetensors` file, or a folder of peft or diffusers.
-        form: format of the model in diffusers.
         model: the base, without adapters.
-        rules: between our weights and those of diffusers.
         linears: our layers that can have an adapter.
     """
     file, settings = _files(path, form.part)
@@ -256,12 +248,7 @@ def _join_all(external: Mapping[str, Adapter], rules: RuleBook, linears: Collect
 
 
 def _joined(rule: Rule, parts: Sequence[Optional[Adapter]], outputs: Sequence[int]) -> Adapter:
-    """Return one adapter equal to the adapters of several external layers.
-
-    Args:
-        parts: adapter of each external layer, or None.
-        outputs: output features of each.
-    """
+    """Return one adapter equal to the adapters of several external layers."""
     [first, *_] = present = [part for part in parts if part is not None]
     if isinstance(rule.form, Pointwise):
         return Adapter(rule.form.from_external([first.a]), rule.form.from_external([first.b]))

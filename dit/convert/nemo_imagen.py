@@ -136,12 +136,7 @@ def _parts(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
 
 
 def rules(model: ImagenConfig, shapes: Mapping[str, Shape]) -> RuleBook:
-    """Return the rules between the weights.
-
-    Args:
-        model: of a NeMo document.
-        shapes: of our parameters, by global name.
-    """
+    """Return the rules between the weights."""
     efficient = isinstance(model, EfficientUNetConfig)
     return RuleBook(shapes, [_rule(name, model, shapes, efficient=efficient) for name in shapes])
 

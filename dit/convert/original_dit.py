@@ -78,7 +78,6 @@ def rules(model: DiTConfig, shapes: Mapping[str, Shape], latent_size: LatentSize
     """Return the rules between the weights.
 
     Args:
-        shapes: of our parameters, by global name.
         latent_size: (1, H, W), square; the size of the stored position table follows from it.
     """
     frames, height, width = latent_size

@@ -68,7 +68,6 @@ class Axes:
 
     Attributes:
         pattern: `external -> parameter`, a one-to-one rearrangement.
-        sizes: of the axes that do not follow from the shapes.
     """
 
     pattern: str
@@ -192,14 +191,19 @@ def with_bias(layer: str, *external_layers: str, form: Form | None = None) -> li
     ]
 
 
+def renamed(name: str, parts: Mapping[str, str]) -> str:
+    """Replace the parts of a name that differ."""
+    for part, replacement in parts.items():
+        name = name.replace(part, replacement)
+    return name
+
+
 @dataclass(frozen=True)
 class RuleBook:
     """All rules between a model and its external counterpart.
 
     Attributes:
-        shapes: of the parameters, by global name.
         rules: every parameter is in exactly one rule, or in `unmatched`.
-        tables: external tensors that our model computes; compared if a file has them, never loaded.
         stored_tables: whether external files have the tables.
         unmatched: parameters without an external counterpart, and the reason; imported as zeros, not exported.
     """
@@ -263,11 +267,7 @@ class RuleBook:
 
 
 def check_shapes(fault: str, expected: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> None:
-    """Compare two tables of shapes.
-
-    Args:
-        fault: start of the message.
-    """
+    """Compare two tables of shapes."""
     missing = [f"{name} {list(expected[name])}" for name in expected if name not in shapes]
     unknown = [f"{name} {list(shapes[name])}" for name in shapes if name not in expected]
     differ = [
@@ -320,11 +320,7 @@ TRAIN_THAT_WAY = "only a model trained that way can be exported"
 
 
 def require(fault: str, settings: Mapping[str, Any], supported: Mapping[str, Any], cure: str) -> None:
-    """Check that settings have the only values that the other code base supports.
-
-    Args:
-        fault: start of the message.
-    """
+    """Check that settings have the only values that the other code base supports."""
     wrong = [
         f"{name}={settings.get(name)!r} (only {value!r})"
         for name, value in supported.items()

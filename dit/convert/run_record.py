@@ -40,12 +40,7 @@ def to_record(trained: TrainedModel) -> dict[str, Any]:
 
 
 def from_record(record: object, model_class: type[ModelConfig]) -> TrainedModel:
-    """Rebuild a model from the result of `to_record`.
-
-    Args:
-        record: untrusted values.
-        model_class: settings class of the backbone.
-    """
+    """Rebuild a model from the result of `to_record`."""
     parts = {f.name for f in fields(TrainedModel)} - {"notes"}
     if not isinstance(record, Mapping) or record.keys() != parts:
         raise ConfigError(f"the export's record must have {', '.join(sorted(parts))}; export the run again")
@@ -100,11 +95,7 @@ def objective_of(record: object) -> Objective:
 
 
 def build(settings_class: type[Settings], values: object, label: str) -> Settings:
-    """Build a settings class of this project from plain values; absent fields have their defaults.
-
-    Args:
-        label: names the settings in messages.
-    """
+    """Build a settings class of this project from plain values; absent fields have their defaults."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{label} must be settings by name, got {values!r:.200}")
     assert is_dataclass(settings_class)

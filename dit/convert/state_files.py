@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dit import safe_files
+from dit.durable_files import fsync
 from dit.errors import ConfigError
 from dit.pipeline_folder import name_a_part
 
@@ -186,7 +187,7 @@ def written_atomically(out: Path) -> Iterator[Path]:
         yield part
         _flush(part)
         os.rename(part, out)
-        _flush_one(out.parent)
+        fsync(out.parent)
     except (OSError, SafetensorError) as error:
         raise ConfigError(
             f"cannot write {out}: {getattr(error, 'strerror', None) or error}; choose another --out"
@@ -199,25 +200,12 @@ def written_atomically(out: Path) -> Iterator[Path]:
 
 
 def _flush(path: Path) -> None:
-    for entry in sorted(path.rglob("*")) if path.is_dir() else ():
-        _flush_one(entry)
-    _flush_one(path)
-
-
-def _flush_one(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    for entry in (*path.rglob("*"), path):
+        fsync(entry)
 
 
 def write_tensors(tensors: Mapping[str, Tensor], out: Path, metadata: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Write tensors to a `.safetensors` or `.pt` file.
-
-    Args:
-        metadata: for the header of a safetensors file; a `.pt` file has none.
-    """
+    """Write tensors to a `.safetensors` or `.pt` file."""
     if out.suffix not in (".safetensors", ".pt"):
         raise ConfigError(f"--out {out} must end in .safetensors or .pt")
     with written_atomically(out) as part:
@@ -225,16 +213,6 @@ def write_tensors(tensors: Mapping[str, Tensor], out: Path, metadata: Mapping[st
             torch.save(dict(tensors), part)
         else:
             save_file(dict(tensors), part, metadata={"format": "pt", **metadata})
-
-
-def write_tensor_folder(tensors: Mapping[str, Mapping[str, Tensor]], out: Path, texts: Mapping[str, str]) -> None:
-    """Write safetensors files and texts, by their names, to a new folder."""
-    with written_atomically(out) as part:
-        part.mkdir(parents=True, exist_ok=True)
-        for name, content in tensors.items():
-            save_file(dict(content), part / name, metadata={"format": "pt"})
-        for name, text in texts.items():
-            (part / name).write_text(text, encoding="utf-8")
 
 
 def write_diffusers(
@@ -250,11 +228,9 @@ def write_diffusers(
     """Write a folder in the diffusers layout; above `max_shard_bytes`, tensors are written in shards with an index.
 
     Args:
-        settings: the `config.json`.
         subfolder: of `out`, for settings and tensors; a pipeline has one per part.
         texts: further text files, by their paths in `out`.
         others: writes further parts of a pipeline to a folder, and returns the texts that depend on them.
-        max_shard_bytes: None for `MAX_SHARD_BYTES`.
     """
     with written_atomically(out) as part:
         part.mkdir(parents=True, exist_ok=True)

@@ -21,13 +21,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 
 class StoredTensors:
-    """The tensors of a folder with `config.json` and safetensors files; the constructor reads only headers.
-
-    Attributes:
-        shapes: by name.
-        files: of the weights.
-        dtypes: names of the types, as in the headers.
-    """
+    """The tensors of a folder with `config.json` and safetensors files; the constructor reads only headers."""
 
     def __init__(self, folder: Path) -> None:
         weight_map = shard_names(folder) if (folder / INDEX).exists() else {}

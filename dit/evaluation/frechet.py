@@ -24,7 +24,6 @@ class Gaussian:
     Attributes:
         mean: `[D]`, float64.
         covariance: `[D, D]`, float64, unbiased.
-        count: number of feature vectors; None if it is not recorded.
     """
 
     mean: Tensor

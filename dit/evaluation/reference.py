@@ -29,11 +29,7 @@ ASYMMETRY = 1e-3
 
 
 def read_gaussian(path: Path, network: str) -> Optional[Gaussian]:
-    """Read mean and covariance; None if the file has only pictures.
-
-    Args:
-        network: name of the feature network that they are compared with.
-    """
+    """Read mean and covariance; None if the file has only pictures."""
     with _arrays(path) as arrays:
         if not {"mu", "sigma"} <= arrays.keys():
             if PICTURES in arrays:

@@ -20,10 +20,8 @@ class Cascade(Generator):
     """A super-resolution model and the generator of its small pictures, used as one model.
 
     Args:
-        model: the super-resolution model.
         before: generates the small pictures: a model, or a cascade.
         settings: arguments of `before.generate`.
-        level: noise level of the small pictures; None for the default of the model.
     """
 
     def __init__(
@@ -43,7 +41,6 @@ class Cascade(Generator):
         """Generate small pictures and enlarge them.
 
         Args:
-            labels: class of each sample.
             options: further arguments of `Generator.generate` for this model. Those in `PASSED_ON` are passed to the
                 models before it, too.
         """
@@ -72,7 +69,6 @@ def enlarging(
 
     Args:
         pictures: small pictures `[C, 1, h, w]` of one size, one per sample.
-        level: noise level of the pictures; None for the default of the model.
     """
     low_resolution = low_resolution_of(spec)
     conditions: dict[str, list[Value]] = {

@@ -19,13 +19,6 @@ class Decoder:
     """Converts samples to pictures: decodes latents with an autoencoder, and returns pixels unchanged.
 
     Without an autoencoder, latents become false colours. The autoencoder is loaded at the first use and stays loaded.
-
-    Args:
-        name: autoencoder, as in `Geometry.read`; None for none.
-        device: of the autoencoder.
-
-    Attributes:
-        geometry: of the autoencoder, or None.
     """
 
     def __init__(self, name: Optional[str], device: torch.device) -> None:
@@ -52,9 +45,6 @@ def find_autoencoder(
     """Select the autoencoder that decodes samples.
 
     Args:
-        channels: of a sample.
-        requested: by the user; None for the recorded one.
-        recorded: in the data set that the model was trained on, if any.
         setting: the setting or option that selects one, for messages.
 
     Returns:

@@ -99,8 +99,6 @@ class PictureWriter:
         """Generate the samples and arrange them in a grid (collective over the tensor-parallel group).
 
         Args:
-            latent_size: (T, H, W) of each sample.
-            fps: frames per second, for a model that is conditioned on them.
             lay_out: decode and arrange the samples; False on ranks that write nothing.
 
         Returns:
@@ -156,7 +154,6 @@ class PictureWriter:
         """Draw and write the grid of the averaged weights (`ema.png`), the raw weights (`raw.png`), or both.
 
         Args:
-            folder: of the grids; None on a rank that writes nothing.
             averaged: context in which the model has its averaged weights; None if there is no average.
 
         Returns:

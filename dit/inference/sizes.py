@@ -21,10 +21,7 @@ def check_size(
     """Return (T, H, W) of the latents for samples of a given size.
 
     Args:
-        spec: has the patch size.
-        model: has the largest grid.
         size: (frames, height, width) of a sample: in pixels with `geometry`, else in positions of a latent.
-        geometry: of the autoencoder that decodes.
     """
     frames, *sides = size
     time, space = (1, 1) if geometry is None else (geometry.time, geometry.space)

@@ -72,7 +72,6 @@ class Costs:
         seconds: [2, sizes, 4, kinds], see `dit.planner.time.Cost`.
         nbytes: [2, sizes, `BYTES`].
         shards: ranks over which the traced optimizer was sharded.
-        sizes: sizes of the traced micro-batches in samples, ascending; at least two sizes.
     """
 
     seconds: Numbers
@@ -98,11 +97,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Priced:
-    """A candidate with its time and its memory.
-
-    Attributes:
-        memory: bytes of the fullest rank by purpose.
-    """
+    """A candidate with its time and its memory."""
 
     candidate: Candidate
     dims: ParallelDims
@@ -118,11 +113,7 @@ class Priced:
 def costs(
     problem: Problem, shape: Shape, tracer: Tracer, found: Sequence[tuple[Candidate, ParallelDims]] = ()
 ) -> Costs:
-    """Trace a stage shape with micro-batches of one and two samples, and larger ones that fit into memory.
-
-    Args:
-        found: candidates; those with other shapes are ignored.
-    """
+    """Trace a stage shape with micro-batches of one and two samples, and larger ones that fit into memory."""
     with_shape = [(candidate, dims) for candidate, dims in found if candidate.shape == shape]
     traced = _traced(problem, shape, tracer, (1, 2))
     while True:
@@ -199,11 +190,7 @@ def _bytes_of(step: StepTrace) -> Numbers:
 
 
 class Prices:
-    """Computes time and memory of candidates from traces.
-
-    Args:
-        traced: costs of every shape that candidates have.
-    """
+    """Computes time and memory of candidates from traces."""
 
     def __init__(self, problem: Problem, traced: Mapping[Shape, Costs]) -> None:
         self.problem, self.traced = problem, traced
@@ -286,12 +273,7 @@ class Prices:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Candidates in order of time.
-
-    Attributes:
-        fitting: candidates that fit into memory, fastest first.
-        too_large: other candidates, smallest first.
-    """
+    """Candidates in order of time."""
 
     fitting: list[Priced]
     too_large: list[Priced]

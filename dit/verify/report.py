@@ -66,12 +66,9 @@ class Verdict:
     """Result of comparing a layout with one rank.
 
     Attributes:
-        comparison: comparison of the two runs.
         wrong: gradients that differ, in the order in which the backward pass computes them.
-        compared: number of gradients compared.
         idle: parameters without a gradient on either side; they are not verified.
         frozen: number of frozen parameters; losses and other gradients cover their forward computation.
-        sizes: sizes of the layout's axes.
     """
 
     comparison: Comparison
@@ -177,14 +174,7 @@ def judge(
     bounds: Mapping[str, float] = BOUNDS,
     floor: float = 0.0,
 ) -> Verdict:
-    """Compare the results of `dit.verify.trial.train` on one rank and under a layout.
-
-    Args:
-        model: the unsharded model on the meta device (`build_on_meta`).
-        sizes: sizes of the layout's axes.
-        bounds: largest accepted errors.
-        floor: see `floored`.
-    """
+    """Compare the results of `dit.verify.trial.train` on one rank and under a layout."""
     expected: Mapping[str, Tensor] = one["gradients"]
     actual: Mapping[str, Tensor] = many["gradients"]
     idle = [n for n, g in expected.items() if not g.any() and n in actual and not actual[n].any()]

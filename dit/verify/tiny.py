@@ -37,9 +37,6 @@ def tiny_grids(model: ModelConfig, sides: int = 1) -> tuple[Grid, ...]:
 
     Images are large enough to remain 2 x 2 at the lowest resolution of the backbone: with fewer positions, queries and
     keys get no gradient.
-
-    Args:
-        sides: factor from `tiny_sides`.
     """
     if model.supports.mixed_shapes:
         return tuple((t, h * sides, w * sides) for t, h, w in GRIDS)

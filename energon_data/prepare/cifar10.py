@@ -112,12 +112,6 @@ def prepare_cifar10(
 
     Args:
         source: the folder of the unpacked files, or its parent folder.
-        out: folder to create.
-        force: replace an older data set.
-        follow_links: also read files outside of `source`, to which links lead.
-
-    Returns:
-        The number of samples of each split.
     """
     if not follow_links:
         check_inside(paths_below(source), source)

@@ -44,9 +44,7 @@ class Entry:
     Attributes:
         name: path within the folder, with `/`.
         size: bytes; -1 if the file does not exist.
-        mtime_ns: time of the last change, nanoseconds since the epoch.
         companions: name, size and time of each of its `COMPANIONS`; empty if a list has the rows.
-        row: of a list of files, None if there is no such list.
         repeats: number of reads in one pass over the data.
         caption: of its folder, for a file without one.
         reference: the picture that it is edited from, in another folder; None if it is not edited.
@@ -74,12 +72,7 @@ class Entry:
         return [self.name, self.size, self.mtime_ns, *self.companions, *reference]
 
     def source(self, folder: Path, *, follow_links: bool = False, references: Optional[Path] = None) -> Source:
-        """Read the caption and metadata next to the file.
-
-        Args:
-            follow_links: also read linked files outside of the folder.
-            references: folder of `reference`.
-        """
+        """Read the caption and metadata next to the file."""
         path, root = folder / self.name, None if follow_links else folder
         row = dict(self.row) if self.row is not None else self._read_companions(folder, root)
         is_still = walk.extension_of(self.name) in PICTURES - {"gif"}
@@ -116,14 +109,7 @@ class Entry:
 
 
 class Listing(NamedTuple):
-    """The files of a folder.
-
-    Attributes:
-        entries: files to read, by name.
-        classes: names of the classes; empty without labels.
-        skipped: files that are not read.
-        list_file: the list of files that was read, if any.
-    """
+    """The files of a folder."""
 
     entries: list[Entry]
     classes: list[str]
@@ -144,7 +130,6 @@ def list_folder(
     """List the files of a folder and its subfolders, sorted by name.
 
     Args:
-        extensions: of samples.
         labels: the first level of folders are classes, numbered by name.
         repeats: the first level of folders are called `N_NAME`.
         list_file: a list of files, see `energon_data.prepare.lists`; None for that of the folder, if it has one.

@@ -50,8 +50,6 @@ class Table:
     """Selection of rows and columns of a data set.
 
     Attributes:
-        split: name of the split.
-        config: name of the configuration, for a data set with several.
         image_column: column of pictures; None for the only one, or `image`.
         caption_column: column of captions, each a text or a list of texts; None for `caption`, `text`, `prompt` or
             `txt`, if there is one.
@@ -134,8 +132,6 @@ def prepare_huggingface(
     Args:
         source: name on the hub, or path of a folder or parquet file.
         follow_links: also read files outside of `source` that links lead to or rows name.
-        samples_per_shard: rows per shard.
-        validation: share of the rows that is held out.
     """
     dataset, root = _open(source, table, follow_links)
     image, caption, label = _columns(dataset, table)

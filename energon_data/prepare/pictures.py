@@ -70,11 +70,7 @@ class Fit:
 
     @lru_cache(maxsize=1024)  # noqa: B019, for the frames of a clip; instances are immutable
     def target(self, width: int, height: int) -> Target:
-        """Return the sizes to which a picture is scaled and cut.
-
-        Args:
-            width, height: in pixels.
-        """
+        """Return the sizes to which a picture is scaled and cut."""
         sizes = [c for c in self._sizes(width, height) if self.enlarge or (c[0] <= width and c[1] <= height)]
         if not sizes:
             side = self.size if self.aspect == "square" else self.multiple_of

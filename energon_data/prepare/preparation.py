@@ -54,8 +54,6 @@ class Preparation:
         entries: number of files, or of tar archives.
         classes: names of the classes; empty without labels.
         plan: everything that the result depends on.
-        about: further entries of `dataset.json`.
-        skipped: files of the input that are not read.
     """
 
     job: Job
@@ -83,15 +81,7 @@ class Preparation:
         samples_per_shard: int = 1000,
         validation: float = 0.02,
     ) -> "Preparation":
-        """List the input and check the options.
-
-        Args:
-            source: the user's folder (or tar file).
-            labels, repeats, list_file, references: see `list_folder`.
-            follow_links: also read linked files and folders outside of `source`.
-            samples_per_shard: files per shard.
-            validation: share of the files that is held out.
-        """
+        """List the input and check the options."""
         _check(options, samples_per_shard, validation)
         extensions = EXTENSIONS[command]
         gifs: dict[Command, Literal["all", "animated", "none"]] = {"images": "none", "videos": "all"}
@@ -144,13 +134,7 @@ class Preparation:
         samples_per_shard: int,
         validation: float,
     ) -> "Preparation":
-        """Describe a data set whose sources are generated, not read from files.
-
-        Args:
-            sources: maps some of the entries to their sources; picklable.
-            plan: further values that the result depends on.
-            about: further entries of `dataset.json`.
-        """
+        """Describe a data set whose sources are generated, not read from files."""
         _check(options, samples_per_shard, validation)
         units = [list(entries[i : i + samples_per_shard]) for i in range(0, len(entries), samples_per_shard)]
         job = Job(out, sources, MakeSamples(options), validation)
@@ -171,11 +155,7 @@ class Preparation:
         on_unit: Callable[[int, UnitRecord], None] = lambda *_: None,
         on_resume: Callable[[int], None] = lambda _: None,
     ) -> UnitRecord:
-        """Make the data set (collective); all ranks get the counts.
-
-        Args:
-            processes, force, on_unit, on_resume: as in `build`.
-        """
+        """Make the data set (collective); all ranks get the counts."""
         ranks = Ranks()
         total = build(
             self.job,

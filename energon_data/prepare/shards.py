@@ -36,10 +36,8 @@ class ShardWriter:
     """Writes samples to shards of one split.
 
     Args:
-        folder: for the shards.
         split: name of the split; shards are called `SPLIT-000000.tar`.
         samples_per_shard: samples in every shard except the last; None for one shard with all.
-        first: number of the first shard.
     """
 
     def __init__(self, folder: Path, split: str, samples_per_shard: int | None, first: int = 0) -> None:

@@ -36,10 +36,6 @@ class Source:
 
     Attributes:
         name: path within the user's folder or archive, for messages and as the address of the sample.
-        read: returns the bytes of the file.
-        captions: in their order; may be empty.
-        label: class number.
-        metadata: further scalars of the sample.
         span: start and end in seconds of a clip of a video; None for the complete video.
         repeats: number of reads in one pass over the data.
         reference: returns the bytes of the picture that it is edited from; None if it is not edited.
@@ -140,11 +136,7 @@ def read_file(path: Path, root: Optional[Path]) -> bytes:
 
 
 def read_text(data: bytes, name: str) -> str:
-    """Return the text in a file.
-
-    Args:
-        name: of the file, for messages.
-    """
+    """Return the text in a file."""
     try:
         return data.decode("utf-8-sig").strip()
     except UnicodeDecodeError as error:
@@ -152,11 +144,7 @@ def read_text(data: bytes, name: str) -> str:
 
 
 def read_object(data: bytes, name: str) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Args:
-        name: of the file, for messages.
-    """
+    """Return the JSON object in a file."""
     try:
         value = parse_json(data)
     except ValueError as error:

@@ -86,11 +86,7 @@ def list_archives(path: Path, *, follow_links: bool = False) -> tuple[list[Path]
 
 
 def read_archive(root: Path, path: Path) -> Iterator[Archived | tuple[str, SampleError]]:
-    """Read the samples of one tar file in its order; a damaged archive ends with a name and the reason.
-
-    Args:
-        root: folder that the archive's name is relative to.
-    """
+    """Read the samples of one tar file in its order; a damaged archive ends with a name and the reason."""
     return first_of_each_name(_members_by_sample(path, name_within(path, root)))
 
 
@@ -217,15 +213,7 @@ def prepare_tensors(
     follow_links: bool = False,
     validation: float = 0.02,
 ) -> Preparation:
-    """Return the preparation of a data set of archived tensors.
-
-    Args:
-        source: a folder of tar files, one of them, or a wdinfo file.
-        text_key: encoder whose text is selected from a pickle with several.
-        text_encoder, vae: encoders of the texts and latents, recorded for `launch.sample`.
-        follow_links: also read archives outside of `source` that links or the wdinfo file name.
-        validation: share of the samples that is held out.
-    """
+    """Return the preparation of a data set of archived tensors."""
     if not 0 <= validation < 1:
         raise ConfigError(f"--validation {validation:g} must be a share: at least 0 and below 1")
     archives, skipped = list_archives(source, follow_links=follow_links)

@@ -15,8 +15,6 @@ def log_table(surveys: Sequence[Survey], project: str, patch: Sequence[int], fol
     """Log a run with the table `samples`, and counts of each data set in its summary.
 
     Args:
-        project: project of the run.
-        patch: sides in time, height and width, for tokens.
         folder: where the run is recorded; it stays there without a key or a network (`WANDB_MODE` has its usual
             effect).
 

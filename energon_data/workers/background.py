@@ -54,7 +54,6 @@ class BackgroundSource:
     Args:
         open_source: opens the stream, in this process and, pickled, in the worker; the stream must give the same items
             in both.
-        name: name of the stream, for messages.
     """
 
     def __init__(self, open_source: Callable[[], Source], name: str) -> None:

@@ -66,7 +66,6 @@ class Copy:
 
     Attributes:
         digest: SHA-256 of its manifest.
-        held_out_loss: see `Manifest`.
     """
 
     digest: str

@@ -110,9 +110,6 @@ class WriterProcess(BackgroundProcess):
     """A process that writes the files that this rank stages.
 
     Args:
-        root: folder of the checkpoints.
-        rank, world_size: of this process.
-        config: retention rules and time limit.
         lock: file descriptor of the run's lock, which the process inherits; -1 for none.
     """
 
@@ -134,7 +131,6 @@ class WriterProcess(BackgroundProcess):
 
         Args:
             token: token of this save, the same on every rank.
-            files: content by file name.
             meta: metadata for the manifest; None except on rank 0.
         """
         self._step = step
@@ -165,10 +161,6 @@ class Writer:
     """Executes the requests of one training process in order.
 
     Args:
-        control: connection to the training process.
-        memory: file descriptor of the shared memory.
-        root: folder of the checkpoints.
-        rank, world_size: of the training process.
         config: fields of `CheckpointConfig`, for the retention rules and the time limit for the parts of all ranks.
     """
 
