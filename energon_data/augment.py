@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from energon_data.filters import FilteredOutError
+from energon_data.samples import FilteredOutError
 
 
 @dataclass(frozen=True)

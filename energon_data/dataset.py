@@ -14,7 +14,6 @@ from dit.encoders.vae import Geometry
 from dit.errors import ConfigError, DataError
 from dit.patchify import Grid
 from energon_data.blend import Member, StagedSource, metadataset, read_blend
-from energon_data.changes import ChangesOfPixels, check_changes
 from energon_data.folder import SplitInfo, check_dataset, identity, stored_names
 from energon_data.held_out import share_validation
 from energon_data.online import check_online_texts, check_vae, embedded_widths
@@ -22,7 +21,7 @@ from energon_data.packing import CostLimit
 from energon_data.reader_settings import ReaderSettings
 from energon_data.skip_log import SkipLog
 from energon_data.streams import Source, check_streams
-from energon_data.values import check_values
+from energon_data.values import changes_pictures, check_changes, check_values
 
 if TYPE_CHECKING:
     from energon_data.energon_source import EnergonSource
@@ -116,7 +115,7 @@ class EnergonData(ReaderSettings, DataConfig):
         if self.online_vae is not None:
             check_vae(self.online_vae, spec)
             stored_channels = PIXEL_CHANNELS
-        self._check_changes(spec, self._pixel_multiple(spec))
+        check_changes(self, spec, self._pixel_multiple(spec))
         text, label = spec.condition(CONTEXT.name), spec.condition(LABEL.name)
         if self.online_text_encoder is not None:
             check_online_texts(self.online_text_encoder, spec)
@@ -168,7 +167,7 @@ class EnergonData(ReaderSettings, DataConfig):
                 "data.references=True reads stored latents, and data.online_vae encodes pixels; prepare the data with "
                 "--vae, or set data.references=False"
             )
-        self._check_changes(spec, spec.patch_spatial)
+        check_changes(self, spec, spec.patch_spatial)
         check_streams(self.num_streams, micro_batches_per_step)
         if self.blend is None and self.blend_steps:
             raise ConfigError("data.blend_steps changes the weights of data.blend, which is not set")
@@ -220,18 +219,9 @@ class EnergonData(ReaderSettings, DataConfig):
         height, width = self.crop_size
         return 1, height // patch_spatial, width // patch_spatial
 
-    @property
-    def _augments(self) -> bool:
-        return self.resize_side is not None or self.crop_size is not None or self.flip > 0
-
     def _pixel_multiple(self, spec: BatchSpec) -> int:
         """Return the number that sides of stored pixels must be multiples of; reads the online autoencoder's sizes."""
         return spec.patch_spatial * (1 if self.online_vae is None else Geometry.read(self.online_vae).space)
-
-    def _check_changes(self, spec: BatchSpec, multiple: int) -> None:
-        """Check crop sizes, and that the settings change nothing except pictures; see `check_changes`."""
-        changes = ChangesOfPixels(self.resize_side, self.crop_size, self.flip, self.corrupt_low_resolution)
-        check_changes(changes, spec, multiple, online=self.online_vae is not None)
 
     def _options(self, spec: BatchSpec, *, held_out: bool = False) -> "EncoderOptions":
         from energon_data.augment import Augmentation
@@ -250,7 +240,7 @@ class EnergonData(ReaderSettings, DataConfig):
             "caption_length": Limits(self.min_caption_length, self.max_caption_length),
         }
         augmentation = None
-        if self._augments:
+        if changes_pictures(self):
             augmentation = Augmentation(
                 smallest_side=self.resize_side,
                 crop=None if self.crop_size is None else (self.crop_size[0], self.crop_size[1]),

@@ -8,22 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from energon_data.samples import Clip, SampleError, finite_number
+from energon_data.samples import Clip, FilteredOutError, SampleError, finite_number
 
 TOO_LONG = "too_long"
 """Reason under which samples with too many tokens are counted."""
-
-
-class FilteredOutError(Exception):
-    """A valid sample that the settings exclude.
-
-    Args:
-        reason: category in which such samples are counted.
-    """
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(reason, detail)
-        self.reason, self.detail = reason, detail
 
 
 def largest_magnitude(x: Tensor) -> float:

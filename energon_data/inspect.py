@@ -26,6 +26,8 @@ MOST_ROWS = 8
 """Number of values listed individually, and of bins of a histogram."""
 BAR = 30
 """Length of the longest bar in characters."""
+DECODED_TILE = 1024
+"""Pictures with longer sides are decoded in overlapping tiles of this many pixels."""
 EXAMPLES = """\
 examples
   python -m energon_data.inspect data/mine --sheet mine.png
@@ -202,6 +204,27 @@ def write_sheet(survey_result: Survey, path: Path, colours: str) -> str:
     return f"sheet       {path}: {number}{f'; {colours}' if colours else ''}"
 
 
+def decoder(name: str) -> Callable[[Tensor], Tensor]:
+    """Return a function that decodes a latent `[C, t, h, w]` to its middle frame, `[3, H, W]` in [-1, 1].
+
+    Args:
+        name: autoencoder, as in `Geometry.read`; loaded at the first latent.
+    """
+    from dit.encoders.vae import Geometry, load_vae
+
+    geometry = Geometry.read(name)
+
+    def decoded(clip: Tensor) -> Tensor:
+        if len(clip) != geometry.channels:
+            raise ConfigError(
+                f"--vae {name} decodes latents of {geometry.channels} channels, and the samples have {len(clip)}; use "
+                "the autoencoder that encoded them, or omit --vae"
+            )
+        return middle_frame(load_vae(name, tile=DECODED_TILE).decode(clip[None])[0].cpu())
+
+    return decoded
+
+
 def colour(survey_result: Survey, vae: Optional[str]) -> str:
     """Convert the shown latents to pictures; return a note on their colours, empty for pixels."""
     pictures, colours = coloured([frame for _, frame in survey_result.shown])
@@ -233,8 +256,6 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         raise ConfigError(f"--vae {args.vae} decodes shown samples; add --sheet FILE.png or --wandb PROJECT")
     show: Callable[[Tensor], Tensor] = middle_frame
     if args.vae is not None:
-        from energon_data.report.decoded_frames import decoder
-
         show = decoder(args.vae)
     infos = check_dataset(args.data, args.split)
     surveys: list[Survey] = []

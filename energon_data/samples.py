@@ -81,8 +81,8 @@ class Clip:
         return value
 
 
-class SampleError(Exception):
-    """A sample cannot be used.
+class DroppedError(Exception):
+    """A sample is not used.
 
     Args:
         reason: category in which such samples are counted.
@@ -91,6 +91,14 @@ class SampleError(Exception):
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(reason, detail)
         self.reason, self.detail = reason, detail
+
+
+class SampleError(DroppedError):
+    """A sample cannot be used."""
+
+
+class FilteredOutError(DroppedError):
+    """A valid sample that the settings exclude."""
 
 
 def _no_checksum(problem: str) -> SampleError:

@@ -31,9 +31,9 @@ from energon_data.augment import Augmentation, Visit
 from energon_data.cookers import COOKERS, read_caption, read_condition
 from energon_data.corruption import Corruption
 from energon_data.decoder import decode_sample
-from energon_data.filters import FilteredOutError, Filters
+from energon_data.filters import Filters
 from energon_data.packing import CostLimit, balanced_packs, collate, greedy_knapsack, padded_length
-from energon_data.samples import CAPTIONS, Clip, SampleError
+from energon_data.samples import CAPTIONS, Clip, DroppedError, SampleError
 from energon_data.skip_log import Skip, SkipCounter
 from energon_data.tar_index import READ_ERROR, SampleReader
 
@@ -187,10 +187,8 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             clip = make()
             self.options.filters.check(clip)
             encoded = self.encode_sample(clip)
-        except SampleError as error:
-            drop(error.reason, error.detail, damaged=True)
-        except FilteredOutError as error:
-            drop(error.reason, error.detail, damaged=False)
+        except DroppedError as error:
+            drop(error.reason, error.detail, damaged=isinstance(error, SampleError))
         except Exception as error:
             drop("error", f"{type(error).__name__}: {error}", damaged=True)
         else:

@@ -147,7 +147,7 @@ def report(
     config = built(task)
     planned_device = None if device is None else named_device(device, config.training.fp8)
     dims, _ = config.check(world_size)
-    sample = planned_sample(task, config.model, tokens, text_tokens)
+    sample = planned_sample(config.data, config.model, tokens, text_tokens)
     layout = layout_lines(config, dims, packed=sample.pack is not None, requested=world_size is not None)
     if config.checkpoint.start_from is not None:
         layout.append(f"start       {start_line(config)}")

@@ -262,7 +262,7 @@ def problem_of(args: argparse.Namespace) -> tuple["Problem", "Sample"]:
     cli.check_factory(args.factory)
     task = resolve(options)
     config = built(task)
-    sample = planned_sample(task, config.model, options.tokens, args.text_tokens)
+    sample = planned_sample(config.data, config.model, options.tokens, args.text_tokens)
     device = named_device(args.device, config.training.fp8)
     problem = Problem(
         config.model,

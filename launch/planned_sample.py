@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Optional
 
-import fiddle
-
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig
 from dit.parallel.dims import ParallelDims
@@ -16,8 +14,6 @@ from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
 
 if TYPE_CHECKING:
-    import nemo_run as run
-
     from dit.planner.devices import Device
     from dit.settings import Fp8
 
@@ -79,16 +75,9 @@ def assumed_grid(tokens: int) -> Grid:
 
 
 def planned_sample(
-    task: "run.Partial", model: ModelConfig, tokens: Optional[Sequence[int]] = None, text_tokens: Optional[int] = None
-) -> Sample:
-    """Return the sample in the data settings: the largest synthetic sample, the longest sample, or the crop."""
-    return sample_of(fiddle.build(task.data), model, tokens, text_tokens)
-
-
-def sample_of(
     data: object, model: ModelConfig, tokens: Optional[Sequence[int]] = None, text_tokens: Optional[int] = None
 ) -> Sample:
-    """Return the sample of built data settings; see `planned_sample`."""
+    """Return the sample in the data settings: the largest synthetic sample, the longest sample, or the crop."""
     pack = getattr(data, "max_tokens_per_pack", None)
     limit = getattr(data, "max_tokens_per_sample", None) or pack
     if model.condition("context") is None:

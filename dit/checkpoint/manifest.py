@@ -9,14 +9,14 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
 from dit.auxiliary import PREFIXES
-from dit.durable_files import strict_json
+from dit.durable_files import strict_json, write_all
 from dit.errors import CheckpointError, ConfigError
 from dit.safe_files import parse_json, read_bytes
 
@@ -29,6 +29,7 @@ RUN = "run"
 DATA = "data"
 """Entry of the metadata: identity of the data, see `DataConfig.identity`."""
 CHUNK_BYTES = 1 << 20
+FLUSH_BYTES = 256 << 20
 MOST_FILES = 100_000  # a checkpoint has two files per rank
 HASH_THREADS = 8  # hashlib releases the GIL; one core hashes 1-2 GiB/s
 NUM_DIFFERENCES = 5  # differences listed in a message; the others are counted
@@ -256,6 +257,28 @@ def hash_file(path: Path, *, flush: bool = False) -> FileRecord:
         while chunk := os.read(descriptor, CHUNK_BYTES):
             digest.update(chunk)
             size += len(chunk)
+    finally:
+        os.close(descriptor)
+    return FileRecord(size, digest.hexdigest())
+
+
+def write_hashed(path: Path, pieces: Iterable[memoryview]) -> FileRecord:
+    """Write a new file, flushed to the disk; return its size and SHA-256, computed while writing."""
+    digest, size = hashlib.sha256(), 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+    try:
+        with ThreadPoolExecutor(1) as hashing:  # hashlib and writing release the GIL
+            for piece in pieces:
+                hashed = hashing.submit(digest.update, piece)
+                write_all(descriptor, piece)
+                size += len(piece)
+                if size // FLUSH_BYTES > (size - len(piece)) // FLUSH_BYTES:  # keeps the final flush short
+                    os.fdatasync(descriptor)
+                hashed.result()
+        os.fsync(descriptor)
+    except OSError as error:
+        error.filename = str(path)  # `os.write` does not set it
+        raise
     finally:
         os.close(descriptor)
     return FileRecord(size, digest.hexdigest())

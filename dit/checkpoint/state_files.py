@@ -8,13 +8,10 @@ Every rank writes its own file and hashes it while writing. Nothing is gathered,
 safetensors reader can read the files.
 """
 
-import hashlib
 import json
 import math
-import os
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -23,8 +20,8 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from dit.checkpoint.boxes import Box
-from dit.checkpoint.manifest import CURE, FileRecord
-from dit.durable_files import write_all, write_atomic
+from dit.checkpoint.manifest import CURE, FileRecord, write_hashed
+from dit.durable_files import write_atomic
 from dit.errors import CheckpointError
 from dit.safe_files import open_safetensors, parse_json, read_bytes
 
@@ -68,21 +65,10 @@ def write_boxes(path: Path, boxes: Boxes, values: Iterable[Tensor]) -> FileRecor
         OSError: writing failed.
     """
     head, end = head_of(boxes)
-    digest, size = hashlib.sha256(), 0
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
-    try:
-        with ThreadPoolExecutor(1) as hashing:  # hashlib and writing release the GIL
-            for piece in _pieces(head, values):
-                hashed = hashing.submit(digest.update, piece)
-                write_all(descriptor, piece)
-                hashed.result()
-                size += len(piece)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    if size != len(head) + end:
-        raise ValueError(f"{path.name}: {size} bytes of values for boxes of {len(head) + end} bytes")
-    return FileRecord(size, digest.hexdigest())
+    record = write_hashed(path, _pieces(head, values))
+    if record.size_bytes != len(head) + end:
+        raise ValueError(f"{path.name}: {record.size_bytes} bytes of values for boxes of {len(head) + end} bytes")
+    return record
 
 
 def head_of(boxes: Boxes) -> tuple[bytes, int]:

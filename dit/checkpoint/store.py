@@ -198,30 +198,10 @@ class CheckpointStore:
             ) from error
         self.prune(up_to=step, verified=step)
 
-    def verify(self, path: Path | str, *, hashes: bool = True) -> Manifest:
-        """Verify that the checkpoint at `path` is bitwise equal to the published one; call this before loading.
-
-        Raises:
-            CheckpointError: a file is damaged or missing.
-        """
-        return verify_folder(Path(path), hashes=hashes)
-
     def newest_first(self) -> list[Path]:
         """Return all published folders, valid or not, in the order in which a resume tries them."""
         order = sorted(self._folders(), key=lambda item: (item[0], item[1].suffix != REPLACED), reverse=True)
         return [folder for _, folder in order]
-
-    def newest_valid(self) -> Optional[tuple[Path, Manifest]]:
-        """Return the newest checkpoint that verifies, None if there is none; does not write to the disk.
-
-        Logs a warning for every newer one that does not verify.
-        """
-        for folder in self.newest_first():
-            try:
-                return folder, verify_folder(folder)
-            except CheckpointError as error:
-                logger.warning("skipping checkpoint %s: %s", folder.name, error)
-        return None
 
     def prune(self, *, up_to: Optional[int] = None, verified: Optional[int] = None) -> list[int]:
         """Delete the checkpoints that no retention rule selects.

@@ -12,12 +12,11 @@ text. Pre-encoded archives of NeMo's Imagen have `.jpg`, `.txt` and a `.pickle` 
 encoder -> {"encodings": array}. A wdinfo file lists tar files.
 """
 
-import tarfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Optional
 
 import torch
@@ -25,16 +24,15 @@ from safetensors.torch import save
 from torch import Tensor
 
 from dit.errors import ConfigError, DataError
-from dit.safe_files import open_binary, read_bytes
+from dit.safe_files import read_bytes
 from energon_data.latent_scale import Moments
 from energon_data.media_files import PICTURES, open_picture
-from energon_data.prepare.archives import first_of_each_name, list_tars, name_within, tar_stamp
+from energon_data.prepare.archives import first_of_each_name, list_tars, members_by_sample, name_within, tar_stamp
 from energon_data.prepare.build import Job, Sample, UnitRecord
 from energon_data.prepare.media import Options
 from energon_data.prepare.preparation import Preparation
 from energon_data.prepare.safe_pickle import as_tensor, read_pickle, read_torch_file
 from energon_data.prepare.sources import (
-    MAX_FILE_BYTES,
     Source,
     class_of,
     leaves,
@@ -44,7 +42,6 @@ from energon_data.prepare.sources import (
 )
 from energon_data.prepare.walk import FOLLOW, Skipped
 from energon_data.samples import LATENT, PIXELS, SampleError
-from energon_data.tar_index import read_tar
 
 _PARTS = frozenset({"pth", "pt", "pickle", "pkl", "json", "txt", "cls"}) | PICTURES
 _NAMES = {"framerate": "fps", "image_height": "height", "image_width": "width"}
@@ -87,32 +84,10 @@ def list_archives(path: Path, *, follow_links: bool = False) -> tuple[list[Path]
 
 def read_archive(root: Path, path: Path) -> Iterator[Archived | tuple[str, SampleError]]:
     """Read the samples of one tar file in its order; a damaged archive ends with a name and the reason."""
-    return first_of_each_name(_members_by_sample(path, name_within(path, root)))
-
-
-def _members_by_sample(path: Path, where: str) -> Iterator[Archived | tuple[str, SampleError]]:
-    name, parts = "", dict[str, bytes]()
-    try:
-        with open_binary(path) as archive:
-            for member, read in read_tar(archive):
-                place = PurePosixPath(member.name)
-                stem, _, part = place.name.partition(".")
-                if part.lower() not in _PARTS:
-                    continue
-                sample = f"{where}/{place.with_name(stem)}"
-                if parts and (sample != name or part.lower() in parts):
-                    yield Archived(name, parts)
-                    parts = {}
-                name = sample
-                if member.size > MAX_FILE_BYTES:
-                    yield f"{name}.{part}", SampleError("too_large", f"{member.size} bytes")
-                    continue
-                parts[part.lower()] = read()
-    except (tarfile.TarError, OSError, EOFError, ValueError) as error:
-        yield name or where, SampleError("bad_tar", f"the archive is cut short or damaged here: {error}")
-        return
-    if parts:
-        yield Archived(name, parts)
+    members = members_by_sample(path, name_within(path, root), _PARTS.__contains__)
+    return first_of_each_name(
+        (name, content) if isinstance(content, SampleError) else Archived(name, content) for name, content in members
+    )
 
 
 @dataclass(frozen=True)

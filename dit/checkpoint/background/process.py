@@ -4,9 +4,8 @@ They start in milliseconds without torch, may be killed at any time, and block s
 sends to all processes of a run. They are started with `subprocess`: `multiprocessing` would import the main module, and
 at exit wait for a child that is blocked on a disk.
 
-The alternative, torch's `async_save` in a process, blocks training 1.7 times as long and takes 2.2 times the CPU time
-of the training process (`python -m benchmarks.checkpoint --dcp-process`, one rank, 0.23 GiB). Its processes join the
-parts of the ranks by collectives, which wait for a rank that died, and a signal to all processes of a run ends them.
+torch's `async_save` blocks training 1.7 times as long (`python -m benchmarks.checkpoint --dcp-process`), and its processes
+join the parts of the ranks by collectives, which wait for a rank that died.
 """
 
 import json
