@@ -72,9 +72,6 @@ class TextEncoder:
         """Return the token ids of each text, with those of the prompt and start and end tokens, without padding.
 
         A text whose embedding has more than `max_tokens` rows is truncated before its end token, with a warning.
-
-        Raises:
-            ConfigError: the prompt needs a chat template, and the tokenizer has none.
         """
         max_tokens, around = self.geometry.max_tokens, self.config.around
         if self._tokenizer is None:
@@ -295,9 +292,6 @@ def empty_texts(
 
     Returns:
         `[k, D]` by name of the condition.
-
-    Raises:
-        ConfigError: the encoders are unknown, or do not make this text.
     """
     names = [condition.name for condition in conditions if condition.null == "empty text"]
     if not names:

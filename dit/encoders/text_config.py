@@ -130,11 +130,7 @@ class TextEncoderConfig:
 
     @classmethod
     def parse(cls, text: str) -> "TextEncoderConfig":
-        """Parse one encoder of a line; does not check whether it exists.
-
-        Raises:
-            ConfigError: the syntax is wrong.
-        """
+        """Parse one encoder of a line; does not check whether it exists."""
         head, *options = text.strip().split(":")
         entries, _, name = head.rpartition("=")
         makes = tuple(entries.split("+")) if entries else ("text",)
@@ -180,11 +176,7 @@ class TextEncoderConfig:
         return PROMPTS[self.prompt]
 
     def geometry(self) -> TextGeometry:
-        """Read the sizes of the embeddings, with this config's `max_tokens`.
-
-        Raises:
-            ConfigError: there is no such encoder, a package is not installed, or it does not support the options.
-        """
+        """Read the sizes of the embeddings, with this config's `max_tokens`."""
         geometry = read_geometry(self.name)
         if "pooled" in self.makes and geometry.pooled is None:
             raise ConfigError(
@@ -239,12 +231,7 @@ class TextEncodersConfig:
 
 
 def check_text_encoder(line: str) -> TextEncodersConfig:
-    """Parse a line of encoders and check that they exist, without loading weights.
-
-    Raises:
-        ConfigError: the syntax is wrong (see the module docstring), there is no such encoder, a package is not
-            installed, or an encoder does not support its options.
-    """
+    """Parse a line of encoders and check that they exist, without loading weights."""
     encoders = parse_line(line)
     widths: dict[str, int] = {}
     lengths: set[Optional[int]] = set()
@@ -329,11 +316,7 @@ def _check_installed(name: str, *packages: str) -> None:
 
 
 def source_of(name: str) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that locate an encoder.
-
-    Raises:
-        ConfigError: the name is not in `ENCODERS`, not a folder, and has not the form of names on the hub.
-    """
+    """Return the arguments of `from_pretrained` that locate an encoder."""
     if name in ENCODERS:
         return {"pretrained_model_name_or_path": str(ENCODERS[name].folder), "local_files_only": True}
     folder = Path(name).expanduser()
@@ -351,11 +334,7 @@ def source_of(name: str) -> dict[str, Any]:
 
 @lru_cache
 def config_of(name: str) -> Any:
-    """Return the transformers configuration of a text encoder.
-
-    Raises:
-        ConfigError: no encoder has that name, or a package is not installed.
-    """
+    """Return the transformers configuration of a text encoder."""
     source = source_of(name)
     if message := name_a_part(name, "text_encoder"):
         raise ConfigError(f"text encoder: {message}")

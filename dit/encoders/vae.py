@@ -77,11 +77,7 @@ class Geometry:
 
     @classmethod
     def of(cls, config: dict[str, Any], name: str) -> "Geometry":
-        """Interpret the content of `config.json`; absent fields have diffusers' defaults.
-
-        Raises:
-            ConfigError: the class is not in `KINDS`, or an entry is invalid.
-        """
+        """Interpret the content of `config.json`; absent fields have diffusers' defaults."""
         try:
             geometry = cls._parse(config, name)
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
@@ -115,11 +111,7 @@ class Geometry:
         return cls(kind=kind, channels=int(channels), time=int(time), space=int(space), mean=mean, std=std, patch=patch)
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """Return (C, t, h, w) of the latent of a picture (one frame) or clip.
-
-        Raises:
-            ConfigError: a size is not a multiple of the compression (causal autoencoders: frames 1 + a multiple).
-        """
+        """Return (C, t, h, w) of the latent of a picture (one frame) or clip."""
         if height % self.step or width % self.step:
             raise ConfigError(f"{height} x {width} pixels cannot be encoded; sides must be multiples of {self.step}")
         if (frames - 1) % self.time:
@@ -151,11 +143,7 @@ def _folder(name: str) -> Optional[Path]:
 
 
 def config_of(name: str) -> dict[str, Any]:
-    """Return the configuration of an autoencoder.
-
-    Raises:
-        ConfigError: no autoencoder has that name, or diffusers is not installed.
-    """
+    """Return the configuration of an autoencoder."""
     folder = _folder(name)
     if folder is not None and not folder.is_dir() and (message := name_a_part(name, "vae", "vqvae")):
         raise ConfigError(f"autoencoder: {message}")
@@ -301,9 +289,6 @@ class VAE:
         Args:
             shift: write `shift_factor`. If False, the shift is merged into the biases of the 1 x 1 convolutions before
                 the decoder and after the encoder, which are added if they are missing.
-
-        Raises:
-            ConfigError: the autoencoder has another class, or a scale per channel.
         """
         if self.geometry.kind == "AutoencoderKLWan":  # scale and shift are settings that every reader applies
             self._model.save_pretrained(folder)

@@ -19,9 +19,6 @@ def weight_bytes(encoding: OnlineEncoding, conditions: Sequence[Condition]) -> d
     Args:
         encoding: names of the encoders, and their precision.
         conditions: of the model; encoders that make none of them are not loaded.
-
-    Raises:
-        ConfigError: an encoder is not a local folder (nothing is downloaded), or a package is not installed.
     """
     configs = () if encoding.text_encoder is None else text_config.parse_line(encoding.text_encoder)
     names = [*(config.name for config in configs), *([] if encoding.vae is None else [encoding.vae])]

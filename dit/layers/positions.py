@@ -35,11 +35,7 @@ def sincos_1d(position_T: Tensor, size: int) -> Tensor:
 
 
 def check_size(hidden_size: int, kind: str) -> None:
-    """Check that the hidden size can be split over the axes, each of which needs a sine and a cosine.
-
-    Raises:
-        ConfigError: the hidden size is too small or not a multiple of 4.
-    """
+    """Check that the hidden size can be split over the axes, each of which needs a sine and a cosine."""
     smallest = 4 if kind == "sincos_2d" else 12
     if hidden_size % 4 or hidden_size < smallest:
         raise ConfigError(
@@ -144,21 +140,13 @@ class RotaryPositions:
 
 
 def check_scaling(scaling: str) -> None:
-    """Check `model.rope_scaling`.
-
-    Raises:
-        ConfigError: the value is not one of `RopeScaling`.
-    """
+    """Check `model.rope_scaling`."""
     if scaling not in get_args(RopeScaling):
         raise ConfigError(f"model.rope_scaling={scaling!r} is unknown; use 'ntk' or 'linear'")
 
 
 def check_rope(rotary: RotaryPositions) -> None:
-    """Check the sizes of a rotary embedding.
-
-    Raises:
-        ConfigError: the head size is too small, or a setting is invalid.
-    """
+    """Check the sizes of a rotary embedding."""
     if rotary.axes is not None:
         names = rotary.axis_names
         if len(rotary.axes) != len(names) or min(rotary.axes) < 2 or any(size % 2 for size in rotary.axes):

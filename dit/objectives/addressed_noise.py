@@ -72,11 +72,7 @@ class AddressedNoise:
         return philox((self._first_S, self._steps_S, self._low_S, self._high_S), self.key(purpose, self.seed))
 
     def level_S(self) -> Tensor:
-        """Draw the quantile of each sample's noise level, in (0, 1), float32 `[S]`.
-
-        Raises:
-            ConfigError: the samples have several noise levels.
-        """
+        """Draw the quantile of each sample's noise level, in (0, 1), float32 `[S]`."""
         if self.layout.levels is not None:
             raise ConfigError(
                 "the samples have several noise levels, such as clean first frames, and this objective has one per "

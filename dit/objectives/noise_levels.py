@@ -190,11 +190,7 @@ class TableSchedule(Schedule):
 
 
 def beta_ends(name: ScheduleName, betas: Optional[Sequence[float]]) -> tuple[float, float]:
-    """Return the first and the last beta of a table of 1000 steps; None selects the published values.
-
-    Raises:
-        ConfigError: the schedule has no such betas, or there are not two, or beta does not increase.
-    """
+    """Return the first and the last beta of a table of 1000 steps; None selects the published values."""
     if name == "cosine":
         raise ConfigError(
             f"objective.betas={betas}: the cosine schedule has no betas to set; use objective.schedule=linear or "
@@ -215,10 +211,6 @@ def discrete_betas(name: ScheduleName, num_steps: int, betas: Optional[Sequence[
 
     Args:
         betas: first and last beta of a table of 1000 steps; None for the published values.
-
-    Raises:
-        ConfigError: the schedule is unknown, or the table is too short for it (a beta would reach 1), or as in
-            `beta_ends`.
 
     Source: linear, Ho et al. 2020, arXiv:2006.11239; cosine, Nichol and Dhariwal 2021, arXiv:2102.09672, Eq. 17 with
     beta at most 0.999; scaled_linear, Rombach et al. 2022, arXiv:2112.10752. For lengths other than 1000, the two

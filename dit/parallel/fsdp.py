@@ -62,9 +62,6 @@ def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups)
 
     Args:
         sharding: state to shard; one data-parallel rank shards nothing.
-
-    Raises:
-        ConfigError: `sharding` includes the weights, but the backbone has no `fsdp_units`.
     """
     if sharding == "optim_grads_params" and not backbone.fsdp_units:
         raise ConfigError(

@@ -26,9 +26,6 @@ def split_layers(
     Args:
         vpp_size: chunks per rank; None for one.
         layers: layers of each stage, which are checked; None for equal stages.
-
-    Raises:
-        ConfigError: equal stages are not possible, or `layers` does not add up to the model.
     """
     count = pp_size * (vpp_size or 1)
     requested = f"pipeline_model_parallel_size={pp_size}" + (

@@ -46,9 +46,6 @@ def save_gif(frames: Sequence["Image"], path: str | Path, fps: float) -> Path:
 
     Args:
         fps: frames per second; rounded to integer hundredths of a second per frame.
-
-    Raises:
-        ConfigError: the frame rate is too high for a GIF.
     """
     ticks = round(GIF_TICKS_PER_S / fps)
     if ticks < 2:

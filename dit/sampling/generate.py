@@ -113,9 +113,6 @@ def without_conditions(
 
     Args:
         negative: conditions of the unconditional branch, by name, a value for each sample.
-
-    Raises:
-        ConfigError: a negative does not fit the model or the pack, or a condition that must accompany it is missing.
     """
     t, h, w = batch.grids[0]
     latent_size = (t * spec.patch_temporal, h * spec.patch_spatial, w * spec.patch_spatial)

@@ -33,9 +33,6 @@ def to_bytes(images: Tensor) -> Tensor:
 
     Returns:
         uint8 `[..., H, W, 3]`.
-
-    Raises:
-        ConfigError: the images do not have 1 or 3 channels, so they are latents and must be decoded first.
     """
     channels = images.shape[-3]
     if channels not in PIXEL_CHANNELS:
@@ -97,9 +94,6 @@ def image_grid(
         captions: one text per image; None for no captions.
         columns: tiles per row; about twice as wide as high if None.
         scale: integer enlargement factor (nearest pixel); `enlargement` if None.
-
-    Raises:
-        ConfigError: there is no image, or the captions do not match the images.
     """
     from PIL import Image, ImageDraw, ImageFont
 

@@ -47,9 +47,6 @@ def guided_columns(num_channels: int, num_positions: int, num_outputs: int, firs
         num_outputs: per channel; outputs after the mean, such as a variance, are those of the conditional branch.
         first: number of channels of the mean that are guided, None for all.
 
-    Raises:
-        ConfigError: `first` exceeds the number of channels.
-
     Source: facebookresearch/DiT, `forward_with_cfg`, which guides 3 channels of 4.
     """
     if first is not None and not 1 <= first <= num_channels:
@@ -134,9 +131,6 @@ def guided_pair(
         network: bound to the doubled pack, conditional samples first.
         scale: any number except 1.
         combined: combines the two halves, as `guided_prediction`.
-
-    Raises:
-        ConfigError: the scale is 1, which needs no unconditional half.
     """
     if not needs_unconditional(scale):
         raise ConfigError("guidance_scale=1 needs no unconditional half; call the network over the conditional pack")
@@ -183,9 +177,6 @@ def dynamic_threshold(x0_TC: Tensor, layout: SequenceLayout, quantile: float = 0
 
     Samples with a quantile below 1 are only clamped to [-1, 1].
 
-    Raises:
-        ConfigError: the quantile is not in (0, 1], or this rank has only a part of the tokens.
-
     Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, Section 2.3.
     """
     if not 0 < quantile <= 1:
@@ -205,9 +196,6 @@ def threshold(name: str, layout: SequenceLayout) -> Callable[[Tensor], Tensor]:
 
     Args:
         name: `none`, `static` or `dynamic`.
-
-    Raises:
-        ConfigError: the name is unknown.
     """
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "none": no_threshold,

@@ -38,9 +38,6 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 
     Args:
         path: `.jsonl` has an object per line, with the fields of `Prompt`; any other file has a prompt per line.
-
-    Raises:
-        ConfigError: the file cannot be read, has no prompt, or has a line of another form; the message has its number.
     """
     path = Path(path)
     try:

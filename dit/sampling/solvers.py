@@ -244,10 +244,6 @@ def solve(
 
     Returns:
         x0_TC in the precision of the state.
-
-    Raises:
-        ConfigError: the solver or the variance is unknown, its noise is missing, `eta` or `churn` does not fit, or the
-            grid does not decrease to 0.
     """
     if name not in SOLVERS:
         raise ConfigError(f"solver={name!r} is unknown; use one of {', '.join(map(repr, SOLVERS))}")

@@ -34,9 +34,6 @@ def tile_starts(side: int, tile: int, overlap: int) -> list[int]:
     Args:
         side: length of the picture; if it is not longer than a tile, there is one tile.
         tile: length of a tile.
-
-    Raises:
-        ConfigError: the overlap is not smaller than the tile.
     """
     if not 0 <= overlap < tile:
         raise ConfigError(f"tiles of {tile} cannot overlap by {overlap}; use 0 to {tile - 1}")
@@ -69,11 +66,7 @@ class TiledNetwork:
         self._cut: Optional[tuple[PackedBatch, list[tuple[PackedBatch, list[Tensor]]]]] = None
 
     def __call__(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
-        """Return the averaged prediction, float32 `[T, C]`; zeros at padding.
-
-        Raises:
-            ConfigError: the samples differ in shape, or have clean tokens.
-        """
+        """Return the averaged prediction, float32 `[T, C]`; zeros at padding."""
         t, h, w = batch.grids[0]
         size = min(self.tile[0], h), min(self.tile[1], w)
         if size == (h, w):

@@ -233,11 +233,7 @@ class _Shortened:
         return hook
 
     def count(self, pack: PackShape) -> ForwardFlops:
-        """Run a forward pass, and multiply the cost of each kind of layer by its number in the model.
-
-        Raises:
-            ConfigError: the shortened model fails, because `ModelConfig.layer_kind` does not distinguish its layers.
-        """
+        """Run a forward pass, and multiply the cost of each kind of layer by its number in the model."""
         self._counter.flops, self._flops[:] = 0, [0] * len(self._flops)
         batch = batch_of(self.model, pack)
         # Position embeddings and texts are as wide as the network, and their values determine no shapes.
