@@ -2,6 +2,7 @@
 
 import logging
 import math
+import sys
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ class ReaderSettings(StreamSettings):
         micro_batches_per_step: int = 1,
     ) -> StreamGroup:
         """Build this rank's endless streams; dropped samples are appended to `log_dir/data_skipped.jsonl`."""
-        from energon_data.workers.background import read_ahead
+        from energon_data.workers.background import BackgroundSource
 
         open_source = self.source_opener(spec, seed, micro_batches_per_step)
 
@@ -80,7 +81,9 @@ class ReaderSettings(StreamSettings):
                     math.lcm(num_streams, dp_size),
                 )
             opens = partial(open_source, stream=stream, num_streams=num_streams)
-            return read_ahead(opens, f"stream {stream} of {self.origin}") if self.background else opens()
+            if self.background and sys.platform == "linux":
+                return BackgroundSource(opens, f"stream {stream} of {self.origin}")
+            return opens()
 
         return open_streams(
             open_stream,

@@ -6,11 +6,14 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from dit.batch import PackedBatch
 from dit.data_api import DataConfig, NoData
 from dit.errors import ConfigError
 from launch import environment
 from launch.argument_types import at_least_one
+from launch.sample import sampling_settings, tile_settings
 
 if TYPE_CHECKING:
     from dit.inference.generator import Generator
@@ -46,6 +49,22 @@ def held_out_batches(
     encode = batch_encoder(data.online_encoding(), spec, local_device(), None, {})
     batches = data.build_validation(spec, dp_rank=0, dp_size=1)
     return map(encode, islice(batches, environment.rank(), None, environment.world_size()))
+
+
+def redrawn(args: argparse.Namespace, generator: "Generator") -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield the samples of this rank's held-out micro-batches, and as many generated ones.
+
+    A generated sample has the size and the conditions of a held-out one, and noise that depends on its name only.
+    """
+    from dit.backends.device import local_device
+
+    tiles = tile_settings(args)
+    settings = {name: value for name, value in sampling_settings(args).items() if name not in ("fps", *tiles)}
+    sampling = generator.sampling(**settings)
+    for batch in held_out_batches(args, generator, to_draw=True):
+        batch = batch.to(local_device())
+        real = batch.unpatchified(batch.latents_TC, *generator.spec.patch)
+        yield real, generator.generate_pack(batch, sampling, **tiles)
 
 
 def data_of(args: argparse.Namespace, data: DataConfig) -> DataConfig:

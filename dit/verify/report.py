@@ -27,38 +27,33 @@ def axis_sizes(parallel: ParallelConfig, dims: ParallelDims) -> AxisSizes:
 
 
 @dataclass(frozen=True)
-class WrongGradient:
-    """A parameter whose gradient differs.
+class Difference:
+    """Difference of one gradient or one weight.
 
     Attributes:
-        sharding, row: declared sharding, and its row of the sharding table.
-        norm: norm of its gradient on one rank.
-        ratio: norm of the layout's gradient, relative to `norm`.
+        norm: on one rank.
+        ratio: norm under the layout, relative to `norm`.
         error: norm of the difference, relative to `norm`.
         by_rank: ratio of each rank's local shard, by the rank's coordinates in the layout.
     """
 
-    sharding: ParameterSharding
-    row: Row
     norm: float
     ratio: float
     error: float
     by_rank: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class WrongGradient(Difference):
+    """A parameter whose gradient differs, with its declared sharding and its row of the sharding table."""
+
+    sharding: ParameterSharding
+    row: Row
 
     @property
     def num_stages(self) -> int:
         """Number of pipeline stages that have the parameter."""
         return len({stage for place in self.by_rank for stage in re.findall(r"pp \d+", place)})
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Difference of one gradient or one weight; see `WrongGradient`."""
-
-    norm: float
-    ratio: float
-    error: float
-    by_rank: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -223,12 +218,9 @@ def _verdict(
     parameters = dict(model.named_parameters())
     gradients = [
         WrongGradient(
-            sharding_of(parameters[name], name),
-            describe(name, parameters[name], sizes),
-            one.norm,
-            one.ratio,
-            one.error,
-            one.by_rank,
+            **vars(one),
+            sharding=sharding_of(parameters[name], name),
+            row=describe(name, parameters[name], sizes),
         )
         for name, one in wrong.items()
     ]
