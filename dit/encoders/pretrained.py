@@ -15,13 +15,7 @@ _NAMED = 3  # weights that a message names
 
 
 def load_without_code(kind: Any, what: str, **options: Any) -> Any:
-    """Load a configuration, a tokenizer or a network.
-
-    Args:
-        kind: class of transformers or diffusers.
-        what: name of the object in messages.
-        options: of its `from_pretrained`.
-    """
+    """Load a configuration, a tokenizer or a network."""
     try:
         return kind.from_pretrained(**options, trust_remote_code=False)
     except (OSError, ImportError, ValueError, RuntimeError) as error:

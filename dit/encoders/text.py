@@ -43,12 +43,7 @@ class TextEncoder:
     """A frozen pretrained encoder.
 
     Args:
-        config: name and entries of the encoder.
-        device: of the weights.
         precision: of weights and activations; embeddings are always float32.
-
-    Attributes:
-        geometry: sizes of the embeddings.
     """
 
     def __init__(self, config: TextEncoderConfig, *, device: str = "cpu", precision: Precision = "fp32") -> None:
@@ -102,9 +97,6 @@ class TextEncoder:
     @torch.no_grad()
     def forward(self, ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """Embed texts of one length, or of any lengths if they are padded.
-
-        Args:
-            ids: as `tokenize` returns them.
 
         Returns:
             Embeddings by entry, float32 on the encoder's device: tokens `[B, K, width]`, pooled vectors `[B, width]`.
@@ -250,11 +242,7 @@ class TextEncoders:
 def join_entries(
     encoders: Sequence[TextEncoder], embeddings: Sequence[Mapping[str, list[Tensor]]]
 ) -> dict[str, list[Tensor]]:
-    """Merge the embeddings of the encoders of a line; concatenate the features of joined tokens.
-
-    Args:
-        embeddings: of each encoder, the values of each text by entry.
-    """
+    """Merge the embeddings of the encoders of a line; concatenate the features of joined tokens."""
     entries: dict[str, list[Tensor]] = {}
     for encoder, new_entries in zip(encoders, embeddings, strict=True):
         for entry, rows in new_entries.items():
@@ -287,7 +275,6 @@ def empty_texts(
 
     Args:
         line: text encoders of the model; None if they are unknown.
-        conditions: of the model.
         load: returns the encoders of a line on a device; `load_text_encoders` caches them.
 
     Returns:

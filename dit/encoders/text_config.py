@@ -53,8 +53,6 @@ class Pretrained:
 
     Attributes:
         package: has the weights in its folder `model`.
-        width: features per token, and of the pooled vector.
-        max_tokens: of a text.
         sha256: of `model.safetensors`, so that the name identifies the weights.
     """
 
@@ -84,8 +82,6 @@ class TextGeometry:
     """Sizes of the embeddings of an encoder.
 
     Attributes:
-        kind: of network.
-        width: features per token.
         pooled: features of the pooled vector; None if it makes none.
         max_tokens: of a text, start and end tokens included.
         num_layers: of the network; 0 if only its output is available.
@@ -103,7 +99,6 @@ class TextEncoderConfig:
     """One encoder of a line.
 
     Attributes:
-        name: as in the module docstring.
         makes: names of `ENTRIES`.
         prompt: text around the caption, a name of `dit.encoders.prompts`.
         layers: whose outputs are the features of a token, side by side, before the final norm; 0 for the input of the
@@ -212,7 +207,6 @@ class TextEncodersConfig:
     """The encoders of one line.
 
     Attributes:
-        encoders: in their order; only a `joined` encoder makes the same entry as a previous one.
         widths: features of each entry.
     """
 
@@ -280,12 +274,7 @@ def _read_layers(value: str) -> Optional[tuple[int, ...]]:
 
 
 def as_conditions(entries: Mapping[str, Value], conditions: Sequence[Condition]) -> dict[str, Value]:
-    """Rename entries to the conditions of a model; entries without a condition are left out.
-
-    Args:
-        entries: values by name of the entry.
-        conditions: of the model.
-    """
+    """Rename entries to the conditions of a model; entries without a condition are left out."""
     names = {entry: condition.name for condition in conditions for entry in condition.stored_as}
     return {names[entry]: value for entry, value in entries.items() if entry in names}
 

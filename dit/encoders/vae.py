@@ -67,9 +67,6 @@ class Geometry:
         Args:
             name: a folder with `config.json` (or with a folder `vae` that has one), a name on the Hugging Face hub, or
                 `identity`.
-
-        Raises:
-            ConfigError: there is none, or it has another class.
         """
         if name == IDENTITY:
             return cls(kind=IDENTITY, channels=3, time=1, space=1, mean=(0.0,), std=(1.0,))
@@ -195,7 +192,6 @@ class VAE:
 
     Args:
         name: as in `Geometry.read`.
-        device: of the weights.
         precision: of weights and activations; latents are always float32.
         tile: longest side, in pixels, without overlapping tiles (diffusers' tiling), which bound memory and change the
             numbers slightly; None for no tiles. A `VQModel` has none.
@@ -245,9 +241,6 @@ class VAE:
         Returns:
             `[B, C, t, h, w]` float32 on the autoencoder's device: the mean of the posterior (of a `VQModel`, the latent
             before quantisation), shifted and scaled.
-
-        Raises:
-            ConfigError: a size cannot be encoded.
         """
         frames, height, width = pixels_BCTHW.shape[2:]
         self.geometry.latent_shape(frames, height, width)
@@ -333,10 +326,6 @@ def identity_convolution(channels: int) -> nn.Conv2d:
 
 def encode_together(vae: VAE, clips: Sequence[Tensor], batch: int) -> list[Tensor]:
     """Encode clips of any shapes in batches of one shape.
-
-    Args:
-        clips: `[3, T, H, W]` each, in [-1, 1].
-        batch: largest batch size.
 
     Returns:
         The latent of each clip, in the same order, float32 on the host.

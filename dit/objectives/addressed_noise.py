@@ -37,7 +37,6 @@ class AddressedNoise:
     """The random numbers of one micro-batch.
 
     Args:
-        seed: seed of the run; or of each sample, int64 `[S]`.
         step: optimizer step, counted from 0.
         sample_ids_S: address of each sample, int64.
         layout: of the local tokens.
@@ -119,7 +118,6 @@ class AddressedNoise:
         """Return a x0 + b (eps + offset), float32 `[T, C]`, for each pair (a, b); eps is standard normal noise.
 
         Args:
-            x0_TC: clean latents.
             mixtures: coefficients a and b, such as those of the input and of the target.
             offset_SC: added to the noise of every token of a sample.
         """

@@ -144,9 +144,6 @@ class TableSchedule(Schedule):
 
     Step 0 already has noise (beta_0 > 0). Between two steps, the network receives the time of the nearest step, because
     it was trained with no other.
-
-    Args:
-        betas: variance added by each step, float64 `[N]`.
     """
 
     def __init__(self, betas: Tensor) -> None:
@@ -262,9 +259,6 @@ def make_schedule(
     Args:
         betas: first and last beta of a table of 1000 steps; None for the published values.
         zero_snr: rescale the table by `zero_terminal_snr`.
-
-    Raises:
-        ConfigError: as in `discrete_betas`.
     """
     check_choice("schedule", name, ScheduleName)
     if discrete_steps is not None:

@@ -158,9 +158,6 @@ def update_locally(optimizer: Adam) -> None:
 
     The update is elementwise. As one operation on DTensors, its dispatch takes time quadratic in their number, minutes
     for thousands of experts.
-
-    Args:
-        optimizer: optimizer of DTensors.
     """
     init_group = optimizer._init_group
 
@@ -178,7 +175,6 @@ class ShardedParameter:
     """One parameter under Megatron-FSDP.
 
     Attributes:
-        name: name in the backbone.
         raw: the parameter in the forward pass; its shape and attributes are always valid.
         owner: the DTensor that the optimizer updates.
         start, stop: local range of the flattened `raw`.

@@ -69,9 +69,6 @@ def stages(
     Args:
         vpp_size: chunks per rank; None for one.
         layers: layers of each stage in the order of the network; None for equal stages.
-
-    Raises:
-        ConfigError: see `split_layers`.
     """
     ends = [0, *accumulate(split_layers(num_layers, pp_size, vpp_size, layers))]
     last = len(ends) - 2
@@ -89,7 +86,6 @@ def layers_in_flight(split: Sequence[float], pp_size: int, pp_rank: int, micro_b
 
     Args:
         split: layers of every stage, from `split_layers`; or the bytes that each stage saves per micro-batch.
-        micro_batches: micro-batches per step.
 
     Returns:
         The sum of `split` over the forward passes in flight.

@@ -27,7 +27,6 @@ def clip_grid(
 
     Args:
         samples: `[N, C, T, H, W]`; 1 or 3 channels are pixels in [-1, 1], any other number are latents.
-        captions: one text per sample; None for no captions.
         columns: samples per row; about twice as wide as high if None.
 
     Returns:

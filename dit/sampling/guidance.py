@@ -42,8 +42,6 @@ def guided_columns(num_channels: int, num_positions: int, num_outputs: int, firs
           1    1    1    0     1    1    1    0     0 ...       first=3
 
     Args:
-        num_channels: of a latent.
-        num_positions: of a patch.
         num_outputs: per channel; outputs after the mean, such as a variance, are those of the conditional branch.
         first: number of channels of the mean that are guided, None for all.
 
@@ -64,9 +62,6 @@ def rescaled(guided_TC: Tensor, cond_TC: Tensor, share: float, layout: SequenceL
 
     Args:
         share: phi; 0 changes nothing.
-
-    Raises:
-        ConfigError: this rank has only a part of the tokens.
 
     Source: Lin et al. 2023, arXiv:2305.08891, Eq. 14 to 16.
     """
@@ -95,7 +90,6 @@ def guided_prediction(
     """Combine the predictions of two branches.
 
     Args:
-        uncond_TC: of the unconditional branch.
         columns: guided columns, bool `[C]`; the others are those of the conditional branch. None for all.
         rescale: `share` of `rescaled`, over the guided columns.
         layout: of the tokens; needed for `rescale`.
@@ -113,7 +107,6 @@ def within(interval: Optional[list[float]], alpha: Tensor, sigma: Tensor) -> boo
 
     Args:
         interval: smallest and largest level; None for all levels.
-        alpha, sigma: scalars.
 
     Source: Kynkäänniemi et al. 2024, arXiv:2404.07724, Eq. 5.
     """

@@ -190,7 +190,6 @@ class Solver:
     """One entry of `SOLVERS`.
 
     Attributes:
-        integrate: the function.
         order: the error of the deterministic part decreases as num_steps**-order.
         calls_per_step: network calls per step; the last step always needs one.
         stochastic: always draws fresh noise (`ddim` only with `eta` above 0, `heun` only with `churn`).

@@ -29,12 +29,7 @@ from dit.sampling.generate import ConditionalNetwork
 
 
 def tile_starts(side: int, tile: int, overlap: int) -> list[int]:
-    """Return the starts of the fewest, evenly spaced tiles along a side with at least `overlap` between neighbours.
-
-    Args:
-        side: length of the picture; if it is not longer than a tile, there is one tile.
-        tile: length of a tile.
-    """
+    """Return the starts of the fewest, evenly spaced tiles along a side with at least `overlap` between neighbours."""
     if not 0 <= overlap < tile:
         raise ConfigError(f"tiles of {tile} cannot overlap by {overlap}; use 0 to {tile - 1}")
     if side <= tile:
@@ -54,7 +49,6 @@ class TiledNetwork:
     """Calls a network on tiles of samples of one shape; calls it directly if one tile covers the sample.
 
     Args:
-        network: for pictures of a tile's size.
         tile, overlap: (height, width) in patches; a tile has all frames of a clip.
         tokens_at_once: tokens of the tiles in one call; a call has at least one tile of each sample.
     """

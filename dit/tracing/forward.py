@@ -43,7 +43,6 @@ class ForwardFlops:
     """Operations of a forward pass, two per multiply-add.
 
     Attributes:
-        total: all operations.
         layers: operations of the layers, which recompute may repeat.
     """
 
@@ -99,7 +98,6 @@ def features(model: ModelConfig, grid: Grid, text: int) -> list[int]:
 
     Args:
         grid: (t, h, w) of the sample in patches.
-        text: tokens of its text.
     """
     t, h, w = grid
     n = t * h * w
@@ -110,11 +108,7 @@ def features(model: ModelConfig, grid: Grid, text: int) -> list[int]:
 
 
 class ForwardCost:
-    """Counts the operations of a model's forward passes, independently of the layout.
-
-    Args:
-        model: settings of the model.
-    """
+    """Counts the operations of a model's forward passes, independently of the layout."""
 
     def __init__(self, model: ModelConfig) -> None:
         self.model = model
@@ -127,7 +121,6 @@ class ForwardCost:
         """Count the operations of a sample.
 
         Args:
-            grid: its (t, h, w) in patches.
             text: tokens of its text; the null text has one token.
         """
         flops = self._cache.get((grid, text))
@@ -143,11 +136,7 @@ class ForwardCost:
         return flops
 
     def of_padding(self, grid: Grid) -> ForwardFlops:
-        """Count the operations of one row of padding.
-
-        Args:
-            grid: grid of any sample.
-        """
+        """Count the operations of one row of padding."""
         if self._padding is None:
             pack = PackShape((grid,), (1,))
             self._padding = self.traced(replace(pack, total_tokens=math.prod(grid) + 1)) - self.traced(pack)
