@@ -60,12 +60,7 @@ def sincos(positions_T3: Tensor, hidden_size: int, kind: SinCos) -> Tensor:
 
 
 def add_sincos(x_TD: Tensor, positions_T3: Tensor, kind: PositionEmbedding) -> Tensor:
-    """Add sine-cosine positions to the embedded tokens; other kinds are applied in the layers.
-
-    Args:
-        positions_T3: (t, h, w) of the tokens of `x_TD`.
-        kind: the backbone's `position_embedding`.
-    """
+    """Add sine-cosine positions to the embedded tokens; other kinds are applied in the layers."""
     if kind == "sincos_2d" or kind == "sincos_3d":
         return x_TD + sincos(positions_T3, x_TD.shape[-1], kind).to(x_TD.dtype)
     return x_TD
@@ -185,7 +180,6 @@ class LearnedPositions(nn.Module):
 
     Args:
         max_grid: sizes of the tables: the largest number of patches along t, h and w.
-        hidden_size: width of the tokens.
 
     Source: Polyak et al. 2024 (Movie Gen), arXiv:2410.13720, section 3.1.2, after NaViT (Dehghani et al. 2023).
     """
