@@ -65,8 +65,6 @@ class Rates:
     """Converts the time of a step to throughput and MFU.
 
     Attributes:
-        unit: "tokens" or "images".
-        per_step: units per step.
         flops: of a step by convention (`dit.monitoring.flops`); "hardware" is without recompute. No "nemo" for images.
         recomputed: operations of one more forward pass through all layers.
     """
@@ -250,11 +248,7 @@ def rates(problem: "Problem", sample: "Sample") -> Rates:
 
 
 def problem_of(args: argparse.Namespace) -> tuple["Problem", "Sample"]:
-    """Return the planned run and its sample.
-
-    Raises:
-        ConfigError: the device or the recipe does not exist, or the recipe's settings do not fit.
-    """
+    """Return the planned run and its sample."""
     from dit.parallel.dims import ParallelDims
     from dit.planner.layouts import Problem
     from launch.config_file import built
@@ -269,7 +263,7 @@ def problem_of(args: argparse.Namespace) -> tuple["Problem", "Sample"]:
     cli.check_factory(args.factory)
     task = resolve(options)
     config = built(task)
-    sample = planned_sample(task, config.model, options.tokens, args.text_tokens)
+    sample = planned_sample(config.data, config.model, options.tokens, args.text_tokens)
     device = named_device(args.device, config.training.fp8)
     problem = Problem(
         config.model,

@@ -78,11 +78,7 @@ ON_ONE_GPU = (Way(), Way(average=True), Way(average=True, moments=True))
 
 
 def _fit(recipe: run.Partial, gpus: Optional[int], gpu_memory: int) -> run.Partial:
-    """Select the way to store the state of a training on `gpus` GPUs of `gpu_memory` GB; None changes nothing.
-
-    Raises:
-        ConfigError: the state fits in no way.
-    """
+    """Select the way to store the state of a training on `gpus` GPUs of `gpu_memory` GB; None changes nothing."""
     if gpus is None:
         return recipe
     if gpus < 1 or gpu_memory < 1:
@@ -115,11 +111,7 @@ def _as_config(part: Any) -> Any:
 
 
 def _settings(base: str) -> dict[str, Any]:
-    """Return model, objective and sampling defaults of a run, or of a folder or a hub name of diffusers.
-
-    Raises:
-        ConfigError: there are none.
-    """
+    """Return model, objective and sampling defaults of a run, or of a folder or a hub name of diffusers."""
     folder = local_path(base)
     if is_network(folder):
         trained = read_network(folder).trained
@@ -133,11 +125,7 @@ def _settings(base: str) -> dict[str, Any]:
 
 
 def _on_base(name: str, base: Optional[str], published: Optional[Published] = None) -> run.Partial:
-    """Return a training on `data/mine` from the weights of `base`; of `published` or `pretrain` if none is given.
-
-    Raises:
-        ConfigError: `base` has no weights.
-    """
+    """Return a training on `data/mine` from the weights of `base`; of `published` or `pretrain` if none is given."""
     recipe = text_conditional(name, dit_cross_s())
     if base is not None:
         for part, settings in _settings(base).items():
@@ -159,11 +147,7 @@ def _on_base(name: str, base: Optional[str], published: Optional[Published] = No
 
 
 def _with_lora(recipe: run.Partial, rank: int) -> run.Partial:
-    """Train only adapters, at the learning rate that they take.
-
-    Raises:
-        ConfigError: the model has none.
-    """
+    """Train only adapters, at the learning rate that they take."""
     model = recipe.model.__fn_or_cls__
     if "lora" not in {field.name for field in fields(model)}:
         raise ConfigError(f"{model.__name__} has no adapters (LoRA); train all its weights with the recipe finetune")

@@ -154,15 +154,10 @@ class LayerProvider:
     """Builds the parallel layers of a model for one rank.
 
     Args:
-        config: Megatron-Core's config of the layout and precision.
         groups: Megatron-Core's `ProcessGroupCollection`; None builds the full model on one rank (meta device, export).
         linears: name of one of `LINEARS`, or `auto`.
-        kernels: kernels of the layers.
         fp8: scaling of the quantised products of `column_linear`, `heads_linear` and `row_linear`, which build the
             linears of transformer blocks; None for products in the precision of the weights.
-
-    Raises:
-        ConfigError: the linears are unknown, not installed or not available on this device.
     """
 
     def __init__(
@@ -210,14 +205,7 @@ class LayerProvider:
         return self.kernels.adds_bias or self.tp_size > 1
 
     def split(self, count: int, name: str) -> int:
-        """Return the number of `count` equal parts that are local to this rank.
-
-        Args:
-            name: name of the number, for the message.
-
-        Raises:
-            ConfigError: tensor parallelism cannot split them.
-        """
+        """Return the number of `count` equal parts that are local to this rank."""
         if count % self.tp_size:
             fits = [n for n in range(1, count + 1) if count % n == 0 and n <= 64]
             raise ConfigError(
@@ -226,15 +214,7 @@ class LayerProvider:
         return count // self.tp_size
 
     def _products(self, features: int, *, split: int) -> Optional[Fp8Products]:
-        """Return the quantised products of a linear layer; None for products in the precision of the weight.
-
-        Args:
-            features: inputs or outputs that are replicated over tensor-parallel ranks.
-            split: outputs or inputs that are split.
-
-        Raises:
-            ConfigError: a rank would have a part of a block.
-        """
+        """Return the quantised products of a linear layer; None for products in the precision of the weight."""
         if self._fp8 is None:
             return None
         check_features(self._fp8.kind, features, 1)
@@ -333,22 +313,14 @@ class LayerProvider:
         init: Init,
         gradient_covers: GradientCovers = "sequence_shard",
     ) -> nn.Linear:
-        """Build a linear layer that is replicated over tensor-parallel ranks.
-
-        Args:
-            gradient_covers: see `ParameterSharding`.
-        """
+        """Build a linear layer that is replicated over tensor-parallel ranks."""
         layer = nn.Linear(in_features, out_features, bias=bias, dtype=self.config.params_dtype, device=self._device)
         sharding = ParameterSharding(gradient_covers=gradient_covers)
         _initialize(layer, sharding, sharding, init)
         return layer
 
     def gathered_linear(self, in_features: int, out_features: int, *, bias: bool, init: Init) -> GatheredLinear:
-        """Build a linear layer for per-sample values, whose split output features are gathered on every rank.
-
-        Raises:
-            ConfigError: tensor parallelism cannot split the features.
-        """
+        """Build a linear layer for per-sample values, whose split output features are gathered on every rank."""
         self.split(out_features, "output features")
         layer = GatheredLinear(
             in_features,
@@ -403,11 +375,7 @@ class LayerProvider:
         return layer
 
     def local_experts(self, num_experts: int) -> range:
-        """Return the global indices of the local experts.
-
-        Raises:
-            ConfigError: expert parallelism cannot split them evenly.
-        """
+        """Return the global indices of the local experts."""
         size = 1 if self._groups is None else self._groups.ep.size()
         if num_experts % size:
             fits = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
@@ -426,11 +394,7 @@ class LayerProvider:
         return layer
 
     def expert_dispatch(self, experts: range) -> Optional[ExpertDispatch]:
-        """Build the `ExpertDispatch` to the experts of all ranks; return None on the meta device.
-
-        Args:
-            experts: global indices of the local experts.
-        """
+        """Build the `ExpertDispatch` to the experts of all ranks; return None on the meta device."""
         if self._groups is None:
             return None
         return ExpertDispatch(self.config, self._groups, experts)
@@ -466,7 +430,6 @@ class LayerProvider:
         """Build a parameter that is replicated over tensor-parallel ranks.
 
         Args:
-            gradient_covers: see `ParameterSharding`.
             dtype: None for the dtype of the model's weights.
         """
         empty = torch.empty(shape, dtype=dtype or self.config.params_dtype, device=self._device)

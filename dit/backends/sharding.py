@@ -82,19 +82,11 @@ class ParameterSharding:
         return tuple(axis for axis in self.replicated_over if axis != "tp" or partial)
 
     def global_shape(self, shape: Sequence[int], tp_size: int) -> tuple[int, ...]:
-        """Return the unsharded shape.
-
-        Args:
-            shape: shape on one tensor-parallel rank.
-        """
+        """Return the unsharded shape."""
         return tuple(size * tp_size if i == self.split_dim else size for i, size in enumerate(shape))
 
     def origin(self, shape: Sequence[int], tp_rank: int) -> tuple[int, ...]:
-        """Return the index of a rank's first element in the unsharded parameter.
-
-        Args:
-            shape: shape on one tensor-parallel rank.
-        """
+        """Return the index of a rank's first element in the unsharded parameter."""
         return tuple(size * tp_rank if i == self.split_dim else 0 for i, size in enumerate(shape))
 
 
@@ -128,14 +120,7 @@ def replicate_on_all_stages(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def sharding_of(parameter: Tensor, name: str = "") -> ParameterSharding:
-    """Return the sharding of a parameter.
-
-    Args:
-        name: name of the parameter, for the message.
-
-    Raises:
-        ConfigError: the parameter has no sharding.
-    """
+    """Return the sharding of a parameter."""
     sharding = getattr(parameter, "sharding", None)
     if not isinstance(sharding, ParameterSharding):
         raise ConfigError(
@@ -184,9 +169,6 @@ def write_attributes(
     Args:
         sequence_parallel, pipeline, first_stage: see `megatron_attributes`.
         sums_head_norms: `qk_layernorm` of Megatron-Core's config.
-
-    Raises:
-        ConfigError: a parameter has no sharding, or Megatron-Core does not support its sharding.
     """
     for name, parameter in module.named_parameters():
         sharding = sharding_of(parameter, name)
@@ -219,7 +201,6 @@ class AxisSizes:
     """Numbers of ranks of a layout.
 
     Attributes:
-        ranks: number of ranks per axis; 1 for a missing axis.
         experts: number of ranks over which the experts of a layer are split.
         sequence_parallel: whether activations between the linear layers are sharded over the tensor-parallel ranks.
     """
@@ -257,11 +238,7 @@ class Row:
 
 
 def describe(name: str, parameter: Tensor, sizes: AxisSizes) -> Row:
-    """Return the row of the sharding table for a parameter of the full model.
-
-    Raises:
-        ConfigError: the parameter has no sharding.
-    """
+    """Return the row of the sharding table for a parameter of the full model."""
     sharding = sharding_of(parameter, name)
     split = "-"
     if sharding.expert and sizes.experts > 1:
@@ -283,13 +260,6 @@ def explain(model: nn.Module, sizes: AxisSizes) -> str:
     """Return a table of the ranks over which each parameter is split, replicated and reduced.
 
     Parameters that differ only in the number of their layer or expert share a line, `layers.0-27.mlp...`.
-
-    Args:
-        model: the full model, from `build_on_meta`.
-        sizes: sizes of the layout.
-
-    Raises:
-        ConfigError: a parameter has no sharding.
     """
     rows = [describe(name, parameter, sizes).cells for name, parameter in model.named_parameters()]
     return in_columns([HEADS, *_folded(rows)])

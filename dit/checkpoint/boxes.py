@@ -56,7 +56,6 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]
     """Split a range of a flattened (row-major) tensor into boxes, in the range's order: at most 2 x dimensions - 1.
 
     Args:
-        shape: of the tensor.
         start, stop: the range, in elements; nothing is yielded if it is empty.
     """
     if start >= stop:

@@ -44,11 +44,7 @@ def parameters_of(shards: Iterable[MasterShard]) -> Iterator[tuple[str, nn.Param
 
 
 def global_shapes(parameters: Iterable[tuple[str, nn.Parameter]], groups: ProcessGroups) -> dict[str, list[int]]:
-    """Return the unsharded shape of every parameter by global name; equal on every layout and rank.
-
-    Args:
-        parameters: parameters of this rank with global names.
-    """
+    """Return the unsharded shape of every parameter by global name; equal on every layout and rank."""
     shapes = {
         name: list(sharding_of(parameter, name).global_shape(parameter.shape, groups.tp.size()))
         for name, parameter in parameters

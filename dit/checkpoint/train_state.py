@@ -30,13 +30,9 @@ class TrainState:
 
     Attributes:
         chunks: unwrapped model chunks of this rank, one unless the pipeline is interleaved; same order as `wrapped`.
-        step: number of optimizer steps done.
-        update: updates weights and average.
-        consumed_samples: number of samples trained on by all ranks.
         held_out: newest held-out loss; None before the first.
         loss_scale: loss scale of an fp16 run; None in other precisions.
         base: checkpoint of the frozen weights, as in `Manifest.base`; None if all weights are trained.
-        data: identity of the data when the run started, see `DataConfig.identity`.
         run: id of the run, see `dit.checkpoint.run_identity`; None before `Checkpointer.resume`.
     """
 

@@ -67,9 +67,6 @@ def spaced_scheduler(objective: FlowMatching, num_steps: int) -> dict[str, Any]:
         theirs              1 - sigma = j / (1 - j a (s - 1) / s)     a = (N - 1) / ((n - 1) (N + s - 1))
 
     These are equal if s solves a quadratic equation, and the factor if `shift_terminal` is our last level.
-
-    Raises:
-        ConfigError: there is no such s: the time shift is too large.
     """
     config = scheduler_config(objective)
     assert config is not None
@@ -155,9 +152,7 @@ def page(
     """Return the README page of exported weights, in Markdown.
 
     Args:
-        class_name: of the diffusers model.
         has_loop: whether the class is the model's only condition, so that a short loop samples from it.
-        notes: sentences about differences in effect.
         folder: of the transformer, relative to the page.
         code: Python code that loads and samples a pipeline; None for a model without one.
     """

@@ -68,7 +68,6 @@ class Axes:
 
     Attributes:
         pattern: `external -> parameter`, a one-to-one rearrangement.
-        sizes: of the axes that do not follow from the shapes.
     """
 
     pattern: str
@@ -211,12 +210,18 @@ def with_bias(layer: str, *external_layers: str, form: Form | None = None) -> li
     ]
 
 
+def renamed(name: str, parts: Mapping[str, str]) -> str:
+    """Replace the parts of a name that differ."""
+    for part, replacement in parts.items():
+        name = name.replace(part, replacement)
+    return name
+
+
 @dataclass(frozen=True)
 class RuleBook:
     """All rules between a model and its external counterpart.
 
     Attributes:
-        shapes: of the parameters, by global name.
         rules: every parameter is in exactly one rule, or in `unmatched`.
         tables: external tensors that our model computes; compared if a file has them, never loaded.
         stored_tables: whether external files have the tables.
@@ -249,12 +254,7 @@ class RuleBook:
 
     @torch.no_grad()
     def from_external(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert external tensors to parameters, float32, by global name.
-
-        Raises:
-            ConfigError: a tensor is missing, unknown, of another shape or dtype, or not finite; or a table differs from
-                the one that our model computes.
-        """
+        """Convert external tensors to parameters, float32, by global name."""
         shapes = {name: tuple(x.shape) for name, x in tensors.items() if name not in self.tables}
         check_shapes("the weights do not fit the model", self.external_shapes(), shapes)
         for name, tensor in tensors.items():
@@ -273,11 +273,7 @@ class RuleBook:
 
     @torch.no_grad()
     def to_external(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert parameters to external tensors by name.
-
-        Raises:
-            ConfigError: a parameter is missing, unknown or of another shape.
-        """
+        """Convert parameters to external tensors by name."""
         expected = {name: tuple(shape) for name, shape in self.shapes.items()}
         shapes = {name: tuple(x.shape) for name, x in parameters.items()}
         check_shapes("the parameters do not fit the model", expected, shapes)
@@ -291,14 +287,7 @@ class RuleBook:
 
 
 def check_shapes(fault: str, expected: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> None:
-    """Compare two tables of shapes.
-
-    Args:
-        fault: start of the message.
-
-    Raises:
-        ConfigError: a name is missing, unknown, or has another shape.
-    """
+    """Compare two tables of shapes."""
     missing = [f"{name} {list(expected[name])}" for name in expected if name not in shapes]
     unknown = [f"{name} {list(shapes[name])}" for name in shapes if name not in expected]
     differ = [
@@ -351,14 +340,7 @@ TRAIN_THAT_WAY = "only a model trained that way can be exported"
 
 
 def require(fault: str, settings: Mapping[str, Any], supported: Mapping[str, Any], cure: str) -> None:
-    """Check that settings have the only values that the other code base supports.
-
-    Args:
-        fault: start of the message.
-
-    Raises:
-        ConfigError: a setting has another value.
-    """
+    """Check that settings have the only values that the other code base supports."""
     wrong = [
         f"{name}={settings.get(name)!r} (only {value!r})"
         for name, value in supported.items()

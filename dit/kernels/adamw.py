@@ -22,7 +22,6 @@ class Elements:
     """The tensors of one parameter, with corresponding elements; all are float32 except `model`.
 
     Attributes:
-        gradient: the gradient, which is only read.
         main, exp_avg, exp_avg_sq: master weights and Adam's moments.
         average: weight average, or None.
         model: model weights, a rounded copy of the master weights; None if the model uses the master weights.
@@ -41,7 +40,6 @@ class Rates:
     """Hyperparameters of one update of a group of parameters.
 
     Attributes:
-        step: number of the update, from 1.
         clip: factor of the gradient, which combines clipping with all other deferred factors, `[]`, float32; NaN if
             nothing may change.
         average: weight of the new weights in the average: 1 - decay, or 1 for a copy.

@@ -48,9 +48,7 @@ class MoE(nn.Module):
         scores_TE --select--> selected_TE --dispatch--> tokens of each expert --experts--> combine --> y_TD
 
     Args:
-        hidden_size: width of the tokens.
         ffn_hidden_size: inner width of each expert.
-        num_experts: experts of the layer on all ranks; a multiple of the expert-parallel size.
         router: `expert_choice` or `top_k`.
         capacity_factor: mean number of experts per token (`expert_choice`).
         top_k: experts of every token (`top_k`).
@@ -92,15 +90,7 @@ class MoE(nn.Module):
         self.load = ExpertLoad(num_experts)
 
     def forward(self, x_TD: Tensor, layout: SequenceLayout) -> Tensor:
-        """Route the local tokens through the experts.
-
-        Args:
-            x_TD: the local tokens.
-            layout: layout of the local tokens.
-
-        Returns:
-            `[T, D]` in the dtype of `x_TD`.
-        """
+        """Route the local tokens through the experts."""
         scores_TE = nn.functional.linear(x_TD.float(), self.router.weight.float()).softmax(-1)
         if self.routing == "expert_choice":
             selected_TE = self._expert_choice(scores_TE, layout)
@@ -134,11 +124,7 @@ class MoE(nn.Module):
 
 
 class ExpertLoad:
-    """The load of a layer's experts on this rank since the last `take`, counted on the device during training.
-
-    Args:
-        num_experts: experts of the layer on all ranks.
-    """
+    """The load of a layer's experts on this rank since the last `take`, counted on the device during training."""
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
@@ -150,8 +136,6 @@ class ExpertLoad:
         """Add one forward pass.
 
         Args:
-            selected_TE: whether expert E takes local token T, bool.
-            valid_T: whether a local token is real.
             aux_loss: this rank's part of the token-weighted balancing loss, or None.
         """
         unrouted = valid_T & ~selected_TE.any(-1)

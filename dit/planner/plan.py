@@ -73,8 +73,6 @@ def plan(
 
     Args:
         pack: shape of every micro-batch.
-        dims: sizes of the job, from `check_parallel`.
-        kernels: device whose attention kernels are assumed.
         tracer: returns the traces of jobs; None for a new process.
     """
     sizes = model.megatron_sizes().num_layers
@@ -137,12 +135,7 @@ def _num_layers(chunks: Sequence[Stage]) -> int:
 
 
 def shallower(model: ModelConfig, chunks: Sequence[Stage], training: TrainingConfig, fewest: int) -> list[_Probe]:
-    """Return stages with few layers whose weighted costs sum to the cost of a rank's stages.
-
-    Args:
-        chunks: stages of the rank.
-        fewest: number of layers above which costs grow linearly.
-    """
+    """Return stages with few layers whose weighted costs sum to the cost of a rank's stages."""
     recomputed = training.recompute_layers
 
     def kind(chunk: Stage, layer: int) -> Hashable:

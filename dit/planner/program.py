@@ -45,7 +45,6 @@ class Phases(StepObserver):
     """Reports the ends of a step's phases to the counter.
 
     Args:
-        num_chunks: number of model chunks of this rank.
         marked: indices of forward-step calls.
 
     Attributes:
@@ -100,7 +99,6 @@ class Program:
     """Builds the model of a job on one rank and runs its steps.
 
     Args:
-        counter: counts the operations; gets the ends of the phases.
         late: read the numbers of a step in the next one, like most steps of a run.
     """
 
@@ -183,14 +181,7 @@ class Program:
         return list(first(batch.latents_TC, time_S, batch).shape)
 
     def _step(self, micro_batches: int, marked: Sequence[int] = ()) -> list[StepTrace]:
-        """Run the optimizer step of training.
-
-        Args:
-            marked: indices of forward-step calls.
-
-        Returns:
-            Counts before each of these calls.
-        """
+        """Run the optimizer step of training."""
         job, counter, wrapped = self.job, self.counter, self.state.wrapped
         phases = Phases(counter, len(wrapped), marked)
 

@@ -73,7 +73,6 @@ class Costs:
         seconds: [2, sizes, 4, kinds], see `dit.planner.time.Cost`.
         nbytes: [2, sizes, `BYTES`].
         shards: ranks over which the traced optimizer was sharded.
-        sizes: sizes of the traced micro-batches in samples, ascending; at least two sizes.
     """
 
     seconds: Numbers
@@ -99,11 +98,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Priced:
-    """A candidate with its time and its memory.
-
-    Attributes:
-        memory: bytes of the fullest rank by purpose.
-    """
+    """A candidate with its time and its memory."""
 
     candidate: Candidate
     dims: ParallelDims
@@ -200,11 +195,7 @@ def _bytes_of(step: StepTrace) -> Numbers:
 
 
 class Prices:
-    """Computes time and memory of candidates from traces.
-
-    Args:
-        traced: costs of every shape that candidates have.
-    """
+    """Computes time and memory of candidates from traces."""
 
     def __init__(self, problem: Problem, traced: Mapping[Shape, Costs]) -> None:
         self.problem, self.traced = problem, traced
@@ -287,12 +278,7 @@ class Prices:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Candidates in order of time.
-
-    Attributes:
-        fitting: candidates that fit into memory, fastest first.
-        too_large: other candidates, smallest first.
-    """
+    """Candidates in order of time."""
 
     fitting: list[Priced]
     too_large: list[Priced]

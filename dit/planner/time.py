@@ -70,11 +70,6 @@ class Cluster:
     """Placement of a layout's ranks.
 
     Ranks are in Megatron's order: tensor, context, data, pipeline; tensor-parallel ranks are neighbours.
-
-    Attributes:
-        device: device of every rank.
-        world_size: number of ranks.
-        parallel: parallel layout.
     """
 
     device: Device
@@ -198,11 +193,7 @@ MICRO_BATCH, FORWARD, ONCE, UPDATE = range(4)
 
 
 def cost_of(trace: StepTrace, micro_batches: int, cluster: Cluster) -> Cost:
-    """Return the cost of a traced rank.
-
-    Args:
-        trace: trace of a step with `micro_batches` micro-batches.
-    """
+    """Return the cost of a traced rank."""
     update = trace.parts["update"]
     rest = trace.since(update)
     micro_batch = trace.parts.get("micro-batch")
@@ -262,7 +253,6 @@ class StepTime:
     """The time of an optimizer step.
 
     Attributes:
-        parts: seconds by part (`PARTS`).
         passes: seconds of one micro-batch's forward and backward pass, without the delay of the slowest rank.
     """
 
@@ -288,7 +278,6 @@ def step_time(cost: Cost, micro_batches: int, cluster: Cluster, waits: Optional[
     """Return the time of a step from the cost of one rank.
 
     Args:
-        cost: cost of the slowest stage.
         waits: idle seconds from simulating the pipeline; None to use `bubble_passes`.
     """
     layout = cluster.parallel

@@ -310,11 +310,7 @@ def _without_values() -> Iterator[None]:
 
 
 class _Shards:
-    """Equal shards of a buffer, created when indexed.
-
-    Args:
-        size: number of shards.
-    """
+    """Equal shards of a buffer, created when indexed."""
 
     def __init__(self, buffer: Tensor, size: int) -> None:
         self.buffer, self.length = buffer, buffer.numel() // size

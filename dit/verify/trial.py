@@ -67,7 +67,6 @@ class Trial:
         stream: the data; in each step, all ranks together get the same packs under every layout.
         training: micro-batches of a step over all replicas (`global_batch_size`), precision, seed, recompute, kernels,
             average and loss scale.
-        steps: number of updates.
         alter: called with the built model before it is wrapped, for example to inject an error.
         by_rank: also report the local gradients of each rank.
     """
@@ -293,11 +292,7 @@ class Exactness:
 
 
 class Recorder(StepObserver):
-    """Records losses and norms of every update, and reports the gradients of the first.
-
-    Attributes:
-        result: results so far.
-    """
+    """Records losses and norms of every update, and reports the gradients of the first."""
 
     def __init__(self, session: Built, report: Report) -> None:
         self.session, self.report = session, report

@@ -88,7 +88,7 @@ MAY_IMPORT = {
         "dit.ranges",
         "dit.condition_table",
         "dit.safe_files",
-        "dit.pipeline_folder",
+        *("dit.pipeline_folder", "dit.durable_files"),
         "dit.layout",
         "dit.batch",
         "dit.patchify",
