@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from dit.checkpoint.boxes import Box
+from dit.boxes import Box
 from dit.checkpoint.manifest import CURE, FileRecord
 from dit.durable_files import write_all, write_atomic
 from dit.errors import CheckpointError
