@@ -6,7 +6,7 @@ traced and multiplied. Memory, operations and traffic of the full depth and numb
 """
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Optional
 
@@ -67,6 +67,7 @@ def plan(
     dims: ParallelDims,
     *,
     kernels: torch.device = ACCELERATOR,
+    tracer: Optional[Callable[[Sequence[Job]], list[StepTrace]]] = None,
 ) -> Plan:
     """Trace a step of a run on every kind of rank, without ranks, data or memory.
 
@@ -74,6 +75,7 @@ def plan(
         pack: shape of every micro-batch.
         dims: sizes of the job, from `check_parallel`.
         kernels: device whose attention kernels are assumed.
+        tracer: returns the traces of jobs; None for a new process.
     """
     sizes = model.megatron_sizes().num_layers
     pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
@@ -103,7 +105,7 @@ def plan(
             )
             for index, probe in enumerate(probes[rank])
         ]
-    traced = iter(trace(jobs))
+    traced = iter((tracer or trace)(jobs))
     return Plan(
         {
             rank: combined([next(traced) for _ in stage_probes], [probe.weight for probe in stage_probes])

@@ -137,6 +137,7 @@ MAY_IMPORT = {
         *("dit.patchify", "dit.layout", "dit.conditions", "dit.convert"),
     },
     "dit.planner": {
+        *("dit.durable_files", "dit.safe_files"),
         *(
             "dit.errors",
             "dit.patches",
