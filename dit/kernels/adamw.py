@@ -95,4 +95,4 @@ def store(p: Elements, rates: Rates, changes: Tensor) -> None:
     if p.average is not None:
         p.average.lerp_(p.main, changes * rates.average)
     if p.model is not None:
-        p.model.copy_(p.main)
+        p.model.copy_(p.main.view(p.model.shape))

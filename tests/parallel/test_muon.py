@@ -41,7 +41,7 @@ def results(tmp_path_factory):
     one = {"one": case({}), "one bf16": case({}, precision="bf16"), "one experts": case({}, EXPERTS)}
     two = {name: case(parallel) for name, parallel in LAYOUTS.items()}
     two["offload"] = case(LAYOUTS["distributed"], offloaded)
-    two |= {f"{name} bf16": case(LAYOUTS[name], precision="bf16") for name in ("distributed", "fsdp")}
+    two |= {f"{name} bf16": case(LAYOUTS[name], precision="bf16") for name in ("ddp", "distributed", "fsdp")}
     two["ep"] = case({"expert_model_parallel_size": 2}, EXPERTS)
     for first, then in RESUMED.items():
         two[first, "saved"] = case(LAYOUTS[first], run_dir=folder / first, steps=SAVED_AT, save=True)
@@ -76,7 +76,7 @@ def test_experts_train_as_on_one_rank(results):
     assert_equal(results["ep"], results["one experts"])
 
 
-@pytest.mark.parametrize("name", ["distributed", "fsdp"])
+@pytest.mark.parametrize("name", ["ddp", "distributed", "fsdp"])
 def test_master_weights_of_bf16_train_as_on_one_rank(results, name):
     run, one = results[f"{name} bf16"]["after"], results["one bf16"]["after"]
     for key, expected in one.items():

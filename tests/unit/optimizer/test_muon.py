@@ -5,11 +5,19 @@ import math
 import pytest
 import torch
 
+from benchmarks.parallel_training import tiny_model
 from dit.backends.sharding import Matrices, ParameterSharding, adapter_shardings
 from dit.boxes import Part
 from dit.kernels import muon
 from dit.kernels.adamw import Elements, Rates
-from dit.optimizer.muon import assign, direction
+from dit.objectives.flow_matching import FlowMatching
+from dit.optimizer.muon import assign, direction, operations
+from dit.parallel.build import build_on_meta
+from dit.parallel.dims import ParallelConfig
+from dit.planner.job import Job
+from dit.planner.trace import trace
+from dit.settings import OptimizerConfig, TrainingConfig
+from dit.tracing.packs import PackShape
 
 QKV, SWIGLU, OUT = Matrices(((4, 1), (2, 1), (2, 1))), Matrices(((2, 2),)), Matrices(((4, 1), (2, 1)), dim=1)
 
@@ -54,6 +62,7 @@ def test_the_direction_has_the_published_singular_values():
 
 def test_a_step_that_is_not_good_changes_nothing():
     p = elements((4, 6))
+    p.exp_avg.copy_(p.gradient)
     p.gradient[0, 0] = math.inf
     before = [t.clone() for t in (p.main, p.exp_avg, p.average)]
     muon.apply(p, rates(math.nan), direction(muon.momentum(p, rates(math.nan), 0.9).view(4, 6), Matrices()))
@@ -95,3 +104,17 @@ def test_owners_are_balanced_and_have_a_part():
     assert weights["shared"].owner in (2, 3)
     assert weights["shared"].sources == [2, 3]
     assert all(weights[f"w{i}"].sources == [weights[f"w{i}"].owner] for i in range(8))
+
+
+@pytest.mark.parametrize("data_parallel", ["ddp", "distributed_optimizer", "fsdp"])
+def test_a_plan_counts_one_moment_and_the_operations(data_parallel):
+    model, training = tiny_model(num_layers=2), TrainingConfig(ema_decay=None)
+    adamw, by_muon = OptimizerConfig(), OptimizerConfig(algorithm="muon")
+    parts = (ParallelConfig(data_parallel=data_parallel), training, PackShape(((1, 4, 8),), text_lengths=(4,)))
+    steps = trace([Job(model, FlowMatching(), settings, *parts) for settings in (adamw, by_muon)])
+    weights = [(tuple(p.shape), p.sharding.matrices) for p in build_on_meta(model).parameters() if p.sharding.matrices]
+    saved = steps[0].state_bytes["optimizer"] - steps[1].state_bytes["optimizer"]
+    assert saved == pytest.approx(4 * sum(math.prod(shape) for shape, _ in weights), rel=1e-2)
+    products = steps[1].parts["update"].products
+    counted = sum(2 * p.batch * p.m * p.n * p.k * count for p, count in products.items())
+    assert counted == sum(operations(*weight) for weight in weights)
