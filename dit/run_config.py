@@ -96,6 +96,12 @@ class RunConfig:
                 "training.on_bad_numbers='rewind' returns to the last checkpoint, but checkpoint.interval=0 saves none "
                 "before the end; set checkpoint.interval, or training.on_bad_numbers=skip"
             )
+        if self.optimizer.algorithm == "muon" and not self.model.supports.tensor:
+            raise ConfigError(
+                f"optimizer.algorithm=muon updates the linear layers of transformer blocks, and model="
+                f"{type(self.model).__name__} consists of convolutions, which it does not update; use "
+                "optimizer.algorithm=adamw"
+            )
         check_recompute(self.training.recompute, self.training.recompute_layers)
         self.schedule.check(self.training.num_steps, self.optimizer.lr)
         check_outputs(self.objective, self.model)

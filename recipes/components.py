@@ -409,6 +409,12 @@ def adamw_large() -> run.Config[OptimizerConfig]:
     return run.Config(OptimizerConfig, lr=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.1)
 
 
+@run.cli.factory(target=OptimizerConfig)
+def muon() -> run.Config[OptimizerConfig]:
+    """Muon for the 2-D weights of transformer blocks, AdamW for the rest: lr 1e-4 for both, momentum 0.95."""
+    return run.Config(OptimizerConfig, algorithm="muon", lr=1e-4, beta1=0.9, beta2=0.95)
+
+
 @run.cli.factory(target=Schedule)
 def constant() -> run.Config[Constant]:
     """Constant peak learning rate from the first step."""

@@ -73,6 +73,11 @@ class ProcessGroups:
         return self.collection.tp_cp
 
     @property
+    def stage(self) -> dist.ProcessGroup:
+        """All ranks of one pipeline stage."""
+        return self.collection.tp_dp_cp
+
+    @property
     def dp(self) -> dist.ProcessGroup:
         """Ranks with the same shard of the model and different samples."""
         return self.collection.dp

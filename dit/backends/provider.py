@@ -24,14 +24,21 @@ from dit.backends.fp8_linear import fp8_linear
 from dit.backends.gathered_linear import GatheredLinear
 from dit.backends.init import ZEROS, Init, uniform, with_init
 from dit.backends.pending_bias import PendingBias
-from dit.backends.sharding import GradientCovers, ParameterSharding, adapter_shardings, set_sharding, sharding_of
+from dit.backends.sharding import (
+    ONE_MATRIX,
+    GradientCovers,
+    ParameterSharding,
+    adapter_shardings,
+    set_sharding,
+    sharding_of,
+)
 from dit.errors import ConfigError
 from dit.kernels.choice import UNTRIED, Implementation, Op, Target, capability_from, choose, installed, on_cuda
 from dit.kernels.fp8 import BLOCKS, PRODUCTS, TE_CAPABILITY, Fp8Products, check_features
 from dit.kernels.layer_kernels import EAGER, LayerKernels
 from dit.settings import Fp8
 
-REPLICATED, EXPERT, ROWS = ParameterSharding(), ParameterSharding(expert=True), ParameterSharding(split_dim=0)
+EXPERT, ROWS = (ParameterSharding(expert=e, split_dim=d, matrices=ONE_MATRIX) for e, d in ((True, None), (False, 0)))
 
 
 class ColumnLinear(ColumnParallelLinear):
@@ -255,9 +262,7 @@ class LayerProvider:
             is_expert=False,
             tp_group=self.tp_group,
         )
-        sharding = ParameterSharding(
-            split_dim=0, gradient_covers="all_tokens" if replicated_input else "sequence_shard"
-        )
+        sharding = replace(ROWS, gradient_covers="all_tokens" if replicated_input else "sequence_shard")
         layer.is_unsharded, layer.returns_bias, layer.skip_bias_add = self.tp_size == 1, returns_bias, skips
         layer.fp8 = None if replicated_input else self._products(in_features, split=out_features)
         _initialize(layer, sharding, sharding, init)
@@ -301,7 +306,7 @@ class LayerProvider:
         layer.is_unsharded, layer.returns_bias, layer.skip_bias_add = self.tp_size == 1, returns_bias, skips
         layer.fp8 = self._products(out_features, split=in_features)
         # The bias is added to the local tokens, after the sum over ranks.
-        _initialize(layer, ParameterSharding(split_dim=1), REPLICATED, init)
+        _initialize(layer, ParameterSharding(split_dim=1, matrices=ONE_MATRIX), ParameterSharding(), init)
         return layer
 
     def replicated_linear(
@@ -440,4 +445,4 @@ def _initialize(layer: nn.Module, weight: ParameterSharding, bias: ParameterShar
     """Set the sharding and the initialisation of a linear layer; biases are initialised to zero."""
     with_init(set_sharding(layer.get_parameter("weight"), weight), init)
     if isinstance(layer.bias, nn.Parameter):
-        with_init(set_sharding(layer.bias, bias), ZEROS)
+        with_init(set_sharding(layer.bias, replace(bias, matrices=None)), ZEROS)

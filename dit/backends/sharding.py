@@ -37,6 +37,33 @@ GradientCovers = Literal["all_tokens", "sequence_shard", "own_heads"]
 
 
 @dataclass(frozen=True)
+class Matrices:
+    """The matrices that a two-dimensional weight of a block stores; an optimizer such as Muon handles each separately.
+
+    Along one dimension, the weight repeats a pattern of runs, in which the rows of one or several matrices alternate:
+
+        runs ((2, 1), (1, 1), (1, 1))    rows 0 0 1 2 | 0 0 1 2 | ...    queries, keys, values by group of heads
+        runs ((2, 2),)                   rows 0 1 | 0 1 | 0 1 | ...      gates and values of SwiGLU
+
+    Attributes:
+        runs: rows of each run of the pattern, and the number of matrices that alternate in it.
+        dim: the dimension; 1 if columns are ordered by the pattern.
+    """
+
+    runs: tuple[tuple[int, int], ...] = ((1, 1),)
+    dim: int = 0
+
+    def views(self, weight_OI: Tensor) -> list[Tensor]:
+        """Return a view of each matrix of a weight, `[repetitions, rows, columns]`; of its transpose for `dim` 1."""
+        lengths = [length for length, _ in self.runs]
+        runs = weight_OI.movedim(self.dim, 0).unflatten(0, (-1, sum(lengths))).split(lengths, 1)
+        return [run[:, i::count] for run, (_, count) in zip(runs, self.runs) for i in range(count)]
+
+
+ONE_MATRIX = Matrices()
+
+
+@dataclass(frozen=True)
 class ParameterSharding:
     """Placement of one parameter on the ranks, and the tokens that each rank's gradient covers.
 
@@ -48,12 +75,14 @@ class ParameterSharding:
             `all_tokens`: all tokens, because the input of the parameter is never sharded (text).
             `own_heads`: the attention heads of the rank. Megatron-Core identifies these query and key norms by name.
         every_stage: whether every pipeline stage has a copy, used by the layers of that stage.
+        matrices: the matrices of a weight of a block; None for other parameters.
     """
 
     split_dim: Optional[int] = None
     expert: bool = False
     gradient_covers: GradientCovers = "sequence_shard"
     every_stage: bool = False
+    matrices: Optional[Matrices] = None
 
     def __post_init__(self) -> None:
         assert not (self.expert and (self.split_dim is not None or self.every_stage)), self
@@ -101,9 +130,13 @@ def adapter_shardings(base: ParameterSharding) -> tuple[ParameterSharding, Param
         row parallel, split_dim=1       split_dim=1                          replicated; covers sequence shard
         replicated                      as the base                          as the base
         expert                          as the base                          as the base
+
+    A weight whose rows store several matrices has one A, and a B for each of them; with columns, one B.
     """
     a = replace(base, split_dim=None) if base.split_dim == 0 else base
     b = replace(base, split_dim=None) if base.split_dim == 1 else base
+    if base.matrices is not None:
+        a, b = (x if base.matrices.dim == dim else replace(x, matrices=Matrices()) for x, dim in ((a, 1), (b, 0)))
     return a, b
 
 
@@ -113,10 +146,16 @@ def set_sharding(parameter: nn.Parameter, sharding: ParameterSharding) -> nn.Par
     return parameter
 
 
+def set_matrices(linear: nn.Module, matrices: Matrices) -> None:
+    """Set the matrices that the weight of a linear layer of a block stores."""
+    weight = linear.get_parameter("weight")
+    set_sharding(weight, replace(sharding_of(weight), matrices=matrices))
+
+
 def replicate_on_all_stages(parameters: Iterable[nn.Parameter]) -> None:
-    """Set `every_stage` in the shardings of these parameters."""
+    """Set `every_stage` in the shardings of these parameters, which then belong to no block."""
     for parameter in parameters:
-        set_sharding(parameter, replace(sharding_of(parameter), every_stage=True))
+        set_sharding(parameter, replace(sharding_of(parameter), every_stage=True, matrices=None))
 
 
 def sharding_of(parameter: Tensor, name: str = "") -> ParameterSharding:

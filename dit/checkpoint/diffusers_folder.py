@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dit.backends.process_groups import ProcessGroups
-from dit.checkpoint.boxes import Box
+from dit.boxes import Box
 from dit.checkpoint.manifest import hash_file
 from dit.checkpoint.verify_together import reads_together
 from dit.convert.diffusers_format import DiffusersFormat, TrainedModel, format_of_settings

@@ -39,7 +39,7 @@ SETTINGS: dict[str, tuple[str, str]] = {
         "num_streams pack_multiple_of background max_lost_samples require_checksums validation_split "
         "validation_samples",
     ),
-    "optimizer": ("beta1 beta2 eps weight_decay", "lr clip_grad offload"),
+    "optimizer": ("algorithm beta1 beta2 eps weight_decay muon_momentum", "lr clip_grad offload"),
     "schedule": ("", EVERY),
     "parallel": ("", EVERY),
     "training": (

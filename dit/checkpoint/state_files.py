@@ -19,7 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from dit.checkpoint.boxes import Box
+from dit.boxes import Box
 from dit.checkpoint.manifest import CURE, FileRecord, write_hashed
 from dit.durable_files import write_atomic
 from dit.errors import CheckpointError

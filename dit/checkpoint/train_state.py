@@ -75,7 +75,7 @@ def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> Tr
     optimizer = build_optimizer(
         wrapped, config.optimizer, config.parallel, training, groups, auxiliary=config.objective.auxiliary
     )
-    shards = master_shards(optimizer, chunks, offload=config.optimizer.offload)
+    shards = master_shards(optimizer, chunks, config.optimizer)
     ema = None
     if training.ema_decay is not None:
         ema = EMA(shards, training.ema_decay, training.ema_start_step, offload=training.ema_offload)
@@ -88,7 +88,7 @@ def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> Tr
         micro_batches_per_step=training.global_batch_size // spec.micro_batch_size,
     )
     target = target_of(config.model, training.precision)
-    update = build_update(optimizer, shards, ema, config.optimizer.clip_grad, target, training.kernels)
+    update = build_update(optimizer, shards, ema, config.optimizer, groups, target, training.kernels)
     scale = loss_scale_of(optimizer)
     data = on_first_rank(config.data.identity, groups)
     if data is None and groups.rank == 0:

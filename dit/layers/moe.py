@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from dit.backends.init import normal, xavier_uniform
 from dit.backends.provider import LayerProvider
+from dit.backends.sharding import set_matrices
 from dit.kernels.recompute import first_run
+from dit.layers.mlp import GATED
 from dit.layers.routing import balancing_loss, select_experts, select_tokens
 from dit.layout import SequenceLayout
 
@@ -28,6 +30,8 @@ class Expert(nn.Module):
         self.activation = provider.kernels.swiglu if gated else provider.kernels.gelu_tanh
         width = 2 * ffn_hidden_size if gated else ffn_hidden_size
         self.linear_fc1 = provider.expert_linear(hidden_size, width, bias=bias, init=init)
+        if gated:
+            set_matrices(self.linear_fc1, GATED)
         self.linear_fc2 = provider.expert_linear(ffn_hidden_size, hidden_size, bias=bias, init=init)
 
     def forward(self, x_TD: Tensor) -> Tensor:

@@ -37,7 +37,9 @@ from dit.planner.layouts import Candidate, DataParallel, Problem, Shape
 from dit.planner.plan import fewest_layers, shallower
 from dit.planner.time import (
     FORWARD,
+    K_EXPERT,
     K_GATHER,
+    K_MATMUL,
     K_MEMORY,
     K_REDUCE,
     K_SEND,
@@ -260,7 +262,8 @@ class Prices:
         else:
             times = traced_shards / shards
         nbytes[[B_OPTIMIZER, B_AVERAGE]] *= times
-        seconds[UPDATE, K_MEMORY] *= times
+        seconds[UPDATE, [K_MEMORY, K_EXPERT]] *= times
+        seconds[UPDATE, K_MATMUL] *= traced_shards / shards  # Muon's, shared also by ranks with copies
 
     def _add_sends(self, candidate: Candidate, cluster: Cluster, seconds: Numbers) -> None:
         """Add pipeline traffic: each chunk's output, and the gradient of its input."""

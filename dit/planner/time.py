@@ -293,10 +293,12 @@ def step_time(cost: Cost, micro_batches: int, cluster: Cluster, waits: Optional[
     parts["data parallel"] += exposed(reduce, backward if overlaps else 0.0, cluster)
     parts["data parallel"] += exposed(gather, forward if layout.overlap_param_gather else 0.0, cluster)
     parts["tensor parallel"] += cost[ONCE, K_TENSOR]
-    parts["optimizer"] = float(cost[ONCE:, [K_MEMORY, K_OPERATIONS]].sum()) + _sent(cost[UPDATE])
+    computed = float(cost[ONCE:, [K_MEMORY, K_OPERATIONS]].sum()) + float(cost[UPDATE, K_MATMUL])  # Muon has products
+    parts["optimizer"] = computed + _sent(cost[UPDATE])
     parts["other"] = slowest_of(cluster.world_size, cluster.device.jitter) * sum(parts.values())
     return StepTime({name: float(seconds) for name, seconds in parts.items()}, (float(forward), float(backward)))
 
 
 def _sent(seconds: Seconds) -> float:
-    return float(seconds[K_GATHER] + seconds[K_REDUCE])
+    """Return the seconds of exchanges after the micro-batches; Muon exchanges weights by all-to-all."""
+    return float(seconds[K_GATHER] + seconds[K_REDUCE] + seconds[K_EXPERT])

@@ -186,7 +186,7 @@ def build(trial: Trial) -> Built:
     optimizer = build_optimizer(
         wrapped, trial.optimizer, parallel, training, groups, auxiliary=trial.objective.auxiliary
     )
-    shards = master_shards(optimizer, chunks, offload=trial.optimizer.offload)
+    shards = master_shards(optimizer, chunks, trial.optimizer)
     ema = None if training.ema_decay is None else EMA(shards, training.ema_decay, offload=training.ema_offload)
     target = target_of(model, training.precision)
     return Built(
@@ -198,7 +198,7 @@ def build(trial: Trial) -> Built:
         optimizer=optimizer,
         shards=shards,
         ema=ema,
-        update=build_update(optimizer, shards, ema, trial.optimizer.clip_grad, target, training.kernels),
+        update=build_update(optimizer, shards, ema, trial.optimizer, groups, target, training.kernels),
         loss_scale=loss_scale_of(optimizer),
         mix=noise_kernel(model, training),
     )

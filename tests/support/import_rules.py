@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "dit.resize": set(),
     "dit.extensions": {"dit.errors", "dit.safe_files"},
     "dit.settings": {"dit.errors", "dit.ranges"},
+    "dit.boxes": set(),
     "dit.layout": {"dit.errors"},
     "dit.joint_layout": {"dit.layout"},
     "dit.levels": {"dit.errors", "dit.layout", "dit.patchify"},
@@ -66,6 +67,7 @@ MAY_IMPORT = {
     },
     "dit.optimizer": {
         "dit.errors",
+        "dit.boxes",
         "dit.patches",
         "dit.ranges",
         "dit.settings",
@@ -97,7 +99,7 @@ MAY_IMPORT = {
         "dit.models",
     },
     "dit.checkpoint": {
-        *("dit.auxiliary", "dit.errors", "dit.ranges", "dit.settings"),
+        *("dit.auxiliary", "dit.errors", "dit.ranges", "dit.settings", "dit.boxes"),
         *("dit.durable_files", "dit.safe_files", "dit.config_record"),
         *("dit.data_api", "dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.run_config"),
         *("dit.convert", "dit.terminal", "dit.child_processes", "dit.pipeline_folder", "dit.hub"),
