@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from dit.backends.init import ONES, ZEROS, xavier_uniform
 from dit.backends.pending_bias import PendingBias
 from dit.backends.provider import LayerProvider
+from dit.backends.sharding import Matrices, set_matrices
 from dit.kernels.attention import Attention
 from dit.kernels.layer_kernels import LayerKernels
 from dit.kernels.rope import HeadNorm, Heads, Rotation
@@ -70,6 +71,12 @@ def head_norm(norms: tuple[nn.Module, nn.Module], heads: Heads) -> Optional[Head
         return None
     weight_q, weight_k = (norm.get_parameter("weight") for norm in norms)
     return HeadNorm(weight_q if heads.queries else None, weight_k if heads.keys else None, norms[1].eps)
+
+
+def head_matrices(heads: Heads, head_size: int) -> Matrices:
+    """Return queries, keys and values as matrices of a projection that is ordered by group."""
+    counts = heads.queries, int(heads.keys), int(heads.values)
+    return Matrices(tuple((count * head_size, 1) for count in counts if count))
 
 
 ONE_HEAD = Heads(1, keys=False, values=False)
@@ -150,6 +157,7 @@ class SelfAttention(nn.Module):
         self.linear_qkv = provider.heads_linear(
             hidden_size, rows, bias=bias if qkv_bias is None else qkv_bias, init=xavier_uniform(hidden_size, rows)
         )
+        set_matrices(self.linear_qkv, head_matrices(self.heads, head_size))
         self.linear_proj = provider.row_linear(
             hidden_size, hidden_size, bias=bias, init=xavier_uniform(hidden_size, hidden_size), returns_bias=True
         )
@@ -223,6 +231,7 @@ class CrossAttention(nn.Module):
         self.linear_kv = provider.heads_linear(
             context_size, rows, bias=bias, init=xavier_uniform(context_size, rows), replicated_input=True
         )
+        set_matrices(self.linear_kv, head_matrices(Heads(0), head_size))
         self.linear_proj = provider.row_linear(
             hidden_size, hidden_size, bias=bias, init=ZEROS if zero_output else square, returns_bias=True
         )

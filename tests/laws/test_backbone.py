@@ -95,6 +95,7 @@ PUBLIC = {
     "pixart": "PixArtTransformer2DModel",
     "flux": "FluxTransformer2DModel",
     "flux2": "Flux2Transformer2DModel",
+    "lumina2": "Lumina2Transformer2DModel",
     "qwen_image": "QwenImageTransformer2DModel",
     "sd3": "SD3Transformer2DModel",
     "sana": "SanaTransformer2DModel",

@@ -18,6 +18,7 @@ from dit.models.flux.config import FluxConfig
 from dit.models.flux2.config import Flux2Config
 from dit.models.imagen_config import ImagenConfig
 from dit.models.ldm_unet.config import LDMUNetConfig
+from dit.models.lumina2.config import Lumina2Config
 from dit.models.moviegen.config import MovieGenConfig
 from dit.models.qwen_image.config import QwenImageConfig
 from dit.models.sana.config import SanaConfig
@@ -27,6 +28,7 @@ from dit.models.streams.config import StreamsConfig
 from dit.models.transformer_config import CONDITION_FEATURES
 from dit.models.unet.config import UNetConfig
 from dit.models.wan.config import WanConfig
+from dit.models.z_image.config import ZImageConfig
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -249,6 +251,49 @@ def _streams_modulations(c: StreamsConfig) -> int:
     return 12 * joint + 3 * single + 3 * c.num_dual_layers - (0 if c.text_output else 4)
 
 
+def _sandwich(c: StreamsConfig, modulated: bool) -> tuple[int, int]:
+    """Return the weights that every row of a sandwich block meets, and its further parameters."""
+    h, kv, f, bias = c.hidden_size, _kv_size(c), c.ffn_size, int(c.add_bias)
+    inner = f * (2 if c.activation == "swiglu" else 1)
+    norms = 4 * h + 2 * c.head_size * c.qk_layernorm
+    modulation = 4 * h * (c.condition_width + 1) if modulated else 0
+    return 2 * h * (h + kv) + h * (inner + f), norms + bias * (3 * h + 2 * kv + inner) + modulation
+
+
+def _sandwich_ends(c: StreamsConfig) -> tuple[int, int, int]:
+    """Return the weights that an image row, a text row and a sample meet outside the blocks."""
+    h, width = c.hidden_size, c.condition_width
+    inner = c.time_hidden_size or width
+    per_sample = CONDITION_FEATURES * inner + inner * width + width * h
+    return c.token_channels * h + h * c.output_features, (c.context_size or 0) * h + h * c.output_features, per_sample
+
+
+def _sandwich_weights(c: StreamsConfig) -> int:
+    h, text, (embed, embed_text, sample) = c.hidden_size, c.context_size or 0, _sandwich_ends(c)
+    ends = embed + embed_text - h * c.output_features + sample
+    ends += 3 * h + c.condition_width + (c.time_hidden_size or c.condition_width) + c.output_features
+    ends += 2 * text + 2 * h * (c.learned_padding > 1)  # norm of the text and null token, learned padding
+    with_modulation, without = sum(_sandwich(c, True)), sum(_sandwich(c, False))
+    return ends + c.num_joint_layers * (with_modulation + without) + c.num_single_layers * with_modulation
+
+
+def _sandwich_model(c: StreamsConfig, layout: SequenceLayout, texts: SequenceLayout, padding: bool) -> int:
+    h, real_rows = c.hidden_size, _rows(layout, padding)
+    images, captions = ([n + -n % c.learned_padding for n in x.lengths] for x in (layout, texts))
+    rows, text_rows = (
+        sum(long) - sum(x.lengths) + _rows(x, padding) for long, x in ((images, layout), (captions, texts))
+    )
+    squares = [sum(n**2 for n in lengths) for lengths in (images, captions)]
+    joint = sum((n + k) ** 2 for n, k in zip(images, captions, strict=True))
+    matrices, (embed, embed_text, sample) = _sandwich(c, True)[0], _sandwich_ends(c)
+    pairs = c.num_joint_layers * sum(squares) + c.num_single_layers * joint
+    modulated = c.num_joint_layers + c.num_single_layers
+    per_sample = sample + modulated * 4 * h * c.condition_width
+    blocks = c.num_layers * (rows + text_rows) * matrices + 2 * pairs * h
+    embedded = real_rows * embed + (rows - real_rows) * h * c.output_features + text_rows * embed_text
+    return blocks + embedded + layout.num_samples * per_sample
+
+
 def _streams_conditioner(c: StreamsConfig) -> int:
     h, sinusoids, pooled = c.hidden_size, 1 + (c.guidance is not None), c.pooled_size
     return sinusoids * (CONDITION_FEATURES * h + h * h) + (0 if pooled is None else pooled * h + h * h)
@@ -449,6 +494,7 @@ PARAMETERS: dict[type, Any] = {
     DiTCrossConfig: _dit_cross_weights,
     EfficientUNetConfig: _efficient_unet_weights,
     **dict.fromkeys((FluxConfig, Flux2Config, QwenImageConfig, SD3Config), _streams_weights),
+    **dict.fromkeys((Lumina2Config, ZImageConfig), _sandwich_weights),
     MovieGenConfig: _moviegen_weights,
     SanaConfig: _sana_weights,
     STDiTConfig: _stdit_weights,
@@ -459,6 +505,7 @@ MULTIPLY_ADDS: dict[type, Any] = {
     DiTConfig: _dit,
     DiTCrossConfig: _dit_cross,
     **dict.fromkeys((FluxConfig, Flux2Config, QwenImageConfig, SD3Config), _streams),
+    **dict.fromkeys((Lumina2Config, ZImageConfig), _sandwich_model),
     MovieGenConfig: _moviegen,
     SanaConfig: _sana,
     STDiTConfig: _stdit,

@@ -8,6 +8,7 @@ from torch.nn.functional import silu
 from dit.backends.init import ZEROS, xavier_uniform
 from dit.backends.pending_bias import PendingBias
 from dit.backends.provider import LayerProvider
+from dit.backends.sharding import set_matrices
 from dit.context_parallel.pictures import Pictures, check_channels
 from dit.kernels.attention import Attention
 from dit.kernels.linear_attention import linear_attention
@@ -15,6 +16,7 @@ from dit.kernels.recompute import recomputable
 from dit.layers.adaln import TableModulation
 from dit.layers.attention import AttentionOptions, CrossAttention, SelfAttention
 from dit.layers.convolution import torch_init
+from dit.layers.mlp import GATED
 from dit.layout import SequenceLayout
 from dit.models.sana.config import SanaConfig
 
@@ -49,6 +51,7 @@ class GatedConvolution(nn.Module):
         check_channels(provider.split(ffn_hidden_size, "ffn_hidden_size"), attention)
         self.gate = provider.kernels.swiglu
         self.linear_fc1 = provider.column_linear(hidden_size, channels, bias=True, init=init)
+        set_matrices(self.linear_fc1, GATED)
         self.weight = provider.split_parameter((channels, 1, 3, 3), torch_init(9))
         self.bias = provider.split_parameter((channels,), ZEROS)
         self.linear_fc2 = provider.row_linear(ffn_hidden_size, hidden_size, bias=False, init=init, returns_bias=True)
