@@ -110,7 +110,8 @@ class Streams(Backbone):
         if self.rotary is not None:
             # Attention gets the tokens of all tensor-parallel ranks.
             text_KA, image_TA = token_positions(self.model_config, batch, texts)
-            image_TA = layouts.extend_image(image_TA, image_TA.new_tensor([[-1] + [0] * (image_TA.shape[1] - 1)]))
+            start_1A = nn.functional.pad(image_TA.new_zeros(1, image_TA.shape[1] - 1), (1, 0), value=-1)
+            image_TA = layouts.extend_image(image_TA, start_1A)
             rotation_J = self.rotary(layouts.to_single(text_KA, image_TA))
             of_streams = rotation_J if layouts.padding is None else self.rotary(layouts.streams.join(text_KA, image_TA))
         cond_SD = self.conditioner(1 - time_S if self.model_config.reversed_time else time_S, batch)
