@@ -18,12 +18,27 @@ from tests.mutants.listed.paths import (
     NEMO_WEIGHTS,
     ROTARY,
     RULES,
+    SANA,
     UNCERTAINTY,
     VQ_AUTOENCODER,
 )
 from tests.mutants.runner import Mutant
 
 MUTANTS = (
+    Mutant(
+        "linear attention: negative keys count",
+        "dit/kernels/linear_attention.py",
+        "for x in (q_TNH, k_TNH))",
+        "for x in (q_TNH, k_TNH.abs()))",
+        (SANA,),
+    ),
+    Mutant(
+        "pictures: two of different width are one",
+        "dit/context_parallel/pictures.py",
+        "(runs[-1][0].stop, runs[-1][1]) == (start, (height, width))",
+        "(runs[-1][0].stop, runs[-1][1][0]) == (start, height)",
+        (SANA,),
+    ),
     Mutant(
         "experts: the load of a step that is not applied counts",
         "dit/layers/moe.py",
