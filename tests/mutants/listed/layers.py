@@ -188,8 +188,8 @@ MUTANTS = (
     Mutant(
         "streams: learned tokens of an image start like its text",
         "dit/models/streams/model.py",
-        "[[-1] + [0]",
-        "[[0] + [0]",
+        "(1, 0), value=-1)",
+        "(1, 0), value=0)",
         (f"{CONVERT_STREAMS}::test_a_pack_of_two_sizes_is_two_calls_of_diffusers",),
     ),
     Mutant(
