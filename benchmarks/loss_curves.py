@@ -28,6 +28,7 @@ TRANSFORMERS = (
     "tiny_stdit_full",
     "tiny_moviegen",
     "tiny_flux",
+    "tiny_sana",
     "tiny_wan",
     "tiny_ecdit",
 )

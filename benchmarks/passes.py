@@ -287,7 +287,7 @@ def _fake_step(
             wrapped = wrap(chunks, parallel, groups)
             optimizer = build_optimizer(wrapped, settings, parallel, training, groups)
             shards = master_shards(optimizer, chunks)
-            update = build_update(optimizer, shards, EMA(shards, 0.99), settings.clip_grad, target, kernels)
+            update = build_update(optimizer, shards, EMA(shards, 0.99), settings, groups, target, kernels)
 
             def numbers() -> StepNumbers:
                 optimizer.zero_grad()

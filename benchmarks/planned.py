@@ -249,7 +249,7 @@ def traced(row: Row) -> Traced:
     task = resolve(cli.Options(factory=row.recipe, overrides=list(row.overrides)))
     config = built(task)
     dims, _ = config.check(row.gpus)
-    sample = planned_sample(task, config.model, row.tokens, row.text_tokens)
+    sample = planned_sample(config.data, config.model, row.tokens, row.text_tokens)
     parts = config.model, config.objective, config.optimizer, config.parallel, config.training
     full_plan = plan(*parts, sample.shape(dims), dims)
     sizes, layout = config.model.megatron_sizes(), config.parallel

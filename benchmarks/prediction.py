@@ -43,11 +43,11 @@ def predicted(words: Sequence[str], ranks: int, device: "Device") -> dict[str, A
     from dit.planner.plan import plan
     from dit.planner.step import planned_step
     from dit.planner.time import Cluster
-    from launch.planned_sample import sample_of
+    from launch.planned_sample import planned_sample
 
     config = step.config_of(step.build_parser().parse_args(list(words)), "runs/planned")
     dims, _ = config.check(ranks)
-    shape = sample_of(config.data, config.model).shape(dims)
+    shape = planned_sample(config.data, config.model).shape(dims)
     step_plan = plan(config.model, config.objective, config.optimizer, config.parallel, config.training, shape, dims)
     device = with_fp8(device, config.training.fp8)
     cluster = Cluster(device, ranks, config.parallel)

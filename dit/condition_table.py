@@ -134,9 +134,6 @@ def match_conditions(wanted: Sequence[Condition], stored: Optional[Collection[st
 
     Returns:
         One line with the known conditions of the data that the model does not take, if any.
-
-    Raises:
-        ConfigError: a condition of the model is missing in the data.
     """
     if stored is None:
         return []

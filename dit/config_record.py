@@ -57,11 +57,7 @@ def without_removed(settings_class: type, values: Mapping[str, Any]) -> dict[str
 
 
 def from_record(record: object) -> Any:
-    """Rebuild the value that `to_record` wrote.
-
-    Raises:
-        CheckpointError: the record names a class outside trusted packages, or the settings of the class changed.
-    """
+    """Rebuild the value that `to_record` wrote."""
     if isinstance(record, list):
         return [from_record(v) for v in record]
     if not isinstance(record, dict):

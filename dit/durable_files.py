@@ -9,9 +9,9 @@ from pathlib import Path
 from dit.errors import CheckpointError
 
 
-def fsync_dir(folder: Path) -> None:
-    """Make renames and new files inside `folder` survive a power loss."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def fsync(path: Path) -> None:
+    """Make a file, or renames and new files inside a folder, survive a power loss."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -61,7 +61,7 @@ def write_atomic(path: Path, content: str | bytes, *, part: Path | None = None, 
             part.unlink()
         raise
     if flush:
-        fsync_dir(path.parent)
+        fsync(path.parent)
 
 
 def write_record(path: Path, text: str) -> None:

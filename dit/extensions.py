@@ -31,11 +31,7 @@ logger = logging.getLogger(__name__)
 
 @cache
 def registered(kind: Kind) -> dict[str, str]:
-    """Return the registered `package.module:attribute` of each name; this project's come first.
-
-    Raises:
-        ConfigError: two packages register one name.
-    """
+    """Return the registered `package.module:attribute` of each name; this project's come first."""
     group = f"megatron_dit.{kind}"
     points = sorted(metadata.entry_points(group=group), key=lambda point: point.name)
     ours = [point for point in points if point.dist is not None and point.dist.name == DISTRIBUTION]
@@ -56,9 +52,6 @@ def load(kind: Kind, product: dict[str, Any]) -> dict[str, Any]:
     """Return the objects of a kind by name: those of the product, and the registered ones, which are imported.
 
     An object that cannot be imported is left out with a warning.
-
-    Raises:
-        ConfigError: a registered name is one of the product.
     """
     objects = {}
     for name, value in registered(kind).items():

@@ -21,9 +21,6 @@ def download(address: str, files: Sequence[str], is_complete: Callable[[Path], b
         address: `hf://owner/name`, or `hf://owner/name@revision`.
         files: patterns of the files; others are not downloaded.
         is_complete: whether a folder in the cache has all of them; another program may have downloaded only a part.
-
-    Raises:
-        ConfigError: huggingface_hub is not installed, or the repository is neither in the cache nor reachable.
     """
     match = re.fullmatch(rf"{PREFIX}([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", address)
     if match is None:
@@ -69,9 +66,6 @@ def check_reachable(repository: str) -> None:
 
     Args:
         repository: for the message.
-
-    Raises:
-        ConfigError: the hub cannot be reached.
     """
     from huggingface_hub import constants
 

@@ -44,11 +44,7 @@ def patches(
 
 @functools.cache
 def check_version(library: str, part: str) -> None:
-    """Check that the installed version of a library is one that a patch was written for.
-
-    Raises:
-        ConfigError: it is not.
-    """
+    """Check that the installed version of a library is one that a patch was written for."""
     package, first, last = versions_of(library)
     try:
         installed = version(package)

@@ -41,11 +41,7 @@ Source: diffusers 0.38, `encode_prompt` of each class, and the `max_sequence_len
 
 
 def text_encoders_of(folder: Path) -> list[str]:
-    """Return the text encoders of a pipeline, in the syntax of `dit.encoders.text_config`.
-
-    Raises:
-        ConfigError: the class of the pipeline is unknown, or the folder of an encoder is missing.
-    """
+    """Return the text encoders of a pipeline, in the syntax of `dit.encoders.text_config`."""
     index = read_json(folder / PIPELINE_INDEX, ConfigError, "copy or download it again")
     name = str(index.get("_class_name")) if isinstance(index, dict) else ""
     parts = TEXT_ENCODERS.get(name)

@@ -81,9 +81,6 @@ def check_ranges(part: str, config: object, ranges: Mapping[str, Range]) -> None
     Args:
         part: name of the configuration in overrides, such as `training`.
         ranges: ranges by field name.
-
-    Raises:
-        ConfigError: a field is outside its range; the message has value and range.
     """
     for name, allowed in ranges.items():
         value = getattr(config, name)
@@ -101,9 +98,6 @@ def check_unused(part: str, config: "DataclassInstance", names: Sequence[str], w
         names: fields of `config`.
         where: circumstances under which they have no effect.
         cure: change that gives them an effect.
-
-    Raises:
-        ConfigError: a value is not the default.
     """
     by_name = {field.name: field for field in fields(config)}
     values, defaults = [], []
@@ -118,21 +112,13 @@ def check_unused(part: str, config: "DataclassInstance", names: Sequence[str], w
 
 
 def check_choice(name: str, value: str, choices: object) -> None:
-    """Check that the setting `name` has a value of the `Literal` type `choices`.
-
-    Raises:
-        ConfigError: it has another value.
-    """
+    """Check that the setting `name` has a value of the `Literal` type `choices`."""
     if value not in get_args(choices):
         raise ConfigError(f"{name}={value!r} is unknown; use one of {', '.join(map(repr, get_args(choices)))}")
 
 
 def check_path(key: str, path: str) -> None:
-    """Check that a text is a possible path.
-
-    Raises:
-        ConfigError: the text is empty, starts with `~`, or has a character that no file system allows.
-    """
+    """Check that a text is a possible path."""
     if path.startswith("~"):
         raise ConfigError(f"{key}={path!r} would be a folder called ~; write {os.path.expanduser(path)}")
     if not path.strip() or "\0" in path:
@@ -140,11 +126,7 @@ def check_path(key: str, path: str) -> None:
 
 
 def check_address(key: str, address: str) -> None:
-    """Check that a text is an address of the form that `fsspec` expects, such as `s3://bucket/folder`.
-
-    Raises:
-        ConfigError: the address has no protocol, several chained ones, or a password, which would be logged.
-    """
+    """Check that a text is an address of the form that `fsspec` expects, such as `s3://bucket/folder`."""
     if not ADDRESS.fullmatch(address):
         without_password = re.sub(r"//[^/]*@", "//...@", address)
         raise ConfigError(
@@ -160,9 +142,6 @@ def duration_s(name: str, text: str) -> float:
         name: name of the setting, for the message.
         text: `minutes`, `minutes:seconds`, `hours:minutes:seconds`, `days-hours`, `days-hours:minutes` or
             `days-hours:minutes:seconds`.
-
-    Raises:
-        ConfigError: the text has another format, or the duration is zero.
     """
     days, has_days, clock = text.rpartition("-")
     numbers = clock.split(":")

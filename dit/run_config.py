@@ -61,10 +61,6 @@ class RunConfig:
         """Rebuild a run from the plain values of `to_record`.
 
         A missing part gets its defaults; imported weights have no data.
-
-        Raises:
-            CheckpointError: a part is not a configuration of its kind, names a class that is not one of this project's,
-                or its settings changed.
         """
         parts = {name: from_record(record[name]) for name in PARTS if record.get(name) is not None}
         kinds = get_type_hints(cls)
@@ -91,9 +87,6 @@ class RunConfig:
 
         Args:
             world_size: ranks of the run; None for the fewest that the layout needs.
-
-        Raises:
-            ConfigError: with the numbers and the cure.
         """
         self.model.validate()
         for part in (self.optimizer, self.parallel, self.training, self.checkpoint, self.logging, self.sampling):
@@ -102,6 +95,12 @@ class RunConfig:
             raise ConfigError(
                 "training.on_bad_numbers='rewind' returns to the last checkpoint, but checkpoint.interval=0 saves none "
                 "before the end; set checkpoint.interval, or training.on_bad_numbers=skip"
+            )
+        if self.optimizer.algorithm == "muon" and not self.model.supports.tensor:
+            raise ConfigError(
+                f"optimizer.algorithm=muon updates the linear layers of transformer blocks, and model="
+                f"{type(self.model).__name__} consists of convolutions, which it does not update; use "
+                "optimizer.algorithm=adamw"
             )
         check_recompute(self.training.recompute, self.training.recompute_layers)
         self.schedule.check(self.training.num_steps, self.optimizer.lr)
@@ -233,11 +232,7 @@ class RunConfig:
 
 
 def check_outputs(objective: Objective, model: ModelConfig) -> None:
-    """Check that the model has the number of outputs that the objective needs.
-
-    Raises:
-        ConfigError: with the numbers and the cure.
-    """
+    """Check that the model has the number of outputs that the objective needs."""
     if (objective.reconstructs, objective.quantizes) != (model.posterior_features > 0, model.quantizes):
         raise ConfigError(
             f"objective {objective} and model {type(model).__name__} do not go together: objective=autoencoding trains "
@@ -268,9 +263,6 @@ def check_levels(
         setting: setting that requires them, with its value.
         cure: what to use otherwise.
         references: whether samples have clean tokens outside their grid.
-
-    Raises:
-        ConfigError: one of them does not.
     """
     model.check_supports(Ability.LEVELS, setting, cure)
     if references and not model.takes_references:
@@ -287,11 +279,7 @@ def check_levels(
 
 
 def check_sampling(sampling: SamplingConfig, objective: Objective, model: ModelConfig) -> None:
-    """Check that the sampling settings fit the model and the objective.
-
-    Raises:
-        ConfigError: with the numbers and the cure.
-    """
+    """Check that the sampling settings fit the model and the objective."""
     vae = sampling.vae
     if vae is not None and vae.startswith(("/", "./", "../", "~")) and not Path(vae).expanduser().is_dir():
         raise ConfigError(f"sampling.vae={vae!r} is not a folder; name an autoencoder in diffusers' layout")

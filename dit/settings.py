@@ -29,25 +29,32 @@ Fp8 = Literal["tensorwise", "blockwise", "mxfp8"]
 """Scaling of quantised matrix products, see `dit.kernels.fp8`."""
 
 
+Algorithm = Literal["adamw", "muon"]
+
+
 @dataclass(kw_only=True)
 class OptimizerConfig:
-    """AdamW.
+    """AdamW, or Muon with AdamW.
 
     Attributes:
-        lr: peak learning rate.
+        algorithm: `muon` updates the 2-D weights of transformer blocks by Muon, and all other parameters by AdamW.
+        lr: peak learning rate; Muon's updates have about the size of AdamW's.
         beta1, beta2: decay of the mean of the gradient, and of its square.
         eps: added to the divisor.
         weight_decay: decoupled; not applied to one-dimensional parameters (biases, norms).
         clip_grad: largest global gradient norm; 0 disables clipping.
-        offload: store Adam's moments (8 bytes per parameter) in host memory.
+        muon_momentum: decay of Muon's momentum.
+        offload: store the moments in host memory: AdamW's (8 bytes per parameter), Muon's momentum (4 bytes).
     """
 
+    algorithm: Algorithm = "adamw"
     lr: float = 1e-4
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.0
     clip_grad: float = 1.0
+    muon_momentum: float = 0.95
     offload: bool = False
 
     def validate(self) -> None:
@@ -63,8 +70,13 @@ class OptimizerConfig:
                 "eps": POSITIVE,
                 "weight_decay": NOT_NEGATIVE,
                 "clip_grad": NOT_NEGATIVE,
+                "muon_momentum": SHARE_BELOW_1,
             },
         )
+        check_choice("optimizer.algorithm", self.algorithm, Algorithm)
+        if self.algorithm != "muon":
+            where = f"with optimizer.algorithm={self.algorithm}"
+            check_unused("optimizer", self, ["muon_momentum"], where, "set optimizer.algorithm=muon")
 
 
 @dataclass(kw_only=True)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from energon_data.filters import FilteredOutError
+from energon_data.samples import FilteredOutError
 
 
 @dataclass(frozen=True)
@@ -21,10 +21,8 @@ class Visit:
     """One reading of one sample: the address of its random numbers.
 
     Attributes:
-        seed: seed of the run.
         stream: global stream that reads the sample.
         number: number of samples that the stream read before from the same member of a blend.
-        sample: id of the sample.
     """
 
     seed: int
@@ -62,17 +60,7 @@ class Augmentation:
     multiple_of: int = 1
 
     def __call__(self, pixels: Tensor, visit: Visit) -> Tensor:
-        """Augment a picture or clip.
-
-        Args:
-            pixels: uint8 `[3, T, H, W]`.
-
-        Returns:
-            uint8 `[3, T, h, w]`.
-
-        Raises:
-            FilteredOutError: the picture is smaller than the crop.
-        """
+        """Augment a picture or clip."""
         random = visit.generator()
         if self.smallest_side is not None:
             pixels = resize(pixels, self.smallest_side)

@@ -29,7 +29,6 @@ class Member:
     """A data set of a blend.
 
     Attributes:
-        path: folder, or a metadataset file.
         weights: weight in each stage, relative to the other members.
     """
 
@@ -43,9 +42,6 @@ def read_blend(blend: Sequence[Mapping[str, Any]], steps: Sequence[int]) -> list
     Args:
         blend: entries with `path` and `weight`: a number, or a list with one number per stage.
         steps: first step of each stage after the first.
-
-    Raises:
-        ConfigError: an entry has other keys, the number of weights does not match the stages, or a stage has no data.
     """
     stages = len(steps) + 1
     if list(steps) != sorted(set(steps)):
@@ -132,11 +128,7 @@ class StagedSource:
         return Position({"delivered": self._num_items, "ends": list(self._ends), "stage": state}, offset)
 
     def adapt(self, position: Position) -> Position:
-        """Convert a position to one that is equal under the current settings.
-
-        Raises:
-            ConfigError: the stages ended at other micro-batches, or settings changed just before the end of a stage.
-        """
+        """Convert a position to one that is equal under the current settings."""
         state = position.state
         ends = state.get("ends", list(self._ends))
         if ends != list(self._ends):

@@ -20,7 +20,6 @@ class Contents:
         context_size: width of the text embeddings; None without texts.
         text_encoder: encoder of the texts, as in `dit.encoders.text_config`; None if the file does not state it.
         num_classes: number of classes; 0 unless every sample has a class.
-        captions: a few captions.
         edited: whether samples have a reference that they are edited from.
         num_train, num_held_out: number of samples; None if the file does not state it.
     """
@@ -37,14 +36,7 @@ class Contents:
 
     @classmethod
     def read(cls, folder: Path) -> Optional["Contents"]:
-        """Read the description of a folder.
-
-        Returns:
-            None if there is no such folder.
-
-        Raises:
-            DataError: the folder has no description, or its description lacks the sizes of samples.
-        """
+        """Read the description of a folder."""
         if not folder.exists():
             return None
         file = folder / "dataset.json"

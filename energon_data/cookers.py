@@ -170,7 +170,6 @@ def read_reference(
     """Return the latent that a sample is edited from, `[C, T, H, W]` float32; None if it has none.
 
     Args:
-        latent: of the sample.
         change: augments pixels of the reference as those of the sample.
 
     Raises:

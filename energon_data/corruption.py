@@ -66,7 +66,6 @@ class Corruption:
 
         Args:
             picture: `[C, T, h, w]` in [-1, 1]; 3 channels for JPEG.
-            random: generator of one visit.
 
         Returns:
             `[C, T, h, w]` float32 in [-1, 1].

@@ -14,7 +14,6 @@ from dit.encoders.vae import Geometry
 from dit.errors import ConfigError, DataError
 from dit.patchify import Grid
 from energon_data.blend import Member, StagedSource, metadataset, read_blend
-from energon_data.changes import ChangesOfPixels, check_changes
 from energon_data.folder import SplitInfo, check_dataset, identity, stored_names
 from energon_data.held_out import share_validation
 from energon_data.online import check_online_texts, check_vae, embedded_widths
@@ -22,7 +21,7 @@ from energon_data.packing import CostLimit
 from energon_data.reader_settings import ReaderSettings
 from energon_data.skip_log import SkipLog
 from energon_data.streams import Source, check_streams
-from energon_data.values import check_values
+from energon_data.values import changes_pictures, check_changes, check_values
 
 if TYPE_CHECKING:
     from energon_data.energon_source import EnergonSource
@@ -108,12 +107,7 @@ class EnergonData(ReaderSettings, DataConfig):
         return self.max_tokens_per_pack is not None or (spec.micro_batch_size > 1 and not self.bucket_by_shape)
 
     def validate(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
-        """Check settings, streams, folder and every shard's size against its index.
-
-        Raises:
-            ConfigError: settings contradict each other, the model, or the layout.
-            DataError: the data set is missing, incomplete, or could execute code.
-        """
+        """Check settings, streams, folder and every shard's size against its index."""
         self.check_settings(spec, dp_size, micro_batches_per_step)
         num_streams = check_streams(self.num_streams, micro_batches_per_step)
         infos = self.folders(TRAIN_SPLIT)
@@ -121,7 +115,7 @@ class EnergonData(ReaderSettings, DataConfig):
         if self.online_vae is not None:
             check_vae(self.online_vae, spec)
             stored_channels = PIXEL_CHANNELS
-        self._check_changes(spec, self._pixel_multiple(spec))
+        check_changes(self, spec, self._pixel_multiple(spec))
         text, label = spec.condition(CONTEXT.name), spec.condition(LABEL.name)
         if self.online_text_encoder is not None:
             check_online_texts(self.online_text_encoder, spec)
@@ -165,11 +159,7 @@ class EnergonData(ReaderSettings, DataConfig):
         )
 
     def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
-        """Check the settings without reading data.
-
-        Raises:
-            ConfigError: settings are outside their ranges, or contradict each other or the layout.
-        """
+        """Check the settings without reading data."""
         check_values(self)
         self.check_references(spec)
         if self.references and self.online_vae is not None:
@@ -177,7 +167,7 @@ class EnergonData(ReaderSettings, DataConfig):
                 "data.references=True reads stored latents, and data.online_vae encodes pixels; prepare the data with "
                 "--vae, or set data.references=False"
             )
-        self._check_changes(spec, spec.patch_spatial)
+        check_changes(self, spec, spec.patch_spatial)
         check_streams(self.num_streams, micro_batches_per_step)
         if self.blend is None and self.blend_steps:
             raise ConfigError("data.blend_steps changes the weights of data.blend, which is not set")
@@ -229,18 +219,9 @@ class EnergonData(ReaderSettings, DataConfig):
         height, width = self.crop_size
         return 1, height // patch_spatial, width // patch_spatial
 
-    @property
-    def _augments(self) -> bool:
-        return self.resize_side is not None or self.crop_size is not None or self.flip > 0
-
     def _pixel_multiple(self, spec: BatchSpec) -> int:
         """Return the number that sides of stored pixels must be multiples of; reads the online autoencoder's sizes."""
         return spec.patch_spatial * (1 if self.online_vae is None else Geometry.read(self.online_vae).space)
-
-    def _check_changes(self, spec: BatchSpec, multiple: int) -> None:
-        """Check crop sizes, and that the settings change nothing except pictures; see `check_changes`."""
-        changes = ChangesOfPixels(self.resize_side, self.crop_size, self.flip, self.corrupt_low_resolution)
-        check_changes(changes, spec, multiple, online=self.online_vae is not None)
 
     def _options(self, spec: BatchSpec, *, held_out: bool = False) -> "EncoderOptions":
         from energon_data.augment import Augmentation
@@ -259,7 +240,7 @@ class EnergonData(ReaderSettings, DataConfig):
             "caption_length": Limits(self.min_caption_length, self.max_caption_length),
         }
         augmentation = None
-        if self._augments:
+        if changes_pictures(self):
             augmentation = Augmentation(
                 smallest_side=self.resize_side,
                 crop=None if self.crop_size is None else (self.crop_size[0], self.crop_size[1]),
@@ -330,9 +311,6 @@ class EnergonData(ReaderSettings, DataConfig):
 
         The samples are the same on every layout. Every rank reads all of them, and discards those of other ranks; see
         `share_validation`.
-
-        Raises:
-            DataError: the split is missing, or more of it is damaged than the budget allows.
         """
         from energon_data.energon_source import validation_pass
 
@@ -364,9 +342,6 @@ class EnergonData(ReaderSettings, DataConfig):
 
         Returns:
             None if no sample can be read.
-
-        Raises:
-            ConfigError: captions are to be embedded, and none of the first samples has one.
         """
         stored = stored_names(self.folders(TRAIN_SPLIT))
         if stored is None or self.online_text_encoder is None:
@@ -379,19 +354,11 @@ class EnergonData(ReaderSettings, DataConfig):
         return stored | set(check_text_encoder(self.online_text_encoder).widths)
 
     def class_names(self) -> Optional[list[str]]:
-        """Return the class names that `dataset.json` lists, or None.
-
-        Raises:
-            DataError: the members of a blend name different classes.
-        """
+        """Return the class names that `dataset.json` lists, or None."""
         return self._agreed("class_names", "a label must have one meaning")
 
     def text_encoder(self) -> Optional[str]:
-        """Return the text encoders: the online ones, or those in `dataset.json`, or None.
-
-        Raises:
-            DataError: the members of a blend were embedded by different encoders.
-        """
+        """Return the text encoders: the online ones, or those in `dataset.json`, or None."""
         if self.online_text_encoder is not None:
             return check_text_encoder(self.online_text_encoder).recorded
         return self._agreed("text_encoder", "the model needs embeddings of one encoder")
@@ -402,11 +369,7 @@ class EnergonData(ReaderSettings, DataConfig):
         return list(dict.fromkeys(line for line in attributions if line))
 
     def autoencoder(self) -> Optional[str]:
-        """Return the online autoencoder, or the `vae` in `dataset.json`, or None.
-
-        Raises:
-            DataError: the members of a blend were encoded by different autoencoders.
-        """
+        """Return the online autoencoder, or the `vae` in `dataset.json`, or None."""
         if self.online_vae is not None:
             return self.online_vae
         return self._agreed(

@@ -101,8 +101,6 @@ def decode_sample(key: str, parts: dict[str, bytes], *, require_checksums: bool)
     """Verify and decode all parts of a sample.
 
     Args:
-        key: name of the sample.
-        parts: raw bytes by part name.
         require_checksums: refuse samples whose metadata lacks the CRC32 of a part.
 
     Returns:

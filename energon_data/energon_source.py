@@ -70,11 +70,7 @@ def _loader(dataset: SavableDataset, ledger: SkipCounter) -> SavableDataLoader:
 
 
 def _opened(get_dataset: Callable[..., SavableDataset], path: str, **options: Any) -> SavableDataset:
-    """Open a data set.
-
-    Raises:
-        DataError: Energon cannot open it; the message quotes its error.
-    """
+    """Open a data set."""
     try:
         return get_dataset(path, **options)
     except UserError:
@@ -107,13 +103,8 @@ class EnergonSource:
     """A training stream.
 
     Args:
-        path: data set folder or metadataset file, already checked.
         reopen: opens the same stream with another `BatchSpec` and `pack_multiple_of`.
-        split: split of the data.
-        stream: global number of the stream.
-        num_streams: global streams of the run.
         budget: number of damaged samples that the stream may drop.
-        shuffle_buffer: samples shuffled before batching.
         max_samples_per_sequence: split shards into runs of about this many samples and shuffle those; None for
             complete shards.
         packing_buffer_size: number of buffered samples from which packs are filled; None for dense batches.
@@ -185,10 +176,6 @@ class EnergonSource:
 
         If settings that group samples changed, the items after the state are read with the former settings, and samples
         that were selected into packs but not delivered are selected again.
-
-        Raises:
-            ConfigError: the state was saved with other data settings.
-            DataError: an item cannot be read again.
         """
         saved = self._settings | position.state["settings"]  # older versions stored fewer settings
         changed = [k for k, v in self._settings.items() if saved[k] != v]

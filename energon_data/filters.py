@@ -8,23 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from energon_data.samples import Clip, SampleError, finite_number
+from energon_data.samples import Clip, FilteredOutError, SampleError, finite_number
 
 TOO_LONG = "too_long"
 """Reason under which samples with too many tokens are counted."""
-
-
-class FilteredOutError(Exception):
-    """A valid sample that the settings exclude.
-
-    Args:
-        reason: category in which such samples are counted.
-        detail: limit, and value of the sample.
-    """
-
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(reason, detail)
-        self.reason, self.detail = reason, detail
 
 
 def largest_magnitude(x: Tensor) -> float:
@@ -129,23 +116,14 @@ class Filters:
     max_tokens: Optional[int] = None
 
     def check_values(self, x: Tensor, what: str) -> None:
-        """Refuse values that are not finite or too large.
-
-        Raises:
-            SampleError: a value is NaN, infinite, or beyond `max_abs`.
-        """
+        """Refuse values that are not finite or too large."""
         largest = largest_magnitude(x)
         # A NaN fails every comparison, so the comparison must be the one that accepts.
         if not largest <= self.max_abs:
             raise SampleError("not_finite", f"{what} reach {largest:g}, must be at most {self.max_abs:g}")
 
     def check(self, clip: Clip) -> None:
-        """Compare a sample, before augmentation, with the limits.
-
-        Raises:
-            FilteredOutError: a number is missing or outside its limits.
-            SampleError: an entry of the metadata is not a number.
-        """
+        """Compare a sample, before augmentation, with the limits."""
         for name, limits in self.limits.items():
             value = MEASURES[name](clip)
             measure = name.replace("_", " ")
@@ -155,10 +133,6 @@ class Filters:
                 raise FilteredOutError(name, f"{measure} {value:g}, expected {limits}")
 
     def check_length(self, tokens: int) -> None:
-        """Compare the number of tokens with the limit.
-
-        Raises:
-            FilteredOutError: the sample is too long.
-        """
+        """Compare the number of tokens with the limit."""
         if self.max_tokens is not None and tokens > self.max_tokens:
             raise FilteredOutError(TOO_LONG, f"{tokens} tokens, at most {self.max_tokens} fit")

@@ -56,11 +56,7 @@ def _count_of(entry: str) -> int:
 
 
 def _names_of(value: object, label: str) -> list[str]:
-    """Return the file names of an entry of `split.yaml`, with patterns in braces expanded.
-
-    Raises:
-        DataError: the entry is not a list of names.
-    """
+    """Return the file names of an entry of `split.yaml`, with patterns in braces expanded."""
     import braceexpand
 
     entries = [] if value is None else value
@@ -106,11 +102,7 @@ def _check_shard(path: Path, count: int, written_bytes: int | None) -> None:
 
 
 def check_folder(folder: Path, split: str) -> SplitInfo:
-    """Check one data set folder.
-
-    Raises:
-        DataError: something is missing, damaged, or could execute code.
-    """
+    """Check one data set folder."""
     meta = folder / _META
     if not meta.is_dir():
         raise DataError(f"{folder} has no {_META} folder, so Energon cannot read it; {_ADVICE}")
@@ -177,14 +169,7 @@ def _nested(value: object, key: str) -> list[Any]:
 
 
 def _check_blend_file(file: Path, above: tuple[Path, ...] = ()) -> list[Any]:
-    """Check that a metadataset file, and files it refers to, make Energon import only metadatasets.
-
-    Returns:
-        The contents of these files.
-
-    Raises:
-        DataError: a file imports something else, or files refer to each other in a cycle.
-    """
+    """Check that a metadataset file, and files it refers to, make Energon import only metadatasets."""
     if file in above:
         raise DataError(f"the blends {[str(p) for p in (*above, file)]} refer to each other in a cycle")
     content = _load(file)
@@ -251,12 +236,7 @@ def _prepare_words(folder: str) -> Optional[str]:
 
 
 def check_dataset(path: str, split: str) -> list[SplitInfo]:
-    """Check a data set folder, or a metadataset file and all its members.
-
-    Raises:
-        ConfigError: the path is empty.
-        DataError: something is missing, damaged, or could execute code.
-    """
+    """Check a data set folder, or a metadataset file and all its members."""
     if not path:
         raise ConfigError("data.path is empty; set it to a data set folder or a metadataset file")
     file = Path(path).absolute()
@@ -279,9 +259,6 @@ def identity(path: str, split: str) -> str:
 
     The digest covers names and sizes of the shards, a few blocks of each, their SHA-256 in `dataset.json`, and the
     content of metadataset files. A change outside these blocks that keeps size and `dataset.json` is not noticed.
-
-    Raises:
-        ConfigError, DataError: as in `check_dataset`.
     """
     infos = check_dataset(path, split)
     contents = [] if Path(path).is_dir() else _check_blend_file(Path(os.path.realpath(path)))

@@ -20,9 +20,6 @@ def share_validation(
 
     Args:
         levels: draws the noise levels of clips.
-
-    Raises:
-        DataError: the pass is empty or broken.
     """
     number = -1
     for number, item in enumerate(items):

@@ -26,6 +26,8 @@ MOST_ROWS = 8
 """Number of values listed individually, and of bins of a histogram."""
 BAR = 30
 """Length of the longest bar in characters."""
+DECODED_TILE = 1024
+"""Pictures with longer sides are decoded in overlapping tiles of this many pixels."""
 EXAMPLES = """\
 examples
   python -m energon_data.inspect data/mine --sheet mine.png
@@ -68,11 +70,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def patch_of(text: str) -> tuple[int, int, int]:
-    """Parse the sides of a patch.
-
-    Raises:
-        ConfigError: the text is not of the form TxHxW.
-    """
+    """Parse the sides of a patch."""
     if not re.fullmatch(r"[1-9]\d{0,4}(x[1-9]\d{0,4}){2}", text):
         raise ConfigError(f"--patch must be TxHxW such as 1x2x2, got {text!r}")
     t, h, w = map(int, text.split("x"))
@@ -193,11 +191,7 @@ def token_lines(
 
 
 def write_sheet(survey_result: Survey, path: Path, colours: str) -> str:
-    """Write the contact sheet and return a line about it.
-
-    Args:
-        colours: note on its colours.
-    """
+    """Write the contact sheet and return a line about it."""
     from dit.sampling.grid import save_png
     from energon_data.report.contact_sheet import contact_sheet
 
@@ -208,6 +202,27 @@ def write_sheet(survey_result: Survey, path: Path, colours: str) -> str:
     save_png(contact_sheet(tiles), path)
     number = "1 sample" if len(tiles) == 1 else f"{len(tiles)} samples"
     return f"sheet       {path}: {number}{f'; {colours}' if colours else ''}"
+
+
+def decoder(name: str) -> Callable[[Tensor], Tensor]:
+    """Return a function that decodes a latent `[C, t, h, w]` to its middle frame, `[3, H, W]` in [-1, 1].
+
+    Args:
+        name: autoencoder, as in `Geometry.read`; loaded at the first latent.
+    """
+    from dit.encoders.vae import Geometry, load_vae
+
+    geometry = Geometry.read(name)
+
+    def decoded(clip: Tensor) -> Tensor:
+        if len(clip) != geometry.channels:
+            raise ConfigError(
+                f"--vae {name} decodes latents of {geometry.channels} channels, and the samples have {len(clip)}; use "
+                "the autoencoder that encoded them, or omit --vae"
+            )
+        return middle_frame(load_vae(name, tile=DECODED_TILE).decode(clip[None])[0].cpu())
+
+    return decoded
 
 
 def colour(survey_result: Survey, vae: Optional[str]) -> str:
@@ -241,8 +256,6 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
         raise ConfigError(f"--vae {args.vae} decodes shown samples; add --sheet FILE.png or --wandb PROJECT")
     show: Callable[[Tensor], Tensor] = middle_frame
     if args.vae is not None:
-        from energon_data.report.decoded_frames import decoder
-
         show = decoder(args.vae)
     infos = check_dataset(args.data, args.split)
     surveys: list[Survey] = []

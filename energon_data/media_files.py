@@ -80,9 +80,6 @@ def open_picture(data: bytes) -> Image.Image:
     Returns:
         The picture; `info["turned"]` is whether its EXIF orientation was applied, `info["colours"]` are its `Colours`,
         and `info["original"]` is the format of `data` if the pixels are unchanged.
-
-    Raises:
-        SampleError: it is damaged, not a picture, too slow to decode, or too large by its header (`check_size`).
     """
     try:
         with open_image(_TimedFile(data)) as opened:
@@ -139,10 +136,6 @@ def sampled_frames(
     Yields:
         A frame as RGB, and the frames per second of the output. `info["turned"]` is whether the frame was rotated,
         mirrored or stretched, `info["colours"]` are its `Colours`.
-
-    Raises:
-        SampleError: it is damaged, has no video, is too slow to decode, ends before the span starts, has more than
-            `MAX_FRAMES` frames, or frames that are too large (`check_size`).
     """
     try:
         with open_video(io.BytesIO(data)) as container:
@@ -305,14 +298,8 @@ def pixels_of(frames: Sequence[Image.Image]) -> Tensor:
 def read_pixels(data: bytes, extension: str) -> Tensor:
     """Decode a picture or video.
 
-    Args:
-        extension: extension of the file name, which distinguishes pictures from videos.
-
     Returns:
         `[3, T, H, W]` uint8; a picture has one frame.
-
-    Raises:
-        SampleError: the file is damaged.
     """
     if extension in VIDEOS:
         frames = [frame for frame, _ in sampled_frames(data, None, Deadline())]

@@ -57,11 +57,7 @@ class MockData(StreamSettings, DataConfig):
     validation_samples: int = 32
 
     def sizes(self) -> list[tuple[int, int, int]]:
-        """Return the latent sizes (frames, height, width), used in turn.
-
-        Raises:
-            ConfigError: a shape is not written as `FRAMESxHEIGHTxWIDTH`.
-        """
+        """Return the latent sizes (frames, height, width), used in turn."""
         if self.shapes is None:
             return [(self.frames, self.height, self.width)]
         sizes = []
@@ -84,11 +80,7 @@ class MockData(StreamSettings, DataConfig):
         self.check_settings(spec, dp_size, micro_batches_per_step)
 
     def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
-        """Check ranges, streams, shapes and pack length.
-
-        Raises:
-            ConfigError: a setting is out of range, or settings contradict each other.
-        """
+        """Check ranges, streams, shapes and pack length."""
         counts = ("text_tokens", "dataset_size", "max_tokens_per_pack", "pack_multiple_of", "validation_samples")
         sides = dict.fromkeys(("frames", "height", "width"), PATCHES)
         check_ranges("data", self, sides | dict.fromkeys(counts, COUNT) | {"fps": POSITIVE, "num_streams": RANKS})
@@ -293,11 +285,7 @@ class MockSource:
         return position
 
     def load(self, state: dict[str, Any]) -> None:
-        """Continue after the samples that were read.
-
-        Raises:
-            DataError: the state was made with another seed.
-        """
+        """Continue after the samples that were read."""
         if state["seed"] != self._seed:
             raise DataError(
                 f"the data state was made with seed {state['seed']}, this run has {self._seed}; set it back"

@@ -7,11 +7,7 @@ from dit.errors import ConfigError
 
 
 def check_vae(name: str, spec: BatchSpec) -> None:
-    """Check the latents of the online autoencoder against the model.
-
-    Raises:
-        ConfigError: the number of channels differs, or there is no such autoencoder.
-    """
+    """Check the latents of the online autoencoder against the model."""
     channels = Geometry.read(name).channels
     if channels != spec.latent_channels:
         raise ConfigError(
@@ -21,11 +17,7 @@ def check_vae(name: str, spec: BatchSpec) -> None:
 
 
 def check_online_texts(line: str, spec: BatchSpec) -> None:
-    """Check the outputs of the online text encoders against the model.
-
-    Raises:
-        ConfigError: the model uses no output, an output has another width, or there are no such encoders.
-    """
+    """Check the outputs of the online text encoders against the model."""
     widths = embedded_widths(line, spec)
     if not widths:
         raise ConfigError(

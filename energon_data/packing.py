@@ -131,9 +131,6 @@ def check_pack_multiple(
     Args:
         max_tokens_per_pack, pack_multiple_of, pack_cost_tokens: settings of the data.
         layout_multiple: the layout pads every sample to a multiple of this many tokens.
-
-    Raises:
-        ConfigError: with the value to set.
     """
     if pack_multiple_of % layout_multiple:
         raise ConfigError(
@@ -166,8 +163,6 @@ def collate(clips: Sequence[Clip], spec: BatchSpec, *, total_tokens: Optional[in
     """Concatenate clips into a pack.
 
     Args:
-        clips: encoded samples, in order.
-        spec: patch sizes, padding, and the conditions of the model.
         total_tokens: pad the pack to this many tokens; None for no padding at the end.
 
     Raises:

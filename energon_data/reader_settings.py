@@ -2,6 +2,7 @@
 
 import logging
 import math
+import sys
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,11 +37,7 @@ class ReaderSettings(StreamSettings):
         return super().levels_setting() or ("data.references=True" if self.references else None)
 
     def check_references(self, spec: BatchSpec) -> None:
-        """Check that references do not meet conditions along the latent, which have the size of the sample.
-
-        Raises:
-            ConfigError: they do.
-        """
+        """Check that references do not meet conditions along the latent, which have the size of the sample."""
         beside = [condition.name for condition in spec.conditions if condition.axis == "latent"]
         if self.references and beside:
             raise ConfigError(
@@ -67,13 +64,8 @@ class ReaderSettings(StreamSettings):
         log_dir: Optional[str],
         micro_batches_per_step: int = 1,
     ) -> StreamGroup:
-        """Build this rank's endless streams; dropped samples are appended to `log_dir/data_skipped.jsonl`.
-
-        Raises:
-            ConfigError: the stream count does not fit the data-parallel size.
-            DataError: the data set is missing, incomplete, or could execute code.
-        """
-        from energon_data.workers.background import read_ahead
+        """Build this rank's endless streams; dropped samples are appended to `log_dir/data_skipped.jsonl`."""
+        from energon_data.workers.background import BackgroundSource
 
         open_source = self.source_opener(spec, seed, micro_batches_per_step)
 
@@ -89,7 +81,9 @@ class ReaderSettings(StreamSettings):
                     math.lcm(num_streams, dp_size),
                 )
             opens = partial(open_source, stream=stream, num_streams=num_streams)
-            return read_ahead(opens, f"stream {stream} of {self.origin}") if self.background else opens()
+            if self.background and sys.platform == "linux":
+                return BackgroundSource(opens, f"stream {stream} of {self.origin}")
+            return opens()
 
         return open_streams(
             open_stream,

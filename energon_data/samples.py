@@ -42,7 +42,6 @@ class Clip:
         conditions: conditions of the model, by name, without missing optional ones.
         pixels: `[3, T, H, W]` uint8 if the training device encodes them; `latent` is then zeros of the right shape.
         wording: index of the caption, and its embedding, in use.
-        caption: caption, if the training device embeds it.
         corrupt: corrupts the low-resolution picture of a super-resolution model; None for no corruption, or once
             encoded.
         id: 63-bit id of the sample, see `dit.data_api.sample_id`.
@@ -82,17 +81,24 @@ class Clip:
         return value
 
 
-class SampleError(Exception):
-    """A sample cannot be used.
+class DroppedError(Exception):
+    """A sample is not used.
 
     Args:
         reason: category in which such samples are counted.
-        detail: description of the problem, with the numbers.
     """
 
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(reason, detail)
         self.reason, self.detail = reason, detail
+
+
+class SampleError(DroppedError):
+    """A sample cannot be used."""
+
+
+class FilteredOutError(DroppedError):
+    """A valid sample that the settings exclude."""
 
 
 def _no_checksum(problem: str) -> SampleError:

@@ -109,9 +109,6 @@ class SkipLog:
 
         Args:
             is_reported: whether this rank reports them; False for a micro-batch of another rank that shares the stream.
-
-        Raises:
-            DataError: more samples are damaged than the budget allows.
         """
         all_counts = self._by_stream.setdefault(stream, SampleCounts())
         kinds = ["clip" if grid[0] > 1 else "image" for grid in (() if batch is None else batch.grids)]

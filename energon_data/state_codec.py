@@ -21,11 +21,7 @@ def _classes() -> dict[str, type]:
 
 
 def to_plain(value: object) -> Any:
-    """Convert a state to plain containers.
-
-    Raises:
-        DataError: the state contains an object of a class that is not on the list.
-    """
+    """Convert a state to plain containers."""
     if isinstance(value, _PLAIN) and type(value) in _PLAIN:
         return value
     if isinstance(value, np.integer | np.floating | np.bool_):
@@ -52,11 +48,7 @@ def to_plain(value: object) -> Any:
 
 
 def from_plain(value: object) -> Any:
-    """Rebuild the value that `to_plain` converted.
-
-    Raises:
-        DataError: the value is not a result of `to_plain`.
-    """
+    """Rebuild the value that `to_plain` converted."""
     if isinstance(value, torch.Tensor) or type(value) in _PLAIN:
         return value
     if type(value) is list:

@@ -67,11 +67,7 @@ class StreamSettings:
         return next((f"data.{name}={getattr(self, name)}" for name in names if getattr(self, name)), None)
 
     def check_packs(self, spec: BatchSpec, pack_cost_tokens: Optional[int] = None) -> None:
-        """Check the settings of packs, if there are any, against the layout.
-
-        Raises:
-            ConfigError: the micro-batch size is not 1, or see `check_pack_multiple`.
-        """
+        """Check the settings of packs, if there are any, against the layout."""
         if self.max_tokens_per_pack is None:
             return
         if spec.micro_batch_size != 1:
@@ -133,11 +129,7 @@ def automatic_streams(micro_batches_per_step: int) -> int:
 
 
 def check_streams(num_streams: Optional[int], micro_batches_per_step: int) -> int:
-    """Return the number of global streams; None selects `automatic_streams`.
-
-    Raises:
-        ConfigError: the number does not divide the micro-batches of a step, so steps would use the streams unequally.
-    """
+    """Return the number of global streams; None selects `automatic_streams`."""
     n = automatic_streams(micro_batches_per_step) if num_streams is None else num_streams
     if micro_batches_per_step % n:
         low = micro_batches_per_step // n * n
@@ -172,8 +164,6 @@ def open_streams(
     """Open the streams of one data-parallel rank.
 
     Args:
-        open_stream: opens a global stream, given its number and the number of streams.
-        requested: number of global streams. None for `automatic_streams`, or the number in a loaded state.
         log, origin, levels: see `StreamGroup`.
     """
 
@@ -208,10 +198,6 @@ class StreamGroup:
 
     Args:
         sources: the rank's streams by global number, see `streams_of`.
-        num_streams: global streams of the run.
-        log: log of dropped samples.
-        origin: name of the data, for messages.
-        levels: draws the noise levels of clips.
         reopen: opens the rank's streams of another number of global streams; None if the number may not change.
     """
 
@@ -301,14 +287,7 @@ class StreamGroup:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from the union of the `state_dict`s of any number of ranks, with its number of streams.
-
-        Raises:
-            ConfigError: the state has another number of streams than the settings, or one that does not divide the
-                micro-batches of a step.
-            DataError: the state lacks a stream of this rank, or was saved between two micro-batches of a step with
-                another data-parallel size.
-        """
+        """Continue from the union of the `state_dict`s of any number of ranks, with its number of streams."""
         if state.get("format", 1) != 1 or not {"streams", "num_streams", "next"} <= set(state):
             raise DataError("this is not a data state of format 1; use the version that saved it, or start a new run")
         if (num_streams := state["num_streams"]) != self._num_streams:

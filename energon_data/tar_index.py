@@ -150,11 +150,7 @@ def read_offsets(shard: Path) -> np.ndarray:
 
 
 def first_samples(shard: Path, count: int) -> Iterator[dict[str, bytes]]:
-    """Yield the parts of a shard's first samples; skips unreadable samples.
-
-    Args:
-        count: largest number of samples.
-    """
+    """Yield the parts of a shard's first samples; skips unreadable samples."""
     offsets = read_offsets(shard)[: count + 1].tolist()
     with open_binary(shard) as file:
         for start, end in pairwise(offsets):

@@ -31,9 +31,9 @@ from energon_data.augment import Augmentation, Visit
 from energon_data.cookers import COOKERS, read_caption, read_condition
 from energon_data.corruption import Corruption
 from energon_data.decoder import decode_sample
-from energon_data.filters import FilteredOutError, Filters
+from energon_data.filters import Filters
 from energon_data.packing import CostLimit, balanced_packs, collate, greedy_knapsack, padded_length
-from energon_data.samples import CAPTIONS, Clip, SampleError
+from energon_data.samples import CAPTIONS, Clip, DroppedError, SampleError
 from energon_data.skip_log import Skip, SkipCounter
 from energon_data.tar_index import READ_ERROR, SampleReader
 
@@ -43,8 +43,6 @@ class EncoderOptions:
     """Options of converting samples to micro-batches.
 
     Attributes:
-        filters: filters of samples.
-        augmentation: augmentation of pictures and clips; None for none.
         corruption: corruption of the low-resolution pictures of a super-resolution model; None for none.
         vary_captions: draw one of a sample's captions instead of using the first.
         require_checksums: refuse samples whose metadata lacks the CRC32 of a part.
@@ -107,13 +105,7 @@ class _First(LimitDataset):
 
 
 class DiffusionTaskEncoder(DefaultTaskEncoder):
-    """Turns raw samples into `PackedBatch`es; its only state is the ledger.
-
-    Args:
-        spec: properties of micro-batches that the model and the layout require.
-        options: filters and packing.
-        ledger: counter of dropped samples.
-    """
+    """Turns raw samples into `PackedBatch`es; its only state is the ledger."""
 
     cookers = COOKERS
     decoder = None  # `load_clip` decodes; Energon's decoder would execute pickles.
@@ -170,9 +162,6 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
     def clip_of(self, sample: dict[str, Any], visit: Visit, *, cook: Callable[..., Clip]) -> Optional[Clip]:
         """Decode, augment, cook, filter and encode one sample.
 
-        Args:
-            sample: see `RawSample.data`.
-
         Returns:
             None if the sample is dropped; the ledger has the reason.
         """
@@ -181,9 +170,6 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
 
     def encoded_clip(self, key: str, shard: str, make: Callable[[], Clip]) -> Optional[Clip]:
         """Create, filter and encode one sample.
-
-        Args:
-            make: returns the clip, or raises any error.
 
         Returns:
             None if the sample is dropped; the ledger has the reason.
@@ -201,10 +187,8 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
             clip = make()
             self.options.filters.check(clip)
             encoded = self.encode_sample(clip)
-        except SampleError as error:
-            drop(error.reason, error.detail, damaged=True)
-        except FilteredOutError as error:
-            drop(error.reason, error.detail, damaged=False)
+        except DroppedError as error:
+            drop(error.reason, error.detail, damaged=isinstance(error, SampleError))
         except Exception as error:
             drop("error", f"{type(error).__name__}: {error}", damaged=True)
         else:
@@ -261,11 +245,7 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         return clip
 
     def _fitting(self, latent: Tensor, name: str) -> tuple[Tensor, Grid]:
-        """Return a latent, repeated to fill one patch in time, and its (t, h, w) in patches.
-
-        Raises:
-            SampleError: the model does not take it.
-        """
+        """Return a latent, repeated to fill one patch in time, and its (t, h, w) in patches."""
         spec = self.spec
         latent = latent.expand(-1, frames_to_patch(latent.shape[1], spec.patch_temporal), -1, -1)
         channels, frames, height, width = latent.shape

@@ -1,8 +1,10 @@
-"""Checks of single settings of `EnergonData`: ranges, and settings without effect."""
+"""Checks of settings of `EnergonData` that read no data: ranges, changes of pictures, settings without effect."""
 
 import math
 from typing import Any, Literal
 
+from dit.condition_table import LOW_RESOLUTION
+from dit.data_api import BatchSpec
 from dit.errors import ConfigError
 from dit.ranges import (
     COUNT,
@@ -19,14 +21,7 @@ from dit.ranges import (
 
 
 def check_values(data: Any) -> None:
-    """Check settings that do not depend on other parts of the run.
-
-    Args:
-        data: an `EnergonData`, which imports this module.
-
-    Raises:
-        ConfigError: a setting is outside its range, has no effect, or leaves no sample.
-    """
+    """Check settings that do not depend on other parts of the run."""
     counts = ("max_samples_per_sequence", "max_tokens_per_pack", "pack_multiple_of", "pack_cost_tokens")
     more = ("packing_buffer_size", "max_text_tokens", "max_tokens_per_sample", "validation_samples")
     check_ranges(
@@ -59,3 +54,44 @@ def check_values(data: Any) -> None:
     for is_unused, settings, needed in groups:
         if is_unused:
             check_unused("data", data, settings, f"without data.{needed}", f"set data.{needed}")
+
+
+def changes_pictures(data: Any) -> bool:
+    """Return whether settings change the picture itself at load time."""
+    return data.resize_side is not None or data.crop_size is not None or data.flip > 0
+
+
+def check_changes(data: Any, spec: BatchSpec, multiple: int) -> None:
+    """Check crop sizes, and that the settings change nothing except pictures.
+
+    Args:
+        multiple: sides of a crop must be multiples of this, in pixels.
+    """
+    low = spec.condition(LOW_RESOLUTION.name)
+    if data.corrupt_low_resolution and (low is None or low.derive is None):
+        raise ConfigError(
+            "data.corrupt_low_resolution changes the low-resolution pictures of a super-resolution model, and "
+            "this model takes none; set it to false"
+        )
+    if not changes_pictures(data):
+        return
+    # Conditions derived from the picture are derived from the changed picture.
+    others = [c.description for c in spec.conditions if c.axis == "latent" and c.derive is None]
+    if others:
+        raise ConfigError(
+            f"data.resize_side, crop_size and flip change the picture, and not the {' or '.join(others)} that the "
+            "model takes in addition; unset them and prepare the data in the required size"
+        )
+    size, side = data.crop_size, data.resize_side
+    if size is None:
+        return
+    if len(size) != 2:
+        raise ConfigError(f"data.crop_size={size} must be height and width, such as [64,64]")
+    if side is not None and min(size) > side:
+        raise ConfigError(
+            f"data.crop_size={size} is larger than data.resize_side={side}, so no square "
+            f"picture has room for it; use resize_side={max(size)} or a smaller crop"
+        )
+    if any(length % multiple for length in size):
+        times = " times the compression of data.online_vae" if data.online_vae else ""
+        raise ConfigError(f"data.crop_size={size} must be multiples of {multiple}, model.patch_spatial{times}")

@@ -9,11 +9,7 @@ from pathlib import Path
 
 
 def check_packages(names: tuple[str, ...] = ("dit", "recipes", "energon_data")) -> None:
-    """Check that the other packages of this project are imported from it.
-
-    Raises:
-        ImportError: Python finds one of them elsewhere first.
-    """
+    """Check that the other packages of this project are imported from it."""
     home = Path(__file__).resolve().parents[1]
     for name in names:
         spec = find_spec(name)

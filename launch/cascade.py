@@ -34,13 +34,7 @@ SETTINGS: dict[str, Callable[[str], Any]] = {
 
 @dataclass(frozen=True)
 class Stage:
-    """One model of a cascade.
-
-    Attributes:
-        name: as the user calls it; part of the names of its files.
-        folder: of its run or checkpoint.
-        settings: its own, by the names of `SETTINGS`.
-    """
+    """One model of a cascade."""
 
     name: str
     folder: str
@@ -75,15 +69,7 @@ def add_cascade_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_stages(cascade: Sequence[str], settings: Sequence[Sequence[str]]) -> list[Stage]:
-    """Read the stages, first to last.
-
-    Args:
-        cascade: `NAME=DIR` of each.
-        settings: a name and `SETTING=VALUE ...` of each `--stage`.
-
-    Raises:
-        ConfigError: a word is written otherwise, or there is no such stage or setting.
-    """
+    """Read the stages, first to last."""
     stages: dict[str, Stage] = {}
     for word in cascade:
         name, is_pair, folder = word.partition("=")
@@ -108,11 +94,7 @@ def _setting(stage: str, word: str) -> tuple[str, Any]:
 
 
 def read_pictures(path: Path) -> list[Tensor]:
-    """Read low-resolution pictures `[N, 3, h, w]` with values in [-1, 1] from a `.npy` file, each as `[3, 1, h, w]`.
-
-    Raises:
-        ConfigError: the file cannot be read, or has another shape.
-    """
+    """Read low-resolution pictures `[N, 3, h, w]` with values in [-1, 1] from a `.npy` file, each as `[3, 1, h, w]`."""
     try:
         array = read_array(path)
     except (OSError, ValueError) as error:
@@ -129,10 +111,6 @@ def with_pictures(
 
     Args:
         pictures: `[C, 1, h, w]` of each request, from the stage before; None for the first stage.
-        level: noise level of the pictures; None for the model's own.
-
-    Raises:
-        ConfigError: there are pictures and the model takes none, or the other way round, or of another number.
     """
     from dit.inference.cascade import enlarging
 

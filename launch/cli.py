@@ -145,12 +145,7 @@ PLAIN_KEYS = [f"{part}.{f.name}" for part, kind in PLAIN_PARTS.items() for f in 
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Read the flags and collect the overrides.
-
-    Raises:
-        ConfigError: a flag is unknown, lacks its value or has an unexpected one, or an argument is neither flag nor
-            override.
-    """
+    """Read the flags and collect the overrides."""
     options, words = Options(), iter(argv)
     for word in words:
         if not word.startswith("-"):
@@ -179,11 +174,7 @@ def parse(argv: Sequence[str]) -> Options:
 
 
 def check_factory(name: str) -> None:
-    """Check a plain recipe name against the registry, before anything heavy is imported.
-
-    Raises:
-        ConfigError: there is no such recipe.
-    """
+    """Check a plain recipe name against the registry, before anything heavy is imported."""
     base = name.partition("(")[0]
     names = [entry.name for entry in registry.recipes()]
     if "." not in base and base not in names:
@@ -195,9 +186,6 @@ def check_keys(overrides: Sequence[str]) -> None:
     """Refuse a misspelt name of a setting that every recipe has, before anything heavy is imported.
 
     Settings of parts that depend on the recipe are checked by `launch.overrides`.
-
-    Raises:
-        ConfigError: there is no such setting, but a similar one in the same part.
     """
     for text in overrides:
         key = re.split(r"[-+*/|]?=", text, maxsplit=1)[0]

@@ -50,11 +50,7 @@ def _plain(value: object) -> object:
 
 
 def built(task: Partial) -> RunConfig:
-    """Build the parts of a configured run.
-
-    Raises:
-        ConfigError: a part does not accept its settings.
-    """
+    """Build the parts of a configured run."""
     return RunConfig(**fiddle.build(task).keywords)
 
 
@@ -84,11 +80,7 @@ def dump(task: Partial) -> str:
 
 
 def write(task: Partial, path: str | Path) -> None:
-    """Write the complete configuration to a file, which is created only when complete.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write the complete configuration to a file, which is created only when complete."""
     path = Path(path)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
@@ -105,9 +97,6 @@ def load(path: str | Path, function: Callable[..., object], load_component: Call
     Args:
         path: the file, or a run folder, of which `config.yaml` is read.
         function: the training function; its signature has the type of each part.
-
-    Raises:
-        ConfigError: the file is missing, is no YAML, or a setting in it does not exist or has the wrong type.
     """
     path = Path(path)
     if path.is_dir():

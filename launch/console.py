@@ -17,13 +17,7 @@ from dit.terminal import echo
 
 @dataclass(frozen=True)
 class Command:
-    """One command.
-
-    Attributes:
-        module: whose `main(argv)` runs it and returns the exit code.
-        line: description of one line.
-        words: arguments before those of the user.
-    """
+    """One command."""
 
     module: str
     line: str

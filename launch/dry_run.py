@@ -35,14 +35,7 @@ def _described(sample: Sample) -> str:
 
 
 def layout_lines(config: "RunConfig", dims: ParallelDims, *, packed: bool, requested: bool) -> list[str]:
-    """Describe the layout of a run, and the settings that were adapted to its size.
-
-    Args:
-        config: checked settings.
-        dims: result of the check.
-        packed: whether micro-batches are packs.
-        requested: whether the user requested this number of ranks.
-    """
+    """Describe the layout of a run, and the settings that were adapted to its size."""
     parallel, training = config.parallel, config.training
     batch = f"{dims.micro_batches} micro-batches x {dims.micro_batch_size} x {dims.data_parallel_size} replicas"
     changes = config.adaptations(dims)
@@ -65,14 +58,7 @@ def _sharing(parallel: ParallelConfig, dims: ParallelDims) -> str:
 
 
 def cost_lines(config: "RunConfig", dims: ParallelDims, sample: Sample, device: Optional["Device"] = None) -> list[str]:
-    """Describe the costs of a run: parameters, operations, memory of a rank, checkpoint.
-
-    Args:
-        config: checked settings.
-        dims: result of the check.
-        sample: the sample that the run is planned for.
-        device: for the planned time; None plans no time.
-    """
+    """Describe the costs of a run: parameters, operations, memory of a rank, checkpoint."""
     from dit.checkpoint.state_files import STAGING_BYTES, checkpoint_bytes
     from dit.monitoring.flops import PackFlops
     from dit.parallel.build import count_parameters
@@ -128,11 +114,7 @@ def online_weights(config: "RunConfig") -> tuple[dict[str, int], list[str]]:
 
 
 def _time_line(config: "RunConfig", dims: ParallelDims, planned: "Plan", device: "Device", flops: float) -> str:
-    """Describe the time of a step on nodes of 8 devices.
-
-    Args:
-        flops: of the step.
-    """
+    """Describe the time of a step on nodes of 8 devices."""
     from dit.planner.step import planned_step
     from dit.planner.time import Cluster
 
@@ -155,13 +137,8 @@ def report(
     """Return the plan of a run as text.
 
     Args:
-        world_size: ranks to plan for; None for the smallest world that fits the layout.
         tokens: of a sample, or its (t, h, w) patches; None for the value in the data settings, or 256.
         text_tokens: of its text; None for the value in the data settings, or 512.
-        device: for the planned time; None plans no time.
-
-    Raises:
-        ConfigError: the settings do not fit together, or there is no such device.
     """
     from dit.checkpoint.base_model import start_line
     from dit.convert.diffusers_format import export_line
@@ -170,7 +147,7 @@ def report(
     config = built(task)
     planned_device = None if device is None else named_device(device, config.training.fp8)
     dims, _ = config.check(world_size)
-    sample = planned_sample(task, config.model, tokens, text_tokens)
+    sample = planned_sample(config.data, config.model, tokens, text_tokens)
     layout = layout_lines(config, dims, packed=sample.pack is not None, requested=world_size is not None)
     if config.checkpoint.start_from is not None:
         layout.append(f"start       {start_line(config)}")

@@ -47,11 +47,7 @@ class Layout(Protocol):
 
 
 def prepare_layout(parallel: Layout, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Set the variables that the CUDA driver reads at its first call, for a parallel layout.
-
-    Args:
-        parallel: a `ParallelConfig`, or nemo-run's configuration of one.
-    """
+    """Set the variables that the CUDA driver reads at its first call, for a parallel layout."""
     # One hardware queue keeps the order "collective first, then GEMM" that overlaps tensor parallelism; Megatron-FSDP
     # needs several queues to overlap its gathers, and refuses 1.
     if parallel.tensor_model_parallel_size > 1 and parallel.data_parallel != "fsdp":

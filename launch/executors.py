@@ -126,16 +126,7 @@ EXECUTORS: dict[str, Callable[..., run.Config]] = {
 
 
 def folder_of(executor: Executor, folder: Optional[Path], words: Iterable[str] = ()) -> Optional[Path]:
-    """Return the folder for nemo-run's scripts and logs; None for its default.
-
-    Args:
-        executor: starts the runs.
-        folder: requested by the user.
-        words: command-line arguments of all runs.
-
-    Raises:
-        ConfigError: nemo-run would write scripts to one folder and submit those in another one, or change a path.
-    """
+    """Return the folder for nemo-run's scripts and logs; None for its default."""
     tunnel = getattr(executor, "tunnel", None)
     if not isinstance(tunnel, run.LocalTunnel):
         return folder

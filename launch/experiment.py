@@ -56,11 +56,7 @@ def split_overrides(words: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def executor_of(text: str, overrides: Sequence[str] = ()) -> "Executor":
-    """Return the executor that `name(argument=value)` and overrides of its fields describe.
-
-    Raises:
-        ConfigError: there is no such executor, it does not take the arguments, or a package is not installed.
-    """
+    """Return the executor that `name(argument=value)` and overrides of its fields describe."""
     import fiddle
     import nemo_run as run
     from nemo_run.cli.cli_parser import CLIException, parse_cli_args
@@ -94,20 +90,7 @@ def execute(
     detach: bool = False,
     dryrun: bool = False,
 ) -> dict[str, str]:
-    """Run `python -m MODULE WORDS` for each task as one experiment, and return their states by name.
-
-    Args:
-        title: of the experiment, a name of a folder.
-        module: with a command line, such as `launch.train`.
-        tasks: words by name of the task.
-        executor: runs the tasks; sequentially on this machine.
-        folder: for scripts and logs; None for that of the executor, or nemo-run's default.
-        detach: return once submitted, with the current states.
-        dryrun: print the scripts; returns no states.
-
-    Raises:
-        ConfigError: nemo-run's Slurm scripts cannot be in this folder, or do not support a word.
-    """
+    """Run `python -m MODULE WORDS` for each task as one experiment, and return their states by name."""
     import nemo_run as run
     from nemo_run.core.execution.docker import DockerExecutor
 

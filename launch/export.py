@@ -78,10 +78,6 @@ def run(args: argparse.Namespace) -> list[str]:
 
     Returns:
         Sentences about differences of the other code base, one sentence each.
-
-    Raises:
-        CheckpointError: there is no valid checkpoint, it has no average, or the base of its adapters is missing.
-        ConfigError: the format does not support this model, or the output cannot be written.
     """
     folder, out = Path(args.checkpoint), Path(args.out)
     if not folder.is_dir():
@@ -127,17 +123,7 @@ def run(args: argparse.Namespace) -> list[str]:
 def write_adapters(
     form_name: str, folder: Path, slot: str, config: "RunConfig", trained: "TrainedModel", out: Path
 ) -> list[str]:
-    """Write the adapters of a run, without the base's weights; return the notes.
-
-    Args:
-        form_name: one of `ADAPTER_FORMATS`.
-        folder: a verified checkpoint.
-        slot: `ema` or `weight`.
-        trained: the base model.
-
-    Raises:
-        ConfigError: the run has none, the format does not support the model, or the output cannot be written.
-    """
+    """Write the adapters of a run, without the base's weights; return the notes."""
     from dit.checkpoint.full_weights import read_full_weights
     from dit.convert.diffusers_format import format_of_model
     from dit.convert.lora import comfyui_tensors, to_external_layers, write_adapter_folder
@@ -161,11 +147,7 @@ def write_adapters(
 
 
 def with_latent_scale(model: "ModelConfig", folder: Path, *, raw_weights: bool) -> "ModelConfig":
-    """Return an autoencoder's settings with scale and shift of its latents, measured on its data unless it states them.
-
-    Raises:
-        DataError: the data that it was trained on are missing.
-    """
+    """Return an autoencoder's settings with scale and shift of its latents, measured unless it states them."""
     from dit.inference.generator import load_generator
     from dit.inference.latents import measure_latents
     from dit.models.autoencoder.config import AutoencoderConfig
@@ -195,11 +177,7 @@ def trained_model(config: "RunConfig", metadata: dict[str, Any]) -> "TrainedMode
 
 
 def write_original(trained: "TrainedModel", weights: Callable[[], dict[str, "Tensor"]], out: Path) -> list[str]:
-    """Write a state dict of facebookresearch/DiT; return the notes.
-
-    Raises:
-        ConfigError: their code does not support the model, or the file cannot be written.
-    """
+    """Write a state dict of facebookresearch/DiT; return the notes."""
     from dit.convert.class_dit import trained_objective
     from dit.convert.diffusers_sampling import how_to_sample
     from dit.convert.run_record import METADATA_KEY, to_record
@@ -224,11 +202,7 @@ def write_diffusers_folder(
     out: Path,
     max_shard_bytes: Optional[int] = None,
 ) -> list[str]:
-    """Write a folder in the diffusers layout, scheduler and page included; return the notes.
-
-    Raises:
-        ConfigError: diffusers does not support the model, or the folder cannot be written.
-    """
+    """Write a folder in the diffusers layout, scheduler and page included; return the notes."""
     from dit.convert.diffusers_format import format_of_model
     from dit.convert.diffusers_sampling import PAGE, SCHEDULER_CONFIG, page, scheduler_config
     from dit.convert.run_record import CONFIG_KEY, to_record
@@ -263,11 +237,7 @@ def note_objective(objective: "Objective", published: "Objective") -> list[str]:
 
 
 def original_rules(model: "ModelConfig", latent_size: "LatentSize") -> "RuleBook":
-    """Return the rules between facebookresearch/DiT and one of our models.
-
-    Raises:
-        ConfigError: their code does not support it.
-    """
+    """Return the rules between facebookresearch/DiT and one of our models."""
     from dit.convert import original_dit
     from dit.models.dit.config import DiTConfig
     from dit.parallel.build import parameter_shapes

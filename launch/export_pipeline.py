@@ -34,16 +34,7 @@ def write_pipeline(
     text_encoder: Optional[str],
     max_shard_bytes: Optional[int] = None,
 ) -> list[str]:
-    """Write a folder that `diffusers.DiffusionPipeline.from_pretrained` opens; return the notes.
-
-    Args:
-        autoencoder: the one that made the latents, as in `dit.encoders.vae`.
-        text_encoder: the one that embedded the texts, as in `dit.encoders.text_config`.
-
-    Raises:
-        ConfigError: diffusers has no pipeline that draws what our sampler draws, a part of it is missing, or the folder
-            cannot be written.
-    """
+    """Write a folder that `diffusers.DiffusionPipeline.from_pretrained` opens; return the notes."""
     form = format_of_model(trained.model)
     pipeline = pipeline_of(form, trained)
     geometry = check_autoencoder(pipeline, trained, autoencoder)
@@ -107,11 +98,7 @@ def _naming(option: str) -> Iterator[None]:
 
 
 def check_autoencoder(pipeline: Pipeline, trained: TrainedModel, name: Optional[str]) -> Geometry:
-    """Return the sizes of the autoencoder of a pipeline.
-
-    Raises:
-        ConfigError: there is none, it cannot be read, or it is of another class or of other channels.
-    """
+    """Return the sizes of the autoencoder of a pipeline."""
     if name is None:
         raise ConfigError(
             f"--format pipeline: {pipeline.class_name} decodes latents, and the run names no autoencoder; give --vae "
@@ -128,11 +115,7 @@ def check_autoencoder(pipeline: Pipeline, trained: TrainedModel, name: Optional[
 
 
 def check_encoders(pipeline: Pipeline, line: Optional[str]) -> list[TextEncoderConfig]:
-    """Return the text encoders of a pipeline, in its order.
-
-    Raises:
-        ConfigError: one is missing, or is of another kind than the pipeline calls, or pads otherwise.
-    """
+    """Return the text encoders of a pipeline, in its order."""
     if not pipeline.texts:
         return []
     if line is None:

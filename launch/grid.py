@@ -27,14 +27,7 @@ _WORDS = re.compile(rf"{_SIZE}|(?P<sequence>sp)|(?P<data>{'|'.join(DATA_PARALLEL
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a grid.
-
-    Attributes:
-        recipe: a name in `--list`.
-        layout: as in `layout_overrides`.
-        variant: further overrides, separated by spaces; may be empty.
-        common: overrides of every cell.
-    """
+    """One run of a grid."""
 
     recipe: str
     layout: str
@@ -53,11 +46,7 @@ class Cell:
 
 
 def layout_overrides(text: str) -> list[str]:
-    """Return the overrides of a layout: `tp2sp`, `cp4`, `pp2_fsdp`, or `own` for none.
-
-    Raises:
-        ConfigError: a word is unknown or repeated.
-    """
+    """Return the overrides of a layout: `tp2sp`, `cp4`, `pp2_fsdp`, or `own` for none."""
     if text == OWN:
         return []
     settings: dict[str, int | bool | str] = {**dict.fromkeys(SIZES.values(), 1), "sequence_parallel": False}
@@ -111,15 +100,7 @@ def _is_override(word: str) -> bool:
 
 
 def cells_of(args: argparse.Namespace, common: Sequence[str], reserved: Sequence[str] = ()) -> list[Cell]:
-    """Return the cells of a parsed command, recipe by recipe.
-
-    Args:
-        common: overrides of every cell.
-        reserved: settings that the command sets for each cell.
-
-    Raises:
-        ConfigError: a recipe does not exist, a layout is invalid, two cells are equal, or a setting is reserved.
-    """
+    """Return the cells of a parsed command, recipe by recipe."""
     from launch import cli
 
     recipes, layouts = ([word for word in words if not _is_override(word)] for words in (args.factory, args.layouts))

@@ -6,11 +6,14 @@ from dataclasses import replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from dit.batch import PackedBatch
 from dit.data_api import DataConfig, NoData
 from dit.errors import ConfigError
 from launch import environment
 from launch.argument_types import at_least_one
+from launch.sample import sampling_settings, tile_settings
 
 if TYPE_CHECKING:
     from dit.inference.generator import Generator
@@ -33,10 +36,6 @@ def held_out_batches(
 
     Args:
         to_draw: whether samples with the same conditions are drawn, of which all frames are generated.
-
-    Raises:
-        ConfigError: the run has no data, and `--data` is not given.
-        DataError: the data cannot be read.
     """
     from dit.backends.device import local_device
     from dit.encoders.online import batch_encoder
@@ -52,12 +51,24 @@ def held_out_batches(
     return map(encode, islice(batches, environment.rank(), None, environment.world_size()))
 
 
-def data_of(args: argparse.Namespace, data: DataConfig) -> DataConfig:
-    """Return the data of the run with the changes in the arguments; `--data` names a folder for Energon.
+def redrawn(args: argparse.Namespace, generator: "Generator") -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """Yield the samples of this rank's held-out micro-batches, and as many generated ones.
 
-    Raises:
-        ConfigError: there are no data, or `--samples` does not apply to them.
+    A generated sample has the size and the conditions of a held-out one, and noise that depends on its name only.
     """
+    from dit.backends.device import local_device
+
+    tiles = tile_settings(args)
+    settings = {name: value for name, value in sampling_settings(args).items() if name not in ("fps", *tiles)}
+    sampling = generator.sampling(**settings)
+    for batch in held_out_batches(args, generator, to_draw=True):
+        batch = batch.to(local_device())
+        real = batch.unpatchified(batch.latents_TC, *generator.spec.patch)
+        yield real, generator.generate_pack(batch, sampling, **tiles)
+
+
+def data_of(args: argparse.Namespace, data: DataConfig) -> DataConfig:
+    """Return the data of the run with the changes in the arguments; `--data` names a folder for Energon."""
     changes: dict[str, Any] = {}
     if args.samples is not None:
         changes["validation_samples"] = args.samples

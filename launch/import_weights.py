@@ -91,10 +91,6 @@ def run(args: argparse.Namespace) -> list[str]:
 
     Returns:
         Sentences about differences of our network, and about the source of the metadata.
-
-    Raises:
-        ConfigError: the files cannot be read or contradict each other, there is no such text encoder, or `--out`
-            cannot be used.
     """
     source = Path(args.source)
     if not source.exists():
@@ -143,12 +139,7 @@ def run(args: argparse.Namespace) -> list[str]:
 
 
 def write_adapter_run(source: Path, args: argparse.Namespace) -> list[str]:
-    """Write a run folder with imported adapters for the weights of an existing run; return the notes.
-
-    Raises:
-        CheckpointError: `--base` has no valid checkpoint.
-        ConfigError: the adapters cannot be read or do not fit the model, or `--base` already has adapters.
-    """
+    """Write a run folder with imported adapters for the weights of an existing run; return the notes."""
     from dit.checkpoint.base_model import digest_of
     from dit.checkpoint.full_weights import write_imported
     from dit.checkpoint.manifest import read_manifest
@@ -191,13 +182,8 @@ class Content:
     """The content of the imported files.
 
     Attributes:
-        trained: the model, with published defaults for values that are not in the files.
-        rules: between the weights.
-        tensors: of the files, by name.
         recorded: whether the files have the record of `launch.export`, NeMo's settings, or the schedule of a pipeline,
             so that nothing is assumed.
-        autoencoder: folder of the pipeline's autoencoder; None without.
-        notes: sentences about differences from the pipeline.
     """
 
     trained: "TrainedModel"
@@ -209,12 +195,7 @@ class Content:
 
 
 def settle(content: Content, objective: Optional["Objective"]) -> tuple["TrainedModel", list[str]]:
-    """Return the model with its objective, and notes on the source of the metadata.
-
-    Args:
-        content: of the files.
-        objective: given by the user, which takes precedence; None if not given.
-    """
+    """Return the model with its objective, and notes on the source of the metadata."""
     trained = content.trained
     origin = "recorded with the weights" if content.recorded else "that of the published weights of this class"
     notes = []
@@ -236,11 +217,7 @@ def settle(content: Content, objective: Optional["Objective"]) -> tuple["Trained
 
 
 def read_objective(text: str) -> "Objective":
-    """Build the objective of `--objective`: a name, or a name with settings in parentheses.
-
-    Raises:
-        ConfigError: the syntax is wrong, there is no such objective, or a setting does not fit it.
-    """
+    """Build the objective of `--objective`: a name, or a name with settings in parentheses."""
     from dit.convert.run_record import objective_of
 
     wrong = f"--objective {text!r} cannot be read; write a name, or \"ddpm(prediction='v')\""
@@ -279,11 +256,7 @@ def read_original(source: Path, args: argparse.Namespace) -> Content:
 
 
 def read_diffusers_folder(source: Path) -> Content:
-    """Read a folder in the diffusers layout: of a network, or of a pipeline.
-
-    Raises:
-        ConfigError: the folder cannot be read, or the record of the export and the settings contradict each other.
-    """
+    """Read a folder in the diffusers layout: of a network, or of a pipeline."""
     from dit.checkpoint.diffusers_folder import read_network
     from dit.convert.pipeline_import import network_folder
     from dit.convert.state_files import read_diffusers
@@ -299,11 +272,7 @@ def read_nemo_imagen(source: Path, document: Optional[str]) -> Content:
     """Read a checkpoint of NeMo's Imagen.
 
     Args:
-        source: of the weights.
         document: of the training; None for the settings in a `.nemo` file.
-
-    Raises:
-        ConfigError: the files cannot be read, or there are no settings.
     """
     import fiddle
 

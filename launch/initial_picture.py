@@ -22,10 +22,6 @@ def with_references(
 
     Args:
         paths: one picture for all, or one for each `count` requests.
-        read: returns the latent of a picture, `[C, 1, H, W]`.
-
-    Raises:
-        ConfigError: the number of pictures is neither 1 nor that of the texts or classes.
     """
     samples = len(requests) // count
     if len(paths) not in (1, samples):
@@ -48,16 +44,6 @@ def read_initial(
 
     It is scaled until it covers the sample, and its middle is cut out. Without an autoencoder it stays pixels: three
     channels, or one of its brightness.
-
-    Args:
-        path: of the picture.
-        latent_size: (T, H, W) of a sample, in positions of a latent.
-        channels: of a sample.
-        decoder: of the samples.
-        option: of the command, for messages.
-
-    Raises:
-        ConfigError: it cannot be read, samples are clips, or nothing encodes pictures to the model's latents.
     """
     import torch
     from PIL import Image, ImageOps
@@ -92,11 +78,7 @@ def read_initial(
 
 
 def check_strength(strength: Optional[float], *, initial: bool) -> float:
-    """Return the share of the noise that is added to an initial picture.
-
-    Raises:
-        ConfigError: it is not above 0 and at most 1, or there is no such picture.
-    """
+    """Return the share of the noise that is added to an initial picture."""
     if strength is not None and not initial:
         raise ConfigError(f"--strength {strength:g} is how far samples leave the picture of --init; give one")
     if strength is not None and not 0 < strength <= 1:

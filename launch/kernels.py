@@ -15,13 +15,13 @@ from typing import Optional
 from dit.errors import EXIT_OK, ConfigError, one_line_errors
 from dit.terminal import echo
 from launch import environment
+from launch.argument_types import command_parser
 
 
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m launch.kernels",
-        description="Print which implementation of each op this machine uses by itself, and why not the others.",
+    parser = command_parser(
+        "launch.kernels", "Print which implementation of each op this machine uses by itself, and why not the others."
     )
     parser.add_argument(
         "--precision", choices=("bf16", "fp16", "fp32"), default="bf16", help="of the run (%(default)s)"
@@ -36,11 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def verify() -> int:
-    """Run tests/gpu, which records the kernels that pass, and return pytest's exit code.
-
-    Raises:
-        ConfigError: there is no GPU, no clone of the repository, or no pytest.
-    """
+    """Run tests/gpu, which records the kernels that pass, and return pytest's exit code."""
     from dit.backends.device import use_cuda
 
     repository = Path(__file__).parents[1]

@@ -11,11 +11,7 @@ if TYPE_CHECKING:
 
 
 def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
-    """Average the loss over the held-out data; every rank calls this.
-
-    Raises:
-        DataError: the data cannot be read.
-    """
+    """Average the loss over the held-out data; every rank calls this."""
     import torch.distributed as dist
 
     from dit.backends.device import local_device

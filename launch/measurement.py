@@ -14,7 +14,6 @@ class Metric:
     """A metric of `launch.evaluate`.
 
     Attributes:
-        summary: its line in the help.
         measure: measures the generator of a checkpoint; every rank calls it.
         add_arguments: adds the flags that only this metric reads; metrics may share one function.
         more_is_better: whether `--minimum` applies to this metric.
@@ -36,8 +35,6 @@ class Measurement:
     """The result of one metric.
 
     Attributes:
-        lines: for the console.
-        record: the same as plain values, for `--json`.
         missed: one line for each minimum that was not reached; the command then exits with 1.
     """
 

@@ -42,7 +42,6 @@ class Row:
 
     Attributes:
         given: the keys and their values; empty where NeMo's default applies.
-        settings: as on the command line; empty where nothing of ours corresponds.
         note: as of `Rule`.
     """
 
@@ -56,13 +55,9 @@ def load(path: str | Path, load_component: Callable[[str], None]) -> tuple[run.P
 
     Args:
         path: the YAML file; `${key}` stands for the value of another key.
-        load_component: see `apply_overrides`.
 
     Returns:
         The recipe, and what became of each key.
-
-    Raises:
-        ConfigError: the file cannot be read, or keys of it are refused; one line for each of them.
     """
     document = read_yaml(Path(path), ConfigError, "write the path of a YAML file after --nemo-config")
     if not isinstance(document, dict) or not isinstance(document.get("model"), dict):
@@ -98,14 +93,9 @@ def load_network(
 
     Args:
         document: its section `model`, or all of it.
-        source: for messages.
-        load_component: see `apply_overrides`.
 
     Returns:
         A run with model, objective and sampling, and the side of the pictures in pixels.
-
-    Raises:
-        ConfigError: there are no such settings, or keys of them are refused; one line for each of them.
     """
     if isinstance(document, dict) and "model" not in document:
         document = {"model": document}

@@ -15,7 +15,6 @@ class Rule:
     """Keys that are read together, and the settings that they become.
 
     Attributes:
-        keys: dotted.
         settings: called with those that the document has, by the last part of their names and in its order.
         note: how we deviate; where there is no setting, why.
         required: the document must have all of the keys.
@@ -51,7 +50,6 @@ def maps(
     Args:
         read: NeMo's value as ours.
         default: NeMo's value where the document has none; None leaves our default.
-        note, required: see `Rule`.
     """
 
     def settings(**values: object) -> Settings:

@@ -37,11 +37,7 @@ def apply_overrides(task: Partial, overrides: list[str], load_component: Callabl
     the order on the command line is used.
 
     Args:
-        task: the result of a recipe.
         load_component: imports the module that registers the component of this name, if there is one.
-
-    Raises:
-        ConfigError: a key does not exist, or a value has the wrong type.
     """
     parsed = [(*_split(text), text) for text in overrides]
     for key, op, value, text in sorted(parsed, key=lambda item: item[0].count(".")):
@@ -142,11 +138,7 @@ def value_of(node: Node, name: str) -> Any:
 
 
 def annotation_of(node: Node, name: str, path: str) -> object:
-    """Return the annotation of a setting.
-
-    Raises:
-        ConfigError: there is no setting of that name; the message names the nearest ones.
-    """
+    """Return the annotation of a setting."""
     annotations = parameters(node)
     name = name.partition("[")[0]
     if name in annotations:
@@ -166,11 +158,7 @@ def all_keys(node: Node, path: str = "") -> list[str]:
 
 
 def parse_value(text: str, annotation: object, key: str, load_component: Callable[[str], None]) -> Any:
-    """Turn the text of an override into a value of the annotated type.
-
-    Raises:
-        ConfigError: the text is not such a value; the message describes the type.
-    """
+    """Turn the text of an override into a value of the annotated type."""
     annotation = normalise(annotation)
     targets = component_types(annotation)
     if targets and not (text.lower() in ("none", "null") and _is_optional(annotation)):

@@ -11,10 +11,10 @@ from torch import Tensor
 from dit import extensions
 from dit.errors import ConfigError
 from launch import environment
-from launch.held_out import held_out_batches
+from launch.held_out import redrawn
 from launch.measurement import Measurement
 from launch.reference import by_shape, check_statistics_path, reference_pictures, write_statistics
-from launch.sample import sampling_settings, tile_settings
+from launch.sample import sampling_settings
 from launch.sample_requests import add_request_arguments, what_to_draw
 
 if TYPE_CHECKING:
@@ -95,7 +95,6 @@ def _report(
 
     Args:
         real, drawn: number of pictures; None if the reference does not record it.
-        width: number of features.
     """
     number = f"{distance:.4f}" if metric == "fid" else f"{distance:.6f}"
     of = f"{width} features, {features.network}" + ("" if metric == "fid" else ", unbiased")
@@ -143,11 +142,7 @@ def _both_sides(
     """Return the statistics of the real pictures and of the generated ones.
 
     Args:
-        new: collects the features of one side.
         read: reads the statistics of a reference, see `dit.evaluation.reference`.
-
-    Raises:
-        ConfigError: the reference cannot be read, is of another width, or statistics that are read shall be written.
     """
     path, out = args.reference, args.write_statistics
     if out is not None:
@@ -183,11 +178,7 @@ def _width(statistics: "Gaussian | Tensor") -> int:
 
 
 def clip(args: argparse.Namespace, generator: "Generator") -> Measurement:
-    """Measure how well generated pictures fit their prompts; every rank calls this.
-
-    Raises:
-        ConfigError: there is no CLIP model or no prompt, or the model takes no text.
-    """
+    """Measure how well generated pictures fit their prompts; every rank calls this."""
     from dit.backends.device import local_device
     from dit.evaluation.clip import ClipModel
 
@@ -215,23 +206,14 @@ def clip(args: argparse.Namespace, generator: "Generator") -> Measurement:
 def _feature_pairs(
     args: argparse.Namespace, generator: "Generator", features: "Features"
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the features of this rank's held-out pictures and of generated ones, `[N, D]` each.
-
-    A generated picture has the size and the conditions of a held-out one, and noise that depends on its name only.
-    """
-    from dit.backends.device import local_device
-
-    tiles = tile_settings(args)
-    settings = {name: value for name, value in sampling_settings(args).items() if name not in ("fps", *tiles)}
-    sampling, decode = generator.sampling(**settings), _decoder(args, generator)
+    """Yield the features of this rank's held-out pictures and of generated ones, `[N, D]` each."""
+    decode = _decoder(args, generator)
 
     def features_of(latents: Sequence[Tensor]) -> Tensor:
         return torch.cat([features(_frames(decode(group))) for group in by_shape(latents)])
 
-    for batch in held_out_batches(args, generator, to_draw=True):
-        batch = batch.to(local_device())
-        real = batch.unpatchified(batch.latents_TC, *generator.spec.patch)
-        yield features_of(real), features_of(generator.generate_pack(batch, sampling, **tiles))
+    for real, drawn in redrawn(args, generator):
+        yield features_of(real), features_of(drawn)
 
 
 def _drawn(
@@ -268,11 +250,7 @@ def _decoder(args: argparse.Namespace, generator: "Generator") -> "Decoder":
 
 
 def feature_network(args: argparse.Namespace, generator: "Generator") -> "Features":
-    """Return the network of `--features`, which fid, kid and pictograms read.
-
-    Raises:
-        ConfigError: the flag is missing, or the network cannot be read.
-    """
+    """Return the network of `--features`, which fid, kid and pictograms read."""
     from dit.backends.device import local_device
     from dit.evaluation.features import load_features
 

@@ -6,6 +6,7 @@ documents how the model of time was checked.
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Sequence
@@ -64,8 +65,6 @@ class Rates:
     """Converts the time of a step to throughput and MFU.
 
     Attributes:
-        unit: "tokens" or "images".
-        per_step: units per step.
         flops: of a step by convention (`dit.monitoring.flops`); "hardware" is without recompute. No "nemo" for images.
         recomputed: operations of one more forward pass through all layers.
     """
@@ -249,11 +248,7 @@ def rates(problem: "Problem", sample: "Sample") -> Rates:
 
 
 def problem_of(args: argparse.Namespace) -> tuple["Problem", "Sample"]:
-    """Return the planned run and its sample.
-
-    Raises:
-        ConfigError: the device or the recipe does not exist, or the recipe's settings do not fit.
-    """
+    """Return the planned run and its sample."""
     from dit.parallel.dims import ParallelDims
     from dit.planner.layouts import Problem
     from launch.config_file import built
@@ -268,7 +263,7 @@ def problem_of(args: argparse.Namespace) -> tuple["Problem", "Sample"]:
     cli.check_factory(args.factory)
     task = resolve(options)
     config = built(task)
-    sample = planned_sample(task, config.model, options.tokens, args.text_tokens)
+    sample = planned_sample(config.data, config.model, options.tokens, args.text_tokens)
     device = named_device(args.device, config.training.fp8)
     problem = Problem(
         config.model,
@@ -291,30 +286,32 @@ def searched(problem: "Problem", sample: "Sample") -> Report:
     from dit.planner.search import Prices, costs, judged
     from dit.planner.step import planned_step
     from dit.planner.time import Cluster
-    from dit.planner.trace import Tracer
+    from dit.planner.trace import TracerPool
 
     layouts = allowed(problem, candidates(problem))
     if not layouts.found:
         return Report(problem, rates(problem, sample), layouts, judged(problem, []), (0.0, 0.0), None, None)
-    started, stages, traced = time.perf_counter(), shapes(layouts.found), {}
-    with Tracer() as tracer:
-        for number, shape in enumerate(stages, 1):
-            announce(f"tracing stage {number} of {len(stages)}: {stage_name(shape)}")
-            traced[shape] = costs(problem, shape, tracer, layouts.found)
-    end_of_traces = time.perf_counter()
-    prices = Prices(problem, traced)
-    verdict = judged(problem, [prices.of(candidate, dims) for candidate, dims in layouts.found])
-    seconds = end_of_traces - started, time.perf_counter() - end_of_traces
-    step = peak = None
-    if verdict.fitting:
-        candidate, dims = verdict.fitting[0].candidate, verdict.fitting[0].dims
-        layout = candidate.parallel(problem.parallel)
-        training = candidate.training(problem.training, problem.layers_of_chunk(candidate))
-        parts = problem.model, problem.objective, problem.optimizer, layout, training
-        announce(f"tracing the fastest layout at its full depth: {layout_name(candidate, dims)}")
-        full = plan(*parts, sample.shape(dims), dims)
-        step = planned_step(full, dims, Cluster(problem.device, problem.world_size, layout))
-        peak = full.fullest.peak
+    started, stages = time.perf_counter(), shapes(layouts.found)
+
+    def begin(shape: "Shape") -> None:
+        announce(f"tracing stage {stages.index(shape) + 1} of {len(stages)}: {stage_name(shape)}")
+
+    with TracerPool(min(len(stages), os.cpu_count() or 1)) as tracers:
+        traced = tracers.run({shape: costs(problem, shape, layouts.found) for shape in stages}, begin)
+        end_of_traces = time.perf_counter()
+        prices = Prices(problem, traced)
+        verdict = judged(problem, [prices.of(candidate, dims) for candidate, dims in layouts.found])
+        seconds = end_of_traces - started, time.perf_counter() - end_of_traces
+        step = peak = None
+        if verdict.fitting:
+            candidate, dims = verdict.fitting[0].candidate, verdict.fitting[0].dims
+            layout = candidate.parallel(problem.parallel)
+            training = candidate.training(problem.training, problem.layers_of_chunk(candidate))
+            parts = problem.model, problem.objective, problem.optimizer, layout, training
+            announce(f"tracing the fastest layout at its full depth: {layout_name(candidate, dims)}")
+            full = plan(*parts, sample.shape(dims), dims, tracer=tracers)
+            step = planned_step(full, dims, Cluster(problem.device, problem.world_size, layout))
+            peak = full.fullest.peak
     return Report(problem, rates(problem, sample), layouts, verdict, seconds, step, peak)
 
 

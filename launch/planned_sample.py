@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal, Optional
 
-import fiddle
-
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig
 from dit.parallel.dims import ParallelDims
@@ -16,8 +14,6 @@ from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
 
 if TYPE_CHECKING:
-    import nemo_run as run
-
     from dit.planner.devices import Device
     from dit.settings import Fp8
 
@@ -32,8 +28,6 @@ class Sample:
     """The sample that a run is planned for.
 
     Attributes:
-        grid: its (t, h, w) patches.
-        text_tokens: of its text; None for a model without text.
         pack: tokens of a micro-batch that is a pack of such samples; None for micro-batches of `micro_batch_size`.
         assumed: property that is unknown and assumed: "" for none, "shape" for the grid, "size" for the number of
             tokens.
@@ -64,14 +58,7 @@ class Sample:
 
 
 def named_device(name: str, fp8: "Optional[Fp8]") -> "Device":
-    """Return the constants of a device.
-
-    Args:
-        fp8: `training.fp8`.
-
-    Raises:
-        ConfigError: the name is unknown.
-    """
+    """Return the constants of a device."""
     from dit.planner.devices import DEVICES, with_fp8
 
     if name not in DEVICES:
@@ -88,21 +75,9 @@ def assumed_grid(tokens: int) -> Grid:
 
 
 def planned_sample(
-    task: "run.Partial", model: ModelConfig, tokens: Optional[Sequence[int]] = None, text_tokens: Optional[int] = None
-) -> Sample:
-    """Return the sample in the data settings: the largest synthetic sample, the longest sample, or the crop.
-
-    Args:
-        tokens: of a sample, or its (t, h, w) patches; overrides the data settings.
-        text_tokens: of its text; overrides the data settings.
-    """
-    return sample_of(fiddle.build(task.data), model, tokens, text_tokens)
-
-
-def sample_of(
     data: object, model: ModelConfig, tokens: Optional[Sequence[int]] = None, text_tokens: Optional[int] = None
 ) -> Sample:
-    """Return the sample of built data settings; see `planned_sample`."""
+    """Return the sample in the data settings: the largest synthetic sample, the longest sample, or the crop."""
     pack = getattr(data, "max_tokens_per_pack", None)
     limit = getattr(data, "max_tokens_per_sample", None) or pack
     if model.condition("context") is None:

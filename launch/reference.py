@@ -32,10 +32,6 @@ def reference_pictures(path: Path) -> Iterator[Tensor]:
     """Yield this rank's share of the pictures of a folder or an `.npz` file, float32 `[n, 3, H, W]` in [-1, 1].
 
     A picture of a folder has its own size.
-
-    Raises:
-        ConfigError: there is no such file or folder, or the file is damaged.
-        DataError: the folder has no picture, or one is damaged.
     """
     rank, ranks = environment.rank(), environment.world_size()
     if not path.is_dir():
@@ -81,11 +77,7 @@ def _picture(path: Path) -> Tensor:
 
 
 def check_statistics_path(path: Path, reference: Path | None) -> None:
-    """Check a file of `--write-statistics` before anything is computed.
-
-    Raises:
-        ConfigError: it is not called `.npz`, its folder does not exist, or it is the reference.
-    """
+    """Check a file of `--write-statistics` before anything is computed."""
     if path.suffix != ".npz" or not path.parent.is_dir():
         raise ConfigError(f"--write-statistics {path}: name an .npz file in a folder that exists")
     if reference is not None and path.exists() and reference.exists() and path.samefile(reference):
@@ -93,11 +85,7 @@ def check_statistics_path(path: Path, reference: Path | None) -> None:
 
 
 def write_statistics(path: Path, statistics: "Gaussian | Tensor", network: str) -> None:
-    """Write statistics of real pictures on the first rank; they are read by `--reference`.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write statistics of real pictures on the first rank; they are read by `--reference`."""
     if environment.rank() > 0:
         return
     from dit.durable_files import write_atomic

@@ -34,19 +34,14 @@ class RunStatus:
     """Status of a run.
 
     Attributes:
-        run_dir: its folder.
         num_steps: planned optimizer steps; None if unknown.
         series: values by step for each scalar, including values that are not finite, without discarded steps (see
             `current_records`).
         times: when each logged step of the newest attempt was reported, seconds since the epoch, by step.
-        attempt: number of starts.
-        incidents: records of incidents, oldest first.
         pictures: newest grids of samples: step and file by name, `samples` and `samples_raw`.
         running: whether a process has the lock of the folder; None if unknown.
-        holder: that process.
         beat: time of the newest heartbeat; None if there is none.
         checkpoints: publication time of each published step.
-        now: time of reading.
     """
 
     run_dir: Path
@@ -91,11 +86,7 @@ class RunStatus:
 
 
 def read_status(run_dir: Path) -> RunStatus:
-    """Read a run folder.
-
-    Raises:
-        ConfigError: the folder is not a run folder.
-    """
+    """Read a run folder."""
     metrics = run_dir / METRICS_FILE
     if not metrics.is_file() and read_outcome(run_dir) is None:
         raise ConfigError(

@@ -179,14 +179,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def open_generator(args: argparse.Namespace, groups: Optional["ProcessGroups"] = None) -> "Generator":
-    """Load the model of the checkpoint in the arguments.
-
-    Args:
-        groups: as in `load_generator`.
-
-    Raises:
-        CheckpointError: the folder is missing or has no valid checkpoint.
-    """
+    """Load the model of the checkpoint in the arguments."""
     folder = Path(args.checkpoint)
     if not folder.is_dir():
         kind = "is a file" if folder.exists() else "does not exist"
@@ -237,11 +230,7 @@ def tile_settings(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_size(args: argparse.Namespace, generator: "Generator", geometry: Optional["Geometry"]) -> dict[str, Any]:
-    """Return the keyword arguments of `generate` for `--size` and `--frames`, in positions of a latent.
-
-    Raises:
-        ConfigError: the model cannot draw samples of this size.
-    """
+    """Return the keyword arguments of `generate` for `--size` and `--frames`, in positions of a latent."""
     if args.size is None and args.frames is None:
         return {}
     from dit.inference.sizes import check_size

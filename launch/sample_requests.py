@@ -62,11 +62,7 @@ def add_request_arguments(parser: argparse._ActionsContainer) -> None:
 
 
 def read_labels(text: str, class_names: Sequence[str]) -> list[int]:
-    """Convert `A,B,3` to class numbers; names take precedence over numbers, and case matters only if ambiguous.
-
-    Raises:
-        ConfigError: there is no such class.
-    """
+    """Convert `A,B,3` to class numbers; names take precedence over numbers, and case matters only if ambiguous."""
     exact = {name: i for i, name in enumerate(class_names)}
     folded = {name.casefold(): i for i, name in reversed(list(enumerate(class_names)))}
     labels = []
@@ -84,11 +80,7 @@ def read_labels(text: str, class_names: Sequence[str]) -> list[int]:
 
 
 def names_of_classes(generator: "Generator") -> list[str]:
-    """Return the name of each class, or its number if it has no name.
-
-    Raises:
-        ConfigError: the model was trained without classes.
-    """
+    """Return the name of each class, or its number if it has no name."""
     label = generator.config.model.condition("label")
     if label is None or label.num_classes is None:
         raise ConfigError("the model of this checkpoint takes no class; give --prompt or only --count")
@@ -98,11 +90,7 @@ def names_of_classes(generator: "Generator") -> list[str]:
 
 
 def read_embedding(path: str, context_size: int) -> Tensor:
-    """Read the embedding of one text, `[tokens, context_size]`, from a `.npy` file.
-
-    Raises:
-        ConfigError: the file is missing, is not an array, or does not fit the model.
-    """
+    """Read the embedding of one text, `[tokens, context_size]`, from a `.npy` file."""
     try:
         array = read_array(Path(path))
     except (OSError, ValueError) as error:
@@ -118,11 +106,7 @@ def read_conditions(flags: Sequence[Sequence[str]], count: int) -> dict[str, lis
     """Read the values of `--condition NAME VALUE ...` by name: numbers, or the arrays of `.npy` files.
 
     Args:
-        flags: arguments of each flag.
         count: number of different texts, classes or samples; a single value is used for all of them.
-
-    Raises:
-        ConfigError: the number of values is wrong, or one cannot be read.
     """
     conditions = {}
     for name, *words in flags:
@@ -147,14 +131,7 @@ def _read_value(name: str, word: str) -> Any:
 
 
 def encode_prompts(generator: "Generator", prompts: Sequence[str]) -> dict[str, list[Tensor]]:
-    """Embed texts with the encoders of the training data.
-
-    Returns:
-        For each condition that the encoders make and the model takes, its value for each text.
-
-    Raises:
-        ConfigError: the model takes no text, or its encoder is unknown or not installed.
-    """
+    """Embed texts with the encoders of the training data."""
     if generator.config.model.condition("context") is None:
         raise ConfigError("the model of this checkpoint takes no text; choose classes with --labels")
     if generator.text_encoder is None:
@@ -253,11 +230,7 @@ def what_to_draw(
 def lengths_of(
     args: argparse.Namespace, prompts: Sequence[Prompt], generator: "Generator", size: Optional[tuple[int, int]]
 ) -> dict[str, list[Tensor]]:
-    """Return the six lengths of each prompt if any is given; those of a prompt override those of the command line.
-
-    Raises:
-        ConfigError: the model takes none.
-    """
+    """Return the six lengths of each prompt if any is given; those of a prompt override those of the command line."""
     requested = [{name: getattr(p, name) or getattr(args, name) for name in LENGTHS} for p in prompts]
     if not any(value is not None for pairs in requested for value in pairs.values()):
         return {}

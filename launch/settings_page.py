@@ -149,11 +149,7 @@ ANY_CLASS = "Shared settings"
 
 
 def shared_rows(tables: Iterable[Sequence[Row]]) -> dict[Key, tuple[str, Row]]:
-    """Return the settings that several classes share, each with its title and the row with the most frequent default.
-
-    Args:
-        tables: settings of each class of a part.
-    """
+    """Return the settings that several classes share, with title and the row of the most frequent default."""
     by_key: dict[Key, list[Row]] = {}
     for row in chain.from_iterable(tables):
         by_key.setdefault(row.key, []).append(row)

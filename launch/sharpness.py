@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from launch.held_out import held_out_batches
+from launch.held_out import redrawn
 from launch.measurement import Measurement
-from launch.sample import sampling_settings, tile_settings
 
 if TYPE_CHECKING:
     from dit.inference.generator import Generator
@@ -69,25 +68,17 @@ class Sharpness:
 
 
 def measure(args: argparse.Namespace, generator: "Generator") -> Measurement:
-    """Enlarge this run's held-out pictures; every rank calls this.
-
-    Raises:
-        ConfigError: the model takes no low-resolution picture, or there are no held-out pictures.
-        DataError: they cannot be read.
-    """
+    """Enlarge this run's held-out pictures; every rank calls this."""
     import torch.distributed as dist
 
     from dit.backends.device import local_device
     from dit.inference.cascade import low_resolution_of
 
     bicubic = low_resolution_of(generator.spec)
-    tiles = tile_settings(args)
-    settings = {name: value for name, value in sampling_settings(args).items() if name not in ("fps", *tiles)}
-    sampling, sums = generator.sampling(**settings), torch.zeros(7, dtype=torch.float64)
-    for batch in held_out_batches(args, generator, to_draw=True):
-        batch = batch.to(local_device())
-        real = torch.stack(batch.unpatchified(batch.latents_TC, *generator.spec.patch))
-        enlarged = [torch.stack(generator.generate_pack(batch, sampling, **tiles)), bicubic(real)]
+    sums = torch.zeros(7, dtype=torch.float64)
+    for held_out, generated in redrawn(args, generator):
+        real = torch.stack(held_out)
+        enlarged = [torch.stack(generated), bicubic(real)]
         errors = [squared_error(pictures, real) for pictures in enlarged]
         energies = [gradient_energy(pictures) for pictures in (*enlarged, real)]
         counts = [torch.tensor(float(n)) for n in (real.numel(), len(real))]

@@ -26,11 +26,7 @@ COLOURS = {
 
 
 def draw(step: PlannedStep, title: str) -> Image.Image:
-    """Draw a step.
-
-    Args:
-        title: the line above it.
-    """
+    """Draw a step."""
     rows = step.timeline[:MOST_ROWS]
     parts = [(name, seconds) for name, seconds in step.time.parts.items() if seconds > 1e-3 * step.time.total]
     top = MARGIN + 64 + len(rows) * (ROW + GAP)

@@ -191,9 +191,6 @@ def resolve(options: cli.Options) -> "run.Partial":
     """Return the configured task: the recipe (or that of a file) with the overrides applied.
 
     Rank 0 prints the settings that result from a document of NeMo.
-
-    Raises:
-        ConfigError: the recipe, a key or a value does not exist.
     """
     from launch import config_file, overrides
 
@@ -219,9 +216,6 @@ def call_recipe(text: str, start: Optional[str] = None) -> "run.Partial":
     Args:
         start: `checkpoint.start_from` if it is overridden. It is the `base` of a recipe that has this argument, so that
             the sizes of the model follow from it.
-
-    Raises:
-        ConfigError: it cannot be imported, is not a recipe, or does not take the arguments.
     """
     import nemo_run as run
     from nemo_run.cli.cli_parser import CLIException, parse_cli_args
@@ -265,9 +259,6 @@ def load_component(name: str) -> None:
     """Import the module that registers the component of this name.
 
     If no module of this project does, the packages in `DIT_PACKAGES` are imported.
-
-    Raises:
-        ConfigError: one of these packages does not exist.
     """
     modules = [entry.module for entry in registry.components() if entry.name == name]
     for module in modules or user_packages():

@@ -81,11 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class MockStream:
-    """Synthetic packs. The class can be pickled, because ranks are separate processes.
-
-    Attributes:
-        multiple: number of tokens to a multiple of which every layout pads samples; None for that of its own.
-    """
+    """Synthetic packs. The class can be pickled, because ranks are separate processes."""
 
     data: "DataConfig"
     spec: "BatchSpec"
@@ -138,9 +134,6 @@ class Pair:
     """A layout and the one rank that it is compared with.
 
     Attributes:
-        one: training on one rank, in fp32.
-        many: training under the layout.
-        bounds: largest accepted errors.
         floor: smallest norm that an error is divided by, as a share of the largest norm.
     """
 
@@ -158,11 +151,7 @@ class Pair:
 
 
 def world_size_of(parallel: "ParallelConfig", requested: Optional[int]) -> int:
-    """Return the requested number of ranks, or the smallest of the layout; 2 for plain data parallelism.
-
-    Raises:
-        ConfigError: one rank is requested, or the layout needs many and no number is requested.
-    """
+    """Return the requested number of ranks, or the smallest of the layout; 2 for plain data parallelism."""
     from dit.parallel.dims import fewest_ranks
 
     needed = max(2, fewest_ranks(parallel))
@@ -177,14 +166,7 @@ def world_size_of(parallel: "ParallelConfig", requested: Optional[int]) -> int:
 
 
 def tiny_pair(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None) -> Pair:
-    """Return the tiny form of a run under its layout and on one rank.
-
-    Args:
-        fp8: quantise the products of both.
-
-    Raises:
-        ConfigError: the layout cannot run; training refuses it for the same reason.
-    """
+    """Return the tiny form of a run under its layout and on one rank."""
     from dit.verify.tiny import tiny_layout, tiny_model
 
     parallel = tiny_layout(config.parallel)
@@ -197,9 +179,6 @@ def pair_of(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None) -
 
     The layout has the offloads of the recipe; one rank keeps everything on its device. With quantised products, both
     pad samples alike, because padding counts in the scales.
-
-    Raises:
-        ConfigError: the layout cannot run; training refuses it for the same reason.
     """
     from dit.parallel.dims import ParallelConfig
     from dit.run_config import RunConfig
@@ -348,12 +327,7 @@ def check_one_rank(trial: "Trial", folder: Path) -> "dict[str, Check]":
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results of a command.
-
-    Attributes:
-        checks: absolute checks of one rank.
-        verdicts: comparisons with one rank, by precision of the layout.
-    """
+    """Results of a command."""
 
     checks: "dict[str, Check]"
     verdicts: "dict[str, Verdict]"
@@ -422,11 +396,7 @@ def verify_full(config: "RunConfig", scratch: Optional[str]) -> Optional[Outcome
 
 
 def explain_layout(config: "RunConfig", world_size: Optional[int]) -> str:
-    """Return the table of every parameter of the run's real model under its layout.
-
-    Raises:
-        ConfigError: the settings do not fit together.
-    """
+    """Return the table of every parameter of the run's real model under its layout."""
     from dit.backends.sharding import explain
     from dit.parallel.build import build_on_meta
     from dit.verify.report import axis_sizes
@@ -472,11 +442,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
 
 
 def verify_tiny(config: "RunConfig", world_size: int) -> Outcome:
-    """Check the tiny form of a run on one rank, and compare its layout with one rank.
-
-    Raises:
-        ConfigError: the tiny form or the layout is not possible.
-    """
+    """Check the tiny form of a run on one rank, and compare its layout with one rank."""
     from dit.verify.laws import text
 
     pair = tiny_pair(config, world_size)

@@ -16,11 +16,14 @@ from dit.models.flux.config import FluxConfig
 from dit.models.flux2.config import Flux2Config
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.lora_config import LoRAConfig
+from dit.models.lumina2.config import Lumina2Config
 from dit.models.moviegen.config import MovieGenConfig
 from dit.models.qwen_image.config import QwenImageConfig
+from dit.models.sana.config import SanaConfig
 from dit.models.sd3.config import SD3Config
 from dit.models.stdit.config import STDiTConfig
 from dit.models.wan.config import WanConfig
+from dit.models.z_image.config import ZImageConfig
 from dit.objectives.adversarial import Adversarial
 from dit.objectives.autoencoding import Autoencoding
 from dit.objectives.base import Objective
@@ -171,6 +174,12 @@ def qwen_image_20b() -> run.Config[QwenImageConfig]:
 
 
 @run.cli.factory(target=ModelConfig)
+def sana_1_6b() -> run.Config[SanaConfig]:
+    """SANA 1.6B (1.60 B): 20 layers of width 2240, 70 heads of linear attention; 32 latent channels, text of 2304."""
+    return run.Config(SanaConfig)
+
+
+@run.cli.factory(target=ModelConfig)
 def sd3_5_large() -> run.Config[SD3Config]:
     """Stable Diffusion 3.5 large (8.06 B): 38 joint blocks of width 2432, 38 heads; texts of 4096, pooled 2048."""
     return run.Config(SD3Config, num_joint_layers=38)
@@ -181,6 +190,18 @@ def sd3_5_medium() -> run.Config[SD3Config]:
     """Stable Diffusion 3.5 medium (2.24 B): 24 joint blocks of width 1536, 13 with a second attention."""
     sizes = {"hidden_size": 1536, "num_attention_heads": 24, "num_joint_layers": 24, "num_dual_layers": 13}
     return run.Config(SD3Config, **sizes, position_crop=[384, 64])
+
+
+@run.cli.factory(target=ModelConfig)
+def lumina2_2b() -> run.Config[Lumina2Config]:
+    """Lumina-Image 2.0 (2.61 B): 2 refiners and 26 blocks of width 2304, 24 heads in 8 groups; text of 2304."""
+    return run.Config(Lumina2Config, num_single_layers=26)
+
+
+@run.cli.factory(target=ModelConfig)
+def z_image_6b() -> run.Config[ZImageConfig]:
+    """Z-Image (6.15 B): 2 refiners and 30 blocks of width 3840, 30 heads; text of 2560."""
+    return run.Config(ZImageConfig, num_single_layers=30)
 
 
 @run.cli.factory(target=ModelConfig)
@@ -393,6 +414,12 @@ def adamw() -> run.Config[OptimizerConfig]:
 def adamw_large() -> run.Config[OptimizerConfig]:
     """AdamW as for billions of parameters: lr 1e-4, betas 0.9 and 0.95, weight decay 0.1."""
     return run.Config(OptimizerConfig, lr=1e-4, beta1=0.9, beta2=0.95, weight_decay=0.1)
+
+
+@run.cli.factory(target=OptimizerConfig)
+def muon() -> run.Config[OptimizerConfig]:
+    """Muon for the 2-D weights of transformer blocks, AdamW for the rest: lr 1e-4 for both, momentum 0.95."""
+    return run.Config(OptimizerConfig, algorithm="muon", lr=1e-4, beta1=0.9, beta2=0.95)
 
 
 @run.cli.factory(target=Schedule)

@@ -17,12 +17,14 @@ from dit.checkpoint.diffusers_folder import is_network, local_path, read_network
 from dit.checkpoint.reading import candidates, no_checkpoint, read_settings
 from dit.convert.run_record import build
 from dit.errors import ConfigError
+from dit.models.base import ModelConfig
 from dit.models.lora_config import LoRAConfig
+from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import parameter_shapes
 from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.components import dit_cross_s
+from recipes.components import dit_cross_s, lumina2_2b, z_image_6b
 from recipes.dit import text_conditional
 
 WEIGHTS, ADAM, MOMENTS, AVERAGE, FROZEN = 6, 4, 8, 4, 2
@@ -53,16 +55,30 @@ class Way:
         return parameters * (WEIGHTS / (gpus if self.fsdp else 1) + sharded / gpus)
 
 
+@dataclass(frozen=True)
+class Published:
+    """A published model.
+
+    Attributes:
+        folder: of its diffusers pipeline, if none is given.
+        time_shift: of the training.
+    """
+
+    folder: str
+    model: run.Config[ModelConfig]
+    time_shift: float
+
+
+def _z_image() -> Published:
+    return Published("models/z-image", z_image_6b(), time_shift=3.0)
+
+
 WAYS = (Way(), Way(average=True), Way(fsdp=True), Way(fsdp=True, average=True, moments=True))
 ON_ONE_GPU = (Way(), Way(average=True), Way(average=True, moments=True))
 
 
 def _fit(recipe: run.Partial, gpus: Optional[int], gpu_memory: int) -> run.Partial:
-    """Select the way to store the state of a training on `gpus` GPUs of `gpu_memory` GB; None changes nothing.
-
-    Raises:
-        ConfigError: the state fits in no way.
-    """
+    """Select the way to store the state of a training on `gpus` GPUs of `gpu_memory` GB; None changes nothing."""
     if gpus is None:
         return recipe
     if gpus < 1 or gpu_memory < 1:
@@ -95,11 +111,7 @@ def _as_config(part: Any) -> Any:
 
 
 def _settings(base: str) -> dict[str, Any]:
-    """Return model, objective and sampling defaults of a run, or of a folder or a hub name of diffusers.
-
-    Raises:
-        ConfigError: there are none.
-    """
+    """Return model, objective and sampling defaults of a run, or of a folder or a hub name of diffusers."""
     folder = local_path(base)
     if is_network(folder):
         trained = read_network(folder).trained
@@ -112,17 +124,17 @@ def _settings(base: str) -> dict[str, Any]:
     return {part: getattr(settings, part) for part in ("model", "objective", "sampling")}
 
 
-def _on_base(name: str, base: Optional[str]) -> run.Partial:
-    """Return a training on `data/mine` from the weights of `base`; of the model of `pretrain` if none is given.
-
-    Raises:
-        ConfigError: `base` has no weights.
-    """
+def _on_base(name: str, base: Optional[str], published: Optional[Published] = None) -> run.Partial:
+    """Return a training on `data/mine` from the weights of `base`; of `published` or `pretrain` if none is given."""
     recipe = text_conditional(name, dit_cross_s())
     if base is not None:
         for part, settings in _settings(base).items():
             setattr(recipe, part, _as_config(settings))
-    recipe.checkpoint.start_from = base or "runs/pretrain"
+    elif published is not None:
+        recipe.model = published.model
+        recipe.objective = run.Config(FlowMatching, time_distribution="logit_normal", time_shift=published.time_shift)
+        recipe.sampling = run.Config(SamplingConfig, solver="euler", num_steps=50, guidance_scale=5.0)
+    recipe.checkpoint.start_from = base or ("runs/pretrain" if published is None else published.folder)
     recipe.checkpoint.interval = 250
     recipe.data = run.Config(EnergonData, path="data/mine")
     recipe.optimizer.lr = 1e-5
@@ -135,11 +147,7 @@ def _on_base(name: str, base: Optional[str]) -> run.Partial:
 
 
 def _with_lora(recipe: run.Partial, rank: int) -> run.Partial:
-    """Train only adapters, at the learning rate that they take.
-
-    Raises:
-        ConfigError: the model has none.
-    """
+    """Train only adapters, at the learning rate that they take."""
     model = recipe.model.__fn_or_cls__
     if "lora" not in {field.name for field in fields(model)}:
         raise ConfigError(f"{model.__name__} has no adapters (LoRA); train all its weights with the recipe finetune")
@@ -171,6 +179,33 @@ def finetune_lora(base: Optional[str] = None, gpus: Optional[int] = None, gpu_me
     trained further. `launch.export --format diffusers-lora` or `comfyui-lora` exports the adapters.
     """
     return _fit(_with_lora(_on_base("finetune_lora", base), rank=16), gpus, gpu_memory)
+
+
+@run.cli.factory(target=pretrain)
+def finetune_z_image(base: Optional[str] = None, gpus: Optional[int] = 8, gpu_memory: int = 80) -> run.Partial:
+    """All weights of Z-Image (6.15 B) in the pipeline `models/z-image` of diffusers, as finetune: 8 x 80 GB.
+
+    Pictures: `python -m energon_data.prepare images --vae models/z-image --text-encoder models/z-image`.
+    """
+    return _fit(_on_base("finetune_z_image", base, _z_image()), gpus, gpu_memory)
+
+
+@run.cli.factory(target=pretrain)
+def finetune_z_image_lora(base: Optional[str] = None, gpus: Optional[int] = 1, gpu_memory: int = 24) -> run.Partial:
+    """LoRA adapters of rank 16 on Z-Image (6.15 B) in the pipeline `models/z-image`: one 24 GB GPU.
+
+    As finetune_lora, with the pictures of finetune_z_image.
+    """
+    return _fit(_with_lora(_on_base("finetune_z_image_lora", base, _z_image()), rank=16), gpus, gpu_memory)
+
+
+@run.cli.factory(target=pretrain)
+def finetune_lumina2(base: Optional[str] = None, gpus: Optional[int] = 1, gpu_memory: int = 80) -> run.Partial:
+    """All weights of Lumina-Image 2.0 (2.61 B) in the pipeline `models/lumina2` of diffusers: one 80 GB GPU.
+
+    As finetune. Pictures: `python -m energon_data.prepare images --vae models/lumina2 --text-encoder models/lumina2`.
+    """
+    return _fit(_on_base("finetune_lumina2", base, Published("models/lumina2", lumina2_2b(), 6.0)), gpus, gpu_memory)
 
 
 @run.cli.factory(target=pretrain)

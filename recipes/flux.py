@@ -1,4 +1,4 @@
-"""FLUX, Qwen-Image and Stable Diffusion 3: text and image as two streams; flow matching on images of 1024 px.
+"""FLUX, Qwen-Image, Stable Diffusion 3, Lumina 2, Z-Image: two streams; flow matching on images of 1024 px.
 
 Sizes and settings of FLUX.1 are NeMo's, sizes of the others those of diffusers. Numbers of GPUs follow from the layout
 and from the memory that `--dryrun` estimates; none of these runs has been made at full size. A sample needs a text; of
@@ -21,9 +21,11 @@ from recipes.components import (
     flux2_klein_9b,
     flux_dev,
     flux_two_layers,
+    lumina2_2b,
     qwen_image_20b,
     sd3_5_large,
     sd3_5_medium,
+    z_image_6b,
 )
 from recipes.dit import as_mock, in_seconds, on_tensor_parallel, text_conditional, with_fsdp
 
@@ -177,6 +179,32 @@ def sd3_5_medium_1024() -> run.Partial:
     recipe.objective.time_shift = 3.0
     recipe.training.global_batch_size = 8
     return _on_images(recipe, "data/latents_1024_sd3")
+
+
+@run.cli.factory(target=pretrain)
+def lumina2_1024() -> run.Partial:
+    """Lumina-Image 2.0 (2.61 B) on images of 1024 px, FSDP, 8 images per step: 8 x 80 GB.
+
+    `--dryrun` estimates 26 GiB on each GPU. Times are shifted by 6, as the published sampler. Texts: the layer
+    before the last of Gemma 2 2B.
+    """
+    recipe = with_fsdp(_flux("lumina2_1024", lumina2_2b()))
+    recipe.objective.time_shift = 6.0
+    recipe.training.global_batch_size = 8
+    return _on_images(recipe, "data/latents_1024_lumina2")
+
+
+@run.cli.factory(target=pretrain)
+def z_image_1024() -> run.Partial:
+    """Z-Image (6.15 B) on images of 1024 px, FSDP, 8 images per step: 8 x 80 GB.
+
+    `--dryrun` estimates 46 GiB on each GPU. Times are shifted by 3, as the published sampler. Texts: the layer before
+    the last of Qwen3-4B.
+    """
+    recipe = with_fsdp(_flux("z_image_1024", z_image_6b()))
+    recipe.objective.time_shift = 3.0
+    recipe.training.global_batch_size = 8
+    return _on_images(recipe, "data/latents_1024_z_image")
 
 
 @run.cli.factory(target=pretrain)

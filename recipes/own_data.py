@@ -54,11 +54,7 @@ def _encoded(contents: Contents, vae: Optional[str]) -> Contents:
 
 
 def _patch(contents: Contents) -> int:
-    """Return the first patch that divides all sides and gives at most `PICTURE_TOKENS`, else the one with the fewest.
-
-    Raises:
-        ConfigError: none divides the sides.
-    """
+    """Return the first patch that divides all sides and gives at most `PICTURE_TOKENS`, else that of fewest tokens."""
     sides = math.gcd(*(side for _, _, h, w in contents.shapes for side in (h, w)))
     area = max(h * w for _, _, h, w in contents.shapes)
     known = LATENT_PATCHES if contents.is_latent else PIXEL_PATCHES
@@ -68,11 +64,7 @@ def _patch(contents: Contents) -> int:
 
 
 def _text_width(contents: Contents, folder: str, text_encoder: Optional[str]) -> Optional[int]:
-    """Return the width of the texts that are stored, or embedded during training; None without texts.
-
-    Raises:
-        ConfigError: there are captions, nothing embeds them, and there are no classes either.
-    """
+    """Return the width of the texts that are stored, or embedded during training; None without texts."""
     if text_encoder is not None:
         return None if text_encoder == "none" else check_text_encoder(text_encoder).widths.get("text")
     if contents.context_size is None and contents.captions and not contents.num_classes:
@@ -89,9 +81,6 @@ def _backbone(name: Optional[str], has_frames: bool, text_width: Optional[int]) 
 
     Args:
         has_frames: whether samples are clips, or have a reference at another time.
-
-    Raises:
-        ConfigError: there is no such backbone, or it reads texts and the data have none.
     """
     name = name or ("dit" if text_width is None else "wan" if has_frames else "pixart")
     if name not in BACKBONES or (text_width is None and name != "dit"):

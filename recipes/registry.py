@@ -135,11 +135,7 @@ def _entries_by_file() -> Iterator[list[Entry]]:
 
 @cache
 def entries() -> tuple[Entry, ...]:
-    """Return every factory of this package and of registered modules, by file and position.
-
-    Raises:
-        ConfigError: two factories have one name.
-    """
+    """Return every factory of this package and of registered modules, by file and position."""
     by_name: dict[str, Entry] = {}
     for entry in chain.from_iterable(_entries_by_file()):
         if entry.name in by_name:
@@ -215,11 +211,7 @@ def listing() -> str:
 
 
 def description(name: str) -> str:
-    """Return the docstring of a recipe or component and the file that defines it.
-
-    Raises:
-        ConfigError: there is none of this name.
-    """
+    """Return the docstring of a recipe or component and the file that defines it."""
     by_name = {entry.name: entry for entry in entries()}
     if name not in by_name:
         raise ConfigError(f"--describe {name}: no such recipe or component{did_you_mean(name, by_name)}; see --list")

@@ -127,7 +127,7 @@ def test_no_package_needs_the_tests_or_the_examples(package: str):
 
 def test_only_preparation_encodes():
     """Reading data needs the arithmetic of VAEs and text models; preparing and looking at data alone may load them."""
-    loading = ("energon_data/prepare/", "energon_data/report/decoded_frames.py")
+    loading = ("energon_data/prepare/", "energon_data/inspect.py")
     arithmetic = ("dit.encoders.vae.Geometry", "dit.encoders.text_config")
     report(
         [

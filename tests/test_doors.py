@@ -62,8 +62,7 @@ ALLOWED: dict[str, tuple[str, ...]] = {
     "traceback.print_*": ("dit/verify/ranks.py",),
     # They create files exclusively, open folders, or flush what was written; except the readers.
     "os.open": (
-        *(READERS, "dit/durable_files.py", "dit/checkpoint/state_files.py", "dit/checkpoint/background/writer.py"),
-        *("dit/checkpoint/manifest.py", "dit/checkpoint/reader_lock.py", "dit/convert/state_files.py"),
+        *(READERS, "dit/durable_files.py", "dit/checkpoint/manifest.py", "dit/checkpoint/reader_lock.py"),
         "dit/verify/ranks.py",
     ),
     # Methods of a path, and the same functions of any other module.

@@ -23,12 +23,6 @@ def deterministic(enabled: bool) -> Iterator[None]:
     """Enable torch's deterministic algorithms in this context; an operation without one raises an error.
 
     Enter the context before the first GPU call, because cuBLAS reads its workspace setting only once.
-
-    Args:
-        enabled: if False, the context changes nothing.
-
-    Raises:
-        ConfigError: an environment variable has a conflicting value.
     """
     if not enabled:
         yield

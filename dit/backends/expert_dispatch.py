@@ -20,7 +20,6 @@ class ExpertDispatch:
     Args:
         config: Megatron-Core's config with `num_moe_experts` and `moe_expert_capacity_factor`.
         groups: Megatron-Core's `ProcessGroupCollection`.
-        experts: global indices of the local experts.
     """
 
     def __init__(self, config: TransformerConfig, groups: ProcessGroupCollection, experts: range) -> None:
@@ -31,7 +30,6 @@ class ExpertDispatch:
         """Dispatch every selected token to its experts.
 
         Args:
-            x_TD: the local tokens.
             selected_TE: whether expert E takes token T, bool.
             weights_TE: weight of each pair.
 
@@ -47,9 +45,6 @@ class ExpertDispatch:
 
     def collect(self, y_PD: Tensor) -> Tensor:
         """Combine: send the experts' outputs back to the ranks of the tokens, and sum them per token.
-
-        Args:
-            y_PD: outputs of the local experts, grouped by expert.
 
         Returns:
             `[T, D]`; zeros for a token that no expert took.

@@ -39,9 +39,7 @@ def finalize_gradients(
     """Reduce the gradients of a step; `StepNumbers` counts its tokens.
 
     Args:
-        wrapped: this rank's model chunks.
         num_tokens: unused.
-        pg_collection: the groups of this rank.
     """
     finalize_model_grads(wrapped, None, pg_collection, force_all_reduce)
 

@@ -47,14 +47,7 @@ def xavier_uniform(fan_in: int, fan_out: int) -> Init:
 
 
 def draw(init: Init, seed: int, name: str, rows: range, columns: range, device: torch.device) -> Tensor:
-    """Draw one block of a global matrix, float32 `[len(rows), len(columns)]`.
-
-    Args:
-        init: the distribution.
-        seed: seed of the run.
-        name: global name of the parameter.
-        rows, columns: global indices of the block, with step 1.
-    """
+    """Draw one block of a global matrix, float32 `[len(rows), len(columns)]`."""
     if init.kind == "constant":
         return torch.full((len(rows), len(columns)), init.scale, device=device)
     name_hash = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
@@ -78,11 +71,7 @@ def with_init(parameter: nn.Parameter, init: Init) -> nn.Parameter:
 
 
 def init_of(parameter: nn.Parameter, name: str) -> Init:
-    """Return the initialisation that `with_init` set.
-
-    Raises:
-        ConfigError: the parameter has no initialisation.
-    """
+    """Return the initialisation that `with_init` set."""
     init = getattr(parameter, "init", None)
     if not isinstance(init, Init):
         raise ConfigError(
@@ -94,16 +83,7 @@ def init_of(parameter: nn.Parameter, name: str) -> Init:
 
 @torch.no_grad()
 def initialize_weights(module: nn.Module, seed: int, *, tp_rank: int, tp_size: int) -> None:
-    """Fill every parameter of a model with this rank's part of the counter-based initial weights.
-
-    Args:
-        module: the model; its parameter names must be global (pipeline stages number layers globally).
-        seed: seed of the run.
-        tp_rank, tp_size: the tensor-parallel rank and size, which select the rank's part of split parameters.
-
-    Raises:
-        ConfigError: a parameter has no sharding or no initialisation.
-    """
+    """Fill every parameter of a model with this rank's part of the counter-based initial weights."""
     for name, parameter in module.named_parameters():
         matrix = parameter.data.view(parameter.shape[0], -1) if parameter.dim() > 1 else parameter.data[None]
         rows, columns = range(matrix.shape[0]), range(matrix.shape[1])

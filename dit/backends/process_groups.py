@@ -73,6 +73,11 @@ class ProcessGroups:
         return self.collection.tp_cp
 
     @property
+    def stage(self) -> dist.ProcessGroup:
+        """All ranks of one pipeline stage."""
+        return self.collection.tp_dp_cp
+
+    @property
     def dp(self) -> dist.ProcessGroup:
         """Ranks with the same shard of the model and different samples."""
         return self.collection.dp
@@ -100,11 +105,7 @@ class ProcessGroups:
 
 
 def world_size_from_environment() -> int:
-    """Return the number of ranks that torchrun started; 1 without torchrun.
-
-    Raises:
-        ConfigError: srun started several tasks without torchrun, so each would be a separate run.
-    """
+    """Return the number of ranks that torchrun started; 1 without torchrun."""
     # SLURM_NTASKS does not work: it describes the allocation and is also set in salloc shells and sbatch scripts.
     tasks = int(os.environ.get("SLURM_STEP_NUM_TASKS", "1"))
     if "RANK" not in os.environ and tasks > 1:
@@ -120,12 +121,6 @@ def connect(*, timeout_s: float = 600.0) -> None:
     """Initialise torch.distributed (NCCL on CUDA, gloo on CPU) if it is not initialised yet.
 
     Without torchrun, the process becomes a world of one rank, so no other code checks whether it runs distributed.
-
-    Args:
-        timeout_s: time-out of collectives.
-
-    Raises:
-        ConfigError: the rendezvous port is in use.
     """
     if dist.is_initialized():
         return
@@ -150,15 +145,7 @@ def connect(*, timeout_s: float = 600.0) -> None:
 
 
 def initialize(parallel: GroupSizes, *, timeout_s: float = 600.0) -> ProcessGroups:
-    """Initialise torch.distributed if it is not initialised yet, and build Megatron-Core's groups.
-
-    Args:
-        parallel: validated sizes.
-        timeout_s: time-out of collectives.
-
-    Raises:
-        ConfigError: the rendezvous port is in use.
-    """
+    """Initialise torch.distributed if it is not initialised yet, and build Megatron-Core's groups."""
     if not use_cuda():
         megatron_cpu.install()
     from megatron.core import parallel_state

@@ -24,14 +24,21 @@ from dit.backends.fp8_linear import fp8_linear
 from dit.backends.gathered_linear import GatheredLinear
 from dit.backends.init import ZEROS, Init, uniform, with_init
 from dit.backends.pending_bias import PendingBias
-from dit.backends.sharding import GradientCovers, ParameterSharding, adapter_shardings, set_sharding, sharding_of
+from dit.backends.sharding import (
+    ONE_MATRIX,
+    GradientCovers,
+    ParameterSharding,
+    adapter_shardings,
+    set_sharding,
+    sharding_of,
+)
 from dit.errors import ConfigError
 from dit.kernels.choice import UNTRIED, Implementation, Op, Target, capability_from, choose, installed, on_cuda
 from dit.kernels.fp8 import BLOCKS, PRODUCTS, TE_CAPABILITY, Fp8Products, check_features
 from dit.kernels.layer_kernels import EAGER, LayerKernels
 from dit.settings import Fp8
 
-REPLICATED, EXPERT, ROWS = ParameterSharding(), ParameterSharding(expert=True), ParameterSharding(split_dim=0)
+EXPERT, ROWS = (ParameterSharding(expert=e, split_dim=d, matrices=ONE_MATRIX) for e, d in ((True, None), (False, 0)))
 
 
 class ColumnLinear(ColumnParallelLinear):
@@ -154,15 +161,10 @@ class LayerProvider:
     """Builds the parallel layers of a model for one rank.
 
     Args:
-        config: Megatron-Core's config of the layout and precision.
         groups: Megatron-Core's `ProcessGroupCollection`; None builds the full model on one rank (meta device, export).
         linears: name of one of `LINEARS`, or `auto`.
-        kernels: kernels of the layers.
         fp8: scaling of the quantised products of `column_linear`, `heads_linear` and `row_linear`, which build the
             linears of transformer blocks; None for products in the precision of the weights.
-
-    Raises:
-        ConfigError: the linears are unknown, not installed or not available on this device.
     """
 
     def __init__(
@@ -210,14 +212,7 @@ class LayerProvider:
         return self.kernels.adds_bias or self.tp_size > 1
 
     def split(self, count: int, name: str) -> int:
-        """Return the number of `count` equal parts that are local to this rank.
-
-        Args:
-            name: name of the number, for the message.
-
-        Raises:
-            ConfigError: tensor parallelism cannot split them.
-        """
+        """Return the number of `count` equal parts that are local to this rank."""
         if count % self.tp_size:
             fits = [n for n in range(1, count + 1) if count % n == 0 and n <= 64]
             raise ConfigError(
@@ -226,15 +221,7 @@ class LayerProvider:
         return count // self.tp_size
 
     def _products(self, features: int, *, split: int) -> Optional[Fp8Products]:
-        """Return the quantised products of a linear layer; None for products in the precision of the weight.
-
-        Args:
-            features: inputs or outputs that are replicated over tensor-parallel ranks.
-            split: outputs or inputs that are split.
-
-        Raises:
-            ConfigError: a rank would have a part of a block.
-        """
+        """Return the quantised products of a linear layer; None for products in the precision of the weight."""
         if self._fp8 is None:
             return None
         check_features(self._fp8.kind, features, 1)
@@ -275,9 +262,7 @@ class LayerProvider:
             is_expert=False,
             tp_group=self.tp_group,
         )
-        sharding = ParameterSharding(
-            split_dim=0, gradient_covers="all_tokens" if replicated_input else "sequence_shard"
-        )
+        sharding = replace(ROWS, gradient_covers="all_tokens" if replicated_input else "sequence_shard")
         layer.is_unsharded, layer.returns_bias, layer.skip_bias_add = self.tp_size == 1, returns_bias, skips
         layer.fp8 = None if replicated_input else self._products(in_features, split=out_features)
         _initialize(layer, sharding, sharding, init)
@@ -321,7 +306,7 @@ class LayerProvider:
         layer.is_unsharded, layer.returns_bias, layer.skip_bias_add = self.tp_size == 1, returns_bias, skips
         layer.fp8 = self._products(out_features, split=in_features)
         # The bias is added to the local tokens, after the sum over ranks.
-        _initialize(layer, ParameterSharding(split_dim=1), REPLICATED, init)
+        _initialize(layer, ParameterSharding(split_dim=1, matrices=ONE_MATRIX), ParameterSharding(), init)
         return layer
 
     def replicated_linear(
@@ -333,22 +318,14 @@ class LayerProvider:
         init: Init,
         gradient_covers: GradientCovers = "sequence_shard",
     ) -> nn.Linear:
-        """Build a linear layer that is replicated over tensor-parallel ranks.
-
-        Args:
-            gradient_covers: see `ParameterSharding`.
-        """
+        """Build a linear layer that is replicated over tensor-parallel ranks."""
         layer = nn.Linear(in_features, out_features, bias=bias, dtype=self.config.params_dtype, device=self._device)
         sharding = ParameterSharding(gradient_covers=gradient_covers)
         _initialize(layer, sharding, sharding, init)
         return layer
 
     def gathered_linear(self, in_features: int, out_features: int, *, bias: bool, init: Init) -> GatheredLinear:
-        """Build a linear layer for per-sample values, whose split output features are gathered on every rank.
-
-        Raises:
-            ConfigError: tensor parallelism cannot split the features.
-        """
+        """Build a linear layer for per-sample values, whose split output features are gathered on every rank."""
         self.split(out_features, "output features")
         layer = GatheredLinear(
             in_features,
@@ -403,11 +380,7 @@ class LayerProvider:
         return layer
 
     def local_experts(self, num_experts: int) -> range:
-        """Return the global indices of the local experts.
-
-        Raises:
-            ConfigError: expert parallelism cannot split them evenly.
-        """
+        """Return the global indices of the local experts."""
         size = 1 if self._groups is None else self._groups.ep.size()
         if num_experts % size:
             fits = [n for n in range(1, num_experts + 1) if num_experts % n == 0]
@@ -426,11 +399,7 @@ class LayerProvider:
         return layer
 
     def expert_dispatch(self, experts: range) -> Optional[ExpertDispatch]:
-        """Build the `ExpertDispatch` to the experts of all ranks; return None on the meta device.
-
-        Args:
-            experts: global indices of the local experts.
-        """
+        """Build the `ExpertDispatch` to the experts of all ranks; return None on the meta device."""
         if self._groups is None:
             return None
         return ExpertDispatch(self.config, self._groups, experts)
@@ -444,15 +413,17 @@ class LayerProvider:
 
     def sum_over_tensor_ranks(self, x: Tensor) -> Tensor:
         """Sum a tensor over the tensor-parallel ranks, and its gradient in the backward pass."""
-        if self.tp_size == 1:
-            return x
-        return copy_to_tensor_model_parallel_region(
-            reduce_from_tensor_model_parallel_region(x, group=self.tp_group), group=self.tp_group
-        )
+        return x if self.tp_size == 1 else _sum_over(x, self.tp_group)
 
-    def split_vector(self, size: int, init: Init) -> nn.Parameter:
-        """Build a vector that is split over tensor-parallel ranks."""
-        empty = torch.empty(self.split(size, "features"), dtype=self.config.params_dtype, device=self._device)
+    def sum_over_context_ranks(self, x: Tensor) -> Tensor:
+        """Sum a tensor over the context-parallel ranks, and its gradient in the backward pass."""
+        group = None if self._groups is None else self._groups.cp
+        return x if group is None or group.size() == 1 else _sum_over(x, group)
+
+    def split_parameter(self, shape: tuple[int, ...], init: Init) -> nn.Parameter:
+        """Build a parameter whose first dimension is split over tensor-parallel ranks."""
+        local = (self.split(shape[0], "features"), *shape[1:])
+        empty = torch.empty(local, dtype=self.config.params_dtype, device=self._device)
         return with_init(set_sharding(nn.Parameter(empty), ParameterSharding(split_dim=0)), init)
 
     def parameter(
@@ -466,15 +437,19 @@ class LayerProvider:
         """Build a parameter that is replicated over tensor-parallel ranks.
 
         Args:
-            gradient_covers: see `ParameterSharding`.
             dtype: None for the dtype of the model's weights.
         """
         empty = torch.empty(shape, dtype=dtype or self.config.params_dtype, device=self._device)
         return with_init(set_sharding(nn.Parameter(empty), ParameterSharding(gradient_covers=gradient_covers)), init)
 
 
+def _sum_over(x: Tensor, group: Any) -> Tensor:
+    """Sum a tensor over the ranks of a group, and its gradient in the backward pass."""
+    return copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(x, group=group), group=group)
+
+
 def _initialize(layer: nn.Module, weight: ParameterSharding, bias: ParameterSharding, init: Init) -> None:
     """Set the sharding and the initialisation of a linear layer; biases are initialised to zero."""
     with_init(set_sharding(layer.get_parameter("weight"), weight), init)
     if isinstance(layer.bias, nn.Parameter):
-        with_init(set_sharding(layer.bias, bias), ZEROS)
+        with_init(set_sharding(layer.bias, replace(bias, matrices=None)), ZEROS)

@@ -37,6 +37,33 @@ GradientCovers = Literal["all_tokens", "sequence_shard", "own_heads"]
 
 
 @dataclass(frozen=True)
+class Matrices:
+    """The matrices that a two-dimensional weight of a block stores; an optimizer such as Muon handles each separately.
+
+    Along one dimension, the weight repeats a pattern of runs, in which the rows of one or several matrices alternate:
+
+        runs ((2, 1), (1, 1), (1, 1))    rows 0 0 1 2 | 0 0 1 2 | ...    queries, keys, values by group of heads
+        runs ((2, 2),)                   rows 0 1 | 0 1 | 0 1 | ...      gates and values of SwiGLU
+
+    Attributes:
+        runs: rows of each run of the pattern, and the number of matrices that alternate in it.
+        dim: the dimension; 1 if columns are ordered by the pattern.
+    """
+
+    runs: tuple[tuple[int, int], ...] = ((1, 1),)
+    dim: int = 0
+
+    def views(self, weight_OI: Tensor) -> list[Tensor]:
+        """Return a view of each matrix of a weight, `[repetitions, rows, columns]`; of its transpose for `dim` 1."""
+        lengths = [length for length, _ in self.runs]
+        runs = weight_OI.movedim(self.dim, 0).unflatten(0, (-1, sum(lengths))).split(lengths, 1)
+        return [run[:, i::count] for run, (_, count) in zip(runs, self.runs) for i in range(count)]
+
+
+ONE_MATRIX = Matrices()
+
+
+@dataclass(frozen=True)
 class ParameterSharding:
     """Placement of one parameter on the ranks, and the tokens that each rank's gradient covers.
 
@@ -48,12 +75,14 @@ class ParameterSharding:
             `all_tokens`: all tokens, because the input of the parameter is never sharded (text).
             `own_heads`: the attention heads of the rank. Megatron-Core identifies these query and key norms by name.
         every_stage: whether every pipeline stage has a copy, used by the layers of that stage.
+        matrices: the matrices of a weight of a block; None for other parameters.
     """
 
     split_dim: Optional[int] = None
     expert: bool = False
     gradient_covers: GradientCovers = "sequence_shard"
     every_stage: bool = False
+    matrices: Optional[Matrices] = None
 
     def __post_init__(self) -> None:
         assert not (self.expert and (self.split_dim is not None or self.every_stage)), self
@@ -82,19 +111,11 @@ class ParameterSharding:
         return tuple(axis for axis in self.replicated_over if axis != "tp" or partial)
 
     def global_shape(self, shape: Sequence[int], tp_size: int) -> tuple[int, ...]:
-        """Return the unsharded shape.
-
-        Args:
-            shape: shape on one tensor-parallel rank.
-        """
+        """Return the unsharded shape."""
         return tuple(size * tp_size if i == self.split_dim else size for i, size in enumerate(shape))
 
     def origin(self, shape: Sequence[int], tp_rank: int) -> tuple[int, ...]:
-        """Return the index of a rank's first element in the unsharded parameter.
-
-        Args:
-            shape: shape on one tensor-parallel rank.
-        """
+        """Return the index of a rank's first element in the unsharded parameter."""
         return tuple(size * tp_rank if i == self.split_dim else 0 for i, size in enumerate(shape))
 
 
@@ -109,9 +130,13 @@ def adapter_shardings(base: ParameterSharding) -> tuple[ParameterSharding, Param
         row parallel, split_dim=1       split_dim=1                          replicated; covers sequence shard
         replicated                      as the base                          as the base
         expert                          as the base                          as the base
+
+    A weight whose rows store several matrices has one A, and a B for each of them; with columns, one B.
     """
     a = replace(base, split_dim=None) if base.split_dim == 0 else base
     b = replace(base, split_dim=None) if base.split_dim == 1 else base
+    if base.matrices is not None:
+        a, b = (x if base.matrices.dim == dim else replace(x, matrices=Matrices()) for x, dim in ((a, 1), (b, 0)))
     return a, b
 
 
@@ -121,21 +146,20 @@ def set_sharding(parameter: nn.Parameter, sharding: ParameterSharding) -> nn.Par
     return parameter
 
 
+def set_matrices(linear: nn.Module, matrices: Matrices) -> None:
+    """Set the matrices that the weight of a linear layer of a block stores."""
+    weight = linear.get_parameter("weight")
+    set_sharding(weight, replace(sharding_of(weight), matrices=matrices))
+
+
 def replicate_on_all_stages(parameters: Iterable[nn.Parameter]) -> None:
-    """Set `every_stage` in the shardings of these parameters."""
+    """Set `every_stage` in the shardings of these parameters, which then belong to no block."""
     for parameter in parameters:
-        set_sharding(parameter, replace(sharding_of(parameter), every_stage=True))
+        set_sharding(parameter, replace(sharding_of(parameter), every_stage=True, matrices=None))
 
 
 def sharding_of(parameter: Tensor, name: str = "") -> ParameterSharding:
-    """Return the sharding of a parameter.
-
-    Args:
-        name: name of the parameter, for the message.
-
-    Raises:
-        ConfigError: the parameter has no sharding.
-    """
+    """Return the sharding of a parameter."""
     sharding = getattr(parameter, "sharding", None)
     if not isinstance(sharding, ParameterSharding):
         raise ConfigError(
@@ -184,9 +208,6 @@ def write_attributes(
     Args:
         sequence_parallel, pipeline, first_stage: see `megatron_attributes`.
         sums_head_norms: `qk_layernorm` of Megatron-Core's config.
-
-    Raises:
-        ConfigError: a parameter has no sharding, or Megatron-Core does not support its sharding.
     """
     for name, parameter in module.named_parameters():
         sharding = sharding_of(parameter, name)
@@ -196,7 +217,7 @@ def write_attributes(
                 f"the gradient of parameter {name} covers the heads of one tensor-parallel rank, but Megatron-Core "
                 "sums such gradients only for parameters named q_layernorm or k_layernorm, and only with qk_layernorm "
                 "in its config; rename it and return qk_layernorm=True from megatron_sizes(), or split it "
-                "(split_vector)"
+                "(split_parameter)"
             )
         attributes = megatron_attributes(
             sharding, sequence_parallel=sequence_parallel, pipeline=pipeline, first_stage=first_stage
@@ -219,7 +240,6 @@ class AxisSizes:
     """Numbers of ranks of a layout.
 
     Attributes:
-        ranks: number of ranks per axis; 1 for a missing axis.
         experts: number of ranks over which the experts of a layer are split.
         sequence_parallel: whether activations between the linear layers are sharded over the tensor-parallel ranks.
     """
@@ -257,11 +277,7 @@ class Row:
 
 
 def describe(name: str, parameter: Tensor, sizes: AxisSizes) -> Row:
-    """Return the row of the sharding table for a parameter of the full model.
-
-    Raises:
-        ConfigError: the parameter has no sharding.
-    """
+    """Return the row of the sharding table for a parameter of the full model."""
     sharding = sharding_of(parameter, name)
     split = "-"
     if sharding.expert and sizes.experts > 1:
@@ -283,13 +299,6 @@ def explain(model: nn.Module, sizes: AxisSizes) -> str:
     """Return a table of the ranks over which each parameter is split, replicated and reduced.
 
     Parameters that differ only in the number of their layer or expert share a line, `layers.0-27.mlp...`.
-
-    Args:
-        model: the full model, from `build_on_meta`.
-        sizes: sizes of the layout.
-
-    Raises:
-        ConfigError: a parameter has no sharding.
     """
     rows = [describe(name, parameter, sizes).cells for name, parameter in model.named_parameters()]
     return in_columns([HEADS, *_folded(rows)])

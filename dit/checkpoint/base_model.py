@@ -40,9 +40,6 @@ def find_folder_together(
 
     Args:
         reading: the checkpoint is not deleted until this stack is closed.
-
-    Raises:
-        CheckpointError: there is no valid checkpoint.
     """
     checkpoint = newest_valid_together(on_first_rank(lambda: candidates(path), groups), groups, reading)
     if checkpoint is None:
@@ -51,11 +48,7 @@ def find_folder_together(
 
 
 class Start(Protocol):
-    """Weights of `checkpoint.start_from`: a checkpoint, or a folder of diffusers (`Network`).
-
-    Attributes:
-        folder: of the weights.
-    """
+    """Weights of `checkpoint.start_from`: a checkpoint, or a folder of diffusers (`Network`)."""
 
     @property
     def folder(self) -> Path: ...
@@ -75,7 +68,6 @@ class Start(Protocol):
         Args:
             model: settings of the run.
             fingerprint: see `check_start`; None for no check, because the digest was compared.
-            adapters: see `check_start`.
 
         Raises:
             CheckpointError: a file is damaged.
@@ -141,10 +133,6 @@ def check_start(folder: Path, fingerprint: dict[str, Any], *, adapters: bool = F
 
     Args:
         fingerprint: fingerprint of the model without adapters and without auxiliary networks, or of the adapters.
-        adapters: whether the checkpoint has these adapters.
-
-    Raises:
-        ConfigError: it has only adapters, or belongs to another model.
     """
     manifest = read_manifest(folder)
     if manifest.base is not None and not adapters:
@@ -238,12 +226,7 @@ def find_base(folder: Path, config: RunConfig, groups: Optional[ProcessGroups] =
     The folder recorded in the manifest is tried first, then `checkpoint.start_from`.
 
     Args:
-        folder: a verified checkpoint of the run.
-        config: its settings.
         groups: ranks that all call this, of which the first one compares the weights; None for one process.
-
-    Raises:
-        CheckpointError: neither folder has the weights that the adapters were trained with.
     """
     saved = read_manifest(folder).base
     if saved is None:

@@ -45,10 +45,6 @@ LONGEST_CHANGE = 300  # characters of a logged change
 class Checkpointer:
     """Saves and loads the checkpoints of one run; every rank calls every method.
 
-    Args:
-        store: folder of the checkpoints.
-        config: settings of the run.
-
     Attributes:
         resumed_metadata: `metadata` of the resumed checkpoint, see `save`; empty for a new run.
     """

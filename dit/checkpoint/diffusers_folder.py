@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dit.backends.process_groups import ProcessGroups
-from dit.checkpoint.boxes import Box
+from dit.boxes import Box
 from dit.checkpoint.manifest import hash_file
 from dit.checkpoint.verify_together import reads_together
 from dit.convert.diffusers_format import DiffusersFormat, TrainedModel, format_of_settings
@@ -50,13 +50,10 @@ class Network:
     """The settings of a network in the diffusers layout.
 
     Attributes:
-        folder: of its `config.json`.
-        form: its class.
         trained: our model, with published defaults for values that are not in the files.
         recorded: whether the files have the record of `launch.export` or the schedule of a pipeline, so that nothing is
             assumed.
         autoencoder: folder of the pipeline's autoencoder; None without.
-        notes: sentences about differences from the pipeline.
     """
 
     folder: Path
@@ -116,12 +113,7 @@ def is_network(path: Path) -> bool:
 
 
 def read_network(source: Path) -> Network:
-    """Read the settings of a network, or of the network in a pipeline's folder.
-
-    Raises:
-        ConfigError: they cannot be read, the class or a setting is not supported, or the record of an export and the
-            settings contradict each other.
-    """
+    """Read the settings of a network, or of the network in a pipeline's folder."""
     folder = network_folder(source)
     settings = read_json(folder / CONFIG)
     try:
@@ -203,13 +195,6 @@ def _sizes(rules: RuleBook, model: ModelConfig) -> object:
 class FolderWeights:
     """The weights of a network for a model of the same sizes, read like those of a checkpoint.
 
-    Args:
-        network: the network.
-        model: of the run.
-
-    Attributes:
-        shapes: of the parameters, by global name.
-
     Raises:
         ConfigError: the sizes of the model differ from those of the network, or the files are incomplete or damaged.
     """
@@ -225,11 +210,7 @@ class FolderWeights:
         self.num_parameters = sum(Box.of(rules.shapes[rule.name]).numel for rule in rules.rules)
 
     def read(self, name: str, shape: Sequence[int], views: Iterable[tuple[Box, Tensor]]) -> None:
-        """Copy boxes of a parameter into memory, as `StateReader.read`.
-
-        Raises:
-            CheckpointError: the parameter is missing, its shape differs, values are not finite, or a file is damaged.
-        """
+        """Copy boxes of a parameter into memory, as `StateReader.read`."""
         if self.shapes.get(name) != tuple(shape):
             raise CheckpointError(
                 f"{name} {list(shape)} is not in {self._folder}; give the model settings of its config.json"

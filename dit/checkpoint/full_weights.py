@@ -27,9 +27,6 @@ from dit.settings import CheckpointConfig, SamplingConfig, TrainingConfig
 def read_full_weights(folder: Path, slot: str) -> dict[str, Tensor]:
     """Read every parameter of a verified checkpoint, unsharded, in float32, except those of auxiliary networks.
 
-    Args:
-        slot: `ema` or `weight`.
-
     Raises:
         CheckpointError: they cannot be read, or are not finite.
     """
@@ -58,15 +55,9 @@ def write_imported(
     """Write a run folder of full weights, which `launch.sample` and `checkpoint.start_from` accept on any layout.
 
     Args:
-        weights: every parameter of `trained.model`, by global name; of its adapters if it has some.
-        trained: the model, its objective, and the metadata for sampling.
-        sampling: defaults of the sample command.
         source: origin of the weights, recorded in the manifest.
         base: base of the adapters, as in `Manifest.base`.
         autoencoder: decodes samples, see `dit.encoders.vae`; None if unknown.
-
-    Returns:
-        The checkpoint's folder.
 
     Raises:
         ConfigError: `run_dir` already has checkpoints.

@@ -9,14 +9,14 @@ import os
 import re
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Optional
 
 from dit.auxiliary import PREFIXES
-from dit.durable_files import strict_json
+from dit.durable_files import strict_json, write_all
 from dit.errors import CheckpointError, ConfigError
 from dit.safe_files import parse_json, read_bytes
 
@@ -29,6 +29,7 @@ RUN = "run"
 DATA = "data"
 """Entry of the metadata: identity of the data, see `DataConfig.identity`."""
 CHUNK_BYTES = 1 << 20
+FLUSH_BYTES = 256 << 20
 MOST_FILES = 100_000  # a checkpoint has two files per rank
 HASH_THREADS = 8  # hashlib releases the GIL; one core hashes 1-2 GiB/s
 NUM_DIFFERENCES = 5  # differences listed in a message; the others are counted
@@ -58,11 +59,9 @@ class Manifest:
     """Contents of a checkpoint.
 
     Attributes:
-        step: optimizer steps done when the checkpoint was taken.
         files: every file except the manifest, by path relative to the folder, with forward slashes.
         meta: plain JSON that a run reads before loading: `consumed_samples`, `held_out_loss` and the step it
             was measured at (`held_out_step`), `fingerprint` (`model_fingerprint`) and other plain JSON.
-        created: seconds since the epoch.
     """
 
     step: int
@@ -102,11 +101,7 @@ class Manifest:
 
     @property
     def base(self) -> Optional[Mapping[str, str]]:
-        """The checkpoint of the base weights if this one has only adapters; None for a full model.
-
-        Raises:
-            CheckpointError: the entry is not a valid record.
-        """
+        """The checkpoint of the base weights if this one has only adapters; None for a full model."""
         base = self.meta.get(BASE)
         if base is None:
             return None
@@ -166,15 +161,7 @@ def model_fingerprint(parameters: Mapping[str, Sequence[int]]) -> dict[str, Any]
 
 
 def check_same_model(manifest: Manifest, fingerprint: Mapping[str, Any]) -> None:
-    """Check that a checkpoint belongs to the model about to be trained.
-
-    Args:
-        fingerprint: of the model to be trained, from `model_fingerprint`.
-
-    Raises:
-        CheckpointError: the checkpoint has no fingerprint.
-        ConfigError: a parameter is missing, unknown, or of another shape; the first differences are named.
-    """
+    """Check that a checkpoint belongs to the model about to be trained."""
     stored = manifest.meta.get("fingerprint")
     kinds = {"digest": str, "parameters": dict}
     if not isinstance(stored, dict) or any(not isinstance(stored.get(name), kind) for name, kind in kinds.items()):
@@ -215,11 +202,7 @@ def check_same_base(folder: Path, manifest: Manifest, base: Optional[Mapping[str
     """Check that adapters continue training with the base weights that they were trained with.
 
     Args:
-        folder, manifest: of the checkpoint.
         base: base of this run, as in `Manifest.base`.
-
-    Raises:
-        ConfigError: `checkpoint.start_from` has other weights.
     """
     saved = manifest.base
     if saved is not None and base is not None and saved["digest"] != base["digest"]:
@@ -230,11 +213,7 @@ def check_same_base(folder: Path, manifest: Manifest, base: Optional[Mapping[str
 
 
 def tree_files(folder: Path) -> Iterator[str]:
-    """Yield every file under `folder` by relative name, except the manifest.
-
-    Raises:
-        CheckpointError: the tree has a link, a pipe or another special file; links are never followed.
-    """
+    """Yield every file under `folder` by relative name, except the manifest."""
     for entry in sorted(os.scandir(folder), key=lambda e: e.name):
         if entry.is_dir(follow_symlinks=False):
             for name in tree_files(Path(entry.path)):
@@ -283,12 +262,30 @@ def hash_file(path: Path, *, flush: bool = False) -> FileRecord:
     return FileRecord(size, digest.hexdigest())
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Read a checkpoint's manifest and check it against its digest and the folder's name; reads no other file.
+def write_hashed(path: Path, pieces: Iterable[memoryview]) -> FileRecord:
+    """Write a new file, flushed to the disk; return its size and SHA-256, computed while writing."""
+    digest, size = hashlib.sha256(), 0
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
+    try:
+        with ThreadPoolExecutor(1) as hashing:  # hashlib and writing release the GIL
+            for piece in pieces:
+                hashed = hashing.submit(digest.update, piece)
+                write_all(descriptor, piece)
+                size += len(piece)
+                if size // FLUSH_BYTES > (size - len(piece)) // FLUSH_BYTES:  # keeps the final flush short
+                    os.fdatasync(descriptor)
+                hashed.result()
+        os.fsync(descriptor)
+    except OSError as error:
+        error.filename = str(path)  # `os.write` does not set it
+        raise
+    finally:
+        os.close(descriptor)
+    return FileRecord(size, digest.hexdigest())
 
-    Raises:
-        CheckpointError: it is missing, unreadable, damaged, or belongs to another step.
-    """
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read a checkpoint's manifest and check it against its digest and the folder's name; reads no other file."""
     path = folder / MANIFEST
     if folder.is_symlink() or path.is_symlink():
         raise CheckpointError(f"{folder} or its {MANIFEST} is a link, refused in a checkpoint; give the real folder")
@@ -310,9 +307,6 @@ def verify_folder(folder: Path, *, hashes: bool = True, share: tuple[int, int] =
     Args:
         hashes: also read the files; without it only names and sizes are compared.
         share: (i, n) to read only the i-th of n shares of the files, where n ranks verify one checkpoint together.
-
-    Raises:
-        CheckpointError: naming the first file that is missing, unlisted, a link, or of another size or content.
     """
     manifest = read_manifest(folder)
     for name in manifest.files:

@@ -16,11 +16,7 @@ from dit.errors import CheckpointError
 
 @contextmanager
 def being_read(folder: Path) -> Iterator[None]:
-    """Prevent the retention of a run from deleting a checkpoint; a later save deletes it.
-
-    Raises:
-        CheckpointError: it does not exist, or was deleted at this moment.
-    """
+    """Prevent the retention of a run from deleting a checkpoint; a later save deletes it."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:

@@ -72,11 +72,7 @@ def _verified(folder: Path, reading: Optional[ExitStack]) -> int:
 
 
 def read_settings(folder: Path) -> tuple[RunConfig, dict[str, Any]]:
-    """Return the settings of a verified checkpoint and its metadata for sampling.
-
-    Raises:
-        CheckpointError: they cannot be read.
-    """
+    """Return the settings of a verified checkpoint and its metadata for sampling."""
     record = read_record(folder)
     try:
         with usable(folder / CONFIG_FILE):
@@ -87,11 +83,7 @@ def read_settings(folder: Path) -> tuple[RunConfig, dict[str, Any]]:
 
 
 def slot_of(folder: Path, config: RunConfig, weights: Literal["ema", "raw"]) -> str:
-    """Return the slot of the averaged or raw weights in a verified checkpoint; imported weights have one slot.
-
-    Raises:
-        CheckpointError: the run has no average.
-    """
+    """Return the slot of the averaged or raw weights in a verified checkpoint; imported weights have one slot."""
     if weights == "raw" or read_manifest(folder).is_imported:
         return "weight"
     if config.training.ema_decay is None:

@@ -21,9 +21,6 @@ def usable(path: Path | str) -> Iterator[None]:
     """Convert errors caused by invalid entries of a record into a `CheckpointError` that names the file.
 
     A checkpoint may come from an untrusted source: its hashes match, but its records can contain anything.
-
-    Raises:
-        CheckpointError: an entry is missing or of a wrong kind.
     """
     try:
         yield
@@ -44,11 +41,7 @@ def read_record(folder: Path) -> dict[str, Any]:
 
 
 def read_metadata(folder: Path) -> dict[str, Any]:
-    """Return the metadata that sampling needs in addition to the settings.
-
-    Raises:
-        CheckpointError: the file is missing or is not a valid record.
-    """
+    """Return the metadata that sampling needs in addition to the settings."""
     record = read_json(folder / METADATA_FILE, CheckpointError, CURE)
     table = _checked(folder / METADATA_FILE, record, ("class_names", "latent_size"))
     for name, (is_valid, kind) in _METADATA.items():

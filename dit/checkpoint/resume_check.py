@@ -39,7 +39,7 @@ SETTINGS: dict[str, tuple[str, str]] = {
         "num_streams pack_multiple_of background max_lost_samples require_checksums validation_split "
         "validation_samples",
     ),
-    "optimizer": ("beta1 beta2 eps weight_decay", "lr clip_grad offload"),
+    "optimizer": ("algorithm beta1 beta2 eps weight_decay muon_momentum", "lr clip_grad offload"),
     "schedule": ("", EVERY),
     "parallel": ("", EVERY),
     "training": (
@@ -65,7 +65,6 @@ class Change:
     Attributes:
         path: path of the setting, such as `optimizer.lr`; if the class of a part changed, the part, such as
             `objective`.
-        old, new: plain values; for a part, its class names.
     """
 
     path: str
@@ -101,10 +100,6 @@ def changes(saved: Mapping[str, Any], config: RunConfig) -> list[Change]:
     """Return every setting that differs from a checkpoint's record, in the order of the settings.
 
     A setting that the record lacks (written by an older version) counts as the default value.
-
-    Args:
-        saved: the record in the checkpoint, see `RunConfig.to_record`.
-        config: settings of this run.
     """
     parts = config.parts()
     return [change for name, part in parts.items() for change in _part_changes(name, saved.get(name, {}), part)]
@@ -144,9 +139,6 @@ def replaced_data(
     """Return a change for each data set whose identity differs from the checkpoint.
 
     Data sets that only one of the two has are skipped, because a setting changed as well.
-
-    Args:
-        saved, current_data: identities, see `DataConfig.identity`.
     """
     return [
         Change(f"data.{setting}".rstrip("."), f"{name}: {saved[setting][name]}", text)
@@ -166,17 +158,9 @@ def check_same_experiment(
     """Check that resuming from a checkpoint continues the same experiment.
 
     Args:
-        folder: folder of the checkpoint.
         saved: settings of the checkpoint, see `RunConfig.to_record`.
-        config: settings of this run.
         accepted: paths of settings or parts whose changes are accepted.
         replaced: changed data sets, see `replaced_data`.
-
-    Returns:
-        All changes, to report them.
-
-    Raises:
-        ConfigError: a refused setting changed and is not in `accepted`; or a path in `accepted` is not a setting.
     """
     _check_names(accepted, saved, config)
     all_changes = [*changes(saved, config), *replaced]

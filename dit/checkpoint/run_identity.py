@@ -60,9 +60,6 @@ def check_owner(address: str, owner: Owner, run: Optional[str], config: RunConfi
 
     Args:
         run: id of the run in this folder; None if the folder has none.
-
-    Raises:
-        ConfigError: they belong to another run.
     """
     accepted = config.checkpoint.accept_changes or []
     with usable(f"{address}/{OWNER}"):

@@ -51,10 +51,7 @@ class Pending:
     """A save in progress.
 
     Attributes:
-        began: start time on the monotonic clock.
         held_out: entries of the held-out loss in its manifest.
-        error: error of this rank, if any.
-        published: whether rank 0 has published the checkpoint.
     """
 
     step: int
@@ -82,8 +79,6 @@ class Saves:
 
     Args:
         checkpointer: writes synchronous saves, and provides the metadata of all saves.
-        state: training state of the run.
-        reports: callbacks for results.
         on_wait: called repeatedly while waiting for a save or a copy.
         lock: file descriptor of the run's lock, inherited by the writer; -1 for none.
 
@@ -128,9 +123,6 @@ class Saves:
 
     def save(self, state: TrainState, metadata: dict[str, Any]) -> None:
         """Save a checkpoint of `state.step`, or start saving it.
-
-        Args:
-            metadata: metadata for sampling in addition to the settings, plain JSON.
 
         Raises:
             SaveError: too many saves in a row have failed.
@@ -252,11 +244,7 @@ class Saves:
         return max(self.store.steps(), default=None)
 
     def _order(self, state: TrainState, metadata: dict[str, Any]) -> None:
-        """Stage this rank's part, and send a request to write it.
-
-        Raises:
-            CheckpointError: this rank failed.
-        """
+        """Stage this rank's part, and send a request to write it."""
         assert self.writer is not None
         local, is_first = local_state(state.shards, state.ema, self.groups), self.groups.rank == 0
         if self._tensors is None:  # the layout of a run does not change

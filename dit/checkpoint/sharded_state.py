@@ -1,8 +1,8 @@
 """The model's state on disk: named tensors that any layout can write and read without gathering them.
 
-Every parameter has four global fp32 tensors: `weight` (the master copy), `ema`, `exp_avg`, `exp_avg_sq`. They do not
-depend on the optimizer or the layout that wrote them. Each rank writes and reads the boxes of its local ranges
-(`dit.checkpoint.boxes`). Ranks with copies of a range write equal shares of it. An example:
+Every parameter has four global fp32 tensors: `weight` (the master copy), `ema`, `exp_avg`, `exp_avg_sq`; a weight that
+Muon updates has no `exp_avg_sq`. They do not depend on the layout that wrote them. Each rank writes and reads the boxes
+of its local ranges (`dit.boxes`). Ranks with copies of a range write equal shares of it. An example:
 
     weight.layers.0.mlp.linear_fc1.weight, 4 x 4, TP 2 (rows), 2 data-parallel ranks with a distributed optimizer
 
@@ -26,12 +26,18 @@ from torch import Tensor, nn
 from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups, raise_together
 from dit.backends.sharding import sharding_of
-from dit.checkpoint.boxes import Box, Part
+from dit.boxes import Box, Part
 from dit.checkpoint.manifest import FileRecord
 from dit.checkpoint.state_files import StateReader, Weights, file_of_rank, write_boxes, write_index
 from dit.errors import CheckpointError
 from dit.optimizer.ema import EMA
-from dit.optimizer.master_weights import SLOTS, MasterShard, copy_masters_to_model, get_step_count, set_step_count
+from dit.optimizer.master_weights import (
+    MasterShard,
+    copy_masters_to_model,
+    get_step_count,
+    part_of,
+    set_step_count,
+)
 from dit.parallel.loss_scale import loss_scale_of
 
 ADAM_STEP = "adam_step"
@@ -44,11 +50,7 @@ def parameters_of(shards: Iterable[MasterShard]) -> Iterator[tuple[str, nn.Param
 
 
 def global_shapes(parameters: Iterable[tuple[str, nn.Parameter]], groups: ProcessGroups) -> dict[str, list[int]]:
-    """Return the unsharded shape of every parameter by global name; equal on every layout and rank.
-
-    Args:
-        parameters: parameters of this rank with global names.
-    """
+    """Return the unsharded shape of every parameter by global name; equal on every layout and rank."""
     shapes = {
         name: list(sharding_of(parameter, name).global_shape(parameter.shape, groups.tp.size()))
         for name, parameter in parameters
@@ -56,18 +58,6 @@ def global_shapes(parameters: Iterable[tuple[str, nn.Parameter]], groups: Proces
     parts: list[Any] = [None] * groups.different_parameters.size()
     dist.all_gather_object(parts, shapes, group=groups.different_parameters)
     return {name: shape for part in parts for name, shape in part.items()}
-
-
-def part_of(parameter: nn.Parameter, groups: ProcessGroups, start: int = 0, stop: Optional[int] = None) -> Part:
-    """Return the position of a range of this rank's part of a parameter; of the full part if no range is given.
-
-    Each expert is a separate tensor, unsharded on the ranks that have it.
-    """
-    local = tuple(parameter.shape)
-    stop = parameter.numel() if stop is None else stop
-    sharding = sharding_of(parameter)
-    shape = sharding.global_shape(local, groups.tp.size())
-    return Part(shape, local, sharding.origin(local, groups.tp.rank()), start, stop)
 
 
 def copy_of(shard: MasterShard, groups: ProcessGroups) -> tuple[int, int]:
@@ -94,7 +84,7 @@ def share_of_copy(owned: Part, name: str, index: int, count: int) -> Part:
 
 def _values(shards: Sequence[MasterShard], ema: Optional[EMA], i: int) -> dict[str, Tensor]:
     """Return this rank's values of the `i`-th parameter by slot."""
-    values = {"weight": shards[i].main, **{slot: shards[i].slot(slot) for slot in SLOTS}}
+    values = {"weight": shards[i].main, **{slot: shards[i].slot(slot) for slot in shards[i].slots}}
     if ema is not None:
         values["ema"] = ema.values[i]
     return values
@@ -119,24 +109,23 @@ class LocalState:
     """State that one rank writes.
 
     Attributes:
-        parts: global shape and boxes of each parameter that the rank writes a part of.
-        slots: names of a parameter's tensors; all have the same boxes.
+        parts: global shape and boxes of each parameter that the rank writes a part of, and the names of its tensors,
+            which have the same boxes.
         values: a view of the state for each box, in the order of `boxes`.
     """
 
-    parts: dict[str, tuple[tuple[int, ...], list[Box]]]
-    slots: list[str]
+    parts: dict[str, tuple[tuple[int, ...], list[Box], list[str]]]
     values: list[Tensor]
 
     @property
     def boxes(self) -> dict[str, list[Box]]:
         """The boxes of each tensor, by its name."""
-        return {f"{slot}.{name}": boxes for name, (_, boxes) in self.parts.items() for slot in self.slots}
+        return {f"{slot}.{name}": boxes for name, (_, boxes, slots) in self.parts.items() for slot in slots}
 
 
 def local_state(shards: Sequence[MasterShard], ema: Optional[EMA], groups: ProcessGroups) -> LocalState:
     """Return the state that this rank writes, as views."""
-    local = LocalState({}, [], [])
+    local = LocalState({}, [])
     seen = set()
     for i, shard in enumerate(shards):
         if shard.name in seen:
@@ -145,9 +134,9 @@ def local_state(shards: Sequence[MasterShard], ema: Optional[EMA], groups: Proce
         owned = part_of(shard.parameter, groups, shard.start, shard.stop)
         share = share_of_copy(owned, shard.name, *copy_of(shard, groups))
         tensors = _values(shards, ema, i)
-        local.slots[:] = tensors
         if share.start < share.stop:
-            local.parts[shard.name] = owned.shape, [box for box, _ in share.views(shard.main, shard.start)]
+            boxes = [box for box, _ in share.views(shard.main, shard.start)]
+            local.parts[shard.name] = owned.shape, boxes, list(tensors)
             local.values.extend(view for tensor in tensors.values() for _, view in share.views(tensor, shard.start))
     return local
 
@@ -155,7 +144,7 @@ def local_state(shards: Sequence[MasterShard], ema: Optional[EMA], groups: Proce
 def gather_parts(local: LocalState, groups: ProcessGroups) -> Optional[list[LocalState]]:
     """Return the states of all ranks without values on rank 0, None on other ranks; every rank calls this."""
     parts: Optional[list[Any]] = [None] * groups.world_size if groups.rank == 0 else None
-    dist.gather_object(LocalState(local.parts, local.slots, []), parts)
+    dist.gather_object(LocalState(local.parts, []), parts)
     return parts
 
 
@@ -164,7 +153,7 @@ def contents_of(
 ) -> tuple[dict[str, tuple[int, ...]], dict[str, dict[str, list[Box]]]]:
     """Return the shape of every tensor by name, and the boxes in the file of each rank."""
     shapes = {
-        f"{slot}.{name}": shape for local in parts for name, (shape, _) in local.parts.items() for slot in local.slots
+        f"{slot}.{name}": shape for local in parts for name, (shape, _, slots) in local.parts.items() for slot in slots
     }
     return shapes, {file_of_rank(rank): local.boxes for rank, local in enumerate(parts)}
 

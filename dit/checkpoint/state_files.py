@@ -8,13 +8,10 @@ Every rank writes its own file and hashes it while writing. Nothing is gathered,
 safetensors reader can read the files.
 """
 
-import hashlib
 import json
 import math
-import os
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,9 +19,9 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from dit.checkpoint.boxes import Box
-from dit.checkpoint.manifest import CURE, FileRecord
-from dit.durable_files import write_all, write_atomic
+from dit.boxes import Box
+from dit.checkpoint.manifest import CURE, FileRecord, write_hashed
+from dit.durable_files import write_atomic
 from dit.errors import CheckpointError
 from dit.safe_files import open_safetensors, parse_json, read_bytes
 
@@ -68,21 +65,10 @@ def write_boxes(path: Path, boxes: Boxes, values: Iterable[Tensor]) -> FileRecor
         OSError: writing failed.
     """
     head, end = head_of(boxes)
-    digest, size = hashlib.sha256(), 0
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
-    try:
-        with ThreadPoolExecutor(1) as hashing:  # hashlib and writing release the GIL
-            for piece in _pieces(head, values):
-                hashed = hashing.submit(digest.update, piece)
-                write_all(descriptor, piece)
-                hashed.result()
-                size += len(piece)
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-    if size != len(head) + end:
-        raise ValueError(f"{path.name}: {size} bytes of values for boxes of {len(head) + end} bytes")
-    return FileRecord(size, digest.hexdigest())
+    record = write_hashed(path, _pieces(head, values))
+    if record.size_bytes != len(head) + end:
+        raise ValueError(f"{path.name}: {record.size_bytes} bytes of values for boxes of {len(head) + end} bytes")
+    return record
 
 
 def head_of(boxes: Boxes) -> tuple[bytes, int]:
@@ -114,11 +100,6 @@ def write_index(
     folder: Path, shapes: Mapping[str, Sequence[int]], parts: Mapping[str, Boxes], scalars: Mapping[str, float]
 ) -> None:
     """Write the index of a finished state.
-
-    Args:
-        shapes: shape of every unsharded tensor by name.
-        parts: boxes in each file, by file name.
-        scalars: scalars of the state.
 
     Raises:
         CheckpointError: the boxes of a tensor do not cover it exactly.
@@ -155,9 +136,7 @@ def write_full_state(
     """Write full tensors, one by one, as the state of a single process.
 
     Args:
-        shapes: shape of every tensor by name.
         values: the tensors in the same order, float32 and contiguous.
-        scalars: scalars of the state.
 
     Returns:
         Size and SHA-256 of the file, by its name.
@@ -207,15 +186,7 @@ def _num_pairs(sweep: tuple[Sequence[Box], list[int]]) -> int:
 
 
 class StateReader:
-    """Reads any box of any tensor of a verified checkpoint, independently of the stored boxes.
-
-    Args:
-        folder: folder of the checkpoint.
-        finite: refuse NaN and infinite values.
-
-    Raises:
-        CheckpointError: the index is missing, of another format, or inconsistent.
-    """
+    """Reads any box of any tensor of a verified checkpoint, independently of the stored boxes."""
 
     def __init__(self, folder: Path, *, finite: bool = False) -> None:
         self.folder, self._finite = folder, finite
@@ -244,12 +215,7 @@ class StateReader:
         """Copy boxes of one tensor into memory, on any device and in any precision; reads nothing else.
 
         Args:
-            shape: expected shape of the unsharded tensor.
             views: each box, and a tensor of its sizes to copy it into.
-
-        Raises:
-            CheckpointError: the checkpoint lacks this tensor, its shape differs or values are not finite, or a file
-                does not match the index.
         """
         if name not in self._stored:
             raise CheckpointError(f"{self.folder} lacks {name}; it has {len(self.shapes)} other tensors")
@@ -304,16 +270,7 @@ class Weights(Protocol):
 
 
 class SlotWeights:
-    """The weights of a verified checkpoint.
-
-    Args:
-        folder: folder of the checkpoint.
-        slot: `weight`, or `ema` for their average.
-        finite: refuse NaN and infinite values.
-
-    Raises:
-        CheckpointError: see `StateReader`.
-    """
+    """The weights of a verified checkpoint."""
 
     def __init__(self, folder: Path, slot: str, *, finite: bool = False) -> None:
         self._reader, self._prefix = StateReader(folder, finite=finite), f"{slot}."

@@ -39,7 +39,7 @@ from dit.checkpoint.manifest import (
     verify_folder,
 )
 from dit.checkpoint.reader_lock import to_delete
-from dit.durable_files import fsync_dir, write_atomic
+from dit.durable_files import fsync, write_atomic
 from dit.errors import CheckpointError, UserError
 from dit.settings import CheckpointConfig
 
@@ -60,10 +60,6 @@ class CheckpointStore:
 
     One process (rank 0) calls `begin`, `publish` and `prune`, one save at a time. Any process may read, even while
     another process saves.
-
-    Args:
-        root: folder of the checkpoints; created by the first `begin`.
-        config: retention rules.
 
     Raises:
         ConfigError: a retention rule is out of range.
@@ -92,9 +88,6 @@ class CheckpointStore:
         This removes unfinished and partly deleted folders, and checkpoints that no retention rule selects. So there is
         at most one checkpoint too many, even if runs often crash between publishing and deleting.
 
-        Returns:
-            The folder to write to, `partial_path(step)`.
-
         Raises:
             CheckpointError: the folder cannot be created.
         """
@@ -110,9 +103,6 @@ class CheckpointStore:
         """Convert a failed write of this rank to a `CheckpointError`, and abort the checkpoint.
 
         A failure on any rank aborts the save on all: `publish` then finds no folder.
-
-        Raises:
-            CheckpointError: an operating-system error inside; other errors are raised unchanged.
         """
         try:
             yield
@@ -136,12 +126,7 @@ class CheckpointStore:
         the checkpoint. An existing checkpoint of `step` stays readable until then.
 
         Args:
-            meta: plain JSON for the manifest, see `Manifest`.
             hashed: files that their writers have flushed and hashed, by relative name.
-
-        Raises:
-            CheckpointError: a rank aborted the save, the folder has a link, or the disk failed; earlier checkpoints are
-                intact.
         """
         partial = self.partial_path(step)
         if not partial.is_dir():
@@ -188,23 +173,17 @@ class CheckpointStore:
         partial, final, replaced = (f(manifest.step) for f in (self.partial_path, self.path, self._replaced_path))
         write_atomic(partial / MANIFEST, manifest.to_text())
         for folder, _, _ in os.walk(partial, topdown=False):
-            fsync_dir(Path(folder))
+            fsync(Path(folder))
         if final.exists():
             self._discard(replaced)
             os.rename(final, replaced)
         os.rename(partial, final)
-        fsync_dir(self.root)
+        fsync(self.root)
 
     def attach(self, step: int, meta: Mapping[str, Any]) -> None:
         """Add entries to the manifest of the published checkpoint of `step`, and apply the retention rules again.
 
         The manifest is replaced by one rename, so readers see either the old one or the new one.
-
-        Args:
-            meta: entries to add, plain JSON, see `Manifest`.
-
-        Raises:
-            CheckpointError: there is no such checkpoint, or the disk failed; the checkpoint is unchanged.
         """
         folder = self.path(step)
         manifest = read_manifest(folder)
@@ -219,30 +198,10 @@ class CheckpointStore:
             ) from error
         self.prune(up_to=step, verified=step)
 
-    def verify(self, path: Path | str, *, hashes: bool = True) -> Manifest:
-        """Verify that the checkpoint at `path` is bitwise equal to the published one; call this before loading.
-
-        Raises:
-            CheckpointError: a file is damaged or missing.
-        """
-        return verify_folder(Path(path), hashes=hashes)
-
     def newest_first(self) -> list[Path]:
         """Return all published folders, valid or not, in the order in which a resume tries them."""
         order = sorted(self._folders(), key=lambda item: (item[0], item[1].suffix != REPLACED), reverse=True)
         return [folder for _, folder in order]
-
-    def newest_valid(self) -> Optional[tuple[Path, Manifest]]:
-        """Return the newest checkpoint that verifies, None if there is none; does not write to the disk.
-
-        Logs a warning for every newer one that does not verify.
-        """
-        for folder in self.newest_first():
-            try:
-                return folder, verify_folder(folder)
-            except CheckpointError as error:
-                logger.warning("skipping checkpoint %s: %s", folder.name, error)
-        return None
 
     def prune(self, *, up_to: Optional[int] = None, verified: Optional[int] = None) -> list[int]:
         """Delete the checkpoints that no retention rule selects.
@@ -338,7 +297,7 @@ class CheckpointStore:
                 if os.path.lexists(trash):
                     _remove(trash)
                 os.rename(folder, trash)
-                fsync_dir(self.root)
+                fsync(self.root)
             _remove(trash)
         except FileNotFoundError:
             pass  # it does not exist, or another rank deleted it

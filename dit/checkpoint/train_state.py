@@ -30,13 +30,9 @@ class TrainState:
 
     Attributes:
         chunks: unwrapped model chunks of this rank, one unless the pipeline is interleaved; same order as `wrapped`.
-        step: number of optimizer steps done.
-        update: updates weights and average.
-        consumed_samples: number of samples trained on by all ranks.
         held_out: newest held-out loss; None before the first.
         loss_scale: loss scale of an fp16 run; None in other precisions.
         base: checkpoint of the frozen weights, as in `Manifest.base`; None if all weights are trained.
-        data: identity of the data when the run started, see `DataConfig.identity`.
         run: id of the run, see `dit.checkpoint.run_identity`; None before `Checkpointer.resume`.
     """
 
@@ -79,7 +75,7 @@ def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> Tr
     optimizer = build_optimizer(
         wrapped, config.optimizer, config.parallel, training, groups, auxiliary=config.objective.auxiliary
     )
-    shards = master_shards(optimizer, chunks, offload=config.optimizer.offload)
+    shards = master_shards(optimizer, chunks, config.optimizer)
     ema = None
     if training.ema_decay is not None:
         ema = EMA(shards, training.ema_decay, training.ema_start_step, offload=training.ema_offload)
@@ -92,7 +88,7 @@ def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> Tr
         micro_batches_per_step=training.global_batch_size // spec.micro_batch_size,
     )
     target = target_of(config.model, training.precision)
-    update = build_update(optimizer, shards, ema, config.optimizer.clip_grad, target, training.kernels)
+    update = build_update(optimizer, shards, ema, config.optimizer, groups, target, training.kernels)
     scale = loss_scale_of(optimizer)
     data = on_first_rank(config.data.identity, groups)
     if data is None and groups.rank == 0:

@@ -79,6 +79,8 @@ class ContextAttention:
         layout_q, layout_k = layout_q.gathered, layout_k.gathered
         if isinstance(layout_q, JointLayout):
             return self._joint(q_TNH, k_KNH, v_KNH, layout_q)
+        if layout_q.local_indices is None:  # replicated queries and keys
+            return self.local(q_TNH, k_KNH, v_KNH, layout_q, layout_k)
         partition = context_partition(layout_q, self.group.size(), self.split)
         if layout_k.local_indices is None:
             # The layout of this pack, because its tables refer to the texts.

@@ -76,7 +76,6 @@ def exchange(x: Tensor, plan: Optional[ExchangePlan], group: Optional[ProcessGro
     Args:
         x: `[tokens_in, ...]`.
         plan: None returns `x` itself.
-        group: the ranks of the all-to-all; unused if the plan has no counts.
 
     Returns:
         `[tokens_out, ...]` in the dtype of `x`.

@@ -60,7 +60,6 @@ class TokenPartition:
         indices_RT: global indices of each rank's tokens, ascending, int64; every rank has the same number.
         counts_SR: number of real tokens of each sample (or finer segment) on each rank, int64.
         padded_lengths: tokens of each sample including its padding; None if all padding is after the last sample.
-        device: device of the index tensors.
     """
 
     def __init__(
@@ -107,11 +106,6 @@ class TokenPartition:
 
 class ContextPartition(TokenPartition):
     """The partition of one pack, which gives every rank the same number of tokens of every sample, padding included.
-
-    Args:
-        layout: the global pack.
-        size: number of context-parallel ranks.
-        split: assignment of chunks to ranks.
 
     Raises:
         BatchError: the pack cannot be split into equal parts.

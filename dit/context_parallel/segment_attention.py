@@ -43,7 +43,6 @@ class SegmentAttentionPlan:
     Attributes:
         attend: attention between the projections; None for the attention over samples.
         exchange: exchange that sends tokens to the rank that attends to them, before the projections, or None.
-        group: the ranks of the exchange.
         positions_T3: (t, h, w) patch index of the tokens after the exchange; None without an exchange.
     """
 
@@ -67,7 +66,6 @@ def plan_segment_attention(
     """Plan one kind of attention for one pack; the plans are cached, so that all layers of a step share them.
 
     Args:
-        attention: the attention of this process.
         layout: layout of the local tokens of this context-parallel rank.
         grids: (t, h, w) of every sample of the global pack.
         tp_rank, tp_size: tensor-parallel rank and size under sequence parallelism; 0 and 1 without it.

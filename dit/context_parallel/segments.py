@@ -37,7 +37,6 @@ class Segments:
         indices_V: indices of the real tokens in the pack, ordered by segment.
         segment_V: segment of each token.
         positions_V3: (t, h, w) patch index of each token.
-        lengths_K: number of tokens of each segment.
     """
 
     indices_V: Tensor
@@ -80,7 +79,6 @@ def assign_owners(lengths_K: Tensor, counts_KR: Tensor) -> Tensor:
     largest number; if no rank has room, to the least loaded rank. Identical segments on the same rank stay contiguous.
 
     Args:
-        lengths_K: number of tokens of each segment, int64.
         counts_KR: number of tokens of each segment that are local to each rank, int64.
 
     Returns:

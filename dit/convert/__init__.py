@@ -5,10 +5,13 @@ DIFFUSERS = {
     "DiTTransformer2DModel": "dit.convert.diffusers_dit:DiffusersDiT",
     "Flux2Transformer2DModel": "dit.convert.diffusers_flux2:DiffusersFlux2",
     "FluxTransformer2DModel": "dit.convert.diffusers_flux:DiffusersFlux",
+    "Lumina2Transformer2DModel": "dit.convert.diffusers_lumina2:DiffusersLumina2",
     "PixArtTransformer2DModel": "dit.convert.diffusers_pixart:DiffusersPixArt",
     "QwenImageTransformer2DModel": "dit.convert.diffusers_qwen_image:DiffusersQwenImage",
     "SD3Transformer2DModel": "dit.convert.diffusers_sd3:DiffusersSD3",
+    "SanaTransformer2DModel": "dit.convert.diffusers_sana:DiffusersSana",
     "UNet2DConditionModel": "dit.convert.diffusers_unet:DiffusersUNet",
     "VQModel": "dit.convert.diffusers_autoencoder:DiffusersVQModel",
     "WanTransformer3DModel": "dit.convert.diffusers_wan:DiffusersWan",
+    "ZImageTransformer2DModel": "dit.convert.diffusers_z_image:DiffusersZImage",
 }

@@ -47,11 +47,7 @@ def published_sampling(model: DiTConfig) -> dict[str, object]:
 
 
 def check_expressible(model: DiTConfig, side: str, **also: int) -> None:
-    """Check that a model is one of the paper's.
-
-    Raises:
-        ConfigError: the paper's code does not support a setting, or the model has no classes.
-    """
+    """Check that a model is one of the paper's."""
     settings = {name: getattr(model, name) for name in (*ONLY_THESE, *also)}
     fault = f"{side} does not support this model"
     require(fault, settings, {**ONLY_THESE, **also}, TRAIN_THAT_WAY)

@@ -7,12 +7,12 @@ statistics are errors.
 Source: diffusers 0.38, `models/autoencoders/autoencoder_kl.py` and `vq_model.py`, names and settings.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedModel
-from dit.convert.rules import Rule, RuleBook, Shape
+from dit.convert.rules import Rule, RuleBook, Shape, renamed
 from dit.errors import ConfigError
 from dit.models.autoencoder.config import AutoencoderConfig
 from dit.models.base import ModelConfig
@@ -58,13 +58,7 @@ class DiffusersAutoencoder(DiffusersFormat[AutoencoderConfig]):
         "use_post_quant_conv": True,
         "mid_block_add_attention": True,
     }
-    fixed: Mapping[str, Any] = {
-        "act_fn": "silu",
-        "latents_mean": None,
-        "latents_std": None,
-        "use_quant_conv": True,
-        "use_post_quant_conv": True,
-    }
+    fixed: Collection[str] = ("act_fn", "latents_mean", "latents_std", "use_quant_conv", "use_post_quant_conv")
 
     def describes(self, model: ModelConfig) -> bool:
         return super().describes(model) and not model.quantizes
@@ -107,7 +101,7 @@ class DiffusersAutoencoder(DiffusersFormat[AutoencoderConfig]):
         return settings, []
 
     def rules(self, model: AutoencoderConfig, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
-        return RuleBook(shapes, [Rule(name, (_diffusers_name(name),)) for name in shapes])
+        return RuleBook(shapes, [Rule(name, (renamed(name, NAMES),)) for name in shapes])
 
 
 class DiffusersVQModel(DiffusersAutoencoder):
@@ -123,7 +117,7 @@ class DiffusersVQModel(DiffusersAutoencoder):
         "lookup_from_codebook": False,
         "force_upcast": False,
     }
-    fixed: Mapping[str, Any] = {"act_fn": "silu", "norm_type": "group", "lookup_from_codebook": False}
+    fixed = ("act_fn", "norm_type", "lookup_from_codebook")
 
     def describes(self, model: ModelConfig) -> bool:
         return type(model) is self.config_class and model.quantizes
@@ -144,9 +138,3 @@ class DiffusersVQModel(DiffusersAutoencoder):
         del settings["shift_factor"]
         codebook = {"num_vq_embeddings": model.codebook_size, "vq_embed_dim": model.latent_channels}
         return settings | codebook, notes
-
-
-def _diffusers_name(name: str) -> str:
-    for part, replacement in NAMES.items():
-        name = name.replace(part, replacement)
-    return name

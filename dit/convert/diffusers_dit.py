@@ -54,12 +54,7 @@ class DiffusersDiT(DiffusersFormat[DiTConfig]):
         "norm_elementwise_affine": False,
         "norm_eps": 1e-5,
     }
-    fixed: Mapping[str, Any] = {
-        "attention_bias": True,
-        "activation_fn": "gelu-approximate",
-        "norm_type": "ada_norm_zero",
-        "norm_elementwise_affine": False,
-    }
+    fixed = ("attention_bias", "activation_fn", "norm_type", "norm_elementwise_affine")
     samples_by_class = True
 
     def read(self, published: Mapping[str, Any]) -> TrainedModel:

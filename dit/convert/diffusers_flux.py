@@ -17,7 +17,6 @@ from dit.convert.diffusers_format import LatentSize, TrainedModel
 from dit.convert.diffusers_streams import (
     COMFYUI_ATTENTION,
     IMAGE,
-    LATENT_SIZE,
     PATCH,
     TEXT,
     DiffusersStreams,
@@ -28,7 +27,6 @@ from dit.convert.diffusers_streams import (
 from dit.convert.rules import TRAIN_THAT_WAY, ByHead, Rule, with_bias
 from dit.errors import ConfigError
 from dit.models.flux.config import FluxConfig
-from dit.objectives.flow_matching import FlowMatching
 
 DEV_GUIDANCE = 3.5
 
@@ -51,7 +49,7 @@ class DiffusersFlux(DiffusersStreams[FluxConfig]):
         "guidance_embeds": False,
         "axes_dims_rope": (16, 56, 56),
     }
-    fixed: Mapping[str, Any] = {"patch_size": 1}
+    fixed = ("patch_size",)
     names: Mapping[str, str] = outer_names("time_text_embed", time="timestep", pooled="text", guidance="guidance")
     free = frozenset({"num_single_layers", "pooled_size", "guidance"})
     streams: Mapping[str, StreamNames] = {
@@ -87,11 +85,7 @@ class DiffusersFlux(DiffusersStreams[FluxConfig]):
             ffn_hidden_size=4 * sizes["hidden_size"],
             guidance=DEV_GUIDANCE if published["guidance_embeds"] else None,
         )
-        notes = [f"config.json has no latent size; {LATENT_SIZE[1]} x {LATENT_SIZE[2]} is assumed"]
-        if published["guidance_embeds"]:
-            notes.append(f"the network gets a guidance scale of {DEV_GUIDANCE:g} (model.guidance)")
-        sampling = {"solver": "euler", "num_steps": 28, "guidance_scale": 1.0}
-        return TrainedModel(model, FlowMatching(time_shift=3.0), LATENT_SIZE, sampling, notes=notes)
+        return self.trained(model, time_shift=3.0, num_steps=28)
 
     def write(self, model: FluxConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         if model.pooled_size is None:

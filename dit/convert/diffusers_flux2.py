@@ -17,7 +17,6 @@ from dit.convert.diffusers_format import LatentSize, TrainedModel
 from dit.convert.diffusers_streams import (
     COMFYUI_ATTENTION,
     IMAGE,
-    LATENT_SIZE,
     TEXT,
     DiffusersStreams,
     StreamNames,
@@ -26,7 +25,6 @@ from dit.convert.diffusers_streams import (
 )
 from dit.convert.rules import ByHead, Rule
 from dit.models.flux2.config import Flux2Config
-from dit.objectives.flow_matching import FlowMatching
 
 DEV_GUIDANCE = 4.0
 TIME_SHIFT = 7.5  # of the pipeline at 50 steps and 4096 tokens (exp(2.02))
@@ -53,7 +51,7 @@ class DiffusersFlux2(DiffusersStreams[Flux2Config]):
         "eps": 1e-6,
         "guidance_embeds": True,
     }
-    fixed: Mapping[str, Any] = {"patch_size": 1, "out_channels": None, "timestep_guidance_channels": 256}
+    fixed = ("patch_size", "out_channels", "timestep_guidance_channels")
     names: Mapping[str, str] = outer_names("time_guidance_embed", time="timestep", guidance="guidance")
     free = frozenset({"num_single_layers", "guidance", "layernorm_epsilon", "rope_theta"})
     streams: Mapping[str, StreamNames] = {
@@ -84,11 +82,7 @@ class DiffusersFlux2(DiffusersStreams[Flux2Config]):
             rope_theta=float(published["rope_theta"]),
             layernorm_epsilon=published["eps"],
         )
-        notes = [f"config.json has no latent size; {LATENT_SIZE[1]} x {LATENT_SIZE[2]} is assumed"]
-        if published["guidance_embeds"]:
-            notes.append(f"the network gets a guidance scale of {DEV_GUIDANCE:g} (model.guidance)")
-        sampling = {"solver": "euler", "num_steps": 50, "guidance_scale": 1.0}
-        return TrainedModel(model, FlowMatching(time_shift=TIME_SHIFT), LATENT_SIZE, sampling, notes=notes)
+        return self.trained(model, time_shift=TIME_SHIFT, num_steps=50)
 
     def write(self, model: Flux2Config, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         settings = self.write_sizes(model) | {

@@ -4,7 +4,7 @@ import importlib
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, Optional, TypeVar
 
@@ -67,14 +67,7 @@ def learned_nulls(shapes: Mapping[str, Shape]) -> dict[str, str]:
 
 
 def square_side(class_name: str, latent_size: LatentSize, multiple: int) -> tuple[int, list[str]]:
-    """Return the `sample_size` of a square with the area of the latent, and a note if the latent is not a square.
-
-    Args:
-        multiple: divides the side.
-
-    Raises:
-        ConfigError: the model was trained on clips.
-    """
+    """Return the `sample_size` of a square with the area of the latent, and a note if the latent is not a square."""
     frames, height, width = latent_size
     if frames != 1:
         raise ConfigError(f"latents of {frames} x {height} x {width}: {class_name} draws pictures, not clips")
@@ -92,7 +85,7 @@ class DiffusersFormat(ABC, Generic[Model]):
         aliases: older names of this class, distinguished from others by `norm_type`.
         config_class: settings class of our backbone.
         defaults: every argument of the diffusers constructor with its default.
-        fixed: arguments that our backbone supports with one value only.
+        fixed: names of arguments that our backbone supports with the default only.
         samples_by_class: the class is the model's only condition.
         comfyui: ComfyUI's names of linear layers (those of the original code) by patterns of diffusers' names.
         part: name of the model in diffusers' pipelines, and prefix of its adapters.
@@ -102,7 +95,7 @@ class DiffusersFormat(ABC, Generic[Model]):
     aliases: tuple[str, ...] = ()
     config_class: type[Model]
     defaults: Mapping[str, Any]
-    fixed: Mapping[str, Any]
+    fixed: Collection[str] = ()
     samples_by_class: bool = False
     comfyui: Sequence[tuple[str, str]] = ()
     part: str = "transformer"
@@ -117,11 +110,7 @@ class DiffusersFormat(ABC, Generic[Model]):
 
     @abstractmethod
     def rules(self, model: Model, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
-        """Return the rules between the weights.
-
-        Args:
-            shapes: of the parameters, by global name.
-        """
+        """Return the rules between the weights."""
 
     def for_pipeline(self, trained: TrainedModel, weights: dict[str, Tensor]) -> tuple[TrainedModel, dict[str, Tensor]]:
         """Return a model and its weights, with our names, in the sizes that diffusers' pipeline expects."""
@@ -148,7 +137,7 @@ class DiffusersFormat(ABC, Generic[Model]):
         """Return whether a `config.json` is of this class."""
         name = settings.get("_class_name")
         return name == self.class_name or (
-            name in self.aliases and settings.get("norm_type") == self.fixed.get("norm_type")
+            name in self.aliases and settings.get("norm_type") == self.defaults.get("norm_type")
         )
 
     def read_settings(self, settings: Mapping[str, Any]) -> TrainedModel:
@@ -161,7 +150,8 @@ class DiffusersFormat(ABC, Generic[Model]):
         # Old files have arguments that no longer exist; they have no effect if unset.
         unknown = [f"{n}={v!r}" for n, v in arguments.items() if n not in self.defaults and v not in (None, False)]
         complete = {**self.defaults, **{n: v for n, v in arguments.items() if n in self.defaults}}
-        wrong = [f"{n}={complete[n]!r} (only {v!r})" for n, v in self.fixed.items() if complete[n] != v]
+        differing = [n for n in self.fixed if complete[n] != self.defaults[n]]
+        wrong = [f"{n}={complete[n]!r} (only {self.defaults[n]!r})" for n in differing]
         if unknown or wrong:
             faults = "; ".join(
                 f"{kind}: {', '.join(names)}" for kind, names in (("unknown", unknown), ("unsupported", wrong)) if names
@@ -182,7 +172,7 @@ class DiffusersFormat(ABC, Generic[Model]):
         """Return a complete `config.json` and the notes of `write`."""
         changed, notes = self.write(model, latent_size)
         header = {"_class_name": self.class_name, "_diffusers_version": VERSION}
-        return {**header, **self.defaults, **self.fixed, **changed}, notes
+        return {**header, **self.defaults, **changed}, notes
 
 
 NEAREST: Mapping[str, str] = {
@@ -206,11 +196,7 @@ def formats() -> list[DiffusersFormat[ModelConfig]]:
 
 
 def format_of_settings(settings: Mapping[str, Any]) -> DiffusersFormat[ModelConfig]:
-    """Return the format of a `config.json`.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """Return the format of a `config.json`."""
     for candidate in formats():
         if candidate.reads(settings):
             return candidate
@@ -220,11 +206,7 @@ def format_of_settings(settings: Mapping[str, Any]) -> DiffusersFormat[ModelConf
 
 
 def format_of_model(model: ModelConfig) -> DiffusersFormat[ModelConfig]:
-    """Return the format for a model.
-
-    Raises:
-        ConfigError: diffusers has no such model.
-    """
+    """Return the format for a model."""
     for candidate in formats():
         if candidate.describes(model):
             return candidate

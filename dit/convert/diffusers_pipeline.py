@@ -37,7 +37,6 @@ class TextPart:
     """A text encoder of a pipeline; `dit.pipeline_folder` has its entries and options.
 
     Attributes:
-        folder: `text_encoder`, `text_encoder_2`.
         kinds: kinds of encoders that the pipeline supports.
         known: name of these for messages.
         cut: the pipeline uses the longest text of the tokenizer; otherwise it is an argument of the call.
@@ -54,18 +53,13 @@ class Pipeline:
     """A pipeline class of diffusers for a model class of diffusers.
 
     Attributes:
-        texts: its text encoders.
         flow: runs flow matching, otherwise DDPM of `REFERENCE_STEPS` steps.
         shift: adds the `shift_factor` of the autoencoder; the others ignore it.
         guided_by_texts: leads away from the embedding of the empty text.
         zeros: entry of `model_index.json` that, if true, replaces that embedding by zeros; None for no such entry.
-        vae: class of its autoencoder.
         states_steps_only: passes no noise levels to its scheduler, only the number of steps.
-        draws_clips: returns clips.
         reads_sizes: calls the model with the sizes and the crop of the original.
-        arguments: further arguments of its call.
         note: what it does with a prompt, if the encoder of the run does not (`prompt=`).
-        index: further entries of `model_index.json`.
     """
 
     class_name: str
@@ -140,7 +134,10 @@ XL = Pipeline(
 NONE: Mapping[str, str] = {
     **dict.fromkeys(("AutoencoderKL", "VQModel"), "an autoencoder is a part of the pipelines of other models"),
     **dict.fromkeys(
-        ("Flux2Transformer2DModel", "QwenImageTransformer2DModel"),
+        (
+            *("Flux2Transformer2DModel", "QwenImageTransformer2DModel", "Lumina2Transformer2DModel"),
+            *("ZImageTransformer2DModel", "SanaTransformer2DModel"),
+        ),
         "launch.export does not write the pipeline of this class",
     ),
     "SD3Transformer2DModel": "its pipeline joins the texts of three encoders along the text; dit.encoders does not",
@@ -149,11 +146,7 @@ NONE: Mapping[str, str] = {
 
 
 def pipeline_of(form: DiffusersFormat[ModelConfig], trained: TrainedModel) -> Pipeline:
-    """Return the pipeline that draws the same samples from a model as our sampler.
-
-    Raises:
-        ConfigError: there is none, or it would draw other samples.
-    """
+    """Return the pipeline that draws the same samples from a model as our sampler."""
     is_xl = form.part == "unet" and getattr(trained.model, "pooled_size", None) is not None
     pipeline = XL if is_xl else PIPELINES.get(form.class_name)
     faults = [] if pipeline is None else [*_objective_faults(pipeline, trained), *_model_faults(pipeline, trained)]

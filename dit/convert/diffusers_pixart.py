@@ -17,13 +17,12 @@ from typing import Any
 
 from torch import Tensor
 
+from dit.convert.class_dit import trained_objective
 from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedModel, learned_nulls, square_side
 from dit.convert.rules import TRAIN_THAT_WAY, Axes, ByHead, Rule, RuleBook, Shape, require, with_bias
-from dit.convert.variance import predicts_variance
 from dit.errors import ConfigError
 from dit.layers.positions import sincos
 from dit.models.stdit.config import STDiTConfig
-from dit.objectives.ddpm import DDPM, LearnedVariance
 from dit.patchify import grid_positions
 
 ONLY_THESE = {
@@ -70,14 +69,7 @@ class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
         "caption_channels": None,
         "attention_type": "default",
     }
-    fixed: Mapping[str, Any] = {
-        "attention_bias": True,
-        "activation_fn": "gelu-approximate",
-        "norm_type": "ada_norm_single",
-        "norm_elementwise_affine": False,
-        "norm_eps": 1e-6,
-        "attention_type": "default",
-    }
+    fixed = ("attention_bias", "activation_fn", "norm_type", "norm_elementwise_affine", "norm_eps", "attention_type")
     comfyui = (
         (r"transformer_blocks\.(\d+)\.attn1\.to_[qkv]", r"blocks.\1.attn.qkv"),
         (r"transformer_blocks\.(\d+)\.attn1\.to_out\.0", r"blocks.\1.attn.proj"),
@@ -117,10 +109,8 @@ class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
             position_span=size // published["patch_size"] / scale,
             null_text="empty",
         )
-        variance = LearnedVariance() if predicts_variance(model) else None
-        objective = DDPM(schedule="linear", discrete_steps=1000, prediction="noise", variance=variance)
         sampling = {"solver": "dpmpp_2m", "num_steps": 20, "guidance_scale": 4.5}
-        return TrainedModel(model, objective, (1, size, size), sampling)
+        return TrainedModel(model, trained_objective(model), (1, size, size), sampling)
 
     def write(self, model: STDiTConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         size, heads = model.hidden_size, model.num_attention_heads

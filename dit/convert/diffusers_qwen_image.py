@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dit.convert.diffusers_format import LatentSize, TrainedModel
-from dit.convert.diffusers_streams import IMAGE, LATENT_SIZE, PATCH, TEXT, DiffusersStreams, StreamNames
+from dit.convert.diffusers_streams import IMAGE, PATCH, TEXT, DiffusersStreams, StreamNames
 from dit.models.qwen_image.config import QwenImageConfig
-from dit.objectives.flow_matching import FlowMatching
 
 
 class DiffusersQwenImage(DiffusersStreams[QwenImageConfig]):
@@ -17,15 +16,10 @@ class DiffusersQwenImage(DiffusersStreams[QwenImageConfig]):
 
     class_name = "QwenImageTransformer2DModel"
     config_class = QwenImageConfig
-    fixed: Mapping[str, Any] = {
-        "patch_size": PATCH,
-        "guidance_embeds": False,
-        "zero_cond_t": False,
-        "use_additional_t_cond": False,
-        "use_layer3d_rope": False,
-    }
+    fixed = ("patch_size", "guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope")
     defaults: Mapping[str, Any] = {
-        **fixed,
+        "patch_size": PATCH,
+        **dict.fromkeys(fixed[1:], False),
         "in_channels": 64,
         "out_channels": 16,
         "num_layers": 60,
@@ -62,9 +56,7 @@ class DiffusersQwenImage(DiffusersStreams[QwenImageConfig]):
             out_channels=None if channels == sizes["in_channels"] else channels,
             ffn_hidden_size=4 * sizes["hidden_size"],
         )
-        notes = [f"config.json has no latent size; {LATENT_SIZE[1]} x {LATENT_SIZE[2]} is assumed"]
-        sampling = {"solver": "euler", "num_steps": 50, "guidance_scale": 4.0}
-        return TrainedModel(model, FlowMatching(time_shift=3.0), LATENT_SIZE, sampling, notes=notes)
+        return self.trained(model, time_shift=3.0, num_steps=50, guidance_scale=4.0)
 
     def write(self, model: QwenImageConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         return self.write_sizes(model) | {"out_channels": model.out_channels or model.in_channels}, []

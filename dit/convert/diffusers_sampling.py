@@ -67,9 +67,6 @@ def spaced_scheduler(objective: FlowMatching, num_steps: int) -> dict[str, Any]:
         theirs              1 - sigma = j / (1 - j a (s - 1) / s)     a = (N - 1) / ((n - 1) (N + s - 1))
 
     These are equal if s solves a quadratic equation, and the factor if `shift_terminal` is our last level.
-
-    Raises:
-        ConfigError: there is no such s: the time shift is too large.
     """
     config = scheduler_config(objective)
     assert config is not None
@@ -107,9 +104,11 @@ def how_to_sample(trained: TrainedModel) -> list[str]:
         ]
     if isinstance(objective, FlowMatching):
         predicts = "the clean latent x0" if objective.prediction == "x0" else "the velocity noise - x0"
+        # Classes with reversed time have a negated head.
+        time, sign = ("1 - t", "minus ") if getattr(model, "reversed_time", False) else ("1000 t", "")
         lines += [
             "x_t = (1 - t) x0 + t noise: t = 0 is data, t = 1 is noise; sampling goes from 1 to 0",
-            f"the network gets 1000 t as its timestep and predicts {predicts}",
+            f"the network gets {time} as its timestep and predicts {sign}{predicts}",
             f"times are evenly spaced, then shifted by {objective.time_shift:g}: t s / (1 + (s - 1) t)",
         ]
     elif isinstance(objective, EDM):
@@ -153,9 +152,7 @@ def page(
     """Return the README page of exported weights, in Markdown.
 
     Args:
-        class_name: of the diffusers model.
         has_loop: whether the class is the model's only condition, so that a short loop samples from it.
-        notes: sentences about differences in effect.
         folder: of the transformer, relative to the page.
         code: Python code that loads and samples a pipeline; None for a model without one.
     """

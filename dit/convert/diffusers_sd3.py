@@ -55,7 +55,6 @@ class DiffusersSD3(DiffusersStreams[SD3Config]):
         "dual_attention_layers": (),
         "qk_norm": None,
     }
-    fixed: Mapping[str, Any] = {}
     names: Mapping[str, str] = {
         **outer_names("time_text_embed", time="timestep", pooled="text"),
         "embed.linear": "pos_embed.proj",

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Optional, TypeVar
 
-from dit.convert.diffusers_format import DiffusersFormat, LatentSize, learned_nulls
+from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedModel, learned_nulls
 from dit.convert.rules import (
     TRAIN_THAT_WAY,
     TURNED_HEAD,
@@ -33,6 +33,7 @@ from dit.convert.rules import (
 )
 from dit.errors import ConfigError
 from dit.models.streams.config import StreamsConfig
+from dit.objectives.flow_matching import FlowMatching
 
 PATCH = 2  # fixed in the pipelines
 LATENT_SIZE = (1, 128, 128)  # 1024 px; not in the settings
@@ -48,12 +49,7 @@ Model = TypeVar("Model", bound=StreamsConfig)
 
 
 def outer_names(embedder: str, **parts: str) -> dict[str, str]:
-    """Return diffusers' names of the layers around the blocks, by ours.
-
-    Args:
-        embedder: name of the embedder of the conditioning.
-        parts: names of its parts, by ours.
-    """
+    """Return diffusers' names of the layers around the blocks, by ours."""
     return {
         "embed.linear": "x_embedder",
         "embed_text": "context_embedder",
@@ -73,7 +69,6 @@ class StreamNames:
 
     Attributes:
         attention: its layers in attention, in the order of `attention_rules`.
-        fc1, fc2: linear layers of its MLP.
         modulation: None if all blocks share it.
     """
 
@@ -105,18 +100,16 @@ class DiffusersStreams(DiffusersFormat[Model]):
         names: names of diffusers' layers by ours, outside the blocks.
         streams: names of diffusers' layers in joint blocks, by stream.
         free: further settings that diffusers' class has.
+        blocks: names of the lists of blocks with two streams, and with one.
     """
 
     names: Mapping[str, str]
     streams: Mapping[str, StreamNames]
     free: frozenset[str] = frozenset()
+    blocks: tuple[str, str] = ("transformer_blocks", "single_transformer_blocks")
 
     def sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the sizes that have the same names in all classes.
-
-        Raises:
-            ConfigError: a token is not a patch.
-        """
+        """Return the sizes that have the same names in all classes."""
         channels = published["in_channels"]
         if channels % PATCH**2:
             raise ConfigError(
@@ -133,19 +126,27 @@ class DiffusersStreams(DiffusersFormat[Model]):
         }
 
     def check(self, model: Model) -> None:
-        """Check that the class has every property of a model.
-
-        Raises:
-            ConfigError: it does not.
-        """
+        """Check that the class has every property of a model."""
         kind: Any = self.config_class
         default = kind()
         names = {field.name for field in fields(model)} - FREE - self.free
         values = {name: getattr(model, name) for name in names}
         supported = {name: getattr(default, name) for name in names}
-        if "mlp_ratio" not in self.defaults:
-            values["ffn_hidden_size"], supported["ffn_hidden_size"] = model.ffn_size, 4 * model.hidden_size
+        values["ffn_hidden_size"] = model.ffn_size
+        supported["ffn_hidden_size"] = self.inner_size(model.hidden_size) or model.ffn_size
         require(f"{self.class_name} does not support this model", values, supported, TRAIN_THAT_WAY)
+
+    def inner_size(self, hidden_size: int) -> Optional[int]:
+        """Return the inner width of the MLPs that the class has for a width of the tokens; None for any."""
+        return None if "mlp_ratio" in self.defaults else 4 * hidden_size
+
+    def trained(self, model: Model, *, time_shift: float, num_steps: int, guidance_scale: float = 1.0) -> TrainedModel:
+        """Return the model with the objective and the sampling of its pipeline."""
+        notes = [f"config.json has no latent size; {LATENT_SIZE[1]} x {LATENT_SIZE[2]} is assumed"]
+        if model.guidance is not None:
+            notes.append(f"the network gets a guidance scale of {model.guidance:g} (model.guidance)")
+        sampling = {"solver": "euler", "num_steps": num_steps, "guidance_scale": guidance_scale}
+        return TrainedModel(model, FlowMatching(time_shift=time_shift), LATENT_SIZE, sampling, notes=notes)
 
     def write_sizes(self, model: Model) -> dict[str, Any]:
         """Invert `sizes`, after `check`."""
@@ -161,10 +162,11 @@ class DiffusersStreams(DiffusersFormat[Model]):
 
     def rules(self, model: Model, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
         rules = [rule for ours, theirs in self.names.items() for rule in with_bias(ours, theirs)]
+        two_streams, one_stream = self.blocks
         for i in range(model.num_joint_layers):
-            rules += self.joint(model, f"layers.{i}", f"transformer_blocks.{i}")
+            rules += self.joint(model, f"layers.{i}", f"{two_streams}.{i}")
         for i in range(model.num_single_layers):
-            rules += self.single(model, f"layers.{model.num_joint_layers + i}", f"single_transformer_blocks.{i}")
+            rules += self.single(model, f"layers.{model.num_joint_layers + i}", f"{one_stream}.{i}")
         rules += self.shared(model)
         forms: dict[str, Form] = {"head.modulation": Chunks((1, 0)), **self.forms(model)}
         rules = [
@@ -210,11 +212,12 @@ def attention_rules(
 ) -> list[Rule]:
     """Return the rules of an attention, by the names of diffusers' layers."""
     turned = (0, 1) if model.position_embedding == "rope_3d" else ()
-    norms = head_norms(module, q_norm, k_norm)
+    norms, size = head_norms(module, q_norm, k_norm), model.head_size
+    groups = model.num_query_groups or model.num_attention_heads
+    queries = model.num_attention_heads // groups
+    form = ByHead(groups, (queries * size, size, size), turned, queries=queries)
     return [
-        *with_bias(
-            f"{module}.linear_qkv", q, k, v, form=ByHead(model.num_attention_heads, (model.head_size,) * 3, turned)
-        ),
+        *with_bias(f"{module}.linear_qkv", q, k, v, form=form),
         *with_bias(f"{module}.linear_proj", out),
         *(norms if turned else (replace(rule, form=Same()) for rule in norms)),
     ]

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dit.convert.diffusers_format import NULLS, DiffusersFormat, LatentSize, TrainedModel, learned_nulls, square_side
-from dit.convert.rules import TRAIN_THAT_WAY, ByHead, Pointwise, Rule, RuleBook, Shape, require
+from dit.convert.rules import TRAIN_THAT_WAY, ByHead, Pointwise, Rule, RuleBook, Shape, renamed, require
 from dit.errors import ConfigError
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.ldm_unet.layer import LENGTH_FEATURES, LENGTHS
@@ -107,7 +107,7 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
     class_name = "UNet2DConditionModel"
     config_class = LDMUNetConfig
     defaults = DEFAULTS
-    fixed: Mapping[str, Any] = {name: value for name, value in DEFAULTS.items() if name not in FOLLOWED}
+    fixed = tuple(name for name in DEFAULTS if name not in FOLLOWED)
     part = "unet"
 
     def lora_pipeline(self, model: LDMUNetConfig) -> str:
@@ -159,7 +159,7 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         odd += [
             f"{name}={published[name]!r} (only {value!r})"
             for name, value in {**mirrored, "use_linear_projection": head_size is not None}.items()
-            if _plain(published[name]) != value
+            if published[name] not in (value, tuple(value) if isinstance(value, list) else value)
         ]
         control = 0 if odd else published["in_channels"] - published["out_channels"]
         if control < 0:
@@ -227,14 +227,8 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         return RuleBook(shapes, rules, unmatched=learned_nulls(shapes))
 
 
-def _plain(value: object) -> object:
-    return list(value) if isinstance(value, tuple) else value
-
-
 def _rule(name: str, shape: Shape, *, linear: bool) -> Rule:
-    diffusers_name = name
-    for part, replacement in NAMES.items():
-        diffusers_name = diffusers_name.replace(part, replacement)
+    diffusers_name = renamed(name, NAMES)
     if fused := re.fullmatch(r"(.*)\.to_(qkv|kv)\.weight", diffusers_name):
         parts = fused[2]
         return Rule(

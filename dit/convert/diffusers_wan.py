@@ -62,14 +62,7 @@ class DiffusersWan(DiffusersFormat[WanConfig]):
         "rope_max_seq_len": 1024,
         "pos_embed_seq_len": None,
     }
-    fixed: Mapping[str, Any] = {
-        "freq_dim": 256,
-        "cross_attn_norm": True,
-        "qk_norm": "rms_norm_across_heads",
-        "image_dim": None,
-        "added_kv_proj_dim": None,
-        "pos_embed_seq_len": None,
-    }
+    fixed = ("freq_dim", "cross_attn_norm", "qk_norm", "image_dim", "added_kv_proj_dim", "pos_embed_seq_len")
     comfyui = (
         (r"blocks\.(\d+)\.attn1\.to_([qkv])", r"blocks.\1.self_attn.\2"),
         (r"blocks\.(\d+)\.attn1\.to_out\.0", r"blocks.\1.self_attn.o"),

@@ -29,7 +29,7 @@ from torch import Tensor
 from dit.convert.diffusers_format import DiffusersFormat
 from dit.convert.diffusers_sampling import PAGE
 from dit.convert.rules import Pointwise, Rule, RuleBook
-from dit.convert.state_files import to_json, write_tensor_folder
+from dit.convert.state_files import to_json, write_tensors, written_atomically
 from dit.errors import ConfigError
 from dit.models.base import ModelConfig
 from dit.models.lora import adapter_pairs
@@ -52,16 +52,7 @@ class Adapter:
 
 
 def to_external_layers(rules: RuleBook, adapters: Mapping[str, Tensor], scale: float) -> dict[str, Adapter]:
-    """Return the adapters of external linear layers by name, in the order of the rules.
-
-    Args:
-        rules: between the weights.
-        adapters: A and B, by our global names.
-        scale: alpha / rank.
-
-    Raises:
-        ConfigError: a layer has no counterpart, or the adapter of its counterpart is not a product of two matrices.
-    """
+    """Return the adapters of external linear layers by name, in the order of the rules."""
     by_weight = {rule.name: rule for rule in rules.rules}
     split_adapters: dict[str, Adapter] = {}
     for layer, (a, b) in adapter_pairs(adapters).items():
@@ -91,7 +82,6 @@ def diffusers_tensors(layers: Mapping[str, Adapter], prefix: str) -> dict[str, T
     """Return the tensors of a file for diffusers or peft.
 
     Args:
-        layers: by diffusers' names.
         prefix: of every name: the part of a diffusers pipeline, or `PEFT_PREFIX`.
     """
     tensors = {}
@@ -110,14 +100,14 @@ def adapter_config(layers: Mapping[str, Adapter]) -> dict[str, Any]:
 def write_adapter_folder(
     layers: Mapping[str, Adapter], form: DiffusersFormat[ModelConfig], model: ModelConfig, out: Path
 ) -> None:
-    """Write adapter files for diffusers and peft, and a page with loading instructions, to a new folder.
-
-    Raises:
-        ConfigError: `out` exists, or cannot be written.
-    """
-    prefixes = {DIFFUSERS_FILE: form.part, PEFT_FILE: PEFT_PREFIX}
-    tensors = {name: diffusers_tensors(layers, prefix) for name, prefix in prefixes.items()}
-    write_tensor_folder(tensors, out, {PEFT_CONFIG: to_json(adapter_config(layers)), PAGE: adapter_page(form, model)})
+    """Write adapter files for diffusers and peft, and a page with loading instructions, to a new folder."""
+    texts = {PEFT_CONFIG: to_json(adapter_config(layers)), PAGE: adapter_page(form, model)}
+    with written_atomically(out) as part:
+        part.mkdir(parents=True, exist_ok=True)
+        for name, prefix in ((DIFFUSERS_FILE, form.part), (PEFT_FILE, PEFT_PREFIX)):
+            write_tensors(diffusers_tensors(layers, prefix), part / name)
+        for name, text in texts.items():
+            (part / name).write_text(text, encoding="utf-8")
 
 
 def comfyui_tensors(layers: Mapping[str, Adapter], name_of: Callable[[str], Optional[str]]) -> dict[str, Tensor]:
@@ -126,9 +116,6 @@ def comfyui_tensors(layers: Mapping[str, Adapter], name_of: Callable[[str], Opti
     Args:
         layers: by diffusers' names.
         name_of: returns ComfyUI's name of a layer, or None; adapters of layers with the same name are stacked.
-
-    Raises:
-        ConfigError: a layer has no name in ComfyUI.
     """
     joined: dict[str, list[Adapter]] = {}
     for layer, adapter in layers.items():

@@ -56,13 +56,7 @@ TEXT_ENCODERS = re.compile(r"(lora_te\d?_|text_encoders?[._\d]|te\d?\.)")
 
 @dataclass(frozen=True)
 class ImportedAdapters:
-    """Imported adapters.
-
-    Attributes:
-        config: rank and layers.
-        tensors: A and B by our global names, float32.
-        notes: sentences about imported and omitted adapters.
-    """
+    """Imported adapters."""
 
     config: LoRAConfig
     tensors: dict[str, Tensor]
@@ -80,13 +74,8 @@ def read_adapters(
 
     Args:
         path: a `.safetensors` file, or a folder of peft or diffusers.
-        form: format of the model in diffusers.
         model: the base, without adapters.
-        rules: between our weights and those of diffusers.
         linears: our layers that can have an adapter.
-
-    Raises:
-        ConfigError: the files cannot be read, belong to another model, or have adapters that are not supported.
     """
     file, settings = _files(path, form.part)
     pairs = _pairs(read_tensors(file), settings, file)
@@ -132,11 +121,7 @@ def _files(path: Path, part: str) -> tuple[Path, dict[str, Any]]:
 
 
 def _pairs(tensors: Mapping[str, Tensor], settings: Mapping[str, Any], file: Path) -> dict[str, Adapter]:
-    """Return the adapters of a file, with scale 1, by the names of their layers in the file.
-
-    Raises:
-        ConfigError: they are of another kind, incomplete, or not finite.
-    """
+    """Return the adapters of a file, with scale 1, by the names of their layers in the file."""
     for kind, words in OTHER_KINDS.items():
         if odd := [name for name in tensors if any(word in name for word in words)]:
             raise ConfigError(f"{file} has {kind} ({some_of(odd)}); only LoRA of two matrices is read")
@@ -192,11 +177,7 @@ def _scale(stem: str, rank: int, settings: Mapping[str, Any]) -> float:
 def _by_layer(
     pairs: Mapping[str, Adapter], form: DiffusersFormat[ModelConfig], model: ModelConfig, rules: RuleBook, file: Path
 ) -> dict[str, Adapter]:
-    """Return adapters by diffusers' layer names; adapters of fused layers are split.
-
-    Raises:
-        ConfigError: a layer is not in the model, or has another size.
-    """
+    """Return adapters by diffusers' layer names; adapters of fused layers are split."""
     shapes = {name.removesuffix(WEIGHT): s for name, s in rules.external_shapes().items() if name.endswith(WEIGHT)}
     names = layer_names(form, model, list(shapes))
     if unknown := [stem for stem in pairs if stem not in names]:
@@ -246,11 +227,7 @@ def layer_names(
 
 
 def _join_all(external: Mapping[str, Adapter], rules: RuleBook, linears: Collection[str]) -> dict[str, Adapter]:
-    """Return the adapters of our layers by name.
-
-    Raises:
-        ConfigError: an external layer corresponds to a layer that cannot have an adapter.
-    """
+    """Return the adapters of our layers by name."""
     adapters: dict[str, Adapter] = {}
     shapes = rules.external_shapes()
     for rule in rules.rules:
@@ -271,12 +248,7 @@ def _join_all(external: Mapping[str, Adapter], rules: RuleBook, linears: Collect
 
 
 def _joined(rule: Rule, parts: Sequence[Optional[Adapter]], outputs: Sequence[int]) -> Adapter:
-    """Return one adapter equal to the adapters of several external layers.
-
-    Args:
-        parts: adapter of each external layer, or None.
-        outputs: output features of each.
-    """
+    """Return one adapter equal to the adapters of several external layers."""
     [first, *_] = present = [part for part in parts if part is not None]
     if isinstance(rule.form, Pointwise):
         return Adapter(rule.form.from_external([first.a]), rule.form.from_external([first.b]))

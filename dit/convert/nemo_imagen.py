@@ -107,9 +107,6 @@ def read(path: Path) -> tuple[Any, dict[str, Tensor], list[str]]:
     Returns:
         Its settings (None if the file has none); the tensors by their names in the network, with fused q, k and v
         split; and notes about omitted tensors.
-
-    Raises:
-        ConfigError: the file cannot be read, or has a tensor of the network twice.
     """
     settings, stored = read_nemo(path) if path.suffix == ".nemo" else (None, read_tensors(path, CKPT_CURE))
     encoder = [name for name in stored if name.startswith(TEXT_ENCODER)]
@@ -139,12 +136,7 @@ def _parts(name: str, tensor: Tensor) -> list[tuple[str, Tensor]]:
 
 
 def rules(model: ImagenConfig, shapes: Mapping[str, Shape]) -> RuleBook:
-    """Return the rules between the weights.
-
-    Args:
-        model: of a NeMo document.
-        shapes: of our parameters, by global name.
-    """
+    """Return the rules between the weights."""
     efficient = isinstance(model, EfficientUNetConfig)
     return RuleBook(shapes, [_rule(name, model, shapes, efficient=efficient) for name in shapes])
 

@@ -39,9 +39,6 @@ def read_sizes(tensors: Mapping[str, Tensor], num_attention_heads: Optional[int]
 
     Args:
         num_attention_heads: None for that of the published model of this width.
-
-    Raises:
-        ConfigError: this is not a state dict of facebookresearch/DiT, or the number of heads is unknown.
     """
     absent = [name for name in _NEEDED if name not in tensors]
     if absent or tensors["x_embedder.proj.weight"].dim() != 4 or tensors["pos_embed"].dim() != 3:
@@ -81,11 +78,7 @@ def rules(model: DiTConfig, shapes: Mapping[str, Shape], latent_size: LatentSize
     """Return the rules between the weights.
 
     Args:
-        shapes: of our parameters, by global name.
         latent_size: (1, H, W), square; the size of the stored position table follows from it.
-
-    Raises:
-        ConfigError: facebookresearch/DiT does not support this model.
     """
     frames, height, width = latent_size
     check_expressible(model, "facebookresearch/DiT", time_frequency_shift=0)

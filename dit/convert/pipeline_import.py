@@ -33,14 +33,7 @@ DDIM_DEFAULTS = {"timestep_spacing": "leading", "set_alpha_to_one": True, "clip_
 
 @dataclass(frozen=True)
 class Completed:
-    """An imported network with the settings of its pipeline.
-
-    Attributes:
-        trained: the model.
-        autoencoder: folder of the autoencoder; None if it is missing.
-        has_schedule: the objective is that of the pipeline's scheduler.
-        notes: sentences about differences in effect.
-    """
+    """An imported network with the settings of its pipeline."""
 
     trained: TrainedModel
     autoencoder: Optional[str] = None
@@ -59,11 +52,7 @@ def complete(trained: TrainedModel, folder: Path) -> Completed:
     """Add the settings of the pipeline around a network.
 
     Args:
-        trained: as read from the network's settings.
         folder: of the network; the `model_index.json` of a pipeline is in the parent folder.
-
-    Raises:
-        ConfigError: a file of the pipeline is damaged, or its noise schedule has no counterpart.
     """
     root, model = folder.resolve().parent, trained.model
     if folder.resolve().name not in PARTS or not (root / INDEX).exists():
@@ -96,15 +85,7 @@ def complete(trained: TrainedModel, folder: Path) -> Completed:
 
 
 def read_schedule(settings: Mapping[str, Any], where: str) -> DDPM:
-    """Return the objective that corresponds to a scheduler.
-
-    Args:
-        settings: a `scheduler_config.json`.
-        where: its path, for messages.
-
-    Raises:
-        ConfigError: its betas or its prediction have no counterpart.
-    """
+    """Return the objective that corresponds to a scheduler."""
     steps, name = settings.get("num_train_timesteps", 1000), str(settings.get("beta_schedule", "linear"))
     schedules = {diffusers_name: schedule for schedule, diffusers_name in BETA_SCHEDULES.items()}
     predictions = {diffusers_name: prediction for prediction, diffusers_name in PREDICTIONS.items()}

@@ -68,7 +68,6 @@ class Axes:
 
     Attributes:
         pattern: `external -> parameter`, a one-to-one rearrangement.
-        sizes: of the axes that do not follow from the shapes.
     """
 
     pattern: str
@@ -111,6 +110,7 @@ class ByHead:
         fused: one external tensor has all parts; otherwise there is one for each part.
         dim: axis of the features: 0 for outputs, 1 for inputs.
         alternate: the features of the last two parts alternate in the parameter (gates and values of a SwiGLU).
+        queries: heads of the first part in each of `heads` groups (grouped-query attention).
     """
 
     heads: int
@@ -119,17 +119,22 @@ class ByHead:
     fused: bool = False
     dim: int = 0
     alternate: bool = False
+    queries: int = 1
 
     @property
     def axis(self) -> Optional[int]:
         return self.dim
 
+    def _turn(self, by_head: list[Tensor], sizes: tuple[int, int]) -> None:
+        for i in self.turned:
+            heads = by_head[i].unflatten(self.dim + 1, (self.queries if i == 0 else 1, -1))
+            by_head[i] = _swap_pairs(heads, self.dim + 2, sizes).flatten(self.dim + 1, self.dim + 2)
+
     def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
         sizes = [self.heads * share for share in self.shares]
         parts = tensors[0].split(sizes, self.dim) if self.fused else tensors
         by_head = [x.unflatten(self.dim, (self.heads, -1)) for x in parts]
-        for i in self.turned:
-            by_head[i] = _swap_pairs(by_head[i], self.dim + 1, (-1, 2))
+        self._turn(by_head, (-1, 2))
         if self.alternate:
             by_head[-2:] = [_swap_pairs(torch.cat(by_head[-2:], self.dim + 1), self.dim + 1, (2, -1))]
         return torch.cat(by_head, self.dim + 1).flatten(self.dim, self.dim + 1)
@@ -140,8 +145,7 @@ class ByHead:
             by_head[-2:] = _swap_pairs(torch.cat(by_head[-2:], self.dim + 1), self.dim + 1, (-1, 2)).chunk(
                 2, self.dim + 1
             )
-        for i in self.turned:
-            by_head[i] = _swap_pairs(by_head[i], self.dim + 1, (2, -1))
+        self._turn(by_head, (2, -1))
         parts = [x.flatten(self.dim, self.dim + 1) for x in by_head]
         return (torch.cat(parts, self.dim),) if self.fused else parts
 
@@ -175,6 +179,20 @@ class Chunks:
 
 
 @dataclass(frozen=True)
+class Negated:
+    """Another form with the opposite sign, for a linear layer whose output the other code base negates."""
+
+    axis: ClassVar[Optional[int]] = None
+    form: Form = field(default_factory=Same)
+
+    def from_external(self, tensors: Sequence[Tensor]) -> Tensor:
+        return -self.form.from_external(tensors)
+
+    def to_external(self, parameter: Tensor) -> Sequence[Tensor]:
+        return self.form.to_external(-parameter)
+
+
+@dataclass(frozen=True)
 class Rule:
     """A parameter and the external tensors with its numbers."""
 
@@ -192,12 +210,18 @@ def with_bias(layer: str, *external_layers: str, form: Form | None = None) -> li
     ]
 
 
+def renamed(name: str, parts: Mapping[str, str]) -> str:
+    """Replace the parts of a name that differ."""
+    for part, replacement in parts.items():
+        name = name.replace(part, replacement)
+    return name
+
+
 @dataclass(frozen=True)
 class RuleBook:
     """All rules between a model and its external counterpart.
 
     Attributes:
-        shapes: of the parameters, by global name.
         rules: every parameter is in exactly one rule, or in `unmatched`.
         tables: external tensors that our model computes; compared if a file has them, never loaded.
         stored_tables: whether external files have the tables.
@@ -230,12 +254,7 @@ class RuleBook:
 
     @torch.no_grad()
     def from_external(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert external tensors to parameters, float32, by global name.
-
-        Raises:
-            ConfigError: a tensor is missing, unknown, of another shape or dtype, or not finite; or a table differs from
-                the one that our model computes.
-        """
+        """Convert external tensors to parameters, float32, by global name."""
         shapes = {name: tuple(x.shape) for name, x in tensors.items() if name not in self.tables}
         check_shapes("the weights do not fit the model", self.external_shapes(), shapes)
         for name, tensor in tensors.items():
@@ -254,11 +273,7 @@ class RuleBook:
 
     @torch.no_grad()
     def to_external(self, parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Convert parameters to external tensors by name.
-
-        Raises:
-            ConfigError: a parameter is missing, unknown or of another shape.
-        """
+        """Convert parameters to external tensors by name."""
         expected = {name: tuple(shape) for name, shape in self.shapes.items()}
         shapes = {name: tuple(x.shape) for name, x in parameters.items()}
         check_shapes("the parameters do not fit the model", expected, shapes)
@@ -272,14 +287,7 @@ class RuleBook:
 
 
 def check_shapes(fault: str, expected: Mapping[str, Shape], shapes: Mapping[str, Shape]) -> None:
-    """Compare two tables of shapes.
-
-    Args:
-        fault: start of the message.
-
-    Raises:
-        ConfigError: a name is missing, unknown, or has another shape.
-    """
+    """Compare two tables of shapes."""
     missing = [f"{name} {list(expected[name])}" for name in expected if name not in shapes]
     unknown = [f"{name} {list(shapes[name])}" for name in shapes if name not in expected]
     differ = [
@@ -332,14 +340,7 @@ TRAIN_THAT_WAY = "only a model trained that way can be exported"
 
 
 def require(fault: str, settings: Mapping[str, Any], supported: Mapping[str, Any], cure: str) -> None:
-    """Check that settings have the only values that the other code base supports.
-
-    Args:
-        fault: start of the message.
-
-    Raises:
-        ConfigError: a setting has another value.
-    """
+    """Check that settings have the only values that the other code base supports."""
     wrong = [
         f"{name}={settings.get(name)!r} (only {value!r})"
         for name, value in supported.items()

@@ -40,15 +40,7 @@ def to_record(trained: TrainedModel) -> dict[str, Any]:
 
 
 def from_record(record: object, model_class: type[ModelConfig]) -> TrainedModel:
-    """Rebuild a model from the result of `to_record`.
-
-    Args:
-        record: untrusted values.
-        model_class: settings class of the backbone.
-
-    Raises:
-        ConfigError: the record lacks a part, or a value has another type than its field.
-    """
+    """Rebuild a model from the result of `to_record`."""
     parts = {f.name for f in fields(TrainedModel)} - {"notes"}
     if not isinstance(record, Mapping) or record.keys() != parts:
         raise ConfigError(f"the export's record must have {', '.join(sorted(parts))}; export the run again")
@@ -77,11 +69,7 @@ def from_record(record: object, model_class: type[ModelConfig]) -> TrainedModel:
 
 
 def read_json_record(text: str, model_class: type[ModelConfig]) -> TrainedModel:
-    """Read the record in a file's metadata.
-
-    Raises:
-        ConfigError: it is not JSON, or as in `from_record`.
-    """
+    """Read the record in a file's metadata."""
     try:
         record = parse_json(text)
     except ValueError as error:
@@ -96,11 +84,7 @@ def name_of(objective: Objective) -> str:
 
 
 def objective_of(record: object) -> Objective:
-    """Build an objective from its name and settings, such as `{"name": "ddpm", "prediction": "v"}`.
-
-    Raises:
-        ConfigError: the objective is unknown, or a setting does not fit it.
-    """
+    """Build an objective from its name and settings, such as `{"name": "ddpm", "prediction": "v"}`."""
     name = record.get("name") if isinstance(record, Mapping) else record
     if not isinstance(record, Mapping) or not isinstance(name, str) or name not in OBJECTIVES:
         raise ConfigError(f"objective {name!r:.200} is unknown; use one of {', '.join(OBJECTIVES)}")
@@ -111,14 +95,7 @@ def objective_of(record: object) -> Objective:
 
 
 def build(settings_class: type[Settings], values: object, label: str) -> Settings:
-    """Build a settings class of this project from plain values; absent fields have their defaults.
-
-    Args:
-        label: names the settings in messages.
-
-    Raises:
-        ConfigError: a name is not a field, a value has another type than its field, or the class rejects it.
-    """
+    """Build a settings class of this project from plain values; absent fields have their defaults."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{label} must be settings by name, got {values!r:.200}")
     assert is_dataclass(settings_class)

@@ -29,16 +29,7 @@ Block = tuple[slice, ...]
 
 
 class SlicedWeights:
-    """The parameters of a model in the files of a diffusers folder.
-
-    Args:
-        rules: between the model and the files.
-        stored: the files.
-
-    Raises:
-        ConfigError: the files lack a tensor, have others, or have other shapes; or a table differs from the one that
-            our model computes.
-    """
+    """The parameters of a model in the files of a diffusers folder."""
 
     def __init__(self, rules: RuleBook, stored: StoredTensors) -> None:
         self.shapes = rules.shapes
@@ -52,14 +43,7 @@ class SlicedWeights:
 
     @torch.no_grad()
     def read(self, name: str, blocks: Iterable[tuple[Block, Tensor]]) -> None:
-        """Copy blocks of a parameter into memory, on any device and in any precision; reads nothing else.
-
-        Args:
-            blocks: indices of each block, and a tensor of its sizes to copy it into.
-
-        Raises:
-            CheckpointError: values are not finite, copies of one tensor differ, or a file cannot be read.
-        """
+        """Copy blocks of a parameter into memory, on any device and in any precision; reads nothing else."""
         if name in self._unmatched:
             for _, target in blocks:
                 target.zero_()
@@ -119,11 +103,7 @@ class _AxisSource:
 
 
 def positions_of(form: Form, shape: Shape) -> list[Tensor]:
-    """Return, for each external tensor, the position in the parameter of each index of the permuted axis.
-
-    Args:
-        shape: of the parameter.
-    """
+    """Return, for each external tensor, the position in the parameter of each index of the permuted axis."""
     assert form.axis is not None
     sizes = [size if axis == form.axis else 1 for axis, size in enumerate(shape)]
     return [part.flatten() for part in form.to_external(torch.arange(shape[form.axis]).view(sizes))]

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from dit import safe_files
+from dit.durable_files import fsync
 from dit.errors import ConfigError
 from dit.pipeline_folder import name_a_part
 
@@ -38,9 +39,6 @@ def read_tensors(path: Path, cure: str = PLAIN) -> dict[str, Tensor]:
 
     Args:
         cure: end of the message for a pickle with other objects than tensors.
-
-    Raises:
-        ConfigError: the file is missing or damaged, has other objects than tensors, or its format is not supported.
     """
     if path.suffix not in (".safetensors", *PICKLES):
         raise ConfigError(f"{path} is not a supported file of weights; use .safetensors, {', '.join(PICKLES)}")
@@ -76,11 +74,7 @@ def _tensors_of(loaded: object, path: Path) -> dict[str, Tensor]:
 
 
 def read_nemo(path: Path) -> tuple[Any, dict[str, Tensor]]:
-    """Read the settings and the tensors of a `.nemo` file, without extracting it.
-
-    Raises:
-        ConfigError: the file is missing, damaged or compressed, lacks one of the two, or has other objects.
-    """
+    """Read the settings and the tensors of a `.nemo` file, without extracting it."""
     try:
         with safe_files.open_tar(path) as members:
             absent = [name for name in (NEMO_CONFIG, NEMO_WEIGHTS) if name not in members]
@@ -106,11 +100,7 @@ def read_nemo(path: Path) -> tuple[Any, dict[str, Tensor]]:
 
 
 def read_metadata(path: Path) -> dict[str, str]:
-    """Return the metadata of a safetensors file, or an empty dictionary for other files.
-
-    Raises:
-        ConfigError: the file is missing or damaged.
-    """
+    """Return the metadata of a safetensors file, or an empty dictionary for other files."""
     if path.suffix != ".safetensors":
         return {}
     with reading(path), safe_files.open_safetensors(path) as file:
@@ -135,11 +125,7 @@ def _read_pickle(source: Path | IO[bytes], path: Path, cure: str) -> Any:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object.
-
-    Raises:
-        ConfigError: the file is missing or does not have a JSON object.
-    """
+    """Read a JSON object."""
     value = safe_files.read_json(path, ConfigError, "give a folder in the diffusers layout")
     if not isinstance(value, dict):
         raise ConfigError(f"{path} has a {type(value).__name__}, not settings by name")
@@ -147,11 +133,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_diffusers(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read settings and tensors of a folder in the diffusers layout, in one file or in shards.
-
-    Raises:
-        ConfigError: a file is missing or unreadable, or the index has a path outside the folder.
-    """
+    """Read settings and tensors of a folder in the diffusers layout, in one file or in shards."""
     if not folder.is_dir():
         raise ConfigError(
             f"{folder} is not a folder; the diffusers layout is a folder with {CONFIG} and {STEM}.safetensors"
@@ -177,11 +159,7 @@ def _read_shards(folder: Path) -> dict[str, Tensor]:
 
 
 def shard_names(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor in the index of a folder.
-
-    Raises:
-        ConfigError: the index cannot be read, or has a path outside the folder.
-    """
+    """Return the file of each tensor in the index of a folder."""
     names = read_json(folder / INDEX).get("weight_map")
     if not isinstance(names, dict) or not names:
         raise ConfigError(f"{folder / INDEX} has no weight_map; download the folder again")
@@ -192,11 +170,7 @@ def shard_names(folder: Path) -> dict[str, str]:
 
 
 def check_index(folder: Path, weight_map: Mapping[str, str], tensors: Mapping[str, object]) -> None:
-    """Check that an index lists the tensors of its shards.
-
-    Raises:
-        ConfigError: a tensor is only in one of them.
-    """
+    """Check that an index lists the tensors of its shards."""
     if tensors.keys() != weight_map.keys():
         odd = sorted(tensors.keys() ^ weight_map.keys())
         raise ConfigError(f"{folder / INDEX} and its shards disagree on {len(odd)} tensors, such as {odd[0]}")
@@ -204,11 +178,7 @@ def check_index(folder: Path, weight_map: Mapping[str, str], tensors: Mapping[st
 
 @contextmanager
 def written_atomically(out: Path) -> Iterator[Path]:
-    """Yield a temporary path next to `out`; it is renamed to `out` at the end, or removed after an error.
-
-    Raises:
-        ConfigError: `out` exists, or cannot be written.
-    """
+    """Yield a temporary path next to `out`; it is renamed to `out` at the end, or removed after an error."""
     if os.path.lexists(out):
         raise ConfigError(f"{out} already exists and is not changed; choose another --out or remove it")
     part = out.with_name(f".{out.name}.{os.getpid()}.tmp{out.suffix}")
@@ -217,7 +187,7 @@ def written_atomically(out: Path) -> Iterator[Path]:
         yield part
         _flush(part)
         os.rename(part, out)
-        _flush_one(out.parent)
+        fsync(out.parent)
     except (OSError, SafetensorError) as error:
         raise ConfigError(
             f"cannot write {out}: {getattr(error, 'strerror', None) or error}; choose another --out"
@@ -230,28 +200,12 @@ def written_atomically(out: Path) -> Iterator[Path]:
 
 
 def _flush(path: Path) -> None:
-    for entry in sorted(path.rglob("*")) if path.is_dir() else ():
-        _flush_one(entry)
-    _flush_one(path)
-
-
-def _flush_one(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    for entry in (*path.rglob("*"), path):
+        fsync(entry)
 
 
 def write_tensors(tensors: Mapping[str, Tensor], out: Path, metadata: Mapping[str, str] = MappingProxyType({})) -> None:
-    """Write tensors to a `.safetensors` or `.pt` file.
-
-    Args:
-        metadata: for the header of a safetensors file; a `.pt` file has none.
-
-    Raises:
-        ConfigError: the name has another ending, the file exists, or it cannot be written.
-    """
+    """Write tensors to a `.safetensors` or `.pt` file."""
     if out.suffix not in (".safetensors", ".pt"):
         raise ConfigError(f"--out {out} must end in .safetensors or .pt")
     with written_atomically(out) as part:
@@ -259,20 +213,6 @@ def write_tensors(tensors: Mapping[str, Tensor], out: Path, metadata: Mapping[st
             torch.save(dict(tensors), part)
         else:
             save_file(dict(tensors), part, metadata={"format": "pt", **metadata})
-
-
-def write_tensor_folder(tensors: Mapping[str, Mapping[str, Tensor]], out: Path, texts: Mapping[str, str]) -> None:
-    """Write safetensors files and texts, by their names, to a new folder.
-
-    Raises:
-        ConfigError: `out` exists, or cannot be written.
-    """
-    with written_atomically(out) as part:
-        part.mkdir(parents=True, exist_ok=True)
-        for name, content in tensors.items():
-            save_file(dict(content), part / name, metadata={"format": "pt"})
-        for name, text in texts.items():
-            (part / name).write_text(text, encoding="utf-8")
 
 
 def write_diffusers(
@@ -288,14 +228,9 @@ def write_diffusers(
     """Write a folder in the diffusers layout; above `max_shard_bytes`, tensors are written in shards with an index.
 
     Args:
-        settings: the `config.json`.
         subfolder: of `out`, for settings and tensors; a pipeline has one per part.
         texts: further text files, by their paths in `out`.
         others: writes further parts of a pipeline to a folder, and returns the texts that depend on them.
-        max_shard_bytes: None for `MAX_SHARD_BYTES`.
-
-    Raises:
-        ConfigError: `out` exists, or cannot be written.
     """
     with written_atomically(out) as part:
         part.mkdir(parents=True, exist_ok=True)

@@ -21,16 +21,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 
 class StoredTensors:
-    """The tensors of a folder with `config.json` and safetensors files; the constructor reads only headers.
-
-    Attributes:
-        shapes: by name.
-        files: of the weights.
-        dtypes: names of the types, as in the headers.
-
-    Raises:
-        ConfigError: a file is missing, damaged, a pickle, or does not match the index.
-    """
+    """The tensors of a folder with `config.json` and safetensors files; the constructor reads only headers."""
 
     def __init__(self, folder: Path) -> None:
         weight_map = shard_names(folder) if (folder / INDEX).exists() else {}
@@ -72,11 +63,7 @@ class StoredTensors:
 
     @contextmanager
     def slices(self, names: Sequence[str]) -> Iterator[list[Any]]:
-        """Yield objects that return a part of a tensor when they are indexed, as views of the mapped file.
-
-        Raises:
-            ConfigError: a file cannot be read.
-        """
+        """Yield objects that return a part of a tensor when they are indexed, as views of the mapped file."""
         with ExitStack() as opened:
             entries = []
             for name in names:

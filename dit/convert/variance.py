@@ -21,14 +21,8 @@ def predicts_variance(model: ModelConfig) -> TypeGuard[TransformerModelConfig]:
 def drop_variance(trained: TrainedModel, weights: Mapping[str, Tensor]) -> tuple[TrainedModel, dict[str, Tensor]]:
     """Remove the variance's rows of the head: the second half of the channels at every position of a patch.
 
-    Args:
-        weights: parameters by global name.
-
     Returns:
         The model with settings for training and sampling without a learned variance, and its weights.
-
-    Raises:
-        ConfigError: the model predicts no variance.
     """
     model = trained.model
     positions = model.token_channels // model.in_channels

@@ -12,9 +12,6 @@ def in_batches(keys: Sequence[Key], batch_size: Callable[[Key], int]) -> list[li
     Args:
         keys: one per item, such as its shape.
         batch_size: returns the largest batch of items with a key; results below 1 count as 1.
-
-    Returns:
-        The indices of each batch.
     """
     by_key: dict[Key, list[int]] = {}
     for i, key in enumerate(keys):

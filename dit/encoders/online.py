@@ -37,10 +37,6 @@ Encode = Callable[[PackedBatch], PackedBatch]
 def null_texts(data: DataConfig, conditions: Sequence[Condition], device: torch.device) -> dict[str, Tensor]:
     """Return the embeddings of the empty text for conditions that have it as null, `[k, D]` by name.
 
-    Args:
-        data: has the embeddings, or names their encoders.
-        conditions: of the model.
-
     Raises:
         ConfigError: the data name no encoder, or one that does not make this text.
     """
@@ -77,7 +73,6 @@ class OnlineEncoders:
     """The frozen encoders of a run, on the training device.
 
     Args:
-        encoding: names of the encoders, and their precision.
         spec: has the conditions of the model; only encoders of these are loaded.
         peers: the ranks that read the same packs at the same time; None if there is only this rank.
     """
@@ -98,11 +93,7 @@ class OnlineEncoders:
 
     @torch.no_grad()
     def __call__(self, batch: PackedBatch) -> PackedBatch:
-        """Encode a full pack (collective over the peers, with the same pack).
-
-        Returns:
-            The pack with latents and texts on the device.
-        """
+        """Encode a full pack (collective over the peers, with the same pack)."""
         raw = batch.raw
         if raw is None:
             return batch

@@ -15,17 +15,7 @@ _NAMED = 3  # weights that a message names
 
 
 def load_without_code(kind: Any, what: str, **options: Any) -> Any:
-    """Load a configuration, a tokenizer or a network.
-
-    Args:
-        kind: class of transformers or diffusers.
-        what: name of the object in messages.
-        options: of its `from_pretrained`.
-
-    Raises:
-        ConfigError: it does not exist, is damaged, or needs code from its repository or a package that is not
-            installed.
-    """
+    """Load a configuration, a tokenizer or a network."""
     try:
         return kind.from_pretrained(**options, trust_remote_code=False)
     except (OSError, ImportError, ValueError, RuntimeError) as error:
@@ -33,11 +23,7 @@ def load_without_code(kind: Any, what: str, **options: Any) -> Any:
 
 
 def load_network(kind: Any, what: str, **options: Any) -> Any:
-    """Load a network, frozen and in eval mode; see `load_without_code`.
-
-    Raises:
-        ConfigError: as `load_without_code`, or weights are missing or have another shape.
-    """
+    """Load a network, frozen and in eval mode; see `load_without_code`."""
     source = options["pretrained_model_name_or_path"]
     announce(f"loading {what} from {'folder' if Path(source).is_dir() else 'the Hugging Face hub:'} {source}")
     library = logging.getLogger(kind.__module__.partition(".")[0])

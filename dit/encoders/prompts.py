@@ -26,7 +26,6 @@ class Prompt:
     """The text around a caption.
 
     Attributes:
-        clean: changes the caption.
         before, after: text around the caption.
         chat: returns the conversation that the tokenizer's chat template converts to a text; None for no template.
         template: arguments of the chat template.

@@ -43,12 +43,7 @@ class TextEncoder:
     """A frozen pretrained encoder.
 
     Args:
-        config: name and entries of the encoder.
-        device: of the weights.
         precision: of weights and activations; embeddings are always float32.
-
-    Attributes:
-        geometry: sizes of the embeddings.
     """
 
     def __init__(self, config: TextEncoderConfig, *, device: str = "cpu", precision: Precision = "fp32") -> None:
@@ -72,9 +67,6 @@ class TextEncoder:
         """Return the token ids of each text, with those of the prompt and start and end tokens, without padding.
 
         A text whose embedding has more than `max_tokens` rows is truncated before its end token, with a warning.
-
-        Raises:
-            ConfigError: the prompt needs a chat template, and the tokenizer has none.
         """
         max_tokens, around = self.geometry.max_tokens, self.config.around
         if self._tokenizer is None:
@@ -105,9 +97,6 @@ class TextEncoder:
     @torch.no_grad()
     def forward(self, ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
         """Embed texts of one length, or of any lengths if they are padded.
-
-        Args:
-            ids: as `tokenize` returns them.
 
         Returns:
             Embeddings by entry, float32 on the encoder's device: tokens `[B, K, width]`, pooled vectors `[B, width]`.
@@ -253,11 +242,7 @@ class TextEncoders:
 def join_entries(
     encoders: Sequence[TextEncoder], embeddings: Sequence[Mapping[str, list[Tensor]]]
 ) -> dict[str, list[Tensor]]:
-    """Merge the embeddings of the encoders of a line; concatenate the features of joined tokens.
-
-    Args:
-        embeddings: of each encoder, the values of each text by entry.
-    """
+    """Merge the embeddings of the encoders of a line; concatenate the features of joined tokens."""
     entries: dict[str, list[Tensor]] = {}
     for encoder, new_entries in zip(encoders, embeddings, strict=True):
         for entry, rows in new_entries.items():
@@ -290,14 +275,10 @@ def empty_texts(
 
     Args:
         line: text encoders of the model; None if they are unknown.
-        conditions: of the model.
         load: returns the encoders of a line on a device; `load_text_encoders` caches them.
 
     Returns:
         `[k, D]` by name of the condition.
-
-    Raises:
-        ConfigError: the encoders are unknown, or do not make this text.
     """
     names = [condition.name for condition in conditions if condition.null == "empty text"]
     if not names:

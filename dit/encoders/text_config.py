@@ -53,8 +53,6 @@ class Pretrained:
 
     Attributes:
         package: has the weights in its folder `model`.
-        width: features per token, and of the pooled vector.
-        max_tokens: of a text.
         sha256: of `model.safetensors`, so that the name identifies the weights.
     """
 
@@ -84,8 +82,6 @@ class TextGeometry:
     """Sizes of the embeddings of an encoder.
 
     Attributes:
-        kind: of network.
-        width: features per token.
         pooled: features of the pooled vector; None if it makes none.
         max_tokens: of a text, start and end tokens included.
         num_layers: of the network; 0 if only its output is available.
@@ -103,7 +99,6 @@ class TextEncoderConfig:
     """One encoder of a line.
 
     Attributes:
-        name: as in the module docstring.
         makes: names of `ENTRIES`.
         prompt: text around the caption, a name of `dit.encoders.prompts`.
         layers: whose outputs are the features of a token, side by side, before the final norm; 0 for the input of the
@@ -130,11 +125,7 @@ class TextEncoderConfig:
 
     @classmethod
     def parse(cls, text: str) -> "TextEncoderConfig":
-        """Parse one encoder of a line; does not check whether it exists.
-
-        Raises:
-            ConfigError: the syntax is wrong.
-        """
+        """Parse one encoder of a line; does not check whether it exists."""
         head, *options = text.strip().split(":")
         entries, _, name = head.rpartition("=")
         makes = tuple(entries.split("+")) if entries else ("text",)
@@ -180,11 +171,7 @@ class TextEncoderConfig:
         return PROMPTS[self.prompt]
 
     def geometry(self) -> TextGeometry:
-        """Read the sizes of the embeddings, with this config's `max_tokens`.
-
-        Raises:
-            ConfigError: there is no such encoder, a package is not installed, or it does not support the options.
-        """
+        """Read the sizes of the embeddings, with this config's `max_tokens`."""
         geometry = read_geometry(self.name)
         if "pooled" in self.makes and geometry.pooled is None:
             raise ConfigError(
@@ -220,7 +207,6 @@ class TextEncodersConfig:
     """The encoders of one line.
 
     Attributes:
-        encoders: in their order; only a `joined` encoder makes the same entry as a previous one.
         widths: features of each entry.
     """
 
@@ -239,12 +225,7 @@ class TextEncodersConfig:
 
 
 def check_text_encoder(line: str) -> TextEncodersConfig:
-    """Parse a line of encoders and check that they exist, without loading weights.
-
-    Raises:
-        ConfigError: the syntax is wrong (see the module docstring), there is no such encoder, a package is not
-            installed, or an encoder does not support its options.
-    """
+    """Parse a line of encoders and check that they exist, without loading weights."""
     encoders = parse_line(line)
     widths: dict[str, int] = {}
     lengths: set[Optional[int]] = set()
@@ -293,12 +274,7 @@ def _read_layers(value: str) -> Optional[tuple[int, ...]]:
 
 
 def as_conditions(entries: Mapping[str, Value], conditions: Sequence[Condition]) -> dict[str, Value]:
-    """Rename entries to the conditions of a model; entries without a condition are left out.
-
-    Args:
-        entries: values by name of the entry.
-        conditions: of the model.
-    """
+    """Rename entries to the conditions of a model; entries without a condition are left out."""
     names = {entry: condition.name for condition in conditions for entry in condition.stored_as}
     return {names[entry]: value for entry, value in entries.items() if entry in names}
 
@@ -329,11 +305,7 @@ def _check_installed(name: str, *packages: str) -> None:
 
 
 def source_of(name: str) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that locate an encoder.
-
-    Raises:
-        ConfigError: the name is not in `ENCODERS`, not a folder, and has not the form of names on the hub.
-    """
+    """Return the arguments of `from_pretrained` that locate an encoder."""
     if name in ENCODERS:
         return {"pretrained_model_name_or_path": str(ENCODERS[name].folder), "local_files_only": True}
     folder = Path(name).expanduser()
@@ -351,11 +323,7 @@ def source_of(name: str) -> dict[str, Any]:
 
 @lru_cache
 def config_of(name: str) -> Any:
-    """Return the transformers configuration of a text encoder.
-
-    Raises:
-        ConfigError: no encoder has that name, or a package is not installed.
-    """
+    """Return the transformers configuration of a text encoder."""
     source = source_of(name)
     if message := name_a_part(name, "text_encoder"):
         raise ConfigError(f"text encoder: {message}")

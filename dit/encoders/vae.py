@@ -67,9 +67,6 @@ class Geometry:
         Args:
             name: a folder with `config.json` (or with a folder `vae` that has one), a name on the Hugging Face hub, or
                 `identity`.
-
-        Raises:
-            ConfigError: there is none, or it has another class.
         """
         if name == IDENTITY:
             return cls(kind=IDENTITY, channels=3, time=1, space=1, mean=(0.0,), std=(1.0,))
@@ -77,11 +74,7 @@ class Geometry:
 
     @classmethod
     def of(cls, config: dict[str, Any], name: str) -> "Geometry":
-        """Interpret the content of `config.json`; absent fields have diffusers' defaults.
-
-        Raises:
-            ConfigError: the class is not in `KINDS`, or an entry is invalid.
-        """
+        """Interpret the content of `config.json`; absent fields have diffusers' defaults."""
         try:
             geometry = cls._parse(config, name)
         except (ArithmeticError, LookupError, TypeError, ValueError) as error:
@@ -115,11 +108,7 @@ class Geometry:
         return cls(kind=kind, channels=int(channels), time=int(time), space=int(space), mean=mean, std=std, patch=patch)
 
     def latent_shape(self, frames: int, height: int, width: int) -> tuple[int, int, int, int]:
-        """Return (C, t, h, w) of the latent of a picture (one frame) or clip.
-
-        Raises:
-            ConfigError: a size is not a multiple of the compression (causal autoencoders: frames 1 + a multiple).
-        """
+        """Return (C, t, h, w) of the latent of a picture (one frame) or clip."""
         if height % self.step or width % self.step:
             raise ConfigError(f"{height} x {width} pixels cannot be encoded; sides must be multiples of {self.step}")
         if (frames - 1) % self.time:
@@ -151,11 +140,7 @@ def _folder(name: str) -> Optional[Path]:
 
 
 def config_of(name: str) -> dict[str, Any]:
-    """Return the configuration of an autoencoder.
-
-    Raises:
-        ConfigError: no autoencoder has that name, or diffusers is not installed.
-    """
+    """Return the configuration of an autoencoder."""
     folder = _folder(name)
     if folder is not None and not folder.is_dir() and (message := name_a_part(name, "vae", "vqvae")):
         raise ConfigError(f"autoencoder: {message}")
@@ -207,7 +192,6 @@ class VAE:
 
     Args:
         name: as in `Geometry.read`.
-        device: of the weights.
         precision: of weights and activations; latents are always float32.
         tile: longest side, in pixels, without overlapping tiles (diffusers' tiling), which bound memory and change the
             numbers slightly; None for no tiles. A `VQModel` has none.
@@ -257,9 +241,6 @@ class VAE:
         Returns:
             `[B, C, t, h, w]` float32 on the autoencoder's device: the mean of the posterior (of a `VQModel`, the latent
             before quantisation), shifted and scaled.
-
-        Raises:
-            ConfigError: a size cannot be encoded.
         """
         frames, height, width = pixels_BCTHW.shape[2:]
         self.geometry.latent_shape(frames, height, width)
@@ -301,9 +282,6 @@ class VAE:
         Args:
             shift: write `shift_factor`. If False, the shift is merged into the biases of the 1 x 1 convolutions before
                 the decoder and after the encoder, which are added if they are missing.
-
-        Raises:
-            ConfigError: the autoencoder has another class, or a scale per channel.
         """
         if self.geometry.kind == "AutoencoderKLWan":  # scale and shift are settings that every reader applies
             self._model.save_pretrained(folder)
@@ -348,10 +326,6 @@ def identity_convolution(channels: int) -> nn.Conv2d:
 
 def encode_together(vae: VAE, clips: Sequence[Tensor], batch: int) -> list[Tensor]:
     """Encode clips of any shapes in batches of one shape.
-
-    Args:
-        clips: `[3, T, H, W]` each, in [-1, 1].
-        batch: largest batch size.
 
     Returns:
         The latent of each clip, in the same order, float32 on the host.

@@ -14,15 +14,7 @@ from dit.errors import ConfigError
 
 
 def weight_bytes(encoding: OnlineEncoding, conditions: Sequence[Condition]) -> dict[str, int]:
-    """Return the bytes of the weights of each encoder that a run loads, by name.
-
-    Args:
-        encoding: names of the encoders, and their precision.
-        conditions: of the model; encoders that make none of them are not loaded.
-
-    Raises:
-        ConfigError: an encoder is not a local folder (nothing is downloaded), or a package is not installed.
-    """
+    """Return the bytes of the weights of each encoder that a run loads, by name."""
     configs = () if encoding.text_encoder is None else text_config.parse_line(encoding.text_encoder)
     names = [*(config.name for config in configs), *([] if encoding.vae is None else [encoding.vae])]
     for name in names:

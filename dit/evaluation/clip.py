@@ -18,15 +18,7 @@ from dit.safe_files import parse_json, read_bytes
 
 
 class ClipModel:
-    """A pretrained CLIP, frozen.
-
-    Args:
-        folder: folder of transformers' `CLIPModel` with tokenizer and `preprocessor_config.json`.
-        device: device of the model.
-
-    Raises:
-        ConfigError: the folder cannot be read, or transformers is not installed.
-    """
+    """A pretrained CLIP, frozen."""
 
     def __init__(self, folder: str | Path, device: torch.device) -> None:
         try:
@@ -72,7 +64,6 @@ class ClipModel:
 
         Args:
             images: `[N, 3, H, W]` in [-1, 1].
-            texts: one per picture.
         """
         cosine = functional.cosine_similarity(self.image_features(images), self.text_features(texts))
         return (100 * cosine).clamp(min=0).cpu()

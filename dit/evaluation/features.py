@@ -51,10 +51,6 @@ def load_features(path: str | Path, device: torch.device) -> Features:
             (`.safetensors`, `.pt`, `.pth`, `.bin`), that of FID or torchvision's; or a TorchScript file whose module
             maps uint8 pictures `[N, 3, H, W]` to `[N, D]`, as the Inception of StyleGAN's metrics does; if its
             `forward` has an argument `return_features`, it is set to True.
-        device: device of the network.
-
-    Raises:
-        ConfigError: the file cannot be read.
     """
     if str(path) == EFFICIENTNET:
         return _efficientnet(device)

@@ -24,7 +24,6 @@ class Gaussian:
     Attributes:
         mean: `[D]`, float64.
         covariance: `[D, D]`, float64, unbiased.
-        count: number of feature vectors; None if it is not recorded.
     """
 
     mean: Tensor
@@ -50,11 +49,7 @@ class Moments:
         self._sums = sums if not len(self._sums) else self._sums + sums
 
     def reduce(self) -> Gaussian:
-        """Return mean and covariance over all ranks; every rank calls this once.
-
-        Raises:
-            ConfigError: there are fewer than two vectors.
-        """
+        """Return mean and covariance over all ranks; every rank calls this once."""
         if dist.is_initialized() and dist.get_world_size() > 1:
             size = torch.tensor(len(self._sums), device=local_device())
             dist.all_reduce(size, dist.ReduceOp.MAX)  # a rank without pictures does not know it

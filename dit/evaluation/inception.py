@@ -204,11 +204,7 @@ class _Block(nn.Module):
 
 
 class InceptionV3(_Block):
-    """The trunk of Inception v3, frozen: maps uint8 images to the 2,048 channel means of the last block.
-
-    Args:
-        kind: variant of the pools, see the module docstring.
-    """
+    """The trunk of Inception v3, frozen: maps uint8 images to the 2,048 channel means of the last block."""
 
     def __init__(self, kind: Kind) -> None:
         count_padding = kind == TORCHVISION
@@ -256,14 +252,7 @@ def is_inception(tensors: Mapping[str, Tensor]) -> bool:
 
 
 def load_inception(tensors: Mapping[str, Tensor], path: Path) -> tuple[InceptionV3, Kind]:
-    """Return the network of a state dict, and its variant.
-
-    Args:
-        path: path of the file, for messages.
-
-    Raises:
-        ConfigError: the file has no head, so its variant is unknown, or its tensors do not match the network.
-    """
+    """Return the network of a state dict, and its variant."""
     kind = _kind_of(tensors, path)
     network = InceptionV3(kind)
     expected = network.state_dict()

@@ -17,14 +17,7 @@ BLOCK = 1024
 
 
 def kernel_distance(features: Tensor, other: Tensor) -> float:
-    """Return the unbiased squared distance; it may be slightly negative if the sets are alike.
-
-    Args:
-        features, other: `[N, D]` and `[M, D]`.
-
-    Raises:
-        ConfigError: a set has fewer than two vectors.
-    """
+    """Return the unbiased squared distance; it may be slightly negative if the sets are alike."""
     n, m = len(features), len(other)
     if min(n, m) < 2:
         raise ConfigError(f"a kernel distance needs at least 2 pictures of each kind, got {n} and {m}")

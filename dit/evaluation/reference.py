@@ -29,14 +29,7 @@ ASYMMETRY = 1e-3
 
 
 def read_gaussian(path: Path, network: str) -> Optional[Gaussian]:
-    """Read mean and covariance; None if the file has only pictures.
-
-    Args:
-        network: name of the feature network that they are compared with.
-
-    Raises:
-        ConfigError: they are damaged, of another network, not finite, or no covariance.
-    """
+    """Read mean and covariance; None if the file has only pictures."""
     with _arrays(path) as arrays:
         if not {"mu", "sigma"} <= arrays.keys():
             if PICTURES in arrays:
@@ -74,11 +67,7 @@ def read_features(path: Path, network: str) -> Optional[Tensor]:
 
 
 def read_pictures(path: Path, count: int) -> Iterator[Tensor]:
-    """Yield the pictures of a file, up to `count` at a time, uint8 `[n, 3, H, W]`.
-
-    Raises:
-        ConfigError: the file is damaged, or holds no such pictures.
-    """
+    """Yield the pictures of a file, up to `count` at a time, uint8 `[n, 3, H, W]`."""
     with _arrays(path) as arrays:
         stored = arrays[PICTURES]
         if stored.dtype != np.uint8 or len(stored.shape) != 4 or stored.shape[3] != 3:

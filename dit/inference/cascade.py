@@ -20,13 +20,8 @@ class Cascade(Generator):
     """A super-resolution model and the generator of its small pictures, used as one model.
 
     Args:
-        model: the super-resolution model.
         before: generates the small pictures: a model, or a cascade.
         settings: arguments of `before.generate`.
-        level: noise level of the small pictures; None for the default of the model.
-
-    Raises:
-        ConfigError: the model takes no low-resolution picture, or uses another text encoder than `before`.
     """
 
     def __init__(
@@ -46,7 +41,6 @@ class Cascade(Generator):
         """Generate small pictures and enlarge them.
 
         Args:
-            labels: class of each sample.
             options: further arguments of `Generator.generate` for this model. Those in `PASSED_ON` are passed to the
                 models before it, too.
         """
@@ -58,11 +52,7 @@ class Cascade(Generator):
 
 
 def low_resolution_of(spec: BatchSpec) -> LowResolution:
-    """Return the function that makes the low-resolution condition of a model.
-
-    Raises:
-        ConfigError: the model takes no low-resolution picture.
-    """
+    """Return the function that makes the low-resolution condition of a model."""
     condition = spec.condition(LOW_RESOLUTION.name)
     if condition is None or not isinstance(condition.derive, LowResolution):
         raise ConfigError(
@@ -79,10 +69,6 @@ def enlarging(
 
     Args:
         pictures: small pictures `[C, 1, h, w]` of one size, one per sample.
-        level: noise level of the pictures; None for the default of the model.
-
-    Raises:
-        ConfigError: the model takes no low-resolution picture.
     """
     low_resolution = low_resolution_of(spec)
     conditions: dict[str, list[Value]] = {

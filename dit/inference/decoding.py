@@ -19,16 +19,6 @@ class Decoder:
     """Converts samples to pictures: decodes latents with an autoencoder, and returns pixels unchanged.
 
     Without an autoencoder, latents become false colours. The autoencoder is loaded at the first use and stays loaded.
-
-    Args:
-        name: autoencoder, as in `Geometry.read`; None for none.
-        device: of the autoencoder.
-
-    Attributes:
-        geometry: of the autoencoder, or None.
-
-    Raises:
-        ConfigError: the autoencoder cannot be read.
     """
 
     def __init__(self, name: Optional[str], device: torch.device) -> None:
@@ -55,16 +45,10 @@ def find_autoencoder(
     """Select the autoencoder that decodes samples.
 
     Args:
-        channels: of a sample.
-        requested: by the user; None for the recorded one.
-        recorded: in the data set that the model was trained on, if any.
         setting: the setting or option that selects one, for messages.
 
     Returns:
         Its name, and a line for the user if the latents have no autoencoder.
-
-    Raises:
-        ConfigError: the requested one cannot be read, or has another number of channels.
     """
     if requested is not None:
         _check_channels(requested, channels)

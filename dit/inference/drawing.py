@@ -19,12 +19,9 @@ class Request:
     """A sample to generate.
 
     Attributes:
-        caption: above it in a grid.
         conditions: of the model, by name.
-        negative: conditions of the unconditional branch, by name.
         seed: of its noise; None for the seed shared by all samples.
         number: counts the samples of one seed.
-        record: the request as plain values.
         reference: latent `[C, T, H, W]` that it is edited from; all requests have one, or none has.
     """
 
@@ -77,10 +74,8 @@ def draw(
     The batches do not depend on the number of ranks, so the samples are bit-identical on any number of ranks.
 
     Args:
-        batch_size: largest number of samples in a batch.
         rank, world_size: this rank generates the batches rank, rank + world_size, ...
         on_step: called at the start of each solver step with the number of this rank's batch and of the step.
-        settings: arguments of `Generator.generate`.
 
     Yields:
         The indices of a batch, and its latents `[N, C, T, H, W]`.

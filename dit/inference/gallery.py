@@ -38,15 +38,8 @@ class Gallery:
     """Collects the samples of a command on every rank, and writes them.
 
     Args:
-        captions: one per sample.
-        records: the request of each sample, as plain values.
         folder: for a file per sample and `samples.jsonl` with a line per sample; None writes neither.
-        keep_latents: needed for `save_latents`.
-        fps: frames per second of clips.
         clip_ending: file name ending of clips, a key of `CLIP_WRITERS`.
-
-    Raises:
-        ConfigError: a file cannot be written, or PyAV is missing for an MP4; raised by the methods that write.
     """
 
     def __init__(
@@ -122,7 +115,6 @@ class Gallery:
         """Write the grid: an animation if `path` ends like one, else a picture with the frames of a clip in a row.
 
         Args:
-            columns: pictures per row.
             still_columns: pictures per row for stills if `columns` is None. If both are None, the grid is about twice
                 as wide as high, or has a clip per row.
         """
@@ -147,10 +139,6 @@ class Gallery:
 
 
 def check_ending(path: Path, endings: Sequence[str], flag: str) -> None:
-    """Check the ending of a file's name.
-
-    Raises:
-        ConfigError: the ending is not in `endings`.
-    """
+    """Check the ending of a file's name."""
     if path.suffix.lower() not in endings:
         raise ConfigError(f"{flag} {path} must end in {' or '.join(endings)}")

@@ -19,11 +19,6 @@ def measure_latents(autoencoder: Generator, samples: int = SAMPLES) -> tuple[flo
 
     Args:
         autoencoder: a trained one; its data are read in the order of its training.
-        samples: pictures to encode, at least.
-
-    Raises:
-        ConfigError: the latents do not vary.
-        DataError: the data are missing or damaged.
 
     Source: Rombach et al. 2022, arXiv:2112.10752, appendix G, where the latent is scaled to unit deviation.
     """

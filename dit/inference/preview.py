@@ -41,10 +41,6 @@ class PictureWriter:
 
     Attributes:
         note: a line for the user if latents are drawn without their autoencoder; else None.
-
-    Raises:
-        ConfigError: there are prompts but the model takes no text, or the encoder does not make all its text
-            conditions; or `sampling.vae` cannot decode the samples.
     """
 
     def __init__(
@@ -103,8 +99,6 @@ class PictureWriter:
         """Generate the samples and arrange them in a grid (collective over the tensor-parallel group).
 
         Args:
-            latent_size: (T, H, W) of each sample.
-            fps: frames per second, for a model that is conditioned on them.
             lay_out: decode and arrange the samples; False on ranks that write nothing.
 
         Returns:
@@ -160,7 +154,6 @@ class PictureWriter:
         """Draw and write the grid of the averaged weights (`ema.png`), the raw weights (`raw.png`), or both.
 
         Args:
-            folder: of the grids; None on a rank that writes nothing.
             averaged: context in which the model has its averaged weights; None if there is no average.
 
         Returns:

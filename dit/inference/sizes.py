@@ -21,14 +21,7 @@ def check_size(
     """Return (T, H, W) of the latents for samples of a given size.
 
     Args:
-        spec: has the patch size.
-        model: has the largest grid.
         size: (frames, height, width) of a sample: in pixels with `geometry`, else in positions of a latent.
-        geometry: of the autoencoder that decodes.
-
-    Raises:
-        ConfigError: the size is not a multiple of the patch and the compression, or larger than the model's learned
-            positions. The message has the nearest sizes that fit.
     """
     frames, *sides = size
     time, space = (1, 1) if geometry is None else (geometry.time, geometry.space)

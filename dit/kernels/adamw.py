@@ -22,8 +22,7 @@ class Elements:
     """The tensors of one parameter, with corresponding elements; all are float32 except `model`.
 
     Attributes:
-        gradient: the gradient, which is only read.
-        main, exp_avg, exp_avg_sq: master weights and Adam's moments.
+        main, exp_avg, exp_avg_sq: master weights and Adam's moments; `exp_avg_sq` has no elements for Muon.
         average: weight average, or None.
         model: model weights, a rounded copy of the master weights; None if the model uses the master weights.
     """
@@ -41,7 +40,6 @@ class Rates:
     """Hyperparameters of one update of a group of parameters.
 
     Attributes:
-        step: number of the update, from 1.
         clip: factor of the gradient, which combines clipping with all other deferred factors, `[]`, float32; NaN if
             nothing may change.
         average: weight of the new weights in the average: 1 - decay, or 1 for a copy.
@@ -71,18 +69,28 @@ AdamW = Callable[[Sequence[Elements], Rates], None]
 """Updates parameters in place; either all or none have an average, and either all or none have model weights."""
 
 
+def clipped(p: Elements, rates: Rates) -> tuple[Tensor, Tensor]:
+    """Return 1 or 0 if nothing may change, `[]`, and the clipped gradient."""
+    changes = (~rates.clip.isnan()).to(p.main.dtype)
+    return changes, torch.where(changes > 0, p.gradient * rates.clip, 0.0)
+
+
 def adamw(parameters: Sequence[Elements], rates: Rates) -> None:
     """Update parameters in place, element by element, in the precision of the master weights."""
     for p in parameters:
         # A factor of 1 changes no bit; if nothing may change, all rates are 0.
-        changes = (~rates.clip.isnan()).to(p.main.dtype)
-        gradient = torch.where(changes > 0, p.gradient * rates.clip, 0.0)
+        changes, gradient = clipped(p, rates)
         p.main.sub_(p.main * (changes * (rates.lr * rates.weight_decay)))
         p.exp_avg.lerp_(gradient, changes * (1 - rates.beta1))
         p.exp_avg_sq.lerp_(gradient * gradient, changes * (1 - rates.beta2))
         denominator = p.exp_avg_sq.sqrt() * rates.root + rates.eps
         p.main.addcdiv_(p.exp_avg * changes, denominator, value=-rates.step_size)
-        if p.average is not None:
-            p.average.lerp_(p.main, changes * rates.average)
-        if p.model is not None:
-            p.model.copy_(p.main)
+        store(p, rates, changes)
+
+
+def store(p: Elements, rates: Rates, changes: Tensor) -> None:
+    """Update the average and the model weights after the master weights; `changes` is 0 if nothing may change."""
+    if p.average is not None:
+        p.average.lerp_(p.main, changes * rates.average)
+    if p.model is not None:
+        p.model.copy_(p.main.view(p.model.shape))

@@ -28,11 +28,7 @@ Attention = Callable[[Tensor, Tensor, Tensor, SequenceLayout, SequenceLayout], T
 def reference_attention(
     q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout
 ) -> Tensor:
-    """Compute softmax(q k^T / sqrt(H)) v with an explicit segment mask in float32, for any device.
-
-    Returns:
-        `[T, N, H]` in the dtype of `q_TNH`.
-    """
+    """Compute softmax(q k^T / sqrt(H)) v with an explicit segment mask in float32, for any device."""
     full_q, full_k = layout_q.gathered, layout_k.gathered
     same = full_q.segment_ids_T[:, None] == full_k.segment_ids_T[None, :]
     mask = same & full_q.valid_T[:, None] & full_k.valid_T[None, :]
@@ -76,11 +72,7 @@ def attend_densely(
     layout_q: SequenceLayout,
     layout_k: SequenceLayout,
 ) -> Tensor:
-    """Run a dense kernel on groups of segments of equal length, each group as one batch.
-
-    Args:
-        kernel: attention of queries, keys and values `[batch, N, n, H]`.
-    """
+    """Run a dense kernel on groups of segments of equal length, each group as one batch."""
     layout_q, layout_k = layout_q.gathered, layout_k.gathered
     if layout_q.uniform_length and layout_k.uniform_length:
         return _dense(kernel, q_TNH, k_KNH, v_KNH, layout_q.num_samples)

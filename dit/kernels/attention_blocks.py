@@ -48,12 +48,7 @@ class BlockAttention(ABC):
 
     @abstractmethod
     def backward(self, grad_TNH: Tensor, block: Block, joined: Attended) -> tuple[Tensor, Tensor, Tensor]:
-        """Return this block's parts of dq, dk, dv; 0 for padding.
-
-        Args:
-            grad_TNH: gradient of the output over all blocks.
-            joined: attention over all blocks.
-        """
+        """Return this block's parts of dq, dk, dv; 0 for padding."""
 
 
 class EagerBlocks(BlockAttention):
@@ -145,7 +140,6 @@ class _Segments:
     """The segments with both queries and keys, without padding, as arguments of the kernel.
 
     Attributes:
-        count: number of segments.
         rows_q, rows_k: indices of their tokens, int64; None for all tokens.
         lengths: cu_seqlens of queries and of keys (int32), maximal lengths of queries and of keys.
     """

@@ -36,8 +36,6 @@ class Target:
     """Device and tensors of an op.
 
     Attributes:
-        device: device of the tensors.
-        dtype: dtype of the tensors.
         head_size: features of an attention head; None if unknown, which satisfies every requirement.
         verified: implementations that have passed tests/gpu on this machine, such as `layers.triton`.
     """
@@ -138,7 +136,6 @@ class Implementation(Generic[T_co]):
     """One implementation of an op.
 
     Attributes:
-        name: name in settings and records.
         load: returns the implementation; imports its dependencies.
         requires: requirements, checked in this order.
         opt_in_reason: reason to exclude the implementation from `auto`, or None; see `Op.opt_in_reason`.
@@ -159,7 +156,6 @@ class Op(Generic[T_co]):
     """An operation and its implementations.
 
     Attributes:
-        name: name in records.
         implementations: in the order of `auto`; the last one has no requirements.
         setting: setting that selects an implementation; None if the op always uses `auto`.
     """
@@ -199,7 +195,6 @@ class Selection:
     """The selected implementation of an op.
 
     Attributes:
-        name: name of the selected implementation.
         others: for each other implementation, the reason why it was not selected.
     """
 
@@ -212,9 +207,6 @@ def table(ops: Iterable[Op[object]], target: Target, settings: Mapping[str, str]
 
     Args:
         settings: values of the settings that select implementations, by name of the setting.
-
-    Raises:
-        ConfigError: see `choose`.
     """
     selections = {}
     for op in ops:

@@ -46,16 +46,7 @@ Ranks must not cut it: the local features of a product, and the local tokens of 
 
 
 def check_features(fp8: Fp8, count: int, ranks: int, name: str = "features of a linear layer") -> None:
-    """Check that tensor-parallel ranks cut no block of features.
-
-    Args:
-        count: features of all ranks.
-        ranks: number of ranks that they are split over.
-        name: what has these features.
-
-    Raises:
-        ConfigError: with the numbers, and the nearest ones that work.
-    """
+    """Check that tensor-parallel ranks cut no block of features."""
     unit = BLOCKS[fp8] * ranks
     if count % unit == 0:
         return
@@ -74,7 +65,6 @@ class Quantized:
     """A quantised matrix.
 
     Attributes:
-        values: 8-bit numbers.
         scale: float32, one number for each tile of the matrix.
         tile: rows and columns of a tile; None for one tile.
     """
@@ -169,7 +159,6 @@ class Fp8Products:
 
     Attributes:
         kind: `training.fp8`.
-        multiply: one of `PRODUCTS`.
         group: ranks that have parts of the same matrices: of their features, or of the tokens of a micro-batch; None
             for one rank.
     """

@@ -18,8 +18,6 @@ class Groups:
 
     Attributes:
         weight, bias: affine parameters `[C]`; the norm is computed in their dtype.
-        count: number of groups.
-        eps: added to the variance.
     """
 
     weight: Tensor
@@ -36,12 +34,7 @@ def norm_groups(
     *,
     activate: bool = False,
 ) -> Tensor:
-    """Return SiLU(norm(x) * (1 + scale) + shift) in the dtype of `x_NCHW`.
-
-    Args:
-        scale_NC, shift_NC: scale and shift per picture and channel; both or neither.
-        activate: whether to apply SiLU.
-    """
+    """Return SiLU(norm(x) * (1 + scale) + shift) in the dtype of `x_NCHW`."""
     weight, bias = groups.weight, groups.bias
     y_NCHW = group_norm(x_NCHW.to(weight.dtype), groups.count, weight, bias, groups.eps).to(x_NCHW.dtype)
     if scale_NC is not None and shift_NC is not None:

@@ -50,9 +50,6 @@ class LayerKernels:
     """One implementation of each operation; the eager implementations define the operations.
 
     Attributes:
-        norm_modulate, residual, residual_norm_modulate, gelu_tanh, swiglu: see `dit.kernels.modulation`.
-        split_heads: see `dit.kernels.rope`.
-        norm_groups: see `dit.kernels.group_norm`.
         adds_bias: whether `split_heads` computes the gradient of the projection's bias, and the other operations add
             the bias of the linear before them. If False, the linear adds its bias, which is cheaper there.
     """

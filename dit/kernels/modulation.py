@@ -98,8 +98,6 @@ class NormModulation(NamedTuple):
     """The norm and modulation before a sub-layer.
 
     Attributes:
-        shift_SD, scale_SD: shift and scale of each sample.
-        eps: epsilon of the norm.
         weight_D: weight of an RMS norm; None for a layer norm without affine parameters.
     """
 
@@ -122,8 +120,6 @@ def residual(
     """Compute x + gate * (y + bias).
 
     Args:
-        y_TD: output of a sub-layer's last linear.
-        gate_SD: gate of each sample; None for 1.
         bias_D: bias that the linear did not add, or None.
     """
     y_TD = y_TD if bias_D is None else y_TD + bias_D

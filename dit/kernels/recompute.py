@@ -87,12 +87,7 @@ def _run_full(forward: Callable[[*Arguments], Out], *args: *Arguments) -> Out:
 
 
 class _Call:
-    """One call of a recomputable function.
-
-    Args:
-        function: the function.
-        args: its arguments; tensors among them are saved.
-    """
+    """One call of a recomputable function."""
 
     def __init__(self, function: Callable[..., Tensor], args: tuple[object, ...]) -> None:
         self.function, self.args = function, args

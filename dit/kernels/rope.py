@@ -27,7 +27,6 @@ def rotate(x_TNH: Tensor, rotation: Optional[Rotation]) -> Tensor:
     """Rotate the pairs (i, i + H / 2) of each head's features; computed in float32, returned in the dtype of `x_TNH`.
 
     Args:
-        x_TNH: queries or keys.
         rotation: None returns `x_TNH` itself.
     """
     if rotation is None:
@@ -42,7 +41,6 @@ class Heads:
     """Order of a projection's output features in each group: query heads, then a key head, then a value head.
 
     Attributes:
-        queries: number of query heads in a group.
         keys, values: whether a group has a key head, and a value head.
     """
 
@@ -69,12 +67,7 @@ class Heads:
 
 
 class HeadNorm(NamedTuple):
-    """RMS norm over each head.
-
-    Attributes:
-        weight_q, weight_k: weights of queries and keys, `[H]`; None if the projection does not have them.
-        eps: added to the mean square.
-    """
+    """RMS norm over each head."""
 
     weight_q: Optional[Tensor]
     weight_k: Optional[Tensor]

@@ -11,19 +11,30 @@ from torch import Tensor, nn
 from dit.backends.init import ONES, ZEROS, xavier_uniform
 from dit.backends.pending_bias import PendingBias
 from dit.backends.provider import LayerProvider
-from dit.backends.sharding import replicate_on_all_stages
+from dit.backends.sharding import ONE_MATRIX, GradientCovers, Matrices, replicate_on_all_stages, set_matrices
 from dit.kernels.layer_kernels import LayerKernels
 from dit.kernels.modulation import NormModulation
 from dit.layout import SequenceLayout
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight over the token width (Zhang and Sennrich 2019), with or without a modulation after it."""
+    """x / rms(x) * weight over the token width (Zhang and Sennrich 2019), with or without a modulation after it.
 
-    def __init__(self, hidden_size: int, provider: LayerProvider, *, eps: float) -> None:
+    Args:
+        gradient_covers: see `ParameterSharding`.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        provider: LayerProvider,
+        *,
+        eps: float,
+        gradient_covers: GradientCovers = "sequence_shard",
+    ) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = provider.parameter((hidden_size,), ONES)
+        self.weight = provider.parameter((hidden_size,), ONES, gradient_covers=gradient_covers)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return nn.functional.rms_norm(x_TD, x_TD.shape[-1:], self.weight, self.eps)
@@ -107,8 +118,9 @@ class Modulation(nn.Module):
     """Linear(SiLU(c)) to shift, scale and gate of each sub-layer, zero-initialised (adaLN-Zero).
 
     Args:
-        hidden_size: width of tokens and conditioning.
+        hidden_size: width of the tokens.
         num_sublayers: number of sub-layers, each with its own shift, scale and gate.
+        condition_size: width of the conditioning vector; None for `hidden_size`.
         eps: epsilon of the layer norm.
         rank: factor the projection through this many features (adaLN-LoRA); None for a full matrix.
         gated: whether sub-layers have a gate.
@@ -123,6 +135,7 @@ class Modulation(nn.Module):
         num_sublayers: int,
         provider: LayerProvider,
         *,
+        condition_size: Optional[int] = None,
         bias: bool = True,
         eps: float = 1e-6,
         rank: Optional[int] = None,
@@ -132,12 +145,15 @@ class Modulation(nn.Module):
         self.num_sublayers, self.eps, self.kernels = num_sublayers, eps, provider.kernels
         self.vectors = 3 if gated else 2
         self.down: nn.Module = nn.Identity()
+        features = condition_size or hidden_size
         if rank is not None:
-            init = xavier_uniform(hidden_size, rank)
-            self.down = provider.replicated_linear(hidden_size, rank, bias=False, init=init)
-        features = hidden_size if rank is None else rank
-        rows = self.vectors * num_sublayers * hidden_size
-        self.linear = provider.gathered_linear(features, rows, bias=bias, init=ZEROS)
+            init = xavier_uniform(features, rank)
+            self.down = provider.replicated_linear(features, rank, bias=False, init=init)
+            set_matrices(self.down, ONE_MATRIX)
+            features = rank
+        parts = self.vectors * num_sublayers
+        self.linear = provider.gathered_linear(features, parts * hidden_size, bias=bias, init=ZEROS)
+        set_matrices(self.linear, Matrices(((hidden_size, 1),) * parts))
 
     def forward(self, cond_SD: Tensor) -> list[SublayerModulation]:
         n = self.vectors
@@ -145,6 +161,40 @@ class Modulation(nn.Module):
         gates = chunks[2::n] if n == 3 else [None] * self.num_sublayers
         triples = zip(chunks[0::n], chunks[1::n], gates)
         return [SublayerModulation(*triple, self.eps, self.kernels) for triple in triples]
+
+
+class ScaleGateModulation(nn.Module):
+    """Linear(c) to a scale and the argument of a tanh gate for each sub-layer, zero-initialised; no shift.
+
+    Args:
+        condition_size: width of the conditioning vector; None for neither scale nor gate, and no parameters.
+
+    Source: Qin et al. 2025 (Lumina-Image 2.0), arXiv:2503.21758, and `transformer_lumina2.py` of diffusers.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_sublayers: int,
+        provider: LayerProvider,
+        *,
+        condition_size: Optional[int],
+        eps: float,
+    ) -> None:
+        super().__init__()
+        self.size, self.num_sublayers, self.eps, self.kernels = hidden_size, num_sublayers, eps, provider.kernels
+        self.linear: Optional[nn.Module] = None
+        if condition_size is not None:
+            rows = 2 * num_sublayers * hidden_size
+            self.linear = provider.gathered_linear(condition_size, rows, bias=True, init=ZEROS)
+
+    def forward(self, cond_SC: Tensor) -> list[SublayerModulation]:
+        none_SD = cond_SC.new_zeros(len(cond_SC), self.size)
+        if self.linear is None:
+            return [SublayerModulation(none_SD, none_SD, None, self.eps, self.kernels)] * self.num_sublayers
+        chunks = self.linear(cond_SC).chunk(2 * self.num_sublayers, dim=-1)
+        pairs = zip(chunks[0::2], chunks[1::2])
+        return [SublayerModulation(none_SD, scale, gate.tanh(), self.eps, self.kernels) for scale, gate in pairs]
 
 
 class SelectedModulation(nn.Module):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from dit.backends.init import ONES, ZEROS, xavier_uniform
 from dit.backends.pending_bias import PendingBias
 from dit.backends.provider import LayerProvider
+from dit.backends.sharding import Matrices, set_matrices
 from dit.kernels.attention import Attention
 from dit.kernels.layer_kernels import LayerKernels
 from dit.kernels.rope import HeadNorm, Heads, Rotation
@@ -46,7 +47,7 @@ class WidthRMSNorm(nn.Module):
         super().__init__()
         self.eps, self.width, self.provider = eps, num_heads * head_size, provider
         self.compiles = provider.tp_size == 1  # see `ColumnLinear.compiles`
-        self.weight = provider.split_vector(self.width, ONES)
+        self.weight = provider.split_parameter((self.width,), ONES)
 
     def forward(self, x_TNH: Tensor) -> Tensor:
         x = x_TNH.float()
@@ -70,6 +71,12 @@ def head_norm(norms: tuple[nn.Module, nn.Module], heads: Heads) -> Optional[Head
         return None
     weight_q, weight_k = (norm.get_parameter("weight") for norm in norms)
     return HeadNorm(weight_q if heads.queries else None, weight_k if heads.keys else None, norms[1].eps)
+
+
+def head_matrices(heads: Heads, head_size: int) -> Matrices:
+    """Return queries, keys and values as matrices of a projection that is ordered by group."""
+    counts = heads.queries, int(heads.keys), int(heads.values)
+    return Matrices(tuple((count * head_size, 1) for count in counts if count))
 
 
 ONE_HEAD = Heads(1, keys=False, values=False)
@@ -118,6 +125,7 @@ class SelfAttention(nn.Module):
         num_query_groups: key and value heads; num_heads / num_query_groups query heads share one (grouped-query
             attention, Ainslie et al. 2023, arXiv:2305.13245). Default: `num_heads`.
         bias: whether the projections have biases.
+        qkv_bias: whether the projection to queries, keys and values has one. Default: `bias`.
         qk_layernorm: normalise queries and keys per head.
         norm_full_width: normalise them over the full width instead. Megatron-Core's `qk_layernorm` must then be False,
             because these weights are split over ranks.
@@ -133,6 +141,7 @@ class SelfAttention(nn.Module):
         *,
         num_query_groups: Optional[int] = None,
         bias: bool = True,
+        qkv_bias: Optional[bool] = None,
         qk_layernorm: bool = False,
         norm_full_width: bool = False,
         eps: float = 1e-6,
@@ -145,7 +154,10 @@ class SelfAttention(nn.Module):
         self.heads = Heads(num_heads // groups)
         head_size = hidden_size // num_heads
         rows = hidden_size + 2 * groups * head_size
-        self.linear_qkv = provider.heads_linear(hidden_size, rows, bias=bias, init=xavier_uniform(hidden_size, rows))
+        self.linear_qkv = provider.heads_linear(
+            hidden_size, rows, bias=bias if qkv_bias is None else qkv_bias, init=xavier_uniform(hidden_size, rows)
+        )
+        set_matrices(self.linear_qkv, head_matrices(self.heads, head_size))
         self.linear_proj = provider.row_linear(
             hidden_size, hidden_size, bias=bias, init=xavier_uniform(hidden_size, hidden_size), returns_bias=True
         )
@@ -219,6 +231,7 @@ class CrossAttention(nn.Module):
         self.linear_kv = provider.heads_linear(
             context_size, rows, bias=bias, init=xavier_uniform(context_size, rows), replicated_input=True
         )
+        set_matrices(self.linear_kv, head_matrices(Heads(0), head_size))
         self.linear_proj = provider.row_linear(
             hidden_size, hidden_size, bias=bias, init=ZEROS if zero_output else square, returns_bias=True
         )

@@ -41,12 +41,8 @@ def normalise_texts(
     """Normalise texts over (the channels of a group) x (the tokens of a text), in float32.
 
     Args:
-        x_KD: text tokens.
-        layout: layout of the texts.
-        groups: number of channel groups.
         padding_D: value of a padding token.
         padded: number of tokens per text, including padding, in the statistics; None for only real tokens.
-        epsilon: added to the variance.
     """
     x_KGC = x_KD.float().unflatten(1, (groups, -1))
     padding_GC, missing_S1 = padding_D.float().unflatten(0, (groups, -1)), missing_tokens(layout, padded)
@@ -67,8 +63,6 @@ class AttentionPooling(nn.Module):
     """The mean of each text's tokens, weighted by a learned softmax over the tokens, then normalised and projected.
 
     Args:
-        context_size: width of the text embeddings.
-        outputs: width of the result.
         padded: number of tokens per text, including zero padding, in the softmax; None for only real tokens.
     """
 
@@ -108,9 +102,6 @@ class Caption(nn.Module):
     without computing it. Attention never reads padding.
 
     Args:
-        context_size: width of the text embeddings.
-        condition_size: width of the tokens for attention.
-        vector_size: width of the conditioning vector.
         pooling: `attention` pools the embeddings, `mean` averages the projected tokens.
         null_token: append a learned token to every text, so that attention can ignore the text.
         groups: groups of the norm of the tokens; None for no norm.

@@ -28,16 +28,12 @@ class Conditioner(nn.Module):
     The module is replicated over pipeline stages, which compute the same vector; gradients are summed over the stages.
 
     Args:
-        hidden_size: width of the conditioning vector.
         time_scale: factor of the objective's time, and of the guidance scale, before their sinusoids.
+        inner_size: width between the linear layers of the embedders of time and guidance; None for `hidden_size`.
         frequency_shift: shift of the time's sinusoid, see `timestep_features`.
-        num_classes: number of classes, or None.
         context_size: width of the text embeddings whose mean is added to the vector, or None.
-        pooled_size: width of the pooled text embedding, or None.
         guidance: guidance scale of a guidance-distilled network, the same for all samples, or None.
-        fps: whether to condition on the frame rate.
         size_patch: latent positions per patch along (t, h, w), to condition on height, width and duration, or None.
-        bias: whether the embedders of time, guidance and pooled text have biases.
     """
 
     def __init__(
@@ -46,6 +42,7 @@ class Conditioner(nn.Module):
         provider: LayerProvider,
         *,
         time_scale: float,
+        inner_size: Optional[int] = None,
         frequency_shift: int = 0,
         num_classes: Optional[int] = None,
         context_size: Optional[int] = None,
@@ -57,7 +54,9 @@ class Conditioner(nn.Module):
     ) -> None:
         super().__init__()
         self.guidance_scale, self.patch = guidance, size_patch
-        scalar = partial(TimestepEmbedder, hidden_size, provider, time_scale=time_scale, bias=bias)
+        scalar = partial(
+            TimestepEmbedder, hidden_size, provider, time_scale=time_scale, inner_size=inner_size, bias=bias
+        )
         vector = partial(VectorEmbedder, POOLED.name, hidden_size=hidden_size, provider=provider, bias=bias)
         self.time = scalar(frequency_shift=frequency_shift)
         self.label = None if num_classes is None else LabelEmbedder(num_classes, hidden_size, provider)

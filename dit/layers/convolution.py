@@ -17,11 +17,7 @@ from dit.layout import SequenceLayout
 
 
 def torch_init(fan_in: int) -> Init:
-    """Return the default weight initialisation of torch's convolutions and linear layers.
-
-    Args:
-        fan_in: number of inputs of each output.
-    """
+    """Return the default weight initialisation of torch's convolutions and linear layers."""
     return Init("uniform", fan_in**-0.5)
 
 
@@ -31,12 +27,6 @@ class Convolution(nn.Module):
     With an even kernel and a stride of 1, the output is one pixel smaller.
 
     Args:
-        inputs: input channels.
-        outputs: output channels.
-        size: kernel size in pixels.
-        stride: stride in pixels.
-        bias: whether to add a bias.
-        init: initialisation of the weight. Default: `torch_init`.
         pad_after: pad only on the right and at the bottom, as the downsampling layers of latent diffusion do.
     """
 
@@ -65,12 +55,7 @@ class Convolution(nn.Module):
 
 
 class TransposedConvolution(nn.Module):
-    """A 4 x 4 transposed convolution with stride 2, which doubles the size of a picture.
-
-    Args:
-        inputs: input channels.
-        outputs: output channels.
-    """
+    """A 4 x 4 transposed convolution with stride 2, which doubles the size of a picture."""
 
     def __init__(self, inputs: int, outputs: int, provider: LayerProvider) -> None:
         super().__init__()
@@ -86,8 +71,6 @@ class GroupNorm(nn.Module):
     """A group norm with a learned scale and shift.
 
     Args:
-        channels: channels of a picture.
-        groups: number of channel groups.
         epsilon: added to the variance; diffusers uses 1e-6 in autoencoders and 1e-5 in UNets.
         fp32: whether weights and arithmetic are float32 even in a bf16 model.
     """

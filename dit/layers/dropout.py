@@ -18,7 +18,6 @@ class Dropout(nn.Module):
     """Set a fraction of the activations to zero in training, and scale the others up.
 
     Args:
-        rate: fraction of the activations that are dropped.
         layer: number of this layer in its network, so that layers have different masks.
     """
 

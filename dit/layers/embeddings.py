@@ -19,13 +19,9 @@ def timestep_features(time_S: Tensor, size: int, max_period: float = 10000.0, *,
     Angles reach 1000, where float32 has an error of 6e-5, so they are computed in float64.
 
     Args:
-        time_S: float, `[S]`.
         size: features, even.
         max_period: inverse of the lowest frequency.
         shift: 1 if the last frequency is 1 / max_period (DDPM); 0 if 1 / max_period would follow it (ADM, DiT).
-
-    Returns:
-        `[S, size]`, float32.
 
     Source: DDPM's (Ho et al. 2020) sinusoid in the cosine-first order of ADM and DiT.
     """
@@ -39,11 +35,10 @@ class TimestepEmbedder(nn.Module):
     """Sinusoid of the scaled time, then Linear-SiLU-Linear (DiT).
 
     Args:
-        hidden_size: width of the conditioning vector.
         time_scale: factor on the objective's time before the sinusoid; 1000 spans DDPM's classic timesteps.
         features: width of the sinusoid.
+        inner_size: width between the linear layers; None for `hidden_size`.
         frequency_shift: see `timestep_features`.
-        bias: whether the linear layers have biases.
     """
 
     def __init__(
@@ -53,13 +48,15 @@ class TimestepEmbedder(nn.Module):
         *,
         time_scale: float,
         features: int = 256,
+        inner_size: Optional[int] = None,
         frequency_shift: int = 0,
         bias: bool = True,
     ) -> None:
         super().__init__()
         self.features, self.time_scale, self.frequency_shift = features, time_scale, frequency_shift
-        self.linear_1 = provider.replicated_linear(features, hidden_size, bias=bias, init=normal(0.02))
-        self.linear_2 = provider.replicated_linear(hidden_size, hidden_size, bias=bias, init=normal(0.02))
+        inner_size = inner_size or hidden_size
+        self.linear_1 = provider.replicated_linear(features, inner_size, bias=bias, init=normal(0.02))
+        self.linear_2 = provider.replicated_linear(inner_size, hidden_size, bias=bias, init=normal(0.02))
 
     def forward(self, time_S: Tensor) -> Tensor:
         time_S = time_S.double() * self.time_scale
@@ -71,8 +68,6 @@ class TimeEmbedder(nn.Module):
     """A sinusoid of the unscaled time, with fixed or learned frequencies, then Linear-SiLU-Linear.
 
     Args:
-        hidden_size: width of the conditioning vector.
-        features: width of the fixed sinusoid.
         learned: number of features from learned frequencies w instead of the fixed sinusoid: t, sin(2 pi w t),
             cos(2 pi w t). None for the fixed sinusoid.
 
@@ -101,11 +96,6 @@ class TimeEmbedder(nn.Module):
 class ScalarEmbedder(nn.Module):
     """Sinusoids of several numbers per sample, concatenated, then Linear-SiLU-Linear.
 
-    Args:
-        count: numbers per sample.
-        hidden_size: width of the conditioning vector.
-        features: width of each sinusoid.
-
     Source: Podell et al. 2023 (SDXL), arXiv:2307.01952, section 2.2.
     """
 
@@ -132,12 +122,7 @@ class LabelEmbedder(nn.Module):
 
 
 class PooledTextEmbedder(nn.Module):
-    """Mean of each sample's real text tokens, then Linear-SiLU-Linear; a learned vector replaces a missing text.
-
-    Args:
-        context_size: width of the text embeddings.
-        hidden_size: width of the conditioning vector.
-    """
+    """Mean of each sample's real text tokens, then Linear-SiLU-Linear; a learned vector replaces a missing text."""
 
     def __init__(self, context_size: int, hidden_size: int, provider: LayerProvider) -> None:
         super().__init__()
@@ -159,14 +144,7 @@ class PooledTextEmbedder(nn.Module):
 
 
 class VectorEmbedder(nn.Module):
-    """Linear-SiLU-Linear on a vector per sample; a learned vector replaces a dropped or missing vector.
-
-    Args:
-        condition: name of the condition with the vectors.
-        width: width of the vectors.
-        hidden_size: width of the conditioning vector.
-        bias: whether the linear layers have biases.
-    """
+    """Linear-SiLU-Linear on a vector per sample; a learned vector replaces a dropped or missing vector."""
 
     def __init__(
         self, condition: str, width: int, hidden_size: int, provider: LayerProvider, *, bias: bool = True

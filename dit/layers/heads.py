@@ -2,6 +2,7 @@
 
 from typing import Optional
 
+import torch
 from torch import Tensor, nn
 
 from dit.backends.init import ZEROS
@@ -16,6 +17,8 @@ class FinalLayer(nn.Module):
 
     Args:
         norm: affine RMSNorm before the modulation. Default: a layer norm without affine parameters.
+        condition_size: width of the conditioning vector; None for `hidden_size`.
+        shifted: modulate by shift and scale, otherwise by the scale only.
         bias: whether both linear layers have biases.
 
     Source: Peebles and Xie 2023, arXiv:2212.09748, section 3.2 ("Transformer decoder").
@@ -29,15 +32,19 @@ class FinalLayer(nn.Module):
         *,
         eps: float = 1e-6,
         norm: Optional[RMSNorm] = None,
+        condition_size: Optional[int] = None,
+        shifted: bool = True,
         bias: bool = True,
     ) -> None:
         super().__init__()
-        self.eps, self.norm, self.kernels = eps, norm, provider.kernels
-        self.modulation = provider.replicated_linear(hidden_size, 2 * hidden_size, bias=bias, init=ZEROS)
+        self.eps, self.norm, self.kernels, self.shifted = eps, norm, provider.kernels, shifted
+        rows = (2 if shifted else 1) * hidden_size
+        self.modulation = provider.replicated_linear(condition_size or hidden_size, rows, bias=bias, init=ZEROS)
         self.linear = provider.replicated_linear(hidden_size, out_features, bias=bias, init=ZEROS)
 
     def forward(self, x_TD: Tensor, cond_SD: Tensor, layout: SequenceLayout) -> Tensor:
-        shift_SD, scale_SD = self.modulation(nn.functional.silu(cond_SD)).chunk(2, dim=-1)
+        rows = self.modulation(nn.functional.silu(cond_SD))
+        shift_SD, scale_SD = rows.chunk(2, dim=-1) if self.shifted else (torch.zeros_like(rows), rows)
         weight_D = None if self.norm is None else self.norm.weight
         eps = self.eps if self.norm is None else self.norm.eps
         norm = NormModulation(shift_SD, scale_SD, eps, weight_D)

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from dit.backends.init import xavier_uniform
 from dit.backends.pending_bias import PendingBias
 from dit.backends.provider import LayerProvider
+from dit.backends.sharding import Matrices, set_matrices
 from dit.layout import SequenceLayout
 
 
@@ -30,6 +31,10 @@ class MLP(nn.Module):
         return self.linear_fc2(self.activation(*self.linear_fc1(x_TD)))
 
 
+GATED = Matrices(((2, 2),))
+"""Gates and values of SwiGLU, which alternate."""
+
+
 class SwiGLU(nn.Module):
     """Down(SiLU(gate(x)) * up(x)).
 
@@ -46,6 +51,7 @@ class SwiGLU(nn.Module):
         self.linear_fc1 = provider.column_linear(
             hidden_size, 2 * ffn_hidden_size, bias=bias, init=init, returns_bias=True
         )
+        set_matrices(self.linear_fc1, GATED)
         self.linear_fc2 = provider.row_linear(ffn_hidden_size, hidden_size, bias=bias, init=init, returns_bias=True)
 
     def forward(self, x_TD: Tensor, layout: Optional[SequenceLayout] = None) -> PendingBias:

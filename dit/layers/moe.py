@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from dit.backends.init import normal, xavier_uniform
 from dit.backends.provider import LayerProvider
+from dit.backends.sharding import set_matrices
 from dit.kernels.recompute import first_run
+from dit.layers.mlp import GATED
 from dit.layers.routing import balancing_loss, select_experts, select_tokens
 from dit.layout import SequenceLayout
 
@@ -28,6 +30,8 @@ class Expert(nn.Module):
         self.activation = provider.kernels.swiglu if gated else provider.kernels.gelu_tanh
         width = 2 * ffn_hidden_size if gated else ffn_hidden_size
         self.linear_fc1 = provider.expert_linear(hidden_size, width, bias=bias, init=init)
+        if gated:
+            set_matrices(self.linear_fc1, GATED)
         self.linear_fc2 = provider.expert_linear(ffn_hidden_size, hidden_size, bias=bias, init=init)
 
     def forward(self, x_TD: Tensor) -> Tensor:
@@ -48,9 +52,7 @@ class MoE(nn.Module):
         scores_TE --select--> selected_TE --dispatch--> tokens of each expert --experts--> combine --> y_TD
 
     Args:
-        hidden_size: width of the tokens.
         ffn_hidden_size: inner width of each expert.
-        num_experts: experts of the layer on all ranks; a multiple of the expert-parallel size.
         router: `expert_choice` or `top_k`.
         capacity_factor: mean number of experts per token (`expert_choice`).
         top_k: experts of every token (`top_k`).
@@ -92,15 +94,7 @@ class MoE(nn.Module):
         self.load = ExpertLoad(num_experts)
 
     def forward(self, x_TD: Tensor, layout: SequenceLayout) -> Tensor:
-        """Route the local tokens through the experts.
-
-        Args:
-            x_TD: the local tokens.
-            layout: layout of the local tokens.
-
-        Returns:
-            `[T, D]` in the dtype of `x_TD`.
-        """
+        """Route the local tokens through the experts."""
         scores_TE = nn.functional.linear(x_TD.float(), self.router.weight.float()).softmax(-1)
         if self.routing == "expert_choice":
             selected_TE = self._expert_choice(scores_TE, layout)
@@ -134,11 +128,7 @@ class MoE(nn.Module):
 
 
 class ExpertLoad:
-    """The load of a layer's experts on this rank since the last `take`, counted on the device during training.
-
-    Args:
-        num_experts: experts of the layer on all ranks.
-    """
+    """The load of a layer's experts on this rank since the last `take`, counted on the device during training."""
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
@@ -150,8 +140,6 @@ class ExpertLoad:
         """Add one forward pass.
 
         Args:
-            selected_TE: whether expert E takes local token T, bool.
-            valid_T: whether a local token is real.
             aux_loss: this rank's part of the token-weighted balancing loss, or None.
         """
         unrouted = valid_T & ~selected_TE.any(-1)

@@ -29,11 +29,8 @@ class BlockConditions:
     """Inputs of the blocks of a UNet other than the pictures.
 
     Attributes:
-        vector_NE: conditioning vector of each picture.
         context_KD: text tokens of the samples, normalised for the attention blocks of this file; None without text.
-        texts: layout of the text tokens.
         dropout_N: dropout key of each picture; None disables dropout.
-        frames: pictures per sample.
     """
 
     vector_NE: Tensor
@@ -50,13 +47,8 @@ class ConditionedBranch(nn.Module):
                                               vector ---'
 
     Args:
-        inputs, outputs: channels.
-        vector_size: width of the conditioning vector.
-        groups: groups of the norms.
         scale_shift: whether the vector scales and shifts the output of the second norm; otherwise it is added to the
             input of that norm.
-        resample: module between the activation and the first convolution, or None.
-        dropout: dropout before the last convolution, or None.
 
     Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, figures A.27 and A.30; scale and shift: Dhariwal and Nichol
     2021, arXiv:2105.05233, section 3.1 (AdaGN).
@@ -102,11 +94,7 @@ class ConditionedBranch(nn.Module):
 
 
 class TextNormAffine(nn.Module):
-    """Learned scale and shift of text tokens that `dit.layers.caption` normalised, in float32.
-
-    Args:
-        channels: width of the tokens.
-    """
+    """Learned scale and shift of text tokens that `dit.layers.caption` normalised, in float32."""
 
     def __init__(self, channels: int, provider: LayerProvider) -> None:
         super().__init__()
@@ -140,8 +128,6 @@ class PictureAttention(nn.Module):
     Args:
         channels: channels of the picture.
         context_size: width of the text tokens; None for self-attention.
-        num_heads: attention heads.
-        groups: groups of the norms.
 
     Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, section 2.4 and appendix D.3.1 (cross-attention by
     concatenating the text to keys and values); NVIDIA NeMo's Imagen for the norms.
@@ -257,11 +243,7 @@ class StackedAttention(nn.Module):
 
 
 class AttentionBlock(nn.Module):
-    """An attention block of any kind, as the unit of FSDP and recompute.
-
-    Args:
-        channels, context_size, num_heads, groups: as in `PictureAttention`.
-    """
+    """An attention block of any kind, as the unit of FSDP and recompute."""
 
     def __init__(
         self,

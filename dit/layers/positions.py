@@ -19,7 +19,7 @@ from dit.kernels.rope import Rotation
 from dit.layout import SequenceLayout
 
 SinCos = Literal["sincos_2d", "sincos_3d"]
-PositionEmbedding = Literal["sincos_2d", "sincos_3d", "rope_3d", "learned_3d"]
+PositionEmbedding = Literal["none", "sincos_2d", "sincos_3d", "rope_3d", "learned_3d"]
 RopeScaling = Literal["ntk", "linear"]
 AXES = ("t", "h", "w")
 
@@ -35,11 +35,7 @@ def sincos_1d(position_T: Tensor, size: int) -> Tensor:
 
 
 def check_size(hidden_size: int, kind: str) -> None:
-    """Check that the hidden size can be split over the axes, each of which needs a sine and a cosine.
-
-    Raises:
-        ConfigError: the hidden size is too small or not a multiple of 4.
-    """
+    """Check that the hidden size can be split over the axes, each of which needs a sine and a cosine."""
     smallest = 4 if kind == "sincos_2d" else 12
     if hidden_size % 4 or hidden_size < smallest:
         raise ConfigError(
@@ -64,12 +60,7 @@ def sincos(positions_T3: Tensor, hidden_size: int, kind: SinCos) -> Tensor:
 
 
 def add_sincos(x_TD: Tensor, positions_T3: Tensor, kind: PositionEmbedding) -> Tensor:
-    """Add sine-cosine positions to the embedded tokens; other kinds are applied in the layers.
-
-    Args:
-        positions_T3: (t, h, w) of the tokens of `x_TD`.
-        kind: the backbone's `position_embedding`.
-    """
+    """Add sine-cosine positions to the embedded tokens; other kinds are applied in the layers."""
     if kind == "sincos_2d" or kind == "sincos_3d":
         return x_TD + sincos(positions_T3, x_TD.shape[-1], kind).to(x_TD.dtype)
     return x_TD
@@ -144,21 +135,13 @@ class RotaryPositions:
 
 
 def check_scaling(scaling: str) -> None:
-    """Check `model.rope_scaling`.
-
-    Raises:
-        ConfigError: the value is not one of `RopeScaling`.
-    """
+    """Check `model.rope_scaling`."""
     if scaling not in get_args(RopeScaling):
         raise ConfigError(f"model.rope_scaling={scaling!r} is unknown; use 'ntk' or 'linear'")
 
 
 def check_rope(rotary: RotaryPositions) -> None:
-    """Check the sizes of a rotary embedding.
-
-    Raises:
-        ConfigError: the head size is too small, or a setting is invalid.
-    """
+    """Check the sizes of a rotary embedding."""
     if rotary.axes is not None:
         names = rotary.axis_names
         if len(rotary.axes) != len(names) or min(rotary.axes) < 2 or any(size % 2 for size in rotary.axes):
@@ -197,7 +180,6 @@ class LearnedPositions(nn.Module):
 
     Args:
         max_grid: sizes of the tables: the largest number of patches along t, h and w.
-        hidden_size: width of the tokens.
 
     Source: Polyak et al. 2024 (Movie Gen), arXiv:2410.13720, section 3.1.2, after NaViT (Dehghani et al. 2023).
     """

@@ -15,12 +15,7 @@ from dit.layout import SequenceLayout
 
 
 def expert_capacity(length: int, num_experts: int, capacity_factor: float) -> int:
-    """Return the number of tokens of a sample per expert: min(length, ceil(length x capacity factor / experts)).
-
-    Args:
-        length: real tokens of the sample.
-        capacity_factor: mean number of experts per token.
-    """
+    """Return the number of tokens of a sample per expert: min(length, ceil(length x capacity factor / experts))."""
     # Exact arithmetic: in floats, 30 x 0.1 is above 3 and would be rounded up to 4.
     exact = Fraction(capacity_factor).limit_denominator(1 << 20) * length / num_experts
     return min(length, math.ceil(exact))
@@ -65,8 +60,6 @@ def select_tokens(scores_TE: Tensor, layout: SequenceLayout, capacity_factor: fl
 
     Args:
         scores_TE: scores of all tokens of the global pack; the scores of padding are ignored.
-        layout: layout of the pack; its local tokens do not matter.
-        capacity_factor: mean number of experts per token.
 
     Returns:
         Whether an expert takes a token, bool `[T, E]`, for the global pack.
@@ -88,14 +81,6 @@ def select_experts(scores_TE: Tensor, valid_T: Tensor, top_k: int) -> Tensor:
     """Select the experts with the highest scores for every real token (token choice); no token is dropped.
 
     Ties select the expert with the lower index.
-
-    Args:
-        scores_TE: scores of the local tokens.
-        valid_T: real tokens, bool.
-        top_k: experts per token.
-
-    Returns:
-        Whether an expert takes a token, bool `[T, E]`.
     """
     best_TK = scores_TE.detach().argsort(dim=1, descending=True, stable=True)[:, :top_k]
     selected_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter_(1, best_TK, True)
@@ -111,10 +96,7 @@ def balancing_loss(scores_TE: Tensor, counts_SE: Tensor, layout: SequenceLayout,
     on packing or layout. The gradient flows through the scores only.
 
     Args:
-        scores_TE: scores of the local tokens.
         counts_SE: number of tokens of the full sample that each expert takes.
-        layout: layout of the local tokens.
-        top_k: experts per token.
 
     Source: Fedus et al. 2021, arXiv:2101.03961, Eq. 4-6 (Switch), for k experts as in Zoph et al. 2022,
     arXiv:2202.08906 (ST-MoE). Deviation: both papers average over the tokens of a batch instead of a sample.

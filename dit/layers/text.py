@@ -13,6 +13,7 @@ from dit.backends.provider import LayerProvider
 from dit.backends.sharding import GradientCovers, replicate_on_all_stages
 from dit.batch import PackedBatch
 from dit.condition_table import CONTEXT
+from dit.layers.adaln import RMSNorm
 from dit.layout import SequenceLayout
 
 
@@ -81,11 +82,14 @@ class TextProjection(nn.Module):
     Args:
         context_size: width of the text embeddings.
         hidden_size: width of the tokens.
+        norm_eps: epsilon of an RMSNorm after them; None for no norm.
 
     Source: the caption embedder of Chen et al. 2023 (PixArt-alpha), arXiv:2310.00426.
     """
 
-    def __init__(self, context_size: int, hidden_size: int, provider: LayerProvider) -> None:
+    def __init__(
+        self, context_size: int, hidden_size: int, provider: LayerProvider, *, norm_eps: Optional[float] = None
+    ) -> None:
         super().__init__()
         init, square = (xavier_uniform(size, hidden_size) for size in (context_size, hidden_size))
         # Like the null token, replicated over tensor-parallel ranks and pipeline stages.
@@ -96,7 +100,10 @@ class TextProjection(nn.Module):
         self.linear_2 = provider.replicated_linear(
             hidden_size, hidden_size, bias=True, init=square, gradient_covers=covers
         )
+        self.norm: nn.Module = nn.Identity()
+        if norm_eps is not None:
+            self.norm = RMSNorm(hidden_size, provider, eps=norm_eps, gradient_covers=covers)
         replicate_on_all_stages(self.parameters())
 
     def forward(self, context_KD: Tensor) -> Tensor:
-        return self.linear_2(nn.functional.gelu(self.linear_1(context_KD), approximate="tanh"))
+        return self.norm(self.linear_2(nn.functional.gelu(self.linear_1(context_KD), approximate="tanh")))

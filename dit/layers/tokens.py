@@ -24,7 +24,6 @@ def shard_tokens(
     """Split the local tokens over tensor-parallel ranks under sequence parallelism; otherwise return all of them.
 
     Args:
-        layout: layout of the local tokens.
         tensors_T: tensors of the local tokens, `[T, ...]`.
 
     Returns:

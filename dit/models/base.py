@@ -188,6 +188,11 @@ class ModelConfig(ABC):
         return True
 
     @property
+    def sample_multiple(self) -> int:
+        """Multiple to which the network extends the tokens of each text and of each sample, for counts of FLOPs."""
+        return 1
+
+    @property
     def output_features(self) -> int:
         """Predicted channels per token: a multiple of `token_channels` if there are several outputs."""
         return self.token_channels

@@ -8,7 +8,7 @@ from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.models.base import TransformerSizes
 from dit.models.conditioned import ClassConditioned, TextConditioned
-from dit.models.transformer_config import TransformerModelConfig
+from dit.models.transformer_config import TransformerModelConfig, check_query_groups
 from dit.ranges import check_choice
 
 NullText = Literal["learned", "empty"]
@@ -45,12 +45,7 @@ class CrossAttentionModelConfig(TransformerModelConfig, TextConditioned, ClassCo
     def check_sizes(self) -> None:
         super().check_sizes()
         check_choice("model.null_text", self.null_text, NullText)
-        if self.num_query_groups is not None and self.num_attention_heads % self.num_query_groups:
-            fits = [n for n in range(1, self.num_attention_heads + 1) if self.num_attention_heads % n == 0]
-            raise ConfigError(
-                f"model.num_attention_heads={self.num_attention_heads} is not a multiple of "
-                f"model.num_query_groups={self.num_query_groups}; use one of {fits} groups, or None for one per head"
-            )
+        check_query_groups(self.num_attention_heads, self.num_query_groups)
         if self.context_size is None:
             raise ConfigError(
                 "model.context_size=None, but every layer of this backbone attends to text; set it to the width of the "

@@ -40,12 +40,15 @@ BACKBONES = {
     "flux": Entry("dit.models.flux.config:FluxConfig", "dit.models.streams.model:Streams"),
     "flux2": Entry("dit.models.flux2.config:Flux2Config", "dit.models.streams.model:Streams"),
     "ldm_unet": Entry("dit.models.ldm_unet.config:LDMUNetConfig", "dit.models.ldm_unet.model:LDMUNet"),
+    "lumina2": Entry("dit.models.lumina2.config:Lumina2Config", "dit.models.streams.model:Streams"),
     "moviegen": Entry("dit.models.moviegen.config:MovieGenConfig", "dit.models.moviegen.model:MovieGen"),
     "qwen_image": Entry("dit.models.qwen_image.config:QwenImageConfig", "dit.models.streams.model:Streams"),
+    "sana": Entry("dit.models.sana.config:SanaConfig", "dit.models.sana.model:Sana"),
     "sd3": Entry("dit.models.sd3.config:SD3Config", "dit.models.streams.model:Streams"),
     "stdit": Entry("dit.models.stdit.config:STDiTConfig", "dit.models.stdit.model:STDiT"),
     "unet": Entry("dit.models.unet.config:UNetConfig", "dit.models.unet.model:UNet"),
     "wan": Entry("dit.models.wan.config:WanConfig", "dit.models.wan.model:Wan"),
+    "z_image": Entry("dit.models.z_image.config:ZImageConfig", "dit.models.streams.model:Streams"),
 }
 
 

@@ -32,13 +32,14 @@ CONDITION_FEATURES = 256
 
 RANGES: dict[str, Range] = {
     **dict.fromkeys(("hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"), WIDTH),
-    **dict.fromkeys(("in_channels", "out_channels", "context_size", "pooled_size", "adaln_lora_rank"), WIDTH),
+    **dict.fromkeys(("in_channels", "out_channels", "context_size", "pooled_size", "condition_limit"), WIDTH),
     **dict.fromkeys(("num_layers", "num_joint_layers"), LAYERS),
     **dict.fromkeys(("num_single_layers", "num_dual_layers"), whole(0, 1000)),
     **dict.fromkeys(("patch_spatial", "patch_temporal", "max_grid", "rope_axes", "position_crop"), PATCHES),
     **dict.fromkeys(("class_dropout", "context_dropout"), SHARE),
     **dict.fromkeys(("layernorm_epsilon", "time_scale", "position_span"), POSITIVE),
-    **dict.fromkeys(("moe_ffn_hidden_size", "moe_top_k", "head_size"), WIDTH),
+    **dict.fromkeys(("moe_ffn_hidden_size", "moe_top_k", "head_size", "adaln_lora_rank"), WIDTH),
+    **dict.fromkeys(("time_hidden_size", "learned_padding", "num_cross_attention_heads"), WIDTH),
     **dict.fromkeys(("block_out_channels", "mid_out_channels", "norm_num_groups", "control_channels"), WIDTH),
     **dict.fromkeys(("transformer_layers", "mid_transformer_layers"), whole(0, 1000)),
     "layers_per_block": LAYERS,
@@ -55,7 +56,7 @@ RANGES: dict[str, Range] = {
 
 Positions = Literal["sincos_2d", "sincos_3d", "rope_3d"]
 """Position embeddings that are computed from the patch indices."""
-KnownPositions = Literal["sincos_2d", "sincos_3d", "rope_3d", "learned_3d"]
+KnownPositions = Literal["none", "sincos_2d", "sincos_3d", "rope_3d", "learned_3d"]
 """Position embeddings of all backbones; a subclass narrows the choice."""
 
 
@@ -207,6 +208,20 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
             num_attention_heads=self.num_attention_heads,
             ffn_hidden_size=self.ffn_size,
             layernorm_epsilon=self.layernorm_epsilon,
+        )
+
+
+def check_query_groups(heads: int, groups: Optional[int]) -> None:
+    """Check that key and value heads divide the query heads; None is one per query head.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    if groups is not None and heads % groups:
+        fits = [n for n in range(1, heads + 1) if heads % n == 0]
+        raise ConfigError(
+            f"model.num_attention_heads={heads} is not a multiple of model.num_query_groups={groups}; use one of "
+            f"{fits} groups, or None for one per head"
         )
 
 

@@ -4,22 +4,14 @@ from dit.data_api import SampleCounts
 
 
 class DropReport:
-    """Reports the first dropped sample of each reason, and each doubling of its count.
-
-    Attributes:
-        total: number of dropped samples in the last report.
-    """
+    """Reports the first dropped sample of each reason, and each doubling of its count."""
 
     def __init__(self) -> None:
         self.total = 0
         self._printed: dict[str, int] = {}
 
     def lines(self, counts: SampleCounts) -> list[str]:
-        """Return a line for each reason whose count is new or has doubled since its last line.
-
-        Args:
-            counts: over all ranks since the start of the run.
-        """
+        """Return a line for each reason whose count is new or has doubled since its last line."""
         lines = []
         read = counts.used.total() + counts.dropped.total()
         for reason, count in counts.by_reason().items():

@@ -36,12 +36,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def environment_record(world_size: int, kernels: Mapping[str, Selection]) -> dict[str, Any]:
-    """Return the environment of an attempt as plain JSON.
-
-    Args:
-        world_size: ranks.
-        kernels: implementation of every op, by name.
-    """
+    """Return the environment of an attempt as plain JSON."""
     return {
         "command": sys.argv,
         "time": time.time(),

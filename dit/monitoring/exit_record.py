@@ -73,12 +73,7 @@ class Outcome:
     """How one rank ended.
 
     Attributes:
-        code: exit code of the process, see `dit.errors`.
         reason: name of the code; `peer_lost` has the code of unexpected errors.
-        step: optimizer steps done; None before training began.
-        rank: of the writer.
-        error: type and message; None if there was none.
-        time: seconds since the epoch.
         traceback: of unexpected errors only; the messages of other errors state the cure.
     """
 
@@ -116,7 +111,6 @@ def outcome_of(error: Optional[BaseException], *, step: Optional[int], rank: int
     """Return the record of how a rank ended.
 
     Args:
-        error: the exception that ended the run; None if there was none.
         preempted: the run stopped early on request, with a checkpoint.
     """
     if error is None:
@@ -141,7 +135,6 @@ class ExitRecord:
     turn them into the process's code, or use `code`.
 
     Args:
-        run_dir: folder of the run.
         rank: of this process. Rank 0 removes the records of an earlier attempt on entering, and records success.
         is_ours: whether this attempt may write into the folder (`RunLock.is_ours`); if not, the records in it
             belong to another run and are not changed.
@@ -149,7 +142,6 @@ class ExitRecord:
     Attributes:
         step: to be updated by the run.
         preempted: to be set when the run stops early on request.
-        code: exit code of this process; None inside the block.
         explain: returns why a peer was lost; an empty text if that is unknown.
 
     Raises:

@@ -23,9 +23,6 @@ def expert_layers(model: nn.Module) -> Iterator[tuple[int, MoE]]:
 def expert_load(chunks: Sequence[Backbone], device: torch.device) -> dict[str, float]:
     """Return the load of the experts over all ranks since the last call (collective).
 
-    Args:
-        chunks: this rank's unwrapped model chunks.
-
     Returns:
         For each layer, under `experts/layer_i/`: `max_load`, the tokens of the most loaded expert divided by the mean
         (1 is even); `never_chosen`, the fraction of real tokens without an expert; `per_token`, the mean number of

@@ -30,12 +30,7 @@ Convention = Literal["model", "hardware", "nemo"]
 
 
 class PackFlops:
-    """Counts the operations of a model's packs.
-
-    Args:
-        model: settings of the model.
-        auxiliary: networks of the objective.
-    """
+    """Counts the operations of a model's packs."""
 
     def __init__(self, model: ModelConfig, auxiliary: AuxiliaryNetworks = NO_NETWORKS) -> None:
         self.model, self._discriminator = model, auxiliary.discriminator
@@ -53,7 +48,6 @@ class PackFlops:
         """Count one forward pass over a pack.
 
         Args:
-            layout: the tokens of the pack.
             grids: (t, h, w) in patches of its samples.
             context_layout: layout of its texts; None counts the null text of each sample.
         """
@@ -71,7 +65,6 @@ class PackFlops:
         """Count a forward and a backward pass over a pack.
 
         Args:
-            layout, grids, context_layout: as in `forward`.
             recomputed: share of the layers that run once more in the backward pass; counted only in the `hardware`
                 convention.
         """

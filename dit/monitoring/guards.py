@@ -95,11 +95,7 @@ class PreemptionFlag:
 
 
 def suspicion(suspects: Mapping[int, Sequence[str]]) -> tuple[str, str]:
-    """Return a sentence about the ranks and samples with a non-finite loss, and the start of its cure.
-
-    Args:
-        suspects: by rank, the samples of each rank with a non-finite loss (`dit.step_checks.bad_steps`).
-    """
+    """Return a sentence about the ranks and samples with a non-finite loss, and the start of its cure."""
     if not suspects:
         return "Each rank's own loss is finite", ""
     # Ranks that share a model (tensor, pipeline, context parallel) read the same samples.

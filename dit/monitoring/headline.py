@@ -8,11 +8,7 @@ from dit.run_config import RunConfig
 
 
 def headline(config: RunConfig, dims: ParallelDims, state: TrainState, *, resumed: bool) -> str:
-    """Return a one-line description of a run.
-
-    Args:
-        resumed: whether the run continues from a checkpoint.
-    """
+    """Return a one-line description of a run."""
     parallel, training = config.parallel, config.training
     count = sum(shard.parameter.numel() for shard in state.shards)
     pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size

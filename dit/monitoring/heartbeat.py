@@ -53,12 +53,7 @@ class Phase:
         self.since = time.time()
 
     def enter(self, name: str, step: Optional[int] = None) -> None:
-        """Start a phase.
-
-        Args:
-            name: one of `PHASES`.
-            step: optimizer steps done; None if unchanged.
-        """
+        """Start a phase."""
         self.name, self.since = name, time.time()
         self.step = self.step if step is None else step
 
@@ -72,8 +67,6 @@ class Beat:
     """State of a rank, as written to its file.
 
     Attributes:
-        time: when it was written, seconds since the epoch.
-        since: when the phase began.
         where: innermost functions of the main thread, and its current collective.
         machine: identifies the machine on which `pid` is valid, see `machine`.
         is_orphan: whether its launcher died; the rank saves and stops.
@@ -122,10 +115,7 @@ class Heartbeat:
     """Writes this rank's file, and ends the process when it waited too long; a context manager around the run.
 
     Args:
-        run_dir: folder of the run.
-        rank, world_size: of this process.
         timeout_s: seconds in one phase until the process ends; None for no limit.
-        is_ours: whether this attempt may write into the folder.
         end: ends the process with a code; does not return.
     """
 
@@ -274,7 +264,6 @@ def verdict(
     Args:
         beats: the newest of each rank, read by `rank`.
         unchanged_s: seconds since the first read of each beat.
-        rank, world_size: of this process.
         silent_s: a rank without a new beat for longer is silent.
 
     Returns:

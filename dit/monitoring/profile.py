@@ -19,7 +19,6 @@ class StepProfile:
 
     Args:
         path: trace file to write, gzipped Chrome trace format.
-        steps: first and last step, counted from 1; None for no trace.
     """
 
     def __init__(self, path: Path, steps: Optional[list[int]]) -> None:

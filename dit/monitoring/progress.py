@@ -41,9 +41,7 @@ def format_progress(step: int, num_steps: int, values: Mapping[str, float], rema
     """Format one line about a step; quantities missing in `values` are left out.
 
     Args:
-        step: optimizer steps done.
         values: scalars by name, see `COLUMNS`.
-        remaining_s: seconds until the end; None while unknown.
     """
     width = len(str(num_steps))
     parts = [f"step {step:>{width}}/{num_steps}"]
@@ -60,10 +58,7 @@ class ConsoleProgress:
     """Shows the progress of the run on rank 0: a live line on a terminal, else one plain line per call.
 
     Args:
-        header: one line that describes the run, printed first.
-        num_steps: optimizer steps of the run.
         stream: where to write; standard output if None.
-        clock: seconds, monotonic.
     """
 
     def __init__(

@@ -49,8 +49,6 @@ class RunLock:
     Rank 0 takes the lock on entering and stores a failure; `agree` raises it on every rank.
 
     Args:
-        run_dir: folder of the run; created if missing.
-        rank: of this process.
         setting: name of the setting that selects the folder, for messages.
     """
 

@@ -24,15 +24,7 @@ from dit.run_config import RunConfig
 
 
 class RunLog:
-    """The log of a run; ranks without sinks report nothing.
-
-    Args:
-        sinks: for scalars, pictures and checkpoints.
-        progress: the console.
-
-    Attributes:
-        drops: reports of dropped samples.
-    """
+    """The log of a run; ranks without sinks report nothing."""
 
     def __init__(self, sinks: Optional[Sink] = None, progress: Optional[ConsoleProgress] = None) -> None:
         self._sinks, self._progress = sinks, progress
@@ -64,11 +56,7 @@ class RunLog:
             self._sinks.sync()
 
     def samples(self, state: TrainState, path: Path, name: str = "samples") -> None:
-        """Report a file of samples.
-
-        Args:
-            name: shared by samples of the same kind of weights.
-        """
+        """Report a file of samples."""
         if self._sinks is not None:
             self._sinks.image(name, state.step, path, "one sample per class or prompt")
             self.message(f"step {state.step}: samples {path}")
@@ -106,13 +94,7 @@ class RunLog:
     def summarize(
         self, config: RunConfig, state: TrainState, *, seconds: float, frames: int, text_encoder: Optional[str]
     ) -> None:
-        """Print the last two lines: the result of the run, and the command that samples from it.
-
-        Args:
-            seconds: since this attempt started.
-            frames: of a sample.
-            text_encoder: embeds prompts; None if the model has none.
-        """
+        """Print the last two lines: the result of the run, and the command that samples from it."""
         if self._progress is None:
             return
         self._progress.close()  # ends the live line
@@ -133,9 +115,6 @@ class RunLog:
 
 def open_log(config: RunConfig, dims: ParallelDims, state: TrainState, *, resumed: bool) -> RunLog:
     """Write the records of the run into its folder, open its sinks, and print its first line (rank 0 only).
-
-    Args:
-        resumed: whether the run continues from a checkpoint.
 
     Raises:
         CheckpointError: the folder cannot be written.

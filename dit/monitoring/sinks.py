@@ -76,9 +76,6 @@ class JsonlSink(Sink):
     `start` has the step from which an attempt continued, so readers can drop later ones, see `current_records`. Only
     an incomplete last line is removed on opening.
 
-    Args:
-        path: by convention `run_dir/metrics.jsonl`.
-
     Raises:
         CheckpointError: the file cannot be written (exit code 5), or it was moved or deleted.
         ConfigError: it is a link.
@@ -304,11 +301,7 @@ def as_number(value: object) -> Optional[float]:
 
 
 def current_records(records: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Drop the scalars of discarded steps: those after the step to which a resume or a rewind returned.
-
-    Args:
-        records: of `read_records`.
-    """
+    """Drop the scalars of discarded steps: those after the step to which a resume or a rewind returned."""
     current: list[Mapping[str, Any]] = []
     started = 0
     for record in records:

@@ -16,8 +16,6 @@ def how_it_went(metrics: Path, step: int, num_steps: int, seconds: float) -> str
 
     Args:
         metrics: the run's `metrics.jsonl`; losses of earlier attempts count up to the step of the next start.
-        step: optimizer steps done, of `num_steps`.
-        seconds: of this attempt.
     """
     steps = scalars_by_step(read_records(metrics))
     losses, held_out = (
@@ -48,8 +46,6 @@ def drawing_command(run_dir: str, frames: int, text_encoder: Optional[str], prom
     """Return the shell command that samples from a run.
 
     Args:
-        frames: of a sample; clips are written as an animation.
-        text_encoder: embeds prompts; None if the model takes none.
         prompts: in the settings of the run; the command uses them by default.
     """
     words = ["python", "-m", "launch.sample", "--checkpoint", run_dir]

@@ -46,12 +46,10 @@ class TimeLimit:
     """Decides when the run must stop to save before the limit.
 
     Args:
-        limit: `training.time_limit`; None for no limit.
         start: of the job, seconds since the epoch; None to look it up.
 
     Attributes:
         longest_step_s: longest time between two calls of `is_near`, all work of the loop included.
-        near: newest result of `is_near`.
     """
 
     def __init__(self, limit: Optional[str], start: Optional[float] = None) -> None:
@@ -62,11 +60,7 @@ class TimeLimit:
             self._end = (job_start() if start is None else start) + duration_s("training.time_limit", limit)
 
     def is_near(self, longest_save_s: float) -> bool:
-        """Return whether the run might end too late if it does not stop now; call this once per step.
-
-        Args:
-            longest_save_s: duration of the longest save so far.
-        """
+        """Return whether the run might end too late if it does not stop now; call this once per step."""
         now = time.time()
         if self._last is not None:
             self.longest_step_s = max(self.longest_step_s, now - self._last)

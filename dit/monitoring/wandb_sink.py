@@ -26,10 +26,6 @@ class WandbSink(Sink):
     id is stored in `run_dir/wandb_id`, so a resumed run continues the same page.
 
     Args:
-        run_dir: folder of the run.
-        project: name of the project.
-        config: settings of the run, plain containers.
-        name, group: of the run's page; None for wandb's.
         artifacts: upload each checkpoint as an artifact, named by step and epoch, from a copy that wandb makes
             immediately; offline, only refer to its folder.
         epoch_samples: training samples of an epoch; None if unknown.

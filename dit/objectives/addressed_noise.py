@@ -37,7 +37,6 @@ class AddressedNoise:
     """The random numbers of one micro-batch.
 
     Args:
-        seed: seed of the run; or of each sample, int64 `[S]`.
         step: optimizer step, counted from 0; a tensor, int64 `[]`, in a step that a CUDA graph repeats.
         sample_ids_S: address of each sample, int64.
         layout: of the local tokens.
@@ -78,11 +77,7 @@ class AddressedNoise:
         return philox((self._first_S, self._steps_S, self._low_S, self._high_S), self.key(purpose, self.seed))
 
     def level_S(self) -> Tensor:
-        """Draw the quantile of each sample's noise level, in (0, 1), float32 `[S]`.
-
-        Raises:
-            ConfigError: the samples have several noise levels.
-        """
+        """Draw the quantile of each sample's noise level, in (0, 1), float32 `[S]`."""
         if self.layout.levels is not None:
             raise ConfigError(
                 "the samples have several noise levels, such as clean first frames, and this objective has one per "
@@ -129,7 +124,6 @@ class AddressedNoise:
         """Return a x0 + b (eps + offset), float32 `[T, C]`, for each pair (a, b); eps is standard normal noise.
 
         Args:
-            x0_TC: clean latents.
             mixtures: coefficients a and b, such as those of the input and of the target.
             offset_SC: added to the noise of every token of a sample.
         """

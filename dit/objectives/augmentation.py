@@ -25,12 +25,7 @@ from dit.resize import LowResolution
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Noise levels of low-resolution pictures, and the scale of a noised picture.
-
-    Attributes:
-        level: maps quantiles to noise levels.
-        scale: factor of a noised picture at a noise level.
-    """
+    """Noise levels of low-resolution pictures, and the scale of a noised picture."""
 
     level: Callable[[Tensor], Tensor]
     scale: Callable[[Tensor], Tensor]

@@ -118,9 +118,6 @@ class Autoencoding(Reconstruction):
     Args:
         kl_weight: weight of the KL term.
 
-    Raises:
-        ConfigError: a constant is outside its range.
-
     Source: Kingma and Welling 2014, arXiv:1312.6114, Eq. 7, 10 and appendix B; Rombach et al. 2022, arXiv:2112.10752,
     section 3.1 and appendix G, "KL-reg".
     """

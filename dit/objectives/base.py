@@ -29,7 +29,6 @@ class Prepared:
     """A corrupted micro-batch, all float32.
 
     Attributes:
-        inputs_TC: inputs of the network.
         time_S: conditioning value per sample: in [0, 1] for flow matching and DDPM (or DDPM's log SNR), log(sigma) / 4
             for EDM. If samples have several noise levels (`dit.levels`), one value per level.
         target_TC: correct output of the network.
@@ -167,7 +166,6 @@ class Objective(ABC):
 
         Args:
             x_TC: noised latents at path position `u`, in the solver's precision.
-            u: position on the path, a scalar tensor for all samples.
 
         Returns:
             x0_TC in the dtype of `x_TC`.

@@ -91,10 +91,6 @@ class DDPM(Objective):
         min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma).
         variance: learned variance of the reverse steps (`learned_variance`); requires `discrete_steps`.
 
-    Raises:
-        ConfigError: an unknown choice, a table too short for its schedule, betas that do not fit it, a learned variance
-            or a zero terminal SNR without a table, or the latter with a prediction of the noise.
-
     Source: Ho et al. 2020, arXiv:2006.11239, Eq. 4 and 14; v prediction, Salimans and Ho 2022, arXiv:2202.00512,
     Appendix D; min-SNR, Hang et al. 2023, arXiv:2303.09556; zero terminal SNR, Lin et al. 2023, arXiv:2305.08891,
     Algorithm 1; offset noise, Guttenberg 2023 (crosslabs.org, "Diffusion with Offset Noise").
@@ -265,11 +261,7 @@ class DDPM(Objective):
         return self._clean(x_TC, output_TC, *self.path.alpha_sigma(u)), (v_TC + 1) / 2
 
     def sampling_grid(self, num_steps: int) -> Tensor:
-        """Return angles evenly spaced in time, then 0; for a table, angles of its steps.
-
-        Raises:
-            ConfigError: `num_steps` is below 1 or above the length of the table.
-        """
+        """Return angles evenly spaced in time, then 0; for a table, angles of its steps."""
         if num_steps < 1:
             raise ConfigError(f"num_steps={num_steps} must be at least 1")
         max_angle = math.acos(MIN_ALPHA_FROM_NOISE) if self.prediction == "noise" else math.pi / 2

@@ -45,9 +45,6 @@ class EDM(Objective):
         rho: exponent of the sampling grid; larger: more steps at low noise.
         weighting: learned weights of the noise levels (`uncertainty`).
 
-    Raises:
-        ConfigError: a constant is outside its range.
-
     Source: Karras et al. 2022, arXiv:2206.00364, Table 1 and Eq. 5, 7 and 8.
     """
 
@@ -123,11 +120,7 @@ class EDM(Objective):
         return c_skip * x_TC + c_out * output_TC.to(x_TC.dtype)
 
     def sampling_grid(self, num_steps: int) -> Tensor:
-        """Return sigma_max ... sigma_min, evenly spaced in sigma**(1 / rho), then 0.
-
-        Raises:
-            ConfigError: `num_steps` is below 1.
-        """
+        """Return sigma_max ... sigma_min, evenly spaced in sigma**(1 / rho), then 0."""
         if num_steps < 1:
             raise ConfigError(f"num_steps={num_steps} must be at least 1")
         ramp = torch.linspace(0, 1, num_steps, dtype=torch.float64)

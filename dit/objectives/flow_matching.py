@@ -49,9 +49,6 @@ class FlowMatching(Objective):
         min_time, max_time: train only on times between these, for one of two models that share the times (Wan 2.2
             A14B).
 
-    Raises:
-        ConfigError: a constant is outside its range.
-
     Source: Lipman et al. 2023, arXiv:2210.02747; Liu et al. 2023, arXiv:2209.03003; time distribution and shift,
     Esser et al. 2024, arXiv:2403.03206, Eq. 19 and 23; prediction of x0, Li and He 2025, arXiv:2511.13720;
     min-SNR, Hang et al. 2023, arXiv:2303.09556, on this path.
@@ -129,11 +126,7 @@ class FlowMatching(Objective):
         return output_TC if self.prediction == "x0" else x_TC - u * output_TC
 
     def sampling_grid(self, num_steps: int) -> Tensor:
-        """Return times from 1 to 0, evenly spaced before the shift.
-
-        Raises:
-            ConfigError: `num_steps` is below 1.
-        """
+        """Return times from 1 to 0, evenly spaced before the shift."""
         if num_steps < 1:
             raise ConfigError(f"num_steps={num_steps} must be at least 1")
         return shift_time(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64), self.time_shift)

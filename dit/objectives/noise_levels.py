@@ -144,9 +144,6 @@ class TableSchedule(Schedule):
 
     Step 0 already has noise (beta_0 > 0). Between two steps, the network receives the time of the nearest step, because
     it was trained with no other.
-
-    Args:
-        betas: variance added by each step, float64 `[N]`.
     """
 
     def __init__(self, betas: Tensor) -> None:
@@ -190,11 +187,7 @@ class TableSchedule(Schedule):
 
 
 def beta_ends(name: ScheduleName, betas: Optional[Sequence[float]]) -> tuple[float, float]:
-    """Return the first and the last beta of a table of 1000 steps; None selects the published values.
-
-    Raises:
-        ConfigError: the schedule has no such betas, or there are not two, or beta does not increase.
-    """
+    """Return the first and the last beta of a table of 1000 steps; None selects the published values."""
     if name == "cosine":
         raise ConfigError(
             f"objective.betas={betas}: the cosine schedule has no betas to set; use objective.schedule=linear or "
@@ -215,10 +208,6 @@ def discrete_betas(name: ScheduleName, num_steps: int, betas: Optional[Sequence[
 
     Args:
         betas: first and last beta of a table of 1000 steps; None for the published values.
-
-    Raises:
-        ConfigError: the schedule is unknown, or the table is too short for it (a beta would reach 1), or as in
-            `beta_ends`.
 
     Source: linear, Ho et al. 2020, arXiv:2006.11239; cosine, Nichol and Dhariwal 2021, arXiv:2102.09672, Eq. 17 with
     beta at most 0.999; scaled_linear, Rombach et al. 2022, arXiv:2112.10752. For lengths other than 1000, the two
@@ -270,9 +259,6 @@ def make_schedule(
     Args:
         betas: first and last beta of a table of 1000 steps; None for the published values.
         zero_snr: rescale the table by `zero_terminal_snr`.
-
-    Raises:
-        ConfigError: as in `discrete_betas`.
     """
     check_choice("schedule", name, ScheduleName)
     if discrete_steps is not None:

@@ -17,9 +17,6 @@ MIN_PROBABILITY = 1e-12
 class VariationalBound:
     """L_vlb of a table of N steps: N times the expected KL divergence of a step; for step 0, a negative log likelihood.
 
-    Args:
-        table: noise schedule with at least two steps.
-
     Source: Nichol and Dhariwal 2021, arXiv:2102.09672, Eq. 4 to 7, 10, 11 and 15; Ho et al. 2020, arXiv:2006.11239,
     Eq. 13 for the decoder. Its bins are those of pixels in [-1, 1], also for latents, as in the original DiT.
     """
@@ -38,7 +35,6 @@ class VariationalBound:
 
         Args:
             step_T1: index of the step, int64.
-            x0_TC: clean latents.
             difference_TC: clean latents minus the network's estimate of them.
             v_TC: position of the log variance between that of the posterior (-1) and log beta (1).
         """

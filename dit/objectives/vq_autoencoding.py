@@ -31,9 +31,6 @@ class VQAutoencoding(Reconstruction):
         codebook_weight: weight of the codebook terms.
         beta: weight of the movement of z to its entry, relative to that of the entry to z.
 
-    Raises:
-        ConfigError: a constant is outside its range.
-
     Source: van den Oord et al. 2017, arXiv:1711.00937, Eq. 3; Rombach et al. 2022, arXiv:2112.10752, section 3.1 and
     appendix G, "VQ-reg". Some public code multiplies the other term by beta.
     """

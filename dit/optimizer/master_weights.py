@@ -14,10 +14,15 @@ from torch.optim import Optimizer
 from dit.backends.device import host_zeros, local_device
 from dit.backends.gradients import GradientFactor
 from dit.backends.megatron_types import MegatronOptimizer
+from dit.backends.process_groups import ProcessGroups
+from dit.backends.sharding import Matrices, sharding_of
+from dit.boxes import Part
 from dit.parallel.fsdp import local, sharded_parameters, use_updated_weights
 from dit.patches import patches
+from dit.settings import OptimizerConfig
 
 SLOTS = ("exp_avg", "exp_avg_sq")
+"""Adam's moments. Muon has only the first one, its momentum."""
 
 
 @dataclass
@@ -32,8 +37,9 @@ class MasterShard:
             FSDP.
         state: Adam's state of `owner`; empty before the first step.
         group: ranks over which the parameter is sharded; None if it is not.
-        host: host memory of Adam's moments, by slot; None if they are on the device.
+        host: host memory of the optimizer's moments, by slot; None if they are on the device.
         factor: factor to multiply the gradient by.
+        matrices: the matrices of a parameter that Muon updates; None for AdamW.
     """
 
     name: str
@@ -45,6 +51,7 @@ class MasterShard:
     group: Optional[ProcessGroup]
     host: Optional[dict[str, Tensor]] = None
     factor: GradientFactor = field(default_factory=GradientFactor)
+    matrices: Optional[Matrices] = None
 
     @property
     def main(self) -> Tensor:
@@ -57,13 +64,18 @@ class MasterShard:
         grad = self.owner.grad
         return torch.zeros_like(self.main) if grad is None else local(grad) * self.factor.value
 
+    @property
+    def slots(self) -> tuple[str, ...]:
+        """Names of the optimizer's moments."""
+        return SLOTS if self.matrices is None else SLOTS[:1]
+
     def slot(self, name: str) -> Tensor:
-        """Return one of Adam's states, in the shape of `main`; zeros before the first step."""
+        """Return one of the optimizer's moments, in the shape of `main`; zeros before the first step."""
         return local(self.state[name]) if name in self.state else torch.zeros_like(self.main)
 
     def ensure_state(self) -> None:
-        """Create the tensors of Adam's state as zeros; Adam then also needs its step count (`set_step_count`)."""
-        for slot in SLOTS:
+        """Create the moments as zeros; Adam then also needs its step count (`set_step_count`)."""
+        for slot in self.slots:
             if slot not in self.state:
                 self.state[slot] = torch.zeros_like(self.owner) if self.host is None else self.host[slot]
 
@@ -109,7 +121,7 @@ def _pairs(optimizer: MegatronOptimizer) -> Iterator[tuple[nn.Parameter, Tensor,
 
 
 def master_shards(
-    optimizer: MegatronOptimizer, chunks: Sequence[nn.Module], *, offload: bool = False
+    optimizer: MegatronOptimizer, chunks: Sequence[nn.Module], settings: Optional[OptimizerConfig] = None
 ) -> list[MasterShard]:
     """List this rank's master shards in the order of the model's parameters, without frozen ones.
 
@@ -117,18 +129,26 @@ def master_shards(
         optimizer: Megatron-Core's optimizer over `chunks`.
         chunks: this rank's unwrapped model chunks. Their parameter names are global; a parameter of every pipeline
             stage is listed once per chunk, under the same name.
-        offload: whether Adam's moments are in host memory, 8 bytes per element of the shards.
+        settings: determine the parameters that Muon updates, and whether moments are in host memory; None for neither.
     """
     shards = _shards(optimizer, chunks)
     for shard in shards:
         shard.factor = optimizer.gradient_factor
-    if offload:
-        sizes = [shard.main.numel() for shard in shards]
-        pinned = any(shard.main.is_cuda for shard in shards)
-        memory = {slot: host_zeros(sum(sizes), pinned=pinned).split(sizes) for slot in SLOTS}
-        for i, shard in enumerate(shards):
-            shard.host = {slot: parts[i].view(shard.main.shape) for slot, parts in memory.items()}
+        if settings is not None and settings.algorithm == "muon":
+            shard.matrices = sharding_of(shard.parameter, shard.name).matrices
+    if settings is not None and settings.offload:
+        _move_moments_to_host(shards)
     return shards
+
+
+def _move_moments_to_host(shards: Sequence[MasterShard]) -> None:
+    """Give each shard its part of one allocation of host memory per slot."""
+    pinned = any(shard.main.is_cuda for shard in shards)
+    for slot in SLOTS:
+        members = [shard for shard in shards if slot in shard.slots]
+        sizes = [shard.main.numel() for shard in members]
+        for shard, part in zip(members, host_zeros(sum(sizes), pinned=pinned).split(sizes)):
+            shard.host = {**(shard.host or {}), slot: part.view(shard.main.shape)}
 
 
 def _shards(optimizer: MegatronOptimizer, chunks: Sequence[nn.Module]) -> list[MasterShard]:
@@ -169,6 +189,18 @@ def _absent_shards(
             main = torch.empty(0, dtype=torch.float32, device=parameter.device)
             empty[parameter] = MasterShard(name, parameter, 0, 0, main, {}, optimizer.data_parallel_group)
     return empty
+
+
+def part_of(parameter: nn.Parameter, groups: ProcessGroups, start: int = 0, stop: Optional[int] = None) -> Part:
+    """Return the position of a range of this rank's part of a parameter; of the full part if no range is given.
+
+    Each expert is a separate tensor, unsharded on the ranks that have it.
+    """
+    local = tuple(parameter.shape)
+    stop = parameter.numel() if stop is None else stop
+    sharding = sharding_of(parameter)
+    shape = sharding.global_shape(local, groups.tp.size())
+    return Part(shape, local, sharding.origin(local, groups.tp.rank()), start, stop)
 
 
 def get_step_count(optimizer: MegatronOptimizer) -> int:

@@ -2,9 +2,10 @@
 
     eager   AdamW | copy to the model | average      one pass over all elements each
     triton  all of them in one pass (`dit.kernels.fused.adamw`), then the same gather of weights
+    muon    the weights of blocks by `Muon`, all others by the fused kernel or its reference
 
-Both have the same state, so that a run may continue with the other one. The device omits the update of a bad step
-(`StepNumbers.is_good`), so the host may queue an update before it knows the numbers of the step.
+The first two have the same state, so that a run may continue with the other one. The device omits the update of a bad
+step (`StepNumbers.is_good`), so the host may queue an update before it knows the numbers of the step.
 
 With `optimizer.offload`, Adam's moments are in host memory; the fused kernel, or its reference in eager mode, updates
 them in parts.
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from dit.backends.device import synchronize
 from dit.backends.megatron_types import MegatronOptimizer
+from dit.backends.process_groups import ProcessGroups
 from dit.kernels import adamw as reference
 from dit.kernels.adamw import AdamW, Elements, Rates
 from dit.kernels.choice import Target, choose
@@ -27,9 +29,11 @@ from dit.kernels.resolve import OPTIMIZER
 from dit.optimizer import master_weights
 from dit.optimizer.ema import EMA
 from dit.optimizer.master_weights import SLOTS, MasterShard, get_step_count, is_fsdp, sub_optimizers
+from dit.optimizer.muon import Muon
 from dit.optimizer.step_numbers import StepNumbers
 from dit.parallel.fsdp import local
 from dit.patches import patches
+from dit.settings import OptimizerConfig
 
 PART = 1 << 24
 """Elements whose moments are on the device at the same time: 128 MiB."""
@@ -55,16 +59,17 @@ def build_update(
     optimizer: MegatronOptimizer,
     shards: Sequence[MasterShard],
     ema: Optional[EMA],
-    clip_grad: float,
+    settings: OptimizerConfig,
+    groups: ProcessGroups,
     target: Target,
     kernels: str,
 ) -> Update:
-    """Return the update of a run.
+    """Return the update of a run; every rank calls this.
 
     Args:
         shards: master shards of `optimizer`.
         ema: weight average; None for no average.
-        clip_grad: largest norm of the gradients; 0 for no clipping.
+        settings: clipping, and the algorithm.
         target: target for which the kernel is selected.
         kernels: `training.kernels`.
 
@@ -72,11 +77,14 @@ def build_update(
         ConfigError: the requested kernel does not run here.
     """
     adamw = choose(OPTIMIZER, target, kernels).load()
+    muon = Muon(shards, groups, settings.muon_momentum) if settings.algorithm == "muon" else None
+    if muon is not None:
+        adamw = adamw or reference.adamw
     if any(shard.host is not None for shard in shards):
         adamw = with_moments_on_the_host(adamw or reference.adamw)
     if adamw is not None:
-        return FusedUpdate(optimizer, shards, ema, clip_grad, adamw)
-    return EagerUpdate(optimizer, ema, clip_grad)
+        return FusedUpdate(optimizer, shards, ema, settings.clip_grad, adamw, muon)
+    return EagerUpdate(optimizer, ema, settings.clip_grad)
 
 
 def with_moments_on_the_host(adamw: AdamW) -> AdamW:
@@ -118,7 +126,7 @@ def parts(elements: Elements, size: int) -> Iterator[Elements]:
 
 
 class EagerUpdate:
-    """Update by Megatron-Core and torch; arguments as in `build_update`."""
+    """Update by Megatron-Core and torch; arguments as in `FusedUpdate`."""
 
     def __init__(self, optimizer: MegatronOptimizer, ema: Optional[EMA], clip_grad: float) -> None:
         self.optimizer, self.ema, self.clip_grad = optimizer, ema, clip_grad
@@ -141,7 +149,9 @@ class FusedUpdate:
     Gradients are not changed: the kernel multiplies them by the factor for clipping and division by tokens.
 
     Args:
-        adamw: the kernel; other arguments as in `build_update`.
+        clip_grad: largest norm of the gradients; 0 for no clipping.
+        adamw: the kernel.
+        muon: update of the weights of blocks; None if AdamW updates them. Other arguments as in `build_update`.
     """
 
     def __init__(
@@ -151,9 +161,10 @@ class FusedUpdate:
         ema: Optional[EMA],
         clip_grad: float,
         adamw: AdamW,
+        muon: Optional[Muon] = None,
     ) -> None:
         self.optimizer, self.shards, self.ema = optimizer, shards, ema
-        self.clip_grad, self.adamw = clip_grad, adamw
+        self.clip_grad, self.adamw, self.muon = clip_grad, adamw, muon
         on_host = any(shard.host is not None for shard in shards) or (ema is not None and ema.offload)
         self.can_be_omitted = not on_host  # the host waits for copies
         self.parts = sub_optimizers(optimizer)
@@ -173,6 +184,7 @@ class FusedUpdate:
         count = get_step_count(self.optimizer) + 1
         factor = master_weights.factor_of_update(self.optimizer, numbers.grad_norm, self.clip_grad)
         factor = torch.where(numbers.is_good, factor, torch.nan).float()
+        of_muon: dict[str, tuple[Elements, Rates]] = {}
         for _, group, members in self.of_group:
             rates = Rates(
                 lr=group["lr"],
@@ -187,11 +199,18 @@ class FusedUpdate:
             # The model has separate parameter tensors only in half precision.
             with_model: dict[bool, list[Elements]] = {True: [], False: []}
             for i in members:
+                shard = self.shards[i]
+                if shard.owner.grad is None and shard.matrices is None:
+                    continue  # AdamW skips it
                 elements = self._elements(i, averaged=weight is not None)
-                if elements is not None:
+                if shard.matrices is None:
                     with_model[elements.model is not None].append(elements)
+                else:
+                    of_muon[shard.name] = elements, rates
             for batch in with_model.values():
                 self.adamw(batch, rates)
+        if self.muon is not None:
+            self.muon(of_muon)
         self._count(count)
         self._gather()
         if any(shard.host is not None for shard in self.shards):
@@ -203,16 +222,15 @@ class FusedUpdate:
         elif self.ema is not None and self.ema.offload:
             self.ema.update(step)
 
-    def _elements(self, i: int, *, averaged: bool) -> Optional[Elements]:
-        """Return the tensors of a shard; None if it has no gradient, because AdamW skips it."""
+    def _elements(self, i: int, *, averaged: bool) -> Elements:
+        """Return the tensors of a shard; a missing gradient is 0."""
         shard = self.shards[i]
-        if shard.owner.grad is None:
-            return None
         shard.ensure_state()
-        exp_avg, exp_avg_sq = (shard.slot(name) for name in SLOTS)
+        main = shard.main.detach()
+        first, second = (shard.slot(name) if name in shard.slots else main.new_empty(0) for name in SLOTS)
         average = self.ema.values[i] if averaged and self.ema is not None else None
-        gradient, main = local(shard.owner.grad), shard.main.detach()
-        return Elements(gradient, main, exp_avg, exp_avg_sq, average, self._copy_of(shard))
+        gradient = torch.zeros_like(main) if shard.owner.grad is None else local(shard.owner.grad)
+        return Elements(gradient, main, first, second, average, self._copy_of(shard))
 
     def _copy_of(self, shard: MasterShard) -> Optional[Tensor]:
         """Return the part of the model's parameter that stores the rounded master weights."""

@@ -112,11 +112,7 @@ def _megatron_layout(layers: Sequence[int]) -> list[list[str]]:
 def build_on_meta(
     model: ModelConfig, stage: Optional[Stage] = None, *, auxiliary: AuxiliaryNetworks = NO_NETWORKS
 ) -> Backbone:
-    """Build the full model, or one stage of it, on the meta device (no memory), for counting and planning.
-
-    Args:
-        auxiliary: networks of the objective.
-    """
+    """Build the full model, or one stage of it, on the meta device (no memory), for counting and planning."""
     model.validate()
     stage = stage or Stage(range(model.megatron_sizes().num_layers))
     with torch.device("meta"):
@@ -150,11 +146,7 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 
 def count_parameters(model: ModelConfig, *, trained: bool = False, auxiliary: AuxiliaryNetworks = NO_NETWORKS) -> int:
-    """Count the parameters of the full model, without frozen parameters if `trained`.
-
-    Args:
-        auxiliary: networks of the objective, which are counted, too.
-    """
+    """Count the parameters of the full model, without frozen parameters if `trained`."""
     parameters = build_on_meta(model, auxiliary=auxiliary).parameters()
     return sum(p.numel() for p in parameters if p.requires_grad or not trained)
 
@@ -196,16 +188,7 @@ def build_model(
     auxiliary: AuxiliaryNetworks = NO_NETWORKS,
     traced: Optional[TracedBuild] = None,
 ) -> list[Backbone]:
-    """Build this rank's part of the model, one chunk per virtual pipeline stage, with counter-based initial weights.
-
-    Args:
-        training: precision, fp8, seed, recompute, attention, linears and kernels.
-        auxiliary: networks of the objective.
-        traced: options for tracing; None for training.
-
-    Raises:
-        ConfigError: the backbone does not support the layout or the training settings.
-    """
+    """Build this rank's part of the model, one chunk per virtual pipeline stage, with counter-based initial weights."""
     model.validate()
     check_supported(model, parallel, training)
     config = megatron_config(model, parallel, training.precision)

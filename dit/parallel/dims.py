@@ -251,9 +251,6 @@ def check_parallel(
 ) -> ParallelDims:
     """Check a layout against the model, the batch and the job.
 
-    Args:
-        world_size: ranks of the job.
-
     Raises:
         ConfigError: the sizes are inconsistent; the message includes the numbers and the nearest valid choice.
     """

@@ -62,9 +62,6 @@ def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups)
 
     Args:
         sharding: state to shard; one data-parallel rank shards nothing.
-
-    Raises:
-        ConfigError: `sharding` includes the weights, but the backbone has no `fsdp_units`.
     """
     if sharding == "optim_grads_params" and not backbone.fsdp_units:
         raise ConfigError(
@@ -161,9 +158,6 @@ def update_locally(optimizer: Adam) -> None:
 
     The update is elementwise. As one operation on DTensors, its dispatch takes time quadratic in their number, minutes
     for thousands of experts.
-
-    Args:
-        optimizer: optimizer of DTensors.
     """
     init_group = optimizer._init_group
 
@@ -181,7 +175,6 @@ class ShardedParameter:
     """One parameter under Megatron-FSDP.
 
     Attributes:
-        name: name in the backbone.
         raw: the parameter in the forward pass; its shape and attributes are always valid.
         owner: the DTensor that the optimizer updates.
         start, stop: local range of the flattened `raw`.

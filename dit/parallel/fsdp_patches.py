@@ -146,7 +146,6 @@ class _ReleaseAfterBackward:
 
         Args:
             release: frees the unit's weights.
-            first, others: the inputs that require a gradient.
         """
         if first.is_leaf:
             first = first.view_as(first)  # AccumulateGrad of a leaf would run before other nodes of the unit

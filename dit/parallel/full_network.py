@@ -23,7 +23,6 @@ class FullNetwork:
     Args:
         networks: this rank's model chunks, in their data-parallel wrappers, if any; under FSDP an unwrapped chunk does
             not have the unsharded weights.
-        groups: process groups with the pipeline group.
     """
 
     def __init__(self, networks: Sequence[nn.Module], groups: ProcessGroups) -> None:

@@ -20,11 +20,7 @@ OPS = (*KERNELS, LINEARS)
 
 
 def target_of(model: ModelConfig, precision: str, device: Optional[torch.device] = None) -> Target:
-    """Return the device, dtype and head size of a model's ops.
-
-    Args:
-        device: device of the ops. Default: the device of this process.
-    """
+    """Return the device, dtype and head size of a model's ops."""
     sizes = model.megatron_sizes()
     head_size = sizes.hidden_size // sizes.num_attention_heads
     return Target(device or local_device(), DTYPES[precision], head_size, verified_here())

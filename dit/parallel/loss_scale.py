@@ -40,9 +40,6 @@ class LossScale:
     overflows of its own gradients, so the scales would diverge. Here all optimizers use this object, which updates one
     scaler once per step with the overflows of all optimizers and ranks.
 
-    Args:
-        scaler: Megatron-Core's scaler, dynamic or constant.
-
     Attributes:
         tokens: divisor of the scale; None until `start` or `load`.
         overflowed_steps: number of steps without an update, because a gradient overflowed.
@@ -143,11 +140,7 @@ def _parts(optimizer: MegatronOptimizer) -> list[Any]:
     why="each optimizer would adapt its own scale, and torch cannot unscale DTensors",
 )
 def share_loss_scale(optimizer: MegatronOptimizer, wrapped: Sequence[Any]) -> None:
-    """Make the optimizers of a chain use one loss scale, and the schedules multiply the loss by it.
-
-    Args:
-        wrapped: the model's chunks in their data-parallel wrappers.
-    """
+    """Make the optimizers of a chain use one loss scale, and the schedules multiply the loss by it."""
     parts = _parts(optimizer)
     shared = LossScale(parts[0].grad_scaler)
     for part in parts:

@@ -26,9 +26,6 @@ def split_layers(
     Args:
         vpp_size: chunks per rank; None for one.
         layers: layers of each stage, which are checked; None for equal stages.
-
-    Raises:
-        ConfigError: equal stages are not possible, or `layers` does not add up to the model.
     """
     count = pp_size * (vpp_size or 1)
     requested = f"pipeline_model_parallel_size={pp_size}" + (
@@ -72,9 +69,6 @@ def stages(
     Args:
         vpp_size: chunks per rank; None for one.
         layers: layers of each stage in the order of the network; None for equal stages.
-
-    Raises:
-        ConfigError: see `split_layers`.
     """
     ends = [0, *accumulate(split_layers(num_layers, pp_size, vpp_size, layers))]
     last = len(ends) - 2
@@ -92,7 +86,6 @@ def layers_in_flight(split: Sequence[float], pp_size: int, pp_rank: int, micro_b
 
     Args:
         split: layers of every stage, from `split_layers`; or the bytes that each stage saves per micro-batch.
-        micro_batches: micro-batches per step.
 
     Returns:
         The sum of `split` over the forward passes in flight.

@@ -11,16 +11,13 @@ class Device:
     """Rates of one GPU and its links that training achieves.
 
     Attributes:
-        name: value of `--device`.
         memory_bytes: memory of the device; tensors can use `MEMORY_SHARE` of it.
         peak_flops: dense bf16 operations per second according to the data sheet, the denominator of MFU.
-        multiprocessors: number of streaming multiprocessors.
         matmul_flops: operations per second of a large matrix product in bf16, see `product_seconds`.
         attention_flops: operations per second of attention's forward pass; the backward rate is `ATTENTION_BACKWARD`
             times this.
         memory_bandwidth: bytes read and written per second by an element-wise kernel.
         nvlink, nic: bytes per second that a GPU sends inside its node, and to other nodes.
-        node_size: GPUs joined by NVLink.
         fp8_speedup: rate of matrix products in MXFP8 divided by that in bf16.
         quantises: whether the program quantises matrix products.
         operation_seconds: time of an operation in addition to its work: launch, start and end of its kernels.

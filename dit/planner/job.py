@@ -18,10 +18,7 @@ class Job:
     """One step of one rank to trace.
 
     Attributes:
-        world_size, rank: size of the job, and rank to trace.
-        pack: shape of every micro-batch, if `packs` is empty.
         packs: shapes of the micro-batches in turn.
-        micro_batches: number of micro-batches of the step.
         stages: model chunks of this rank; None for those of its layout.
         kernels: device whose attention kernels are assumed: flash attention in half precision on an accelerator.
         in_full: trace every micro-batch; otherwise one is traced once the pipeline is full, and multiplied.
@@ -52,7 +49,6 @@ class Steady:
     Attributes:
         unit: number of micro-batches after which the schedule repeats.
         calls: two calls of the forward step, `unit` micro-batches apart.
-        micro_batches: smallest number of micro-batches that includes both calls.
     """
 
     unit: int

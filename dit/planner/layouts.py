@@ -48,7 +48,6 @@ class Candidate:
     """A layout, a micro-batch size and a kind of recompute.
 
     Attributes:
-        shape: its traced part.
         recomputed: share of each stage's layers with full recompute; it replaces the recompute setting of the shape.
     """
 
@@ -78,11 +77,7 @@ class Candidate:
         )
 
     def training(self, base: TrainingConfig, layers_of_chunk: int) -> TrainingConfig:
-        """Return the settings of a run.
-
-        Args:
-            layers_of_chunk: number of layers of one model chunk.
-        """
+        """Return the settings of a run."""
         recomputed_layers = round(self.recomputed * layers_of_chunk)
         return replace(
             base,
@@ -98,7 +93,6 @@ class Problem:
 
     Attributes:
         pack_of: maps (number of samples, token multiple) to the shape of a micro-batch.
-        tokens: tokens of a sample.
     """
 
     model: ModelConfig
@@ -167,7 +161,6 @@ class Allowed:
     """Candidates that the settings allow.
 
     Attributes:
-        found: allowed candidates with their sizes.
         refused: by reason (without its numbers): the number of refused candidates, and the first message.
     """
 

@@ -6,7 +6,7 @@ traced and multiplied. Memory, operations and traffic of the full depth and numb
 """
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Optional
 
@@ -67,13 +67,13 @@ def plan(
     dims: ParallelDims,
     *,
     kernels: torch.device = ACCELERATOR,
+    tracer: Optional[Callable[[Sequence[Job]], list[StepTrace]]] = None,
 ) -> Plan:
     """Trace a step of a run on every kind of rank, without ranks, data or memory.
 
     Args:
         pack: shape of every micro-batch.
-        dims: sizes of the job, from `check_parallel`.
-        kernels: device whose attention kernels are assumed.
+        tracer: returns the traces of jobs; None for a new process.
     """
     sizes = model.megatron_sizes().num_layers
     pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
@@ -103,7 +103,7 @@ def plan(
             )
             for index, probe in enumerate(probes[rank])
         ]
-    traced = iter(trace(jobs))
+    traced = iter((tracer or trace)(jobs))
     return Plan(
         {
             rank: combined([next(traced) for _ in stage_probes], [probe.weight for probe in stage_probes])
@@ -135,12 +135,7 @@ def _num_layers(chunks: Sequence[Stage]) -> int:
 
 
 def shallower(model: ModelConfig, chunks: Sequence[Stage], training: TrainingConfig, fewest: int) -> list[_Probe]:
-    """Return stages with few layers whose weighted costs sum to the cost of a rank's stages.
-
-    Args:
-        chunks: stages of the rank.
-        fewest: number of layers above which costs grow linearly.
-    """
+    """Return stages with few layers whose weighted costs sum to the cost of a rank's stages."""
     recomputed = training.recompute_layers
 
     def kind(chunk: Stage, layer: int) -> Hashable:

@@ -15,7 +15,7 @@ from dit.batch import PackedBatch
 from dit.context_parallel.shard_batch import shard
 from dit.models.base import Backbone, Stage
 from dit.optimizer.ema import EMA
-from dit.optimizer.master_weights import SLOTS, master_shards
+from dit.optimizer.master_weights import master_shards
 from dit.optimizer.step_numbers import StepNumbers
 from dit.optimizer.update import Update, build_update
 from dit.parallel.build import TracedBuild, build_model, build_optimizer, wrap
@@ -45,7 +45,6 @@ class Phases(StepObserver):
     """Reports the ends of a step's phases to the counter.
 
     Args:
-        num_chunks: number of model chunks of this rank.
         marked: indices of forward-step calls.
 
     Attributes:
@@ -100,7 +99,6 @@ class Program:
     """Builds the model of a job on one rank and runs its steps.
 
     Args:
-        counter: counts the operations; gets the ends of the phases.
         late: read the numbers of a step in the next one, like most steps of a run.
     """
 
@@ -128,17 +126,17 @@ class Program:
         wrapped = wrap(chunks, job.parallel, self.groups)
         weights = counter.live
         optimizer = build_optimizer(wrapped, job.optimizer, job.parallel, training, self.groups)
-        shards = master_shards(optimizer, chunks, offload=job.optimizer.offload)
+        shards = master_shards(optimizer, chunks, job.optimizer)
         before = counter.live
         decay = None if training.ema_offload else training.ema_decay
         ema = None if decay is None else EMA(shards, decay)
         average = counter.live - before
         target = target_of(job.model, training.precision, job.kernels)
         self.mix = noise_kernel(job.model, training, job.kernels)
-        update = build_update(optimizer, shards, ema, job.optimizer.clip_grad, target, training.kernels)
+        update = build_update(optimizer, shards, ema, job.optimizer, self.groups, target, training.kernels)
         self._create_optimizer_state(wrapped, optimizer, update)
         if job.optimizer.offload:
-            counter.live -= sum(master.slot(name).nbytes for master in shards for name in SLOTS)
+            counter.live -= sum(master.slot(name).nbytes for master in shards for name in master.slots)
         state = dict(zip(STATE, (weights, counter.live - weights - average, average)))
         scale = loss_scale_of(optimizer)
         if scale is not None:
@@ -183,14 +181,7 @@ class Program:
         return list(first(batch.latents_TC, time_S, batch).shape)
 
     def _step(self, micro_batches: int, marked: Sequence[int] = ()) -> list[StepTrace]:
-        """Run the optimizer step of training.
-
-        Args:
-            marked: indices of forward-step calls.
-
-        Returns:
-            Counts before each of these calls.
-        """
+        """Run the optimizer step of training."""
         job, counter, wrapped = self.job, self.counter, self.state.wrapped
         phases = Phases(counter, len(wrapped), marked)
 

@@ -16,7 +16,6 @@ class Pass:
 
     Attributes:
         chunk: index of the model chunk on the rank.
-        start, end: seconds from the start of the first pass.
     """
 
     forward: bool
@@ -31,9 +30,6 @@ def order_of(pp_size: int, pp_rank: int, chunks: int, micro_batches: int) -> lis
 
     A rank starts with warm-up forward passes, then alternates forward and backward, then runs the remaining backward
     passes.
-
-    Args:
-        chunks: model chunks of each rank; with several, `micro_batches` is a multiple of `pp_size`.
 
     Source: the schedules of Megatron-Core 0.16.1; Narayanan et al. 2021, arXiv:2104.04473, section 2.2.
     """
@@ -59,7 +55,6 @@ def replay(passes: Sequence[tuple[float, float]], chunks: int, micro_batches: in
 
     Args:
         passes: seconds of a chunk's forward and backward pass, for each pipeline rank.
-        chunks: model chunks of each rank.
 
     Returns:
         The passes of each rank, with times.

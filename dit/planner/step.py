@@ -16,7 +16,6 @@ class PlannedStep:
     """A step at full depth.
 
     Attributes:
-        time: time of the slowest pipeline rank.
         timeline: passes of each pipeline rank, for at most `REPLAYED` micro-batches per rank.
     """
 
@@ -25,11 +24,7 @@ class PlannedStep:
 
 
 def planned_step(plan: Plan, dims: ParallelDims, cluster: Cluster) -> PlannedStep:
-    """Return the time of a plan's step.
-
-    Args:
-        plan: plan of the cluster's layout.
-    """
+    """Return the time of a plan's step."""
     size = cluster.parallel.pipeline_model_parallel_size
     chunks = cluster.parallel.virtual_pipeline_model_parallel_size or 1
     costs = {rank: cost_of(trace, dims.micro_batches, cluster) for rank, trace in plan.ranks.items()}

@@ -70,11 +70,6 @@ class Cluster:
     """Placement of a layout's ranks.
 
     Ranks are in Megatron's order: tensor, context, data, pipeline; tensor-parallel ranks are neighbours.
-
-    Attributes:
-        device: device of every rank.
-        world_size: number of ranks.
-        parallel: parallel layout.
     """
 
     device: Device
@@ -198,11 +193,7 @@ MICRO_BATCH, FORWARD, ONCE, UPDATE = range(4)
 
 
 def cost_of(trace: StepTrace, micro_batches: int, cluster: Cluster) -> Cost:
-    """Return the cost of a traced rank.
-
-    Args:
-        trace: trace of a step with `micro_batches` micro-batches.
-    """
+    """Return the cost of a traced rank."""
     update = trace.parts["update"]
     rest = trace.since(update)
     micro_batch = trace.parts.get("micro-batch")
@@ -262,7 +253,6 @@ class StepTime:
     """The time of an optimizer step.
 
     Attributes:
-        parts: seconds by part (`PARTS`).
         passes: seconds of one micro-batch's forward and backward pass, without the delay of the slowest rank.
     """
 
@@ -288,7 +278,6 @@ def step_time(cost: Cost, micro_batches: int, cluster: Cluster, waits: Optional[
     """Return the time of a step from the cost of one rank.
 
     Args:
-        cost: cost of the slowest stage.
         waits: idle seconds from simulating the pipeline; None to use `bubble_passes`.
     """
     layout = cluster.parallel
@@ -304,10 +293,12 @@ def step_time(cost: Cost, micro_batches: int, cluster: Cluster, waits: Optional[
     parts["data parallel"] += exposed(reduce, backward if overlaps else 0.0, cluster)
     parts["data parallel"] += exposed(gather, forward if layout.overlap_param_gather else 0.0, cluster)
     parts["tensor parallel"] += cost[ONCE, K_TENSOR]
-    parts["optimizer"] = float(cost[ONCE:, [K_MEMORY, K_OPERATIONS]].sum()) + _sent(cost[UPDATE])
+    computed = float(cost[ONCE:, [K_MEMORY, K_OPERATIONS]].sum()) + float(cost[UPDATE, K_MATMUL])  # Muon has products
+    parts["optimizer"] = computed + _sent(cost[UPDATE])
     parts["other"] = slowest_of(cluster.world_size, cluster.device.jitter) * sum(parts.values())
     return StepTime({name: float(seconds) for name, seconds in parts.items()}, (float(forward), float(backward)))
 
 
 def _sent(seconds: Seconds) -> float:
-    return float(seconds[K_GATHER] + seconds[K_REDUCE])
+    """Return the seconds of exchanges after the micro-batches; Muon exchanges weights by all-to-all."""
+    return float(seconds[K_GATHER] + seconds[K_REDUCE] + seconds[K_EXPERT])

@@ -25,7 +25,8 @@ import gc
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from multiprocessing.connection import wait
 from typing import Any, Optional, TypeVar, cast
 
 import torch
@@ -36,6 +37,7 @@ from dit.backends import device
 from dit.backends.device import ACCELERATOR, is_started
 from dit.patches import patches
 from dit.planner.job import Job
+from dit.planner.trace_cache import read_traces, write_traces
 from dit.tracing.counter import StepCounter, StepTrace
 from dit.tracing.numbers import numbers_without_values
 from dit.tracing.routing import experts_evenly_full
@@ -44,6 +46,7 @@ from dit.tracing.waits import WaitCounter, Waits, meta_device
 from dit.tracing.world import fake_world
 
 Result = TypeVar("Result")
+Key = TypeVar("Key", bound=Hashable)
 
 
 class Tracer:
@@ -59,15 +62,15 @@ class Tracer:
         context: Any = multiprocessing.get_context("forkserver" if needs_server else "fork")
         if needs_server:
             context.set_forkserver_preload([__name__, "dit.planner.program"])
-        self._pipe, other_end = context.Pipe()
-        inherited = None if needs_server else self._pipe
+        self.pipe, other_end = context.Pipe()
+        inherited = None if needs_server else self.pipe
         self._process = context.Process(target=_trace_process, args=(other_end, inherited), daemon=True)
         self._process.start()
         other_end.close()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._pipe.close()
+        self.pipe.close()
         self._process.join()
 
     def __call__(self, jobs: Sequence[Job]) -> list[StepTrace]:
@@ -81,14 +84,91 @@ class Tracer:
 
     def run(self, function: Callable[[Job], Result], jobs: Sequence[Job]) -> list[Result]:
         """Return the results of a function of this module for each job, computed in the process."""
-        self._pipe.send((function, list(jobs)))
+        self.send(function, jobs)
+        return cast("list[Result]", self.receive())
+
+    def send(self, function: Callable[[Job], Any], jobs: Sequence[Job]) -> None:
+        """Start the computation of `run`; once `pipe` is readable, `receive` returns its results."""
+        self.pipe.send((function, list(jobs)))
+
+    def receive(self) -> list[Any]:
+        """Wait for the results of jobs."""
         try:
-            result = self._pipe.recv()
+            result = self.pipe.recv()
         except EOFError:
             result = RuntimeError("the process that traces a step ended early; see its output above")
         if isinstance(result, Exception):
             raise result
-        return cast("list[Result]", result)
+        return cast("list[Any]", result)
+
+
+Requests = Generator[Sequence[Job], list[StepTrace], Result]
+"""Yields jobs, is sent their traces, and returns a result."""
+
+
+class TracerPool:
+    """Processes that trace steps at the same time; traces are kept on disk, see `dit.planner.trace_cache`."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __enter__(self) -> "TracerPool":
+        self._stack = contextlib.ExitStack()
+        self._tracers = [self._stack.enter_context(Tracer()) for _ in range(self.size)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # The last process ends first: it has copies of the pipes of the others, which a fork inherits.
+        self._stack.close()
+
+    def __call__(self, jobs: Sequence[Job]) -> list[StepTrace]:
+        """Trace steps, one after another; see `Tracer`."""
+
+        def request() -> Requests[list[StepTrace]]:
+            return (yield jobs)
+
+        return self.run({"": request()}, lambda _: None)[""]
+
+    def run(self, requests: Mapping[Key, Requests[Result]], begin: Callable[[Key], None]) -> dict[Key, Result]:
+        """Return the result of each generator; a process serves one generator until it returns.
+
+        Args:
+            begin: called with the key of a generator before its first job.
+        """
+        results: dict[Key, Result] = {}
+        remaining = iter(requests.items())
+        busy: dict[Any, tuple[Tracer, Key, Requests[Result], Sequence[Job]]] = {}
+
+        def start(tracer: Tracer) -> None:
+            for key, generator in remaining:
+                begin(key)
+                if not finished(tracer, key, generator, None):
+                    return
+
+        def finished(tracer: Tracer, key: Key, generator: Requests[Result], traces: Any) -> bool:
+            """Send the next jobs of a generator to its process; return whether it has no more jobs."""
+            while True:
+                try:
+                    jobs = generator.send(traces)
+                except StopIteration as end:
+                    results[key] = end.value
+                    return True
+                traces = read_traces(jobs)
+                if traces is None:
+                    tracer.send(trace_here, jobs)
+                    busy[tracer.pipe] = tracer, key, generator, jobs
+                    return False
+
+        for tracer in self._tracers:
+            start(tracer)
+        while busy:
+            for pipe in wait(list(busy)):
+                tracer, key, generator, jobs = busy.pop(pipe)
+                traces = tracer.receive()
+                write_traces(jobs, traces)
+                if finished(tracer, key, generator, traces):
+                    start(tracer)
+        return results
 
 
 def trace(jobs: Sequence[Job]) -> list[StepTrace]:
@@ -230,11 +310,7 @@ def _without_values() -> Iterator[None]:
 
 
 class _Shards:
-    """Equal shards of a buffer, created when indexed.
-
-    Args:
-        size: number of shards.
-    """
+    """Equal shards of a buffer, created when indexed."""
 
     def __init__(self, buffer: Tensor, size: int) -> None:
         self.buffer, self.length = buffer, buffer.numel() // size

@@ -27,7 +27,6 @@ def clip_grid(
 
     Args:
         samples: `[N, C, T, H, W]`; 1 or 3 channels are pixels in [-1, 1], any other number are latents.
-        captions: one text per sample; None for no captions.
         columns: samples per row; about twice as wide as high if None.
 
     Returns:
@@ -46,9 +45,6 @@ def save_gif(frames: Sequence["Image"], path: str | Path, fps: float) -> Path:
 
     Args:
         fps: frames per second; rounded to integer hundredths of a second per frame.
-
-    Raises:
-        ConfigError: the frame rate is too high for a GIF.
     """
     ticks = round(GIF_TICKS_PER_S / fps)
     if ticks < 2:

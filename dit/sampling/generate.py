@@ -58,13 +58,9 @@ def empty_pack(
     """Return a dense pack of `count` samples to generate: positions and conditions, zero latents.
 
     Args:
-        latent_size: (T, H, W) of each latent.
         given: conditions by name, a value for each sample: a class, text embeddings `[k, width]`, a picture
             `[C, T, H, W]`. Absent conditions get their default, or the null.
         numbers: of the samples, which select their noise; 0, 1, ... if None.
-
-    Raises:
-        ConfigError: a condition does not fit the model, or a condition that must accompany it is missing.
     """
     given = {} if given is None else given
     numbers = range(count) if numbers is None else numbers
@@ -113,9 +109,6 @@ def without_conditions(
 
     Args:
         negative: conditions of the unconditional branch, by name, a value for each sample.
-
-    Raises:
-        ConfigError: a negative does not fit the model or the pack, or a condition that must accompany it is missing.
     """
     t, h, w = batch.grids[0]
     latent_size = (t * spec.patch_temporal, h * spec.patch_spatial, w * spec.patch_spatial)
@@ -191,14 +184,9 @@ def generate_each(
         negative: conditions of the unconditional branch, by name, a value for each sample; absent ones are null.
         strength: share of the steps to run, in (0, 1], at least one step; the samples start from the pack's latents
             with the noise level of the first of these steps. None runs all steps and starts from noise.
-        on_step: called with the number of each solver step, from 0, when it starts.
 
     Returns:
         The latent of each sample `[C, T, H, W]`, float32.
-
-    Raises:
-        ConfigError: the solver, the variance or the thresholding is unknown, the objective learned no variance, or
-            `guidance_channels` exceeds the number of channels.
     """
     layout, channels, num_steps = batch.layout, batch.latents_TC.shape[1], sampling.num_steps
     seed: int | Tensor = sampling.seed if seeds_S is None else seeds_S

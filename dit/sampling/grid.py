@@ -33,9 +33,6 @@ def to_bytes(images: Tensor) -> Tensor:
 
     Returns:
         uint8 `[..., H, W, 3]`.
-
-    Raises:
-        ConfigError: the images do not have 1 or 3 channels, so they are latents and must be decoded first.
     """
     channels = images.shape[-3]
     if channels not in PIXEL_CHANNELS:
@@ -72,11 +69,7 @@ def to_pictures(samples: Tensor) -> Tensor:
 
 
 def tile_origin(index: int, columns: int, height: int, width: int, *, captions: int) -> tuple[int, int]:
-    """Return the (left, top) pixel of tile `index` in a grid of (enlarged) tiles.
-
-    Args:
-        captions: lines of text above each tile.
-    """
+    """Return the (left, top) pixel of tile `index` in a grid of (enlarged) tiles."""
     row, column = divmod(index, columns)
     caption = captions * CAPTION_HEIGHT
     return GAP + column * (width + GAP), GAP + row * (height + caption + GAP) + caption
@@ -94,12 +87,7 @@ def image_grid(
 
     Args:
         images: `[N, C, H, W]` in [-1, 1], C = 1 or 3.
-        captions: one text per image; None for no captions.
         columns: tiles per row; about twice as wide as high if None.
-        scale: integer enlargement factor (nearest pixel); `enlargement` if None.
-
-    Raises:
-        ConfigError: there is no image, or the captions do not match the images.
     """
     from PIL import Image, ImageDraw, ImageFont
 
@@ -131,11 +119,7 @@ def image_grid(
 
 
 def wrap(text: str, width: float, max_lines: int, measure: Callable[[str], float]) -> list[str]:
-    """Break a caption into lines of at most `width`, between words if possible; "…" ends a truncated text.
-
-    Args:
-        measure: returns the width of a text.
-    """
+    """Break a caption into lines of at most `width`, between words if possible; "…" ends a truncated text."""
     lines = [""]
     for word in text.split():
         if measure(f"{lines[-1]} {word}".lstrip()) <= width:

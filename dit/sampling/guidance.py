@@ -42,13 +42,8 @@ def guided_columns(num_channels: int, num_positions: int, num_outputs: int, firs
           1    1    1    0     1    1    1    0     0 ...       first=3
 
     Args:
-        num_channels: of a latent.
-        num_positions: of a patch.
         num_outputs: per channel; outputs after the mean, such as a variance, are those of the conditional branch.
         first: number of channels of the mean that are guided, None for all.
-
-    Raises:
-        ConfigError: `first` exceeds the number of channels.
 
     Source: facebookresearch/DiT, `forward_with_cfg`, which guides 3 channels of 4.
     """
@@ -67,9 +62,6 @@ def rescaled(guided_TC: Tensor, cond_TC: Tensor, share: float, layout: SequenceL
 
     Args:
         share: phi; 0 changes nothing.
-
-    Raises:
-        ConfigError: this rank has only a part of the tokens.
 
     Source: Lin et al. 2023, arXiv:2305.08891, Eq. 14 to 16.
     """
@@ -98,7 +90,6 @@ def guided_prediction(
     """Combine the predictions of two branches.
 
     Args:
-        uncond_TC: of the unconditional branch.
         columns: guided columns, bool `[C]`; the others are those of the conditional branch. None for all.
         rescale: `share` of `rescaled`, over the guided columns.
         layout: of the tokens; needed for `rescale`.
@@ -116,7 +107,6 @@ def within(interval: Optional[list[float]], alpha: Tensor, sigma: Tensor) -> boo
 
     Args:
         interval: smallest and largest level; None for all levels.
-        alpha, sigma: scalars.
 
     Source: Kynkäänniemi et al. 2024, arXiv:2404.07724, Eq. 5.
     """
@@ -134,9 +124,6 @@ def guided_pair(
         network: bound to the doubled pack, conditional samples first.
         scale: any number except 1.
         combined: combines the two halves, as `guided_prediction`.
-
-    Raises:
-        ConfigError: the scale is 1, which needs no unconditional half.
     """
     if not needs_unconditional(scale):
         raise ConfigError("guidance_scale=1 needs no unconditional half; call the network over the conditional pack")
@@ -183,9 +170,6 @@ def dynamic_threshold(x0_TC: Tensor, layout: SequenceLayout, quantile: float = 0
 
     Samples with a quantile below 1 are only clamped to [-1, 1].
 
-    Raises:
-        ConfigError: the quantile is not in (0, 1], or this rank has only a part of the tokens.
-
     Source: Saharia et al. 2022 (Imagen), arXiv:2205.11487, Section 2.3.
     """
     if not 0 < quantile <= 1:
@@ -205,9 +189,6 @@ def threshold(name: str, layout: SequenceLayout) -> Callable[[Tensor], Tensor]:
 
     Args:
         name: `none`, `static` or `dynamic`.
-
-    Raises:
-        ConfigError: the name is unknown.
     """
     functions: dict[str, Callable[[Tensor], Tensor]] = {
         "none": no_threshold,

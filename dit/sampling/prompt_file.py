@@ -18,7 +18,6 @@ class Prompt:
     """A text to draw.
 
     Attributes:
-        prompt: the text.
         negative: text of the unconditional branch, or None.
         seed: of its noise; None for the seed shared by all prompts.
         original_size, crop, target_size: of the picture in pixels, height (top) first, for a model of Stable Diffusion
@@ -38,9 +37,6 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 
     Args:
         path: `.jsonl` has an object per line, with the fields of `Prompt`; any other file has a prompt per line.
-
-    Raises:
-        ConfigError: the file cannot be read, has no prompt, or has a line of another form; the message has its number.
     """
     path = Path(path)
     try:

@@ -21,9 +21,6 @@ def add_references(batch: PackedBatch, references: Sequence[Tensor], spec: Batch
     Args:
         batch: a full pack whose samples have one noise level.
         references: latent `[C, T, H, W]` of each sample, of any size.
-
-    Raises:
-        ConfigError: the samples have several noise levels already, or the references do not fit them.
     """
     channels = spec.latent_channels
     if len(references) != len(batch.grids) or any(x.dim() != 4 or x.shape[0] != channels for x in references):

@@ -190,7 +190,6 @@ class Solver:
     """One entry of `SOLVERS`.
 
     Attributes:
-        integrate: the function.
         order: the error of the deterministic part decreases as num_steps**-order.
         calls_per_step: network calls per step; the last step always needs one.
         stochastic: always draws fresh noise (`ddim` only with `eta` above 0, `heun` only with `churn`).
@@ -244,10 +243,6 @@ def solve(
 
     Returns:
         x0_TC in the precision of the state.
-
-    Raises:
-        ConfigError: the solver or the variance is unknown, its noise is missing, `eta` or `churn` does not fit, or the
-            grid does not decrease to 0.
     """
     if name not in SOLVERS:
         raise ConfigError(f"solver={name!r} is unknown; use one of {', '.join(map(repr, SOLVERS))}")

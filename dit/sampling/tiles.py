@@ -29,15 +29,7 @@ from dit.sampling.generate import ConditionalNetwork
 
 
 def tile_starts(side: int, tile: int, overlap: int) -> list[int]:
-    """Return the starts of the fewest, evenly spaced tiles along a side with at least `overlap` between neighbours.
-
-    Args:
-        side: length of the picture; if it is not longer than a tile, there is one tile.
-        tile: length of a tile.
-
-    Raises:
-        ConfigError: the overlap is not smaller than the tile.
-    """
+    """Return the starts of the fewest, evenly spaced tiles along a side with at least `overlap` between neighbours."""
     if not 0 <= overlap < tile:
         raise ConfigError(f"tiles of {tile} cannot overlap by {overlap}; use 0 to {tile - 1}")
     if side <= tile:
@@ -57,7 +49,6 @@ class TiledNetwork:
     """Calls a network on tiles of samples of one shape; calls it directly if one tile covers the sample.
 
     Args:
-        network: for pictures of a tile's size.
         tile, overlap: (height, width) in patches; a tile has all frames of a clip.
         tokens_at_once: tokens of the tiles in one call; a call has at least one tile of each sample.
     """
@@ -69,11 +60,7 @@ class TiledNetwork:
         self._cut: Optional[tuple[PackedBatch, list[tuple[PackedBatch, list[Tensor]]]]] = None
 
     def __call__(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
-        """Return the averaged prediction, float32 `[T, C]`; zeros at padding.
-
-        Raises:
-            ConfigError: the samples differ in shape, or have clean tokens.
-        """
+        """Return the averaged prediction, float32 `[T, C]`; zeros at padding."""
         t, h, w = batch.grids[0]
         size = min(self.tile[0], h), min(self.tile[1], w)
         if size == (h, w):

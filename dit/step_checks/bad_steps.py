@@ -40,12 +40,7 @@ NUM_KEYS = 64
 
 
 class BadSteps:
-    """Judges the steps of a run, and handles bad ones according to `training.on_bad_numbers`.
-
-    Attributes:
-        guard: limits of loss and gradient norm.
-        skipped: number of skipped updates in this process.
-    """
+    """Judges the steps of a run, and handles bad ones according to `training.on_bad_numbers`."""
 
     def __init__(self, config: RunConfig, state: TrainState, groups: ProcessGroups) -> None:
         training = config.training
@@ -74,10 +69,6 @@ class BadSteps:
         self, step: Step, batches: Sequence[PackedBatch], keys: Sequence[str], log: RunLog
     ) -> Literal["update", "skip", "rewind"]:
         """Return the use of a step's gradients; a bad step is computed again and recorded. Every rank calls this.
-
-        Args:
-            batches: local micro-batches of the step.
-            keys: samples of this rank in the step.
 
         Raises:
             NotFiniteError: the run must end, because of its policy or because there were too many bad steps.
@@ -127,9 +118,6 @@ class BadSteps:
 
     def go_back(self, bad_step: int, checkpointer: Checkpointer, log: RunLog, keys: Sequence[str]) -> None:
         """Load the last checkpoint, except for the position of the data, and record the number of skipped steps.
-
-        Args:
-            keys: samples that this rank read since the last log line.
 
         Raises:
             NotFiniteError: there is no valid checkpoint.
@@ -182,12 +170,7 @@ _CONSEQUENCE = {
 
 
 def find_suspects(local_loss: float, sample_keys: Sequence[str]) -> dict[int, list[str]]:
-    """Return the ranks whose local loss is not finite, with their samples; every rank calls this and gets all.
-
-    Args:
-        local_loss: sum of this rank's losses in the step, before any reduction.
-        sample_keys: samples of this rank in the step.
-    """
+    """Return the ranks whose local loss is not finite, with their samples; every rank calls this and gets all."""
     samples: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(samples, None if math.isfinite(local_loss) else list(sample_keys))
     return {rank: keys for rank, keys in enumerate(samples) if keys is not None}

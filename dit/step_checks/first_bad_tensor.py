@@ -34,8 +34,6 @@ class Location:
 
     Attributes:
         order: sort key over ranks: micro-batch, phase, stage in the order of the phase, number of the check.
-        rank: rank with the number.
-        phase: one of `PHASES`.
         layer: name of the module, or of the tensor.
         samples: keys of the samples with this number among their tokens; empty if it belongs to no sample.
     """
@@ -86,12 +84,7 @@ class Probe:
     """Checks every tensor between the data and the gradients of one step.
 
     Args:
-        state: state of this rank.
-        objective: objective of the run.
         channels: channels of a latent token and of the model's latents, see `split_outputs`.
-
-    Attributes:
-        result: results so far.
     """
 
     def __init__(self, state: TrainState, objective: Objective, channels: tuple[int, int]) -> None:
@@ -281,7 +274,6 @@ def find_first(
     """Compute a step again and find its first number that is not finite; every rank calls this and gets the same.
 
     Args:
-        batches: local micro-batches of the step.
         first_sums: sums of the loss function in the first computation; NaN equals NaN.
 
     Returns:

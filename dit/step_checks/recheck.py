@@ -32,7 +32,6 @@ class Recheck:
     """Computes the gradients of a step, in some steps twice.
 
     Args:
-        state: state of this rank.
         interval: steps between two that are computed twice; 0 for none.
         forget: discards the counts of the previous computation.
     """
@@ -44,10 +43,6 @@ class Recheck:
         self, compute: Compute, batches: Iterator[PackedBatch], device_batches: DeviceBatches, log: RunLog
     ) -> Logs:
         """Compute the gradients of the next step; every rank calls this.
-
-        Args:
-            batches: this rank's micro-batches, for the first computation.
-            device_batches: their source, which repeats them.
 
         Raises:
             MachineError: two results of a rank differ, and the third equals neither.

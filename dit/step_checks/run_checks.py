@@ -28,7 +28,6 @@ class RunChecks(StepObserver):
         phase: phase of this rank, for its heartbeat.
 
     Attributes:
-        first_steps: checks of the first steps; None for no checks.
         asks_to_stop: returns whether this rank asks to stop after the current step; None for never.
     """
 

@@ -36,10 +36,8 @@ class Bad:
     """Reason why a step makes no update.
 
     Attributes:
-        step: number of the step, counted from 1.
         kind: `not_finite` or `spike`.
         loss, grad_norm: numbers of the step, reduced over all ranks.
-        reason: description with the numbers.
     """
 
     step: int
@@ -58,7 +56,6 @@ class NumberGuard:
     Args:
         threshold: a number this many robust standard deviations above the median is a spike; None for no limit.
         max_bad: more than `max_bad` bad steps within `within` steps are too many.
-        window: number of applied steps in the history.
     """
 
     def __init__(

@@ -34,9 +34,6 @@ class FirstSteps:
 
     Args:
         shards: master shards of this rank.
-
-    Attributes:
-        done: whether no further check follows.
     """
 
     def __init__(self, shards: Sequence[MasterShard], groups: ProcessGroups) -> None:
@@ -51,10 +48,6 @@ class FirstSteps:
 
         Args:
             batch: first full pack of this rank, as the source returned it.
-            step: number of the step that trains on it.
-
-        Raises:
-            DataError: ranks that share a model read different samples.
         """
         if (std := _latent_std(batch)) > MAX_STD:
             log.message(
@@ -88,7 +81,6 @@ class FirstSteps:
         """Record the parameters with a gradient, before the update of a step; every rank calls this.
 
         Args:
-            step: number of the step.
             learning_rate: learning rate of the update; an update with rate 0 does not count.
         """
         if self.done:
@@ -101,11 +93,7 @@ class FirstSteps:
             self._report(step, log, is_last=self._updates == REPORTS[-1])
 
     def end(self, step: int, log: RunLog) -> None:
-        """Report at the end of a run with fewer updates than the last report needs; every rank calls this.
-
-        Args:
-            step: number of the last step, applied or not.
-        """
+        """Report at the end of a run with fewer updates than the last report needs; every rank calls this."""
         if not self.done and self._updates:
             self._report(step, log, is_last=True)
 

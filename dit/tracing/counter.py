@@ -355,9 +355,10 @@ def _sent(kind: str, args: Any, group: Any) -> int:
 
 
 def flop_formulas() -> dict[Any, Callable[..., int]]:
-    """Return FLOP formulas by operation: torch's, with replacements for attention kernels.
+    """Return FLOP formulas by operation: torch's, with replacements for attention and gradients of convolutions.
 
-    torch's formulas for packed attention loop over segments, and torch 2.11 has none for varlen.
+    torch's formulas for packed attention loop over segments, and torch 2.11 has none for varlen. Its formula for the
+    weight gradient of a convolution counts all pairs of channels, also in groups.
     """
     from torch.nn.attention import varlen  # noqa: F401  registers its operators
     from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
@@ -371,11 +372,20 @@ def flop_formulas() -> dict[Any, Callable[..., int]]:
         **flop_registry,
         aten._flash_attention_forward: _packed_forward,
         aten._flash_attention_backward: _packed_backward,
+        aten.convolution_backward: _convolution_backward,
         attention._varlen_attn: _packed_forward,
         attention._varlen_attn_backward: _packed_backward,
         aten._scaled_dot_product_flash_attention_for_cpu: of_shapes(sdpa_flop),
         aten._scaled_dot_product_flash_attention_for_cpu_backward: of_shapes(sdpa_backward_flop),
     }
+
+
+def _convolution_backward(grad: Tensor, x: Tensor, weight: Tensor, *args: Any, out_val: Any, **_: Any) -> int:
+    """Count the gradients of input and weight, each with as many operations as the forward pass."""
+    from torch.utils.flop_counter import conv_flop_count
+
+    is_transposed, needed = args[4], args[-1]
+    return sum(needed[:2]) * conv_flop_count(list(x.shape), list(weight.shape), list(grad.shape), is_transposed)
 
 
 def _packed_forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **_: Any) -> int:

@@ -43,7 +43,6 @@ class ForwardFlops:
     """Operations of a forward pass, two per multiply-add.
 
     Attributes:
-        total: all operations.
         layers: operations of the layers, which recompute may repeat.
     """
 
@@ -99,22 +98,20 @@ def features(model: ModelConfig, grid: Grid, text: int) -> list[int]:
 
     Args:
         grid: (t, h, w) of the sample in patches.
-        text: tokens of its text.
     """
     t, h, w = grid
     n = t * h * w
     numbers = [1, n, text, n * n, n * h * w, n * t, n * text, text * text]
+    if (multiple := model.sample_multiple) > 1:
+        n, text = (-(-count // multiple) * multiple for count in (n, text))
+        numbers += [n, text, n * n, n * text, text * text]
     if isinstance(model, ExpertOptions) and model.num_experts is not None:
         numbers.append(model.routed_pairs((n,)))  # rounded up for each sample
     return numbers
 
 
 class ForwardCost:
-    """Counts the operations of a model's forward passes, independently of the layout.
-
-    Args:
-        model: settings of the model.
-    """
+    """Counts the operations of a model's forward passes, independently of the layout."""
 
     def __init__(self, model: ModelConfig) -> None:
         self.model = model
@@ -127,7 +124,6 @@ class ForwardCost:
         """Count the operations of a sample.
 
         Args:
-            grid: its (t, h, w) in patches.
             text: tokens of its text; the null text has one token.
         """
         flops = self._cache.get((grid, text))
@@ -143,11 +139,7 @@ class ForwardCost:
         return flops
 
     def of_padding(self, grid: Grid) -> ForwardFlops:
-        """Count the operations of one row of padding.
-
-        Args:
-            grid: grid of any sample.
-        """
+        """Count the operations of one row of padding."""
         if self._padding is None:
             pack = PackShape((grid,), (1,))
             self._padding = self.traced(replace(pack, total_tokens=math.prod(grid) + 1)) - self.traced(pack)
@@ -233,11 +225,7 @@ class _Shortened:
         return hook
 
     def count(self, pack: PackShape) -> ForwardFlops:
-        """Run a forward pass, and multiply the cost of each kind of layer by its number in the model.
-
-        Raises:
-            ConfigError: the shortened model fails, because `ModelConfig.layer_kind` does not distinguish its layers.
-        """
+        """Run a forward pass, and multiply the cost of each kind of layer by its number in the model."""
         self._counter.flops, self._flops[:] = 0, [0] * len(self._flops)
         batch = batch_of(self.model, pack)
         # Position embeddings and texts are as wide as the network, and their values determine no shapes.

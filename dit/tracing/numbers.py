@@ -15,11 +15,7 @@ FEW_NUMBERS = 1 << 12
 
 @contextlib.contextmanager
 def numbers_without_values(fakes: Any) -> Iterator[None]:
-    """Replace large random draws by fake tensors in this context.
-
-    Args:
-        fakes: fake tensor mode.
-    """
+    """Replace large random draws by fake tensors in this context."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     original = philox.ten_rounds

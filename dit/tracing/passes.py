@@ -26,9 +26,6 @@ class Passes:
 
     Attributes:
         passes: bytes that memory-bound kernels read and write, divided by the size of one tensor of all tokens.
-        kernels: number of these kernels.
-        products: number of matrix products and attention kernels.
-        largest: passes by operation, largest first.
     """
 
     passes: float
@@ -42,7 +39,6 @@ class LayerTraffic:
     """Traffic of a layer in both directions.
 
     Attributes:
-        forward, backward: traffic of each direction.
         saved: saved elements per token between the two, divided by the hidden size; shared tensors count once.
     """
 

@@ -21,10 +21,7 @@ class Operation(NamedTuple):
     """An operation on the device.
 
     Attributes:
-        name: name of the operation.
-        line: line of the program that calls it.
         shapes: shapes and types of its arguments and results.
-        live: bytes allocated on the device after it.
         numbers: its arguments that are numbers.
     """
 
@@ -36,11 +33,7 @@ class Operation(NamedTuple):
 
 
 class SequenceRecorder(WaitCounter):
-    """Records the operations of a step in the context of `meta_device`.
-
-    Attributes:
-        operations: operations since `begin`.
-    """
+    """Records the operations of a step in the context of `meta_device`."""
 
     def __init__(self) -> None:
         super().__init__()

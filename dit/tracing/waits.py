@@ -51,8 +51,6 @@ class Waits:
 
     Attributes:
         queued: number of copies between host and device for which the host does not wait, by phase (`PHASES`).
-        waits: number of waits, by phase.
-        late_reads: number of late reads.
         lines: phase and line of the program of each wait, with the number of waits.
     """
 
@@ -63,11 +61,7 @@ class Waits:
 
 
 class WaitCounter(StepCounter):
-    """Counts copies and waits in the context of `meta_device`.
-
-    Attributes:
-        result: counts since `begin`.
-    """
+    """Counts copies and waits in the context of `meta_device`."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -48,7 +48,6 @@ class Comparison:
     Attributes:
         errors: for each compared quantity, the relative error of each step or parameter.
         drifted: parameters whose copies on several ranks differ after the last step.
-        bounds: largest accepted error of each quantity.
         inexact: weights and averages of the layout that differ from its main weights.
     """
 
@@ -82,9 +81,6 @@ def compare_training(
     """Compare training under a layout with the same training on one rank.
 
     Args:
-        one: the run on one rank.
-        many: the run under the layout.
-        bounds: largest accepted errors; averages have the bound of the parameters.
         floor: see `floored`.
     """
     bounds = with_averages(bounds, "averages" in one)
@@ -96,12 +92,7 @@ def compare_training(
 
 
 def floored(errors: Mapping[str, float], norms: Mapping[str, float], floor: float) -> dict[str, float]:
-    """Return relative errors that are divided by at least a share `floor` of the largest norm.
-
-    Args:
-        errors: relative errors by name.
-        norms: norms of the reference by name.
-    """
+    """Return relative errors that are divided by at least a share `floor` of the largest norm."""
     smallest = floor * max(norms.values(), default=0.0)
     return {
         name: error * norms[name] / smallest if norms.get(name, smallest) < smallest and math.isfinite(error) else error

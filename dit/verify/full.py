@@ -42,11 +42,6 @@ def reference_bytes(trained: int, frozen: int = 0, *, averages: bool = False) ->
 
     Trained parameters need fp32 weights, gradients, Adam's two moments and the copies that are written to disk; with a
     weight average also the average and its copy. Frozen parameters need only their weights.
-
-    Args:
-        trained: number of trained parameters.
-        frozen: number of frozen parameters.
-        averages: whether the run has a weight average.
     """
     return (32 if averages else 24) * trained + 4 * frozen, (12 if averages else 8) * trained
 
@@ -72,11 +67,7 @@ class Squares:
 
 
 class Against(Report):
-    """Compares this rank's shard of each parameter with the reference files; no more than one parameter is gathered.
-
-    Args:
-        folder: folder of the reference files.
-    """
+    """Compares this rank's shard of each parameter with the reference files; no more than one parameter is gathered."""
 
     recomputes_averages = False  # of a model of full size, for which the host may have no memory
 
@@ -147,10 +138,6 @@ def reference_folder(scratch: Optional[str], size_bytes: int) -> Iterator[Path]:
 
     Args:
         scratch: parent folder, visible to all ranks; None for the temporary folder of this machine.
-        size_bytes: size of the reference files.
-
-    Raises:
-        ConfigError: the disk has too little free space.
     """
     process_groups.connect(timeout_s=WAIT_S)
     place: list[Any] = [None]
@@ -174,9 +161,6 @@ def reference_folder(scratch: Optional[str], size_bytes: int) -> Iterator[Path]:
 
 def differences(one: Trial, many: Trial, folder: Path) -> Optional[dict[str, Any]]:
     """Train both trials, and return the arguments of `report.judge_differences` on rank 0; every rank calls this.
-
-    Args:
-        folder: folder for the reference, from `reference_folder`.
 
     Raises:
         RuntimeError: the reference failed; the message ends with its last output.

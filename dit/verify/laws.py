@@ -151,8 +151,6 @@ class Check:
     """The result of one check.
 
     Attributes:
-        errors: relative errors by name of output, gradient or loss.
-        bound: largest accepted error.
         note: class compared with, or the reason why nothing was compared.
     """
 

@@ -88,6 +88,22 @@ def _call_sd3(module: nn.Module, latents: Tensor, step: Tensor, conditions: Mapp
     return [module(latents[:, :, 0], texts, conditions["pooled"], step).sample[:, :, None]]
 
 
+def call_lumina2(
+    module: nn.Module, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]
+) -> Sequence[Tensor]:
+    """Call Lumina 2 as the pipeline does: from the time of the data, with a negated output."""
+    texts = conditions["context"].view(len(latents), -1, conditions["context"].shape[-1])
+    mask = torch.ones(texts.shape[:2], dtype=torch.int64, device=texts.device)
+    return [-module(latents[:, :, 0], 1 - step / 1000, texts, mask).sample[:, :, None]]
+
+
+def call_z_image(
+    module: nn.Module, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]
+) -> Sequence[Tensor]:
+    """Call Z-Image as the pipeline does: from the time of the data, with a negated output."""
+    return [-torch.stack(module(list(latents), 1 - step / 1000, [conditions["context"]]).sample)]
+
+
 def _call_unet(module: nn.Module, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]) -> Sequence[Tensor]:
     added = (
         {"text_embeds": conditions["pooled"], "time_ids": conditions["size_and_crop"]}
@@ -116,10 +132,13 @@ CALLS: Mapping[str, Call] = {
     "VQModel": call_vq,
     "DiTTransformer2DModel": _call_dit,
     "PixArtTransformer2DModel": _call_pixart,
+    "SanaTransformer2DModel": _call_pixart,
     "WanTransformer3DModel": _call_wan,
     "FluxTransformer2DModel": call_flux,
     "Flux2Transformer2DModel": call_flux,
+    "Lumina2Transformer2DModel": call_lumina2,
     "QwenImageTransformer2DModel": call_qwen_image,
+    "ZImageTransformer2DModel": call_z_image,
     "SD3Transformer2DModel": _call_sd3,
     "UNet2DConditionModel": _call_unet,
 }

@@ -103,8 +103,6 @@ def run_world(
 
     Args:
         cases: each has a key `task`, "module:function"; the function is called with the case.
-        folder: folder of the ranks' logs; created if missing.
-        device: see `run_ranks`.
 
     Raises:
         UserError, RuntimeError: see `run_ranks`.

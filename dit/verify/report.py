@@ -27,23 +27,28 @@ def axis_sizes(parallel: ParallelConfig, dims: ParallelDims) -> AxisSizes:
 
 
 @dataclass(frozen=True)
-class WrongGradient:
-    """A parameter whose gradient differs.
+class Difference:
+    """Difference of one gradient or one weight.
 
     Attributes:
-        sharding, row: declared sharding, and its row of the sharding table.
-        norm: norm of its gradient on one rank.
-        ratio: norm of the layout's gradient, relative to `norm`.
+        norm: on one rank.
+        ratio: norm under the layout, relative to `norm`.
         error: norm of the difference, relative to `norm`.
         by_rank: ratio of each rank's local shard, by the rank's coordinates in the layout.
     """
 
-    sharding: ParameterSharding
-    row: Row
     norm: float
     ratio: float
     error: float
     by_rank: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class WrongGradient(Difference):
+    """A parameter whose gradient differs, with its declared sharding and its row of the sharding table."""
+
+    sharding: ParameterSharding
+    row: Row
 
     @property
     def num_stages(self) -> int:
@@ -52,26 +57,13 @@ class WrongGradient:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Difference of one gradient or one weight; see `WrongGradient`."""
-
-    norm: float
-    ratio: float
-    error: float
-    by_rank: Mapping[str, float]
-
-
-@dataclass(frozen=True)
 class Verdict:
     """Result of comparing a layout with one rank.
 
     Attributes:
-        comparison: comparison of the two runs.
         wrong: gradients that differ, in the order in which the backward pass computes them.
-        compared: number of gradients compared.
         idle: parameters without a gradient on either side; they are not verified.
         frozen: number of frozen parameters; losses and other gradients cover their forward computation.
-        sizes: sizes of the layout's axes.
     """
 
     comparison: Comparison
@@ -177,14 +169,7 @@ def judge(
     bounds: Mapping[str, float] = BOUNDS,
     floor: float = 0.0,
 ) -> Verdict:
-    """Compare the results of `dit.verify.trial.train` on one rank and under a layout.
-
-    Args:
-        model: the unsharded model on the meta device (`build_on_meta`).
-        sizes: sizes of the layout's axes.
-        bounds: largest accepted errors.
-        floor: see `floored`.
-    """
+    """Compare the results of `dit.verify.trial.train` on one rank and under a layout."""
     expected: Mapping[str, Tensor] = one["gradients"]
     actual: Mapping[str, Tensor] = many["gradients"]
     idle = [n for n, g in expected.items() if not g.any() and n in actual and not actual[n].any()]
@@ -233,12 +218,9 @@ def _verdict(
     parameters = dict(model.named_parameters())
     gradients = [
         WrongGradient(
-            sharding_of(parameters[name], name),
-            describe(name, parameters[name], sizes),
-            one.norm,
-            one.ratio,
-            one.error,
-            one.by_rank,
+            **vars(one),
+            sharding=sharding_of(parameters[name], name),
+            row=describe(name, parameters[name], sizes),
         )
         for name, one in wrong.items()
     ]

@@ -37,9 +37,6 @@ def tiny_grids(model: ModelConfig, sides: int = 1) -> tuple[Grid, ...]:
 
     Images are large enough to remain 2 x 2 at the lowest resolution of the backbone: with fewer positions, queries and
     keys get no gradient.
-
-    Args:
-        sides: factor from `tiny_sides`.
     """
     if model.supports.mixed_shapes:
         return tuple((t, h * sides, w * sides) for t, h, w in GRIDS)
@@ -55,9 +52,6 @@ def tiny_model(model: ModelConfig, parallel: ParallelConfig, fp8: Optional[Fp8] 
 
     Args:
         fp8: scaling of quantised products, whose blocks a layout must not cut.
-
-    Raises:
-        ConfigError: the backbone does not support the tiny sizes.
     """
     settings = {field.name: getattr(model, field.name) for field in fields(model)}
     exchanged = parallel.context_parallel_size if parallel.context_comm.startswith("a2a") else 1
@@ -73,6 +67,7 @@ def tiny_model(model: ModelConfig, parallel: ParallelConfig, fp8: Optional[Fp8] 
         "hidden_size": heads * HEAD_SIZE,
         "num_attention_heads": heads,
         "num_query_groups": groups if grouped else None,
+        "num_cross_attention_heads": groups,
         "ffn_hidden_size": 4 * HEAD_SIZE * heads if is_fourfold else 12 * heads,
         "moe_ffn_hidden_size": 12 * heads,
         "in_channels": 4,

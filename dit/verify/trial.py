@@ -67,7 +67,6 @@ class Trial:
         stream: the data; in each step, all ranks together get the same packs under every layout.
         training: micro-batches of a step over all replicas (`global_batch_size`), precision, seed, recompute, kernels,
             average and loss scale.
-        steps: number of updates.
         alter: called with the built model before it is wrapped, for example to inject an error.
         by_rank: also report the local gradients of each rank.
     """
@@ -187,7 +186,7 @@ def build(trial: Trial) -> Built:
     optimizer = build_optimizer(
         wrapped, trial.optimizer, parallel, training, groups, auxiliary=trial.objective.auxiliary
     )
-    shards = master_shards(optimizer, chunks, offload=trial.optimizer.offload)
+    shards = master_shards(optimizer, chunks, trial.optimizer)
     ema = None if training.ema_decay is None else EMA(shards, training.ema_decay, offload=training.ema_offload)
     target = target_of(model, training.precision)
     return Built(
@@ -199,7 +198,7 @@ def build(trial: Trial) -> Built:
         optimizer=optimizer,
         shards=shards,
         ema=ema,
-        update=build_update(optimizer, shards, ema, trial.optimizer.clip_grad, target, training.kernels),
+        update=build_update(optimizer, shards, ema, trial.optimizer, groups, target, training.kernels),
         loss_scale=loss_scale_of(optimizer),
         mix=noise_kernel(model, training),
     )
@@ -293,11 +292,7 @@ class Exactness:
 
 
 class Recorder(StepObserver):
-    """Records losses and norms of every update, and reports the gradients of the first.
-
-    Attributes:
-        result: results so far.
-    """
+    """Records losses and norms of every update, and reports the gradients of the first."""
 
     def __init__(self, session: Built, report: Report) -> None:
         self.session, self.report = session, report

@@ -5,7 +5,7 @@ The name of a sample consists of the archive's path within the folder and the na
 
 import os
 import tarfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any, Optional, Protocol, TypeVar
 
@@ -28,12 +28,7 @@ from energon_data.samples import SampleError
 
 
 def list_tars(folder: Path, *, follow_links: bool = False) -> tuple[list[Path], list[Skipped]]:
-    """List the tar files of a WebDataset, sorted, and links out of the folder that are not read.
-
-    Raises:
-        ConfigError: the path does not exist.
-        DataError: there is none.
-    """
+    """List the tar files of a WebDataset, sorted, and links out of the folder that are not read."""
     if folder.is_file():
         return [folder], []
     if not folder.is_dir():
@@ -101,37 +96,42 @@ def read_tar(
         A sample, or the name and reason of an unusable one. A truncated archive ends with such a pair.
     """
     where = path.name if root is None else name_within(path, root)
-    return first_of_each_name(_members_by_sample(path, where, extensions))
+    kinds = extensions | {"txt", "json", "cls"}
+    members = members_by_sample(path, where, lambda part: part.rpartition(".")[2] in kinds)
+    return first_of_each_name(
+        (name, content) if isinstance(content, SampleError) else _from_parts(name, content, extensions)
+        for name, content in members
+    )
 
 
-def _members_by_sample(
-    path: Path, where: str, extensions: frozenset[str]
-) -> Iterator[Source | tuple[str, SampleError]]:
-    name, parts = "", dict[str, bytes]()
+def members_by_sample(
+    path: Path, where: str, is_part: Callable[[str], bool]
+) -> Iterator[tuple[str, dict[str, bytes] | SampleError]]:
+    """Yield the name of each sample of a tar file after `where/`, and its parts or why it cannot be used."""
+    name, parts = where, dict[str, bytes]()
     try:
         with open_binary(path) as archive:
             for member, read in tar_index.read_tar(archive):
                 place = PurePosixPath(member.name)
-                if place.name.startswith("."):
-                    continue
                 stem, _, part = place.name.partition(".")
-                sample, part = str(place.with_name(stem)), part.lower()
+                sample, part = f"{where}/{place.with_name(stem)}" if stem else "", part.lower()
+                if not stem or not is_part(part):
+                    continue
                 if parts and (sample != name or part in parts):
-                    yield _from_parts(f"{where}/{name}", parts, extensions)
+                    yield name, parts
                     parts = {}
                 name = sample
-                if part.rpartition(".")[2] in extensions | {"txt", "json", "cls"}:
-                    if member.size > MAX_FILE_BYTES:
-                        yield f"{where}/{member.name}", SampleError("too_large", f"{member.size} bytes")
-                        continue
-                    parts[part] = read()
+                if member.size > MAX_FILE_BYTES:
+                    yield f"{where}/{member.name}", SampleError("too_large", f"{member.size} bytes")
+                    continue
+                parts[part] = read()
         if not _has_end(path):
             raise tarfile.ReadError("it has no end marker")
     except (tarfile.TarError, OSError, EOFError, ValueError) as error:
-        yield f"{where}/{name}", SampleError("bad_tar", f"the archive is cut short or damaged here: {error}")
+        yield name, SampleError("bad_tar", f"the archive is cut short or damaged here: {error}")
         return
     if parts:
-        yield _from_parts(f"{where}/{name}", parts, extensions)
+        yield name, parts
 
 
 def _has_end(path: Path) -> bool:

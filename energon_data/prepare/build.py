@@ -52,9 +52,6 @@ class Changes(NamedTuple):
 
     Attributes:
         turned: the orientation, or the pixel aspect ratio, in the file was applied.
-        cut: share of the picture that was cut off.
-        enlarged: the picture was scaled up.
-        colours: whether its colours were converted to sRGB.
     """
 
     turned: bool = False
@@ -68,12 +65,8 @@ class Sample:
     """A sample to be written to a shard.
 
     Attributes:
-        key: name of the sample.
         origin: name of its file; all samples of a file belong to one split.
         parts: bytes by part name.
-        shape: of its pixels or latent.
-        changes: to its pixels.
-        latent: moments of its latent; empty for pixels.
         repeats: number of reads in one pass over the training data; equal for all samples of a unit.
     """
 
@@ -99,19 +92,12 @@ class UnitRecord:
 
     Attributes:
         shards: samples, bytes and SHA-256 of each shard by name, and the repeats of its samples if not 1.
-        files: number of picture and video files with a sample.
-        skips: files and samples that are not used.
-        shapes: number of samples by the shape of their pixels or latent.
         captions: random examples: those with the smallest hashes of all different captions.
         num_classes: one more than the largest label; 0 without labels.
-        labelled: number of samples with a label.
-        without_caption: number of samples without a caption.
-        edited: number of samples with a reference.
         turned, enlarged: number of samples with these `Changes`.
         colours: number of samples by `Colours`, without sRGB.
         files_by_colours: the first file of each.
         largest_cut: share of a picture, and the name of its file.
-        latents: moments of all latents.
     """
 
     shards: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -205,14 +191,7 @@ def is_held_out(origin: str, share: float) -> bool:
 
 @dataclass(frozen=True)
 class Job:
-    """Functions and settings of a preparation; picklable, for other processes.
-
-    Attributes:
-        out: folder to make.
-        sources: maps a unit to its sources.
-        work: converts sources to samples.
-        validation: share of the samples that is held out.
-    """
+    """Functions and settings of a preparation; picklable, for other processes."""
 
     out: Path
     sources: Callable[[Any], Iterable[Any]]
@@ -292,20 +271,10 @@ def build(
     After a failure `job.partial` is deleted unless it has finished units, with which the same call continues.
 
     Args:
-        units: arguments of `job.sources`.
         plan: everything that the result depends on, as plain values.
-        processes: number of units made at the same time; 1 works in this process.
         force: replace an older data set, and discard the unfinished work of another plan.
-        ranks: the processes that call this together; all get the counts.
         on_unit: called with the number and the record of every finished unit, earlier ones included.
         on_resume: called with the number of units that an interrupted run finished, unless it is 0.
-
-    Returns:
-        The counts of all units.
-
-    Raises:
-        ConfigError: the folder exists, or has unfinished work of another command, and `force` is not set.
-        DataError: no sample is left for training, or the ranks do not share the folder.
     """
     if ranks.is_first:
         check_replaceable(job.out, force=force)
@@ -404,11 +373,7 @@ def _open_partial(job: Job, plan: dict[str, Any], force: bool) -> None:
 
 
 def finish(job: Job, total: UnitRecord, description: dict[str, Any]) -> None:
-    """Index the shards, write `dataset.json` and publish the data set.
-
-    Args:
-        description: entries of `dataset.json` in addition to format, shards, counts and skips.
-    """
+    """Index the shards, write `dataset.json` and publish the data set."""
     by_split = {split: shards for split in (TRAIN, VALIDATION) if (shards := total.of(split))}
     shards = {name: facts for some in by_split.values() for name, facts in some.items()}
     for path in job.data.glob("*.tar"):

@@ -42,11 +42,7 @@ class Batch:
 
 
 def read_batch(folder: Path, name: str) -> Batch:
-    """Read one batch of either version.
-
-    Raises:
-        DataError: it is missing or damaged; the message names the file.
-    """
+    """Read one batch of either version."""
     binary = folder / f"{name}.bin"
     path = binary if binary.is_file() else folder / name
     try:
@@ -91,11 +87,7 @@ def _text(value: Any) -> Any:
 
 
 def read_class_names(folder: Path) -> list[str]:
-    """Return the names of the classes in their order.
-
-    Raises:
-        DataError: the file of names is missing or damaged.
-    """
+    """Return the names of the classes in their order."""
     plain, pickled = folder / "batches.meta.txt", folder / "batches.meta"
     try:
         if plain.is_file():
@@ -120,16 +112,6 @@ def prepare_cifar10(
 
     Args:
         source: the folder of the unpacked files, or its parent folder.
-        out: folder to create.
-        force: replace an older data set.
-        follow_links: also read files outside of `source`, to which links lead.
-
-    Returns:
-        The number of samples of each split.
-
-    Raises:
-        ConfigError: `out` exists.
-        DataError: a file is missing, damaged or outside of `source`.
     """
     if not follow_links:
         check_inside(paths_below(source), source)

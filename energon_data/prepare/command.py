@@ -15,7 +15,6 @@ class Command:
         summary: its line in the help.
         add_arguments: adds its flags, with `--out` for the folder. It runs for every `--help`, so it imports nothing
             heavy.
-        run: writes the data set.
         folders: flags that write the data folders of recipes, by folder name; errors for missing folders show them.
     """
 

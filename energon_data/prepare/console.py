@@ -25,9 +25,6 @@ COLOURS = {
 def make(preparation: Preparation, args: argparse.Namespace) -> Optional[UnitRecord]:
     """Make a data set, or describe it with `--dry-run`; rank 0 prints.
 
-    Args:
-        args: flags shared by all commands that have units of work.
-
     Returns:
         The counts; None for a dry run.
     """
@@ -94,11 +91,7 @@ def _entry(preparation: Preparation) -> str:
 
 
 def _summary(out: Path, total: UnitRecord, seconds: float, noun: str) -> str:
-    """Describe a finished data set in a few lines.
-
-    Args:
-        noun: for the entries of the input.
-    """
+    """Describe a finished data set in a few lines."""
     size = sum(facts["bytes"] for facts in total.shards.values())
     samples, shards = counted(total.shapes.total(), "sample"), counted(len(total.shards), "shard")
     lines = [f"{out}: {samples} in {shards}, {size:,} bytes, {seconds:.0f} s"]

@@ -44,9 +44,7 @@ class Entry:
     Attributes:
         name: path within the folder, with `/`.
         size: bytes; -1 if the file does not exist.
-        mtime_ns: time of the last change, nanoseconds since the epoch.
         companions: name, size and time of each of its `COMPANIONS`; empty if a list has the rows.
-        row: of a list of files, None if there is no such list.
         repeats: number of reads in one pass over the data.
         caption: of its folder, for a file without one.
         reference: the picture that it is edited from, in another folder; None if it is not edited.
@@ -74,15 +72,7 @@ class Entry:
         return [self.name, self.size, self.mtime_ns, *self.companions, *reference]
 
     def source(self, folder: Path, *, follow_links: bool = False, references: Optional[Path] = None) -> Source:
-        """Read the caption and metadata next to the file.
-
-        Args:
-            follow_links: also read linked files outside of the folder.
-            references: folder of `reference`.
-
-        Raises:
-            SampleError: they are damaged, or a link leads out of the folder.
-        """
+        """Read the caption and metadata next to the file."""
         path, root = folder / self.name, None if follow_links else folder
         row = dict(self.row) if self.row is not None else self._read_companions(folder, root)
         is_still = walk.extension_of(self.name) in PICTURES - {"gif"}
@@ -119,14 +109,7 @@ class Entry:
 
 
 class Listing(NamedTuple):
-    """The files of a folder.
-
-    Attributes:
-        entries: files to read, by name.
-        classes: names of the classes; empty without labels.
-        skipped: files that are not read.
-        list_file: the list of files that was read, if any.
-    """
+    """The files of a folder."""
 
     entries: list[Entry]
     classes: list[str]
@@ -147,16 +130,11 @@ def list_folder(
     """List the files of a folder and its subfolders, sorted by name.
 
     Args:
-        extensions: of samples.
         labels: the first level of folders are classes, numbered by name.
         repeats: the first level of folders are called `N_NAME`.
         list_file: a list of files, see `energon_data.prepare.lists`; None for that of the folder, if it has one.
         follow_links: also list linked folders, and accept a list of files that is a link.
         references: folder with the pictures that those of `folder` are edited from; None if they are not edited.
-
-    Raises:
-        ConfigError: a folder or the list does not exist.
-        DataError: there is no file with such an extension, a file is outside of all classes, or the list is damaged.
     """
     if not folder.is_dir():
         hint = "; `prepare huggingface` reads parquet files" if folder.suffix == ".parquet" else ""
@@ -203,11 +181,7 @@ def _listed(
 
 
 def _with_references(entries: Sequence[Entry], folder: Path, references: Path, follow_links: bool) -> list[Entry]:
-    """Return the files with the pictures that they are edited from; without one if there is none.
-
-    Raises:
-        ConfigError: the folder of these pictures does not exist.
-    """
+    """Return the files with the pictures that they are edited from; without one if there is none."""
     if not references.is_dir():
         raise ConfigError(f"--reference {references} is not a folder; name the one with the pictures before the edit")
     pictures, _ = _walk(references, PICTURES, follow_links)
@@ -226,11 +200,7 @@ def _with_references(entries: Sequence[Entry], folder: Path, references: Path, f
 
 
 def _groups(folder: Path, entries: Sequence[Entry], kind: str) -> list[str]:
-    """Return the first level of folders, sorted.
-
-    Raises:
-        DataError: a file is in none of them.
-    """
+    """Return the first level of folders, sorted."""
     outside = [entry.name for entry in entries if "/" not in entry.name]
     if outside:
         raise DataError(f"{folder / outside[0]} and {len(outside) - 1} other files are in no {kind}; move them")
@@ -238,11 +208,7 @@ def _groups(folder: Path, entries: Sequence[Entry], kind: str) -> list[str]:
 
 
 def _repeats(folder: Path) -> tuple[int, str]:
-    """Parse the repeats and the caption from the name of a folder.
-
-    Raises:
-        DataError: the name has another form, or too many repeats.
-    """
+    """Parse the repeats and the caption from the name of a folder."""
     match = re.fullmatch(r"(\d+)_(.+)", folder.name)
     if match is None or not 1 <= int(match[1]) <= MAX_REPEATS:
         raise DataError(

@@ -50,8 +50,6 @@ class Table:
     """Selection of rows and columns of a data set.
 
     Attributes:
-        split: name of the split.
-        config: name of the configuration, for a data set with several.
         image_column: column of pictures; None for the only one, or `image`.
         caption_column: column of captions, each a text or a list of texts; None for `caption`, `text`, `prompt` or
             `txt`, if there is one.
@@ -84,11 +82,7 @@ class _Rows:
     root: Optional[Path]
 
     def source(self, number: int) -> Source:
-        """Return a row as a source.
-
-        Raises:
-            SampleError: it has no picture, or an invalid caption or class.
-        """
+        """Return a row as a source."""
         row = self.dataset[number]
         stored, caption, label = row.pop(self.image), row.pop(self.caption, None), row.pop(self.label, None)
         return Source(
@@ -138,12 +132,6 @@ def prepare_huggingface(
     Args:
         source: name on the hub, or path of a folder or parquet file.
         follow_links: also read files outside of `source` that links lead to or rows name.
-        samples_per_shard: rows per shard.
-        validation: share of the rows that is held out.
-
-    Raises:
-        ConfigError: there is no such data set, split or column, or options need packages that are not installed.
-        DataError: the files are damaged, or outside of `source`.
     """
     dataset, root = _open(source, table, follow_links)
     image, caption, label = _columns(dataset, table)
@@ -263,11 +251,7 @@ def _hint(flag: str, name: str, names: Sequence[str]) -> str:
 
 
 def _columns(dataset: "Dataset", table: Table) -> tuple[str, Optional[str], Optional[str]]:
-    """Return the columns of pictures, captions and classes.
-
-    Raises:
-        ConfigError: a named column does not exist, or the column of pictures is not unique.
-    """
+    """Return the columns of pictures, captions and classes."""
     features = dataset.features
     for flag, column in (
         ("--image-column", table.image_column),

@@ -32,12 +32,7 @@ _ROW_NUMBER = re.compile(r"(\d+)(\D.*)?")
 
 
 def find_list(folder: Path, list_file: Optional[Path] = None, *, follow_links: bool = False) -> Optional[Path]:
-    """Return the list of files to read: `list_file`, else the first of `LISTS` in the folder, or None.
-
-    Raises:
-        ConfigError: `list_file` does not exist, or its ending is not in `KINDS`.
-        DataError: the list in the folder is a link that leads out of it.
-    """
+    """Return the list of files to read: `list_file`, else the first of `LISTS` in the folder, or None."""
     if list_file is not None:
         if not list_file.is_file():
             raise ConfigError(f"--list {list_file} does not exist; name a file of rows, one for each picture or clip")
@@ -63,9 +58,6 @@ def read_list(path: Path, names: Collection[str]) -> tuple[Rows, list[Skipped]]:
 
     Args:
         names: files of the folder. Rows of a `.tsv` are matched by number; other lists name their files.
-
-    Raises:
-        DataError: the list cannot be read, or a row names no file inside the folder, or the file of another row.
     """
     if path.suffix == ".tsv":
         return _numbered_rows(path, names)

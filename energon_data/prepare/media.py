@@ -37,14 +37,8 @@ class Options:
     """Settings for the conversion of pictures and videos.
 
     Attributes:
-        fit: size of pictures and frames.
-        cut: clips of videos.
-        image_format, quality: format of changed pixels; unchanged files are copied.
         vae: an autoencoder; samples then have latents instead of pixels.
-        precision, device: of the encoders.
         text_encoder: encoders as in `dit.encoders.text_config`; samples then need a caption, and have its embeddings.
-        batch: samples decoded and encoded together.
-        wording: changes to captions.
     """
 
     fit: Fit = field(default_factory=Fit)
@@ -218,11 +212,7 @@ def _changes(picture: Image.Image, target: Target) -> Changes:
 
 
 def _lengths(size: tuple[int, int], target: Target) -> list[int]:
-    """Return `SIZE_AND_CROP` of a picture; the crop is the corner of the cut in the scaled picture.
-
-    Args:
-        size: width and height of the original.
-    """
+    """Return `SIZE_AND_CROP` of a picture; the crop is the corner of the cut in the scaled picture."""
     (width, height), (left, top) = size, target.corner
     return [height, width, top, left, target.cut_high, target.cut_wide]
 

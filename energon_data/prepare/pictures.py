@@ -70,14 +70,7 @@ class Fit:
 
     @lru_cache(maxsize=1024)  # noqa: B019, for the frames of a clip; instances are immutable
     def target(self, width: int, height: int) -> Target:
-        """Return the sizes to which a picture is scaled and cut.
-
-        Args:
-            width, height: in pixels.
-
-        Raises:
-            SampleError: the picture is smaller than every allowed size on a side, or too much would be cut.
-        """
+        """Return the sizes to which a picture is scaled and cut."""
         sizes = [c for c in self._sizes(width, height) if self.enlarge or (c[0] <= width and c[1] <= height)]
         if not sizes:
             side = self.size if self.aspect == "square" else self.multiple_of
@@ -117,11 +110,7 @@ class Fit:
         return [size for size in (*highest, *widest) if 0 not in size]
 
     def apply(self, picture: Image.Image) -> Image.Image:
-        """Scale a picture and cut out its centre; returns the same object if no change is needed.
-
-        Raises:
-            SampleError: as `target`.
-        """
+        """Scale a picture and cut out its centre; returns the same object if no change is needed."""
         target = self.target(*picture.size)
         wide, high, cut_wide, cut_high = target
         if (wide, high) == (cut_wide, cut_high) == picture.size:

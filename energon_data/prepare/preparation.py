@@ -54,8 +54,6 @@ class Preparation:
         entries: number of files, or of tar archives.
         classes: names of the classes; empty without labels.
         plan: everything that the result depends on.
-        about: further entries of `dataset.json`.
-        skipped: files of the input that are not read.
     """
 
     job: Job
@@ -83,19 +81,7 @@ class Preparation:
         samples_per_shard: int = 1000,
         validation: float = 0.02,
     ) -> "Preparation":
-        """List the input and check the options.
-
-        Args:
-            source: the user's folder (or tar file).
-            labels, repeats, list_file, references: see `list_folder`.
-            follow_links: also read linked files and folders outside of `source`.
-            samples_per_shard: files per shard.
-            validation: share of the files that is held out.
-
-        Raises:
-            ConfigError: options contradict each other or need packages that are not installed.
-            DataError: the input has no usable file, or its list of files is damaged.
-        """
+        """List the input and check the options."""
         _check(options, samples_per_shard, validation)
         extensions = EXTENSIONS[command]
         gifs: dict[Command, Literal["all", "animated", "none"]] = {"images": "none", "videos": "all"}
@@ -148,16 +134,7 @@ class Preparation:
         samples_per_shard: int,
         validation: float,
     ) -> "Preparation":
-        """Describe a data set whose sources are generated, not read from files.
-
-        Args:
-            sources: maps some of the entries to their sources; picklable.
-            plan: further values that the result depends on.
-            about: further entries of `dataset.json`.
-
-        Raises:
-            ConfigError: options contradict each other or need packages that are not installed.
-        """
+        """Describe a data set whose sources are generated, not read from files."""
         _check(options, samples_per_shard, validation)
         units = [list(entries[i : i + samples_per_shard]) for i in range(0, len(entries), samples_per_shard)]
         job = Job(out, sources, MakeSamples(options), validation)
@@ -178,15 +155,7 @@ class Preparation:
         on_unit: Callable[[int, UnitRecord], None] = lambda *_: None,
         on_resume: Callable[[int], None] = lambda _: None,
     ) -> UnitRecord:
-        """Make the data set (collective); all ranks get the counts.
-
-        Args:
-            processes, force, on_unit, on_resume: as in `build`.
-
-        Raises:
-            ConfigError: the folder exists, or has unfinished work of another command, and `force` is not set.
-            DataError: no sample could be used.
-        """
+        """Make the data set (collective); all ranks get the counts."""
         ranks = Ranks()
         total = build(
             self.job,
@@ -249,11 +218,7 @@ def _check_readers(entries: Sequence[Entry]) -> None:
 
 
 def _check(options: Options, samples_per_shard: int, validation: float) -> None:
-    """Check numbers and encoders.
-
-    Raises:
-        ConfigError: a number is out of range, or an encoder does not exist or does not fit.
-    """
+    """Check numbers and encoders."""
     if not 0 <= validation < 1:
         raise ConfigError(f"--validation {validation:g} must be a share: at least 0 and below 1")
     if samples_per_shard < 1 or options.batch < 1:
@@ -264,11 +229,7 @@ def _check(options: Options, samples_per_shard: int, validation: float) -> None:
 
 
 def _check_encoders(options: Options) -> None:
-    """Check that the encoders exist and that sizes are multiples of the autoencoder's compression.
-
-    Raises:
-        ConfigError: an encoder does not exist, or a size does not fit.
-    """
+    """Check that the encoders exist and that sizes are multiples of the autoencoder's compression."""
     if options.text_encoder is not None:
         check_text_encoder(options.text_encoder)
     if options.vae is None:

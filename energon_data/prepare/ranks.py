@@ -11,12 +11,7 @@ LONGEST_WAIT = timedelta(days=30)  # for the units of the slowest rank
 
 
 class Ranks:
-    """Rank and number of the processes of a launcher; one process without a launcher.
-
-    Attributes:
-        rank: number of this process.
-        count: number of processes.
-    """
+    """Rank and number of the processes of a launcher; one process without a launcher."""
 
     def __init__(self) -> None:
         self.rank, self.count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))

@@ -89,21 +89,13 @@ class _Reader(pickle.Unpickler):
 
 
 def read_pickle(data: bytes) -> Any:
-    """Return the tensors, arrays, texts, numbers, lists and dictionaries of a pickle.
-
-    Raises:
-        SampleError: it names other functions, is damaged, or is larger than `MAX_BYTES`.
-    """
+    """Return the tensors, arrays, texts, numbers, lists and dictionaries of a pickle."""
     # Python 2 wrote texts and bytes in the same way; latin1 can represent both.
     return _read(data, lambda: _Reader(io.BytesIO(data), encoding="latin1").load())
 
 
 def read_torch_file(data: bytes) -> Any:
-    """Read a file of `torch.save` with only tensors and plain containers.
-
-    Raises:
-        SampleError: it has other objects, is damaged, or is larger than `MAX_BYTES`.
-    """
+    """Read a file of `torch.save` with only tensors and plain containers."""
     return _read(data, lambda: read_torch(data))
 
 

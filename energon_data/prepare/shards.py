@@ -36,10 +36,8 @@ class ShardWriter:
     """Writes samples to shards of one split.
 
     Args:
-        folder: for the shards.
         split: name of the split; shards are called `SPLIT-000000.tar`.
         samples_per_shard: samples in every shard except the last; None for one shard with all.
-        first: number of the first shard.
     """
 
     def __init__(self, folder: Path, split: str, samples_per_shard: int | None, first: int = 0) -> None:
@@ -50,11 +48,7 @@ class ShardWriter:
         self._keys: set[str] = set()
 
     def add(self, key: str, metadata: dict[str, Any], parts: dict[str, bytes]) -> None:
-        """Append a sample; the metadata is sealed with the checksums of its parts.
-
-        Raises:
-            DataError: the key is not a valid name, or another sample of the split has it.
-        """
+        """Append a sample; the metadata is sealed with the checksums of its parts."""
         if "." in key or not key:
             raise DataError(f"a sample name must not be empty or contain a dot, got {key!r}")
         if key in self._keys:
@@ -120,9 +114,6 @@ def write_energon_metadata(
 
     Args:
         repeats: number of reads of a shard in one pass, if not 1; the split lists the shard that many times.
-
-    Raises:
-        DataError: two samples have the same key, or Energon did not write all its files.
     """
     from megatron.energon.flavors import BaseWebdatasetFactory
     from megatron.energon.flavors.webdataset import prepare
@@ -176,11 +167,7 @@ def _remove_leftovers(out: Path) -> None:
 
 
 def check_replaceable(out: Path, *, force: bool) -> None:
-    """Check that a data set may be made at `out`.
-
-    Raises:
-        ConfigError: `out` exists and `force` is not set, or `out` is not a data set of this project.
-    """
+    """Check that a data set may be made at `out`."""
     if out.exists() and not force:
         raise ConfigError(f"{out} exists already; choose another --out, or replace it with --force")
     if out.exists() and not (out.is_dir() and ((out / DATASET_FILE).is_file() or not any(out.iterdir()))):
@@ -199,11 +186,7 @@ def publish(folder: Path, out: Path) -> None:
 
 @contextlib.contextmanager
 def published_folder(out: Path, *, force: bool) -> Iterator[Path]:
-    """Yield a temporary folder that replaces `out` after the block, and is deleted if the block raises.
-
-    Raises:
-        ConfigError: `out` exists and `force` is not set, or `out` is not a data set of this project.
-    """
+    """Yield a temporary folder that replaces `out` after the block, and is deleted if the block raises."""
     check_replaceable(out, force=force)
     out.parent.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(out)

@@ -36,10 +36,6 @@ class Source:
 
     Attributes:
         name: path within the user's folder or archive, for messages and as the address of the sample.
-        read: returns the bytes of the file.
-        captions: in their order; may be empty.
-        label: class number.
-        metadata: further scalars of the sample.
         span: start and end in seconds of a clip of a video; None for the complete video.
         repeats: number of reads in one pass over the data.
         reference: returns the bytes of the picture that it is edited from; None if it is not edited.
@@ -85,11 +81,7 @@ def scalars_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def span_of(row: Mapping[str, Any]) -> Optional[Span]:
-    """Return the span from `start` and `end` of a row, None without them.
-
-    Raises:
-        SampleError: one is not a number of seconds from 0, or the end is not after the start.
-    """
+    """Return the span from `start` and `end` of a row, None without them."""
     start, end = row.get("start"), row.get("end")
     if start is None and end is None:
         return None
@@ -104,11 +96,7 @@ def span_of(row: Mapping[str, Any]) -> Optional[Span]:
 
 
 def class_of(value: Any) -> Optional[int]:
-    """Return a class number.
-
-    Raises:
-        SampleError: the value is not a class number.
-    """
+    """Return a class number."""
     if value is None:
         return None
     if isinstance(value, str) and value.strip().isdecimal():
@@ -124,11 +112,7 @@ def leaves(path: Path, root: Path) -> bool:
 
 
 def check_inside(paths: Iterable[Path], root: Path) -> None:
-    """Check that paths do not lead out of a folder, before a library reads them.
-
-    Raises:
-        DataError: a path leads out.
-    """
+    """Check that paths do not lead out of a folder, before a library reads them."""
     for path in paths:
         if leaves(path, root):
             raise DataError(f"{path} is outside of {root}; {FOLLOW}")
@@ -152,14 +136,7 @@ def read_file(path: Path, root: Optional[Path]) -> bytes:
 
 
 def read_text(data: bytes, name: str) -> str:
-    """Return the text in a file.
-
-    Args:
-        name: of the file, for messages.
-
-    Raises:
-        SampleError: it is not UTF-8.
-    """
+    """Return the text in a file."""
     try:
         return data.decode("utf-8-sig").strip()
     except UnicodeDecodeError as error:
@@ -167,14 +144,7 @@ def read_text(data: bytes, name: str) -> str:
 
 
 def read_object(data: bytes, name: str) -> dict[str, Any]:
-    """Return the JSON object in a file.
-
-    Args:
-        name: of the file, for messages.
-
-    Raises:
-        SampleError: it is not a JSON object.
-    """
+    """Return the JSON object in a file."""
     try:
         value = parse_json(data)
     except ValueError as error:
@@ -185,11 +155,7 @@ def read_object(data: bytes, name: str) -> dict[str, Any]:
 
 
 def captions_of(row: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the captions of a row: a string or a list of strings, under the first present name of `CAPTION_NAMES`.
-
-    Raises:
-        SampleError: the entry has another type.
-    """
+    """Return the captions of a row: a string or a list of strings, under the first present name of `CAPTION_NAMES`."""
     for name in CAPTION_NAMES:
         value = row.get(name)
         if value is None:

@@ -12,12 +12,11 @@ text. Pre-encoded archives of NeMo's Imagen have `.jpg`, `.txt` and a `.pickle` 
 encoder -> {"encodings": array}. A wdinfo file lists tar files.
 """
 
-import tarfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Optional
 
 import torch
@@ -25,16 +24,15 @@ from safetensors.torch import save
 from torch import Tensor
 
 from dit.errors import ConfigError, DataError
-from dit.safe_files import open_binary, read_bytes
+from dit.safe_files import read_bytes
 from energon_data.latent_scale import Moments
 from energon_data.media_files import PICTURES, open_picture
-from energon_data.prepare.archives import first_of_each_name, list_tars, name_within, tar_stamp
+from energon_data.prepare.archives import first_of_each_name, list_tars, members_by_sample, name_within, tar_stamp
 from energon_data.prepare.build import Job, Sample, UnitRecord
 from energon_data.prepare.media import Options
 from energon_data.prepare.preparation import Preparation
 from energon_data.prepare.safe_pickle import as_tensor, read_pickle, read_torch_file
 from energon_data.prepare.sources import (
-    MAX_FILE_BYTES,
     Source,
     class_of,
     leaves,
@@ -44,7 +42,6 @@ from energon_data.prepare.sources import (
 )
 from energon_data.prepare.walk import FOLLOW, Skipped
 from energon_data.samples import LATENT, PIXELS, SampleError
-from energon_data.tar_index import read_tar
 
 _PARTS = frozenset({"pth", "pt", "pickle", "pkl", "json", "txt", "cls"}) | PICTURES
 _NAMES = {"framerate": "fps", "image_height": "height", "image_width": "width"}
@@ -60,12 +57,7 @@ class Archived:
 
 
 def list_archives(path: Path, *, follow_links: bool = False) -> tuple[list[Path], list[Skipped]]:
-    """Return the tar files of a folder or a wdinfo file, and links out of the folder that are not read.
-
-    Raises:
-        ConfigError: the path does not exist.
-        DataError: there is no tar file, the list cannot be read, or it names a file outside of its folder.
-    """
+    """Return the tar files of a folder or a wdinfo file, and links out of the folder that are not read."""
     if not (path.is_file() and path.suffix in (".pkl", ".pickle")):
         return list_tars(path, follow_links=follow_links)
     try:
@@ -91,37 +83,11 @@ def list_archives(path: Path, *, follow_links: bool = False) -> tuple[list[Path]
 
 
 def read_archive(root: Path, path: Path) -> Iterator[Archived | tuple[str, SampleError]]:
-    """Read the samples of one tar file in its order; a damaged archive ends with a name and the reason.
-
-    Args:
-        root: folder that the archive's name is relative to.
-    """
-    return first_of_each_name(_members_by_sample(path, name_within(path, root)))
-
-
-def _members_by_sample(path: Path, where: str) -> Iterator[Archived | tuple[str, SampleError]]:
-    name, parts = "", dict[str, bytes]()
-    try:
-        with open_binary(path) as archive:
-            for member, read in read_tar(archive):
-                place = PurePosixPath(member.name)
-                stem, _, part = place.name.partition(".")
-                if part.lower() not in _PARTS:
-                    continue
-                sample = f"{where}/{place.with_name(stem)}"
-                if parts and (sample != name or part.lower() in parts):
-                    yield Archived(name, parts)
-                    parts = {}
-                name = sample
-                if member.size > MAX_FILE_BYTES:
-                    yield f"{name}.{part}", SampleError("too_large", f"{member.size} bytes")
-                    continue
-                parts[part.lower()] = read()
-    except (tarfile.TarError, OSError, EOFError, ValueError) as error:
-        yield name or where, SampleError("bad_tar", f"the archive is cut short or damaged here: {error}")
-        return
-    if parts:
-        yield Archived(name, parts)
+    """Read the samples of one tar file in its order; a damaged archive ends with a name and the reason."""
+    members = members_by_sample(path, name_within(path, root), _PARTS.__contains__)
+    return first_of_each_name(
+        (name, content) if isinstance(content, SampleError) else Archived(name, content) for name, content in members
+    )
 
 
 @dataclass(frozen=True)
@@ -146,11 +112,7 @@ class Rewrite:
                 record.skip(source.name, error)
 
     def sample(self, archived: Archived) -> Sample:
-        """Rewrite one sample.
-
-        Raises:
-            SampleError: it has no latent or picture, or a part that cannot be read safely.
-        """
+        """Rewrite one sample."""
         parts = archived.parts
         row = {_NAMES.get(k, k): v for k, v in (read_object(parts["json"], "json") if "json" in parts else {}).items()}
         if "txt" in parts:
@@ -226,19 +188,7 @@ def prepare_tensors(
     follow_links: bool = False,
     validation: float = 0.02,
 ) -> Preparation:
-    """Return the preparation of a data set of archived tensors.
-
-    Args:
-        source: a folder of tar files, one of them, or a wdinfo file.
-        text_key: encoder whose text is selected from a pickle with several.
-        text_encoder, vae: encoders of the texts and latents, recorded for `launch.sample`.
-        follow_links: also read archives outside of `source` that links or the wdinfo file name.
-        validation: share of the samples that is held out.
-
-    Raises:
-        ConfigError: the source does not exist, or the share is out of range.
-        DataError: there is no archive.
-    """
+    """Return the preparation of a data set of archived tensors."""
     if not 0 <= validation < 1:
         raise ConfigError(f"--validation {validation:g} must be a share: at least 0 and below 1")
     archives, skipped = list_archives(source, follow_links=follow_links)

@@ -17,9 +17,6 @@ def text_parts(encoded: Mapping[str, Sequence[Tensor]]) -> list[dict[str, bytes]
     """Return the parts of each text: `text.npy`, `pooled.npy`, ..., float16, or float32 if a value is too large for it.
 
     Middle layers of language models have such values.
-
-    Args:
-        encoded: the values of each text by entry, as `TextEncoders.encode` returns them.
     """
     entries = [[(f"{entry}.npy", row) for row in rows] for entry, rows in encoded.items()]
     return [{name: _array(row) for name, row in parts} for parts in zip(*entries, strict=True)]
@@ -44,11 +41,7 @@ def caption_parts(encoders: "TextEncoders", captions: Sequence[Sequence[str]]) -
 
 
 def text_record(line: Optional[str]) -> dict[str, Any]:
-    """Return the entries of `dataset.json` about texts: their encoders, and the width of `text.npy`.
-
-    Raises:
-        ConfigError: an encoder is unknown or not installed.
-    """
+    """Return the entries of `dataset.json` about texts: their encoders, and the width of `text.npy`."""
     encoders = None if line is None else check_text_encoder(line)
     return {
         "text_encoder": None if encoders is None else encoders.recorded,

@@ -57,9 +57,6 @@ def clips_of(
 
     Yields:
         The frames of a clip, and frames per second.
-
-    Raises:
-        SampleError: as `sampled_frames`, or the video is too short for one clip.
     """
     frames: list[Image.Image] = []
     rate, count = 0.0, 0

@@ -26,8 +26,6 @@ class Wording:
     """Changes to the captions of files.
 
     Attributes:
-        default: caption of every file without a caption.
-        prefix, suffix: text before and after every caption, outside of the shuffled tags.
         tag_orders: number of stored captions per file: its first caption with the comma-separated tags in different
             orders. Training draws one of them at each reading. 1 leaves the captions unchanged.
         keep_tags: number of tags at the beginning that are not shuffled.
@@ -48,12 +46,7 @@ class Wording:
             raise ConfigError(f"--keep-tags {self.keep_tags} has no effect without --shuffle-tags")
 
     def apply(self, captions: Sequence[str], name: str) -> tuple[str, ...]:
-        """Return the captions of a file.
-
-        Args:
-            captions: of the file, before the changes.
-            name: of the file; the orders of its tags depend only on it.
-        """
+        """Return the captions of a file."""
         if not captions:
             captions = () if self.default is None else (self.default,)
         if captions and self.tag_orders > 1:

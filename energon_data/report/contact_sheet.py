@@ -28,11 +28,7 @@ def tile_of(frame: Tensor) -> Image.Image:
 
 
 def contact_sheet(entries: Sequence[tuple[Tensor, str, str]]) -> Image.Image:
-    """Arrange frames in a grid, about as wide as high.
-
-    Args:
-        entries: frame `[C, H, W]` of each tile and its two lines, which are truncated at the tile's width.
-    """
+    """Arrange frames in a grid, about as wide as high."""
     columns = math.ceil(math.sqrt(len(entries)))
     rows = -(-len(entries) // columns)
     height = TILE + 2 * LINE + GAP

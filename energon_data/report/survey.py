@@ -41,11 +41,8 @@ class Seen:
     """Properties of one sample.
 
     Attributes:
-        key: name of the sample.
         size: (C, T, H, W) of its latent or pixels.
-        fps: frames per second; None if the metadata lack it.
         text_tokens: rows of its text embedding; None without one.
-        caption: caption; None without one.
         names: names of its parts without extension, and of its metadata.
     """
 
@@ -63,11 +60,7 @@ class Seen:
         return frames / self.fps if frames > 1 and self.fps else None
 
     def tokens(self, patch: Sequence[int]) -> Optional[int]:
-        """Return the tokens of the sample; None if its latent cannot be cut into such patches.
-
-        Args:
-            patch: sides in time, height and width.
-        """
+        """Return the tokens of the sample; None if its latent cannot be cut into such patches."""
         frames = frames_to_patch(self.size[1], patch[0])
         sides = (frames, *self.size[2:])
         if any(side % part for side, part in zip(sides, patch, strict=True)):
@@ -81,8 +74,6 @@ class Survey:
     """Results of reading samples of a split.
 
     Attributes:
-        info: the checked split.
-        shards: number of samples and bytes of each shard, by name.
         seen: samples that training can read.
         lost: number of unreadable samples by reason, and the first of each reason.
         shown: frames `[C, H, W]` of some samples, for a contact sheet.
@@ -114,14 +105,10 @@ def survey(
     """Read samples of a split in the same way as training.
 
     Args:
-        info: from `energon_data.folder.check_dataset`.
         limit: largest number of samples to read, evenly distributed over the split; None for all.
         pictures: number of frames to return, evenly distributed.
         show: converts a latent or pixels `[C, T, H, W]` to a frame `[C, H, W]`.
         require_checksums: samples without checksums count as damaged, as in `EnergonData`.
-
-    Raises:
-        DataError: no sample can be read.
     """
     from energon_data.cookers import cook_clip  # imports Energon
 
@@ -213,12 +200,7 @@ LENGTH_SETTINGS = ("max_tokens_per_pack", "max_tokens_per_sample", "pack_cost_to
 def expected_drops(
     info: SplitInfo, spec: BatchSpec, options: "EncoderOptions", settings: Mapping[str, Any]
 ) -> list[str]:
-    """Describe the samples that settings will drop, one line per reason and kind; reads some samples.
-
-    Args:
-        options: encoder options built from the settings.
-        settings: settings of `EnergonData`, by name.
-    """
+    """Describe the samples that settings will drop, one line per reason and kind; reads some samples."""
     most = options.filters.max_tokens
     if not options.filters.limits and most is None:
         return []
@@ -278,8 +260,6 @@ class Packing:
     """Filling of packs of a given length.
 
     Attributes:
-        packs: number of packs.
-        samples: number of samples in them.
         real: share of their tokens that belong to samples, without padding.
         too_long: share of the samples that do not fit into a pack.
     """
@@ -291,17 +271,7 @@ class Packing:
 
 
 def expected_packing(lengths: Sequence[int], capacity: int, *, buffer: int, multiple_of: int = 1) -> Packing:
-    """Pack samples as the loader does, buffer by buffer; samples are repeated if they do not fill a buffer.
-
-    Args:
-        lengths: tokens of each sample, in the order of the data.
-        capacity: `data.max_tokens_per_pack`.
-        buffer: `data.packing_buffer_size`.
-        multiple_of: `data.pack_multiple_of`.
-
-    Raises:
-        DataError: no sample fits.
-    """
+    """Pack samples as the loader does, buffer by buffer; samples are repeated if they do not fill a buffer."""
     fitting = [n for n in lengths if padded_length(n, multiple_of) <= capacity]
     if not fitting:
         raise DataError(

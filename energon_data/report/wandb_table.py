@@ -15,16 +15,11 @@ def log_table(surveys: Sequence[Survey], project: str, patch: Sequence[int], fol
     """Log a run with the table `samples`, and counts of each data set in its summary.
 
     Args:
-        project: project of the run.
-        patch: sides in time, height and width, for tokens.
         folder: where the run is recorded; it stays there without a key or a network (`WANDB_MODE` has its usual
             effect).
 
     Returns:
         The URL of the run's page, or its folder if it was recorded offline.
-
-    Raises:
-        ConfigError: wandb is not installed, or cannot start a run.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for kind in ("DATA", "CACHE", "CONFIG"):  # by default in the home directory

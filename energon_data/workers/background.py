@@ -40,11 +40,6 @@ WORKERS = multiprocessing.get_context("forkserver")
 WORKERS.set_forkserver_preload(["energon_data.workers.preload"])
 
 
-def read_ahead(open_source: Callable[[], Source], name: str) -> Source:
-    """Return a stream that a worker process reads (on Linux) or this process; arguments as in `BackgroundSource`."""
-    return BackgroundSource(open_source, name) if sys.platform == "linux" else open_source()
-
-
 class BackgroundSource:
     """A stream that a worker process reads.
 
@@ -54,7 +49,6 @@ class BackgroundSource:
     Args:
         open_source: opens the stream, in this process and, pickled, in the worker; the stream must give the same items
             in both.
-        name: name of the stream, for messages.
     """
 
     def __init__(self, open_source: Callable[[], Source], name: str) -> None:

@@ -8,16 +8,8 @@ A message is a pickle of protocol 5 and, outside of it, the values of its tensor
 (`memfd`), which has no name, is not limited by the size of /dev/shm, and is freed with the last view of it: a killed
 process leaves nothing behind.
 
-CPU milliseconds for a message of 6 tensors (medians of interleaved runs on one machine):
-
-                                                       5 MB: training   worker   21 MB: training   worker
-    memory files                                                  1.8      2.2               7.8      8.0
-    torch's shared tensors (`torch.multiprocessing`)              2.1      3.9               7.7     12.7
-    a pipe                                                        2.0      1.4              14.4     15.3
-
-"training" includes one copy of the tensors. torch needs an open file and space in /dev/shm for every tensor; a pipe has
-no room for messages that are ahead. Memory that is reused once all views of it are freed took 0.7 and 3.5 ms in
-training, 1.5 and 5.7 in the worker, for twice the code; a step on a GPU takes some hundred milliseconds.
+For 21 MB, this takes two thirds of the worker's CPU time of torch's shared tensors, which also need an open file and
+space in /dev/shm for every tensor, and half the time of a pipe, which has no room for messages that are ahead.
 """
 
 import io

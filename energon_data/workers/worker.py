@@ -35,10 +35,7 @@ def work(
     """Main function of a worker; returns when the stream ends or the training process closes the connection.
 
     Args:
-        open_source: opens the stream.
-        position: position to continue from.
         position_every: number of items between two positions.
-        ahead: limits of items made ahead of training.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, RUN_SIGNALS)  # the training process decides when its workers exit
     Thread(target=_exit_with_training, args=(connection,), daemon=True).start()

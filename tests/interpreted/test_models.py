@@ -10,7 +10,9 @@ from benchmarks.parallel_world import run_world
 from dit.kernels.recompute import recompute_activations
 from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
+from dit.models.lumina2.config import Lumina2Config
 from dit.models.stdit.config import STDiTConfig
+from dit.models.z_image.config import ZImageConfig
 from dit.parallel.build import build_model
 from dit.parallel.dims import ParallelConfig
 from dit.settings import TrainingConfig
@@ -19,10 +21,16 @@ from tests.support.reference import LiveBytes, assert_equal_training
 from tests.unit.kernels.test_recompute import MODELS, TEXT, a_pack
 
 ROTARY = {"position_embedding": "rope_3d", "qk_layernorm": True}
+SANDWICH = {
+    **{"hidden_size": 32, "num_attention_heads": 4, "num_joint_layers": 1, "num_single_layers": 1, "in_channels": 4},
+    **{"context_size": 12, "ffn_hidden_size": 48, "rope_axes": [2, 4, 2]},
+}
 MORE = [
     DiTConfig(hidden_size=32, num_layers=2, num_attention_heads=4, num_classes=5, **ROTARY),
     DiTCrossConfig(**TEXT, **ROTARY, add_bias=True, num_query_groups=2),
     STDiTConfig(**TEXT),
+    Lumina2Config(**SANDWICH, num_query_groups=2),
+    ZImageConfig(**SANDWICH),
 ]
 SUM_RTOL = 2e-5  # float32 sums in another order, through two layers, of each parameter's whole gradient
 QUICK = replace(MODELS[0], num_layers=1)

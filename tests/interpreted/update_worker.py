@@ -12,8 +12,8 @@ def train(case: dict) -> dict:
     """Train with eager layers, and the update that the case names; report the state, and the model's own weights."""
     run = start(case)
     state, config = run.state, run.config
-    target, clip = target_of(config.model, config.training.precision), config.optimizer.clip_grad
-    state.update = build_update(state.optimizer, state.shards, state.ema, clip, target, case["kernels"])
+    target, built = target_of(config.model, config.training.precision), (state.optimizer, state.shards, state.ema)
+    state.update = build_update(*built, config.optimizer, run.groups, target, case["kernels"])
     loss_sums = torch.zeros(2)
     resumed_at = state.step
     norms = [run.step(loss_sums) for _ in range(case["steps"])]

@@ -57,6 +57,8 @@ LEARNED = {**ROTARY, "max_grid": [128, 120, 120]}  # rotary positions want the t
 EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 2.0}
 TOP_K = {**EXPERTS, "moe_router": "top_k"}
 TWO_PAIRS = {"num_attention_heads": 2, "rope_axes": [4, 4, 4, 4]}
+JOINT = {"block": "adaln_zero", "num_query_groups": None}
+UNPADDED = {"block": "adaln_zero", "modulation_silu": True, "learned_padding": 1}
 SD3_ROTARY = {**ROTARY, "position_crop": None, "rope_axes": [2, 2, 4]}
 GIVEN: dict[str, dict[str, Any]] = {
     "class_dropout": CLASSES,
@@ -105,6 +107,12 @@ OTHER: dict[str, Any] = {
     "time_frequency_shift": 1,
     "adaln_lora_rank": 4,
     "guidance": 3.5,
+    "block": lambda value: "adaln_zero" if value == "sandwich" else "sandwich",
+    "condition_limit": 16,
+    "reversed_time": lambda value: not value,
+    "time_hidden_size": 24,
+    "modulation_silu": lambda value: not value,
+    "learned_padding": lambda value: 8 if value == 1 else 1,
     "position_embedding": "sincos_3d",
     "rope_theta": 50.0,
     "rope_scaling": "linear",
@@ -175,6 +183,7 @@ BACKBONES = {
         recipe="flux_12b",
         quick=("fsdp2_bf16",),
         other={"rope_factors": [1.0, 4.0, 1.0]},  # one pair of features turns with t, which ntk never slows
+        refused=("num_query_groups", "modulation_silu", "learned_padding"),
         also={
             "hidden_size": {"rope_axes": [4, 8, 4]},
             "num_attention_heads": {"rope_axes": [4, 8, 4]},
@@ -194,7 +203,14 @@ BACKBONES = {
         given={name: TWO_PAIRS for name in ("rope_theta", "rope_factors")}
         | {"rope_scaling": {**TWO_PAIRS, "rope_factors": [2.0, 3.0, 2.0]}}
         | {"position_crop": {"position_embedding": "sincos_2d", "rope_axes": [32, 32, 32, 32]}},
-        refused=("num_dual_layers", "text_output"),  # its blocks share modulations
+        refused=(
+            "num_dual_layers",
+            "text_output",
+            "block",
+            "num_query_groups",
+            "modulation_silu",
+            "learned_padding",
+        ),  # its blocks share modulations
         also={
             "hidden_size": {"rope_axes": [4, 4, 4, 4]},
             "num_attention_heads": {"rope_axes": [4, 4, 4, 4]},
@@ -208,6 +224,7 @@ BACKBONES = {
         recipe="qwen_image_1024",
         quick=("pp2",),
         other={"rope_factors": [1.0, 4.0, 1.0]},
+        refused=("num_query_groups", "modulation_silu", "learned_padding", "block"),  # without single blocks
         also={
             "hidden_size": {"rope_axes": [4, 8, 4]},
             "num_attention_heads": {"rope_axes": [4, 8, 4]},
@@ -221,6 +238,7 @@ BACKBONES = {
         recipe="sd3_5_medium_1024",
         quick=("tp2_sp",),
         other={"rope_factors": [1.0, 1.0, 4.0]},
+        refused=("num_query_groups", "modulation_silu", "learned_padding", "block"),
         # Single blocks read the text of the last joint block; a shared modulation excludes parts of single blocks.
         given={
             "num_single_layers": {"text_output": True},
@@ -231,6 +249,48 @@ BACKBONES = {
         },
         text_tokens=1,
         idle=r"layers\.1\.text\.q_layernorm\..*",  # of the last block, in which nothing reads the text's queries
+    ),
+    "sana": Row(
+        recipe="tiny_sana",
+        quick=("tp2_sp", "cp2"),
+        other={"num_cross_attention_heads": 4, "position_embedding": "sincos_2d"},
+        refused=("num_query_groups", "rope_theta", "rope_factors", "rope_scaling"),
+        given={"rope_theta": {}, "rope_factors": {}, "rope_scaling": {}},
+    ),
+    "lumina2": Row(
+        recipe="lumina2_1024",
+        quick=("cp2", "tp2_sp", "pp2"),
+        other={"rope_factors": [1.0, 4.0, 1.0], "text_positions": "after_image"},
+        given={
+            "num_dual_layers": JOINT,
+            "shared_modulation": JOINT,
+            "text_output": {**JOINT, "num_single_layers": 0},
+            "position_crop": {"position_embedding": "sincos_2d", "rope_axes": [32, 32, 32]},
+        },
+        also={
+            "block": {"num_query_groups": None},
+            "hidden_size": {"rope_axes": [4, 8, 4]},
+            "num_attention_heads": {"rope_axes": [4, 8, 4]},
+            "position_embedding": {"rope_axes": [32, 32, 32]},
+        },
+        text_tokens=1,
+    ),
+    "z_image": Row(
+        recipe="z_image_1024",
+        quick=("cp2", "tp2_sp", "pp2"),
+        other={"rope_factors": [1.0, 4.0, 1.0], "text_positions": "after_image"},
+        given={
+            **dict.fromkeys(("num_dual_layers", "shared_modulation"), UNPADDED),
+            "text_output": {**UNPADDED, "num_single_layers": 0},
+            "position_crop": {"position_embedding": "sincos_2d", "rope_axes": [32, 48, 48]},
+            "block": {"modulation_silu": True, "learned_padding": 1},
+        },
+        also={
+            "hidden_size": {"rope_axes": [4, 8, 4]},
+            "num_attention_heads": {"rope_axes": [4, 8, 4]},
+            "position_embedding": {"rope_axes": [32, 48, 48]},
+        },
+        text_tokens=1,
     ),
     "wan": Row(recipe="wan_14b_mock"),
     "ddpm_unet": Row(

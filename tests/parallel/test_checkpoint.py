@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from benchmarks.parallel_world import run_world
-from dit.checkpoint.boxes import Part
+from dit.boxes import Part
 from dit.checkpoint.sharded_state import MIN_SHARE_ELEMENTS, share_of_copy
 from dit.checkpoint.state_files import checkpoint_bytes
 from dit.errors import DataError

@@ -34,6 +34,15 @@ MODELS = {
         **{"backbone": "sd3", "num_joint_layers": 4, "num_dual_layers": 2, "pooled_size": 6, "position_crop": [24, 8]},
         "qk_layernorm": False,
     },
+    "lumina2": {
+        **{"backbone": "lumina2", "num_joint_layers": 2, "num_single_layers": 2, "ffn_hidden_size": 48},
+        **{"rope_axes": [2, 4, 2], "num_query_groups": 2},
+    },
+    # Multiples of 8 tokens: some images have learned tokens, others have none.
+    "z_image": {
+        **{"backbone": "z_image", "num_joint_layers": 2, "num_single_layers": 2, "ffn_hidden_size": 48},
+        **{"rope_axes": [2, 4, 2], "learned_padding": 8},
+    },
     "wan": {"backbone": "wan", "ffn_hidden_size": 48},
 }
 
@@ -68,7 +77,8 @@ FLUX_ALONE = {
     "pp4": ({"pipeline_model_parallel_size": 4}, PACKED),
     "pp2_tp2_sp": ({"pipeline_model_parallel_size": 2, **SP}, PACKED),
 }
-# FLUX's relatives: the shared modulations on every stage, other positions on every rank; `tests/laws` has two ranks.
+# FLUX's relatives: the shared modulations on every stage, refiners, other positions on every rank; `tests/laws` has
+# two ranks.
 RELATIVES = {
     2: {
         "tp2": (TP, PACKED),
@@ -82,7 +92,7 @@ RELATIVES = {
 
 
 def layouts_of(model: str, ranks: int) -> dict:
-    if model in ("flux2", "qwen_image", "sd3"):
+    if model in ("flux2", "qwen_image", "sd3", "lumina2", "z_image"):
         return RELATIVES[ranks]
     return {**LAYOUTS[ranks], **(FLUX_ALONE if (model, ranks) == ("flux", 4) else {})}
 

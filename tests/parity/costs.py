@@ -18,14 +18,17 @@ from dit.models.flux.config import FluxConfig
 from dit.models.flux2.config import Flux2Config
 from dit.models.imagen_config import ImagenConfig
 from dit.models.ldm_unet.config import LDMUNetConfig
+from dit.models.lumina2.config import Lumina2Config
 from dit.models.moviegen.config import MovieGenConfig
 from dit.models.qwen_image.config import QwenImageConfig
+from dit.models.sana.config import SanaConfig
 from dit.models.sd3.config import SD3Config
 from dit.models.stdit.config import STDiTConfig
 from dit.models.streams.config import StreamsConfig
 from dit.models.transformer_config import CONDITION_FEATURES
 from dit.models.unet.config import UNetConfig
 from dit.models.wan.config import WanConfig
+from dit.models.z_image.config import ZImageConfig
 
 
 def num_parameters(config: ModelConfig) -> int:
@@ -217,6 +220,23 @@ def _wan(c: WanConfig, layout: SequenceLayout, texts: SequenceLayout, padding: b
     return once + rows * h * (c.token_channels + c.output_features) + c.num_layers * layer
 
 
+def _sana_weights(c: SanaConfig) -> int:
+    h, f, text, norms = c.hidden_size, c.ffn_size, c.context_size or 0, 2 * c.hidden_size * c.qk_layernorm
+    layer = 6 * h + 3 * h * h + 5 * (h + 1) * h + 2 * norms + (h + 1) * 2 * f + 10 * 2 * f + f * h
+    ends = (c.token_channels + 1) * h + 2 * h + (h + 1) * c.output_features
+    return ends + _conditioner_weights(c) + (text + 1) * h + (h + 1) * h + h + 6 * h * (h + 1) + c.num_layers * layer
+
+
+def _sana(c: SanaConfig, layout: SequenceLayout, texts: SequenceLayout, padding: bool) -> int:
+    """The convolution has 9 taps, and a head the products of H x (H + 1) numbers twice, both only for real tokens."""
+    h, f, rows, text_rows = c.hidden_size, c.ffn_size, _rows(layout, padding), _rows(texts, padding)
+    pairs = sum(n * k for n, k in zip(layout.lengths, texts.lengths, strict=True))
+    per_token = 2 * h * (c.head_size + 1) + 9 * 2 * f
+    layer = rows * (6 * h * h + 3 * h * f) + layout.valid_tokens * per_token + 2 * h * (text_rows * h + pairs)
+    once = layout.num_samples * (_conditioner(c) + 6 * h * h) + text_rows * ((c.context_size or 0) + h) * h
+    return once + rows * h * (c.token_channels + c.output_features) + c.num_layers * layer
+
+
 def _streams_matrices(c: StreamsConfig) -> tuple[int, int]:
     """Return the weights that every row meets in one stream of a joint block, and in a single-stream block."""
     h, f, inner = c.hidden_size, c.ffn_size, c.ffn_size * (2 if c.activation == "swiglu" else 1)
@@ -229,6 +249,49 @@ def _streams_modulations(c: StreamsConfig) -> int:
     if c.shared_modulation:
         return 12 * min(joint, 1) + 3 * min(single, 1)
     return 12 * joint + 3 * single + 3 * c.num_dual_layers - (0 if c.text_output else 4)
+
+
+def _sandwich(c: StreamsConfig, modulated: bool) -> tuple[int, int]:
+    """Return the weights that every row of a sandwich block meets, and its further parameters."""
+    h, kv, f, bias = c.hidden_size, _kv_size(c), c.ffn_size, int(c.add_bias)
+    inner = f * (2 if c.activation == "swiglu" else 1)
+    norms = 4 * h + 2 * c.head_size * c.qk_layernorm
+    modulation = 4 * h * (c.condition_width + 1) if modulated else 0
+    return 2 * h * (h + kv) + h * (inner + f), norms + bias * (3 * h + 2 * kv + inner) + modulation
+
+
+def _sandwich_ends(c: StreamsConfig) -> tuple[int, int, int]:
+    """Return the weights that an image row, a text row and a sample meet outside the blocks."""
+    h, width = c.hidden_size, c.condition_width
+    inner = c.time_hidden_size or width
+    per_sample = CONDITION_FEATURES * inner + inner * width + width * h
+    return c.token_channels * h + h * c.output_features, (c.context_size or 0) * h + h * c.output_features, per_sample
+
+
+def _sandwich_weights(c: StreamsConfig) -> int:
+    h, text, (embed, embed_text, sample) = c.hidden_size, c.context_size or 0, _sandwich_ends(c)
+    ends = embed + embed_text - h * c.output_features + sample
+    ends += 3 * h + c.condition_width + (c.time_hidden_size or c.condition_width) + c.output_features
+    ends += 2 * text + 2 * h * (c.learned_padding > 1)  # norm of the text and null token, learned padding
+    with_modulation, without = sum(_sandwich(c, True)), sum(_sandwich(c, False))
+    return ends + c.num_joint_layers * (with_modulation + without) + c.num_single_layers * with_modulation
+
+
+def _sandwich_model(c: StreamsConfig, layout: SequenceLayout, texts: SequenceLayout, padding: bool) -> int:
+    h, real_rows = c.hidden_size, _rows(layout, padding)
+    images, captions = ([n + -n % c.learned_padding for n in x.lengths] for x in (layout, texts))
+    rows, text_rows = (
+        sum(long) - sum(x.lengths) + _rows(x, padding) for long, x in ((images, layout), (captions, texts))
+    )
+    squares = [sum(n**2 for n in lengths) for lengths in (images, captions)]
+    joint = sum((n + k) ** 2 for n, k in zip(images, captions, strict=True))
+    matrices, (embed, embed_text, sample) = _sandwich(c, True)[0], _sandwich_ends(c)
+    pairs = c.num_joint_layers * sum(squares) + c.num_single_layers * joint
+    modulated = c.num_joint_layers + c.num_single_layers
+    per_sample = sample + modulated * 4 * h * c.condition_width
+    blocks = c.num_layers * (rows + text_rows) * matrices + 2 * pairs * h
+    embedded = real_rows * embed + (rows - real_rows) * h * c.output_features + text_rows * embed_text
+    return blocks + embedded + layout.num_samples * per_sample
 
 
 def _streams_conditioner(c: StreamsConfig) -> int:
@@ -431,7 +494,9 @@ PARAMETERS: dict[type, Any] = {
     DiTCrossConfig: _dit_cross_weights,
     EfficientUNetConfig: _efficient_unet_weights,
     **dict.fromkeys((FluxConfig, Flux2Config, QwenImageConfig, SD3Config), _streams_weights),
+    **dict.fromkeys((Lumina2Config, ZImageConfig), _sandwich_weights),
     MovieGenConfig: _moviegen_weights,
+    SanaConfig: _sana_weights,
     STDiTConfig: _stdit_weights,
     UNetConfig: _unet_weights,
     WanConfig: _wan_weights,
@@ -440,7 +505,9 @@ MULTIPLY_ADDS: dict[type, Any] = {
     DiTConfig: _dit,
     DiTCrossConfig: _dit_cross,
     **dict.fromkeys((FluxConfig, Flux2Config, QwenImageConfig, SD3Config), _streams),
+    **dict.fromkeys((Lumina2Config, ZImageConfig), _sandwich_model),
     MovieGenConfig: _moviegen,
+    SanaConfig: _sana,
     STDiTConfig: _stdit,
     WanConfig: _wan,
 }

@@ -1,4 +1,4 @@
-"""FLUX.2, Qwen-Image and Stable Diffusion 3 to and from diffusers.
+"""FLUX.2, Qwen-Image, Stable Diffusion 3, Lumina 2 and Z-Image to and from diffusers.
 
 Equal outputs and gradients, exact round trips, published sizes.
 """
@@ -8,16 +8,26 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import Flux2Transformer2DModel, QwenImageTransformer2DModel, SD3Transformer2DModel
+from diffusers import (
+    Flux2Transformer2DModel,
+    Lumina2Transformer2DModel,
+    QwenImageTransformer2DModel,
+    SD3Transformer2DModel,
+    ZImageTransformer2DModel,
+)
 from torch import Tensor
 
 from dit.batch import PackedBatch
 from dit.conditions import per_sample
 from dit.convert.diffusers_flux2 import DiffusersFlux2
 from dit.convert.diffusers_format import DiffusersFormat
+from dit.convert.diffusers_lumina2 import DiffusersLumina2
 from dit.convert.diffusers_qwen_image import DiffusersQwenImage
+from dit.convert.diffusers_sampling import how_to_sample
 from dit.convert.diffusers_sd3 import DiffusersSD3
+from dit.convert.diffusers_z_image import DiffusersZImage
 from dit.errors import ConfigError
+from dit.layout import SequenceLayout
 from dit.models.streams.config import StreamsConfig
 from dit.monitoring.flops import PackFlops
 from dit.parallel.build import count_parameters, parameter_shapes
@@ -45,6 +55,14 @@ SD3: dict[str, Any] = {
     **{**COMMON, "num_layers": 3, "in_channels": 4, "out_channels": 4, "caption_projection_dim": 48},
     **{"pooled_projection_dim": 12, "sample_size": 16, "pos_embed_max_size": 24},
 }
+LUMINA2: dict[str, Any] = {
+    **{"hidden_size": 64, "num_layers": 2, "num_refiner_layers": 2, "num_attention_heads": 4, "num_kv_heads": 2},
+    **{"in_channels": 4, "axes_dim_rope": (4, 8, 4), "cap_feat_dim": 20},
+}
+Z_IMAGE: dict[str, Any] = {
+    **{"dim": 48, "n_layers": 2, "n_refiner_layers": 2, "n_heads": 3, "n_kv_heads": 3, "in_channels": 4},
+    **{"axes_dims": (4, 8, 4), "cap_feat_dim": 20, "t_scale": 10.0},
+}
 FAMILIES = {
     "flux2_dev": Family(DiffusersFlux2(), Flux2Transformer2DModel, {**FLUX2, "mlp_ratio": 2.0}),
     "flux2_klein": Family(DiffusersFlux2(), Flux2Transformer2DModel, {**FLUX2, "guidance_embeds": False}),
@@ -53,6 +71,8 @@ FAMILIES = {
         QwenImageTransformer2DModel,
         {**COMMON, "in_channels": 16, "out_channels": 4, "axes_dims_rope": (4, 6, 6)},
     ),
+    "lumina2": Family(DiffusersLumina2(), Lumina2Transformer2DModel, LUMINA2),
+    "z_image": Family(DiffusersZImage(), ZImageTransformer2DModel, Z_IMAGE),
     "sd3": Family(DiffusersSD3(), SD3Transformer2DModel, {**SD3, "patch_size": 1}),
     "sd3.5_medium": Family(
         DiffusersSD3(), SD3Transformer2DModel, {**SD3, "qk_norm": "rms_norm", "dual_attention_layers": (0, 1)}
@@ -123,6 +143,28 @@ def test_a_pack_of_two_sizes_is_two_calls_of_diffusers(build_model: BuildModel, 
         assert relative_error(unpatchify(out_TC, batch.grids[i], 1, model.patch_spatial), exact[0]) <= RTOL
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("sides", [((8, 16), (10, 6)), ((8, 16), (16, 8))], ids=["one", "none"])
+def test_samples_of_a_pack_may_have_no_learned_tokens(build_model: BuildModel, sides: Any) -> None:
+    """An image of 32 tokens of Z-Image, and one of 15 or 32."""
+    _, model, weights = import_random(FAMILIES["z_image"])
+    latents, texts = [torch.randn(4, 1, h, w) for h, w in sides], [torch.randn(32, 20), torch.randn(3, 20)]
+    network, times = load(build_model(model), weights), torch.tensor([0.25, 0.75])
+    batch = packed(model, latents, texts)
+    parts = network(batch.latents_TC, times, batch).split(list(batch.layout.lengths))
+    for i, part_TC in enumerate(parts):
+        single = packed(model, latents[i : i + 1], texts[i : i + 1])
+        assert relative_error(part_TC, network(single.latents_TC, times[i : i + 1], single)) <= RTOL
+
+
+def test_the_page_of_an_export_says_what_the_network_takes_and_predicts() -> None:
+    for name, line in {
+        "sd3": "the network gets 1000 t as its timestep and predicts the velocity noise - x0",
+        "z_image": "the network gets 1 - t as its timestep and predicts minus the velocity noise - x0",
+    }.items():
+        assert line in how_to_sample(FAMILIES[name].form.read_settings(FAMILIES[name].settings))
+
+
 def test_the_config_survives_a_round_trip(family: Family) -> None:
     theirs = family.theirs(**family.settings).config
     imported = family.form.read_settings(theirs)
@@ -140,6 +182,15 @@ def test_flops_and_parameters_are_those_of_the_formulas(family: Family) -> None:
     shape = (batch.layout, batch.grids, batch.conditions["context"].layout)
     assert PackFlops(model).forward(*shape, convention="hardware") == forward_flops(model, *shape, padding=True)
     assert count_parameters(model) == num_parameters(model)
+
+
+def test_flops_of_extended_samples_do_not_follow_from_shorter_ones() -> None:
+    """Texts of 33 to 40 tokens cost the same; one of 65 tokens costs more."""
+    model = DiffusersZImage().read_settings(Z_IMAGE).model
+    counted = PackFlops(model)
+    for grid, text in [((1, 8, 8), n) for n in range(33, 41)] + [((1, 8, 8), 65), ((1, 5, 7), 70)]:
+        shape = SequenceLayout.from_lengths([grid[1] * grid[2]]), [grid], SequenceLayout.from_lengths([text])
+        assert counted.forward(*shape) == forward_flops(model, *shape), (grid, text)
 
 
 SD3_LARGE: dict[str, Any] = {
@@ -164,6 +215,8 @@ PUBLISHED = {
         3.88,
     ),
     "Qwen-Image": (DiffusersQwenImage(), QwenImageTransformer2DModel, {}, 20.43),
+    "Lumina-Image 2.0": (DiffusersLumina2(), Lumina2Transformer2DModel, {"cap_feat_dim": 2304}, 2.61),
+    "Z-Image": (DiffusersZImage(), ZImageTransformer2DModel, {}, 6.15),
     "Stable Diffusion 3.5 large": (DiffusersSD3(), SD3Transformer2DModel, SD3_LARGE, 8.06),
     "Stable Diffusion 3.5 medium": (
         DiffusersSD3(),

@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "dit.resize": set(),
     "dit.extensions": {"dit.errors", "dit.safe_files"},
     "dit.settings": {"dit.errors", "dit.ranges"},
+    "dit.boxes": set(),
     "dit.layout": {"dit.errors"},
     "dit.joint_layout": {"dit.layout"},
     "dit.levels": {"dit.errors", "dit.layout", "dit.patchify"},
@@ -66,6 +67,7 @@ MAY_IMPORT = {
     },
     "dit.optimizer": {
         "dit.errors",
+        "dit.boxes",
         "dit.patches",
         "dit.ranges",
         "dit.settings",
@@ -88,7 +90,7 @@ MAY_IMPORT = {
         "dit.ranges",
         "dit.condition_table",
         "dit.safe_files",
-        "dit.pipeline_folder",
+        *("dit.pipeline_folder", "dit.durable_files"),
         "dit.layout",
         "dit.batch",
         "dit.patchify",
@@ -97,7 +99,7 @@ MAY_IMPORT = {
         "dit.models",
     },
     "dit.checkpoint": {
-        *("dit.auxiliary", "dit.errors", "dit.ranges", "dit.settings"),
+        *("dit.auxiliary", "dit.errors", "dit.ranges", "dit.settings", "dit.boxes"),
         *("dit.durable_files", "dit.safe_files", "dit.config_record"),
         *("dit.data_api", "dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.run_config"),
         *("dit.convert", "dit.terminal", "dit.child_processes", "dit.pipeline_folder", "dit.hub"),
@@ -135,6 +137,7 @@ MAY_IMPORT = {
         *("dit.patchify", "dit.layout", "dit.conditions", "dit.convert"),
     },
     "dit.planner": {
+        *("dit.durable_files", "dit.safe_files"),
         *(
             "dit.errors",
             "dit.patches",

@@ -6,6 +6,7 @@ import torch
 from diffusers.models.modeling_utils import ModelMixin
 from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
 from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
+from diffusers.models.transformers.sana_transformer import SanaTransformer2DModel
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
@@ -33,6 +34,18 @@ SD3 = {
 NETWORKS = {
     "flux": lambda: FluxTransformer2DModel(
         **FLUX, joint_attention_dim=20, pooled_projection_dim=12, axes_dims_rope=(4, 6, 6), guidance_embeds=True
+    ),
+    "sana": lambda: SanaTransformer2DModel(
+        num_attention_heads=4,
+        attention_head_dim=12,
+        num_cross_attention_heads=2,
+        cross_attention_head_dim=24,
+        cross_attention_dim=48,
+        in_channels=4,
+        out_channels=4,
+        caption_channels=20,
+        num_layers=2,
+        sample_size=8,
     ),
     "wan": lambda: WanTransformer3DModel(
         num_attention_heads=4,

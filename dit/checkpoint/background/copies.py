@@ -39,9 +39,6 @@ class Copies:
     """Copies of one run's checkpoints.
 
     Args:
-        root: folder of the checkpoints.
-        config: with `copy_to`, retention and time-out.
-        owner: the run.
         report_failure: called with step and error of a copy that failed.
 
     Attributes:

@@ -4,9 +4,8 @@ They start in milliseconds without torch, may be killed at any time, and block s
 sends to all processes of a run. They are started with `subprocess`: `multiprocessing` would import the main module, and
 at exit wait for a child that is blocked on a disk.
 
-The alternative, torch's `async_save` in a process, blocks training 1.7 times as long and takes 2.2 times the CPU time
-of the training process (`python -m benchmarks.checkpoint --dcp-process`, one rank, 0.23 GiB). Its processes join the
-parts of the ranks by collectives, which wait for a rank that died, and a signal to all processes of a run ends them.
+torch's `async_save` blocks training 1.7 times as long (`python -m benchmarks.checkpoint --dcp-process`). Its processes
+join the parts of the ranks by collectives, which wait for a rank that died.
 """
 
 import json
@@ -30,7 +29,6 @@ class BackgroundProcess:
 
     Args:
         module: module to run; it calls `connection_and_settings`, then `serve`.
-        settings: arguments for it, plain JSON.
         inherited: file descriptors that it inherits.
         purpose: name of the process in messages, such as `writer process on rank 0`.
     """
@@ -58,22 +56,14 @@ class BackgroundProcess:
         return self.process.poll() is None
 
     def request(self, request: Mapping[str, Any]) -> None:
-        """Send a request; does not wait.
-
-        Raises:
-            CheckpointError: the process is gone.
-        """
+        """Send a request; does not wait."""
         try:
             self._control.sendall(json.dumps(request).encode() + b"\n")
         except OSError as error:
             raise CheckpointError(self.ended()) from error
 
     def replies(self) -> list[dict[str, Any]]:
-        """Return the replies received so far; does not wait.
-
-        Raises:
-            CheckpointError: the process is gone, and there is no reply left.
-        """
+        """Return the replies received so far; does not wait."""
         gone = False
         while not gone:
             try:

@@ -66,7 +66,6 @@ class Copy:
 
     Attributes:
         digest: SHA-256 of its manifest.
-        held_out_loss: see `Manifest`.
     """
 
     digest: str
@@ -81,11 +80,7 @@ class Copy:
 class RemoteStore:
     """The copies of one run. Only one process at a time may write; any process may read.
 
-    Args:
-        address: address of the folder of the copies.
-
-    Raises:
-        CheckpointError: there is no client for the protocol.
+    Methods raise `CheckpointError` if the store cannot be read or written.
     """
 
     def __init__(self, address: str) -> None:
@@ -110,9 +105,6 @@ class RemoteStore:
         """Return the run that the address belongs to; None if the address is empty.
 
         Earlier versions wrote no owner; their copies belong to the run in the newest manifest.
-
-        Raises:
-            CheckpointError: the store cannot be read, or its records are damaged.
         """
         with suppress(FileNotFoundError):
             entry = self._record(OWNER)
@@ -138,11 +130,7 @@ class RemoteStore:
         self._try(lambda: self._files.pipe_file(f"{self._root}/{OWNER}", text))
 
     def claim(self, owner: Owner) -> None:
-        """Check that the address belongs to a run, and write its settings if they differ; call this before each change.
-
-        Raises:
-            CheckpointError: it belongs to another run, or the store cannot be read or written.
-        """
+        """Check that the address belongs to a run, and update its settings; call this before each change."""
         present = self.owner()
         if present is not None and present.run != owner.run:
             raise CheckpointError(
@@ -153,11 +141,7 @@ class RemoteStore:
             self.put_owner(owner)
 
     def steps(self) -> list[int]:
-        """Return the steps of all copies, including incomplete ones, ascending.
-
-        Raises:
-            CheckpointError: the store cannot be read.
-        """
+        """Return the steps of all copies, including incomplete ones, ascending."""
         try:
             names = self._try(lambda: self._files.ls(self._root, detail=False, refresh=True))
         except FileNotFoundError:
@@ -166,11 +150,7 @@ class RemoteStore:
         return sorted(step for step in steps if step is not None)
 
     def manifests(self, after: int = -1) -> Iterator[Manifest]:
-        """Read the manifests of complete copies of steps after `after`, newest first, one request per manifest.
-
-        Raises:
-            CheckpointError: the store cannot be read.
-        """
+        """Read the manifests of complete copies of steps after `after`, newest first, one request per manifest."""
         for step in reversed(self.steps()):
             if step <= after:
                 return
@@ -179,11 +159,7 @@ class RemoteStore:
                 yield manifest
 
     def manifest(self, step: int) -> Optional[Manifest]:
-        """Read the manifest of a copy; None if the copy is incomplete or, with a warning, if its manifest is damaged.
-
-        Raises:
-            CheckpointError: the store cannot be read.
-        """
+        """Read the manifest of a copy; None if the copy is incomplete or (with a warning) damaged."""
         try:
             manifest = Manifest.from_text(self._try(partial(self._read, self._path(step, MANIFEST))).decode())
         except FileNotFoundError:
@@ -194,11 +170,7 @@ class RemoteStore:
         return manifest if manifest.step == step else None
 
     def copies(self) -> dict[int, Optional[Copy]]:
-        """Return all copies by step, None for incomplete or damaged ones; reads only manifests without an index entry.
-
-        Raises:
-            CheckpointError: the store cannot be read.
-        """
+        """Return all copies by step, None for unusable ones; reads only manifests without an index entry."""
         index, objects = self._read_index(), dict[int, set[str]]()
         for path in self._sizes():
             folder, _, name = path.partition("/")
@@ -222,19 +194,11 @@ class RemoteStore:
         return {}
 
     def mark_damaged(self, step: int, reason: str) -> None:
-        """Mark a copy as damaged; the next copy of this step replaces all its files.
-
-        Raises:
-            CheckpointError: the store cannot be written.
-        """
+        """Mark a copy as damaged; the next copy of this step replaces all its files."""
         self._try(lambda: self._files.pipe_file(self._path(step, DAMAGED), reason.encode()))
 
     def put_index(self, copies: Mapping[int, Copy]) -> None:
-        """Write the index if it differs from the one that was read or written last.
-
-        Raises:
-            CheckpointError: the store cannot be written.
-        """
+        """Write the index if it differs from the one that was read or written last."""
         text = strict_json({step: (c.digest, c.held_out_loss) for step, c in sorted(copies.items())}).encode()
         if text != self._index_text:
             self._try(lambda: self._files.pipe_file(f"{self._root}/{INDEX}", text))
@@ -262,9 +226,6 @@ class RemoteStore:
 
         Returns:
             The copy, and the number of copied bytes.
-
-        Raises:
-            CheckpointError: the folder was deleted, changed, or the store cannot be written.
         """
         with being_read(folder):
             text = read_bytes(folder / MANIFEST)
@@ -313,11 +274,7 @@ class RemoteStore:
             self._try(partial(self._files.get_file, self._path(step, name), str(target)))
 
     def delete(self, step: int) -> None:
-        """Delete the copy of `step`, its manifest first, so that an incomplete copy is never used.
-
-        Raises:
-            CheckpointError: the store cannot be written.
-        """
+        """Delete the copy of `step`, its manifest first, so that an incomplete copy is never used."""
         with suppress(FileNotFoundError):
             self._try(lambda: self._files.rm_file(self._path(step, MANIFEST)))
         with suppress(FileNotFoundError):
@@ -377,9 +334,6 @@ def copy_all(store: CheckpointStore, remote: RemoteStore) -> int:
 
     Returns:
         The number of copied bytes.
-
-    Raises:
-        CheckpointError: the store cannot be read or written, or the newest checkpoint cannot be copied.
     """
     present = remote.copies()
     copies = {step: copy for step, copy in present.items() if copy is not None}
@@ -408,10 +362,6 @@ def fetch_newer(store: CheckpointStore, remote: RemoteStore) -> int | None:
 
     Returns:
         Step of the fetched checkpoint; None if there is none.
-
-    Raises:
-        CheckpointError: the remote store cannot be read, or it has copies of which none can be fetched while `store`
-            is empty.
     """
     local, failures = store.complete(), list[str]()
     for manifest in remote.manifests(after=max(local, default=-1)):

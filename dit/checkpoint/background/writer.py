@@ -20,7 +20,6 @@ unless only flushing and publishing is left. The next attempt waits for the run 
 0 inherits (`dit.monitoring.run_lock`).
 """
 
-import hashlib
 import json
 import mmap
 import os
@@ -28,7 +27,6 @@ import select
 import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import accumulate
@@ -36,9 +34,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Optional
 
 from dit.checkpoint.background.process import BackgroundProcess, connection_and_settings, serve
-from dit.checkpoint.manifest import FileRecord
+from dit.checkpoint.manifest import FileRecord, write_hashed
 from dit.checkpoint.store import CheckpointStore
-from dit.durable_files import write_all, write_atomic
+from dit.durable_files import write_atomic
 from dit.errors import CheckpointError
 from dit.safe_files import parse_json, read_bytes
 from dit.settings import CheckpointConfig
@@ -48,7 +46,6 @@ if TYPE_CHECKING:
 
 ORDER = "order"
 CHUNK_BYTES = 4 << 20
-FLUSH_BYTES = 64 * CHUNK_BYTES
 POLL_S = 0.02
 ORPHAN_S = 10.0
 """Time that a writer continues without its training process; `dit.monitoring.run_lock` waits longer."""
@@ -110,9 +107,6 @@ class WriterProcess(BackgroundProcess):
     """A process that writes the files that this rank stages.
 
     Args:
-        root: folder of the checkpoints.
-        rank, world_size: of this process.
-        config: retention rules and time limit.
         lock: file descriptor of the run's lock, which the process inherits; -1 for none.
     """
 
@@ -134,11 +128,7 @@ class WriterProcess(BackgroundProcess):
 
         Args:
             token: token of this save, the same on every rank.
-            files: content by file name.
             meta: metadata for the manifest; None except on rank 0.
-
-        Raises:
-            CheckpointError: there is not enough memory, or the process has exited.
         """
         self._step = step
         content = [*files.values(), [b"" if meta is None else json.dumps(meta).encode()]]
@@ -168,10 +158,6 @@ class Writer:
     """Executes the requests of one training process in order.
 
     Args:
-        control: connection to the training process.
-        memory: file descriptor of the shared memory.
-        root: folder of the checkpoints.
-        rank, world_size: of the training process.
         config: fields of `CheckpointConfig`, for the retention rules and the time limit for the parts of all ranks.
     """
 
@@ -281,30 +267,17 @@ class Writer:
 
     def _write(self, folder: Path, order: dict[str, Any]) -> Iterator[tuple[str, FileRecord]]:
         """Write, hash and flush the files of this rank."""
-        with ThreadPoolExecutor(1) as hashing:  # hashlib and writing release the GIL
-            for name, start, size in order["files"]:
-                path, content = folder / name, self._staged(start, size)
-                if path.parent != folder:  # its absence means that rank 0 has aborted
-                    path.parent.mkdir(exist_ok=True)
-                digest = hashlib.sha256()
-                descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o644)
-                try:
-                    for at in range(0, size, CHUNK_BYTES):
-                        if self._is_abandoned():
-                            raise CheckpointError(f"{path} was not written: the training process is gone")
-                        piece = content[at : at + CHUNK_BYTES]
-                        hashed = hashing.submit(digest.update, piece)
-                        write_all(descriptor, piece)
-                        if (at + CHUNK_BYTES) % FLUSH_BYTES == 0:  # keeps the final flush short
-                            os.fdatasync(descriptor)
-                        hashed.result()
-                    os.fsync(descriptor)
-                except OSError as error:
-                    error.filename = str(path)  # `os.write` does not set it
-                    raise
-                finally:
-                    os.close(descriptor)
-                yield name, FileRecord(size, digest.hexdigest())
+        for name, start, size in order["files"]:
+            path = folder / name
+            if path.parent != folder:  # its absence means that rank 0 has aborted
+                path.parent.mkdir(exist_ok=True)
+            yield name, write_hashed(path, self._pieces(path, self._staged(start, size)))
+
+    def _pieces(self, path: Path, content: memoryview) -> Iterator[memoryview]:
+        for at in range(0, len(content), CHUNK_BYTES):
+            if self._is_abandoned():
+                raise CheckpointError(f"{path} was not written: the training process is gone")
+            yield content[at : at + CHUNK_BYTES]
 
     def _staged(self, start: int, size: int) -> memoryview:
         if self._mapped is None or len(self._mapped) < start + size:

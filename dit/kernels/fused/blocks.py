@@ -67,11 +67,7 @@ class Blocks:
 
 
 def blocks_of(layout: SequenceLayout, rows: int) -> Blocks:
-    """Return the blocks of a layout's local tokens, computed once per layout.
-
-    Args:
-        rows: largest number of rows of a block, the same for all packs.
-    """
+    """Return the blocks of a layout's local tokens, computed once per layout."""
     return layout.table(_blocks, rows)
 
 

@@ -25,7 +25,6 @@ def mix_op(
     """Return a x0 + b noise for each of one or two pairs (a, b), float32.
 
     Args:
-        segments_T, token_index_T: sample of each token, and index within the sample.
         seeds_S: seed of each sample; None if the key contains one seed for the pack.
         step: number of the step, int64, one element.
     """

@@ -8,11 +8,12 @@ from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.models.base import Supports, TransformerSizes
 from dit.models.conditioned import TextConditioned
-from dit.models.transformer_config import TransformerModelConfig
+from dit.models.transformer_config import TransformerModelConfig, check_query_groups
 from dit.ranges import check_choice, check_unused
 
 Positions = Literal["rope_3d", "sincos_2d", "sincos_3d"]
-TextPositions = Literal["origin", "own_axis", "after_image"]
+TextPositions = Literal["origin", "own_axis", "after_image", "before_image"]
+Block = Literal["adaln_zero", "sandwich"]
 Activation = Literal["gelu_tanh", "swiglu"]
 
 
@@ -33,23 +34,34 @@ class LayerKind:
 
 @dataclass(kw_only=True)
 class StreamsConfig(TransformerModelConfig, TextConditioned):
-    """Joint blocks (text and image as two streams, one attention over both), then single blocks (one stream).
+    """Blocks with text and image as two streams, then single blocks (one stream).
 
     Attributes:
-        num_joint_layers: blocks with two streams and joint attention.
-        num_single_layers: blocks with one stream after them, whose MLP is parallel to attention.
+        block: `adaln_zero`: two streams have one attention over both (joint), a single block has its MLP parallel to
+            attention. `sandwich`: each of two streams attends to itself (refiners, the text's without modulation), a
+            single block has attention, then the MLP; both are between two RMSNorms and have a scale and a tanh gate.
+        num_joint_layers: blocks with two streams.
+        num_single_layers: blocks with one stream after them.
+        num_query_groups: key and value heads of `sandwich` blocks; one per query head if None.
         num_dual_layers: first joint blocks, in which the image has a second attention, over itself.
         text_output: compute the text after the last joint block, for single blocks.
         shared_modulation: blocks share their modulations.
-        add_bias: use biases in all linear layers.
+        add_bias: use biases in all linear layers; of `sandwich`, in attention and MLPs, and always in the others.
         qk_layernorm: normalise queries and keys (RMSNorm of each head).
         activation: of the MLPs; SwiGLU has `ffn_hidden_size` gated features.
         text_norm: RMSNorm on text embeddings before their projection.
         pooled_size: width of the pooled text embedding; None for none.
         guidance: guidance scale of a guidance-distilled network.
+        condition_limit: largest width of the conditioning vector; otherwise that of the tokens.
+        reversed_time: embed 1 - t instead of t.
+        time_hidden_size: inner width of the time's embedder; that of the conditioning vector if None.
+        modulation_silu: apply SiLU to the conditioning vector before the modulations of blocks.
+        learned_padding: `sandwich` extends the text and the image of each sample to multiples of this number, with
+            learned tokens that are attended to. 1 for none.
         rope_axes: features of a head that rotate with t, h and w, and with the text's index for
             `text_positions=own_axis`.
         text_positions: positions of text tokens: 0, an index on a fourth axis, or one after the image's.
+            `before_image`: an index on t, where the image follows.
         centred_positions: count h and w from the centre.
         position_crop: `[side, span]`; sine-cosine positions are the centre of a square with `side` patches on each
             axis, whose positions range from 0 to `span`; None for the patch indices.
@@ -58,8 +70,10 @@ class StreamsConfig(TransformerModelConfig, TextConditioned):
     supports: ClassVar[Supports] = Supports(levels=False)
     splits_all_tokens: ClassVar[bool] = False
 
+    block: Block = "adaln_zero"
     num_joint_layers: int
     num_single_layers: int
+    num_query_groups: Optional[int] = None
     num_dual_layers: int = 0
     text_output: bool = True
     shared_modulation: bool = False
@@ -69,6 +83,11 @@ class StreamsConfig(TransformerModelConfig, TextConditioned):
     text_norm: bool = False
     pooled_size: Optional[int] = None
     guidance: Optional[float] = None
+    condition_limit: Optional[int] = None
+    reversed_time: bool = False
+    time_hidden_size: Optional[int] = None
+    modulation_silu: bool = True
+    learned_padding: int = 1
     position_embedding: Positions = "rope_3d"
     rope_axes: list[int]
     text_positions: TextPositions = "origin"
@@ -86,6 +105,20 @@ class StreamsConfig(TransformerModelConfig, TextConditioned):
         return self.num_joint_layers + self.num_single_layers
 
     @property
+    def condition_width(self) -> int:
+        """Width of the conditioning vector."""
+        return min(self.hidden_size, self.condition_limit or self.hidden_size)
+
+    @property
+    def sample_multiple(self) -> int:
+        return self.learned_padding
+
+    @property
+    def outer_bias(self) -> bool:
+        """Whether linear layers outside attention and MLPs have biases."""
+        return self.add_bias or self.block == "sandwich"
+
+    @property
     def mlp_inputs(self) -> int:
         """Output features of the first linear layer of an MLP."""
         return self.ffn_size * (2 if self.activation == "swiglu" else 1)
@@ -96,11 +129,20 @@ class StreamsConfig(TransformerModelConfig, TextConditioned):
 
     def validate(self) -> None:
         self.check_sizes()
+        check_choice("model.block", self.block, Block)
         check_choice("model.activation", self.activation, Activation)
         check_choice("model.text_positions", self.text_positions, TextPositions)
         if self.context_size is None:
             raise ConfigError("model.context_size=None, but joint blocks need text; set it to the embeddings' width")
-        if self.num_single_layers and self.ffn_size % self.num_attention_heads:
+        if self.block == "sandwich":
+            self._check_sandwich()
+        elif (self.num_query_groups, self.modulation_silu, self.learned_padding) != (None, True, 1):
+            raise ConfigError(
+                f"model.num_query_groups={self.num_query_groups}, model.modulation_silu={self.modulation_silu} and "
+                f"model.learned_padding={self.learned_padding} have no effect with model.block='adaln_zero'; use None, "
+                "True and 1, or 'sandwich'"
+            )
+        if self.num_single_layers and self.block == "adaln_zero" and self.ffn_size % self.num_attention_heads:
             nearest = max(1, round(self.ffn_size / self.num_attention_heads)) * self.num_attention_heads
             raise ConfigError(
                 f"model.ffn_hidden_size={self.ffn_size} is not a multiple of "
@@ -123,6 +165,16 @@ class StreamsConfig(TransformerModelConfig, TextConditioned):
                 f"model.position_crop={self.position_crop} must be two numbers: side and span of a square"
             )
 
+    def _check_sandwich(self) -> None:
+        check_query_groups(self.num_attention_heads, self.num_query_groups)
+        if self.num_dual_layers or self.shared_modulation or not self.num_single_layers:
+            raise ConfigError(
+                f"model.num_dual_layers={self.num_dual_layers}, model.shared_modulation={self.shared_modulation} and "
+                f"model.num_single_layers={self.num_single_layers} with model.block={self.block}: its two streams meet "
+                "only in single blocks, and each block has its own modulation and one attention; use 0, False and at "
+                "least 1"
+            )
+
     def _check_blocks(self) -> None:
         if self.num_dual_layers > self.num_joint_layers or (self.num_dual_layers and self.shared_modulation):
             raise ConfigError(
@@ -138,7 +190,12 @@ class StreamsConfig(TransformerModelConfig, TextConditioned):
             )
 
     def megatron_sizes(self) -> TransformerSizes:
-        return replace(super().megatron_sizes(), add_bias_linear=self.add_bias, qk_layernorm=self.qk_layernorm)
+        return replace(
+            super().megatron_sizes(),
+            num_query_groups=self.num_query_groups,
+            add_bias_linear=self.add_bias,
+            qk_layernorm=self.qk_layernorm,
+        )
 
     def layer_kind(self, layer: int) -> LayerKind:
         return LayerKind(

@@ -1,4 +1,4 @@
-"""The two kinds of blocks, with text and image as two streams or as one."""
+"""Blocks of `block=adaln_zero`, with text and image as two streams or as one."""
 
 from collections.abc import Sequence
 from typing import Optional
@@ -8,11 +8,12 @@ from torch import Tensor, nn
 
 from dit.backends.init import xavier_uniform
 from dit.backends.provider import LayerProvider
+from dit.backends.sharding import Matrices, set_matrices
 from dit.joint_layout import JointLayout
 from dit.kernels.attention import Attention
 from dit.kernels.rope import Heads, Rotation
 from dit.layers.adaln import Modulation, SelectedModulation, SublayerModulation
-from dit.layers.attention import ONE_HEAD, SelfAttention, head_norm, qk_norms, split_heads
+from dit.layers.attention import ONE_HEAD, SelfAttention, head_matrices, head_norm, qk_norms, split_heads
 from dit.layers.mlp import MLPS
 from dit.layout import SequenceLayout
 from dit.models.streams.config import LayerKind, StreamsConfig
@@ -37,7 +38,8 @@ def _modulation(
     if config.shared_modulation:
         return SelectedModulation(sublayers)
     count, eps = (sublayers.stop - sublayers.start + dual if output else 1), config.layernorm_epsilon
-    return Modulation(config.hidden_size, count, provider, bias=config.add_bias, eps=eps, gated=output)
+    size, width = config.hidden_size, config.condition_width
+    return Modulation(size, count, provider, condition_size=width, bias=config.add_bias, eps=eps, gated=output)
 
 
 def _head_norms(config: StreamsConfig, provider: LayerProvider) -> tuple[nn.Module, nn.Module]:
@@ -75,6 +77,7 @@ class Stream(nn.Module):
         self.kernels, self.has_output = provider.kernels, output
         self.modulation = _modulation(config, provider, part, dual=dual_attention is not None, output=output)
         self.linear_qkv = provider.heads_linear(size, 3 * size, bias=bias, init=xavier_uniform(size, 3 * size))
+        set_matrices(self.linear_qkv, head_matrices(Heads(1), config.head_size))
         if output:
             init = xavier_uniform(size, size)
             self.linear_proj = provider.row_linear(size, size, bias=bias, init=init, returns_bias=True)
@@ -189,6 +192,9 @@ class SingleLayer(nn.Module):
         self.linear_out = provider.row_linear(
             inner, size, bias=bias, init=xavier_uniform(inner, size), returns_bias=True
         )
+        qkv = head_matrices(Heads(1), config.head_size).runs
+        set_matrices(self.linear_in, Matrices((*qkv, (self.shares[1], config.mlp_inputs // config.ffn_size))))
+        set_matrices(self.linear_out, Matrices(((config.head_size, 1), (config.ffn_size // heads, 1)), dim=1))
         self.q_layernorm, self.k_layernorm = _head_norms(config, provider)
 
     def forward(

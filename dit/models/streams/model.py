@@ -5,22 +5,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from dit.backends.init import xavier_uniform
+from dit.backends.init import normal, xavier_uniform
 from dit.backends.provider import LayerProvider
 from dit.backends.sharding import replicate_on_all_stages
 from dit.batch import PackedBatch
-from dit.joint_layout import joint_layout
 from dit.kernels.attention import Attention
 from dit.layers.adaln import Modulation, RMSNorm
 from dit.layers.conditioner import Conditioner
 from dit.layers.heads import FinalLayer
 from dit.layers.positions import add_sincos
-from dit.layers.text import TextTokens, text_layout
+from dit.layers.text import TextTokens
 from dit.layers.tokens import (
     PatchEmbedding,
     from_previous_stage,
     gather_tokens,
-    pad_tokens,
     shard_tokens,
     to_next_stage,
     unshard_tokens,
@@ -29,6 +27,12 @@ from dit.layout import SequenceLayout
 from dit.models.base import Backbone, Stage
 from dit.models.streams.config import StreamsConfig
 from dit.models.streams.layer import SUBLAYERS, JointLayer, SingleLayer
+from dit.models.streams.layouts import StreamLayouts
+from dit.models.streams.sandwich import RefinerLayer, SandwichLayer
+
+BLOCKS = {"adaln_zero": (JointLayer, SingleLayer), "sandwich": (RefinerLayer, SandwichLayer)}
+"""Layers with two streams, and with one, by `StreamsConfig.block`."""
+SANDWICH_HEAD_EPSILON = 1e-6  # of the layer norm in the head of all published models
 
 
 class Streams(Backbone):
@@ -48,29 +52,32 @@ class Streams(Backbone):
     option.
     """
 
-    fsdp_units = (JointLayer, SingleLayer)
+    fsdp_units = (JointLayer, SingleLayer, RefinerLayer, SandwichLayer)
 
     def __init__(self, config: StreamsConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
         super().__init__(stage)
         self.config = provider.config
         self.model_config = config
         self.provider = provider
-        size, bias, eps = config.hidden_size, config.add_bias, config.layernorm_epsilon
+        size, bias, eps, width = config.hidden_size, config.outer_bias, config.layernorm_epsilon, config.condition_width
         assert config.context_size is not None
         rope = config.position_embedding == "rope_3d"
         self.rotary = config.rotary(config.rope_axes) if rope else None
         self.conditioner = Conditioner(
-            size,
+            width,
             provider,
             time_scale=config.time_scale,
+            inner_size=config.time_hidden_size,
             pooled_size=config.pooled_size,
             guidance=config.guidance,
             bias=bias,
         )
         self.modulation: nn.Module = nn.Identity()
+        if config.block == "sandwich" and config.modulation_silu:
+            self.modulation = nn.SiLU()
         if config.shared_modulation:
             last = SUBLAYERS["single" if config.num_single_layers else "image"]
-            self.modulation = Modulation(size, last.stop, provider, bias=bias, eps=eps)
+            self.modulation = Modulation(size, last.stop, provider, condition_size=width, bias=bias, eps=eps)
             replicate_on_all_stages(self.modulation.parameters())
         if stage.first:
             self.embed = PatchEmbedding(config.token_channels, size, provider, bias=bias)
@@ -78,27 +85,39 @@ class Streams(Backbone):
             self.text_norm = RMSNorm(config.context_size, provider, eps=eps) if config.text_norm else nn.Identity()
             init = xavier_uniform(config.context_size, size)
             self.embed_text = provider.replicated_linear(config.context_size, size, bias=bias, init=init)
+            if config.learned_padding > 1:
+                self.text_padding, self.image_padding = (provider.parameter((size,), normal(0.02)) for _ in range(2))
+        two_streams, one_stream = BLOCKS[config.block]
         kinds = {i: config.layer_kind(i) for i in stage.layers}
         self.layers = nn.ModuleDict(
             {
-                str(i): (JointLayer if kind.joint else SingleLayer)(config, provider, attention, kind)
+                str(i): (two_streams if kind.joint else one_stream)(config, provider, attention, kind)
                 for i, kind in kinds.items()
             }
         )
         if stage.last:
-            self.head = FinalLayer(size, config.output_features, provider, eps=eps, bias=bias)
+            shifted = config.block != "sandwich"
+            eps = eps if shifted else SANDWICH_HEAD_EPSILON
+            self.head = FinalLayer(
+                size, config.output_features, provider, eps=eps, condition_size=width, shifted=shifted, bias=bias
+            )
 
     def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
-        texts, provider = pad_tokens(text_layout(batch), self.provider), self.provider
-        joint = joint_layout(texts, batch.layout)
-        rotation_J = None
+        provider = self.provider
+        layouts = StreamLayouts.of(batch, self.model_config.learned_padding, provider)
+        texts, joint = layouts.texts, layouts.single
+        rotation_J = of_streams = None
         if self.rotary is not None:
             # Attention gets the tokens of all tensor-parallel ranks.
-            rotation_J = self.rotary(joint.join(*token_positions(self.model_config, batch, texts)))
-        cond_SD = self.conditioner(time_S, batch)
+            text_KA, image_TA = token_positions(self.model_config, batch, texts)
+            start_1A = nn.functional.pad(image_TA.new_zeros(1, image_TA.shape[1] - 1), (1, 0), value=-1)
+            image_TA = layouts.extend_image(image_TA, start_1A)
+            rotation_J = self.rotary(layouts.to_single(text_KA, image_TA))
+            of_streams = rotation_J if layouts.padding is None else self.rotary(layouts.streams.join(text_KA, image_TA))
+        cond_SD = self.conditioner(1 - time_S if self.model_config.reversed_time else time_S, batch)
         condition = self.modulation(cond_SD)
         positions_T3 = sincos_positions(self.model_config, batch)
-        layout, (inputs_TC, positions_T3) = shard_tokens(batch.layout, provider, inputs_TC, positions_T3)
+        layout, _ = shard_tokens(layouts.image, provider)
         local_texts, _ = shard_tokens(texts, provider)
         local_joint, _ = shard_tokens(joint, provider)
         single = max(self.stage.layers.start, self.model_config.num_joint_layers)
@@ -106,18 +125,18 @@ class Streams(Backbone):
             x_JD = from_previous_stage(self.input_tensor)
         else:
             if self.pre_process:
-                text_KD = self._embed_text(batch, texts)
-                x_TD = add_sincos(self.embed(inputs_TC, layout), positions_T3, self.model_config.position_embedding)
+                text_KD = self._embed_text(batch, layouts)
+                x_TD = self._embed_image(inputs_TC, positions_T3, batch, layouts)
             else:
                 rows_D = from_previous_stage(self.input_tensor)
                 text_KD, x_TD = rows_D.split([local_texts.num_local_tokens, layout.num_local_tokens])
             for i in range(self.stage.layers.start, min(single, self.stage.layers.stop)):
                 layer = self.layers[str(i)]
-                text_KD, x_TD = layer(text_KD, x_TD, condition, local_texts, layout, joint, rotation_J)
+                text_KD, x_TD = layer(text_KD, x_TD, condition, local_texts, layout, layouts.streams, of_streams)
             if single >= self.stage.layers.stop and not self.post_process:
                 return to_next_stage(torch.cat([text_KD, x_TD]))
             # Under sequence parallelism, tokens are redistributed over the ranks here.
-            x_JD = joint.join(unshard_tokens(text_KD, provider), unshard_tokens(x_TD, provider))
+            x_JD = layouts.to_single(unshard_tokens(text_KD, provider), unshard_tokens(x_TD, provider))
             _, (x_JD,) = shard_tokens(joint, provider, x_JD)
         for i in range(single, self.stage.layers.stop):
             x_JD = self.layers[str(i)](x_JD, condition, local_joint, joint, rotation_J)
@@ -127,12 +146,28 @@ class Streams(Backbone):
         out_JC = gather_tokens(self.head(x_JD, cond_SD, local_joint), provider)
         return joint.split(out_JC)[1]
 
-    def _embed_text(self, batch: PackedBatch, texts: SequenceLayout) -> Tensor:
+    def _embed_text(self, batch: PackedBatch, layouts: StreamLayouts) -> Tensor:
         """Return the local tokens of the text stream."""
         context_KC, _ = self.text(batch)
-        padded_KC = nn.functional.pad(context_KC, (0, 0, 0, texts.total_tokens - len(context_KC)))
-        _, (local_KC,) = shard_tokens(texts, self.provider, padded_KC)
-        return self.embed_text(self.text_norm(local_KC))
+        local, (local_KC,) = shard_tokens(layouts.texts, self.provider, layouts.extend_texts(context_KC))
+        text_KD = self.embed_text(self.text_norm(local_KC))
+        if self.model_config.learned_padding == 1:
+            return text_KD
+        is_text = local.token_index_T[:, None] < local.per_token(layouts.given.lengths_S)
+        return torch.where(is_text, text_KD, self.text_padding)
+
+    def _embed_image(
+        self, inputs_TC: Tensor, positions_T3: Tensor, batch: PackedBatch, layouts: StreamLayouts
+    ) -> Tensor:
+        """Return the local tokens of the image stream."""
+        layout, (inputs_TC, positions_T3) = shard_tokens(batch.layout, self.provider, inputs_TC, positions_T3)
+        x_TD = add_sincos(self.embed(inputs_TC, layout), positions_T3, self.model_config.position_embedding)
+        if self.model_config.learned_padding == 1:
+            return x_TD
+        if layouts.padding is None:
+            return torch.cat([x_TD, self.image_padding.expand(0, -1)])  # with a gradient of zero
+        x_TD = layouts.extend_image(unshard_tokens(x_TD, self.provider), self.image_padding)
+        return shard_tokens(layouts.image, self.provider, x_TD)[1][0]
 
 
 def sincos_positions(config: StreamsConfig, batch: PackedBatch) -> Tensor:
@@ -151,7 +186,8 @@ def token_positions(config: StreamsConfig, batch: PackedBatch, texts: SequenceLa
     """Return the rotary positions of text tokens `[K, A]` and of image tokens `[T, A]` on each of `position_axes`.
 
     Source: `origin`: black-forest-labs/flux; `own_axis`: `pipeline_flux2.py` of diffusers; `after_image`, centred:
-    Wu et al. 2025 (Qwen-Image), arXiv:2508.02324 (MSRoPE), and `transformer_qwenimage.py` of diffusers.
+    Wu et al. 2025 (Qwen-Image), arXiv:2508.02324 (MSRoPE), and `transformer_qwenimage.py` of diffusers; `before_image`:
+    `transformer_lumina2.py` of diffusers.
     """
     image_T3, index_K1 = batch.positions_T3, texts.token_index_T[:, None]
     sides: Sequence[tuple[int, int]] = [(h, w) for _, h, w in batch.grids]
@@ -159,6 +195,9 @@ def token_positions(config: StreamsConfig, batch: PackedBatch, texts: SequenceLa
         below = batch.layout.tensor([(0, h - h // 2, w - w // 2) for h, w in sides])
         image_T3 = image_T3 - batch.layout.per_token(below)
         sides = [(h // 2, w // 2) for h, w in sides]
+    if config.text_positions == "before_image":
+        start_S3 = batch.layout.tensor([(length, 0, 0) for length in texts.lengths])
+        return nn.functional.pad(index_K1, (0, 2)), image_T3 + batch.layout.per_token(start_S3)
     if config.text_positions == "own_axis":
         return nn.functional.pad(index_K1, (3, 0)), nn.functional.pad(image_T3, (0, 1))
     if config.text_positions == "after_image":

@@ -4,6 +4,7 @@ from tests.mutants.listed.paths import (
     AUTOENCODER,
     BACKBONES,
     CONVERT_LORA,
+    CONVERT_STREAMS,
     DIT,
     DIT_CROSS,
     DROPOUT,
@@ -17,12 +18,27 @@ from tests.mutants.listed.paths import (
     NEMO_WEIGHTS,
     ROTARY,
     RULES,
+    SANA,
     UNCERTAINTY,
     VQ_AUTOENCODER,
 )
 from tests.mutants.runner import Mutant
 
 MUTANTS = (
+    Mutant(
+        "linear attention: negative keys count",
+        "dit/kernels/linear_attention.py",
+        "for x in (q_TNH, k_TNH))",
+        "for x in (q_TNH, k_TNH.abs()))",
+        (SANA,),
+    ),
+    Mutant(
+        "pictures: two of different width are one",
+        "dit/context_parallel/pictures.py",
+        "(runs[-1][0].stop, runs[-1][1]) == (start, (height, width))",
+        "(runs[-1][0].stop, runs[-1][1][0]) == (start, height)",
+        (SANA,),
+    ),
     Mutant(
         "experts: the load of a step that is not applied counts",
         "dit/layers/moe.py",
@@ -154,6 +170,62 @@ MUTANTS = (
         "[values[text].clone() for text in texts]",
         "[values[text].clone() for text in sorted(texts, key=len)]",
         ("tests/unit/encoders/test_text.py",),
+    ),
+    Mutant(
+        "convert: features of grouped queries paired across heads",
+        "dit/convert/rules.py",
+        "(self.queries if i == 0 else 1, -1)",
+        "(1, -1)",
+        (f"{CONVERT_STREAMS}::test_a_pack_of_two_sizes_is_two_calls_of_diffusers",),
+    ),
+    Mutant(
+        "convert: the head of Lumina 2 has the sign of its files",
+        "dit/convert/rules.py",
+        "return -self.form.from_external(tensors)",
+        "return self.form.from_external(tensors)",
+        (f"{CONVERT_STREAMS}::test_a_pack_of_two_sizes_is_two_calls_of_diffusers",),
+    ),
+    Mutant(
+        "streams: learned tokens of an image start like its text",
+        "dit/models/streams/model.py",
+        "(1, 0), value=-1)",
+        "(1, 0), value=0)",
+        (f"{CONVERT_STREAMS}::test_a_pack_of_two_sizes_is_two_calls_of_diffusers",),
+    ),
+    Mutant(
+        "streams: an image has no learned tokens",
+        "dit/models/streams/layouts.py",
+        "if not any(missing):",
+        "if missing:",
+        (f"{CONVERT_STREAMS}::test_a_pack_of_two_sizes_is_two_calls_of_diffusers",),
+    ),
+    Mutant(
+        "flops: learned tokens are not counted",
+        "dit/tracing/forward.py",
+        "(multiple := model.sample_multiple) > 1",
+        "(multiple := 1) > 1",
+        (f"{CONVERT_STREAMS}::test_flops_of_extended_samples_do_not_follow_from_shorter_ones",),
+    ),
+    Mutant(
+        "sandwich: a gate without tanh",
+        "dit/layers/adaln.py",
+        "gate.tanh()",
+        "gate",
+        (f"{CONVERT_STREAMS}::test_a_pack_of_two_sizes_is_two_calls_of_diffusers",),
+    ),
+    Mutant(
+        "streams: images start where the longest text ends",
+        "dit/models/streams/model.py",
+        "[(length, 0, 0) for length in texts.lengths]",
+        "[(max(texts.lengths), 0, 0) for length in texts.lengths]",
+        (f"{CONVERT_STREAMS}::test_a_pack_of_two_sizes_is_two_calls_of_diffusers",),
+    ),
+    Mutant(
+        "streams: the time of the noise for the time of the data",
+        "dit/models/streams/model.py",
+        "1 - time_S if self.model_config.reversed_time else time_S",
+        "time_S",
+        (f"{CONVERT_STREAMS}::test_a_pack_of_two_sizes_is_two_calls_of_diffusers",),
     ),
     Mutant(
         "convert: chunks by the inverse order",

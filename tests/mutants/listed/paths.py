@@ -38,6 +38,7 @@ NEMO = "tests/unit/launch/test_nemo_config.py"
 FLOPS = "tests/unit/monitoring/test_flops.py"
 CONTEXT_ROWS = "tests/unit/context_parallel/test_partition.py"
 DIT, DIT_CROSS, FLUX, MOE_PARITY = (f"tests/parity/test_{name}.py" for name in ("dit", "dit_cross", "flux", "moe"))
+SANA = "tests/parity/test_sana.py"
 AUTOENCODER, AUTOENCODING = "tests/parity/test_convert_autoencoder.py", "tests/unit/objectives/test_autoencoding.py"
 ADVERSARIAL = "tests/unit/objectives/test_adversarial.py"
 VQ_AUTOENCODER = "tests/parity/test_convert_vq_autoencoder.py"
@@ -62,14 +63,17 @@ OWN_DATA = "tests/unit/recipes/test_own_data.py"
 PIPELINES, IMPORT_LORA = "tests/parity/test_pipelines.py", "tests/parity/test_import_lora.py"
 GROWTH = "tests/unit/planner/test_growth.py"
 LORA, CONVERT_LORA = "tests/unit/models/test_lora.py", "tests/parity/test_convert_lora.py"
-BOXES, STATE_FILES, HOSTILE, RESUME_CHECK = (
-    f"tests/unit/checkpoint/test_{name}.py" for name in ("boxes", "state_files", "hostile_checkpoint", "resume_check")
+CONVERT_STREAMS = "tests/parity/test_convert_streams.py"
+BOXES = "tests/unit/test_boxes.py"
+STATE_FILES, HOSTILE, RESUME_CHECK = (
+    f"tests/unit/checkpoint/test_{name}.py" for name in ("state_files", "hostile_checkpoint", "resume_check")
 )
 
 WRITER, SAVES = "tests/unit/checkpoint/test_writer.py", "tests/integration/test_saves.py"
 RUN_IDENTITY, SHARDS = "tests/unit/checkpoint/test_run_identity.py", "tests/unit/energon_data/test_shards.py"
 REMOTE, LOCK = "tests/unit/checkpoint/test_remote.py", "tests/unit/monitoring/test_run_lock.py"
 DAMAGED_COPIES = "tests/unit/checkpoint/test_damaged_copies.py"
+MUON, MUON_LAYOUTS = "tests/unit/optimizer/test_muon.py", "tests/parallel/test_muon.py"
 VERIFY = "tests/parallel/test_verify.py"
 VERIFY_SETTINGS = "tests/parallel/test_verify_settings.py"
 INCEPTION = "tests/unit/evaluation/test_inception.py"

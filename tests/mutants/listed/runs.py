@@ -42,14 +42,14 @@ MUTANTS = (
     ),
     Mutant(
         "checkpoints: every copy writes from the start",
-        "dit/checkpoint/boxes.py",
+        "dit/boxes.py",
         "for i in (index, index + 1))",
         "for i in (0, index + 1))",
         (BOXES,),
     ),
     Mutant(
         "checkpoints: every part lies at the origin",
-        "dit/checkpoint/boxes.py",
+        "dit/boxes.py",
         "yield box.shifted(self.origin), flat",
         "yield box, flat",
         (BOXES,),

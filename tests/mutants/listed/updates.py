@@ -6,6 +6,8 @@ from tests.mutants.listed.paths import (
     LATE,
     LOSS_SCALE,
     LOSSES,
+    MUON,
+    MUON_LAYOUTS,
     NUMBERS,
     OFFLOAD,
     OPTIMIZER,
@@ -20,6 +22,34 @@ from tests.mutants.listed.paths import (
 from tests.mutants.runner import Mutant
 
 MUTANTS = (
+    Mutant(
+        "muon: all stored matrices are one",
+        "dit/optimizer/muon.py",
+        "for source, target in zip(matrices.views(update_OI), matrices.views(result)):",
+        "for source, target in zip([update_OI[None]], [result[None]]):",
+        (MUON,),
+    ),
+    Mutant(
+        "muon: momentum without Nesterov's step",
+        "dit/kernels/muon.py",
+        "return gradient.lerp(average, decay).view(-1)",
+        "return average.clone().view(-1)",
+        (MUON,),
+    ),
+    Mutant(
+        "muon: a bad step changes the weights",
+        "dit/kernels/muon.py",
+        "(changes * rates.lr))",
+        "rates.lr)",
+        (MUON,),
+    ),
+    Mutant(
+        "muon: a part lands at the wrong place",
+        "dit/optimizer/muon.py",
+        "view.copy_(tensor[box.slices_in(Box.of(part.shape))])",
+        "view.copy_(tensor.flatten()[: view.numel()].view(view.shape))",
+        (MUON_LAYOUTS,),
+    ),
     Mutant(
         "offload: new moments do not come back",
         "dit/optimizer/update.py",

@@ -1,8 +1,11 @@
 """Small checkpoints for the tests of their store: files whose content is a function of the step and the name."""
 
 import random
+from contextlib import suppress
 
+from dit.checkpoint.manifest import verify_folder
 from dit.checkpoint.store import CheckpointStore
+from dit.errors import CheckpointError
 from dit.settings import CheckpointConfig
 
 FILES = ("state.json", "rank_0.safetensors", "rank_1.safetensors", ".hidden", "loader/dp_00000.pt", "empty")
@@ -28,8 +31,16 @@ def save(store, step, **meta):
     return store.publish(step, meta)
 
 
+def newest_valid(store):
+    """Return folder and manifest of the newest checkpoint that verifies; None if there is none."""
+    for folder in store.newest_first():
+        with suppress(CheckpointError):
+            return folder, verify_folder(folder)
+    return None
+
+
 def newest_step(store):
-    found = store.newest_valid()
+    found = newest_valid(store)
     return None if found is None else found[1].step
 
 

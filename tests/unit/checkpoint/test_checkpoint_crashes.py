@@ -12,8 +12,9 @@ import time
 
 import pytest
 
+from dit.checkpoint.manifest import verify_folder
 from dit.errors import CheckpointError
-from tests.unit.checkpoint.checkpoints import fill, leftovers, make_store, newest_step, save
+from tests.unit.checkpoint.checkpoints import fill, leftovers, make_store, newest_step, newest_valid, save
 
 NUM_KILLS = 10
 
@@ -23,8 +24,7 @@ from dit.checkpoint.store import CheckpointStore
 from dit.settings import CheckpointConfig
 assert "torch" not in sys.modules
 store = CheckpointStore(sys.argv[1], CheckpointConfig(keep_last=2, keep_every=7))
-found = store.newest_valid()
-step = found[1].step if found else 0
+step = max(store.complete(), default=0)
 while True:
     step += 1
     folder = store.begin(step)
@@ -79,12 +79,12 @@ def test_crash_at_every_system_call_leaves_a_valid_checkpoint(two_checkpoints, t
                 os._exit(1)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         assert status in (0, 9)
-        path, manifest = store.newest_valid()
+        path, manifest = newest_valid(store)
         outcomes.add((manifest.step, manifest.meta.get("attempt")))
         assert manifest.step in (20, step), f"crash at call {n}"
-        assert store.verify(path) == manifest
+        assert verify_folder(path) == manifest
         for folder in store.root.glob("iter_" + "[0-9]" * 7):
-            store.verify(folder)  # nothing half-written or half-deleted carries a checkpoint's name
+            verify_folder(folder)  # nothing half-written or half-deleted carries a checkpoint's name
         store.begin(40)
         assert leftovers(store) == ["iter_0000040.tmp"], f"crash at call {n}"
         assert newest_step(store) == manifest.step
@@ -100,7 +100,7 @@ def test_crash_while_a_loss_is_attached_leaves_the_checkpoint_valid(two_checkpoi
     found = []
     for n in itertools.count(1):
         store = make_store(shutil.copytree(two_checkpoints, tmp_path / str(n)), keep_last=2)
-        former = store.verify(store.path(20))
+        former = verify_folder(store.path(20))
         child = os.fork()
         if child == 0:
             try:
@@ -111,7 +111,7 @@ def test_crash_while_a_loss_is_attached_leaves_the_checkpoint_valid(two_checkpoi
                 os._exit(1)
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         assert status in (0, 9)
-        manifest = store.verify(store.path(20))
+        manifest = verify_folder(store.path(20))
         assert (manifest.files, manifest.created) == (former.files, former.created)
         found.append(manifest.held_out_loss)
         store.begin(40)
@@ -131,12 +131,12 @@ def test_a_loss_that_cannot_be_attached_harms_nothing(two_checkpoints, tmp_path,
     def fail():
         raise OSError(code, os.strerror(code))
 
-    former = store.verify(store.path(20))
+    former = verify_folder(store.path(20))
     with monkeypatch.context() as patched:
         Trip(2, fail).install(patched, ("write", "fsync"))
         with pytest.raises(CheckpointError, match=r"manifest\.json cannot be written.*itself is intact"):
             store.attach(20, {"held_out_loss": 0.5})
-    assert store.verify(store.path(20)) == former
+    assert verify_folder(store.path(20)) == former
     assert leftovers(store) == []
 
 
@@ -178,7 +178,7 @@ def test_failing_disk_is_reported_and_harms_nothing(two_checkpoints, tmp_path, m
 def test_full_disk_message_has_the_numbers(two_checkpoints, tmp_path):
     """Needed and free bytes are in the message; the cause may hide behind other libraries' errors."""
     store = make_store(shutil.copytree(two_checkpoints, tmp_path / "checkpoints"))
-    needed = store.verify(store.path(20)).size_bytes
+    needed = verify_folder(store.path(20)).size_bytes
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     wrapped = RuntimeError("a thread failed")
@@ -215,7 +215,7 @@ def test_kill_during_save_leaves_a_valid_checkpoint(tmp_path):
         time.sleep(rng.uniform(0, 0.1))
         child.send_signal(signal.SIGKILL)
         assert child.wait() == -signal.SIGKILL
-        path, manifest = store.newest_valid()
+        path, manifest = newest_valid(store)
         assert manifest.step > last
         assert manifest.meta["consumed_samples"] == 8 * manifest.step
         for name in manifest.files:

@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from dit.checkpoint import manifest, reader_lock
-from dit.checkpoint.manifest import MANIFEST, Manifest
+from dit.checkpoint.manifest import MANIFEST, Manifest, verify_folder
 from dit.checkpoint.reader_lock import being_read
+from dit.checkpoint.reading import find_checkpoint
 from dit.checkpoint.store import check_same_model, model_fingerprint
 from dit.errors import CheckpointError, ConfigError
-from tests.unit.checkpoint.checkpoints import FILES, leftovers, make_store, newest_step, save
+from tests.unit.checkpoint.checkpoints import FILES, leftovers, make_store, newest_step, newest_valid, save
 
 NUM_FLIPS = 60
 
@@ -26,18 +27,18 @@ NUM_FLIPS = 60
 def test_published_folder_is_what_was_written(tmp_path):
     """Names, bytes and meta come back exactly; nothing else stays behind."""
     store = make_store(tmp_path / "checkpoints")
-    assert store.newest_valid() is None
+    assert newest_valid(store) is None
     assert store.steps() == []
     meta = {"consumed_samples": 1600, "held_out_loss": 0.1 + 0.2, "versions": {"torch": "x"}}
     save(store, 400, **meta)
-    path, manifest = store.newest_valid()
+    path, manifest = newest_valid(store)
     assert path == tmp_path / "checkpoints" / "iter_0000400"
     assert set(manifest.files) == set(FILES)
     assert manifest.size_bytes == sum((path / name).stat().st_size for name in FILES)
     assert (manifest.step, manifest.meta) == (400, meta)
     assert manifest.held_out_loss == 0.1 + 0.2
     assert leftovers(store) == []
-    assert store.verify(path) == manifest
+    assert verify_folder(path) == manifest
 
 
 def test_importing_the_store_needs_no_torch():
@@ -133,11 +134,11 @@ def test_damage_is_found_and_the_older_checkpoint_used(two_checkpoints, tmp_path
     folder = store.path(20)
     DAMAGE[kind](folder, random.Random(seed))
     with pytest.raises(CheckpointError) as raised:
-        store.verify(folder)
+        verify_folder(folder)
     assert str(folder) in str(raised.value)
     assert any(cure in str(raised.value) for cure in ("delete or restore", "remove that file", "give the real folder"))
     with caplog.at_level(logging.WARNING):
-        assert newest_step(store) == 10
+        assert find_checkpoint(tmp_path)[1] == 10
     assert str(raised.value) in caplog.text
 
 
@@ -151,7 +152,7 @@ def test_no_bit_can_flip_unnoticed(two_checkpoints, tmp_path):
         sound = path.read_bytes()
         flip_bit(path, rng)
         with pytest.raises(CheckpointError, match=path.name):
-            store.verify(store.path(20))
+            verify_folder(store.path(20))
         path.write_bytes(sound)
     assert newest_step(store) == 20
 
@@ -162,7 +163,7 @@ def test_swapped_checkpoints_are_both_refused(two_checkpoints, tmp_path):
     store.path(10).rename(tmp_path / "ten")
     store.path(20).rename(store.path(10))
     (tmp_path / "ten").rename(store.path(20))
-    assert store.newest_valid() is None
+    assert newest_valid(store) is None
 
 
 @pytest.mark.parametrize("code", [errno.EACCES, errno.EIO])
@@ -178,7 +179,7 @@ def test_unreadable_file_is_named(two_checkpoints, monkeypatch, code):
 
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(CheckpointError, match=r"state\.json"):
-        store.verify(store.path(20))
+        verify_folder(store.path(20))
 
 
 def test_unfinished_and_foreign_names_never_count(two_checkpoints, tmp_path):
@@ -312,7 +313,7 @@ def test_manifest_text_is_strict_json(tmp_path):
         raise AssertionError(name)
 
     json.loads((store.path(1) / MANIFEST).read_text(), parse_constant=refuse)
-    assert store.newest_valid()[1].held_out_loss == math.inf
+    assert newest_valid(store)[1].held_out_loss == math.inf
 
 
 def test_checkpoint_of_another_model_names_the_first_differences(tmp_path):
@@ -320,7 +321,7 @@ def test_checkpoint_of_another_model_names_the_first_differences(tmp_path):
     shapes = {"layers.0.weight": (4, 8), "layers.0.bias": (8,), "head.weight": (8, 2)}
     store = make_store(tmp_path)
     save(store, 1, fingerprint=model_fingerprint(shapes))
-    manifest = store.newest_valid()[1]
+    manifest = newest_valid(store)[1]
     check_same_model(manifest, model_fingerprint({k: list(v) for k, v in reversed(shapes.items())}))
     other = {"layers.0.weight": (4, 16), "layers.0.bias": (8,), "tail.weight": (8, 2)}
     with pytest.raises(ConfigError) as raised:
@@ -339,7 +340,7 @@ def test_checkpoint_without_fingerprint_is_refused(tmp_path):
     store = make_store(tmp_path)
     save(store, 1)
     with pytest.raises(CheckpointError, match="no model fingerprint"):
-        check_same_model(store.newest_valid()[1], model_fingerprint({"w": (1,)}))
+        check_same_model(newest_valid(store)[1], model_fingerprint({"w": (1,)}))
 
 
 def test_ranks_that_verify_together_read_every_file_once(two_checkpoints, monkeypatch):
@@ -372,7 +373,7 @@ def test_a_checkpoint_that_is_read_is_deleted_when_its_readers_have_ended(tmp_pa
         assert other.stdout.readline() == b"reads\n"
         save(store, 2)
         assert store.steps() == [1, 2]
-        store.verify(store.path(1))
+        verify_folder(store.path(1))
         other.kill()
     save(store, 3)
     assert store.steps() == [3]

@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dit.boxes import Box, boxes_of_range
 from dit.checkpoint.base_model import find_start
-from dit.checkpoint.boxes import Box, boxes_of_range
 from dit.checkpoint.diffusers_folder import FolderWeights, local_path, read_network
 from dit.checkpoint.full_weights import read_all
 from dit.checkpoint.state_files import read_full

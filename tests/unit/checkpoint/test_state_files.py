@@ -9,8 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from dit.boxes import Box, boxes_of_range
 from dit.checkpoint import state_files
-from dit.checkpoint.boxes import Box, boxes_of_range
 from dit.checkpoint.state_files import (
     INDEX,
     STAGING_BYTES,

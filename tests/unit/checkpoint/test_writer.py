@@ -19,10 +19,11 @@ import torch
 
 from dit.checkpoint.background import writer as writer_module
 from dit.checkpoint.background.writer import ORDER, SharedMemory, Writer, WriterProcess
+from dit.checkpoint.manifest import verify_folder
 from dit.checkpoint.store import CheckpointStore
 from dit.errors import CheckpointError
 from dit.settings import CheckpointConfig
-from tests.unit.checkpoint.checkpoints import leftovers, make_store, newest_step
+from tests.unit.checkpoint.checkpoints import leftovers, make_store, newest_step, newest_valid
 from tests.unit.checkpoint.test_checkpoint_crashes import CHANGING_CALLS, Trip
 
 RANKS = 3
@@ -103,7 +104,7 @@ def found(store, step):
 
 def assert_saved(store, step, ranks=RANKS):
     """The checkpoint verifies, and has the files of all ranks and no note."""
-    manifest = store.verify(store.path(step))
+    manifest = verify_folder(store.path(step))
     files = found(store, step)
     del files["manifest.json"]
     assert files == expected(step, ranks)
@@ -123,7 +124,7 @@ def test_the_parts_of_all_ranks_become_one_checkpoint(world):
     assert [saving.reply()["error"] for _ in range(3)] == [None] * 3
     for step in (3, 6):
         assert_saved(saving.store, step)
-    assert saving.store.verify(saving.store.path(6)).held_out_loss == 0.5
+    assert verify_folder(saving.store.path(6)).held_out_loss == 0.5
     assert leftovers(saving.store) == []
 
 
@@ -292,7 +293,7 @@ def test_kill_of_writers_at_random_moments_leaves_a_valid_checkpoint(world):
         for process in saving.writers:  # one that is left may still replace what is read here
             process.process.kill()
             process.process.wait()
-        manifest = saving.store.newest_valid()[1]
+        manifest = newest_valid(saving.store)[1]
         assert manifest.step in (step, step + 1)
         assert_saved(saving.store, manifest.step)
         for process in saving.writers:
@@ -350,7 +351,7 @@ def test_crash_of_a_machine_at_every_system_call_leaves_a_valid_checkpoint(tmp_p
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         assert status in (0, 9)
         store = make_store(root, keep_last=2)
-        manifest = store.newest_valid()[1]
+        manifest = newest_valid(store)[1]
         outcomes.add(manifest.step)
         assert_saved(store, manifest.step, ranks=2)
         store.begin(40)

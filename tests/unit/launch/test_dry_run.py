@@ -132,9 +132,9 @@ def test_the_plan_of_synthetic_data_is_for_its_largest_sample():
     """A clip of 24 x 32 x 32 patches, of whose pairs of tokens attention in frames and columns leaves most out."""
     task = call_recipe("mock_stdit_xl")
     model = fiddle.build(task.model)
-    assert planned_sample(task, model) == Sample((24, 32, 32), 512)
-    assert planned_sample(call_recipe("tiny_stdit"), model) == Sample((4, 4, 4), 8, pack=128)
-    assert planned_sample(task, model, tokens=(2, 3, 4), text_tokens=7) == Sample((2, 3, 4), 7)
+    assert planned_sample(fiddle.build(task.data), model) == Sample((24, 32, 32), 512)
+    assert planned_sample(fiddle.build(call_recipe("tiny_stdit").data), model) == Sample((4, 4, 4), 8, pack=128)
+    assert planned_sample(fiddle.build(task.data), model, tokens=(2, 3, 4), text_tokens=7) == Sample((2, 3, 4), 7)
 
 
 @pytest.mark.parametrize(
@@ -151,13 +151,13 @@ def test_the_plan_of_synthetic_data_is_for_its_largest_sample():
 def test_real_data_is_planned_by_its_limits_or_its_crops(recipe, sample):
     """Where only a number of tokens is known, they are a picture as square as can be, and the report says so."""
     task = call_recipe(recipe)
-    assert planned_sample(task, fiddle.build(task.model)) == sample
+    assert planned_sample(fiddle.build(task.data), fiddle.build(task.model)) == sample
 
 
 def test_a_pack_holds_as_many_samples_as_fit():
     """Nine images of 256 tokens and their texts, padded to what context and sequence parallelism split evenly."""
     task = call_recipe("pretrain_7b_pack")
-    sample = planned_sample(task, fiddle.build(task.model), tokens=(256,))
+    sample = planned_sample(fiddle.build(task.data), fiddle.build(task.model), tokens=(256,))
     shape = sample.shape(ParallelDims(16, 16, 1, 32, 8))
     assert (len(shape.grids), shape.text_lengths, shape.layout().total_tokens) == (9, (512,) * 9, 2304)
     assert Sample((1, 3, 3), pack=30).shape(ParallelDims(1, 1, 1, 1, 8)).layout().total_tokens == 48

@@ -1,5 +1,6 @@
 """docs/adding-a-*.md: the files that they show are written to a folder, and their commands do there what they say."""
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def pair_of(line: str) -> Pair:
     """Return what a line with `launch.verify` compares."""
-    args = build_parser().parse_args(line.removeprefix(VERIFY).split())
+    args = build_parser().parse_args(shlex.split(line.removeprefix(VERIFY)))
     config = built(resolve(cli.Options(factory=args.factory, overrides=args.overrides)))
     return tiny_pair(config, world_size_of(config.parallel, args.world_size))
 

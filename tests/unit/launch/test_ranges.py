@@ -46,6 +46,9 @@ BASES = {
     ("tiny_flux", "model=flux2_klein_4b"): ("model",),
     ("tiny_flux", "model=qwen_image_20b"): ("model",),
     ("tiny_flux", "model=sd3_5_medium"): ("model",),
+    ("tiny_flux", "model=lumina2_2b"): ("model",),
+    ("tiny_flux", "model=z_image_6b"): ("model",),
+    ("tiny_sana",): ("model",),
     ("tiny_wan",): ("model",),
     ("tiny_imagen",): ("model",),
     ("tiny_imagen_sr",): ("model",),
@@ -132,6 +135,8 @@ def may_be(words: tuple[str, ...], key: str, value: Any) -> bool:
         return False  # of this schedule alone, the rise is needed
     if (words, key) == (("pictogram_vq_autoencoder",), "model.shift_factor"):
         return False
+    if words[-1] in ("model=lumina2_2b", "model=z_image_6b") and key == "model.num_single_layers":
+        return False  # text and image meet only there
     table = {-1: MAY_BE_NEGATIVE, 0: MAY_BE_ZERO, HUGE: MAY_BE_HUGE, 1e30: MAY_BE_HUGE}
     return not isinstance(value, list) and key in table.get(value, ())
 

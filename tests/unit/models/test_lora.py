@@ -18,13 +18,29 @@ from tests.conftest import BuildModel
 from tests.parity.convert_cases import relative_error
 
 LORA = LoRAConfig(rank=3, alpha=6.0, targets=["*"])
-BACKBONES = ("dit", "dit_cross", "stdit", "flux", "flux2", "qwen_image", "sd3", "moviegen", "wan")
+BACKBONES = (
+    "dit",
+    "dit_cross",
+    "stdit",
+    "flux",
+    "flux2",
+    "qwen_image",
+    "sd3",
+    "lumina2",
+    "moviegen",
+    "sana",
+    "wan",
+    "z_image",
+)
 OPTIONS = {
     "flux": {"num_joint_layers": 1, "num_single_layers": 1, "pooled_size": 6, "rope_axes": [4, 2, 2]},
     "flux2": {"num_joint_layers": 1, "num_single_layers": 1, "ffn_hidden_size": 48, "rope_axes": [2, 2, 2, 2]},
     "qwen_image": {"num_joint_layers": 2, "ffn_hidden_size": 48, "rope_axes": [4, 2, 2]},
     "sd3": {"num_joint_layers": 2, "num_dual_layers": 1, "pooled_size": 6},
+    "lumina2": {"num_joint_layers": 1, "num_single_layers": 1, "num_query_groups": 2, "rope_axes": [4, 2, 2]},
     "moviegen": {"num_query_groups": 2},
+    "sana": {"num_cross_attention_heads": 2, "patch_spatial": 2},
+    "z_image": {"num_joint_layers": 1, "num_single_layers": 1, "ffn_hidden_size": 48, "rope_axes": [4, 2, 2]},
 }
 MERGED = 1e-5  # float32: W x + s B (A x) and (W + s B A) x round at other places
 

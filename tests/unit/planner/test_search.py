@@ -17,8 +17,8 @@ from dit.planner.layouts import Candidate, Problem, Shape, allowed, candidates, 
 from dit.planner.plan import plan
 from dit.planner.search import B_ACTIVATIONS, BYTES, Costs, Prices, costs, judged
 from dit.planner.step import planned_step
-from dit.planner.time import K_GATHER, K_REDUCE, KINDS, MICRO_BATCH, ONCE, Cluster, step_time
-from dit.planner.trace import Tracer
+from dit.planner.time import K_EXPERT, K_GATHER, K_REDUCE, KINDS, MICRO_BATCH, ONCE, Cluster, step_time
+from dit.planner.trace import TracerPool
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.tracing.packs import PackShape
 
@@ -70,12 +70,23 @@ def small(gpus=8):
     )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _no_known_traces(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def traced_costs(task, *shapes, found=()):
+    with TracerPool(1) as tracers:
+        return tracers.run({shape: costs(task, shape, found) for shape in shapes}, lambda _: None)
+
+
 @pytest.fixture(scope="module")
 def priced():
     """Return what is to be trained, and prices from the one shape that all cases have."""
     task = problem()
-    with Tracer() as tracer:
-        return task, Prices(task, {PLAIN: costs(task, PLAIN, tracer)})
+    return task, Prices(task, traced_costs(task, PLAIN))
 
 
 @pytest.mark.parametrize(
@@ -97,13 +108,12 @@ def test_a_price_is_that_of_the_traced_layout(name, priced):
 def compared(task, size):
     """Return the price of a micro-batch of so many samples, and what a trace of the layout itself says."""
     ((candidate, dims),) = found = allowed(task, iter([Candidate(ALONE, 1, None, "distributed_optimizer", size)])).found
-    with Tracer() as tracer:
-        traced = costs(task, ALONE, tracer, found)
-    price = Prices(task, {ALONE: traced}).of(candidate, dims)
+    traced = traced_costs(task, ALONE, found=found)
+    price = Prices(task, traced).of(candidate, dims)
     parts = candidate.parallel(task.parallel), candidate.training(task.training, 1)
     exact = plan(task.model, task.objective, task.optimizer, *parts, task.pack_of(size, dims.token_multiple), dims)
     step = planned_step(exact, dims, Cluster(task.device, task.world_size, parts[0]))
-    return traced.sizes, (price.time.total, price.peak), (step.time.total, exact.fullest.peak)
+    return traced[ALONE].sizes, (price.time.total, price.peak), (step.time.total, exact.fullest.peak)
 
 
 def test_pictures_of_a_unet_are_priced_as_traced():
@@ -126,26 +136,26 @@ def test_hundreds_of_small_samples_are_priced_as_traced():
     assert price == pytest.approx(exact, rel=OF_SMALL)
 
 
-def test_what_does_not_fit_is_not_traced(monkeypatch: pytest.MonkeyPatch):
-    """Micro-batches double up to the largest that fits, and to no other."""
-    task, asked = small(), []
+@pytest.mark.parametrize(("tokens", "expected"), [(16, [1, 2, 4, 8, 16]), (8192, [1, 2, 16]), (4096, [1, 2, 4, 16])])
+def test_only_sizes_that_fit_are_traced(tokens, expected, monkeypatch: pytest.MonkeyPatch):
+    """Micro-batches double up to 16,384 tokens, then grow eightfold; the last one is the largest that fits."""
+    task, traced_sizes = replace(small(), tokens=tokens), []
     limit = MEMORY_SHARE * H100.memory_bytes
 
-    def traced(_, shape, tracer, sizes):
-        asked.extend(sizes)
-        held = np.zeros((2, len(sizes), len(BYTES)))
-        held[0, :, B_ACTIVATIONS] = [size * limit / 20 for size in sizes]
-        return Costs(np.full((2, len(sizes), 4, len(KINDS)), 1e-3), held, 8, sizes)
+    def traced(_, shape, sizes):
+        traced_sizes.extend(sizes)
+        nbytes = np.zeros((2, len(sizes), len(BYTES)))
+        nbytes[0, :, B_ACTIVATIONS] = [size * limit / 20 for size in sizes]
+        yield from ()
+        return Costs(np.full((2, len(sizes), 4, len(KINDS)), 1e-3), nbytes, 8, sizes)
 
     monkeypatch.setattr("dit.planner.search._traced", traced)
     many = [Candidate(ALONE, 1, None, "distributed_optimizer", size) for size in (1, 2, 4, 8, 16, 32, 64)]
-    tracer = Tracer()
-    costs(task, ALONE, tracer, allowed(task, iter(many)).found)
-    assert asked == [1, 2, 4, 8, 16]
-    asked.clear()
-    other = Shape(2, True, 1, 1, "none")
-    costs(task, other, tracer, allowed(task, iter(many)).found)
-    assert asked == [1, 2]
+    found = allowed(task, iter(many)).found
+    for shape, sizes in ((ALONE, expected), (Shape(2, True, 1, 1, "none"), [1, 2])):
+        traced_sizes.clear()
+        assert list(costs(task, shape, found)) == []
+        assert traced_sizes == sizes
 
 
 @pytest.mark.parametrize(("samples", "expected"), [(1, 10.0), (2, 12.0), (3, 13.0), (4, 14.0), (6, 30.0), (16, 110.0)])
@@ -221,6 +231,7 @@ def test_launches_of_an_update_do_not_grow_with_the_number_of_replicas():
     """A replicated optimizer moves more bytes than a sharded one, by the same number of operations."""
     task = problem(gpus=512)  # 256 replicas
     seconds = np.full((2, 2, 4, len(KINDS)), 1e-3)
+    seconds[..., K_EXPERT] = 0.0  # only Muon exchanges matrices in an update
     prices = Prices(task, {PLAIN: Costs(seconds, np.full((2, 2, len(BYTES)), 1e6), 256)})
     times = {}
     for kind in ("distributed_optimizer", "ddp"):

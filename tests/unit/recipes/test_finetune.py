@@ -5,10 +5,20 @@ import re
 import pytest
 
 from dit.errors import ConfigError
+from dit.parallel.build import count_parameters
 from launch import dry_run
 from launch.config_file import built
 from launch.train import call_recipe
-from recipes.finetune import ON_ONE_GPU, WAYS, Way, finetune, finetune_lora
+from recipes.finetune import (
+    ON_ONE_GPU,
+    WAYS,
+    Way,
+    finetune,
+    finetune_lora,
+    finetune_lumina2,
+    finetune_z_image,
+    finetune_z_image_lora,
+)
 
 GIB = 2**30
 
@@ -83,3 +93,19 @@ def test_mlperf_measures_at_its_samples_with_its_optimizer() -> None:
     assert (optimizer.weight_decay, optimizer.clip_grad, config.schedule.warmup_steps) == (0.1, 1.0, 1600)
     assert config.schedule.rate(20_000, training.num_steps, 2e-4) == 2e-4
     assert (config.data.validation_samples, config.data.max_text_tokens) == (29_696, 256)
+
+
+@pytest.mark.parametrize(
+    ("factory", "folder", "parameters", "rank"),
+    [
+        (finetune_z_image, "models/z-image", 6_154_911_296, None),
+        (finetune_z_image_lora, "models/z-image", 6_154_911_296, 16),
+        (finetune_lumina2, "models/lumina2", 2_609_771_456, None),
+    ],
+)
+def test_recipes_of_published_models_have_their_sizes(factory, folder, parameters, rank) -> None:
+    config = built(factory(gpus=8))
+    assert config.checkpoint.start_from == folder
+    assert count_parameters(config.model.without_adapters()) == parameters
+    assert (None if config.model.adapters is None else config.model.adapters.rank) == rank
+    assert config.training.recompute == "full"

@@ -6,6 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.flop_counter import flop_registry
 
 from dit.tracing import counter
+from dit.tracing.forward import _MetaFlops
 
 CU_SEQLENS = (
     torch.tensor([0, 3, 70_000, 70_001, 70_006], dtype=torch.int32),
@@ -51,6 +52,21 @@ def test_packed_attention_is_counted_as_by_torch(name):
     if op not in flop_registry:
         pytest.skip(f"torch {torch.__version__} has no formula for {op}")
     assert counter.flop_formulas()[op](*args) == flop_registry[op](*args)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 8])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_both_gradients_of_a_convolution_cost_as_much_as_its_forward_pass(groups, transposed):
+    """Also in groups of channels, where torch's formula counts the weights between all channels."""
+    x, weight = torch.empty(2, 8, 5, 7, device="meta"), torch.empty(8, 8 // groups, 3, 3, device="meta")
+    run = torch.conv_transpose2d if transposed else torch.conv2d
+    with _MetaFlops() as counted:
+        out = run(x.requires_grad_(), weight.requires_grad_(), groups=groups)
+        forward = counted.flops
+        torch.autograd.grad(out, (x, weight), torch.empty_like(out))
+    pixels = 5 * 7 if transposed else 3 * 5
+    assert forward == 2 * 2 * pixels * 9 * 8 * 8 // groups
+    assert counted.flops == 3 * forward
 
 
 def test_equal_tables_are_sorted_once_and_counted_each_time():

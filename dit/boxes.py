@@ -56,7 +56,6 @@ def boxes_of_range(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]
     """Split a range of a flattened (row-major) tensor into boxes, in the range's order: at most 2 x dimensions - 1.
 
     Args:
-        shape: of the tensor.
         start, stop: the range, in elements; nothing is yielded if it is empty.
     """
     if start >= stop:
@@ -99,10 +98,14 @@ class Part:
     start: int
     stop: int
 
+    @property
+    def size(self) -> int:
+        """Number of elements of the range."""
+        return self.stop - self.start
+
     def share(self, index: int, count: int) -> "Part":
         """Return the `index`-th of `count` equal parts of the range, so that each rank with a copy writes one part."""
-        size = self.stop - self.start
-        start, stop = (self.start + size * i // count for i in (index, index + 1))
+        start, stop = (self.start + self.size * i // count for i in (index, index + 1))
         return Part(self.shape, self.local_shape, self.origin, start, stop)
 
     def views(self, values: Tensor, start: int) -> Iterator[tuple[Box, Tensor]]:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dit.checkpoint.boxes import Box, Part, boxes_of_range
+from dit.boxes import Box, Part, boxes_of_range
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4).map(tuple)
 

@@ -1,0 +1,67 @@
+"""Muon: the momentum of a matrix, orthogonalised, as the direction of its update.
+
+    gradient --(clip)--> momentum (elementwise) --> direction (complete matrices) --> master weight (elementwise)
+
+Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks" (Nesterov's momentum and the
+coefficients of the iteration); Liu et al. 2025, arXiv:2502.16982, section 2.2 (scale 0.2 sqrt(max(rows, columns)), so
+that an update has the root mean square of AdamW's). As `torch.optim.Muon(adjust_lr_fn="match_rms_adamw")`.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from dit.kernels.adamw import Elements, Rates, clipped, store
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+STEPS = 5
+EPS = 1e-7
+
+
+def iteration_dtype(device: torch.device) -> torch.dtype:
+    """Return the precision of directions: bf16 on CUDA, as in the published code, else fp32."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def orthogonalise(x_OI: Tensor) -> Tensor:
+    """Return the matrix with all singular values near 1, by 5 steps of a Newton-Schulz iteration in its own dtype."""
+    a, b, c = COEFFICIENTS
+    is_tall = x_OI.shape[0] > x_OI.shape[1]
+    x = x_OI.mT if is_tall else x_OI
+    x = x / x.norm().clamp(min=EPS)
+    for _ in range(STEPS):
+        gram = x @ x.mT
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if is_tall else x
+
+
+def direction(matrix_OI: Tensor) -> Tensor:
+    """Return the direction of the update of a matrix, in the dtype of `matrix_OI`, the result of `momentum`."""
+    return orthogonalise(matrix_OI) * (0.2 * math.sqrt(max(matrix_OI.shape)))
+
+
+def momentum(p: Elements, rates: Rates, decay: float) -> Tensor:
+    """Update the momentum, stored in `exp_avg`, and return Nesterov's update, flat and fp32, on the device of `main`.
+
+    Args:
+        decay: decay of the momentum.
+    """
+    changes, gradient = clipped(p, rates)
+    average = p.exp_avg.to(p.main.device, non_blocking=True)
+    average.lerp_(gradient, changes * (1 - decay))
+    if average is not p.exp_avg:
+        p.exp_avg.copy_(average, non_blocking=True)
+    return gradient.lerp(average, decay).view(-1)
+
+
+def apply(p: Elements, rates: Rates, direction: Tensor) -> None:
+    """Update the master weights, their average and the model weights.
+
+    Args:
+        direction: the local elements of the direction.
+    """
+    changes = (~rates.clip.isnan()).to(p.main.dtype)
+    p.main.mul_(1 - changes * (rates.lr * rates.weight_decay))
+    p.main.sub_(direction.view(p.main.shape).to(p.main.dtype) * (changes * rates.lr))
+    store(p, rates, changes)

@@ -1,0 +1,62 @@
+"""Sizes of the SANA backbone."""
+
+from dataclasses import dataclass, replace
+from typing import Literal, Optional
+
+from dit.errors import ConfigError
+from dit.models.base import TransformerSizes
+from dit.models.cross_config import CrossAttentionModelConfig
+
+Positions = Literal["none", "sincos_2d", "sincos_3d"]
+
+
+@dataclass(kw_only=True)
+class SanaConfig(CrossAttentionModelConfig):
+    """SANA: linear self-attention and a feed-forward with a convolution, which replaces positions.
+
+    The defaults are the model with 1.6 B parameters, for texts of Gemma 2 2B and latents of the DC-AE f32c32.
+
+    Attributes:
+        num_attention_heads: heads of the linear attention.
+        num_cross_attention_heads: heads of the cross-attention.
+        ffn_hidden_size: channels of the feed-forward after its gate.
+        qk_layernorm: RMSNorm on queries and keys over the full width (SANA 1.5).
+    """
+
+    in_channels: int = 32
+    patch_spatial: int = 1
+    context_size: Optional[int] = 2304
+    hidden_size: int = 2240
+    num_layers: int = 20
+    num_attention_heads: int = 70
+    num_cross_attention_heads: int = 20
+    ffn_hidden_size: Optional[int] = 5600
+    qk_layernorm: bool = False
+    fps_conditioning: bool = False
+    position_embedding: Positions = "none"
+
+    @property
+    def takes_references(self) -> bool:
+        return False  # tokens outside the grid have no place in a picture
+
+    def check_sizes(self) -> None:
+        super().check_sizes()
+        if self.num_query_groups is not None:
+            raise ConfigError(
+                f"model.num_query_groups={self.num_query_groups}, but linear attention has one key head per query "
+                "head; use None"
+            )
+        if self.hidden_size % self.num_cross_attention_heads:
+            fits = [n for n in range(1, 65) if self.hidden_size % n == 0]
+            raise ConfigError(
+                f"model.hidden_size={self.hidden_size} is not a multiple of model.num_cross_attention_heads="
+                f"{self.num_cross_attention_heads}; use one of {fits}"
+            )
+
+    @property
+    def attention_tokens(self) -> int:
+        return 1 << 40  # the cost of a token does not depend on the length of its sample
+
+    def megatron_sizes(self) -> TransformerSizes:
+        # The query and key norms are split with the heads, so their gradients are not summed over ranks.
+        return replace(super().megatron_sizes(), qk_layernorm=False)

@@ -1,0 +1,96 @@
+"""SANA in plain PyTorch, written from its paper's formulas, one sample at a time, pixel by pixel.
+
+It reads our parameters by name, as float64 leaves, and splits fused projections row by row; nothing else is shared
+with `dit`.
+
+Source: Xie et al. 2024, arXiv:2410.10629, section 2.2, equation 2 and figure 5; order of the projections, epsilons and
+norms over the full width are those of its published code.
+"""
+
+from typing import Optional
+
+import torch
+from torch import Tensor
+
+from tests.parity.reference_cross import CrossReference, attend
+from tests.parity.reference_dit import gelu_tanh, normalise, rms_normalise, silu
+from tests.parity.reference_positions import Grid
+
+EPSILON = 1e-5
+
+
+class SanaReference(CrossReference):
+    def heads(self, x: Tensor, name: str, count: int) -> list[Tensor]:
+        """Normalise over the full width, if the model does, and split into heads."""
+        weight = self.leaves.get(f"{name}.weight")
+        x = x if weight is None else rms_normalise(x, weight, EPSILON)
+        return list(x.split(self.config.hidden_size // count, -1))
+
+    def linear_self_attention(self, x: Tensor, name: str) -> Tensor:
+        """Weigh every value by relu(q) . relu(k), and divide by the sum of the weights, query by query."""
+        count = self.config.num_attention_heads
+        rows = list(self.leaves.linear(x, f"{name}.linear_qkv").split(self.head_size, -1))
+        q = self.heads(torch.cat(rows[0::3], -1), f"{name}.q_layernorm", count)
+        k = self.heads(torch.cat(rows[1::3], -1), f"{name}.k_layernorm", count)
+        out = []
+        for query, key, value in zip(q, k, rows[2::3]):
+            weights = torch.relu(query) @ torch.relu(key).T
+            out.append(weights @ value / (weights.sum(-1, keepdim=True) + 1e-15))
+        return self.leaves.linear(torch.cat(out, -1), f"{name}.linear_proj")
+
+    def text_attention(self, x: Tensor, text: Tensor, name: str) -> Tensor:
+        count = self.config.num_cross_attention_heads
+        rows = list(self.leaves.linear(text, f"{name}.linear_kv").split(self.config.hidden_size // count, -1))
+        q = self.heads(self.leaves.linear(x, f"{name}.linear_q"), f"{name}.q_layernorm", count)
+        k = self.heads(torch.cat(rows[0::2], -1), f"{name}.k_layernorm", count)
+        return self.leaves.linear(attend(q, k, rows[1::2]), f"{name}.linear_proj")
+
+    def mix(self, x: Tensor, name: str, grid: Grid) -> Tensor:
+        """Widen, convolve each channel of each frame with zeros around it, gate, narrow."""
+        leaves, (frames, height, width) = self.leaves, grid
+        wide = silu(leaves.linear(x, f"{name}.linear_fc1")).view(frames, height, width, -1)
+        taps, bias = leaves[f"{name}.weight"][:, 0], leaves[f"{name}.bias"]
+        rows = []
+        for f in range(frames):
+            for i in range(height):
+                for j in range(width):
+                    total = bias
+                    for di in (-1, 0, 1):
+                        for dj in (-1, 0, 1):
+                            if 0 <= i + di < height and 0 <= j + dj < width:
+                                total = total + taps[:, 1 + di, 1 + dj] * wide[f, i + di, j + dj]
+                    rows.append(total)
+        mixed = torch.stack(rows)
+        return leaves.linear(silu(mixed[:, 0::2]) * mixed[:, 1::2], f"{name}.linear_fc2")  # gate and value in turn
+
+    def block(self, x: Tensor, shared: Tensor, text: Tensor, name: str, grid: Grid) -> Tensor:
+        eps = self.config.layernorm_epsilon
+        rows = shared.unflatten(0, (6, -1)) + self.leaves[f"{name}.modulation.table"]
+        shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = rows
+        y = normalise(x, eps) * (1 + scale_1) + shift_1
+        x = x + gate_1 * self.linear_self_attention(y, f"{name}.attention")
+        x = x + self.text_attention(x, text, f"{name}.cross_attention")
+        return x + gate_2 * self.mix(normalise(x, eps) * (1 + scale_2) + shift_2, f"{name}.mlp", grid)
+
+    def run(
+        self,
+        patches: Tensor,
+        time: Tensor,
+        grid: Grid,
+        text: Optional[Tensor],
+        *,
+        fps: Optional[float] = None,
+        label: Optional[int] = None,
+    ) -> Tensor:
+        config, leaves = self.config, self.leaves
+        text = leaves["text.null"][None] if text is None else text.double()
+        text = gelu_tanh(leaves.linear(text, "text_projection.linear_1"))
+        text = leaves.linear(text, "text_projection.linear_2")
+        text = rms_normalise(text, leaves["text_projection.norm.weight"], EPSILON)
+        cond = self.condition(time, grid, fps, label)
+        shared = leaves.linear(silu(cond), "modulation.linear")
+        x, _ = self.embed(patches, grid)
+        for i in range(config.num_layers):
+            x = self.block(x, shared, text, f"layers.{i}", grid)
+        shift, scale = leaves["head.table"] + cond
+        return leaves.linear(normalise(x, config.layernorm_epsilon) * (1 + scale) + shift, "head.linear")
