@@ -20,18 +20,21 @@ from typing import Any, Optional
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 from dit.conditions import Conditions
 from dit.errors import BatchError
 from dit.layout import SequenceLayout
+from dit.settings import TrainingConfig
 from dit.step.forward_step import TrainingForwardStep
-from dit.step.schedule import Logs, forward_backward
+from dit.step.schedule import Logs, Schedule, forward_backward
 
 WARM_UP = 2
 """Steps before the capture, in which kernels are compiled, and layouts compute their tables on the device."""
 MOST_GRAPHS = 8
+COPIES = (torch.ops.aten._to_copy, torch.ops.aten.copy_)
 NAMES = ("keys",)
 """Fields of a pack that do not change its computation."""
 
@@ -40,11 +43,26 @@ Capture = Callable[[Compute], tuple[Logs, Callable[[], None]]]
 """Records the operations of a function without running them; returns its result and a function that runs them."""
 
 
+class NoCopiesFromHost(TorchDispatchMode):
+    """Raises an error for copies from host memory, which is free when a graph is replayed."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in COPIES:
+            source = args[1] if func.overloadpacket is torch.ops.aten.copy_ else args[0]
+            if source.device.type == "cpu" and result.device.type != "cpu":
+                raise BatchError(
+                    f"training.cuda_graph=True: the passes copy numbers of shape {list(source.shape)} from the host, "
+                    "such as the lengths of texts; use texts of one length, or training.cuda_graph=False"
+                )
+        return result
+
+
 def capture_on_gpu(compute: Compute) -> tuple[Logs, Callable[[], None]]:
     """Capture a function as a CUDA graph."""
     graph = torch.cuda.CUDAGraph()
     # Other threads of the process, such as those that pin memory, may use CUDA during the capture.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"), NoCopiesFromHost():
         logs = compute()
     return logs, graph.replay
 
@@ -126,10 +144,15 @@ class GraphedSchedule:
         if len(self._graphs) == MOST_GRAPHS:
             shapes = [(len(pack.layout.lengths), pack.layout.total_tokens, sorted(set(pack.grids))) for pack in packs]
             raise BatchError(
-                f"training.cuda_graph=True captures a graph for each combination of shapes in a step, and step data "
-                f"with (samples, tokens, grids) {shapes} would need more than {MOST_GRAPHS}; use data of one shape with "
+                f"training.cuda_graph=True captures a graph for each combination of shapes in a step, and these packs "
+                f"(samples, tokens, grids) would need more than {MOST_GRAPHS}: {shapes}; use data of one shape with "
                 "texts of one length, or training.cuda_graph=False"
             )
+
+
+def schedule_of(training: TrainingConfig) -> Schedule:
+    """Return the schedule that `training.cuda_graph` selects."""
+    return GraphedSchedule() if training.cuda_graph else forward_backward
 
 
 def passes(
@@ -165,4 +188,4 @@ def constants(value: Any, tensors: list[Tensor]) -> Hashable:
     if is_dataclass(value):
         names = [part.name for part in fields(value) if part.name not in NAMES]
         return tuple(constants(getattr(value, name), tensors) for name in names)
-    return value  # type: ignore[no-any-return]
+    return value

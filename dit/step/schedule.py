@@ -16,6 +16,8 @@ from dit.batch import PackedBatch
 
 Logs = list[dict[str, Any]]
 """Logs of the loss function for each micro-batch; empty on pipeline stages before the last one."""
+Schedule = Callable[[Any, Iterator[PackedBatch], Sequence[Any], int, ProcessGroups], Logs]
+"""Runs all passes of a step, as `forward_backward` does."""
 
 
 def forward_backward(

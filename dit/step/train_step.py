@@ -20,7 +20,7 @@ from dit.optimizer.step_numbers import Limits, StepNumbers
 from dit.optimizer.update import Update
 from dit.parallel.loss_scale import LossScale
 from dit.step.forward_step import ForwardStep
-from dit.step.schedule import Logs, forward_backward
+from dit.step.schedule import Logs, Schedule, forward_backward
 
 Action = Literal["update", "skip", "rewind", "overflow"]
 """Use of a step's gradients: an update; no update; back to the last checkpoint; no update, and a lower loss scale."""
@@ -29,10 +29,6 @@ Part = Literal["forward and backward", "numbers", "update", "end"]
 
 Compute = Callable[[Iterator[PackedBatch]], Logs]
 """Computes the gradients of a step from its micro-batches, starting from zero."""
-
-
-Schedule = Callable[[Any, Iterator[PackedBatch], Sequence[Any], int, ProcessGroups], Logs]
-"""Runs the passes of a step; see `forward_backward`."""
 
 
 class StepState(Protocol):

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dit.step.train_step import Logs
+from dit.step.schedule import Logs
 
-READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive", "is_nonzero")
+READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive")
 """Operations whose result the host reads, or whose shape depends on values."""
 
 
