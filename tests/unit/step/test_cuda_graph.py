@@ -18,10 +18,11 @@ from dit.errors import BatchError, ConfigError
 from dit.planner.job import Job
 from dit.planner.program import Program
 from dit.planner.trace import Tracer
-from dit.step.cuda_graph import MOST_GRAPHS, WARM_UP, Compute, GraphedSchedule, NoCopiesFromHost, passes
+from dit.step.cuda_graph import MOST_GRAPHS, WARM_UP, Compute, GraphedSchedule, NoCopiesFromHost, constants, passes
 from dit.step.forward_step import training_forward_step
 from dit.step.schedule import Logs
 from dit.step.train_step import StepObserver, train_step
+from dit.tracing.packs import PackShape, batch_of
 from dit.tracing.sequence import SequenceRecorder, differences
 from dit.tracing.waits import META, meta_device
 from dit.tracing.world import fake_world
@@ -101,6 +102,19 @@ def test_shapes_that_change_in_every_step_are_an_error(tmp_path: Any, one_rank_w
     ):
         steps(tmp_path, one_rank_world, Records(), "tiny_dit", "data.text_tokens=64")
     assert MOST_GRAPHS > 1
+
+
+def test_packs_that_differ_in_values_and_names_share_a_graph() -> None:
+    """Kinds of packs differ in anything that the host reads."""
+    model = built(call_recipe("tiny_dit")).model
+
+    def kind(grid: tuple[int, int, int], text: int = 3, **changes: Any) -> Any:
+        return constants([replace(batch_of(model, PackShape((grid, grid), (text, 4))), **changes)], [])
+
+    ids = torch.tensor([3, 5])
+    assert kind((1, 4, 4)) == kind((1, 4, 4), keys=("a", "b"), sample_ids_S=ids)
+    other = kind((1, 2, 8)), kind((1, 4, 8)), kind((1, 4, 4), 2), kind((1, 4, 4), repeated=True)
+    assert len({kind((1, 4, 4)), *other}) == 5
 
 
 def passes_here(job: Job) -> list[Any]:
