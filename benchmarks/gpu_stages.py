@@ -141,6 +141,8 @@ def layer_rate(kernels: str) -> Value:
 
 
 BF16_DIT = ("training.precision=bf16", "training.kernels=triton")
+XL2_4 = ("training.micro_batch_size=4", "training.global_batch_size=4", "parallel.overlap_grad_reduce=False", *BF16_DIT)
+"""Steps so short that a GPU waits for the host."""
 FLUX_512 = (
     *("data.height=32", "data.width=32", "data.text_tokens=256"),
     *("training.micro_batch_size=32", "training.global_batch_size=32"),
@@ -267,6 +269,10 @@ STAGES: dict[str, Stage] = {
             step(
                 "xl2", "dit_xl2_imagenet", "training.micro_batch_size=128", "training.global_batch_size=128", *BF16_DIT
             ),
+            *(
+                step(f"xl2_4{name}", "dit_xl2_imagenet", *XL2_4, f"training.cuda_graph={bool(name)}")
+                for name in ("", "_graph")
+            ),
             step("stdit_s", "mock_stdit_s", "training.kernels=triton"),
             Command(
                 "unets",
@@ -293,6 +299,11 @@ STAGES: dict[str, Stage] = {
                 field("xl2", "tflops_per_rank_model"),
                 low=380,
                 source="NeMo VFM / 1.25",
+            ),
+            Bar(
+                "DiT-XL/2, 4 pictures, CUDA graph / without",
+                ratio(field("xl2_4", "step_ms_p50"), field("xl2_4_graph", "step_ms_p50")),
+                low=1.0,
             ),
         ),
     ),

@@ -123,6 +123,8 @@ class RunConfig:
         if self.data.mixes_shapes(spec):
             cure = "data of one shape, or data.bucket_by_shape=True without data.max_tokens_per_pack"
             self.model.check_supports(Ability.MIXED_SHAPES, f"data={type(self.data).__name__}", cure)
+        if self.training.cuda_graph:
+            check_cuda_graph(self, spec)
         if (setting := self.data.levels_setting()) is not None:
             has_references = bool(getattr(self.data, "references", False))
             check_levels(self.model, self.objective, setting, "data without it", references=has_references)
@@ -252,6 +254,66 @@ def check_outputs(objective: Objective, model: ModelConfig) -> None:
             f"set model.out_channels={objective.num_outputs * model.in_channels}, or select an objective with that "
             "number of outputs (objective=ddpm_learned_variance has two, the others have one)"
         )
+
+
+def check_cuda_graph(config: RunConfig, spec: BatchSpec) -> None:
+    """Check that a CUDA graph can repeat the passes of a step (`dit.step.cuda_graph`).
+
+    Raises:
+        ConfigError: with the setting, the reason and the cure.
+    """
+    parallel, training = config.parallel, config.training
+    experts, stages = config.model.megatron_sizes().num_moe_experts, parallel.pipeline_model_parallel_size
+    reasons = (
+        (
+            config.data.mixes_shapes(spec),
+            f"data={type(config.data).__name__}",
+            "packs have other numbers of samples or lengths in every step",
+            "use data of one shape, or data.bucket_by_shape=True, without data.max_tokens_per_pack",
+        ),
+        (
+            experts is not None,
+            f"num_moe_experts={experts}",
+            "the number of tokens of an expert depends on values",
+            "use a model without experts",
+        ),
+        (
+            stages > 1,
+            f"parallel.pipeline_model_parallel_size={stages}",
+            "stages tell each other the shapes of activations",
+            "use parallel.pipeline_model_parallel_size=1",
+        ),
+        (
+            parallel.data_parallel == "fsdp",
+            "parallel.data_parallel=fsdp",
+            "sharded weights have other addresses in every step",
+            "use parallel.data_parallel=distributed_optimizer",
+        ),
+        (
+            parallel.overlap_grad_reduce,
+            "parallel.overlap_grad_reduce=True",
+            "gradients are reduced after the graph",
+            "use parallel.overlap_grad_reduce=False and parallel.overlap_param_gather=False",
+        ),
+        (
+            training.precision == "fp16",
+            "training.precision=fp16",
+            "the loss scale is a number on the host",
+            "use training.precision=bf16",
+        ),
+        (
+            training.linears == "transformer_engine",
+            "training.linears=transformer_engine",
+            "its modules count micro-batches on the host",
+            "use training.linears=megatron",
+        ),
+    )
+    for applies, setting, reason, cure in reasons:
+        if applies:
+            raise ConfigError(
+                f"training.cuda_graph=True does not work with {setting}, because {reason}; {cure}, or "
+                "training.cuda_graph=False"
+            )
 
 
 def check_levels(

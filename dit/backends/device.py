@@ -2,7 +2,8 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Optional
 
@@ -132,6 +133,19 @@ class StepTimer:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+@contextmanager
+def side_stream() -> Iterator[None]:
+    """Use another CUDA stream than the default one in this context, if there is a GPU."""
+    if not use_cuda():
+        yield
+        return
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
 
 
 def synchronize() -> None:

@@ -97,7 +97,7 @@ class DataParallel(DistributedDataParallel):
 
         def hook(*_: object) -> None:
             if param.grad is None:
-                self._zero_stale([param])
+                self.zero_stale([param])
                 self._reduce_if_overlapped([param])
                 return
             if not pending.gradients:
@@ -120,21 +120,25 @@ class DataParallel(DistributedDataParallel):
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Start to reduce the main gradients."""
-        self._zero_stale()
+        self.zero_stale()
         super().start_grad_sync(*unused)
 
     def finish_grad_sync(self, force_all_reduce: Optional[bool] = False) -> None:
         """Reduce the main gradients, or wait for a reduction that has started."""
-        self._zero_stale()
+        self.zero_stale()
         super().finish_grad_sync(force_all_reduce=force_all_reduce)
 
     @torch.no_grad()
-    def _zero_stale(self, params: Optional[Sequence[nn.Parameter]] = None) -> None:
+    def zero_stale(self, params: Optional[Sequence[nn.Parameter]] = None) -> None:
         """Set stale main gradients to zero, for these parameters or for all."""
         stale = self._stale.copy() if params is None else self._stale.intersection(params)
         if stale:
             torch._foreach_zero_(_main_gradients(stale))
             self._stale -= stale
+
+    def end_replay(self) -> None:
+        """Note that a CUDA graph has written all main gradients, so that none is stale."""
+        self._stale.clear()
 
     @torch.no_grad()
     def _add_pending(self) -> None:

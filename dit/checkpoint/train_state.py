@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Optional
 
+from dit.backends.device import side_stream
 from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups
 from dit.checkpoint.base_model import load_base
@@ -71,7 +72,9 @@ def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> Tr
     training = config.training
     chunks = build_model(config.model, config.parallel, training, groups, auxiliary=config.objective.auxiliary)
     base = load_base(config, chunks, groups)
-    wrapped = wrap(chunks, config.parallel, groups)
+    # Autograd accumulates gradients on the stream of the wrapper's constructor. A graph cannot use the default stream.
+    with side_stream() if training.cuda_graph else nullcontext():
+        wrapped = wrap(chunks, config.parallel, groups)
     optimizer = build_optimizer(
         wrapped, config.optimizer, config.parallel, training, groups, auxiliary=config.objective.auxiliary
     )

@@ -37,7 +37,7 @@ class AddressedNoise:
     """The random numbers of one micro-batch.
 
     Args:
-        step: optimizer step, counted from 0.
+        step: optimizer step, counted from 0; a tensor, int64 `[]`, in a step that a CUDA graph repeats.
         sample_ids_S: address of each sample, int64.
         layout: of the local tokens.
         draws_S: number of each sample's draw from the data, int64; None for draw 0 of every sample.
@@ -49,7 +49,7 @@ class AddressedNoise:
     def __init__(
         self,
         seed: int | Tensor,
-        step: int,
+        step: int | Tensor,
         sample_ids_S: Tensor,
         layout: SequenceLayout,
         draws_S: Optional[Tensor] = None,
@@ -61,7 +61,13 @@ class AddressedNoise:
         self.latent_channels = latent_channels
         self.ids_S = sample_ids_S if draws_S is None else sample_ids_S + draws_S * _DRAW_STRIDE  # wraps modulo 2**64
         self._low_S, self._high_S = self.ids_S & MASK32, (self.ids_S >> 32) & MASK32
-        self._steps_S, self._first_S = torch.full_like(self.ids_S, step), torch.zeros_like(self.ids_S)
+        self._steps_S = step.expand_as(self.ids_S) if isinstance(step, Tensor) else torch.full_like(self.ids_S, step)
+        self._first_S = torch.zeros_like(self.ids_S)
+
+    @property
+    def step_1(self) -> Tensor:
+        """Step on the device, int64 `[1]`; the value of a tensor may change between two uses of a CUDA graph."""
+        return self._steps_S[:1]
 
     def key(self, purpose: str, seed: int | Tensor) -> tuple[int | Tensor, int | Tensor]:
         """Return the two words of the Philox key of a purpose."""

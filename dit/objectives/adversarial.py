@@ -81,9 +81,9 @@ class Adversarial:
         """Sizes of the discriminator."""
         return PatchGAN(self.num_layers, self.hidden_size)
 
-    def prepare(self, prepared: Prepared, step: int) -> PreparedAdversarial:
-        """Add whether the terms count after `step` completed steps."""
-        started_S = torch.full_like(prepared.weight_S, float(step >= self.start_step))
+    def prepare(self, prepared: Prepared, step_1: Tensor) -> PreparedAdversarial:
+        """Add whether the terms count after the number of completed steps, int64 `[1]`."""
+        started_S = (step_1 >= self.start_step).to(prepared.weight_S.dtype).expand_as(prepared.weight_S)
         return PreparedAdversarial(**vars(prepared), started_S=started_S)
 
     def loss_terms(

@@ -66,7 +66,7 @@ class Reconstruction(Objective):
         x_TC, weight_S = batch.latents_TC.float(), sample_weights(batch)
         inputs_TC = self.inputs(x_TC, noise)
         prepared = Prepared(inputs_TC=inputs_TC, time_S=torch.zeros_like(weight_S), target_TC=x_TC, weight_S=weight_S)
-        return prepared if self.adversarial is None else self.adversarial.prepare(prepared, noise.step)
+        return prepared if self.adversarial is None else self.adversarial.prepare(prepared, noise.step_1)
 
     def inputs(self, x_TC: Tensor, noise: AddressedNoise) -> Tensor:
         """Return the inputs of the network."""

@@ -7,6 +7,7 @@ import torch
 
 from dit.backends.device import local_device
 from dit.backends.provider import LINEARS, quantising_linears
+from dit.errors import ConfigError
 from dit.kernels.choice import Selection, Target, table
 from dit.kernels.fp8 import PRODUCTS
 from dit.kernels.resolve import OPS as KERNELS
@@ -34,6 +35,10 @@ def implementations(model: ModelConfig, training: TrainingConfig) -> dict[str, S
     """
     requested = {f"training.{name}": getattr(training, name) for name in ("attention", "linears", "kernels")}
     target = target_of(model, training.precision)
+    if training.cuda_graph and target.device.type != "cuda":
+        raise ConfigError(
+            f"training.cuda_graph=True needs a GPU, but the device is {target.device}; set training.cuda_graph=False"
+        )
     selections = table((*KERNELS, quantising_linears(training.fp8)), target, requested)
     if training.fp8 is not None and selections["linears"].name == "megatron":
         selections |= table((PRODUCTS[training.fp8],), target, {})

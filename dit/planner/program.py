@@ -24,7 +24,8 @@ from dit.parallel.loss_scale import LossScale, loss_scale_of
 from dit.planner.job import Job, steady_state
 from dit.step.device_batches import PackCopy
 from dit.step.forward_step import ForwardStep, noise_kernel, training_forward_step
-from dit.step.train_step import Action, Compute, Logs, Part, Step, StepFunctions, StepObserver, train_step
+from dit.step.schedule import Logs
+from dit.step.train_step import Action, Compute, Part, Step, StepFunctions, StepObserver, train_step
 from dit.tracing.counter import PHASES, STATE, StepCounter, StepTrace, combined
 from dit.tracing.packs import batch_of
 

@@ -1,7 +1,7 @@
 """The forward step of one micro-batch: drop conditions, add noise, predict, compute the loss."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Optional
 
@@ -41,31 +41,43 @@ def drop_conditions(batch: PackedBatch, noise: AddressedNoise, model: ModelConfi
     return replace(batch, conditions=batch.conditions.drop(model.conditions(), noise.uniform_S, batch.layout))
 
 
-def training_forward_step(
-    objective: Objective, model: ModelConfig, seed: int, step: int, mix: Optional[NoiseMixer] = None
-) -> ForwardStep:
-    """Return the forward step of optimizer step `step` for Megatron-Core's schedules.
+@dataclass(frozen=True)
+class TrainingForwardStep:
+    """The forward step of optimizer step `step` for Megatron-Core's schedules.
 
     Its loss function returns (loss sum, noised tokens, logs: the sums of `logged`, then the tokens). The update divides
     the gradients by the noised tokens of the global batch (`dit.backends.gradients`).
     """
 
-    def loss_function(prepared: Prepared, batch: PackedBatch, prediction_TC: Tensor) -> tuple[Tensor, Tensor, Logged]:
+    objective: Objective
+    model: ModelConfig
+    seed: int
+    step: int | Tensor
+    mix: Optional[NoiseMixer] = None
+
+    def __call__(self, batches: Iterator[PackedBatch], network: nn.Module) -> tuple[Tensor, LossFunction]:
+        batch, model = next(batches), self.model
+        stage = get_attr_wrapped_model(network, "stage")
+        # Only the first stage (inputs) and the last one (targets) use noise per token.
+        mixer = self.mix if stage.first or stage.last else skip_mixing
+        address = self.seed, self.step, batch.sample_ids_S, batch.layout, batch.draws_S
+        noise = AddressedNoise(*address, mixer, model.in_channels)
+        batch = self.objective.augment(drop_conditions(batch, noise, model), model.conditions(), noise, draw=True)
+        if model.activation_dropout:
+            batch = replace(batch, dropout_S=noise.keys_S("dropout"))
+        prepared = self.objective.prepare(batch, noise)
+        prediction_TC = network(prepared.inputs_TC, prepared.time_S, batch)
+        return prediction_TC, partial(self._loss, prepared, batch)
+
+    def _loss(self, prepared: Prepared, batch: PackedBatch, prediction_TC: Tensor) -> tuple[Tensor, Tensor, Logged]:
+        model, objective = self.model, self.objective
         outputs_TC = split_outputs(prediction_TC, model.token_channels, model.in_channels, objective.num_outputs)
         total, count, terms = objective.loss(outputs_TC, prepared, batch.layout)
         return total, count.int(), {"sums": torch.stack([*terms.values(), count])}
 
-    def forward_step(batches: Iterator[PackedBatch], network: nn.Module) -> tuple[Tensor, LossFunction]:
-        batch = next(batches)
-        stage = get_attr_wrapped_model(network, "stage")
-        # Only the first stage (inputs) and the last one (targets) use noise per token.
-        mixer = mix if stage.first or stage.last else skip_mixing
-        noise = AddressedNoise(seed, step, batch.sample_ids_S, batch.layout, batch.draws_S, mixer, model.in_channels)
-        batch = objective.augment(drop_conditions(batch, noise, model), model.conditions(), noise, draw=True)
-        if model.activation_dropout:
-            batch = replace(batch, dropout_S=noise.keys_S("dropout"))
-        prepared = objective.prepare(batch, noise)
-        prediction_TC = network(prepared.inputs_TC, prepared.time_S, batch)
-        return prediction_TC, partial(loss_function, prepared, batch)
 
-    return forward_step
+def training_forward_step(
+    objective: Objective, model: ModelConfig, seed: int, step: int, mix: Optional[NoiseMixer] = None
+) -> TrainingForwardStep:
+    """Return the forward step of a step from arguments by position, see `TrainingForwardStep`."""
+    return TrainingForwardStep(objective, model, seed, step, mix)

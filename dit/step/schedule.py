@@ -14,6 +14,11 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 
+Logs = list[dict[str, Any]]
+"""Logs of the loss function for each micro-batch; empty on pipeline stages before the last one."""
+Schedule = Callable[[Any, Iterator[PackedBatch], Sequence[Any], int, ProcessGroups], Logs]
+"""Runs all passes of a step, as `forward_backward` does."""
+
 
 def forward_backward(
     forward_step: Callable[..., Any],
@@ -21,7 +26,7 @@ def forward_backward(
     wrapped: Sequence[Any],
     num_micro_batches: int,
     groups: ProcessGroups,
-) -> list[dict[str, Any]]:
+) -> Logs:
     """Run one optimizer step's micro-batches forward and backward, and finish the gradients.
 
     Args:

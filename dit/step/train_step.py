@@ -20,15 +20,12 @@ from dit.optimizer.step_numbers import Limits, StepNumbers
 from dit.optimizer.update import Update
 from dit.parallel.loss_scale import LossScale
 from dit.step.forward_step import ForwardStep
-from dit.step.schedule import forward_backward
+from dit.step.schedule import Logs, Schedule, forward_backward
 
 Action = Literal["update", "skip", "rewind", "overflow"]
 """Use of a step's gradients: an update; no update; back to the last checkpoint; no update, and a lower loss scale."""
 
 Part = Literal["forward and backward", "numbers", "update", "end"]
-
-Logs = list[dict[str, Any]]
-"""Logs of the loss function for each micro-batch; empty on pipeline stages before the last one."""
 
 Compute = Callable[[Iterator[PackedBatch]], Logs]
 """Computes the gradients of a step from its micro-batches, starting from zero."""
@@ -57,12 +54,14 @@ class StepFunctions:
         forward_step: returns the forward step that follows a number of completed steps.
         rates: returns learning rate and Adam's beta1 of the update that follows a number of completed steps.
         micro_batches: micro-batches of each replica in a step.
+        schedule: runs all passes of a step.
     """
 
     objective: Objective
     forward_step: Callable[[int], ForwardStep]
     rates: Callable[[int], tuple[float, float]]
     micro_batches: int
+    schedule: Schedule = forward_backward
 
 
 @dataclass
@@ -163,7 +162,7 @@ def train_step(
         scale.start(first.layout.valid_tokens)
         batches = itertools.chain([first], batches)
 
-    compute = partial(compute_gradients, state, forward_step, functions.micro_batches)
+    compute = partial(compute_gradients, state, forward_step, functions.micro_batches, schedule=functions.schedule)
     logs = observer.compute(compute, batches)
     if previous is not None and settle(state, previous, observer) != "update":
         logs = observer.repeat(compute)  # `judge` computed the bad step again, which overwrote these gradients
@@ -221,10 +220,15 @@ def _end(state: StepState, step: Step, observer: StepObserver, *, is_queued: boo
 
 
 def compute_gradients(
-    state: StepState, forward_step: ForwardStep, micro_batches: int, batches: Iterator[PackedBatch]
+    state: StepState,
+    forward_step: ForwardStep,
+    micro_batches: int,
+    batches: Iterator[PackedBatch],
+    *,
+    schedule: Schedule = forward_backward,
 ) -> Logs:
     """Set the gradients to zero, run all micro-batches forward and backward, and reduce the gradients over ranks."""
     for chunk in state.wrapped:
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
-    return forward_backward(forward_step, batches, state.wrapped, micro_batches, state.groups)
+    return schedule(forward_step, batches, state.wrapped, micro_batches, state.groups)

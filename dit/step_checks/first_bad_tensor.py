@@ -22,7 +22,8 @@ from dit.layout import SequenceLayout
 from dit.objectives.base import Objective
 from dit.patchify import split_outputs
 from dit.step.forward_step import ForwardStep, Logged
-from dit.step.train_step import Logs, compute_gradients
+from dit.step.schedule import Logs
+from dit.step.train_step import compute_gradients
 
 PHASES = ("data", "noised input", "forward", "target", "loss", "backward", "weight gradient")
 NUM_WORST = 4  # samples with the largest loss that each rank names

@@ -22,7 +22,8 @@ from dit.errors import MachineError
 from dit.monitoring.run_log import RunLog
 from dit.step.device_batches import DeviceBatches
 from dit.step.intervals import is_due
-from dit.step.train_step import Compute, Logs
+from dit.step.schedule import Logs
+from dit.step.train_step import Compute
 
 TIMES = 3
 _WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

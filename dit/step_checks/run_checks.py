@@ -10,7 +10,8 @@ from dit.monitoring.run_log import RunLog
 from dit.optimizer.part_norms import PartNorms
 from dit.optimizer.step_numbers import Limits
 from dit.step.device_batches import DeviceBatches
-from dit.step.train_step import Action, Compute, Logs, Part, Step, StepObserver
+from dit.step.schedule import Logs
+from dit.step.train_step import Action, Compute, Part, Step, StepObserver
 from dit.step_checks.bad_steps import BadSteps
 from dit.step_checks.recheck import Recheck
 from dit.step_checks.wiring import FirstSteps

@@ -52,6 +52,7 @@ from dit.run_config import RunConfig
 from dit.safe_files import make_folder
 from dit.settings import CheckpointConfig, LoggingConfig, OptimizerConfig, SamplingConfig, TrainingConfig
 from dit.step.balance import BalancedPacks, Packs, balanced
+from dit.step.cuda_graph import schedule_of
 from dit.step.device_batches import DeviceBatches
 from dit.step.forward_step import ForwardStep, noise_kernel, training_forward_step
 from dit.step.intervals import is_due
@@ -284,18 +285,11 @@ class Run:
         nulls = null_texts(config.data, spec.conditions, self.device)
         self.encode = batch_encoder(config.data.online_encoding(), spec, self.device, groups.tp_cp, nulls)
         self.packs = self._packs(cost)
-        self.batches = DeviceBatches(
-            self.packs,
-            self.device,
-            spec,
-            cost,
-            self.shard,
-            self.encode,
-            self.phase,
-        )
+        self.batches = DeviceBatches(self.packs, self.device, spec, cost, self.shard, self.encode, self.phase)
         measured = config.training.log_interval if config.logging.part_norms else 0
         self.part_norms = PartNorms(self.state.optimizer, self.state.shards, measured)
-        self.functions = StepFunctions(config.objective, self.forward_step, self.rates, dims.micro_batches)
+        schedule = schedule_of(config.training)
+        self.functions = StepFunctions(config.objective, self.forward_step, self.rates, dims.micro_batches, schedule)
         report_progress(self.state.wrapped, self.timer, self.phase)
         if resumed:
             with usable(store.root / METADATA_FILE):

@@ -20,12 +20,13 @@ def mix_op(
     pairs_K2S: Tensor,
     key0: int,
     key1: int,
-    step: int,
+    step: Tensor,
 ) -> list[Tensor]:
     """Return a x0 + b noise for each of one or two pairs (a, b), float32.
 
     Args:
         seeds_S: seed of each sample; None if the key contains one seed for the pack.
+        step: number of the step, int64, one element.
     """
     from dit.kernels.fused.gpu import noise as gpu
 
@@ -54,7 +55,7 @@ def mix(noise: AddressedNoise, x0_TC: Tensor, mixtures: Sequence[Mixture], offse
     indices = rows.segment_ids_T.contiguous(), layout.token_index_T.contiguous()
     addresses = x0_TC.contiguous(), *indices, ids_L.contiguous(), None if seeds_L is None else seeds_L.contiguous()
     # The kernel computes up to two mixtures, such as input and target.
-    mixed = [x_TC for two_K2L in pairs_K2L.split(2) for x_TC in mix_op(*addresses, two_K2L, key0, key1, noise.step)]
+    mixed = [x_TC for two_K2L in pairs_K2L.split(2) for x_TC in mix_op(*addresses, two_K2L, key0, key1, noise.step_1)]
     if offset_SC is None:
         return mixed
     offset_LC = layout.per_level(offset_SC)

@@ -2,6 +2,7 @@
 
 from tests.mutants.listed.paths import (
     CALLS,
+    CUDA_GRAPH,
     FUSED_KERNELS,
     LATE,
     LOSS_SCALE,
@@ -322,6 +323,34 @@ MUTANTS = (
         "own = {rank + i * ranks: pack for i, pack in enumerate(read)}",
         "own = {rank * len(read) + i: pack for i, pack in enumerate(read)}",
         ("tests/unit/step/test_balance.py",),
+    ),
+    Mutant(
+        "CUDA graph: the noise of the captured step repeats",
+        "dit/step/cuda_graph.py",
+        "graph.step.fill_(forward_step.step)",
+        "graph.step.fill_(0)",
+        (CUDA_GRAPH,),
+    ),
+    Mutant(
+        "CUDA graph: the samples of the captured step repeat",
+        "dit/step/cuda_graph.py",
+        "torch._foreach_copy_(graph.inputs, inputs)",
+        "pass",
+        (CUDA_GRAPH,),
+    ),
+    Mutant(
+        "CUDA graph: packs of other shapes share a graph",
+        "dit/step/cuda_graph.py",
+        "names = [part.name for part in fields(value) if part.name not in NAMES]",
+        'names = [part.name for part in fields(value) if part.name not in (*NAMES, "grids")]',
+        (CUDA_GRAPH,),
+    ),
+    Mutant(
+        "CUDA graph: the reduction overwrites replayed gradients",
+        "dit/step/cuda_graph.py",
+        "chunk.end_replay()",
+        "pass",
+        (CUDA_GRAPH,),
     ),
     Mutant(
         "balance: ranks swap no packs",

@@ -58,7 +58,7 @@ ADAMW |= dict.fromkeys(("decay", "rate1", "rate2", "step_size", "root", "eps", "
 PICTURES = dict.fromkeys(("x", "out", "grad", "grad_x", "scale", "shift", "grad_scale", "grad_shift"), BF16)
 PICTURES |= dict.fromkeys(("sums", "weight", "bias", "factors", "rest", "grad_weights"), FP32)
 NOISE = {**dict.fromkeys(("x0",), BF16), **dict.fromkeys(("first", "second", "pairs"), FP32), "seeds": "none"}
-NOISE |= dict.fromkeys(("segments", "tokens_of_sample", "ids"), INT64)
+NOISE |= dict.fromkeys(("segments", "tokens_of_sample", "ids", "step"), INT64)
 
 # Kernel, tensors, constants, warps, and the programs of a multiprocessor that its 65,536 registers must hold.
 CASES = {

@@ -142,6 +142,17 @@ def test_every_part_of_the_address_matters():
         assert abs((base * other).mean().item()) < 4 * standard_error, name
 
 
+def test_a_step_on_the_device_gives_the_numbers_of_a_step_on_the_host():
+    """A change of the tensor, which a CUDA graph reads, changes the next draw."""
+    layout, step = SequenceLayout.from_lengths([4, 4, 4]), torch.tensor(0)
+    on_device = AddressedNoise(1, step, IDS, layout)
+    for number in (7, 2**31):
+        step.fill_(number)
+        on_host = AddressedNoise(1, number, IDS, layout)
+        for draw in (AddressedNoise.level_S, lambda noise: noise.normal_TC("eps", 4), lambda noise: noise.step_1):
+            assert torch.equal(draw(on_device), draw(on_host))
+
+
 def test_the_first_draw_of_a_sample_is_that_of_no_number():
     """What is not drawn from a stream (held-out and generated samples) has the noise of draw 0."""
     layout = SequenceLayout.from_lengths([4, 4, 4])

@@ -14,8 +14,8 @@ from dit.tracing.sequence import SequenceRecorder, differences
 from dit.tracing.waits import meta_device
 
 STEPS = 8
-KEYS = ("dit/philox.py", "dit/objectives/addressed_noise.py")
-"""Files with operations on the number of the step, which is a number on the host."""
+KEYS = ("dit/objectives/addressed_noise.py",)
+"""File that copies the number of the step from the host to the device."""
 DENSE = PackShape(((1, 16, 16),) * 4)
 PACKS = [
     PackShape(grids, total_tokens=2048)
@@ -27,8 +27,8 @@ PACKS = [
 ]
 ATTENTION = {"numbers torch_attn._varlen_attn.default", "numbers torch_attn._varlen_attn_backward.default"}
 """The length of the longest sample is a number on the host."""
-FUSED = {"numbers dit.adamw.default", "numbers dit.mix.default"}
-"""Learning rate and bias correction of the update, and the step in the noise, are numbers on the host."""
+FUSED = {"numbers dit.adamw.default"}
+"""Learning rate and bias correction of the update are numbers on the host."""
 
 
 def found(packs: list[PackShape], recipe: str, kernels: Any) -> set[str]:

@@ -9,7 +9,8 @@ import torch
 from benchmarks.step import build_parser, config_of
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
-from dit.step.train_step import Action, Compute, Logs, Part, Step, StepObserver, train_step
+from dit.step.schedule import Logs
+from dit.step.train_step import Action, Compute, Part, Step, StepObserver, train_step
 from dit.training.pretrain import Run
 
 

@@ -86,7 +86,8 @@ def mix_kernel(
 ):
     """Write a x0 + b noise for one or two pairs (a, b) of each sample.
 
-    The key is (key0, key1); with SEEDS, it is the exclusive or of these words and each sample's seed.
+    The key is (key0, key1); with SEEDS, it is the exclusive or of these words and each sample's seed. `step` is the
+    address of the step.
     """
     counter = tl.program_id(0).to(tl.int64) * COUNTERS + tl.arange(0, COUNTERS)
     token, block = counter // BLOCKS, (counter % BLOCKS).to(tl.int32)
@@ -98,7 +99,7 @@ def mix_kernel(
     if SEEDS:
         seed = tl.load(seeds + sample, mask=inside, other=0)
         k0, k1 = k0 ^ seed, k1 ^ (seed >> 32)
-    time = tl.zeros([COUNTERS], tl.int64) + step
+    time = tl.zeros([COUNTERS], tl.int64) + tl.load(step)
     w0, w1, w2, w3 = random_words(k0, k1, element, time, address)
     radius0, radius1 = _radius(_uniform(w0)), _radius(_uniform(w2))
     cos0, sin0 = _turn(_uniform(w1))
@@ -117,8 +118,8 @@ def mix_kernel(
         tl.store(second + at, a[:, None] * clean + b[:, None] * noise, mask=mask)
 
 
-mix_any_step = triton.jit(mix_kernel.fn, do_not_specialize=["key0", "key1", "step"])
-"""The kernel without specialisation on step and seed, so that it is compiled only once."""
+mix_any_seed = triton.jit(mix_kernel.fn, do_not_specialize=["key0", "key1"])
+"""The kernel without specialisation on the seed, so that it is compiled only once."""
 
 
 def mix(
@@ -129,13 +130,13 @@ def mix(
     seeds_S: Optional[Tensor],
     pairs: Tensor,
     key: tuple[int, int],
-    step: int,
+    step: Tensor,
     outputs: Sequence[Tensor],
 ) -> None:
-    """Launch the kernel; there is one output for each of the pairs `[K, 2, S]`."""
+    """Launch the kernel; there is one output for each of the pairs `[K, 2, S]`. `step` is one number, int64."""
     tokens, channels = x0_TC.shape
     blocks = cdiv(channels, 4)
-    mix_any_step[(cdiv(tokens * blocks, COUNTERS),)](
+    mix_any_seed[(cdiv(tokens * blocks, COUNTERS),)](
         *(x0_TC, outputs[0], outputs[-1], segments_T, token_index_T, ids_S, seeds_S, pairs, *key, step),
         *(tokens, pairs.shape[2]),
         CHANNELS=channels,

@@ -1,0 +1,191 @@
+"""Forward and backward passes of a step as one CUDA graph: the host makes one call instead of one per kernel.
+
+    host    read packs | copy them and the step's number to the inputs of the graph | replay | reduce, count, update
+    graph                                                    forward and backward of every micro-batch, main gradients
+
+A graph repeats kernels with the same addresses, shapes and numbers. Its inputs are the tensors of the first packs and
+the number of the step, from which the noise is computed. Everything else in a pack (lengths, grids, levels) is constant
+in a graph, so packs that differ in it have separate graphs.
+
+The reduction of the gradients over ranks is not in the graph. Messages between tensor-parallel and context-parallel
+ranks are. Megatron-Core's `FullCudaGraphWrapper` is similar, but it copies the next inputs on another stream without
+waiting for the previous replay; it relies on a host that waits in every step.
+"""
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
+from itertools import islice
+from typing import Any, Optional
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dit.backends.process_groups import ProcessGroups
+from dit.batch import PackedBatch
+from dit.conditions import Conditions
+from dit.errors import BatchError
+from dit.layout import SequenceLayout
+from dit.settings import TrainingConfig
+from dit.step.forward_step import TrainingForwardStep
+from dit.step.schedule import Logs, Schedule, forward_backward
+
+WARM_UP = 2
+"""Steps before the capture, in which kernels are compiled, and layouts compute their tables on the device."""
+MOST_GRAPHS = 8
+COPIES = (torch.ops.aten._to_copy, torch.ops.aten.copy_)
+NAMES = ("keys",)
+"""Fields of a pack that do not change its computation."""
+
+Compute = Callable[[], Logs]
+Capture = Callable[[Compute], tuple[Logs, Callable[[], None]]]
+"""Records the operations of a function without running them; returns its result and a function that runs them."""
+
+
+class NoCopiesFromHost(TorchDispatchMode):
+    """Raises an error for copies from host memory, which is free when a graph is replayed."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in COPIES:
+            source = args[1] if func.overloadpacket is torch.ops.aten.copy_ else args[0]
+            if source.device.type == "cpu" and result.device.type != "cpu":
+                raise BatchError(
+                    f"training.cuda_graph=True: the passes copy numbers of shape {list(source.shape)} from the host, "
+                    "such as the lengths of texts; use texts of one length, or training.cuda_graph=False"
+                )
+        return result
+
+
+def capture_on_gpu(compute: Compute) -> tuple[Logs, Callable[[], None]]:
+    """Capture a function as a CUDA graph."""
+    graph = torch.cuda.CUDAGraph()
+    # Other threads of the process, such as those that pin memory, may use CUDA during the capture.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"), NoCopiesFromHost():
+        logs = compute()
+    return logs, graph.replay
+
+
+@dataclass
+class _Graph:
+    """Packs of one kind, and their graph.
+
+    Attributes:
+        step: number of the step, int64 `[]`.
+        packs: micro-batches of the step, whose tensors are overwritten.
+        runs: number of steps without the graph.
+    """
+
+    step: Tensor
+    packs: list[PackedBatch]
+    inputs: list[Tensor]
+    runs: int = 0
+    logs: Logs = field(default_factory=list)
+    replay: Optional[Callable[[], None]] = None
+
+
+class GraphedSchedule:
+    """Runs the passes of a step, as `forward_backward` does: first eagerly, then by graphs.
+
+    Args:
+        capture: records the passes.
+    """
+
+    def __init__(self, capture: Capture = capture_on_gpu) -> None:
+        self._capture = capture
+        self._graphs: dict[Hashable, _Graph] = {}
+
+    def __call__(
+        self,
+        forward_step: TrainingForwardStep,
+        batches: Iterator[PackedBatch],
+        wrapped: Sequence[Any],
+        num_micro_batches: int,
+        groups: ProcessGroups,
+    ) -> Logs:
+        """Run one optimizer step's micro-batches forward and backward, and finish the gradients.
+
+        Raises:
+            BatchError: the packs have more shapes than graphs may exist.
+        """
+        used = [condition.name for condition in forward_step.model.conditions()]
+        packs = [
+            replace(pack, conditions=Conditions({name: pack.conditions.get(name) for name in used}))
+            for pack in islice(batches, num_micro_batches)
+        ]
+        inputs = list[Tensor]()
+        kind = constants(packs, inputs)
+        if kind not in self._graphs:
+            self._check_number(packs)
+            self._graphs[kind] = _Graph(torch.zeros((), dtype=torch.int64, device=inputs[0].device), packs, inputs)
+        graph = self._graphs[kind]
+        graph.step.fill_(forward_step.step)
+        if graph.packs is not packs:
+            torch._foreach_copy_(graph.inputs, inputs)
+        compute = partial(passes, replace(forward_step, step=graph.step), graph.packs, wrapped, groups)
+        logs = self._run(graph, compute)
+        for chunk in wrapped:
+            chunk.end_replay()
+        wrapped[0].config.finalize_model_grads_func(wrapped, None, pg_collection=groups.collection)
+        return logs
+
+    def _run(self, graph: _Graph, compute: Compute) -> Logs:
+        if graph.runs < WARM_UP:
+            graph.runs += 1
+            return compute()
+        if graph.replay is None:
+            graph.logs, graph.replay = self._capture(compute)
+        graph.replay()
+        # The next replay overwrites its results.
+        return [{name: values.clone() for name, values in log.items()} for log in graph.logs]
+
+    def _check_number(self, packs: Sequence[PackedBatch]) -> None:
+        if len(self._graphs) == MOST_GRAPHS:
+            shapes = [(len(pack.layout.lengths), pack.layout.total_tokens, sorted(set(pack.grids))) for pack in packs]
+            raise BatchError(
+                f"training.cuda_graph=True captures a graph for each combination of shapes in a step, and these packs "
+                f"(samples, tokens, grids) would need more than {MOST_GRAPHS}: {shapes}; use data of one shape with "
+                "texts of one length, or training.cuda_graph=False"
+            )
+
+
+def schedule_of(training: TrainingConfig) -> Schedule:
+    """Return the schedule that `training.cuda_graph` selects."""
+    return GraphedSchedule() if training.cuda_graph else forward_backward
+
+
+def passes(
+    forward_step: TrainingForwardStep, packs: Sequence[PackedBatch], wrapped: Sequence[Any], groups: ProcessGroups
+) -> Logs:
+    """Run all passes of a step without the reduction of the gradients; afterwards no main gradient is stale."""
+    config = wrapped[0].config
+    finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, None
+    try:
+        logs = forward_backward(forward_step, iter(packs), wrapped, len(packs), groups)
+    finally:
+        config.finalize_model_grads_func = finalize
+    for chunk in wrapped:
+        chunk.zero_stale()
+    return logs
+
+
+def constants(value: Any, tensors: list[Tensor]) -> Hashable:
+    """Return everything in packs that is constant in a graph, and append the other parts, the tensors, to a list.
+
+    The tensors of a layout are functions of its lengths, so they are constant.
+    """
+    if isinstance(value, Tensor):
+        tensors.append(value)
+        return value.shape, value.dtype
+    if isinstance(value, SequenceLayout):
+        related = value.parent, value.local, value.levels
+        return value.sizes, value.window, tuple(constants(part, []) for part in related)
+    if isinstance(value, Mapping):
+        return tuple((name, constants(part, tensors)) for name, part in value.items())
+    if isinstance(value, list | tuple):
+        return tuple(constants(part, tensors) for part in value)
+    if is_dataclass(value):
+        names = [part.name for part in fields(value) if part.name not in NAMES]
+        return tuple(constants(getattr(value, name), tensors) for name in names)
+    return value

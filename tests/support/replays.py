@@ -1,0 +1,45 @@
+"""A stand-in for CUDA graphs on CPU: records the operations of a function, and runs them again on the same tensors."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dit.step.schedule import Logs
+
+READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive")
+"""Operations whose result the host reads, or whose shape depends on values."""
+
+
+class Recording(TorchDispatchMode):
+    """Records operations with their tensors, which stay allocated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[tuple[Any, Any, Any, list[Tensor]]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.__name__.split(".")[0] in READS:
+            raise RuntimeError(f"{func} reads a value, which a CUDA graph cannot")
+        result = func(*args, **(kwargs or {}))
+        self.operations.append((func, args, kwargs or {}, [x for x in tree_leaves(result) if isinstance(x, Tensor)]))
+        return result
+
+    def replay(self) -> None:
+        """Run all operations again, with results in the same memory."""
+        with torch._C._AutoDispatchBelowAutograd():  # as recorded
+            for func, args, kwargs, results in self.operations:
+                again = [x for x in tree_leaves(func(*args, **kwargs)) if isinstance(x, Tensor)]
+                for x, new in zip(results, again, strict=True):
+                    if x.data_ptr() != new.data_ptr():
+                        x.copy_(new)
+
+
+def record(compute: Callable[[], Logs]) -> tuple[Logs, Callable[[], None]]:
+    """Record a function, as `capture_on_gpu` does; unlike a capture, this also runs it."""
+    with Recording() as recording:
+        logs = compute()
+    return logs, recording.replay

@@ -1,0 +1,204 @@
+"""Steps whose passes are replayed have the numbers of eager steps, to the bit."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from benchmarks.host import wait_job
+from benchmarks.step import build_parser, config_of
+from dit import philox
+from dit.backends import process_groups
+from dit.backends.process_groups import ProcessGroups
+from dit.errors import BatchError, ConfigError
+from dit.planner.job import Job
+from dit.planner.program import Program
+from dit.planner.trace import Tracer
+from dit.step.cuda_graph import MOST_GRAPHS, WARM_UP, Compute, GraphedSchedule, NoCopiesFromHost, constants, passes
+from dit.step.forward_step import training_forward_step
+from dit.step.schedule import Logs
+from dit.step.train_step import StepObserver, train_step
+from dit.tracing.packs import PackShape, batch_of
+from dit.tracing.sequence import SequenceRecorder, differences
+from dit.tracing.waits import META, meta_device
+from dit.tracing.world import fake_world
+from dit.training.pretrain import Run
+from launch.config_file import built
+from launch.train import call_recipe
+from tests.support.replays import record
+
+STEPS = WARM_UP + 5
+DENSE = ("data.max_tokens_per_pack=None", "data.pack_multiple_of=16", "data.shapes=['4x8x8']")
+"""Changes of a recipe with packs."""
+
+
+class Records:
+    """Records passes, and counts records and replays."""
+
+    recorded = replayed = 0
+
+    def __call__(self, compute: Compute) -> tuple[Logs, Callable[[], None]]:
+        self.recorded += 1
+        logs, run = record(compute)
+
+        def replay() -> None:
+            self.replayed += 1
+            run()
+
+        return logs, replay
+
+
+def steps(folder: Any, groups: ProcessGroups, records: Records | None, recipe: str, *words: str) -> list[Any]:
+    """Return loss, gradient norm, and a sum of each weight for each step of a tiny run."""
+    sizes = ["training.global_batch_size=4", "training.micro_batch_size=2", "data.num_streams=1"]
+    config = config_of(build_parser().parse_args(["--factory", recipe, *sizes, *words]), str(folder))
+    run = Run(config, *config.check_here(), groups, quiet=True)
+    functions = run.functions if records is None else replace(run.functions, schedule=GraphedSchedule(records))
+    numbers = []
+    try:
+        for _ in range(STEPS):
+            run.batches.begin_step()
+            step = train_step(run.state, run.batches, functions, StepObserver())
+            sums = (shard.main.double().sum().item() for shard in run.state.shards)
+            numbers.append((step.loss, step.grad_norm, *sums))
+    finally:
+        run.close()
+    return numbers
+
+
+@pytest.fixture
+def words_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute random words by operations of torch, as on a GPU."""
+    monkeypatch.setattr(philox, "ten_rounds", philox._rounds)
+
+
+@pytest.mark.usefixtures("words_on_device")
+@pytest.mark.parametrize(
+    "words",
+    [("tiny_dit",), ("tiny_dit", "parallel.data_parallel=ddp"), ("tiny_ldm_unet",), ("tiny_flux", *DENSE)],
+    ids=" ".join,
+)
+def test_replayed_steps_have_the_numbers_of_eager_steps(
+    words: tuple[str, ...], tmp_path: Any, one_rank_world: ProcessGroups
+) -> None:
+    """Every step has other samples, noise and weights; a replay that does not read one of them has another loss."""
+    records, words = Records(), (*words, "data.text_tokens=1")
+    eager = steps(tmp_path / "eager", one_rank_world, None, *words)
+    assert steps(tmp_path / "replayed", one_rank_world, records, *words) == eager
+    assert (records.recorded, records.replayed) == (1, STEPS - WARM_UP)
+    assert len({loss for loss, *_ in eager}) == STEPS
+
+
+@pytest.mark.usefixtures("words_on_device")
+def test_shapes_that_change_in_every_step_are_an_error(tmp_path: Any, one_rank_world: ProcessGroups) -> None:
+    """The texts of the samples have random lengths."""
+    with (
+        mock.patch("dit.step.cuda_graph.MOST_GRAPHS", STEPS - 3),
+        pytest.raises(BatchError, match=rf"more than {STEPS - 3}: .*; use data of one shape with texts of one length"),
+    ):
+        steps(tmp_path, one_rank_world, Records(), "tiny_dit", "data.text_tokens=64")
+    assert MOST_GRAPHS > 1
+
+
+def test_packs_that_differ_in_values_and_names_share_a_graph() -> None:
+    """Kinds of packs differ in anything that the host reads."""
+    model = built(call_recipe("tiny_dit")).model
+
+    def kind(grid: tuple[int, int, int], text: int = 3, **changes: Any) -> Any:
+        return constants([replace(batch_of(model, PackShape((grid, grid), (text, 4))), **changes)], [])
+
+    ids = torch.tensor([3, 5])
+    assert kind((1, 4, 4)) == kind((1, 4, 4), keys=("a", "b"), sample_ids_S=ids)
+    other = kind((1, 2, 8)), kind((1, 4, 8)), kind((1, 4, 4), 2), kind((1, 4, 4), repeated=True)
+    assert len({kind((1, 4, 4)), *other}) == 5
+
+
+def passes_here(job: Job) -> list[Any]:
+    """Return the operations of the passes of nine steps, and the copies between host and device and the waits in them.
+
+    The device is `meta`, on which operations with data-dependent shapes raise an error.
+    """
+    recorded = []
+    with fake_world(job.rank, job.world_size):
+        groups, recorder = process_groups.initialize(job.parallel), SequenceRecorder()
+        try:
+            with meta_device(recorder):
+                program = Program(job, groups, recorder, late=True)
+                program.run()
+                packs, step = [program._batch(), program._batch()], torch.zeros((), dtype=torch.int64, device=META)
+                forward_step = training_forward_step(job.objective, job.model, job.training.seed, 0, program.mix)
+                for number in range(WARM_UP + 9):
+                    program.state.wrapped[0].zero_grad_buffer()
+                    recorder.begin()
+                    recorder.enter("forward and backward")
+                    with NoCopiesFromHost() if number >= WARM_UP else nullcontext():
+                        passes(replace(forward_step, step=step), packs, program.state.wrapped, groups)
+                    counted = recorder.result
+                    recorded.append((recorder.operations, counted.queued.total(), dict(counted.lines)))
+        finally:
+            process_groups.release()
+    return recorded[WARM_UP:]
+
+
+def test_a_copy_from_the_host_is_an_error_of_a_capture() -> None:
+    """A graph would read the memory again after it was freed."""
+    table, device_table = torch.arange(3), torch.zeros(3, dtype=torch.int64, device=META)
+    for copy in (lambda: table.to(META), lambda: device_table.copy_(table)):
+        with NoCopiesFromHost(), pytest.raises(BatchError, match=r"shape \[3\] from the host.*texts of one length"):
+            copy()
+    with NoCopiesFromHost():
+        device_table.copy_(device_table.int())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "kernels"),
+    [("tiny_dit", "eager"), ("tiny_dit", "triton"), ("flux_12b", "triton"), ("tiny_ldm_unet", "eager")],
+)
+def test_passes_on_a_device_wait_and_copy_nothing_and_are_equal_in_nine_steps(recipe: str, kernels: Any) -> None:
+    job = wait_job(recipe, "dense", kernels)
+    texts = (8,) * len(job.pack.text_lengths)
+    job = replace(job, packs=tuple(replace(job.pack, text_lengths=texts) for _ in job.packs))
+    with Tracer() as tracer:
+        (first, *copies_and_waits), *others = tracer.run(passes_here, [job])[0]
+    assert copies_and_waits == [0, {}]
+    assert len(first) > 300
+    for operations, *counts in others:
+        assert not differences(first, operations)
+        assert counts == [0, {}]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "message"),
+    [
+        ("tiny_dit_cross", {}, r"data=MockData, because packs .* without data.max_tokens_per_pack"),
+        ("tiny_ecdit", {}, r"num_moe_experts=\d+, because .* use a model without experts"),
+        ("tiny_dit", {"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size=2, .* use .*size=1"),
+        ("tiny_dit", {"data_parallel": "fsdp"}, "fsdp, .* use parallel.data_parallel=distributed_optimizer"),
+        ("tiny_dit", {"overlap_grad_reduce": True}, "overlap_grad_reduce=True, .* use .*=False"),
+        ("tiny_dit", {"precision": "fp16"}, "precision=fp16, .* use training.precision=bf16"),
+        ("tiny_dit", {"linears": "transformer_engine"}, "linears=transformer_engine, .* use training.linears=megatron"),
+    ],
+)
+def test_runs_that_no_graph_can_repeat_are_errors(recipe: str, words: dict[str, Any], message: str) -> None:
+    config = built(call_recipe(recipe))
+    config.check()
+    config.training.cuda_graph = True
+    for name, value in words.items():
+        part = config.parallel if hasattr(config.parallel, name) else config.training
+        setattr(part, name, value)
+    with pytest.raises(
+        ConfigError, match=rf"^training.cuda_graph=True does not work with .*{message}.*cuda_graph=False$"
+    ):
+        config.check()
+
+
+def test_a_graph_needs_a_gpu() -> None:
+    config = built(call_recipe("tiny_dit"))
+    config.training.cuda_graph = True
+    config.check()
+    with pytest.raises(ConfigError, match="cuda_graph=True needs a GPU, but the device is cpu; set"):
+        config.check_here()
