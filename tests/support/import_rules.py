@@ -116,9 +116,9 @@ MAY_IMPORT = {
         *("dit.conditions", "dit.condition_table", "dit.resize", "dit.safe_files", "dit.levels"),
     },
     "dit.step": {
-        *("dit.settings", "dit.batch", "dit.layout", "dit.condition_table", "dit.patchify", "dit.data_api"),
-        *("dit.objectives", "dit.kernels", "dit.backends", "dit.models", "dit.parallel", "dit.optimizer"),
-        *("dit.monitoring", "dit.pack_copy"),
+        *("dit.errors", "dit.settings", "dit.batch", "dit.layout", "dit.conditions", "dit.condition_table"),
+        *("dit.patchify", "dit.data_api", "dit.objectives", "dit.kernels", "dit.backends", "dit.models"),
+        *("dit.parallel", "dit.optimizer", "dit.monitoring", "dit.pack_copy"),
     },
     "dit.step_checks": {
         *("dit.errors", "dit.settings", "dit.durable_files", "dit.safe_files", "dit.layout", "dit.batch"),
