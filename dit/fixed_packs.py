@@ -22,7 +22,7 @@ from dit.batch import PackedBatch
 from dit.conditions import Conditions, Entry
 from dit.errors import BatchError
 from dit.layout import SequenceLayout
-from dit.pack_copy import layouts_of, move
+from dit.pack_copy import all_layouts, move
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,6 @@ def without_lengths(packs: Sequence[PackedBatch]) -> list[PackedBatch]:
     hidden = move(list(packs), packs[0].latents_TC.device)
     for pack in hidden:
         pack.grids = HiddenLengths(pack.grids)
-        for layout in layouts_of(pack).values():
+        for layout in all_layouts(pack).values():
             layout.lengths = layout.padded_lengths = HiddenLengths(layout.lengths)
     return hidden

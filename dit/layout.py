@@ -275,7 +275,7 @@ class SequenceLayout:
     @property
     def plain(self) -> "SequenceLayout":
         """Layout of the same global pack without tables, for keys of caches that live longer than a pack."""
-        return SequenceLayout(self.lengths, self.padded_lengths, self.total_tokens, self.device)
+        return SequenceLayout(self.lengths, self.padded_lengths, self.total_tokens, self.device, is_fixed=self.is_fixed)
 
     @property
     def sizes(self) -> tuple[Hashable, ...]:

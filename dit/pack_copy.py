@@ -64,6 +64,13 @@ def layouts_of(batch: Any) -> dict[Hashable, SequenceLayout]:
     return {name: part for name, part in by_name.items() if part is not None}
 
 
+def all_layouts(batch: Any) -> dict[Hashable, SequenceLayout]:
+    """Return the layouts of a pack, and those among their tables."""
+    layouts_by_name = layouts_of(batch)
+    compute_tables(layouts_by_name, dict(layouts_by_name))
+    return layouts_by_name
+
+
 def move(value: Value, device: torch.device) -> Value:
     """Copy all tensors in a value to a device; layouts keep their tables.
 

@@ -30,7 +30,7 @@ from dit.conditions import Conditions
 from dit.errors import BatchError
 from dit.fixed_packs import without_lengths
 from dit.layout import TABLES, SequenceLayout
-from dit.pack_copy import compute_tables, layouts_of
+from dit.pack_copy import all_layouts, compute_tables, layouts_of
 from dit.settings import TrainingConfig
 from dit.step.forward_step import TrainingForwardStep
 from dit.step.schedule import Logs, Schedule, forward_backward
@@ -187,9 +187,11 @@ def inputs_of(packs: Sequence[PackedBatch], captured: Sequence[PackedBatch]) -> 
     for pack, first in zip(packs, captured):
         if not first.layout.is_fixed:
             continue
-        layouts = layouts_of(pack)
-        compute_tables(layouts, layouts_of(first))
-        for name, layout in layouts_of(first).items():
+        layouts, captured_layouts = layouts_of(pack), all_layouts(first)
+        compute_tables(layouts, captured_layouts)
+        for name, layout in captured_layouts.items():
+            fields_of_layout = [getattr(layouts[name], part.name) for part in fields(layout)]
+            inputs.extend(x for x in fields_of_layout if isinstance(x, Tensor))
             constants([vars(layouts[name])[table] for table in sorted(TABLES & vars(layout).keys())], inputs)
             constants([layouts[name].tables[key] for key in layout.tables], inputs)
     return inputs

@@ -354,6 +354,13 @@ MUTANTS = (
         (FIXED_PACKS,),
     ),
     Mutant(
+        "CUDA graph: the order of joint tokens is that of the captured pack",
+        "dit/step/cuda_graph.py",
+        "inputs.extend(x for x in fields_of_layout if isinstance(x, Tensor))",
+        "pass",
+        (FIXED_PACKS,),
+    ),
+    Mutant(
         "CUDA graph: masks of tokens are those of the captured pack",
         "dit/step/cuda_graph.py",
         "captured = without_lengths(captured)",
