@@ -54,6 +54,12 @@ METRICS = {
         picture_scores.add_arguments,
         by_condition=True,
     ),
+    "ocr": Metric(
+        "share of the quoted words of prompts that a reader of texts finds in their pictures",
+        picture_scores.ocr,
+        picture_scores.add_arguments,
+        by_condition=True,
+    ),
 }
 
 

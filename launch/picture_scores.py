@@ -1,4 +1,4 @@
-"""The metrics `fid`, `kid` and `clip`: generated pictures against real ones, and against their texts."""
+"""The metrics `fid`, `kid`, `clip` and `ocr`: generated pictures against real ones, and against their texts."""
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--clip-model", metavar="DIR", help="of clip: a local folder with transformers' CLIPModel")
     group.add_argument("--vae", metavar="PATH", help="autoencoder that decodes (default: the one the data set names)")
-    add_request_arguments(parser.add_argument_group("samples of --metric clip, and of fid and kid with --reference"))
+    add_request_arguments(parser.add_argument_group("samples of clip and ocr, and of fid and kid with --reference"))
 
 
 def fid(args: argparse.Namespace, generator: "Generator") -> Measurement:
@@ -185,22 +185,59 @@ def clip(args: argparse.Namespace, generator: "Generator") -> Measurement:
     if args.clip_model is None:
         raise ConfigError("--metric clip needs --clip-model DIR, a local folder with transformers' CLIPModel")
     requests = what_to_draw(args, generator)
-    texts = [request.record.get("prompt") for request in requests]
-    if None in texts:
-        raise ConfigError("--metric clip needs texts, and the run has no sampling.prompts; give --prompts FILE")
+    texts = _prompts(args, requests)
     model = ClipModel(args.clip_model, local_device())
     sums = torch.zeros(2, dtype=torch.float64)
     for indices, images in _drawn(args, generator, requests):
-        shown = [str(texts[i]) for i in indices for _ in range(len(images) // len(indices))]
+        shown = [texts[i] for i in indices for _ in range(len(images) // len(indices))]
         scores = model.scores(images, shown)
         sums += torch.tensor([float(scores.double().sum()), float(len(scores))], dtype=torch.float64)
     total, count = _of_all_ranks([sums[None]]).sum(0).tolist()
     score = total / count
     lines = [f"CLIP score: {score:.3f} ({int(count):,} pictures of {len(set(texts)):,} prompts)"]
-    missed = []
-    if args.minimum is not None and score < args.minimum:
-        missed.append(f"below the minimum of {args.minimum:g}: CLIP score, {score:.3f}")
-    return Measurement(lines, {"clip_score": score, "pictures": int(count), "prompts": len(set(texts))}, missed)
+    record = {"clip_score": score, "pictures": int(count), "prompts": len(set(texts))}
+    return Measurement(lines, record, _missed(args, "CLIP score", score))
+
+
+def ocr(args: argparse.Namespace, generator: "Generator") -> Measurement:
+    """Measure the share of the quoted words of prompts that can be read in their pictures; every rank calls this."""
+    from dit.evaluation.text_reader import TextReader, count_read, quoted_words, words_of
+
+    requests = what_to_draw(args, generator)
+    words = [quoted_words(prompt) for prompt in _prompts(args, requests)]
+    if not all(words):
+        prompt = _prompts(args, requests)[words.index([])]
+        raise ConfigError(
+            f"--metric ocr reads the words in double quotes of each prompt, and {prompt!r} has none; "
+            'give prompts such as: a shop sign that says "OPEN"'
+        )
+    reader = TextReader("--metric ocr")
+    sums = torch.zeros(3, dtype=torch.int64)
+    for indices, images in _drawn(args, generator, requests):
+        requested = [words[i] for i in indices for _ in range(len(images) // len(indices))]
+        for of_picture, texts in zip(requested, reader.texts(images), strict=True):
+            sums += torch.tensor([count_read(of_picture, words_of(texts)), len(of_picture), 1])
+    correct, count, pictures = _of_all_ranks([sums[None]]).sum(0).tolist()
+    share = correct / count
+    lines = [f"words read as requested: {100 * share:.1f} % ({correct:,} of {count:,}; {pictures:,} pictures)"]
+    record = {"ocr": share, "correct": correct, "words": count, "pictures": pictures}
+    return Measurement(lines, record, _missed(args, "words read as requested", share))
+
+
+def _prompts(args: argparse.Namespace, requests: "Sequence[Request]") -> list[str]:
+    """Return the prompt of each request."""
+    texts = [request.record.get("prompt") for request in requests]
+    if None in texts:
+        raise ConfigError(
+            f"--metric {args.metric} needs texts, and the run has no sampling.prompts; give --prompts FILE"
+        )
+    return [str(text) for text in texts]
+
+
+def _missed(args: argparse.Namespace, name: str, value: float) -> list[str]:
+    if args.minimum is None or value >= args.minimum:
+        return []
+    return [f"below the minimum of {args.minimum:g}: {name}, {value:.3f}"]
 
 
 def _feature_pairs(

@@ -34,6 +34,7 @@ from launch.sample_requests import what_to_draw
 from tests.conftest import BuildModel
 from tests.unit.evaluation.test_clip import folder as clip_folder  # noqa: F401
 from tests.unit.evaluation.test_inception import state as inception_weights
+from tests.unit.evaluation.test_text_reader import picture_of
 
 SMALL: dict[str, Any] = {"hidden_size": 32, "num_layers": 1, "num_attention_heads": 2}
 SAMPLING = SamplingConfig(num_steps=2, guidance_scale=1.5)
@@ -289,6 +290,25 @@ def test_pictures_are_compared_with_their_own_prompts(
         picture_scores.clip(arguments("--metric", "clip"), generator)
     with pytest.raises(ConfigError, match=r"has no sampling\.prompts"):
         picture_scores.clip(arguments(*words), generator)
+
+
+def test_the_quoted_words_of_prompts_are_read_in_their_pictures(
+    build_model: BuildModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two pictures of the first prompt show both of its words, the picture of the second one of three."""
+    prompts = ['a sign that says "Open daily"', 'a poster, "Fresh fish today"']
+    drawn = [([0], torch.stack([picture_of(["Open daily"])] * 2)), ([1], picture_of(["Fresh Paint"])[None])]
+    generator = generator_of(TEXTS, build_model)
+    requests = [Request(text, {}, {}, None, number, {"prompt": text}) for number, text in enumerate(prompts)]
+    monkeypatch.setattr(picture_scores, "what_to_draw", lambda args, generator: requests)
+    monkeypatch.setattr(picture_scores, "_drawn", lambda args, generator, requests: drawn)
+    found = picture_scores.ocr(arguments("--metric", "ocr", "--minimum", "0.8"), generator)
+    assert found.record == {"ocr": 5 / 7, "correct": 5, "words": 7, "pictures": 3}
+    assert found.lines == ["words read as requested: 71.4 % (5 of 7; 3 pictures)"]
+    assert found.missed == ["below the minimum of 0.8: words read as requested, 0.714"]
+    requests[1].record["prompt"] = "a cat"
+    with pytest.raises(ConfigError, match="words in double quotes of each prompt, and 'a cat' has none"):
+        picture_scores.ocr(arguments("--metric", "ocr"), generator)
 
 
 def test_a_minimum_is_of_metrics_that_grow_with_quality(capsys: pytest.CaptureFixture[str]) -> None:
