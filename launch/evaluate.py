@@ -48,6 +48,12 @@ METRICS = {
         more_is_better=False,
         takes_reference=True,
     ),
+    "precision": Metric(
+        "share of generated pictures that are like held-out ones; recall, the reverse",
+        picture_scores.precision_and_recall,
+        picture_scores.add_arguments,
+        takes_reference=True,
+    ),
     "clip": Metric(
         "similarity of generated pictures and their prompts by a CLIP model",
         picture_scores.clip,

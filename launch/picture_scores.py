@@ -1,4 +1,4 @@
-"""The metrics `fid`, `kid`, `clip` and `ocr`: generated pictures against real ones, and against their texts."""
+"""Metrics that compare generated pictures with real ones (`fid`, `kid`, `precision`) or with texts (`clip`, `ocr`)."""
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
@@ -33,26 +33,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--features",
         metavar="FILE",
-        help="of fid, kid and pictograms: weights of Inception v3 (that of FID, or torchvision's), a TorchScript file, "
-        "a folder with a CLIP model, efficientnet_lite0, or a registered name "
+        help="of fid, kid, precision, pictograms: weights of Inception v3 (that of FID, or torchvision's), a "
+        "TorchScript file, a folder with a CLIP model, efficientnet_lite0, or a registered name "
         f"({', '.join(extensions.registered('features')) or 'none'})",
     )
     group.add_argument(
         "--reference",
         type=Path,
         metavar="PATH",
-        help="of fid and kid: compare with these, not with held-out data: an .npz file with mu and sigma (fid), feats "
-        "(kid) or pictures (arr_0), or a folder of pictures; samples are then requested as in launch.sample",
+        help="of fid, kid, precision: compare with these, not with held-out data: an .npz file with mu and sigma (fid), "
+        "feats (kid, precision) or pictures (arr_0), or a folder of pictures; samples are then requested as in launch.sample",
     )
     group.add_argument(
         "--write-statistics",
         type=Path,
         metavar="FILE",
-        help="of fid and kid: write the statistics of the real pictures to an .npz file, for --reference",
+        help="of fid, kid, precision: write the statistics of the real pictures to an .npz file, for --reference",
     )
     group.add_argument("--clip-model", metavar="DIR", help="of clip: a local folder with transformers' CLIPModel")
     group.add_argument("--vae", metavar="PATH", help="autoencoder that decodes (default: the one the data set names)")
-    add_request_arguments(parser.add_argument_group("samples of clip and ocr, and of fid and kid with --reference"))
+    add_request_arguments(parser.add_argument_group("samples of clip and ocr, and of others with --reference"))
 
 
 def fid(args: argparse.Namespace, generator: "Generator") -> Measurement:
@@ -63,7 +63,9 @@ def fid(args: argparse.Namespace, generator: "Generator") -> Measurement:
     features = feature_network(args, generator)
     real, drawn = _both_sides(args, generator, features, Moments, read_gaussian)
     assert drawn.count is not None
-    lines, record = _report(args, "fid", frechet_distance(real, drawn), real.count, drawn.count, drawn.width, features)
+    distance = frechet_distance(real, drawn)
+    result, record = f"FID: {distance:.4f}", {"fid": distance}
+    lines, record = _report(args, result, record, real.count, drawn.count, features, drawn.width)
     if min(drawn.count, real.count or drawn.count) <= drawn.width:
         lines.insert(
             1, f"too few pictures for {drawn.width} features: the distance is biased upwards; measure more, or kid"
@@ -78,34 +80,46 @@ def kid(args: argparse.Namespace, generator: "Generator") -> Measurement:
 
     features = feature_network(args, generator)
     real, drawn = _both_sides(args, generator, features, FeatureRows, read_features)
-    distance, width = kernel_distance(real, drawn), drawn.shape[1]
-    return Measurement(*_report(args, "kid", distance, len(real), len(drawn), width, features))
+    distance = kernel_distance(real, drawn)
+    result, record = f"KID: {distance:.6f}, unbiased", {"kid": distance}
+    return Measurement(*_report(args, result, record, len(real), len(drawn), features, drawn.shape[1]))
+
+
+def precision_and_recall(args: argparse.Namespace, generator: "Generator") -> Measurement:
+    """Measure how many generated pictures are like real ones, and the reverse; every rank calls this."""
+    from dit.evaluation.precision_recall import precision_recall
+    from dit.evaluation.reference import read_features
+
+    features = feature_network(args, generator)
+    real, drawn = _both_sides(args, generator, features, FeatureRows, read_features)
+    precision, recall = precision_recall(real, drawn)
+    result = f"precision: {100 * precision:.1f} %, recall: {100 * recall:.1f} %"
+    record = {"precision": precision, "recall": recall}
+    return Measurement(*_report(args, result, record, len(real), len(drawn), features, drawn.shape[1]))
 
 
 def _report(
     args: argparse.Namespace,
-    metric: str,
-    distance: float,
+    result: str,
+    record: dict[str, Any],
     real: Optional[int],
     drawn: int,
-    width: int,
     features: "Features",
+    width: int,
 ) -> tuple[list[str], dict[str, Any]]:
-    """Return lines and record of a distance.
+    """Return lines and record of a comparison.
 
     Args:
         real, drawn: number of pictures; None if the reference does not record it.
     """
-    number = f"{distance:.4f}" if metric == "fid" else f"{distance:.6f}"
-    of = f"{width} features, {features.network}" + ("" if metric == "fid" else ", unbiased")
-    record = {metric: distance, "pictures": drawn, "features": width, "network": features.network}
+    record = record | {"pictures": drawn, "features": width, "network": features.network}
     if args.reference is None:
         compared = f"{drawn:,} held-out and as many generated pictures"
     else:
         count = "" if real is None else f", {real:,} pictures"
         compared = f"{drawn:,} generated pictures, compared with {args.reference}{count}"
         record |= {"reference": str(args.reference), "reference_pictures": real}
-    lines = [f"{metric.upper()}: {number} ({compared}, {of})"]
+    lines = [f"{result} ({compared}, {width} features, {features.network})"]
     return (lines, record) if features.note is None else ([*lines, features.note], record | {"note": features.note})
 
 

@@ -19,6 +19,7 @@ from dit.evaluation.clip import ClipModel
 from dit.evaluation.features import Features, load_features
 from dit.evaluation.frechet import Gaussian, frechet_distance
 from dit.evaluation.kernel_distance import kernel_distance
+from dit.evaluation.precision_recall import precision_recall
 from dit.inference.drawing import Request
 from dit.inference.generator import Generator
 from dit.models.dit.config import DiTConfig
@@ -119,7 +120,7 @@ def test_the_network_of_a_distance_is_reported_with_it(build_model: BuildModel, 
     )
     assert of_fid.record.keys() == {"kid", "pictures", "features", "network"}
     assert (of_fid.record["network"], of_fid.record["features"]) == ("Inception of FID", 2048)
-    assert "2048 features, Inception of FID, unbiased" in of_fid.lines[0]
+    assert "unbiased (4 held-out and as many generated pictures, 2048 features, Inception of FID)" in of_fid.lines[0]
     assert other.record["network"] == "Inception of torchvision"
     assert other.record["note"] == other.lines[-1]
     assert "not with published ones" in other.lines[-1]
@@ -168,17 +169,20 @@ def test_a_folder_of_pictures_and_an_archive_of_them_are_references(
     drawn = colours_of(generator.generate(labels)[:, :, 0].expand(-1, 3, -1, -1))
     np.savez(tmp_path / "pictures.npz", arr_0=pictures.numpy())
     folder = save_folder(tmp_path / "pictures", pictures)
+    recall = precision_recall(real, drawn)[1]
     expected = {
         "fid": frechet_distance(gaussian_of(real), gaussian_of(drawn)),
         "kid": kernel_distance(real, drawn),
+        "precision": precision_recall(real, drawn)[0],
     }
-    for name, measure in {"fid": picture_scores.fid, "kid": picture_scores.kid}.items():
+    functions = {"fid": picture_scores.fid, "kid": picture_scores.kid, "precision": picture_scores.precision_and_recall}
+    for name, measure in functions.items():
         words = ["--metric", name, "--features", str(colours), "--count", "3", "--reference"]
         out = tmp_path / f"{name}.npz"
         for reference in (folder, tmp_path / "pictures.npz", out):
             writing = () if reference == out else ("--write-statistics", str(out))
             found = measure(arguments(*words, str(reference), *writing), generator)
-            assert found.record == {
+            assert found.record == ({"recall": recall} if name == "precision" else {}) | {
                 name: pytest.approx(expected[name], rel=1e-4),
                 "pictures": 9,
                 "features": 6,
