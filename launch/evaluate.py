@@ -48,9 +48,21 @@ METRICS = {
         more_is_better=False,
         takes_reference=True,
     ),
+    "precision": Metric(
+        "share of generated pictures that are like held-out ones; recall, the reverse",
+        picture_scores.precision_and_recall,
+        picture_scores.add_arguments,
+        takes_reference=True,
+    ),
     "clip": Metric(
         "similarity of generated pictures and their prompts by a CLIP model",
         picture_scores.clip,
+        picture_scores.add_arguments,
+        by_condition=True,
+    ),
+    "ocr": Metric(
+        "share of the quoted words of prompts that a reader of texts finds in their pictures",
+        picture_scores.ocr,
         picture_scores.add_arguments,
         by_condition=True,
     ),
