@@ -41,8 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--reference",
         type=Path,
         metavar="PATH",
-        help="of fid, kid, precision: compare with these, not with held-out data: an .npz file with mu and sigma (fid), "
-        "feats (kid, precision) or pictures (arr_0), or a folder of pictures; samples are then requested as in launch.sample",
+        help="of fid, kid, precision: compare with these, not with held-out data: an .npz file with mu and sigma "
+        "(fid), feats (kid, precision) or pictures (arr_0), or a folder of pictures; samples are then requested as in "
+        "launch.sample",
     )
     group.add_argument(
         "--write-statistics",
