@@ -131,13 +131,13 @@ def measure_stages(args: argparse.Namespace, metric: Metric) -> Iterator[tuple[s
 
     groups, before = groups_to_sample(), None
     for stage in read_stages(args.cascade, args.stage):
-        own = stage.arguments(args)
-        generator = open_generator(own, groups)
+        stage_args = stage.arguments(args)
+        generator = open_generator(stage_args, groups)
         if before is not None:
-            generator = Cascade(generator, *before, level=own.augmentation)
-        yield stage.name, metric.measure(own, generator)
+            generator = Cascade(generator, *before, level=stage_args.augmentation)
+        yield stage.name, metric.measure(stage_args, generator)
         # All stages use the seed of `generate`.
-        before = generator, {name: value for name, value in sampling_settings(own).items() if name != "seed"}
+        before = generator, {name: value for name, value in sampling_settings(stage_args).items() if name != "seed"}
 
 
 if __name__ == "__main__":

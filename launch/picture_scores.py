@@ -175,13 +175,13 @@ def _both_sides(
             real.add(features(images))
         width = None if stored is None else _width(stored)
         for _, images in _drawn(args, generator, what_to_draw(args, generator, every_class=True)):
-            found = features(images)
-            if width not in (None, found.shape[1]):
+            rows = features(images)
+            if width not in (None, rows.shape[1]):
                 raise ConfigError(
-                    f"{path} has {width:,} features and {features.network} makes {found.shape[1]:,}; give the network "
+                    f"{path} has {width:,} features and {features.network} makes {rows.shape[1]:,}; give the network "
                     "of the reference as --features"
                 )
-            drawn.add(found)
+            drawn.add(rows)
     statistics = real.reduce() if stored is None else stored
     if out is not None:
         write_statistics(out, statistics, features.network)
@@ -323,9 +323,9 @@ def _of_all_ranks(parts: list[Tensor]) -> Tensor:
     """Concatenate tensors of all ranks, rank by rank."""
     import torch.distributed as dist
 
-    found: list[Any] = [parts]
+    by_rank: list[Any] = [parts]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, parts)
-    parts = [part for of_rank in found for part in of_rank]
+        by_rank = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, parts)
+    parts = [part for of_rank in by_rank for part in of_rank]
     return torch.cat(parts) if parts else torch.zeros(0, 0)
