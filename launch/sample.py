@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 SOLVERS, VARIANCES, THRESHOLDINGS = (
     get_args(get_type_hints(SamplingConfig)[name]) for name in ("solver", "variance", "thresholding")
 )
-METHODS = ("guidance_channels", "guidance_rescale", "guidance_interval", "churn")
+METHODS = ("guidance_channels", "guidance_rescale", "guidance_norm", "guidance_interval", "churn")
 """Sampling settings that are flags of the same name."""
 DESCRIPTION = "Draw samples from a checkpoint as one labelled picture or animation, and as separate files."
 EXAMPLES = """\
@@ -87,6 +87,11 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="X",
         help="keep the contrast of this share of a guided prediction, 0 to 1",
+    )
+    group.add_argument(
+        "--guidance-norm",
+        action=argparse.BooleanOptionalAction,
+        help="keep the norm of each token of a guided prediction (Qwen-Image)",
     )
     group.add_argument(
         "--guidance-interval",

@@ -209,7 +209,13 @@ def generate_each(
         if not needs_unconditional(scale):
             return plain, plain
         columns = guided_columns(spec.latent_channels, spec.patch_volume, num_outputs, sampling.guidance_channels)
-        combined = partial(guided_prediction, columns=columns, rescale=sampling.guidance_rescale, layout=layout)
+        combined = partial(
+            guided_prediction,
+            columns=columns,
+            rescale=sampling.guidance_rescale,
+            layout=layout,
+            keep_norm=sampling.guidance_norm,
+        )
         if guide is None:
             pair = bind(network, join(batch, without_conditions(batch, spec, negative)))
             return guided_pair(pair, scale, combined), plain
