@@ -1,5 +1,6 @@
 """Write a run as a complete pipeline of diffusers: `python -m launch.export --format pipeline`."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,11 +43,16 @@ def write_pipeline(
     assert autoencoder is not None
     trained, tensors = form.for_pipeline(trained, weights())
     settings, notes = form.write_settings(trained.model, trained.latent_size)
-    scheduler = scheduler_config(trained.objective)
+    objective = trained.objective
+    if isinstance(objective, FlowMatching) and objective.shift_by_tokens and pipeline.shift_by_tokens != "scheduler":
+        tokens = math.prod(trained.latent_size) // (trained.model.patch_temporal * trained.model.patch_spatial**2)
+        objective = objective.at_size(tokens)
+        notes.append(f"the scheduler has the shift of samples of {tokens} tokens, the training size, at any size")
+    scheduler = scheduler_config(objective)
     assert scheduler is not None  # `pipeline_of`
     if pipeline.times == "none":
-        assert isinstance(trained.objective, FlowMatching)  # `pipeline_of`
-        scheduler = spaced_scheduler(trained.objective, num_steps_of(trained))
+        assert isinstance(objective, FlowMatching)  # `pipeline_of`
+        scheduler = spaced_scheduler(objective, num_steps_of(trained))
         notes.append(f"the scheduler takes the noise levels of launch.sample in {num_steps_of(trained)} steps only")
     if pipeline.note is not None and any(encoder.prompt == "plain" for encoder in encoders):
         notes.append(pipeline.note)

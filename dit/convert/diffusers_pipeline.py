@@ -26,6 +26,8 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.noise_levels import REFERENCE_STEPS
 
 CLIP = ("clip",)
+FLUX2_SHIFT = (1.62160747, 2.02335116, 256, 4096)
+"""`compute_empirical_mu` for 50 steps, which is linear up to 4300 tokens."""
 WAN_FPS = 16
 """Frames per second of Wan's clips."""
 T5_LIKE = ("t5", "umt5", "sentence")
@@ -63,6 +65,8 @@ class Pipeline:
         compression: pixels per side, per position of a latent; None for those of the autoencoder.
         times: which times of flow matching its call passes to the scheduler: n evenly spaced ones (`even`), these if
             they are an argument of the call (`argument`), n - 1 of them and the clean end (`end`), or none (`none`).
+        shift_by_tokens: of the times in 50 steps, if the call does not read the scheduler's settings; `scheduler` if it
+            does; None if it has no such shift.
         reads_sizes: calls the model with the sizes and the crop of the original.
         reads_adapters: has `load_lora_weights`.
         arguments: further arguments of the call.
@@ -81,6 +85,7 @@ class Pipeline:
     vae: str = "AutoencoderKL"
     compression: Optional[int] = None
     times: Literal["even", "argument", "end", "none"] = "even"
+    shift_by_tokens: Optional[Literal["scheduler"] | tuple[float, float, float, float]] = None
     draws_clips: bool = False
     reads_sizes: bool = False
     reads_adapters: bool = True
@@ -115,6 +120,7 @@ PIPELINES = {
         ),
         flow=True,
         shift=True,
+        shift_by_tokens="scheduler",
     ),
     "Flux2Transformer2DModel": Pipeline(
         "Flux2KleinPipeline",
@@ -122,6 +128,7 @@ PIPELINES = {
         flow=True,
         guided_by_texts=True,
         vae="AutoencoderKLFlux2",
+        shift_by_tokens=FLUX2_SHIFT,
     ),
     "QwenImageTransformer2DModel": Pipeline(
         "QwenImagePipeline",
@@ -130,6 +137,7 @@ PIPELINES = {
         guided_by_texts=True,
         scale="true_cfg_scale",
         keeps_norm=True,
+        shift_by_tokens="scheduler",
         vae="AutoencoderKLQwenImage",
         arguments=('negative_prompt=""',),
     ),
@@ -144,6 +152,7 @@ PIPELINES = {
         shift=True,
         guided_by_texts=True,
         times="argument",
+        shift_by_tokens="scheduler",
         index=MappingProxyType({"image_encoder": [None, None], "feature_extractor": [None, None]}),
     ),
     "Lumina2Transformer2DModel": Pipeline(
@@ -163,6 +172,7 @@ PIPELINES = {
         guided_by_texts=True,
         scale_of_none=0.0,
         times="end",
+        shift_by_tokens="scheduler",
     ),
     "SanaTransformer2DModel": Pipeline(
         "SanaPipeline",
@@ -210,6 +220,7 @@ VARIANTS = {
             (TextPart("text_encoder", ("mistral3",), "a Mistral 3"),),
             flow=True,
             vae="AutoencoderKLFlux2",
+            shift_by_tokens=FLUX2_SHIFT,
         ),
     ),
 }
@@ -239,7 +250,8 @@ def _objective_faults(pipeline: Pipeline, trained: TrainedModel) -> list[str]:
     objective = trained.objective
     if pipeline.flow:
         runs = isinstance(objective, FlowMatching) and objective.prediction == "velocity"
-        needed = "flow matching of the velocity"
+        runs = runs and not (pipeline.times == "end" and getattr(objective, "last_time", None) is not None)
+        needed = "flow matching of the velocity" + " without a last time" * (pipeline.times == "end")
     else:
         # The pipeline passes the scheduler's steps to the network unchanged.
         runs = isinstance(objective, DDPM) and objective.discrete_steps == REFERENCE_STEPS
@@ -311,7 +323,7 @@ def loading_lines(
     call += [f"sigmas=[1 - i / {steps} for i in range({steps})]"] * (pipeline.times == "argument")
     if pipeline.texts:
         prompt = repr((sampling.get("prompts") or ["a red circle"])[0])
-        call = [prompt, *call, f"height={height}", f"width={width}", *pipeline.arguments]
+        call = [f"prompt={prompt}", *call, f"height={height}", f"width={width}", *pipeline.arguments]
         call += [f"num_frames={frames}"] if pipeline.draws_clips else []
         call += [f"max_sequence_length={most_tokens[t.folder]}" for t in pipeline.texts if not t.cut]
         if pipeline.reads_sizes:  # as our sampler, which takes latents of an eighth of the side
