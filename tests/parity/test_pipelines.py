@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +47,12 @@ from dit.models.sd3.config import SD3Config
 from dit.models.stdit.config import STDiTConfig
 from dit.models.wan.config import WanConfig
 from dit.models.z_image.config import ZImageConfig
-from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import parameter_shapes
-from dit.patchify import unpatchify
-from dit.sampling.generate import empty_pack
 from dit.settings import SamplingConfig
+from examples.flux2.compare import start_noise
 from launch.export import main as export
 from tests.conftest import BuildModel
 from tests.parity.convert_cases import load, random_weights, relative_error
@@ -151,7 +150,7 @@ CASES = {
     "flux": Case(
         "FluxPipeline",
         FluxConfig(**FLUX, rope_axes=[2, 4, 6], guidance=3.5),
-        FlowMatching(time_shift=2.0),
+        FlowMatching(shift_by_tokens=[0.5, 1.15, 8, 64]),
         "text={t5}:max_tokens=9:padded,pooled={clip}",
         guidance=1.0,
         quant=False,
@@ -159,7 +158,7 @@ CASES = {
     "wan": Case(
         "WanPipeline",
         WanConfig(**WAN, in_channels=16, null_text="empty"),
-        FlowMatching(time_shift=3.0),
+        FlowMatching(time_shift=3.0, last_time=0.2),
         "{t5}:max_tokens=9:zero_padded",
         size=(4, 6),
         frames=2,
@@ -172,12 +171,15 @@ CASES = {
         guidance=1.0,
     ),
     "flux2 klein": Case(
-        "Flux2KleinPipeline", Flux2Config(**FLUX2), SHIFTED, "{qwen3}:prompt=chat:layer=9+18+27:padded:max_tokens=40"
+        "Flux2KleinPipeline",
+        Flux2Config(**FLUX2),
+        FlowMatching(shift_by_tokens=[0.5, 1.15, 8, 64]),
+        "{qwen3}:prompt=chat:layer=9+18+27:padded:max_tokens=40",
     ),
     "qwen image": Case(
         "QwenImagePipeline",
         QwenImageConfig(**QWEN),
-        SHIFTED,
+        FlowMatching(shift_by_tokens=[0.5, 0.9, 8, 64], last_time=0.1),
         "{qwen2_5_vl}:prompt=qwen_image",
         guidance=50.0,
         guidance_norm=True,
@@ -277,13 +279,9 @@ def ours(generator: Generator, case: Case, **sampling: Any) -> tuple[Tensor, Ten
         given = as_conditions(encoders.encode(PROMPTS), case.model.conditions())
     latents = generator.generate(conditions=given, **sampling)
     vae = VAE(generator.config.sampling.vae or "")
-    batch = empty_pack(generator.spec, (case.frames, *case.size), 2, torch.device("cpu"), given)
-    patch, features = generator.spec.patch_spatial, batch.latents_TC.shape[1]
-    noise_TC = AddressedNoise(SEED, 0, batch.sample_ids_S, batch.layout).normal_TC("start", features)
-    grid = (case.frames, *(side // patch for side in case.size))
-    noise = torch.stack([unpatchify(part, grid, 1, patch) for part in noise_TC.chunk(2)])
-    _, sigma = case.objective.path.alpha_sigma(case.objective.sampling_grid(STEPS)[0])
-    return float(sigma) * noise, vae.decode(latents) / 2 + 0.5
+    tokens = prod(case.size) // generator.spec.patch_volume * case.frames
+    _, sigma = case.objective.path.alpha_sigma(case.objective.at_size(tokens).sampling_grid(STEPS)[0])
+    return float(sigma) * start_noise(generator, given), vae.decode(latents) / 2 + 0.5
 
 
 @pytest.fixture(autouse=True)
@@ -316,7 +314,9 @@ def test_the_pipeline_draws_what_our_sampler_draws(
     pipeline.set_progress_bar_config(disable=True)
     [code] = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     call = page_call(code)
-    call["prompt" if case.encoders else "class_labels"] = PROMPTS if case.encoders else [2, 0]
+    given = "prompt" if case.encoders else "class_labels"
+    assert given in call
+    call[given] = PROMPTS if case.encoders else [2, 0]
     is_clip = case.pipeline == "WanPipeline"
     noise, expected = (noise, expected) if is_clip else (noise[:, :, 0], expected[:, :, 0])
     if case.pipeline == "DiTPipeline":
