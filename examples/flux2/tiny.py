@@ -1,7 +1,7 @@
 """Write a FLUX.2 klein pipeline of diffusers with small random networks: `python -m examples.flux2.tiny --out DIR`.
 
 It has every part of the published pipeline in its class: a Qwen3 of 28 layers with a tokenizer of bytes, an
-autoencoder that compresses 8 x 8 pixels, and a transformer of 160,000 parameters.
+autoencoder that compresses 8 x 8 pixels, and a transformer of 308,352 parameters.
 """
 
 import argparse
