@@ -37,7 +37,7 @@ class OptimizerConfig:
     """AdamW, or Muon with AdamW.
 
     Attributes:
-        algorithm: `muon` updates the 2-D weights of transformer blocks by Muon, and all other parameters by AdamW.
+        algorithm: `muon` updates the 2-D weights of blocks, except modulations, by Muon, all others by AdamW.
         lr: peak learning rate; Muon's updates have about the size of AdamW's.
         beta1, beta2: decay of the mean of the gradient, and of its square.
         eps: added to the divisor.
