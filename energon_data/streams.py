@@ -26,6 +26,7 @@ import torch
 from dit.batch import PackedBatch
 from dit.data_api import BatchSpec, SampleCounts
 from dit.errors import ConfigError, DataError
+from dit.fixed_packs import PackMaxima
 from dit.ranges import SHARE, check_ranges
 from energon_data.frame_levels import FrameLevels
 from energon_data.packing import check_pack_multiple
@@ -53,6 +54,21 @@ class StreamSettings:
     clean_first_frame: float = 0.0
     frame_levels: float = 0.0
     inpaint: float = 0.0
+
+    @property
+    def longest_text(self) -> Optional[int]:
+        """Tokens of the longest text of a sample; None for no limit."""
+        length: Optional[int] = getattr(self, "max_text_tokens", None)
+        return length
+
+    def pack_maxima(self) -> Optional[PackMaxima]:
+        """Return the largest numbers of tokens and samples of a pack; None without packs."""
+        if self.max_tokens_per_pack is None:
+            return None
+        samples = self.max_tokens_per_pack // self.pack_multiple_of
+        return PackMaxima(
+            self.max_tokens_per_pack, samples, None if self.longest_text is None else samples * self.longest_text
+        )
 
     @property
     def levels_of_frames(self) -> FrameLevels:

@@ -136,7 +136,7 @@ class PooledTextEmbedder(nn.Module):
         if text is None or text.layout is None:
             pooled = self.null.expand(batch.layout.num_samples, -1)
         else:
-            lengths = text.layout.lengths_S[:, None].float()
+            lengths = text.layout.lengths_S[:, None].float().clamp(min=1)  # a fixed pack has empty samples
             pooled = (text.layout.sum_per_sample(text.values.float()) / lengths).to(self.null.dtype)
             if text.dropped_S is not None:
                 pooled = torch.where(text.dropped_S[:, None], self.null, pooled)
