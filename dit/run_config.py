@@ -405,7 +405,7 @@ def check_sampling(sampling: SamplingConfig, objective: Objective, model: ModelC
     if vae is not None and vae.startswith(("/", "./", "../", "~")) and not Path(vae).expanduser().is_dir():
         raise ConfigError(f"sampling.vae={vae!r} is not a folder; name an autoencoder in diffusers' layout")
     # Raises if a table of noise levels has fewer levels than `num_steps`.
-    objective.sampling_grid(sampling.num_steps)
+    objective.at_size(1).sampling_grid(sampling.num_steps)
     if sampling.variance != "small" and sampling.solver != "ancestral":
         raise ConfigError(
             f"sampling.variance={sampling.variance!r} has no effect with sampling.solver={sampling.solver!r}; use "

@@ -44,6 +44,8 @@ class StreamSettings:
         pack_multiple_of: count samples as padded to a multiple of this when packs are selected.
         clean_first_frame: share of the clips whose first frame is clean, to train image to video.
         frame_levels: share of the clips with a noise level for every frame.
+        inpaint: share of the other samples of which a random region is generated next to clean tokens, to train
+            inpainting.
     """
 
     num_streams: Optional[int] = None
@@ -51,6 +53,7 @@ class StreamSettings:
     pack_multiple_of: int = 16
     clean_first_frame: float = 0.0
     frame_levels: float = 0.0
+    inpaint: float = 0.0
 
     @property
     def longest_text(self) -> Optional[int]:
@@ -68,8 +71,8 @@ class StreamSettings:
 
     @property
     def levels_of_frames(self) -> FrameLevels:
-        """Draws of the noise levels of clips."""
-        return FrameLevels(self.clean_first_frame, self.frame_levels)
+        """Draws of the noise levels inside samples."""
+        return FrameLevels(self.clean_first_frame, self.frame_levels, self.inpaint)
 
     def levels_setting(self) -> Optional[str]:
         """Return the setting, with its value, that gives samples several noise levels; None if none does.
@@ -77,7 +80,7 @@ class StreamSettings:
         Raises:
             ConfigError: a share is not between 0 and 1.
         """
-        names = ("clean_first_frame", "frame_levels")
+        names = ("clean_first_frame", "frame_levels", "inpaint")
         check_ranges("data", self, dict.fromkeys(names, SHARE))
         return next((f"data.{name}={getattr(self, name)}" for name in names if getattr(self, name)), None)
 

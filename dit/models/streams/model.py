@@ -59,6 +59,7 @@ class Streams(Backbone):
         self.provider = provider
         size, bias, eps, width = config.hidden_size, config.outer_bias, config.layernorm_epsilon, config.condition_width
         assert config.context_size is not None
+        learned_null = config.null_text == "learned"
         rope = config.position_embedding == "rope_3d"
         self.rotary = config.rotary(config.rope_axes) if rope else None
         self.conditioner = Conditioner(
@@ -67,6 +68,7 @@ class Streams(Backbone):
             time_scale=config.time_scale,
             inner_size=config.time_hidden_size,
             pooled_size=config.pooled_size,
+            learned_null=learned_null,
             guidance=config.guidance,
             bias=bias,
         )
@@ -79,7 +81,7 @@ class Streams(Backbone):
             replicate_on_all_stages(self.modulation.parameters())
         if stage.first:
             self.embed = PatchEmbedding(config.token_channels, size, provider, bias=bias)
-            self.text = TextTokens(config.context_size, provider, stream=True)
+            self.text = TextTokens(config.context_size, provider, stream=True, learned_null=learned_null)
             self.text_norm = RMSNorm(config.context_size, provider, eps=eps) if config.text_norm else nn.Identity()
             init = xavier_uniform(config.context_size, size)
             self.embed_text = provider.replicated_linear(config.context_size, size, bias=bias, init=init)
