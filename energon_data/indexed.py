@@ -83,6 +83,11 @@ class Samples(ReaderSettings, DataConfig):
         """Name of the data, for messages."""
         return type(self).__name__
 
+    @property
+    def longest_text(self) -> Optional[int]:
+        """Tokens of the longest text of a sample; None for no limit."""
+        return self.max_text_tokens
+
     def mixes_shapes(self, spec: BatchSpec) -> bool:
         """Return whether samples of different shapes may share a micro-batch."""
         return not self.same_shape and (self.max_tokens_per_pack is not None or spec.micro_batch_size > 1)
