@@ -59,7 +59,8 @@ class FrameLevels:
         share, inside, *box = Visit(0, 0, draw, sample).generator("/mask").random(6)
         if share >= self.masked:
             return []
-        (top, bottom), (left, right) = (_interval(*pair, n) for pair, n in zip((box[:2], box[2:]), grid[1:]))
+        draws = zip(box[::2], box[1::2], grid[1:])
+        (top, bottom), (left, right) = (_interval(length, place, n) for length, place, n in draws)
         mask_THW = torch.zeros(grid, dtype=torch.bool)
         mask_THW[:, top:bottom, left:right] = True
         return unmasked_clean((mask_THW if inside < 0.5 else ~mask_THW).flatten())
