@@ -14,6 +14,7 @@ import torch
 
 from dit.batch import PackedBatch
 from dit.condition_table import LABEL
+from dit.conditions import Condition
 from dit.data_api import BatchSpec, check_resumed_streams, merge_states
 from dit.errors import ConfigError, DataError
 from energon_data.indexed import Sample, Samples
@@ -26,6 +27,7 @@ SPEC = BatchSpec(
     conditions=(replace(LABEL, num_classes=COUNT),),
     micro_batch_size=3,
 )
+SCORE = Condition(name="score", axis="sample", description="score", null=0.0, stored_as=("quality",))
 PACKS = {"max_tokens_per_pack": 32, "pack_multiple_of": 4, "packing_buffer_size": 7}
 PACK_SPEC = replace(SPEC, micro_batch_size=1)
 
@@ -51,6 +53,17 @@ class Numbers(Samples):
             raise ValueError(f"sample {index} is broken")
         side = 8 if index % 3 == 0 else 4
         return Sample(torch.full((1, side, 4), float(index)), {"label": index})
+
+
+def test_values_of_undeclared_conditions_are_reported() -> None:
+    """A condition of the table that the model does not take has a line of `match_conditions`."""
+
+    class Scored(Numbers):
+        def __getitem__(self, index: int) -> Sample:
+            return Sample(torch.zeros(1, 4, 4), {"label": 1, "quality": 5.5, "fps": 8.0})
+
+    assert Scored().remarks(SPEC) == ["Scored gives quality, which the model does not take"]
+    assert Scored().remarks(replace(SPEC, conditions=(*SPEC.conditions, SCORE))) == []
 
 
 def test_an_epoch_is_what_is_not_held_out() -> None:
