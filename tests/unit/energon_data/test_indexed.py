@@ -55,6 +55,25 @@ class Numbers(Samples):
         return Sample(torch.full((1, side, 4), float(index)), {"label": index})
 
 
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_a_missing_value_is_the_default(shape: tuple[int, ...]) -> None:
+    @dataclass(kw_only=True)
+    class Scored(Numbers):
+        def __getitem__(self, index: int) -> Sample:
+            value = np.full(shape, 7.0, np.float32) if shape else 7.0
+            return Sample(torch.zeros(1, 4, 4), {"label": 1} | ({} if index % 2 else {"quality": value}))
+
+    data = Scored(count=8)
+    spec = replace(SPEC, conditions=(*SPEC.conditions, replace(SCORE, shape=shape, default=-1.0)), micro_batch_size=8)
+    streams = data.build_train(spec, dp_rank=0, dp_size=1, seed=0, log_dir=None)
+    values = next(iter(streams)).conditions["score"].values
+    assert values.shape == (8, *shape)
+    assert sorted(values.unique().tolist()) == [-1.0, 7.0]
+    required = replace(spec, conditions=(*SPEC.conditions, replace(SCORE, shape=shape)))
+    with pytest.raises(DataError, match=r"no quality.* or declare the condition with a default"):
+        Numbers().validate(required, 1, 1)
+
+
 def test_values_of_undeclared_conditions_are_reported() -> None:
     """A condition of the table that the model does not take has a line of `match_conditions`."""
 
