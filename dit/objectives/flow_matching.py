@@ -143,7 +143,9 @@ class FlowMatching(Objective):
         """
         shift_L = None
         if self.shift_by_tokens is not None:
-            tokens_S = batch.layout.tensor([math.prod(grid) for grid in batch.grids])
+            # A reference is outside the grid of its sample.
+            one_level, grids = batch.layout.levels is None, batch.grids
+            tokens_S = batch.layout.lengths_S if one_level else batch.layout.tensor(list(map(math.prod, grids)))
             shift_L = batch.layout.per_level(self._shift(tokens_S.float()))
         t_L, weight_L = self.level(noise.level_L(), shift_L), sample_weights(batch)
         if batch.layout.levels is not None:
