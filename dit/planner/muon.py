@@ -8,7 +8,7 @@ Ranks with parts of a weight orthogonalise it once. Of the products and the exch
     n ranks have 1 / n      1 / n             (n - 1) / n of 1 / n    (n - 1) / n of 1 / n
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -21,8 +21,8 @@ from dit.tracing.counter import Product, StepCounter, StepTrace
 
 
 def average(step: StepTrace, muon: Muon, shards: Sequence[MasterShard], groups: ProcessGroups) -> None:
-    """Replace the products and the exchanged bytes of the update in a trace; the trace's counter must be active."""
-    products, elements = Counter[Product](), 0.0
+    """Replace the products and the exchanged bytes of the update of a trace, which has the fake tensors of this process."""
+    products, elements = defaultdict[Product, float](float), 0.0
     of_shape: dict[tuple[tuple[int, ...], Matrices], dict[Product, float]] = {}
     for shard in shards:
         if shard.matrices is None or shard.start == shard.stop:
