@@ -191,6 +191,10 @@ class Objective(ABC):
             "variance='small' or 'large', or train with objective=ddpm_learned_variance"
         )
 
+    def at_size(self, tokens: int) -> "Objective":
+        """Return the objective with the noise levels of samples of this many tokens."""
+        return self
+
     @abstractmethod
     def sampling_grid(self, num_steps: int) -> Tensor:
         """Return `num_steps + 1` decreasing path positions, float64, from pure noise to 0."""

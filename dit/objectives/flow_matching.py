@@ -1,7 +1,7 @@
 """Flow matching on the straight path from data to noise (rectified flow)."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Optional
 
 import torch
@@ -45,12 +45,16 @@ class FlowMatching(Objective):
         time_distribution: distribution of t in training, before the shift.
         logit_mean, logit_std: mean and standard deviation of logit(t), for `logit_normal`.
         time_shift: shift of t towards noise, in training and sampling; larger for samples with more tokens.
+        shift_by_tokens: `[low, high, fewest, most]`: the logarithm of the shift is `low` for samples of `fewest`
+            tokens, `high` for samples of `most`, and linear in the tokens; None for `time_shift`.
+        last_time: smallest time of a solver step, to which the times of sampling are stretched (Qwen-Image: 0.02).
         min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma).
         min_time, max_time: train only on times between these, for one of two models that share the times (Wan 2.2
             A14B).
 
     Source: Lipman et al. 2023, arXiv:2210.02747; Liu et al. 2023, arXiv:2209.03003; time distribution and shift,
-    Esser et al. 2024, arXiv:2403.03206, Eq. 19 and 23; prediction of x0, Li and He 2025, arXiv:2511.13720;
+    Esser et al. 2024, arXiv:2403.03206, Eq. 19 and 23; shift by tokens and last time, `calculate_shift` and
+    `FlowMatchEulerDiscreteScheduler` of diffusers 0.38; prediction of x0, Li and He 2025, arXiv:2511.13720;
     min-SNR, Hang et al. 2023, arXiv:2303.09556, on this path.
     """
 
@@ -61,6 +65,8 @@ class FlowMatching(Objective):
     logit_mean: float = 0.0
     logit_std: float = 1.0
     time_shift: float = 1.0
+    shift_by_tokens: Optional[list[float]] = None
+    last_time: Optional[float] = None
     loss_kind: LossKind = "l2"
     min_snr_gamma: Optional[float] = None
     min_time: float = 0.0
@@ -75,12 +81,39 @@ class FlowMatching(Objective):
         for name in ("logit_std", "time_shift"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"FlowMatching {name}={getattr(self, name)} must be positive; the default is 1")
-
+        self._check_shift()
         if not 0 <= self.min_time < self.max_time <= 1:
             raise ConfigError(
                 f"objective.min_time={self.min_time} and max_time={self.max_time} must be times between 0 and 1, the "
                 "first below the second; 0 and 1 train on all times"
             )
+
+    def _check_shift(self) -> None:
+        points = self.shift_by_tokens
+        if points is not None and (len(points) != 4 or not 0 < points[2] < points[3]):
+            raise ConfigError(
+                f"objective.shift_by_tokens={points} must be two logarithms of the shift and their tokens, such as "
+                "[0.5,1.15,256,4096]"
+            )
+        if points is not None and (self.time_shift, self.min_time, self.max_time) != (1, 0, 1):
+            raise ConfigError(
+                f"objective.time_shift={self.time_shift}, min_time={self.min_time} and max_time={self.max_time} do not "
+                "go with objective.shift_by_tokens; use 1, 0 and 1, or shift_by_tokens=null"
+            )
+        if self.last_time is not None and not 0 < self.last_time < 1:
+            raise ConfigError(f"objective.last_time={self.last_time} must be between 0 and 1, or null")
+
+    def at_size(self, tokens: int) -> "FlowMatching":
+        if self.shift_by_tokens is None:
+            return self
+        shift = float(self._shift(torch.tensor(tokens, dtype=torch.float64)))
+        return replace(self, time_shift=shift, shift_by_tokens=None)
+
+    def _shift(self, tokens: Tensor) -> Tensor:
+        """Return the shift for numbers of tokens."""
+        assert self.shift_by_tokens is not None
+        low, high, fewest, most = self.shift_by_tokens
+        return torch.exp(low + (tokens - fewest) * ((high - low) / (most - fewest)))
 
     @property
     def _quantiles(self) -> tuple[float, float]:
@@ -91,14 +124,14 @@ class FlowMatching(Objective):
         low, high = t.tolist()
         return low, high
 
-    def level(self, quantile_S: Tensor) -> Tensor:
-        """Return the shifted time at each quantile, within `min_time` and `max_time`."""
+    def level(self, quantile_S: Tensor, shift: Optional[float | Tensor] = None) -> Tensor:
+        """Return the shifted time at each quantile, within `min_time` and `max_time`; `shift` replaces `time_shift`."""
         if (self.min_time, self.max_time) != (0, 1):
             low, high = self._quantiles
             quantile_S = (low + quantile_S.double() * (high - low)).to(quantile_S.dtype)
         if self.time_distribution == "logit_normal":
             quantile_S = logit_normal(quantile_S, self.logit_mean, self.logit_std)
-        return shift_time(quantile_S, self.time_shift)
+        return shift_time(quantile_S, self.time_shift if shift is None else shift)
 
     def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
         """Corrupt a packed micro-batch and return the target of the network.
@@ -108,7 +141,11 @@ class FlowMatching(Objective):
             batch's loss weights, times `min_snr_weight` if it is set. Otherwise the weights of `x0` are divided by
             t**2, because the error of x0 divided by t is the error of the velocity.
         """
-        t_L, weight_L = self.level(noise.level_L()), sample_weights(batch)
+        shift_L = None
+        if self.shift_by_tokens is not None:
+            tokens_S = batch.layout.tensor([math.prod(grid) for grid in batch.grids])
+            shift_L = batch.layout.per_level(self._shift(tokens_S.float()))
+        t_L, weight_L = self.level(noise.level_L(), shift_L), sample_weights(batch)
         if batch.layout.levels is not None:
             t_L = t_L.masked_fill(batch.layout.levels.clean_L, 0.0)
         target = (1.0, 0.0) if self.prediction == "x0" else (-1.0, 1.0)
@@ -129,4 +166,8 @@ class FlowMatching(Objective):
         """Return times from 1 to 0, evenly spaced before the shift."""
         if num_steps < 1:
             raise ConfigError(f"num_steps={num_steps} must be at least 1")
-        return shift_time(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64), self.time_shift)
+        assert self.shift_by_tokens is None  # `at_size`
+        grid = shift_time(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64), self.time_shift)
+        if self.last_time is not None and num_steps > 1:
+            grid[:-1] = 1 - (1 - grid[:-1]) * ((1 - self.last_time) / (1 - grid[-2]))
+        return grid

@@ -1,5 +1,6 @@
 """Generate latents with a trained network: a dense pack of samples, guidance, a solver."""
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -188,6 +189,7 @@ def generate_each(
     Returns:
         The latent of each sample `[C, T, H, W]`, float32.
     """
+    objective = objective.at_size(max(map(math.prod, batch.grids)))
     layout, channels, num_steps = batch.layout, batch.latents_TC.shape[1], sampling.num_steps
     seed: int | Tensor = sampling.seed if seeds_S is None else seeds_S
     learned = sampling.solver == "ancestral" and sampling.variance == "learned"
@@ -209,7 +211,13 @@ def generate_each(
         if not needs_unconditional(scale):
             return plain, plain
         columns = guided_columns(spec.latent_channels, spec.patch_volume, num_outputs, sampling.guidance_channels)
-        combined = partial(guided_prediction, columns=columns, rescale=sampling.guidance_rescale, layout=layout)
+        combined = partial(
+            guided_prediction,
+            columns=columns,
+            rescale=sampling.guidance_rescale,
+            layout=layout,
+            keep_norm=sampling.guidance_norm,
+        )
         if guide is None:
             pair = bind(network, join(batch, without_conditions(batch, spec, negative)))
             return guided_pair(pair, scale, combined), plain

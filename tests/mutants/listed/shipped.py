@@ -101,7 +101,7 @@ MUTANTS = (
     Mutant(
         "flow matching: no time shift in training",
         "dit/objectives/flow_matching.py",
-        "return shift_time(quantile_S, self.time_shift)",
+        "return shift_time(quantile_S, self.time_shift if shift is None else shift)",
         "return quantile_S",
         (OBJECTIVES,),
         "Training draws times without the shift of the sampler.",
