@@ -21,7 +21,7 @@ from dit.tracing.counter import Product, StepCounter, StepTrace
 
 
 def average(step: StepTrace, muon: Muon, shards: Sequence[MasterShard], groups: ProcessGroups) -> None:
-    """Replace the products and the exchanged bytes of the update of a trace, which has the fake tensors of this process."""
+    """Replace the products and exchanged bytes of the update; call it in the fake tensor mode of the trace."""
     products, elements = defaultdict[Product, float](float), 0.0
     of_shape: dict[tuple[tuple[int, ...], Matrices], dict[Product, float]] = {}
     for shard in shards:
