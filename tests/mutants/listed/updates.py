@@ -361,7 +361,7 @@ MUTANTS = (
         (FIXED_PACKS,),
     ),
     Mutant(
-        "CUDA graph: masks of tokens are those of the captured pack",
+        "CUDA graph: a network that reads lengths repeats those of a pack",
         "dit/step/cuda_graph.py",
         "captured = without_lengths(captured)",
         "pass",
