@@ -141,12 +141,12 @@ class FlowMatching(Objective):
             batch's loss weights, times `min_snr_weight` if it is set. Otherwise the weights of `x0` are divided by
             t**2, because the error of x0 divided by t is the error of the velocity.
         """
-        shift_L = None
+        shift_L, layout = None, batch.layout
         if self.shift_by_tokens is not None:
-            # A reference is outside the grid of its sample.
-            one_level, grids = batch.layout.levels is None, batch.grids
-            tokens_S = batch.layout.lengths_S if one_level else batch.layout.tensor(list(map(math.prod, grids)))
-            shift_L = batch.layout.per_level(self._shift(tokens_S.float()))
+            tokens_S = layout.lengths_S
+            if layout.levels is not None:  # a reference has tokens outside the grid
+                tokens_S = layout.tensor([math.prod(grid) for grid in batch.grids])
+            shift_L = layout.per_level(self._shift(tokens_S.float()))
         t_L, weight_L = self.level(noise.level_L(), shift_L), sample_weights(batch)
         if batch.layout.levels is not None:
             t_L = t_L.masked_fill(batch.layout.levels.clean_L, 0.0)
