@@ -166,7 +166,7 @@ def trained_model(config: "RunConfig", metadata: dict[str, Any]) -> "TrainedMode
     frames, height, width = metadata["latent_size"]
     return TrainedModel(
         model=config.model.without_adapters(),
-        objective=config.objective,
+        objective=config.objective.of_size(config.model.in_channels * frames * height * width),
         latent_size=(frames, height, width),
         sampling=asdict(config.sampling),
         # A data set may have classes that the model does not use.

@@ -191,6 +191,10 @@ class Objective(ABC):
             "variance='small' or 'large', or train with objective=ddpm_learned_variance"
         )
 
+    def of_size(self, numbers: int) -> "Objective":
+        """Return the objective of samples with this many numbers in a latent; noise levels may depend on the size."""
+        return self
+
     @abstractmethod
     def sampling_grid(self, num_steps: int) -> Tensor:
         """Return `num_steps + 1` decreasing path positions, float64, from pure noise to 0."""

@@ -1,7 +1,7 @@
 """Flow matching on the straight path from data to noise (rectified flow)."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal, Optional
 
 import torch
@@ -14,7 +14,7 @@ from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Network, Objective, Path, Prepared, sample_weights, shared_time
 from dit.objectives.losses import LossKind, min_snr_weight
 from dit.objectives.noise_levels import logit_normal, shift_time
-from dit.ranges import FINITE, POSITIVE, check_choice, check_ranges
+from dit.ranges import FINITE, POSITIVE, WIDTH, check_choice, check_ranges
 
 TimeDistribution = Literal["uniform", "logit_normal"]
 Prediction = Literal["velocity", "x0"]
@@ -45,13 +45,15 @@ class FlowMatching(Objective):
         time_distribution: distribution of t in training, before the shift.
         logit_mean, logit_std: mean and standard deviation of logit(t), for `logit_normal`.
         time_shift: shift of t towards noise, in training and sampling; larger for samples with more tokens.
+        shift_dimension: n0 of a shift by the size of each sample, time_shift * sqrt(n / n0) for a latent of n numbers;
+            4096 is published for time_shift=1. None for one shift.
         min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma).
         min_time, max_time: train only on times between these, for one of two models that share the times (Wan 2.2
             A14B).
 
     Source: Lipman et al. 2023, arXiv:2210.02747; Liu et al. 2023, arXiv:2209.03003; time distribution and shift,
-    Esser et al. 2024, arXiv:2403.03206, Eq. 19 and 23; prediction of x0, Li and He 2025, arXiv:2511.13720;
-    min-SNR, Hang et al. 2023, arXiv:2303.09556, on this path.
+    Esser et al. 2024, arXiv:2403.03206, Eq. 19 and 23; shift by dimension, Zheng et al. 2025, arXiv:2510.11690;
+    prediction of x0, Li and He 2025, arXiv:2511.13720; min-SNR, Hang et al. 2023, arXiv:2303.09556, on this path.
     """
 
     takes_levels: ClassVar[bool] = True
@@ -61,6 +63,7 @@ class FlowMatching(Objective):
     logit_mean: float = 0.0
     logit_std: float = 1.0
     time_shift: float = 1.0
+    shift_dimension: Optional[int] = None
     loss_kind: LossKind = "l2"
     min_snr_gamma: Optional[float] = None
     min_time: float = 0.0
@@ -71,7 +74,7 @@ class FlowMatching(Objective):
         check_choice("prediction", self.prediction, Prediction)
         check_choice("time_distribution", self.time_distribution, TimeDistribution)
         check_choice("loss_kind", self.loss_kind, LossKind)
-        check_ranges("objective", self, {"logit_mean": FINITE, "min_snr_gamma": POSITIVE})
+        check_ranges("objective", self, {"logit_mean": FINITE, "min_snr_gamma": POSITIVE, "shift_dimension": WIDTH})
         for name in ("logit_std", "time_shift"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"FlowMatching {name}={getattr(self, name)} must be positive; the default is 1")
@@ -82,23 +85,43 @@ class FlowMatching(Objective):
                 "first below the second; 0 and 1 train on all times"
             )
 
-    @property
-    def _quantiles(self) -> tuple[float, float]:
-        """Quantiles of `min_time` and `max_time` in the distribution over all times."""
-        t = shift_time(torch.tensor([self.min_time, self.max_time], dtype=torch.float64), 1 / self.time_shift)
-        if self.time_distribution == "logit_normal":
-            t = torch.special.ndtr((t.clamp(0, 1).logit() - self.logit_mean) / self.logit_std)
-        low, high = t.tolist()
-        return low, high
+    def of_size(self, numbers: int) -> "FlowMatching":
+        if self.shift_dimension is None:
+            return self
+        shift = self.time_shift * math.sqrt(numbers / self.shift_dimension)
+        return replace(self, time_shift=shift, shift_dimension=None)
 
-    def level(self, quantile_S: Tensor) -> Tensor:
-        """Return the shifted time at each quantile, within `min_time` and `max_time`."""
-        if (self.min_time, self.max_time) != (0, 1):
-            low, high = self._quantiles
-            quantile_S = (low + quantile_S.double() * (high - low)).to(quantile_S.dtype)
+    def shift(self, batch: PackedBatch) -> Tensor | float:
+        """Return the time shift of each noise level, float32 `[L]`, or one number without `shift_dimension`."""
+        if self.shift_dimension is None:
+            return self.time_shift
+        layout, channels = batch.layout, batch.latents_TC.shape[1]
+        shifts = [self.of_size(math.prod(grid) * channels).time_shift for grid in batch.grids]
+        if len(set(shifts)) == 1:
+            return torch.full((layout.level_layout.num_samples,), shifts[0], device=layout.device)
+        return layout.per_level(layout.tensor(shifts))
+
+    def _quantile(self, t: float, shift: Tensor | float) -> Tensor:
+        """Return the quantile of a shifted time in the distribution over all times, float64."""
+        t_L = shift_time(torch.tensor(t, dtype=torch.float64), 1 / shift).clamp(0, 1)
         if self.time_distribution == "logit_normal":
-            quantile_S = logit_normal(quantile_S, self.logit_mean, self.logit_std)
-        return shift_time(quantile_S, self.time_shift)
+            return torch.special.ndtr((t_L.logit() - self.logit_mean) / self.logit_std)
+        return t_L
+
+    def level(self, quantile: Tensor, shift: Tensor | float | None = None) -> Tensor:
+        """Return the shifted time at each quantile, within `min_time` and `max_time`.
+
+        Args:
+            shift: result of `shift`; `time_shift` if None.
+        """
+        shift = self.time_shift if shift is None else shift
+        if (self.min_time, self.max_time) != (0, 1):
+            precise = shift.double() if isinstance(shift, Tensor) else shift
+            low, high = self._quantile(self.min_time, precise), self._quantile(self.max_time, precise)
+            quantile = (low + quantile.double() * (high - low)).to(quantile.dtype)
+        if self.time_distribution == "logit_normal":
+            quantile = logit_normal(quantile, self.logit_mean, self.logit_std)
+        return shift_time(quantile, shift)
 
     def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
         """Corrupt a packed micro-batch and return the target of the network.
@@ -108,7 +131,7 @@ class FlowMatching(Objective):
             batch's loss weights, times `min_snr_weight` if it is set. Otherwise the weights of `x0` are divided by
             t**2, because the error of x0 divided by t is the error of the velocity.
         """
-        t_L, weight_L = self.level(noise.level_L()), sample_weights(batch)
+        t_L, weight_L = self.level(noise.level_L(), self.shift(batch)), sample_weights(batch)
         if batch.layout.levels is not None:
             t_L = t_L.masked_fill(batch.layout.levels.clean_L, 0.0)
         target = (1.0, 0.0) if self.prediction == "x0" else (-1.0, 1.0)

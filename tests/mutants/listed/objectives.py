@@ -338,8 +338,29 @@ MUTANTS = (
     Mutant(
         "times of a range: the ends are quantiles of the shifted times",
         "dit/objectives/flow_matching.py",
-        "dtype=torch.float64), 1 / self.time_shift)",
+        "dtype=torch.float64), 1 / shift)",
         "dtype=torch.float64), 1.0)",
+        (LEVELS_DRAWN,),
+    ),
+    Mutant(
+        "time shift by dimension: the ratio for its root",
+        "dit/objectives/flow_matching.py",
+        "math.sqrt(numbers / self.shift_dimension)",
+        "(numbers / self.shift_dimension)",
+        (OBJECTIVES,),
+    ),
+    Mutant(
+        "time shift by dimension: patches are not counted",
+        "dit/objectives/flow_matching.py",
+        "self.of_size(math.prod(grid) * channels)",
+        "self.of_size(math.prod(grid))",
+        (OBJECTIVES,),
+    ),
+    Mutant(
+        "time shift by dimension: the sampler has that of the base",
+        "dit/sampling/generate.py",
+        "    return sized[0]",
+        "    return objective",
         (LEVELS_DRAWN,),
     ),
 )

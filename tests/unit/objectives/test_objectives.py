@@ -383,6 +383,24 @@ def test_flow_matching_trains_and_samples_on_the_same_shifted_times():
     assert logit.level(torch.tensor(0.841344746)).logit().item() == pytest.approx(1.1, abs=1e-5)
 
 
+@pytest.mark.parametrize("settings", [{}, {"min_time": 0.3, "max_time": 0.8}, {"time_distribution": "logit_normal"}])
+def test_the_shift_by_dimension_is_that_of_each_sample(settings):
+    """sqrt(m / n) times the shift of n numbers, in packs of several sizes and of one, as with the number itself."""
+    flow = FlowMatching(time_shift=1.5, shift_dimension=12, **settings)
+    for lengths in ([3, 12, 48], [12, 12]):
+        batch = pack(lengths)
+        noise = noise_for(batch)
+        times_S = flow.prepare(batch, noise).time_S
+        expected = [
+            FlowMatching(time_shift=1.5 * math.sqrt(4 * n / 12), **settings).level(noise.level_S()[i : i + 1])
+            for i, n in enumerate(lengths)
+        ]
+        torch.testing.assert_close(times_S, torch.cat(expected), rtol=1e-6, atol=0)
+    assert flow.of_size(48) == FlowMatching(time_shift=3.0, **settings)
+    assert FlowMatching(time_shift=2.0).of_size(48) == FlowMatching(time_shift=2.0)
+    assert EDM().of_size(48) == EDM()
+
+
 def test_ddpm_table_step_is_the_textbooks():
     """Step k: x = sqrt(abar_k) x0 + sqrt(1 - abar_k) eps, with time k / 1000."""
     ddpm = DDPM(discrete_steps=1000)
@@ -421,7 +439,7 @@ def test_objectives_compare_and_print_by_their_settings():
     assert DDPM(prediction="v") != DDPM()
     assert repr(FlowMatching(time_shift=3.0)) == (
         "FlowMatching(prediction='velocity', time_distribution='uniform', logit_mean=0.0, logit_std=1.0, "
-        "time_shift=3.0, loss_kind='l2', min_snr_gamma=None, min_time=0.0, max_time=1.0)"
+        "time_shift=3.0, shift_dimension=None, loss_kind='l2', min_snr_gamma=None, min_time=0.0, max_time=1.0)"
     )
 
 
@@ -434,6 +452,7 @@ def test_objectives_compare_and_print_by_their_settings():
         (lambda: EDM(sigma_min=90.0), "sigma_min=90.0 and sigma_max=80.0"),
         (lambda: EDM(loss_kind="mse"), "loss_kind='mse' is unknown; use one of 'l2', 'l1', 'huber'"),
         (lambda: FlowMatching(time_shift=0.0), "time_shift=0.0 must be positive"),
+        (lambda: FlowMatching(shift_dimension=0), "shift_dimension=0"),
         (lambda: FlowMatching(prediction="noise"), "prediction='noise' is unknown"),
         (lambda: FlowMatching(logit_std=0.0), "logit_std=0.0 must be positive"),
         (lambda: FlowMatching(time_distribution="normal"), "time_distribution='normal' is unknown"),
