@@ -141,7 +141,13 @@ def layer_rate(kernels: str) -> Value:
 
 
 BF16_DIT = ("training.precision=bf16", "training.kernels=triton")
-XL2_4 = ("training.micro_batch_size=4", "training.global_batch_size=4", "parallel.overlap_grad_reduce=False", *BF16_DIT)
+XL2_4 = (
+    "training.micro_batch_size=4",
+    "training.global_batch_size=4",
+    "parallel.overlap_grad_reduce=False",
+    "parallel.overlap_param_gather=False",
+    *BF16_DIT,
+)
 """Steps so short that a GPU waits for the host."""
 FLUX_512 = (
     *("data.height=32", "data.width=32", "data.text_tokens=256"),

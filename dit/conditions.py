@@ -398,7 +398,7 @@ def _wrong_values(condition: Condition, entry: Entry, keys: Sequence[str], patch
 
 def pack_conditions(
     required: Sequence[Condition],
-    given: Mapping[str, Sequence[Value]],
+    values: Mapping[str, Sequence[Value]],
     layout: SequenceLayout,
     patch: tuple[int, int],
 ) -> Conditions:
@@ -406,21 +406,21 @@ def pack_conditions(
 
     Args:
         required: conditions of the model.
-        given: values of each sample, by name of the condition; missing conditions get no entry.
+        values: of each sample, by name of the condition; missing conditions get no entry.
         layout: layout of the latents.
         patch: sides of a patch in time and in space.
     """
-    return Conditions({c.name: c.pack(given[c.name], layout, patch) for c in required if c.name in given})
+    return Conditions({c.name: c.pack(values[c.name], layout, patch) for c in required if c.name in values})
 
 
 def check_given(
-    required: Sequence[Condition], given: Mapping[str, Sequence[Value]], count: int, latent_size: Sequence[int]
+    required: Sequence[Condition], values: Mapping[str, Sequence[Value]], count: int, latent_size: Sequence[int]
 ) -> None:
     """Check the conditions that a user gives for sampling.
 
     Args:
         required: conditions of the model.
-        given: values of each sample, by name of the condition.
+        values: of each sample, by name of the condition.
         count: number of samples.
         latent_size: (T, H, W) of each sample.
 
@@ -429,17 +429,17 @@ def check_given(
             must accompany another one (`requires`) is missing.
     """
     by_name = {condition.name: condition for condition in required}
-    for name, values in given.items():
+    for name, column in values.items():
         if name not in by_name:
             raise ConfigError(f"the model takes no condition {name!r}; it takes {sorted(by_name)}")
         condition = by_name[name]
-        if len(values) != count:
-            raise ConfigError(f"{len(values)} values of the condition {name!r} for {count} samples; give one for each")
-        for value in values:
+        if len(column) != count:
+            raise ConfigError(f"{len(column)} values of the condition {name!r} for {count} samples; give one for each")
+        for value in column:
             if (fault := condition.invalid(value, latent_size)) is not None:
                 raise ConfigError(fault)
     for condition in required:
-        if condition.requires in given and condition.name not in given and condition.default is None:
+        if condition.requires in values and condition.name not in values and condition.default is None:
             raise ConfigError(
                 f"{condition.requires!r} is given without {condition.name!r}, which this model takes with it; give one "
                 f"of {list(condition.shape or ())} features for each sample"

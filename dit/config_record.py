@@ -7,7 +7,7 @@ and of packages that the user names in `DIT_PACKAGES` are instantiated, so readi
 import dataclasses
 import importlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dit.errors import CheckpointError
@@ -25,6 +25,22 @@ def user_packages() -> tuple[str, ...]:
 def trusted_packages() -> tuple[str, ...]:
     """Return the packages whose classes a record may name; they are imported to rebuild it."""
     return ("dit", "energon_data", *user_packages())
+
+
+def trust_prefix(record: object) -> str:
+    """Return the assignment before a shell command that rebuilds `record`: its packages outside this project, or ""."""
+    packages = sorted({name.partition(".")[0] for name in _class_names(record)} - {"dit", "energon_data"})
+    return f"{TRUST_VARIABLE}={','.join(packages)} " if packages else ""
+
+
+def _class_names(record: object) -> Iterator[str]:
+    if isinstance(record, dict):
+        if CLASS_KEY in record:
+            yield str(record[CLASS_KEY])
+        record = list(record.values())
+    if isinstance(record, list):
+        for value in record:
+            yield from _class_names(value)
 
 
 def to_record(value: object) -> Any:

@@ -42,12 +42,12 @@ class Stage:
 
     def arguments(self, args: argparse.Namespace) -> argparse.Namespace:
         """Return the arguments of a command for this stage: its folder, its settings, and a picture of its own."""
-        own = copy.copy(args)
-        own.checkpoint = self.folder
+        arguments = copy.copy(args)
+        arguments.checkpoint = self.folder
         for name, value in self.settings.items():
-            setattr(own, name, value)
-        own.out = None if args.out is None else str(self.file(Path(args.out)))
-        return own
+            setattr(arguments, name, value)
+        arguments.out = None if args.out is None else str(self.file(Path(args.out)))
+        return arguments
 
     def file(self, path: Path) -> Path:
         """Return the file of this stage, where `path` is that of all."""

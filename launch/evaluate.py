@@ -48,9 +48,21 @@ METRICS = {
         more_is_better=False,
         takes_reference=True,
     ),
+    "precision": Metric(
+        "share of generated pictures that are like held-out ones; recall, the reverse",
+        picture_scores.precision_and_recall,
+        picture_scores.add_arguments,
+        takes_reference=True,
+    ),
     "clip": Metric(
         "similarity of generated pictures and their prompts by a CLIP model",
         picture_scores.clip,
+        picture_scores.add_arguments,
+        by_condition=True,
+    ),
+    "ocr": Metric(
+        "share of the quoted words of prompts that a reader of texts finds in their pictures",
+        picture_scores.ocr,
         picture_scores.add_arguments,
         by_condition=True,
     ),
@@ -119,13 +131,13 @@ def measure_stages(args: argparse.Namespace, metric: Metric) -> Iterator[tuple[s
 
     groups, before = groups_to_sample(), None
     for stage in read_stages(args.cascade, args.stage):
-        own = stage.arguments(args)
-        generator = open_generator(own, groups)
+        stage_args = stage.arguments(args)
+        generator = open_generator(stage_args, groups)
         if before is not None:
-            generator = Cascade(generator, *before, level=own.augmentation)
-        yield stage.name, metric.measure(own, generator)
+            generator = Cascade(generator, *before, level=stage_args.augmentation)
+        yield stage.name, metric.measure(stage_args, generator)
         # All stages use the seed of `generate`.
-        before = generator, {name: value for name, value in sampling_settings(own).items() if name != "seed"}
+        before = generator, {name: value for name, value in sampling_settings(stage_args).items() if name != "seed"}
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ def patches_of(file: Path, tree: ast.Module) -> Iterator[Patch]:
 
 def bindings(tree: ast.Module) -> dict[str, str]:
     """Return the dotted name of each name that a file imports from one of the libraries."""
-    found: dict[str, str] = {}
+    dotted_names: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names = [
@@ -71,8 +71,8 @@ def bindings(tree: ast.Module) -> dict[str, str]:
             names = [(alias.asname or alias.name, f"{node.module}.{alias.name}") for alias in node.names]
         else:
             continue
-        found |= {name: dotted for name, dotted in names if dotted.partition(".")[0] in LIBRARIES}
-    return found
+        dotted_names |= {name: dotted for name, dotted in names if dotted.partition(".")[0] in LIBRARIES}
+    return dotted_names
 
 
 def dotted_name(node: ast.AST, names: dict[str, str]) -> Optional[str]:
@@ -93,18 +93,18 @@ def private_names(tree: ast.Module) -> set[str]:
     """Return the private names of the libraries that a file uses; of longer names that share a prefix, the longest."""
     names = bindings(tree)
     used = {dotted_name(node, names) for node in ast.walk(tree)}
-    found = {name for name in (*used, *names.values()) if name is not None and is_private(name)}
-    return {name for name in found if not any(other.startswith(f"{name}.") for other in found)}
+    private = {name for name in (*used, *names.values()) if name is not None and is_private(name)}
+    return {name for name in private if not any(other.startswith(f"{name}.") for other in private)}
 
 
 def page() -> str:
     """Return docs/patches.md."""
     trees = sources()
-    found = [patch for file, tree in trees.items() for patch in patches_of(file, tree)]
+    patches = [patch for file, tree in trees.items() for patch in patches_of(file, tree)]
     blocks = [HEAD]
-    for library in sorted({patch.library for patch in found}):
+    for library in sorted({patch.library for patch in patches}):
         rows = [f"## {library}\n"]
-        for patch in found:
+        for patch in patches:
             if patch.library == library:
                 link = f" ([upstream]({patch.link}))" if patch.link else ""
                 rows.append(f"* [`{patch.function}`](../{patch.file}), `{patch.part}`: {patch.why}{link}")

@@ -1,4 +1,4 @@
-"""The metrics `fid`, `kid` and `clip`: generated pictures against real ones, and against their texts."""
+"""Metrics that compare generated pictures with real ones (`fid`, `kid`, `precision`) or with texts (`clip`, `ocr`)."""
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
@@ -33,26 +33,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--features",
         metavar="FILE",
-        help="of fid, kid and pictograms: weights of Inception v3 (that of FID, or torchvision's), a TorchScript file, "
-        "a folder with a CLIP model, efficientnet_lite0, or a registered name "
+        help="of fid, kid, precision, pictograms: weights of Inception v3 (that of FID, or torchvision's), a "
+        "TorchScript file, a folder with a CLIP model, efficientnet_lite0, or a registered name "
         f"({', '.join(extensions.registered('features')) or 'none'})",
     )
     group.add_argument(
         "--reference",
         type=Path,
         metavar="PATH",
-        help="of fid and kid: compare with these, not with held-out data: an .npz file with mu and sigma (fid), feats "
-        "(kid) or pictures (arr_0), or a folder of pictures; samples are then requested as in launch.sample",
+        help="of fid, kid, precision: compare with these, not with held-out data: an .npz file with mu and sigma "
+        "(fid), feats (kid, precision) or pictures (arr_0), or a folder of pictures; samples are then requested as in "
+        "launch.sample",
     )
     group.add_argument(
         "--write-statistics",
         type=Path,
         metavar="FILE",
-        help="of fid and kid: write the statistics of the real pictures to an .npz file, for --reference",
+        help="of fid, kid, precision: write the statistics of the real pictures to an .npz file, for --reference",
     )
     group.add_argument("--clip-model", metavar="DIR", help="of clip: a local folder with transformers' CLIPModel")
     group.add_argument("--vae", metavar="PATH", help="autoencoder that decodes (default: the one the data set names)")
-    add_request_arguments(parser.add_argument_group("samples of --metric clip, and of fid and kid with --reference"))
+    add_request_arguments(parser.add_argument_group("samples of clip and ocr, and of others with --reference"))
 
 
 def fid(args: argparse.Namespace, generator: "Generator") -> Measurement:
@@ -63,7 +64,9 @@ def fid(args: argparse.Namespace, generator: "Generator") -> Measurement:
     features = feature_network(args, generator)
     real, drawn = _both_sides(args, generator, features, Moments, read_gaussian)
     assert drawn.count is not None
-    lines, record = _report(args, "fid", frechet_distance(real, drawn), real.count, drawn.count, drawn.width, features)
+    distance = frechet_distance(real, drawn)
+    result, record = f"FID: {distance:.4f}", {"fid": distance}
+    lines, record = _report(args, result, record, real.count, drawn.count, features, drawn.width)
     if min(drawn.count, real.count or drawn.count) <= drawn.width:
         lines.insert(
             1, f"too few pictures for {drawn.width} features: the distance is biased upwards; measure more, or kid"
@@ -78,34 +81,46 @@ def kid(args: argparse.Namespace, generator: "Generator") -> Measurement:
 
     features = feature_network(args, generator)
     real, drawn = _both_sides(args, generator, features, FeatureRows, read_features)
-    distance, width = kernel_distance(real, drawn), drawn.shape[1]
-    return Measurement(*_report(args, "kid", distance, len(real), len(drawn), width, features))
+    distance = kernel_distance(real, drawn)
+    result, record = f"KID: {distance:.6f}, unbiased", {"kid": distance}
+    return Measurement(*_report(args, result, record, len(real), len(drawn), features, drawn.shape[1]))
+
+
+def precision_and_recall(args: argparse.Namespace, generator: "Generator") -> Measurement:
+    """Measure how many generated pictures are like real ones, and the reverse; every rank calls this."""
+    from dit.evaluation.precision_recall import precision_recall
+    from dit.evaluation.reference import read_features
+
+    features = feature_network(args, generator)
+    real, drawn = _both_sides(args, generator, features, FeatureRows, read_features)
+    precision, recall = precision_recall(real, drawn)
+    result = f"precision: {100 * precision:.1f} %, recall: {100 * recall:.1f} %"
+    record = {"precision": precision, "recall": recall}
+    return Measurement(*_report(args, result, record, len(real), len(drawn), features, drawn.shape[1]))
 
 
 def _report(
     args: argparse.Namespace,
-    metric: str,
-    distance: float,
+    result: str,
+    record: dict[str, Any],
     real: Optional[int],
     drawn: int,
-    width: int,
     features: "Features",
+    width: int,
 ) -> tuple[list[str], dict[str, Any]]:
-    """Return lines and record of a distance.
+    """Return lines and record of a comparison.
 
     Args:
         real, drawn: number of pictures; None if the reference does not record it.
     """
-    number = f"{distance:.4f}" if metric == "fid" else f"{distance:.6f}"
-    of = f"{width} features, {features.network}" + ("" if metric == "fid" else ", unbiased")
-    record = {metric: distance, "pictures": drawn, "features": width, "network": features.network}
+    record = record | {"pictures": drawn, "features": width, "network": features.network}
     if args.reference is None:
         compared = f"{drawn:,} held-out and as many generated pictures"
     else:
         count = "" if real is None else f", {real:,} pictures"
         compared = f"{drawn:,} generated pictures, compared with {args.reference}{count}"
         record |= {"reference": str(args.reference), "reference_pictures": real}
-    lines = [f"{metric.upper()}: {number} ({compared}, {of})"]
+    lines = [f"{result} ({compared}, {width} features, {features.network})"]
     return (lines, record) if features.note is None else ([*lines, features.note], record | {"note": features.note})
 
 
@@ -160,13 +175,13 @@ def _both_sides(
             real.add(features(images))
         width = None if stored is None else _width(stored)
         for _, images in _drawn(args, generator, what_to_draw(args, generator, every_class=True)):
-            found = features(images)
-            if width not in (None, found.shape[1]):
+            rows = features(images)
+            if width not in (None, rows.shape[1]):
                 raise ConfigError(
-                    f"{path} has {width:,} features and {features.network} makes {found.shape[1]:,}; give the network "
+                    f"{path} has {width:,} features and {features.network} makes {rows.shape[1]:,}; give the network "
                     "of the reference as --features"
                 )
-            drawn.add(found)
+            drawn.add(rows)
     statistics = real.reduce() if stored is None else stored
     if out is not None:
         write_statistics(out, statistics, features.network)
@@ -185,22 +200,59 @@ def clip(args: argparse.Namespace, generator: "Generator") -> Measurement:
     if args.clip_model is None:
         raise ConfigError("--metric clip needs --clip-model DIR, a local folder with transformers' CLIPModel")
     requests = what_to_draw(args, generator)
-    texts = [request.record.get("prompt") for request in requests]
-    if None in texts:
-        raise ConfigError("--metric clip needs texts, and the run has no sampling.prompts; give --prompts FILE")
+    texts = _prompts(args, requests)
     model = ClipModel(args.clip_model, local_device())
     sums = torch.zeros(2, dtype=torch.float64)
     for indices, images in _drawn(args, generator, requests):
-        shown = [str(texts[i]) for i in indices for _ in range(len(images) // len(indices))]
+        shown = [texts[i] for i in indices for _ in range(len(images) // len(indices))]
         scores = model.scores(images, shown)
         sums += torch.tensor([float(scores.double().sum()), float(len(scores))], dtype=torch.float64)
     total, count = _of_all_ranks([sums[None]]).sum(0).tolist()
     score = total / count
     lines = [f"CLIP score: {score:.3f} ({int(count):,} pictures of {len(set(texts)):,} prompts)"]
-    missed = []
-    if args.minimum is not None and score < args.minimum:
-        missed.append(f"below the minimum of {args.minimum:g}: CLIP score, {score:.3f}")
-    return Measurement(lines, {"clip_score": score, "pictures": int(count), "prompts": len(set(texts))}, missed)
+    record = {"clip_score": score, "pictures": int(count), "prompts": len(set(texts))}
+    return Measurement(lines, record, _missed(args, "CLIP score", score))
+
+
+def ocr(args: argparse.Namespace, generator: "Generator") -> Measurement:
+    """Measure the share of the quoted words of prompts that can be read in their pictures; every rank calls this."""
+    from dit.evaluation.text_reader import TextReader, count_read, quoted_words, words_of
+
+    requests = what_to_draw(args, generator)
+    words = [quoted_words(prompt) for prompt in _prompts(args, requests)]
+    if not all(words):
+        prompt = _prompts(args, requests)[words.index([])]
+        raise ConfigError(
+            f"--metric ocr reads the words in double quotes of each prompt, and {prompt!r} has none; "
+            'give prompts such as: a shop sign that says "OPEN"'
+        )
+    reader = TextReader("--metric ocr")
+    sums = torch.zeros(3, dtype=torch.int64)
+    for indices, images in _drawn(args, generator, requests):
+        requested = [words[i] for i in indices for _ in range(len(images) // len(indices))]
+        for of_picture, texts in zip(requested, reader.texts(images), strict=True):
+            sums += torch.tensor([count_read(of_picture, words_of(texts)), len(of_picture), 1])
+    correct, count, pictures = _of_all_ranks([sums[None]]).sum(0).tolist()
+    share = correct / count
+    lines = [f"words read as requested: {100 * share:.1f} % ({correct:,} of {count:,}; {pictures:,} pictures)"]
+    record = {"ocr": share, "correct": correct, "words": count, "pictures": pictures}
+    return Measurement(lines, record, _missed(args, "words read as requested", share))
+
+
+def _prompts(args: argparse.Namespace, requests: "Sequence[Request]") -> list[str]:
+    """Return the prompt of each request."""
+    texts = [request.record.get("prompt") for request in requests]
+    if None in texts:
+        raise ConfigError(
+            f"--metric {args.metric} needs texts, and the run has no sampling.prompts; give --prompts FILE"
+        )
+    return [str(text) for text in texts]
+
+
+def _missed(args: argparse.Namespace, name: str, value: float) -> list[str]:
+    if args.minimum is None or value >= args.minimum:
+        return []
+    return [f"below the minimum of {args.minimum:g}: {name}, {value:.3f}"]
 
 
 def _feature_pairs(
@@ -271,9 +323,9 @@ def _of_all_ranks(parts: list[Tensor]) -> Tensor:
     """Concatenate tensors of all ranks, rank by rank."""
     import torch.distributed as dist
 
-    found: list[Any] = [parts]
+    by_rank: list[Any] = [parts]
     if dist.is_initialized() and dist.get_world_size() > 1:
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, parts)
-    parts = [part for of_rank in found for part in of_rank]
+        by_rank = [None] * dist.get_world_size()
+        dist.all_gather_object(by_rank, parts)
+    parts = [part for of_rank in by_rank for part in of_rank]
     return torch.cat(parts) if parts else torch.zeros(0, 0)

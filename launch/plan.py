@@ -101,7 +101,7 @@ class Report:
     def lines(self, top: int) -> list[str]:
         """Return the report for the console."""
         verdict, problem = self.verdict, self.problem
-        count = len(self.allowed.found)
+        count = len(self.allowed.layouts)
         head = (
             f"{count:,} layouts of {problem.world_size} {problem.device.name}, {problem.device.node_size} per node: "
             f"{len(verdict.fitting):,} fit, {len(verdict.too_large):,} do not; "
@@ -288,19 +288,19 @@ def searched(problem: "Problem", sample: "Sample") -> Report:
     from dit.planner.time import Cluster
     from dit.planner.trace import TracerPool
 
-    layouts = allowed(problem, candidates(problem))
-    if not layouts.found:
-        return Report(problem, rates(problem, sample), layouts, judged(problem, []), (0.0, 0.0), None, None)
-    started, stages = time.perf_counter(), shapes(layouts.found)
+    options = allowed(problem, candidates(problem))
+    if not options.layouts:
+        return Report(problem, rates(problem, sample), options, judged(problem, []), (0.0, 0.0), None, None)
+    started, stages = time.perf_counter(), shapes(options.layouts)
 
     def begin(shape: "Shape") -> None:
         announce(f"tracing stage {stages.index(shape) + 1} of {len(stages)}: {stage_name(shape)}")
 
     with TracerPool(min(len(stages), os.cpu_count() or 1)) as tracers:
-        traced = tracers.run({shape: costs(problem, shape, layouts.found) for shape in stages}, begin)
+        traced = tracers.run({shape: costs(problem, shape, options.layouts) for shape in stages}, begin)
         end_of_traces = time.perf_counter()
         prices = Prices(problem, traced)
-        verdict = judged(problem, [prices.of(candidate, dims) for candidate, dims in layouts.found])
+        verdict = judged(problem, [prices.of(candidate, dims) for candidate, dims in options.layouts])
         seconds = end_of_traces - started, time.perf_counter() - end_of_traces
         step = peak = None
         if verdict.fitting:
@@ -312,7 +312,7 @@ def searched(problem: "Problem", sample: "Sample") -> Report:
             full = plan(*parts, sample.shape(dims), dims, tracer=tracers)
             step = planned_step(full, dims, Cluster(problem.device, problem.world_size, layout))
             peak = full.fullest.peak
-    return Report(problem, rates(problem, sample), layouts, verdict, seconds, step, peak)
+    return Report(problem, rates(problem, sample), options, verdict, seconds, step, peak)
 
 
 @one_line_errors

@@ -35,18 +35,18 @@ def draw(step: PlannedStep, title: str) -> Image.Image:
     canvas.text((MARGIN, MARGIN), title, fill=INK, font=font)
     end = max(passes[-1].end for passes in rows)
     left, scale = MARGIN + LABEL, (WIDTH - 2 * MARGIN - LABEL) / end
-    shown = 1 + max(made.micro_batch for made in rows[0])
+    shown = 1 + max(run.micro_batch for run in rows[0])
     note = f"forward blue, backward green, waits grey; {shown} micro-batches in {end * 1e3:,.0f} ms"
     canvas.text((MARGIN, MARGIN + 24), note, fill=INK, font=small)
     for index, passes in enumerate(rows):
         y = MARGIN + 48 + index * (ROW + GAP)
         canvas.text((MARGIN, y + 6), f"stage {index}", fill=INK, font=small)
         canvas.rectangle((left, y, WIDTH - MARGIN, y + ROW), fill=WAITS)
-        for made in passes:
-            box = (left + made.start * scale, y, left + made.end * scale, y + ROW)
-            canvas.rectangle(box, fill=FORWARD if made.forward else BACKWARD, outline=PAPER)
+        for run in passes:
+            box = (left + run.start * scale, y, left + run.end * scale, y + ROW)
+            canvas.rectangle(box, fill=FORWARD if run.forward else BACKWARD, outline=PAPER)
             if box[2] - box[0] > 24:
-                canvas.text((box[0] + 4, y + 6), str(made.micro_batch), fill=PAPER, font=small)
+                canvas.text((box[0] + 4, y + 6), str(run.micro_batch), fill=PAPER, font=small)
     canvas.text((MARGIN, top), f"parts of a step of {step.time.total * 1e3:,.0f} ms", fill=INK, font=small)
     _bar(canvas, parts, step.time.total, top + 20)
     for index, (name, seconds) in enumerate(parts):

@@ -156,41 +156,41 @@ def components() -> list[Entry]:
     return [e for e in entries() if not e.is_recipe]
 
 
-def closest(name: str, known: Iterable[str], count: int = 3) -> list[str]:
-    """Return the known names that look most like `name`, best first; none if nothing is near."""
+def closest(name: str, names: Iterable[str], count: int = 3) -> list[str]:
+    """Return the names that look most like `name`, best first; none if nothing is near."""
 
     def likeness(other: str) -> float:
         a, b = name.lower(), other.lower()
         ratio = difflib.SequenceMatcher(None, a, b).ratio()
         return max(ratio, 0.8) if len(a) > 2 and a in b else ratio
 
-    ranked = sorted(((likeness(other), other) for other in known), key=lambda pair: -pair[0])
+    ranked = sorted(((likeness(other), other) for other in names), key=lambda pair: -pair[0])
     return [other for score, other in ranked if score >= max(0.6, ranked[0][0] - 0.15)][:count]
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, names: Iterable[str]) -> str:
     """Return ", did you mean a, b or c?" for the nearest names, or an empty string."""
-    near = closest(name, known)
+    near = closest(name, names)
     if not near:
         return ""
     return f"; did you mean {near[0] if len(near) == 1 else ', '.join(near[:-1]) + ' or ' + near[-1]}?"
 
 
-def no_such_setting(owner: Callable[..., object], path: str, name: str, known: Iterable[str]) -> str:
+def no_such_setting(owner: Callable[..., object], path: str, name: str, names: Iterable[str]) -> str:
     """Return the error for an unknown setting of a part, with the nearest name.
 
     Args:
         owner: function or class of the part.
         path: dotted path of the part; empty for the run itself.
     """
-    at, known = f"{path}." if path else "", list(known)
+    at, names = f"{path}." if path else "", list(names)
     if replacement := getattr(owner, "former_settings", {}).get(name):
         return f"{at}{name}: {owner.__name__} has no setting {name!r} any more; use {at}{replacement}"
     removed = removed_settings(owner)
     if name in removed:
         return f"{at}{name}: {owner.__name__} has no setting {name!r} any more; it is always {removed[name]}"
-    near = [at + key for key in closest(name, known)]
-    hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(known)}"
+    near = [at + key for key in closest(name, names)]
+    hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(names)}"
     return f"{at}{name}: {owner.__name__} has no setting {name!r}; {hint}"
 
 

@@ -148,6 +148,15 @@ def side_stream() -> Iterator[None]:
     torch.cuda.current_stream().wait_stream(stream)
 
 
+@contextmanager
+def capture_graph() -> Iterator[Callable[[], None]]:
+    """Record the work of this context as a CUDA graph instead of doing it; yields the function that does it."""
+    graph = torch.cuda.CUDAGraph()
+    # Other threads of the process, such as those that pin memory, may use CUDA during the capture.
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        yield graph.replay
+
+
 def synchronize() -> None:
     """Wait until the device has finished all queued work."""
     if use_cuda():

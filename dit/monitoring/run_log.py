@@ -10,6 +10,7 @@ import yaml
 from dit.checkpoint.records import CONFIG_FILE
 from dit.checkpoint.run_identity import RUN_FILE
 from dit.checkpoint.train_state import TrainState
+from dit.config_record import trust_prefix
 from dit.durable_files import write_record
 from dit.monitoring.dropped import DropReport
 from dit.monitoring.environment_record import ENV_FILE, append_attempt, environment_record
@@ -100,10 +101,11 @@ class RunLog:
         self._progress.close()  # ends the live line
         run_dir, num_steps = config.training.run_dir, config.training.num_steps
         self.message(how_it_went(Path(run_dir) / METRICS_FILE, state.step, num_steps, seconds))
+        trust = trust_prefix(config.to_record())
         if config.objective.reconstructs:
-            self.message(f"export it: {exporting_command(run_dir)}")
+            self.message(f"export it: {trust}{exporting_command(run_dir)}")
             return
-        self.message(f"draw from it: {drawing_command(run_dir, frames, text_encoder, config.sampling.prompts)}")
+        self.message(f"draw from it: {trust}{drawing_command(run_dir, frames, text_encoder, config.sampling.prompts)}")
 
     def close(self) -> None:
         """Stop the progress line and flush all outputs."""

@@ -5,7 +5,7 @@ from typing import Optional
 
 import torch
 
-from dit.backends.device import local_device
+from dit.backends.device import ACCELERATOR, local_device
 from dit.backends.provider import LINEARS, quantising_linears
 from dit.errors import ConfigError
 from dit.kernels.choice import Selection, Target, table
@@ -35,7 +35,7 @@ def implementations(model: ModelConfig, training: TrainingConfig) -> dict[str, S
     """
     requested = {f"training.{name}": getattr(training, name) for name in ("attention", "linears", "kernels")}
     target = target_of(model, training.precision)
-    if training.cuda_graph and target.device.type != "cuda":
+    if training.cuda_graph and target.device.type != ACCELERATOR.type:
         raise ConfigError(
             f"training.cuda_graph=True needs a GPU, but the device is {target.device}; set training.cuda_graph=False"
         )

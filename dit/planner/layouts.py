@@ -164,13 +164,13 @@ class Allowed:
         refused: by reason (without its numbers): the number of refused candidates, and the first message.
     """
 
-    found: list[tuple[Candidate, ParallelDims]]
+    layouts: list[tuple[Candidate, ParallelDims]]
     refused: dict[str, tuple[int, str]]
 
 
 def allowed(problem: Problem, proposed: Iterator[Candidate]) -> Allowed:
     """Check candidates as a run checks its settings."""
-    found: list[tuple[Candidate, ParallelDims]] = []
+    layouts: list[tuple[Candidate, ParallelDims]] = []
     refused: dict[str, tuple[int, str]] = {}
     for candidate in proposed:
         layout = candidate.parallel(problem.parallel)
@@ -183,10 +183,10 @@ def allowed(problem: Problem, proposed: Iterator[Candidate]) -> Allowed:
             refused[reason] = count + 1, example
             continue
         if dims.micro_batch_size == candidate.micro_batch_size:
-            found.append((candidate, dims))
-    return Allowed(found, refused)
+            layouts.append((candidate, dims))
+    return Allowed(layouts, refused)
 
 
-def shapes(found: Sequence[tuple[Candidate, ParallelDims]]) -> list[Shape]:
+def shapes(layouts: Sequence[tuple[Candidate, ParallelDims]]) -> list[Shape]:
     """Return the shapes to trace for some candidates."""
-    return list(dict.fromkeys(candidate.shape for candidate, _ in found))
+    return list(dict.fromkeys(candidate.shape for candidate, _ in layouts))

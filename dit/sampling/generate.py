@@ -53,19 +53,19 @@ def empty_pack(
     latent_size: tuple[int, int, int],
     count: int,
     device: torch.device,
-    given: Optional[Mapping[str, Sequence[Value]]] = None,
+    values: Optional[Mapping[str, Sequence[Value]]] = None,
     numbers: Optional[Sequence[int]] = None,
 ) -> PackedBatch:
     """Return a dense pack of `count` samples to generate: positions and conditions, zero latents.
 
     Args:
-        given: conditions by name, a value for each sample: a class, text embeddings `[k, width]`, a picture
+        values: conditions by name, a value for each sample: a class, text embeddings `[k, width]`, a picture
             `[C, T, H, W]`. Absent conditions get their default, or the null.
         numbers: of the samples, which select their noise; 0, 1, ... if None.
     """
-    given = {} if given is None else given
+    values = {} if values is None else values
     numbers = range(count) if numbers is None else numbers
-    check_given(spec.conditions, given, count, latent_size)
+    check_given(spec.conditions, values, count, latent_size)
     frames, height, width = latent_size
     grid = (frames // spec.patch_temporal, height // spec.patch_spatial, width // spec.patch_spatial)
     tokens = grid[0] * grid[1] * grid[2]
@@ -73,10 +73,10 @@ def empty_pack(
     positions = torch.zeros(layout.total_tokens, 3, dtype=torch.int64)
     for start in layout.starts:
         positions[start : start + tokens] = grid_positions(grid)
-    conditions = pack_conditions(spec.conditions, given, layout, spec.patch)
-    _check_empty_texts(spec, given)
+    conditions = pack_conditions(spec.conditions, values, layout, spec.patch)
+    _check_empty_texts(spec, values)
     for condition in spec.conditions:
-        if condition.name not in given and (entry := condition.absent(layout, spec.patch)) is not None:
+        if condition.name not in values and (entry := condition.absent(layout, spec.patch)) is not None:
             conditions |= {condition.name: entry}
     return PackedBatch(
         latents_TC=torch.zeros(layout.total_tokens, spec.latent_channels * spec.patch_volume),
@@ -113,14 +113,14 @@ def without_conditions(
     """
     t, h, w = batch.grids[0]
     latent_size = (t * spec.patch_temporal, h * spec.patch_spatial, w * spec.patch_spatial)
-    given = {} if negative is None else negative
-    check_given(spec.conditions, given, batch.layout.num_samples, latent_size)
-    if absent := sorted(set(given) - set(batch.conditions)):
+    values = {} if negative is None else negative
+    check_given(spec.conditions, values, batch.layout.num_samples, latent_size)
+    if absent := sorted(set(values) - set(batch.conditions)):
         raise ConfigError(
             f"negatives of {absent} are given, but the samples have no such condition; give both, or neither"
         )
-    _check_empty_texts(spec, given)
-    negatives = pack_conditions(spec.conditions, given, batch.layout, spec.patch).to(batch.layout.device)
+    _check_empty_texts(spec, values)
+    negatives = pack_conditions(spec.conditions, values, batch.layout, spec.patch).to(batch.layout.device)
     return replace(batch, conditions=batch.conditions.unconditional(spec.conditions, batch.layout) | negatives)
 
 

@@ -121,11 +121,11 @@ class BalancedPacks:
         costs = torch.empty(ranks * len(read), dtype=torch.int64)
         dist.all_gather_into_tensor(costs, torch.tensor([self._cost(pack) for pack in read]), group=self._group)
         dealt = deal(costs.view(ranks, -1).T.flatten().tolist(), ranks)
-        own = {rank + i * ranks: pack for i, pack in enumerate(read)}
+        local = {rank + i * ranks: pack for i, pack in enumerate(read)}
         if any(i % ranks != receiver for receiver, packs in enumerate(dealt) for i in packs):
-            sent = [[(i, own[i]) for i in packs if i in own] for packs in dealt]
-            own = dict(exchange(sent, self._group))
-        return [own[i] for i in dealt[rank]]
+            sent = [[(i, local[i]) for i in packs if i in local] for packs in dealt]
+            local = dict(exchange(sent, self._group))
+        return [local[i] for i in dealt[rank]]
 
 
 def exchange(

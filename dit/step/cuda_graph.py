@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dit.backends.device import capture_graph
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 from dit.conditions import Conditions
@@ -60,11 +61,9 @@ class NoCopiesFromHost(TorchDispatchMode):
 
 def capture_on_gpu(compute: Compute) -> tuple[Logs, Callable[[], None]]:
     """Capture a function as a CUDA graph."""
-    graph = torch.cuda.CUDAGraph()
-    # Other threads of the process, such as those that pin memory, may use CUDA during the capture.
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"), NoCopiesFromHost():
+    with capture_graph() as replay, NoCopiesFromHost():
         logs = compute()
-    return logs, graph.replay
+    return logs, replay
 
 
 @dataclass

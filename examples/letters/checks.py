@@ -19,7 +19,7 @@ class Check:
     """One measurement of a model.
 
     Attributes:
-        kind: `style`, `motion` or `family`; the command has a minimum for each.
+        kind: `style`, `motion`, `family` or `ocr`; the command has a minimum for each but `ocr`.
         name: the property.
         passed, total: number of samples with the property, and of all samples.
         share: their ratio.

@@ -108,7 +108,7 @@ MAY_IMPORT = {
         *("dit.errors", "dit.settings", "dit.durable_files", "dit.safe_files", "dit.terminal", "dit.layout"),
         *("dit.kernels", "dit.backends", "dit.layers", "dit.models", "dit.parallel", "dit.run_config"),
         *("dit.checkpoint", "dit.patchify", "dit.tracing", "dit.ranges", "dit.media", "dit.data_api"),
-        *("dit.auxiliary", "dit.batch", "dit.condition_table"),
+        *("dit.auxiliary", "dit.batch", "dit.condition_table", "dit.config_record"),
     },
     "dit.inference": {
         *("dit.errors", "dit.settings", "dit.batch", "dit.patchify", "dit.data_api", "dit.objectives", "dit.sampling"),
@@ -116,9 +116,9 @@ MAY_IMPORT = {
         *("dit.conditions", "dit.condition_table", "dit.resize", "dit.safe_files", "dit.levels"),
     },
     "dit.step": {
-        *("dit.settings", "dit.batch", "dit.layout", "dit.condition_table", "dit.patchify", "dit.data_api"),
-        *("dit.objectives", "dit.kernels", "dit.backends", "dit.models", "dit.parallel", "dit.optimizer"),
-        *("dit.monitoring", "dit.pack_copy"),
+        *("dit.errors", "dit.settings", "dit.batch", "dit.layout", "dit.conditions", "dit.condition_table"),
+        *("dit.patchify", "dit.data_api", "dit.objectives", "dit.kernels", "dit.backends", "dit.models"),
+        *("dit.parallel", "dit.optimizer", "dit.monitoring", "dit.pack_copy"),
     },
     "dit.step_checks": {
         *("dit.errors", "dit.settings", "dit.durable_files", "dit.safe_files", "dit.layout", "dit.batch"),

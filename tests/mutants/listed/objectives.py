@@ -178,8 +178,8 @@ MUTANTS = (
     Mutant(
         "adversarial: starts a step late",
         "dit/objectives/adversarial.py",
-        "step >= self.start_step",
-        "step > self.start_step",
+        "step_1 >= self.start_step",
+        "step_1 > self.start_step",
         (ADVERSARIAL,),
     ),
     Mutant(

@@ -320,8 +320,8 @@ MUTANTS = (
     Mutant(
         "balance: ranks take the packs that others read",
         "dit/step/balance.py",
-        "own = {rank + i * ranks: pack for i, pack in enumerate(read)}",
-        "own = {rank * len(read) + i: pack for i, pack in enumerate(read)}",
+        "local = {rank + i * ranks: pack for i, pack in enumerate(read)}",
+        "local = {rank * len(read) + i: pack for i, pack in enumerate(read)}",
         ("tests/unit/step/test_balance.py",),
     ),
     Mutant(

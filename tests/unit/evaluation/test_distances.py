@@ -6,8 +6,10 @@ from torch import Tensor
 
 from dit.errors import ConfigError
 from dit.evaluation import kernel_distance as kernel_module
+from dit.evaluation import precision_recall as precision_module
 from dit.evaluation.frechet import Gaussian, Moments, frechet_distance
 from dit.evaluation.kernel_distance import kernel_distance
+from dit.evaluation.precision_recall import precision_recall
 
 EXACT = 1e-10  # relative, float64: roots of eigenvalues
 
@@ -86,6 +88,19 @@ def test_the_kernel_distance_is_unbiased_for_few_pictures() -> None:
     halves = [[i for i in range(6) if bits >> i & 1] for bits in range(64) if bits.bit_count() == 3]
     total = sum(kernel_distance(x[half], x[[i for i in range(6) if i not in half]]) for half in halves)
     assert total / len(halves) == pytest.approx(0, abs=1e-12)
+
+
+def test_precision_and_recall_are_shares_in_the_balls_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a line, the balls of 0, 1, 2, 3, 10 (third neighbours at 3, 2, 2, 3, 9) cover [-3, 19]."""
+    real = torch.tensor([0.0, 1, 2, 3, 10])[:, None]
+    generated = torch.tensor([-3.0, -3.5, 19.0, 19.5, 6.0, 40.0])[:, None]
+    # The balls of -3, -3.5, 19, 19.5, 6 and 40 have radii 22, 22.5, 22, 16, 13, 34, and cover the real pictures.
+    for block in (1024, 2):
+        monkeypatch.setattr(precision_module, "BLOCK", block)
+        assert precision_recall(real, generated) == (3 / 6, 1.0)
+        assert precision_recall(generated, real) == (1.0, 3 / 6)
+    with pytest.raises(ConfigError, match="at least 4 pictures of each kind, got 3 and 5"):
+        precision_recall(real[:3], real)
 
 
 def test_too_few_pictures_are_refused() -> None:

@@ -9,7 +9,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dit.config_record import CLASS_KEY, from_record, to_record
+from dit.config_record import CLASS_KEY, from_record, to_record, trust_prefix
 from dit.errors import CheckpointError, ConfigError
 from dit.optimizer.schedules import Cosine
 from dit.training.pretrain import pretrain
@@ -121,6 +121,13 @@ def test_a_class_of_the_users_own_is_not_imported_unless_its_package_is_trusted(
         from_record({CLASS_KEY: name, "width": 3})
     monkeypatch.setenv("DIT_PACKAGES", "other,tests")
     assert from_record({CLASS_KEY: name, "width": 3}) == OwnSettings(3)
+
+
+def test_the_packages_that_a_record_needs_are_those_of_its_classes_outside_this_project():
+    """Nested ones too; the prefix of a shell command names each once."""
+    own = [{CLASS_KEY: "camera.Model"}, {CLASS_KEY: "dit.x.Y", "part": {CLASS_KEY: "a.b.C"}}, {CLASS_KEY: "camera.Z"}]
+    assert trust_prefix({"parts": own}) == "DIT_PACKAGES=a,camera "
+    assert trust_prefix({"model": {CLASS_KEY: "dit.x.Y", "text": "os.system"}}) == ""
 
 
 @pytest.mark.parametrize("name", ["os.system", "ditto.x", "dit", ".x", "", "energon_data"])

@@ -78,6 +78,11 @@ def test_a_command_of_the_page_does_what_it_says(ended, folder, line):
     assert ended[line].code == 0, ended[line].err
     if "--yes" in line:
         assert "finished step 4 of 4" in ended[line].err + ended[line].out
+        module = line.partition("--factory ")[2].partition(".")[0]
+        assert (
+            f"draw from it: DIT_PACKAGES={module} python -m launch.sample --checkpoint runs/"
+            in ended[line].err + ended[line].out
+        )
     if "--out" in line:
         assert "grid.png: 2 samples" in ended[line].out
 

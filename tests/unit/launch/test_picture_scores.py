@@ -19,6 +19,7 @@ from dit.evaluation.clip import ClipModel
 from dit.evaluation.features import Features, load_features
 from dit.evaluation.frechet import Gaussian, frechet_distance
 from dit.evaluation.kernel_distance import kernel_distance
+from dit.evaluation.precision_recall import precision_recall
 from dit.inference.drawing import Request
 from dit.inference.generator import Generator
 from dit.models.dit.config import DiTConfig
@@ -34,6 +35,7 @@ from launch.sample_requests import what_to_draw
 from tests.conftest import BuildModel
 from tests.unit.evaluation.test_clip import folder as clip_folder  # noqa: F401
 from tests.unit.evaluation.test_inception import state as inception_weights
+from tests.unit.evaluation.test_text_reader import picture_of
 
 SMALL: dict[str, Any] = {"hidden_size": 32, "num_layers": 1, "num_attention_heads": 2}
 SAMPLING = SamplingConfig(num_steps=2, guidance_scale=1.5)
@@ -118,7 +120,7 @@ def test_the_network_of_a_distance_is_reported_with_it(build_model: BuildModel, 
     )
     assert of_fid.record.keys() == {"kid", "pictures", "features", "network"}
     assert (of_fid.record["network"], of_fid.record["features"]) == ("Inception of FID", 2048)
-    assert "2048 features, Inception of FID, unbiased" in of_fid.lines[0]
+    assert "unbiased (4 held-out and as many generated pictures, 2048 features, Inception of FID)" in of_fid.lines[0]
     assert other.record["network"] == "Inception of torchvision"
     assert other.record["note"] == other.lines[-1]
     assert "not with published ones" in other.lines[-1]
@@ -167,17 +169,20 @@ def test_a_folder_of_pictures_and_an_archive_of_them_are_references(
     drawn = colours_of(generator.generate(labels)[:, :, 0].expand(-1, 3, -1, -1))
     np.savez(tmp_path / "pictures.npz", arr_0=pictures.numpy())
     folder = save_folder(tmp_path / "pictures", pictures)
+    recall = precision_recall(real, drawn)[1]
     expected = {
         "fid": frechet_distance(gaussian_of(real), gaussian_of(drawn)),
         "kid": kernel_distance(real, drawn),
+        "precision": precision_recall(real, drawn)[0],
     }
-    for name, measure in {"fid": picture_scores.fid, "kid": picture_scores.kid}.items():
+    functions = {"fid": picture_scores.fid, "kid": picture_scores.kid, "precision": picture_scores.precision_and_recall}
+    for name, measure in functions.items():
         words = ["--metric", name, "--features", str(colours), "--count", "3", "--reference"]
         out = tmp_path / f"{name}.npz"
         for reference in (folder, tmp_path / "pictures.npz", out):
             writing = () if reference == out else ("--write-statistics", str(out))
             found = measure(arguments(*words, str(reference), *writing), generator)
-            assert found.record == {
+            assert found.record == ({"recall": recall} if name == "precision" else {}) | {
                 name: pytest.approx(expected[name], rel=1e-4),
                 "pictures": 9,
                 "features": 6,
@@ -289,6 +294,25 @@ def test_pictures_are_compared_with_their_own_prompts(
         picture_scores.clip(arguments("--metric", "clip"), generator)
     with pytest.raises(ConfigError, match=r"has no sampling\.prompts"):
         picture_scores.clip(arguments(*words), generator)
+
+
+def test_the_quoted_words_of_prompts_are_read_in_their_pictures(
+    build_model: BuildModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two pictures of the first prompt show both of its words, the picture of the second one of three."""
+    prompts = ['a sign that says "Open daily"', 'a poster, "Fresh fish today"']
+    drawn = [([0], torch.stack([picture_of(["Open daily"])] * 2)), ([1], picture_of(["Fresh Paint"])[None])]
+    generator = generator_of(TEXTS, build_model)
+    requests = [Request(text, {}, {}, None, number, {"prompt": text}) for number, text in enumerate(prompts)]
+    monkeypatch.setattr(picture_scores, "what_to_draw", lambda args, generator: requests)
+    monkeypatch.setattr(picture_scores, "_drawn", lambda args, generator, requests: drawn)
+    found = picture_scores.ocr(arguments("--metric", "ocr", "--minimum", "0.8"), generator)
+    assert found.record == {"ocr": 5 / 7, "correct": 5, "words": 7, "pictures": 3}
+    assert found.lines == ["words read as requested: 71.4 % (5 of 7; 3 pictures)"]
+    assert found.missed == ["below the minimum of 0.8: words read as requested, 0.714"]
+    requests[1].record["prompt"] = "a cat"
+    with pytest.raises(ConfigError, match="words in double quotes of each prompt, and 'a cat' has none"):
+        picture_scores.ocr(arguments("--metric", "ocr"), generator)
 
 
 def test_a_minimum_is_of_metrics_that_grow_with_quality(capsys: pytest.CaptureFixture[str]) -> None:

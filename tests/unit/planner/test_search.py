@@ -95,7 +95,7 @@ def priced():
 def test_a_price_is_that_of_the_traced_layout(name, priced):
     """Time within 4 %, memory within 7 %: the slack of embeddings and head, which a price puts on every stage."""
     (task, prices), candidate = priced, EXACT[name]
-    ((_, dims),) = allowed(task, iter([candidate])).found
+    ((_, dims),) = allowed(task, iter([candidate])).layouts
     price = prices.of(candidate, dims)
     layout, training = candidate.parallel(task.parallel), candidate.training(task.training, 16)
     pack = task.pack_of(dims.micro_batch_size, dims.token_multiple)
@@ -107,7 +107,8 @@ def test_a_price_is_that_of_the_traced_layout(name, priced):
 
 def compared(task, size):
     """Return the price of a micro-batch of so many samples, and what a trace of the layout itself says."""
-    ((candidate, dims),) = found = allowed(task, iter([Candidate(ALONE, 1, None, "distributed_optimizer", size)])).found
+    candidate = Candidate(ALONE, 1, None, "distributed_optimizer", size)
+    ((candidate, dims),) = found = allowed(task, iter([candidate])).layouts
     traced = traced_costs(task, ALONE, found=found)
     price = Prices(task, traced).of(candidate, dims)
     parts = candidate.parallel(task.parallel), candidate.training(task.training, 1)
@@ -151,7 +152,7 @@ def test_only_sizes_that_fit_are_traced(tokens, expected, monkeypatch: pytest.Mo
 
     monkeypatch.setattr("dit.planner.search._traced", traced)
     many = [Candidate(ALONE, 1, None, "distributed_optimizer", size) for size in (1, 2, 4, 8, 16, 32, 64)]
-    found = allowed(task, iter(many)).found
+    found = allowed(task, iter(many)).layouts
     for shape, sizes in ((ALONE, expected), (Shape(2, True, 1, 1, "none"), [1, 2])):
         traced_sizes.clear()
         assert list(costs(task, shape, found)) == []
@@ -182,18 +183,18 @@ def test_ten_thousand_layouts_in_five_seconds():
     started = time.process_time()
     asked = list(candidates(task))
     found = allowed(task, iter(asked))
-    prices = Prices(task, {shape: made_up(shape) for shape in shapes(found.found)})
-    verdict = judged(task, [prices.of(candidate, dims) for candidate, dims in found.found])
+    prices = Prices(task, {shape: made_up(shape) for shape in shapes(found.layouts)})
+    verdict = judged(task, [prices.of(candidate, dims) for candidate, dims in found.layouts])
     spent = time.process_time() - started
     assert len(asked) >= MANY
-    assert len(verdict.fitting) + len(verdict.too_large) == len(found.found)
+    assert len(verdict.fitting) + len(verdict.too_large) == len(found.layouts)
     assert spent / len(asked) * MANY < SECONDS
 
 
 def test_a_verdict_orders_what_fits_and_says_why_the_others_lose():
     task = problem()
     shape = Shape(1, False, 1, 1, "none")
-    found = allowed(task, candidates(task)).found
+    found = allowed(task, candidates(task)).layouts
     prices = Prices(task, {each: made_up(each) for each in shapes(found)})
     verdict = judged(task, [prices.of(candidate, dims) for candidate, dims in found])
     times = [one.time.total for one in verdict.fitting]
@@ -211,11 +212,11 @@ def test_what_the_settings_refuse_is_counted_by_its_reason():
     """Heads that tensor parallelism cannot split, a pipeline under FSDP, a batch that replicas cannot share."""
     task = problem(num_attention_heads=6, hidden_size=240)
     found = allowed(task, candidates(task))
-    assert all(candidate.shape.tensor in (1, 2) for candidate, _ in found.found)
+    assert all(candidate.shape.tensor in (1, 2) for candidate, _ in found.layouts)
     assert any("num_attention_heads=6" in example for _, example in found.refused.values())
     assert any("data_parallel=fsdp cannot run with pipeline" in example for _, example in found.refused.values())
     asked = len(list(candidates(task)))
-    assert sum(count for count, _ in found.refused.values()) + len(found.found) <= asked
+    assert sum(count for count, _ in found.refused.values()) + len(found.layouts) <= asked
 
 
 def test_a_candidate_is_what_its_settings_say():
@@ -235,7 +236,7 @@ def test_launches_of_an_update_do_not_grow_with_the_number_of_replicas():
     prices = Prices(task, {PLAIN: Costs(seconds, np.full((2, 2, len(BYTES)), 1e6), 256)})
     times = {}
     for kind in ("distributed_optimizer", "ddp"):
-        ((candidate, dims),) = allowed(task, iter([Candidate(PLAIN, 1, None, kind, 1)])).found
+        ((candidate, dims),) = allowed(task, iter([Candidate(PLAIN, 1, None, kind, 1)])).layouts
         times[kind] = prices.of(candidate, dims).time.parts["optimizer"]
     layers = 1e-3 * (1 + task.model.megatron_sizes().num_layers)
     assert times["ddp"] - times["distributed_optimizer"] == pytest.approx(255 * layers)
@@ -250,7 +251,7 @@ def test_instances_cost_the_memory_of_one_and_one_reduction_over_the_network():
     task = problem(num_layers=4, hidden_size=256)
     ranks = {}
     for world, instances in ((8, 1), (16, 2)):
-        ((candidate, dims),) = allowed(replace(task, world_size=world), iter([fsdp_candidate(instances)])).found
+        ((candidate, dims),) = allowed(replace(task, world_size=world), iter([fsdp_candidate(instances)])).layouts
         dims = replace(dims, micro_batches=4)
         layout, pack = candidate.parallel(task.parallel), task.pack_of(1, dims.token_multiple)
         parts = task.model, task.objective, task.optimizer, layout, task.training, pack, dims
@@ -277,7 +278,7 @@ def test_instances_cost_the_memory_of_one_and_one_reduction_over_the_network():
 )
 def test_fsdp_inside_a_node_is_searched_where_a_ring_over_nodes_is_slower(gpus, device, node_size, searched):
     task = replace(problem(gpus), device=replace(device, node_size=node_size))
-    fsdp = {candidate for candidate, _ in allowed(task, candidates(task)).found if candidate.shape.fsdp}
+    fsdp = {candidate for candidate, _ in allowed(task, candidates(task)).layouts if candidate.shape.fsdp}
     assert {(one.shape.tensor, one.shape.instances) for one in fsdp if one.shape.context == 1} == searched
     for one in fsdp:
         assert one.parallel(task.parallel).num_distributed_optimizer_instances == one.shape.instances

@@ -11,9 +11,12 @@ from torch import nn
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
 from examples.letters import score as letter_score
+from examples.letters.fonts import draw_capitals
 from examples.letters.moving import CLASS_NAMES, DIRECTIONS
 from examples.letters.reader import LetterNetwork, LetterReader
+from examples.letters.stills import vary
 from launch import evaluate
+from tests.unit.evaluation.test_text_reader import FONT
 from tests.unit.examples.letters.test_checks import face, walk
 from tests.unit.launch.test_sample import FakeGenerator
 
@@ -119,6 +122,17 @@ def test_style_words_without_effect_are_below_every_minimum(judge, capsys):
     assert "below the minimum of 10.0 %: bold letters have more ink than regular ones, 0.0 %" in err
     assert judge(styled, PixelNetwork(), letters_of(face()), "--minimum-style", "0") == evaluate.EXIT_BELOW_MINIMUM
     assert "no style was measured" in capsys.readouterr().err
+
+
+def test_letters_are_read_by_a_reader_that_was_trained_elsewhere(monkeypatch):
+    """Rendered letters stand for generated ones; two of them are not the requested ones."""
+    glyphs = torch.from_numpy(draw_capitals(FONT))
+    rendered = vary(glyphs, 1, 16, torch.Generator())
+    metadata = [{"letter": letter} for letter in LETTERS]
+    monkeypatch.setattr("examples.letters.loading.load_letters", lambda *_: (rendered, None, metadata))
+    requested = "B" + LETTERS[1:-1] + "A"
+    check = letter_score.judge_by_ocr(rendered[:, :, None], requested, "data")
+    assert (check.passed, check.total, check.detail) == (24, 26, "real letters of held-out families 100.0 %")
 
 
 @pytest.mark.parametrize("by_text", [False, True])

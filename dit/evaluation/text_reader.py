@@ -1,0 +1,74 @@
+"""A reader of texts in pictures whose weights come with a package: PP-OCRv6 by RapidOCR (Apache-2.0)."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dit.errors import ConfigError
+
+LINE_HEIGHT = 48
+"""Height in pixels of the lines that the recogniser was trained on; smaller pictures are enlarged to it."""
+
+
+class TextReader:
+    """Reads texts.
+
+    Args:
+        option: the option that asks for this reader, for error messages.
+
+    Raises:
+        ConfigError: the package is missing.
+    """
+
+    def __init__(self, option: str) -> None:
+        try:
+            package = import_module("rapidocr")
+            import_module("onnxruntime")
+        except ImportError as error:
+            raise ConfigError(
+                f"{option} needs RapidOCR, and {error.name} is missing: pip install 'megatron-dit[judge]'"
+            ) from error
+        threads = {"EngineConfig.onnxruntime.intra_op_num_threads": torch.get_num_threads()}
+        self._read: Any = package.RapidOCR(params={"Global.log_level": "error"} | threads)
+
+    def lines(self, images: Tensor) -> list[str]:
+        """Read each picture as one line of text.
+
+        Args:
+            images: `[N, 3, H, W]` in [-1, 1].
+        """
+        results = (self._read(image, use_det=False, use_cls=False) for image in _pixels(images))
+        return [(result.txts or ("",))[0] for result in results]
+
+    def texts(self, images: Tensor) -> list[list[str]]:
+        """Find the lines of text in each picture, and read them; arguments as of `lines`."""
+        results = (self._read(image, use_det=True, use_cls=False) for image in _pixels(images))
+        return [list(result.txts or ()) for result in results]
+
+
+def quoted_words(prompt: str) -> list[str]:
+    """Return the words between double quotes in a prompt, as `words_of` returns them."""
+    return words_of(re.findall(r'["“„]([^"“”„]+)["”“]', prompt))
+
+
+def words_of(texts: Iterable[str]) -> list[str]:
+    """Return the words of texts: runs of letters and digits, in lower case."""
+    return [word for text in texts for word in re.findall(r"[^\W_]+", text.casefold())]
+
+
+def count_read(requested: Iterable[str], read: Iterable[str]) -> int:
+    """Count the requested words that were read, each as often as it was requested at most."""
+    return (Counter(requested) & Counter(read)).total()
+
+
+def _pixels(images: Tensor) -> Iterator[Any]:
+    """Yield pictures as arrays `[H, W, 3]`, uint8, in the order blue, green, red."""
+    if images.shape[2] < LINE_HEIGHT:
+        images = nn.functional.interpolate(images, scale_factor=LINE_HEIGHT / images.shape[2], mode="bicubic")
+    bytes_N3HW = ((images.float().clamp(-1, 1) + 1) * 127.5).round().byte()
+    yield from bytes_N3HW.flip(1).permute(0, 2, 3, 1).contiguous().cpu().numpy()
