@@ -124,7 +124,8 @@ class RunConfig:
         if self.objective.compares_pairs and dims.micro_batch_size % 2 and not is_packed:
             raise ConfigError(
                 f"objective {self.objective} compares pairs of samples, and a micro-batch has {dims.micro_batch_size}; "
-                "set an even training.micro_batch_size that divides the samples of a replica, or data.max_tokens_per_pack"
+                "set an even training.micro_batch_size that divides the samples of a replica, or pack samples "
+                "(data.max_tokens_per_pack)"
             )
         if self.data.mixes_shapes(spec):
             cure = "data of one shape, or data.bucket_by_shape=True without data.max_tokens_per_pack"

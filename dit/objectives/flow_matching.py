@@ -105,7 +105,7 @@ class FlowMatching(Objective):
         """Return the quantile of a shifted time in the distribution over all times, float64."""
         t_L = shift_time(torch.tensor(t, dtype=torch.float64), 1 / shift).clamp(0, 1)
         if self.time_distribution == "logit_normal":
-            return torch.special.ndtr((t_L.logit() - self.logit_mean) / self.logit_std)
+            t_L = torch.special.ndtr((t_L.logit() - self.logit_mean) / self.logit_std)
         return t_L
 
     def level(self, quantile: Tensor, shift: Tensor | float | None = None) -> Tensor:

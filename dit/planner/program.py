@@ -130,7 +130,7 @@ class Program:
         shards = master_shards(optimizer, chunks, job.optimizer)
         before = counter.live
         decay = None if training.ema_offload else training.ema_decay
-        ema = None if decay is None else EMA(shards, decay)
+        ema = None if decay is None else EMA(shards, decay, sigma_rel=training.ema_sigma_rel or ())
         average = counter.live - before
         target = target_of(job.model, training.precision, job.kernels)
         self.mix = noise_kernel(job.model, training, job.kernels)

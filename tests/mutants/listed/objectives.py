@@ -381,8 +381,8 @@ MUTANTS = (
     Mutant(
         "contrast: pairs depend on the micro-batch",
         "dit/objectives/contrastive.py",
-        "    other = sample ^ 1\n",
-        "    other = (sample + 1) % num_samples\n",
+        "other = sample ^ 1",
+        "other = (sample + 1) % num_samples",
         (CONTRASTIVE,),
     ),
     Mutant(
