@@ -12,6 +12,7 @@ from torch import Tensor
 from dit.batch import PackedBatch
 from dit.conditions import Condition
 from dit.errors import ConfigError, DataError
+from dit.fixed_packs import PackMaxima
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +140,10 @@ class DataConfig(ABC):
     def mixes_shapes(self, spec: BatchSpec) -> bool:
         """Return whether samples of different shapes may share a micro-batch, which some backbones do not support."""
         return True
+
+    def pack_maxima(self) -> Optional[PackMaxima]:
+        """Return the sizes to which `training.cuda_graph` pads all packs; None if packs have no maximal size."""
+        return None
 
     def levels_setting(self) -> Optional[str]:
         """Return the setting that gives samples several noise levels (`dit.levels`), with its value; None if none does.

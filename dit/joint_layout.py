@@ -82,6 +82,7 @@ def _joint_layout(text: SequenceLayout, image: SequenceLayout) -> JointLayout:
         tuple(k + n for k, n in zip(text.padded_lengths, local.padded_lengths)),
         text.total_tokens + local.total_tokens,
         local.device,
+        is_fixed=text.is_fixed,
         text=text.plain,  # copies, because the tables of the text have the result
         image=image.plain,
         local_image=local.plain,

@@ -96,6 +96,8 @@ class SequenceLayout:
         local: under context parallelism, the layout of the local tokens as a separate pack (samples may be empty).
         window: index of the first local token in `parent` and number of local tokens, if they are contiguous there.
         levels: noise levels inside the samples; None if each sample has one level.
+        is_fixed: whether all packs of the run have these numbers of samples and tokens, and a CUDA graph may repeat the
+            pack with other lengths (`dit.fixed_packs`). Operations then depend on the tables, not on the lengths.
     """
 
     lengths: tuple[int, ...]
@@ -107,6 +109,7 @@ class SequenceLayout:
     local: Optional["SequenceLayout"] = None
     window: Optional[tuple[int, int]] = None
     levels: Optional["Levels"] = None
+    is_fixed: bool = False
 
     @classmethod
     def from_lengths(
@@ -158,13 +161,20 @@ class SequenceLayout:
         return sum(self.lengths)
 
     @property
+    def has_padding(self) -> bool:
+        """Whether the global pack has padding, or may have it."""
+        return self.is_fixed or self.valid_tokens < self.total_tokens
+
+    @property
     def max_seqlen(self) -> int:
-        """Length of the longest sample, without padding."""
-        return max(self.lengths)
+        """Length of the longest sample, without padding, or a bound."""
+        return self.total_tokens if self.is_fixed else max(self.lengths)
 
     @property
     def uniform_length(self) -> Optional[int]:
         """The common length if the global pack is a dense batch (equal lengths, no padding), else None."""
+        if self.is_fixed:
+            return None
         n = self.lengths[0]
         return n if len(set(self.lengths)) == 1 and self.total_tokens == n * self.num_samples else None
 
@@ -265,12 +275,13 @@ class SequenceLayout:
     @property
     def plain(self) -> "SequenceLayout":
         """Layout of the same global pack without tables, for keys of caches that live longer than a pack."""
-        return SequenceLayout(self.lengths, self.padded_lengths, self.total_tokens, self.device)
+        return SequenceLayout(self.lengths, self.padded_lengths, self.total_tokens, self.device, is_fixed=self.is_fixed)
 
     @property
     def sizes(self) -> tuple[Hashable, ...]:
-        """All lengths, and whether this is the layout of local tokens."""
-        return self.lengths, self.padded_lengths, self.total_tokens, self.local_indices is None
+        """All lengths that do not change, and whether this is the layout of local tokens."""
+        lengths = self.num_samples if self.is_fixed else (self.lengths, self.padded_lengths)
+        return lengths, self.total_tokens, self.local_indices is None
 
     @cached_property
     def token_index_T(self) -> Tensor:
@@ -324,7 +335,8 @@ class SequenceLayout:
         This is the gradient of `per_token`. The gradient of plain indexing adds row by row, which takes four times as
         long on CPU, and on CUDA it sorts all tokens in every layer.
         """
-        splits = self.local_indices is None and not torch.compiler.is_compiling()  # lengths are not part of a graph
+        # Lengths are not part of a graph.
+        splits = self.local_indices is None and not self.is_fixed and not torch.compiler.is_compiling()
         if splits and self.total_tokens >= LONG * self.num_samples:  # few long samples
             ends = (*self.starts[1:], self.total_tokens)
             counts = [end - start for start, end in zip(self.starts, ends)]

@@ -1,9 +1,9 @@
 """Noise levels inside the samples of a pack.
 
 A sample may consist of several segments with their own noise level: a clean first frame and the other frames (image to
-video), frames with a level each, a picture to generate and a clean reference picture. Time, modulation and loss weight
-are per segment; attention, conditions and noise stay per sample. Tokens of a segment are contiguous, wherever they are
-in the picture, because their positions are values.
+video), frames with a level each, a masked region in a clean picture, a picture to generate and a clean reference
+picture. Time, modulation and loss weight are per segment; attention, conditions and noise stay per sample. Tokens of a
+segment are contiguous, wherever they are in the picture, because their positions are values.
 
 Sample a has a clean first frame of two tokens, sample b has one level (`.` is padding, which belongs to the last
 segment of its sample):
@@ -36,6 +36,18 @@ def first_frames_clean(grids: Sequence[Grid]) -> list[list[Segment]]:
         grids: (t, h, w) of each sample in patches.
     """
     return [[(h * w, CLEAN), ((t - 1) * h * w, 0)] if t > 1 else [] for t, h, w in grids]
+
+
+def unmasked_clean(mask_T: Tensor) -> list[Segment]:
+    """Return segments of a sample whose unmasked tokens are clean; empty if all tokens are masked, or none.
+
+    Args:
+        mask_T: bool, one entry for each token of the sample, in their order.
+    """
+    if mask_T.all() or not mask_T.any():
+        return []
+    masked, counts = torch.unique_consecutive(mask_T, return_counts=True)
+    return [(count, 0 if is_masked else CLEAN) for is_masked, count in zip(masked.tolist(), counts.tolist())]
 
 
 def reference_positions(reference: Grid, grid: Grid) -> Tensor:

@@ -52,6 +52,25 @@ def compute_tables(new: dict[Hashable, SequenceLayout], previous: Mapping[Hashab
                 pending.append((path, value))
 
 
+def layouts_of(batch: Any) -> dict[Hashable, SequenceLayout]:
+    """Return the layouts of a pack: of the latents, local latents as a separate pack, noise levels, and texts."""
+    levels = batch.layout.levels
+    by_name = {
+        "latents": batch.layout,
+        "local latents": batch.layout.local,
+        "levels": None if levels is None else levels.layout,
+    }
+    by_name |= {f"text {name}": entry.layout for name, entry in batch.conditions.items()}
+    return {name: part for name, part in by_name.items() if part is not None}
+
+
+def all_layouts(batch: Any) -> dict[Hashable, SequenceLayout]:
+    """Return the layouts of a pack, and those among their tables."""
+    layouts_by_name = layouts_of(batch)
+    compute_tables(layouts_by_name, dict(layouts_by_name))
+    return layouts_by_name
+
+
 def move(value: Value, device: torch.device) -> Value:
     """Copy all tensors in a value to a device; layouts keep their tables.
 

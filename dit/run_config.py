@@ -1,7 +1,7 @@
 """The settings of one run: ten typed parts, checked together before anything is built."""
 
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Optional, Self, get_type_hints
@@ -10,6 +10,7 @@ from dit.condition_table import AUGMENTATION, match_conditions
 from dit.config_record import CLASS_KEY, from_record, to_record
 from dit.data_api import BatchSpec, DataConfig, NoData
 from dit.errors import CheckpointError, ConfigError
+from dit.fixed_packs import PackMaxima
 from dit.kernels.recompute import check_recompute
 from dit.models.base import Ability, ModelConfig
 from dit.models.conditioned import ClassConditioned, TextConditioned
@@ -136,6 +137,10 @@ class RunConfig:
             has_references = bool(getattr(self.data, "references", False))
             check_levels(self.model, self.objective, setting, "data without it", references=has_references)
         return dims, spec
+
+    def fixed_packs(self, spec: BatchSpec) -> Optional[PackMaxima]:
+        """Return the sizes to which packs are padded for a CUDA graph; None for dense batches, or without a graph."""
+        return self.data.pack_maxima() if self.training.cuda_graph and self.data.mixes_shapes(spec) else None
 
     def _check_unused(self) -> None:
         """Raise an error for settings that have no effect because of settings of other parts."""
@@ -271,13 +276,15 @@ def check_cuda_graph(config: RunConfig, spec: BatchSpec) -> None:
     """
     parallel, training = config.parallel, config.training
     experts, stages = config.model.megatron_sizes().num_moe_experts, parallel.pipeline_model_parallel_size
+    maxima = config.fixed_packs(spec)
     reasons = (
         (
-            config.data.mixes_shapes(spec),
+            config.data.mixes_shapes(spec) and maxima is None,
             f"data={type(config.data).__name__}",
-            "packs have other numbers of samples or lengths in every step",
-            "use data of one shape, or data.bucket_by_shape=True, without data.max_tokens_per_pack",
+            "batches have other lengths in every step",
+            "set data.max_tokens_per_pack, or use data of one shape, or data.bucket_by_shape=True",
         ),
+        *(() if maxima is None else _reasons_of_packs(config, spec, maxima)),
         (
             experts is not None,
             f"num_moe_experts={experts}",
@@ -323,6 +330,58 @@ def check_cuda_graph(config: RunConfig, spec: BatchSpec) -> None:
             )
 
 
+def _reasons_of_packs(config: RunConfig, spec: BatchSpec, maxima: PackMaxima) -> Iterator[tuple[bool, str, str, str]]:
+    """Yield the settings with which no CUDA graph can repeat packs: whether they apply, setting, reason and cure."""
+    training, context_ranks = config.training, config.parallel.context_parallel_size
+    levels = config.data.levels_setting()
+    has_texts = any(condition.axis == "text" for condition in spec.conditions)
+    for applies, setting, reason, cure in (
+        (
+            not config.model.fixes_packs,
+            f"model={type(config.model).__name__}",
+            "its layers read the lengths of samples on the host",
+            "use model=DiTConfig",
+        ),
+        (
+            levels is not None,
+            f"{levels}",
+            "the number of noise levels differs from pack to pack",
+            "use data without it",
+        ),
+        (
+            has_texts and maxima.text_tokens is None,
+            "data.max_text_tokens=null",
+            "texts have no maximal length",
+            "set data.max_text_tokens",
+        ),
+        (
+            context_ranks > 1,
+            f"parallel.context_parallel_size={context_ranks}",
+            "the exchanged tokens depend on lengths",
+            "use parallel.context_parallel_size=1",
+        ),
+        (
+            config.parallel.sequence_parallel,
+            "parallel.sequence_parallel=True",
+            "each pass computes the tables of a rank's tokens from lengths",
+            "use parallel.sequence_parallel=False",
+        ),
+        (
+            training.attention == "transformer_engine",
+            "training.attention=transformer_engine",
+            "it compares lengths on the host",
+            "use training.attention=auto",
+        ),
+        (
+            training.kernels == "compile",
+            "training.kernels=compile",
+            "compiled layers check lengths on the host",
+            "use training.kernels=auto",
+        ),
+    ):
+        yield applies, f"packs and {setting}", reason, f"{cure}, or data of one shape without data.max_tokens_per_pack"
+
+
 def check_levels(
     model: ModelConfig, objective: Objective, setting: str, cure: str, *, references: bool = False
 ) -> None:
@@ -353,7 +412,7 @@ def check_sampling(sampling: SamplingConfig, objective: Objective, model: ModelC
     if vae is not None and vae.startswith(("/", "./", "../", "~")) and not Path(vae).expanduser().is_dir():
         raise ConfigError(f"sampling.vae={vae!r} is not a folder; name an autoencoder in diffusers' layout")
     # Raises if a table of noise levels has fewer levels than `num_steps`.
-    objective.sampling_grid(sampling.num_steps)
+    objective.at_size(1, model.token_channels).sampling_grid(sampling.num_steps)
     if sampling.variance != "small" and sampling.solver != "ancestral":
         raise ConfigError(
             f"sampling.variance={sampling.variance!r} has no effect with sampling.solver={sampling.solver!r}; use "

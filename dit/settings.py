@@ -37,7 +37,7 @@ class OptimizerConfig:
     """AdamW, or Muon with AdamW.
 
     Attributes:
-        algorithm: `muon` updates the 2-D weights of transformer blocks by Muon, and all other parameters by AdamW.
+        algorithm: `muon` updates the 2-D weights of blocks, except modulations, by Muon, all others by AdamW.
         lr: peak learning rate; Muon's updates have about the size of AdamW's.
         beta1, beta2: decay of the mean of the gradient, and of its square.
         eps: added to the divisor.
@@ -99,7 +99,7 @@ class TrainingConfig:
         linears: parallel linears; `auto` selects Megatron-Core's.
         kernels: memory-bound operations and the optimizer's update; `compile` is torch.compile of the layers (not under
             FSDP). `auto` selects `triton` if `megatron-dit kernels --verify` has passed, else `eager`.
-        cuda_graph: repeat forward and backward passes as a CUDA graph; needs steps of one shape.
+        cuda_graph: repeat forward and backward passes as a CUDA graph; needs batches of one shape, or packs.
         deterministic: use slower kernels with bit-identical results.
         recompute: activations that the backward pass recomputes: none, cheap ones (norms, activation functions), or
             all.
@@ -386,6 +386,7 @@ class SamplingConfig:
         guidance_scale: classifier-free guidance x0 = uncond + scale * (cond - uncond); 1 for none.
         guidance_channels: guide only this many channels (3 of 4 in facebookresearch/DiT).
         guidance_rescale: share of the guided prediction that is rescaled (arXiv:2305.08891: 0.7).
+        guidance_norm: give each token of the guided prediction the norm of the conditional one (Qwen-Image).
         guidance_interval: smallest and largest sigma / alpha with guidance (arXiv:2404.07724).
         churn: `[s_churn, s_tmin, s_tmax, s_noise]` of EDM's stochastic `heun` (arXiv:2206.00364, Algorithm 2).
         thresholding: clamp the clean estimate of pixels to [-1, 1], or divide it by its 99.5 % quantile above 1
@@ -403,6 +404,7 @@ class SamplingConfig:
     guidance_scale: float = 2.0
     guidance_channels: Optional[int] = None
     guidance_rescale: float = 0.0
+    guidance_norm: bool = False
     guidance_interval: Optional[list[float]] = None
     churn: Optional[list[float]] = None
     thresholding: Literal["none", "static", "dynamic"] = "none"
@@ -453,7 +455,7 @@ class SamplingConfig:
         groups = [
             (
                 self.guidance_scale == 1,
-                ["guidance_rescale", "guidance_interval"],
+                ["guidance_rescale", "guidance_norm", "guidance_interval"],
                 "with sampling.guidance_scale=1",
                 "set another scale",
             ),

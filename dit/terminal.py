@@ -4,6 +4,7 @@ import logging
 import multiprocessing
 import os
 import sys
+import warnings
 from typing import Optional, TextIO
 
 ALLOWED_CONTROLS = "\n\t"
@@ -35,6 +36,16 @@ def announce(text: str) -> None:
     """Print the next action of a command to stderr, unbuffered; only the main process of rank 0 prints."""
     if os.environ.get("RANK", "0") == "0" and multiprocessing.parent_process() is None:
         echo(text, file=sys.stderr, flush=True)
+
+
+def quiet_libraries() -> None:
+    """Hide warnings that users cannot act on; call before importing Megatron-Core.
+
+    At import it lists missing accelerators (the first line of a run states those in use), and it calls deprecated
+    functions of torch.distributed.
+    """
+    for category in (UserWarning, FutureWarning, DeprecationWarning):
+        warnings.filterwarnings("ignore", category=category, module=r"megatron|torch\.distributed")
 
 
 class _Stderr(logging.Handler):

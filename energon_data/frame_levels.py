@@ -1,4 +1,4 @@
-"""Noise levels inside samples: a clean first frame, a level for every frame, a clean reference.
+"""Noise levels inside samples: a clean first frame, a level for every frame, a masked region, a clean reference.
 
 Every draw is a function of the sample and of the number of its draw, so it does not depend on ranks, packs and workers.
 """
@@ -6,24 +6,28 @@ Every draw is a function of the sample and of the number of its draw, so it does
 import math
 from dataclasses import dataclass, replace
 
+import torch
+
 from dit.batch import PackedBatch
 from dit.layout import CLEAN
-from dit.levels import Segment, first_frames_clean, with_levels
+from dit.levels import Segment, first_frames_clean, unmasked_clean, with_levels
 from dit.patchify import Grid
 from energon_data.augment import Visit
 
 
 @dataclass(frozen=True)
 class FrameLevels:
-    """Shares of the clips with several noise levels (`dit.levels`); both draws are independent.
+    """Shares of the samples with several noise levels (`dit.levels`); the draws are independent.
 
     Attributes:
-        clean_first_frame: share whose first frame of tokens is clean.
-        own: share whose frames of tokens have a level each.
+        clean_first_frame: share of the clips whose first frame of tokens is clean.
+        own: share of the clips whose frames of tokens have a level each.
+        masked: share of the other samples that are generated in a region only: inside a box, or outside it.
     """
 
     clean_first_frame: float = 0.0
     own: float = 0.0
+    masked: float = 0.0
 
     def __call__(self, batch: PackedBatch) -> PackedBatch:
         """Return a full pack whose clips have the levels that are drawn for them; references are clean.
@@ -31,7 +35,7 @@ class FrameLevels:
         Tokens after those of a sample's grid are a reference.
         """
         references = [tokens - math.prod(grid) for tokens, grid in zip(batch.layout.lengths, batch.grids)]
-        if not (self.clean_first_frame or self.own or any(references)):
+        if not (self.clean_first_frame or self.own or self.masked or any(references)):
             return batch
         ids: list[int] = batch.sample_ids_S.tolist()
         draws: list[int] = [0] * len(ids) if batch.draws_S is None else batch.draws_S.tolist()
@@ -39,7 +43,7 @@ class FrameLevels:
         return replace(batch, layout=with_levels(batch.layout, segments))
 
     def _segments(self, grid: Grid, reference: int, sample: int, draw: int) -> list[Segment]:
-        frames = self._of_frames(grid, sample, draw)
+        frames = self._of_frames(grid, sample, draw) or self._of_mask(grid, sample, draw)
         return [*(frames or [(math.prod(grid), 0)]), (reference, CLEAN)] if reference else frames
 
     def _of_frames(self, grid: Grid, sample: int, draw: int) -> list[Segment]:
@@ -50,3 +54,19 @@ class FrameLevels:
         if not own:
             return first_frames_clean([grid])[0] if clean else []
         return [(tokens, CLEAN if clean and frame == 0 else frame) for frame in range(frames)]
+
+    def _of_mask(self, grid: Grid, sample: int, draw: int) -> list[Segment]:
+        share, inside, *box = Visit(0, 0, draw, sample).generator("/mask").random(6)
+        if share >= self.masked:
+            return []
+        (top, bottom), (left, right) = (_interval(*pair, n) for pair, n in zip((box[:2], box[2:]), grid[1:]))
+        mask_THW = torch.zeros(grid, dtype=torch.bool)
+        mask_THW[:, top:bottom, left:right] = True
+        return unmasked_clean((mask_THW if inside < 0.5 else ~mask_THW).flatten())
+
+
+def _interval(length: float, place: float, limit: int) -> tuple[int, int]:
+    """Return start and end of 1 to `limit` positions; both draws are in [0, 1)."""
+    size = 1 + int(length * limit)
+    start = int(place * (limit - size + 1))
+    return start, start + size

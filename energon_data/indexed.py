@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import Any, Optional
+from typing import Any, ClassVar, Optional
 
 import numpy as np
 import torch
@@ -64,6 +64,8 @@ class Samples(ReaderSettings, DataConfig):
         same_shape: whether all samples have the shape of the first, as convolutional networks need.
         validation_samples: number of samples held out from training, selected at random; 0 for none.
     """
+
+    worker_modules: ClassVar[tuple[str, ...]] = ("dit.training.pretrain",)  # a recipe in a subclass's module imports it
 
     packing_buffer_size: int = 64
     max_text_tokens: Optional[int] = None

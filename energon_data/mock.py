@@ -70,6 +70,11 @@ class MockData(StreamSettings, DataConfig):
             raise ConfigError("data.shapes is empty; give at least one shape such as '1x16x16', or omit it")
         return sizes
 
+    @property
+    def longest_text(self) -> int:
+        """Tokens of the longest text."""
+        return self.text_tokens
+
     def mixes_shapes(self, spec: BatchSpec) -> bool:
         """Return whether samples of different shapes may share a micro-batch."""
         together = self.max_tokens_per_pack is not None or spec.micro_batch_size > 1

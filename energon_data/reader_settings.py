@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Optional
+from typing import ClassVar, Optional
 
 from dit.data_api import BatchSpec
 from dit.errors import ConfigError
@@ -27,6 +27,9 @@ class ReaderSettings(StreamSettings):
         max_lost_samples: damaged samples that a data-parallel rank may drop before the run ends.
         references: read latents or pictures from which samples are edited (part `reference`).
     """
+
+    worker_modules: ClassVar[tuple[str, ...]] = ()
+    """Modules that the workers' fork server imports, see `BackgroundSource`."""
 
     background: bool = True
     max_lost_samples: int = 0
@@ -82,7 +85,7 @@ class ReaderSettings(StreamSettings):
                 )
             opens = partial(open_source, stream=stream, num_streams=num_streams)
             if self.background and sys.platform == "linux":
-                return BackgroundSource(opens, f"stream {stream} of {self.origin}")
+                return BackgroundSource(opens, f"stream {stream} of {self.origin}", self.worker_modules)
             return opens()
 
         return open_streams(

@@ -26,6 +26,7 @@ import torch
 from dit.batch import PackedBatch
 from dit.data_api import BatchSpec, SampleCounts
 from dit.errors import ConfigError, DataError
+from dit.fixed_packs import PackMaxima
 from dit.ranges import SHARE, check_ranges
 from energon_data.frame_levels import FrameLevels
 from energon_data.packing import check_pack_multiple
@@ -43,6 +44,8 @@ class StreamSettings:
         pack_multiple_of: count samples as padded to a multiple of this when packs are selected.
         clean_first_frame: share of the clips whose first frame is clean, to train image to video.
         frame_levels: share of the clips with a noise level for every frame.
+        inpaint: share of the other samples of which a random region is generated next to clean tokens, to train
+            inpainting.
     """
 
     num_streams: Optional[int] = None
@@ -50,11 +53,27 @@ class StreamSettings:
     pack_multiple_of: int = 16
     clean_first_frame: float = 0.0
     frame_levels: float = 0.0
+    inpaint: float = 0.0
+
+    @property
+    def longest_text(self) -> Optional[int]:
+        """Tokens of the longest text of a sample; None for no limit."""
+        length: Optional[int] = getattr(self, "max_text_tokens", None)
+        return length
+
+    def pack_maxima(self) -> Optional[PackMaxima]:
+        """Return the largest numbers of tokens and samples of a pack; None without packs."""
+        if self.max_tokens_per_pack is None:
+            return None
+        samples = self.max_tokens_per_pack // self.pack_multiple_of
+        return PackMaxima(
+            self.max_tokens_per_pack, samples, None if self.longest_text is None else samples * self.longest_text
+        )
 
     @property
     def levels_of_frames(self) -> FrameLevels:
-        """Draws of the noise levels of clips."""
-        return FrameLevels(self.clean_first_frame, self.frame_levels)
+        """Draws of the noise levels inside samples."""
+        return FrameLevels(self.clean_first_frame, self.frame_levels, self.inpaint)
 
     def levels_setting(self) -> Optional[str]:
         """Return the setting, with its value, that gives samples several noise levels; None if none does.
@@ -62,7 +81,7 @@ class StreamSettings:
         Raises:
             ConfigError: a share is not between 0 and 1.
         """
-        names = ("clean_first_frame", "frame_levels")
+        names = ("clean_first_frame", "frame_levels", "inpaint")
         check_ranges("data", self, dict.fromkeys(names, SHARE))
         return next((f"data.{name}={getattr(self, name)}" for name in names if getattr(self, name)), None)
 

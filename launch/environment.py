@@ -6,11 +6,11 @@ it starts several ranks on a machine; a single process uses torch's default (all
 
 import os
 import sys
-import warnings
 from collections.abc import MutableMapping
 from typing import Protocol
 
 from dit.heap import keep_freed_memory
+from dit.terminal import quiet_libraries as quiet_libraries
 
 
 def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
@@ -27,16 +27,6 @@ def prepare(environ: MutableMapping[str, str] = os.environ) -> None:
     if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in environ:
         environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     keep_freed_memory(environ)
-
-
-def quiet_libraries() -> None:
-    """Hide warnings that users cannot act on; call before importing Megatron-Core.
-
-    At import it lists missing accelerators (the first line of a run states those in use), and it calls deprecated
-    functions of torch.distributed.
-    """
-    for category in (UserWarning, FutureWarning, DeprecationWarning):
-        warnings.filterwarnings("ignore", category=category, module=r"megatron|torch\.distributed")
 
 
 class Layout(Protocol):

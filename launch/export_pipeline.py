@@ -1,5 +1,6 @@
 """Write a run as a complete pipeline of diffusers: `python -m launch.export --format pipeline`."""
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -42,16 +43,25 @@ def write_pipeline(
     assert autoencoder is not None
     trained, tensors = form.for_pipeline(trained, weights())
     settings, notes = form.write_settings(trained.model, trained.latent_size)
-    scheduler = scheduler_config(trained.objective)
+    objective = trained.objective
+    if isinstance(objective, FlowMatching) and objective.shift_by_tokens and pipeline.shift_by_tokens != "scheduler":
+        tokens = math.prod(trained.latent_size) // (trained.model.patch_temporal * trained.model.patch_spatial**2)
+        objective = objective.at_size(tokens, trained.model.token_channels)
+        notes.append(f"the scheduler has the shift of samples of {tokens} tokens, the training size, at any size")
+    scheduler = scheduler_config(objective)
     assert scheduler is not None  # `pipeline_of`
-    if pipeline.states_steps_only:
-        assert isinstance(trained.objective, FlowMatching)  # `pipeline_of`
-        scheduler = spaced_scheduler(trained.objective, num_steps_of(trained))
+    if pipeline.times == "none":
+        assert isinstance(objective, FlowMatching)  # `pipeline_of`
+        scheduler = spaced_scheduler(objective, num_steps_of(trained))
         notes.append(f"the scheduler takes the noise levels of launch.sample in {num_steps_of(trained)} steps only")
     if pipeline.note is not None and any(encoder.prompt == "plain" for encoder in encoders):
         notes.append(pipeline.note)
     if pipeline.flow and not pipeline.guided_by_texts and trained.sampling.get("guidance_scale", 1.0) != 1:
         notes.append(f"{pipeline.class_name} is called without guidance by texts, as launch.sample --guidance-scale 1")
+    guided = pipeline.guided_by_texts and trained.sampling.get("guidance_scale", 1.0) != 1
+    if guided and bool(trained.sampling.get("guidance_norm")) != pipeline.keeps_norm:
+        flag = "" if pipeline.keeps_norm else "no-"
+        notes.append(f"{pipeline.class_name} guides as launch.sample --{flag}guidance-norm")
     solver, run_solver = EXACT[scheduler["_class_name"]], trained.sampling.get("solver")
     if run_solver not in (None, solver):
         notes.append(
@@ -106,10 +116,12 @@ def check_autoencoder(pipeline: Pipeline, trained: TrainedModel, name: Optional[
         )
     with _naming("--vae PATH"):
         geometry, channels = Geometry.read(name), trained.model.in_channels
-    if geometry.kind != pipeline.vae or geometry.channels != channels:
+    pixels = pipeline.compression or geometry.space
+    if (geometry.kind, geometry.channels, geometry.space) != (pipeline.vae, channels, pixels):
         raise ConfigError(
-            f"--format pipeline: {pipeline.class_name} needs an {pipeline.vae} of {channels} channels, and {name!r} is "
-            f"a {geometry.kind} of {geometry.channels}; give --vae PATH"
+            f"--format pipeline: {pipeline.class_name} needs an {pipeline.vae} of {channels} channels that compresses "
+            f"{pixels} x {pixels} pixels, and {name!r} is a {geometry.kind} of {geometry.channels} that compresses "
+            f"{geometry.space} x {geometry.space}; give --vae PATH"
         )
     return geometry
 
@@ -132,15 +144,17 @@ def check_encoders(pipeline: Pipeline, line: Optional[str]) -> list[TextEncoderC
         needs = f"{part.known} that makes {' and '.join(f'`{entry}`' for entry in makes)}"
         needs += f", with{'' if required.padded else 'out'} `:padded`" if pads else ""
         needs += ", with `:zero_padded`" if required.zero_padded else ""
+        needs += f", `:prompt={required.prompt}`" if required.prompt != "plain" and pipeline.note is None else ""
         needs += f", `:layer={required.layer_names}`" if required.layers else ""
-        needs += ", `:joined`" if required.joined else ""
-        same = {name: getattr(required, name) for name in ("layers", "joined", "zero_padded", *["padded"] * pads)}
+        flags = ("joined", "appended")
+        needs += "".join(f", `:{flag}`" for flag in flags if getattr(required, flag))
+        same = {name: getattr(required, name) for name in ("layers", "zero_padded", *flags, *["padded"] * pads)}
         fitting = [
             encoder
             for encoder, kind in available
             if set(makes) <= set(encoder.makes)
             and kind in part.kinds
-            and encoder.prompt in ("plain", required.prompt)
+            and (encoder.prompt == required.prompt or (encoder.prompt == "plain" and pipeline.note is not None))
             and all(getattr(encoder, name) == value for name, value in same.items())
         ]
         if not fitting:

@@ -44,7 +44,7 @@ def held_out_batches(
     spec = config.model.batch_spec(micro_batch_size=config.training.micro_batch_size)
     data = data_of(args, config.data)
     if to_draw:
-        levels = [name for name in ("clean_first_frame", "frame_levels") if hasattr(data, name)]
+        levels = [name for name in ("clean_first_frame", "frame_levels", "inpaint") if hasattr(data, name)]
         data = replace(data, **dict.fromkeys(levels, 0.0))
     encode = batch_encoder(data.online_encoding(), spec, local_device(), None, {})
     batches = data.build_validation(spec, dp_rank=0, dp_size=1)

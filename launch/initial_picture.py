@@ -1,7 +1,7 @@
-"""Pictures that samples start from or are edited from, as latents of the model."""
+"""Pictures that samples start from, are edited from, or keep outside a mask, as latents of the model."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
@@ -45,11 +45,16 @@ def read_initial(
     It is scaled until it covers the sample, and its middle is cut out. Without an autoencoder it stays pixels: three
     channels, or one of its brightness.
     """
-    import torch
+    return _encoded(_read_pixels(path, latent_size, channels, decoder, option), decoder)
+
+
+def _read_pixels(
+    path: Path, latent_size: tuple[int, int, int], channels: int, decoder: "Decoder", option: str
+) -> "Tensor":
+    """Return a picture at the size of a sample, `[1 or 3, 1, H, W]` in [-1, 1]."""
     from PIL import Image, ImageOps
 
     from dit.batch import pixel_values
-    from dit.encoders.vae import load_vae
     from energon_data.media_files import open_picture, pixels_of
     from energon_data.samples import SampleError
 
@@ -71,10 +76,62 @@ def read_initial(
     if channels == 1:
         fitted = fitted.convert("L").convert("RGB")
     pixels = pixel_values(pixels_of([fitted]))
+    return pixels if decoder.geometry is not None else pixels[:channels]
+
+
+def _encoded(pixels: "Tensor", decoder: "Decoder") -> "Tensor":
+    """Return a picture as a latent; without an autoencoder unchanged."""
+    import torch
+
+    from dit.encoders.vae import load_vae
+
     if decoder.name is None:
-        return pixels[:channels]
+        return pixels
     with torch.no_grad():
         return load_vae(decoder.name, str(decoder.device)).encode(pixels[None])[0].float().cpu()
+
+
+@dataclass(frozen=True)
+class Inpainting:
+    """A picture of which a region is generated.
+
+    Attributes:
+        settings: `known` and `mask` of `Generator.generate`.
+        pixels: of the picture, `[C, 1, H, W]` in [-1, 1].
+        mask: True for pixels to generate, `[H, W]`.
+    """
+
+    settings: dict[str, "Tensor"]
+    pixels: "Tensor"
+    mask: "Tensor"
+
+    def kept(self, drawn: "Tensor") -> "Tensor":
+        """Return drawn pictures `[N, C, T, H, W]` with the pixels of the picture outside the mask."""
+        import torch
+
+        return torch.where(self.mask, drawn, self.pixels)
+
+
+def read_inpainting(
+    paths: Sequence[Path], latent_size: tuple[int, int, int], channels: int, patch: int, decoder: "Decoder"
+) -> Inpainting:
+    """Read a picture and its mask, which is bright where the picture is generated.
+
+    A patch of the model is generated if a pixel of it is in the mask; other pixels are those of the picture.
+
+    Args:
+        patch: side of a patch in positions of a latent.
+    """
+    import torch
+
+    picture, mask = paths
+    pixels = _read_pixels(picture, latent_size, channels, decoder, "--inpaint")
+    mask_HW = _read_pixels(mask, latent_size, channels, decoder, "--inpaint").mean((0, 1)) > 0
+    if not mask_HW.any():
+        raise ConfigError(f"--inpaint {picture} {mask}: the mask is dark everywhere; paint white what to generate")
+    sides = [pixel // (side // patch) for pixel, side in zip(mask_HW.shape, latent_size[1:])]
+    patches = torch.nn.functional.max_pool2d(mask_HW[None].float(), sides)[0] > 0
+    return Inpainting({"known": _encoded(pixels, decoder), "mask": patches}, pixels, mask_HW)
 
 
 def check_strength(strength: Optional[float], *, initial: bool) -> float:

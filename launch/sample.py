@@ -21,7 +21,7 @@ from dit.terminal import counted, echo
 from launch import environment
 from launch.argument_types import at_least_one, command_parser, frame_rate, height_and_width
 from launch.cascade import Stage, add_cascade_arguments, read_pictures, read_stages, with_pictures
-from launch.initial_picture import check_strength, read_initial, with_references
+from launch.initial_picture import check_strength, read_initial, read_inpainting, with_references
 from launch.sample_requests import add_request_arguments, what_to_draw
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 SOLVERS, VARIANCES, THRESHOLDINGS = (
     get_args(get_type_hints(SamplingConfig)[name]) for name in ("solver", "variance", "thresholding")
 )
-METHODS = ("guidance_channels", "guidance_rescale", "guidance_interval", "churn")
+METHODS = ("guidance_channels", "guidance_rescale", "guidance_norm", "guidance_interval", "churn")
 """Sampling settings that are flags of the same name."""
 DESCRIPTION = "Draw samples from a checkpoint as one labelled picture or animation, and as separate files."
 EXAMPLES = """\
@@ -46,6 +46,7 @@ examples
   python -m launch.sample --checkpoint RUN --prompt "a red train" --init sketch.png --strength 0.6
   python -m launch.sample --checkpoint RUN --prompt "waves at a beach" --first-frame beach.png --out waves.mp4
   python -m launch.sample --checkpoint runs/letters_edit --reference q.png --prompt "make it bold" --out bold.png
+  python -m launch.sample --checkpoint RUN --inpaint street.png mask.png --prompt "a red train" --out train.png
   python -m launch.sample --checkpoint HIGH --low-noise LOW --prompt "a red train" --out train.mp4
   python -m launch.sample --checkpoint RUN/checkpoints/step_0100000 --guide RUN/checkpoints/step_0020000
   torchrun --standalone --nproc-per-node 8 -m launch.sample --checkpoint RUN --prompts prompts.jsonl --files pictures
@@ -87,6 +88,11 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         metavar="X",
         help="keep the contrast of this share of a guided prediction, 0 to 1",
+    )
+    group.add_argument(
+        "--guidance-norm",
+        action=argparse.BooleanOptionalAction,
+        help="keep the norm of each token of a guided prediction (Qwen-Image)",
     )
     group.add_argument(
         "--guidance-interval",
@@ -151,6 +157,13 @@ def build_parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="PICTURE",
         help="start clips with this picture (image to video; train with data.clean_first_frame)",
+    )
+    parser.add_argument(
+        "--inpaint",
+        nargs=2,
+        type=Path,
+        metavar=("PICTURE", "MASK"),
+        help="draw the white region of the mask, and keep the other pixels of the picture (train with data.inpaint)",
     )
     parser.add_argument(
         "--reference",
@@ -310,7 +323,7 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
     name, note = find_autoencoder(channels, args.vae, generator.autoencoder, "--vae PATH")
     if note and rank == 0:
         echo(note, file=sys.stderr)
-    decode = Decoder(name, local_device())
+    show: Callable[[Tensor], Tensor] = (decode := Decoder(name, local_device()))
     settings = sampling_settings(args) | read_size(args, generator, decode.geometry)
     requests, size = with_pictures(
         generator, what_to_draw(args, generator, settings.get("size")), pictures, args.augmentation
@@ -328,6 +341,12 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
             raise ConfigError("--init starts stills and --first-frame clips; give one of them")
         settings |= {"first_frame": read_initial(args.first_frame, still, channels, decode, "--first-frame")}
         init = {"first_frame": str(args.first_frame)}
+    if args.inpaint is not None:
+        if args.init is not None or args.first_frame is not None:
+            raise ConfigError("--inpaint keeps a part of a picture, --init and --first-frame begin with one; give one")
+        inpainting = read_inpainting(args.inpaint, still, channels, generator.spec.patch_spatial, decode)
+        settings |= inpainting.settings
+        init, show = {"inpaint": [str(path) for path in args.inpaint]}, lambda x: inpainting.kept(decode(x))
     if args.reference:
         if getattr(generator.config.data, "references", None) is False:
             raise ConfigError(
@@ -359,7 +378,7 @@ def draw_and_write(args: argparse.Namespace, pictures: Optional[Sequence[Tensor]
             on_step=on_step,
             **settings,
         ):
-            gallery.add(indices, latents, decode(latents))
+            gallery.add(indices, latents, show(latents))
             latent_by_index |= dict(zip(indices, latents.cpu()))
     local_latents = [latent_by_index[index] for index in sorted(latent_by_index)]
     if not gallery.gather():

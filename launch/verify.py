@@ -206,6 +206,7 @@ def pair_of(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None) -
         num_streams=micro_batches,
         clean_first_frame=share,
         frame_levels=share,
+        inpaint=share,
     )
     training = TrainingConfig(
         global_batch_size=micro_batches,

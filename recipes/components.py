@@ -425,7 +425,7 @@ def adamw_large() -> run.Config[OptimizerConfig]:
 
 @run.cli.factory(target=OptimizerConfig)
 def muon() -> run.Config[OptimizerConfig]:
-    """Muon for the 2-D weights of transformer blocks, AdamW for the rest: lr 1e-4 for both, momentum 0.95."""
+    """Muon for the 2-D weights of transformer blocks, AdamW for all else: lr 1e-4 for both, momentum 0.95."""
     return run.Config(OptimizerConfig, algorithm="muon", lr=1e-4, beta1=0.9, beta2=0.95)
 
 

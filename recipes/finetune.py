@@ -132,6 +132,7 @@ def _on_base(name: str, base: Optional[str], published: Optional[Published] = No
             setattr(recipe, part, _as_config(settings))
     elif published is not None:
         recipe.model = published.model
+        recipe.model.null_text = "empty"
         recipe.objective = run.Config(FlowMatching, time_distribution="logit_normal", time_shift=published.time_shift)
         recipe.sampling = run.Config(SamplingConfig, solver="euler", num_steps=50, guidance_scale=5.0)
     recipe.checkpoint.start_from = base or ("runs/pretrain" if published is None else published.folder)

@@ -38,7 +38,7 @@ from dit.kernels.fp8 import BLOCKS, PRODUCTS, TE_CAPABILITY, Fp8Products, check_
 from dit.kernels.layer_kernels import EAGER, LayerKernels
 from dit.settings import Fp8
 
-EXPERT, ROWS = (ParameterSharding(expert=e, split_dim=d, matrices=ONE_MATRIX) for e, d in ((True, None), (False, 0)))
+EXPERT = ParameterSharding(expert=True, matrices=ONE_MATRIX)
 
 
 class ColumnLinear(ColumnParallelLinear):
@@ -262,7 +262,8 @@ class LayerProvider:
             is_expert=False,
             tp_group=self.tp_group,
         )
-        sharding = replace(ROWS, gradient_covers="all_tokens" if replicated_input else "sequence_shard")
+        covers: GradientCovers = "all_tokens" if replicated_input else "sequence_shard"
+        sharding = ParameterSharding(split_dim=0, gradient_covers=covers, matrices=ONE_MATRIX)
         layer.is_unsharded, layer.returns_bias, layer.skip_bias_add = self.tp_size == 1, returns_bias, skips
         layer.fp8 = None if replicated_input else self._products(in_features, split=out_features)
         _initialize(layer, sharding, sharding, init)
@@ -336,7 +337,8 @@ class LayerProvider:
             dtype=self.config.params_dtype,
             device=self._device,
         )
-        _initialize(layer, ROWS, ROWS, init)
+        sharding = ParameterSharding(split_dim=0)
+        _initialize(layer, sharding, sharding, init)
         return layer
 
     def is_linear(self, module: nn.Module) -> bool:

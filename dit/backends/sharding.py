@@ -153,9 +153,9 @@ def set_matrices(linear: nn.Module, matrices: Matrices) -> None:
 
 
 def replicate_on_all_stages(parameters: Iterable[nn.Parameter]) -> None:
-    """Set `every_stage` in the shardings of these parameters, which then belong to no block."""
+    """Set `every_stage` in the shardings of these parameters."""
     for parameter in parameters:
-        set_sharding(parameter, replace(sharding_of(parameter), every_stage=True, matrices=None))
+        set_sharding(parameter, replace(sharding_of(parameter), every_stage=True))
 
 
 def sharding_of(parameter: Tensor, name: str = "") -> ParameterSharding:

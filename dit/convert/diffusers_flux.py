@@ -69,9 +69,6 @@ class DiffusersFlux(DiffusersStreams[FluxConfig]):
         (r"single_transformer_blocks\.(\d+)\.norm\.linear", r"single_blocks.\1.modulation.lin"),
     )
 
-    def lora_pipeline(self, model: FluxConfig) -> str:
-        return "FluxPipeline"
-
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
         channels, out_channels = published["in_channels"], published["out_channels"]
         if (out_channels or 0) % PATCH**2:

@@ -69,9 +69,6 @@ class DiffusersFlux2(DiffusersStreams[Flux2Config]):
         (r"single_transformer_blocks\.(\d+)\.attn\.to_out", r"single_blocks.\1.linear2"),
     )
 
-    def lora_pipeline(self, model: Flux2Config) -> str:
-        return "Flux2Pipeline"
-
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
         sizes = self.sizes(published)
         model = Flux2Config(
@@ -81,6 +78,7 @@ class DiffusersFlux2(DiffusersStreams[Flux2Config]):
             guidance=DEV_GUIDANCE if published["guidance_embeds"] else None,
             rope_theta=float(published["rope_theta"]),
             layernorm_epsilon=published["eps"],
+            null_text="learned" if published["guidance_embeds"] else "empty",
         )
         return self.trained(model, time_shift=TIME_SHIFT, num_steps=50)
 

@@ -116,10 +116,6 @@ class DiffusersFormat(ABC, Generic[Model]):
         """Return a model and its weights, with our names, in the sizes that diffusers' pipeline expects."""
         return trained, weights
 
-    def lora_pipeline(self, model: Model) -> Optional[str]:
-        """Return the pipeline with a `load_lora_weights` for adapters of the model; None if only peft reads them."""
-        return None
-
     def comfyui_name(self, layer: str) -> Optional[str]:
         """Return ComfyUI's name of a linear layer of diffusers; None if it is unknown."""
         matches = ((re.fullmatch(pattern, layer), name) for pattern, name in self.comfyui)

@@ -63,9 +63,6 @@ class DiffusersLumina2(DiffusersSandwich[Lumina2Config]):
     }
     mlp = ("linear_1", "linear_3", "linear_2")
 
-    def lora_pipeline(self, model: Lumina2Config) -> str:
-        return "Lumina2Pipeline"
-
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
         size, heads, groups = (published[name] for name in ("hidden_size", "num_attention_heads", "num_kv_heads"))
         channels, out_channels = published["in_channels"], published["out_channels"]
@@ -80,6 +77,7 @@ class DiffusersLumina2(DiffusersSandwich[Lumina2Config]):
             num_single_layers=published["num_layers"],
             ffn_hidden_size=_inner_size(size, published["multiple_of"], published["ffn_dim_multiplier"]),
             rope_axes=list(published["axes_dim_rope"]),
+            null_text="empty",
         )
         sampling = {"solver": "euler", "num_steps": 50, "guidance_scale": 4.0}
         latent_size = (1, published["sample_size"], published["sample_size"])

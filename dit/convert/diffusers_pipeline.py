@@ -14,7 +14,7 @@ Source: diffusers 0.38, `pipelines/`: arguments of the constructors, and the ste
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Optional
+from typing import Any, Literal, Optional
 
 from dit.condition_table import size_and_crop
 from dit.convert.diffusers_format import NULLS, VERSION, DiffusersFormat, TrainedModel
@@ -26,6 +26,8 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.noise_levels import REFERENCE_STEPS
 
 CLIP = ("clip",)
+FLUX2_SHIFT = (1.62160747, 2.02335116, 256, 4096)
+"""`compute_empirical_mu` for 50 steps, which is linear up to 4300 tokens."""
 WAN_FPS = 16
 """Frames per second of Wan's clips."""
 T5_LIKE = ("t5", "umt5", "sentence")
@@ -56,9 +58,18 @@ class Pipeline:
         flow: runs flow matching, otherwise DDPM of `REFERENCE_STEPS` steps.
         shift: adds the `shift_factor` of the autoencoder; the others ignore it.
         guided_by_texts: leads away from the embedding of the empty text.
+        scale: argument of the call for the scale of guidance.
+        scale_of_none: value of this argument without guidance.
+        keeps_norm: guides as `sampling.guidance_norm`.
         zeros: entry of `model_index.json` that, if true, replaces that embedding by zeros; None for no such entry.
-        states_steps_only: passes no noise levels to its scheduler, only the number of steps.
+        compression: pixels per side, per position of a latent; None for those of the autoencoder.
+        times: which times of flow matching its call passes to the scheduler: n evenly spaced ones (`even`), these if
+            they are an argument of the call (`argument`), n - 1 of them and the clean end (`end`), or none (`none`).
+        shift_by_tokens: of the times in 50 steps, if the call does not read the scheduler's settings; `scheduler` if it
+            does; None if it has no such shift.
         reads_sizes: calls the model with the sizes and the crop of the original.
+        reads_adapters: has `load_lora_weights`.
+        arguments: further arguments of the call.
         note: what it does with a prompt, if the encoder of the run does not (`prompt=`).
     """
 
@@ -67,22 +78,29 @@ class Pipeline:
     flow: bool = False
     shift: bool = False
     guided_by_texts: bool = False
+    scale: str = "guidance_scale"
+    scale_of_none: float = 1.0
+    keeps_norm: bool = False
     zeros: Optional[str] = None
     vae: str = "AutoencoderKL"
-    states_steps_only: bool = False
+    compression: Optional[int] = None
+    times: Literal["even", "argument", "end", "none"] = "even"
+    shift_by_tokens: Optional[Literal["scheduler"] | tuple[float, float, float, float]] = None
     draws_clips: bool = False
     reads_sizes: bool = False
+    reads_adapters: bool = True
     arguments: tuple[str, ...] = ()
     note: Optional[str] = None
     index: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
 
 
 PIPELINES = {
-    "DiTTransformer2DModel": Pipeline("DiTPipeline"),
+    "DiTTransformer2DModel": Pipeline("DiTPipeline", reads_adapters=False),
     "PixArtTransformer2DModel": Pipeline(
         "PixArtAlphaPipeline",
         (TextPart("text_encoder", T5_LIKE, "a T5 or a BERT"),),
         guided_by_texts=True,
+        reads_adapters=False,
         arguments=("clean_caption=False", "use_resolution_binning=False"),
         note="PixArtAlphaPipeline converts prompts to lower case; prepare captions in lower case for it",
     ),
@@ -102,6 +120,68 @@ PIPELINES = {
         ),
         flow=True,
         shift=True,
+        shift_by_tokens="scheduler",
+    ),
+    "Flux2Transformer2DModel": Pipeline(
+        "Flux2KleinPipeline",
+        (TextPart("text_encoder", ("qwen3",), "a Qwen3"),),
+        flow=True,
+        guided_by_texts=True,
+        vae="AutoencoderKLFlux2",
+        shift_by_tokens=FLUX2_SHIFT,
+    ),
+    "QwenImageTransformer2DModel": Pipeline(
+        "QwenImagePipeline",
+        (TextPart("text_encoder", ("qwen2_5_vl",), "a Qwen2.5-VL"),),
+        flow=True,
+        guided_by_texts=True,
+        scale="true_cfg_scale",
+        keeps_norm=True,
+        shift_by_tokens="scheduler",
+        vae="AutoencoderKLQwenImage",
+        arguments=('negative_prompt=""',),
+    ),
+    "SD3Transformer2DModel": Pipeline(
+        "StableDiffusion3Pipeline",
+        (
+            TextPart("text_encoder", ("clip_projected",), "a CLIP text model with projection", cut=True),
+            TextPart("text_encoder_2", ("clip_projected",), "a second one", cut=True),
+            TextPart("text_encoder_3", ("t5",), "a T5"),
+        ),
+        flow=True,
+        shift=True,
+        guided_by_texts=True,
+        times="argument",
+        shift_by_tokens="scheduler",
+        index=MappingProxyType({"image_encoder": [None, None], "feature_extractor": [None, None]}),
+    ),
+    "Lumina2Transformer2DModel": Pipeline(
+        "Lumina2Pipeline",
+        (TextPart("text_encoder", ("gemma2",), "a Gemma 2"),),
+        flow=True,
+        shift=True,
+        guided_by_texts=True,
+        compression=8,
+        arguments=("cfg_normalization=False",),
+    ),
+    "ZImageTransformer2DModel": Pipeline(
+        "ZImagePipeline",
+        (TextPart("text_encoder", ("qwen3",), "a Qwen3"),),
+        flow=True,
+        shift=True,
+        guided_by_texts=True,
+        scale_of_none=0.0,
+        times="end",
+        shift_by_tokens="scheduler",
+    ),
+    "SanaTransformer2DModel": Pipeline(
+        "SanaPipeline",
+        (TextPart("text_encoder", ("gemma2",), "a Gemma 2"),),
+        flow=True,
+        guided_by_texts=True,
+        vae="AutoencoderDC",
+        times="argument",
+        arguments=("use_resolution_binning=False",),
     ),
     "WanTransformer3DModel": Pipeline(
         "WanPipeline",
@@ -109,49 +189,59 @@ PIPELINES = {
         flow=True,
         guided_by_texts=True,
         vae="AutoencoderKLWan",
-        states_steps_only=True,
+        times="none",
         draws_clips=True,
         note="WanPipeline joins the white space of a prompt and replaces HTML entities",
     ),
 }
 """By the class of the model."""
 
-XL = Pipeline(
-    "StableDiffusionXLPipeline",
-    (
-        TextPart("text_encoder", CLIP, "a CLIP text model", cut=True),
-        TextPart("text_encoder_2", ("clip_projected",), "a CLIP text model with projection", cut=True),
-    ),
-    guided_by_texts=True,
-    zeros="force_zeros_for_empty_prompt",
-    reads_sizes=True,
-    index=MappingProxyType(
-        {"image_encoder": [None, None], "feature_extractor": [None, None], "add_watermarker": False}
-    ),
-)
-"""Of `UNet2DConditionModel` with a pooled text."""
-
-NONE: Mapping[str, str] = {
-    **dict.fromkeys(("AutoencoderKL", "VQModel"), "an autoencoder is a part of the pipelines of other models"),
-    **dict.fromkeys(
-        (
-            *("Flux2Transformer2DModel", "QwenImageTransformer2DModel", "Lumina2Transformer2DModel"),
-            *("ZImageTransformer2DModel", "SanaTransformer2DModel"),
+VARIANTS = {
+    "UNet2DConditionModel": (
+        "pooled_size",
+        Pipeline(
+            "StableDiffusionXLPipeline",
+            (
+                TextPart("text_encoder", CLIP, "a CLIP text model", cut=True),
+                TextPart("text_encoder_2", ("clip_projected",), "a CLIP text model with projection", cut=True),
+            ),
+            guided_by_texts=True,
+            zeros="force_zeros_for_empty_prompt",
+            reads_sizes=True,
+            index=MappingProxyType(
+                {"image_encoder": [None, None], "feature_extractor": [None, None], "add_watermarker": False}
+            ),
         ),
-        "launch.export does not write the pipeline of this class",
     ),
-    "SD3Transformer2DModel": "its pipeline joins the texts of three encoders along the text; dit.encoders does not",
+    "Flux2Transformer2DModel": (
+        "guidance",
+        Pipeline(
+            "Flux2Pipeline",
+            (TextPart("text_encoder", ("mistral3",), "a Mistral 3"),),
+            flow=True,
+            vae="AutoencoderKLFlux2",
+            shift_by_tokens=FLUX2_SHIFT,
+        ),
+    ),
 }
-"""Reasons why a model class has no pipeline."""
+"""By the class of the model: a setting, and the pipeline of models that have it."""
+
+NONE = "an autoencoder is a part of the pipelines of other models"
+
+
+def pipeline_class(form: DiffusersFormat[ModelConfig], model: ModelConfig) -> Optional[Pipeline]:
+    """Return the pipeline of a model; None for an autoencoder."""
+    setting, variant = VARIANTS.get(form.class_name, ("", None))
+    has_setting = getattr(model, setting, None) is not None
+    return variant if has_setting else PIPELINES.get(form.class_name)
 
 
 def pipeline_of(form: DiffusersFormat[ModelConfig], trained: TrainedModel) -> Pipeline:
     """Return the pipeline that draws the same samples from a model as our sampler."""
-    is_xl = form.part == "unet" and getattr(trained.model, "pooled_size", None) is not None
-    pipeline = XL if is_xl else PIPELINES.get(form.class_name)
+    pipeline = pipeline_class(form, trained.model)
     faults = [] if pipeline is None else [*_objective_faults(pipeline, trained), *_model_faults(pipeline, trained)]
     if pipeline is None or faults:
-        why = NONE[form.class_name] if pipeline is None else f"{pipeline.class_name} {'; '.join(faults)}"
+        why = NONE if pipeline is None else f"{pipeline.class_name} {'; '.join(faults)}"
         raise ConfigError(f"--format pipeline: {why}; export {form.class_name} with --format diffusers")
     return pipeline
 
@@ -160,7 +250,8 @@ def _objective_faults(pipeline: Pipeline, trained: TrainedModel) -> list[str]:
     objective = trained.objective
     if pipeline.flow:
         runs = isinstance(objective, FlowMatching) and objective.prediction == "velocity"
-        needed = "flow matching of the velocity"
+        runs = runs and not (pipeline.times == "end" and getattr(objective, "last_time", None) is not None)
+        needed = "flow matching of the velocity" + " without a last time" * (pipeline.times == "end")
     else:
         # The pipeline passes the scheduler's steps to the network unchanged.
         runs = isinstance(objective, DDPM) and objective.discrete_steps == REFERENCE_STEPS
@@ -223,13 +314,16 @@ def loading_lines(
         most_tokens: longest text by folder of the encoder.
     """
     sampling, (frames, height, width) = dict(trained.sampling), pixels
-    # The guidance_scale of FLUX is an input of the distilled network.
+    # The guidance_scale of FLUX is an input of the distilled network, that of Z-Image is 0 without guidance.
     distilled = pipeline.flow and not pipeline.guided_by_texts
     scale = getattr(trained.model, "guidance", None) if distilled else sampling.get("guidance_scale")
-    call = [f"num_inference_steps={num_steps_of(trained)}", f"guidance_scale={scale or 1.0}"]
+    steps = num_steps_of(trained)
+    call = [f"num_inference_steps={steps + (pipeline.times == 'end')}"]
+    call += [f"{pipeline.scale}={(scale or 1.0) - 1.0 + pipeline.scale_of_none}"]
+    call += [f"sigmas=[1 - i / {steps} for i in range({steps})]"] * (pipeline.times == "argument")
     if pipeline.texts:
         prompt = repr((sampling.get("prompts") or ["a red circle"])[0])
-        call = [prompt, *call, f"height={height}", f"width={width}", *pipeline.arguments]
+        call = [f"prompt={prompt}", *call, f"height={height}", f"width={width}", *pipeline.arguments]
         call += [f"num_frames={frames}"] if pipeline.draws_clips else []
         call += [f"max_sequence_length={most_tokens[t.folder]}" for t in pipeline.texts if not t.cut]
         if pipeline.reads_sizes:  # as our sampler, which takes latents of an eighth of the side

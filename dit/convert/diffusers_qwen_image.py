@@ -4,6 +4,7 @@ Source: diffusers 0.38, `models/transformers/transformer_qwenimage.py` and `pipe
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from dit.convert.diffusers_format import LatentSize, TrainedModel
@@ -44,9 +45,6 @@ class DiffusersQwenImage(DiffusersStreams[QwenImageConfig]):
 
     comfyui = ((r"transformer_blocks\..*", r"\g<0>"),)
 
-    def lora_pipeline(self, model: QwenImageConfig) -> str:
-        return "QwenImagePipeline"
-
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
         sizes = self.sizes(published)
         # Without `out_channels`, diffusers predicts as many channels for each position as a token has.
@@ -55,8 +53,10 @@ class DiffusersQwenImage(DiffusersStreams[QwenImageConfig]):
             **sizes,
             out_channels=None if channels == sizes["in_channels"] else channels,
             ffn_hidden_size=4 * sizes["hidden_size"],
+            null_text="empty",
         )
-        return self.trained(model, time_shift=3.0, num_steps=50, guidance_scale=4.0)
+        trained = self.trained(model, time_shift=3.0, num_steps=50, guidance_scale=4.0)
+        return replace(trained, sampling={**trained.sampling, "guidance_norm": True})
 
     def write(self, model: QwenImageConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         return self.write_sizes(model) | {"out_channels": model.out_channels or model.in_channels}, []

@@ -18,6 +18,8 @@ from dit.objectives.noise_levels import REFERENCE_STEPS, beta_ends
 SCHEDULER_CONFIG = "scheduler_config.json"
 PAGE = "README.md"
 PREDICTIONS = {"noise": "epsilon", "x0": "sample", "v": "v_prediction"}
+SHIFT_BY_TOKENS = ("base_shift", "max_shift", "base_image_seq_len", "max_image_seq_len")
+"""Settings of `FlowMatching.shift_by_tokens` in diffusers."""
 BETA_SCHEDULES = {"linear": "linear", "scaled_linear": "scaled_linear", "cosine": "squaredcos_cap_v2"}
 
 
@@ -32,7 +34,10 @@ def scheduler_config(objective: Objective) -> Optional[dict[str, Any]]:
             "_class_name": "FlowMatchEulerDiscreteScheduler",
             "num_train_timesteps": REFERENCE_STEPS,
             "shift": objective.time_shift,
+            "shift_terminal": objective.last_time,
         }
+        if objective.shift_by_tokens is not None:
+            settings |= {"use_dynamic_shifting": True, **dict(zip(SHIFT_BY_TOKENS, objective.shift_by_tokens))}
     elif isinstance(objective, EDM):
         names = ("sigma_min", "sigma_max", "sigma_data", "rho")
         settings = {"_class_name": "EDMEulerScheduler", **{name: getattr(objective, name) for name in names}}
@@ -80,7 +85,7 @@ def spaced_scheduler(objective: FlowMatching, num_steps: int) -> dict[str, Any]:
             f"objective.time_shift={shift:g} is too large for the scheduler of diffusers in {num_steps} steps; export "
             "the model with --format diffusers"
         )
-    last = shift / (num_steps + shift - 1)
+    last = objective.last_time or shift / (num_steps + shift - 1)
     return {**config, "shift": 2 * steps / (b + math.sqrt(b**2 - 4 * c * steps)), "shift_terminal": last}
 
 
@@ -109,7 +114,7 @@ def how_to_sample(trained: TrainedModel) -> list[str]:
         lines += [
             "x_t = (1 - t) x0 + t noise: t = 0 is data, t = 1 is noise; sampling goes from 1 to 0",
             f"the network gets {time} as its timestep and predicts {sign}{predicts}",
-            f"times are evenly spaced, then shifted by {objective.time_shift:g}: t s / (1 + (s - 1) t)",
+            f"times are evenly spaced, then shifted by {_shift(objective)}: t s / (1 + (s - 1) t)",
         ]
     elif isinstance(objective, EDM):
         lines += [
@@ -138,6 +143,14 @@ def how_to_sample(trained: TrainedModel) -> list[str]:
         f"latents of {' x '.join(map(str, trained.latent_size))} (frames x height x width), {channels} channels"
     )
     return lines
+
+
+def _shift(objective: FlowMatching) -> str:
+    """Return the shift of a sample's times in words."""
+    if objective.shift_by_tokens is None:
+        return f"{objective.time_shift:g}"
+    low, high, fewest, most = objective.shift_by_tokens
+    return f"s of log(s) = {low:g} at {fewest:g} tokens and {high:g} at {most:g}, linear in the tokens"
 
 
 def page(

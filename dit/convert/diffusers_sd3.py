@@ -79,9 +79,6 @@ class DiffusersSD3(DiffusersStreams[SD3Config]):
         )
     )
 
-    def lora_pipeline(self, model: SD3Config) -> str:
-        return "StableDiffusion3Pipeline"
-
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
         heads, size, patch = published["num_attention_heads"], published["sample_size"], published["patch_size"]
         width, dual = heads * published["attention_head_dim"], list(published["dual_attention_layers"])
@@ -106,6 +103,7 @@ class DiffusersSD3(DiffusersStreams[SD3Config]):
             num_dual_layers=len(dual),
             qk_layernorm=norm is not None,
             position_crop=[published["pos_embed_max_size"], size // patch],
+            null_text="empty",
         )
         sampling = {"solver": "euler", "num_steps": 28, "guidance_scale": 4.5}
         return TrainedModel(model, FlowMatching(time_shift=3.0), (1, size, size), sampling)

@@ -39,7 +39,7 @@ PATCH = 2  # fixed in the pipelines
 LATENT_SIZE = (1, 128, 128)  # 1024 px; not in the settings
 FREE = {
     *("in_channels", "out_channels", "context_size", "hidden_size", "num_attention_heads", "num_joint_layers"),
-    *("ffn_hidden_size", "rope_axes", "context_dropout", "rope_scaling", "lora"),
+    *("ffn_hidden_size", "rope_axes", "context_dropout", "rope_scaling", "lora", "null_text"),
 }
 """Our settings that all of diffusers' classes have, or that do not change the network."""
 GATED = Axes("(two f) ... -> (f two) ...", {"two": 2})

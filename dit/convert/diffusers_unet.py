@@ -110,9 +110,6 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
     fixed = tuple(name for name in DEFAULTS if name not in FOLLOWED)
     part = "unet"
 
-    def lora_pipeline(self, model: LDMUNetConfig) -> str:
-        return "StableDiffusionPipeline" if model.pooled_size is None else "StableDiffusionXLPipeline"
-
     def comfyui_name(self, layer: str) -> str:
         """Return the name in kohya-ss, which ComfyUI reads for this model."""
         return f"lora_unet_{layer.replace('.', '_')}"

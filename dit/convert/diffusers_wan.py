@@ -72,9 +72,6 @@ class DiffusersWan(DiffusersFormat[WanConfig]):
         (r"blocks\.(\d+)\.ffn\.net\.2", r"blocks.\1.ffn.2"),
     )
 
-    def lora_pipeline(self, model: WanConfig) -> str:
-        return "WanPipeline"
-
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
         patch_temporal, *patch = published["patch_size"]
         if len(patch) != 2 or patch[0] != patch[1]:

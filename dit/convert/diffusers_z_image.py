@@ -59,9 +59,6 @@ class DiffusersZImage(DiffusersSandwich[ZImageConfig]):
     }
     mlp = ("w1", "w3", "w2")
 
-    def lora_pipeline(self, model: ZImageConfig) -> str:
-        return "ZImagePipeline"
-
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
         size, heads = published["dim"], published["n_heads"]
         values = {name: published[name] for name in ("all_patch_size", "all_f_patch_size", "n_kv_heads")}
@@ -80,6 +77,7 @@ class DiffusersZImage(DiffusersSandwich[ZImageConfig]):
             rope_theta=float(published["rope_theta"]),
             time_scale=float(published["t_scale"]),
             rope_axes=list(published["axes_dims"]),
+            null_text="empty",
         )
         notes = [f"config.json has no latent size; {LATENT_SIZE[1]} x {LATENT_SIZE[2]} is assumed"]
         # The pipeline counts its scale from 0: 4 there is 5 here.

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from dit.convert.diffusers_format import DiffusersFormat
+from dit.convert.diffusers_pipeline import pipeline_class
 from dit.convert.diffusers_sampling import PAGE
 from dit.convert.rules import Pointwise, Rule, RuleBook
 from dit.convert.state_files import to_json, write_tensors, written_atomically
@@ -135,11 +136,11 @@ def comfyui_tensors(layers: Mapping[str, Adapter], name_of: Callable[[str], Opti
 def adapter_page(form: DiffusersFormat[ModelConfig], model: ModelConfig) -> str:
     """Return the README page of a folder with adapters, in Markdown, with loading instructions."""
     lines = [f"# Adapters (LoRA) of {form.class_name}, exported by megatron-dit", "", "```python"]
-    if (pipeline := form.lora_pipeline(model)) is not None:
+    if (pipeline := pipeline_class(form, model)) is not None and pipeline.reads_adapters:
         lines += [
-            f"from diffusers import {pipeline}",
+            f"from diffusers import {pipeline.class_name}",
             "",
-            f'pipeline = {pipeline}.from_pretrained("BASE")',
+            f'pipeline = {pipeline.class_name}.from_pretrained("BASE")',
             f'pipeline.load_lora_weights("THIS_FOLDER", weight_name="{DIFFUSERS_FILE}")',
             "```",
             "",

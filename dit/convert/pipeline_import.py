@@ -1,9 +1,9 @@
-"""Import text encoders and autoencoder from a pipeline, of Stable Diffusion also null text and noise schedule.
+"""Import text encoders, autoencoder and noise schedule from a pipeline, of Stable Diffusion also the null text.
 
     PIPELINE/model_index.json             class of the pipeline; force_zeros_for_empty_prompt of XL
     PIPELINE/transformer/ or unet/        the imported network
     PIPELINE/text_encoder[_2]/, vae/      their folders are recorded
-    PIPELINE/scheduler/                   betas and prediction type
+    PIPELINE/scheduler/                   betas and prediction type, or the shift of flow matching
 
 Source: diffusers 0.38, `pipelines/stable_diffusion`, `pipelines/stable_diffusion_xl` and `schedulers`.
 """
@@ -13,12 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Optional
 
-from dit.convert.diffusers_format import TrainedModel
-from dit.convert.diffusers_sampling import BETA_SCHEDULES, PREDICTIONS, SCHEDULER_CONFIG
+from dit.convert.diffusers_format import TrainedModel, format_of_model
+from dit.convert.diffusers_pipeline import pipeline_class
+from dit.convert.diffusers_sampling import BETA_SCHEDULES, PREDICTIONS, SCHEDULER_CONFIG, SHIFT_BY_TOKENS
 from dit.convert.state_files import CONFIG, read_json
 from dit.errors import ConfigError
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.objectives.ddpm import DDPM
+from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.noise_levels import PUBLISHED_BETAS, REFERENCE_STEPS
 from dit.pipeline_folder import PIPELINE_INDEX, TEXT_ENCODERS, text_encoders_of
 
@@ -65,11 +67,17 @@ def complete(trained: TrainedModel, folder: Path) -> Completed:
         return Completed(trained, autoencoder, notes=[note])
     if folders and all((root / name / CONFIG).exists() for name in folders):
         trained = replace(trained, text_encoder=",".join(text_encoders_of(root)))
+    path, notes = root / "scheduler" / SCHEDULER_CONFIG, []
+    if isinstance(trained.objective, FlowMatching) and path.exists():
+        settings = read_json(path)
+        trained = replace(trained, objective=read_shift(settings, trained, str(path)))
+        if (name := settings.get("_class_name")) != (euler := "FlowMatchEulerDiscreteScheduler"):
+            notes.append(f"the steps of our sampler are those of {euler}, not of {name} in {path}; the shift is read")
+        return Completed(trained, autoencoder, True, notes)
     if not isinstance(model, LDMUNetConfig):
         return Completed(trained, autoencoder)
     if model.pooled_size is not None and not index.get("force_zeros_for_empty_prompt", True):
         trained = replace(trained, model=replace(model, null_text="empty"))
-    path, notes = root / "scheduler" / SCHEDULER_CONFIG, []
     if path.exists():
         settings = read_json(path)
         trained = replace(trained, objective=read_schedule(settings, str(path)))
@@ -82,6 +90,27 @@ def complete(trained: TrainedModel, folder: Path) -> Completed:
                 f"DDIMScheduler.from_config(pipeline.scheduler.config, {changes})"
             )
     return Completed(trained, autoencoder, path.exists(), notes)
+
+
+def read_shift(settings: Mapping[str, Any], trained: TrainedModel, where: str) -> FlowMatching:
+    """Return the objective of a trained model with the shift of a scheduler of flow matching."""
+    objective, points = trained.objective, None
+    assert isinstance(objective, FlowMatching)
+    if settings.get("use_dynamic_shifting"):
+        pipeline = pipeline_class(format_of_model(trained.model), trained.model)
+        points = None if pipeline is None else pipeline.shift_by_tokens
+        if points == "scheduler":
+            points = tuple(settings.get(name, value) for name, value in zip(SHIFT_BY_TOKENS, (0.5, 1.15, 256, 4096)))
+    shift = 1.0 if points is not None else settings.get("flow_shift", settings.get("shift", 1.0))
+    last, kind = settings.get("shift_terminal"), settings.get("time_shift_type", "exponential")
+    if kind != "exponential" or any(type(value) not in (int, float) for value in (shift, last or 0, *(points or ()))):
+        raise ConfigError(
+            f"{where}: shift={shift!r:.20}, shift by tokens {points!r:.60}, shift_terminal={last!r:.20} and "
+            f"time_shift_type={kind!r:.20} have no counterpart; copy the network to another folder, import it from "
+            "there and give --objective"
+        )
+    by_tokens = list(points) if isinstance(points, tuple) else None
+    return replace(objective, time_shift=shift, shift_by_tokens=by_tokens, last_time=last)
 
 
 def read_schedule(settings: Mapping[str, Any], where: str) -> DDPM:

@@ -277,17 +277,16 @@ class VAE:
 
     @torch.no_grad()
     def save(self, folder: Path, *, shift: bool) -> None:
-        """Write an `AutoencoderKL` or an `AutoencoderKLWan` in diffusers' layout.
+        """Write a class of diffusers in its layout.
 
         Args:
-            shift: write `shift_factor`. If False, the shift is merged into the biases of the 1 x 1 convolutions before
-                the decoder and after the encoder, which are added if they are missing.
+            shift: write the `shift_factor` of an `AutoencoderKL`. If False, the shift is merged into the biases of the
+                1 x 1 convolutions before the decoder and after the encoder, which are added if they are missing.
         """
-        if self.geometry.kind == "AutoencoderKLWan":  # scale and shift are settings that every reader applies
+        if self.geometry.kind != "AutoencoderKL":  # every reader applies the scale and shift of the other classes
             self._model.save_pretrained(folder)
             return
-        config = self._model and self._model.config
-        if self.geometry.kind != "AutoencoderKL" or config.latents_mean is not None:
+        if self._model.config.latents_mean is not None:
             raise ConfigError(
                 f"the autoencoder {self.name!r} is not an AutoencoderKL with one scale and shift, as the pipeline needs"
             )

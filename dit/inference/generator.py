@@ -23,7 +23,7 @@ from dit.conditions import Value
 from dit.encoders.text import empty_texts, load_text_encoders
 from dit.errors import CheckpointError, ConfigError
 from dit.inference.sizes import check_size
-from dit.levels import first_frames_clean, with_levels
+from dit.levels import first_frames_clean, unmasked_clean, with_levels
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import build_model
 from dit.parallel.dims import ParallelConfig
@@ -85,6 +85,8 @@ class Generator:
         strength: Optional[float] = None,
         first_frame: Optional[Tensor] = None,
         references: Optional[Sequence[Tensor]] = None,
+        known: Optional[Tensor] = None,
+        mask: Optional[Tensor] = None,
         tile: Optional[int] = None,
         tile_overlap: Optional[int] = None,
         on_step: Callable[[int], None] = lambda step: None,
@@ -111,6 +113,9 @@ class Generator:
                 trained with clean first frames; None to generate all frames.
             references: latent `[C, T, H, W]` of each sample that it is edited from, for a model trained with
                 references; None for none.
+            known: latent `[C, T, H, W]` of all samples outside `mask`, for a model trained with `data.inpaint`; None to
+                generate all of them.
+            mask: bool `[H, W]`, True for the patches to generate in every frame; given together with `known`.
             tile: side of square tiles in positions of a latent, for samples larger than the training samples, see
                 `dit.sampling.tiles`; None passes the full sample to the network.
             tile_overlap: smallest overlap of neighbouring tiles; a quarter of a tile if None.
@@ -137,6 +142,8 @@ class Generator:
             batch.latents_TC = batch.layout.insert_padding(tokens_TC.to(batch.layout.device).repeat(count, 1))
         if first_frame is not None:
             batch = self._starting_with(first_frame, batch)
+        if known is not None and mask is not None:
+            batch = self._around(known, mask, batch)
         if references is not None:
             check_levels(self.config.model, self.config.objective, "a reference", "no reference", references=True)
             batch = add_references(batch, references, self.spec)
@@ -151,6 +158,21 @@ class Generator:
             on_step=on_step,
         )
         return torch.stack(latents)[:, :, :frames]
+
+    def _around(self, known: Tensor, mask_HW: Tensor, batch: PackedBatch) -> PackedBatch:
+        """Return a pack of samples whose unmasked tokens are clean."""
+        check_levels(self.config.model, self.config.objective, "a mask", "no mask")
+        grid, temporal = batch.grids[0], self.spec.patch_temporal
+        tokens_TC, known_grid = patchify(known.repeat(1, grid[0] * temporal // known.shape[1], 1, 1), *self.spec.patch)
+        if known_grid != grid or mask_HW.shape != grid[1:] or not mask_HW.any():
+            raise ConfigError(
+                f"samples of {grid} patches (t, h, w) need a known latent and a mask of their size with at least one "
+                f"patch to generate, got {known_grid} and {list(mask_HW.shape)} with {int(mask_HW.sum())}"
+            )
+        count = len(batch.grids)
+        latents_TC = batch.layout.insert_padding(tokens_TC.to(batch.layout.device).repeat(count, 1))
+        segments = unmasked_clean(mask_HW.expand(grid).flatten())
+        return replace(batch, latents_TC=latents_TC, layout=with_levels(batch.layout, [segments] * count))
 
     def _starting_with(self, first_frame: Tensor, batch: PackedBatch) -> PackedBatch:
         """Return a pack of clips whose first frame of tokens is clean."""

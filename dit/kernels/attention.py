@@ -39,7 +39,7 @@ def reference_attention(
 
 def nothing_attends(layout_q: SequenceLayout, layout_k: SequenceLayout) -> bool:
     """Return whether no segment has both queries and keys, as on a context-parallel rank with only padding."""
-    return not any(map(min, layout_q.lengths, layout_k.lengths))
+    return not layout_q.is_fixed and not any(map(min, layout_q.lengths, layout_k.lengths))
 
 
 def zeros_of(q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor) -> Tensor:
@@ -76,11 +76,33 @@ def attend_densely(
     layout_q, layout_k = layout_q.gathered, layout_k.gathered
     if layout_q.uniform_length and layout_k.uniform_length:
         return _dense(kernel, q_TNH, k_KNH, v_KNH, layout_q.num_samples)
+    if layout_q.is_fixed:
+        return masked_attention(kernel, q_TNH, k_KNH, v_KNH, layout_q, layout_k)
     if nothing_attends(layout_q, layout_k):
         return zeros_of(q_TNH, k_KNH, v_KNH)
     groups = grouped(layout_q, layout_k)
     parts = zip(groups.queries.gather(q_TNH), groups.keys.gather(k_KNH), groups.keys.gather(v_KNH), groups.counts)
     return groups.queries.scatter([_dense(kernel, q, k, v, count) for q, k, v, count in parts])
+
+
+def masked_attention(
+    kernel: Callable[..., Tensor],
+    q_TNH: Tensor,
+    k_KNH: Tensor,
+    v_KNH: Tensor,
+    layout_q: SequenceLayout,
+    layout_k: SequenceLayout,
+) -> Tensor:
+    """Run a dense kernel on the pack as one segment, with a mask, whose shape does not depend on lengths.
+
+    It computes scores between all samples. Kernels for packed segments do not.
+    """
+    same_TK = layout_q.segment_ids_T[:, None] == layout_k.segment_ids_T
+    mask_TK = same_TK & layout_q.valid_T[:, None] & layout_k.valid_T
+    nothing_T1 = ~mask_TK.any(1, keepdim=True)
+    # Padding attends to everything, because a softmax of nothing may be NaN; its result is replaced.
+    out_TNH = _dense(partial(kernel, attn_mask=mask_TK | nothing_T1), q_TNH, k_KNH, v_KNH, 1)
+    return out_TNH.masked_fill(nothing_T1[..., None], 0.0)
 
 
 def _dense(kernel: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, batch: int) -> Tensor:
@@ -157,7 +179,7 @@ def _segments_with_padding(layout_q: SequenceLayout, layout_k: SequenceLayout) -
     Returns:
         Cumulative lengths of queries and of keys, int32 `[3 S + 1]`, and the longest of each.
     """
-    if all(layout.valid_tokens == layout.total_tokens for layout in (layout_q, layout_k)):
+    if not layout_q.has_padding and not layout_k.has_padding:
         return layout_q.cu_seqlens, layout_k.cu_seqlens, layout_q.max_seqlen, layout_k.max_seqlen
     return layout_q.table(_padded_segments, layout_k)
 
@@ -170,4 +192,5 @@ def _padded_segments(layout_q: SequenceLayout, layout_k: SequenceLayout) -> tupl
             padding = end - start - length
             lengths[i].extend([length, 0, padding] if i else [length, padding, 0])
     cu_q, cu_k = (layout_q.tensor((0, *accumulate(x)), torch.int32) for x in lengths)
-    return cu_q, cu_k, max(lengths[0]), max(lengths[1])
+    max_q, max_k = (x.max_seqlen if x.is_fixed else max(n) for x, n in zip((layout_q, layout_k), lengths))
+    return cu_q, cu_k, max_q, max_k

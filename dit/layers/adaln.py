@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from dit.backends.init import ONES, ZEROS, xavier_uniform
 from dit.backends.pending_bias import PendingBias
 from dit.backends.provider import LayerProvider
-from dit.backends.sharding import ONE_MATRIX, GradientCovers, Matrices, replicate_on_all_stages, set_matrices
+from dit.backends.sharding import GradientCovers, replicate_on_all_stages
 from dit.kernels.layer_kernels import LayerKernels
 from dit.kernels.modulation import NormModulation
 from dit.layout import SequenceLayout
@@ -149,11 +149,9 @@ class Modulation(nn.Module):
         if rank is not None:
             init = xavier_uniform(features, rank)
             self.down = provider.replicated_linear(features, rank, bias=False, init=init)
-            set_matrices(self.down, ONE_MATRIX)
             features = rank
         parts = self.vectors * num_sublayers
         self.linear = provider.gathered_linear(features, parts * hidden_size, bias=bias, init=ZEROS)
-        set_matrices(self.linear, Matrices(((hidden_size, 1),) * parts))
 
     def forward(self, cond_SD: Tensor) -> list[SublayerModulation]:
         n = self.vectors

@@ -142,7 +142,7 @@ class Caption(nn.Module):
         layout = text.layout
         assert layout is not None
         context_KD = text.values.to(self.to_tokens.weight.dtype)
-        if layout.valid_tokens < layout.total_tokens:
+        if layout.has_padding:
             # The gradient of padding is 0, but a NaN in padding would reach the weights' gradients as 0 * NaN.
             context_KD = context_KD.masked_fill(~layout.valid_T[:, None], 0.0)
         tokens_KD = self.to_tokens(context_KD)

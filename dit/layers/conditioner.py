@@ -32,6 +32,7 @@ class Conditioner(nn.Module):
         inner_size: width between the linear layers of the embedders of time and guidance; None for `hidden_size`.
         frequency_shift: shift of the time's sinusoid, see `timestep_features`.
         context_size: width of the text embeddings whose mean is added to the vector, or None.
+        learned_null: whether a learned vector replaces a dropped or missing pooled text, see `VectorEmbedder`.
         guidance: guidance scale of a guidance-distilled network, the same for all samples, or None.
         size_patch: latent positions per patch along (t, h, w), to condition on height, width and duration, or None.
     """
@@ -47,6 +48,7 @@ class Conditioner(nn.Module):
         num_classes: Optional[int] = None,
         context_size: Optional[int] = None,
         pooled_size: Optional[int] = None,
+        learned_null: bool = True,
         guidance: Optional[float] = None,
         fps: bool = False,
         size_patch: Optional[tuple[int, int, int]] = None,
@@ -62,7 +64,7 @@ class Conditioner(nn.Module):
         self.label = None if num_classes is None else LabelEmbedder(num_classes, hidden_size, provider)
         self.text = None if context_size is None else PooledTextEmbedder(context_size, hidden_size, provider)
         self.guidance = None if guidance is None else scalar()
-        self.pooled = None if pooled_size is None else vector(pooled_size)
+        self.pooled = None if pooled_size is None else vector(pooled_size, learned_null=learned_null)
         self.fps = ScalarEmbedder(1, hidden_size, provider) if fps else None
         self.size = None if size_patch is None else ScalarEmbedder(3, hidden_size, provider)
         replicate_on_all_stages(self.parameters())

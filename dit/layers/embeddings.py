@@ -136,7 +136,7 @@ class PooledTextEmbedder(nn.Module):
         if text is None or text.layout is None:
             pooled = self.null.expand(batch.layout.num_samples, -1)
         else:
-            lengths = text.layout.lengths_S[:, None].float()
+            lengths = text.layout.lengths_S[:, None].float().clamp(min=1)  # a fixed pack has empty samples
             pooled = (text.layout.sum_per_sample(text.values.float()) / lengths).to(self.null.dtype)
             if text.dropped_S is not None:
                 pooled = torch.where(text.dropped_S[:, None], self.null, pooled)
@@ -144,14 +144,26 @@ class PooledTextEmbedder(nn.Module):
 
 
 class VectorEmbedder(nn.Module):
-    """Linear-SiLU-Linear on a vector per sample; a learned vector replaces a dropped or missing vector."""
+    """Linear-SiLU-Linear on a vector per sample; a learned vector replaces a dropped or missing vector.
+
+    Args:
+        learned_null: whether to learn that vector. False for a condition that is always present and whose values
+            already contain its null for dropped vectors.
+    """
 
     def __init__(
-        self, condition: str, width: int, hidden_size: int, provider: LayerProvider, *, bias: bool = True
+        self,
+        condition: str,
+        width: int,
+        hidden_size: int,
+        provider: LayerProvider,
+        *,
+        bias: bool = True,
+        learned_null: bool = True,
     ) -> None:
         super().__init__()
         self.condition = condition
-        self.null = provider.parameter((width,), ZEROS)
+        self.null = provider.parameter((width,), ZEROS) if learned_null else None
         init = xavier_uniform(width, hidden_size)
         self.linear_1 = provider.replicated_linear(width, hidden_size, bias=bias, init=init)
         self.linear_2 = provider.replicated_linear(hidden_size, hidden_size, bias=bias, init=normal(0.02))
@@ -159,9 +171,10 @@ class VectorEmbedder(nn.Module):
     def forward(self, batch: PackedBatch) -> Tensor:
         condition = batch.conditions.get(self.condition)
         if condition is None:
+            assert self.null is not None  # otherwise every pack has the condition
             vectors = self.null.expand(batch.layout.num_samples, -1)
         else:
-            vectors = condition.values.to(self.null.dtype)
-            if condition.dropped_S is not None:
+            vectors = condition.values.to(self.linear_1.weight.dtype)
+            if condition.dropped_S is not None and self.null is not None:
                 vectors = torch.where(condition.dropped_S[:, None], self.null, vectors)
         return self.linear_2(nn.functional.silu(self.linear_1(vectors)))

@@ -68,7 +68,7 @@ class TextTokens(nn.Module):
             assert self.null is not None  # otherwise every pack has the text
             return self.null.expand(layout.num_samples, -1), layout
         context_KD = text.values.to(self.dtype)
-        if layout.valid_tokens < layout.total_tokens:
+        if layout.has_padding:
             # The gradient of padding is 0, but a NaN in padding would reach the weights' gradients as 0 * NaN.
             context_KD = context_KD.masked_fill(~layout.valid_T[:, None], 0.0)
         if text.dropped_S is not None and self.null is not None:

@@ -81,7 +81,7 @@ def from_previous_stage(received_T1D: Optional[Tensor]) -> Tensor:
 
 def embed_patches(linear: nn.Linear, inputs_TC: Tensor, layout: SequenceLayout) -> Tensor:
     """Apply a linear layer to every patch, with zero inputs for padding: `[T, C]` becomes `[T, D]`."""
-    if layout.valid_tokens < layout.total_tokens:
+    if layout.has_padding:
         # The gradient of padding is 0, but a NaN in padding would reach the weights' gradients as 0 * NaN.
         inputs_TC = inputs_TC.masked_fill(~layout.valid_T[:, None], 0.0)
     return linear(inputs_TC.to(linear.weight.dtype))

@@ -149,6 +149,8 @@ class ModelConfig(ABC):
     supports: ClassVar[Supports] = Supports()
     splits_all_tokens: ClassVar[bool] = True
     """Whether context parallelism splits every stream of tokens of the blocks. False if it replicates a text stream."""
+    fixes_packs: ClassVar[bool] = False
+    """Whether its passes read no lengths of samples, so that a CUDA graph repeats packs (`dit.fixed_packs`)."""
     compiles: ClassVar[bool] = False
     """Whether torch.compile supports its layers (`training.kernels=compile`)."""
 

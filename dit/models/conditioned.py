@@ -5,13 +5,20 @@ A backbone's config lists these classes after the class of its sizes, whose defa
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Optional
+from typing import Literal, Optional
 
 from dit.condition_table import CONTEXT, LABEL
 from dit.conditions import Condition
 from dit.models.base import ModelConfig
 
 WITHOUT_CLASSES: Mapping[str, object] = {"num_classes": None, "class_dropout": 0.1}
+NullText = Literal["learned", "empty"]
+NULLS: Mapping[str, float | Literal["learned", "empty text"]] = {
+    "learned": "learned",
+    "empty": "empty text",
+    "zeros": 0.0,
+}
+"""Null value of the text by `null_text`."""
 WITHOUT_TEXT: Mapping[str, object] = {"context_size": None, "context_dropout": 0.1}
 """`removed_settings` of models without this condition, whose earlier versions had its settings."""
 
@@ -51,3 +58,19 @@ class TextConditioned(ModelConfig):
         if self.context_size is None:
             return super().conditions()
         return (*super().conditions(), replace(CONTEXT, shape=(self.context_size,), dropout=self.context_dropout))
+
+
+@dataclass(kw_only=True)
+class NullTextConditioned(TextConditioned):
+    """A model with a choice of the replacement of a dropped text.
+
+    Attributes:
+        null_text: replacement of a dropped text, also in guidance: a learned token, or the empty text's embedding, as
+            in the pipelines of diffusers.
+    """
+
+    null_text: NullText = "learned"
+
+    def conditions(self) -> tuple[Condition, ...]:
+        null = NULLS[self.null_text]
+        return tuple(replace(c, null=null) if c.name == CONTEXT.name else c for c in super().conditions())

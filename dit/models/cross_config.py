@@ -1,21 +1,17 @@
 """Settings common to the backbones with text cross-attention, and their checks."""
 
 from dataclasses import dataclass, replace
-from typing import Literal, Optional
+from typing import Optional
 
-from dit.condition_table import CONTEXT
-from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.models.base import TransformerSizes
-from dit.models.conditioned import ClassConditioned, TextConditioned
+from dit.models.conditioned import ClassConditioned, NullText, NullTextConditioned
 from dit.models.transformer_config import TransformerModelConfig, check_query_groups
 from dit.ranges import check_choice
 
-NullText = Literal["learned", "empty"]
-
 
 @dataclass(kw_only=True)
-class CrossAttentionModelConfig(TransformerModelConfig, TextConditioned, ClassConditioned):
+class CrossAttentionModelConfig(TransformerModelConfig, NullTextConditioned, ClassConditioned):
     """Settings of a backbone with text cross-attention.
 
     Attributes:
@@ -24,8 +20,6 @@ class CrossAttentionModelConfig(TransformerModelConfig, TextConditioned, ClassCo
         qk_layernorm: RMSNorm on queries and keys per head.
         fps_conditioning: condition on the frame rate.
         size_conditioning: condition on height, width and duration.
-        null_text: replacement of a dropped text, also in guidance: a learned token, or the empty text's embedding
-            (diffusers).
     """
 
     in_channels: int = 16
@@ -35,12 +29,6 @@ class CrossAttentionModelConfig(TransformerModelConfig, TextConditioned, ClassCo
     qk_layernorm: bool = True
     fps_conditioning: bool = True
     size_conditioning: bool = False
-    null_text: NullText = "learned"
-
-    def conditions(self) -> tuple[Condition, ...]:
-        if self.null_text == "learned":
-            return super().conditions()
-        return tuple(replace(c, null="empty text") if c.name == CONTEXT.name else c for c in super().conditions())
 
     def check_sizes(self) -> None:
         super().check_sizes()

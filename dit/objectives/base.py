@@ -197,8 +197,8 @@ class Objective(ABC):
             "variance='small' or 'large', or train with objective=ddpm_learned_variance"
         )
 
-    def of_size(self, numbers: int) -> "Objective":
-        """Return the objective of samples with this many numbers in a latent; noise levels may depend on the size."""
+    def at_size(self, tokens: int, channels: int) -> "Objective":
+        """Return the objective with the noise levels of samples of this many tokens of this many channels."""
         return self
 
     @abstractmethod

@@ -45,15 +45,19 @@ class FlowMatching(Objective):
         time_distribution: distribution of t in training, before the shift.
         logit_mean, logit_std: mean and standard deviation of logit(t), for `logit_normal`.
         time_shift: shift of t towards noise, in training and sampling; larger for samples with more tokens.
-        shift_dimension: n0 of a shift by the size of each sample, time_shift * sqrt(n / n0) for a latent of n numbers;
-            4096 is published for time_shift=1. None for one shift.
+        shift_dimension: n0 of a shift of time_shift * sqrt(n / n0) for latents of n numbers; 4096 is published for
+            time_shift=1. None for one shift.
+        shift_by_tokens: `[low, high, fewest, most]`: the logarithm of the shift is `low` for samples of `fewest`
+            tokens, `high` for samples of `most`, and linear in the tokens; None for `time_shift`.
+        last_time: smallest time of a solver step, to which the times of sampling are stretched (Qwen-Image: 0.02).
         min_snr_gamma: weight errors as errors of x0 with min(SNR, gamma).
         min_time, max_time: train only on times between these, for one of two models that share the times (Wan 2.2
             A14B).
 
     Source: Lipman et al. 2023, arXiv:2210.02747; Liu et al. 2023, arXiv:2209.03003; time distribution and shift,
     Esser et al. 2024, arXiv:2403.03206, Eq. 19 and 23; shift by dimension, Zheng et al. 2025, arXiv:2510.11690;
-    prediction of x0, Li and He 2025, arXiv:2511.13720; min-SNR, Hang et al. 2023, arXiv:2303.09556, on this path.
+    shift by tokens and last time, `calculate_shift` and `FlowMatchEulerDiscreteScheduler` of diffusers 0.38; prediction
+    of x0, Li and He 2025, arXiv:2511.13720; min-SNR, Hang et al. 2023, arXiv:2303.09556, on this path.
     """
 
     takes_levels: ClassVar[bool] = True
@@ -64,6 +68,8 @@ class FlowMatching(Objective):
     logit_std: float = 1.0
     time_shift: float = 1.0
     shift_dimension: Optional[int] = None
+    shift_by_tokens: Optional[list[float]] = None
+    last_time: Optional[float] = None
     loss_kind: LossKind = "l2"
     min_snr_gamma: Optional[float] = None
     min_time: float = 0.0
@@ -78,28 +84,55 @@ class FlowMatching(Objective):
         for name in ("logit_std", "time_shift"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"FlowMatching {name}={getattr(self, name)} must be positive; the default is 1")
-
+        self._check_shift()
         if not 0 <= self.min_time < self.max_time <= 1:
             raise ConfigError(
                 f"objective.min_time={self.min_time} and max_time={self.max_time} must be times between 0 and 1, the "
                 "first below the second; 0 and 1 train on all times"
             )
 
-    def of_size(self, numbers: int) -> "FlowMatching":
-        if self.shift_dimension is None:
-            return self
-        shift = self.time_shift * math.sqrt(numbers / self.shift_dimension)
-        return replace(self, time_shift=shift, shift_dimension=None)
+    def _check_shift(self) -> None:
+        points = self.shift_by_tokens
+        if points is not None and (len(points) != 4 or not 0 < points[2] < points[3]):
+            raise ConfigError(
+                f"objective.shift_by_tokens={points} must be two logarithms of the shift and their tokens, such as "
+                "[0.5,1.15,256,4096]"
+            )
+        if points is not None and self.shift_dimension is not None:
+            raise ConfigError(
+                f"objective.shift_by_tokens={points} and shift_dimension={self.shift_dimension} both set the shift; "
+                "set one of them to null"
+            )
+        if points is not None and (self.time_shift, self.min_time, self.max_time) != (1, 0, 1):
+            raise ConfigError(
+                f"objective.time_shift={self.time_shift}, min_time={self.min_time} and max_time={self.max_time} do not "
+                "go with objective.shift_by_tokens; use 1, 0 and 1, or shift_by_tokens=null"
+            )
+        if self.last_time is not None and not 0 < self.last_time < 1:
+            raise ConfigError(f"objective.last_time={self.last_time} must be between 0 and 1, or null")
 
-    def shift(self, batch: PackedBatch) -> Tensor | float:
-        """Return the time shift of each noise level, float32 `[L]`, or one number without `shift_dimension`."""
-        if self.shift_dimension is None:
+    def at_size(self, tokens: int, channels: int) -> "FlowMatching":
+        if self.shift_dimension is None and self.shift_by_tokens is None:
+            return self
+        shift = float(self._shift(torch.tensor(tokens, dtype=torch.float64), channels))
+        return replace(self, time_shift=shift, shift_dimension=None, shift_by_tokens=None)
+
+    def _shift(self, tokens: Tensor, channels: int) -> Tensor:
+        """Return the shift for numbers of tokens."""
+        if self.shift_dimension is not None:
+            return self.time_shift * (tokens * (channels / self.shift_dimension)).sqrt()
+        assert self.shift_by_tokens is not None
+        low, high, fewest, most = self.shift_by_tokens
+        return torch.exp(low + (tokens - fewest) * ((high - low) / (most - fewest)))
+
+    def _shifts(self, batch: PackedBatch) -> Tensor | float:
+        """Return the shift of each noise level, float32 `[L]`; one number if it does not depend on the size."""
+        if self.shift_dimension is None and self.shift_by_tokens is None:
             return self.time_shift
-        layout, channels = batch.layout, batch.latents_TC.shape[1]
-        shifts = [self.of_size(math.prod(grid) * channels).time_shift for grid in batch.grids]
-        if len(set(shifts)) == 1:
-            return torch.full((layout.level_layout.num_samples,), shifts[0], device=layout.device)
-        return layout.per_level(layout.tensor(shifts))
+        layout, tokens = batch.layout, [float(math.prod(grid)) for grid in batch.grids]
+        is_uniform = len(set(tokens)) == 1  # needs no copy from the host, which a CUDA graph cannot repeat
+        tokens_S = torch.full((len(tokens),), tokens[0], device=layout.device) if is_uniform else layout.tensor(tokens)
+        return layout.per_level(self._shift(tokens_S, batch.latents_TC.shape[1]))
 
     def _quantile(self, t: float, shift: Tensor | float) -> Tensor:
         """Return the quantile of a shifted time in the distribution over all times, float64."""
@@ -108,12 +141,8 @@ class FlowMatching(Objective):
             t_L = torch.special.ndtr((t_L.logit() - self.logit_mean) / self.logit_std)
         return t_L
 
-    def level(self, quantile: Tensor, shift: Tensor | float | None = None) -> Tensor:
-        """Return the shifted time at each quantile, within `min_time` and `max_time`.
-
-        Args:
-            shift: result of `shift`; `time_shift` if None.
-        """
+    def level(self, quantile: Tensor, shift: Optional[float | Tensor] = None) -> Tensor:
+        """Return the shifted time at each quantile, within `min_time` and `max_time`; `shift` replaces `time_shift`."""
         shift = self.time_shift if shift is None else shift
         if (self.min_time, self.max_time) != (0, 1):
             precise = shift.double() if isinstance(shift, Tensor) else shift
@@ -131,7 +160,7 @@ class FlowMatching(Objective):
             batch's loss weights, times `min_snr_weight` if it is set. Otherwise the weights of `x0` are divided by
             t**2, because the error of x0 divided by t is the error of the velocity.
         """
-        t_L, weight_L = self.level(noise.level_L(), self.shift(batch)), sample_weights(batch)
+        t_L, weight_L = self.level(noise.level_L(), self._shifts(batch)), sample_weights(batch)
         if batch.layout.levels is not None:
             t_L = t_L.masked_fill(batch.layout.levels.clean_L, 0.0)
         target = (1.0, 0.0) if self.prediction == "x0" else (-1.0, 1.0)
@@ -152,4 +181,9 @@ class FlowMatching(Objective):
         """Return times from 1 to 0, evenly spaced before the shift."""
         if num_steps < 1:
             raise ConfigError(f"num_steps={num_steps} must be at least 1")
-        return shift_time(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64), self.time_shift)
+        assert self.shift_dimension is None  # `at_size`
+        assert self.shift_by_tokens is None
+        grid = shift_time(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64), self.time_shift)
+        if self.last_time is not None and num_steps > 1:
+            grid[:-1] = 1 - (1 - grid[:-1]) * ((1 - self.last_time) / (1 - grid[-2]))
+        return grid

@@ -41,7 +41,7 @@ def logit_normal(quantile: Tensor, mean: float, std: float) -> Tensor:
     return torch.sigmoid(mean + std * torch.special.ndtri(quantile))
 
 
-def shift_time(t: Tensor, time_shift: Tensor | float) -> Tensor:
+def shift_time(t: Tensor, time_shift: float | Tensor) -> Tensor:
     """Shift flow time towards noise, t' = shift * t / (1 + (shift - 1) * t); a shift of 1 changes nothing.
 
     Source: Esser et al. 2024, arXiv:2403.03206, Eq. 23 (resolution-dependent shift).

@@ -99,10 +99,11 @@ class Muon:
     Args:
         shards: this rank's master shards.
         decay: decay of the momentum.
+        dtype: precision of exchanged updates and of directions.
     """
 
-    def __init__(self, shards: Sequence[MasterShard], groups: ProcessGroups, decay: float) -> None:
-        self.group, self.decay = groups.stage, decay
+    def __init__(self, shards: Sequence[MasterShard], groups: ProcessGroups, decay: float, dtype: torch.dtype) -> None:
+        self.group, self.decay, self.dtype = groups.stage, decay, dtype
         table = {
             shard.name: (part_of(shard.parameter, groups, shard.start, shard.stop), shard.matrices)
             for shard in shards
@@ -110,7 +111,6 @@ class Muon:
         }
         tables: list[Any] = [None] * self.group.size()
         dist.all_gather_object(tables, table, group=self.group)
-        self.dtype = muon.iteration_dtype(local_device())
         self.rounds: list[list[Weight]] = []
         size = room = ROUND_ELEMENTS * self.group.size()
         for weight in assign(tables):

@@ -25,6 +25,7 @@ from dit.backends.process_groups import ProcessGroups
 from dit.kernels import adamw as reference
 from dit.kernels.adamw import AdamW, Elements, Rates
 from dit.kernels.choice import Target, choose
+from dit.kernels.muon import iteration_dtype
 from dit.kernels.resolve import OPTIMIZER
 from dit.optimizer import master_weights
 from dit.optimizer.ema import EMA
@@ -77,8 +78,9 @@ def build_update(
         ConfigError: the requested kernel does not run here.
     """
     adamw = choose(OPTIMIZER, target, kernels).load()
-    muon = Muon(shards, groups, settings.muon_momentum) if settings.algorithm == "muon" else None
-    if muon is not None:
+    muon = None
+    if settings.algorithm == "muon":
+        muon = Muon(shards, groups, settings.muon_momentum, iteration_dtype(target.device))
         adamw = adamw or reference.adamw
     if any(shard.host is not None for shard in shards):
         adamw = with_moments_on_the_host(adamw or reference.adamw)

@@ -146,12 +146,12 @@ def of_pack(objective: Objective, batch: PackedBatch) -> Objective:
     Raises:
         ConfigError: the noise levels depend on the size, and the samples have several.
     """
-    numbers = sorted({math.prod(grid) * batch.latents_TC.shape[1] for grid in batch.grids})
-    sized = [objective.of_size(n) for n in numbers]
+    tokens = sorted({math.prod(grid) for grid in batch.grids})
+    sized = [objective.at_size(n, batch.latents_TC.shape[1]) for n in tokens]
     if any(other != sized[0] for other in sized):
         raise ConfigError(
-            f"samples of {numbers} numbers have other noise levels each (objective.shift_dimension), and one pack is "
-            "sampled along one grid of levels; generate samples of one size per call"
+            f"samples of {tokens} tokens have different noise levels with {objective}, and a solver steps through one "
+            "grid of levels; generate samples of one size per call"
         )
     return sized[0]
 
@@ -227,7 +227,13 @@ def generate_each(
         if not needs_unconditional(scale):
             return plain, plain
         columns = guided_columns(spec.latent_channels, spec.patch_volume, num_outputs, sampling.guidance_channels)
-        combined = partial(guided_prediction, columns=columns, rescale=sampling.guidance_rescale, layout=layout)
+        combined = partial(
+            guided_prediction,
+            columns=columns,
+            rescale=sampling.guidance_rescale,
+            layout=layout,
+            keep_norm=sampling.guidance_norm,
+        )
         if guide is None:
             pair = bind(network, join(batch, without_conditions(batch, spec, negative)))
             return guided_pair(pair, scale, combined), plain

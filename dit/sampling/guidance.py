@@ -86,6 +86,7 @@ def guided_prediction(
     columns: Optional[Tensor] = None,
     rescale: float = 0.0,
     layout: Optional[SequenceLayout] = None,
+    keep_norm: bool = False,
 ) -> Tensor:
     """Combine the predictions of two branches.
 
@@ -93,12 +94,18 @@ def guided_prediction(
         columns: guided columns, bool `[C]`; the others are those of the conditional branch. None for all.
         rescale: `share` of `rescaled`, over the guided columns.
         layout: of the tokens; needed for `rescale`.
+        keep_norm: give each token the norm of its conditional prediction, over the guided columns.
+
+    Source of `keep_norm`: diffusers 0.38, `pipeline_qwenimage.py`.
     """
     guided_TC = combine(cond_TC, uncond_TC, scale)
     selection = slice(None) if columns is None else columns.to(cond_TC.device)
     if rescale:
         assert layout is not None
         guided_TC[:, selection] = rescaled(guided_TC[:, selection], cond_TC[:, selection], rescale, layout)
+    if keep_norm:
+        norm_T1, guided_T1 = (x_TC[:, selection].norm(dim=1, keepdim=True) for x_TC in (cond_TC, guided_TC))
+        guided_TC[:, selection] *= norm_T1 / guided_T1.clamp(min=torch.finfo(guided_TC.dtype).tiny)
     return guided_TC if isinstance(selection, slice) else torch.where(selection, guided_TC, cond_TC)
 
 

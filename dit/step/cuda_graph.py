@@ -5,7 +5,8 @@
 
 A graph repeats kernels with the same addresses, shapes and numbers. Its inputs are the tensors of the first packs and
 the number of the step, from which the noise is computed. Everything else in a pack (lengths, grids, levels) is constant
-in a graph, so packs that differ in it have separate graphs.
+in a graph, so packs that differ in it have separate graphs. Packs of fixed size (`dit.fixed_packs`) share one: the
+tables that layers compute from their lengths are inputs, too.
 
 The reduction of the gradients over ranks is not in the graph. Messages between tensor-parallel and context-parallel
 ranks are. Megatron-Core's `FullCudaGraphWrapper` is similar, but it copies the next inputs on another stream without
@@ -27,7 +28,9 @@ from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 from dit.conditions import Conditions
 from dit.errors import BatchError
-from dit.layout import SequenceLayout
+from dit.fixed_packs import without_lengths
+from dit.layout import TABLES, SequenceLayout
+from dit.pack_copy import all_layouts, compute_tables, layouts_of
 from dit.settings import TrainingConfig
 from dit.step.forward_step import TrainingForwardStep
 from dit.step.schedule import Logs, Schedule, forward_backward
@@ -38,6 +41,8 @@ MOST_GRAPHS = 8
 COPIES = (torch.ops.aten._to_copy, torch.ops.aten.copy_)
 NAMES = ("keys",)
 """Fields of a pack that do not change its computation."""
+FIXED_NAMES = ("keys", "grids")
+"""Those of a pack of fixed size, in which grids may not be read."""
 
 Compute = Callable[[], Logs]
 Capture = Callable[[Compute], tuple[Logs, Callable[[], None]]]
@@ -78,7 +83,6 @@ class _Graph:
 
     step: Tensor
     packs: list[PackedBatch]
-    inputs: list[Tensor]
     runs: int = 0
     logs: Logs = field(default_factory=list)
     replay: Optional[Callable[[], None]] = None
@@ -117,12 +121,15 @@ class GraphedSchedule:
         kind = constants(packs, inputs)
         if kind not in self._graphs:
             self._check_number(packs)
-            self._graphs[kind] = _Graph(torch.zeros((), dtype=torch.int64, device=inputs[0].device), packs, inputs)
+            self._graphs[kind] = _Graph(torch.zeros((), dtype=torch.int64, device=inputs[0].device), packs)
         graph = self._graphs[kind]
         graph.step.fill_(forward_step.step)
-        if graph.packs is not packs:
-            torch._foreach_copy_(graph.inputs, inputs)
-        compute = partial(passes, replace(forward_step, step=graph.step), graph.packs, wrapped, groups)
+        captured = graph.packs
+        if captured is not packs:
+            torch._foreach_copy_(inputs_of(captured, captured), inputs_of(packs, captured))
+            if captured[0].layout.is_fixed and graph.replay is None:
+                captured = without_lengths(captured)
+        compute = partial(passes, replace(forward_step, step=graph.step), captured, wrapped, groups)
         logs = self._run(graph, compute)
         for chunk in wrapped:
             chunk.end_replay()
@@ -169,14 +176,37 @@ def passes(
     return logs
 
 
+def inputs_of(packs: Sequence[PackedBatch], captured: Sequence[PackedBatch]) -> list[Tensor]:
+    """Return the inputs of a graph: the tensors of packs, and if they have a fixed size, the tables of their layouts.
+
+    Args:
+        captured: packs of the graph; those of their tables that `packs` lack are computed.
+    """
+    inputs = list[Tensor]()
+    constants(packs, inputs)
+    for pack, first in zip(packs, captured):
+        if not first.layout.is_fixed:
+            continue
+        layouts, captured_layouts = layouts_of(pack), all_layouts(first)
+        compute_tables(layouts, captured_layouts)
+        for name, layout in captured_layouts.items():
+            fields_of_layout = [getattr(layouts[name], part.name) for part in fields(layout)]
+            inputs.extend(x for x in fields_of_layout if isinstance(x, Tensor))
+            constants([vars(layouts[name])[table] for table in sorted(TABLES & vars(layout).keys())], inputs)
+            constants([layouts[name].tables[key] for key in layout.tables], inputs)
+    return inputs
+
+
 def constants(value: Any, tensors: list[Tensor]) -> Hashable:
     """Return everything in packs that is constant in a graph, and append the other parts, the tensors, to a list.
 
-    The tensors of a layout are functions of its lengths, so they are constant.
+    The tensors of a layout are functions of its lengths, so they are constant unless the pack has a fixed size.
     """
     if isinstance(value, Tensor):
         tensors.append(value)
         return value.shape, value.dtype
+    if isinstance(value, SequenceLayout) and value.is_fixed:
+        return value.sizes
     if isinstance(value, SequenceLayout):
         related = value.parent, value.local, value.levels
         return value.sizes, value.window, tuple(constants(part, []) for part in related)
@@ -185,6 +215,7 @@ def constants(value: Any, tensors: list[Tensor]) -> Hashable:
     if isinstance(value, list | tuple):
         return tuple(constants(part, tensors) for part in value)
     if is_dataclass(value):
-        names = [part.name for part in fields(value) if part.name not in NAMES]
+        is_fixed = isinstance(value, PackedBatch) and value.layout.is_fixed
+        names = [part.name for part in fields(value) if part.name not in (FIXED_NAMES if is_fixed else NAMES)]
         return tuple(constants(getattr(value, name), tensors) for name in names)
     return value

@@ -12,9 +12,10 @@ from dit import layout
 from dit.batch import PackedBatch
 from dit.condition_table import DEFAULT_FPS, FPS
 from dit.data_api import BatchSpec
+from dit.fixed_packs import PackMaxima
 from dit.layout import SequenceLayout
 from dit.monitoring.heartbeat import Phase
-from dit.pack_copy import compute_tables
+from dit.pack_copy import compute_tables, layouts_of
 from dit.patchify import Grid
 from dit.step.balance import Packs
 
@@ -53,22 +54,10 @@ class PackCopy:
         """Return a pack on the device; the host does not wait."""
         if self._device.type in layout.UNPINNED:
             return batch.to(self._device)
-        compute_tables(_layouts(batch), self._previous)
+        compute_tables(layouts_of(batch), self._previous)
         moved = batch.to(self._device)
-        self._previous = _layouts(moved)
+        self._previous = layouts_of(moved)
         return moved
-
-
-def _layouts(batch: PackedBatch) -> dict[Hashable, SequenceLayout]:
-    """Return the layouts of the latents, of the local latents as a separate pack, of noise levels and of texts."""
-    levels = batch.layout.levels
-    by_name = {
-        "latents": batch.layout,
-        "local latents": batch.layout.local,
-        "levels": None if levels is None else levels.layout,
-    }
-    by_name |= {f"text {name}": entry.layout for name, entry in batch.conditions.items()}
-    return {name: part for name, part in by_name.items() if part is not None}
 
 
 class DeviceBatches(Iterator[PackedBatch]):
@@ -84,6 +73,7 @@ class DeviceBatches(Iterator[PackedBatch]):
         shard: selects the local tokens of a full pack (context parallel).
         encode: turns pixels and captions into latents and texts (`dit.encoders.online`).
         phase: phase of this rank, updated while it waits for data.
+        maxima: pads packs to fixed sizes; None for no padding.
 
     Attributes:
         device: target device.
@@ -101,8 +91,9 @@ class DeviceBatches(Iterator[PackedBatch]):
         shard: Callable[[PackedBatch], PackedBatch] = lambda batch: batch,
         encode: Callable[[PackedBatch], PackedBatch] = lambda batch: batch,
         phase: Optional[Phase] = None,
+        maxima: Optional[PackMaxima] = None,
     ) -> None:
-        self._phase = phase or Phase()
+        self._phase, self._maxima = phase or Phase(), maxima
         self._peeked: Optional[PackedBatch] = None
         self._shard, self._encode, self._copy = shard, encode, PackCopy(device)
         self._stream, self.device, self._spec, self._flops = stream, device, spec, flops
@@ -136,7 +127,8 @@ class DeviceBatches(Iterator[PackedBatch]):
         batch.validate(self._spec.conditions, patch_volume=self._spec.patch_volume)
         self.consumed.samples += batch.layout.num_samples
         self.consumed.valid_tokens += batch.layout.valid_tokens
-        self.consumed.padded_tokens += batch.layout.total_tokens
+        padded = batch if self._maxima is None else self._maxima.pad(batch)
+        self.consumed.padded_tokens += padded.layout.total_tokens
         self.consumed.flops.append(self._flops(batch))
         self.consumed.keys.extend(batch.keys)
         condition = batch.conditions.get(FPS.name)
@@ -144,7 +136,7 @@ class DeviceBatches(Iterator[PackedBatch]):
         for grid, fps in zip(batch.grids, rates):
             if self.largest_grid is None or prod(grid) > prod(self.largest_grid):
                 self.largest_grid, self.fps = grid, fps
-        local = self._shard(batch)
+        local = self._shard(padded)
         self.step_batches.append(local)
         return self._copy(local)
 

@@ -285,7 +285,8 @@ class Run:
         nulls = null_texts(config.data, spec.conditions, self.device)
         self.encode = batch_encoder(config.data.online_encoding(), spec, self.device, groups.tp_cp, nulls)
         self.packs = self._packs(cost)
-        self.batches = DeviceBatches(self.packs, self.device, spec, cost, self.train_shard, self.encode, self.phase)
+        maxima, train = config.fixed_packs(spec), self.train_shard
+        self.batches = DeviceBatches(self.packs, self.device, spec, cost, train, self.encode, self.phase, maxima)
         measured = config.training.log_interval if config.logging.part_norms else 0
         self.part_norms = PartNorms(self.state.optimizer, self.state.shards, measured)
         schedule = schedule_of(config.training)

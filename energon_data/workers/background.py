@@ -18,7 +18,7 @@ import pickle
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
@@ -37,7 +37,6 @@ LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
 """Longest name of a temporary folder, in bytes, in which the address of the fork server's socket is not too long."""
 SHORT_FOLDER = "/tmp"
 WORKERS = multiprocessing.get_context("forkserver")
-WORKERS.set_forkserver_preload(["energon_data.workers.preload"])
 
 
 class BackgroundSource:
@@ -49,14 +48,15 @@ class BackgroundSource:
     Args:
         open_source: opens the stream, in this process and, pickled, in the worker; the stream must give the same items
             in both.
+        modules: the fork server imports them, so that each worker need not. They must not start threads.
     """
 
-    def __init__(self, open_source: Callable[[], Source], name: str) -> None:
+    def __init__(self, open_source: Callable[[], Source], name: str, modules: Sequence[str] = ()) -> None:
         self._open_source, self._name = open_source, name
         self._source = open_source()
         self._worker: Optional[ForkServerProcess] = None
         self._state, self._since = b"", 0
-        _start_server()
+        _start_server(modules)
 
     def _start(self) -> None:
         position = self._source.state()
@@ -122,7 +122,7 @@ class BackgroundSource:
         self._source.close()
 
 
-def _start_server() -> None:
+def _start_server(modules: Sequence[str]) -> None:
     """Start the fork server if it is not running: with this process's module path, and without a pool of threads.
 
     Its socket is in the temporary folder, or in `SHORT_FOLDER` if the address would be too long.
@@ -130,6 +130,7 @@ def _start_server() -> None:
     # With a safe path, folders in the working directory do not hide packages.
     variables = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}
     variables |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    WORKERS.set_forkserver_preload(["energon_data.workers.preload", *modules])
     former = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ |= variables
     former_folder = tempfile.tempdir

@@ -3,6 +3,9 @@
 import gc
 from importlib import import_module
 
+from dit.terminal import quiet_libraries
+
+quiet_libraries()
 import_module("energon_data.energon_source")
 import_module("energon_data.workers.worker")
 gc.freeze()  # otherwise garbage collection in each worker would copy these pages

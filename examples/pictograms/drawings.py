@@ -163,7 +163,7 @@ def prepare_pictograms(
         raise ConfigError(f"--size {size} must be {MIN_SIZE} to {MAX_SIZE} pixels")
     if not 1 <= wordings <= len(WORDINGS):
         raise ConfigError(f"--wordings {wordings}: there are {len(WORDINGS)}; use 1 to {len(WORDINGS)}")
-    step = 1 if vae is None else Geometry.read(vae).space
+    step = 1 if vae is None else Geometry.read(vae).step
     options = Options(fit=Fit(size=size, aspect="square", multiple_of=step), vae=vae, text_encoder=text_encoder)
     chosen = choose_pictograms(blocks, count)
     samples = [(pictogram, wording) for pictogram in chosen for wording in range(wordings)]

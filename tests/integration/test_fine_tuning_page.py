@@ -4,11 +4,12 @@ import shlex
 from pathlib import Path
 
 import pytest
+from diffusers import DDIMScheduler
 from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
 from PIL import Image
 
 from tests.parity.convert_cases import random_weights
-from tests.support.encoders import T5_WIDTH, save_t5, save_vae
+from tests.support.encoders import T5_WIDTH, save_stable_diffusion, save_t5, save_vae
 from tests.support.ranks import Job, run_jobs
 from tests.unit.launch.pages import run_line, shown_commands
 
@@ -25,7 +26,8 @@ MADE = (
     *("runs/pixart", "data/mine", "runs/direct", "runs/finetune_lora", "runs/finetune", "lora.png", "lora.safetensors"),
     *("lora/pytorch_lora_weights.safetensors", "lora/adapter_config.json", "lora/adapter_model.safetensors"),
     *("lora/README.md", "merged/config.json", "data/subject", "class", "data/class"),
-    *("runs/lora", "runs/more", "runs/dreambooth", "dog.png"),
+    *("runs/lora", "runs/more", "runs/dreambooth", "dog.png", "data/sdxl", "runs/sdxl_min_snr", "runs/sdxl_v"),
+    *("sdxl_v.png", "runs/control"),
 )
 
 
@@ -38,6 +40,8 @@ def models_and_pictures(folder: Path) -> None:
     save_vae(folder / "models" / "pixart" / "vae")
     save_t5(folder / "models" / "pixart" / "text_encoder", folder / "models" / "pixart" / "tokenizer")
     (folder / "models/pixart/model_index.json").write_text('{"_class_name": "PixArtAlphaPipeline"}')
+    scheduler = DDIMScheduler(beta_schedule="scaled_linear", beta_start=0.00085, beta_end=0.012)
+    save_stable_diffusion(folder / "models/sdxl", scheduler, xl=True, force_zeros_for_empty_prompt=True)
     for name in ("pictures", "subject"):
         (folder / name).mkdir()
         for i in range(5):

@@ -25,7 +25,7 @@ from tests.support.levels import LeveledPacks, LeveledStream
 from tests.support.ranks import rows, selected
 
 LEVELED = [name for name in NAMES if config_of(name).supports.levels]
-SAMPLES = (0, 1, 2, 3)
+SAMPLES = (0, 1, 2, 3, 4)
 RTOL = 1e-6
 """Relative error of a loss and of all gradients together in fp32."""
 

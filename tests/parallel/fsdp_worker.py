@@ -60,7 +60,7 @@ def config_of(case: dict) -> RunConfig:
         training=part(
             "training", TrainingConfig, run_dir=run_dir, global_batch_size=4, precision=precision, ema_decay=0.5
         ),
-        checkpoint=CheckpointConfig(interval=0),
+        checkpoint=part("checkpoint", CheckpointConfig, interval=0),
         logging=LoggingConfig(tensorboard=False),
     )
 

@@ -272,7 +272,7 @@ def _sandwich_weights(c: StreamsConfig) -> int:
     h, text, (embed, embed_text, sample) = c.hidden_size, c.context_size or 0, _sandwich_ends(c)
     ends = embed + embed_text - h * c.output_features + sample
     ends += 3 * h + c.condition_width + (c.time_hidden_size or c.condition_width) + c.output_features
-    ends += 2 * text + 2 * h * (c.learned_padding > 1)  # norm of the text and null token, learned padding
+    ends += text + text * (c.null_text == "learned") + 2 * h * (c.learned_padding > 1)  # norm, null token, padding
     with_modulation, without = sum(_sandwich(c, True)), sum(_sandwich(c, False))
     return ends + c.num_joint_layers * (with_modulation + without) + c.num_single_layers * with_modulation
 
@@ -307,8 +307,9 @@ def _streams_weights(c: StreamsConfig) -> int:
     stream += bias * (3 * h + h + inner + h) + norms
     single += bias * (3 * h + inner + h) + norms
     embedders = 1 + (c.guidance is not None) + (c.pooled_size is not None)
-    conditioner = _streams_conditioner(c) + bias * 2 * embedders * h + (c.pooled_size or 0)
-    embed = (c.token_channels + bias) * h + (text + bias) * h + text * (2 if c.text_norm else 1)
+    nulls = (text + (c.pooled_size or 0)) * (c.null_text == "learned")
+    conditioner = _streams_conditioner(c) + bias * 2 * embedders * h
+    embed = (c.token_channels + bias) * h + (text + bias) * h + text * c.text_norm + nulls
     head = 2 * h * (h + bias) + (h + bias) * c.output_features
     layers = 2 * c.num_joint_layers * stream + c.num_single_layers * single
     layers += c.num_dual_layers * (4 * h * (h + bias) + norms) - (0 if c.text_output else output)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dit.convert.diffusers_flux import DiffusersFlux
 from dit.convert.diffusers_format import DiffusersFormat
+from dit.convert.diffusers_pipeline import pipeline_class
 from dit.convert.diffusers_pixart import DiffusersPixArt
 from dit.convert.diffusers_sd3 import DiffusersSD3
 from dit.convert.diffusers_unet import DiffusersUNet
@@ -357,14 +358,14 @@ def test_the_code_of_the_page_loads_the_adapters(
     network, model, theirs, layers = adapted(build_model, case)
     write_adapter_folder(layers, case.form, model, tmp_path / "lora")
     theirs.save_pretrained(base / case.form.part)
-    pipeline = case.form.lora_pipeline(model)
-    if pipeline is not None:
-        kind = getattr(diffusers, pipeline)
+    pipeline = pipeline_class(case.form, model)
+    if pipeline is not None and pipeline.reads_adapters:
+        kind = getattr(diffusers, pipeline.class_name)
         parts = {**dict.fromkeys(kind._get_signature_types()), case.form.part: theirs}
         monkeypatch.setattr(kind, "from_pretrained", lambda folder: kind(**parts))
     blocks = page_blocks(tmp_path / "lora", base)
     loaded = [names.get(case.form.part) or names["pipeline"].components[case.form.part] for names in blocks]
-    assert len(loaded) == (1 if pipeline is None else 2)
+    assert len(loaded) == 1 + (pipeline is not None and pipeline.reads_adapters)
     for adapted_there in loaded:
         with torch.no_grad():
             here, there = case.predict(network, adapted_there, model)

@@ -233,13 +233,14 @@ PUBLISHED = {
 @pytest.mark.usefixtures("one_rank_world")
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_sizes_have_their_parameters(name: str) -> None:
-    """Ours has a null token in addition, and a null vector for the pooled text."""
+    """Ours has a learned null token in addition where no empty text replaces a dropped one: in FLUX.2 dev."""
     form, theirs, settings, billions = PUBLISHED[name]
     model = form.read_settings(settings).model
     with torch.device("meta"):
         published = sum(parameter.numel() for parameter in theirs(**settings).parameters())
     assert published / 1e9 == pytest.approx(billions, abs=0.006)
-    assert count_parameters(model) == published + model.context_size + (model.pooled_size or 0)
+    assert (model.null_text == "learned") == (name == "FLUX.2 dev")
+    assert count_parameters(model) == published + (model.context_size if model.null_text == "learned" else 0)
 
 
 CHANGES: dict[str, Any] = {

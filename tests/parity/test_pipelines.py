@@ -5,13 +5,24 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from inspect import signature
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from diffusers import AutoencoderKL, AutoencoderKLWan, DiffusionPipeline, FlowMatchEulerDiscreteScheduler, WanPipeline
+from diffusers import (
+    AutoencoderDC,
+    AutoencoderKL,
+    AutoencoderKLFlux2,
+    AutoencoderKLQwenImage,
+    AutoencoderKLWan,
+    DiffusionPipeline,
+    FlowMatchEulerDiscreteScheduler,
+    WanPipeline,
+)
 from torch import Tensor
 
 from dit.checkpoint.full_weights import read_full_weights, write_imported
@@ -27,23 +38,36 @@ from dit.inference.generator import Generator
 from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
 from dit.models.flux.config import FluxConfig
+from dit.models.flux2.config import Flux2Config
 from dit.models.ldm_unet.config import LDMUNetConfig
+from dit.models.lumina2.config import Lumina2Config
+from dit.models.qwen_image.config import QwenImageConfig
+from dit.models.sana.config import SanaConfig
+from dit.models.sd3.config import SD3Config
 from dit.models.stdit.config import STDiTConfig
 from dit.models.wan.config import WanConfig
-from dit.objectives.addressed_noise import AddressedNoise
+from dit.models.z_image.config import ZImageConfig
 from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import parameter_shapes
-from dit.patchify import unpatchify
-from dit.sampling.generate import empty_pack
 from dit.settings import SamplingConfig
+from examples.flux2.compare import start_noise
 from launch.export import main as export
 from tests.conftest import BuildModel
 from tests.parity.convert_cases import load, random_weights, relative_error
-from tests.support.encoders import CLIP_WIDTH, PROJECTION, T5_WIDTH, save_clip, save_t5
+from tests.support.encoders import (
+    CLIP_WIDTH,
+    LANGUAGE_MODELS,
+    LANGUAGE_WIDTH,
+    PROJECTION,
+    T5_WIDTH,
+    save_clip,
+    save_language_model,
+    save_t5,
+)
 
-RTOL = 1e-4  # float32: their schedulers' coefficients, padded texts, the autoencoder
+RTOL = 1e-5  # float32: their schedulers' coefficients, padded texts, the autoencoder
 SEED, STEPS = 5, 4
 PROMPTS = ["a red circle", "blue"]
 SIZES = {"hidden_size": 48, "num_attention_heads": 4, "num_layers": 2}
@@ -57,6 +81,19 @@ JOINED = "text={clip}:layer=penultimate:padded,text+pooled={projected}:layer=pen
 FLUX = {"in_channels": 4, "patch_spatial": 2, "context_size": T5_WIDTH, "pooled_size": CLIP_WIDTH, "hidden_size": 48}
 FLUX |= {"num_attention_heads": 4, "num_joint_layers": 1, "num_single_layers": 2, "ffn_hidden_size": 192}
 WAN = {**SIZES, "ffn_hidden_size": 96, "context_size": T5_WIDTH}
+STREAMS = {"in_channels": 4, "hidden_size": 48, "num_attention_heads": 4, "num_joint_layers": 2, "null_text": "empty"}
+FLUX2 = {**STREAMS, "num_single_layers": 2, "ffn_hidden_size": 96, "rope_axes": [2, 4, 4, 2]}
+FLUX2 |= {"context_size": 3 * LANGUAGE_WIDTH}
+QWEN = {**STREAMS, "in_channels": 16, "ffn_hidden_size": 192, "rope_axes": [4, 4, 4], "context_size": LANGUAGE_WIDTH}
+SD3 = {**STREAMS, "position_crop": [12, 4], "pooled_size": 2 * PROJECTION, "context_size": 2 * CLIP_WIDTH + 4}
+SANDWICH = {**STREAMS, "num_single_layers": 2, "rope_axes": [4, 4, 4], "context_size": LANGUAGE_WIDTH}
+LUMINA2 = {**SANDWICH, "num_query_groups": 2, "ffn_hidden_size": 96}
+SANA = {**SIZES, "in_channels": 4, "context_size": LANGUAGE_WIDTH, "num_cross_attention_heads": 2, "null_text": "empty"}
+SD3_LINE = (
+    "text+pooled={projected}:layer=penultimate:padded,text+pooled={projected}:layer=penultimate:padded:joined,"
+    "text={wide_t5}:max_tokens=9:padded:appended"
+)
+SHIFTED = FlowMatching(time_shift=3.0)
 STEPS_1000 = DDPM(discrete_steps=1000)
 V = DDPM(discrete_steps=1000, schedule="scaled_linear", prediction="v")
 
@@ -66,8 +103,10 @@ class Case:
     """A model, what it was trained for, and what embeds its texts: `{t5}` and `{clip}` stand for folders.
 
     Attributes:
+        guidance_norm: keep the norm of guided tokens.
         shift: shift_factor of the autoencoder.
         quant: it has convolutions around the latents.
+        blocks: of the autoencoder, which halves the sides between them.
         size, frames: of a latent.
     """
 
@@ -76,8 +115,10 @@ class Case:
     objective: Objective
     encoders: str | None = None
     guidance: float = 2.5
+    guidance_norm: bool = False
     shift: float | None = None
     quant: bool = True
+    blocks: int = 3
     size: tuple[int, int] = (8, 8)
     frames: int = 1
 
@@ -109,7 +150,7 @@ CASES = {
     "flux": Case(
         "FluxPipeline",
         FluxConfig(**FLUX, rope_axes=[2, 4, 6], guidance=3.5),
-        FlowMatching(time_shift=2.0),
+        FlowMatching(shift_by_tokens=[0.5, 1.15, 8, 64]),
         "text={t5}:max_tokens=9:padded,pooled={clip}",
         guidance=1.0,
         quant=False,
@@ -117,33 +158,96 @@ CASES = {
     "wan": Case(
         "WanPipeline",
         WanConfig(**WAN, in_channels=16, null_text="empty"),
-        FlowMatching(time_shift=3.0),
+        FlowMatching(time_shift=3.0, last_time=0.2),
         "{t5}:max_tokens=9:zero_padded",
         size=(4, 6),
         frames=2,
     ),
+    "flux2": Case(
+        "Flux2Pipeline",
+        Flux2Config(**FLUX2, guidance=3.5),
+        SHIFTED,
+        "{mistral3}:prompt=flux2:layer=10+20+30:padded",
+        guidance=1.0,
+    ),
+    "flux2 klein": Case(
+        "Flux2KleinPipeline",
+        Flux2Config(**FLUX2),
+        FlowMatching(shift_by_tokens=[0.5, 1.15, 8, 64]),
+        "{qwen3}:prompt=chat:layer=9+18+27:padded:max_tokens=40",
+    ),
+    "qwen image": Case(
+        "QwenImagePipeline",
+        QwenImageConfig(**QWEN),
+        FlowMatching(shift_by_tokens=[0.5, 0.9, 8, 64], last_time=0.1),
+        "{qwen2_5_vl}:prompt=qwen_image",
+        guidance=50.0,
+        guidance_norm=True,
+    ),
+    "sd3": Case("StableDiffusion3Pipeline", SD3Config(**SD3), SHIFTED, SD3_LINE, shift=0.2),
+    "lumina2": Case(
+        "Lumina2Pipeline", Lumina2Config(**LUMINA2), SHIFTED, "{gemma2}:prompt=lumina2:layer=-2", shift=0.2, blocks=4
+    ),
+    "z image": Case(
+        "ZImagePipeline",
+        ZImageConfig(**SANDWICH, ffn_hidden_size=128),
+        SHIFTED,
+        "{qwen3}:prompt=chat_thinking:layer=-2",
+        shift=0.2,
+    ),
+    "sana": Case("SanaPipeline", SanaConfig(**SANA), SHIFTED, "{gemma2}:prompt=sana:max_tokens=300", quant=False),
 }
+VAES = {
+    "WanPipeline": (AutoencoderKLWan, {"base_dim": 8, "num_res_blocks": 1}),
+    "QwenImagePipeline": (AutoencoderKLQwenImage, {"base_dim": 8, "num_res_blocks": 1}),
+    "SanaPipeline": (
+        AutoencoderDC,
+        {
+            **{f"{part}_block_out_channels": (8, 8, 8) for part in ("encoder", "decoder")},
+            **{f"{part}_layers_per_block": (1, 1, 1) for part in ("encoder", "decoder")},
+            **{f"{part}_qkv_multiscales": ((), (), ()) for part in ("encoder", "decoder")},
+            **{"latent_channels": 4, "attention_head_dim": 4, "scaling_factor": 0.41407},
+        },
+    ),
+}
+"""Autoencoders that are not an `AutoencoderKL`, by pipeline."""
 
 
 def save_vae(folder: Path, case: Case) -> Path:
-    """Save an autoencoder: of 4 channels that compresses 4 x 4 pixels, for Wan of 16 that compresses 4 x 8 x 8."""
+    """Save an autoencoder: of 4 channels that compresses 4 x 4 pixels, or as the class of the pipeline."""
     torch.manual_seed(3)
-    if case.pipeline == "WanPipeline":
-        AutoencoderKLWan(base_dim=8, num_res_blocks=1).eval().save_pretrained(folder)
+    if case.pipeline in VAES:
+        kind, settings = VAES[case.pipeline]
+        kind(**settings).eval().save_pretrained(folder)
         return folder
-    blocks = {"down_block_types": ("DownEncoderBlock2D",) * 3, "up_block_types": ("UpDecoderBlock2D",) * 3}
-    sizes = {"block_out_channels": (8, 8, 8), "norm_num_groups": 4, "latent_channels": 4, "scaling_factor": 0.3611}
-    convolutions = {"use_quant_conv": case.quant, "use_post_quant_conv": case.quant}
-    model = AutoencoderKL(**sizes, **blocks, **convolutions, shift_factor=case.shift).eval()
+    down, up = ("DownEncoderBlock2D",) * case.blocks, ("UpDecoderBlock2D",) * case.blocks
+    kinds = {"down_block_types": down, "up_block_types": up}
+    sizes = {"block_out_channels": (8,) * case.blocks, "norm_num_groups": 4, "latent_channels": 4}
+    if case.pipeline.startswith("Flux2"):
+        model = AutoencoderKLFlux2(**sizes, **kinds).eval()
+        model.bn.running_mean.normal_()
+        model.bn.running_var.uniform_(0.5, 2.0)
+    else:
+        convolutions = {"use_quant_conv": case.quant, "use_post_quant_conv": case.quant}
+        model = AutoencoderKL(**sizes, **kinds, **convolutions, scaling_factor=0.3611, shift_factor=case.shift).eval()
     model.save_pretrained(folder)
     return folder
 
 
+ENCODERS = {
+    "t5": save_t5,
+    "wide_t5": partial(save_t5, width=2 * CLIP_WIDTH + 4),
+    "clip": save_clip,
+    "projected": partial(save_clip, projected=True),
+    **{kind: partial(save_language_model, kind) for kind in LANGUAGE_MODELS},
+}
+
+
 def a_run(folder: Path, case: Case) -> Path:
     """Write a run of random weights, its autoencoder and its text encoders."""
-    vae, names = save_vae(folder / "vae", case), {"t5": save_t5(folder / "t5"), "clip": save_clip(folder / "clip")}
-    names["projected"] = save_clip(folder / "projected", projected=True)
-    line = None if case.encoders is None else check_text_encoder(case.encoders.format(**names)).recorded
+    vae, names = save_vae(folder / "vae", case), set(re.findall(r"\{(\w+)\}", case.encoders or ""))
+    folders = {name: ENCODERS[name](folder / name) for name in names}
+    line = None if case.encoders is None else check_text_encoder(case.encoders.format(**folders)).recorded
     label = case.model.condition("label")
     classes = None if label is None else label.num_classes
     trained = TrainedModel(
@@ -154,7 +258,7 @@ def a_run(folder: Path, case: Case) -> Path:
         class_names=None if classes is None else [f"class {i}" for i in range(classes)],
         text_encoder=line,
     )
-    own = {"guidance_scale": case.guidance, "seed": SEED, "vae": str(vae)}
+    own = {"guidance_scale": case.guidance, "guidance_norm": case.guidance_norm, "seed": SEED, "vae": str(vae)}
     sampling = build(SamplingConfig, {**trained.sampling, **own}, "sampling")
     write_imported(folder / "run", random_weights(parameter_shapes(case.model)), trained, sampling, "a test")
     return folder / "run"
@@ -166,22 +270,20 @@ def generator_of(run: Path, build_model: BuildModel) -> Generator:
     return Generator(config, metadata, load(build_model(config.model), read_full_weights(folder, "weight")), 0)
 
 
-def ours(generator: Generator, case: Case) -> tuple[Tensor, Tensor]:
+def ours(generator: Generator, case: Case, **sampling: Any) -> tuple[Tensor, Tensor]:
     """Return the noise as a scheduler takes it, `[N, C, t, h, w]`, and the pictures in [0, 1], `[N, 3, T, H, W]`."""
     if case.encoders is None:
         given: Mapping[str, Any] = {"label": [2, 0]}
     else:
         encoders = load_text_encoders(generator.text_encoder or "")
         given = as_conditions(encoders.encode(PROMPTS), case.model.conditions())
-    latents = generator.generate(conditions=given)
+    latents = generator.generate(conditions=given, **sampling)
     vae = VAE(generator.config.sampling.vae or "")
-    batch = empty_pack(generator.spec, (case.frames, *case.size), 2, torch.device("cpu"), given)
-    patch, features = generator.spec.patch_spatial, batch.latents_TC.shape[1]
-    noise_TC = AddressedNoise(SEED, 0, batch.sample_ids_S, batch.layout).normal_TC("start", features)
-    grid = (case.frames, *(side // patch for side in case.size))
-    noise = torch.stack([unpatchify(part, grid, 1, patch) for part in noise_TC.chunk(2)])
-    _, sigma = case.objective.path.alpha_sigma(case.objective.sampling_grid(STEPS)[0])
-    return float(sigma) * noise, vae.decode(latents) / 2 + 0.5
+    tokens = prod(case.size) // generator.spec.patch_volume * case.frames
+    _, sigma = case.objective.path.alpha_sigma(
+        case.objective.at_size(tokens, generator.spec.latent_channels).sampling_grid(STEPS)[0]
+    )
+    return float(sigma) * start_noise(generator, given), vae.decode(latents) / 2 + 0.5
 
 
 @pytest.fixture(autouse=True)
@@ -192,7 +294,7 @@ def on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
 def page_call(code: str) -> dict[str, Any]:
     """Return the arguments by name of the call of the pipeline in the lines of a page."""
     [call] = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call) and node.keywords]
-    return {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
+    return {str(word.arg): eval(ast.unparse(word.value)) for word in call.keywords}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -203,26 +305,37 @@ def test_the_pipeline_draws_what_our_sampler_draws(
     case, folder = CASES[name], tmp_path / "pipeline"
     run = a_run(tmp_path, case)
     assert export(["--checkpoint", str(run), "--raw-weights", "--format", "pipeline", "--out", str(folder)]) == 0
-    noise, expected = ours(generator_of(run, build_model), case)
+    generator = generator_of(run, build_model)
+    noise, expected = ours(generator, case)
+    if case.guidance != 1:
+        _, unguided = ours(generator, case, guidance_scale=1.0)
+        assert relative_error(unguided, expected) > 30 * RTOL  # otherwise the comparison would not see guidance
 
     pipeline = DiffusionPipeline.from_pretrained(folder)
     assert type(pipeline).__name__ == case.pipeline
     pipeline.set_progress_bar_config(disable=True)
     [code] = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     call = page_call(code)
-    call["prompt" if case.encoders else "class_labels"] = PROMPTS if case.encoders else [2, 0]
+    given = "prompt" if case.encoders else "class_labels"
+    assert given in call
+    call[given] = PROMPTS if case.encoders else [2, 0]
     is_clip = case.pipeline == "WanPipeline"
     noise, expected = (noise, expected) if is_clip else (noise[:, :, 0], expected[:, :, 0])
     if case.pipeline == "DiTPipeline":
         monkeypatch.setattr("diffusers.pipelines.dit.pipeline_dit.randn_tensor", lambda **_: noise)
         assert pipeline.get_label_ids(["class 2", "class 0"]) == [2, 0]
     else:
-        packed = case.pipeline == "FluxPipeline"
-        call["latents"] = pipeline._pack_latents(noise, 2, 4, *case.size) if packed else noise
+        call["latents"] = noise
+        if case.pipeline in ("FluxPipeline", "QwenImagePipeline"):
+            call["latents"] = pipeline._pack_latents(noise, 2, case.model.in_channels, *case.size)
+        elif case.pipeline.startswith("Flux2"):
+            call["latents"] = pipeline._patchify_latents(noise)
+    if "negative_prompt" in call:
+        call["negative_prompt"] = [call["negative_prompt"]] * 2
     output = pipeline(**call, output_type="np")
     found = torch.from_numpy(output.frames if is_clip else output.images).movedim(-1, 1)
     assert found.shape == expected.shape
-    assert found.shape[-2:] == tuple((8 if is_clip else 4) * side for side in case.size)
+    assert found.shape[-2:] == tuple(VAE(str(tmp_path / "vae")).geometry.space * side for side in case.size)
     assert expected.clamp(0, 1).std() > 0.01
     assert relative_error(found, expected.clamp(0, 1)) <= RTOL
 
@@ -253,7 +366,7 @@ OTHER_VAE = Case("", WanConfig(**WAN, in_channels=4, null_text="empty"), FlowMat
         (replace(PIXART_T5, encoders=None), "needs a T5 or a BERT, and the run names no text encoder"),
         (replace(PIXART_T5, encoders="{t5}:padded"), "needs a T5 or a BERT that makes `text`, without `:padded`"),
         (replace(PIXART_T5, model=replace(PIXART_T5.model, in_channels=3)), "AutoencoderKL of 3 channels"),
-        (OTHER_VAE, "WanPipeline needs an AutoencoderKLWan of 4 channels, and .* is a AutoencoderKL of 4"),
+        (OTHER_VAE, "WanPipeline needs an AutoencoderKLWan of 4 channels .*, and .* is a AutoencoderKL of 4"),
         (replace(CASES["wan"], encoders="{t5}"), "a UMT5 or a T5 that makes `text`, .*, with `:zero_padded`"),
         (
             replace(XL, model=replace(XL.model, null_text="learned")),
@@ -276,10 +389,20 @@ OTHER_VAE = Case("", WanConfig(**WAN, in_channels=4, null_text="empty"), FlowMat
             "StableDiffusionPipeline needs a CLIP text model that makes `text`, with `:padded`",
         ),
         (replace(CASES["flux"], encoders="text={t5}:padded"), "makes `pooled`"),
+        (
+            replace(CASES["flux2 klein"], model=Flux2Config(**{**FLUX2, "null_text": "learned"})),
+            "Flux2KleinPipeline uses the embedding of the empty text as unconditional.*null_text=empty",
+        ),
+        (
+            replace(CASES["z image"], encoders="{qwen3}:layer=-2"),
+            "needs a Qwen3 that makes `text`, without `:padded`, `:prompt=chat_thinking`, `:layer=penultimate`",
+        ),
+        (replace(CASES["lumina2"], blocks=3), "that compresses 8 x 8 pixels, and .* compresses 4 x 4"),
     ],
     ids=[
         *("objective", "null", "no encoder", "padding", "channels", "vae of wan", "text of wan"),
         *("null of xl", "one encoder", "no projection", "control", "unpadded", "no pooled text"),
+        *("null of klein", "plain prompt", "compression"),
     ],
 )
 def test_a_run_whose_pipeline_would_draw_something_else_is_refused(

@@ -41,10 +41,10 @@ CLIP_TOKENS = 20
 WORDS = ("a", "red", "blue", "circle", "square", "left", "of")
 
 
-def save_t5(folder: Path, tokenizer: Optional[Path] = None) -> Path:
+def save_t5(folder: Path, tokenizer: Optional[Path] = None, *, width: int = T5_WIDTH) -> Path:
     """Save a T5 of two layers, and its tokenizer beside it or in a folder of its own."""
     torch.manual_seed(1)
-    sizes = {"d_model": T5_WIDTH, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "vocab_size": 128}
+    sizes = {"d_model": width, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "vocab_size": 128}
     T5EncoderModel(T5Config(feed_forward_proj="gated-gelu", **sizes)).eval().save_pretrained(folder)
     marks = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("▁", -2.0)]
     pieces = [(f"▁{word}", -1.0) for word in WORDS] + [(letter, -5.0) for letter in ascii_lowercase]
@@ -96,10 +96,28 @@ def byte_tokenizer(chat: Optional[str] = None, *, side: str = "right", adds_star
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
 
 
+LANGUAGE_WIDTH = 8
+LANGUAGE_MODELS: dict[str, tuple[int, dict[str, Any]]] = {
+    "mistral3": (31, {"chat": PIXTRAL_CHAT, "side": "left", "adds_start": True}),
+    "qwen3": (28, {"chat": QWEN_CHAT}),
+    "qwen2_5_vl": (3, {}),
+    "gemma2": (3, {"side": "left", "adds_start": True}),
+}
+"""Layers and settings of the tokenizer of each kind of language model, as the pipelines need them."""
+
+
+def save_language_model(kind: str, folder: Path) -> Path:
+    """Save a language model with its tokenizer."""
+    layers, settings = LANGUAGE_MODELS[kind]
+    language_model(kind, layers).save_pretrained(folder)
+    byte_tokenizer(**settings).save_pretrained(folder)
+    return folder
+
+
 def language_model(kind: str, layers: int) -> Any:
-    """Return a random language model of width 8, whose layers change their input clearly."""
+    """Return a random language model, whose layers change their input clearly."""
     torch.manual_seed(5)
-    sizes = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1}
+    sizes = {"hidden_size": LANGUAGE_WIDTH, "intermediate_size": 12, "num_attention_heads": 2, "num_key_value_heads": 1}
     sizes |= {"head_dim": 4, "num_hidden_layers": layers, "vocab_size": len(MARKS) + len(BYTES), "pad_token_id": 0}
     sizes |= {"initializer_range": 0.4, "bos_token_id": 1, "eos_token_id": 2}
     if kind == "qwen3":

@@ -4,20 +4,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from dit.batch import PackedBatch
 from dit.layout import CLEAN
-from dit.levels import Segment, with_levels
+from dit.levels import Segment, unmasked_clean, with_levels
 
 
 def segments_of(number: int, tokens: int) -> list[Segment]:
-    """Return segments by number: a clean start; one level; two levels; a level, a clean middle, another level."""
+    """Return segments by number: a clean start; one level; two; a level, a clean middle, another level; a mask."""
     first, second = max(1, tokens // 3), max(1, tokens // 4)
     return {
         0: [(first, CLEAN), (tokens - first, 0)],
         1: [],
         2: [(first, 0), (tokens - first, 1)],
         3: [(first, 0), (second, CLEAN), (tokens - first - second, 2)],
-    }[number % 4]
+        4: unmasked_clean(torch.arange(tokens) % 5 < 2),
+    }[number % 5]
 
 
 def leveled(batch: PackedBatch) -> PackedBatch:

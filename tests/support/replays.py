@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -32,7 +33,11 @@ class Recording(TorchDispatchMode):
         """Run all operations again, with results in the same memory."""
         with torch._C._AutoDispatchBelowAutograd():  # as recorded
             for func, args, kwargs, results in self.operations:
-                again = [x for x in tree_leaves(func(*args, **kwargs)) if isinstance(x, Tensor)]
+                leaves = tree_leaves(func(*args, **kwargs))
+                for work in leaves:
+                    if isinstance(work, torch.ScriptObject):  # a message between ranks
+                        Work.unbox(work).wait()
+                again = [x for x in leaves if isinstance(x, Tensor)]
                 for x, new in zip(results, again, strict=True):
                     if x.data_ptr() != new.data_ptr():
                         x.copy_(new)

@@ -13,6 +13,7 @@ from dit.config_record import CLASS_KEY, to_record
 from dit.convert import run_record
 from dit.data_api import NoData
 from dit.errors import CheckpointError, ConfigError
+from dit.models.ddpm_unet.config import DDPMUNetConfig
 from dit.models.dit.config import DiTConfig
 from dit.models.flux.config import FluxConfig
 from dit.objectives.ddpm import DDPM
@@ -21,7 +22,7 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer.schedules import Cosine
 from dit.parallel.dims import ParallelConfig
 from dit.run_config import TRAINING_FUNCTION, RunConfig
-from dit.settings import SamplingConfig, TrainingConfig
+from dit.settings import OptimizerConfig, SamplingConfig, TrainingConfig
 from dit.training.pretrain import pretrain
 from energon_data.mock import MockData
 from launch import config_file
@@ -157,6 +158,13 @@ def test_every_part_is_checked_by_itself_or_against_the_others(part, changes, sa
     RUN.check()
     with pytest.raises(ConfigError, match=says):
         replace(RUN, **{part: replace(getattr(RUN, part), **changes)}).check()
+
+
+def test_muon_refuses_a_unet():
+    run = replace(RUN, optimizer=OptimizerConfig(algorithm="muon"))
+    run.check()
+    with pytest.raises(ConfigError, match=r"DDPMUNetConfig consists of convolutions.*use optimizer\.algorithm=adamw"):
+        replace(run, model=DDPMUNetConfig()).check()
 
 
 FP16 = {"training.precision": "fp16"}

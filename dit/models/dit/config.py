@@ -21,6 +21,7 @@ class DiTConfig(ExpertOptions, TransformerModelConfig, TextConditioned, ClassCon
     """
 
     compiles: ClassVar[bool] = True
+    fixes_packs: ClassVar[bool] = True
 
     num_layers: int = 12
     qk_layernorm: bool = False

@@ -18,6 +18,7 @@ class DiTCrossConfig(CrossAttentionModelConfig):
     """
 
     compiles: ClassVar[bool] = True
+    fixes_packs: ClassVar[bool] = True
 
     add_bias: bool = False
     adaln_lora_rank: Optional[int] = None

@@ -8,18 +8,12 @@ from dit.condition_table import CONTEXT, CONTROL, POOLED, SIZE_AND_CROP
 from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.models.base import Supports, TransformerSizes
-from dit.models.conditioned import WITHOUT_CLASSES, TextConditioned
+from dit.models.conditioned import NULLS, WITHOUT_CLASSES, NullTextConditioned
 from dit.models.lora_config import LoRAConfig
 from dit.models.transformer_config import check_numbers
 from dit.ranges import check_choice
 
 NullText = Literal["learned", "empty", "zeros"]
-NULLS: dict[NullText, float | Literal["learned", "empty text"]] = {
-    "learned": "learned",
-    "empty": "empty text",
-    "zeros": 0.0,
-}
-"""Null value of the text by `null_text`."""
 TWO_ENCODERS = (
     "this model reads the tokens of two encoders side by side, and the second one's features are missing: "
     "--text-encoder text=FIRST:layer=penultimate:padded "
@@ -28,7 +22,7 @@ TWO_ENCODERS = (
 
 
 @dataclass(kw_only=True)
-class LDMUNetConfig(TextConditioned):
+class LDMUNetConfig(NullTextConditioned):
     """The UNet of latent diffusion, conditioned on time and text.
 
     The default sizes are those of Stable Diffusion v1: 859,520,964 parameters, plus a learned null token unless
@@ -70,7 +64,7 @@ class LDMUNetConfig(TextConditioned):
     norm_num_groups: int = 32
     pooled_size: Optional[int] = None
     control_channels: Optional[int] = None
-    null_text: NullText = "learned"
+    null_text: NullText = "learned"  # type: ignore[assignment]
     lora: Optional[LoRAConfig] = None
 
     @property
@@ -89,10 +83,9 @@ class LDMUNetConfig(TextConditioned):
         return (self.in_channels + (self.control_channels or 0)) * self.patch_temporal * self.patch_spatial**2
 
     def conditions(self) -> tuple[Condition, ...]:
-        null = NULLS[self.null_text]
-        conditions = tuple(replace(c, null=null) if c.name == CONTEXT.name else c for c in super().conditions())
+        conditions = super().conditions()
         if self.pooled_size is not None:
-            pooled_null = null if self.null_text == "empty" else 0.0
+            pooled_null = NULLS[self.null_text] if self.null_text == "empty" else 0.0
             pooled = replace(POOLED, shape=(self.pooled_size,), dropout=self.context_dropout, null=pooled_null)
             texts = (replace(c, made_with=TWO_ENCODERS) if c.name == CONTEXT.name else c for c in conditions)
             conditions = (*texts, pooled, SIZE_AND_CROP)

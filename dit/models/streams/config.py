@@ -7,7 +7,7 @@ from dit.condition_table import POOLED
 from dit.conditions import Condition
 from dit.errors import ConfigError
 from dit.models.base import Supports, TransformerSizes
-from dit.models.conditioned import TextConditioned
+from dit.models.conditioned import NULLS, NullText, NullTextConditioned
 from dit.models.transformer_config import TransformerModelConfig, check_query_groups
 from dit.ranges import check_choice, check_unused
 
@@ -33,7 +33,7 @@ class LayerKind:
 
 
 @dataclass(kw_only=True)
-class StreamsConfig(TransformerModelConfig, TextConditioned):
+class StreamsConfig(TransformerModelConfig, NullTextConditioned):
     """Blocks with text and image as two streams, then single blocks (one stream).
 
     Attributes:
@@ -97,7 +97,8 @@ class StreamsConfig(TransformerModelConfig, TextConditioned):
     def conditions(self) -> tuple[Condition, ...]:
         if self.pooled_size is None:
             return super().conditions()
-        return (*super().conditions(), replace(POOLED, shape=(self.pooled_size,), dropout=self.context_dropout))
+        pooled = replace(POOLED, shape=(self.pooled_size,), dropout=self.context_dropout, null=NULLS[self.null_text])
+        return (*super().conditions(), pooled)
 
     @property
     def num_layers(self) -> int:
@@ -132,6 +133,7 @@ class StreamsConfig(TransformerModelConfig, TextConditioned):
         check_choice("model.block", self.block, Block)
         check_choice("model.activation", self.activation, Activation)
         check_choice("model.text_positions", self.text_positions, TextPositions)
+        check_choice("model.null_text", self.null_text, NullText)
         if self.context_size is None:
             raise ConfigError("model.context_size=None, but joint blocks need text; set it to the embeddings' width")
         if self.block == "sandwich":

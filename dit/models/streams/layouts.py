@@ -50,7 +50,7 @@ class StreamLayouts:
         """Return the layouts of a batch; texts and images are extended to multiples of `multiple`."""
         given, image = text_layout(batch), batch.layout
         texts = pad_tokens(given if multiple == 1 else given.table(_extended, multiple), provider)
-        missing = tuple(-length % multiple for length in image.lengths)
+        missing = () if multiple == 1 else tuple(-length % multiple for length in image.lengths)
         if not any(missing):
             joint = joint_layout(texts, image)
             return cls(given, texts, image, joint, None, joint)

@@ -1,7 +1,5 @@
 """Transformers with text and image as two streams, then as one, on Megatron-Core linears."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
@@ -61,6 +59,7 @@ class Streams(Backbone):
         self.provider = provider
         size, bias, eps, width = config.hidden_size, config.outer_bias, config.layernorm_epsilon, config.condition_width
         assert config.context_size is not None
+        learned_null = config.null_text == "learned"
         rope = config.position_embedding == "rope_3d"
         self.rotary = config.rotary(config.rope_axes) if rope else None
         self.conditioner = Conditioner(
@@ -69,6 +68,7 @@ class Streams(Backbone):
             time_scale=config.time_scale,
             inner_size=config.time_hidden_size,
             pooled_size=config.pooled_size,
+            learned_null=learned_null,
             guidance=config.guidance,
             bias=bias,
         )
@@ -81,7 +81,7 @@ class Streams(Backbone):
             replicate_on_all_stages(self.modulation.parameters())
         if stage.first:
             self.embed = PatchEmbedding(config.token_channels, size, provider, bias=bias)
-            self.text = TextTokens(config.context_size, provider, stream=True)
+            self.text = TextTokens(config.context_size, provider, stream=True, learned_null=learned_null)
             self.text_norm = RMSNorm(config.context_size, provider, eps=eps) if config.text_norm else nn.Identity()
             init = xavier_uniform(config.context_size, size)
             self.embed_text = provider.replicated_linear(config.context_size, size, bias=bias, init=init)
@@ -190,16 +190,16 @@ def token_positions(config: StreamsConfig, batch: PackedBatch, texts: SequenceLa
     `transformer_lumina2.py` of diffusers.
     """
     image_T3, index_K1 = batch.positions_T3, texts.token_index_T[:, None]
-    sides: Sequence[tuple[int, int]] = [(h, w) for _, h, w in batch.grids]
     if config.centred_positions:
-        below = batch.layout.tensor([(0, h - h // 2, w - w // 2) for h, w in sides])
+        below = batch.layout.tensor([(0, h - h // 2, w - w // 2) for _, h, w in batch.grids])
         image_T3 = image_T3 - batch.layout.per_token(below)
-        sides = [(h // 2, w // 2) for h, w in sides]
     if config.text_positions == "before_image":
-        start_S3 = batch.layout.tensor([(length, 0, 0) for length in texts.lengths])
-        return nn.functional.pad(index_K1, (0, 2)), image_T3 + batch.layout.per_token(start_S3)
+        start_T1 = batch.layout.per_token(texts.lengths_S)
+        return nn.functional.pad(index_K1, (0, 2)), image_T3 + nn.functional.pad(start_T1, (0, 2))
     if config.text_positions == "own_axis":
         return nn.functional.pad(index_K1, (3, 0)), nn.functional.pad(image_T3, (0, 1))
     if config.text_positions == "after_image":
-        return (index_K1 + texts.per_token(texts.tensor([max(side) for side in sides]))).expand(-1, 3), image_T3
+        share = 2 if config.centred_positions else 1
+        start_K1 = texts.per_token(texts.tensor([max(h, w) // share for _, h, w in batch.grids]))
+        return (index_K1 + start_K1).expand(-1, 3), image_T3
     return image_T3.new_zeros(texts.total_tokens, 3), image_T3

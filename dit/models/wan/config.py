@@ -19,6 +19,7 @@ class WanConfig(CrossAttentionModelConfig):
     """
 
     compiles: ClassVar[bool] = True
+    fixes_packs: ClassVar[bool] = True
 
     context_size: Optional[int] = 4096
     hidden_size: int = 1536

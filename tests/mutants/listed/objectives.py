@@ -346,15 +346,15 @@ MUTANTS = (
     Mutant(
         "time shift by dimension: the ratio for its root",
         "dit/objectives/flow_matching.py",
-        "math.sqrt(numbers / self.shift_dimension)",
-        "(numbers / self.shift_dimension)",
+        "(tokens * (channels / self.shift_dimension)).sqrt()",
+        "(tokens * (channels / self.shift_dimension))",
         (OBJECTIVES,),
     ),
     Mutant(
-        "time shift by dimension: patches are not counted",
+        "time shift by dimension: channels are not counted",
         "dit/objectives/flow_matching.py",
-        "self.of_size(math.prod(grid) * channels)",
-        "self.of_size(math.prod(grid))",
+        "self._shift(tokens_S, batch.latents_TC.shape[1])",
+        "self._shift(tokens_S, 1)",
         (OBJECTIVES,),
     ),
     Mutant(

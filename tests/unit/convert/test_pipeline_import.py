@@ -6,14 +6,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from diffusers import DDIMScheduler
+from diffusers import DDIMScheduler, FlowMatchEulerDiscreteScheduler
+from diffusers.pipelines.flux2.pipeline_flux2 import compute_empirical_mu
+from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 
 from dit.convert.diffusers_format import TrainedModel
 from dit.convert.diffusers_sampling import scheduler_config
-from dit.convert.pipeline_import import Completed, complete, network_folder, read_schedule
+from dit.convert.pipeline_import import Completed, complete, network_folder, read_schedule, read_shift
 from dit.errors import ConfigError
 from dit.models.flux.config import FluxConfig
+from dit.models.flux2.config import Flux2Config
 from dit.models.ldm_unet.config import LDMUNetConfig
+from dit.models.lumina2.config import Lumina2Config
+from dit.models.qwen_image.config import QwenImageConfig
+from dit.models.sana.config import SanaConfig
+from dit.models.sd3.config import SD3Config
+from dit.models.z_image.config import ZImageConfig
 from dit.objectives.ddpm import DDPM
 from dit.objectives.flow_matching import FlowMatching
 
@@ -102,3 +110,53 @@ def test_encoders_are_read_around_a_network_without_a_schedule(tmp_path):
     found = complete(imported, root / "transformer")
     line = f"text={root}/text_encoder_2:padded,pooled={root}/text_encoder"
     assert found == Completed(replace(imported, text_encoder=line), str(root / "vae"))
+
+
+DYNAMIC = {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15, "max_image_seq_len": 4096}
+SHIFTS = {
+    "flux": (FluxConfig(), {**DYNAMIC, "shift": 3.0}),
+    "flux2": (Flux2Config(), {**DYNAMIC, "shift": 3.0}),
+    "qwen image": (QwenImageConfig(), {**DYNAMIC, "max_shift": 0.9, "max_image_seq_len": 8192, "shift_terminal": 0.02}),
+    "z image": (ZImageConfig(), {"shift": 3.0}),
+    "lumina 2": (Lumina2Config(), {"shift": 6.0}),
+    "sd3": (SD3Config(), {"shift": 3.0}),
+}
+"""Model, and settings of the scheduler in its published pipeline."""
+
+
+@pytest.mark.parametrize("tokens", [256, 1024, 4096])
+@pytest.mark.parametrize("name", SHIFTS)
+def test_sampling_has_the_times_of_the_scheduler_in_the_pipeline(tmp_path, name, tokens):
+    """For pictures of several sizes, in 50 steps; the pipelines pass their evenly spaced times and their shift."""
+    model, settings = SHIFTS[name]
+    root = pipeline(tmp_path / "model", _class_name="FluxPipeline")
+    (root / "transformer").mkdir()
+    scheduler = FlowMatchEulerDiscreteScheduler(**settings)
+    scheduler.save_pretrained(root / "scheduler")
+    found = complete(TrainedModel(model, FlowMatching(time_shift=9.0), (1, 8, 8), {}), root / "transformer")
+    config = scheduler.config
+    points = config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
+    mu = compute_empirical_mu(tokens, 50) if name == "flux2" else calculate_shift(tokens, *points)
+    scheduler.set_timesteps(50, sigmas=[1 - i / 50 for i in range(50)], mu=mu)
+    grid = found.trained.objective.at_size(tokens, 1).sampling_grid(50)
+    torch.testing.assert_close(grid, scheduler.sigmas.double(), rtol=0, atol=1e-6)
+    assert found.has_schedule
+    assert not found.notes
+
+
+def test_the_shift_of_another_solver_is_read(tmp_path):
+    """SANA's scheduler is DPM-Solver; its steps differ from ours, which a note says."""
+    root = pipeline(tmp_path / "model", _class_name="SanaPipeline")
+    (root / "transformer").mkdir()
+    (root / "scheduler").mkdir()
+    settings = {"_class_name": "DPMSolverMultistepScheduler", "flow_shift": 4.0, "use_flow_sigmas": True}
+    (root / "scheduler/scheduler_config.json").write_text(json.dumps(settings))
+    found = complete(TrainedModel(SanaConfig(), FlowMatching(), (1, 8, 8), {}), root / "transformer")
+    assert found.trained.objective == FlowMatching(time_shift=4.0)
+    assert "not of DPMSolverMultistepScheduler" in found.notes[0]
+
+
+@pytest.mark.parametrize("odd", [{"time_shift_type": "linear"}, {"max_shift": "x"}, {"shift_terminal": "x"}], ids=str)
+def test_a_shift_without_a_counterpart_is_refused(odd):
+    with pytest.raises(ConfigError, match="have no counterpart; copy the network to another folder"):
+        read_shift({**DYNAMIC, **odd}, TrainedModel(FluxConfig(), FlowMatching(), (1, 8, 8), {}), "here")

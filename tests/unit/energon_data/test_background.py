@@ -331,6 +331,37 @@ if __name__ == "__main__":
     assert done.stdout == "[True, True, True]\n"
 
 
+def test_the_fork_server_imports_modules_for_all_workers(tmp_path: Path) -> None:
+    """Processes that import the module of a user's data: this one and the server, but neither of two workers."""
+    (tmp_path / "users_data.py").write_text("""
+import os, warnings
+from pathlib import Path
+from tests.support.sources import Watched
+with (Path(__file__).parent / "imports").open("a") as file:
+    print(os.getpid(), file=file)
+warnings.warn_explicit("no accelerator", UserWarning, "file", 1, module="megatron.core")
+class Mine(Watched): ...
+""")
+    program = """
+import sys
+sys.path[:0] = sys.argv[1:]
+from functools import partial
+from small_data import spec
+import users_data
+from energon_data.workers.background import BackgroundSource
+
+if __name__ == "__main__":
+    streams = [BackgroundSource(partial(users_data.Mine, spec()), "a test", ["users_data"]) for _ in range(2)]
+    for stream in streams:
+        stream.next()
+        stream.close()
+"""
+    command = [sys.executable, "-c", program, str(tmp_path), str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert len(set((tmp_path / "imports").read_text().split())) == 2
+    assert done.stderr.count("no accelerator") == 1  # of this process, which does not hide warnings
+
+
 def test_a_stream_whose_worker_cannot_start_can_be_closed() -> None:
     stream = BackgroundSource(lambda: Watched(spec()), "stream 0 of a test")
     with pytest.raises(Exception, match="pickle"):

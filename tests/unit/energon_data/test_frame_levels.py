@@ -5,12 +5,14 @@ from itertools import islice
 from typing import Any
 
 import pytest
+import torch
 
 from dit.batch import PackedBatch
 from dit.errors import ConfigError
 from dit.layout import CLEAN
 from dit.models.ddpm_unet.config import DDPMUNetConfig
 from dit.models.wan.config import WanConfig
+from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.run_config import RunConfig
@@ -65,17 +67,48 @@ def test_every_frame_has_its_level() -> None:
 
 def test_the_share_is_that_of_the_clips_on_any_number_of_ranks() -> None:
     """Draws depend on the sample and its draw only."""
-    one = levels_by_draw(packs(160, clean_first_frame=0.25))
-    two = [levels_by_draw(packs(80, dp_size=2, dp_rank=rank, clean_first_frame=0.25)) for rank in range(2)]
+    settings = {"clean_first_frame": 0.25, "inpaint": 0.5}
+    one = levels_by_draw(packs(160, **settings))
+    two = [levels_by_draw(packs(80, dp_size=2, dp_rank=rank, **settings)) for rank in range(2)]
     assert two[0] | two[1] == one
-    clips = [segments for grid, segments in one.values() if grid[0] > 1]
-    share = sum(segments[0][1] == CLEAN for segments in clips) / len(clips)
+    clips = [(grid, segments) for grid, segments in one.values() if grid[0] > 1]
+    share = sum(segments[0] == (h * w, CLEAN) and len(segments) == 2 for (_, h, w), segments in clips) / len(clips)
     assert abs(share - 0.25) < 4 * (0.25 * 0.75 / len(clips)) ** 0.5
+
+
+def test_a_region_of_pictures_and_clips_is_generated_next_to_clean_tokens() -> None:
+    """Inside a box or outside it, the same in every frame; only its tokens count in the loss."""
+    batches = packs(120, max_tokens_per_pack=200, inpaint=1.0, shapes=["1x10x12", "3x10x12"])
+    masks, objective = [], FlowMatching()
+    for batch in batches:
+        noise = AddressedNoise(1, 0, batch.sample_ids_S, batch.layout)
+        prepared = objective.prepare(batch, noise)
+        noised_T = batch.layout.noised_T
+        clean_T = batch.layout.valid_T & ~noised_T
+        assert torch.equal(prepared.inputs_TC[clean_T], batch.latents_TC[clean_T])
+        _, count, _ = objective.loss(torch.zeros_like(prepared.target_TC), prepared, batch.layout)
+        assert int(count) == int(noised_T.sum())
+        places = zip(batch.layout.starts, batch.grids)
+        masks += [noised_T[start : start + t * h * w].view(t, h, w) for start, (t, h, w) in places]
+    boxes = 0
+    for mask_THW in masks:
+        mask_HW = mask_THW[0]
+        assert torch.equal(mask_THW, mask_HW.expand_as(mask_THW))
+        rows, columns = mask_HW.any(1), mask_HW.any(0)
+        boxes += torch.equal(mask_HW, rows[:, None] & columns)
+        inverse = ~mask_HW
+        box = inverse.any(1)[:, None] & inverse.any(0)
+        assert torch.equal(mask_HW, rows[:, None] & columns) or torch.equal(inverse, box)
+    assert 0.4 * len(masks) < boxes < 0.8 * len(masks)
+    assert any(not mask_THW.all() for mask_THW in masks)
+    assert {int(mask_THW[0].any(1).sum()) for mask_THW in masks} == {1, 2, 3, 4, 5}
 
 
 def test_copies_of_a_sample_are_drawn_again() -> None:
     data = levels_by_draw(packs(60, clean_first_frame=0.5, dataset_size=2, shapes=["4x4x4"]))
     assert len({tuple(segments) for _, segments in data.values()}) == 2
+    data = levels_by_draw(packs(60, inpaint=0.5, dataset_size=2, shapes=["1x4x4"]))
+    assert len({tuple(segments) for _, segments in data.values()}) > 10
 
 
 def test_held_out_clips_have_the_same_levels_in_every_pass() -> None:
@@ -94,13 +127,14 @@ def test_without_the_settings_packs_are_as_before() -> None:
     ("changes", "message"),
     [
         ({"data": MockData(clean_first_frame=1.5)}, "data.clean_first_frame=1.5"),
+        ({"data": MockData(inpaint=1.5)}, "data.inpaint=1.5"),
         ({"objective": EDM()}, "data.clean_first_frame=0.5 needs several noise levels .* use objective=flow_matching"),
         (
             {"model": DDPMUNetConfig()},
             "DDPMUNetConfig does not support several noise levels in a sample, which data.clean_first_frame=0.5",
         ),
     ],
-    ids=["range", "objective", "model"],
+    ids=["range", "range of masks", "objective", "model"],
 )
 def test_what_cannot_take_them_is_refused(changes: dict[str, Any], message: str) -> None:
     run = RunConfig(model=MODEL, data=MockData(clean_first_frame=0.5), objective=FlowMatching())

@@ -1,6 +1,6 @@
 """The attention cases that every path on every device must meet."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Optional
 
 import torch
@@ -12,7 +12,11 @@ from dit.layout import SequenceLayout
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """Segment lengths and paddings of queries and keys; the keys' are those of the queries if None."""
+    """Segment lengths and paddings of queries and keys; the keys' are those of the queries if None.
+
+    Attributes:
+        empty: number of empty samples of packs of fixed size; None for other packs.
+    """
 
     name: str
     lengths_q: tuple[int, ...]
@@ -21,16 +25,23 @@ class AttentionCase:
     multiple_of_k: int = 1
     tail_q: int = 0
     tail_k: int = 0
+    empty: Optional[int] = None
     heads: int = 4
     kv_heads: int = 4
     head_size: int = 16
 
     def layouts(self, device: torch.device | str = "cpu") -> tuple[SequenceLayout, SequenceLayout]:
         """Return the layouts of queries and keys; self-attention shares one object."""
-        layout_q = _layout(self.lengths_q, self.multiple_of_q, self.tail_q, device)
+        layout_q = self._fixed(_layout(self.lengths_q, self.multiple_of_q, self.tail_q, device))
         if self.lengths_k is None:
             return layout_q, layout_q
-        return layout_q, _layout(self.lengths_k, self.multiple_of_k, self.tail_k, device)
+        return layout_q, self._fixed(_layout(self.lengths_k, self.multiple_of_k, self.tail_k, device))
+
+    def _fixed(self, layout: SequenceLayout) -> SequenceLayout:
+        if self.empty is None:
+            return layout
+        lengths, padded = (x + (0,) * self.empty for x in (layout.lengths, layout.padded_lengths))
+        return replace(layout, lengths=lengths, padded_lengths=padded, is_fixed=True)
 
     def qkv(self, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
         """Draw q, k, v, the same on every device."""
@@ -56,6 +67,8 @@ CASES = [
     AttentionCase("cross_ragged_keys", (8, 8), (3, 20)),
     AttentionCase("cross_ragged_queries", (8, 21), (4, 4)),
     AttentionCase("cross_padded", (8, 21, 8), (4, 7, 1), multiple_of_q=4, multiple_of_k=8, tail_q=4, tail_k=8),
+    AttentionCase("fixed", (12, 5, 7), multiple_of_q=4, tail_q=8, empty=2),
+    AttentionCase("fixed_cross", (8, 21), (4, 7), multiple_of_k=8, tail_q=4, tail_k=8, empty=1),
     AttentionCase("one_head", (12, 5), heads=1, kv_heads=1, head_size=8),
 ]
 GQA_CASES = [

@@ -109,7 +109,7 @@ def test_settings_reach_the_generator(generator, tmp_path):
             "--thresholding",
             "static",
             *("--tile", "24", "--tile-overlap", "8"),
-            *("--guidance-rescale", "0.7", "--guidance-interval", "0.2", "5"),
+            *("--guidance-rescale", "0.7", "--guidance-norm", "--guidance-interval", "0.2", "5"),
             *("--churn", "4", "0.1", "50", "1.003"),
         )
         == 0
@@ -127,6 +127,7 @@ def test_settings_reach_the_generator(generator, tmp_path):
         "guidance_scale": 0.0,
         "guidance_channels": 3,
         "guidance_rescale": 0.7,
+        "guidance_norm": True,
         "guidance_interval": [0.2, 5.0],
         "churn": [4.0, 0.1, 50.0, 1.003],
         "thresholding": "static",

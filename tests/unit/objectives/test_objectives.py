@@ -396,9 +396,27 @@ def test_the_shift_by_dimension_is_that_of_each_sample(settings):
             for i, n in enumerate(lengths)
         ]
         torch.testing.assert_close(times_S, torch.cat(expected), rtol=1e-6, atol=0)
-    assert flow.of_size(48) == FlowMatching(time_shift=3.0, **settings)
-    assert FlowMatching(time_shift=2.0).of_size(48) == FlowMatching(time_shift=2.0)
-    assert EDM().of_size(48) == EDM()
+    assert flow.at_size(12, 4) == FlowMatching(time_shift=3.0, **settings)
+    assert FlowMatching(time_shift=2.0).at_size(12, 4) == FlowMatching(time_shift=2.0)
+    assert EDM().at_size(12, 4) == EDM()
+
+
+def test_each_sample_of_a_pack_has_the_shift_of_its_own_tokens():
+    """As in a pack of its own, where the shift is a number."""
+    flow = FlowMatching(shift_by_tokens=[0.5, 1.5, 10, 30])
+    lengths = [10, 16, 30]
+    batch = pack(lengths)
+    prepared = flow.prepare(batch, noise_for(batch))
+    shifts = [math.exp(0.5 + (n - 10) / 20) for n in lengths]
+    parts = zip(prepared.time_S, prepared.inputs_TC.split(lengths), batch.latents_TC.split(lengths))
+    for n, shift, (time, inputs_TC, latents_TC) in zip(lengths, shifts, parts):
+        single = replace(pack([n]), latents_TC=latents_TC)
+        expected = FlowMatching(time_shift=shift).prepare(single, noise_for(single))
+        torch.testing.assert_close(time, expected.time_S[0])
+        torch.testing.assert_close(inputs_TC, expected.inputs_TC)
+        assert flow.at_size(n, 4).time_shift == pytest.approx(shift)
+    last = replace(flow, last_time=0.1).at_size(30, 4).sampling_grid(5)
+    assert last[[0, -2, -1]].tolist() == pytest.approx([1.0, 0.1, 0.0])
 
 
 def test_ddpm_table_step_is_the_textbooks():
@@ -439,7 +457,8 @@ def test_objectives_compare_and_print_by_their_settings():
     assert DDPM(prediction="v") != DDPM()
     assert repr(FlowMatching(time_shift=3.0)) == (
         "FlowMatching(prediction='velocity', time_distribution='uniform', logit_mean=0.0, logit_std=1.0, "
-        "time_shift=3.0, shift_dimension=None, loss_kind='l2', min_snr_gamma=None, min_time=0.0, max_time=1.0)"
+        "time_shift=3.0, shift_dimension=None, shift_by_tokens=None, last_time=None, loss_kind='l2', "
+        "min_snr_gamma=None, min_time=0.0, max_time=1.0)"
     )
 
 
@@ -453,6 +472,9 @@ def test_objectives_compare_and_print_by_their_settings():
         (lambda: EDM(loss_kind="mse"), "loss_kind='mse' is unknown; use one of 'l2', 'l1', 'huber'"),
         (lambda: FlowMatching(time_shift=0.0), "time_shift=0.0 must be positive"),
         (lambda: FlowMatching(shift_dimension=0), "shift_dimension=0"),
+        (lambda: FlowMatching(shift_by_tokens=[0.5, 1.0, 30, 10]), r"shift_by_tokens=\[0.5, 1.0, 30, 10\] must be two"),
+        (lambda: FlowMatching(shift_by_tokens=[0.5, 1.0, 1, 9], time_shift=2.0), "time_shift=2.0, .* do not go with"),
+        (lambda: FlowMatching(last_time=1.0), "last_time=1.0 must be between 0 and 1"),
         (lambda: FlowMatching(prediction="noise"), "prediction='noise' is unknown"),
         (lambda: FlowMatching(logit_std=0.0), "logit_std=0.0 must be positive"),
         (lambda: FlowMatching(time_distribution="normal"), "time_distribution='normal' is unknown"),

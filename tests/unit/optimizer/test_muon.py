@@ -14,7 +14,9 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer.muon import assign, direction, operations
 from dit.parallel.build import build_on_meta
 from dit.parallel.dims import ParallelConfig
+from dit.planner.devices import H100
 from dit.planner.job import Job
+from dit.planner.time import Cluster, cost_of, product_seconds, step_time
 from dit.planner.trace import trace
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.tracing.packs import PackShape
@@ -118,3 +120,28 @@ def test_a_plan_counts_one_moment_and_the_operations(data_parallel):
     products = steps[1].parts["update"].products
     counted = sum(2 * p.batch * p.m * p.n * p.k * count for p, count in products.items())
     assert counted == sum(operations(*weight) for weight in weights)
+
+
+def test_a_plan_counts_the_exchange_of_directions():
+    """Each of four replicas sends the directions of its weights to the other three."""
+    model, training = tiny_model(num_layers=2), TrainingConfig(ema_decay=None)
+    layout, pack = ParallelConfig(data_parallel="ddp"), PackShape(((1, 4, 8),), text_lengths=(4,))
+    jobs = [
+        Job(
+            model, FlowMatching(), OptimizerConfig(algorithm=algorithm), layout, training, pack, world_size=4, rank=rank
+        )
+        for algorithm, rank in (("adamw", 0), *(("muon", rank) for rank in range(4)))
+    ]
+    adamw, *ranks = trace(jobs)
+    key = "all_to_all", "dp"
+    assert key not in adamw.parts["update"].sent_bytes
+    width = torch.bfloat16.itemsize
+    elements = sum(p.numel() for p in build_on_meta(model).parameters() if p.sharding.matrices)
+    sent = [step.parts["update"].sent_bytes[key] for step in ranks]
+    assert sum(sent) == 3 * width * elements
+    cluster = Cluster(H100, 4, layout)
+    times = [step_time(cost_of(step, 1, cluster), 1, cluster).parts["optimizer"] for step in (adamw, ranks[0])]
+    exchange = cluster.seconds("dp", sent[0], ranks[0].parts["update"].calls[key])
+    products = ranks[0].parts["update"].products.items()
+    computed = sum(count * product_seconds(product, H100) for product, count in products)
+    assert times[1] - times[0] > exchange + computed > 0

@@ -159,6 +159,25 @@ def test_a_generator_starts_clips_with_a_picture(build_model: BuildModel) -> Non
         generator_of(build_model, EDM()).generate(labels=[0], first_frame=picture)
 
 
+def test_a_generator_draws_the_masked_patches_of_a_picture(build_model: BuildModel) -> None:
+    """The other ones are returned unchanged; the drawn ones depend on them."""
+    generator = generator_of(build_model, OBJECTIVE)
+    known = torch.randn(4, 1, 4, 4, generator=torch.Generator().manual_seed(1))
+    mask = torch.tensor([[0, 0, 0, 0], [0, 1, 1, 0], [0, 1, 0, 0], [0, 0, 0, 1]], dtype=torch.bool)
+    drawn = generator.generate(labels=[0, 2], frames=1, known=known, mask=mask)
+    assert torch.equal(drawn[:, :, 0, ~mask], known.expand(2, 4, 1, 4, 4)[:, :, 0, ~mask])
+    assert (drawn - known)[:, :, 0, mask].abs().min() > 0
+    other = generator.generate(labels=[0, 2], frames=1, known=torch.where(mask, known, -known), mask=mask)
+    assert (drawn - other)[:, :, 0, mask].abs().max() > 1e-3
+    everything = torch.ones(4, 4, dtype=torch.bool)
+    plain = generator.generate(labels=[0, 2], frames=1)
+    assert torch.equal(generator.generate(labels=[0, 2], frames=1, known=known, mask=everything), plain)
+    with pytest.raises(ConfigError, match=r"samples of \(1, 4, 4\) patches .* got \(1, 4, 4\) and \[3, 4\] with 4"):
+        generator.generate(labels=[0], frames=1, known=known, mask=mask[1:])
+    with pytest.raises(ConfigError, match="a mask needs several noise levels"):
+        generator_of(build_model, EDM()).generate(labels=[0], frames=1, known=known, mask=mask)
+
+
 def test_a_backbone_without_several_levels_takes_no_first_frame() -> None:
     config = RunConfig(model=FluxConfig(), data=MockData(), objective=OBJECTIVE)
     metadata = {"class_names": None, "latent_size": [FRAMES, 4, 4]}
@@ -216,7 +235,7 @@ def test_the_solver_takes_the_shift_of_the_size_of_the_samples() -> None:
     generate_each(network, by_size, batch, SPEC, sampling)
     assert times == pytest.approx(FlowMatching(time_shift=4.0).sampling_grid(4)[:-1].tolist())
     mixed = replace(batch, grids=((3, 2, 2), (1, 2, 2)))
-    with pytest.raises(ConfigError, match=r"samples of \[16, 48\] numbers .* generate samples of one size per call"):
+    with pytest.raises(ConfigError, match=r"samples of \[4, 12\] tokens .* generate samples of one size per call"):
         generate_each(network, by_size, mixed, SPEC, sampling)
     generate_each(network, FlowMatching(time_shift=2.0), mixed, SPEC, sampling)
 

@@ -159,6 +159,17 @@ def test_a_rescaled_prediction_is_that_of_diffusers():
         rescaled(guided_TC[:4], cond_TC[:4], 0.7, layout.select(torch.arange(4)))
 
 
+def test_guided_tokens_keep_the_norm_of_the_conditional_ones():
+    """Of the guided columns, whatever the guidance did to the norm of each token."""
+    cond_TC, uncond_TC = (torch.randn(8, 4, generator=torch.Generator().manual_seed(n)) for n in (1, 2))
+    columns = torch.tensor([True, True, False, True])
+    found = guided_prediction(cond_TC, uncond_TC, 3.0, columns, keep_norm=True)
+    plain = guided_prediction(cond_TC, uncond_TC, 3.0, columns)
+    assert torch.equal(found[:, 2], cond_TC[:, 2])
+    torch.testing.assert_close(found[:, columns].norm(dim=1), cond_TC[:, columns].norm(dim=1))
+    assert torch.nn.functional.cosine_similarity(found[:, columns], plain[:, columns]).min() > 1 - 1e-6
+
+
 def test_only_guided_columns_are_rescaled():
     layout = SequenceLayout.from_lengths([8])
     cond_TC, uncond_TC = (torch.randn(8, 4, generator=torch.Generator().manual_seed(n)) for n in (1, 2))

@@ -1,5 +1,6 @@
 """Steps whose passes are replayed have the numbers of eager steps, to the bit."""
 
+import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -15,18 +16,21 @@ from dit import philox
 from dit.backends import process_groups
 from dit.backends.process_groups import ProcessGroups
 from dit.errors import BatchError, ConfigError
+from dit.fixed_packs import PackMaxima
+from dit.parallel.dims import ParallelConfig
 from dit.planner.job import Job
 from dit.planner.program import Program
 from dit.planner.trace import Tracer
 from dit.step.cuda_graph import MOST_GRAPHS, WARM_UP, Compute, GraphedSchedule, NoCopiesFromHost, constants, passes
 from dit.step.forward_step import training_forward_step
-from dit.step.schedule import Logs
+from dit.step.schedule import Logs, Schedule, forward_backward
 from dit.step.train_step import StepObserver, train_step
 from dit.tracing.packs import PackShape, batch_of
 from dit.tracing.sequence import SequenceRecorder, differences
 from dit.tracing.waits import META, meta_device
 from dit.tracing.world import fake_world
 from dit.training.pretrain import Run
+from dit.verify.ranks import run_world
 from launch.config_file import built
 from launch.train import call_recipe
 from tests.support.replays import record
@@ -34,6 +38,10 @@ from tests.support.replays import record
 STEPS = WARM_UP + 5
 DENSE = ("data.max_tokens_per_pack=None", "data.pack_multiple_of=16", "data.shapes=['4x8x8']")
 """Changes of a recipe with packs."""
+
+
+PACKS = "tiny_dit_pack", "tiny_dit_cross", "tiny_flux"
+"""Recipes whose packs are padded to fixed sizes."""
 
 
 class Records:
@@ -54,10 +62,14 @@ class Records:
 
 def steps(folder: Any, groups: ProcessGroups, records: Records | None, recipe: str, *words: str) -> list[Any]:
     """Return loss, gradient norm, and a sum of each weight for each step of a tiny run."""
-    sizes = ["training.global_batch_size=4", "training.micro_batch_size=2", "data.num_streams=1"]
+    micro_batch = 1 if recipe in PACKS and not set(DENSE) & set(words) else 2
+    sizes = ["training.global_batch_size=4", f"training.micro_batch_size={micro_batch}", "data.num_streams=1"]
     config = config_of(build_parser().parse_args(["--factory", recipe, *sizes, *words]), str(folder))
-    run = Run(config, *config.check_here(), groups, quiet=True)
-    functions = run.functions if records is None else replace(run.functions, schedule=GraphedSchedule(records))
+    dims_and_spec = config.check_here()
+    config.training.cuda_graph = True  # without a GPU, `check_here` refuses it
+    run = Run(config, *dims_and_spec, groups, quiet=True)
+    schedule: Schedule = forward_backward if records is None else GraphedSchedule(records)
+    functions = replace(run.functions, schedule=schedule)
     numbers = []
     try:
         for _ in range(STEPS):
@@ -79,18 +91,53 @@ def words_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("words_on_device")
 @pytest.mark.parametrize(
     "words",
-    [("tiny_dit",), ("tiny_dit", "parallel.data_parallel=ddp"), ("tiny_ldm_unet",), ("tiny_flux", *DENSE)],
+    [
+        ("tiny_dit", "data.text_tokens=1"),
+        ("tiny_dit", "data.text_tokens=1", "parallel.data_parallel=ddp"),
+        ("tiny_ldm_unet",),
+        ("tiny_flux", "data.text_tokens=1", *DENSE),
+        *((recipe,) for recipe in PACKS),
+    ],
     ids=" ".join,
 )
 def test_replayed_steps_have_the_numbers_of_eager_steps(
     words: tuple[str, ...], tmp_path: Any, one_rank_world: ProcessGroups
 ) -> None:
     """Every step has other samples, noise and weights; a replay that does not read one of them has another loss."""
-    records, words = Records(), (*words, "data.text_tokens=1")
+    records = Records()
     eager = steps(tmp_path / "eager", one_rank_world, None, *words)
     assert steps(tmp_path / "replayed", one_rank_world, records, *words) == eager
     assert (records.recorded, records.replayed) == (1, STEPS - WARM_UP)
     assert len({loss for loss, *_ in eager}) == STEPS
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tensor_model_parallel_size": 2},
+    "dp2": {"data_parallel": "distributed_optimizer"},
+}
+
+
+def replay_on_a_rank(case: dict[str, Any]) -> list[Any]:
+    """Return the numbers of eager and of replayed steps on packs."""
+    words = "tiny_dit_pack", *(f"parallel.{name}={value}" for name, value in case["parallel"].items())
+    groups = process_groups.initialize(ParallelConfig(**case["parallel"]))
+    try:
+        with mock.patch.object(philox, "ten_rounds", philox._rounds):
+            records, folder = Records(), case["folder"]
+            eager = steps(f"{folder}/eager", groups, None, *words)
+            replayed = steps(f"{folder}/replayed", groups, records, *words)
+            return [eager, replayed, (records.recorded, records.replayed)]
+    finally:
+        process_groups.release()
+
+
+def test_replayed_steps_on_two_ranks_have_the_numbers_of_eager_steps(tmp_path: Any) -> None:
+    task = f"{__name__}:{replay_on_a_rank.__name__}"
+    cases = [{"task": task, "parallel": x, "folder": str(tmp_path / name)} for name, x in LAYOUTS.items()]
+    for eager, replayed, counts in run_world(2, cases, tmp_path, timeout_s=300):
+        assert eager == replayed
+        assert counts == (1, STEPS - WARM_UP)
+        assert len({loss for loss, *_ in eager}) == STEPS
 
 
 @pytest.mark.usefixtures("words_on_device")
@@ -144,6 +191,41 @@ def passes_here(job: Job) -> list[Any]:
     return recorded[WARM_UP:]
 
 
+def passes_of_packs_here(job: Job) -> list[Any]:
+    """Return the operations of the passes of nine steps on other packs, and the copies and waits in them."""
+    recorded, maxima = [], PackMaxima(tokens=2048, samples=8, text_tokens=64)
+    with fake_world(job.rank, job.world_size):
+        groups, recorder = process_groups.initialize(job.parallel), SequenceRecorder()
+
+        def recorded_passes(*arguments: Any) -> Logs:
+            recorder.begin()
+            recorder.enter("forward and backward")
+            with NoCopiesFromHost() if recorded else nullcontext():
+                logs = passes(*arguments)
+            counted = recorder.result
+            recorded.append((list(recorder.operations), counted.queued.total(), dict(counted.lines)))
+            return logs
+
+        try:
+            with (
+                meta_device(recorder),
+                mock.patch("dit.step.cuda_graph.passes", recorded_passes),
+                mock.patch("dit.step.cuda_graph.WARM_UP", 99),
+            ):
+                program = Program(job, groups, recorder, late=True)
+                program.run()
+                wrapped, schedule = program.state.wrapped, GraphedSchedule()
+                for number in range(WARM_UP + 9):
+                    shapes = itertools.islice(program._packs, 2)
+                    packs = [program._copy(maxima.pad(batch_of(job.model, shape))) for shape in shapes]
+                    wrapped[0].zero_grad_buffer()
+                    step = training_forward_step(job.objective, job.model, job.training.seed, number, program.mix)
+                    schedule(step, iter(packs), wrapped, 2, groups)
+        finally:
+            process_groups.release()
+    return recorded[WARM_UP:]
+
+
 def test_a_copy_from_the_host_is_an_error_of_a_capture() -> None:
     """A graph would read the memory again after it was freed."""
     table, device_table = torch.arange(3), torch.zeros(3, dtype=torch.int64, device=META)
@@ -172,9 +254,36 @@ def test_passes_on_a_device_wait_and_copy_nothing_and_are_equal_in_nine_steps(re
 
 
 @pytest.mark.parametrize(
+    ("recipe", "kernels", "tensor"), [("tiny_dit", "eager", 1), ("pretrain_7b", "triton", 2), ("flux_12b", "triton", 1)]
+)
+def test_passes_of_packs_wait_and_copy_nothing_and_are_equal_in_nine_steps(
+    recipe: str, kernels: Any, tensor: int
+) -> None:
+    """The packs have other numbers of samples, and other lengths of samples and texts."""
+    job = wait_job(recipe, "packed", kernels)
+    parallel = ParallelConfig(tensor_model_parallel_size=tensor)
+    assert len({(len(pack.grids), pack.text_lengths) for pack in job.packs}) == 3
+    with Tracer() as tracer:
+        (first, *copies_and_waits), *others = tracer.run(
+            passes_of_packs_here, [replace(job, parallel=parallel, world_size=tensor)]
+        )[0]
+    assert copies_and_waits == [0, {}]
+    assert len(first) > 300
+    for operations, *counts in others:
+        assert not differences(first, operations)
+        assert counts == [0, {}]
+
+
+@pytest.mark.parametrize(
     ("recipe", "words", "message"),
     [
-        ("tiny_dit_cross", {}, r"data=MockData, because packs .* without data.max_tokens_per_pack"),
+        ("tiny_stdit", {}, r"packs and model=STDiTConfig, because .* on the host; use model=DiTConfig, or data of one"),
+        ("tiny_dit_pack", {"clean_first_frame": 0.5}, "packs and data.clean_first_frame=0.5, .* use data without it"),
+        ("tiny_dit_pack", {"context_parallel_size": 2}, "packs and parallel.context_parallel_size=2, .* use .*size=1"),
+        ("tiny_dit_pack", {"tensor_model_parallel_size": 2, "sequence_parallel": True}, "sequence_parallel=True, "),
+        ("tiny_dit_pack", {"attention": "transformer_engine"}, "attention=transformer_engine, .*attention=auto"),
+        ("tiny_dit_pack", {"kernels": "compile"}, "packs and training.kernels=compile, .* use training.kernels=auto"),
+        ("tiny_dit", {"shapes": ["1x8x8", "1x8x16"]}, "data=MockData, because batches .* set data.max_tokens_per_pack"),
         ("tiny_ecdit", {}, r"num_moe_experts=\d+, because .* use a model without experts"),
         ("tiny_dit", {"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size=2, .* use .*size=1"),
         ("tiny_dit", {"data_parallel": "fsdp"}, "fsdp, .* use parallel.data_parallel=distributed_optimizer"),
@@ -188,7 +297,7 @@ def test_runs_that_no_graph_can_repeat_are_errors(recipe: str, words: dict[str, 
     config.check()
     config.training.cuda_graph = True
     for name, value in words.items():
-        part = config.parallel if hasattr(config.parallel, name) else config.training
+        part = next(x for x in (config.parallel, config.training, config.data) if hasattr(x, name))
         setattr(part, name, value)
     with pytest.raises(
         ConfigError, match=rf"^training.cuda_graph=True does not work with .*{message}.*cuda_graph=False$"

@@ -1,0 +1,113 @@
+"""Packs of fixed size have the numbers of the packs that they are made from, also without lengths."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dit.backends.process_groups import ProcessGroups
+from dit.batch import PackedBatch
+from dit.errors import BatchError
+from dit.fixed_packs import PackMaxima, without_lengths
+from dit.kernels.attention import _segments_with_padding
+from dit.kernels.fused.blocks import blocks_of
+from dit.models.base import Backbone, ModelConfig
+from dit.objectives.flow_matching import FlowMatching
+from dit.step.cuda_graph import inputs_of
+from dit.step.forward_step import training_forward_step
+from dit.verify.trial import disturb_constants
+from launch.config_file import built
+from launch.train import call_recipe
+from tests.conftest import BuildModel
+from tests.laws.backbones import NAMES, config_of, pack
+
+FIXING = [name for name in NAMES if config_of(name).fixes_packs]
+MAXIMA = PackMaxima(tokens=200, samples=7, text_tokens=64)
+RTOL = 1e-6
+"""Relative error of each gradient in fp32."""
+
+
+def numbers_of(model: Backbone, config: ModelConfig, batch: PackedBatch) -> dict[str, Tensor]:
+    """Return the loss, its logged sums, the number of tokens, and every gradient of a training step."""
+    model.zero_grad(set_to_none=True)
+    prediction_TC, loss_of = training_forward_step(FlowMatching(), config, 7, 0)(iter([batch]), model)
+    total, count, logs = loss_of(prediction_TC)
+    total.backward()
+    gradients = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
+    return {"loss": total.detach(), "tokens": count.float(), **logs, **gradients}
+
+
+def disturbed(build_model: BuildModel, groups: ProcessGroups, name: str) -> tuple[Backbone, ModelConfig]:
+    """Return a model in which nothing is zero."""
+    model = build_model(config_of(name))
+    disturb_constants([model], groups)
+    return model, config_of(name)
+
+
+@pytest.mark.parametrize("name", FIXING)
+def test_a_padded_pack_has_the_numbers_of_the_pack(
+    build_model: BuildModel, one_rank_world: ProcessGroups, name: str
+) -> None:
+    model, config = disturbed(build_model, one_rank_world, name)
+    batch = pack(config, [0, 1, 2, 3], multiple_of=4)
+    padded = MAXIMA.pad(batch)
+    assert (padded.layout.num_samples, len(padded.latents_TC), len(padded.keys)) == (7, 200, 7)
+    expected, numbers = numbers_of(model, config, batch), numbers_of(model, config, padded)
+    assert numbers.keys() == expected.keys()
+    for key, value in expected.items():
+        assert (numbers[key] - value).norm() <= RTOL * value.norm(), key
+    assert numbers["tokens"] == batch.layout.valid_tokens
+
+
+@pytest.mark.parametrize("name", FIXING)
+def test_passes_without_lengths_have_the_numbers_of_the_pack_whose_tables_they_read(
+    build_model: BuildModel, one_rank_world: ProcessGroups, name: str
+) -> None:
+    """The tensors of a first pack are overwritten by those of packs with other samples."""
+    model, config = disturbed(build_model, one_rank_world, name)
+    first, *others = (MAXIMA.pad(pack(config, numbers, multiple_of=4)) for numbers in ([0, 1, 2, 3], [3, 1], [2]))
+    numbers_of(model, config, first)  # computes the tables
+    sizes = {(x.shape, x.dtype) for x in inputs_of([first], [first])}
+    for other in others:
+        torch._foreach_copy_(inputs_of([first], [first]), inputs_of([other], [first]))
+        numbers = numbers_of(model, config, without_lengths([first])[0])
+        expected = numbers_of(model, config, other)
+        assert all(torch.equal(numbers[key], value) for key, value in expected.items())
+    assert len(sizes) > 6
+
+
+def test_passes_that_read_lengths_are_an_error(build_model: BuildModel, one_rank_world: ProcessGroups) -> None:
+    model, config = disturbed(build_model, one_rank_world, "moviegen")
+    first = MAXIMA.pad(pack(config, [0, 1]))
+    numbers_of(model, config, first)
+    with pytest.raises(BatchError, match=r"^training.cuda_graph=True: the passes read the lengths .*; use data of one"):
+        numbers_of(model, config, without_lengths([first])[0])
+    layout = without_lengths([first])[0].layout
+    reads: list[Any] = [sum, max, list, set, lambda x: x[0], lambda x: x[1:], lambda x: [n for n in x]]
+    for read in reads:
+        with pytest.raises(BatchError):
+            read(layout.lengths)
+    assert (len(layout.lengths), layout.kind, layout.max_seqlen, layout.uniform_length) == (7, "ragged", 200, None)
+
+
+def test_larger_packs_are_an_error() -> None:
+    batch = pack(config_of("dit"), [0, 1, 2, 3])
+    for maxima in (PackMaxima(10, 7, 64), PackMaxima(200, 3, 64), PackMaxima(200, 7, 1)):
+        with pytest.raises(BatchError, match=r"a pack has 4 samples and \d+ (text )?tokens, and packs are padded to"):
+            maxima.pad(batch)
+
+
+def test_tables_of_packs_of_one_size_have_one_size() -> None:
+    """Blocks of rows, and segments, of packs with short and with long samples."""
+    config = built(call_recipe("tiny_dit")).model
+    layouts = [MAXIMA.pad(pack(config, numbers)).layout for numbers in ([0], [1, 2, 3, 0], [3] * 7)]
+    blocks = [blocks_of(layout, 8) for layout in layouts]
+    assert {len(x.table) for x in blocks} == {200 // 8 + 7}
+    for layout, block in zip(layouts, blocks):
+        used = block.table[: block.offsets[-1]]
+        assert used[:, 1].sum() == 200
+        assert not block.table[block.offsets[-1] :].any()
+        cu_q, cu_k, *longest = _segments_with_padding(layout, layout)
+        assert (len(cu_q), len(cu_k), longest) == (22, 22, [200, 200])
+        assert cu_q[-1] == cu_k[-1] == 200
