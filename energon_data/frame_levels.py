@@ -56,10 +56,10 @@ class FrameLevels:
         return [(tokens, CLEAN if clean and frame == 0 else frame) for frame in range(frames)]
 
     def _of_mask(self, grid: Grid, sample: int, draw: int) -> list[Segment]:
-        share, inside, *box = Visit(0, 0, draw, sample).generator("/mask").random(6)
+        share, inside, height, y, width, x = Visit(0, 0, draw, sample).generator("/mask").random(6)
         if share >= self.masked:
             return []
-        (top, bottom), (left, right) = (_interval(*pair, n) for pair, n in zip((box[:2], box[2:]), grid[1:]))
+        (top, bottom), (left, right) = _interval(height, y, grid[1]), _interval(width, x, grid[2])
         mask_THW = torch.zeros(grid, dtype=torch.bool)
         mask_THW[:, top:bottom, left:right] = True
         return unmasked_clean((mask_THW if inside < 0.5 else ~mask_THW).flatten())
