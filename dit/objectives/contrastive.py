@@ -63,7 +63,7 @@ class ContrastiveFlowMatching(FlowMatching):
         return self.terms
 
     def of_full_pack(self, batch: PackedBatch) -> PackedBatch:
-        if batch.layout.num_samples == 1:
+        if num_samples(batch.grids) == 1:
             return batch
         indices_T = to_device(negative_tokens(batch.layout, batch.grids), batch.latents_TC.device)
         return replace(batch, negatives_TC=batch.latents_TC[indices_T])
@@ -89,6 +89,11 @@ class ContrastiveFlowMatching(FlowMatching):
         return {**terms, "contrast": Term(error_T, -self.contrast_weight * prepared.weight_S)}
 
 
+def num_samples(grids: Sequence[Grid]) -> int:
+    """Return the number of samples without the empty ones, with which `dit.fixed_packs` fills a pack."""
+    return sum(map(any, grids))
+
+
 def negative_of(sample: int, num_samples: int) -> int:
     """Return the number of the sample that is the negative of a sample of a pack."""
     other = sample ^ 1
@@ -105,8 +110,8 @@ def negative_tokens(layout: SequenceLayout, grids: Sequence[Grid]) -> Tensor:
         grids: (t, h, w) of each sample.
     """
     indices_T = torch.arange(layout.total_tokens)
-    for sample, (start, grid) in enumerate(zip(layout.starts, grids)):
-        other = negative_of(sample, len(grids))
+    for sample in range(count := num_samples(grids)):
+        start, grid, other = layout.starts[sample], grids[sample], negative_of(sample, count)
         t, h, w = (torch.arange(n) * m // n for n, m in zip(grid, grids[other]))
         _, height, width = grids[other]
         tokens = (t[:, None, None] * height + h[:, None]) * width + w

@@ -129,10 +129,12 @@ class FlowMatching(Objective):
         """Return the shift of each noise level, float32 `[L]`; one number if it does not depend on the size."""
         if self.shift_dimension is None and self.shift_by_tokens is None:
             return self.time_shift
-        layout, tokens = batch.layout, [float(math.prod(grid)) for grid in batch.grids]
-        is_uniform = len(set(tokens)) == 1  # needs no copy from the host, which a CUDA graph cannot repeat
-        tokens_S = torch.full((len(tokens),), tokens[0], device=layout.device) if is_uniform else layout.tensor(tokens)
-        return layout.per_level(self._shift(tokens_S, batch.latents_TC.shape[1]))
+        layout = batch.layout
+        # Only samples with several levels have tokens outside their grid; empty samples of fixed packs have none.
+        tokens_S = (
+            layout.lengths_S.clamp(min=1) if layout.levels is None else layout.tensor(list(map(math.prod, batch.grids)))
+        )
+        return layout.per_level(self._shift(tokens_S.float(), batch.latents_TC.shape[1]))
 
     def _quantile(self, t: float, shift: Tensor | float) -> Tensor:
         """Return the quantile of a shifted time in the distribution over all times, float64."""

@@ -8,6 +8,7 @@ import torch
 from dit.batch import PackedBatch
 from dit.context_parallel.shard_batch import shard
 from dit.errors import ConfigError
+from dit.fixed_packs import PackMaxima
 from dit.layout import CLEAN
 from dit.levels import with_levels
 from dit.objectives.addressed_noise import AddressedNoise
@@ -111,6 +112,16 @@ def test_pairs_do_not_depend_on_the_size_of_micro_batches():
             part.latents_TC = full.latents_TC[start : start + part.layout.total_tokens]
             negatives.append(ContrastiveFlowMatching().of_full_pack(part).negatives_TC)
         assert torch.equal(torch.cat(negatives), full.negatives_TC)
+
+
+def test_empty_samples_of_fixed_packs_are_no_negatives():
+    for grids in ([(1, 2, 3), (1, 2, 2), (1, 3, 1)], [(1, 2, 3)]):
+        objective, losses = ContrastiveFlowMatching(shift_dimension=8, min_time=0.1), []
+        for batch in (of_grids(*grids), PackMaxima(tokens=24, samples=6).pad(of_grids(*grids))):
+            prepared = objective.prepare(objective.of_full_pack(batch), noise_for(batch))
+            assert prepared.time_S.isfinite().all()
+            losses.append(objective.loss(torch.sin(prepared.inputs_TC), prepared, batch.layout)[0])
+        torch.testing.assert_close(losses[0], losses[1])
 
 
 @pytest.mark.parametrize("split", ["contiguous", "load_balanced"])
