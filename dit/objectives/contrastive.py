@@ -58,10 +58,6 @@ class ContrastiveFlowMatching(FlowMatching):
     def terms(self) -> tuple[str, ...]:
         return (*super().terms, "contrast")
 
-    @property
-    def logged(self) -> tuple[str, ...]:
-        return self.terms
-
     def of_full_pack(self, batch: PackedBatch) -> PackedBatch:
         if num_samples(batch.grids) == 1:
             return batch
