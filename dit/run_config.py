@@ -124,7 +124,8 @@ class RunConfig:
         is_packed = getattr(self.data, "max_tokens_per_pack", None) is not None
         if self.objective.compares_pairs and dims.micro_batch_size % 2 and not is_packed:
             raise ConfigError(
-                f"objective {self.objective} compares pairs of samples, and a micro-batch has {dims.micro_batch_size}; "
+                f"{type(self.objective).__name__} compares pairs of samples, and a micro-batch has "
+                f"{dims.micro_batch_size}; "
                 "set an even training.micro_batch_size that divides the samples of a replica, or pack samples "
                 "(data.max_tokens_per_pack)"
             )
