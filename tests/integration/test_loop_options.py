@@ -113,7 +113,8 @@ def test_the_average_follows_its_formula_after_its_start(done: dict[str, Any], f
 
 def test_averages_of_a_run_make_one_of_another_length(done: dict[str, Any], folder: Path) -> None:
     """It is the sum of the weights after every step, each with its share of the integral of the power function."""
-    assert (done["powers"].code, done["new length"].code) == (0, 0), done["new length"].err
+    assert [rank.code for rank in done["powers"]] == [0, 0]
+    assert done["new length"].code == 0, done["new length"].err
     assert "14 averages of steps 1 to 7 make that of sigma_rel=0.15 at step 7" in done["new length"].err
     n, steps = exponent_of(0.15), range(1, NUM_STEPS + 1)
     states = [state(folder / "powers", step) for step in steps]
