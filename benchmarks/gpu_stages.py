@@ -323,9 +323,20 @@ STAGES: dict[str, Stage] = {
                 )
                 for kernels in KERNELS
             ),
+            step(
+                *("packed_graph", "bench_dit7b_8k_1gpu_L4", "training.kernels=triton", "training.cuda_graph=True"),
+                *(CLIPS, "data.max_tokens_per_pack=8192", "data.pack_multiple_of=256"),
+            ),
         ),
         (
             Bar("packs / dense, TFLOP/s, fused", ratio(PACKED_RATE, DENSE_RATE), low=0.9),
+            Bar(
+                "packs, CUDA graph / without, tokens/s",
+                ratio(
+                    *(field(f"packed_{name}", "valid_tokens_per_s_per_rank") for name in ("graph", "triton")),
+                ),
+                low=0.9,
+            ),
             Bar(
                 "packs / one sample per 8k batch, tokens/s",
                 ratio(

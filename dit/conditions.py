@@ -52,7 +52,8 @@ class Condition:
             guidance.
         group: one draw per sample drops all conditions of a group, so the samples of the smallest share lose them all.
         requires: condition that must be present together with this one.
-        default: value of samples that store none; None: each sample must store one.
+        default: value of samples that store none, also of every element of a vector; None: each sample must store one.
+            It may be outside the limits.
         limits: valid values of a number.
         derive: computes the value of a sample that stores none from its latent `[C, T, H, W]`; None: not possible.
         stored_as: names in a sample; the first existing one is used. A number is a key of the metadata; an array is a
@@ -79,6 +80,13 @@ class Condition:
     setting: Optional[str] = None
     hint: str = ""
     made_with: str = ""
+
+    def __post_init__(self) -> None:
+        if self.default is not None and (self.axis != "sample" or self.shape is None):
+            raise ConfigError(
+                f"the condition {self.name!r} has default={self.default:g}, axis={self.axis!r} and shape={self.shape}; "
+                "only values per sample of a known shape have a default, so use default=None"
+            )
 
     @property
     def is_number(self) -> bool:

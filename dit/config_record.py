@@ -87,7 +87,7 @@ def from_record(record: object) -> Any:
     if package not in trusted_packages():
         raise CheckpointError(
             f"the record names {name!r}; only classes of {', '.join(trusted_packages())} are rebuilt. If {package!r} "
-            f"is your package, set the environment variable {TRUST_VARIABLE}={package}"
+            f"is your package, set the environment variable {TRUST_VARIABLE}={','.join((*user_packages(), package))}"
         )
     try:
         settings_class = getattr(importlib.import_module(module), qualname)

@@ -104,7 +104,11 @@ def _read_number(condition: Condition, clip: Clip) -> Optional[float]:
     if value is None:
         if condition.default is not None:
             return None
-        fault = f"None, the model takes one{_range(condition)}"
+        raise SampleError(
+            condition.name,
+            f"the sample stores no {name}, and the model takes one{_range(condition)}; add it to the metadata"
+            f"{condition.or_without or _or_default(condition)}",
+        )
     elif condition.num_classes is None:
         return value
     elif not value.is_integer():
@@ -117,12 +121,16 @@ def _read_number(condition: Condition, clip: Clip) -> Optional[float]:
     raise SampleError(condition.name, f"the {name} is {fault}; correct the metadata{condition.or_without}")
 
 
+def _or_default(condition: Condition) -> str:
+    return ", or declare the condition with a default" if condition.axis == "sample" else ""
+
+
 def _range(condition: Condition) -> str:
     return "" if condition.num_classes is None else f" of 0..{condition.num_classes - 1}"
 
 
-def _read_array(condition: Condition, clip: Clip) -> Tensor:
-    """Read an array part; a picture is repeated for all frames of the latent."""
+def _read_array(condition: Condition, clip: Clip) -> Optional[Tensor]:
+    """Read an array part, None if it is missing and optional; a picture is repeated for all frames of the latent."""
     # Parts that are stored once belong to all captions.
     stems = [stem_of_wording(name, i) for i in dict.fromkeys((clip.wording, 0)) for name in condition.stored_as]
     tensors = (_tensor(clip.parts, stem) for stem in stems)
@@ -133,13 +141,15 @@ def _read_array(condition: Condition, clip: Clip) -> Tensor:
         if clip.corrupt is not None and isinstance(condition.derive, LowResolution):
             return condition.derive(clip.latent, clip.corrupt)
         return condition.derive(clip.latent)
+    if value is None and condition.default is not None:
+        return None
     if value is None:
         sides = {"sample": "[{}]", "text": "[K, {}]", "latent": "[{}, T, H, W]"}[condition.axis]
         shape = sides.format("*" if condition.shape is None else condition.shape[0])
         raise SampleError(
             "missing_part",
             f"the model takes a {condition.description} and the sample has no {condition.stored_as[0]}.npy; store its "
-            f"{condition.description}, {shape}{condition.or_without}",
+            f"{condition.description}, {shape}{condition.or_without or _or_default(condition)}",
         )
     if condition.axis == "latent":
         if value.dim() == 3:

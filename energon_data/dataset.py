@@ -102,6 +102,11 @@ class EnergonData(ReaderSettings, DataConfig):
 
     removed_settings: ClassVar[Mapping[str, object]] = {"max_abs_latent": 1e3, "train_split": "train"}
 
+    @property
+    def longest_text(self) -> Optional[int]:
+        """Tokens of the longest text of a sample; None for no limit."""
+        return self.max_text_tokens
+
     def mixes_shapes(self, spec: BatchSpec) -> bool:
         """Return whether samples of different shapes may share a micro-batch; depends on the settings only."""
         return self.max_tokens_per_pack is not None or (spec.micro_batch_size > 1 and not self.bucket_by_shape)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from dit.batch import PackedBatch
+from dit.condition_table import TABLE
 from dit.data_api import BatchSpec, DataConfig
 from dit.errors import ConfigError, DataError
 from dit.ranges import COUNT, COUNT_OR_NONE, RANKS, check_ranges, check_unused
@@ -82,6 +83,11 @@ class Samples(ReaderSettings, DataConfig):
     def origin(self) -> str:
         """Name of the data, for messages."""
         return type(self).__name__
+
+    @property
+    def longest_text(self) -> Optional[int]:
+        """Tokens of the longest text of a sample; None for no limit."""
+        return self.max_text_tokens
 
     def mixes_shapes(self, spec: BatchSpec) -> bool:
         """Return whether samples of different shapes may share a micro-batch."""
@@ -166,6 +172,12 @@ class Samples(ReaderSettings, DataConfig):
     def stored_conditions(self) -> set[str]:
         """Return the names of the first sample's conditions."""
         return set(self[0].conditions) - {REFERENCE}
+
+    def remarks(self, spec: BatchSpec) -> list[str]:
+        """Return a line with the values of the first sample under names of no condition."""
+        names = {name for condition in (*TABLE, *spec.conditions) for name in condition.stored_as}
+        unread = sorted(self.stored_conditions() - names)
+        return [f"{self.origin} gives {', '.join(unread)}, which the model does not take"] if unread else []
 
     def class_names(self) -> Optional[list[str]]:
         """Return None; a subclass may return the names of its classes."""

@@ -252,7 +252,8 @@ class MockSource:
         if size[0] > 1:
             conditions[FPS.name] = self._data.fps
         for condition in spec.conditions:
-            if condition.name not in conditions and condition.default is None:
+            # Half of the samples store a condition with a default, but only clips a frame rate.
+            if condition.name not in (LABEL.name, FPS.name) and (condition.default is None or address % 2):
                 derived = None if condition.derive is None else condition.derive(latent)
                 conditions[condition.name] = self._draw(condition, size, generator) if derived is None else derived
         return Clip(
@@ -277,7 +278,7 @@ class MockSource:
         if condition.axis == "latent":
             return torch.randn(*shape, *size, generator=generator)
         if condition.is_number:
-            low, high = (max(-1.0, condition.limits[0]), min(1.0, condition.limits[1]))
+            low, high = _interval(*condition.limits)
             return low + (high - low) * float(torch.rand((), generator=generator))
         return torch.randn(*shape, generator=generator)
 
@@ -306,3 +307,10 @@ def _grid(size: tuple[int, int, int], spec: BatchSpec) -> Grid:
     frames, height, width = size
     time = frames_to_patch(frames, spec.patch_temporal) // spec.patch_temporal
     return time, height // spec.patch_spatial, width // spec.patch_spatial
+
+
+def _interval(low: float, high: float) -> tuple[float, float]:
+    """Return a finite interval between two limits, of width 1 or 2 if a limit is infinite."""
+    if math.isfinite(low):
+        return low, high if math.isfinite(high) else low + 1
+    return (high - 1, high) if math.isfinite(high) else (-1.0, 1.0)

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+import torch
 from torch import Tensor
 
 from dit.conditions import Condition, Value
@@ -76,9 +77,10 @@ class Clip:
 
     def value(self, condition: Condition) -> Value:
         """Return a condition of the model, or its default if the sample has none."""
-        value = self.conditions.get(condition.name, condition.default)
-        assert value is not None  # `encode_sample` refuses samples without it
-        return value
+        if condition.name in self.conditions:
+            return self.conditions[condition.name]
+        assert condition.default is not None  # `encode_sample` refuses samples without it
+        return condition.default if condition.is_number else torch.full(condition.shape or (), condition.default)
 
 
 class DroppedError(Exception):

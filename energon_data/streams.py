@@ -58,8 +58,7 @@ class StreamSettings:
     @property
     def longest_text(self) -> Optional[int]:
         """Tokens of the longest text of a sample; None for no limit."""
-        length: Optional[int] = getattr(self, "max_text_tokens", None)
-        return length
+        return None
 
     def pack_maxima(self) -> Optional[PackMaxima]:
         """Return the largest numbers of tokens and samples of a pack; None without packs."""

@@ -110,8 +110,8 @@ class FirstSteps:
         )
         log.message(
             f"first steps: {len(missing)} of {total} parameters had no gradient in {self._updates} updates: {names}; "
-            "either a layer after them still outputs zeros (train at least 3 steps), no trained output depends on "
-            "them, or their gradient is lost"
+            "either a layer after them still outputs zeros (train at least 3 steps), no sample was dropped that they "
+            "replace, no trained output depends on them, or their gradient is lost"
         )
         log.incident("no_gradient", step, parameters=missing)
 

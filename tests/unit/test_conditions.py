@@ -349,3 +349,8 @@ def test_samples_and_guidance_ask_for_the_embedding_of_the_empty_text() -> None:
         without_conditions(batch, spec)
     away = without_conditions(batch, spec, {"context": [torch.zeros(4, 3)]}).conditions["context"]
     assert torch.equal(away.values, torch.zeros(4, 3))
+
+
+def test_texts_and_pictures_have_no_default() -> None:
+    with pytest.raises(ConfigError, match=r"'depth' has default=0, axis='latent' .* use default=None"):
+        Condition(name="depth", axis="latent", description="depth", shape=(1,), default=0.0, stored_as=("depth",))

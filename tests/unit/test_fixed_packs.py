@@ -17,6 +17,8 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.step.cuda_graph import inputs_of
 from dit.step.forward_step import training_forward_step
 from dit.verify.trial import disturb_constants
+from energon_data.dataset import EnergonData
+from energon_data.mock import MockData
 from launch.config_file import built
 from launch.train import call_recipe
 from tests.conftest import BuildModel
@@ -96,6 +98,24 @@ def test_larger_packs_are_an_error() -> None:
     for maxima in (PackMaxima(10, 7, 64), PackMaxima(200, 3, 64), PackMaxima(200, 7, 1)):
         with pytest.raises(BatchError, match=r"a pack has 4 samples and \d+ (text )?tokens, and packs are padded to"):
             maxima.pad(batch)
+
+
+@pytest.mark.parametrize("multiple_of", [8, 16])
+def test_the_maxima_of_data_bound_every_pack(multiple_of: int) -> None:
+    """The shortest sample has 8 tokens, so that packs of 64 tokens have up to 8 samples."""
+    options = {"max_tokens_per_pack": 64, "pack_multiple_of": multiple_of}
+    data = MockData(shapes=["1x4x8"], text_tokens=3, num_streams=1, **options)
+    spec = config_of("dit").batch_spec(micro_batch_size=1, multiple_of=1)
+    stream = data.build_train(spec, dp_rank=0, dp_size=1, seed=0, log_dir=None)
+    maxima, samples = data.pack_maxima(), 64 // multiple_of
+    assert maxima == PackMaxima(64, samples, 3 * samples)
+    packs = [next(stream) for _ in range(4)]
+    assert {pack.layout.num_samples for pack in packs} == {samples}
+    for batch in packs:
+        maxima.pad(batch)
+    assert EnergonData(path="x", max_text_tokens=5, **options).pack_maxima() == PackMaxima(64, samples, 5 * samples)
+    assert EnergonData(path="x", max_text_tokens=None, **options).pack_maxima() == PackMaxima(64, samples, None)
+    assert MockData().pack_maxima() is None
 
 
 def test_tables_of_packs_of_one_size_have_one_size() -> None:

@@ -216,8 +216,8 @@ MUTANTS = (
     Mutant(
         "streams: images start where the longest text ends",
         "dit/models/streams/model.py",
-        "[(length, 0, 0) for length in texts.lengths]",
-        "[(max(texts.lengths), 0, 0) for length in texts.lengths]",
+        "per_token(texts.lengths_S)",
+        "per_token(texts.lengths_S.amax().expand_as(texts.lengths_S))",
         (f"{CONVERT_STREAMS}::test_a_pack_of_two_sizes_is_two_calls_of_diffusers",),
     ),
     Mutant(

@@ -250,7 +250,7 @@ def _latent(value: float, shape: tuple[int, ...] = (2, 1, 4, 4)) -> dict[str, An
         ({"parts": {"text.npy": None}}, "no text.npy"),
         ({"parts": {"text.npy": npy(np.zeros((3, 4), np.float32))}}, "width 4, the model takes width 3"),
         ({"meta": {"label": 10}}, r"label is 10; the model has the classes 0 to 9"),
-        ({"meta": {"label": None}}, "label is None"),
+        ({"meta": {"label": None}}, "stores no label"),
         ({"meta": {"fps": "fast"}}, "fps is 'fast', not a finite number"),
         ({"meta": {"fps": 0}}, "fps is 0, must be 0.001 to"),
     ],

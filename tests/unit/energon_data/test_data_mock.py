@@ -1,9 +1,13 @@
 """Laws of the mock data: a sample is a function of seed and number, and packs are full and legal."""
 
+import math
+from dataclasses import replace
+
 import pytest
 import torch
 from small_data import spec
 
+from dit.conditions import Condition
 from dit.data_api import BatchSpec, sample_id
 from dit.errors import ConfigError, DataError
 from energon_data.mock import MockData, MockSource
@@ -48,6 +52,20 @@ def test_a_still_fills_a_patch_in_time() -> None:
     data.check_settings(spec(patch_temporal=2), 1, 4)
     with pytest.raises(ConfigError, match="3 x 8 x 8"):
         MockData(shapes=["3x8x8"]).check_settings(spec(patch_temporal=2), 1, 4)
+
+
+@pytest.mark.parametrize(
+    ("limits", "interval"), [((1.0, 10.0), (1, 10)), ((5.0, math.inf), (5, 6)), ((-math.inf, math.inf), (-1, 1))]
+)
+def test_numbers_are_drawn_between_their_limits_and_half_of_the_optional_ones_are_missing(limits, interval) -> None:
+    score = Condition(name="score", axis="sample", description="score", stored_as=("score",), limits=limits)
+    low, high = interval
+    for condition, missing in ((score, 0), (replace(score, default=-9.0), 1)):
+        reader = source(MockData(), replace(spec(), conditions=(condition,), micro_batch_size=200))
+        values = reader.next().batch.conditions["score"].values
+        stored = values[values != -9.0]
+        assert (len(stored) < 150) == (200 - len(stored) > 50) == missing
+        assert low <= stored.min() < low + 0.1 * (high - low) < high - 0.1 * (high - low) < stored.max() <= high
 
 
 def test_pooled_texts_are_drawn_where_the_model_takes_them() -> None:

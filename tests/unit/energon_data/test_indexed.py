@@ -14,6 +14,7 @@ import torch
 
 from dit.batch import PackedBatch
 from dit.condition_table import LABEL
+from dit.conditions import Condition
 from dit.data_api import BatchSpec, check_resumed_streams, merge_states
 from dit.errors import ConfigError, DataError
 from energon_data.indexed import Sample, Samples
@@ -26,6 +27,7 @@ SPEC = BatchSpec(
     conditions=(replace(LABEL, num_classes=COUNT),),
     micro_batch_size=3,
 )
+SCORE = Condition(name="score", axis="sample", description="score", null=0.0, stored_as=("quality",))
 PACKS = {"max_tokens_per_pack": 32, "pack_multiple_of": 4, "packing_buffer_size": 7}
 PACK_SPEC = replace(SPEC, micro_batch_size=1)
 
@@ -51,6 +53,36 @@ class Numbers(Samples):
             raise ValueError(f"sample {index} is broken")
         side = 8 if index % 3 == 0 else 4
         return Sample(torch.full((1, side, 4), float(index)), {"label": index})
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_a_missing_value_is_the_default(shape: tuple[int, ...]) -> None:
+    @dataclass(kw_only=True)
+    class Scored(Numbers):
+        def __getitem__(self, index: int) -> Sample:
+            value = np.full(shape, 7.0, np.float32) if shape else 7.0
+            return Sample(torch.zeros(1, 4, 4), {"label": 1} | ({} if index % 2 else {"quality": value}))
+
+    data = Scored(count=8)
+    spec = replace(SPEC, conditions=(*SPEC.conditions, replace(SCORE, shape=shape, default=-1.0)), micro_batch_size=8)
+    streams = data.build_train(spec, dp_rank=0, dp_size=1, seed=0, log_dir=None)
+    values = next(iter(streams)).conditions["score"].values
+    assert values.shape == (8, *shape)
+    assert sorted(values.unique().tolist()) == [-1.0, 7.0]
+    required = replace(spec, conditions=(*SPEC.conditions, replace(SCORE, shape=shape)))
+    with pytest.raises(DataError, match=r"no quality.* or declare the condition with a default"):
+        Numbers().validate(required, 1, 1)
+
+
+def test_values_of_undeclared_conditions_are_reported() -> None:
+    """A condition of the table that the model does not take has a line of `match_conditions`."""
+
+    class Scored(Numbers):
+        def __getitem__(self, index: int) -> Sample:
+            return Sample(torch.zeros(1, 4, 4), {"label": 1, "quality": 5.5, "fps": 8.0})
+
+    assert Scored().remarks(SPEC) == ["Scored gives quality, which the model does not take"]
+    assert Scored().remarks(replace(SPEC, conditions=(*SPEC.conditions, SCORE))) == []
 
 
 def test_an_epoch_is_what_is_not_held_out() -> None:

@@ -94,7 +94,7 @@ def words_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("tiny_dit", "data.text_tokens=1"),
         ("tiny_dit", "data.text_tokens=1", "parallel.data_parallel=ddp"),
-        ("tiny_ldm_unet",),
+        ("tiny_ldm_unet", "data.text_tokens=1"),
         ("tiny_flux", "data.text_tokens=1", *DENSE),
         *((recipe,) for recipe in PACKS),
     ],
