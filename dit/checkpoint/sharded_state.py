@@ -1,8 +1,9 @@
 """The model's state on disk: named tensors that any layout can write and read without gathering them.
 
 Every parameter has four global fp32 tensors: `weight` (the master copy), `ema`, `exp_avg`, `exp_avg_sq`; a weight that
-Muon updates has no `exp_avg_sq`. They do not depend on the layout that wrote them. Each rank writes and reads the boxes
-of its local ranges (`dit.boxes`). Ranks with copies of a range write equal shares of it. An example:
+Muon updates has no `exp_avg_sq`, and a run with `training.ema_sigma_rel` has more averages. They do not depend on the
+layout that wrote them. Each rank writes and reads the boxes of its local ranges (`dit.boxes`). Ranks with copies of a
+range write equal shares of it. An example:
 
     weight.layers.0.mlp.linear_fc1.weight, 4 x 4, TP 2 (rows), 2 data-parallel ranks with a distributed optimizer
 
@@ -72,11 +73,17 @@ def share_of_copy(owned: Part, name: str, index: int, count: int) -> Part:
     return owned if writes else replace(owned, stop=owned.start)
 
 
+def power_slot(number: int) -> str:
+    """Return the slot of the power-function average of `training.ema_sigma_rel[number]`."""
+    return f"ema_power_{number}"
+
+
 def _values(shards: Sequence[MasterShard], ema: Optional[EMA], i: int) -> dict[str, Tensor]:
     """Return this rank's values of the `i`-th parameter by slot."""
     values = {"weight": shards[i].main, **{slot: shards[i].slot(slot) for slot in shards[i].slots}}
     if ema is not None:
         values["ema"] = ema.values[i]
+        values |= {power_slot(number): average.values[i] for number, average in enumerate(ema.powers)}
     return values
 
 

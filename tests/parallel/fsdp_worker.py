@@ -77,6 +77,7 @@ def state_of(run: Run) -> dict[str, torch.Tensor]:
     state, mine = run.state, []
     for i, shard in enumerate(state.shards):
         parts = {"weight": shard.main, "ema": state.ema.values[i], **{slot: shard.slot(slot) for slot in shard.slots}}
+        parts |= {f"ema_power_{n}": average.values[i] for n, average in enumerate(state.ema.powers)}
         for slot, values in parts.items():
             mine.append((f"{slot}.{shard.name}", unshard(gathered(shard, values), shard.parameter, run.groups)))
     found, drifted = of_all_stages(mine, run.groups)
