@@ -304,8 +304,8 @@ MUTANTS = (
     Mutant(
         "flow matching: the first sample's shift for all",
         "dit/objectives/flow_matching.py",
-        "self._shift(tokens_S.float())",
-        "self._shift(tokens_S[:1].float()).expand(len(tokens_S))",
+        "self._shift(tokens_S.float(), batch.latents_TC.shape[1])",
+        "self._shift(tokens_S[:1].float(), batch.latents_TC.shape[1]).expand(len(tokens_S))",
         ("tests/unit/objectives/test_objectives.py",),
     ),
     Mutant(
@@ -367,8 +367,8 @@ MUTANTS = (
     Mutant(
         "time shift by dimension: channels are not counted",
         "dit/objectives/flow_matching.py",
-        "self._shift(tokens_S, batch.latents_TC.shape[1])",
-        "self._shift(tokens_S, 1)",
+        "self._shift(tokens_S.float(), batch.latents_TC.shape[1])",
+        "self._shift(tokens_S.float(), 1)",
         (OBJECTIVES,),
     ),
     Mutant(
