@@ -353,8 +353,8 @@ MUTANTS = (
     Mutant(
         "time shift by dimension: channels are not counted",
         "dit/objectives/flow_matching.py",
-        "self._shift(tokens_S, batch.latents_TC.shape[1])",
-        "self._shift(tokens_S, 1)",
+        "self._shift(tokens_S.float(), batch.latents_TC.shape[1])",
+        "self._shift(tokens_S.float(), 1)",
         (OBJECTIVES,),
     ),
     Mutant(
