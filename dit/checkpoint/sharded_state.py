@@ -35,6 +35,7 @@ from dit.optimizer.ema import EMA
 from dit.optimizer.master_weights import (
     MasterShard,
     copy_masters_to_model,
+    copy_of,
     get_step_count,
     part_of,
     set_step_count,
@@ -59,17 +60,6 @@ def global_shapes(parameters: Iterable[tuple[str, nn.Parameter]], groups: Proces
     parts: list[Any] = [None] * groups.different_parameters.size()
     dist.all_gather_object(parts, shapes, group=groups.different_parameters)
     return {name: shape for part in parts for name, shape in part.items()}
-
-
-def copy_of(shard: MasterShard, groups: ProcessGroups) -> tuple[int, int]:
-    """Return the index of this rank's copy of its range, and the number of copies."""
-    sharding, index, count = sharding_of(shard.parameter, shard.name), 0, 1
-    for axis in sharding.replicated_over:
-        is_sharded = axis == sharding.data_axis and shard.group is not None
-        group = groups.shard_copies if is_sharded else groups.along(axis)
-        if group is not None:  # otherwise all data-parallel ranks have different ranges
-            index, count = index * group.size() + group.rank(), count * group.size()
-    return index, count
 
 
 def share_of_copy(owned: Part, name: str, index: int, count: int) -> Part:

@@ -83,6 +83,7 @@ class _Graph:
 
     step: Tensor
     packs: list[PackedBatch]
+    inputs: list[Tensor] = field(default_factory=list)
     runs: int = 0
     logs: Logs = field(default_factory=list)
     replay: Optional[Callable[[], None]] = None
@@ -126,7 +127,9 @@ class GraphedSchedule:
         graph.step.fill_(forward_step.step)
         captured = graph.packs
         if captured is not packs:
-            torch._foreach_copy_(inputs_of(captured, captured), inputs_of(packs, captured))
+            if graph.replay is None:
+                graph.inputs = inputs_of(captured, captured)  # the first step computes the tables
+            torch._foreach_copy_(graph.inputs, inputs_of(packs, captured))
             if captured[0].layout.is_fixed and graph.replay is None:
                 captured = without_lengths(captured)
         compute = partial(passes, replace(forward_step, step=graph.step), captured, wrapped, groups)

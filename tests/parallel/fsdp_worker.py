@@ -11,11 +11,11 @@ from torch import nn
 from benchmarks.parallel_training import build, packs
 from dit.backends import process_groups
 from dit.backends.sharding import ParameterSharding, set_sharding
-from dit.checkpoint.sharded_state import copy_of, share_of_copy
+from dit.checkpoint.sharded_state import share_of_copy
 from dit.models.base import Backbone, Stage
 from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
-from dit.optimizer.master_weights import SLOTS, get_step_count, master_shards, part_of, sub_optimizers
+from dit.optimizer.master_weights import SLOTS, copy_of, get_step_count, master_shards, part_of, sub_optimizers
 from dit.optimizer.schedules import Constant
 from dit.optimizer.step_numbers import StepNumbers
 from dit.parallel.build import build_optimizer, megatron_config, wrap

@@ -26,6 +26,10 @@ from tests.laws.backbones import NAMES, config_of, pack
 
 FIXING = [name for name in NAMES if config_of(name).fixes_packs]
 MAXIMA = PackMaxima(tokens=200, samples=7, text_tokens=64)
+OBJECTIVE = FlowMatching(shift_by_tokens=[0.5, 1.15, 4, 64])
+"""The times of a sample depend on its length."""
+SEED = 8
+"""With it, the texts of some samples are dropped, and those of empty samples are not."""
 RTOL = 1e-6
 """Relative error of each gradient in fp32."""
 
@@ -33,7 +37,7 @@ RTOL = 1e-6
 def numbers_of(model: Backbone, config: ModelConfig, batch: PackedBatch) -> dict[str, Tensor]:
     """Return the loss, its logged sums, the number of tokens, and every gradient of a training step."""
     model.zero_grad(set_to_none=True)
-    prediction_TC, loss_of = training_forward_step(FlowMatching(), config, 7, 0)(iter([batch]), model)
+    prediction_TC, loss_of = training_forward_step(OBJECTIVE, config, SEED, 0)(iter([batch]), model)
     total, count, logs = loss_of(prediction_TC)
     total.backward()
     gradients = {key: p.grad.clone() for key, p in model.named_parameters() if p.grad is not None}
@@ -88,8 +92,9 @@ def test_passes_that_read_lengths_are_an_error(build_model: BuildModel, one_rank
     layout = without_lengths([first])[0].layout
     reads: list[Any] = [sum, max, list, set, lambda x: x[0], lambda x: x[1:], lambda x: [n for n in x]]
     for read in reads:
-        with pytest.raises(BatchError):
-            read(layout.lengths)
+        for lengths in (layout.lengths, layout.padded_lengths):
+            with pytest.raises(BatchError):
+                read(lengths)
     assert (len(layout.lengths), layout.kind, layout.max_seqlen, layout.uniform_length) == (7, "ragged", 200, None)
 
 
@@ -98,6 +103,22 @@ def test_larger_packs_are_an_error() -> None:
     for maxima in (PackMaxima(10, 7, 64), PackMaxima(200, 3, 64), PackMaxima(200, 7, 1)):
         with pytest.raises(BatchError, match=r"a pack has 4 samples and \d+ (text )?tokens, and packs are padded to"):
             maxima.pad(batch)
+
+
+def tables_of(batch: PackedBatch) -> list[Tensor]:
+    """Return the tables that kernels on a GPU read."""
+    layout, texts = batch.layout, batch.conditions.layout("context")
+    assert texts is not None
+    segments = [_segments_with_padding(layout, keys)[i] for keys in (layout, texts) for i in (0, 1)]
+    return [blocks_of(layout, 8).table, blocks_of(layout, 8).offsets, layout.noised_T, *segments]
+
+
+def test_tables_for_kernels_are_inputs() -> None:
+    first, other = (MAXIMA.pad(pack(config_of("dit"), numbers)) for numbers in ([0, 1, 2, 3], [3, 1]))
+    assert len(tables_of(first)) == 7
+    torch._foreach_copy_(inputs_of([first], [first]), inputs_of([other], [first]))
+    for table, expected in zip(tables_of(without_lengths([first])[0]), tables_of(other)):
+        assert torch.equal(table, expected)
 
 
 @pytest.mark.parametrize("multiple_of", [8, 16])

@@ -295,6 +295,20 @@ MUTANTS = (
         (NOISE,),
     ),
     Mutant(
+        "levels: a mask is clean inside",
+        "dit/levels.py",
+        "(count, 0 if is_masked else CLEAN)",
+        "(count, CLEAN if is_masked else 0)",
+        ("tests/unit/sampling/test_levels.py",),
+    ),
+    Mutant(
+        "flow matching: the first sample's shift for all",
+        "dit/objectives/flow_matching.py",
+        "self._shift(tokens_S.float(), batch.latents_TC.shape[1])",
+        "self._shift(tokens_S[:1].float(), batch.latents_TC.shape[1]).expand(len(tokens_S))",
+        ("tests/unit/objectives/test_objectives.py",),
+    ),
+    Mutant(
         "levels: clean tokens count in the loss",
         "dit/layout.py",
         "return self.valid_T & ~self.levels.clean_L[self.levels.layout.segment_ids_T]",

@@ -337,7 +337,7 @@ MUTANTS = (
     Mutant(
         "CUDA graph: the samples of the captured step repeat",
         "dit/step/cuda_graph.py",
-        "torch._foreach_copy_(inputs_of(captured, captured), inputs_of(packs, captured))",
+        "torch._foreach_copy_(graph.inputs, inputs_of(packs, captured))",
         "pass",
         (CUDA_GRAPH,),
     ),
@@ -363,7 +363,7 @@ MUTANTS = (
         (FIXED_PACKS,),
     ),
     Mutant(
-        "CUDA graph: masks of tokens are those of the captured pack",
+        "CUDA graph: a network that reads lengths repeats those of a pack",
         "dit/step/cuda_graph.py",
         "captured = without_lengths(captured)",
         "pass",

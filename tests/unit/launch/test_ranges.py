@@ -71,7 +71,7 @@ MAY_BE_ZERO = {
     *("sampling.guidance_scale", "sampling.seed", "sampling.guidance_rescale"),
     *("data.shuffle_buffer", "data.max_lost_samples", "data.min_aesthetic_score", "data.flip"),
     *("data.min_seconds", "data.max_seconds", "data.min_caption_length", "data.max_caption_length"),
-    *("data.clean_first_frame", "data.frame_levels", "objective.min_time"),
+    *("data.clean_first_frame", "data.frame_levels", "data.inpaint", "objective.min_time"),
     *("objective.logit_mean", "objective.p_mean", "objective.kl_weight"),
     *("objective.augmentation_p_mean", "objective.noise_offset", "objective.codebook_weight", "objective.beta"),
     *(

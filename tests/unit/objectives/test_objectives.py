@@ -8,7 +8,8 @@ import torch
 
 from dit.batch import PackedBatch
 from dit.errors import ConfigError
-from dit.layout import SequenceLayout
+from dit.layout import CLEAN, SequenceLayout
+from dit.levels import with_levels
 from dit.objectives.addressed_noise import AddressedNoise, skip_mixing
 from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM, MIN_ALPHA_FROM_NOISE, LearnedVariance
@@ -415,6 +416,10 @@ def test_each_sample_of_a_pack_has_the_shift_of_its_own_tokens():
         torch.testing.assert_close(time, expected.time_S[0])
         torch.testing.assert_close(inputs_TC, expected.inputs_TC)
         assert flow.at_size(n, 4).time_shift == pytest.approx(shift)
+    reference = replace(pack([16]), grids=((1, 1, 10),))  # six tokens of a reference follow those of the grid
+    reference = replace(reference, layout=with_levels(reference.layout, [[(10, 0), (6, CLEAN)]]))
+    plain = FlowMatching(time_shift=shifts[0]).prepare(reference, noise_for(reference))
+    torch.testing.assert_close(flow.prepare(reference, noise_for(reference)).time_S, plain.time_S)
     last = replace(flow, last_time=0.1).at_size(30, 4).sampling_grid(5)
     assert last[[0, -2, -1]].tolist() == pytest.approx([1.0, 0.1, 0.0])
 

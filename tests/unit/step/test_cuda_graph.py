@@ -41,7 +41,7 @@ DENSE = ("data.max_tokens_per_pack=None", "data.pack_multiple_of=16", "data.shap
 
 
 PACKS = "tiny_dit_pack", "tiny_dit_cross", "tiny_flux"
-"""Recipes whose packs are padded to fixed sizes."""
+"""Recipes of packs that are padded to fixed sizes."""
 
 
 class Records:
@@ -62,7 +62,7 @@ class Records:
 
 def steps(folder: Any, groups: ProcessGroups, records: Records | None, recipe: str, *words: str) -> list[Any]:
     """Return loss, gradient norm, and a sum of each weight for each step of a tiny run."""
-    micro_batch = 1 if recipe in PACKS and not set(DENSE) & set(words) else 2
+    micro_batch = 1 if recipe in (*PACKS, "tiny_moviegen") and not set(DENSE) & set(words) else 2
     sizes = ["training.global_batch_size=4", f"training.micro_batch_size={micro_batch}", "data.num_streams=1"]
     config = config_of(build_parser().parse_args(["--factory", recipe, *sizes, *words]), str(folder))
     dims_and_spec = config.check_here()
@@ -149,6 +149,16 @@ def test_shapes_that_change_in_every_step_are_an_error(tmp_path: Any, one_rank_w
     ):
         steps(tmp_path, one_rank_world, Records(), "tiny_dit", "data.text_tokens=64")
     assert MOST_GRAPHS > 1
+
+
+@pytest.mark.usefixtures("words_on_device")
+def test_a_network_that_reads_lengths_is_an_error_in_the_second_step(
+    tmp_path: Any, one_rank_world: ProcessGroups
+) -> None:
+    records = Records()
+    with pytest.raises(BatchError, match="the passes read the lengths of samples on the host"):
+        steps(tmp_path, one_rank_world, records, "tiny_moviegen")
+    assert records.recorded == 0
 
 
 def test_packs_that_differ_in_values_and_names_share_a_graph() -> None:

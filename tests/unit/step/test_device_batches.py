@@ -9,6 +9,7 @@ import torch
 from dit.batch import PackedBatch
 from dit.condition_table import LABEL
 from dit.data_api import BatchSpec
+from dit.fixed_packs import PackMaxima
 from dit.step.device_batches import DeviceBatches
 from energon_data.mock import MockData
 
@@ -59,3 +60,14 @@ def test_a_batch_that_was_read_before_the_clock_started_is_no_wait() -> None:
     assert batches.reset().waited_s < 0.1
     next(batches)
     assert batches.reset().waited_s >= 0.2
+
+
+def test_padding_to_fixed_sizes_counts_as_tokens_and_not_as_samples() -> None:
+    stream: Any = MockData().build_train(SPEC, dp_rank=0, dp_size=1, seed=0, log_dir=None)
+    maxima = PackMaxima(tokens=300, samples=6)
+    batches = DeviceBatches(stream, torch.device("cpu"), SPEC, lambda batch: len(batch.keys), maxima=maxima)
+    layout = next(batches).layout
+    assert (layout.lengths, layout.total_tokens) == ((64, 64, 64, 64, 0, 0), 300)
+    counted = batches.reset()
+    assert (counted.samples, counted.valid_tokens, counted.padded_tokens) == (4, 256, 300)
+    assert (counted.flops, len(counted.keys)) == ([4], 4)
