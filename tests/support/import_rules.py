@@ -28,7 +28,8 @@ MAY_IMPORT = {
     "dit.conditions": {"dit.errors", "dit.patchify", "dit.layout", "dit.pack_copy"},
     "dit.condition_table": {"dit.errors", "dit.conditions"},
     "dit.batch": {"dit.errors", "dit.patchify", "dit.layout", "dit.pack_copy", "dit.conditions"},
-    "dit.data_api": {"dit.errors", "dit.batch", "dit.conditions"},
+    "dit.fixed_packs": {"dit.errors", "dit.layout", "dit.pack_copy", "dit.conditions", "dit.batch"},
+    "dit.data_api": {"dit.errors", "dit.batch", "dit.conditions", "dit.fixed_packs"},
     "dit.objectives": {
         *("dit.errors", "dit.ranges", "dit.philox", "dit.layout", "dit.batch", "dit.patchify", "dit.resize"),
         *("dit.conditions", "dit.condition_table", "dit.auxiliary"),
@@ -78,6 +79,7 @@ MAY_IMPORT = {
     "dit.run_config": {
         *("dit.errors", "dit.settings", "dit.config_record", "dit.condition_table", "dit.data_api", "dit.objectives"),
         *("dit.kernels", "dit.backends", "dit.models", "dit.parallel", "dit.optimizer", "dit.ranges"),
+        "dit.fixed_packs",
     },
     "dit.encoders": {
         *("dit.errors", "dit.backends", "dit.conditions", "dit.condition_table", "dit.layout", "dit.batch"),
@@ -118,7 +120,7 @@ MAY_IMPORT = {
     "dit.step": {
         *("dit.errors", "dit.settings", "dit.batch", "dit.layout", "dit.conditions", "dit.condition_table"),
         *("dit.patchify", "dit.data_api", "dit.objectives", "dit.kernels", "dit.backends", "dit.models"),
-        *("dit.parallel", "dit.optimizer", "dit.monitoring", "dit.pack_copy"),
+        *("dit.parallel", "dit.optimizer", "dit.monitoring", "dit.pack_copy", "dit.fixed_packs"),
     },
     "dit.step_checks": {
         *("dit.errors", "dit.settings", "dit.durable_files", "dit.safe_files", "dit.layout", "dit.batch"),
@@ -152,6 +154,7 @@ MAY_IMPORT = {
     "energon_data": {
         "dit.levels",
         "dit.errors",
+        "dit.fixed_packs",
         "dit.patches",
         "dit.extensions",
         "dit.durable_files",
