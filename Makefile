@@ -16,13 +16,14 @@ DEMO_AUTOENCODER ?= runs/pictogram_autoencoder
 DEMO_CASCADE ?= runs/cascade_letters
 DEMO_PICTOGRAMS ?= runs/cascade_pictograms
 DEMO_AVATARS ?= runs/avatars_text
+DEMO_FLUX2 ?= runs/tiny_flux2
 # 400 colour pictograms, evenly spread over these blocks of Unicode.
 PICTOGRAMS = pictograms --size 64 --blocks pictographs transport supplemental extended --count 400
 
 export OMP_NUM_THREADS ?= 1
 export TQDM_DISABLE ?= 1
 
-.PHONY: demo demo-text demo-edit demo-video demo-latent demo-cascade demo-pictograms demo-avatars docs test lint test-parallel test-faults test-slurm benchmark hashes clean help
+.PHONY: demo demo-text demo-edit demo-video demo-latent demo-cascade demo-pictograms demo-avatars demo-pipeline docs test lint test-parallel test-faults test-slurm benchmark hashes clean help
 
 help: ## show this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-15s %s\n", $$1, $$2}'
@@ -142,6 +143,22 @@ demo-pictograms: $(VENV)/.installed data/pictograms_64/dataset.json data/all_pic
 	  --cascade base=$(DEMO_PICTOGRAMS)_16 sr32=$(DEMO_PICTOGRAMS)_32 sr64=$(DEMO_PICTOGRAMS)_64
 	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_PICTOGRAMS)_32 --metric sharpness --minimum 0.5
 	$(VENV)/bin/python -m launch.evaluate --checkpoint $(DEMO_PICTOGRAMS)_64 --metric sharpness --minimum 0
+
+runs/tiny_flux2_base/model_index.json: | $(VENV)/.installed
+	$(VENV)/bin/python -m examples.flux2.tiny --out runs/tiny_flux2_base
+
+data/pictograms_flux2/dataset.json: | runs/tiny_flux2_base/model_index.json
+	$(VENV)/bin/python -m energon_data.prepare pictograms --size 64 --count 100 --validation 0 \
+	  --vae runs/tiny_flux2_base --text-encoder runs/tiny_flux2_base --out data/pictograms_flux2
+
+$(DEMO_FLUX2)_pipeline/model_index.json: | data/pictograms_flux2/dataset.json
+	$(VENV)/bin/python -m launch.train --yes --factory finetune checkpoint.start_from=runs/tiny_flux2_base \
+	  data.path=data/pictograms_flux2 optimizer.lr=2e-3 training.num_steps=300 training.run_dir=$(DEMO_FLUX2)
+	$(VENV)/bin/python -m launch.export --checkpoint $(DEMO_FLUX2) --format pipeline --out $(DEMO_FLUX2)_pipeline
+
+demo-pipeline: $(VENV)/.installed $(DEMO_FLUX2)_pipeline/model_index.json ## train a small FLUX.2 of diffusers, export it as a pipeline, compare the pictures
+	$(VENV)/bin/python -m examples.flux2.compare --checkpoint $(DEMO_FLUX2) --pipeline $(DEMO_FLUX2)_pipeline \
+	  --prompt "red heart" "blue heart" --out runs/tiny_flux2.png
 
 data/avatars/dataset.json: | $(VENV)/.installed
 	$(VENV)/bin/python -m energon_data.prepare avatars --text-encoder all-minilm-l6-v2 --out data/avatars

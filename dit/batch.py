@@ -52,6 +52,7 @@ class PackedBatch:
         draws_S: draw number of each sample in the training data, int64. It is unique in a step and distinguishes
             copies of a sample. None for data that are read once, such as validation data.
         dropout_S: dropout key of each sample, int64; None outside training, which disables dropout.
+        negatives_TC: for each token, one of another sample (`dit.objectives.contrastive`); None without contrast.
         repeated: whether another rank also has this micro-batch. Validation repeats micro-batches so that all ranks run
             the same number of forward passes; repeated ones are excluded from all sums.
         raw: pixels and captions that are not encoded yet; None if there are none. Before encoding, `latents_TC` is zero
@@ -68,6 +69,7 @@ class PackedBatch:
     loss_weight_S: Optional[Tensor] = None
     draws_S: Optional[Tensor] = None
     dropout_S: Optional[Tensor] = None
+    negatives_TC: Optional[Tensor] = None
     repeated: bool = False
     raw: Optional[RawSamples] = None
 

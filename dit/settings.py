@@ -107,7 +107,9 @@ class TrainingConfig:
         seed: of initial weights, data order and all noise.
         ema_decay: decay of the weight average; None for no average.
         ema_start_step: the average starts at this step.
-        ema_offload: store the average in host memory.
+        ema_offload: store the averages in host memory.
+        ema_sigma_rel: relative lengths of power-function averages, such as [0.05, 0.1], from which `launch.average`
+            makes those of other lengths; between 0 and 0.28.
         log_interval: steps between log lines.
         validation_interval: steps between held-out losses; 0 for never.
         sample_interval: steps between sample grids; 0 for never.
@@ -148,6 +150,7 @@ class TrainingConfig:
     ema_decay: Optional[float] = 0.9999
     ema_start_step: int = 0
     ema_offload: bool = False
+    ema_sigma_rel: Optional[list[float]] = None
     log_interval: int = 10
     validation_interval: int = 0
     sample_interval: int = 0
@@ -213,8 +216,18 @@ class TrainingConfig:
                 f"training.fp8={self.fp8} needs training.precision=bf16 or fp32, got fp16; set "
                 "training.precision=bf16, or training.fp8=None"
             )
+        if not all(0.01 <= length <= 0.28 for length in self.ema_sigma_rel or ()):
+            raise ConfigError(
+                f"training.ema_sigma_rel={self.ema_sigma_rel} must be relative lengths from 0.01 to 0.28; "
+                "use [0.05, 0.1]"
+            )
         self._check_deterministic()
         self._check_unused()
+
+    @property
+    def num_averages(self) -> int:
+        """Number of weight averages."""
+        return 0 if self.ema_decay is None else 1 + len(self.ema_sigma_rel or ())
 
     def _check_unused(self) -> None:
         """Raise an error for settings that have no effect because of other settings."""
@@ -222,7 +235,7 @@ class TrainingConfig:
         groups = (
             (
                 self.ema_decay is None,
-                ("ema_start_step", "ema_offload"),
+                ("ema_start_step", "ema_offload", "ema_sigma_rel"),
                 "with training.ema_decay=None",
                 "set training.ema_decay",
             ),

@@ -34,6 +34,7 @@ COMMANDS = {
     "status": Command("launch.status", "how a run is doing, in a few lines, a picture or a page; several side by side"),
     "sample": Command("launch.sample", "generate samples from a run's checkpoint"),
     "evaluate": Command("launch.evaluate", "measurements of a checkpoint: held-out loss, FID, CLIP score and others"),
+    "average": Command("launch.average", "make a weight average of another length from saved ones"),
     "export": Command("launch.export", "write a run's weights for diffusers or facebookresearch/DiT"),
     "import": Command("launch.import_weights", "write a run folder of such weights"),
     "kernels": Command("launch.kernels", "which implementation of each op this machine uses, and why not the others"),

@@ -76,7 +76,7 @@ def cost_lines(config: "RunConfig", dims: ParallelDims, sample: Sample, device: 
     count = count_parameters(model)
     added = count_parameters(model, auxiliary=config.objective.auxiliary) - count
     trained = count if model.adapters is None else count_parameters(model, trained=True)
-    state = checkpoint_bytes(trained + added, averaged=training.ema_decay is not None)
+    state = checkpoint_bytes(trained + added, averages=training.num_averages)
     encoders, unknown = online_weights(config)
     activations = need.peak - need.live
     rows = {**need.state_bytes, "activations and temporaries": activations, **encoders}

@@ -163,10 +163,12 @@ def trained_model(config: "RunConfig", metadata: dict[str, Any]) -> "TrainedMode
     """Return the model with the metadata that is exported with its weights."""
     from dit.convert.diffusers_format import TrainedModel
 
-    frames, height, width = metadata["latent_size"]
+    (frames, height, width), objective = metadata["latent_size"], config.objective
+    if getattr(objective, "shift_dimension", None) is not None:  # unknown to other code bases
+        objective = objective.at_size(frames * height * width, config.model.in_channels)
     return TrainedModel(
         model=config.model.without_adapters(),
-        objective=config.objective,
+        objective=objective,
         latent_size=(frames, height, width),
         sampling=asdict(config.sampling),
         # A data set may have classes that the model does not use.

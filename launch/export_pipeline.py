@@ -46,7 +46,7 @@ def write_pipeline(
     objective = trained.objective
     if isinstance(objective, FlowMatching) and objective.shift_by_tokens and pipeline.shift_by_tokens != "scheduler":
         tokens = math.prod(trained.latent_size) // (trained.model.patch_temporal * trained.model.patch_spatial**2)
-        objective = objective.at_size(tokens)
+        objective = objective.at_size(tokens, trained.model.token_channels)
         notes.append(f"the scheduler has the shift of samples of {tokens} tokens, the training size, at any size")
     scheduler = scheduler_config(objective)
     assert scheduler is not None  # `pipeline_of`

@@ -11,11 +11,12 @@ from dit.backends.process_groups import ProcessGroups
 from dit.models.base import Backbone, ModelConfig
 from dit.models.registry import build_backbone
 from dit.verify.ranks import FORKS
-from energon_data.workers import background  # noqa: F401  sets a preload list, replaced below
+from energon_data.workers import background
 from tests.left_out import pytest_deselected, pytest_terminal_summary, pytest_testnodedown  # noqa: F401
 from tests.support.repository import REPOSITORY, changed, outputs
 
-FORKS.set_forkserver_preload(["tests.preload"])
+background.PRELOAD.append("tests.preload")
+FORKS.set_forkserver_preload(background.PRELOAD)
 
 BuildModel = Callable[..., Backbone]
 

@@ -3,6 +3,7 @@
 The runs of one rank share the counts of operations of their models, a quarter of the time of a run of eight steps.
 """
 
+import gc
 import warnings
 from importlib import import_module
 from typing import Any
@@ -45,3 +46,4 @@ class SharedCost(ForwardCost):
 
 
 flops.ForwardCost = SharedCost  # type: ignore[misc]
+gc.freeze()  # otherwise garbage collection in each rank would copy these pages

@@ -43,11 +43,11 @@ SETTINGS: dict[str, tuple[str, str]] = {
     "schedule": ("", EVERY),
     "parallel": ("", EVERY),
     "training": (
-        "global_batch_size precision fp8 seed ema_decay ema_start_step",
+        "global_batch_size precision fp8 seed ema_decay ema_start_step ema_sigma_rel",
         # The stream itself refuses a changed micro-batch if that would change the samples of a step.
         "run_dir num_steps micro_batch_size loss_scale initial_loss_scale loss_scale_window attention "
-        "deterministic linears kernels recompute recompute_layers ema_offload log_interval validation_interval "
-        "sample_interval hooks stop_at_step time_limit collective_timeout_s "
+        "deterministic cuda_graph linears kernels recompute recompute_layers ema_offload log_interval "
+        "validation_interval sample_interval hooks stop_at_step time_limit collective_timeout_s "
         "on_bad_numbers spike_threshold max_bad_steps recheck_interval hang_timeout_s",
     ),
     "checkpoint": ("", EVERY),

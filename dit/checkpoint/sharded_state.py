@@ -1,8 +1,9 @@
 """The model's state on disk: named tensors that any layout can write and read without gathering them.
 
 Every parameter has four global fp32 tensors: `weight` (the master copy), `ema`, `exp_avg`, `exp_avg_sq`; a weight that
-Muon updates has no `exp_avg_sq`. They do not depend on the layout that wrote them. Each rank writes and reads the boxes
-of its local ranges (`dit.boxes`). Ranks with copies of a range write equal shares of it. An example:
+Muon updates has no `exp_avg_sq`, and a run with `training.ema_sigma_rel` has more averages. They do not depend on the
+layout that wrote them. Each rank writes and reads the boxes of its local ranges (`dit.boxes`). Ranks with copies of a
+range write equal shares of it. An example:
 
     weight.layers.0.mlp.linear_fc1.weight, 4 x 4, TP 2 (rows), 2 data-parallel ranks with a distributed optimizer
 
@@ -34,6 +35,7 @@ from dit.optimizer.ema import EMA
 from dit.optimizer.master_weights import (
     MasterShard,
     copy_masters_to_model,
+    copy_of,
     get_step_count,
     part_of,
     set_step_count,
@@ -60,17 +62,6 @@ def global_shapes(parameters: Iterable[tuple[str, nn.Parameter]], groups: Proces
     return {name: shape for part in parts for name, shape in part.items()}
 
 
-def copy_of(shard: MasterShard, groups: ProcessGroups) -> tuple[int, int]:
-    """Return the index of this rank's copy of its range, and the number of copies."""
-    sharding, index, count = sharding_of(shard.parameter, shard.name), 0, 1
-    for axis in sharding.replicated_over:
-        is_sharded = axis == sharding.data_axis and shard.group is not None
-        group = groups.shard_copies if is_sharded else groups.along(axis)
-        if group is not None:  # otherwise all data-parallel ranks have different ranges
-            index, count = index * group.size() + group.rank(), count * group.size()
-    return index, count
-
-
 def share_of_copy(owned: Part, name: str, index: int, count: int) -> Part:
     """Return the share of a range that the `index`-th of `count` ranks with copies of it writes.
 
@@ -82,11 +73,17 @@ def share_of_copy(owned: Part, name: str, index: int, count: int) -> Part:
     return owned if writes else replace(owned, stop=owned.start)
 
 
+def power_slot(number: int) -> str:
+    """Return the slot of the power-function average of `training.ema_sigma_rel[number]`."""
+    return f"ema_power_{number}"
+
+
 def _values(shards: Sequence[MasterShard], ema: Optional[EMA], i: int) -> dict[str, Tensor]:
     """Return this rank's values of the `i`-th parameter by slot."""
     values = {"weight": shards[i].main, **{slot: shards[i].slot(slot) for slot in shards[i].slots}}
     if ema is not None:
         values["ema"] = ema.values[i]
+        values |= {power_slot(number): average.values[i] for number, average in enumerate(ema.powers)}
     return values
 
 

@@ -36,9 +36,9 @@ Boxes = Mapping[str, Sequence[Box]]
 """The boxes of each tensor by its name."""
 
 
-def checkpoint_bytes(parameters: int, *, averaged: bool) -> int:
-    """Return the size of a training state on disk, without names: weights, Adam's two moments and the average."""
-    return parameters * ITEM_BYTES * (4 if averaged else 3)
+def checkpoint_bytes(parameters: int, *, averages: int) -> int:
+    """Return the size of a training state on disk, without names: weights, Adam's two moments and the averages."""
+    return parameters * ITEM_BYTES * (3 + averages)
 
 
 def file_of_rank(rank: int) -> str:

@@ -81,7 +81,9 @@ def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> Tr
     shards = master_shards(optimizer, chunks, config.optimizer)
     ema = None
     if training.ema_decay is not None:
-        ema = EMA(shards, training.ema_decay, training.ema_start_step, offload=training.ema_offload)
+        lengths = training.ema_sigma_rel or ()
+        decay, start, offload = training.ema_decay, training.ema_start_step, training.ema_offload
+        ema = EMA(shards, decay, start, offload=offload, sigma_rel=lengths)
     stream = config.data.build_train(
         spec,
         dp_rank=groups.dp_rank,

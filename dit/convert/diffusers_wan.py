@@ -88,6 +88,7 @@ class DiffusersWan(DiffusersFormat[WanConfig]):
             num_attention_heads=published["num_attention_heads"],
             ffn_hidden_size=published["ffn_dim"],
             layernorm_epsilon=published["eps"],
+            null_text="empty",
         )
         notes = [f"config.json has no latent size; {' x '.join(map(str, LATENT_SIZE))} is assumed"]
         sampling = {"solver": "euler", "num_steps": 50, "guidance_scale": 5.0}

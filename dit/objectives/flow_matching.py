@@ -14,7 +14,7 @@ from dit.objectives.addressed_noise import AddressedNoise
 from dit.objectives.base import Network, Objective, Path, Prepared, sample_weights, shared_time
 from dit.objectives.losses import LossKind, min_snr_weight
 from dit.objectives.noise_levels import logit_normal, shift_time
-from dit.ranges import FINITE, POSITIVE, check_choice, check_ranges
+from dit.ranges import FINITE, POSITIVE, WIDTH, check_choice, check_ranges
 
 TimeDistribution = Literal["uniform", "logit_normal"]
 Prediction = Literal["velocity", "x0"]
@@ -45,6 +45,8 @@ class FlowMatching(Objective):
         time_distribution: distribution of t in training, before the shift.
         logit_mean, logit_std: mean and standard deviation of logit(t), for `logit_normal`.
         time_shift: shift of t towards noise, in training and sampling; larger for samples with more tokens.
+        shift_dimension: n0 of a shift of time_shift * sqrt(n / n0) for latents of n numbers; 4096 is published for
+            time_shift=1. None for one shift.
         shift_by_tokens: `[low, high, fewest, most]`: the logarithm of the shift is `low` for samples of `fewest`
             tokens, `high` for samples of `most`, and linear in the tokens; None for `time_shift`.
         last_time: smallest time of a solver step, to which the times of sampling are stretched (Qwen-Image: 0.02).
@@ -53,9 +55,9 @@ class FlowMatching(Objective):
             A14B).
 
     Source: Lipman et al. 2023, arXiv:2210.02747; Liu et al. 2023, arXiv:2209.03003; time distribution and shift,
-    Esser et al. 2024, arXiv:2403.03206, Eq. 19 and 23; shift by tokens and last time, `calculate_shift` and
-    `FlowMatchEulerDiscreteScheduler` of diffusers 0.38; prediction of x0, Li and He 2025, arXiv:2511.13720;
-    min-SNR, Hang et al. 2023, arXiv:2303.09556, on this path.
+    Esser et al. 2024, arXiv:2403.03206, Eq. 19 and 23; shift by dimension, Zheng et al. 2025, arXiv:2510.11690;
+    shift by tokens and last time, `calculate_shift` and `FlowMatchEulerDiscreteScheduler` of diffusers 0.38; prediction
+    of x0, Li and He 2025, arXiv:2511.13720; min-SNR, Hang et al. 2023, arXiv:2303.09556, on this path.
     """
 
     takes_levels: ClassVar[bool] = True
@@ -65,6 +67,7 @@ class FlowMatching(Objective):
     logit_mean: float = 0.0
     logit_std: float = 1.0
     time_shift: float = 1.0
+    shift_dimension: Optional[int] = None
     shift_by_tokens: Optional[list[float]] = None
     last_time: Optional[float] = None
     loss_kind: LossKind = "l2"
@@ -77,7 +80,7 @@ class FlowMatching(Objective):
         check_choice("prediction", self.prediction, Prediction)
         check_choice("time_distribution", self.time_distribution, TimeDistribution)
         check_choice("loss_kind", self.loss_kind, LossKind)
-        check_ranges("objective", self, {"logit_mean": FINITE, "min_snr_gamma": POSITIVE})
+        check_ranges("objective", self, {"logit_mean": FINITE, "min_snr_gamma": POSITIVE, "shift_dimension": WIDTH})
         for name in ("logit_std", "time_shift"):
             if not 0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"FlowMatching {name}={getattr(self, name)} must be positive; the default is 1")
@@ -95,6 +98,11 @@ class FlowMatching(Objective):
                 f"objective.shift_by_tokens={points} must be two logarithms of the shift and their tokens, such as "
                 "[0.5,1.15,256,4096]"
             )
+        if points is not None and self.shift_dimension is not None:
+            raise ConfigError(
+                f"objective.shift_by_tokens={points} and shift_dimension={self.shift_dimension} both set the shift; "
+                "set one of them to null"
+            )
         if points is not None and (self.time_shift, self.min_time, self.max_time) != (1, 0, 1):
             raise ConfigError(
                 f"objective.time_shift={self.time_shift}, min_time={self.min_time} and max_time={self.max_time} do not "
@@ -103,35 +111,48 @@ class FlowMatching(Objective):
         if self.last_time is not None and not 0 < self.last_time < 1:
             raise ConfigError(f"objective.last_time={self.last_time} must be between 0 and 1, or null")
 
-    def at_size(self, tokens: int) -> "FlowMatching":
-        if self.shift_by_tokens is None:
+    def at_size(self, tokens: int, channels: int) -> "FlowMatching":
+        if self.shift_dimension is None and self.shift_by_tokens is None:
             return self
-        shift = float(self._shift(torch.tensor(tokens, dtype=torch.float64)))
-        return replace(self, time_shift=shift, shift_by_tokens=None)
+        shift = float(self._shift(torch.tensor(tokens, dtype=torch.float64), channels))
+        return replace(self, time_shift=shift, shift_dimension=None, shift_by_tokens=None)
 
-    def _shift(self, tokens: Tensor) -> Tensor:
+    def _shift(self, tokens: Tensor, channels: int) -> Tensor:
         """Return the shift for numbers of tokens."""
+        if self.shift_dimension is not None:
+            return self.time_shift * (tokens * (channels / self.shift_dimension)).sqrt()
         assert self.shift_by_tokens is not None
         low, high, fewest, most = self.shift_by_tokens
         return torch.exp(low + (tokens - fewest) * ((high - low) / (most - fewest)))
 
-    @property
-    def _quantiles(self) -> tuple[float, float]:
-        """Quantiles of `min_time` and `max_time` in the distribution over all times."""
-        t = shift_time(torch.tensor([self.min_time, self.max_time], dtype=torch.float64), 1 / self.time_shift)
-        if self.time_distribution == "logit_normal":
-            t = torch.special.ndtr((t.clamp(0, 1).logit() - self.logit_mean) / self.logit_std)
-        low, high = t.tolist()
-        return low, high
+    def _shifts(self, batch: PackedBatch) -> Tensor | float:
+        """Return the shift of each noise level, float32 `[L]`; one number if it does not depend on the size."""
+        if self.shift_dimension is None and self.shift_by_tokens is None:
+            return self.time_shift
+        layout = batch.layout
+        # Only samples with several levels have tokens outside their grid; empty samples of fixed packs have none.
+        tokens_S = (
+            layout.lengths_S.clamp(min=1) if layout.levels is None else layout.tensor(list(map(math.prod, batch.grids)))
+        )
+        return layout.per_level(self._shift(tokens_S.float(), batch.latents_TC.shape[1]))
 
-    def level(self, quantile_S: Tensor, shift: Optional[float | Tensor] = None) -> Tensor:
-        """Return the shifted time at each quantile, within `min_time` and `max_time`; `shift` replaces `time_shift`."""
-        if (self.min_time, self.max_time) != (0, 1):
-            low, high = self._quantiles
-            quantile_S = (low + quantile_S.double() * (high - low)).to(quantile_S.dtype)
+    def _quantile(self, t: float, shift: Tensor | float) -> Tensor:
+        """Return the quantile of a shifted time in the distribution over all times, float64."""
+        t_L = shift_time(torch.tensor(t, dtype=torch.float64), 1 / shift).clamp(0, 1)
         if self.time_distribution == "logit_normal":
-            quantile_S = logit_normal(quantile_S, self.logit_mean, self.logit_std)
-        return shift_time(quantile_S, self.time_shift if shift is None else shift)
+            t_L = torch.special.ndtr((t_L.logit() - self.logit_mean) / self.logit_std)
+        return t_L
+
+    def level(self, quantile: Tensor, shift: Optional[float | Tensor] = None) -> Tensor:
+        """Return the shifted time at each quantile, within `min_time` and `max_time`; `shift` replaces `time_shift`."""
+        shift = self.time_shift if shift is None else shift
+        if (self.min_time, self.max_time) != (0, 1):
+            precise = shift.double() if isinstance(shift, Tensor) else shift
+            low, high = self._quantile(self.min_time, precise), self._quantile(self.max_time, precise)
+            quantile = (low + quantile.double() * (high - low)).to(quantile.dtype)
+        if self.time_distribution == "logit_normal":
+            quantile = logit_normal(quantile, self.logit_mean, self.logit_std)
+        return shift_time(quantile, shift)
 
     def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> Prepared:
         """Corrupt a packed micro-batch and return the target of the network.
@@ -141,13 +162,7 @@ class FlowMatching(Objective):
             batch's loss weights, times `min_snr_weight` if it is set. Otherwise the weights of `x0` are divided by
             t**2, because the error of x0 divided by t is the error of the velocity.
         """
-        shift_L, layout = None, batch.layout
-        if self.shift_by_tokens is not None:
-            tokens_S = layout.lengths_S
-            if layout.levels is not None:  # a reference has tokens outside the grid
-                tokens_S = layout.tensor([math.prod(grid) for grid in batch.grids])
-            shift_L = layout.per_level(self._shift(tokens_S.float()))
-        t_L, weight_L = self.level(noise.level_L(), shift_L), sample_weights(batch)
+        t_L, weight_L = self.level(noise.level_L(), self._shifts(batch)), sample_weights(batch)
         if batch.layout.levels is not None:
             t_L = t_L.masked_fill(batch.layout.levels.clean_L, 0.0)
         target = (1.0, 0.0) if self.prediction == "x0" else (-1.0, 1.0)
@@ -168,7 +183,8 @@ class FlowMatching(Objective):
         """Return times from 1 to 0, evenly spaced before the shift."""
         if num_steps < 1:
             raise ConfigError(f"num_steps={num_steps} must be at least 1")
-        assert self.shift_by_tokens is None  # `at_size`
+        assert self.shift_dimension is None  # `at_size`
+        assert self.shift_by_tokens is None
         grid = shift_time(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64), self.time_shift)
         if self.last_time is not None and num_steps > 1:
             grid[:-1] = 1 - (1 - grid[:-1]) * ((1 - self.last_time) / (1 - grid[-2]))

@@ -203,6 +203,17 @@ def part_of(parameter: nn.Parameter, groups: ProcessGroups, start: int = 0, stop
     return Part(shape, local, sharding.origin(local, groups.tp.rank()), start, stop)
 
 
+def copy_of(shard: MasterShard, groups: ProcessGroups) -> tuple[int, int]:
+    """Return the index of this rank's copy of its range, and the number of copies."""
+    sharding, index, count = sharding_of(shard.parameter, shard.name), 0, 1
+    for axis in sharding.replicated_over:
+        is_sharded = axis == sharding.data_axis and shard.group is not None
+        group = groups.shard_copies if is_sharded else groups.along(axis)
+        if group is not None:  # otherwise all data-parallel ranks have different ranges
+            index, count = index * group.size() + group.rank(), count * group.size()
+    return index, count
+
+
 def get_step_count(optimizer: MegatronOptimizer) -> int:
     """Return Adam's step count (for its bias correction), 0 before the first step."""
     for part in sub_optimizers(optimizer):

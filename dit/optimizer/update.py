@@ -221,8 +221,8 @@ class FusedUpdate:
     def end(self, step: int, *, is_good: bool) -> None:
         if not is_good:
             self._count(get_step_count(self.optimizer) - 1)
-        elif self.ema is not None and self.ema.offload:
-            self.ema.update(step)
+        elif self.ema is not None:
+            (self.ema.update if self.ema.offload else self.ema.update_powers)(step)
 
     def _elements(self, i: int, *, averaged: bool) -> Elements:
         """Return the tensors of a shard; a missing gradient is 0."""

@@ -130,7 +130,7 @@ class Program:
         shards = master_shards(optimizer, chunks, job.optimizer)
         before = counter.live
         decay = None if training.ema_offload else training.ema_decay
-        ema = None if decay is None else EMA(shards, decay)
+        ema = None if decay is None else EMA(shards, decay, sigma_rel=training.ema_sigma_rel or ())
         average = counter.live - before
         target = target_of(job.model, training.precision, job.kernels)
         self.mix = noise_kernel(job.model, training, job.kernels)
@@ -210,7 +210,7 @@ class Program:
         """Return a micro-batch with this rank's tokens on the device."""
         job, cp, counter = self.job, self.groups.cp, self.counter
         counter.enter("load")
-        batch = shard(batch_of(job.model, next(self._packs)), cp.rank(), cp.size(), job.parallel.context_split)
-        batch = self._copy(batch)
+        pack = job.objective.of_full_pack(batch_of(job.model, next(self._packs)))
+        batch = self._copy(shard(pack, cp.rank(), cp.size(), job.parallel.context_split))
         counter.enter("forward and backward")
         return batch

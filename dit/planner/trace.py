@@ -223,6 +223,8 @@ def _trace_process(pipe: Any, inherited: Any) -> None:
 def trace_here(job: Job) -> StepTrace:
     """Trace a job's step in this process, which must not use torch.distributed before and must not train afterwards."""
     from dit.backends import process_groups
+    from dit.optimizer.update import FusedUpdate
+    from dit.planner import muon
     from dit.planner.program import Program
 
     norms = _fused_rms_norm() if job.kernels == ACCELERATOR else contextlib.nullcontext()
@@ -230,8 +232,14 @@ def trace_here(job: Job) -> StepTrace:
         groups, fakes = process_groups.initialize(job.parallel), _fake_tensors()
         try:
             counter = StepCounter(groups)
-            with _local_shards(), _watching_resizes(counter), numbers_without_values(fakes), fakes, counter:
-                return Program(job, groups, counter).run()
+            with _local_shards(), _watching_resizes(counter), numbers_without_values(fakes), fakes:
+                program = Program(job, groups, counter)
+                with counter:
+                    step = program.run()
+                update = program.state.update
+                if isinstance(update, FusedUpdate) and update.muon is not None:
+                    muon.average(step, update.muon, update.shards, groups)
+                return step
         finally:
             process_groups.release()
 

@@ -140,6 +140,22 @@ def keep_clean(x_TC: Tensor, batch: PackedBatch) -> Tensor:
     return torch.where(levels.layout.per_token(levels.clean_L), batch.latents_TC.to(x_TC), x_TC)
 
 
+def of_pack(objective: Objective, batch: PackedBatch) -> Objective:
+    """Return the objective of the samples of a pack, which a solver integrates along one grid of noise levels.
+
+    Raises:
+        ConfigError: the noise levels depend on the size, and the samples have several.
+    """
+    tokens = sorted({math.prod(grid) for grid in batch.grids})
+    sized = [objective.at_size(n, batch.latents_TC.shape[1]) for n in tokens]
+    if any(other != sized[0] for other in sized):
+        raise ConfigError(
+            f"samples of {tokens} tokens have different noise levels with {objective}, and a solver steps through one "
+            "grid of levels; generate samples of one size per call"
+        )
+    return sized[0]
+
+
 def generate(
     network: ConditionalNetwork,
     objective: Objective,
@@ -189,8 +205,8 @@ def generate_each(
     Returns:
         The latent of each sample `[C, T, H, W]`, float32.
     """
-    objective = objective.at_size(max(map(math.prod, batch.grids)))
     layout, channels, num_steps = batch.layout, batch.latents_TC.shape[1], sampling.num_steps
+    objective = of_pack(objective, batch)
     seed: int | Tensor = sampling.seed if seeds_S is None else seeds_S
     learned = sampling.solver == "ancestral" and sampling.variance == "learned"
     num_outputs = 2 if learned else 1  # a variance that the network also predicts is cut off

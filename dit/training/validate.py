@@ -131,9 +131,9 @@ def loss_at_times(
     Source: mlcommons/training, text_to_image/torchtitan/README.md, section 5; Esser et al. 2024, arXiv:2403.03206.
     """
     uniform = replace(
-        objective, time_distribution="uniform", time_shift=1.0, shift_by_tokens=None, min_time=0.0, max_time=1.0
+        objective, time_distribution="uniform", time_shift=1.0, shift_dimension=None, shift_by_tokens=None
     )
-    plain = replace(uniform, loss_kind="l2", min_snr_gamma=None)
+    plain = replace(uniform, min_time=0.0, max_time=1.0, loss_kind="l2", min_snr_gamma=None)
     sums = torch.zeros(NUM_TIMES, 2, device=device, dtype=torch.float64)
     for batch in batches:
         batch = replace(batch, loss_weight_S=None).to(device)

@@ -187,7 +187,9 @@ def build(trial: Trial) -> Built:
         wrapped, trial.optimizer, parallel, training, groups, auxiliary=trial.objective.auxiliary
     )
     shards = master_shards(optimizer, chunks, trial.optimizer)
-    ema = None if training.ema_decay is None else EMA(shards, training.ema_decay, offload=training.ema_offload)
+    ema, lengths = None, training.ema_sigma_rel or ()
+    if training.ema_decay is not None:
+        ema = EMA(shards, training.ema_decay, offload=training.ema_offload, sigma_rel=lengths)
     target = target_of(model, training.precision)
     return Built(
         trial=trial,
@@ -231,24 +233,26 @@ class Report:
         parameters, drifted = of_all_stages(weights, groups)
         result: dict[str, Any] = {"parameters": parameters, "drifted": drifted + drifted_copies(session)}
         if session.ema is not None:
-            averages = [(s.name, unshard(average, s.parameter, groups)) for s, average in averages_of(session)]
+            averages = [(name, unshard(x, s.parameter, groups)) for name, s, x in averages_of(session)]
             result["averages"], drifted = of_all_stages(averages, groups)
             result["drifted"] += [f"{name} (average)" for name in drifted]
         return result
 
 
-def averages_of(session: Built) -> Iterator[tuple[MasterShard, Tensor]]:
-    """Yield each shard with the average of its parameter, gathered over the ranks that shard it."""
-    values = [] if session.ema is None else session.ema.values
-    for master, value in zip(session.shards, values):
-        yield master, gathered(master, value.to(master.main.device))
+def averages_of(session: Built) -> Iterator[tuple[str, MasterShard, Tensor]]:
+    """Yield each average of a parameter with its name and shard, gathered over the ranks that shard it."""
+    averages = [] if session.ema is None else [session.ema, *session.ema.powers]
+    for number, average in enumerate(averages):
+        for master, value in zip(session.shards, average.values):
+            name = f"{master.name} (power {number})" if number else master.name
+            yield name, master, gathered(master, value.to(master.main.device))
 
 
 def drifted_copies(session: Built) -> list[str]:
     """Return the names of this rank's parameters and averages whose copies on other ranks differ."""
     groups = session.groups
     weights = [s.name for s in session.shards if copies_differ(s.parameter, s.parameter, groups)]
-    averages = [s.name for s, average in averages_of(session) if copies_differ(average, s.parameter, groups)]
+    averages = [name for name, s, average in averages_of(session) if copies_differ(average, s.parameter, groups)]
     return weights + [f"{name} (average)" for name in averages]
 
 
@@ -354,7 +358,7 @@ def train(
     exactness = Exactness(session, averages=report.recomputes_averages)
     is_fsdp = trial.parallel.data_parallel == "fsdp"
     for _ in range(trial.steps):
-        step_packs = [next(packs) for _ in range(micro_batches)]
+        step_packs = [trial.objective.of_full_pack(next(packs)) for _ in range(micro_batches)]
         step_batches = [shard(pack, cp.rank(), cp.size(), split).to(local_device()) for pack in step_packs]
         while train_step(session, iter(step_batches), functions, recorder).action == "overflow":
             session.step -= 1

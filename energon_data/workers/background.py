@@ -37,6 +37,8 @@ LONGEST_FOLDER = 107 - len("/pymp-12345678/listener-12345678")
 """Longest name of a temporary folder, in bytes, in which the address of the fork server's socket is not too long."""
 SHORT_FOLDER = "/tmp"
 WORKERS = multiprocessing.get_context("forkserver")
+PRELOAD = ["energon_data.workers.preload"]
+WORKERS.set_forkserver_preload(PRELOAD)
 
 
 class BackgroundSource:
@@ -130,7 +132,8 @@ def _start_server(modules: Sequence[str]) -> None:
     # With a safe path, folders in the working directory do not hide packages.
     variables = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}
     variables |= dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
-    WORKERS.set_forkserver_preload(["energon_data.workers.preload", *modules])
+    if modules:
+        WORKERS.set_forkserver_preload([*PRELOAD, *modules])
     former = {name: os.environ[name] for name in variables if name in os.environ}
     os.environ |= variables
     former_folder = tempfile.tempdir

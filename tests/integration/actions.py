@@ -66,6 +66,13 @@ def export(arguments: Sequence[str]) -> Ended:
     return command(main, arguments)
 
 
+def average(arguments: Sequence[str]) -> Ended:
+    """Do as `python -m launch.average` does."""
+    from launch.average import main
+
+    return command(main, arguments)
+
+
 def prepare(arguments: Sequence[str]) -> Ended:
     """Do as `python -m energon_data.prepare` does."""
     from energon_data.prepare.__main__ import main

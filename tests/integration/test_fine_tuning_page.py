@@ -64,5 +64,5 @@ def followed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_command_of_the_page_works(followed: Path) -> None:
-    assert len(LINES) == 17
+    assert len(LINES) == 22
     assert [name for name in MADE if not (followed / name).exists()] == []

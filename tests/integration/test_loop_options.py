@@ -14,6 +14,7 @@ from PIL import Image
 
 from benchmarks import stability
 from dit.monitoring.sinks import read_records
+from dit.optimizer.ema import exponent_of
 from tests.integration import actions
 from tests.integration.runs import (
     assert_same_bits,
@@ -59,6 +60,11 @@ def done(folder: Path) -> dict[str, Any]:
     hooks = {"training__hooks": "['tests.support.hooks.Recorder']"}
     add("options", fault=partial(faults.hooked, folder / "hooks.jsonl"), **LOOP, **hooks)
     add("fsdp", ranks=2, **LOOP, parallel__data_parallel="fsdp")
+    add("powers", ranks=2, **LOOP, training__ema_sigma_rel=[0.1, 0.2])
+    new_length = ["--checkpoint", str(folder / "powers"), "--sigma-rel", "0.15", "--out", str(folder / "new length")]
+    jobs["new length"] = Job(actions.average, {"arguments": new_length})
+    pairs = {"training__micro_batch_size": 2, "training__num_steps": 3}
+    add("contrast", objective="contrastive_flow_matching", **pairs)
     add("no average", training__ema_decay=None)
     add("stopped", **LOOP, training__stop_at_step=4)
     add("goes on", at="stopped", **LOOP, training__ema_offload=True)
@@ -103,6 +109,29 @@ def test_the_average_follows_its_formula_after_its_start(done: dict[str, Any], f
             expected = DECAY * before[name] + (1 - DECAY) * now[name.replace("ema.", "weight.", 1)]
             torch.testing.assert_close(now[name], expected, **ROUNDING)
         before = now
+
+
+def test_averages_of_a_run_make_one_of_another_length(done: dict[str, Any], folder: Path) -> None:
+    """It is the sum of the weights after every step, each with its share of the integral of the power function."""
+    assert [rank.code for rank in done["powers"]] == [0, 0]
+    assert done["new length"].code == 0, done["new length"].err
+    assert "14 averages of steps 1 to 7 make that of sigma_rel=0.15 at step 7" in done["new length"].err
+    n, steps = exponent_of(0.15), range(1, NUM_STEPS + 1)
+    states = [state(folder / "powers", step) for step in steps]
+    combined = read_tensors(checkpoint(folder / "new length", 0))
+    for name, value in combined.items():
+        shares = [(s / NUM_STEPS) ** n - ((s - 1) / NUM_STEPS) ** n for s in steps]
+        expected = sum(share * weights[name] for share, weights in zip(shares, states))
+        moved = float((states[-1][name] - states[0][name]).abs().max())
+        torch.testing.assert_close(value, expected, rtol=0, atol=0.02 * moved + 1e-7)
+
+
+def test_training_has_negatives_and_the_held_out_loss_has_none(done: dict[str, Any], folder: Path) -> None:
+    assert done["contrast"].code == 0, done["contrast"].err
+    trained = scalars(folder / "contrast", "loss_contrast")
+    assert sorted(trained) == [1, 2, 3]
+    assert max(trained.values()) < -0.01
+    assert scalars(folder / "contrast", "held_out/loss_contrast") == {3: 0.0}
 
 
 def test_a_stopped_run_goes_on_to_the_bit(done: dict[str, Any], folder: Path) -> None:

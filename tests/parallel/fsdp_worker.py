@@ -11,11 +11,11 @@ from torch import nn
 from benchmarks.parallel_training import build, packs
 from dit.backends import process_groups
 from dit.backends.sharding import ParameterSharding, set_sharding
-from dit.checkpoint.sharded_state import copy_of, share_of_copy
+from dit.checkpoint.sharded_state import share_of_copy
 from dit.models.base import Backbone, Stage
 from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
-from dit.optimizer.master_weights import SLOTS, get_step_count, master_shards, part_of, sub_optimizers
+from dit.optimizer.master_weights import SLOTS, copy_of, get_step_count, master_shards, part_of, sub_optimizers
 from dit.optimizer.schedules import Constant
 from dit.optimizer.step_numbers import StepNumbers
 from dit.parallel.build import build_optimizer, megatron_config, wrap
@@ -77,6 +77,7 @@ def state_of(run: Run) -> dict[str, torch.Tensor]:
     state, mine = run.state, []
     for i, shard in enumerate(state.shards):
         parts = {"weight": shard.main, "ema": state.ema.values[i], **{slot: shard.slot(slot) for slot in shard.slots}}
+        parts |= {f"ema_power_{n}": average.values[i] for n, average in enumerate(state.ema.powers)}
         for slot, values in parts.items():
             mine.append((f"{slot}.{shard.name}", unshard(gathered(shard, values), shard.parameter, run.groups)))
     found, drifted = of_all_stages(mine, run.groups)

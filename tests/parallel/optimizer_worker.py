@@ -1,7 +1,9 @@
 """A training step from its formulas, in plain torch: what Megatron-Core's optimizers and wrappers must come to."""
 
 import math
+from itertools import pairwise
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -46,6 +48,18 @@ def adamw(
     weight.copy_(weight - lr * (direction + decay * weight))
 
 
+def power_average(history: list[dict[str, Tensor]], sigma_rel: float) -> dict[str, Tensor]:
+    """Sum the weights after every update, each with its share of the integral of the power function.
+
+    Source: Karras et al. 2024, arXiv:2312.02696, Eq. 4 and the cubic equation of appendix C for gamma.
+    """
+    inverse = sigma_rel**-2
+    gamma = np.roots([1, 7, 16 - inverse, 12 - inverse]).real.max()
+    ends = [(step / len(history)) ** (gamma + 1) for step in range(len(history) + 1)]
+    shares = [end - start for start, end in pairwise(ends)]
+    return {name: sum(share * w[name] for share, w in zip(shares, history)) for name in history[0]}
+
+
 def formulas(case: dict) -> dict:
     """Train the bare model of `case` on one rank, without wrapper, optimizer or average of the project's."""
     config = config_of(case)
@@ -58,7 +72,7 @@ def formulas(case: dict) -> dict:
     average, zeros = dict(weights), {name: torch.zeros_like(w) for name, w in weights.items()}
     m, v = ({name: z.clone() for name, z in zeros.items()} for _ in range(2))
     stream = config.data.build_train(spec, dp_rank=0, dp_size=1, seed=training.seed, log_dir=None)
-    norms = []
+    norms, history = [], []
     for n in range(1, training.num_steps + 1):
         forward_step = training_forward_step(config.objective, config.model, training.seed, n - 1)
         gradients, tokens = {name: z.clone() for name, z in zeros.items()}, 0
@@ -79,8 +93,11 @@ def formulas(case: dict) -> dict:
                 adamw(weights[name], m[name], v[name], gradients[name], n, lr, beta1, optimizer)
                 parameter.copy_(weights[name])
         d = 0.0 if n <= training.ema_start_step else training.ema_decay
+        history.append({name: w.clone() for name, w in weights.items()})
         average = {name: d * average[name] + (1 - d) * weights[name] for name in weights}
     process_groups.release()
     slots = {"weight": weights, "ema": average, "exp_avg": m, "exp_avg_sq": v}
+    for number, sigma_rel in enumerate(training.ema_sigma_rel or ()):
+        slots[f"ema_power_{number}"] = power_average(history, sigma_rel)
     state = {f"{slot}.{name}": value for slot, named in slots.items() for name, value in named.items()}
     return {"grad_norms": norms, "after": {**state, "step": torch.tensor(training.num_steps)}}

@@ -95,7 +95,7 @@ def test_of_small_ranges_one_copy_writes_all():
 @pytest.mark.parametrize("name", NAMES)
 def test_copies_are_written_once(results, name):
     """Whatever ranks have copies: all files are one state and the names of its boxes, as the dry run says."""
-    state = checkpoint_bytes(results[name]["parameters"], averaged=True)
+    state = checkpoint_bytes(results[name]["parameters"], averages=1)
     assert state < sum(results[name]["written"]) <= (1 + SHARE_RTOL) * state
 
 

@@ -5,6 +5,7 @@ import torch
 
 from benchmarks.parallel_world import run_world
 from dit.models.lora_config import LoRAConfig
+from dit.objectives.contrastive import ContrastiveFlowMatching
 from dit.objectives.edm import EDM
 from dit.objectives.losses import UncertaintyWeighting
 from dit.verify.compare import SUM_RTOL, relative_errors
@@ -32,12 +33,18 @@ TRAFFIC = {
     "pp2_tp2_sp": {"pipeline_model_parallel_size": 2, **TP2SP},
 }
 TOKENS, SAMPLES, HIDDEN, LAYERS, MICRO_BATCHES, OUT_CHANNELS, FP32_BYTES = 40, 2, 32, 4, 4, 16, 4
-# The head u(sigma) is on the last stage; each tensor-parallel rank has it and sees all its tokens.
-UNCERTAINTY = {
+# The head u(sigma) is on the last stage; each tensor-parallel rank has it and sees all its tokens. The negative of a
+# sample has another size, and its tokens are on another context-parallel rank.
+OBJECTIVES = {
+    "uncertainty": EDM(weighting=UncertaintyWeighting()),
+    "contrastive": ContrastiveFlowMatching(contrast_weight=0.3, shift_dimension=64),
+}
+OBJECTIVE_LAYOUTS = {
     "distributed_optimizer2": {},
     "tp2_sp": TP2SP,
     "pp2": {"pipeline_model_parallel_size": 2},
     "cp2": {"context_parallel_size": 2},
+    "cp2_contiguous": {"context_parallel_size": 2, "context_split": "contiguous"},
     "fsdp2": {"data_parallel": "fsdp"},
 }
 # Adapters in the blocks, behind a frozen embedding; beside every linear layer; beside those that read a text, which
@@ -108,8 +115,8 @@ def results(request, tmp_path_factory):
     plain = selected(request, ROW)
     folder = tmp_path_factory.mktemp("worlds")
     found = {}
-    learns = {"packed": True, "objective": EDM(weighting=UncertaintyWeighting())}
-    kinds = {False: {"packed": False}, True: {"packed": True}, "uncertainty": learns}
+    kinds = {False: {"packed": False}, True: {"packed": True}}
+    kinds |= {name: {"packed": True, "objective": objective} for name, objective in OBJECTIVES.items()}
     one = [{"parallel": {"data_parallel": "ddp"}, **kind} for kind in kinds.values()]
     for name, model in ADAPTERS.items():
         kinds[name] = {"packed": name not in UNPACKED, "model": model}
@@ -127,8 +134,10 @@ def results(request, tmp_path_factory):
         if world == 2:
             keys.append("without marks")
             cases.append({"parallel": TP2SP, "packed": True, "break": forget_sequence_parallel})
-            keys += [(name, "uncertainty") for name in UNCERTAINTY]
-            cases += [{"parallel": parallel, **learns} for parallel in UNCERTAINTY.values()]
+            keys += [(name, objective) for objective in OBJECTIVES for name in OBJECTIVE_LAYOUTS]
+            cases += [
+                {"parallel": p, **kinds[objective]} for objective in OBJECTIVES for p in OBJECTIVE_LAYOUTS.values()
+            ]
         if world == 4:
             keys += [("traffic", name) for name in TRAFFIC]
             cases += [{"task": "tests.parallel.traffic:of_a_step", "parallel": p} for p in TRAFFIC.values()]
@@ -145,9 +154,13 @@ def test_layout_equals_one_rank(results, world, name, packed):
     assert_equal_training(results["one", packed], results[name, packed])
 
 
-@pytest.mark.parametrize("name", UNCERTAINTY)
-def test_learned_uncertainty_equals_one_rank(results, name):
-    assert_equal_training(results["one", "uncertainty"], results[name, "uncertainty"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("name", OBJECTIVE_LAYOUTS)
+def test_objective_equals_one_rank(results, name, objective):
+    assert_equal_training(results["one", objective], results[name, objective])
+    if objective == "contrastive":
+        assert results["one", objective]["losses"] != results["one", True]["losses"]
+        return
     assert results["one", "uncertainty"]["gradients"]["uncertainty.weight"].any()
 
 

@@ -36,6 +36,7 @@ SETTINGS = {
     "schedule": TorchOneCycle(pct_start=0.5, div_factor=3.0, final_div_factor=4.0, cycle_momentum=True),
     "training": {"num_steps": NUM_STEPS, "global_batch_size": 4, "ema_decay": 0.7, "ema_start_step": 2},
 }
+SETTINGS["training"]["ema_sigma_rel"] = [0.1, 0.25]
 OFFLOADED = {**SETTINGS, "optimizer": {**SETTINGS["optimizer"], "offload": True}}
 EXPERTS = {**SETTINGS, "model": {"num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5}}
 # Sums over ranks are taken in another order; in bf16 that rounds a weight in ten thousand the other way.

@@ -280,7 +280,8 @@ def ours(generator: Generator, case: Case, **sampling: Any) -> tuple[Tensor, Ten
     latents = generator.generate(conditions=given, **sampling)
     vae = VAE(generator.config.sampling.vae or "")
     tokens = prod(case.size) // generator.spec.patch_volume * case.frames
-    _, sigma = case.objective.path.alpha_sigma(case.objective.at_size(tokens).sampling_grid(STEPS)[0])
+    objective = case.objective.at_size(tokens, case.model.token_channels)
+    _, sigma = objective.path.alpha_sigma(objective.sampling_grid(STEPS)[0])
     return float(sigma) * start_noise(generator, given), vae.decode(latents) / 2 + 0.5
 
 

@@ -89,5 +89,6 @@ def test_the_settings_of_ti2v_5b_are_those_published() -> None:
         published = {name: tuple(p.shape) for name, p in WanTransformer3DModel(**TI2V_5B).named_parameters()}
     assert rules.external_shapes() == published
     model = built(call_recipe("wan_2_2_ti2v_5b_mock")).model
-    assert replace(model, context_dropout=imported.model.context_dropout) == imported.model
+    same = {"context_dropout": imported.model.context_dropout, "null_text": "empty"}
+    assert replace(model, **same) == imported.model
     assert round(count_parameters(model) / 1e9, 2) == 5.0

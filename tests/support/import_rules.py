@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "dit.conditions": {"dit.errors", "dit.patchify", "dit.layout", "dit.pack_copy"},
     "dit.condition_table": {"dit.errors", "dit.conditions"},
     "dit.batch": {"dit.errors", "dit.patchify", "dit.layout", "dit.pack_copy", "dit.conditions"},
-    "dit.fixed_packs": {"dit.errors", "dit.layout", "dit.pack_copy", "dit.conditions", "dit.batch"},
+    "dit.fixed_packs": {"dit.errors", "dit.batch", "dit.conditions", "dit.layout", "dit.pack_copy"},
     "dit.data_api": {"dit.errors", "dit.batch", "dit.conditions", "dit.fixed_packs"},
     "dit.objectives": {
         *("dit.errors", "dit.ranges", "dit.philox", "dit.layout", "dit.batch", "dit.patchify", "dit.resize"),
@@ -152,9 +152,9 @@ MAY_IMPORT = {
         *("dit.models", "dit.parallel", "dit.tracing", "dit.optimizer", "dit.step"),
     },
     "energon_data": {
+        "dit.fixed_packs",
         "dit.levels",
         "dit.errors",
-        "dit.fixed_packs",
         "dit.patches",
         "dit.extensions",
         "dit.durable_files",

@@ -1,5 +1,7 @@
 """Noise levels inside samples: the layout, the noise and the loss of each segment, against formulas per token."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -201,6 +203,7 @@ def test_validation_counts_tokens_at_their_own_level() -> None:
 
 
 def test_synthetic_levels_cover_every_kind() -> None:
-    batch = leveled(a_pack(SequenceLayout.from_lengths([5, 3, 7])))
+    pack = a_pack(SequenceLayout.from_lengths([5, 3, 7]))
+    batch = leveled(replace(pack, sample_ids_S=torch.tensor([2, 3, 4])))
     assert batch.layout.levels is not None
     assert set(batch.layout.levels.numbers) == {CLEAN, 0, 1, 2}

@@ -211,7 +211,7 @@ MUTANTS = (
     ),
     Mutant(
         "hybrid FSDP: every instance writes all of a checkpoint",
-        "dit/checkpoint/sharded_state.py",
+        "dit/optimizer/master_weights.py",
         "groups.shard_copies if is_sharded",
         "None if is_sharded",
         (f"{FSDP}::test_a_rank_of_an_instance_has_the_shards_of_fsdp_on_the_instance",),

@@ -1,6 +1,7 @@
 """The tests that should see mutants, by name."""
 
 BOUND = "tests/unit/objectives/test_variational_bound.py"
+CONTRASTIVE = "tests/unit/objectives/test_contrastive.py"
 OBJECTIVES = "tests/unit/objectives/test_objectives.py"
 NOISE_LEVELS = "tests/unit/objectives/test_noise_levels.py"
 NOISE = "tests/unit/objectives/test_addressed_noise.py"
@@ -32,7 +33,8 @@ DATA_API, INDEXED = "tests/unit/test_data_api.py", "tests/unit/energon_data/test
 STREAMS, WORKERS = "tests/unit/energon_data/test_data_streams.py", "tests/unit/energon_data/test_background.py"
 LOSSES = "tests/unit/training/test_losses.py"
 LEVELS, LEVELS_DRAWN = "tests/unit/test_levels.py", "tests/unit/sampling/test_levels.py"
-SCHEDULES = "tests/unit/optimizer/test_schedules.py"
+SCHEDULES, EMA = "tests/unit/optimizer/test_schedules.py", "tests/unit/optimizer/test_ema.py"
+LOOP_OPTIONS = "tests/integration/test_loop_options.py"
 STORE = "tests/unit/checkpoint/test_checkpoint_store.py"
 NEMO = "tests/unit/launch/test_nemo_config.py"
 FLOPS = "tests/unit/monitoring/test_flops.py"

@@ -101,8 +101,8 @@ MUTANTS = (
     Mutant(
         "flow matching: no time shift in training",
         "dit/objectives/flow_matching.py",
-        "return shift_time(quantile_S, self.time_shift if shift is None else shift)",
-        "return quantile_S",
+        "return shift_time(quantile, shift)",
+        "return quantile",
         (OBJECTIVES,),
         "Training draws times without the shift of the sampler.",
         f"{GITHUB}/Nerogar/OneTrainer/issues/615",

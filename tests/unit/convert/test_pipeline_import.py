@@ -138,7 +138,7 @@ def test_sampling_has_the_times_of_the_scheduler_in_the_pipeline(tmp_path, name,
     points = config.base_image_seq_len, config.max_image_seq_len, config.base_shift, config.max_shift
     mu = compute_empirical_mu(tokens, 50) if name == "flux2" else calculate_shift(tokens, *points)
     scheduler.set_timesteps(50, sigmas=[1 - i / 50 for i in range(50)], mu=mu)
-    grid = found.trained.objective.at_size(tokens).sampling_grid(50)
+    grid = found.trained.objective.at_size(tokens, 1).sampling_grid(50)
     torch.testing.assert_close(grid, scheduler.sigmas.double(), rtol=0, atol=1e-6)
     assert found.has_schedule
     assert not found.notes

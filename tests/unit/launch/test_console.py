@@ -55,7 +55,7 @@ def test_every_command_is_one_that_python_m_starts():
         assert callable(module.main), command
         assert inspect.getsource(module).endswith('if __name__ == "__main__":\n    sys.exit(main())\n'), command
     assert " ".join(sorted(console.COMMANDS)) == (
-        "bench evaluate export import inspect kernels layouts plan prepare sample status train verify"
+        "average bench evaluate export import inspect kernels layouts plan prepare sample status train verify"
     )
     packages = {*console.PACKAGES, *extensions.own_packages()}
     assert [f"{name}*" for name in sorted(packages)] == sorted(SETUPTOOLS["packages"]["find"]["include"])

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -423,3 +424,11 @@ def test_an_import_says_what_guidance_leads_away_from(
     printed = capsys.readouterr().err
     assert [note for note in notes if note not in printed] == []
     assert ("empty text" in printed) == bool(notes)
+
+
+def test_an_exported_objective_has_the_shift_of_the_training_size() -> None:
+    """Other code bases do not have shifts by dimension."""
+    objective = FlowMatching(time_shift=1.5, shift_dimension=64)
+    config: Any = SimpleNamespace(model=DiTConfig(in_channels=4), objective=objective, sampling=SamplingConfig())
+    trained = export.trained_model(config, {"latent_size": [1, 8, 8], "class_names": None})
+    assert trained.objective == FlowMatching(time_shift=3.0)

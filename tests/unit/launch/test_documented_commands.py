@@ -76,7 +76,9 @@ def parsed(page: Path, line: str) -> Optional[Command]:
     recipe, *rest = text.split() if page.suffix == ".py" else shlex.split(text)  # Python's lines hold prose, too
     if PLACEHOLDER.fullmatch(recipe) or "." in recipe:  # the reader's own: tests/unit/launch/test_extending_pages.py
         return None
-    recipe = recipe.partition("(")[0]  # its arguments name folders of the reader's: test_fine_tuning_page.py
+    # Arguments name folders of the reader's, which have the objective: test_fine_tuning_page.py.
+    recipe, has_base, _ = recipe.partition("(")
+    rest = [word for word in rest if not (has_base and word.startswith("objective."))]
     planned = re.search(r"--world-size (\d+)", line)
     one_process = re.search("--dryrun|launch.verify|launch.plan", line)
     world_size = int(planned[1]) if planned else None if one_process else started(before)

@@ -138,6 +138,29 @@ def test_settings_reach_the_generator(generator, tmp_path):
     }
 
 
+def test_a_picture_is_drawn_inside_the_mask_only(generator, tmp_path, capsys):
+    """The generator gets the patches that the mask touches; files have the other pixels of the picture."""
+    pixels, mask = np.random.default_rng(0).integers(0, 256, (6, 6, 3), np.uint8), np.zeros((6, 6, 3), np.uint8)
+    mask[1:3, 4] = 255
+    generator.channels = 3
+    for name, array in {"picture": pixels, "mask": mask}.items():
+        Image.fromarray(array).save(tmp_path / f"{name}.png")
+    flags = ["--labels", "A,B", "--inpaint", str(tmp_path / "picture.png"), str(tmp_path / "mask.png")]
+    assert draw(tmp_path, *flags, "--files", str(tmp_path / "files")) == 0
+    [call] = generator.calls
+    assert call["mask"].tolist() == [[False, False, True], [False, False, True], [False, False, False]]
+    assert call["known"].shape == (3, 1, 6, 6)
+    files = sorted((tmp_path / "files").glob("*.png"))
+    assert len(files) == 2
+    for path in files:
+        drawn = np.array(Image.open(path))
+        assert (drawn[mask[..., 0] == 0] == pixels[mask[..., 0] == 0]).all()
+        assert (drawn[mask[..., 0] > 0] == 0).all()
+    assert json.loads((tmp_path / "files" / "samples.jsonl").read_text().splitlines()[0])["inpaint"] == flags[3:]
+    assert draw(tmp_path, *flags, "--init", str(tmp_path / "picture.png")) == 2
+    assert "--inpaint keeps a part of a picture, --init and --first-frame begin with one" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("text", "labels"), [("a,B", [0, 1]), ("25, 0", [25, 0]), ("Z", [25])])
 def test_labels_are_names_or_numbers(text, labels):
     assert sample_requests.read_labels(text, NAMES) == labels

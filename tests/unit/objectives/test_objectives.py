@@ -8,7 +8,8 @@ import torch
 
 from dit.batch import PackedBatch
 from dit.errors import ConfigError
-from dit.layout import SequenceLayout
+from dit.layout import CLEAN, SequenceLayout
+from dit.levels import with_levels
 from dit.objectives.addressed_noise import AddressedNoise, skip_mixing
 from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM, MIN_ALPHA_FROM_NOISE, LearnedVariance
@@ -383,6 +384,24 @@ def test_flow_matching_trains_and_samples_on_the_same_shifted_times():
     assert logit.level(torch.tensor(0.841344746)).logit().item() == pytest.approx(1.1, abs=1e-5)
 
 
+@pytest.mark.parametrize("settings", [{}, {"min_time": 0.3, "max_time": 0.8}, {"time_distribution": "logit_normal"}])
+def test_the_shift_by_dimension_is_that_of_each_sample(settings):
+    """sqrt(m / n) times the shift of n numbers, in packs of several sizes and of one, as with the number itself."""
+    flow = FlowMatching(time_shift=1.5, shift_dimension=12, **settings)
+    for lengths in ([3, 12, 48], [12, 12]):
+        batch = pack(lengths)
+        noise = noise_for(batch)
+        times_S = flow.prepare(batch, noise).time_S
+        expected = [
+            FlowMatching(time_shift=1.5 * math.sqrt(4 * n / 12), **settings).level(noise.level_S()[i : i + 1])
+            for i, n in enumerate(lengths)
+        ]
+        torch.testing.assert_close(times_S, torch.cat(expected), rtol=1e-6, atol=0)
+    assert flow.at_size(12, 4) == FlowMatching(time_shift=3.0, **settings)
+    assert FlowMatching(time_shift=2.0).at_size(12, 4) == FlowMatching(time_shift=2.0)
+    assert EDM().at_size(12, 4) == EDM()
+
+
 def test_each_sample_of_a_pack_has_the_shift_of_its_own_tokens():
     """As in a pack of its own, where the shift is a number."""
     flow = FlowMatching(shift_by_tokens=[0.5, 1.5, 10, 30])
@@ -396,8 +415,12 @@ def test_each_sample_of_a_pack_has_the_shift_of_its_own_tokens():
         expected = FlowMatching(time_shift=shift).prepare(single, noise_for(single))
         torch.testing.assert_close(time, expected.time_S[0])
         torch.testing.assert_close(inputs_TC, expected.inputs_TC)
-        assert flow.at_size(n).time_shift == pytest.approx(shift)
-    last = replace(flow, last_time=0.1).at_size(30).sampling_grid(5)
+        assert flow.at_size(n, 4).time_shift == pytest.approx(shift)
+    reference = replace(pack([16]), grids=((1, 1, 10),))  # six tokens of a reference follow those of the grid
+    reference = replace(reference, layout=with_levels(reference.layout, [[(10, 0), (6, CLEAN)]]))
+    plain = FlowMatching(time_shift=shifts[0]).prepare(reference, noise_for(reference))
+    torch.testing.assert_close(flow.prepare(reference, noise_for(reference)).time_S, plain.time_S)
+    last = replace(flow, last_time=0.1).at_size(30, 4).sampling_grid(5)
     assert last[[0, -2, -1]].tolist() == pytest.approx([1.0, 0.1, 0.0])
 
 
@@ -439,7 +462,7 @@ def test_objectives_compare_and_print_by_their_settings():
     assert DDPM(prediction="v") != DDPM()
     assert repr(FlowMatching(time_shift=3.0)) == (
         "FlowMatching(prediction='velocity', time_distribution='uniform', logit_mean=0.0, logit_std=1.0, "
-        "time_shift=3.0, shift_by_tokens=None, last_time=None, loss_kind='l2', "
+        "time_shift=3.0, shift_dimension=None, shift_by_tokens=None, last_time=None, loss_kind='l2', "
         "min_snr_gamma=None, min_time=0.0, max_time=1.0)"
     )
 
@@ -453,6 +476,7 @@ def test_objectives_compare_and_print_by_their_settings():
         (lambda: EDM(sigma_min=90.0), "sigma_min=90.0 and sigma_max=80.0"),
         (lambda: EDM(loss_kind="mse"), "loss_kind='mse' is unknown; use one of 'l2', 'l1', 'huber'"),
         (lambda: FlowMatching(time_shift=0.0), "time_shift=0.0 must be positive"),
+        (lambda: FlowMatching(shift_dimension=0), "shift_dimension=0"),
         (lambda: FlowMatching(shift_by_tokens=[0.5, 1.0, 30, 10]), r"shift_by_tokens=\[0.5, 1.0, 30, 10\] must be two"),
         (lambda: FlowMatching(shift_by_tokens=[0.5, 1.0, 1, 9], time_shift=2.0), "time_shift=2.0, .* do not go with"),
         (lambda: FlowMatching(last_time=1.0), "last_time=1.0 must be between 0 and 1"),

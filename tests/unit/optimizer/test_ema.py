@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
-from dit.optimizer.ema import EMA
+from dit.errors import ConfigError
+from dit.optimizer.ema import EMA, combination, exponent_of
 from dit.optimizer.master_weights import MasterShard
+from dit.settings import TrainingConfig
 
 DECAY = 0.75
 
@@ -41,3 +43,43 @@ def test_an_average_in_host_memory_is_equal_to_the_bit_and_never_the_weights_the
         for ema in averages:
             ema.update(step)
     assert torch.equal(averages[0].values[0], averages[1].values[0])
+
+
+def test_exponents_are_those_of_the_paper() -> None:
+    """gamma + 1 for lengths of 5 and 10 %; 1 is the mean over all steps."""
+    assert exponent_of(0.05) == pytest.approx(17.97, abs=0.005)
+    assert exponent_of(0.10) == pytest.approx(7.94, abs=0.005)
+    assert exponent_of(12**-0.5) == pytest.approx(1.0)
+
+
+def test_saved_averages_make_those_of_other_lengths_and_steps() -> None:
+    """Against averages that were updated in every step of a random walk; few snapshots are worse, and say so."""
+    lengths, targets = (0.05, 0.1), ((0.07, 400), (0.15, 400), (0.2, 400), (0.1, 380))
+    own = shard(torch.zeros(4096))
+    ema = EMA([own], DECAY, sigma_rel=[*lengths, *(length for length, _ in targets)])
+    generator, snapshots, direct = torch.Generator().manual_seed(0), {}, {}
+    for step in range(1, 401):
+        own.parameter.data.add_(torch.randn(4096, generator=generator))
+        ema.update(step)
+        values = [average.values[0].clone() for average in ema.powers]
+        if step % 25 == 0:
+            snapshots |= {(float(step), exponent_of(length)): x for length, x in zip(lengths, values)}
+        direct |= {target: x for target, x in zip(targets, values[len(lengths) :]) if target[1] == step}
+    for length, step in targets:
+        errors = []
+        for saved in (snapshots, dict(list(snapshots.items())[-2:])):
+            weights, said = combination(list(saved), (float(step), exponent_of(length)))
+            combined = sum(weight * x for weight, x in zip(weights, saved.values()))
+            error = ((combined - direct[length, step]).norm() / (own.main - direct[length, step]).norm()).item()
+            errors.append((error, said))
+        (many, said_many), (few, said_few) = errors
+        assert many < 0.05
+        assert said_many < 0.06
+        assert few > many
+        assert said_few > said_many
+
+
+@pytest.mark.parametrize("settings", [{"ema_sigma_rel": [0.3]}, {"ema_sigma_rel": [0.1], "ema_decay": None}])
+def test_lengths_out_of_range_or_without_effect_are_refused(settings: dict) -> None:
+    with pytest.raises(ConfigError, match="ema_sigma_rel"):
+        TrainingConfig(run_dir="runs/x", **settings).validate()

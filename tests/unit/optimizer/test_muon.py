@@ -122,26 +122,42 @@ def test_a_plan_counts_one_moment_and_the_operations(data_parallel):
     assert counted == sum(operations(*weight) for weight in weights)
 
 
-def test_a_plan_counts_the_exchange_of_directions():
-    """Each of four replicas sends the directions of its weights to the other three."""
+@pytest.mark.parametrize(
+    ("data_parallel", "tensor", "least", "most"),
+    [("ddp", 1, 3, 3), ("distributed_optimizer", 1, 0, 1), ("fsdp", 1, 0, 1), ("distributed_optimizer", 2, 1, 2)],
+)
+def test_a_plan_counts_each_matrix_once_and_its_exchange(data_parallel, tensor, least, most):
+    """Four ranks have the operations of one; replicas send three copies, others the parts that the owner lacks.
+
+    Args:
+        least, most: times that each element is sent.
+    """
+    model, training = tiny_model(num_layers=2), TrainingConfig(ema_decay=None)
+    layout = ParallelConfig(
+        data_parallel=data_parallel, tensor_model_parallel_size=tensor, sequence_parallel=tensor > 1
+    )
+    parts = OptimizerConfig(algorithm="muon"), layout, training, PackShape(((1, 4, 8),), text_lengths=(4,))
+    steps = trace([Job(model, FlowMatching(), *parts, world_size=4, rank=rank) for rank in range(4)])
+    updates = [step.parts["update"] for step in steps]
+    weights = [(tuple(p.shape), p.sharding.matrices) for p in build_on_meta(model).parameters() if p.sharding.matrices]
+    products = [item for update in updates for item in update.products.items()]
+    counted = sum(2 * p.batch * p.m * p.n * p.k * count for p, count in products)
+    assert counted == pytest.approx(sum(operations(*weight) for weight in weights))
+    sent = sum(nbytes for update in updates for (kind, _), nbytes in update.sent_bytes.items() if kind == "all_to_all")
+    elements = sum(math.prod(shape) for shape, _ in weights)
+    assert least <= round(sent / torch.bfloat16.itemsize / elements, 3) <= most
+
+
+def test_a_plan_adds_the_time_of_products_and_exchange():
     model, training = tiny_model(num_layers=2), TrainingConfig(ema_decay=None)
     layout, pack = ParallelConfig(data_parallel="ddp"), PackShape(((1, 4, 8),), text_lengths=(4,))
     jobs = [
-        Job(
-            model, FlowMatching(), OptimizerConfig(algorithm=algorithm), layout, training, pack, world_size=4, rank=rank
-        )
-        for algorithm, rank in (("adamw", 0), *(("muon", rank) for rank in range(4)))
+        Job(model, FlowMatching(), settings, layout, training, pack, world_size=4)
+        for settings in (OptimizerConfig(), OptimizerConfig(algorithm="muon"))
     ]
-    adamw, *ranks = trace(jobs)
-    key = "all_to_all", "dp"
-    assert key not in adamw.parts["update"].sent_bytes
-    width = torch.bfloat16.itemsize
-    elements = sum(p.numel() for p in build_on_meta(model).parameters() if p.sharding.matrices)
-    sent = [step.parts["update"].sent_bytes[key] for step in ranks]
-    assert sum(sent) == 3 * width * elements
-    cluster = Cluster(H100, 4, layout)
-    times = [step_time(cost_of(step, 1, cluster), 1, cluster).parts["optimizer"] for step in (adamw, ranks[0])]
-    exchange = cluster.seconds("dp", sent[0], ranks[0].parts["update"].calls[key])
-    products = ranks[0].parts["update"].products.items()
-    computed = sum(count * product_seconds(product, H100) for product, count in products)
+    steps, cluster = trace(jobs), Cluster(H100, 4, layout)
+    times = [step_time(cost_of(step, 1, cluster), 1, cluster).parts["optimizer"] for step in steps]
+    update = steps[1].parts["update"]
+    exchange = cluster.seconds("dp", update.sent_bytes["all_to_all", "dp"], 2)
+    computed = sum(count * product_seconds(product, H100) for product, count in update.products.items())
     assert times[1] - times[0] > exchange + computed > 0

@@ -222,6 +222,24 @@ def test_models_that_are_no_pair_are_refused(
         generator_of(build_model, high).switch_to(generator_of(build_model, low), boundary=boundary)
 
 
+def test_the_solver_takes_the_shift_of_the_size_of_the_samples() -> None:
+    """A reference is not a part of the sample; two sizes in a pack are refused."""
+    times: list[float] = []
+
+    def network(inputs_TC: Tensor, time_S: Tensor, seen: PackedBatch) -> Tensor:
+        times.append(float(time_S.max()))
+        return inputs_TC
+
+    sampling = SamplingConfig(solver="euler", num_steps=4, guidance_scale=1.0)
+    by_size, batch = FlowMatching(time_shift=2.0, shift_dimension=MODEL.in_channels * 3), pack()
+    generate_each(network, by_size, batch, SPEC, sampling)
+    assert times == pytest.approx(FlowMatching(time_shift=4.0).sampling_grid(4)[:-1].tolist())
+    mixed = replace(batch, grids=((3, 2, 2), (1, 2, 2)))
+    with pytest.raises(ConfigError, match=r"samples of \[4, 12\] tokens .* generate samples of one size per call"):
+        generate_each(network, by_size, mixed, SPEC, sampling)
+    generate_each(network, FlowMatching(time_shift=2.0), mixed, SPEC, sampling)
+
+
 @pytest.mark.parametrize("distribution", ["uniform", "logit_normal"])
 def test_times_in_a_range_have_the_distribution_of_all_times_there(distribution: Any) -> None:
     """Against times of the full distribution that fall into the range."""

@@ -1,0 +1,111 @@
+"""Make a weight average of any length from the averages in a run's checkpoints.
+
+`python -m launch.average --checkpoint RUN --sigma-rel 0.12 --out DIR`
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Optional
+
+from dit.errors import CheckpointError, ConfigError, one_line_errors
+from dit.terminal import echo
+from launch import environment
+from launch.argument_types import command_parser
+from launch.export import trained_model
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DESCRIPTION = (
+    "Combine the power-function averages (training.ema_sigma_rel) in the checkpoints of a run to the average of "
+    "another length, and write a run folder with it. checkpoint.keep_every retains checkpoints of earlier steps."
+)
+EXAMPLES = """\
+examples
+  python -m launch.average --checkpoint runs/mine --sigma-rel 0.12 --out runs/mine_0.12
+  python -m launch.sample --checkpoint runs/mine_0.12 --labels 0,1,2 --out grid.png
+"""
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command."""
+    parser = command_parser("launch.average", DESCRIPTION, EXAMPLES)
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="run folder")
+    parser.add_argument(
+        "--sigma-rel", required=True, type=float, metavar="X", help="relative length, from 0.01 to 0.28"
+    )
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="last step of the average (default: the newest checkpoint)"
+    )
+    parser.add_argument("--out", required=True, metavar="DIR", help="new run folder")
+    return parser
+
+
+def weighted_sum(weights: Sequence[float], tensors: Sequence["Tensor"]) -> "Tensor":
+    """Return the sum of tensors with weights, computed in float64, as float32."""
+    total = tensors[0].double() * weights[0]
+    for weight, tensor in zip(weights[1:], tensors[1:], strict=True):
+        total.add_(tensor, alpha=weight)
+    return total.float()
+
+
+def run(args: argparse.Namespace) -> str:
+    """Write the run folder; return a line about the error of the combination."""
+    environment.prepare()
+    environment.quiet_libraries()
+    from dit.auxiliary import PREFIXES
+    from dit.checkpoint.full_weights import write_imported
+    from dit.checkpoint.reading import candidates, find_checkpoint, no_checkpoint, read_settings
+    from dit.checkpoint.sharded_state import power_slot
+    from dit.checkpoint.state_files import SlotWeights, read_full
+    from dit.optimizer.ema import combination, exponent_of
+
+    if not 0.01 <= args.sigma_rel <= 0.28:
+        raise ConfigError(f"--sigma-rel {args.sigma_rel} must be from 0.01 to 0.28")
+    with ExitStack() as reading:
+        by_step = {step: folder for folder, step in (find_checkpoint(f, reading) for f in candidates(args.checkpoint))}
+        if not by_step:
+            raise no_checkpoint(args.checkpoint)
+        last = max(by_step) if args.step is None else args.step
+        steps = sorted(step for step in by_step if step <= last)
+        if not steps:
+            raise ConfigError(
+                f"--step {last}: {args.checkpoint} has checkpoints of steps {sorted(by_step)}; use one of them"
+            )
+        config, metadata = read_settings(by_step[steps[-1]])
+        lengths = config.training.ema_sigma_rel
+        if not lengths:
+            raise CheckpointError(
+                f"{args.checkpoint} has no power-function averages; train with training.ema_sigma_rel=[0.05,0.1]"
+            )
+        if config.model.adapters is not None:
+            raise ConfigError(f"{args.checkpoint} has adapters (LoRA), and launch.average combines full models only")
+        snapshots = [(step, number) for step in steps for number in range(len(lengths))]
+        profiles = [(float(step), exponent_of(lengths[number])) for step, number in snapshots]
+        weights, error = combination(profiles, (float(last), exponent_of(args.sigma_rel)))
+        sources = [SlotWeights(by_step[step], power_slot(number), finite=True) for step, number in snapshots]
+        names = [name for name in sources[0].shapes if not name.startswith(PREFIXES)]
+        combined = {name: weighted_sum(weights, [read_full(source, name) for source in sources]) for name in names}
+        source = f"the average of sigma_rel={args.sigma_rel:g} at step {last}, from {args.checkpoint}, steps {steps}"
+        trained, autoencoder = trained_model(config, metadata), metadata.get("autoencoder")
+        write_imported(Path(args.out), combined, trained, config.sampling, source, autoencoder=autoencoder)
+    return (
+        f"{len(snapshots)} averages of steps {steps[0]} to {last} make that of sigma_rel={args.sigma_rel:g} at step "
+        f"{last}; the share of the steps up to any step differs by at most {100 * error:.2g} %"
+    )
+
+
+@one_line_errors
+def main(argv: Optional[Sequence[str]] = None) -> int:
+    """Run the command and return its exit code."""
+    args = build_parser().parse_args(argv)
+    echo(run(args), file=sys.stderr)
+    echo(args.out)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
