@@ -50,7 +50,7 @@ Capture = Callable[[Compute], tuple[Logs, Callable[[], None]]]
 
 
 class NoCopiesFromHost(TorchDispatchMode):
-    """Raises an error for copies from host memory, which is free when a graph is replayed."""
+    """Raises an error for copies from host memory, which may have been freed when the graph is replayed."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
