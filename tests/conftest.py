@@ -28,6 +28,7 @@ def _session_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("session"))
         patch.setenv("PYTHONPATH", str(REPOSITORY), prepend=os.pathsep)
+        patch.setenv("COUNTED_OPERATIONS", str(tmp_path_factory.mktemp("counts")))
         yield
     names = changed(before, outputs(REPOSITORY))
     assert not names, f"{names[:9]} in {REPOSITORY} changed during the tests: a test wrote there, or a command of yours"

@@ -27,7 +27,13 @@ from dit.backends.sharding import sharding_of, write_shard_attributes
 from dit.errors import ConfigError
 from dit.models.base import Backbone
 from dit.parallel.dims import FSDPSharding
-from dit.parallel.fsdp_patches import cached_module_walks, reduce_unsharded, release_by_hook, shard_between_rows
+from dit.parallel.fsdp_patches import (
+    cached_module_walks,
+    no_chunk_metadata,
+    reduce_unsharded,
+    release_by_hook,
+    shard_between_rows,
+)
 from dit.patches import patches
 
 BUCKET_ELEMENTS = 40_000_000  # for parameters outside FSDP units; Megatron-Core's bucket size for data parallelism
@@ -78,7 +84,7 @@ def wrap_fsdp(backbone: Backbone, sharding: FSDPSharding, groups: ProcessGroups)
     shard_between_rows()
     release_by_hook()
     _prepare_frozen(backbone)
-    with cached_module_walks():
+    with cached_module_walks(), no_chunk_metadata():
         wrapped = FullyShardedDataParallel(
             backbone.config,
             DistributedDataParallelConfig(

@@ -1,7 +1,7 @@
 """Patches of Megatron-FSDP.
 
 Shards end between rows, a hook frees weights, the reduction of unsharded gradients skips frozen parameters and sums
-over the instances of hybrid sharding, and walks over modules are cached.
+over the instances of hybrid sharding, walks over modules are cached, and ranges for torch's checkpoints are left out.
 """
 
 from collections.abc import Callable, Iterator
@@ -160,6 +160,29 @@ class _ReleaseAfterBackward:
         for key in list(hooks)[:-1]:
             hooks[key] = hooks.pop(key)
         return first, *others
+
+
+@patches(
+    "megatron-core 0.16",
+    "core/distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py: update_uneven_dtensor_chunk_metadata, "
+    "validate_uneven_dtensor",
+    why="three object collectives for each parameter take most of the time to wrap a small model",
+)
+@contextmanager
+def no_chunk_metadata() -> Iterator[None]:
+    """Leave out the ranges of shards that only torch's distributed checkpoints read, in a model wrapped in this context.
+
+    `dit.checkpoint` computes ranges from the local index of each buffer.
+    """
+    names = ("update_uneven_dtensor_chunk_metadata", "validate_uneven_dtensor")
+    originals = {name: getattr(param_and_grad_buffer, name) for name in names}
+    for name in names:
+        setattr(param_and_grad_buffer, name, lambda _: None)
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(param_and_grad_buffer, name, original)
 
 
 @patches(
