@@ -170,7 +170,7 @@ class _ReleaseAfterBackward:
 )
 @contextmanager
 def no_chunk_metadata() -> Iterator[None]:
-    """Leave out the ranges of shards that only torch's distributed checkpoints read, in a model wrapped in this context.
+    """Leave out the ranges of shards that only torch's distributed checkpoints read, in a model wrapped here.
 
     `dit.checkpoint` computes ranges from the local index of each buffer.
     """
