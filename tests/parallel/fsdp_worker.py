@@ -15,7 +15,15 @@ from dit.checkpoint.sharded_state import share_of_copy
 from dit.models.base import Backbone, Stage
 from dit.models.dit.config import DiTConfig
 from dit.objectives.flow_matching import FlowMatching
-from dit.optimizer.master_weights import SLOTS, copy_of, get_step_count, master_shards, part_of, sub_optimizers
+from dit.optimizer.master_weights import (
+    SLOTS,
+    MasterShard,
+    copy_of,
+    get_step_count,
+    master_shards,
+    part_of,
+    sub_optimizers,
+)
 from dit.optimizer.schedules import Constant
 from dit.optimizer.step_numbers import StepNumbers
 from dit.parallel.build import build_optimizer, megatron_config, wrap
@@ -72,14 +80,24 @@ def start(case: dict) -> Run:
     return Run(config, dims, spec, process_groups.initialize(config.parallel), quiet=True)
 
 
+def gathered_slots(shard: MasterShard, slots: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Gather all values of a shard in one collective; `gathered` takes one for each of them."""
+    if shard.group is None or shard.group.size() == 1:
+        return {slot: gathered(shard, values) for slot, values in slots.items()}
+    flat = torch.zeros(len(slots), shard.parameter.numel())
+    flat[:, shard.start : shard.stop] = torch.stack([values.detach().flatten() for values in slots.values()])
+    dist.all_reduce(flat.view(torch.int32), group=shard.group)
+    return dict(zip(slots, flat.view(-1, *shard.parameter.shape)))
+
+
 def state_of(run: Run) -> dict[str, torch.Tensor]:
     """Join every global tensor of a run's state on every rank: masters, average, Adam's moments and step count."""
     state, mine = run.state, []
     for i, shard in enumerate(state.shards):
         parts = {"weight": shard.main, "ema": state.ema.values[i], **{slot: shard.slot(slot) for slot in shard.slots}}
         parts |= {f"ema_power_{n}": average.values[i] for n, average in enumerate(state.ema.powers)}
-        for slot, values in parts.items():
-            mine.append((f"{slot}.{shard.name}", unshard(gathered(shard, values), shard.parameter, run.groups)))
+        for slot, values in gathered_slots(shard, parts).items():
+            mine.append((f"{slot}.{shard.name}", unshard(values, shard.parameter, run.groups)))
     found, drifted = of_all_stages(mine, run.groups)
     assert drifted == []
     return {**found, "step": torch.tensor(get_step_count(state.optimizer))}
@@ -90,7 +108,7 @@ def look(run: Run) -> dict:
     pack = empty_pack(run.spec, (1, 8, 8), 3, run.device, {"label": [0, 1, 2]})
 
     def draw() -> torch.Tensor:
-        options = {"solver": "euler", "num_steps": 3, "guidance_scale": 2.0, "seed": 7}
+        options = {"solver": "euler", "num_steps": 1, "guidance_scale": 2.0, "seed": 7}
         return generate(run.network, FlowMatching(), pack, run.spec, SamplingConfig(**options))
 
     run.validate()
