@@ -7,6 +7,7 @@ public projects shipped; `--write` also writes the page about them.
 
 import argparse
 import ast
+import functools
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -62,13 +63,18 @@ def exists(test: str) -> bool:
     path = ROOT / "tests" / file
     if not path.is_file():
         return False
-    body = ast.parse(path.read_text()).body
+    body = _body(path)
     for name in names:
         definitions = [node for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name]
         if not definitions:
             return False
         body = definitions[0].body
     return True
+
+
+@functools.cache
+def _body(path: Path) -> list[ast.stmt]:
+    return ast.parse(path.read_text()).body
 
 
 def argument_of(seen_by: str) -> str:

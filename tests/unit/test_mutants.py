@@ -3,6 +3,7 @@
 import ast
 import re
 from collections import Counter
+from functools import cache
 
 import pytest
 
@@ -12,12 +13,23 @@ from tests.mutants.listed import MUTANTS
 from tests.mutants.runner import ROOT, VERIFY, Mutant, Verdict, judge
 
 
+@cache
+def parsed(file: str) -> ast.Module:
+    return ast.parse((ROOT / file).read_text())
+
+
+def statement_at(line: int, module: ast.Module) -> ast.stmt:
+    return next(statement for statement in module.body if statement.end_lineno >= line)
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_every_mutant_changes_one_line_of_the_source(mutant):
     """Its line is there exactly once, the changed file is Python, and it is another program."""
     assert "\n" not in mutant.old + mutant.new
-    before, after = ast.parse((ROOT / mutant.file).read_text()), ast.parse(mutant.changed())
-    assert ast.dump(before) != ast.dump(after)
+    text = (ROOT / mutant.file).read_text()
+    line = text[: text.find(mutant.old)].count("\n") + 1
+    before, after = parsed(mutant.file), ast.parse(mutant.changed())
+    assert ast.dump(statement_at(line, before)) != ast.dump(statement_at(line, after))
     assert [test for test in mutant.tests if not exists(test.removeprefix("tests/"))] == []
 
 
