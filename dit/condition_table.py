@@ -109,10 +109,19 @@ FIRST_FRAMES = Condition(
     null=0.0,
     stored_as=("first_frames",),
 )
+IMAGE_TOKENS = Condition(
+    name="image_tokens",
+    axis="text",
+    description="embedding of a picture",
+    shape=None,
+    default=0.0,
+    stored_as=("image_tokens",),
+)
 TABLE = (
     LABEL,
     CONTEXT,
     CONTEXT_2,
+    IMAGE_TOKENS,
     POOLED,
     FPS,
     SIZE,
