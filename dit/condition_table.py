@@ -121,7 +121,6 @@ TABLE = (
     LABEL,
     CONTEXT,
     CONTEXT_2,
-    IMAGE_TOKENS,
     POOLED,
     FPS,
     SIZE,
@@ -131,6 +130,7 @@ TABLE = (
     MASK,
     CONTROL,
     FIRST_FRAMES,
+    IMAGE_TOKENS,
 )
 """The known conditions. A model uses `replace(CONTEXT, shape=(1024,), dropout=0.1)`, or declares its own."""
 

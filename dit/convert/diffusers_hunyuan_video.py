@@ -1,6 +1,7 @@
 """Convert diffusers' `HunyuanVideo15Transformer3DModel` (HunyuanVideo 1.5) to and from our HunyuanVideo.
 
-Source: diffusers 0.38, `models/transformers/transformer_hunyuan_video15.py`, names and settings.
+Source: diffusers 0.38, `models/transformers/transformer_hunyuan_video15.py`, names and settings; sampling of
+Tencent-Hunyuan/HunyuanVideo-1.5, README.md.
 """
 
 import math
@@ -14,6 +15,7 @@ from dit.models.hunyuan_video.config import HunyuanVideoConfig
 from dit.objectives.flow_matching import FlowMatching
 
 FRAMES = 31  # of the latent of 121 frames; not in the settings
+SIDE_480P = 40  # of the latent of a square with the area of the smaller models' clips
 PIXELS = 16  # along each side of a latent position
 TASKS = {"t2v": False, "i2v": True}
 REFINER = "context_embedder.token_refiner.refiner_blocks"
@@ -94,8 +96,9 @@ class DiffusersHunyuanVideo(DiffusersStreams[HunyuanVideoConfig]):
             null_text="empty",
         )
         side = published["target_size"] // PIXELS
+        shift = 5.0 if side <= SIDE_480P else 7.0 if model.image_to_video else 9.0
         sampling = {"solver": "euler", "num_steps": 50, "guidance_scale": 6.0}
-        return TrainedModel(model, FlowMatching(time_shift=5.0), (FRAMES, side, side), sampling)
+        return TrainedModel(model, FlowMatching(time_shift=shift), (FRAMES, side, side), sampling)
 
     def write(self, model: HunyuanVideoConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         self.check(model)
