@@ -303,9 +303,9 @@ BACKBONES = {
         also={
             "hidden_size": {"rope_axes": [4, 8, 4]},
             "num_attention_heads": {"rope_axes": [4, 8, 4]},
-            "position_embedding": {"rope_axes": [16, 56, 56], "rope_theta": 10000.0},
+            "position_embedding": {"rope_axes": [16, 56, 56]},
         },
-        given={"position_crop": {"position_embedding": "sincos_2d", "rope_axes": [16, 56, 56], "rope_theta": 10000.0}},
+        given={"position_crop": {"position_embedding": "sincos_2d", "rope_axes": [16, 56, 56]}},
         text_tokens=1,
         idle=r"layers\.1\.text\.(q_layernorm|linear_proj|mlp)\..*",  # of the last block, whose text nothing reads
     ),

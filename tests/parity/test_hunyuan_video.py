@@ -1,10 +1,11 @@
 """HunyuanVideo 1.5 and diffusers' class: equal outputs and gradients, exact round trips, published size."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from diffusers import HunyuanVideo15Transformer3DModel
+from diffusers import HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15Transformer3DModel
 from torch import Tensor
 
 from dit.batch import PackedBatch
@@ -119,6 +120,14 @@ def test_a_padded_batch_of_diffusers_is_a_pack(build_model: BuildModel) -> None:
     ours = load(build_model(model), weights)(batch.latents_TC, times, batch)
     for i, out_TC in enumerate(ours.split(list(batch.layout.lengths))):
         assert relative_error(unpatchify(out_TC, batch.grids[i], 1, 1), exact[i]) <= RTOL
+
+
+def test_the_first_frame_and_its_mask_are_those_of_the_pipeline() -> None:
+    latent = torch.randn(4, 3, 5, 2)
+    pipeline = SimpleNamespace(_get_image_latents=lambda **_: latent[None, :, :1], vae=None, video_processor=None)
+    prepare: Any = HunyuanVideo15ImageToVideoPipeline.prepare_cond_latents_and_mask
+    exact = prepare(pipeline, latent[None], None, 1, 80, 32, torch.float32, torch.device("cpu"))
+    assert torch.equal(first_frame_and_mask(latent), torch.cat(exact, 1)[0])
 
 
 @pytest.mark.parametrize("changes", [{}, {"task_type": "i2v", "patch_size": 2, "mlp_ratio": 2.0}], ids=str)

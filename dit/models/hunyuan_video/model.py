@@ -57,8 +57,8 @@ class HunyuanVideo(Streams):
         padded = pad_tokens(layout, self.provider)
         rows_KC = pad(context_KC, (0, 0, 0, padded.total_tokens - len(context_KC)))
         local, (rows_KC,) = shard_tokens(padded, self.provider, rows_KC)
-        refined_KD = unshard_tokens(self.refiner(self.embed_text(rows_KC), cond_SD, local), self.provider)
-        text_KD = refined_KD[: len(context_KC)] + text_kind
+        text_KD = self.refiner(self.embed_text(self.text_norm(rows_KC)), cond_SD, local)
+        text_KD = unshard_tokens(text_KD, self.provider)[: len(context_KC)] + text_kind
         (glyph_KC, glyphs), (image_KC, images) = self.glyph_tokens(batch), self.image_tokens(batch)
         others = joint_layout(images, glyphs)
         others_KD = others.join(self.image(image_KC) + image_kind, self.glyph(glyph_KC) + glyph_kind)
@@ -70,7 +70,8 @@ class HunyuanVideo(Streams):
     ) -> Tensor:
         channels = self.model_config.in_channels
         first = batch.conditions.get(FIRST_FRAMES.name)
-        width = len(inputs_TC), inputs_TC.shape[1] // channels * (channels + 1)
-        first_TC = inputs_TC.new_zeros(width) if first is None else first.values.to(inputs_TC.dtype)
-        both = [x_TC.unflatten(1, (-1, count)) for x_TC, count in ((inputs_TC, channels), (first_TC, channels + 1))]
-        return super().embed_image(torch.cat(both, -1).flatten(1), positions_T3, batch, layouts)
+        x_TPC = inputs_TC.unflatten(1, (-1, channels))
+        first_TPC = x_TPC.new_zeros(*x_TPC.shape[:2], channels + 1)
+        if first is not None:
+            first_TPC = first.values.to(x_TPC.dtype).view(first_TPC.shape)
+        return super().embed_image(torch.cat([x_TPC, first_TPC], -1).flatten(1), positions_T3, batch, layouts)
