@@ -211,11 +211,11 @@ def finetune_lumina2(base: Optional[str] = None, gpus: Optional[int] = 1, gpu_me
 
 @run.cli.factory(target=pretrain)
 def finetune_hunyuan_video(base: Optional[str] = None, gpus: Optional[int] = 8, gpu_memory: int = 80) -> run.Partial:
-    """All weights of HunyuanVideo 1.5 (8.33 B) in `models/hunyuan-video/transformer` of diffusers: 8 x 80 GB.
+    """All weights of HunyuanVideo 1.5 (8.33 B) in the pipeline `models/hunyuan-video`: 8 x 80 GB.
 
     As finetune. Clips need embeddings of Qwen2.5-VL, and may have those of byT5 (`text_2`) and SigLIP (`image_tokens`).
     """
-    published = Published("models/hunyuan-video/transformer", hunyuan_video_8b(), time_shift=5.0)
+    published = Published("models/hunyuan-video", hunyuan_video_8b(), time_shift=5.0)
     return _fit(_on_base("finetune_hunyuan_video", base, published), gpus, gpu_memory)
 
 

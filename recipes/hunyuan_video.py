@@ -45,7 +45,7 @@ def tiny_hunyuan_video() -> run.Partial:
 def hunyuan_video_480p() -> run.Partial:
     """HunyuanVideo 1.5 (8.33 B) on clips of up to 121 frames of 848 x 480, TP 2 + SP, CP 4, FSDP: 16 x 80 GB.
 
-    A clip has 49,290 tokens.
+    A clip has 49,290 tokens. `--dryrun` estimates 43 GiB on each GPU. The published 720p models have a time shift of 9.
     """
     recipe = with_fsdp(on_tensor_parallel(_hunyuan("hunyuan_video_480p", hunyuan_video_8b()), 2))
     recipe.parallel.context_parallel_size = 4
