@@ -309,8 +309,8 @@ MUTANTS = (
     Mutant(
         "conditions: guidance keeps optional texts",
         "dit/conditions.py",
-        "c.name: entry.without_tokens() if c.may_be_empty else entry.drop(c, everywhere_S, layout)",
-        "c.name: entry.drop(c, everywhere_S, layout)",
+        "self | dropped | {c.name: self[c.name].without_tokens() for c in droppable if c.may_be_empty}",
+        "self | dropped",
         (CONDITIONS,),
     ),
     Mutant(
