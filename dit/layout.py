@@ -132,6 +132,18 @@ class SequenceLayout:
         """
         if not lengths or min(lengths) < 1:
             raise BatchError(f"a pack needs samples of at least one token, got lengths {list(lengths)}")
+        return cls.of_texts(lengths, multiple_of=multiple_of, total_tokens=total_tokens, device=device)
+
+    @classmethod
+    def of_texts(
+        cls,
+        lengths: Sequence[int],
+        *,
+        multiple_of: int = 1,
+        total_tokens: Optional[int] = None,
+        device: torch.device | str = "cpu",
+    ) -> "SequenceLayout":
+        """Return the layout of texts, which may be empty; arguments as of `from_lengths`."""
         padded = tuple(-(-n // multiple_of) * multiple_of for n in lengths)
         total = sum(padded) if total_tokens is None else total_tokens
         if sum(padded) > total:

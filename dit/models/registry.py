@@ -39,6 +39,9 @@ BACKBONES = {
     ),
     "flux": Entry("dit.models.flux.config:FluxConfig", "dit.models.streams.model:Streams"),
     "flux2": Entry("dit.models.flux2.config:Flux2Config", "dit.models.streams.model:Streams"),
+    "hunyuan_video": Entry(
+        "dit.models.hunyuan_video.config:HunyuanVideoConfig", "dit.models.hunyuan_video.model:HunyuanVideo"
+    ),
     "ldm_unet": Entry("dit.models.ldm_unet.config:LDMUNetConfig", "dit.models.ldm_unet.model:LDMUNet"),
     "lumina2": Entry("dit.models.lumina2.config:Lumina2Config", "dit.models.streams.model:Streams"),
     "moviegen": Entry("dit.models.moviegen.config:MovieGenConfig", "dit.models.moviegen.model:MovieGen"),
