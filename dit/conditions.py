@@ -94,6 +94,12 @@ class Condition:
         return self.axis == "sample" and self.shape == ()
 
     @property
+    def stored_shape(self) -> str:
+        """Shape of a sample's value, such as `[K, 1024]` for the tokens of a text."""
+        sides = {"sample": "[{}]", "text": "[K, {}]", "latent": "[{}, T, H, W]"}[self.axis]
+        return sides.format("*" if self.shape is None else self.shape[0])
+
+    @property
     def null_value(self) -> Optional[float]:
         """Number that replaces a dropped value; None if a parameter or an embedding does."""
         if self.null in ("learned", "empty text"):

@@ -248,7 +248,7 @@ def page() -> str:
         "",
         "`--describe NAME` prints the full description of a recipe or component, `--list` one line of every recipe,",
         "and `--dryrun` settings, parameters and memory, without GPU or data.",
-        "[energon_data/README.md](../energon_data/README.md#folders-of-the-recipes) describes the data folders.",
+        "The [page on data](../energon_data/README.md#folders-of-the-recipes) lists matching encoders.",
     ]
     in_repository = [entry for entry in recipes() if (FOLDER.parent / entry.file).is_file()]
     for title, group in sections(in_repository).items():
