@@ -361,11 +361,7 @@ class Conditions(Mapping[str, Entry]):
         }
 
     def followed_by(self, others: "Conditions") -> "Conditions":
-        """Concatenate the conditions of another pack of the same number of samples.
-
-        Raises:
-            BatchError: the packs do not have the same conditions.
-        """
+        """Concatenate the conditions of another pack of the same number of samples."""
         if set(self) != set(others):
             raise BatchError(f"packs with the conditions {sorted(self)} and {sorted(others)} cannot be joined")
         return Conditions({name: entry.followed_by(others[name]) for name, entry in self.items()})
@@ -453,10 +449,6 @@ def check_given(
         values: of each sample, by name of the condition.
         count: number of samples.
         latent_size: (T, H, W) of each sample.
-
-    Raises:
-        ConfigError: the model does not take a condition, a value has another shape or range, or a condition that
-            must accompany another one (`requires`) is missing.
     """
     by_name = {condition.name: condition for condition in required}
     for name, column in values.items():

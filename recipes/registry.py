@@ -89,7 +89,7 @@ class Entry:
     @property
     def section(self) -> str:
         """The title of its section."""
-        if self.is_registered:
+        if self.is_registered and not re.fullmatch(_MEASURING, self.name):
             return REGISTERED
         return next(title for title, names in SECTIONS.items() if re.fullmatch(names, self.name))
 
