@@ -94,6 +94,12 @@ class Condition:
         return self.axis == "sample" and self.shape == ()
 
     @property
+    def stored_shape(self) -> str:
+        """Shape of a sample's value, such as `[K, 1024]` for the tokens of a text."""
+        sides = {"sample": "[{}]", "text": "[K, {}]", "latent": "[{}, T, H, W]"}[self.axis]
+        return sides.format("*" if self.shape is None else self.shape[0])
+
+    @property
     def may_be_empty(self) -> bool:
         """Whether the condition is a text that a sample may lack."""
         return self.axis == "text" and self.default is not None
@@ -355,11 +361,7 @@ class Conditions(Mapping[str, Entry]):
         return self | dropped | {c.name: self[c.name].without_tokens() for c in droppable if c.may_be_empty}
 
     def followed_by(self, others: "Conditions") -> "Conditions":
-        """Concatenate the conditions of another pack of the same number of samples.
-
-        Raises:
-            BatchError: the packs do not have the same conditions.
-        """
+        """Concatenate the conditions of another pack of the same number of samples."""
         if set(self) != set(others):
             raise BatchError(f"packs with the conditions {sorted(self)} and {sorted(others)} cannot be joined")
         return Conditions({name: entry.followed_by(others[name]) for name, entry in self.items()})
@@ -447,10 +449,6 @@ def check_given(
         values: of each sample, by name of the condition.
         count: number of samples.
         latent_size: (T, H, W) of each sample.
-
-    Raises:
-        ConfigError: the model does not take a condition, a value has another shape or range, or a condition that
-            must accompany another one (`requires`) is missing.
     """
     by_name = {condition.name: condition for condition in required}
     for name, column in values.items():

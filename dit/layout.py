@@ -128,9 +128,6 @@ class SequenceLayout:
             multiple_of: every sample is padded to a multiple of this number of tokens.
             total_tokens: tokens of the pack. Default: the sum of the padded lengths.
             may_be_empty: for optional texts.
-
-        Raises:
-            BatchError: `lengths` is empty, a sample is empty, or the samples do not fit into `total_tokens`.
         """
         if not lengths or min(lengths) < (0 if may_be_empty else 1):
             raise BatchError(f"a pack needs samples of at least one token, got lengths {list(lengths)}")

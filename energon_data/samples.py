@@ -122,9 +122,6 @@ def seal(metadata: dict[str, Any], parts: dict[str, bytes]) -> bytes:
     """Serialise the metadata of a sample together with the checksums of all its parts.
 
     The metadata's checksum is computed with eight zeros in its place.
-
-    Raises:
-        DataError: the metadata has the reserved key `crc32`.
     """
     if "crc32" in metadata:
         raise DataError("sample metadata must not have the key 'crc32', which the writer adds; rename the key")

@@ -72,9 +72,6 @@ def build_backbone(config: ModelConfig, provider: LayerProvider, attention: Atte
         config: settings; their class, or its nearest base class in `BACKBONES`, selects the backbone.
         provider: builds the parallel linears of this rank.
         attention: the attention of this run.
-
-    Raises:
-        ConfigError: neither `BACKBONES` nor `config.model_path` names a network.
     """
     models = {entry.config: entry.model for entry in BACKBONES.values()}
     paths = [f"{kind.__module__}:{kind.__qualname__}" for kind in type(config).__mro__]
