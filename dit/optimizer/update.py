@@ -2,13 +2,13 @@
 
     eager   AdamW | copy to the model | average      one pass over all elements each
     triton  all of them in one pass (`dit.kernels.fused.adamw`), then the same gather of weights
-    muon    the weights of blocks by `Muon`, all others by the fused kernel or its reference
+    muon    the weights of blocks by `Muon`, all others by the fused kernel or torch's
 
 The first two have the same state, so that a run may continue with the other one. The device omits the update of a bad
 step (`StepNumbers.is_good`), so the host may queue an update before it knows the numbers of the step.
 
-With `optimizer.offload`, Adam's moments are in host memory; the fused kernel, or its reference in eager mode, updates
-them in parts.
+With `optimizer.offload`, Adam's moments are in host memory; the fused kernel, or torch's in eager mode, updates them in
+parts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,8 +22,7 @@ from torch import Tensor
 from dit.backends.device import synchronize
 from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups
-from dit.kernels import adamw as reference
-from dit.kernels.adamw import AdamW, Elements, Rates
+from dit.kernels.adamw import AdamW, Elements, Rates, torch_adamw
 from dit.kernels.choice import Target, choose
 from dit.kernels.muon import iteration_dtype
 from dit.kernels.resolve import OPTIMIZER
@@ -78,9 +77,9 @@ def build_update(
     muon = None
     if settings.algorithm == "muon":
         muon = Muon(shards, groups, settings.muon_momentum, iteration_dtype(target.device))
-        adamw = adamw or reference.adamw
+        adamw = adamw or torch_adamw
     if any(shard.host is not None for shard in shards):
-        adamw = with_moments_on_the_host(adamw or reference.adamw)
+        adamw = with_moments_on_the_host(adamw or torch_adamw)
     if adamw is not None:
         return FusedUpdate(optimizer, shards, ema, settings.clip_grad, adamw, muon)
     return EagerUpdate(optimizer, ema, settings.clip_grad)

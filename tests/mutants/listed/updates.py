@@ -279,6 +279,13 @@ MUTANTS = (
         (CALLS,),
     ),
     Mutant(
+        "torch's AdamW for some parameters: applies a bad step",
+        "dit/kernels/adamw.py",
+        "found_inf=is_bad",
+        "found_inf=torch.zeros_like(is_bad)",
+        (OFFLOAD,),
+    ),
+    Mutant(
         "late: a bad step counts in Adam's bias correction",
         "dit/optimizer/update.py",
         "self._count(get_step_count(self.optimizer) - 1)",

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.parallel_training import tiny_model
 from dit.backends.gradients import GradientFactor
-from dit.kernels.adamw import Elements, Rates, adamw
+from dit.kernels.adamw import Elements, Rates, adamw, torch_adamw
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer import update
 from dit.optimizer.master_weights import SLOTS, MasterShard, factor_of_update
@@ -51,6 +51,26 @@ def test_parts_are_updated_as_the_whole_is(monkeypatch: pytest.MonkeyPatch, part
         for name in ("main", "exp_avg", "exp_avg_sq", "average", "model"):
             expected, found = getattr(one, name), getattr(other, name)
             assert (expected is None and found is None) or torch.equal(expected, found), name
+
+
+@pytest.mark.parametrize(("averaged", "half"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize("is_good", [True, False])
+def test_adamw_of_torch_is_the_reference(averaged: bool, half: bool, is_good: bool) -> None:
+    """Without a change of the gradients; if the factor of the gradients is NaN, nothing changes at all."""
+    rates = RATES if is_good else replace(RATES, clip=torch.tensor(torch.nan))
+    expected, start, result = (parameters(averaged=averaged, half=half) for _ in range(3))
+    if is_good:
+        adamw(expected, rates)
+    torch_adamw(result, rates)
+    for one, before, other in zip(expected, start, result):
+        assert torch.equal(before.gradient, other.gradient)
+        for name in ("main", "exp_avg", "exp_avg_sq", "average", "model"):
+            torch.testing.assert_close(
+                getattr(other, name),
+                getattr(one, name),
+                rtol=0 if not is_good else 8e-3 if name == "model" else 1e-6,
+                atol=1e-6 * is_good,
+            )
 
 
 def test_clipping_is_that_of_megatron_core() -> None:
