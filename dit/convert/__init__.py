@@ -6,6 +6,7 @@ DIFFUSERS = {
     "Flux2Transformer2DModel": "dit.convert.diffusers_flux2:DiffusersFlux2",
     "FluxTransformer2DModel": "dit.convert.diffusers_flux:DiffusersFlux",
     "Lumina2Transformer2DModel": "dit.convert.diffusers_lumina2:DiffusersLumina2",
+    "PRXTransformer2DModel": "dit.convert.diffusers_prx:DiffusersPRX",
     "PixArtTransformer2DModel": "dit.convert.diffusers_pixart:DiffusersPixArt",
     "QwenImageTransformer2DModel": "dit.convert.diffusers_qwen_image:DiffusersQwenImage",
     "SD3Transformer2DModel": "dit.convert.diffusers_sd3:DiffusersSD3",
