@@ -92,9 +92,6 @@ class PackedBatch:
         Args:
             required: the model's conditions.
             patch_volume: latent positions in a patch of the model.
-
-        Raises:
-            BatchError: lengths disagree, a condition is missing or has the wrong shape, or a class is out of range.
         """
         S, T = self.layout.num_samples, self.layout.total_tokens
         sizes = {
@@ -125,9 +122,6 @@ class PackedBatch:
 
         Args:
             x_TC: values of all tokens of the pack, padding included.
-
-        Raises:
-            BatchError: the samples have different shapes or are split over ranks.
         """
         if len(set(self.grids)) != 1 or self.layout.local_indices is not None:
             raise BatchError(
@@ -147,11 +141,7 @@ class PackedBatch:
         ]
 
     def grid(self, patch_temporal: int, patch_spatial: int) -> Tensor:
-        """Return the latents unpatchified as one dense `[S, C, t, h, w]` tensor.
-
-        Raises:
-            BatchError: see `dense`.
-        """
+        """Return the latents unpatchified as one dense `[S, C, t, h, w]` tensor."""
         from dit.patchify import unpatchify
 
         tokens = self.dense(self.latents_TC).flatten(1, 3)

@@ -22,17 +22,8 @@ from dit.convert.diffusers_format import (
     mlp_ratio,
     square_side,
 )
-from dit.convert.rules import (
-    TRAIN_THAT_WAY,
-    TURNED_HEAD,
-    Axes,
-    ByHead,
-    Rule,
-    RuleBook,
-    Shape,
-    require,
-    with_bias,
-)
+from dit.convert.rules import TURNED_HEAD, Axes, ByHead, Rule, RuleBook, Shape, with_bias
+from dit.errors import ConfigError
 from dit.models.prx.config import PRXConfig
 from dit.objectives.flow_matching import FlowMatching
 
@@ -45,69 +36,41 @@ class DiffusersPRX(DiffusersFormat[PRXConfig]):
 
     class_name = "PRXTransformer2DModel"
     config_class = PRXConfig
-    fixed: Mapping[str, Any] = {"time_max_period": 10000}
-    defaults: Mapping[str, Any] = {
-        **fixed,
-        "in_channels": 16,
-        "patch_size": 2,
-        "context_in_dim": 2304,
-        "hidden_size": 1792,
-        "mlp_ratio": 3.5,
-        "num_heads": 28,
-        "depth": 16,
-        "axes_dim": [32, 32],
-        "theta": 10000,
-        "time_factor": 1000.0,
+    fixed = ("time_max_period",)
+    only: Mapping[str, Any] = {"patch_temporal": 1, "layernorm_epsilon": 1e-6}
+    same: Mapping[str, str] = {
+        "in_channels": "in_channels",
+        "patch_spatial": "patch_size",
+        "context_size": "context_in_dim",
+        "hidden_size": "hidden_size",
+        "num_layers": "depth",
+        "num_attention_heads": "num_heads",
+        "rope_theta": "theta",
+        "time_scale": "time_factor",
     }
 
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
-        size = published["hidden_size"]
         model = PRXConfig(
-            in_channels=published["in_channels"],
-            patch_spatial=published["patch_size"],
-            context_size=published["context_in_dim"],
-            hidden_size=size,
-            num_layers=published["depth"],
-            num_attention_heads=published["num_heads"],
-            ffn_hidden_size=int(published["mlp_ratio"] * size),
-            rope_theta=float(published["theta"]),
+            **{ours: published[theirs] for ours, theirs in self.same.items()},
+            ffn_hidden_size=int(published["mlp_ratio"] * published["hidden_size"]),
             rope_axes=[0, *(published["axes_dim"] or [32, 32])],
-            time_scale=published["time_factor"],
             null_text="empty",
         )
         sampling = {"solver": "euler", "num_steps": 28, "guidance_scale": 4.0}
         return TrainedModel(model, FlowMatching(time_shift=TIME_SHIFT), LATENT_SIZE, sampling)
 
     def write(self, model: PRXConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
-        values = {
-            "patch_temporal": model.patch_temporal,
-            "out_channels": model.out_channels or model.in_channels,
-            "layernorm_epsilon": model.layernorm_epsilon,
-            "rope_axes[0]": model.rope_axes[0],
-            "rope_factors": list(model.rope_factors or [1.0] * 3),
-        }
-        supported = {
-            "patch_temporal": 1,
-            "out_channels": model.in_channels,
-            "layernorm_epsilon": 1e-6,
-            "rope_axes[0]": 0,
-            "rope_factors": [1.0] * 3,
-        }
-        require(f"{self.class_name} does not support this model", values, supported, TRAIN_THAT_WAY)
+        self.check_only(model, **({} if model.out_channels is None else {"out_channels": model.in_channels}))
+        time, *axes = model.rope_axes
+        if time or set(model.rope_factors or [1.0]) != {1.0}:
+            raise ConfigError(
+                f"{self.class_name} does not support this model: rope_axes={model.rope_axes} (the first only 0), "
+                f"rope_factors={model.rope_factors} (only 1); only a model trained that way can be exported"
+            )
         square_side(self.class_name, latent_size, model.patch_spatial)  # no effect on the network
-        settings = {
-            "in_channels": model.in_channels,
-            "patch_size": model.patch_spatial,
-            "context_in_dim": model.context_size,
-            "hidden_size": model.hidden_size,
-            "mlp_ratio": mlp_ratio(model.ffn_size, model.hidden_size),
-            "num_heads": model.num_attention_heads,
-            "depth": model.num_layers,
-            "axes_dim": list(model.rope_axes[1:]),
-            "theta": model.rope_theta,
-            "time_factor": model.time_scale,
-        }
-        return settings, []
+        ratio = mlp_ratio(model.ffn_size, model.hidden_size)
+        same = {theirs: getattr(model, ours) for ours, theirs in self.same.items()}
+        return {**same, "mlp_ratio": ratio, "axes_dim": axes}, []
 
     def rules(self, model: PRXConfig, shapes: Mapping[str, Shape], latent_size: LatentSize) -> RuleBook:
         patch = {"ph": model.patch_spatial, "pw": model.patch_spatial}

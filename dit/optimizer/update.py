@@ -73,9 +73,6 @@ def build_update(
         settings: clipping, and the algorithm.
         target: target for which the kernel is selected.
         kernels: `training.kernels`.
-
-    Raises:
-        ConfigError: the requested kernel does not run here.
     """
     adamw = choose(OPTIMIZER, target, kernels).load()
     muon = None

@@ -51,6 +51,7 @@ BASES = {
     ("tiny_flux", "model=z_image_6b"): ("model",),
     ("tiny_prx",): ("model",),
     ("tiny_sana",): ("model",),
+    ("tiny_hunyuan_video",): ("model",),
     ("tiny_wan",): ("model",),
     ("tiny_imagen",): ("model",),
     ("tiny_imagen_sr",): ("model",),
