@@ -24,7 +24,7 @@ from dit.parallel.build import parameter_shapes
 from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.components import dit_cross_s, lumina2_2b, z_image_6b
+from recipes.components import dit_cross_s, lumina2_2b, prx_1_2b, z_image_6b
 from recipes.dit import text_conditional
 from recipes.hunyuan_video import hunyuan_video_8b
 
@@ -208,6 +208,12 @@ def finetune_lumina2(base: Optional[str] = None, gpus: Optional[int] = 1, gpu_me
     As finetune. Pictures: `python -m energon_data.prepare images --vae models/lumina2 --text-encoder models/lumina2`.
     """
     return _fit(_on_base("finetune_lumina2", base, Published("models/lumina2", lumina2_2b(), 6.0)), gpus, gpu_memory)
+
+
+@run.cli.factory(target=pretrain)
+def finetune_prx(base: Optional[str] = None, gpus: Optional[int] = 1, gpu_memory: int = 24) -> run.Partial:
+    """All weights of PRX (1.17 B) in the pipeline `models/prx` of diffusers, as finetune: one 24 GB GPU."""
+    return _fit(_on_base("finetune_prx", base, Published("models/prx", prx_1_2b(), 3.0)), gpus, gpu_memory)
 
 
 @run.cli.factory(target=pretrain)

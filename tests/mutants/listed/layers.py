@@ -34,6 +34,20 @@ MUTANTS = (
         (FORMULAS,),
     ),
     Mutant(
+        "PRX: keys of the text have the norm of the image's",
+        "dit/models/prx/layer.py",
+        "norms = self.text_k_layernorm, self.text_k_layernorm",
+        "norms = self.q_layernorm, self.k_layernorm",
+        (CONVERT_STREAMS,),
+    ),
+    Mutant(
+        "GeGLU: values are activated",
+        "dit/kernels/modulation.py",
+        'F.gelu(gate_TF, approximate="tanh") * up_TF',
+        'F.gelu(up_TF, approximate="tanh") * gate_TF',
+        (CONVERT_STREAMS,),
+    ),
+    Mutant(
         "pictures: two of different width are one",
         "dit/context_parallel/pictures.py",
         "(runs[-1][0].stop, runs[-1][1]) == (start, (height, width))",
