@@ -96,7 +96,7 @@ def test_spatial_attention_does_not_see_other_frames(build_model: BuildModel):
 def test_span_hides_the_resolution():
     """With a span, twice the grid puts every second patch where the small grid's patches are."""
     small, large = (pack([Sample(grid, 1)], config()) for grid in ((1, 2, 3), (1, 4, 6)))
-    found = [sincos(spanning(b.positions_T3, b.layout, b.grids, 8.0), 48, "sincos_2d") for b in (small, large)]
+    found = [sincos(spanning(b.positions_T3, b.layout, b.grid_sizes(), 8.0), 48, "sincos_2d") for b in (small, large)]
     torch.testing.assert_close(found[1].view(4, 6, 48)[::2, ::2].flatten(0, 1), found[0])
 
 
