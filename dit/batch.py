@@ -105,10 +105,6 @@ class PackedBatch:
             required: the model's conditions.
             patch_volume: latent positions in a patch of the model.
             largest_grid: largest numbers of patches along t, h and w; None for no limit.
-
-        Raises:
-            BatchError: lengths disagree, a condition is missing or has the wrong shape, or a class or a grid is out of
-                range.
         """
         S, T = self.layout.num_samples, self.layout.total_tokens
         sizes = {
@@ -144,9 +140,6 @@ class PackedBatch:
 
         Args:
             x_TC: values of all tokens of the pack, padding included.
-
-        Raises:
-            BatchError: the samples have different shapes or are split over ranks.
         """
         if len(set(self.grids)) != 1 or self.layout.local_indices is not None:
             raise BatchError(
@@ -166,11 +159,7 @@ class PackedBatch:
         ]
 
     def grid(self, patch_temporal: int, patch_spatial: int) -> Tensor:
-        """Return the latents unpatchified as one dense `[S, C, t, h, w]` tensor.
-
-        Raises:
-            BatchError: see `dense`.
-        """
+        """Return the latents unpatchified as one dense `[S, C, t, h, w]` tensor."""
         from dit.patchify import unpatchify
 
         tokens = self.dense(self.latents_TC).flatten(1, 3)

@@ -40,11 +40,7 @@ class PackMaxima:
     text_tokens: Optional[int] = None
 
     def pad(self, batch: PackedBatch) -> PackedBatch:
-        """Return a pack with these numbers of tokens and samples.
-
-        Raises:
-            BatchError: the pack is larger.
-        """
+        """Return a pack with these numbers of tokens and samples."""
         layout, S = self._padded(batch.layout, self.tokens, "tokens"), self.samples
 
         def rows(x_S: Optional[Tensor]) -> Optional[Tensor]:

@@ -208,11 +208,7 @@ class RunConfig:
         return dims, spec
 
     def unused_conditions(self) -> list[str]:
-        """Return a line for each condition of the data that the model does not use; reads the first samples.
-
-        Raises:
-            ConfigError: a condition of the model is missing in the data.
-        """
+        """Return a line for each condition of the data that the model does not use; reads the first samples."""
         return match_conditions(self.model.conditions(), self.data.stored_conditions())
 
     def remarks(self, dims: ParallelDims, spec: BatchSpec) -> list[str]:
@@ -270,11 +266,7 @@ def check_outputs(objective: Objective, model: ModelConfig) -> None:
 
 
 def check_cuda_graph(config: RunConfig, spec: BatchSpec) -> None:
-    """Check that CUDA graphs can repeat the passes of a step (`dit.step.cuda_graph`) and its update.
-
-    Raises:
-        ConfigError: with the setting, the reason and the cure.
-    """
+    """Check that CUDA graphs can repeat the passes of a step (`dit.step.cuda_graph`) and its update."""
     parallel, training, beta1 = config.parallel, config.training, config.optimizer.beta1
     experts, stages = config.model.megatron_sizes().num_moe_experts, parallel.pipeline_model_parallel_size
     maxima = config.fixed_packs(spec)

@@ -75,11 +75,7 @@ class StreamSettings:
         return FrameLevels(self.clean_first_frame, self.frame_levels, self.inpaint)
 
     def levels_setting(self) -> Optional[str]:
-        """Return the setting, with its value, that gives samples several noise levels; None if none does.
-
-        Raises:
-            ConfigError: a share is not between 0 and 1.
-        """
+        """Return the setting, with its value, that gives samples several noise levels; None if none does."""
         names = ("clean_first_frame", "frame_levels", "inpaint")
         check_ranges("data", self, dict.fromkeys(names, SHARE))
         return next((f"data.{name}={getattr(self, name)}" for name in names if getattr(self, name)), None)

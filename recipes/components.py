@@ -14,6 +14,7 @@ from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.flux.config import FluxConfig
 from dit.models.flux2.config import Flux2Config
+from dit.models.hunyuan_video.config import HunyuanVideoConfig
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.lora_config import LoRAConfig
 from dit.models.lumina2.config import Lumina2Config
@@ -203,6 +204,12 @@ def lumina2_2b() -> run.Config[Lumina2Config]:
 def z_image_6b() -> run.Config[ZImageConfig]:
     """Z-Image (6.15 B): 2 refiners and 30 blocks of width 3840, 30 heads; text of 2560."""
     return run.Config(ZImageConfig, num_single_layers=30)
+
+
+@run.cli.factory(target=ModelConfig)
+def hunyuan_video_8b() -> run.Config[HunyuanVideoConfig]:
+    """HunyuanVideo 1.5 (8.33 B): 54 joint blocks of width 2048, 16 heads; 32 latent channels, text of 3584."""
+    return run.Config(HunyuanVideoConfig, num_joint_layers=54)
 
 
 @run.cli.factory(target=ModelConfig)

@@ -24,7 +24,7 @@ from dit.parallel.build import parameter_shapes
 from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.components import dit_cross_s, lumina2_2b, z_image_6b
+from recipes.components import dit_cross_s, hunyuan_video_8b, lumina2_2b, z_image_6b
 from recipes.dit import text_conditional
 
 WEIGHTS, ADAM, MOMENTS, AVERAGE, FROZEN = 6, 4, 8, 4, 2
@@ -207,6 +207,16 @@ def finetune_lumina2(base: Optional[str] = None, gpus: Optional[int] = 1, gpu_me
     As finetune. Pictures: `python -m energon_data.prepare images --vae models/lumina2 --text-encoder models/lumina2`.
     """
     return _fit(_on_base("finetune_lumina2", base, Published("models/lumina2", lumina2_2b(), 6.0)), gpus, gpu_memory)
+
+
+@run.cli.factory(target=pretrain)
+def finetune_hunyuan_video(base: Optional[str] = None, gpus: Optional[int] = 8, gpu_memory: int = 80) -> run.Partial:
+    """All weights of HunyuanVideo 1.5 (8.33 B) in the pipeline `models/hunyuan-video`: 8 x 80 GB.
+
+    As finetune. Clips need embeddings of Qwen2.5-VL, and may have those of byT5 (`text_2`) and SigLIP (`image_tokens`).
+    """
+    published = Published("models/hunyuan-video", hunyuan_video_8b(), time_shift=5.0)
+    return _fit(_on_base("finetune_hunyuan_video", base, published), gpus, gpu_memory)
 
 
 @run.cli.factory(target=pretrain)

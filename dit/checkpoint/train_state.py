@@ -65,11 +65,7 @@ class TrainState:
 
 
 def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> TrainState:
-    """Build the state of this rank at step 0; reads frozen weights from the base model.
-
-    Raises:
-        CheckpointError, ConfigError: see `load_base`.
-    """
+    """Build the state of this rank at step 0; reads frozen weights from the base model."""
     training = config.training
     chunks = build_model(config.model, config.parallel, training, groups, auxiliary=config.objective.auxiliary)
     base = load_base(config, chunks, groups)

@@ -424,9 +424,6 @@ def tokens_for_heads(xs_TNH: list[Tensor], group: ProcessGroup, order: Order) ->
 
     Returns:
         For each tensor `[T, N, H]`, the tokens of all ranks in ascending order, `[T * size, N / size, H]`.
-
-    Raises:
-        ConfigError: the heads cannot be split evenly.
     """
     size = group.size()
     for x in xs_TNH:

@@ -5,6 +5,7 @@ DIFFUSERS = {
     "DiTTransformer2DModel": "dit.convert.diffusers_dit:DiffusersDiT",
     "Flux2Transformer2DModel": "dit.convert.diffusers_flux2:DiffusersFlux2",
     "FluxTransformer2DModel": "dit.convert.diffusers_flux:DiffusersFlux",
+    "HunyuanVideo15Transformer3DModel": "dit.convert.diffusers_hunyuan_video:DiffusersHunyuanVideo",
     "Lumina2Transformer2DModel": "dit.convert.diffusers_lumina2:DiffusersLumina2",
     "PixArtTransformer2DModel": "dit.convert.diffusers_pixart:DiffusersPixArt",
     "QwenImageTransformer2DModel": "dit.convert.diffusers_qwen_image:DiffusersQwenImage",

@@ -226,7 +226,7 @@ VARIANTS = {
 }
 """By the class of the model: a setting, and the pipeline of models that have it."""
 
-NONE = "an autoencoder is a part of the pipelines of other models"
+NONE = "no complete pipeline of this class is written"
 
 
 def pipeline_class(form: DiffusersFormat[ModelConfig], model: ModelConfig) -> Optional[Pipeline]:

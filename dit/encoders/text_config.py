@@ -253,11 +253,7 @@ def check_text_encoder(line: str) -> TextEncodersConfig:
 
 
 def parse_line(line: str) -> tuple[TextEncoderConfig, ...]:
-    """Parse a line of encoders; the folder of a pipeline stands for the encoders of its class.
-
-    Raises:
-        ConfigError: the syntax is wrong, or the class of a pipeline is unknown.
-    """
+    """Parse a line of encoders; the folder of a pipeline stands for the encoders of its class."""
     encoders: list[str] = []
     for part in line.split(","):
         folder = Path(part.strip()).expanduser()
@@ -280,11 +276,7 @@ def as_conditions(entries: Mapping[str, Value], conditions: Sequence[Condition])
 
 
 def read_geometry(name: str) -> TextGeometry:
-    """Read the sizes of an encoder from its configuration.
-
-    Raises:
-        ConfigError: there is no such encoder, or a package is not installed.
-    """
+    """Read the sizes of an encoder from its configuration."""
     if name == IDENTITY:
         return TextGeometry(kind="identity", width=257, pooled=None, max_tokens=1 << 20)
     if name in ENCODERS:

@@ -78,9 +78,6 @@ def build_update(
         target: target for which the kernel is selected.
         kernels: `training.kernels`.
         run: calls the operations of an update; a `Graphed` repeats them.
-
-    Raises:
-        ConfigError: the requested kernel does not run here.
     """
     adamw = choose(OPTIMIZER, target, kernels).load()
     muon = None

@@ -77,7 +77,6 @@ class Tracer:
         """Trace steps, one after another.
 
         Raises:
-            ConfigError: a job's settings are inconsistent.
             RuntimeError: the process ended without a result.
         """
         return self.run(trace_here, jobs)

@@ -401,9 +401,6 @@ class Run:
 
         A run that is killed afterwards resumes without the skipped data. A run that is killed before repeats the step
         and the decision.
-
-        Raises:
-            NotFiniteError: there is no valid checkpoint.
         """
         self.saves.wait()  # a pending save may become the last checkpoint
         self.phase.enter("starts")  # reading and hashing a checkpoint may take as long as at the start

@@ -35,6 +35,8 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "unet_distributed_optimizer2": ("unet", 2, {"data__text_tokens": 8}),
     "sd3_tp2": ("sd3", 2, SP),
     "sana_tp2": ("sana", 2, SP),
+    "hunyuan_video_tp2": ("hunyuan_video", 2, SP),
+    "hunyuan_video_pp2": ("hunyuan_video", 2, PP),
     "flux_tp2": ("flux", 2, SP),
     "flux_pp2": ("flux", 2, PP),
     "flux_fsdp2": ("flux", 2, FSDP),

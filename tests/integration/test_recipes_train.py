@@ -21,6 +21,7 @@ RUNS = {
     "tiny_ecdit": {"parallel__expert_model_parallel_size": 2},
     "tiny_flux": {},
     "tiny_sana": TP2SP,
+    "tiny_hunyuan_video": {"parallel__context_parallel_size": 2},
     "tiny_wan": TP2SP,
     "tiny_wan_image_to_video": {"parallel__context_parallel_size": 2},
     "tiny_imagen": {"parallel__data_parallel": "fsdp"},

@@ -292,6 +292,23 @@ BACKBONES = {
         },
         text_tokens=1,
     ),
+    "hunyuan_video": Row(
+        recipe="tiny_hunyuan_video",
+        quick=("cp2", "tp2_sp", "pp2"),
+        other={
+            **{"rope_factors": [1.0, 4.0, 1.0], "num_refiner_layers": 1, "glyph_size": 14, "glyph_hidden_size": 24},
+            **{"image_context_size": 9, "image_to_video": False},
+        },
+        refused=("num_query_groups", "modulation_silu", "learned_padding", "block"),  # without single blocks
+        also={
+            "hidden_size": {"rope_axes": [4, 8, 4]},
+            "num_attention_heads": {"rope_axes": [4, 8, 4]},
+            "position_embedding": {"rope_axes": [16, 56, 56]},
+        },
+        given={"position_crop": {"position_embedding": "sincos_2d", "rope_axes": [16, 56, 56]}},
+        text_tokens=1,
+        idle=r"layers\.1\.text\.(q_layernorm|linear_proj|mlp)\..*",  # of the last block, whose text nothing reads
+    ),
     "wan": Row(recipe="wan_14b_mock"),
     "ddpm_unet": Row(
         recipe="tiny_ddpm_unet",

@@ -28,6 +28,12 @@ MODELS = {
         **{"backbone": "qwen_image", "num_joint_layers": 3, "num_single_layers": 1, "ffn_hidden_size": 48},
         "rope_axes": [2, 4, 2],
     },
+    # Samples with and without a shown text and a picture; the second stage has no conditions.
+    "hunyuan_video": {
+        **{"backbone": "hunyuan_video", "num_joint_layers": 3, "num_single_layers": 1, "ffn_hidden_size": 48},
+        **{"patch_spatial": 2, "rope_axes": [2, 4, 2], "glyph_size": 10, "glyph_hidden_size": 24},
+        **{"image_context_size": 6, "image_to_video": True},
+    },
     # The second attention of the image, and the last block without an output of the text. Nothing reads the queries of
     # that text, so a norm of them would have no gradient; `tests/laws` has the norms.
     "sd3": {
@@ -92,7 +98,7 @@ RELATIVES = {
 
 
 def layouts_of(model: str, ranks: int) -> dict:
-    if model in ("flux2", "qwen_image", "sd3", "lumina2", "z_image"):
+    if model in ("flux2", "hunyuan_video", "qwen_image", "sd3", "lumina2", "z_image"):
         return RELATIVES[ranks]
     return {**LAYOUTS[ranks], **(FLUX_ALONE if (model, ranks) == ("flux", 4) else {})}
 

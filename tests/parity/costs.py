@@ -16,6 +16,7 @@ from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.efficient_unet.config import EfficientUNetConfig
 from dit.models.flux.config import FluxConfig
 from dit.models.flux2.config import Flux2Config
+from dit.models.hunyuan_video.config import HunyuanVideoConfig
 from dit.models.imagen_config import ImagenConfig
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.lumina2.config import Lumina2Config
@@ -331,6 +332,33 @@ def _streams(c: StreamsConfig, layout: SequenceLayout, texts: SequenceLayout, pa
     return embed + samples * _streams_conditioner(c) + layers + head
 
 
+def _hunyuan_matrices(c: HunyuanVideoConfig) -> tuple[int, int]:
+    """Return the weights of a refiner that a text row meets, and that a sample meets, without biases."""
+    h, text = c.hidden_size, c.context_size or 0
+    return c.num_refiner_layers * (4 + 8) * h * h, (
+        CONDITION_FEATURES + text + 2 * h + 2 * c.num_refiner_layers * h
+    ) * h
+
+
+def _hunyuan_weights(c: HunyuanVideoConfig) -> int:
+    h, g, inner, image = c.hidden_size, c.glyph_size, c.glyph_hidden_size, c.image_context_size
+    # Of attention, norms, MLP and gates; of the embedders of time and mean text.
+    biases = c.num_refiner_layers * (4 * h + 4 * h + 5 * h + 2 * h) + 4 * h
+    glyph = 2 * g + (g + 1) * inner + (inner + 1) * inner + (inner + 1) * h
+    picture = 2 * image + (image + 1) * image + (image + 1) * h + 2 * h
+    inputs = (c.input_features - c.token_channels) * h
+    return _streams_weights(c) + inputs + sum(_hunyuan_matrices(c)) + biases + glyph + picture + 3 * h
+
+
+def _hunyuan(c: HunyuanVideoConfig, layout: SequenceLayout, texts: SequenceLayout, padding: bool) -> int:
+    """Without a shown text and a picture."""
+    row, sample = _hunyuan_matrices(c)
+    inputs = _rows(layout, padding) * (c.input_features - c.token_channels) * c.hidden_size
+    pairs = c.num_refiner_layers * 2 * sum(n**2 for n in texts.lengths) * c.hidden_size
+    refiner = _rows(texts, padding) * row + pairs + layout.num_samples * sample
+    return _streams(c, layout, texts, padding) + inputs + refiner
+
+
 def convolution(inputs: int, outputs: int, size: int = 3) -> int:
     return (inputs * size**2 + 1) * outputs
 
@@ -496,6 +524,7 @@ PARAMETERS: dict[type, Any] = {
     EfficientUNetConfig: _efficient_unet_weights,
     **dict.fromkeys((FluxConfig, Flux2Config, QwenImageConfig, SD3Config), _streams_weights),
     **dict.fromkeys((Lumina2Config, ZImageConfig), _sandwich_weights),
+    HunyuanVideoConfig: _hunyuan_weights,
     MovieGenConfig: _moviegen_weights,
     SanaConfig: _sana_weights,
     STDiTConfig: _stdit_weights,
@@ -507,6 +536,7 @@ MULTIPLY_ADDS: dict[type, Any] = {
     DiTCrossConfig: _dit_cross,
     **dict.fromkeys((FluxConfig, Flux2Config, QwenImageConfig, SD3Config), _streams),
     **dict.fromkeys((Lumina2Config, ZImageConfig), _sandwich_model),
+    HunyuanVideoConfig: _hunyuan,
     MovieGenConfig: _moviegen,
     SanaConfig: _sana,
     STDiTConfig: _stdit,

@@ -18,9 +18,7 @@ import torch
 from torch import Tensor
 
 from dit.backends.provider import LayerProvider
-from dit.batch import PackedBatch
 from dit.joint_layout import JointLayout, joint_layout
-from dit.layers.text import text_layout
 from dit.layers.tokens import pad_tokens
 from dit.layout import SequenceLayout, to_device
 
@@ -46,9 +44,10 @@ class StreamLayouts:
     single: JointLayout
 
     @classmethod
-    def of(cls, batch: PackedBatch, multiple: int, provider: LayerProvider) -> "StreamLayouts":
-        """Return the layouts of a batch; texts and images are extended to multiples of `multiple`."""
-        given, image = text_layout(batch), batch.layout
+    def of(
+        cls, given: SequenceLayout, image: SequenceLayout, multiple: int, provider: LayerProvider
+    ) -> "StreamLayouts":
+        """Return the layouts of texts and images that are extended to multiples of `multiple`."""
         texts = pad_tokens(given if multiple == 1 else given.table(_extended, multiple), provider)
         missing = None if multiple == 1 else image.table(_missing, multiple)
         if missing is None or not missing.total_tokens:

@@ -101,6 +101,13 @@ def of_a_mask(pipeline: Any, options: dict[str, Any]) -> Entries:
     return {"text": rows(*pipeline.encode_prompt([*TEXTS, ""], device="cpu", **options))}
 
 
+def of_hunyuan_video(pipeline: Any, options: dict[str, Any]) -> Entries:
+    """Without the shown text, which is in quotes."""
+    parts = pipeline.text_encoder, pipeline.tokenizer, [*TEXTS, ""], "cpu", pipeline.tokenizer_max_length
+    message, start = pipeline.system_message, pipeline.prompt_template_encode_start_idx
+    return {"text": rows(*pipeline._get_mllm_prompt_embeds(*parts, system_message=message, crop_start=start))}
+
+
 def of_a_list(pipeline: Any, options: dict[str, Any]) -> Entries:
     return {"text": pipeline.encode_prompt([*TEXTS, ""], device="cpu", **options)[0]}
 
@@ -138,6 +145,14 @@ def gemma(root: Path) -> tuple[Any, Any]:
     return language_model("gemma2", 3), byte_tokenizer(side="left", adds_start=True)
 
 
+HUNYUAN_VIDEO_VAE = diffusers.AutoencoderKLHunyuanVideo15(latent_channels=4, block_out_channels=(8,) * 5)
+"""The pipeline reads its number of channels."""
+
+
+def qwen_vl_chat(root: Path) -> tuple[Any, Any]:
+    return language_model("qwen2_5_vl", 4), byte_tokenizer(QWEN_CHAT)
+
+
 def projected_clip(root: Path) -> tuple[Any, Any]:
     return clip(root, projected=True)
 
@@ -147,6 +162,13 @@ CASES = {
     "flux2": Case(diffusers.Flux2Pipeline, (mistral,), of_one_tensor),
     "flux2 klein": Case(diffusers.Flux2KleinPipeline, (qwen3(28),), of_one_tensor),
     "qwen image": Case(diffusers.QwenImagePipeline, (qwen_vl,), of_a_mask),
+    "hunyuan video": Case(
+        diffusers.HunyuanVideo15Pipeline,
+        (qwen_vl_chat,),
+        of_hunyuan_video,
+        (),
+        {**dict.fromkeys(("text_encoder_2", "tokenizer_2", "guider")), "vae": HUNYUAN_VIDEO_VAE},
+    ),
     "wan": Case(diffusers.WanPipeline, (umt5,), of_one_tensor),
     "sdxl": Case(diffusers.StableDiffusionXLPipeline, (clip, projected_clip), of_sdxl, ()),
     "pixart": Case(diffusers.PixArtAlphaPipeline, (t5,), of_guidance),
@@ -165,7 +187,7 @@ def save_pipeline(root: Path, case: Case) -> Any:
         parts[f"text_encoder{suffix}"], parts[f"tokenizer{suffix}"] = make(root / f"source{i}")
     names = signature(case.kind.__init__).parameters
     absent = {name: None for name in ("scheduler", "vae", "transformer", "unet") if name in names}
-    pipeline = case.kind(**parts, **absent, **case.others)
+    pipeline = case.kind(**parts, **{**absent, **case.others})
     pipeline.save_pretrained(root / "pipeline")
     return pipeline
 

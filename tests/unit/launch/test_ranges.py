@@ -50,6 +50,7 @@ BASES = {
     ("tiny_flux", "model=lumina2_2b"): ("model",),
     ("tiny_flux", "model=z_image_6b"): ("model",),
     ("tiny_sana",): ("model",),
+    ("tiny_hunyuan_video",): ("model",),
     ("tiny_wan",): ("model",),
     ("tiny_imagen",): ("model",),
     ("tiny_imagen_sr",): ("model",),
