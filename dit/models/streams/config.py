@@ -69,6 +69,7 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
 
     supports: ClassVar[Supports] = Supports(levels=False)
     splits_all_tokens: ClassVar[bool] = False
+    fixes_packs: ClassVar[bool] = True
 
     block: Block = "adaln_zero"
     num_joint_layers: int

@@ -183,7 +183,8 @@ def sincos_positions(config: StreamsConfig, batch: PackedBatch) -> Tensor:
     if config.position_crop is None:
         return batch.positions_T3
     side, span = config.position_crop
-    corner_S3 = batch.layout.tensor([(0, (side - h) // 2, (side - w) // 2) for _, h, w in batch.grids])
+    _, h_S, w_S = batch.grid_sizes().unbind(1)
+    corner_S3 = torch.stack([torch.zeros_like(h_S), (side - h_S) // 2, (side - w_S) // 2], 1)
     return (batch.positions_T3 + batch.layout.per_token(corner_S3)) / (side / span)
 
 
@@ -196,8 +197,8 @@ def token_positions(config: StreamsConfig, batch: PackedBatch, texts: SequenceLa
     """
     image_T3, index_K1 = batch.positions_T3, texts.token_index_T[:, None]
     if config.centred_positions:
-        below = batch.layout.tensor([(0, h - h // 2, w - w // 2) for _, h, w in batch.grids])
-        image_T3 = image_T3 - batch.layout.per_token(below)
+        below_S2 = (batch.grid_sizes()[:, 1:] + 1) // 2
+        image_T3 = image_T3 - batch.layout.per_token(nn.functional.pad(below_S2, (1, 0)))
     if config.text_positions == "before_image":
         start_T1 = batch.layout.per_token(texts.lengths_S)
         return nn.functional.pad(index_K1, (0, 2)), image_T3 + nn.functional.pad(start_T1, (0, 2))
@@ -205,6 +206,6 @@ def token_positions(config: StreamsConfig, batch: PackedBatch, texts: SequenceLa
         return nn.functional.pad(index_K1, (3, 0)), nn.functional.pad(image_T3, (0, 1))
     if config.text_positions == "after_image":
         share = 2 if config.centred_positions else 1
-        start_K1 = texts.per_token(texts.tensor([max(h, w) // share for _, h, w in batch.grids]))
+        start_K1 = texts.per_token(batch.grid_sizes()[:, 1:].amax(1) // share)
         return (index_K1 + start_K1).expand(-1, 3), image_T3
     return image_T3.new_zeros(texts.total_tokens, 3), image_T3

@@ -210,8 +210,8 @@ MUTANTS = (
     Mutant(
         "streams: an image has no learned tokens",
         "dit/models/streams/layouts.py",
-        "if not any(missing):",
-        "if missing:",
+        "if missing is None or not missing.total_tokens:",
+        "if missing is None or missing.total_tokens:",
         (f"{CONVERT_STREAMS}::test_a_pack_of_two_sizes_is_two_calls_of_diffusers",),
     ),
     Mutant(

@@ -191,8 +191,8 @@ MUTANTS = (
     Mutant(
         "gradients: never divided by the tokens",
         "dit/optimizer/step_numbers.py",
-        "optimizer.gradient_factor.value = factor",
-        "pass",
+        "optimizer.gradient_factor.value = self.on_device.unbind()",
+        "_ = self.on_device.unbind()",
         ("tests/unit/backends/test_gradients.py",),
     ),
     Mutant(
