@@ -66,7 +66,6 @@ def run_ranks(
         device: value of `DIT_DEVICE` on the ranks; empty to use GPUs if there are any.
 
     Raises:
-        UserError: a rank raised this error.
         RuntimeError: a rank failed otherwise, or the time limit passed; the message ends with the ranks' last output.
     """
     ranks = [FORKS.Process(target=_rank, args=(main, folder, rank, device)) for rank in range(count)]

@@ -366,5 +366,5 @@ def test_spatial_attention_does_not_see_other_frames(build_model: BuildModel) ->
 def test_span_hides_the_resolution() -> None:
     """With a span, twice the grid puts every second patch where the small grid's patches are."""
     batches = (pack([Sample(grid, 1)], small("stdit")) for grid in ((1, 2, 3), (1, 4, 6)))
-    coarse, fine = (sincos(spanning(b.positions_T3, b.layout, b.grids, 8.0), 48, "sincos_2d") for b in batches)
+    coarse, fine = (sincos(spanning(b.positions_T3, b.layout, b.grid_sizes(), 8.0), 48, "sincos_2d") for b in batches)
     torch.testing.assert_close(fine.view(4, 6, 48)[::2, ::2].flatten(0, 1), coarse)

@@ -172,6 +172,20 @@ MUTANTS = (
         (ATTENTION,),
     ),
     Mutant(
+        "attention: texts are padded with keys of the next sample",
+        "dit/kernels/segment_groups.py",
+        "np.minimum(index_M, lengths_S1 - 1)",
+        "index_M",
+        (ATTENTION,),
+    ),
+    Mutant(
+        "attention: padded keys have weights",
+        "dit/kernels/segment_groups.py",
+        "index_M < lengths_S1)",
+        "index_M <= lengths_S1)",
+        (ATTENTION,),
+    ),
+    Mutant(
         "attention: tokens in no group have the output of the first row",
         "dit/kernels/segment_groups.py",
         "moved.index_fill_(0, self.absent, 0.0)",

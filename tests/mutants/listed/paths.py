@@ -40,6 +40,7 @@ NEMO = "tests/unit/launch/test_nemo_config.py"
 FLOPS = "tests/unit/monitoring/test_flops.py"
 CONTEXT_ROWS = "tests/unit/context_parallel/test_partition.py"
 DIT, FORMULAS, MOE_PARITY = (f"tests/parity/test_{name}.py" for name in ("dit", "formulas", "moe"))
+HUNYUAN_VIDEO = "tests/parity/test_hunyuan_video.py"
 AUTOENCODER, AUTOENCODING = "tests/parity/test_convert_autoencoder.py", "tests/unit/objectives/test_autoencoding.py"
 ADVERSARIAL = "tests/unit/objectives/test_adversarial.py"
 VQ_AUTOENCODER = "tests/parity/test_convert_vq_autoencoder.py"
