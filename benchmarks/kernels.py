@@ -168,6 +168,7 @@ def cases(device: torch.device) -> dict[str, Callable[[], object]]:
     many = SequenceLayout.from_lengths([8 * n for n in LENGTHS], total_tokens=8 * TOKENS, device=device)
     draws = AddressedNoise(1, 5, ids, many, mixer=noise.mix)
     rates = Rates(1e-4, 0.9, 0.99, 1e-8, 0.1, 10, torch.ones((), device=device))
+    rates = replace(rates, table=rates.on_device)
     modulated = gate, bias, scale, None
     return {
         "residual + norm + modulate": lambda: ops.residual_norm(

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Optional
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -46,13 +47,15 @@ class PackMaxima:
             return None if x_S is None else with_rows(x_S, S)
 
         missing = S - batch.layout.num_samples
+        grids = (*batch.grids, *[(0, 0, 0)] * missing)
         return replace(
             batch,
             latents_TC=with_rows(batch.latents_TC, self.tokens),
             positions_T3=with_rows(batch.positions_T3, self.tokens),
             layout=layout,
             sample_ids_S=with_rows(batch.sample_ids_S, S),
-            grids=(*batch.grids, *[(0, 0, 0)] * missing),
+            grids=grids,
+            grids_S3=torch.tensor(grids),
             keys=(*batch.keys, *["padding"] * missing),
             conditions=Conditions({name: self._entry(entry) for name, entry in batch.conditions.items()}),
             loss_weight_S=rows(batch.loss_weight_S),
@@ -94,6 +97,12 @@ class HiddenLengths(tuple[Any, ...]):
         self._refuse()
 
     def __getitem__(self, key: Any) -> Any:
+        self._refuse()
+
+    def __hash__(self) -> int:  # a cache would return the result of the first pack
+        self._refuse()
+
+    def __eq__(self, other: object) -> bool:
         self._refuse()
 
     def _refuse(self) -> NoReturn:

@@ -266,8 +266,8 @@ def check_outputs(objective: Objective, model: ModelConfig) -> None:
 
 
 def check_cuda_graph(config: RunConfig, spec: BatchSpec) -> None:
-    """Check that a CUDA graph can repeat the passes of a step (`dit.step.cuda_graph`)."""
-    parallel, training = config.parallel, config.training
+    """Check that CUDA graphs can repeat the passes of a step (`dit.step.cuda_graph`) and its update."""
+    parallel, training, beta1 = config.parallel, config.training, config.optimizer.beta1
     experts, stages = config.model.megatron_sizes().num_moe_experts, parallel.pipeline_model_parallel_size
     maxima = config.fixed_packs(spec)
     reasons = (
@@ -307,6 +307,18 @@ def check_cuda_graph(config: RunConfig, spec: BatchSpec) -> None:
             "training.precision=fp16",
             "the loss scale is a number on the host",
             "use training.precision=bf16",
+        ),
+        (
+            config.optimizer.offload,
+            "optimizer.offload=True",
+            "the host waits for the moments",
+            "use optimizer.offload=False",
+        ),
+        (
+            config.schedule.momentum(1, 2, beta1) != beta1 and training.kernels != "triton",
+            f"schedule={type(config.schedule).__name__}",
+            "it changes beta1, which is a number on the host",
+            "use training.kernels=triton",
         ),
         (
             training.linears == "transformer_engine",

@@ -80,6 +80,8 @@ class Clip:
         if condition.name in self.conditions:
             return self.conditions[condition.name]
         assert condition.default is not None  # `encode_sample` refuses samples without it
+        if condition.may_be_empty:
+            return torch.zeros(0, *(condition.shape or ()))
         return condition.default if condition.is_number else torch.full(condition.shape or (), condition.default)
 
 

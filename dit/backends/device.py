@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Optional
@@ -80,6 +80,12 @@ def host_zeros(numbers: int, *, pinned: bool) -> torch.Tensor:
     if pinned and numbers:
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(zeros.data_ptr(), zeros.nbytes, 0))
     return zeros
+
+
+def device_numbers(values: Sequence[Any], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return a tensor of numbers, or of lists of them, on the device; the host does not wait for the copy."""
+    numbers, device = torch.tensor(values, dtype=dtype, device="cpu"), local_device()
+    return numbers if device.type == "cpu" else numbers.pin_memory().to(device, non_blocking=True)
 
 
 def begin_copy_to_host(values: torch.Tensor) -> Callable[[], list[float]]:

@@ -245,6 +245,7 @@ class ModelConfig(ABC):
             micro_batch_size=micro_batch_size,
             multiple_of=multiple_of,
             attention_tokens=self.attention_tokens,
+            largest_grid=self.largest_grid,
         )
 
     @property

@@ -17,13 +17,12 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from dit.backends.device import capture_graph
+from dit.backends.graphs import Capture, Graphed, capture_on_gpu
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 from dit.conditions import Conditions
@@ -35,40 +34,13 @@ from dit.settings import TrainingConfig
 from dit.step.forward_step import TrainingForwardStep
 from dit.step.schedule import Logs, Schedule, forward_backward
 
-WARM_UP = 2
-"""Steps before the capture, in which kernels are compiled, and layouts compute their tables on the device."""
 MOST_GRAPHS = 8
-COPIES = (torch.ops.aten._to_copy, torch.ops.aten.copy_)
 NAMES = ("keys",)
 """Fields of a pack that do not change its computation."""
 FIXED_NAMES = ("keys", "grids")
 """Those of a pack of fixed size, in which grids may not be read."""
 
 Compute = Callable[[], Logs]
-Capture = Callable[[Compute], tuple[Logs, Callable[[], None]]]
-"""Records the operations of a function without running them; returns its result and a function that runs them."""
-
-
-class NoCopiesFromHost(TorchDispatchMode):
-    """Raises an error for copies from host memory, which may have been freed when the graph is replayed."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func.overloadpacket in COPIES:
-            source = args[1] if func.overloadpacket is torch.ops.aten.copy_ else args[0]
-            if source.device.type == "cpu" and result.device.type != "cpu":
-                raise BatchError(
-                    f"training.cuda_graph=True: the passes copy numbers of shape {list(source.shape)} from the host, "
-                    "such as the lengths of texts; use texts of one length, or training.cuda_graph=False"
-                )
-        return result
-
-
-def capture_on_gpu(compute: Compute) -> tuple[Logs, Callable[[], None]]:
-    """Capture a function as a CUDA graph."""
-    with capture_graph() as replay, NoCopiesFromHost():
-        logs = compute()
-    return logs, replay
 
 
 @dataclass
@@ -78,15 +50,12 @@ class _Graph:
     Attributes:
         step: number of the step, int64 `[]`.
         packs: micro-batches of the step, whose tensors are overwritten.
-        runs: number of steps without the graph.
     """
 
     step: Tensor
     packs: list[PackedBatch]
+    run: Graphed
     inputs: list[Tensor] = field(default_factory=list)
-    runs: int = 0
-    logs: Logs = field(default_factory=list)
-    replay: Optional[Callable[[], None]] = None
 
 
 class GraphedSchedule:
@@ -122,32 +91,23 @@ class GraphedSchedule:
         kind = constants(packs, inputs)
         if kind not in self._graphs:
             self._check_number(packs)
-            self._graphs[kind] = _Graph(torch.zeros((), dtype=torch.int64, device=inputs[0].device), packs)
+            step = torch.zeros((), dtype=torch.int64, device=inputs[0].device)
+            self._graphs[kind] = _Graph(step, packs, Graphed(self._capture))
         graph = self._graphs[kind]
         graph.step.fill_(forward_step.step)
         captured = graph.packs
         if captured is not packs:
-            if graph.replay is None:
+            if not graph.run.is_captured:
                 graph.inputs = inputs_of(captured, captured)  # the first step computes the tables
             torch._foreach_copy_(graph.inputs, inputs_of(packs, captured))
-            if captured[0].layout.is_fixed and graph.replay is None:
+            if captured[0].layout.is_fixed and not graph.run.is_captured:
                 captured = without_lengths(captured)
         compute = partial(passes, replace(forward_step, step=graph.step), captured, wrapped, groups)
-        logs = self._run(graph, compute)
+        logs = graph.run(compute)
         for chunk in wrapped:
             chunk.end_replay()
         wrapped[0].config.finalize_model_grads_func(wrapped, None, pg_collection=groups.collection)
         return logs
-
-    def _run(self, graph: _Graph, compute: Compute) -> Logs:
-        if graph.runs < WARM_UP:
-            graph.runs += 1
-            return compute()
-        if graph.replay is None:
-            graph.logs, graph.replay = self._capture(compute)
-        graph.replay()
-        # The next replay overwrites its results.
-        return [{name: values.clone() for name, values in log.items()} for log in graph.logs]
 
     def _check_number(self, packs: Sequence[PackedBatch]) -> None:
         if len(self._graphs) == MOST_GRAPHS:
