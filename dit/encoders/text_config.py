@@ -35,8 +35,17 @@ from dit.pipeline_folder import PIPELINE_INDEX, name_a_part, text_encoders_of
 
 Value = TypeVar("Value")
 Kind = Literal[
-    *("identity", "sentence", "t5", "umt5", "t5gemma", "clip", "clip_projected"),
-    *("qwen3", "qwen2_5_vl", "mistral3", "gemma2"),
+    "identity",
+    "sentence",
+    "t5",
+    "umt5",
+    "t5gemma",
+    "clip",
+    "clip_projected",
+    "qwen3",
+    "qwen2_5_vl",
+    "mistral3",
+    "gemma2",
 ]
 LANGUAGE_MODELS = ("qwen3", "qwen2_5_vl", "mistral3", "gemma2")
 """Causal models; their own padding is masked."""
