@@ -77,11 +77,7 @@ class GraphedSchedule:
         num_micro_batches: int,
         groups: ProcessGroups,
     ) -> Logs:
-        """Run one optimizer step's micro-batches forward and backward, and finish the gradients.
-
-        Raises:
-            BatchError: the packs have more shapes than graphs may exist.
-        """
+        """Run one optimizer step's micro-batches forward and backward, and finish the gradients."""
         used = [condition.name for condition in forward_step.model.conditions()]
         packs = [
             replace(pack, conditions=Conditions({name: pack.conditions.get(name) for name in used}))
