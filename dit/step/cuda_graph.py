@@ -3,14 +3,14 @@
     host    read packs | copy them and the step's number to the inputs of the graph | replay | reduce, count, update
     graph                                                    forward and backward of every micro-batch, main gradients
 
-A graph repeats kernels with the same addresses, shapes and numbers. Its inputs are the tensors of the first packs and
-the number of the step, from which the noise is computed. Everything else in a pack (lengths, grids, levels) is constant
-in a graph, so packs that differ in it have separate graphs. Packs of fixed size (`dit.fixed_packs`) share one: the
-tables that layers compute from their lengths are inputs, too.
+A graph replays kernels with fixed addresses, shapes and scalar arguments. Its inputs are the tensors of the packs with
+which it was captured, and the index of the step, from which noise is computed. Everything else in a pack (lengths,
+grids, noise levels) is constant in a graph, so packs that differ in it have separate graphs. Packs of fixed size
+(`dit.fixed_packs`) share one graph: the tables that are computed from their lengths are inputs, too.
 
-The reduction of the gradients over ranks is not in the graph. Messages between tensor-parallel and context-parallel
-ranks are. Megatron-Core's `FullCudaGraphWrapper` is similar, but it copies the next inputs on another stream without
-waiting for the previous replay; it relies on a host that waits in every step.
+The graph contains tensor-parallel and context-parallel communication, but not the reduction of the gradients over
+data-parallel ranks. Megatron-Core's `FullCudaGraphWrapper` copies the next inputs on another stream without waiting for
+the previous replay, which is correct only if the host waits in every step; here, copies and replays share a stream.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -38,18 +38,19 @@ MOST_GRAPHS = 8
 NAMES = ("keys",)
 """Fields of a pack that do not change its computation."""
 FIXED_NAMES = ("keys", "grids")
-"""Those of a pack of fixed size, in which grids may not be read."""
+"""The same for a pack of fixed size, whose grids may not be read."""
 
 Compute = Callable[[], Logs]
 
 
 @dataclass
 class _Graph:
-    """Packs of one kind, and their graph.
+    """A graph, and the packs with which it was captured.
 
     Attributes:
-        step: number of the step, int64 `[]`.
-        packs: micro-batches of the step, whose tensors are overwritten.
+        step: index of the step, int64 `[]`.
+        packs: micro-batches of a step, whose tensors each step overwrites.
+        inputs: tensors of `packs`, and their tables if the packs have a fixed size.
     """
 
     step: Tensor
@@ -77,7 +78,11 @@ class GraphedSchedule:
         num_micro_batches: int,
         groups: ProcessGroups,
     ) -> Logs:
-        """Run one optimizer step's micro-batches forward and backward, and finish the gradients."""
+        """Run one optimizer step's micro-batches forward and backward, and finish the gradients.
+
+        Raises:
+            BatchError: a new combination of shapes would need more than `MOST_GRAPHS` graphs.
+        """
         used = [condition.name for condition in forward_step.model.conditions()]
         packs = [
             replace(pack, conditions=Conditions({name: pack.conditions.get(name) for name in used}))
@@ -123,7 +128,7 @@ def schedule_of(training: TrainingConfig) -> Schedule:
 def passes(
     forward_step: TrainingForwardStep, packs: Sequence[PackedBatch], wrapped: Sequence[Any], groups: ProcessGroups
 ) -> Logs:
-    """Run all passes of a step without the reduction of the gradients; afterwards no main gradient is stale."""
+    """Run all passes of a step without the reduction of the gradients; clear main gradients that no pass wrote."""
     config = wrapped[0].config
     finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, None
     try:
@@ -139,7 +144,7 @@ def inputs_of(packs: Sequence[PackedBatch], captured: Sequence[PackedBatch]) -> 
     """Return the inputs of a graph: the tensors of packs, and if they have a fixed size, the tables of their layouts.
 
     Args:
-        captured: packs of the graph; those of their tables that `packs` lack are computed.
+        captured: packs with which the graph is captured. Tables that exist in them but not in `packs` are computed.
     """
     inputs = list[Tensor]()
     constants(packs, inputs)
@@ -157,9 +162,9 @@ def inputs_of(packs: Sequence[PackedBatch], captured: Sequence[PackedBatch]) -> 
 
 
 def constants(value: Any, tensors: list[Tensor]) -> Hashable:
-    """Return everything in packs that is constant in a graph, and append the other parts, the tensors, to a list.
+    """Return the values that are constant in a graph (its key in a cache), and append all other tensors to a list.
 
-    The tensors of a layout are functions of its lengths, so they are constant unless the pack has a fixed size.
+    Tensors of a layout depend only on its lengths. Lengths are part of the key, except in packs of fixed size.
     """
     if isinstance(value, Tensor):
         tensors.append(value)

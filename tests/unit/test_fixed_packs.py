@@ -94,7 +94,7 @@ def test_passes_that_read_lengths_are_an_error(build_model: BuildModel, one_rank
     model, config = disturbed(build_model, one_rank_world, "stdit")
     first = MAXIMA.pad(pack(config, [0, 1]))
     numbers_of(model, config, first)
-    with pytest.raises(BatchError, match=r"^training.cuda_graph=True: the passes read the lengths .*; use data of one"):
+    with pytest.raises(BatchError, match=r"^training.cuda_graph=True: the model reads the lengths .*; use data of one"):
         numbers_of(model, config, without_lengths([first])[0])
     layout = without_lengths([first])[0].layout
     reads: list[Any] = [sum, max, list, set, hash]

@@ -234,7 +234,7 @@ def test_a_network_that_reads_lengths_is_an_error_in_the_second_step(
     tmp_path: Any, one_rank_world: ProcessGroups
 ) -> None:
     records = Records()
-    with pytest.raises(BatchError, match="the passes read the lengths of samples on the host"):
+    with pytest.raises(BatchError, match="the model reads the lengths of samples on the host"):
         steps(tmp_path, one_rank_world, records, "tiny_stdit")
     assert records.recorded == 0
 
