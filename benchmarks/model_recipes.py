@@ -1,4 +1,4 @@
-"""Runs to measure backbones: ST-DiT under context parallelism, and rows of published tables for Imagen and Wan.
+"""Runs to measure backbones: ST-DiT under context parallelism, and rows of published tables for Imagen, FLUX and Wan.
 
 All feed synthetic data; `benchmarks.recipes` says how to time one.
 """
@@ -7,9 +7,9 @@ import nemo_run as run
 
 from dit.parallel.dims import ParallelConfig
 from dit.training.pretrain import pretrain
-from recipes import imagen, stdit, wan
-from recipes.components import stdit_3b, wan_14b
-from recipes.dit import as_large_model, as_mock
+from recipes import flux, imagen, stdit, wan
+from recipes.components import flux_dev, stdit_3b, wan_14b
+from recipes.dit import as_large_model, as_mock, with_fsdp
 
 
 def _stdit(name: str, comm: str, context_size: int) -> run.Partial:
@@ -156,6 +156,45 @@ def bench_imagen_600m_res_1024() -> run.Partial:
 
 
 @run.cli.factory(target=pretrain)
+def bench_flux12b_1024() -> run.Partial:
+    """FLUX.1 (11.9 B) on synthetic images of 1024 px (4096 tokens), FSDP: 4 x 141 GB, 87 GiB each.
+
+    torchtitan's row: 9294 tokens/s and 490 TFLOP/s in its own convention for each of 4 GB200. Its batch is unknown; one
+    image to a micro-batch and two per step on each GPU are assumed; texts have 512 tokens.
+    """
+    recipe = with_fsdp(as_mock(flux.flux("bench_flux12b_1024", flux_dev()), flux.IMAGE_1024))
+    recipe.training.global_batch_size = 8
+    return recipe
+
+
+def _flux_on_one_gpu(name: str, blocks: int) -> run.Partial:
+    """Return FLUX.1 with fewer joint blocks, and twice the number of single-stream blocks, as in the full model."""
+    recipe = as_mock(flux.flux(name, flux_dev()), flux.IMAGE_1024)
+    recipe.model.num_joint_layers, recipe.model.num_single_layers = blocks, 2 * blocks
+    recipe.training.global_batch_size = 1
+    recipe.parallel = run.Config(ParallelConfig, data_parallel="ddp")
+    return recipe
+
+
+@run.cli.factory(target=pretrain, name="bench_flux12b_1024_1gpu_L3")
+def bench_flux12b_1024_1gpu_l3() -> run.Partial:
+    """1 joint and 2 single-stream blocks of FLUX.1 (677 M) on images of 1024 px: one 24 GB GPU, 13 GiB.
+
+    The time of bench_flux12b_1024_1gpu_L6 minus this one's, times 19, is that of all blocks of FLUX.1.
+    """
+    return _flux_on_one_gpu("bench_flux12b_1024_1gpu_L3", 1)
+
+
+@run.cli.factory(target=pretrain, name="bench_flux12b_1024_1gpu_L6")
+def bench_flux12b_1024_1gpu_l6() -> run.Partial:
+    """2 joint and 4 single-stream blocks of FLUX.1 (1.30 B) on images of 1024 px: one 40 GB GPU, 25 GiB.
+
+    See bench_flux12b_1024_1gpu_L3; nothing is recomputed, and one image is a step.
+    """
+    return _flux_on_one_gpu("bench_flux12b_1024_1gpu_L6", 2)
+
+
+@run.cli.factory(target=pretrain)
 def bench_wan14b_37k_tp2sp_cp4() -> run.Partial:
     """Wan 2.1 14B (14.3 B) at 37,440 tokens, TP 2 + SP, CP 4, 24 of 40 layers recomputed: 128 x 80 GB, 69 GiB each.
 
@@ -167,7 +206,7 @@ def bench_wan14b_37k_tp2sp_cp4() -> run.Partial:
     return recipe
 
 
-def _on_one_gpu(name: str, num_layers: int) -> run.Partial:
+def _wan_on_one_gpu(name: str, num_layers: int) -> run.Partial:
     """Return layers of Wan 14B that fit one GPU: two numbers give the time of a layer, and of the ends."""
     recipe = as_mock(as_large_model(wan.wan(name, wan_14b())), wan.CLIP_480P)
     recipe.model.num_layers = num_layers
@@ -183,7 +222,7 @@ def bench_wan14b_37k_1gpu_l2() -> run.Partial:
 
     Cheap activations are recomputed. The time of bench_wan14b_37k_1gpu_L4 minus this one's is that of two layers.
     """
-    return _on_one_gpu("bench_wan14b_37k_1gpu_L2", 2)
+    return _wan_on_one_gpu("bench_wan14b_37k_1gpu_L2", 2)
 
 
 @run.cli.factory(target=pretrain, name="bench_wan14b_37k_1gpu_L4")
@@ -192,4 +231,4 @@ def bench_wan14b_37k_1gpu_l4() -> run.Partial:
 
     See bench_wan14b_37k_1gpu_L2; cheap activations are recomputed here, too, and attention is most of the work.
     """
-    return _on_one_gpu("bench_wan14b_37k_1gpu_L4", 4)
+    return _wan_on_one_gpu("bench_wan14b_37k_1gpu_L4", 4)

@@ -11,7 +11,6 @@ from dit.models.base import ModelConfig
 from dit.models.flux.config import FluxConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer.schedules import Constant
-from dit.parallel.dims import ParallelConfig
 from dit.settings import OptimizerConfig, SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
@@ -33,7 +32,7 @@ IMAGE_1024 = (1, 128, 128)
 """Latent (frames, height, width) of 4096 tokens."""
 
 
-def _flux(name: str, model: run.Config[ModelConfig]) -> run.Partial:
+def flux(name: str, model: run.Config[ModelConfig]) -> run.Partial:
     """Return NeMo's setting of FLUX.1: micro-batches of one sample, two per step, AdamW at 1e-4, logit-normal times.
 
     Deviation: texts are left out for one sample in ten, this project's choice.
@@ -63,7 +62,7 @@ def tiny_flux() -> run.Partial:
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 128, "rope_axes": [4, 6, 6]}
     conditions = {"in_channels": 4, "context_size": 32, "pooled_size": 16}
     model = run.Config(FluxConfig, num_joint_layers=1, num_single_layers=1, **sizes, **conditions)
-    return in_seconds(_flux("tiny_flux", model))
+    return in_seconds(flux("tiny_flux", model))
 
 
 @run.cli.factory(target=pretrain)
@@ -72,7 +71,7 @@ def flux_535m() -> run.Partial:
 
     For measurements, and to check a machine. `--dryrun` estimates 10 GiB.
     """
-    return as_mock(_flux("flux_535m", flux_two_layers()), IMAGE_1024, text_tokens=256)
+    return as_mock(flux("flux_535m", flux_two_layers()), IMAGE_1024, text_tokens=256)
 
 
 @run.cli.factory(target=pretrain)
@@ -81,7 +80,7 @@ def flux_12b() -> run.Partial:
 
     `--dryrun` estimates 43 GiB on each GPU.
     """
-    recipe = with_fsdp(on_tensor_parallel(_flux("flux_12b", flux_dev()), 2))
+    recipe = with_fsdp(on_tensor_parallel(flux("flux_12b", flux_dev()), 2))
     recipe.parallel.context_parallel_size = 2
     return _on_images(recipe, "data/latents_1024")
 
@@ -98,7 +97,7 @@ def flux_mlperf() -> run.Partial:
 
     Source: mlcommons/training, text_to_image; mlcommons/logging, rcps_flux1.json of training 6.0, row of batch 512.
     """
-    recipe = with_fsdp(_flux("flux_mlperf", flux_dev()))
+    recipe = with_fsdp(flux("flux_mlperf", flux_dev()))
     recipe.data = run.Config(
         EnergonData, path="data/cc12m_256", max_text_tokens=256, bucket_by_shape=True, validation_samples=29_696
     )
@@ -118,7 +117,7 @@ def flux2_32b() -> run.Partial:
     `--dryrun` estimates 60 GiB on each GPU. The network gets a guidance scale of 4, as the published one. Texts: layers
     10, 20 and 30 of Mistral-3, stacked.
     """
-    recipe = with_fsdp(on_tensor_parallel(_flux("flux2_32b", flux2_dev()), 4))
+    recipe = with_fsdp(on_tensor_parallel(flux("flux2_32b", flux2_dev()), 4))
     recipe.training.global_batch_size = 16
     return _on_images(recipe, "data/latents_1024_flux2")
 
@@ -129,7 +128,7 @@ def flux2_klein_9b_1024() -> run.Partial:
 
     `--dryrun` estimates 39 GiB on each GPU. Texts: three layers of Qwen3-8B, stacked.
     """
-    recipe = with_fsdp(on_tensor_parallel(_flux("flux2_klein_9b_1024", flux2_klein_9b()), 2))
+    recipe = with_fsdp(on_tensor_parallel(flux("flux2_klein_9b_1024", flux2_klein_9b()), 2))
     recipe.training.global_batch_size = 8
     return _on_images(recipe, "data/latents_1024_klein_9b")
 
@@ -140,7 +139,7 @@ def flux2_klein_4b_1024() -> run.Partial:
 
     `--dryrun` estimates 28 GiB on each GPU. Texts: three layers of Qwen3-4B, stacked.
     """
-    recipe = with_fsdp(_flux("flux2_klein_4b_1024", flux2_klein_4b()))
+    recipe = with_fsdp(flux("flux2_klein_4b_1024", flux2_klein_4b()))
     recipe.training.global_batch_size = 8
     return _on_images(recipe, "data/latents_1024_klein_4b")
 
@@ -151,7 +150,7 @@ def qwen_image_1024() -> run.Partial:
 
     Texts: the last layer of Qwen2.5-VL 7B, without the tokens of the template.
     """
-    recipe = with_fsdp(on_tensor_parallel(_flux("qwen_image_1024", qwen_image_20b()), 4))
+    recipe = with_fsdp(on_tensor_parallel(flux("qwen_image_1024", qwen_image_20b()), 4))
     recipe.training.global_batch_size = 16
     return _on_images(recipe, "data/latents_1024_qwen_image")
 
@@ -163,7 +162,7 @@ def sd3_5_large_1024() -> run.Partial:
     `--dryrun` estimates 33 GiB on each GPU. Times are shifted by 3, as published. Texts: 77 tokens of both CLIP models,
     joined along the width and padded to 4096, then those of T5-XXL.
     """
-    recipe = with_fsdp(on_tensor_parallel(_flux("sd3_5_large_1024", sd3_5_large()), 2))
+    recipe = with_fsdp(on_tensor_parallel(flux("sd3_5_large_1024", sd3_5_large()), 2))
     recipe.objective.time_shift = 3.0
     recipe.training.global_batch_size = 8
     return _on_images(recipe, "data/latents_1024_sd3")
@@ -175,7 +174,7 @@ def sd3_5_medium_1024() -> run.Partial:
 
     `--dryrun` estimates 16 GiB on each GPU. Times and texts as in `sd3_5_large_1024`.
     """
-    recipe = with_fsdp(_flux("sd3_5_medium_1024", sd3_5_medium()))
+    recipe = with_fsdp(flux("sd3_5_medium_1024", sd3_5_medium()))
     recipe.objective.time_shift = 3.0
     recipe.training.global_batch_size = 8
     return _on_images(recipe, "data/latents_1024_sd3")
@@ -188,7 +187,7 @@ def lumina2_1024() -> run.Partial:
     `--dryrun` estimates 26 GiB on each GPU. Times are shifted by 6, as the published sampler. Texts: the layer
     before the last of Gemma 2 2B.
     """
-    recipe = with_fsdp(_flux("lumina2_1024", lumina2_2b()))
+    recipe = with_fsdp(flux("lumina2_1024", lumina2_2b()))
     recipe.objective.time_shift = 6.0
     recipe.training.global_batch_size = 8
     return _on_images(recipe, "data/latents_1024_lumina2")
@@ -201,46 +200,7 @@ def z_image_1024() -> run.Partial:
     `--dryrun` estimates 46 GiB on each GPU. Times are shifted by 3, as the published sampler. Texts: the layer before
     the last of Qwen3-4B.
     """
-    recipe = with_fsdp(_flux("z_image_1024", z_image_6b()))
+    recipe = with_fsdp(flux("z_image_1024", z_image_6b()))
     recipe.objective.time_shift = 3.0
     recipe.training.global_batch_size = 8
     return _on_images(recipe, "data/latents_1024_z_image")
-
-
-@run.cli.factory(target=pretrain)
-def bench_flux12b_1024() -> run.Partial:
-    """FLUX.1 (11.9 B) on synthetic images of 1024 px (4096 tokens), FSDP: 4 x 141 GB, 87 GiB each.
-
-    torchtitan's row: 9294 tokens/s and 490 TFLOP/s in its own convention for each of 4 GB200. Its batch is unknown; one
-    image to a micro-batch and two per step on each GPU are assumed; texts have 512 tokens.
-    """
-    recipe = with_fsdp(as_mock(_flux("bench_flux12b_1024", flux_dev()), IMAGE_1024))
-    recipe.training.global_batch_size = 8
-    return recipe
-
-
-def _on_one_gpu(name: str, blocks: int) -> run.Partial:
-    """Return FLUX.1 with fewer joint blocks, and twice the number of single-stream blocks, as in the full model."""
-    recipe = as_mock(_flux(name, flux_dev()), IMAGE_1024)
-    recipe.model.num_joint_layers, recipe.model.num_single_layers = blocks, 2 * blocks
-    recipe.training.global_batch_size = 1
-    recipe.parallel = run.Config(ParallelConfig, data_parallel="ddp")
-    return recipe
-
-
-@run.cli.factory(target=pretrain, name="bench_flux12b_1024_1gpu_L3")
-def bench_flux12b_1024_1gpu_l3() -> run.Partial:
-    """1 joint and 2 single-stream blocks of FLUX.1 (677 M) on images of 1024 px: one 24 GB GPU, 13 GiB.
-
-    The time of bench_flux12b_1024_1gpu_L6 minus this one's, times 19, is that of all blocks of FLUX.1.
-    """
-    return _on_one_gpu("bench_flux12b_1024_1gpu_L3", 1)
-
-
-@run.cli.factory(target=pretrain, name="bench_flux12b_1024_1gpu_L6")
-def bench_flux12b_1024_1gpu_l6() -> run.Partial:
-    """2 joint and 4 single-stream blocks of FLUX.1 (1.30 B) on images of 1024 px: one 40 GB GPU, 25 GiB.
-
-    See bench_flux12b_1024_1gpu_L3; nothing is recomputed, and one image is a step.
-    """
-    return _on_one_gpu("bench_flux12b_1024_1gpu_L6", 2)

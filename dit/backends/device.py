@@ -165,6 +165,21 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def device_seconds(call: Callable[[], object], repeats: int, cache_bytes: int = 256 << 20) -> list[float]:
+    """Measure the GPU seconds of a call, with cold caches and without the time that the host needs to issue it."""
+    flush = torch.empty(cache_bytes, dtype=torch.int8, device=local_device())
+    times = []
+    for _ in range(repeats):
+        flush.zero_()  # overwrites the caches; the host issues the call meanwhile
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        call()
+        after.record()
+        torch.cuda.synchronize()
+        times.append(before.elapsed_time(after) / 1e3)
+    return times
+
+
 def peak_bytes(call: Callable[[], object]) -> Optional[int]:
     """Return the largest GPU memory during a call, in addition to that before it; None without a GPU."""
     if not use_cuda():

@@ -171,11 +171,7 @@ class Op(Generic[T_co]):
 
 
 def choose(op: Op[T], target: Target, requested: str = AUTO) -> Implementation[T]:
-    """Select the requested implementation of an op; `auto` selects the first one whose requirements are satisfied.
-
-    Raises:
-        ConfigError: the requested implementation is unknown, or its requirements are not satisfied.
-    """
+    """Select the requested implementation of an op; `auto` selects the first one whose requirements are satisfied."""
     if requested == AUTO:
         return next(
             one for one in op.implementations if not (op.opt_in_reason(one, target) or one.unmet_requirement(target))

@@ -32,11 +32,7 @@ RecomputeChoice = Literal["none", "selective", "full"]
 
 
 def check_recompute(choice: RecomputeChoice, layers: Optional[int]) -> None:
-    """Check the settings `training.recompute` and `training.recompute_layers`.
-
-    Raises:
-        ConfigError: the choice is unknown, or the number of layers is invalid or has no effect.
-    """
+    """Check the settings `training.recompute` and `training.recompute_layers`."""
     if choice not in get_args(RecomputeChoice):
         raise ConfigError(
             f"training.recompute={choice!r} is unknown; use one of {', '.join(get_args(RecomputeChoice))}"

@@ -29,9 +29,6 @@ def noise_kernel(model: ModelConfig, training: TrainingConfig, device: Optional[
 
     Args:
         device: None for that of this process.
-
-    Raises:
-        ConfigError: the kernel that `training.kernels` names does not run here.
     """
     return choose(NOISE, target_of(model, training.precision, device), training.kernels).load()
 
