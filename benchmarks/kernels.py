@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.clock import append
+from benchmarks.clock import append, device_seconds
+from benchmarks.layer_traffic import WRITE_ONLY
 from benchmarks.prediction import device_of
-from dit.backends.device import describe, device_seconds, local_device, use_cuda
+from dit.backends.device import describe, local_device, use_cuda
 from dit.errors import EXIT_OK, one_line_errors
 from dit.planner.devices import B200, H100, H200
 from dit.terminal import echo
-from dit.tracing.passes import WRITE_ONLY
 from dit.tracing.repeats import tensors_in
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -168,6 +168,7 @@ def cases(device: torch.device) -> dict[str, Callable[[], object]]:
     many = SequenceLayout.from_lengths([8 * n for n in LENGTHS], total_tokens=8 * TOKENS, device=device)
     draws = AddressedNoise(1, 5, ids, many, mixer=noise.mix)
     rates = Rates(1e-4, 0.9, 0.99, 1e-8, 0.1, 10, torch.ones((), device=device))
+    rates = replace(rates, table=rates.on_device)
     modulated = gate, bias, scale, None
     return {
         "residual + norm + modulate": lambda: ops.residual_norm(

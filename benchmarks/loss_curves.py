@@ -29,6 +29,7 @@ TRANSFORMERS = (
     "tiny_moviegen",
     "tiny_flux",
     "tiny_sana",
+    "tiny_hunyuan_video",
     "tiny_wan",
     "tiny_ecdit",
 )

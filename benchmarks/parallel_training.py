@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from dit.batch import PackedBatch
-from dit.conditions import Conditions, per_sample, per_text_token
+from dit.conditions import Conditions, per_latent_token, per_sample, per_text_token
 from dit.layout import SequenceLayout
 from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
@@ -59,6 +59,13 @@ def micro_batch(
         latents[start : start + length] = torch.randn(length, 16, generator=generator)
         positions[start : start + length] = grid_positions(grid)
     context_layout = SequenceLayout.from_lengths([3 + index % 3, 5])
+    label, context = [index % 5, (index + 2) % 5], torch.randn(context_layout.total_tokens, 12, generator=generator)
+    pooled, first = (torch.randn(size, generator=generator) for size in ((2, 6), (layout.valid_tokens, 20)))
+    others = {}
+    # Texts and pictures that some samples do not have.
+    for name, width, counts in (("context_2", 10, (index % 3, 2)), ("image_tokens", 6, (3, 4 * (index % 2)))):
+        texts = SequenceLayout.from_lengths(counts, may_be_empty=True)
+        others[name] = per_text_token(torch.randn(sum(counts), width, generator=generator), texts)
     return PackedBatch(
         latents_TC=latents,
         positions_T3=positions,
@@ -67,10 +74,12 @@ def micro_batch(
         grids=grids,
         keys=(f"{index}a", f"{index}b"),
         conditions=Conditions(
-            label=per_sample(torch.tensor([index % 5, (index + 2) % 5])),
-            context=per_text_token(torch.randn(context_layout.total_tokens, 12, generator=generator), context_layout),
-            pooled=per_sample(torch.randn(2, 6, generator=generator)),
+            others,
+            label=per_sample(torch.tensor(label)),
+            context=per_text_token(context, context_layout),
+            pooled=per_sample(pooled),
             fps=per_sample(torch.tensor([24.0, 8.0 + index])),
+            first_frames=per_latent_token(layout.insert_padding(first)),
         ),
     )
 

@@ -17,6 +17,7 @@ from typing import Any, Literal, Optional
 import torch
 from torch import Tensor, nn
 
+from benchmarks.layer_traffic import LayerTraffic, Passes, layer_traffic, traffic
 from dit.backends import process_groups
 from dit.backends.device import ACCELERATOR
 from dit.backends.provider import LayerProvider
@@ -41,7 +42,6 @@ from dit.parallel.dims import ParallelConfig
 from dit.parallel.implementations import DTYPES
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.terminal import echo
-from dit.tracing.passes import LayerTraffic, Passes, layer_traffic, traffic
 from dit.tracing.world import fake_world
 
 HIDDEN, HEADS, CONTEXT = 3072, 24, 1024

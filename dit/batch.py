@@ -55,6 +55,7 @@ class PackedBatch:
         negatives_TC: for each token, one of another sample (`dit.objectives.contrastive`); None without contrast.
         repeated: whether another rank also has this micro-batch. Validation repeats micro-batches so that all ranks run
             the same number of forward passes; repeated ones are excluded from all sums.
+        grids_S3: the grids as a tensor, int64; None to copy them to the device when a layer needs them.
         raw: pixels and captions that are not encoded yet; None if there are none. Before encoding, `latents_TC` is zero
             for samples with pixels, and the text conditions are missing.
     """
@@ -71,7 +72,12 @@ class PackedBatch:
     dropout_S: Optional[Tensor] = None
     negatives_TC: Optional[Tensor] = None
     repeated: bool = False
+    grids_S3: Optional[Tensor] = None
     raw: Optional[RawSamples] = None
+
+    def grid_sizes(self) -> Tensor:
+        """Return (t, h, w) of each sample in patches on the device, int64 `[S, 3]`."""
+        return self.layout.tensor(self.grids) if self.grids_S3 is None else self.grids_S3
 
     def to(self, device: torch.device | str) -> "PackedBatch":
         """Copy every tensor to `device`, with the tables that the layouts have; the host does not wait.
@@ -86,15 +92,19 @@ class PackedBatch:
             )
         return move(self, torch.device(device))
 
-    def validate(self, required: Sequence[Condition] = (), *, patch_volume: int = 1) -> "PackedBatch":
+    def validate(
+        self,
+        required: Sequence[Condition] = (),
+        *,
+        patch_volume: int = 1,
+        largest_grid: Optional[tuple[int, int, int]] = None,
+    ) -> "PackedBatch":
         """Check the batch against its layout and the conditions of a model, and return it.
 
         Args:
             required: the model's conditions.
             patch_volume: latent positions in a patch of the model.
-
-        Raises:
-            BatchError: lengths disagree, a condition is missing or has the wrong shape, or a class is out of range.
+            largest_grid: largest numbers of patches along t, h and w; None for no limit.
         """
         S, T = self.layout.num_samples, self.layout.total_tokens
         sizes = {
@@ -112,6 +122,11 @@ class PackedBatch:
         for grid, length, key in zip(self.grids, self.layout.lengths, self.keys):
             if math.prod(grid) > length or (math.prod(grid) < length and self.layout.levels is None):
                 errors.append(f"sample {key!r} has grid {grid} but {length} tokens")
+            if largest_grid is not None and any(n > most for n, most in zip(grid, largest_grid)):
+                errors.append(
+                    f"sample {key!r} has {grid} patches (t, h, w), but the learned positions end at {largest_grid}; "
+                    "raise model.max_grid or drop such samples"
+                )
         errors.extend(self.conditions.problems(required, self.layout, self.keys, patch_volume))
         if errors:
             raise BatchError("; ".join(errors))
@@ -125,9 +140,6 @@ class PackedBatch:
 
         Args:
             x_TC: values of all tokens of the pack, padding included.
-
-        Raises:
-            BatchError: the samples have different shapes or are split over ranks.
         """
         if len(set(self.grids)) != 1 or self.layout.local_indices is not None:
             raise BatchError(
@@ -147,11 +159,7 @@ class PackedBatch:
         ]
 
     def grid(self, patch_temporal: int, patch_spatial: int) -> Tensor:
-        """Return the latents unpatchified as one dense `[S, C, t, h, w]` tensor.
-
-        Raises:
-            BatchError: see `dense`.
-        """
+        """Return the latents unpatchified as one dense `[S, C, t, h, w]` tensor."""
         from dit.patchify import unpatchify
 
         tokens = self.dense(self.latents_TC).flatten(1, 3)

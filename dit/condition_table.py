@@ -109,6 +109,14 @@ FIRST_FRAMES = Condition(
     null=0.0,
     stored_as=("first_frames",),
 )
+IMAGE_TOKENS = Condition(
+    name="image_tokens",
+    axis="text",
+    description="embedding of a picture",
+    shape=None,
+    default=0.0,
+    stored_as=("image_tokens",),
+)
 TABLE = (
     LABEL,
     CONTEXT,
@@ -122,6 +130,7 @@ TABLE = (
     MASK,
     CONTROL,
     FIRST_FRAMES,
+    IMAGE_TOKENS,
 )
 """The known conditions. A model uses `replace(CONTEXT, shape=(1024,), dropout=0.1)`, or declares its own."""
 

@@ -53,7 +53,7 @@ class Condition:
         group: one draw per sample drops all conditions of a group, so the samples of the smallest share lose them all.
         requires: condition that must be present together with this one.
         default: value of samples that store none, also of every element of a vector; None: each sample must store one.
-            It may be outside the limits.
+            It may be outside the limits. A text with a default is optional: samples that store none have no token.
         limits: valid values of a number.
         derive: computes the value of a sample that stores none from its latent `[C, T, H, W]`; None: not possible.
         stored_as: names in a sample; the first existing one is used. A number is a key of the metadata; an array is a
@@ -82,16 +82,27 @@ class Condition:
     made_with: str = ""
 
     def __post_init__(self) -> None:
-        if self.default is not None and (self.axis != "sample" or self.shape is None):
+        if self.default is not None and (self.axis == "latent" or (self.axis == "sample" and self.shape is None)):
             raise ConfigError(
                 f"the condition {self.name!r} has default={self.default:g}, axis={self.axis!r} and shape={self.shape}; "
-                "only values per sample of a known shape have a default, so use default=None"
+                "only texts, and values per sample of a known shape, have a default, so use default=None"
             )
 
     @property
     def is_number(self) -> bool:
         """Whether the value of a sample is one number, not an array."""
         return self.axis == "sample" and self.shape == ()
+
+    @property
+    def stored_shape(self) -> str:
+        """Shape of a sample's value, such as `[K, 1024]` for the tokens of a text."""
+        sides = {"sample": "[{}]", "text": "[K, {}]", "latent": "[{}, T, H, W]"}[self.axis]
+        return sides.format("*" if self.shape is None else self.shape[0])
+
+    @property
+    def may_be_empty(self) -> bool:
+        """Whether the condition is a text that a sample may lack."""
+        return self.axis == "text" and self.default is not None
 
     @property
     def null_value(self) -> Optional[float]:
@@ -127,7 +138,7 @@ class Condition:
         """
         sides = {"sample": ("width",), "text": ("tokens", "width"), "latent": ("C", "T", "H", "W")}[self.axis]
         shape = list(value.shape)
-        if len(shape) != len(sides) or 0 in shape:
+        if len(shape) != len(sides) or 0 in (shape[1:] if self.may_be_empty else shape):
             return f"the {self.description} has shape {shape}, must be [{', '.join(sides)}]"
         if self.axis == "latent" and shape[1:] != list(latent_size):
             size = f"{shape[1:]} (T x H x W), the latent {list(latent_size)}"
@@ -164,7 +175,7 @@ class Condition:
         if self.axis == "sample":
             return Entry(self.axis, torch.stack(tensors))
         if self.axis == "text":
-            texts = SequenceLayout.from_lengths([len(text) for text in tensors])
+            texts = SequenceLayout.from_lengths([len(text) for text in tensors], may_be_empty=self.may_be_empty)
             return Entry(self.axis, tensors[0] if len(tensors) == 1 else torch.cat(tensors), texts)
         return Entry(self.axis, layout.insert_padding(patchify_all(tensors, *patch)))
 
@@ -174,8 +185,8 @@ class Condition:
         if value is None or self.shape is None:
             return None
         if self.axis == "text":
-            texts = SequenceLayout.from_lengths([1] * layout.num_samples)
-            return Entry(self.axis, torch.full((layout.num_samples, *self.shape), value, dtype=self.dtype), texts)
+            texts = SequenceLayout.from_lengths([0 if self.may_be_empty else 1] * layout.num_samples, may_be_empty=True)
+            return Entry(self.axis, torch.full((texts.total_tokens, *self.shape), value, dtype=self.dtype), texts)
         if self.axis == "latent":
             width = self.shape[0] * patch[0] * patch[1] ** 2
             return Entry(self.axis, torch.full((layout.num_local_tokens, width), value, dtype=self.dtype))
@@ -226,6 +237,14 @@ class Entry:
             null_KD = self.null.to(self.values.dtype)[self.layout.token_index_T % len(self.null)]
             return replace(self, values=torch.where(mask, null_KD, self.values))
         return replace(self, values=self.values.masked_fill(mask, condition.null_value or 0))
+
+    def without_tokens(self) -> "Entry":
+        """Return texts without tokens."""
+        assert self.layout is not None
+        layout = SequenceLayout.from_lengths(
+            [0] * self.layout.num_samples, device=self.layout.device, may_be_empty=True
+        )
+        return replace(self, values=self.values[:0], layout=layout)
 
     def followed_by(self, other: "Entry") -> "Entry":
         """Concatenate the entry of another pack of the same number of samples."""
@@ -314,6 +333,8 @@ class Conditions(Mapping[str, Entry]):
         subtracts. With two independent draws it would be only p * q. Different shares also train single conditions:
         guidance away from a negative text without a class needs a class dropout above that of the text.
 
+        Optional texts are not dropped in training, because the number of tokens would depend on the draw.
+
         Args:
             required: conditions of the model.
             draw: returns one number in [0, 1) per sample, `[S]`, for a purpose.
@@ -324,7 +345,7 @@ class Conditions(Mapping[str, Entry]):
         draws: dict[str, Tensor] = {}
         changed = {}
         for condition in required:
-            if condition.dropout is None or condition.name not in self:
+            if condition.dropout is None or condition.may_be_empty or condition.name not in self:
                 continue
             if condition.group not in draws:
                 draws[condition.group] = draw(f"drop {condition.group}")
@@ -336,14 +357,11 @@ class Conditions(Mapping[str, Entry]):
         """Drop every droppable condition for all samples: the unconditional branch of guidance."""
         everywhere_S = torch.ones(layout.num_samples, dtype=torch.bool, device=layout.device)
         droppable = [c for c in required if c.dropout is not None and c.name in self]
-        return self | {c.name: self[c.name].drop(c, everywhere_S, layout) for c in droppable}
+        dropped = {c.name: self[c.name].drop(c, everywhere_S, layout) for c in droppable}
+        return self | dropped | {c.name: self[c.name].without_tokens() for c in droppable if c.may_be_empty}
 
     def followed_by(self, others: "Conditions") -> "Conditions":
-        """Concatenate the conditions of another pack of the same number of samples.
-
-        Raises:
-            BatchError: the packs do not have the same conditions.
-        """
+        """Concatenate the conditions of another pack of the same number of samples."""
         if set(self) != set(others):
             raise BatchError(f"packs with the conditions {sorted(self)} and {sorted(others)} cannot be joined")
         return Conditions({name: entry.followed_by(others[name]) for name, entry in self.items()})
@@ -431,10 +449,6 @@ def check_given(
         values: of each sample, by name of the condition.
         count: number of samples.
         latent_size: (T, H, W) of each sample.
-
-    Raises:
-        ConfigError: the model does not take a condition, a value has another shape or range, or a condition that
-            must accompany another one (`requires`) is missing.
     """
     by_name = {condition.name: condition for condition in required}
     for name, column in values.items():

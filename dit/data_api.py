@@ -26,6 +26,7 @@ class BatchSpec:
         micro_batch_size: samples per micro-batch without packing.
         multiple_of: every sample is padded to a multiple of this number of tokens (context and sequence parallelism).
         attention_tokens: sample length at which attention costs about as much as the rest of the model.
+        largest_grid: largest numbers of patches along t, h and w; None for no limit.
     """
 
     patch_temporal: int
@@ -35,6 +36,11 @@ class BatchSpec:
     micro_batch_size: int
     multiple_of: int = 1
     attention_tokens: int = 1
+    largest_grid: Optional[tuple[int, int, int]] = None
+
+    def check(self, batch: PackedBatch) -> PackedBatch:
+        """Return a batch that has the conditions and sizes of the model; others are a `BatchError`."""
+        return batch.validate(self.conditions, patch_volume=self.patch_volume, largest_grid=self.largest_grid)
 
     @property
     def patch(self) -> tuple[int, int]:

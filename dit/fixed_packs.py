@@ -1,20 +1,20 @@
-"""Packs of fixed size, which a CUDA graph can repeat: all have the same numbers of tokens, samples and text tokens.
+"""Pads all packs of a run to the same numbers of tokens, samples and text tokens, so that one CUDA graph serves them.
 
-A pack is filled with samples of no tokens, and with padding, which belongs to the last sample. Two samples in a pack of
-at most four samples and eight tokens (`.` is padding):
+Empty samples and padding tokens complete a pack. Here, a pack has four samples and eight tokens (`.` is padding):
 
     pack     a0 a1 a2 b0 b1              lengths (3, 2)          total_tokens 5
     padded   a0 a1 a2 b0 b1 . . .        lengths (3, 2, 0, 0)    total_tokens 8
 
-Empty samples and padding contribute nothing to loss, gradients and counts. The lengths of the samples are values of the
-tables of the layout, which are inputs of the graph. A graph is captured from packs without lengths (`without_lengths`),
-so a network that reads lengths on the host raises an error.
+Empty samples and padding contribute nothing to loss, gradients and counts. Kernels read lengths from tensors of the
+layout (its tables, such as `cu_seqlens`), which are inputs of the graph. A graph is captured from packs without lengths
+(`without_lengths`), so a network that reads lengths on the host raises an error.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NoReturn, Optional
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -27,11 +27,12 @@ from dit.pack_copy import all_layouts, move
 
 @dataclass(frozen=True)
 class PackMaxima:
-    """Largest numbers in the packs of a run.
+    """Size to which every pack of a run is padded.
 
     Attributes:
         tokens: latent tokens, padding included.
-        text_tokens: tokens of each text condition; None if texts have no maximal length.
+        samples: samples, empty ones included.
+        text_tokens: tokens of each text condition; None to leave texts as they are.
     """
 
     tokens: int
@@ -39,24 +40,22 @@ class PackMaxima:
     text_tokens: Optional[int] = None
 
     def pad(self, batch: PackedBatch) -> PackedBatch:
-        """Return a pack with these numbers of tokens and samples.
-
-        Raises:
-            BatchError: the pack is larger.
-        """
+        """Return the pack, padded to this size."""
         layout, S = self._padded(batch.layout, self.tokens, "tokens"), self.samples
 
         def rows(x_S: Optional[Tensor]) -> Optional[Tensor]:
             return None if x_S is None else with_rows(x_S, S)
 
         missing = S - batch.layout.num_samples
+        grids = (*batch.grids, *[(0, 0, 0)] * missing)
         return replace(
             batch,
             latents_TC=with_rows(batch.latents_TC, self.tokens),
             positions_T3=with_rows(batch.positions_T3, self.tokens),
             layout=layout,
             sample_ids_S=with_rows(batch.sample_ids_S, S),
-            grids=(*batch.grids, *[(0, 0, 0)] * missing),
+            grids=grids,
+            grids_S3=torch.tensor(grids),
             keys=(*batch.keys, *["padding"] * missing),
             conditions=Conditions({name: self._entry(entry) for name, entry in batch.conditions.items()}),
             loss_weight_S=rows(batch.loss_weight_S),
@@ -68,9 +67,9 @@ class PackMaxima:
         if entry.layout is None:
             rows = self.samples if entry.axis == "sample" else self.tokens
             return replace(entry, values=with_rows(entry.values, rows))
-        most = entry.layout.total_tokens if self.text_tokens is None else self.text_tokens
-        layout = self._padded(entry.layout, most, "text tokens")
-        return replace(entry, values=with_rows(entry.values, most), layout=layout)
+        tokens = entry.layout.total_tokens if self.text_tokens is None else self.text_tokens
+        layout = self._padded(entry.layout, tokens, "text tokens")
+        return replace(entry, values=with_rows(entry.values, tokens), layout=layout)
 
     def _padded(self, layout: SequenceLayout, tokens: int, noun: str) -> SequenceLayout:
         if layout.num_samples > self.samples or layout.total_tokens > tokens:
@@ -79,8 +78,8 @@ class PackMaxima:
                 f"and packs are padded to {self.samples} samples and {tokens} {noun}; use shorter packs or "
                 "training.cuda_graph=False"
             )
-        none = (0,) * (self.samples - layout.num_samples)
-        lengths, padded = layout.lengths + none, layout.padded_lengths + none
+        empty = (0,) * (self.samples - layout.num_samples)
+        lengths, padded = layout.lengths + empty, layout.padded_lengths + empty
         return SequenceLayout(lengths, padded, tokens, layout.device, is_fixed=True)
 
 
@@ -90,7 +89,7 @@ def with_rows(x: Tensor, rows: int) -> Tensor:
 
 
 class HiddenLengths(tuple[Any, ...]):
-    """Lengths or grids of samples whose number is constant in a CUDA graph, and whose values are not."""
+    """Lengths or grids whose count may be read, but not the elements, which differ between replays of a graph."""
 
     __slots__ = ()
 
@@ -100,15 +99,21 @@ class HiddenLengths(tuple[Any, ...]):
     def __getitem__(self, key: Any) -> Any:
         self._refuse()
 
+    def __hash__(self) -> int:  # a cache would return the result of the first pack
+        self._refuse()
+
+    def __eq__(self, other: object) -> bool:
+        self._refuse()
+
     def _refuse(self) -> NoReturn:
         raise BatchError(
-            "training.cuda_graph=True: the passes read the lengths of samples on the host, and a graph repeats those "
-            "of one pack; use data of one shape, or training.cuda_graph=False"
+            "training.cuda_graph=True: the model reads the lengths of samples on the host, so a graph would repeat "
+            "those of one pack; use data of one shape, or training.cuda_graph=False"
         )
 
 
 def without_lengths(packs: Sequence[PackedBatch]) -> list[PackedBatch]:
-    """Return packs with the same tensors and tables as fixed packs, and neither lengths nor grids."""
+    """Return packs of fixed size that share all tensors, but raise an error if a length or grid is read."""
     hidden = move(list(packs), packs[0].latents_TC.device)
     for pack in hidden:
         pack.grids = HiddenLengths(pack.grids)

@@ -64,9 +64,6 @@ def with_levels(layout: SequenceLayout, segments: Sequence[Sequence[Segment]]) -
 
     Args:
         segments: segments of each sample in the order of its tokens; empty for a sample with one level.
-
-    Raises:
-        BatchError: the segments of a sample do not cover its tokens, one is empty, or all are clean.
     """
     if not any(segments):
         return layout

@@ -93,9 +93,6 @@ def mp4_bytes(frames: Sequence["Image"], fps: float, *, pix_fmt: Literal["yuv420
     Args:
         frames: at least one frame, all of one size. Odd sides are padded for `yuv420p`, which subsamples chroma by two.
         crf: quality of H.264, from 0 (lossless) to 51.
-
-    Raises:
-        ConfigError: PyAV is not installed.
     """
     av, buffer = _av(f"{PYAV_IS_MISSING}; samples can also be written as .gif"), BytesIO()
     codec = "libx264" if "libx264" in av.codecs_available else "mpeg4"

@@ -32,9 +32,6 @@ def patchify(latent: Tensor, patch_temporal: int, patch_spatial: int) -> tuple[T
 
     Returns:
         Tokens `[(t h w), (ph pw pt C)]` in NeMo's channel order, and the grid (t, h, w) in patches.
-
-    Raises:
-        BatchError: a side is not a multiple of its patch size.
     """
     _, frames, height, width = latent.shape
     if frames % patch_temporal or height % patch_spatial or width % patch_spatial:

@@ -10,6 +10,7 @@ PIPELINE_INDEX = "model_index.json"
 _FLUX = {"text_encoder_2": "text={}:padded", "text_encoder": "pooled={}"}
 _WAN = {"text_encoder": "{}:prompt=wan:zero_padded"}
 _SANA = {"text_encoder": "{}:prompt=sana:max_tokens=300"}
+_HUNYUAN_VIDEO = {"text_encoder": "{}:prompt=hunyuan_video:layer=-3:max_tokens=1000"}  # without the shown text
 _LUMINA = {"text_encoder": "{}:prompt=lumina2:layer=-2:max_tokens=256"}
 TEXT_ENCODERS: Mapping[str, Mapping[str, str]] = {
     "DiTPipeline": {},
@@ -30,6 +31,8 @@ TEXT_ENCODERS: Mapping[str, Mapping[str, str]] = {
     "Flux2KleinPipeline": {"text_encoder": "{}:prompt=chat:layer=9+18+27:padded"},
     "QwenImagePipeline": {"text_encoder": "{}:prompt=qwen_image"},
     "ZImagePipeline": {"text_encoder": "{}:prompt=chat_thinking:layer=-2"},
+    "PRXPipeline": {"text_encoder": "{}:prompt=lower_case:max_tokens=256"},
+    **dict.fromkeys(("HunyuanVideo15Pipeline", "HunyuanVideo15ImageToVideoPipeline"), _HUNYUAN_VIDEO),
     **dict.fromkeys(("WanPipeline", "WanImageToVideoPipeline", "WanVACEPipeline"), _WAN),
     **dict.fromkeys(("SanaPipeline", "SanaSprintPipeline"), _SANA),
     **dict.fromkeys(("Lumina2Pipeline", "Lumina2Text2ImgPipeline"), _LUMINA),

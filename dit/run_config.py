@@ -208,11 +208,7 @@ class RunConfig:
         return dims, spec
 
     def unused_conditions(self) -> list[str]:
-        """Return a line for each condition of the data that the model does not use; reads the first samples.
-
-        Raises:
-            ConfigError: a condition of the model is missing in the data.
-        """
+        """Return a line for each condition of the data that the model does not use; reads the first samples."""
         return match_conditions(self.model.conditions(), self.data.stored_conditions())
 
     def remarks(self, dims: ParallelDims, spec: BatchSpec) -> list[str]:
@@ -270,12 +266,8 @@ def check_outputs(objective: Objective, model: ModelConfig) -> None:
 
 
 def check_cuda_graph(config: RunConfig, spec: BatchSpec) -> None:
-    """Check that a CUDA graph can repeat the passes of a step (`dit.step.cuda_graph`).
-
-    Raises:
-        ConfigError: with the setting, the reason and the cure.
-    """
-    parallel, training = config.parallel, config.training
+    """Check that CUDA graphs can repeat the passes of a step (`dit.step.cuda_graph`) and its update."""
+    parallel, training, beta1 = config.parallel, config.training, config.optimizer.beta1
     experts, stages = config.model.megatron_sizes().num_moe_experts, parallel.pipeline_model_parallel_size
     maxima = config.fixed_packs(spec)
     reasons = (
@@ -315,6 +307,18 @@ def check_cuda_graph(config: RunConfig, spec: BatchSpec) -> None:
             "training.precision=fp16",
             "the loss scale is a number on the host",
             "use training.precision=bf16",
+        ),
+        (
+            config.optimizer.offload,
+            "optimizer.offload=True",
+            "the host waits for the moments",
+            "use optimizer.offload=False",
+        ),
+        (
+            config.schedule.momentum(1, 2, beta1) != beta1 and training.kernels != "triton",
+            f"schedule={type(config.schedule).__name__}",
+            "it changes beta1, which is a number on the host",
+            "use training.kernels=triton",
         ),
         (
             training.linears == "transformer_engine",

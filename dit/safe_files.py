@@ -84,11 +84,7 @@ def read_bytes(path: Path, limit: int = LONGEST_FILE, *, follow: bool = True) ->
 
 
 def refuse_link(path: Path) -> None:
-    """Refuse a link in a run folder.
-
-    Raises:
-        ConfigError: `path` is a link.
-    """
+    """Refuse a link in a run folder."""
     if path.is_symlink():
         raise ConfigError(
             f"{path} is a link to {os.readlink(path)}, and a run reads and writes only inside its own folder; "
@@ -111,7 +107,6 @@ def make_folder(path: Path) -> Path:
     """Create a folder inside a run folder if needed, and return it.
 
     Raises:
-        ConfigError: the path is a link.
         OSError: the folder cannot be created.
     """
     refuse_link(path)

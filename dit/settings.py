@@ -99,7 +99,7 @@ class TrainingConfig:
         linears: parallel linears; `auto` selects Megatron-Core's.
         kernels: memory-bound operations and the optimizer's update; `compile` is torch.compile of the layers (not under
             FSDP). `auto` selects `triton` if `megatron-dit kernels --verify` has passed, else `eager`.
-        cuda_graph: repeat forward and backward passes as a CUDA graph; needs batches of one shape, or packs.
+        cuda_graph: repeat the passes of a step and its update as CUDA graphs; needs batches of one shape, or packs.
         deterministic: use slower kernels with bit-identical results.
         recompute: activations that the backward pass recomputes: none, cheap ones (norms, activation functions), or
             all.

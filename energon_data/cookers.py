@@ -144,12 +144,10 @@ def _read_array(condition: Condition, clip: Clip) -> Optional[Tensor]:
     if value is None and condition.default is not None:
         return None
     if value is None:
-        sides = {"sample": "[{}]", "text": "[K, {}]", "latent": "[{}, T, H, W]"}[condition.axis]
-        shape = sides.format("*" if condition.shape is None else condition.shape[0])
         raise SampleError(
             "missing_part",
             f"the model takes a {condition.description} and the sample has no {condition.stored_as[0]}.npy; store its "
-            f"{condition.description}, {shape}{condition.or_without or _or_default(condition)}",
+            f"{condition.description}, {condition.stored_shape}{condition.or_without or _or_default(condition)}",
         )
     if condition.axis == "latent":
         if value.dim() == 3:

@@ -98,11 +98,7 @@ class Samples(ReaderSettings, DataConfig):
         return len(self) - self.validation_samples
 
     def check_settings(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
-        """Check ranges, streams and pack length.
-
-        Raises:
-            ConfigError: a setting is out of range, or settings contradict each other.
-        """
+        """Check ranges, streams and pack length."""
         counts = ("max_tokens_per_pack", "pack_multiple_of", "packing_buffer_size", "max_text_tokens")
         ranges = dict.fromkeys(counts, COUNT) | dict.fromkeys(("max_lost_samples", "validation_samples"), COUNT_OR_NONE)
         check_ranges("data", self, {**ranges, "num_streams": RANKS})
@@ -118,7 +114,6 @@ class Samples(ReaderSettings, DataConfig):
 
         Raises:
             ConfigError: a setting is out of range, or no sample is left for training.
-            DataError: the first sample does not fit the model.
         """
         self.check_settings(spec, dp_size, micro_batches_per_step)
         if len(self) <= self.validation_samples:
@@ -144,11 +139,7 @@ class Samples(ReaderSettings, DataConfig):
         return partial(IndexedSource, self, spec, seed=seed)
 
     def build_validation(self, spec: BatchSpec, *, dp_rank: int, dp_size: int) -> Iterator[PackedBatch]:
-        """Build a finite pass over the held-out samples; see `share_validation`.
-
-        Raises:
-            ConfigError: no sample is held out.
-        """
+        """Build a finite pass over the held-out samples; see `share_validation`."""
         if not self.validation_samples:
             raise ConfigError(f"{self.origin} has no held-out samples; set data.validation_samples")
         source = IndexedSource(self, spec, seed=0, stream=0, num_streams=1, held_out=True)
@@ -320,13 +311,9 @@ class IndexedSource:
 
         If `pack_multiple_of` or the size of dense micro-batches changed, the items after the state are read with the
         former settings, and samples of the buffer that were not delivered are selected again.
-
-        Raises:
-            ConfigError: the position was saved with other settings or another number of samples.
-            DataError: an item cannot be read again.
         """
         settings = self._settings()
-        saved = settings | position.state["settings"]  # older versions stored fewer settings
+        saved = position.state["settings"]
         changed = [name for name, now in settings.items() if saved[name] != now]
         if not changed:
             return position

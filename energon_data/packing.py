@@ -164,9 +164,6 @@ def collate(clips: Sequence[Clip], spec: BatchSpec, *, total_tokens: Optional[in
 
     Args:
         total_tokens: pad the pack to this many tokens; None for no padding at the end.
-
-    Raises:
-        BatchError: the clips do not fit into `total_tokens`.
     """
     layout = SequenceLayout.from_lengths(
         [c.num_tokens for c in clips], multiple_of=spec.multiple_of, total_tokens=total_tokens

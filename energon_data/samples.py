@@ -80,6 +80,8 @@ class Clip:
         if condition.name in self.conditions:
             return self.conditions[condition.name]
         assert condition.default is not None  # `encode_sample` refuses samples without it
+        if condition.may_be_empty:
+            return torch.zeros(0, *(condition.shape or ()))
         return condition.default if condition.is_number else torch.full(condition.shape or (), condition.default)
 
 
@@ -120,9 +122,6 @@ def seal(metadata: dict[str, Any], parts: dict[str, bytes]) -> bytes:
     """Serialise the metadata of a sample together with the checksums of all its parts.
 
     The metadata's checksum is computed with eight zeros in its place.
-
-    Raises:
-        DataError: the metadata has the reserved key `crc32`.
     """
     if "crc32" in metadata:
         raise DataError("sample metadata must not have the key 'crc32', which the writer adds; rename the key")

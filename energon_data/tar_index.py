@@ -127,11 +127,7 @@ def group_members(members: Sequence[tuple[str, Bytes]]) -> tuple[str, dict[str, 
 
 
 def read_offsets(shard: Path) -> np.ndarray:
-    """Read the byte offsets of a shard's samples, and the end of the last one, from its `.tar.idx` file.
-
-    Raises:
-        DataError: the index is missing or not a list of 64-bit offsets.
-    """
+    """Read the byte offsets of a shard's samples, and the end of the last one, from its `.tar.idx` file."""
     file = shard.with_suffix(".tar.idx")
     if not file.is_file():
         raise DataError(f"shard {shard} has no index {file.name}; run `energon prepare` on its folder again")

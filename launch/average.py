@@ -1,6 +1,8 @@
-"""Make a weight average of any length from the averages in a run's checkpoints.
+"""Reconstruct a weight average of another length from the averages in a run's checkpoints (post-hoc EMA).
 
 `python -m launch.average --checkpoint RUN --sigma-rel 0.12 --out DIR`
+
+Source: Karras et al. 2024, arXiv:2312.02696, section 3.
 """
 
 import argparse
@@ -20,8 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DESCRIPTION = (
-    "Combine the power-function averages (training.ema_sigma_rel) in the checkpoints of a run to the average of "
-    "another length, and write a run folder with it. checkpoint.keep_every retains checkpoints of earlier steps."
+    "Combine the power-function averages (training.ema_sigma_rel) in the checkpoints of a run to an average of "
+    "another length, and write it as a run folder. More checkpoints (checkpoint.keep_every) make it more exact."
 )
 EXAMPLES = """\
 examples
@@ -33,12 +35,19 @@ examples
 def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     parser = command_parser("launch.average", DESCRIPTION, EXAMPLES)
-    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="run folder")
+    parser.add_argument("--checkpoint", required=True, metavar="DIR", help="run folder with checkpoints")
     parser.add_argument(
-        "--sigma-rel", required=True, type=float, metavar="X", help="relative length, from 0.01 to 0.28"
+        "--sigma-rel",
+        required=True,
+        type=float,
+        metavar="X",
+        help="length of the average relative to the steps, from 0.01 to 0.28",
     )
     parser.add_argument(
-        "--step", type=int, metavar="N", help="last step of the average (default: the newest checkpoint)"
+        "--step",
+        type=int,
+        metavar="N",
+        help="last step of the average; later checkpoints are ignored (default: the newest checkpoint)",
     )
     parser.add_argument("--out", required=True, metavar="DIR", help="new run folder")
     return parser
@@ -53,7 +62,7 @@ def weighted_sum(weights: Sequence[float], tensors: Sequence["Tensor"]) -> "Tens
 
 
 def run(args: argparse.Namespace) -> str:
-    """Write the run folder; return a line about the error of the combination."""
+    """Write the run folder; return a line with the largest error of the combined profile."""
     environment.prepare()
     environment.quiet_libraries()
     from dit.auxiliary import PREFIXES
@@ -73,7 +82,7 @@ def run(args: argparse.Namespace) -> str:
         steps = sorted(step for step in by_step if step <= last)
         if not steps:
             raise ConfigError(
-                f"--step {last}: {args.checkpoint} has checkpoints of steps {sorted(by_step)}; use one of them"
+                f"--step {last}: {args.checkpoint} has checkpoints from step {min(by_step)} on; use one of these"
             )
         config, metadata = read_settings(by_step[steps[-1]])
         lengths = config.training.ema_sigma_rel
@@ -93,8 +102,8 @@ def run(args: argparse.Namespace) -> str:
         trained, autoencoder = trained_model(config, metadata), metadata.get("autoencoder")
         write_imported(Path(args.out), combined, trained, config.sampling, source, autoencoder=autoencoder)
     return (
-        f"{len(snapshots)} averages of steps {steps[0]} to {last} make that of sigma_rel={args.sigma_rel:g} at step "
-        f"{last}; the share of the steps up to any step differs by at most {100 * error:.2g} %"
+        f"combined {len(snapshots)} averages of steps {steps[0]} to {last} to sigma_rel={args.sigma_rel:g} at step "
+        f"{last}; its cumulative weights of the steps differ from the exact ones by at most {100 * error:.2g} %"
     )
 
 

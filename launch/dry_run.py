@@ -19,6 +19,7 @@ from launch.planned_sample import Sample, named_device, planned_sample
 if TYPE_CHECKING:
     import nemo_run as run
 
+    from dit.models.base import ModelConfig
     from dit.planner.devices import Device
     from dit.planner.plan import Plan
     from dit.run_config import RunConfig
@@ -127,6 +128,20 @@ def _time_line(config: "RunConfig", dims: ParallelDims, planned: "Plan", device:
     )
 
 
+def sample_line(model: "ModelConfig") -> str:
+    """Describe the values that a model reads from a sample."""
+    parts = [f"latent [{model.in_channels}, T, H, W]"]
+    for condition in model.conditions():
+        name = condition.stored_as[0]
+        if condition.num_classes is not None:
+            value = f"{name} 0 to {condition.num_classes - 1}"
+        else:
+            value = name if condition.is_number else f"{name} {condition.stored_shape}"
+        optional = condition.default is not None or condition.derive is not None
+        parts.append(f"{value} (optional)" if optional else value)
+    return f"sample      {', '.join(parts)}"
+
+
 def report(
     task: "run.Partial",
     world_size: Optional[int],
@@ -149,6 +164,7 @@ def report(
     dims, _ = config.check(world_size)
     sample = planned_sample(config.data, config.model, tokens, text_tokens)
     layout = layout_lines(config, dims, packed=sample.pack is not None, requested=world_size is not None)
+    layout.append(sample_line(config.model))
     if config.checkpoint.start_from is not None:
         layout.append(f"start       {start_line(config)}")
     layout.append(f"export      {export_line(config.model)[1]}")

@@ -358,7 +358,6 @@ def verify_full(config: "RunConfig", scratch: Optional[str]) -> Optional[Outcome
         scratch: folder that all ranks share, for the reference; None for the temporary folder of this machine.
 
     Raises:
-        ConfigError: torchrun did not start several ranks, the layout cannot run, or the disk is too small.
         RuntimeError: a check of one rank or the reference failed to run.
     """
     from dit.backends.process_groups import world_size_from_environment

@@ -18,6 +18,7 @@ from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.lora_config import LoRAConfig
 from dit.models.lumina2.config import Lumina2Config
 from dit.models.moviegen.config import MovieGenConfig
+from dit.models.prx.config import PRXConfig
 from dit.models.qwen_image.config import QwenImageConfig
 from dit.models.sana.config import SanaConfig
 from dit.models.sd3.config import SD3Config
@@ -33,16 +34,7 @@ from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.losses import UncertaintyWeighting
 from dit.objectives.vq_autoencoding import VQAutoencoding
-from dit.optimizer.schedules import (
-    WSD,
-    Constant,
-    Cosine,
-    InverseSqrt,
-    Linear,
-    OneCycle,
-    Schedule,
-    TorchOneCycle,
-)
+from dit.optimizer.schedules import WSD, Constant, Cosine, InverseSqrt, Linear, OneCycle, Schedule, TorchOneCycle
 from dit.settings import OptimizerConfig
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
@@ -172,6 +164,12 @@ def flux2_klein_4b() -> run.Config[Flux2Config]:
 def qwen_image_20b() -> run.Config[QwenImageConfig]:
     """Qwen-Image (20.4 B): 60 joint blocks of width 3072, 24 heads; text of 3584."""
     return run.Config(QwenImageConfig, num_joint_layers=60)
+
+
+@run.cli.factory(target=ModelConfig)
+def prx_1_2b() -> run.Config[PRXConfig]:
+    """PRX (1.17 B): 16 layers of width 1792, 28 heads; text of 2304."""
+    return run.Config(PRXConfig)
 
 
 @run.cli.factory(target=ModelConfig)

@@ -21,7 +21,6 @@ from dit.settings import CheckpointConfig, LoggingConfig, OptimizerConfig, Sampl
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
-from recipes.dit import as_mock
 
 TEXT_TOKENS = 128
 WITH_COMMON_LEVELS = {"hidden_size": 128, "channel_multipliers": [1, 2, 4, 6, 6]}
@@ -304,56 +303,3 @@ def imagen_400m_res_1024_doc427m() -> run.Partial:
     recipe.model.attention_type, recipe.model.attention_levels = "cross", [4]
     recipe.model.noise_augmentation = False
     return recipe
-
-
-def _measured(recipe: run.Partial, name: str, pixels: int, batch: int, micro_batch: int) -> run.Partial:
-    """Return 15 steps on synthetic pictures, with the batch of the published speed on 32 GPUs."""
-    as_mock(recipe, (1, pixels, pixels), text_tokens=TEXT_TOKENS)
-    recipe.training.run_dir = f"runs/{name}"
-    recipe.training.global_batch_size, recipe.training.micro_batch_size = batch, micro_batch
-    return recipe
-
-
-@run.cli.factory(target=pretrain)
-def bench_imagen_500m_res_64() -> run.Partial:
-    """Imagen's base model (525 M) on synthetic pictures of 64 px, 2048 per step: 32 x 80 GB.
-
-    15 steps. NeMo publishes 1.489 steps/s on 32 A100 and 3.162 on 32 H100.
-    """
-    return _measured(imagen_500m_res_64(), "bench_imagen_500m_res_64", 64, 2048, 64)
-
-
-@run.cli.factory(target=pretrain)
-def bench_imagen_2b_res_64() -> run.Partial:
-    """Imagen's larger base model (2.17 B) on synthetic pictures of 64 px, 512 per step: 32 x 80 GB.
-
-    15 steps. NeMo publishes 1.661 steps/s on 32 A100 and 3.631 on 32 H100.
-    """
-    return _measured(imagen_2b_res_64(), "bench_imagen_2b_res_64", 64, 512, 16)
-
-
-@run.cli.factory(target=pretrain)
-def bench_imagen_400m_res_256() -> run.Partial:
-    """Imagen's regular super-resolution (408 M) on synthetic pictures of 256 px, 512 per step: 32 x 80 GB.
-
-    15 steps. NeMo publishes 1.609 steps/s on 32 A100 and 3.166 on 32 H100.
-    """
-    return _measured(imagen_400m_res_256(), "bench_imagen_400m_res_256", 256, 512, 16)
-
-
-@run.cli.factory(target=pretrain)
-def bench_imagen_600m_res_256() -> run.Partial:
-    """Imagen's Efficient UNet (646 M) on synthetic pictures of 256 px, 2048 per step: 32 x 80 GB.
-
-    15 steps. NeMo publishes 1.264 steps/s on 32 A100 and 2.668 on 32 H100.
-    """
-    return _measured(imagen_600m_res_256(), "bench_imagen_600m_res_256", 256, 2048, 64)
-
-
-@run.cli.factory(target=pretrain)
-def bench_imagen_600m_res_1024() -> run.Partial:
-    """Imagen's Efficient UNet (639 M) on synthetic crops of 256 px, 2048 per step: 32 x 80 GB.
-
-    15 steps. NeMo publishes 1.319 steps/s on 32 A100 and 2.837 on 32 H100.
-    """
-    return _measured(imagen_600m_res_1024(), "bench_imagen_600m_res_1024", 256, 2048, 64)

@@ -89,7 +89,7 @@ class Entry:
     @property
     def section(self) -> str:
         """The title of its section."""
-        if self.is_registered:
+        if self.is_registered and not re.fullmatch(_MEASURING, self.name):
             return REGISTERED
         return next(title for title, names in SECTIONS.items() if re.fullmatch(names, self.name))
 
@@ -248,7 +248,7 @@ def page() -> str:
         "",
         "`--describe NAME` prints the full description of a recipe or component, `--list` one line of every recipe,",
         "and `--dryrun` settings, parameters and memory, without GPU or data.",
-        "[energon_data/README.md](../energon_data/README.md#folders-of-the-recipes) describes the data folders.",
+        "The [page on data](../energon_data/README.md#folders-of-the-recipes) lists matching encoders.",
     ]
     in_repository = [entry for entry in recipes() if (FOLDER.parent / entry.file).is_file()]
     for title, group in sections(in_repository).items():

@@ -1,4 +1,4 @@
-"""ST-DiT: attention inside frames and along time, from a tiny form to 3 B, and measurements of context parallelism.
+"""ST-DiT: attention inside frames and along time, from a tiny form to 3 B.
 
 Models are Open-Sora's and those proposed for NeMo; a "pair" is a spatial and a temporal layer. Rectified flow on
 latents of 4 channels, patch 2, text embeddings of width 1024. Under context parallelism spatial and temporal attention
@@ -9,7 +9,6 @@ layout and from the memory that `--dryrun` estimates; none of these runs has bee
 import nemo_run as run
 
 from dit.objectives.flow_matching import FlowMatching
-from dit.parallel.dims import ParallelConfig
 from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
@@ -24,7 +23,7 @@ CLIP_74K = (32, 96, 96)
 """Latent of 73,728 tokens: 32 x 48 x 48 patches."""
 
 
-def _stdit(name: str, model: run.Config) -> run.Partial:
+def open_sora(name: str, model: run.Config) -> run.Partial:
     """Return Open-Sora's setting for one model: rectified flow with logit-normal times, 30 Euler steps, guidance 7.
 
     Texts are left out for one sample in ten, as there. Deviations of the model: see `dit.models.stdit.model.STDiT`.
@@ -42,7 +41,7 @@ def tiny_stdit() -> run.Partial:
 
     With context parallelism: torchrun --standalone --nproc-per-node 2 ... parallel.context_parallel_size=2.
     """
-    return as_tiny(_stdit("tiny_stdit", stdit_s()))
+    return as_tiny(open_sora("tiny_stdit", stdit_s()))
 
 
 @run.cli.factory(target=pretrain)
@@ -52,7 +51,7 @@ def tiny_stdit_full() -> run.Partial:
     With context parallelism (torchrun --standalone --nproc-per-node 2 ... parallel.context_parallel_size=2) full
     attention runs on the ring, spatial and temporal attention become local by one all-to-all each way.
     """
-    return as_tiny(_stdit("tiny_stdit_full", stdit_xl_full()))
+    return as_tiny(open_sora("tiny_stdit_full", stdit_xl_full()))
 
 
 @run.cli.factory(target=pretrain)
@@ -61,12 +60,12 @@ def mock_stdit_s() -> run.Partial:
 
     One sample to a micro-batch, 32 per step; --dryrun estimates 1.5 GiB.
     """
-    return as_mock(_stdit("mock_stdit_s", stdit_s()), CLIP_1K)
+    return as_mock(open_sora("mock_stdit_s", stdit_s()), CLIP_1K)
 
 
 def _on_packs(name: str, model: run.Config) -> run.Partial:
     """Return one model on packs of images and clips of 24,576 tokens, 64 packs per step."""
-    recipe = as_large_model(_stdit(name, model))
+    recipe = as_large_model(open_sora(name, model))
     recipe.data = run.Config(
         EnergonData, path="data/latents_clips", max_tokens_per_pack=24_576, packing_buffer_size=1000
     )
@@ -105,7 +104,7 @@ def mock_stdit_xl() -> run.Partial:
 
     24 of its 56 layers are recomputed; the memory is what --dryrun estimates.
     """
-    recipe = as_mock(_stdit("mock_stdit_xl", stdit_xl()), CLIP_25K)
+    recipe = as_mock(open_sora("mock_stdit_xl", stdit_xl()), CLIP_25K)
     recipe.training.recompute, recipe.training.recompute_layers = "full", 24
     return recipe
 
@@ -116,7 +115,7 @@ def mock_stdit3b() -> run.Partial:
 
     --dryrun estimates 14 GiB on each. The proposal's recipe of this name builds XL.
     """
-    return on_tensor_parallel(as_mock(as_large_model(_stdit("mock_stdit3b", stdit_3b())), CLIP_1K), 4)
+    return on_tensor_parallel(as_mock(as_large_model(open_sora("mock_stdit3b", stdit_3b())), CLIP_1K), 4)
 
 
 @run.cli.factory(target=pretrain)
@@ -126,97 +125,7 @@ def mock_stdit3b_opensora() -> run.Partial:
     Each GPU has 16 complete frames, so spatial attention sends nothing; temporal attention sends its tokens once and
     gets them back. Every layer is recomputed; --dryrun estimates 22 GiB on each.
     """
-    recipe = as_mock(as_large_model(_stdit("mock_stdit3b_opensora", stdit_3b_opensora())), CLIP_74K, text_tokens=300)
+    recipe = as_mock(as_large_model(open_sora("mock_stdit3b_opensora", stdit_3b_opensora())), CLIP_74K, text_tokens=300)
     recipe.parallel.context_parallel_size = 2
     recipe.training.recompute = "full"
     return on_tensor_parallel(recipe, 2)
-
-
-def _bench(name: str, comm: str, context_size: int) -> run.Partial:
-    """Return four pairs of ST-DiT-3B on one clip of 73,728 tokens, with context parallelism only.
-
-    For 8192 tokens: `data.height=32 data.width=32`.
-    """
-    recipe = as_mock(_stdit(name, stdit_3b()), CLIP_74K, text_tokens=300)
-    recipe.model.num_layers = 8
-    recipe.training.global_batch_size = 1
-    recipe.training.recompute = "selective"
-    recipe.parallel = run.Config(
-        ParallelConfig, context_parallel_size=context_size, spatial_temporal_comm=comm, overlap_grad_reduce=True
-    )
-    return recipe
-
-
-@run.cli.factory(target=pretrain)
-def bench_stdit_hybrid_cp1() -> run.Partial:
-    """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 1, attention made local by all-to-all: one GPU of 80 GB.
-
-    No communication; the baseline for the others. --dryrun estimates 56 GiB.
-    """
-    return _bench("bench_stdit_hybrid_cp1", "hybrid", 1)
-
-
-@run.cli.factory(target=pretrain)
-def bench_stdit_ring_cp1() -> run.Partial:
-    """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 1, attention on the ring: one GPU of 80 GB.
-
-    The same as bench_stdit_hybrid_cp1, for both columns to start at the same point.
-    """
-    return _bench("bench_stdit_ring_cp1", "context", 1)
-
-
-@run.cli.factory(target=pretrain)
-def bench_stdit_hybrid_cp2() -> run.Partial:
-    """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 2, attention made local by all-to-all: 2 x 80 GB.
-
-    A forward pass sends 151 MB (bf16) per GPU and temporal attention, 1/2 of the ring, and nothing for spatial
-    attention. --dryrun estimates 29 GiB on each.
-    """
-    return _bench("bench_stdit_hybrid_cp2", "hybrid", 2)
-
-
-@run.cli.factory(target=pretrain)
-def bench_stdit_ring_cp2() -> run.Partial:
-    """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 2, attention on the ring: 2 x 80 GB.
-
-    A forward pass sends 302 MB (bf16) per GPU and self-attention, spatial or temporal; a backward pass twice that.
-    """
-    return _bench("bench_stdit_ring_cp2", "context", 2)
-
-
-@run.cli.factory(target=pretrain)
-def bench_stdit_hybrid_cp4() -> run.Partial:
-    """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 4, attention made local by all-to-all: 4 x 80 GB.
-
-    A forward pass sends 113 MB (bf16) per GPU and temporal attention, 1/4 of the ring, and nothing for spatial
-    attention. --dryrun estimates 16 GiB on each.
-    """
-    return _bench("bench_stdit_hybrid_cp4", "hybrid", 4)
-
-
-@run.cli.factory(target=pretrain)
-def bench_stdit_ring_cp4() -> run.Partial:
-    """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 4, attention on the ring: 4 x 80 GB.
-
-    A forward pass sends 453 MB (bf16) per GPU and self-attention, spatial or temporal; a backward pass twice that.
-    """
-    return _bench("bench_stdit_ring_cp4", "context", 4)
-
-
-@run.cli.factory(target=pretrain)
-def bench_stdit_hybrid_cp8() -> run.Partial:
-    """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 8, attention made local by all-to-all: 8 x 80 GB.
-
-    A forward pass sends 66 MB (bf16) per GPU and temporal attention, 1/8 of the ring, and nothing for spatial
-    attention. --dryrun estimates 9.7 GiB on each.
-    """
-    return _bench("bench_stdit_hybrid_cp8", "hybrid", 8)
-
-
-@run.cli.factory(target=pretrain)
-def bench_stdit_ring_cp8() -> run.Partial:
-    """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 8, attention on the ring: 8 x 80 GB.
-
-    A forward pass sends 528 MB (bf16) per GPU and self-attention, spatial or temporal; a backward pass twice that.
-    """
-    return _bench("bench_stdit_ring_cp8", "context", 8)

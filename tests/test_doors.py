@@ -72,7 +72,6 @@ ALLOWED: dict[str, tuple[str, ...]] = {
         *KERNEL,
         "dit/verify/ranks.py",
         "recipes/registry.py",
-        "launch/patches_page.py",
         "benchmarks/parallel_matrix.py",
     ),
     "*.read_bytes": (OWN_PROCESSES[0],),

@@ -68,10 +68,6 @@ class Start(Protocol):
         Args:
             model: settings of the run.
             fingerprint: see `check_start`; None for no check, because the digest was compared.
-
-        Raises:
-            CheckpointError: a file is damaged.
-            ConfigError: they are of another model, or only adapters.
         """
 
 
@@ -111,11 +107,7 @@ def find_start(path: str) -> Start:
 def find_start_together(
     path: str, groups: ProcessGroups, reading: ExitStack, setting: str = "checkpoint.start_from"
 ) -> Start:
-    """Find the weights of `checkpoint.start_from`; see `find_folder_together`.
-
-    Raises:
-        CheckpointError, ConfigError: see `find_start`.
-    """
+    """Find the weights of `checkpoint.start_from`; see `find_folder_together`."""
 
     def locate() -> tuple[Path, bool]:
         folder = local_path(path)
@@ -162,10 +154,6 @@ def load_base(config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGro
 
     Returns:
         The entry of the base in manifests, `folder` and `digest`; None for a model without adapters.
-
-    Raises:
-        CheckpointError: there are no valid weights.
-        ConfigError: they are only adapters, or belong to another model.
     """
     if config.model.adapters is None:
         return None
@@ -190,11 +178,7 @@ def load_base(config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGro
 
 
 def start_line(config: RunConfig) -> str:
-    """Return a line about what a run will read from `checkpoint.start_from`, without reading weights.
-
-    Raises:
-        ConfigError: a folder of diffusers does not fit the model.
-    """
+    """Return a line about what a run will read from `checkpoint.start_from`, without reading weights."""
     path = str(config.checkpoint.start_from)
     folder = local_path(path)
     if is_network(folder):
@@ -252,11 +236,7 @@ def find_base(folder: Path, config: RunConfig, groups: Optional[ProcessGroups] =
 
 
 def load_run(folder: Path, config: RunConfig, chunks: Sequence[nn.Module], groups: ProcessGroups, slot: str) -> None:
-    """Read the weights of a run into unwrapped model chunks: all of them, or base and adapters.
-
-    Raises:
-        CheckpointError: a tensor or the base is missing.
-    """
+    """Read the weights of a run into unwrapped model chunks: all of them, or base and adapters."""
     base = find_base(folder, config, groups)
     if base is not None:
         load_weights(base, chunks, groups, frozen=True)
@@ -265,11 +245,7 @@ def load_run(folder: Path, config: RunConfig, chunks: Sequence[nn.Module], group
 
 
 def read_run(folder: Path, config: RunConfig, slot: str) -> dict[str, Tensor]:
-    """Read every parameter of a run in full, float32, with adapters merged into the base weights.
-
-    Raises:
-        CheckpointError: they cannot be read, or the base is missing.
-    """
+    """Read every parameter of a run in full, float32, with adapters merged into the base weights."""
     weights, base = read_full_weights(folder, slot), find_base(folder, config)
     if base is None:
         return weights

@@ -135,11 +135,6 @@ class Checkpointer:
 
         Returns:
             Whether the run was resumed.
-
-        Raises:
-            CheckpointError: the mode is `must` and there is no checkpoint, or there are some and all are damaged.
-            ConfigError: the checkpoint belongs to another model or experiment, or has imported weights; or the mode is
-                `never` and there is one; or `checkpoint.copy_to` has the copies of another run.
         """
         with ExitStack() as reading:
             return self._resume(state, mode, reading)
@@ -250,12 +245,7 @@ def held_out_meta(held_out: Optional[HeldOut]) -> dict[str, Any]:
 
 
 def read_loader_state(folder: Path, dp_rank: int = 0, dp_size: int = 1) -> dict[str, Any]:
-    """Return the data position in a checkpoint from which a data-parallel rank continues, see `merge_states`.
-
-    Raises:
-        CheckpointError: a file is missing, cannot be read, or does not match the others.
-        ConfigError: the positions belong to another number of ranks.
-    """
+    """Return the data position in a checkpoint from which a data-parallel rank continues, see `merge_states`."""
     parts = []
     for path in sorted((folder / "loader").glob("dp_*.pt")):
         try:

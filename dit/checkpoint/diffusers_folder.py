@@ -89,11 +89,7 @@ class Network:
 
 
 def local_path(path: str | Path) -> Path:
-    """Return the folder of a path or of an address `hf://owner/name`, which is downloaded.
-
-    Raises:
-        ConfigError: the repository is neither in the local cache nor reachable.
-    """
+    """Return the folder of a path or of an address `hf://owner/name`, which is downloaded."""
     if not (isinstance(path, str) and path.startswith(PREFIX)):
         return Path(path)
     return download(path, DOWNLOADED, _is_complete)
@@ -151,9 +147,6 @@ def digest_of_files(files: Sequence[Path], groups: Optional[ProcessGroups]) -> s
 
     Args:
         groups: ranks that share the reading, all of which call this; None to read everything here.
-
-    Raises:
-        CheckpointError: a file cannot be read.
     """
     parts: list[Any] = [None] * (1 if groups is None else groups.world_size)
     with reads_together(groups):
@@ -193,11 +186,7 @@ def _sizes(rules: RuleBook, model: ModelConfig) -> object:
 
 
 class FolderWeights:
-    """The weights of a network for a model of the same sizes, read like those of a checkpoint.
-
-    Raises:
-        ConfigError: the sizes of the model differ from those of the network, or the files are incomplete or damaged.
-    """
+    """The weights of a network for a model of the same sizes, read like those of a checkpoint."""
 
     def __init__(self, network: Network, model: ModelConfig) -> None:
         rules = _checked_rules(network, model.without_adapters())

@@ -25,20 +25,12 @@ from dit.settings import CheckpointConfig, SamplingConfig, TrainingConfig
 
 
 def read_full_weights(folder: Path, slot: str) -> dict[str, Tensor]:
-    """Read every parameter of a verified checkpoint, unsharded, in float32, except those of auxiliary networks.
-
-    Raises:
-        CheckpointError: they cannot be read, or are not finite.
-    """
+    """Read every parameter of a verified checkpoint, unsharded, in float32, except those of auxiliary networks."""
     return read_all(SlotWeights(folder, slot, finite=True))
 
 
 def read_all(weights: Weights) -> dict[str, Tensor]:
-    """Read every parameter, unsharded, in float32, except those of auxiliary networks.
-
-    Raises:
-        CheckpointError: they cannot be read, or are not finite.
-    """
+    """Read every parameter, unsharded, in float32, except those of auxiliary networks."""
     return {name: read_full(weights, name) for name in weights.shapes if not name.startswith(PREFIXES)}
 
 

@@ -231,7 +231,6 @@ def hash_tree(folder: Path, hashed: Mapping[str, FileRecord]) -> dict[str, FileR
         hashed: records of files that their writers already flushed and hashed; they are not read again.
 
     Raises:
-        CheckpointError: the tree has a link or a special file, or a file of `hashed` is missing or of another size.
         OSError: reading or flushing failed.
     """
     names = {name for name in tree_files(folder) if name != MANIFEST}

@@ -31,11 +31,7 @@ def usable(path: Path | str) -> Iterator[None]:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """Return the settings in a checkpoint's config.yaml, as plain values, see `RunConfig.to_record`.
-
-    Raises:
-        CheckpointError: the file is missing or is not a valid record.
-    """
+    """Return the settings in a checkpoint's config.yaml, as plain values, see `RunConfig.to_record`."""
     record = read_yaml(folder / CONFIG_FILE, CheckpointError, CURE)
     return _checked(folder / CONFIG_FILE, record, ("model", "objective", "training", "sampling"))
 

@@ -153,11 +153,7 @@ class Saves:
             self._succeeded(state.step, began, path, held_out)
 
     def poll(self) -> None:
-        """Check the save in progress; call this once per step.
-
-        Raises:
-            SaveError: it failed, and so did too many before it.
-        """
+        """Check the save in progress; call this once per step."""
         if self.copies is not None:
             self.copies.poll()
         pending, writer = self.pending, self.writer
@@ -180,22 +176,14 @@ class Saves:
         self._failed(pending.step, pending.error or default_error)
 
     def wait(self) -> None:
-        """Wait for the save in progress.
-
-        Raises:
-            SaveError: it failed, and so did too many before it.
-        """
+        """Wait for the save in progress."""
         while self.pending is not None:
             self.poll()
             self.on_wait()
             time.sleep(POLL_S)
 
     def finish(self) -> None:
-        """Wait for the save in progress and for the copy of the newest checkpoint; call this before the run ends.
-
-        Raises:
-            SaveError: the newest save or its copy failed.
-        """
+        """Wait for the save in progress and for the copy of the newest checkpoint; call this before the run ends."""
         self.wait()
         if self.config.copy_to is not None:
             self._finish_copies()

@@ -175,7 +175,6 @@ def save_state(
 
     Raises:
         OSError: this rank could not write its part.
-        CheckpointError: another rank could not write.
     """
     local, file = local_state(shards, ema, groups), file_of_rank(groups.rank)
     record: dict[str, FileRecord] = {}
@@ -197,11 +196,7 @@ def load_state(
     wrapped: Sequence[Any],
     groups: ProcessGroups,
 ) -> None:
-    """Read the state that `save_state` wrote on any layout into master weights, average, optimizer and model.
-
-    Raises:
-        CheckpointError: a tensor is missing, or has another shape.
-    """
+    """Read the state that `save_state` wrote on any layout into master weights, average, optimizer and model."""
     load_shards(directory, shards, ema, optimizer, groups)
     copy_masters_to_model(optimizer, wrapped)
 
@@ -210,11 +205,7 @@ def load_state(
 def load_shards(
     directory: Path, shards: Sequence[MasterShard], ema: Optional[EMA], optimizer: Any, groups: ProcessGroups
 ) -> None:
-    """Read this rank's ranges of master weights, average and optimizer state; `copy_masters_to_model` follows.
-
-    Raises:
-        CheckpointError: a tensor is missing, or has another shape.
-    """
+    """Read this rank's ranges of master weights, average and optimizer state; `copy_masters_to_model` follows."""
     reader = StateReader(directory)
     for i, shard in enumerate(shards):
         shard.ensure_state()
@@ -243,9 +234,6 @@ def load_weights(
 
     Args:
         frozen: read only frozen parameters, or only trained ones; None for all.
-
-    Raises:
-        CheckpointError: a tensor is missing, has another shape, or is not finite.
     """
     for chunk in chunks:
         for name, parameter in chunk.named_parameters():

@@ -102,18 +102,13 @@ def write_index(
     """Write the index of a finished state.
 
     Raises:
-        CheckpointError: the boxes of a tensor do not cover it exactly.
         OSError: writing failed.
     """
     write_atomic(folder / INDEX, index_text(tensors_text(shapes, parts), scalars))
 
 
 def tensors_text(shapes: Mapping[str, Sequence[int]], parts: Mapping[str, Boxes]) -> str:
-    """Return the JSON of an index's tensors, which is the same for every step of a layout; see `write_index`.
-
-    Raises:
-        CheckpointError: the boxes of a tensor do not cover it exactly.
-    """
+    """Return the JSON of an index's tensors, which is the same for every step of a layout; see `write_index`."""
     entries: dict[str, list[Any]] = {name: [] for name in shapes}
     for file, boxes in parts.items():
         for name, tensor_boxes in boxes.items():

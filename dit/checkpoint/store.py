@@ -60,9 +60,6 @@ class CheckpointStore:
 
     One process (rank 0) calls `begin`, `publish` and `prune`, one save at a time. Any process may read, even while
     another process saves.
-
-    Raises:
-        ConfigError: a retention rule is out of range.
     """
 
     def __init__(self, root: Path | str, config: CheckpointConfig) -> None:
@@ -87,9 +84,6 @@ class CheckpointStore:
 
         This removes unfinished and partly deleted folders, and checkpoints that no retention rule selects. So there is
         at most one checkpoint too many, even if runs often crash between publishing and deleting.
-
-        Raises:
-            CheckpointError: the folder cannot be created.
         """
         with self.writing(step):
             self.root.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Optional
 
 from dit.backends.device import side_stream
+from dit.backends.graphs import runner
 from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups
 from dit.checkpoint.base_model import load_base
@@ -64,11 +65,7 @@ class TrainState:
 
 
 def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> TrainState:
-    """Build the state of this rank at step 0; reads frozen weights from the base model.
-
-    Raises:
-        CheckpointError, ConfigError: see `load_base`.
-    """
+    """Build the state of this rank at step 0; reads frozen weights from the base model."""
     training = config.training
     chunks = build_model(config.model, config.parallel, training, groups, auxiliary=config.objective.auxiliary)
     base = load_base(config, chunks, groups)
@@ -93,7 +90,8 @@ def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> Tr
         micro_batches_per_step=training.global_batch_size // spec.micro_batch_size,
     )
     target = target_of(config.model, training.precision)
-    update = build_update(optimizer, shards, ema, config.optimizer, groups, target, training.kernels)
+    parts, run = (optimizer, shards, ema, config.optimizer, groups), runner(graphed=training.cuda_graph)
+    update = build_update(*parts, target, training.kernels, run)
     scale = loss_scale_of(optimizer)
     data = on_first_rank(config.data.identity, groups)
     if data is None and groups.rank == 0:
@@ -102,5 +100,5 @@ def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> Tr
             "override it (docs/adding-a-data-source.md)",
             type(config.data).__name__,
         )
-    parts = wrapped, chunks, optimizer, shards, ema, stream, groups, update
-    return TrainState(*parts, loss_scale=scale, base=base, data=data)
+    of_rank = wrapped, chunks, optimizer, shards, ema, stream, groups, update
+    return TrainState(*of_rank, loss_scale=scale, base=base, data=data)

@@ -21,7 +21,6 @@ def on_first_rank(read: Callable[[], T], groups: ProcessGroups) -> T:
     """Call `read` on rank 0 and broadcast its result, so that all ranks get the same view of the disk.
 
     Raises:
-        UserError: raised by `read`; re-raised on every rank.
         Exception: another error that `read` raised on rank 0.
         RuntimeError: with the message of that error, on the other ranks.
     """
@@ -46,9 +45,6 @@ def reads_together(groups: Optional[ProcessGroups]) -> Iterator[None]:
 
     Args:
         groups: of the ranks, all of which enter this context; None for one process.
-
-    Raises:
-        CheckpointError: a file cannot be read, or another rank failed.
     """
     failure: Optional[Exception] = None
     try:

@@ -38,11 +38,7 @@ def chunks_per_sample(size: int, split: ContextSplit) -> int:
 
 
 def check_split(layout: SequenceLayout, size: int, split: ContextSplit) -> None:
-    """Check that every sample and the tail pad can be split into equal chunks.
-
-    Raises:
-        BatchError: a sample or the tail pad cannot be split.
-    """
+    """Check that every sample and the tail pad can be split into equal chunks."""
     chunks, tail = chunks_per_sample(size, split), layout.total_tokens - sum(layout.padded_lengths)
     uneven = sorted({n for n in layout.padded_lengths if n % chunks})
     if uneven or tail % size:
@@ -105,11 +101,7 @@ class TokenPartition:
 
 
 class ContextPartition(TokenPartition):
-    """The partition of one pack, which gives every rank the same number of tokens of every sample, padding included.
-
-    Raises:
-        BatchError: the pack cannot be split into equal parts.
-    """
+    """The partition of one pack, which gives every rank the same number of tokens of every sample, padding included."""
 
     def __init__(self, layout: SequenceLayout, size: int, split: ContextSplit) -> None:
         check_split(layout, size, split)
@@ -141,9 +133,5 @@ def _context_partition(
 
 
 def context_partition(layout: SequenceLayout, size: int, split: ContextSplit) -> ContextPartition:
-    """Return the partition of the global pack that `layout` belongs to; cached, so that all layers share one object.
-
-    Raises:
-        BatchError: the pack cannot be split into equal parts.
-    """
+    """Return the partition of the global pack that `layout` belongs to; cached, so that all layers share one object."""
     return _context_partition(layout.lengths, layout.padded_lengths, layout.total_tokens, layout.device, size, split)

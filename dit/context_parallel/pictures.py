@@ -32,9 +32,6 @@ def check_channels(count: int, attention: Attention) -> None:
 
     Args:
         count: groups of channels on one tensor-parallel rank.
-
-    Raises:
-        ConfigError: it cannot.
     """
     size = attention.group.size() if isinstance(attention, ContextAttention) else 1
     if count % size:

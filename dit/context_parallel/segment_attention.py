@@ -69,9 +69,6 @@ def plan_segment_attention(
         layout: layout of the local tokens of this context-parallel rank.
         grids: (t, h, w) of every sample of the global pack.
         tp_rank, tp_size: tensor-parallel rank and size under sequence parallelism; 0 and 1 without it.
-
-    Raises:
-        BatchError: the number of patches of a grid differs from the number of tokens of its sample.
     """
     if kind == "full":
         return SegmentAttentionPlan()

@@ -63,11 +63,7 @@ def _segments(lengths: tuple[int, ...], starts: tuple[int, ...], grids: Grids, k
 
 
 def segments_of(layout: SequenceLayout, grids: Grids, kind: AttentionKind) -> Segments:
-    """Return the segments of the global pack that `layout` belongs to; cached, so that all layers share one object.
-
-    Raises:
-        BatchError: the number of patches of a grid differs from the number of tokens of its sample.
-    """
+    """Return the segments of the global pack that `layout` belongs to; cached, so that all layers share one object."""
     return _segments(layout.lengths, layout.starts, grids, kind)
 
 

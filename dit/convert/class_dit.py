@@ -48,9 +48,9 @@ def published_sampling(model: DiTConfig) -> dict[str, object]:
 
 def check_expressible(model: DiTConfig, side: str, **also: int) -> None:
     """Check that a model is one of the paper's."""
-    settings = {name: getattr(model, name) for name in (*ONLY_THESE, *also)}
+    supported = {**ONLY_THESE, **also}
     fault = f"{side} does not support this model"
-    require(fault, settings, {**ONLY_THESE, **also}, TRAIN_THAT_WAY)
+    require(fault, {name: getattr(model, name) for name in supported}, supported, TRAIN_THAT_WAY)
     if model.num_classes is None:
         require(fault, {"num_classes": None}, {"num_classes": "a number"}, "train with classes")
 

@@ -29,8 +29,8 @@ NAMES = {
     "codebook.entries": "quantize.embedding.weight",
 }
 """Parts of names: ours, diffusers'."""
-KL_ONLY = ("shift_factor", "latents_mean", "latents_std", "use_quant_conv", "use_post_quant_conv")
-"""Settings of `AutoencoderKL` that `VQModel` does not have."""
+SAME = ("in_channels", "latent_channels", "layers_per_block", "norm_num_groups", "mid_block_add_attention")
+"""Settings with the same name and value in diffusers."""
 
 
 class DiffusersAutoencoder(DiffusersFormat[AutoencoderConfig]):
@@ -38,26 +38,6 @@ class DiffusersAutoencoder(DiffusersFormat[AutoencoderConfig]):
 
     class_name = "AutoencoderKL"
     config_class = AutoencoderConfig
-    defaults: Mapping[str, Any] = {
-        "in_channels": 3,
-        "out_channels": 3,
-        "down_block_types": (DOWN,),
-        "up_block_types": (UP,),
-        "block_out_channels": (64,),
-        "layers_per_block": 1,
-        "act_fn": "silu",
-        "latent_channels": 4,
-        "norm_num_groups": 32,
-        "sample_size": 32,
-        "scaling_factor": 0.18215,
-        "shift_factor": None,
-        "latents_mean": None,
-        "latents_std": None,
-        "force_upcast": True,
-        "use_quant_conv": True,
-        "use_post_quant_conv": True,
-        "mid_block_add_attention": True,
-    }
     fixed: Collection[str] = ("act_fn", "latents_mean", "latents_std", "use_quant_conv", "use_post_quant_conv")
 
     def describes(self, model: ModelConfig) -> bool:
@@ -71,13 +51,12 @@ class DiffusersAutoencoder(DiffusersFormat[AutoencoderConfig]):
                 f"{self.class_name} of blocks {', '.join(sorted(kinds))}, from {published['in_channels']} to "
                 f"{published['out_channels']} channels; ours has {DOWN} and {UP}, and as many output as input channels"
             )
-        same = ("in_channels", "latent_channels", "layers_per_block", "norm_num_groups", "mid_block_add_attention")
         model = AutoencoderConfig(
             patch_spatial=2 ** (len(channels) - 1),
             block_out_channels=channels,
             scaling_factor=published["scaling_factor"],
             shift_factor=published["shift_factor"],
-            **{name: published[name] for name in same},
+            **{name: published[name] for name in SAME},
         )
         return TrainedModel(model, Autoencoding(), (1, size, size), {})
 
@@ -85,15 +64,11 @@ class DiffusersAutoencoder(DiffusersFormat[AutoencoderConfig]):
         resolutions = len(model.block_out_channels)
         scale = {} if model.scaling_factor is None else {"scaling_factor": model.scaling_factor}
         settings = {
-            "in_channels": model.in_channels,
+            **{name: getattr(model, name) for name in SAME},
             "out_channels": model.in_channels,
             "down_block_types": [DOWN] * resolutions,
             "up_block_types": [UP] * resolutions,
             "block_out_channels": model.block_out_channels,
-            "layers_per_block": model.layers_per_block,
-            "latent_channels": model.latent_channels,
-            "norm_num_groups": model.norm_num_groups,
-            "mid_block_add_attention": model.mid_block_add_attention,
             "sample_size": latent_size[1],
             "shift_factor": model.shift_factor,
             **scale,
@@ -108,15 +83,6 @@ class DiffusersVQModel(DiffusersAutoencoder):
     """`VQModel`, whose entries are as wide as its latents."""
 
     class_name = "VQModel"
-    defaults: Mapping[str, Any] = {
-        **{n: x for n, x in DiffusersAutoencoder.defaults.items() if n not in KL_ONLY},
-        "latent_channels": 3,
-        "num_vq_embeddings": 256,
-        "vq_embed_dim": None,
-        "norm_type": "group",
-        "lookup_from_codebook": False,
-        "force_upcast": False,
-    }
     fixed = ("act_fn", "norm_type", "lookup_from_codebook")
 
     def describes(self, model: ModelConfig) -> bool:

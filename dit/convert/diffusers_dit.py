@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dit.convert.class_dit import check_expressible, position_table, published_sampling, trained_objective
-from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedModel, square_side
+from dit.convert.diffusers_format import DiffusersTransformer, LatentSize, TrainedModel, square_side
 from dit.convert.rules import Axes, ByHead, Copies, Rule, RuleBook, Shape, with_bias
 from dit.errors import ConfigError
 from dit.models.dit.config import DiTConfig
@@ -30,45 +30,24 @@ PIPELINE_CLASSES = 1000
 """`DiTPipeline` uses this index for "no class", independent of the network."""
 
 
-class DiffusersDiT(DiffusersFormat[DiTConfig]):
+class DiffusersDiT(DiffusersTransformer[DiTConfig]):
     """`DiTTransformer2DModel`; the published DiT-XL/2 folders have its old name."""
 
     class_name = "DiTTransformer2DModel"
     aliases = ("Transformer2DModel",)
     config_class = DiTConfig
-    defaults: Mapping[str, Any] = {
-        "num_attention_heads": 16,
-        "attention_head_dim": 72,
-        "in_channels": 4,
-        "out_channels": None,
-        "num_layers": 28,
-        "dropout": 0.0,
-        "norm_num_groups": 32,
-        "attention_bias": True,
-        "sample_size": 32,
-        "patch_size": 2,
-        "activation_fn": "gelu-approximate",
-        "num_embeds_ada_norm": 1000,
-        "upcast_attention": False,
-        "norm_type": "ada_norm_zero",
-        "norm_elementwise_affine": False,
-        "norm_eps": 1e-5,
-    }
     fixed = ("attention_bias", "activation_fn", "norm_type", "norm_elementwise_affine")
+    same: Mapping[str, str] = {
+        "in_channels": "in_channels",
+        "num_layers": "num_layers",
+        "num_attention_heads": "num_attention_heads",
+        "patch_spatial": "patch_size",
+        "num_classes": "num_embeds_ada_norm",
+    }
     samples_by_class = True
 
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
-        out_channels = published["out_channels"]
-        model = DiTConfig(
-            hidden_size=published["num_attention_heads"] * published["attention_head_dim"],
-            num_layers=published["num_layers"],
-            num_attention_heads=published["num_attention_heads"],
-            in_channels=published["in_channels"],
-            out_channels=None if out_channels == published["in_channels"] else out_channels,
-            patch_spatial=published["patch_size"],
-            num_classes=published["num_embeds_ada_norm"],
-            time_frequency_shift=1,
-        )
+        model = DiTConfig(**self.read_sizes(published), time_frequency_shift=1)
         notes = []
         if published["norm_eps"] != model.layernorm_epsilon:
             notes.append(
@@ -81,17 +60,7 @@ class DiffusersDiT(DiffusersFormat[DiTConfig]):
     def write(self, model: DiTConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
         check_expressible(model, self.class_name, ffn_size=4 * model.hidden_size)
         side, notes = square_side(self.class_name, latent_size, model.patch_spatial)
-        settings = {
-            "num_attention_heads": model.num_attention_heads,
-            "attention_head_dim": model.hidden_size // model.num_attention_heads,
-            "in_channels": model.in_channels,
-            "out_channels": model.in_channels if model.out_channels is None else model.out_channels,
-            "num_layers": model.num_layers,
-            "sample_size": side,
-            "patch_size": model.patch_spatial,
-            "num_embeds_ada_norm": model.num_classes,
-            "norm_eps": model.layernorm_epsilon,
-        }
+        settings = self.write_sizes(model) | {"sample_size": side, "norm_eps": model.layernorm_epsilon}
         if model.time_frequency_shift != 1:
             notes.append(
                 "the model was trained with time_frequency_shift=0, diffusers computes the time's sinusoid with 1 "

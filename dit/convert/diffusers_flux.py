@@ -36,19 +36,6 @@ class DiffusersFlux(DiffusersStreams[FluxConfig]):
 
     class_name = "FluxTransformer2DModel"
     config_class = FluxConfig
-    defaults: Mapping[str, Any] = {
-        "patch_size": 1,
-        "in_channels": 64,
-        "out_channels": None,
-        "num_layers": 19,
-        "num_single_layers": 38,
-        "attention_head_dim": 128,
-        "num_attention_heads": 24,
-        "joint_attention_dim": 4096,
-        "pooled_projection_dim": 768,
-        "guidance_embeds": False,
-        "axes_dims_rope": (16, 56, 56),
-    }
     fixed = ("patch_size",)
     names: Mapping[str, str] = outer_names("time_text_embed", time="timestep", pooled="text", guidance="guidance")
     free = frozenset({"num_single_layers", "pooled_size", "guidance"})

@@ -35,22 +35,6 @@ class DiffusersFlux2(DiffusersStreams[Flux2Config]):
 
     class_name = "Flux2Transformer2DModel"
     config_class = Flux2Config
-    defaults: Mapping[str, Any] = {
-        "patch_size": 1,
-        "in_channels": 128,
-        "out_channels": None,
-        "num_layers": 8,
-        "num_single_layers": 48,
-        "attention_head_dim": 128,
-        "num_attention_heads": 48,
-        "joint_attention_dim": 15360,
-        "timestep_guidance_channels": 256,
-        "mlp_ratio": 3.0,
-        "axes_dims_rope": (32, 32, 32, 32),
-        "rope_theta": 2000,
-        "eps": 1e-6,
-        "guidance_embeds": True,
-    }
     fixed = ("patch_size", "out_channels", "timestep_guidance_channels")
     names: Mapping[str, str] = outer_names("time_guidance_embed", time="timestep", guidance="guidance")
     free = frozenset({"num_single_layers", "guidance", "layernorm_epsilon", "rope_theta"})

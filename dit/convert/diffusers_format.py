@@ -6,19 +6,24 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Generic, Optional, TypeVar
 
 from torch import Tensor
 
 from dit.convert import DIFFUSERS
-from dit.convert.rules import RuleBook, Shape
+from dit.convert.rules import TRAIN_THAT_WAY, RuleBook, Shape, require
 from dit.errors import ConfigError, UserError
 from dit.models.base import ModelConfig
 from dit.objectives.base import Objective
 from dit.ranges import MOST_POSITIONS
+from dit.safe_files import read_yaml
 
 VERSION = "0.38.0"
 """The release of diffusers that tests compare exports with."""
+ARGUMENTS = Path(__file__).with_name("diffusers_arguments.yaml")
 
 LatentSize = tuple[int, int, int]
 Model = TypeVar("Model", bound=ModelConfig)
@@ -66,6 +71,12 @@ def learned_nulls(shapes: Mapping[str, Shape]) -> dict[str, str]:
     return {name: why for name in NULLS if name in shapes}
 
 
+def mlp_ratio(ffn_size: int, width: int) -> float:
+    """Return the `mlp_ratio` whose product with the width, rounded down, is the inner width of an MLP."""
+    ratio = ffn_size / width
+    return ratio if int(ratio * width) == ffn_size else (ffn_size + 0.5) / width
+
+
 def square_side(class_name: str, latent_size: LatentSize, multiple: int) -> tuple[int, list[str]]:
     """Return the `sample_size` of a square with the area of the latent, and a note if the latent is not a square."""
     frames, height, width = latent_size
@@ -77,6 +88,13 @@ def square_side(class_name: str, latent_size: LatentSize, multiple: int) -> tupl
     return side, [f"sample_size={side} is a square with about the area of {height} x {width}, the largest sample"]
 
 
+@cache
+def arguments_of(class_name: str) -> Mapping[str, Any]:
+    """Return the arguments of a diffusers constructor with their defaults."""
+    classes: Mapping[str, Mapping[str, Any]] = read_yaml(ARGUMENTS, ConfigError, "install this project again")
+    return classes[class_name]
+
+
 class DiffusersFormat(ABC, Generic[Model]):
     """One model class of diffusers.
 
@@ -84,8 +102,8 @@ class DiffusersFormat(ABC, Generic[Model]):
         class_name: in `config.json`.
         aliases: older names of this class, distinguished from others by `norm_type`.
         config_class: settings class of our backbone.
-        defaults: every argument of the diffusers constructor with its default.
         fixed: names of arguments that our backbone supports with the default only.
+        only: our settings with the only values that the class supports.
         samples_by_class: the class is the model's only condition.
         comfyui: ComfyUI's names of linear layers (those of the original code) by patterns of diffusers' names.
         part: name of the model in diffusers' pipelines, and prefix of its adapters.
@@ -94,11 +112,16 @@ class DiffusersFormat(ABC, Generic[Model]):
     class_name: str
     aliases: tuple[str, ...] = ()
     config_class: type[Model]
-    defaults: Mapping[str, Any]
     fixed: Collection[str] = ()
+    only: Mapping[str, Any] = MappingProxyType({})
     samples_by_class: bool = False
     comfyui: Sequence[tuple[str, str]] = ()
     part: str = "transformer"
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """Every argument of the diffusers constructor with its default."""
+        return arguments_of(self.class_name)
 
     @abstractmethod
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
@@ -124,6 +147,12 @@ class DiffusersFormat(ABC, Generic[Model]):
     def other_names(self, layer: str, model: Model) -> list[str]:
         """Return further names of a diffusers layer in adapter files."""
         return []
+
+    def check_only(self, model: Model, **also: object) -> None:
+        """Check that the class supports the settings of a model: those in `only`, and further ones."""
+        supported = {**self.only, **also}
+        values = {name: getattr(model, name) for name in supported}
+        require(f"{self.class_name} does not support this model", values, supported, TRAIN_THAT_WAY)
 
     def describes(self, model: ModelConfig) -> bool:
         """Return whether the class is that of a model."""
@@ -169,6 +198,33 @@ class DiffusersFormat(ABC, Generic[Model]):
         changed, notes = self.write(model, latent_size)
         header = {"_class_name": self.class_name, "_diffusers_version": VERSION}
         return {**header, **self.defaults, **changed}, notes
+
+
+class DiffusersTransformer(DiffusersFormat[Model]):
+    """A diffusers class with the sizes of `same`, a width in heads, and optional output channels.
+
+    Attributes:
+        same: diffusers' names of settings with equal values, by ours.
+    """
+
+    same: Mapping[str, str]
+
+    def read_sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
+        """Return our sizes for diffusers' settings."""
+        sizes = {ours: published[theirs] for ours, theirs in self.same.items()}
+        channels, out_channels = published["in_channels"], published["out_channels"]
+        return sizes | {
+            "hidden_size": published["num_attention_heads"] * published["attention_head_dim"],
+            "out_channels": None if out_channels in (None, channels) else out_channels,
+        }
+
+    def write_sizes(self, model: Any) -> dict[str, Any]:
+        """Invert `read_sizes`."""
+        settings = {theirs: getattr(model, ours) for ours, theirs in self.same.items()}
+        return settings | {
+            "attention_head_dim": model.hidden_size // model.num_attention_heads,
+            "out_channels": model.out_channels or model.in_channels,
+        }
 
 
 NEAREST: Mapping[str, str] = {

@@ -27,23 +27,7 @@ class DiffusersLumina2(DiffusersSandwich[Lumina2Config]):
 
     class_name = "Lumina2Transformer2DModel"
     config_class = Lumina2Config
-    fixed: Mapping[str, Any] = {"patch_size": PATCH, "norm_eps": 1e-5, "scaling_factor": 1.0}
-    defaults: Mapping[str, Any] = {
-        **fixed,
-        "sample_size": 128,
-        "in_channels": 16,
-        "out_channels": None,
-        "hidden_size": 2304,
-        "num_layers": 26,
-        "num_refiner_layers": 2,
-        "num_attention_heads": 24,
-        "num_kv_heads": 8,
-        "multiple_of": MULTIPLE,
-        "ffn_dim_multiplier": None,
-        "axes_dim_rope": (32, 32, 32),
-        "axes_lens": [300, 512, 512],
-        "cap_feat_dim": 1024,
-    }
+    fixed = ("patch_size", "norm_eps", "scaling_factor")
     names: Mapping[str, str] = {
         "embed.linear": "x_embedder",
         "text_norm": "time_caption_embed.caption_embedder.0",

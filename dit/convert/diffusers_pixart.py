@@ -18,58 +18,40 @@ from typing import Any
 from torch import Tensor
 
 from dit.convert.class_dit import trained_objective
-from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedModel, learned_nulls, square_side
-from dit.convert.rules import TRAIN_THAT_WAY, Axes, ByHead, Rule, RuleBook, Shape, require, with_bias
+from dit.convert.diffusers_format import DiffusersTransformer, LatentSize, TrainedModel, learned_nulls, square_side
+from dit.convert.rules import Axes, ByHead, Rule, RuleBook, Shape, require, with_bias
 from dit.errors import ConfigError
 from dit.layers.positions import sincos
 from dit.models.stdit.config import STDiTConfig
 from dit.patchify import grid_positions
 
-ONLY_THESE = {
-    "layer_pattern": ["full"],
-    "position_embedding": "sincos_2d",
-    "patch_temporal": 1,
-    "num_classes": None,
-    "fps_conditioning": False,
-    "size_conditioning": False,
-    "qk_layernorm": False,
-    "add_bias": True,
-    "layernorm_epsilon": 1e-6,
-    "time_scale": 1000.0,
-}
-"""Our settings, with the only values that PixArt supports."""
 
-
-class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
+class DiffusersPixArt(DiffusersTransformer[STDiTConfig]):
     """`PixArtTransformer2DModel`."""
 
     class_name = "PixArtTransformer2DModel"
     aliases = ("Transformer2DModel",)
     config_class = STDiTConfig
-    defaults: Mapping[str, Any] = {
-        "num_attention_heads": 16,
-        "attention_head_dim": 72,
-        "in_channels": 4,
-        "out_channels": 8,
-        "num_layers": 28,
-        "dropout": 0.0,
-        "norm_num_groups": 32,
-        "cross_attention_dim": 1152,
-        "attention_bias": True,
-        "sample_size": 128,
-        "patch_size": 2,
-        "activation_fn": "gelu-approximate",
-        "num_embeds_ada_norm": 1000,
-        "upcast_attention": False,
-        "norm_type": "ada_norm_single",
-        "norm_elementwise_affine": False,
-        "norm_eps": 1e-6,
-        "interpolation_scale": None,
-        "use_additional_conditions": None,
-        "caption_channels": None,
-        "attention_type": "default",
-    }
     fixed = ("attention_bias", "activation_fn", "norm_type", "norm_elementwise_affine", "norm_eps", "attention_type")
+    only: Mapping[str, Any] = {
+        "layer_pattern": ["full"],
+        "position_embedding": "sincos_2d",
+        "patch_temporal": 1,
+        "num_classes": None,
+        "fps_conditioning": False,
+        "size_conditioning": False,
+        "qk_layernorm": False,
+        "add_bias": True,
+        "layernorm_epsilon": 1e-6,
+        "time_scale": 1000.0,
+    }
+    same: Mapping[str, str] = {
+        "in_channels": "in_channels",
+        "num_layers": "num_layers",
+        "num_attention_heads": "num_attention_heads",
+        "patch_spatial": "patch_size",
+        "context_size": "caption_channels",
+    }
     comfyui = (
         (r"transformer_blocks\.(\d+)\.attn1\.to_[qkv]", r"blocks.\1.attn.qkv"),
         (r"transformer_blocks\.(\d+)\.attn1\.to_out\.0", r"blocks.\1.attn.proj"),
@@ -94,16 +76,9 @@ class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
         # The default is an integer number of base resolutions.
         scale = published["interpolation_scale"]
         scale = max(size // 64, 1) if scale is None else scale
-        out_channels = published["out_channels"]
         model = STDiTConfig(
+            **self.read_sizes(published),
             layer_pattern=["full"],
-            hidden_size=width,
-            num_layers=published["num_layers"],
-            num_attention_heads=published["num_attention_heads"],
-            in_channels=published["in_channels"],
-            out_channels=None if out_channels == published["in_channels"] else out_channels,
-            patch_spatial=published["patch_size"],
-            context_size=published["caption_channels"],
             qk_layernorm=False,
             fps_conditioning=False,
             position_span=size // published["patch_size"] / scale,
@@ -113,27 +88,17 @@ class DiffusersPixArt(DiffusersFormat[STDiTConfig]):
         return TrainedModel(model, trained_objective(model), (1, size, size), sampling)
 
     def write(self, model: STDiTConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
-        size, heads = model.hidden_size, model.num_attention_heads
-        same = {"num_query_groups": heads, "ffn_size": 4 * size}
-        values = {name: getattr(model, name) for name in (*ONLY_THESE, "ffn_size")}
-        values["num_query_groups"] = model.num_query_groups or heads
-        require(f"{self.class_name} does not support this model", values, {**ONLY_THESE, **same}, TRAIN_THAT_WAY)
+        groups = model.num_query_groups and model.num_attention_heads
+        self.check_only(model, num_query_groups=groups, ffn_size=4 * model.hidden_size)
         height, notes = square_side(self.class_name, latent_size, model.patch_spatial)
         side = height // model.patch_spatial
         if model.position_span is None:
             notes.append(f"positions are not scaled here; diffusers scales those of other sizes than {side} patches")
-        settings = {
-            "num_attention_heads": heads,
-            "attention_head_dim": size // heads,
-            "in_channels": model.in_channels,
-            "out_channels": model.out_channels or model.in_channels,
-            "num_layers": model.num_layers,
-            "cross_attention_dim": size,
+        settings = self.write_sizes(model) | {
+            "cross_attention_dim": model.hidden_size,
             "sample_size": height,
-            "patch_size": model.patch_spatial,
             "interpolation_scale": 1 if model.position_span is None else side / model.position_span,
             "use_additional_conditions": False,
-            "caption_channels": model.context_size,
         }
         return settings, notes
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from dit.convert.diffusers_format import LatentSize, TrainedModel
-from dit.convert.diffusers_streams import IMAGE, PATCH, TEXT, DiffusersStreams, StreamNames
+from dit.convert.diffusers_streams import IMAGE, TEXT, DiffusersStreams, StreamNames
 from dit.models.qwen_image.config import QwenImageConfig
 
 
@@ -18,17 +18,6 @@ class DiffusersQwenImage(DiffusersStreams[QwenImageConfig]):
     class_name = "QwenImageTransformer2DModel"
     config_class = QwenImageConfig
     fixed = ("patch_size", "guidance_embeds", "zero_cond_t", "use_additional_t_cond", "use_layer3d_rope")
-    defaults: Mapping[str, Any] = {
-        "patch_size": PATCH,
-        **dict.fromkeys(fixed[1:], False),
-        "in_channels": 64,
-        "out_channels": 16,
-        "num_layers": 60,
-        "attention_head_dim": 128,
-        "num_attention_heads": 24,
-        "joint_attention_dim": 3584,
-        "axes_dims_rope": (16, 56, 56),
-    }
     names: Mapping[str, str] = {
         "embed.linear": "img_in",
         "embed_text": "txt_in",

@@ -16,21 +16,19 @@ from typing import Any, ClassVar, Optional
 import torch
 from torch import Tensor
 
-from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedModel, learned_nulls, square_side
-from dit.convert.rules import TRAIN_THAT_WAY, Axes, ByHead, Pointwise, Rule, RuleBook, Shape, require, with_bias
+from dit.convert.diffusers_format import (
+    DiffusersTransformer,
+    LatentSize,
+    TrainedModel,
+    learned_nulls,
+    mlp_ratio,
+    square_side,
+)
+from dit.convert.rules import Axes, ByHead, Pointwise, Rule, RuleBook, Shape, require, with_bias
 from dit.models.sana.config import SanaConfig
 from dit.objectives.flow_matching import FlowMatching
 
 FULL_WIDTH = "rms_norm_across_heads"
-ONLY_THESE = {
-    "patch_temporal": 1,
-    "num_classes": None,
-    "fps_conditioning": False,
-    "size_conditioning": False,
-    "position_embedding": "none",
-    "time_scale": 1000.0,
-}
-"""Our settings, with the only values that SANA supports."""
 
 
 @dataclass(frozen=True)
@@ -55,42 +53,31 @@ class GatesSecond:
         return (external[..., None, None] if self.pointwise and parameter.dim() > 1 else external,)
 
 
-class DiffusersSana(DiffusersFormat[SanaConfig]):
+class DiffusersSana(DiffusersTransformer[SanaConfig]):
     """`SanaTransformer2DModel`."""
 
     class_name = "SanaTransformer2DModel"
     config_class = SanaConfig
-    defaults: Mapping[str, Any] = {
-        "in_channels": 32,
-        "out_channels": 32,
-        "num_attention_heads": 70,
-        "attention_head_dim": 32,
-        "num_layers": 20,
-        "num_cross_attention_heads": 20,
-        "cross_attention_head_dim": 112,
-        "cross_attention_dim": 2240,
-        "caption_channels": 2304,
-        "mlp_ratio": 2.5,
-        "dropout": 0.0,
-        "attention_bias": False,
-        "sample_size": 32,
-        "patch_size": 1,
-        "norm_elementwise_affine": False,
-        "norm_eps": 1e-6,
-        "interpolation_scale": None,
-        "guidance_embeds": False,
-        "guidance_embeds_scale": 0.1,
-        "qk_norm": None,
-        "timestep_scale": 1.0,
+    fixed = (
+        *("dropout", "attention_bias", "norm_elementwise_affine", "norm_eps", "interpolation_scale"),
+        *("guidance_embeds", "timestep_scale"),
+    )
+    only: Mapping[str, Any] = {
+        "patch_temporal": 1,
+        "num_classes": None,
+        "fps_conditioning": False,
+        "size_conditioning": False,
+        "position_embedding": "none",
+        "time_scale": 1000.0,
+        "layernorm_epsilon": 1e-6,
     }
-    fixed: Mapping[str, Any] = {
-        "dropout": 0.0,
-        "attention_bias": False,
-        "norm_elementwise_affine": False,
-        "norm_eps": 1e-6,
-        "interpolation_scale": None,
-        "guidance_embeds": False,
-        "timestep_scale": 1.0,
+    same: Mapping[str, str] = {
+        "in_channels": "in_channels",
+        "num_layers": "num_layers",
+        "num_attention_heads": "num_attention_heads",
+        "num_cross_attention_heads": "num_cross_attention_heads",
+        "patch_spatial": "patch_size",
+        "context_size": "caption_channels",
     }
 
     def read(self, published: Mapping[str, Any]) -> TrainedModel:
@@ -103,16 +90,8 @@ class DiffusersSana(DiffusersFormat[SanaConfig]):
         }
         supported = {**dict.fromkeys(values, width), "qk_norm": FULL_WIDTH if published["qk_norm"] else None}
         require(f"{self.class_name} differs from our model", values, supported, "such weights cannot be imported")
-        out_channels = published["out_channels"] or published["in_channels"]
         model = SanaConfig(
-            in_channels=published["in_channels"],
-            out_channels=None if out_channels == published["in_channels"] else out_channels,
-            patch_spatial=published["patch_size"],
-            context_size=published["caption_channels"],
-            hidden_size=width,
-            num_layers=published["num_layers"],
-            num_attention_heads=published["num_attention_heads"],
-            num_cross_attention_heads=heads,
+            **self.read_sizes(published),
             ffn_hidden_size=int(published["mlp_ratio"] * width),
             qk_layernorm=published["qk_norm"] is not None,
             null_text="empty",
@@ -122,27 +101,13 @@ class DiffusersSana(DiffusersFormat[SanaConfig]):
         return TrainedModel(model, FlowMatching(time_shift=3.0), (1, side, side), sampling)
 
     def write(self, model: SanaConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
-        values = {name: getattr(model, name) for name in (*ONLY_THESE, "layernorm_epsilon")}
-        require(
-            f"{self.class_name} does not support this model",
-            values,
-            {**ONLY_THESE, "layernorm_epsilon": self.fixed["norm_eps"]},
-            TRAIN_THAT_WAY,
-        )
+        self.check_only(model)
         side, notes = square_side(self.class_name, latent_size, model.patch_spatial)
-        settings = {
-            "in_channels": model.in_channels,
-            "out_channels": model.out_channels or model.in_channels,
-            "num_attention_heads": model.num_attention_heads,
-            "attention_head_dim": model.head_size,
-            "num_layers": model.num_layers,
-            "num_cross_attention_heads": model.num_cross_attention_heads,
+        settings = self.write_sizes(model) | {
             "cross_attention_head_dim": model.hidden_size // model.num_cross_attention_heads,
             "cross_attention_dim": model.hidden_size,
-            "caption_channels": model.context_size,
-            "mlp_ratio": _ratio(model.ffn_size, model.hidden_size),
+            "mlp_ratio": mlp_ratio(model.ffn_size, model.hidden_size),
             "sample_size": side,
-            "patch_size": model.patch_spatial,
             "qk_norm": FULL_WIDTH if model.qk_layernorm else None,
         }
         return settings, notes
@@ -184,9 +149,3 @@ class DiffusersSana(DiffusersFormat[SanaConfig]):
             rules.append(Rule(f"{layer}.mlp.linear_fc2.weight", (f"{block}.ff.conv_point.weight",), Pointwise()))
             rules.append(Rule(f"{layer}.modulation.table", (f"{block}.scale_shift_table",)))
         return RuleBook(shapes, rules, unmatched=learned_nulls(shapes))
-
-
-def _ratio(ffn_size: int, width: int) -> float:
-    """Return the `mlp_ratio` whose product with the width, rounded down, is the size of the feed-forward."""
-    ratio = ffn_size / width
-    return ratio if int(ratio * width) == ffn_size else (ffn_size + 0.5) / width

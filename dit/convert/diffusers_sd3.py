@@ -19,7 +19,6 @@ from typing import Any
 from dit.convert.diffusers_format import LatentSize, TrainedModel
 from dit.convert.diffusers_streams import (
     IMAGE,
-    PATCH,
     SELF_ATTENTION,
     TEXT,
     DiffusersStreams,
@@ -40,21 +39,6 @@ class DiffusersSD3(DiffusersStreams[SD3Config]):
 
     class_name = "SD3Transformer2DModel"
     config_class = SD3Config
-    defaults: Mapping[str, Any] = {
-        "sample_size": 128,
-        "patch_size": PATCH,
-        "in_channels": 16,
-        "num_layers": 18,
-        "attention_head_dim": 64,
-        "num_attention_heads": 18,
-        "joint_attention_dim": 4096,
-        "caption_projection_dim": 1152,
-        "pooled_projection_dim": 2048,
-        "out_channels": 16,
-        "pos_embed_max_size": 96,
-        "dual_attention_layers": (),
-        "qk_norm": None,
-    }
     names: Mapping[str, str] = {
         **outer_names("time_text_embed", time="timestep", pooled="text"),
         "embed.linear": "pos_embed.proj",

@@ -17,8 +17,16 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from dit.convert.diffusers_format import NULLS, DiffusersFormat, LatentSize, TrainedModel, learned_nulls, square_side
-from dit.convert.rules import TRAIN_THAT_WAY, ByHead, Pointwise, Rule, RuleBook, Shape, renamed, require
+from dit.convert.diffusers_format import (
+    NULLS,
+    DiffusersFormat,
+    LatentSize,
+    TrainedModel,
+    arguments_of,
+    learned_nulls,
+    square_side,
+)
+from dit.convert.rules import TRAIN_THAT_WAY, ByHead, Pointwise, Rule, RuleBook, Shape, renamed
 from dit.errors import ConfigError
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.ldm_unet.layer import LENGTH_FEATURES, LENGTHS
@@ -39,58 +47,6 @@ NAMES = {
 """Parts of names that differ: ours, diffusers'."""
 ADDED = {"addition_embed_type": "text_time", "addition_time_embed_dim": LENGTH_FEATURES}
 """Settings of diffusers for a pooled text and six lengths."""
-ONLY_THESE = {"patch_spatial": 1, "patch_temporal": 1}
-
-DEFAULTS: Mapping[str, Any] = {
-    "sample_size": None,
-    "in_channels": 4,
-    "out_channels": 4,
-    "center_input_sample": False,
-    "flip_sin_to_cos": True,
-    "freq_shift": 0,
-    "down_block_types": (DOWN[1], DOWN[1], DOWN[1], DOWN[0]),
-    "mid_block_type": "UNetMidBlock2DCrossAttn",
-    "up_block_types": (UP[0], UP[1], UP[1], UP[1]),
-    "only_cross_attention": False,
-    "block_out_channels": (320, 640, 1280, 1280),
-    "layers_per_block": 2,
-    "downsample_padding": 1,
-    "mid_block_scale_factor": 1,
-    "dropout": 0.0,
-    "act_fn": "silu",
-    "norm_num_groups": 32,
-    "norm_eps": 1e-5,
-    "cross_attention_dim": 1280,
-    "transformer_layers_per_block": 1,
-    "reverse_transformer_layers_per_block": None,
-    "encoder_hid_dim": None,
-    "encoder_hid_dim_type": None,
-    "attention_head_dim": 8,
-    "num_attention_heads": None,
-    "dual_cross_attention": False,
-    "use_linear_projection": False,
-    "class_embed_type": None,
-    "addition_embed_type": None,
-    "addition_time_embed_dim": None,
-    "num_class_embeds": None,
-    "upcast_attention": False,
-    "resnet_time_scale_shift": "default",
-    "resnet_skip_time_act": False,
-    "resnet_out_scale_factor": 1.0,
-    "time_embedding_type": "positional",
-    "time_embedding_dim": None,
-    "time_embedding_act_fn": None,
-    "timestep_post_act": None,
-    "time_cond_proj_dim": None,
-    "conv_in_kernel": 3,
-    "conv_out_kernel": 3,
-    "projection_class_embeddings_input_dim": None,
-    "attention_type": "default",
-    "class_embeddings_concat": False,
-    "mid_block_only_cross_attention": None,
-    "cross_attention_norm": None,
-    "addition_embed_type_num_heads": 64,
-}
 FOLLOWED = (
     *("sample_size", "in_channels", "out_channels", "down_block_types", "up_block_types", "block_out_channels"),
     *("layers_per_block", "norm_num_groups", "cross_attention_dim", "transformer_layers_per_block"),
@@ -106,8 +62,8 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
 
     class_name = "UNet2DConditionModel"
     config_class = LDMUNetConfig
-    defaults = DEFAULTS
-    fixed = tuple(name for name in DEFAULTS if name not in FOLLOWED)
+    fixed = tuple(name for name in arguments_of(class_name) if name not in FOLLOWED)
+    only: Mapping[str, Any] = {"patch_spatial": 1, "patch_temporal": 1}
     part = "unet"
 
     def comfyui_name(self, layer: str) -> str:
@@ -186,14 +142,14 @@ class DiffusersUNet(DiffusersFormat[LDMUNetConfig]):
         return TrainedModel(model, objective, (1, size, size), sampling)
 
     def write(self, model: LDMUNetConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
-        fault = f"{self.class_name} does not support this model"
-        require(fault, {name: getattr(model, name) for name in ONLY_THESE}, ONLY_THESE, TRAIN_THAT_WAY)
+        self.check_only(model)
         layers, bottom = model.transformer_layers, model.mid_transformer_layers
         side, notes = square_side(self.class_name, latent_size, 2**model.halvings)
         if bottom == 0 or layers[-1] not in (0, bottom):
             raise ConfigError(
-                f"{fault}: its bottom has as many transformer layers as its lowest resolution, but ours has "
-                f"mid_transformer_layers={bottom} and transformer_layers={layers}; {TRAIN_THAT_WAY}"
+                f"{self.class_name} does not support this model: its bottom has as many transformer layers as its "
+                f"lowest resolution, but ours has mid_transformer_layers={bottom} and transformer_layers={layers}; "
+                f"{TRAIN_THAT_WAY}"
             )
         with_text = [depth > 0 for depth in layers]
         depths = [depth or bottom for depth in layers]

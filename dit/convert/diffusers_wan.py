@@ -19,50 +19,38 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from dit.convert.diffusers_format import DiffusersFormat, LatentSize, TrainedModel, learned_nulls
-from dit.convert.rules import TRAIN_THAT_WAY, Axes, ByHead, Rule, RuleBook, Shape, require, with_bias
+from dit.convert.diffusers_format import DiffusersTransformer, LatentSize, TrainedModel, learned_nulls
+from dit.convert.rules import Axes, ByHead, Rule, RuleBook, Shape, with_bias
 from dit.errors import ConfigError
 from dit.models.wan.config import WanConfig
 from dit.objectives.flow_matching import FlowMatching
 
 LATENT_SIZE = (21, 60, 104)  # 81 frames of 480 x 832; not in the settings
-ONLY_THESE = {
-    "num_classes": None,
-    "fps_conditioning": False,
-    "size_conditioning": False,
-    "qk_layernorm": True,
-    "position_embedding": "rope_3d",
-    "rope_theta": 10000.0,
-    "rope_factors": None,
-    "time_scale": 1000.0,
-}
-"""Our settings, with the only values that diffusers' model supports."""
 
 
-class DiffusersWan(DiffusersFormat[WanConfig]):
+class DiffusersWan(DiffusersTransformer[WanConfig]):
     """`WanTransformer3DModel`."""
 
     class_name = "WanTransformer3DModel"
     config_class = WanConfig
-    defaults: Mapping[str, Any] = {
-        "patch_size": (1, 2, 2),
-        "num_attention_heads": 40,
-        "attention_head_dim": 128,
-        "in_channels": 16,
-        "out_channels": 16,
-        "text_dim": 4096,
-        "freq_dim": 256,
-        "ffn_dim": 13824,
-        "num_layers": 40,
-        "cross_attn_norm": True,
-        "qk_norm": "rms_norm_across_heads",
-        "eps": 1e-6,
-        "image_dim": None,
-        "added_kv_proj_dim": None,
-        "rope_max_seq_len": 1024,
-        "pos_embed_seq_len": None,
-    }
     fixed = ("freq_dim", "cross_attn_norm", "qk_norm", "image_dim", "added_kv_proj_dim", "pos_embed_seq_len")
+    only: Mapping[str, Any] = {
+        "num_classes": None,
+        "fps_conditioning": False,
+        "size_conditioning": False,
+        "qk_layernorm": True,
+        "position_embedding": "rope_3d",
+        "rope_theta": 10000.0,
+        "rope_factors": None,
+        "time_scale": 1000.0,
+    }
+    same: Mapping[str, str] = {
+        "in_channels": "in_channels",
+        "num_layers": "num_layers",
+        "num_attention_heads": "num_attention_heads",
+        "context_size": "text_dim",
+        "layernorm_epsilon": "eps",
+    }
     comfyui = (
         (r"blocks\.(\d+)\.attn1\.to_([qkv])", r"blocks.\1.self_attn.\2"),
         (r"blocks\.(\d+)\.attn1\.to_out\.0", r"blocks.\1.self_attn.o"),
@@ -76,18 +64,11 @@ class DiffusersWan(DiffusersFormat[WanConfig]):
         patch_temporal, *patch = published["patch_size"]
         if len(patch) != 2 or patch[0] != patch[1]:
             raise ConfigError(f"patch_size={list(published['patch_size'])}: our patches are (t, p, p), as high as wide")
-        channels, out_channels = published["in_channels"], published["out_channels"]
         model = WanConfig(
-            in_channels=channels,
-            out_channels=None if out_channels in (None, channels) else out_channels,
+            **self.read_sizes(published),
             patch_temporal=patch_temporal,
             patch_spatial=patch[0],
-            context_size=published["text_dim"],
-            hidden_size=published["num_attention_heads"] * published["attention_head_dim"],
-            num_layers=published["num_layers"],
-            num_attention_heads=published["num_attention_heads"],
             ffn_hidden_size=published["ffn_dim"],
-            layernorm_epsilon=published["eps"],
             null_text="empty",
         )
         notes = [f"config.json has no latent size; {' x '.join(map(str, LATENT_SIZE))} is assumed"]
@@ -95,20 +76,10 @@ class DiffusersWan(DiffusersFormat[WanConfig]):
         return TrainedModel(model, FlowMatching(time_shift=3.0), LATENT_SIZE, sampling, notes=notes)
 
     def write(self, model: WanConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
-        values = {name: getattr(model, name) for name in ONLY_THESE}
-        values["num_query_groups"] = model.num_query_groups or model.num_attention_heads
-        supported = {**ONLY_THESE, "num_query_groups": model.num_attention_heads}
-        require(f"{self.class_name} does not support this model", values, supported, TRAIN_THAT_WAY)
-        settings = {
+        self.check_only(model, num_query_groups=model.num_query_groups and model.num_attention_heads)
+        settings = self.write_sizes(model) | {
             "patch_size": [model.patch_temporal, model.patch_spatial, model.patch_spatial],
-            "num_attention_heads": model.num_attention_heads,
-            "attention_head_dim": model.head_size,
-            "in_channels": model.in_channels,
-            "out_channels": model.out_channels or model.in_channels,
-            "text_dim": model.context_size,
             "ffn_dim": model.ffn_size,
-            "num_layers": model.num_layers,
-            "eps": model.layernorm_epsilon,
         }
         return settings, []
 

@@ -21,24 +21,7 @@ class DiffusersZImage(DiffusersSandwich[ZImageConfig]):
 
     class_name = "ZImageTransformer2DModel"
     config_class = ZImageConfig
-    fixed: Mapping[str, Any] = {"norm_eps": 1e-5, "siglip_feat_dim": None}
-    defaults: Mapping[str, Any] = {
-        **fixed,
-        "all_patch_size": [PATCH],
-        "all_f_patch_size": [1],
-        "in_channels": 16,
-        "dim": 3840,
-        "n_layers": 30,
-        "n_refiner_layers": 2,
-        "n_heads": 30,
-        "n_kv_heads": 30,
-        "qk_norm": True,
-        "cap_feat_dim": 2560,
-        "rope_theta": 256.0,
-        "t_scale": 1000.0,
-        "axes_dims": [32, 48, 48],
-        "axes_lens": [1024, 512, 512],
-    }
+    fixed = ("norm_eps", "siglip_feat_dim")
     names: Mapping[str, str] = {
         "embed.linear": f"all_x_embedder.{PATCH}-1",
         "text_norm": "cap_embedder.0",

@@ -35,11 +35,7 @@ Encode = Callable[[PackedBatch], PackedBatch]
 
 
 def null_texts(data: DataConfig, conditions: Sequence[Condition], device: torch.device) -> dict[str, Tensor]:
-    """Return the embeddings of the empty text for conditions that have it as null, `[k, D]` by name.
-
-    Raises:
-        ConfigError: the data name no encoder, or one that does not make this text.
-    """
+    """Return the embeddings of the empty text for conditions that have it as null, `[k, D]` by name."""
     stored = {c.name: text for c in conditions if c.null == "empty text" and (text := data.empty_text(c)) is not None}
     to_encode = [condition for condition in conditions if condition.name not in stored]
     return {

@@ -74,6 +74,11 @@ def _of_flux2(words: str) -> Chat:
     return [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in contents.items()]
 
 
+def _of_hunyuan_video(words: str) -> Chat:
+    system = (" " * 9).join(HUNYUAN_VIDEO_SYSTEM)
+    return [{"role": "system", "content": system}, {"role": "user", "content": words or " "}]
+
+
 FLUX2_SYSTEM = (
     "You are an AI that reasons about image descriptions. You give structured responses focusing on object "
     "relationships, object\nattribution and actions without speculation."
@@ -81,6 +86,14 @@ FLUX2_SYSTEM = (
 QWEN_IMAGE_SYSTEM = (
     "Describe the image by detailing the color, shape, size, texture, quantity, text, spatial relationships of the "
     "objects and background:"
+)
+HUNYUAN_VIDEO_SYSTEM = (
+    "You are a helpful assistant. Describe the video by detailing the following aspects:",
+    "1. The main content and theme of the video.",
+    "2. The color, shape, size, texture, quantity, text, and spatial relationships of the objects.",
+    "3. Actions, events, behaviors temporal relationships, physical movement changes of the objects.",
+    "4. background environment, light, style and atmosphere.",
+    "5. camera angles, movements, and transitions used in the video.",
 )
 LUMINA2_SYSTEM = (
     "You are an assistant designed to generate superior images with the superior degree of image-text alignment based "
@@ -114,6 +127,11 @@ PROMPTS = {
         before=f"<|im_start|>system\n{QWEN_IMAGE_SYSTEM}<|im_end|>\n<|im_start|>user\n",
         after="<|im_end|>\n<|im_start|>assistant\n",
         dropped=lambda tokens: slice(0, 34),  # the tokens of `before` in Qwen's vocabulary
+    ),
+    "hunyuan_video": Prompt(
+        chat=_of_hunyuan_video,
+        template={"add_generation_prompt": True},
+        dropped=lambda tokens: slice(0, 108),  # the tokens before the caption in Qwen's vocabulary
     ),
     "lumina2": Prompt(before=f"{LUMINA2_SYSTEM} <Prompt Start> ", bare_empty=True),
     "sana": Prompt(

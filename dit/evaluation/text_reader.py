@@ -20,9 +20,6 @@ class TextReader:
 
     Args:
         option: the option that asks for this reader, for error messages.
-
-    Raises:
-        ConfigError: the package is missing.
     """
 
     def __init__(self, option: str) -> None:

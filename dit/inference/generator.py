@@ -194,9 +194,6 @@ class Generator:
         """Return the sampling settings of the run, with overrides that are not None.
 
         Settings of the run that have no effect together with the overrides get their defaults.
-
-        Raises:
-            ConfigError: a setting is out of range, or an override has no effect.
         """
         overrides = {name: value for name, value in overrides.items() if value is not None}
         sampling = replace(self.config.sampling, **overrides)
@@ -230,9 +227,6 @@ class Generator:
 
         Returns:
             The latent of each sample `[C, T, H, W]`, float32.
-
-        Raises:
-            ConfigError: as `generate`; or there is a guide and also a negative condition, or no guidance.
         """
         count = batch.layout.num_samples
         seed = torch.tensor([sampling.seed] * count if seeds is None else seeds)
@@ -268,11 +262,7 @@ class Generator:
         return {name: [null] * count for name, null in nulls.items()}
 
     def guide_by(self, weaker: "Generator") -> None:
-        """Use a smaller model, or an earlier checkpoint of this one, as the unconditional branch of guidance.
-
-        Raises:
-            ConfigError: it has another objective, other latents, or conditions that this model does not take.
-        """
+        """Use a smaller model, or an earlier checkpoint of this one, as the unconditional branch of guidance."""
         self._refuse_both(self.low_noise)
         objective, guide_objective = self.config.objective, weaker.config.objective
         if objective != guide_objective:
@@ -291,10 +281,6 @@ class Generator:
         Args:
             boundary: time below which the other model is used; None for `min_time` of this model's objective.
             guidance_scale: of the other model; None for that of this one.
-
-        Raises:
-            ConfigError: it has another objective, other latents or conditions, or the boundary is unknown or outside
-                the times of a model.
         """
         self._refuse_both(self.guide)
         high, low = self.config.objective, other.config.objective

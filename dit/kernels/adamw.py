@@ -3,15 +3,16 @@
     gradient --(clip)--> moments --> master weight --+--> average
                                                      '--> model weight, rounded
 
-`adamw` is the reference. Training runs Megatron-Core's optimizer with torch's AdamW, or the fused form
-(`dit.kernels.fused.adamw`), which reads and writes every tensor once. Where AdamW updates only some parameters, or its
-moments are in host memory, training without the fused form runs `torch_adamw`.
+The function here calls torch's fused kernel, and writes average and model weights in further passes. The fused form
+(`dit.kernels.fused.adamw`) reads and writes every tensor once. Numbers that change between updates are on the device,
+so that a CUDA graph can repeat an update.
 
 Source: Loshchilov and Hutter 2017, arXiv:1711.05101, Algorithm 2; with torch's order of operations.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Optional
 
 import torch
@@ -44,6 +45,7 @@ class Rates:
         clip: factor of the gradient, which combines clipping with all other deferred factors, `[]`, float32; NaN if
             nothing may change.
         average: weight of the new weights in the average: 1 - decay, or 1 for a copy.
+        table: the result of `values` on the device, `[9]`, float32; None to copy it when it is needed.
     """
 
     lr: float
@@ -54,68 +56,76 @@ class Rates:
     step: int
     clip: Tensor
     average: float = 1.0
+    table: Optional[Tensor] = None
+
+    def values(self) -> list[float]:
+        """Return the arguments of the fused kernel, then the learning rate and the step.
+
+        The fourth is the learning rate divided by the bias correction of the first moment, the fifth the factor of the
+        root of the second moment that corrects its bias.
+        """
+        step_size, root = self.lr / (1 - self.beta1**self.step), (1 - self.beta2**self.step) ** -0.5
+        kernel = self.lr * self.weight_decay, 1 - self.beta1, 1 - self.beta2, step_size, root, self.eps, self.average
+        return [*kernel, self.lr, self.step]
+
+    @cached_property
+    def on_device(self) -> Tensor:
+        """The values, `[9]`, float32, on the device of the clipping factor."""
+        return torch.tensor(self.values(), device=self.clip.device) if self.table is None else self.table
 
     @property
-    def step_size(self) -> float:
-        """Learning rate divided by the bias correction of the first moment."""
-        return self.lr / (1 - self.beta1**self.step)
-
-    @property
-    def root(self) -> float:
-        """Factor of the root of the second moment that corrects its bias."""
-        return float((1 - self.beta2**self.step) ** -0.5)
+    def changes(self) -> Tensor:
+        """1, or 0 if nothing may change, `[]`, float32."""
+        return (~self.clip.isnan()).float()
 
 
 AdamW = Callable[[Sequence[Elements], Rates], None]
 """Updates parameters in place; either all or none have an average, and either all or none have model weights."""
 
 
-def clipped(p: Elements, rates: Rates) -> tuple[Tensor, Tensor]:
-    """Return 1 or 0 if nothing may change, `[]`, and the clipped gradient."""
-    changes = (~rates.clip.isnan()).to(p.main.dtype)
-    return changes, torch.where(changes > 0, p.gradient * rates.clip, 0.0)
+DECAY, AVERAGE, RATE, STEP = 0, 6, 7, 8
+"""Places of numbers in `Rates.values`: learning rate times weight decay, weight of the average, learning rate, step."""
+
+
+def clipped(p: Elements, rates: Rates) -> Tensor:
+    """Return the clipped gradient, 0 if nothing may change."""
+    return torch.where(rates.clip.isnan(), 0.0, p.gradient * rates.clip)
 
 
 def adamw(parameters: Sequence[Elements], rates: Rates) -> None:
-    """Update parameters in place, element by element, in the precision of the master weights."""
-    for p in parameters:
-        # A factor of 1 changes no bit; if nothing may change, all rates are 0.
-        changes, gradient = clipped(p, rates)
-        p.main.sub_(p.main * (changes * (rates.lr * rates.weight_decay)))
-        p.exp_avg.lerp_(gradient, changes * (1 - rates.beta1))
-        p.exp_avg_sq.lerp_(gradient * gradient, changes * (1 - rates.beta2))
-        denominator = p.exp_avg_sq.sqrt() * rates.root + rates.eps
-        p.main.addcdiv_(p.exp_avg * changes, denominator, value=-rates.step_size)
-        store(p, rates, changes)
+    """Update parameters in place, and multiply their gradients by the clipping factor.
+
+    A graph repeats `beta1` and `beta2` of its capture.
+    """
+    if not parameters:
+        return
+    values = rates.on_device
+    torch._fused_adamw_(
+        [p.main for p in parameters],
+        [p.gradient for p in parameters],
+        [p.exp_avg for p in parameters],
+        [p.exp_avg_sq for p in parameters],
+        [],
+        [values[STEP]] * len(parameters),
+        lr=values[RATE],
+        beta1=rates.beta1,
+        beta2=rates.beta2,
+        weight_decay=rates.weight_decay,
+        eps=rates.eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=rates.clip.reciprocal(),
+        found_inf=1 - rates.changes,
+    )
+    store(parameters, rates)
 
 
-def torch_adamw(parameters: Sequence[Elements], rates: Rates) -> None:
-    """Update parameters in place by torch's fused AdamW, one after another; 4 times as fast as `adamw` on a CPU."""
-    is_bad = rates.clip.isnan().float()
-    step = torch.full((), float(rates.step), device=rates.clip.device)
-    for p in parameters:
-        torch._fused_adamw_(
-            [p.main],
-            [p.gradient * rates.clip],
-            [p.exp_avg],
-            [p.exp_avg_sq],
-            [],
-            [step],
-            lr=rates.lr,
-            beta1=rates.beta1,
-            beta2=rates.beta2,
-            weight_decay=rates.weight_decay,
-            eps=rates.eps,
-            amsgrad=False,
-            maximize=False,
-            found_inf=is_bad,
-        )
-        store(p, rates, 1 - is_bad)
-
-
-def store(p: Elements, rates: Rates, changes: Tensor) -> None:
-    """Update the average and the model weights after the master weights; `changes` is 0 if nothing may change."""
-    if p.average is not None:
-        p.average.lerp_(p.main, changes * rates.average)
-    if p.model is not None:
-        p.model.copy_(p.main.view(p.model.shape))
+def store(parameters: Sequence[Elements], rates: Rates) -> None:
+    """Update the averages and the model weights after the master weights."""
+    averages = [p.average for p in parameters if p.average is not None]
+    models = [p.model for p in parameters if p.model is not None]
+    if averages:
+        weight = rates.changes * rates.on_device[AVERAGE]
+        torch._foreach_lerp_(averages, [p.main for p in parameters], [weight] * len(averages))
+    if models:
+        torch._foreach_copy_(models, [p.main.view(model.shape) for p, model in zip(parameters, models)])

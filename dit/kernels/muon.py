@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from dit.kernels.adamw import Elements, Rates, clipped, store
+from dit.kernels.adamw import DECAY, RATE, Elements, Rates, clipped, store
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 STEPS = 5
@@ -47,9 +47,9 @@ def momentum(p: Elements, rates: Rates, decay: float) -> Tensor:
     Args:
         decay: decay of the momentum.
     """
-    changes, gradient = clipped(p, rates)
+    gradient = clipped(p, rates)
     average = p.exp_avg.to(p.main.device, non_blocking=True)
-    average.lerp_(gradient, changes * (1 - decay))
+    average.lerp_(gradient, rates.changes * (1 - decay))
     if average is not p.exp_avg:
         p.exp_avg.copy_(average, non_blocking=True)
     return gradient.lerp(average, decay).view(-1)
@@ -61,7 +61,7 @@ def apply(p: Elements, rates: Rates, direction: Tensor) -> None:
     Args:
         direction: the local elements of the direction.
     """
-    changes = (~rates.clip.isnan()).to(p.main.dtype)
-    p.main.mul_(1 - changes * (rates.lr * rates.weight_decay))
-    p.main.sub_(direction.view(p.main.shape).to(p.main.dtype) * (changes * rates.lr))
-    store(p, rates, changes)
+    values = rates.changes * rates.on_device
+    p.main.mul_(1 - values[DECAY])
+    p.main.sub_(direction.view(p.main.shape).to(p.main.dtype) * values[RATE])
+    store([p], rates)

@@ -83,7 +83,7 @@ class Conditioner(nn.Module):
         if self.fps is not None:
             cond_LD = cond_LD + per_level(self.fps(_fps(batch)))
         if self.size is not None and self.patch is not None:
-            grids_S3 = batch.layout.tensor(batch.grids, torch.float32)
+            grids_S3 = batch.grid_sizes().float()
             frames_S, height_S, width_S = (n * side for n, side in zip(grids_S3.unbind(-1), self.patch))
             cond_LD = cond_LD + per_level(self.size(height_S, width_S, frames_S / _fps(batch)))
         return cond_LD

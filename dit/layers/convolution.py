@@ -101,9 +101,6 @@ def as_pictures(x_TC: Tensor, batch: PackedBatch) -> Tensor:
     """Return the tokens of a pack as pictures `[N, C, H, W]`; each frame of a clip is a separate picture.
 
     Without padding, the result is a channels-last view.
-
-    Raises:
-        BatchError: the samples have different shapes or are split over ranks.
     """
     return batch.dense(x_TC).flatten(0, 1).permute(0, 3, 1, 2)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from dit.backends.init import normal
 from dit.backends.provider import LayerProvider
 from dit.backends.sharding import replicate_on_all_stages
-from dit.errors import BatchError, ConfigError
+from dit.errors import ConfigError
 from dit.kernels.rope import Rotation
 from dit.layout import SequenceLayout
 
@@ -66,16 +66,14 @@ def add_sincos(x_TD: Tensor, positions_T3: Tensor, kind: PositionEmbedding) -> T
     return x_TD
 
 
-def spanning(
-    positions_T3: Tensor, layout: SequenceLayout, grids: Sequence[tuple[int, int, int]], span: float
-) -> Tensor:
+def spanning(positions_T3: Tensor, layout: SequenceLayout, grids_S3: Tensor, span: float) -> Tensor:
     """Scale h and w so that images of every resolution span `span` positions on both axes; float64 `[T, 3]`.
 
     Source: Chen et al. 2023 (PixArt-alpha), arXiv:2310.00426, section 2.4, after Xie et al. 2023 (DiffFit): index x
     training grid / grid of the sample.
     """
-    scale_S3 = layout.tensor([(1.0, span / h, span / w) for _, h, w in grids], torch.float64)
-    return positions_T3 * layout.per_token(scale_S3)
+    scale_S2 = span / grids_S3[:, 1:].clamp(min=1).double()
+    return positions_T3 * layout.per_token(nn.functional.pad(scale_S2, (1, 0), value=1.0))
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ class RotaryPositions:
             shortest is unchanged (bloc97 2023; used by Cosmos).
         factors: extension of t, h and w; 1 for none.
         time_only: whether all features rotate with t, for temporal attention.
-        axes: features of each axis, even numbers that add up to `head_size`. Default: the split above.
+        axes: features of each axis, even numbers (or 0) that add up to `head_size`. Default: the split above.
         axis_names: names of the axes; those after t, h and w are never extended.
 
     Source: Su et al. 2021, arXiv:2104.09864, Eq. 34, on each axis; the split of the head is that of Cosmos and Wan.
@@ -144,10 +142,10 @@ def check_rope(rotary: RotaryPositions) -> None:
     """Check the sizes of a rotary embedding."""
     if rotary.axes is not None:
         names = rotary.axis_names
-        if len(rotary.axes) != len(names) or min(rotary.axes) < 2 or any(size % 2 for size in rotary.axes):
+        if len(rotary.axes) != len(names) or min(rotary.axes) < 0 or any(size % 2 for size in rotary.axes):
             raise ConfigError(
-                f"model.rope_axes={list(rotary.axes)} must be {len(names)} even numbers of at least 2, one for each of "
-                f"{', '.join(names)}"
+                f"model.rope_axes={list(rotary.axes)} must be {len(names)} even numbers, one for each of "
+                f"{', '.join(names)}; 0 for none"
             )
         if sum(rotary.axes) != rotary.head_size:
             raise ConfigError(
@@ -186,22 +184,8 @@ class LearnedPositions(nn.Module):
 
     def __init__(self, max_grid: Sequence[int], hidden_size: int, provider: LayerProvider) -> None:
         super().__init__()
-        self.max_grid = tuple(max_grid)
         self.t, self.h, self.w = (provider.parameter((n, hidden_size), normal(0.02)) for n in max_grid)
         replicate_on_all_stages(self.parameters())
-
-    def check(self, grids: Sequence[tuple[int, int, int]], keys: Sequence[str]) -> None:
-        """Check that every position is in the tables, without a host sync.
-
-        Raises:
-            BatchError: a sample is larger than the tables.
-        """
-        for grid, key in zip(grids, keys):
-            if any(n > limit for n, limit in zip(grid, self.max_grid)):
-                raise BatchError(
-                    f"sample {key!r} has {grid} patches (t, h, w), but the learned positions end at {self.max_grid}; "
-                    "raise model.max_grid or drop such samples"
-                )
 
     def forward(self, positions_T3: Tensor) -> Tensor:
         """Embed (t, h, w) patch indices, `[T, hidden_size]`."""

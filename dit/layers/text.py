@@ -17,12 +17,14 @@ from dit.layers.adaln import RMSNorm
 from dit.layout import SequenceLayout
 
 
-def text_layout(batch: PackedBatch, condition: str = CONTEXT.name) -> SequenceLayout:
-    """Return the layout of a text condition; without the condition, one null token per sample."""
+def text_layout(batch: PackedBatch, condition: str = CONTEXT.name, *, missing: int = 1) -> SequenceLayout:
+    """Return the layout of a text condition; without the condition, `missing` tokens per sample."""
     layout = batch.conditions.layout(condition)
     if layout is not None:
         return layout
-    return SequenceLayout.from_lengths([1] * batch.layout.num_samples, device=batch.layout.device)
+    return SequenceLayout.from_lengths(
+        [missing] * batch.layout.num_samples, device=batch.layout.device, may_be_empty=True
+    )
 
 
 class TextTokens(nn.Module):
@@ -39,6 +41,7 @@ class TextTokens(nn.Module):
             parallelism, and only the first pipeline stage uses this module. Otherwise every layer reads these tokens.
         learned_null: whether to learn a null token. False for a condition that is always present and whose values
             already contain its null for dropped texts.
+        optional: a missing text has no tokens instead of a null token.
     """
 
     def __init__(
@@ -49,11 +52,13 @@ class TextTokens(nn.Module):
         condition: str = CONTEXT.name,
         stream: bool = False,
         learned_null: bool = True,
+        optional: bool = False,
     ) -> None:
         super().__init__()
-        self.condition, self.dtype = condition, provider.config.params_dtype
+        self.condition, self.dtype, self.missing = condition, provider.config.params_dtype, 0 if optional else 1
+        self.context_size = context_size
         self.null: Optional[nn.Parameter] = None
-        if not learned_null:
+        if not learned_null or optional:
             return
         # The text is replicated over tensor-parallel ranks, and the key and value projections sum its gradient.
         covers: GradientCovers = "sequence_shard" if stream else "all_tokens"
@@ -63,7 +68,9 @@ class TextTokens(nn.Module):
 
     def forward(self, batch: PackedBatch) -> tuple[Tensor, SequenceLayout]:
         """Return the text tokens `[K, context_size]` and their layout."""
-        text, layout = batch.conditions.get(self.condition), text_layout(batch, self.condition)
+        text, layout = batch.conditions.get(self.condition), text_layout(batch, self.condition, missing=self.missing)
+        if text is None and self.missing == 0:
+            return torch.zeros(0, self.context_size, dtype=self.dtype, device=batch.layout.device), layout
         if text is None:
             assert self.null is not None  # otherwise every pack has the text
             return self.null.expand(layout.num_samples, -1), layout

@@ -164,9 +164,6 @@ class ModelConfig(ABC):
         Args:
             setting: the setting that requires the feature, with its value.
             cure: settings that do not require it.
-
-        Raises:
-            ConfigError: the backbone does not support the feature.
         """
         if not self.supports.abilities()[ability]:
             raise ConfigError(
@@ -219,11 +216,7 @@ class ModelConfig(ABC):
         return self
 
     def with_adapters(self, lora: LoRAConfig) -> Self:
-        """Return the settings with adapters added to the base model.
-
-        Raises:
-            ConfigError: the backbone does not support adapters.
-        """
+        """Return the settings with adapters added to the base model."""
         raise ConfigError(f"{type(self).__name__} has no adapters (LoRA); train all its weights")
 
     def conditions(self) -> tuple[Condition, ...]:
@@ -252,6 +245,7 @@ class ModelConfig(ABC):
             micro_batch_size=micro_batch_size,
             multiple_of=multiple_of,
             attention_tokens=self.attention_tokens,
+            largest_grid=self.largest_grid,
         )
 
     @property

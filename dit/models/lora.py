@@ -32,9 +32,6 @@ def add_adapters(backbone: nn.Module, lora: LoRAConfig, provider: LayerProvider)
     Args:
         backbone: the part of a model on this rank, with global parameter names.
         provider: the provider that built its linear layers.
-
-    Raises:
-        ConfigError: no linear layer on this rank matches.
     """
     linears = {
         name: module

@@ -39,9 +39,13 @@ BACKBONES = {
     ),
     "flux": Entry("dit.models.flux.config:FluxConfig", "dit.models.streams.model:Streams"),
     "flux2": Entry("dit.models.flux2.config:Flux2Config", "dit.models.streams.model:Streams"),
+    "hunyuan_video": Entry(
+        "dit.models.hunyuan_video.config:HunyuanVideoConfig", "dit.models.hunyuan_video.model:HunyuanVideo"
+    ),
     "ldm_unet": Entry("dit.models.ldm_unet.config:LDMUNetConfig", "dit.models.ldm_unet.model:LDMUNet"),
     "lumina2": Entry("dit.models.lumina2.config:Lumina2Config", "dit.models.streams.model:Streams"),
     "moviegen": Entry("dit.models.moviegen.config:MovieGenConfig", "dit.models.moviegen.model:MovieGen"),
+    "prx": Entry("dit.models.prx.config:PRXConfig", "dit.models.prx.model:PRX"),
     "qwen_image": Entry("dit.models.qwen_image.config:QwenImageConfig", "dit.models.streams.model:Streams"),
     "sana": Entry("dit.models.sana.config:SanaConfig", "dit.models.sana.model:Sana"),
     "sd3": Entry("dit.models.sd3.config:SD3Config", "dit.models.streams.model:Streams"),
@@ -69,9 +73,6 @@ def build_backbone(config: ModelConfig, provider: LayerProvider, attention: Atte
         config: settings; their class, or its nearest base class in `BACKBONES`, selects the backbone.
         provider: builds the parallel linears of this rank.
         attention: the attention of this run.
-
-    Raises:
-        ConfigError: neither `BACKBONES` nor `config.model_path` names a network.
     """
     models = {entry.config: entry.model for entry in BACKBONES.values()}
     paths = [f"{kind.__module__}:{kind.__qualname__}" for kind in type(config).__mro__]

@@ -34,15 +34,17 @@ RANGES: dict[str, Range] = {
     **dict.fromkeys(("hidden_size", "num_attention_heads", "num_query_groups", "ffn_hidden_size"), WIDTH),
     **dict.fromkeys(("in_channels", "out_channels", "context_size", "pooled_size", "condition_limit"), WIDTH),
     **dict.fromkeys(("num_layers", "num_joint_layers"), LAYERS),
-    **dict.fromkeys(("num_single_layers", "num_dual_layers"), whole(0, 1000)),
-    **dict.fromkeys(("patch_spatial", "patch_temporal", "max_grid", "rope_axes", "position_crop"), PATCHES),
+    **dict.fromkeys(("num_single_layers", "num_dual_layers", "num_refiner_layers"), whole(0, 1000)),
+    **dict.fromkeys(("patch_spatial", "patch_temporal", "max_grid", "position_crop"), PATCHES),
     **dict.fromkeys(("class_dropout", "context_dropout"), SHARE),
     **dict.fromkeys(("layernorm_epsilon", "time_scale", "position_span"), POSITIVE),
     **dict.fromkeys(("moe_ffn_hidden_size", "moe_top_k", "head_size", "adaln_lora_rank"), WIDTH),
     **dict.fromkeys(("time_hidden_size", "learned_padding", "num_cross_attention_heads"), WIDTH),
+    **dict.fromkeys(("glyph_size", "glyph_hidden_size", "image_context_size"), WIDTH),
     **dict.fromkeys(("block_out_channels", "mid_out_channels", "norm_num_groups", "control_channels"), WIDTH),
     **dict.fromkeys(("transformer_layers", "mid_transformer_layers"), whole(0, 1000)),
     "layers_per_block": LAYERS,
+    "rope_axes": whole(0, 1000),
     "rope_theta": Range(1, 10**12, open_low=True),
     "rope_factors": Range(0, 10**6, open_low=True),
     "num_classes": COUNT,
@@ -141,11 +143,7 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
         self.check_positions()
 
     def check_sizes(self) -> None:
-        """Check the range of every number, and that the heads divide the width.
-
-        Raises:
-            ConfigError: a number is outside its range, or the heads do not divide the width.
-        """
+        """Check the range of every number, and that the heads divide the width."""
         check_numbers(self)
         if self.lora is not None:
             self.lora.validate()
@@ -162,10 +160,6 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
         Args:
             axes: features of a head that rotate with each of `position_axes`; None for a third each.
             turns_in_time: whether temporal attention is rotary for any kind of positions.
-
-        Raises:
-            ConfigError: the backbone does not support the positions, the sizes do not suit them, or a setting has no
-                effect.
         """
         from dit.layers.positions import check_scaling, check_size
 
@@ -188,9 +182,6 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
         Args:
             axes: features of each of `position_axes`; None for a third each.
             time_only: whether all features of a head rotate with t, for temporal attention.
-
-        Raises:
-            ConfigError: a setting is invalid, or the head has no pair of features for each axis.
         """
         from dit.layers.positions import RotaryPositions, check_rope
 
@@ -212,11 +203,7 @@ class TransformerModelConfig(ModelConfig, RotarySettings):
 
 
 def check_query_groups(heads: int, groups: Optional[int]) -> None:
-    """Check that key and value heads divide the query heads; None is one per query head.
-
-    Raises:
-        ConfigError: they do not.
-    """
+    """Check that key and value heads divide the query heads; None is one per query head."""
     if groups is not None and heads % groups:
         fits = [n for n in range(1, heads + 1) if heads % n == 0]
         raise ConfigError(
@@ -226,11 +213,7 @@ def check_query_groups(heads: int, groups: Optional[int]) -> None:
 
 
 def check_numbers(config: ModelConfig) -> None:
-    """Check the range of every number of a backbone's settings.
-
-    Raises:
-        ConfigError: a number is outside its range.
-    """
+    """Check the range of every number of a backbone's settings."""
     names = {field.name for field in fields(config)}
     check_ranges("model", config, {name: allowed for name, allowed in RANGES.items() if name in names})
     if config.token_channels not in WIDTH:

@@ -85,10 +85,6 @@ class RunLock:
         """Broadcast the result of rank 0 (collective, once per world).
 
         The result is sent through the rendezvous store, so no device is used before the settings are checked.
-
-        Raises:
-            ConfigError: the folder is in use by another process, or cannot be used at all.
-            BusyError: it is in use by a process that will stop.
         """
         store = dist.distributed_c10d._get_default_store()
         key = LOCK_FILE  # each attempt has its own store

@@ -116,11 +116,7 @@ class RunLog:
 
 
 def open_log(config: RunConfig, dims: ParallelDims, state: TrainState, *, resumed: bool) -> RunLog:
-    """Write the records of the run into its folder, open its sinks, and print its first line (rank 0 only).
-
-    Raises:
-        CheckpointError: the folder cannot be written.
-    """
+    """Write the records of the run into its folder, open its sinks, and print its first line (rank 0 only)."""
     training, run_dir, record = config.training, Path(config.training.run_dir), config.to_record()
     run_dir.mkdir(parents=True, exist_ok=True)
     write_record(run_dir / RUN_FILE, f"{state.run}\n")

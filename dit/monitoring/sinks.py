@@ -255,7 +255,6 @@ def read_records(path: Path | str) -> list[dict[str, Any]]:
     """Read all records of a `metrics.jsonl`; a line that is damaged or not yet complete is skipped.
 
     Raises:
-        ConfigError: the file is a link.
         OSError: it cannot be read.
     """
     records, num_lines = [], 0

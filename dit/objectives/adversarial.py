@@ -54,9 +54,6 @@ class Adversarial:
         hidden_size: channels of the first convolution of D.
         lr_factor: learning rate of D, relative to `optimizer.lr`.
 
-    Raises:
-        ConfigError: a setting is outside its range.
-
     Source: Esser et al. 2021, arXiv:2012.09841, section 3.1 and Eq. 7; hinge terms: Lim and Ye 2017, arXiv:1705.02894;
     D: Isola et al. 2017, arXiv:1611.07004. Deviations: lambda is of each sample and with respect to y, not of the batch
     and with respect to the last layer, so that it does not depend on micro-batches and ranks; D has group norms instead

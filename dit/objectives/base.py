@@ -188,9 +188,6 @@ class Objective(ABC):
         Returns:
             x0_TC, and the position of the log variance between that of the posterior (0) and log beta (1); both in the
             dtype of `x_TC`.
-
-        Raises:
-            ConfigError: the objective learns no variance.
         """
         raise ConfigError(
             f"variance='learned' needs a network with a learned variance, and this one was trained by {self}; use "

@@ -21,10 +21,10 @@ from dit.ranges import SHARE_BELOW_1, check_ranges
 
 @dataclass(frozen=True)
 class PreparedContrast(Prepared):
-    """A corrupted micro-batch with the outputs to avoid.
+    """A noised micro-batch with negative targets.
 
     Attributes:
-        negative_TC: output for the velocity of another sample; None for a pack of one sample.
+        negative_TC: target from another sample, in the parametrisation of the output; None for a pack of one sample.
     """
 
     negative_TC: Optional[Tensor]
@@ -34,11 +34,10 @@ class PreparedContrast(Prepared):
 class ContrastiveFlowMatching(FlowMatching):
     """Flow matching with the loss |v - (eps - x0)|^2 - contrast_weight |v - (eps' - x0')|^2.
 
-    x0' is another sample, and eps' is noise of its own. Samples 2k and 2k + 1 of a pack are negatives of each other;
-    the last of an odd number has the one before, and the only sample of a pack has none and only the first term. Pairs
-    depend neither on ranks nor on the size of micro-batches, because packs do not, and a micro-batch without packing
-    must have an even number of samples. A negative of another size is resized by nearest neighbours. The held-out loss
-    has no negatives.
+    x0' is another sample, and eps' is separate noise. Samples 2k and 2k + 1 of a pack are each other's negatives; the
+    last one of an odd number uses the sample before it. A pack with one sample has no contrastive term. The parallel
+    layout changes no pairs. Without packing, `training.micro_batch_size` must be even, so that it changes none either.
+    A negative of another size is resized by nearest neighbours. The held-out loss has no negatives.
 
     Args:
         contrast_weight: weight of the second term.
@@ -65,7 +64,7 @@ class ContrastiveFlowMatching(FlowMatching):
         return replace(batch, negatives_TC=batch.latents_TC[indices_T])
 
     def prepare(self, batch: PackedBatch, noise: AddressedNoise) -> PreparedContrast:
-        """Add the outputs to avoid: eps' - x0' or, for `prediction=x0`, the x0 of this velocity, x - t (eps' - x0')."""
+        """Add the negative target: v' = eps' - x0' or, for `prediction=x0`, its x0 at the noised input, x_t - t v'."""
         prepared, negative_TC = super().prepare(batch, noise), None
         if batch.negatives_TC is not None:
             other = copy(noise)
@@ -91,16 +90,16 @@ def num_samples(grids: Sequence[Grid]) -> int:
 
 
 def negative_of(sample: int, num_samples: int) -> int:
-    """Return the number of the sample that is the negative of a sample of a pack."""
+    """Return the index of a sample's negative; the pack has at least two samples."""
     other = sample ^ 1
     return other if other < num_samples else sample - 1
 
 
 def negative_tokens(layout: SequenceLayout, grids: Sequence[Grid]) -> Tensor:
-    """Return for each token of a full pack a token of its sample's negative, int64 `[T]` on the host.
+    """Return the index of a token of the negative for each token of a global pack, int64 `[T]` on the host.
 
-    Token i of n along an axis has token i * n' // n of the negative, so equal sizes have equal positions. Padding and
-    references, which have no loss, have their own token.
+    Along an axis with n tokens, and n' tokens in the negative, token i is compared with token i * n' // n. Padding and
+    the tokens of reference pictures have no loss, so they keep their own index.
 
     Args:
         grids: (t, h, w) of each sample.

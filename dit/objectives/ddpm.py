@@ -51,9 +51,6 @@ class LearnedVariance:
     Args:
         vlb_weight: weight of the variational bound (bits per dimension).
 
-    Raises:
-        ConfigError: the weight is negative.
-
     Source: Nichol and Dhariwal 2021, arXiv:2102.09672, Eq. 15 and 16, in bits as in their published code.
     """
 

@@ -66,11 +66,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def sampling_angles(self, num_steps: int, max_angle: float) -> Tensor:
-        """Return `num_steps` decreasing angles, float64, evenly spaced in time from at most `max_angle`, without 0.
-
-        Raises:
-            ConfigError: the schedule has fewer steps.
-        """
+        """Return `num_steps` decreasing angles, float64, evenly spaced in time from at most `max_angle`, without 0."""
 
 
 class ContinuousSchedule(Schedule):

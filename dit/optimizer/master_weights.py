@@ -267,12 +267,11 @@ def set_rates(optimizer: MegatronOptimizer, lr: float, beta1: float) -> None:
 
 @torch.no_grad()
 def squared_gradient_norm(optimizer: MegatronOptimizer) -> Tensor:
-    """Copy the gradients to the master weights, and return what this rank adds to their squared norm, `[1]`, float64.
+    """Return the term of this rank in the squared norm of the gradients, `[1]`, float64; `prepare_grads` precedes it.
 
     The sum over all ranks is `gradient_copies` times the squared norm, before `gradient_factor`. The local part is
     infinite if it exceeds 3.4e38, the largest float32.
     """
-    optimizer.prepare_grads()
     parts = optimizer.parts_in_norm
     gradients = [gradient for part in parts for gradient in part.get_main_grads_for_grad_norm()]
     if not gradients:
@@ -280,9 +279,8 @@ def squared_gradient_norm(optimizer: MegatronOptimizer) -> Tensor:
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))).square().double().view(1)
 
 
-def factor_of_update(optimizer: MegatronOptimizer, grad_norm: Tensor, clip_grad: float) -> Tensor:
-    """Return the factor that scales gradients to a norm of at most `clip_grad`; `clip_grad=0` disables clipping."""
-    factor = optimizer.gradient_factor.value
+def factor_of_update(factor: Tensor, grad_norm: Tensor, clip_grad: float) -> Tensor:
+    """Return the gradient factor times that which clips the norm to `clip_grad`; `clip_grad=0` disables clipping."""
     return factor * (clip_grad / (grad_norm + 1e-6)).clamp(max=1.0) if clip_grad else factor  # as in Megatron-Core
 
 

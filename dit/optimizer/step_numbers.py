@@ -8,7 +8,7 @@ host         a copy of them, which it reads when it needs them; until then it do
 import math
 import sys
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dit.backends import device
+from dit.backends.graphs import Runner, call
 from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups
 from dit.optimizer.master_weights import squared_gradient_norm
@@ -56,8 +57,10 @@ class StepNumbers:
             before the last one.
         num_terms: number of terms, the first ones, that add up to the loss.
         stop: whether this rank asks to stop after the step.
+        run: calls the operations on the device.
 
     Attributes:
+        on_device: loss, gradient norm, requests, whether the update is applied, gradient factor, `[5]`, float64.
         grad_norm: gradient norm before clipping, `[]`, float64.
         is_good: whether the update is applied, `[]`, bool; see `HostNumbers`.
     """
@@ -72,23 +75,36 @@ class StepNumbers:
         *,
         stop: bool = False,
         limits: Limits = Limits(),
+        run: Runner = call,
     ) -> None:
-        local = sums.double(), sums.new_full((1,), float(stop), dtype=torch.float64), squared_gradient_norm(optimizer)
-        reduced = torch.cat(local)
-        dist.all_reduce(reduced)
-        *terms, tokens, requests, squares = reduced.unbind()
-        # Each token is counted by every tensor-parallel rank. The mean contains the losses of all of them, so a rank
-        # that computes another loss changes it. Without tokens, the loss is NaN and the factor stays finite.
-        loss = sum(terms[:num_terms], start=torch.zeros_like(tokens)) / tokens
-        factor = (tokens / groups.tp.size()).clamp(min=1).reciprocal()
-        optimizer.gradient_factor.value = factor
-        self.grad_norm = squares.sqrt() * factor / math.sqrt(optimizer.gradient_copies)
-        # A limit is finite, and comparisons with NaN are false.
-        self.is_good = (loss > -math.inf) & (loss <= limits.loss) & (self.grad_norm <= limits.grad_norm)
-        self._read = device.begin_copy_to_host(torch.stack([loss, self.grad_norm, requests, self.is_good.double()]))
+        optimizer.prepare_grads()
+        host = device.device_numbers([limits.loss, limits.grad_norm, float(stop)], torch.float64)
+        self.on_device = run(partial(_reduce, optimizer, groups, num_terms), torch.cat([host, sums.double()]))
+        _, self.grad_norm, _, is_good, optimizer.gradient_factor.value = self.on_device.unbind()
+        self.is_good = is_good > 0
+        self._read = device.begin_copy_to_host(self.on_device[:4])
 
     @cached_property
     def host(self) -> HostNumbers:
         """The numbers on the host; the first access waits until the device has computed them."""
         loss, grad_norm, requests, is_good = self._read()
         return HostNumbers(loss, grad_norm, requests > 0, is_good > 0)
+
+
+def _reduce(optimizer: MegatronOptimizer, groups: ProcessGroups, num_terms: int, local: Tensor) -> Tensor:
+    """Return the fields of `HostNumbers`, then the gradient factor.
+
+    Args:
+        local: limits of loss and norm, request to stop, sums.
+    """
+    reduced = torch.cat([local[2:], squared_gradient_norm(optimizer)])
+    dist.all_reduce(reduced)
+    requests, *terms, tokens, squares = reduced.unbind()
+    # Each token is counted by every tensor-parallel rank. The mean contains the losses of all of them, so a rank that
+    # computes another loss changes it. Without tokens, the loss is NaN and the factor stays finite.
+    loss = sum(terms[:num_terms], start=torch.zeros_like(tokens)) / tokens
+    factor = (tokens / groups.tp.size()).clamp(min=1).reciprocal()
+    grad_norm = squares.sqrt() * factor / math.sqrt(optimizer.gradient_copies)
+    # A limit is finite, and comparisons with NaN are false.
+    is_good = (loss > -math.inf) & (loss <= local[0]) & (grad_norm <= local[1])
+    return torch.stack([loss, grad_norm, requests, is_good.double(), factor])

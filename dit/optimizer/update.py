@@ -5,7 +5,8 @@
     muon    the weights of blocks by `Muon`, all others by the fused kernel or torch's
 
 The first two have the same state, so that a run may continue with the other one. The device omits the update of a bad
-step (`StepNumbers.is_good`), so the host may queue an update before it knows the numbers of the step.
+step (`StepNumbers.is_good`), so the host may queue an update before it knows the numbers of the step. All but the first
+can be repeated as a CUDA graph, whose inputs are the numbers of the step and the rates of each group of parameters.
 
 With `optimizer.offload`, Adam's moments are in host memory; the fused kernel, or torch's in eager mode, updates them in
 parts.
@@ -13,16 +14,19 @@ parts.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, Optional, Protocol
 
 import torch
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
 
-from dit.backends.device import synchronize
+from dit.backends.device import device_numbers, synchronize
+from dit.backends.graphs import Graphed, Runner, call
 from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups
-from dit.kernels.adamw import AdamW, Elements, Rates, torch_adamw
+from dit.kernels import adamw as reference
+from dit.kernels.adamw import AdamW, Elements, Rates
 from dit.kernels.choice import Target, choose
 from dit.kernels.muon import iteration_dtype
 from dit.kernels.resolve import OPTIMIZER
@@ -63,6 +67,7 @@ def build_update(
     groups: ProcessGroups,
     target: Target,
     kernels: str,
+    run: Runner = call,
 ) -> Update:
     """Return the update of a run; every rank calls this.
 
@@ -72,19 +77,18 @@ def build_update(
         settings: clipping, and the algorithm.
         target: target for which the kernel is selected.
         kernels: `training.kernels`.
-
-    Raises:
-        ConfigError: the requested kernel does not run here.
+        run: calls the operations of an update; a `Graphed` repeats them.
     """
     adamw = choose(OPTIMIZER, target, kernels).load()
     muon = None
     if settings.algorithm == "muon":
         muon = Muon(shards, groups, settings.muon_momentum, iteration_dtype(target.device))
-        adamw = adamw or torch_adamw
+    if muon is not None or isinstance(run, Graphed):
+        adamw = adamw or reference.adamw
     if any(shard.host is not None for shard in shards):
-        adamw = with_moments_on_the_host(adamw or torch_adamw)
+        adamw = with_moments_on_the_host(adamw or reference.adamw)
     if adamw is not None:
-        return FusedUpdate(optimizer, shards, ema, settings.clip_grad, adamw, muon)
+        return FusedUpdate(optimizer, shards, ema, settings.clip_grad, adamw, muon, run)
     return EagerUpdate(optimizer, ema, settings.clip_grad)
 
 
@@ -136,7 +140,8 @@ class EagerUpdate:
         self.can_be_omitted = all(map(master_weights.is_fused, adams)) and not (ema is not None and ema.offload)
 
     def __call__(self, numbers: StepNumbers, step: int) -> None:
-        factor = master_weights.factor_of_update(self.optimizer, numbers.grad_norm, self.clip_grad)
+        factor = self.optimizer.gradient_factor.value
+        factor = master_weights.factor_of_update(factor, numbers.grad_norm, self.clip_grad)
         master_weights.apply_update(self.optimizer, factor, numbers.is_good)
 
     def end(self, step: int, *, is_good: bool) -> None:
@@ -152,7 +157,8 @@ class FusedUpdate:
     Args:
         clip_grad: largest norm of the gradients; 0 for no clipping.
         adamw: the kernel.
-        muon: update of the weights of blocks; None if AdamW updates them. Other arguments as in `build_update`.
+        muon: update of the weights of blocks; None if AdamW updates them.
+        run: calls the operations of an update. Other arguments as in `build_update`.
     """
 
     def __init__(
@@ -163,9 +169,10 @@ class FusedUpdate:
         clip_grad: float,
         adamw: AdamW,
         muon: Optional[Muon] = None,
+        run: Runner = call,
     ) -> None:
         self.optimizer, self.shards, self.ema = optimizer, shards, ema
-        self.clip_grad, self.adamw, self.muon = clip_grad, adamw, muon
+        self.clip_grad, self.adamw, self.muon, self.run = clip_grad, adamw, muon, run
         on_host = any(shard.host is not None for shard in shards) or (ema is not None and ema.offload)
         self.can_be_omitted = not on_host  # the host waits for copies
         self.parts = sub_optimizers(optimizer)
@@ -181,41 +188,56 @@ class FusedUpdate:
 
     @torch.no_grad()
     def __call__(self, numbers: StepNumbers, step: int) -> None:
-        weight = None if self.ema is None or self.ema.offload else self.ema.weight(step)
+        weight = 1.0 if self.ema is None or self.ema.offload else self.ema.weight(step)
         count = get_step_count(self.optimizer) + 1
-        factor = master_weights.factor_of_update(self.optimizer, numbers.grad_norm, self.clip_grad)
-        factor = torch.where(numbers.is_good, factor, torch.nan).float()
-        of_muon: dict[str, tuple[Elements, Rates]] = {}
-        for _, group, members in self.of_group:
-            rates = Rates(
+        rates = [
+            Rates(
                 lr=group["lr"],
                 beta1=group["betas"][0],
                 beta2=group["betas"][1],
                 eps=group["eps"],
                 weight_decay=group["weight_decay"],
                 step=count,
-                clip=factor,
-                average=1.0 if weight is None else weight,
+                clip=self.optimizer.gradient_factor.value,  # `_apply` clips the norm
+                average=weight,
             )
+            for _, group, _ in self.of_group
+        ]
+        table = device_numbers([of_group.values() for of_group in rates])
+        self.run(partial(self._apply, rates), numbers.on_device, table)
+        self._count(count)
+        if any(shard.host is not None for shard in self.shards):
+            synchronize()
+
+    def _apply(self, rates: Sequence[Rates], numbers: Tensor, table: Tensor) -> None:
+        """Queue the operations of an update.
+
+        Args:
+            numbers: `StepNumbers.on_device`.
+            table: `Rates.values` of each group of parameters, on the device.
+        """
+        _, grad_norm, _, is_good, factor = numbers.unbind()
+        factor = master_weights.factor_of_update(factor, grad_norm, self.clip_grad)
+        factor = torch.where(is_good > 0, factor, torch.nan).float()
+        of_muon: dict[str, tuple[Elements, Rates]] = {}
+        for of_group, row, (_, _, members) in zip(rates, table, self.of_group, strict=True):
+            of_group = replace(of_group, clip=factor, table=row)
             # The model has separate parameter tensors only in half precision.
             with_model: dict[bool, list[Elements]] = {True: [], False: []}
             for i in members:
                 shard = self.shards[i]
                 if shard.owner.grad is None and shard.matrices is None:
                     continue  # AdamW skips it
-                elements = self._elements(i, averaged=weight is not None)
+                elements = self._elements(i)
                 if shard.matrices is None:
                     with_model[elements.model is not None].append(elements)
                 else:
-                    of_muon[shard.name] = elements, rates
+                    of_muon[shard.name] = elements, of_group
             for batch in with_model.values():
-                self.adamw(batch, rates)
+                self.adamw(batch, of_group)
         if self.muon is not None:
             self.muon(of_muon)
-        self._count(count)
         self._gather()
-        if any(shard.host is not None for shard in self.shards):
-            synchronize()
 
     def end(self, step: int, *, is_good: bool) -> None:
         if not is_good:
@@ -223,13 +245,13 @@ class FusedUpdate:
         elif self.ema is not None:
             (self.ema.update if self.ema.offload else self.ema.update_powers)(step)
 
-    def _elements(self, i: int, *, averaged: bool) -> Elements:
+    def _elements(self, i: int) -> Elements:
         """Return the tensors of a shard; a missing gradient is 0."""
         shard = self.shards[i]
         shard.ensure_state()
         main = shard.main.detach()
         first, second = (shard.slot(name) if name in shard.slots else main.new_empty(0) for name in SLOTS)
-        average = self.ema.values[i] if averaged and self.ema is not None else None
+        average = None if self.ema is None or self.ema.offload else self.ema.values[i]
         gradient = torch.zeros_like(main) if shard.owner.grad is None else local(shard.owner.grad)
         return Elements(gradient, main, first, second, average, self._copy_of(shard))
 

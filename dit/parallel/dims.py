@@ -180,9 +180,6 @@ def check_supported(model: ModelConfig, parallel: ParallelConfig, training: Trai
     """Check that the backbone supports the layout and the precision.
 
     Training, the dry run and sampling call this before anything is built.
-
-    Raises:
-        ConfigError: a setting is not supported; the message lists the supported features of the backbone.
     """
     for ability, name, size in (
         (Ability.TENSOR, "tensor_model_parallel_size", parallel.tensor_model_parallel_size),

@@ -28,11 +28,7 @@ def target_of(model: ModelConfig, precision: str, device: Optional[torch.device]
 
 
 def implementations(model: ModelConfig, training: TrainingConfig) -> dict[str, Selection]:
-    """Return the selection for every op in a run of this process, by the name of the op.
-
-    Raises:
-        ConfigError: a setting selects an implementation that is unknown or cannot run here.
-    """
+    """Return the selection for every op in a run of this process, by the name of the op."""
     requested = {f"training.{name}": getattr(training, name) for name in ("attention", "linears", "kernels")}
     target = target_of(model, training.precision)
     if training.cuda_graph and target.device.type != ACCELERATOR.type:

@@ -59,11 +59,7 @@ def save_gif(frames: Sequence["Image"], path: str | Path, fps: float) -> Path:
 
 
 def save_mp4(frames: Sequence["Image"], path: str | Path, fps: float) -> Path:
-    """Write frames as an MP4 that browsers play (H.264, or MPEG-4 part 2 if PyAV lacks it), atomically.
-
-    Raises:
-        ConfigError: PyAV is not installed.
-    """
+    """Write frames as an MP4 that browsers play (H.264, or MPEG-4 part 2 if PyAV lacks it), atomically."""
     return write_complete(path, mp4_bytes(frames, fps, pix_fmt="yuv420p", crf=18))
 
 

@@ -141,11 +141,7 @@ def keep_clean(x_TC: Tensor, batch: PackedBatch) -> Tensor:
 
 
 def of_pack(objective: Objective, batch: PackedBatch) -> Objective:
-    """Return the objective of the samples of a pack, which a solver integrates along one grid of noise levels.
-
-    Raises:
-        ConfigError: the noise levels depend on the size, and the samples have several.
-    """
+    """Return the objective of the samples of a pack, which a solver integrates along one grid of noise levels."""
     tokens = sorted({math.prod(grid) for grid in batch.grids})
     sized = [objective.at_size(n, batch.latents_TC.shape[1]) for n in tokens]
     if any(other != sized[0] for other in sized):
@@ -164,11 +160,7 @@ def generate(
     sampling: SamplingConfig,
     **options: Any,
 ) -> Tensor:
-    """Generate samples of one shape, see `generate_each`.
-
-    Returns:
-        Latents `[N, C, T, H, W]`, float32.
-    """
+    """Generate samples of one shape, see `generate_each`, as latents `[N, C, T, H, W]`, float32."""
     return torch.stack(generate_each(network, objective, batch, spec, sampling, **options))
 
 

@@ -3,27 +3,26 @@
     host    read packs | copy them and the step's number to the inputs of the graph | replay | reduce, count, update
     graph                                                    forward and backward of every micro-batch, main gradients
 
-A graph repeats kernels with the same addresses, shapes and numbers. Its inputs are the tensors of the first packs and
-the number of the step, from which the noise is computed. Everything else in a pack (lengths, grids, levels) is constant
-in a graph, so packs that differ in it have separate graphs. Packs of fixed size (`dit.fixed_packs`) share one: the
-tables that layers compute from their lengths are inputs, too.
+A graph replays kernels with fixed addresses, shapes and scalar arguments. Its inputs are the tensors of the packs with
+which it was captured, and the index of the step, from which noise is computed. Everything else in a pack (lengths,
+grids, noise levels) is constant in a graph, so packs that differ in it have separate graphs. Packs of fixed size
+(`dit.fixed_packs`) share one graph: the tables that are computed from their lengths are inputs, too.
 
-The reduction of the gradients over ranks is not in the graph. Messages between tensor-parallel and context-parallel
-ranks are. Megatron-Core's `FullCudaGraphWrapper` is similar, but it copies the next inputs on another stream without
-waiting for the previous replay; it relies on a host that waits in every step.
+The graph contains tensor-parallel and context-parallel communication, but not the reduction of the gradients over
+data-parallel ranks. Megatron-Core's `FullCudaGraphWrapper` copies the next inputs on another stream without waiting for
+the previous replay, which is correct only if the host waits in every step; here, copies and replays share a stream.
 """
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import Any, Optional
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from dit.backends.device import capture_graph
+from dit.backends.graphs import Capture, Graphed, capture_on_gpu
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
 from dit.conditions import Conditions
@@ -35,58 +34,29 @@ from dit.settings import TrainingConfig
 from dit.step.forward_step import TrainingForwardStep
 from dit.step.schedule import Logs, Schedule, forward_backward
 
-WARM_UP = 2
-"""Steps before the capture, in which kernels are compiled, and layouts compute their tables on the device."""
 MOST_GRAPHS = 8
-COPIES = (torch.ops.aten._to_copy, torch.ops.aten.copy_)
 NAMES = ("keys",)
 """Fields of a pack that do not change its computation."""
 FIXED_NAMES = ("keys", "grids")
-"""Those of a pack of fixed size, in which grids may not be read."""
+"""The same for a pack of fixed size, whose grids may not be read."""
 
 Compute = Callable[[], Logs]
-Capture = Callable[[Compute], tuple[Logs, Callable[[], None]]]
-"""Records the operations of a function without running them; returns its result and a function that runs them."""
-
-
-class NoCopiesFromHost(TorchDispatchMode):
-    """Raises an error for copies from host memory, which may have been freed when the graph is replayed."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func.overloadpacket in COPIES:
-            source = args[1] if func.overloadpacket is torch.ops.aten.copy_ else args[0]
-            if source.device.type == "cpu" and result.device.type != "cpu":
-                raise BatchError(
-                    f"training.cuda_graph=True: the passes copy numbers of shape {list(source.shape)} from the host, "
-                    "such as the lengths of texts; use texts of one length, or training.cuda_graph=False"
-                )
-        return result
-
-
-def capture_on_gpu(compute: Compute) -> tuple[Logs, Callable[[], None]]:
-    """Capture a function as a CUDA graph."""
-    with capture_graph() as replay, NoCopiesFromHost():
-        logs = compute()
-    return logs, replay
 
 
 @dataclass
 class _Graph:
-    """Packs of one kind, and their graph.
+    """A graph, and the packs with which it was captured.
 
     Attributes:
-        step: number of the step, int64 `[]`.
-        packs: micro-batches of the step, whose tensors are overwritten.
-        runs: number of steps without the graph.
+        step: index of the step, int64 `[]`.
+        packs: micro-batches of a step, whose tensors each step overwrites.
+        inputs: tensors of `packs`, and their tables if the packs have a fixed size.
     """
 
     step: Tensor
     packs: list[PackedBatch]
+    run: Graphed
     inputs: list[Tensor] = field(default_factory=list)
-    runs: int = 0
-    logs: Logs = field(default_factory=list)
-    replay: Optional[Callable[[], None]] = None
 
 
 class GraphedSchedule:
@@ -111,7 +81,7 @@ class GraphedSchedule:
         """Run one optimizer step's micro-batches forward and backward, and finish the gradients.
 
         Raises:
-            BatchError: the packs have more shapes than graphs may exist.
+            BatchError: a new combination of shapes would need more than `MOST_GRAPHS` graphs.
         """
         used = [condition.name for condition in forward_step.model.conditions()]
         packs = [
@@ -122,32 +92,23 @@ class GraphedSchedule:
         kind = constants(packs, inputs)
         if kind not in self._graphs:
             self._check_number(packs)
-            self._graphs[kind] = _Graph(torch.zeros((), dtype=torch.int64, device=inputs[0].device), packs)
+            step = torch.zeros((), dtype=torch.int64, device=inputs[0].device)
+            self._graphs[kind] = _Graph(step, packs, Graphed(self._capture))
         graph = self._graphs[kind]
         graph.step.fill_(forward_step.step)
         captured = graph.packs
         if captured is not packs:
-            if graph.replay is None:
+            if not graph.run.is_captured:
                 graph.inputs = inputs_of(captured, captured)  # the first step computes the tables
             torch._foreach_copy_(graph.inputs, inputs_of(packs, captured))
-            if captured[0].layout.is_fixed and graph.replay is None:
+            if captured[0].layout.is_fixed and not graph.run.is_captured:
                 captured = without_lengths(captured)
         compute = partial(passes, replace(forward_step, step=graph.step), captured, wrapped, groups)
-        logs = self._run(graph, compute)
+        logs = graph.run(compute)
         for chunk in wrapped:
             chunk.end_replay()
         wrapped[0].config.finalize_model_grads_func(wrapped, None, pg_collection=groups.collection)
         return logs
-
-    def _run(self, graph: _Graph, compute: Compute) -> Logs:
-        if graph.runs < WARM_UP:
-            graph.runs += 1
-            return compute()
-        if graph.replay is None:
-            graph.logs, graph.replay = self._capture(compute)
-        graph.replay()
-        # The next replay overwrites its results.
-        return [{name: values.clone() for name, values in log.items()} for log in graph.logs]
 
     def _check_number(self, packs: Sequence[PackedBatch]) -> None:
         if len(self._graphs) == MOST_GRAPHS:
@@ -167,7 +128,7 @@ def schedule_of(training: TrainingConfig) -> Schedule:
 def passes(
     forward_step: TrainingForwardStep, packs: Sequence[PackedBatch], wrapped: Sequence[Any], groups: ProcessGroups
 ) -> Logs:
-    """Run all passes of a step without the reduction of the gradients; afterwards no main gradient is stale."""
+    """Run all passes of a step without the reduction of the gradients; clear main gradients that no pass wrote."""
     config = wrapped[0].config
     finalize, config.finalize_model_grads_func = config.finalize_model_grads_func, None
     try:
@@ -183,7 +144,7 @@ def inputs_of(packs: Sequence[PackedBatch], captured: Sequence[PackedBatch]) -> 
     """Return the inputs of a graph: the tensors of packs, and if they have a fixed size, the tables of their layouts.
 
     Args:
-        captured: packs of the graph; those of their tables that `packs` lack are computed.
+        captured: packs with which the graph is captured. Tables that exist in them but not in `packs` are computed.
     """
     inputs = list[Tensor]()
     constants(packs, inputs)
@@ -201,9 +162,9 @@ def inputs_of(packs: Sequence[PackedBatch], captured: Sequence[PackedBatch]) -> 
 
 
 def constants(value: Any, tensors: list[Tensor]) -> Hashable:
-    """Return everything in packs that is constant in a graph, and append the other parts, the tensors, to a list.
+    """Return the values that are constant in a graph (its key in a cache), and append all other tensors to a list.
 
-    The tensors of a layout are functions of its lengths, so they are constant unless the pack has a fixed size.
+    Tensors of a layout depend only on its lengths. Lengths are part of the key, except in packs of fixed size.
     """
     if isinstance(value, Tensor):
         tensors.append(value)

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Optional
 
@@ -123,8 +123,8 @@ class DeviceBatches(Iterator[PackedBatch]):
         began = time.perf_counter()
         pack, self._peeked = self.peek(), None
         self.consumed.waited_s += time.perf_counter() - began
-        batch = self._encode(pack)
-        batch.validate(self._spec.conditions, patch_volume=self._spec.patch_volume)
+        batch = self._spec.check(self._encode(pack))
+        batch = replace(batch, grids_S3=torch.tensor(batch.grids))
         self.consumed.samples += batch.layout.num_samples
         self.consumed.valid_tokens += batch.layout.valid_tokens
         padded = batch if self._maxima is None else self._maxima.pad(batch)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dit.backends.device import local_device
+from dit.backends.graphs import Runner, call
 from dit.backends.megatron_types import MegatronOptimizer
 from dit.backends.process_groups import ProcessGroups
 from dit.batch import PackedBatch
@@ -55,6 +56,7 @@ class StepFunctions:
         rates: returns learning rate and Adam's beta1 of the update that follows a number of completed steps.
         micro_batches: micro-batches of each replica in a step.
         schedule: runs all passes of a step.
+        run_numbers: calls the operations of `StepNumbers`.
     """
 
     objective: Objective
@@ -62,6 +64,7 @@ class StepFunctions:
     rates: Callable[[int], tuple[float, float]]
     micro_batches: int
     schedule: Schedule = forward_backward
+    run_numbers: Runner = call
 
 
 @dataclass
@@ -170,8 +173,8 @@ def train_step(
     observer.enter("numbers")
     objective = functions.objective
     sums = sum((log["sums"] for log in logs), torch.zeros(len(objective.logged) + 1, device=local_device()))
-    arguments = state.optimizer, state.groups, sums, len(objective.terms)
-    numbers = StepNumbers(*arguments, stop=observer.stop_requested(), limits=observer.limits())
+    arguments, stop = (state.optimizer, state.groups, sums, len(objective.terms)), observer.stop_requested()
+    numbers = StepNumbers(*arguments, stop=stop, limits=observer.limits(), run=functions.run_numbers)
     set_rates(state.optimizer, *functions.rates(state.step))
     step = Step(state.step + 1, forward_step, sums, numbers)
     if late:

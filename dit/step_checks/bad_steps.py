@@ -68,11 +68,7 @@ class BadSteps:
     def judge(
         self, step: Step, batches: Sequence[PackedBatch], keys: Sequence[str], log: RunLog
     ) -> Literal["update", "skip", "rewind"]:
-        """Return the use of a step's gradients; a bad step is computed again and recorded. Every rank calls this.
-
-        Raises:
-            NotFiniteError: the run must end, because of its policy or because there were too many bad steps.
-        """
+        """Return the use of a step's gradients; a bad step is computed again and recorded. Every rank calls this."""
         bad = self.guard.judge(step.number, step.loss, step.grad_norm)
         if bad is None:
             return "update"
@@ -117,11 +113,7 @@ class BadSteps:
         )
 
     def go_back(self, bad_step: int, checkpointer: Checkpointer, log: RunLog, keys: Sequence[str]) -> None:
-        """Load the last checkpoint, except for the position of the data, and record the number of skipped steps.
-
-        Raises:
-            NotFiniteError: there is no valid checkpoint.
-        """
+        """Load the last checkpoint, except for the position of the data, and record the number of skipped steps."""
         for load in self._loads:
             load.take(torch.device("cpu"))  # the log line before the checkpoint has its counts
         metadata = checkpointer.rewind(self.state)

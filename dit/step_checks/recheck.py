@@ -43,11 +43,7 @@ class Recheck:
     def compute(
         self, compute: Compute, batches: Iterator[PackedBatch], device_batches: DeviceBatches, log: RunLog
     ) -> Logs:
-        """Compute the gradients of the next step; every rank calls this.
-
-        Raises:
-            MachineError: two results of a rank differ, and the third equals neither.
-        """
+        """Compute the gradients of the next step; every rank calls this."""
         step = self._state.step + 1
         if not is_due(step, self._interval):
             return compute(batches)

@@ -66,8 +66,10 @@ def batch_of(model: ModelConfig, pack: PackShape) -> PackedBatch:
 
 
 def _values(condition: Condition, pack: PackShape, spec: BatchSpec) -> Optional[list[Value]]:
-    """Return a value of a condition for each sample; None for a text in a pack without texts."""
+    """Return a value of a condition for each sample; None for a text in a pack without texts, or an optional one."""
     shape = condition.shape or ()
+    if condition.may_be_empty:
+        return None
     if condition.axis == "text":
         return [torch.zeros(length, *shape) for length in pack.text_lengths] or None
     if condition.axis == "latent":

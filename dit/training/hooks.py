@@ -28,11 +28,7 @@ class Hook:
 
 
 def load_hooks(names: Optional[Sequence[str]]) -> list[Hook]:
-    """Import the classes of `training.hooks` and create one object of each.
-
-    Raises:
-        ConfigError: a name is not a subclass of `Hook`, or its package is not trusted.
-    """
+    """Import the classes of `training.hooks` and create one object of each."""
     return [_load(name)() for name in names or ()]
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from dit.backends import process_groups
 from dit.backends.deterministic import deterministic
 from dit.backends.device import StepTimer, local_device
+from dit.backends.graphs import runner
 from dit.backends.process_groups import ProcessGroups, any_rank
 from dit.batch import PackedBatch
 from dit.checkpoint.checkpointer import Checkpointer
@@ -289,8 +290,9 @@ class Run:
         self.batches = DeviceBatches(self.packs, self.device, spec, cost, train, self.encode, self.phase, maxima)
         measured = config.training.log_interval if config.logging.part_norms else 0
         self.part_norms = PartNorms(self.state.optimizer, self.state.shards, measured)
-        schedule = schedule_of(config.training)
-        self.functions = StepFunctions(config.objective, self.forward_step, self.rates, dims.micro_batches, schedule)
+        schedule, run_numbers = schedule_of(config.training), runner(graphed=config.training.cuda_graph)
+        per_step = self.forward_step, self.rates, dims.micro_batches
+        self.functions = StepFunctions(config.objective, *per_step, schedule, run_numbers)
         report_progress(self.state.wrapped, self.timer, self.phase)
         if resumed:
             with usable(store.root / METADATA_FILE):
@@ -399,9 +401,6 @@ class Run:
 
         A run that is killed afterwards resumes without the skipped data. A run that is killed before repeats the step
         and the decision.
-
-        Raises:
-            NotFiniteError: there is no valid checkpoint.
         """
         self.saves.wait()  # a pending save may become the last checkpoint
         self.phase.enter("starts")  # reading and hashing a checkpoint may take as long as at the start
@@ -469,7 +468,7 @@ class Run:
         """Return the held-out losses of the current weights."""
         config, groups = self.config, self.groups
         held_out = config.data.build_validation(self.spec, dp_rank=groups.dp_rank, dp_size=groups.dp_size)
-        batches = map(self.encode, held_out)
+        batches = (self.spec.check(self.encode(batch)) for batch in held_out)
         return held_out_loss(self.network, batches, config.objective, config.model, self.device, groups, self.shard)
 
     def sample(self) -> None:

@@ -35,6 +35,10 @@ def _call_pixart(
     return [module(latents[:, :, 0], conditions["context"][None], step).sample[:, :, None]]
 
 
+def _call_prx(module: nn.Module, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]) -> Sequence[Tensor]:
+    return [module(latents[:, :, 0], step / 1000, conditions["context"][None]).sample[:, :, None]]
+
+
 def _call_wan(module: nn.Module, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]) -> Sequence[Tensor]:
     return [module(latents, step.float(), conditions["context"][None]).sample]
 
@@ -104,6 +108,31 @@ def call_z_image(
     return [-torch.stack(module(list(latents), 1 - step / 1000, [conditions["context"]]).sample)]
 
 
+def call_hunyuan_video(
+    module: Any, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]
+) -> Sequence[Tensor]:
+    """Call HunyuanVideo 1.5 as the pipelines do; zeros, masked out, are a missing picture or shown text."""
+    config = module.config
+    first = torch.cat([torch.zeros_like(latents), torch.zeros_like(latents[:, :1])], 1)
+    if "first_frames" in conditions:
+        t, s = config.patch_size_t, config.patch_size
+        grid = (latents.shape[2] // t, latents.shape[3] // s, latents.shape[4] // s)
+        first = unpatchify(conditions["first_frames"], grid, t, s)[None].to(latents.dtype)
+    texts = conditions["context"][None]
+    none = {
+        "context_2": texts.new_zeros(0, config.text_embed_2_dim),
+        "image_tokens": texts.new_zeros(0, config.image_embed_dim),
+    }
+    glyphs, images = ({**none, **conditions}[name][None] for name in none)
+    masks = [torch.ones(x.shape[:2], dtype=torch.int64, device=x.device) for x in (texts, glyphs)]
+    if not glyphs.shape[1]:
+        glyphs, masks[1] = texts.new_zeros(1, 2, glyphs.shape[2]), masks[0].new_zeros(1, 2)
+    if not images.shape[1]:
+        images = texts.new_zeros(1, 2, images.shape[2])
+    inputs = torch.cat([latents, first], 1)
+    return [module(inputs, step.float(), texts, masks[0], None, glyphs, masks[1], images).sample]
+
+
 def _call_unet(module: nn.Module, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]) -> Sequence[Tensor]:
     added = (
         {"text_embeds": conditions["pooled"], "time_ids": conditions["size_and_crop"]}
@@ -131,8 +160,10 @@ CALLS: Mapping[str, Call] = {
     "AutoencoderKL": call_autoencoder,
     "VQModel": call_vq,
     "DiTTransformer2DModel": _call_dit,
+    "PRXTransformer2DModel": _call_prx,
     "PixArtTransformer2DModel": _call_pixart,
     "SanaTransformer2DModel": _call_pixart,
+    "HunyuanVideo15Transformer3DModel": call_hunyuan_video,
     "WanTransformer3DModel": _call_wan,
     "FluxTransformer2DModel": call_flux,
     "Flux2Transformer2DModel": call_flux,

@@ -115,7 +115,7 @@ def test_averages_of_a_run_make_one_of_another_length(done: dict[str, Any], fold
     """It is the sum of the weights after every step, each with its share of the integral of the power function."""
     assert [rank.code for rank in done["powers"]] == [0, 0]
     assert done["new length"].code == 0, done["new length"].err
-    assert "14 averages of steps 1 to 7 make that of sigma_rel=0.15 at step 7" in done["new length"].err
+    assert "combined 14 averages of steps 1 to 7 to sigma_rel=0.15 at step 7" in done["new length"].err
     n, steps = exponent_of(0.15), range(1, NUM_STEPS + 1)
     states = [state(folder / "powers", step) for step in steps]
     combined = read_tensors(checkpoint(folder / "new length", 0))

@@ -257,6 +257,23 @@ BACKBONES = {
         refused=("num_query_groups", "rope_theta", "rope_factors", "rope_scaling"),
         given={"rope_theta": {}, "rope_factors": {}, "rope_scaling": {}},
     ),
+    "prx": Row(
+        recipe="tiny_prx",
+        quick=("cp2", "tp2_sp"),
+        other={"rope_factors": [1.0, 4.0, 1.0]},
+        also={name: {"rope_axes": [4, 8, 4]} for name in ("hidden_size", "num_attention_heads")},
+        refused=("position_embedding",),
+        text_tokens=1,
+    ),
+    "prx of diffusers": Row(
+        recipe="prx_512",
+        quick=("pp2",),
+        other={"rope_factors": [1.0, 4.0, 1.0], "null_text": "learned"},
+        also={name: {"rope_axes": [0, 8, 8]} for name in ("hidden_size", "num_attention_heads")},
+        given={"rope_scaling": {"rope_factors": [1.0, 3.0, 2.0]}},
+        refused=("position_embedding",),
+        text_tokens=1,
+    ),
     "lumina2": Row(
         recipe="lumina2_1024",
         quick=("cp2", "tp2_sp", "pp2"),
@@ -291,6 +308,23 @@ BACKBONES = {
             "position_embedding": {"rope_axes": [32, 48, 48]},
         },
         text_tokens=1,
+    ),
+    "hunyuan_video": Row(
+        recipe="tiny_hunyuan_video",
+        quick=("cp2", "tp2_sp", "pp2"),
+        other={
+            **{"rope_factors": [1.0, 4.0, 1.0], "num_refiner_layers": 1, "glyph_size": 14, "glyph_hidden_size": 24},
+            **{"image_context_size": 9, "image_to_video": False},
+        },
+        refused=("num_query_groups", "modulation_silu", "learned_padding", "block"),  # without single blocks
+        also={
+            "hidden_size": {"rope_axes": [4, 8, 4]},
+            "num_attention_heads": {"rope_axes": [4, 8, 4]},
+            "position_embedding": {"rope_axes": [16, 56, 56]},
+        },
+        given={"position_crop": {"position_embedding": "sincos_2d", "rope_axes": [16, 56, 56]}},
+        text_tokens=1,
+        idle=r"layers\.1\.text\.(q_layernorm|linear_proj|mlp)\..*",  # of the last block, whose text nothing reads
     ),
     "wan": Row(recipe="wan_14b_mock"),
     "ddpm_unet": Row(

@@ -28,6 +28,12 @@ MODELS = {
         **{"backbone": "qwen_image", "num_joint_layers": 3, "num_single_layers": 1, "ffn_hidden_size": 48},
         "rope_axes": [2, 4, 2],
     },
+    # Samples with and without a shown text and a picture; the second stage has no conditions.
+    "hunyuan_video": {
+        **{"backbone": "hunyuan_video", "num_joint_layers": 3, "num_single_layers": 1, "ffn_hidden_size": 48},
+        **{"patch_spatial": 2, "rope_axes": [2, 4, 2], "glyph_size": 10, "glyph_hidden_size": 24},
+        **{"image_context_size": 6, "image_to_video": True},
+    },
     # The second attention of the image, and the last block without an output of the text. Nothing reads the queries of
     # that text, so a norm of them would have no gradient; `tests/laws` has the norms.
     "sd3": {
@@ -43,6 +49,8 @@ MODELS = {
         **{"backbone": "z_image", "num_joint_layers": 2, "num_single_layers": 2, "ffn_hidden_size": 48},
         **{"rope_axes": [2, 4, 2], "learned_padding": 8},
     },
+    # The text has keys and values, but no queries.
+    "prx": {"backbone": "prx", "num_layers": 4, "ffn_hidden_size": 48, "rope_axes": [0, 4, 4]},
     "wan": {"backbone": "wan", "ffn_hidden_size": 48},
 }
 
@@ -72,7 +80,7 @@ LAYOUTS = {
     },
 }
 # Four layers, so that stages begin and end among the two streams, at the joint, and behind it.
-FLUX_ALONE = {
+FLUX_AND_PRX = {
     "cp4_two_level": (cp(4, "a2a+p2p", context_a2a_size=2), PACKED),
     "pp4": ({"pipeline_model_parallel_size": 4}, PACKED),
     "pp2_tp2_sp": ({"pipeline_model_parallel_size": 2, **SP}, PACKED),
@@ -92,9 +100,9 @@ RELATIVES = {
 
 
 def layouts_of(model: str, ranks: int) -> dict:
-    if model in ("flux2", "qwen_image", "sd3", "lumina2", "z_image"):
+    if model in ("flux2", "hunyuan_video", "qwen_image", "sd3", "lumina2", "z_image"):
         return RELATIVES[ranks]
-    return {**LAYOUTS[ranks], **(FLUX_ALONE if (model, ranks) == ("flux", 4) else {})}
+    return {**LAYOUTS[ranks], **(FLUX_AND_PRX if model in ("flux", "prx") and ranks == 4 else {})}
 
 
 CASES = {

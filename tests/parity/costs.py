@@ -16,10 +16,12 @@ from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.efficient_unet.config import EfficientUNetConfig
 from dit.models.flux.config import FluxConfig
 from dit.models.flux2.config import Flux2Config
+from dit.models.hunyuan_video.config import HunyuanVideoConfig
 from dit.models.imagen_config import ImagenConfig
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.lumina2.config import Lumina2Config
 from dit.models.moviegen.config import MovieGenConfig
+from dit.models.prx.config import PRXConfig
 from dit.models.qwen_image.config import QwenImageConfig
 from dit.models.sana.config import SanaConfig
 from dit.models.sd3.config import SD3Config
@@ -220,6 +222,23 @@ def _wan(c: WanConfig, layout: SequenceLayout, texts: SequenceLayout, padding: b
     return once + rows * h * (c.token_channels + c.output_features) + c.num_layers * layer
 
 
+def _prx_weights(c: PRXConfig) -> int:
+    h, text = c.hidden_size, c.context_size or 0
+    layer = 6 * h * (h + 1) + 6 * h * h + 3 * c.head_size + 3 * h * c.ffn_size
+    ends = (c.token_channels + 1) * h + 2 * h * (h + 1) + (h + 1) * c.output_features
+    time = (CONDITION_FEATURES + 1) * h + (h + 1) * h
+    return ends + time + (text + 1) * h + text * (c.null_text == "learned") + c.num_layers * layer
+
+
+def _prx(c: PRXConfig, layout: SequenceLayout, texts: SequenceLayout, padding: bool) -> int:
+    """The text has keys and values, but no queries."""
+    h, samples, rows, text_rows = c.hidden_size, layout.num_samples, _rows(layout, padding), _rows(texts, padding)
+    pairs = sum(n * (n + k) for n, k in zip(layout.lengths, texts.lengths, strict=True))
+    layer = rows * (4 * h * h + 3 * h * c.ffn_size) + text_rows * 2 * h * h + 2 * pairs * h + samples * 6 * h * h
+    once = samples * (CONDITION_FEATURES + 3 * h) * h + text_rows * (c.context_size or 0) * h
+    return once + rows * h * (c.token_channels + c.output_features) + c.num_layers * layer
+
+
 def _sana_weights(c: SanaConfig) -> int:
     h, f, text, norms = c.hidden_size, c.ffn_size, c.context_size or 0, 2 * c.hidden_size * c.qk_layernorm
     layer = 6 * h + 3 * h * h + 5 * (h + 1) * h + 2 * norms + (h + 1) * 2 * f + 10 * 2 * f + f * h
@@ -329,6 +348,33 @@ def _streams(c: StreamsConfig, layout: SequenceLayout, texts: SequenceLayout, pa
     # The text goes through the head, too.
     head = (rows + text_rows) * h * c.output_features + samples * 2 * h * h
     return embed + samples * _streams_conditioner(c) + layers + head
+
+
+def _hunyuan_matrices(c: HunyuanVideoConfig) -> tuple[int, int]:
+    """Return the weights of a refiner that a text row meets, and that a sample meets, without biases."""
+    h, text = c.hidden_size, c.context_size or 0
+    return c.num_refiner_layers * (4 + 8) * h * h, (
+        CONDITION_FEATURES + text + 2 * h + 2 * c.num_refiner_layers * h
+    ) * h
+
+
+def _hunyuan_weights(c: HunyuanVideoConfig) -> int:
+    h, g, inner, image = c.hidden_size, c.glyph_size, c.glyph_hidden_size, c.image_context_size
+    # Of attention, norms, MLP and gates; of the embedders of time and mean text.
+    biases = c.num_refiner_layers * (4 * h + 4 * h + 5 * h + 2 * h) + 4 * h
+    glyph = 2 * g + (g + 1) * inner + (inner + 1) * inner + (inner + 1) * h
+    picture = 2 * image + (image + 1) * image + (image + 1) * h + 2 * h
+    inputs = (c.input_features - c.token_channels) * h
+    return _streams_weights(c) + inputs + sum(_hunyuan_matrices(c)) + biases + glyph + picture + 3 * h
+
+
+def _hunyuan(c: HunyuanVideoConfig, layout: SequenceLayout, texts: SequenceLayout, padding: bool) -> int:
+    """Without a shown text and a picture."""
+    row, sample = _hunyuan_matrices(c)
+    inputs = _rows(layout, padding) * (c.input_features - c.token_channels) * c.hidden_size
+    pairs = c.num_refiner_layers * 2 * sum(n**2 for n in texts.lengths) * c.hidden_size
+    refiner = _rows(texts, padding) * row + pairs + layout.num_samples * sample
+    return _streams(c, layout, texts, padding) + inputs + refiner
 
 
 def convolution(inputs: int, outputs: int, size: int = 3) -> int:
@@ -496,7 +542,9 @@ PARAMETERS: dict[type, Any] = {
     EfficientUNetConfig: _efficient_unet_weights,
     **dict.fromkeys((FluxConfig, Flux2Config, QwenImageConfig, SD3Config), _streams_weights),
     **dict.fromkeys((Lumina2Config, ZImageConfig), _sandwich_weights),
+    HunyuanVideoConfig: _hunyuan_weights,
     MovieGenConfig: _moviegen_weights,
+    PRXConfig: _prx_weights,
     SanaConfig: _sana_weights,
     STDiTConfig: _stdit_weights,
     UNetConfig: _unet_weights,
@@ -507,7 +555,9 @@ MULTIPLY_ADDS: dict[type, Any] = {
     DiTCrossConfig: _dit_cross,
     **dict.fromkeys((FluxConfig, Flux2Config, QwenImageConfig, SD3Config), _streams),
     **dict.fromkeys((Lumina2Config, ZImageConfig), _sandwich_model),
+    HunyuanVideoConfig: _hunyuan,
     MovieGenConfig: _moviegen,
+    PRXConfig: _prx,
     SanaConfig: _sana,
     STDiTConfig: _stdit,
     WanConfig: _wan,

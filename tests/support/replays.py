@@ -9,25 +9,36 @@ from torch.distributed import Work
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from dit.step.schedule import Logs
-
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "unique_dim", "unique_consecutive")
 """Operations whose result the host reads, or whose shape depends on values."""
 
 
 class Recording(TorchDispatchMode):
-    """Records operations with their tensors, which stay allocated."""
+    """Records operations with their tensors, which stay allocated, and the memory that they overwrite."""
 
     def __init__(self) -> None:
         super().__init__()
         self.operations: list[tuple[Any, Any, Any, list[Tensor]]] = []
+        self.overwritten: dict[int, tuple[Any, Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.__name__.split(".")[0] in READS:
             raise RuntimeError(f"{func} reads a value, which a CUDA graph cannot")
+        for argument, value in zip(func._schema.arguments, args):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                for x in tree_leaves(value):
+                    storage = x.untyped_storage()
+                    if storage._cdata not in self.overwritten:
+                        self.overwritten[storage._cdata] = storage, storage.clone()
         result = func(*args, **(kwargs or {}))
         self.operations.append((func, args, kwargs or {}, [x for x in tree_leaves(result) if isinstance(x, Tensor)]))
         return result
+
+    def restore(self) -> None:
+        """Restore the memory that operations have overwritten."""
+        for storage, values in self.overwritten.values():
+            storage.copy_(values)
+        self.overwritten.clear()
 
     def replay(self) -> None:
         """Run all operations again, with results in the same memory."""
@@ -43,8 +54,9 @@ class Recording(TorchDispatchMode):
                         x.copy_(new)
 
 
-def record(compute: Callable[[], Logs]) -> tuple[Logs, Callable[[], None]]:
-    """Record a function, as `capture_on_gpu` does; unlike a capture, this also runs it."""
+def record(compute: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+    """Record a function, as `capture_on_gpu` does: memory that existed before does not change."""
     with Recording() as recording:
-        logs = compute()
-    return logs, recording.replay
+        result = compute()
+    recording.restore()
+    return result, recording.replay

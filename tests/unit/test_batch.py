@@ -239,6 +239,15 @@ def test_validate_names_the_part_that_is_wrong(change, message):
         batch.validate(wanted)
 
 
+def test_validate_names_a_sample_that_exceeds_the_learned_positions():
+    """On one axis is enough."""
+    batch = make_batch([(1, 2, 2), (1, 2, 3)])
+    assert batch.validate(largest_grid=(1, 2, 3)) is batch
+    message = r"'sample1' has \(1, 2, 3\) patches .*end at \(4, 4, 2\); raise model.max_grid or drop such samples"
+    with pytest.raises(BatchError, match=message):
+        batch.validate(largest_grid=(4, 4, 2))
+
+
 def test_validate_reports_everything_that_is_wrong_at_once():
     batch = make_batch([(1, 2, 2)])
     batch.keys, batch.latents_TC = ("a", "b"), torch.zeros(2, 8)

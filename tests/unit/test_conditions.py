@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dit.batch import PackedBatch
-from dit.condition_table import CONTEXT, FPS, LABEL, POOLED, TABLE, match_conditions
+from dit.condition_table import CONTEXT, CONTEXT_2, FPS, IMAGE_TOKENS, LABEL, POOLED, TABLE, match_conditions
 from dit.conditions import Condition, Conditions, per_latent_token, per_text_token
 from dit.context_parallel.partition import context_partition
 from dit.context_parallel.shard_batch import shard
@@ -26,11 +26,12 @@ from energon_data.samples import Clip
 from tests.unit.energon_data.small_data import npy, write_dataset
 
 WIDTHS = {"context": 3, "context_2": 5, "pooled": 4, "low_resolution": 2, "control": 3, "first_frames": 2}
+WIDTHS |= {"image_tokens": 2}
 
 
 def sized(condition: Condition) -> Condition:
     """Give a known condition what a model says of it: a width, classes, a share dropped; control has a draw alone."""
-    changes: dict = {"dropout": None if condition == FPS else 0.4}
+    changes: dict = {"dropout": None if condition in (FPS, IMAGE_TOKENS) else 0.4}
     if condition.name in WIDTHS:
         changes["shape"] = (WIDTHS[condition.name],)
     if condition == LABEL:
@@ -351,6 +352,37 @@ def test_samples_and_guidance_ask_for_the_embedding_of_the_empty_text() -> None:
     assert torch.equal(away.values, torch.zeros(4, 3))
 
 
-def test_texts_and_pictures_have_no_default() -> None:
+OPTIONAL = replace(CONTEXT_2, shape=(5,), default=0.0, dropout=0.0)
+
+
+def test_an_optional_text_has_no_token_where_a_sample_stores_none() -> None:
+    """Training keeps its tokens, so that their number does not depend on a draw; guidance removes them."""
+    spec = replace(SPEC, conditions=(OPTIONAL,))
+    data = MockData(shapes=["1x4x4"], text_tokens=5)
+    source = MockSource(data, spec, seed=3, split="train", stream=0, num_streams=1)
+    batch = collate([source.sample(i) for i in range(6)], spec).validate((OPTIONAL,), patch_volume=4)
+    lengths = batch.conditions["context_2"].layout.lengths
+    assert min(lengths) == 0 < max(lengths)
+    assert len(batch.conditions["context_2"].values) == sum(lengths)
+    dropped = batch.conditions.drop((replace(OPTIONAL, dropout=1.0),), lambda _: torch.zeros(6), batch.layout)
+    assert_same(dropped, batch.conditions)
+    removed = batch.conditions.unconditional((OPTIONAL,), batch.layout)["context_2"]
+    assert (len(removed.values), removed.layout.lengths) == (0, (0,) * 6)
+    assert_same(Conditions(context_2=removed), Conditions(context_2=OPTIONAL.absent(batch.layout, (1, 2))))
+
+
+def test_an_optional_text_is_missing_or_empty_when_samples_are_drawn() -> None:
+    spec, texts = replace(SPEC, conditions=(OPTIONAL,)), [torch.zeros(0, 5), torch.ones(2, 5)]
+    assert empty_pack(spec, (1, 4, 4), 2, torch.device("cpu")).conditions["context_2"].layout.lengths == (0, 0)
+    cond = empty_pack(spec, (1, 4, 4), 2, torch.device("cpu"), values={"context_2": texts})
+    uncond = without_conditions(cond, spec)
+    assert cond.conditions["context_2"].layout.lengths == (0, 2)
+    both = join(cond, uncond).conditions["context_2"]
+    assert (both.layout.lengths, len(both.values)) == ((0, 2, 0, 0), 2)
+    with pytest.raises(ConfigError, match="width 4, the model takes width 5"):
+        empty_pack(spec, (1, 4, 4), 1, torch.device("cpu"), values={"context_2": [torch.zeros(0, 4)]})
+
+
+def test_pictures_have_no_default() -> None:
     with pytest.raises(ConfigError, match=r"'depth' has default=0, axis='latent' .* use default=None"):
         Condition(name="depth", axis="latent", description="depth", shape=(1,), default=0.0, stored_as=("depth",))

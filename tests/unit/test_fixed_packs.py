@@ -1,5 +1,6 @@
 """Packs of fixed size have the numbers of the packs that they are made from, also without lengths."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,7 +25,12 @@ from launch.train import call_recipe
 from tests.conftest import BuildModel
 from tests.laws.backbones import NAMES, config_of, pack
 
-FIXING = [name for name in NAMES if config_of(name).fixes_packs]
+FIXING = {
+    name: config_of(name)
+    for name in NAMES
+    if config_of(name).fixes_packs and config_of(name).megatron_sizes().num_moe_experts is None
+}
+FIXING["pixart"] = replace(config_of("stdit"), layer_pattern=["full"], position_span=8.0)
 MAXIMA = PackMaxima(tokens=200, samples=7, text_tokens=64)
 OBJECTIVE = FlowMatching(shift_by_tokens=[0.5, 1.15, 4, 64])
 """The times of a sample depend on its length."""
@@ -46,9 +52,10 @@ def numbers_of(model: Backbone, config: ModelConfig, batch: PackedBatch) -> dict
 
 def disturbed(build_model: BuildModel, groups: ProcessGroups, name: str) -> tuple[Backbone, ModelConfig]:
     """Return a model in which nothing is zero."""
-    model = build_model(config_of(name))
+    config = FIXING.get(name) or config_of(name)
+    model = build_model(config)
     disturb_constants([model], groups)
-    return model, config_of(name)
+    return model, config
 
 
 @pytest.mark.parametrize("name", FIXING)
@@ -84,13 +91,14 @@ def test_passes_without_lengths_have_the_numbers_of_the_pack_whose_tables_they_r
 
 
 def test_passes_that_read_lengths_are_an_error(build_model: BuildModel, one_rank_world: ProcessGroups) -> None:
-    model, config = disturbed(build_model, one_rank_world, "moviegen")
+    model, config = disturbed(build_model, one_rank_world, "stdit")
     first = MAXIMA.pad(pack(config, [0, 1]))
     numbers_of(model, config, first)
-    with pytest.raises(BatchError, match=r"^training.cuda_graph=True: the passes read the lengths .*; use data of one"):
+    with pytest.raises(BatchError, match=r"^training.cuda_graph=True: the model reads the lengths .*; use data of one"):
         numbers_of(model, config, without_lengths([first])[0])
     layout = without_lengths([first])[0].layout
-    reads: list[Any] = [sum, max, list, set, lambda x: x[0], lambda x: x[1:], lambda x: [n for n in x]]
+    reads: list[Any] = [sum, max, list, set, hash]
+    reads += [lambda x: x == (), lambda x: x[0], lambda x: x[1:], lambda x: [n for n in x]]
     for read in reads:
         for lengths in (layout.lengths, layout.padded_lengths):
             with pytest.raises(BatchError):

@@ -8,7 +8,7 @@ from packaging.requirements import Requirement
 
 from dit import patches
 from dit.errors import ConfigError
-from launch import patches_page
+from tests.support import patches_page
 
 TREES = patches_page.sources()
 DECLARED = [patch for file, tree in TREES.items() for patch in patches_page.patches_of(file, tree)]
@@ -119,4 +119,4 @@ def test_private_names_are_found():
 
 
 def test_the_page_is_current():
-    assert patches_page.PAGE.read_text() == patches_page.page(), "run python -m launch.patches_page --write"
+    assert patches_page.PAGE.read_text() == patches_page.page(), "run python -m tests.support.patches_page --write"

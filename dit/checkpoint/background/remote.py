@@ -285,7 +285,6 @@ class RemoteStore:
 
         Raises:
             FileNotFoundError: there is no such object.
-            CheckpointError: it cannot be read.
         """
         text = self._try(partial(self._read, f"{self._root}/{name}"))
         try:

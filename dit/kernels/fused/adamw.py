@@ -27,14 +27,14 @@ def adamw_op(
     averages: Sequence[Tensor],
     models: Sequence[Tensor],
     clip: Tensor,
-    rates: Sequence[float],
+    rates: Tensor,
 ) -> None:
     """Update parameters in place; each tensor is read and written once.
 
     Args:
         averages, models: one per parameter, or empty.
         clip: see `dit.kernels.adamw.Rates`.
-        rates: other scalar arguments of the kernel, in its order.
+        rates: `Rates.values` on the device.
     """
     from dit.kernels.fused.gpu import adamw as gpu
 
@@ -52,7 +52,7 @@ def adamw_op(
     for aligned, group in ((True, aligned_rows), (False, unaligned_rows)):
         if group:
             table, chunks = _tables(tuple(group), gpu.CHUNK, mains[0].device)
-            gpu.adamw(table, chunks, clip, tuple(rates), **parts, aligned=aligned)
+            gpu.adamw(table, chunks, clip, rates, **parts, aligned=aligned)
 
 
 @adamw_op.register_fake
@@ -82,7 +82,6 @@ def adamw(parameters: Sequence[Elements], rates: Rates) -> None:
     for p in parameters:
         for tensor in (p.gradient, p.main, p.exp_avg, p.exp_avg_sq, p.average, p.model):
             assert tensor is None or tensor.is_contiguous(), "the tensors of a parameter must be contiguous"
-    numbers = (rates.lr * rates.weight_decay, 1 - rates.beta1, 1 - rates.beta2)
     adamw_op(
         [p.gradient for p in parameters],
         [p.main for p in parameters],
@@ -91,7 +90,7 @@ def adamw(parameters: Sequence[Elements], rates: Rates) -> None:
         _present([p.average for p in parameters]),
         _present([p.model for p in parameters]),
         rates.clip,
-        [*numbers, rates.step_size, rates.root, rates.eps, rates.average],
+        rates.on_device,
     )
 
 

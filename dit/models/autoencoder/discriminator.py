@@ -67,9 +67,6 @@ class Discriminator(nn.Module):
         Returns:
             Three columns `[S, 3]`, float32: -D'(y); 1/2 mean max(0, 1 - D(x)) + 1/2 mean max(0, 1 + D(y)) with a
             constant y; and |d D'(y) / d y|, a constant.
-
-        Raises:
-            BatchError: the pictures are too small.
         """
         with torch.enable_grad():  # validation needs the slope, too
             constant_SthwC = y_SthwC.detach().requires_grad_()

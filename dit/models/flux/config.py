@@ -17,7 +17,6 @@ class FluxConfig(StreamsConfig):
     Source: black-forest-labs/flux, `model.py`; sizes and defaults of FLUX.1-dev.
     """
 
-    fixes_packs: ClassVar[bool] = True
     removed_settings: ClassVar[Mapping[str, object]] = WITHOUT_CLASSES
 
     in_channels: int = 16

@@ -25,6 +25,7 @@ class MovieGenConfig(ExpertOptions, CrossAttentionModelConfig):
     """
 
     compiles: ClassVar[bool] = True
+    fixes_packs: ClassVar[bool] = True
 
     hidden_size: int = 2048
     num_layers: int = 16

@@ -54,6 +54,5 @@ class MovieGen(TokenStack[MovieGenConfig]):
         context_KD, context_layout = self.text(batch)
         positions_TD = None
         if self.positions is not None:
-            self.positions.check(batch.grids, batch.keys)
             positions_TD = self.positions(positions_T3)
         return positions_TD, cond_SD, context_KD, layout, context_layout, self.rotation(batch)

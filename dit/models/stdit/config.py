@@ -38,6 +38,10 @@ class STDiTConfig(CrossAttentionModelConfig):
         return len(self.kinds(0))
 
     @property
+    def fixes_packs(self) -> bool:  # type: ignore[override]
+        return set(self.layer_pattern) == {"full"}  # numbers of frames and positions depend on the grid
+
+    @property
     def takes_references(self) -> bool:
         return set(self.layer_pattern) == {"full"}  # frames and positions of a grid have no place for other tokens
 

@@ -61,7 +61,7 @@ class STDiT(TokenStack[STDiTConfig]):
 
     def fixed_positions(self, positions_T3: Tensor, layout: SequenceLayout, batch: PackedBatch) -> Tensor:
         span = self.model_config.position_span
-        return positions_T3 if span is None else spanning(positions_T3, layout, batch.grids, span)
+        return positions_T3 if span is None else spanning(positions_T3, layout, batch.grid_sizes(), span)
 
     def _plans(self, batch: PackedBatch) -> dict[str, AttentionPlan]:
         """Plan every kind of self-attention: its exchange of tokens and its rotary positions."""

@@ -69,6 +69,7 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
 
     supports: ClassVar[Supports] = Supports(levels=False)
     splits_all_tokens: ClassVar[bool] = False
+    fixes_packs: ClassVar[bool] = True
 
     block: Block = "adaln_zero"
     num_joint_layers: int
@@ -113,6 +114,11 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
     @property
     def sample_multiple(self) -> int:
         return self.learned_padding
+
+    @property
+    def input_features(self) -> int:
+        """Input features per token."""
+        return self.token_channels
 
     @property
     def outer_bias(self) -> bool:

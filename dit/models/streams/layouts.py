@@ -18,11 +18,9 @@ import torch
 from torch import Tensor
 
 from dit.backends.provider import LayerProvider
-from dit.batch import PackedBatch
 from dit.joint_layout import JointLayout, joint_layout
-from dit.layers.text import text_layout
 from dit.layers.tokens import pad_tokens
-from dit.layout import SequenceLayout
+from dit.layout import SequenceLayout, to_device
 
 
 @dataclass(frozen=True)
@@ -46,26 +44,26 @@ class StreamLayouts:
     single: JointLayout
 
     @classmethod
-    def of(cls, batch: PackedBatch, multiple: int, provider: LayerProvider) -> "StreamLayouts":
-        """Return the layouts of a batch; texts and images are extended to multiples of `multiple`."""
-        given, image = text_layout(batch), batch.layout
+    def of(
+        cls, given: SequenceLayout, image: SequenceLayout, multiple: int, provider: LayerProvider
+    ) -> "StreamLayouts":
+        """Return the layouts of texts and images that are extended to multiples of `multiple`."""
         texts = pad_tokens(given if multiple == 1 else given.table(_extended, multiple), provider)
-        missing = () if multiple == 1 else tuple(-length % multiple for length in image.lengths)
-        if not any(missing):
+        missing = None if multiple == 1 else image.table(_missing, multiple)
+        if missing is None or not missing.total_tokens:
             joint = joint_layout(texts, image)
             return cls(given, texts, image, joint, None, joint)
-        # A sample may have none.
-        padding = pad_tokens(SequenceLayout(missing, missing, sum(missing), image.device), provider)
+        padding = pad_tokens(missing, provider)
         extended = joint_layout(padding, image)
         single = joint_layout(joint_layout(texts, padding), image)
         return cls(given, texts, extended, joint_layout(texts, extended), padding, single)
 
     def extend_texts(self, x_K: Tensor) -> Tensor:
         """Insert zeros for the learned tokens of texts, and for padding."""
-        if self.texts.padded_lengths == self.given.padded_lengths:
-            return torch.cat([x_K, x_K.new_zeros(self.texts.total_tokens - len(x_K), *x_K.shape[1:])])
-        texts = SequenceLayout(self.given.lengths, self.texts.padded_lengths, self.texts.total_tokens, x_K.device)
-        return texts.insert_padding(self.given.without_padding(x_K))
+        if self.texts.num_local_tokens == len(x_K):
+            return x_K
+        sources_K = self.texts.table(_sources, self.given)
+        return x_K.index_select(0, sources_K.clamp(min=0)).masked_fill(sources_K[:, None] < 0, 0)
 
     def extend_image(self, x_T: Tensor, learned: Tensor) -> Tensor:
         """Insert the learned token of the image, or its position, in all places."""
@@ -82,5 +80,26 @@ class StreamLayouts:
 
 
 def _extended(texts: SequenceLayout, multiple: int) -> SequenceLayout:
-    lengths = [length + -length % multiple for length in texts.lengths]
-    return SequenceLayout.from_lengths(lengths, device=texts.device)
+    """Return the layout of the extended texts."""
+    lengths = tuple(length + -length % multiple for length in texts.lengths)
+    return _layout(texts, lengths, texts.total_tokens + texts.num_samples * (multiple - 1))
+
+
+def _missing(image: SequenceLayout, multiple: int) -> SequenceLayout:
+    """Return the layout of the learned tokens of images; a sample may have none."""
+    lengths = tuple(-length % multiple for length in image.lengths)
+    return _layout(image, lengths, image.num_samples * (multiple - 1))
+
+
+def _layout(packed: SequenceLayout, lengths: tuple[int, ...], most: int) -> SequenceLayout:
+    """Return the layout of samples next to those of a pack, with `most` tokens if the pack has a fixed size."""
+    is_fixed = packed.is_fixed
+    return SequenceLayout(lengths, lengths, most if is_fixed else sum(lengths), packed.device, is_fixed=is_fixed)
+
+
+def _sources(texts: SequenceLayout, given: SequenceLayout) -> Tensor:
+    """Return for each token of the extended texts its index in the given ones, int64 `[K]`; -1 for learned tokens."""
+    sources = torch.full((texts.total_tokens,), -1)
+    for start, first, length in zip(texts.starts, given.starts, given.lengths):
+        sources[start : start + length] = torch.arange(first, first + length)
+    return to_device(sources, texts.device)

@@ -12,7 +12,7 @@ from dit.layers.adaln import Modulation, RMSNorm
 from dit.layers.conditioner import Conditioner
 from dit.layers.heads import FinalLayer
 from dit.layers.positions import add_sincos
-from dit.layers.text import TextTokens
+from dit.layers.text import TextTokens, text_layout
 from dit.layers.tokens import (
     PatchEmbedding,
     from_previous_stage,
@@ -80,7 +80,7 @@ class Streams(Backbone):
             self.modulation = Modulation(size, last.stop, provider, condition_size=width, bias=bias, eps=eps)
             replicate_on_all_stages(self.modulation.parameters())
         if stage.first:
-            self.embed = PatchEmbedding(config.token_channels, size, provider, bias=bias)
+            self.embed = PatchEmbedding(config.input_features, size, provider, bias=bias)
             self.text = TextTokens(config.context_size, provider, stream=True, learned_null=learned_null)
             self.text_norm = RMSNorm(config.context_size, provider, eps=eps) if config.text_norm else nn.Identity()
             init = xavier_uniform(config.context_size, size)
@@ -104,7 +104,7 @@ class Streams(Backbone):
 
     def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
         provider = self.provider
-        layouts = StreamLayouts.of(batch, self.model_config.learned_padding, provider)
+        layouts = StreamLayouts.of(self.text_layout(batch), batch.layout, self.model_config.learned_padding, provider)
         texts, joint = layouts.texts, layouts.single
         rotation_J = of_streams = None
         if self.rotary is not None:
@@ -114,7 +114,8 @@ class Streams(Backbone):
             image_TA = layouts.extend_image(image_TA, start_1A)
             rotation_J = self.rotary(layouts.to_single(text_KA, image_TA))
             of_streams = rotation_J if layouts.padding is None else self.rotary(layouts.streams.join(text_KA, image_TA))
-        cond_SD = self.conditioner(1 - time_S if self.model_config.reversed_time else time_S, batch)
+        time_S = 1 - time_S if self.model_config.reversed_time else time_S
+        cond_SD = self.conditioner(time_S, batch)
         condition = self.modulation(cond_SD)
         positions_T3 = sincos_positions(self.model_config, batch)
         layout, _ = shard_tokens(layouts.image, provider)
@@ -125,8 +126,8 @@ class Streams(Backbone):
             x_JD = from_previous_stage(self.input_tensor)
         else:
             if self.pre_process:
-                text_KD = self._embed_text(batch, layouts)
-                x_TD = self._embed_image(inputs_TC, positions_T3, batch, layouts)
+                text_KD = self.embed_texts(time_S, batch, layouts)
+                x_TD = self.embed_image(inputs_TC, positions_T3, batch, layouts)
             else:
                 rows_D = from_previous_stage(self.input_tensor)
                 text_KD, x_TD = rows_D.split([local_texts.num_local_tokens, layout.num_local_tokens])
@@ -146,7 +147,11 @@ class Streams(Backbone):
         out_JC = gather_tokens(self.head(x_JD, cond_SD, local_joint), provider)
         return joint.split(out_JC)[1]
 
-    def _embed_text(self, batch: PackedBatch, layouts: StreamLayouts) -> Tensor:
+    def text_layout(self, batch: PackedBatch) -> SequenceLayout:
+        """Return the layout of the text stream."""
+        return text_layout(batch)
+
+    def embed_texts(self, time_S: Tensor, batch: PackedBatch, layouts: StreamLayouts) -> Tensor:
         """Return the local tokens of the text stream."""
         context_KC, _ = self.text(batch)
         local, (local_KC,) = shard_tokens(layouts.texts, self.provider, layouts.extend_texts(context_KC))
@@ -156,7 +161,7 @@ class Streams(Backbone):
         is_text = local.token_index_T[:, None] < local.per_token(layouts.given.lengths_S)
         return torch.where(is_text, text_KD, self.text_padding)
 
-    def _embed_image(
+    def embed_image(
         self, inputs_TC: Tensor, positions_T3: Tensor, batch: PackedBatch, layouts: StreamLayouts
     ) -> Tensor:
         """Return the local tokens of the image stream."""
@@ -178,7 +183,8 @@ def sincos_positions(config: StreamsConfig, batch: PackedBatch) -> Tensor:
     if config.position_crop is None:
         return batch.positions_T3
     side, span = config.position_crop
-    corner_S3 = batch.layout.tensor([(0, (side - h) // 2, (side - w) // 2) for _, h, w in batch.grids])
+    _, h_S, w_S = batch.grid_sizes().unbind(1)
+    corner_S3 = torch.stack([torch.zeros_like(h_S), (side - h_S) // 2, (side - w_S) // 2], 1)
     return (batch.positions_T3 + batch.layout.per_token(corner_S3)) / (side / span)
 
 
@@ -191,8 +197,8 @@ def token_positions(config: StreamsConfig, batch: PackedBatch, texts: SequenceLa
     """
     image_T3, index_K1 = batch.positions_T3, texts.token_index_T[:, None]
     if config.centred_positions:
-        below = batch.layout.tensor([(0, h - h // 2, w - w // 2) for _, h, w in batch.grids])
-        image_T3 = image_T3 - batch.layout.per_token(below)
+        below_S2 = (batch.grid_sizes()[:, 1:] + 1) // 2
+        image_T3 = image_T3 - batch.layout.per_token(nn.functional.pad(below_S2, (1, 0)))
     if config.text_positions == "before_image":
         start_T1 = batch.layout.per_token(texts.lengths_S)
         return nn.functional.pad(index_K1, (0, 2)), image_T3 + nn.functional.pad(start_T1, (0, 2))
@@ -200,6 +206,6 @@ def token_positions(config: StreamsConfig, batch: PackedBatch, texts: SequenceLa
         return nn.functional.pad(index_K1, (3, 0)), nn.functional.pad(image_T3, (0, 1))
     if config.text_positions == "after_image":
         share = 2 if config.centred_positions else 1
-        start_K1 = texts.per_token(texts.tensor([max(h, w) // share for _, h, w in batch.grids]))
+        start_K1 = texts.per_token(batch.grid_sizes()[:, 1:].amax(1) // share)
         return (index_K1 + start_K1).expand(-1, 3), image_T3
     return image_T3.new_zeros(texts.total_tokens, 3), image_T3

@@ -5,7 +5,7 @@ from tests.mutants.listed.paths import (
     CHOICE,
     COMPILED,
     DIT,
-    DIT_CROSS,
+    FORMULAS,
     FP8,
     FP8_LAYOUTS,
     FP8_SETTINGS,
@@ -43,7 +43,7 @@ MUTANTS = (
         "dit/kernels/rope.py",
         "rotate(q, rotation), rotate(k, rotation), v",
         "rotate(q, rotation), k, v",
-        (ROTARY, DIT_CROSS),
+        (ROTARY, FORMULAS),
     ),
     Mutant(
         "attention: padding is a query of the real keys",

@@ -77,6 +77,13 @@ MUTANTS = (
         ("tests/unit/kernels/test_attention_blocks.py",),
     ),
     Mutant(
+        "context parallel: queries of the image have the layout of text and image",
+        "dit/context_parallel/attention.py",
+        "queries = joint if layout_q is joint else joint.local_image",
+        "queries = joint",
+        (BACKBONES,),
+    ),
+    Mutant(
         "context parallel: balanced chunks not mirrored",
         "dit/context_parallel/partition.py",
         "torch.minimum(chunk_T, chunks - 1 - chunk_T)",
@@ -184,8 +191,8 @@ MUTANTS = (
     Mutant(
         "gradients: never divided by the tokens",
         "dit/optimizer/step_numbers.py",
-        "optimizer.gradient_factor.value = factor",
-        "pass",
+        "optimizer.gradient_factor.value = self.on_device.unbind()",
+        "_ = self.on_device.unbind()",
         ("tests/unit/backends/test_gradients.py",),
     ),
     Mutant(

@@ -43,8 +43,8 @@ MUTANTS = (
     Mutant(
         "muon: a bad step changes the weights",
         "dit/kernels/muon.py",
-        "(changes * rates.lr))",
-        "rates.lr)",
+        "values = rates.changes * rates.on_device",
+        "values = rates.on_device",
         (MUON,),
     ),
     Mutant(
@@ -134,8 +134,8 @@ MUTANTS = (
     Mutant(
         "gradient norm of sums over the tokens",
         "dit/optimizer/step_numbers.py",
-        "self.grad_norm = squares.sqrt() * factor",
-        "self.grad_norm = squares.sqrt()",
+        "grad_norm = squares.sqrt() * factor",
+        "grad_norm = squares.sqrt()",
         ("tests/unit/backends/test_gradients.py",),
     ),
     Mutant(
@@ -266,7 +266,7 @@ MUTANTS = (
     ),
     Mutant(
         "waits: a copy from memory that is not page-locked is no wait",
-        "dit/tracing/waits.py",
+        "benchmarks/waits.py",
         "if non_blocking and source.untyped_storage()._cdata in self._pinned:",
         "if non_blocking:",
         (f"{CALLS}::test_every_copy_and_wait_of_the_host_is_counted",),
@@ -277,13 +277,6 @@ MUTANTS = (
         "return HostNumbers(loss, grad_norm, requests > 0, is_good > 0)",
         "return HostNumbers(loss, grad_norm, False, is_good > 0)",
         (CALLS,),
-    ),
-    Mutant(
-        "torch's AdamW for some parameters: applies a bad step",
-        "dit/kernels/adamw.py",
-        "found_inf=is_bad",
-        "found_inf=torch.zeros_like(is_bad)",
-        (OFFLOAD,),
     ),
     Mutant(
         "late: a bad step counts in Adam's bias correction",
@@ -417,6 +410,62 @@ MUTANTS = (
         "return self.total_tokens if self.is_fixed else max(self.lengths)",
         "return max(self.lengths)",
         (FIXED_PACKS,),
+    ),
+    Mutant(
+        "CUDA graph: the rates of the captured update repeat",
+        "dit/optimizer/update.py",
+        "of_group = replace(of_group, clip=factor, table=row)",
+        "of_group = replace(of_group, clip=factor)",
+        (CUDA_GRAPH,),
+    ),
+    Mutant(
+        "CUDA graph: the limits of the captured step repeat",
+        "dit/backends/graphs.py",
+        "fixed.copy_(x)",
+        "fixed.copy_(x) if self._replay is None else None",
+        (CUDA_GRAPH,),
+    ),
+    Mutant(
+        "CUDA graph: the weight average changes in a bad step",
+        "dit/kernels/adamw.py",
+        "weight = rates.changes * rates.on_device[AVERAGE]",
+        "weight = rates.on_device[AVERAGE]",
+        (CUDA_GRAPH,),
+    ),
+    Mutant(
+        "CUDA graph: the next step overwrites the numbers of a step",
+        "dit/backends/graphs.py",
+        "result: T = tree_map_only(Tensor, torch.clone, self._result)",
+        "result: T = self._result",
+        (CUDA_GRAPH,),
+    ),
+    Mutant(
+        "fixed packs: caches return the result of the first pack",
+        "dit/fixed_packs.py",
+        "def __hash__(self) -> int:",
+        "def unused(self) -> int:",
+        (FIXED_PACKS,),
+    ),
+    Mutant(
+        "fixed packs: the number of learned tokens is that of the captured pack",
+        "dit/models/streams/layouts.py",
+        "most if is_fixed else sum(lengths)",
+        "sum(lengths)",
+        (FIXED_PACKS,),
+    ),
+    Mutant(
+        "fixed packs: sizes of the captured pack repeat",
+        "dit/fixed_packs.py",
+        "grids_S3=torch.tensor(grids)",
+        "grids_S3=None",
+        (FIXED_PACKS,),
+    ),
+    Mutant(
+        "data: samples may exceed the learned positions",
+        "dit/batch.py",
+        "if largest_grid is not None and any(",
+        "if largest_grid is not None and all(",
+        ("tests/unit/test_batch.py",),
     ),
     Mutant(
         "CUDA graph: the reduction overwrites replayed gradients",

@@ -1,11 +1,15 @@
 """The laws of conversion rules: a form and its inverse undo each other, and nothing is left over or damaged unseen."""
 
+import inspect
+
+import diffusers
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dit.convert.diffusers_format import TrainedModel
+from dit.convert import DIFFUSERS
+from dit.convert.diffusers_format import TrainedModel, arguments_of
 from dit.convert.rules import TURNED_HEAD, Axes, ByHead, Chunks, Copies, Form, Rule, RuleBook, Same
 from dit.convert.variance import drop_variance
 from dit.errors import ConfigError
@@ -151,3 +155,12 @@ def test_dropping_the_variance_keeps_the_mean_of_every_position():
     expected = [0, 1, 4, 5, 8, 9, 12, 13]
     assert others["head.linear.bias"].tolist() == expected == others["head.linear.weight"][:, 0].tolist()
     assert others["other"] is rows
+
+
+@pytest.mark.parametrize("name", DIFFUSERS)
+def test_recorded_arguments_are_those_of_the_constructors_of_diffusers(name: str) -> None:
+    parameters = dict(inspect.signature(getattr(diffusers, name).__init__).parameters)
+    del parameters["self"]
+    defaults = {argument: parameter.default for argument, parameter in parameters.items()}
+    recorded = dict(arguments_of(name))
+    assert recorded == {key: list(value) if isinstance(value, tuple) else value for key, value in defaults.items()}

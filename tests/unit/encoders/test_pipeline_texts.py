@@ -101,6 +101,13 @@ def of_a_mask(pipeline: Any, options: dict[str, Any]) -> Entries:
     return {"text": rows(*pipeline.encode_prompt([*TEXTS, ""], device="cpu", **options))}
 
 
+def of_hunyuan_video(pipeline: Any, options: dict[str, Any]) -> Entries:
+    """Without the shown text, which is in quotes."""
+    parts = pipeline.text_encoder, pipeline.tokenizer, [*TEXTS, ""], "cpu", pipeline.tokenizer_max_length
+    message, start = pipeline.system_message, pipeline.prompt_template_encode_start_idx
+    return {"text": rows(*pipeline._get_mllm_prompt_embeds(*parts, system_message=message, crop_start=start))}
+
+
 def of_a_list(pipeline: Any, options: dict[str, Any]) -> Entries:
     return {"text": pipeline.encode_prompt([*TEXTS, ""], device="cpu", **options)[0]}
 
@@ -112,6 +119,13 @@ def of_guidance(pipeline: Any, options: dict[str, Any]) -> Entries:
         tokens, mask, negative, negative_mask = found
     else:
         tokens, negative, mask, negative_mask = found
+    return {"text": [*rows(tokens, mask), rows(negative, negative_mask)[0]]}
+
+
+def of_prx(pipeline: Any, options: dict[str, Any]) -> Entries:
+    """With lower case as the only change of a prompt; the pipeline also removes some words and signs."""
+    pipeline.text_preprocessor.clean_text = lambda text: text.lower().strip()
+    tokens, mask, negative, negative_mask = pipeline.encode_prompt(TEXTS, device="cpu")
     return {"text": [*rows(tokens, mask), rows(negative, negative_mask)[0]]}
 
 
@@ -138,6 +152,20 @@ def gemma(root: Path) -> tuple[Any, Any]:
     return language_model("gemma2", 3), byte_tokenizer(side="left", adds_start=True)
 
 
+def t5gemma(root: Path) -> tuple[Any, Any]:
+    tokenizer = byte_tokenizer(side="left", adds_start=True)
+    tokenizer.model_max_length = 256
+    return language_model("t5gemma", 3), tokenizer
+
+
+HUNYUAN_VIDEO_VAE = diffusers.AutoencoderKLHunyuanVideo15(latent_channels=4, block_out_channels=(8,) * 5)
+"""The pipeline reads its number of channels."""
+
+
+def qwen_vl_chat(root: Path) -> tuple[Any, Any]:
+    return language_model("qwen2_5_vl", 4), byte_tokenizer(QWEN_CHAT)
+
+
 def projected_clip(root: Path) -> tuple[Any, Any]:
     return clip(root, projected=True)
 
@@ -147,6 +175,13 @@ CASES = {
     "flux2": Case(diffusers.Flux2Pipeline, (mistral,), of_one_tensor),
     "flux2 klein": Case(diffusers.Flux2KleinPipeline, (qwen3(28),), of_one_tensor),
     "qwen image": Case(diffusers.QwenImagePipeline, (qwen_vl,), of_a_mask),
+    "hunyuan video": Case(
+        diffusers.HunyuanVideo15Pipeline,
+        (qwen_vl_chat,),
+        of_hunyuan_video,
+        (),
+        {**dict.fromkeys(("text_encoder_2", "tokenizer_2", "guider")), "vae": HUNYUAN_VIDEO_VAE},
+    ),
     "wan": Case(diffusers.WanPipeline, (umt5,), of_one_tensor),
     "sdxl": Case(diffusers.StableDiffusionXLPipeline, (clip, projected_clip), of_sdxl, ()),
     "pixart": Case(diffusers.PixArtAlphaPipeline, (t5,), of_guidance),
@@ -154,6 +189,7 @@ CASES = {
     "sd3": Case(diffusers.StableDiffusion3Pipeline, (projected_clip, projected_clip, wide_t5), of_sd3),
     "z image": Case(diffusers.ZImagePipeline, (qwen3(4),), of_a_list),
     "lumina 2": Case(diffusers.Lumina2Pipeline, (gemma,), of_guidance),
+    "prx": Case(diffusers.PRXPipeline, (t5gemma,), of_prx, ()),
     "sana": Case(diffusers.SanaPipeline, (gemma,), of_guidance, ("max_sequence_length", "complex_human_instruction")),
 }
 
@@ -165,7 +201,7 @@ def save_pipeline(root: Path, case: Case) -> Any:
         parts[f"text_encoder{suffix}"], parts[f"tokenizer{suffix}"] = make(root / f"source{i}")
     names = signature(case.kind.__init__).parameters
     absent = {name: None for name in ("scheduler", "vae", "transformer", "unet") if name in names}
-    pipeline = case.kind(**parts, **absent, **case.others)
+    pipeline = case.kind(**parts, **{**absent, **case.others})
     pipeline.save_pretrained(root / "pipeline")
     return pipeline
 

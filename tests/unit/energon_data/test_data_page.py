@@ -27,8 +27,7 @@ from energon_data.dataset import EnergonData
 from energon_data.prepare.__main__ import main as prepare_main
 from energon_data.skip_log import GIVE_UP_AFTER
 from launch import cli
-from launch.train import call_recipe, resolve
-from recipes import registry
+from launch.train import resolve
 from tests.support import encoders
 
 ROOT = Path(__file__).parents[3]
@@ -186,31 +185,6 @@ def test_an_existing_webdataset_is_prepared_and_each_refusal_names_its_cure(tmp_
         read(spec(context_size=None, num_classes=10), require_checksums=False)
     pack = read(spec(context_size=None, micro_batch_size=3), require_checksums=False)
     assert pack.layout.lengths == (16, 16, 16)
-
-
-def test_the_list_says_what_every_recipe_asks_of_its_folder():
-    rows = {}
-    for line in PAGE.read_text().splitlines():
-        if line.startswith("* `data/"):
-            names, _, needs = line.partition(": ")
-            path, *recipes = re.findall(r"`([\w/]+)`", names)
-            rows.update(dict.fromkeys(((path, recipe) for recipe in recipes), needs.split("; ")[:3]))
-    asked = set()
-    for entry in registry.recipes():
-        task = call_recipe(entry.name)
-        if fiddle.get_callable(task.data) is not EnergonData:
-            continue
-        data, model = fiddle.build(task.data), fiddle.build(task.model)
-        limit = data.max_tokens_per_sample or data.max_tokens_per_pack
-        for path in (data.path,) if data.blend is None else (member["path"] for member in data.blend):
-            asked.add((path, entry.name))
-            latents, tokens, text = rows[path, entry.name]
-            assert re.match(rf"{model.in_channels}(x| channels)", latents), entry.name
-            context = model.condition("context")
-            assert text.startswith("no text" if context is None else f"text {context.shape[0]}"), entry.name
-            if limit is not None and not path.startswith("data/moving_letters"):  # many to a pack
-                assert limit in {int(n.replace(",", "")) for n in re.findall(r"\d[\d,]*", tokens)}, entry.name
-    assert asked == set(rows)
 
 
 def test_the_blend_is_read(written, tmp_path):

@@ -53,8 +53,7 @@ HEADS = dict.fromkeys(("x", "weight_q", "weight_k", "q", "k", "grad_q", "grad_k"
 HEADS |= dict.fromkeys(("cos", "sin", "bias_sums", "weight_sums"), FP32)
 HEAD = {"P": 1, "KEY": 1, "NORM": 1, "ROPE": 1, "HALF": 64, "TOKENS": 16, "GROUPS": 4}
 MLP = {**dict.fromkeys(("x", "bias", "out", "grad", "grad_x"), BF16), "sums": FP32}
-ADAMW = {"addresses": INT64, "chunks": INT32, "clip": FP32}
-ADAMW |= dict.fromkeys(("decay", "rate1", "rate2", "step_size", "root", "eps", "weight"), NUMBER)
+ADAMW = {"addresses": INT64, "chunks": INT32, "clip": FP32, "rates": FP32}
 PICTURES = dict.fromkeys(("x", "out", "grad", "grad_x", "scale", "shift", "grad_scale", "grad_shift"), BF16)
 PICTURES |= dict.fromkeys(("sums", "weight", "bias", "factors", "rest", "grad_weights"), FP32)
 NOISE = {**dict.fromkeys(("x0",), BF16), **dict.fromkeys(("first", "second", "pairs"), FP32), "seeds": "none"}
@@ -107,6 +106,7 @@ CASES = {
     ),
     "gelu": ("activations.activation_kernel", MLP, {"GATED": 0, "BIAS": 1, "COLUMNS": 1024, "ROWS": 16}, 4, 8),
     "gelu_backward": ("activations.activation_backward_kernel", MLP, {"GATED": 0, "BIAS": 1, "COLUMNS": 1024}, 4, 8),
+    "geglu": ("activations.activation_kernel", MLP, {"GATED": 2, "BIAS": 0, "COLUMNS": 2048, "ROWS": 16}, 4, 8),
     "swiglu": ("activations.activation_kernel", MLP, {"GATED": 1, "BIAS": 0, "COLUMNS": 2048, "ROWS": 16}, 4, 8),
     "adamw": (
         "adamw.adamw_kernel",
@@ -138,6 +138,7 @@ CASES = {
         4,
         8,
     ),
+    "geglu_backward": ("activations.activation_backward_kernel", MLP, {"GATED": 2, "BIAS": 0, "COLUMNS": 2048}, 4, 8),
     "swiglu_backward": ("activations.activation_backward_kernel", MLP, {"GATED": 1, "BIAS": 0, "COLUMNS": 2048}, 4, 8),
 }
 QUICK = ("residual_norm_backward-4096", "heads_backward", "swiglu", "adamw", "norm_groups_backward-512", "noise")

@@ -43,6 +43,28 @@ def test_the_report_says_what_was_asked_for(capsys):
     assert rows["total"] == pytest.approx(sum(rows.values()) - rows["total"], abs=2e-3)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "values"),
+    [
+        ("dit_xl2_imagenet", {"latent [4, T, H, W]", "label 0 to 999", "fps (optional)"}),
+        ("flux_12b", {"latent [16, T, H, W]", "text [K, 4096]", "pooled [768]", "fps (optional)"}),
+        (
+            "imagen_600m_res_256",
+            {
+                "latent [3, T, H, W]",
+                "text [K, 1024]",
+                "low_resolution [3, T, H, W] (optional)",
+                "augmentation (optional)",
+                "fps (optional)",
+            },
+        ),
+    ],
+)
+def test_the_report_lists_the_values_of_a_sample(recipe, values):
+    line = dry_run.sample_line(fiddle.build(call_recipe(recipe).model))
+    assert set(re.split(r", (?=[a-z])", line.removeprefix("sample").strip())) == values
+
+
 def test_networks_of_the_objective_are_counted():
     """A discriminator of convolutions 4 x 4 from 3 channels to one score, with one bias and three norms."""
     task = call_recipe("pictogram_autoencoder")

@@ -5,11 +5,11 @@ from typing import Literal, Optional
 
 import pytest
 
-from launch import settings_page
+from tests.support import settings_page
 
 
 def test_the_page_is_true():
-    assert settings_page.PAGE.read_text() == settings_page.page(), "run python -m launch.settings_page --write"
+    assert settings_page.PAGE.read_text() == settings_page.page(), "run python -m tests.support.settings_page --write"
 
 
 @dataclass

@@ -24,10 +24,12 @@ BACKBONES = (
     "stdit",
     "flux",
     "flux2",
+    "hunyuan_video",
     "qwen_image",
     "sd3",
     "lumina2",
     "moviegen",
+    "prx",
     "sana",
     "wan",
     "z_image",
@@ -35,10 +37,15 @@ BACKBONES = (
 OPTIONS = {
     "flux": {"num_joint_layers": 1, "num_single_layers": 1, "pooled_size": 6, "rope_axes": [4, 2, 2]},
     "flux2": {"num_joint_layers": 1, "num_single_layers": 1, "ffn_hidden_size": 48, "rope_axes": [2, 2, 2, 2]},
+    "hunyuan_video": {
+        **{"num_joint_layers": 2, "patch_spatial": 2, "rope_axes": [4, 2, 2], "glyph_size": 10},
+        **{"glyph_hidden_size": 24, "image_context_size": 6, "image_to_video": True},
+    },
     "qwen_image": {"num_joint_layers": 2, "ffn_hidden_size": 48, "rope_axes": [4, 2, 2]},
     "sd3": {"num_joint_layers": 2, "num_dual_layers": 1, "pooled_size": 6},
     "lumina2": {"num_joint_layers": 1, "num_single_layers": 1, "num_query_groups": 2, "rope_axes": [4, 2, 2]},
     "moviegen": {"num_query_groups": 2},
+    "prx": {"ffn_hidden_size": 48, "rope_axes": [0, 4, 4]},
     "sana": {"num_cross_attention_heads": 2, "patch_spatial": 2},
     "z_image": {"num_joint_layers": 1, "num_single_layers": 1, "ffn_hidden_size": 48, "rope_axes": [4, 2, 2]},
 }

@@ -1,14 +1,12 @@
 """Updates with Adam's moments in host memory, part by part."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from benchmarks.parallel_training import tiny_model
-from dit.backends.gradients import GradientFactor
-from dit.kernels.adamw import Elements, Rates, adamw, torch_adamw
+from dit.kernels.adamw import Elements, Rates, adamw
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer import update
 from dit.optimizer.master_weights import SLOTS, MasterShard, factor_of_update
@@ -47,37 +45,17 @@ def test_parts_are_updated_as_the_whole_is(monkeypatch: pytest.MonkeyPatch, part
     update.with_moments_on_the_host(counted)(by_parts, RATES)
     assert sum(seen) == sum(p.main.numel() for p in whole)
     assert max(seen) <= part
+    names = "main", "exp_avg", "exp_avg_sq", *("average",) * averaged, *("model",) * half
     for one, other in zip(whole, by_parts):
-        for name in ("main", "exp_avg", "exp_avg_sq", "average", "model"):
+        for name in names:
             expected, found = getattr(one, name), getattr(other, name)
-            assert (expected is None and found is None) or torch.equal(expected, found), name
-
-
-@pytest.mark.parametrize(("averaged", "half"), [(False, False), (True, False), (True, True)])
-@pytest.mark.parametrize("is_good", [True, False])
-def test_adamw_of_torch_is_the_reference(averaged: bool, half: bool, is_good: bool) -> None:
-    """Without a change of the gradients; if the factor of the gradients is NaN, nothing changes at all."""
-    rates = RATES if is_good else replace(RATES, clip=torch.tensor(torch.nan))
-    expected, start, result = (parameters(averaged=averaged, half=half) for _ in range(3))
-    if is_good:
-        adamw(expected, rates)
-    torch_adamw(result, rates)
-    for one, before, other in zip(expected, start, result):
-        assert torch.equal(before.gradient, other.gradient)
-        for name in ("main", "exp_avg", "exp_avg_sq", "average", "model"):
-            torch.testing.assert_close(
-                getattr(other, name),
-                getattr(one, name),
-                rtol=0 if not is_good else 8e-3 if name == "model" else 1e-6,
-                atol=1e-6 * is_good,
-            )
+            # torch's kernel rounds the elements of full vectors and others differently.
+            torch.testing.assert_close(found, expected, rtol=1e-2 if name == "model" else 1e-6, atol=1e-7, msg=name)
 
 
 def test_clipping_is_that_of_megatron_core() -> None:
     """`clip_grad_by_total_norm_fp32` adds 1e-6 to the norm, which matters for small norms."""
-    shared = GradientFactor()
-    shared.value = torch.tensor(0.25, dtype=torch.float64)
-    optimizer = SimpleNamespace(gradient_factor=shared)
+    shared = torch.tensor(0.25, dtype=torch.float64)
     for norm, clip_grad, expected in (
         (2e-6, 1e-6, 1e-6 / (2e-6 + 1e-6)),
         (1e-6, 1.5e-6, 1.5e-6 / (1e-6 + 1e-6)),
@@ -85,7 +63,7 @@ def test_clipping_is_that_of_megatron_core() -> None:
         (1e-6, 1.0, 1.0),
         (3.0, 0.0, 1.0),
     ):
-        factor = factor_of_update(optimizer, torch.tensor(norm, dtype=torch.float64), clip_grad)
+        factor = factor_of_update(shared, torch.tensor(norm, dtype=torch.float64), clip_grad)
         assert float(factor) == pytest.approx(0.25 * expected, rel=1e-12)
 
 

@@ -11,23 +11,31 @@ import pytest
 import torch
 
 from benchmarks.host import wait_job
+from benchmarks.sequence import SequenceRecorder, differences
 from benchmarks.step import build_parser, config_of
+from benchmarks.waits import META, meta_device
 from dit import philox
 from dit.backends import process_groups
+from dit.backends.graphs import WARM_UP, Graphed, NoCopiesFromHost, Runner, call
 from dit.backends.process_groups import ProcessGroups
 from dit.errors import BatchError, ConfigError
 from dit.fixed_packs import PackMaxima
+from dit.optimizer.ema import EMA
+from dit.optimizer.master_weights import master_shards, set_rates
+from dit.optimizer.schedules import TorchOneCycle
+from dit.optimizer.step_numbers import Limits, StepNumbers
+from dit.optimizer.update import FusedUpdate, build_update
 from dit.parallel.dims import ParallelConfig
+from dit.parallel.implementations import target_of
 from dit.planner.job import Job
 from dit.planner.program import Program
 from dit.planner.trace import Tracer
-from dit.step.cuda_graph import MOST_GRAPHS, WARM_UP, Compute, GraphedSchedule, NoCopiesFromHost, constants, passes
+from dit.settings import OptimizerConfig
+from dit.step.cuda_graph import MOST_GRAPHS, Compute, GraphedSchedule, constants, passes
 from dit.step.forward_step import training_forward_step
 from dit.step.schedule import Logs, Schedule, forward_backward
-from dit.step.train_step import StepObserver, train_step
+from dit.step.train_step import Action, Step, StepObserver, settle, train_step
 from dit.tracing.packs import PackShape, batch_of
-from dit.tracing.sequence import SequenceRecorder, differences
-from dit.tracing.waits import META, meta_device
 from dit.tracing.world import fake_world
 from dit.training.pretrain import Run
 from dit.verify.ranks import run_world
@@ -36,11 +44,13 @@ from launch.train import call_recipe
 from tests.support.replays import record
 
 STEPS = WARM_UP + 5
+GRAPHS = 3
+"""Those of the passes, of the numbers, and of the update."""
 DENSE = ("data.max_tokens_per_pack=None", "data.pack_multiple_of=16", "data.shapes=['4x8x8']")
 """Changes of a recipe with packs."""
 
 
-PACKS = "tiny_dit_pack", "tiny_dit_cross", "tiny_flux"
+PACKS = "tiny_dit_pack", "tiny_dit_cross", "tiny_flux", "tiny_moviegen"
 """Recipes of packs that are padded to fixed sizes."""
 
 
@@ -60,23 +70,65 @@ class Records:
         return logs, replay
 
 
-def steps(folder: Any, groups: ProcessGroups, records: Records | None, recipe: str, *words: str) -> list[Any]:
-    """Return loss, gradient norm, and a sum of each weight for each step of a tiny run."""
-    micro_batch = 1 if recipe in (*PACKS, "tiny_moviegen") and not set(DENSE) & set(words) else 2
+class OneBadStep(StepObserver):
+    """Omits the update of one step.
+
+    Args:
+        bad: its number; None for no bad step.
+    """
+
+    def __init__(self, run: Run, bad: int | None) -> None:
+        self.run, self.bad = run, bad
+        self.logs: Logs = []
+
+    def compute(self, compute: Compute, batches: Any) -> Logs:
+        self.logs = compute(batches)
+        return self.logs
+
+    def limits(self) -> Limits:
+        return Limits(loss=0.0) if self.run.state.step + 1 == self.bad else Limits()
+
+    def judge(self, step: Step) -> Action:
+        return "update" if step.numbers.host.is_good else "skip"
+
+    def repeat(self, compute: Compute) -> Logs:
+        return self.logs
+
+
+def steps(
+    folder: Any, groups: ProcessGroups, records: Records | None, recipe: str, *words: str, bad: int | None = None
+) -> list[Any]:
+    """Return loss, gradient norm, and sums of weights, their average and the model's copies, in each step of a run.
+
+    The run resumes in `folder` if it has a checkpoint; with `training.stop_at_step`, it saves one.
+    """
+    micro_batch = 1 if recipe in (*PACKS, "tiny_stdit") and not set(DENSE) & set(words) else 2
     sizes = ["training.global_batch_size=4", f"training.micro_batch_size={micro_batch}", "data.num_streams=1"]
     config = config_of(build_parser().parse_args(["--factory", recipe, *sizes, *words]), str(folder))
     dims_and_spec = config.check_here()
     config.training.cuda_graph = True  # without a GPU, `check_here` refuses it
     run = Run(config, *dims_and_spec, groups, quiet=True)
+
+    def graphed() -> Runner:
+        return call if records is None else Graphed(records)
+
+    assert isinstance(run.state.update, FusedUpdate)
+    run.state.update.run = graphed()
     schedule: Schedule = forward_backward if records is None else GraphedSchedule(records)
-    functions = replace(run.functions, schedule=schedule)
-    numbers = []
+    functions = replace(run.functions, schedule=schedule, run_numbers=graphed())
+    numbers, step, observer = [], None, OneBadStep(run, bad)
     try:
-        for _ in range(STEPS):
+        while run.state.step < (config.training.stop_at_step or STEPS):
             run.batches.begin_step()
-            step = train_step(run.state, run.batches, functions, StepObserver())
-            sums = (shard.main.double().sum().item() for shard in run.state.shards)
-            numbers.append((step.loss, step.grad_norm, *sums))
+            step = train_step(run.state, run.batches, functions, observer, step, late=True)
+            average = [] if run.state.ema is None else run.state.ema.values
+            weights = *(shard.main for shard in run.state.shards), *average, *run.state.chunks[0].parameters()
+            numbers.append((step.loss, step.grad_norm, *(x.double().sum().item() for x in weights)))
+        assert step is not None
+        settle(run.state, step, observer)
+        if config.training.stop_at_step:
+            run.save()
+            run.saves.wait()
     finally:
         run.close()
     return numbers
@@ -94,6 +146,8 @@ def words_on_device(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("tiny_dit", "data.text_tokens=1"),
         ("tiny_dit", "data.text_tokens=1", "parallel.data_parallel=ddp"),
+        ("tiny_dit", "data.text_tokens=1", "training.precision=bf16"),
+        ("tiny_dit", "data.text_tokens=1", "optimizer=muon"),
         ("tiny_ldm_unet", "data.text_tokens=1"),
         ("tiny_flux", "data.text_tokens=1", *DENSE),
         *((recipe,) for recipe in PACKS),
@@ -107,8 +161,32 @@ def test_replayed_steps_have_the_numbers_of_eager_steps(
     records = Records()
     eager = steps(tmp_path / "eager", one_rank_world, None, *words)
     assert steps(tmp_path / "replayed", one_rank_world, records, *words) == eager
-    assert (records.recorded, records.replayed) == (1, STEPS - WARM_UP)
+    assert (records.recorded, records.replayed) == (GRAPHS, GRAPHS * (STEPS - WARM_UP))
     assert len({loss for loss, *_ in eager}) == STEPS
+
+
+@pytest.mark.usefixtures("words_on_device")
+def test_a_run_of_graphs_resumes_to_the_bit(tmp_path: Any, one_rank_world: ProcessGroups) -> None:
+    """The learning rate, the weight of the average and Adam's bias correction differ in every step."""
+    words = "tiny_dit", "data.text_tokens=1", "training.ema_start_step=4", "optimizer.beta2=0.9", "optimizer.lr=1e-2"
+    eager = steps(tmp_path / "eager", one_rank_world, None, *words)
+    records = Records()
+    stopped = steps(tmp_path / "run", one_rank_world, records, *words, "training.stop_at_step=4")
+    assert (*stopped, *steps(tmp_path / "run", one_rank_world, records, *words)) == (*eager,)
+    assert (records.recorded, records.replayed) == (2 * GRAPHS, GRAPHS * (STEPS - 2 * WARM_UP))
+
+
+@pytest.mark.usefixtures("words_on_device")
+@pytest.mark.parametrize("algorithm", ["adamw", "muon"])
+def test_a_replayed_update_of_a_bad_step_changes_nothing(
+    algorithm: str, tmp_path: Any, one_rank_world: ProcessGroups
+) -> None:
+    """The bias correction of the next step does not count it."""
+    words, bad = ("tiny_dit", "data.text_tokens=1", f"optimizer.algorithm={algorithm}"), WARM_UP + 2
+    eager = steps(tmp_path / "eager", one_rank_world, None, *words, bad=bad)
+    assert steps(tmp_path / "replayed", one_rank_world, Records(), *words, bad=bad) == eager
+    weights = [of_step[2:] for of_step in eager]
+    assert [x == y for x, y in itertools.pairwise(weights)] == [number == bad for number in range(2, STEPS + 1)]
 
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -136,7 +214,7 @@ def test_replayed_steps_on_two_ranks_have_the_numbers_of_eager_steps(tmp_path: A
     cases = [{"task": task, "parallel": x, "folder": str(tmp_path / name)} for name, x in LAYOUTS.items()]
     for eager, replayed, counts in run_world(2, cases, tmp_path, timeout_s=300):
         assert eager == replayed
-        assert counts == (1, STEPS - WARM_UP)
+        assert counts == (GRAPHS, GRAPHS * (STEPS - WARM_UP))
         assert len({loss for loss, *_ in eager}) == STEPS
 
 
@@ -156,8 +234,8 @@ def test_a_network_that_reads_lengths_is_an_error_in_the_second_step(
     tmp_path: Any, one_rank_world: ProcessGroups
 ) -> None:
     records = Records()
-    with pytest.raises(BatchError, match="the passes read the lengths of samples on the host"):
-        steps(tmp_path, one_rank_world, records, "tiny_moviegen")
+    with pytest.raises(BatchError, match="the model reads the lengths of samples on the host"):
+        steps(tmp_path, one_rank_world, records, "tiny_stdit")
     assert records.recorded == 0
 
 
@@ -201,6 +279,53 @@ def passes_here(job: Job) -> list[Any]:
     return recorded[WARM_UP:]
 
 
+class RecordedRuns(Graphed):
+    """Records the operations of each run instead of capturing one."""
+
+    def __init__(self, recorder: SequenceRecorder) -> None:
+        super().__init__()
+        self.recorder = recorder
+        self.recorded: list[Any] = []
+
+    def __call__(self, compute: Any, *inputs: Any) -> Any:
+        self.recorder.begin()
+        with NoCopiesFromHost() if len(self.recorded) >= WARM_UP else nullcontext():
+            result = compute(*inputs)
+        counted = self.recorder.result
+        self.recorded.append((list(self.recorder.operations), counted.queued.total(), dict(counted.lines)))
+        return result
+
+
+def updates_here(job: Job) -> list[Any]:
+    """Return the operations of numbers and updates of nine steps, and the copies and waits in them."""
+    with fake_world(job.rank, job.world_size):
+        groups, recorder = process_groups.initialize(job.parallel), SequenceRecorder()
+        try:
+            with meta_device(recorder):
+                program = Program(job, groups, recorder, late=True)
+                program.run()
+                optimizer, wrapped = program.state.optimizer, program.state.wrapped
+                shards = master_shards(optimizer, [chunk.module for chunk in wrapped], job.optimizer)
+                numbers_of, of_update = RecordedRuns(recorder), RecordedRuns(recorder)
+                parts = optimizer, shards, EMA(shards, 0.9, start_step=4), job.optimizer, groups
+                target = target_of(job.model, job.training.precision, job.kernels)
+                update = build_update(*parts, target, job.training.kernels, of_update)
+                for number in range(1, WARM_UP + 10):
+                    for chunk in wrapped:
+                        chunk.zero_grad_buffer()
+                        chunk.zero_stale()
+                    optimizer.zero_grad()
+                    set_rates(optimizer, 1e-3 / number, job.optimizer.beta1)
+                    sums = torch.zeros(2, device=META)
+                    limits = Limits(loss=1.0 * number)
+                    numbers = StepNumbers(optimizer, groups, sums, 1, limits=limits, run=numbers_of)
+                    update(numbers, number)
+                    update.end(number, is_good=True)
+        finally:
+            process_groups.release()
+    return [numbers_of.recorded[WARM_UP:], of_update.recorded[WARM_UP:]]
+
+
 def passes_of_packs_here(job: Job) -> list[Any]:
     """Return the operations of the passes of nine steps on other packs, and the copies and waits in them."""
     recorded, maxima = [], PackMaxima(tokens=2048, samples=8, text_tokens=64)
@@ -220,7 +345,7 @@ def passes_of_packs_here(job: Job) -> list[Any]:
             with (
                 meta_device(recorder),
                 mock.patch("dit.step.cuda_graph.passes", recorded_passes),
-                mock.patch("dit.step.cuda_graph.WARM_UP", 99),
+                mock.patch("dit.backends.graphs.WARM_UP", 99),
             ):
                 program = Program(job, groups, recorder, late=True)
                 program.run()
@@ -264,7 +389,17 @@ def test_passes_on_a_device_wait_and_copy_nothing_and_are_equal_in_nine_steps(re
 
 
 @pytest.mark.parametrize(
-    ("recipe", "kernels", "tensor"), [("tiny_dit", "eager", 1), ("pretrain_7b", "triton", 2), ("flux_12b", "triton", 1)]
+    ("recipe", "kernels", "tensor"),
+    [
+        ("tiny_dit", "eager", 1),
+        ("pretrain_7b", "triton", 2),
+        ("flux_12b", "triton", 1),
+        ("qwen_image_1024", "triton", 2),
+        ("sd3_5_medium_1024", "eager", 1),
+        ("lumina2_1024", "triton", 1),
+        ("z_image_1024", "triton", 2),
+        ("pretrain_ditllama5b", "triton", 1),
+    ],
 )
 def test_passes_of_packs_wait_and_copy_nothing_and_are_equal_in_nine_steps(
     recipe: str, kernels: Any, tensor: int
@@ -285,6 +420,34 @@ def test_passes_of_packs_wait_and_copy_nothing_and_are_equal_in_nine_steps(
 
 
 @pytest.mark.parametrize(
+    ("kernels", "data_parallel", "algorithm"),
+    [
+        ("triton", "distributed_optimizer", "adamw"),
+        ("eager", "distributed_optimizer", "adamw"),
+        ("eager", "ddp", "adamw"),
+        ("triton", "distributed_optimizer", "muon"),
+    ],
+)
+def test_updates_wait_and_copy_nothing_and_are_equal_in_nine_steps(
+    kernels: Any, data_parallel: Any, algorithm: Any
+) -> None:
+    """In bf16, on two tensor-parallel ranks and two replicas; rates, limits and the weight of the average change."""
+    job = wait_job("tiny_dit", "dense", kernels)
+    parallel = ParallelConfig(tensor_model_parallel_size=2, data_parallel=data_parallel)
+    job = replace(job, parallel=parallel, world_size=4, optimizer=OptimizerConfig(algorithm=algorithm))
+    with Tracer() as tracer:
+        numbers, updates = tracer.run(updates_here, [job])[0]
+    for recorded, least in ((numbers, 15), (updates, 8)):
+        (first, *copies_and_waits), *others = recorded
+        assert copies_and_waits == [0, {}]
+        assert len(first) >= least
+        assert len(others) == 8
+        for operations, *counts in others:
+            assert not differences(first, operations)
+            assert counts == [0, {}]
+
+
+@pytest.mark.parametrize(
     ("recipe", "words", "message"),
     [
         ("tiny_stdit", {}, r"packs and model=STDiTConfig, because .* on the host; use model=DiTConfig, or data of one"),
@@ -299,6 +462,12 @@ def test_passes_of_packs_wait_and_copy_nothing_and_are_equal_in_nine_steps(
         ("tiny_dit", {"data_parallel": "fsdp"}, "fsdp, .* use parallel.data_parallel=distributed_optimizer"),
         ("tiny_dit", {"overlap_grad_reduce": True}, "overlap_grad_reduce=True, .* use .*=False"),
         ("tiny_dit", {"precision": "fp16"}, "precision=fp16, .* use training.precision=bf16"),
+        ("tiny_dit", {"offload": True}, "optimizer.offload=True, .* use optimizer.offload=False"),
+        (
+            "tiny_dit",
+            {"schedule": TorchOneCycle(cycle_momentum=True)},
+            "schedule=TorchOneCycle, .* use training.kernels=triton",
+        ),
         ("tiny_dit", {"linears": "transformer_engine"}, "linears=transformer_engine, .* use training.linears=megatron"),
     ],
 )
@@ -307,7 +476,8 @@ def test_runs_that_no_graph_can_repeat_are_errors(recipe: str, words: dict[str, 
     config.check()
     config.training.cuda_graph = True
     for name, value in words.items():
-        part = next(x for x in (config.parallel, config.training, config.data) if hasattr(x, name))
+        parts = config.parallel, config.training, config.data, config.optimizer, config
+        part = next(x for x in parts if hasattr(x, name))
         setattr(part, name, value)
     with pytest.raises(
         ConfigError, match=rf"^training.cuda_graph=True does not work with .*{message}.*cuda_graph=False$"

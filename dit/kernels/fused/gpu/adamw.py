@@ -85,13 +85,7 @@ def adamw_kernel(
     addresses,
     chunks,
     clip,
-    decay,
-    rate1,
-    rate2,
-    step_size,
-    root,
-    eps,
-    weight,
+    rates,
     AVERAGE: tl.constexpr,
     MODEL: tl.constexpr,
     HALF: tl.constexpr,
@@ -103,12 +97,12 @@ def adamw_kernel(
 
     Args:
         clip: address of the factor of the gradient; NaN if nothing may change.
-        rate1, rate2: 1 - beta1 and 1 - beta2.
-        decay: learning rate times weight decay.
+        rates: address of `dit.kernels.adamw.Rates.values`.
         HALF: whether the model weights are fp16 instead of bf16.
-        step_size, root, weight: `step_size`, `root` and `average` of `dit.kernels.adamw.Rates`.
     """
     factor = tl.load(clip)
+    decay, rate1, rate2 = tl.load(rates), tl.load(rates + 1), tl.load(rates + 2)
+    step_size, root, eps, weight = tl.load(rates + 3), tl.load(rates + 4), tl.load(rates + 5), tl.load(rates + 6)
     entry = chunks + tl.program_id(0) * 2
     row = addresses + tl.load(entry).to(tl.int64) * COLUMNS
     first = tl.load(entry + 1).to(tl.int64) * CHUNK
@@ -135,7 +129,7 @@ def adamw(
     addresses: Tensor,
     chunks: Tensor,
     clip: Tensor,
-    rates: tuple[float, ...],
+    rates: Tensor,
     *,
     average: bool,
     model: bool,
@@ -145,14 +139,13 @@ def adamw(
     """Launch the kernel over all chunks.
 
     Args:
-        clip: see `adamw_kernel`.
-        rates: scalar arguments of the kernel, in its order.
+        clip, rates: see `adamw_kernel`.
     """
     adamw_kernel[(len(chunks),)](
         addresses,
         chunks,
         clip,
-        *rates,
+        rates,
         AVERAGE=average,
         MODEL=model,
         HALF=half,

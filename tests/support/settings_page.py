@@ -1,6 +1,6 @@
 """docs/settings.md: every setting of every part, generated from the dataclasses.
 
-`python -m launch.settings_page --write` writes the page; without `--write` it is printed.
+`python -m tests.support.settings_page --write` writes the page; without `--write` it is printed.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from dit.models.registry import BACKBONES
 from dit.objectives import OBJECTIVES
 from recipes.registry import write_or_print
 
-PAGE = Path(__file__).parents[1] / "docs" / "settings.md"
+PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 PARTS = {
     "model": [entry.config for entry in BACKBONES.values()],
     "model.lora": ["dit.models.lora_config:LoRAConfig"],
@@ -44,7 +44,7 @@ PARTS = {
 
 HEAD = """# Settings
 
-<!-- Written by `python -m launch.settings_page --write`; a test keeps it true. Edit the docstrings instead. -->
+<!-- Written by `python -m tests.support.settings_page --write`; a test keeps it true. Edit the docstrings instead. -->
 
 All settings, by part and class. Each line is `key=default` (other values or types): meaning. The key follows the name
 of its part: `training.num_steps=100`. Settings of several classes come first; a class has those listed under "Also",
@@ -213,7 +213,7 @@ def _summary(kind: type) -> str:
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command."""
-    return write_or_print("launch.settings_page", page, PAGE, argv)
+    return write_or_print("tests.support.settings_page", page, PAGE, argv)
 
 
 if __name__ == "__main__":

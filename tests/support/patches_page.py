@@ -1,6 +1,6 @@
 """docs/patches.md: every patch of another library, and every private name that is used, read from the sources.
 
-`python -m launch.patches_page --write` writes the page; without `--write` it is printed.
+`python -m tests.support.patches_page --write` writes the page; without `--write` it is printed.
 """
 
 import ast
@@ -11,14 +11,14 @@ from typing import NamedTuple, Optional
 
 from recipes.registry import write_or_print
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "patches.md"
 PACKAGES = ("dit", "energon_data", "launch", "recipes")
 LIBRARIES = ("megatron", "nemo_run", "torch")
 
 HEAD = """# Patches of other libraries
 
-<!-- Written by `python -m launch.patches_page --write`; a test keeps it current. Edit the decorators instead. -->
+<!-- Written by `python -m tests.support.patches_page --write`; a test keeps it true. Edit the decorators instead. -->
 
 This page lists the code that replaces, overrides or uses private parts of Megatron-Core, Megatron-Energon, torch and
 nemo-run. A patch refuses versions of the library that it was not written for. To upgrade a library,
@@ -116,7 +116,7 @@ def page() -> str:
 
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command."""
-    return write_or_print("launch.patches_page", page, PAGE, argv)
+    return write_or_print("tests.support.patches_page", page, PAGE, argv)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,90 @@
+"""Functions that run as CUDA graphs, for which the host makes one call instead of one per kernel."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Optional, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from dit.backends.device import capture_graph
+from dit.errors import BatchError
+
+WARM_UP = 2
+"""Runs before the capture, in which kernels are compiled, and tables and states are created on the device."""
+COPIES = (torch.ops.aten._to_copy, torch.ops.aten.copy_)
+
+T = TypeVar("T")
+Capture = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
+"""Records the operations of a function without running them; returns its result and a function that runs them."""
+Runner = Callable[..., Any]
+"""Calls a function with tensors, its only inputs that change, and returns its result: `call` or a `Graphed`."""
+
+
+def call(compute: Callable[..., T], *inputs: Tensor) -> T:
+    """Call a function."""
+    return compute(*inputs)
+
+
+class NoCopiesFromHost(TorchDispatchMode):
+    """Raises an error for copies from host memory, which may have been freed when the graph is replayed."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in COPIES:
+            source = args[1] if func.overloadpacket is torch.ops.aten.copy_ else args[0]
+            if source.device.type == "cpu" and result.device.type != "cpu":
+                raise BatchError(
+                    f"training.cuda_graph=True: the passes copy numbers of shape {list(source.shape)} from the host, "
+                    "such as the lengths of texts; use texts of one length, or training.cuda_graph=False"
+                )
+        return result
+
+
+def capture_on_gpu(compute: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+    """Capture a function as a CUDA graph."""
+    with capture_graph() as replay, NoCopiesFromHost():
+        result = compute()
+    return result, replay
+
+
+class Graphed:
+    """Runs the same function each time: first eagerly, then as a CUDA graph.
+
+    Args:
+        capture: records the function.
+    """
+
+    def __init__(self, capture: Capture = capture_on_gpu) -> None:
+        self._capture = capture
+        self._runs = 0
+        self._inputs: Sequence[Tensor] = ()
+        self._result: Any = None
+        self._replay: Optional[Callable[[], None]] = None
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether the graph exists."""
+        return self._replay is not None
+
+    def __call__(self, compute: Callable[..., T], *inputs: Tensor) -> T:
+        """Return the result of `compute(*inputs)`; the graph is that of the first function."""
+        self._inputs = self._inputs or [torch.empty_like(x) for x in inputs]
+        for fixed, x in zip(self._inputs, inputs, strict=True):
+            fixed.copy_(x)
+        if self._runs < WARM_UP:
+            self._runs += 1
+            return compute(*self._inputs)
+        if self._replay is None:
+            self._result, self._replay = self._capture(partial(compute, *self._inputs))
+        self._replay()
+        # The next replay overwrites the result.
+        result: T = tree_map_only(Tensor, torch.clone, self._result)
+        return result
+
+
+def runner(*, graphed: bool) -> Runner:
+    """Return a new `Graphed`, or `call`."""
+    return Graphed() if graphed else call

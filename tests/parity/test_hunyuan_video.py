@@ -1,0 +1,173 @@
+"""HunyuanVideo 1.5 and diffusers' class: equal outputs and gradients, exact round trips, published size."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from diffusers import HunyuanVideo15ImageToVideoPipeline, HunyuanVideo15Transformer3DModel
+from torch import Tensor
+
+from dit.batch import PackedBatch
+from dit.conditions import Conditions
+from dit.convert.diffusers_hunyuan_video import DiffusersHunyuanVideo
+from dit.errors import ConfigError
+from dit.models.hunyuan_video.config import HunyuanVideoConfig, first_frame_and_mask
+from dit.monitoring.flops import PackFlops
+from dit.parallel.build import count_parameters, parameter_shapes
+from dit.patchify import unpatchify
+from dit.verify.public import call_hunyuan_video, compare_public
+from tests.conftest import BuildModel
+from tests.parity.convert_cases import assert_same_bits, load, packed, random_weights, relative_error
+from tests.parity.costs import forward_flops, num_parameters
+
+RTOL, GRADIENT_RTOL = 1e-5, 1e-4
+FORM = DiffusersHunyuanVideo()
+SETTINGS: dict[str, Any] = {
+    **{"in_channels": 9, "out_channels": 4, "num_attention_heads": 3, "attention_head_dim": 16, "num_layers": 2},
+    **{"text_embed_dim": 20, "text_embed_2_dim": 12, "image_embed_dim": 6, "rope_axes_dim": [4, 6, 6]},
+    **{"target_size": 64, "task_type": "t2v"},
+}
+SIZES = ((3, 5, 3), (2, 3, 7), (5, 1, 3))
+"""Frames, height and width of each latent."""
+TEXTS, GLYPHS, IMAGES = (5, 3, 4), (4, 0, 2), (0, 3, 7)
+"""Tokens of the three conditions of each sample."""
+
+
+def import_random(**changes: Any) -> tuple[Any, HunyuanVideoConfig, dict[str, Tensor]]:
+    """Return diffusers' module with random weights, our settings and the imported weights."""
+    theirs = HunyuanVideo15Transformer3DModel(**{**SETTINGS, **changes}).eval()
+    state = random_weights({name: tuple(x.shape) for name, x in theirs.state_dict().items()}, seed=1)
+    theirs.load_state_dict(state)
+    imported = FORM.read_settings(theirs.config)
+    rules = FORM.rules(imported.model, parameter_shapes(imported.model), imported.latent_size)
+    weights = rules.from_external(state)
+    assert_same_bits(rules.to_external(weights), state)
+    return theirs, imported.model, weights
+
+
+def pack_of(
+    model: HunyuanVideoConfig, samples: slice = slice(None), sizes: Any = SIZES
+) -> tuple[PackedBatch, list[Tensor]]:
+    """Return a pack of some of the samples with all conditions of a model, and their latents."""
+    generator = torch.Generator().manual_seed(3)
+    latents = [torch.randn(4, *size, generator=generator) for size in sizes]
+    values = {
+        "context": [torch.randn(n, 20, generator=generator) for n in TEXTS],
+        "context_2": [torch.randn(n, 12, generator=generator) for n in GLYPHS],
+        "image_tokens": [torch.randn(n, 6, generator=generator) for n in IMAGES],
+        "first_frames": [first_frame_and_mask(latent + 1) for latent in latents],
+    }
+    batch = packed(model, latents[samples])
+    spec = model.batch_spec()
+    entries = {
+        c.name: c.pack(values[c.name][samples], batch.layout, spec.patch) for c in spec.conditions if c.name in values
+    }
+    batch.conditions = Conditions(entries)
+    return batch, latents[samples]
+
+
+@pytest.mark.parametrize("changes", [{}, {"task_type": "i2v"}, {"patch_size": 2, "patch_size_t": 3}], ids=str)
+@pytest.mark.parametrize("sample", range(len(SIZES)))
+def test_outputs_and_gradients_are_those_of_diffusers(build_model: BuildModel, sample: int, changes: Any) -> None:
+    """Samples without a picture, without a shown text, and with both; of several frames and odd sizes."""
+    _, model, weights = import_random(**changes)
+    patch = (model.patch_temporal, model.patch_spatial, model.patch_spatial)
+    sizes = [tuple(n * side for n, side in zip(size, patch)) for size in SIZES]
+    batch, _ = pack_of(model, slice(sample, sample + 1), sizes)
+    name, errors = compare_public(load(build_model(model), weights), model, batch)
+    assert name == FORM.class_name
+    assert errors.pop("output") <= RTOL
+    assert len(errors) > 100
+    assert {name: error for name, error in errors.items() if error > GRADIENT_RTOL} == {}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("task", ["t2v", "i2v"])
+def test_a_pack_of_ragged_conditions_is_one_call_of_diffusers_per_sample(build_model: BuildModel, task: str) -> None:
+    """There each condition is padded, and valid tokens move to the front; here only valid tokens exist."""
+    theirs, model, weights = import_random(task_type=task)
+    batch, latents = pack_of(model)
+    times = torch.tensor([0.25, 0.75, 0.5])
+    ours = load(build_model(model), weights)(batch.latents_TC, times, batch)
+    for i, out_TC in enumerate(ours.split(list(batch.layout.lengths))):
+        single, _ = pack_of(model, slice(i, i + 1))
+        conditions = {name: entry.values for name, entry in single.conditions.items()}
+        (exact,) = call_hunyuan_video(theirs, latents[i][None], 1000 * times[i : i + 1], conditions)
+        assert relative_error(unpatchify(out_TC, batch.grids[i], 1, 1), exact[0]) <= RTOL
+
+
+@torch.no_grad()
+def test_a_padded_batch_of_diffusers_is_a_pack(build_model: BuildModel) -> None:
+    """Two clips of one size with texts of other lengths, between padding that its masks exclude."""
+    theirs, model, weights = import_random(task_type="i2v")
+    sizes = [SIZES[0]] * 3
+    batch, latents = pack_of(model, slice(1, 3), sizes)
+    images = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(5))
+    required = {condition.name: condition for condition in model.conditions()}
+    batch.conditions |= {"image_tokens": required["image_tokens"].pack(list(images), batch.layout, (1, 1))}
+    times = torch.tensor([0.25, 0.75])
+    padded, masks = {}, {}
+    for name, longest in (("context", 7), ("context_2", 4)):
+        entry = batch.conditions[name]
+        padded[name], masks[name] = torch.randn(2, longest, entry.values.shape[1]), torch.zeros(2, longest)
+        for i, text in enumerate(entry.values.split(list(entry.layout.lengths))):
+            padded[name][i, 1 : 1 + len(text)], masks[name][i, 1 : 1 + len(text)] = text, 1
+    inputs = torch.stack([torch.cat([x, first_frame_and_mask(x + 1)]) for x in latents])
+    exact = theirs(
+        inputs, 1000 * times, padded["context"], masks["context"], None, padded["context_2"], masks["context_2"], images
+    ).sample
+    ours = load(build_model(model), weights)(batch.latents_TC, times, batch)
+    for i, out_TC in enumerate(ours.split(list(batch.layout.lengths))):
+        assert relative_error(unpatchify(out_TC, batch.grids[i], 1, 1), exact[i]) <= RTOL
+
+
+def test_the_first_frame_and_its_mask_are_those_of_the_pipeline() -> None:
+    latent = torch.randn(4, 3, 5, 2)
+    pipeline = SimpleNamespace(_get_image_latents=lambda **_: latent[None, :, :1], vae=None, video_processor=None)
+    prepare: Any = HunyuanVideo15ImageToVideoPipeline.prepare_cond_latents_and_mask
+    exact = prepare(pipeline, latent[None], None, 1, 80, 32, torch.float32, torch.device("cpu"))
+    assert torch.equal(first_frame_and_mask(latent), torch.cat(exact, 1)[0])
+
+
+@pytest.mark.parametrize("changes", [{}, {"task_type": "i2v", "patch_size": 2, "mlp_ratio": 2.0}], ids=str)
+def test_the_config_survives_a_round_trip(changes: Any) -> None:
+    theirs = HunyuanVideo15Transformer3DModel(**{**SETTINGS, **changes}).config
+    imported = FORM.read_settings(theirs)
+    settings, notes = FORM.write_settings(imported.model, imported.latent_size)
+    assert notes == []
+    assert {n: v for n, v in settings.items() if n[0] != "_"} == {n: v for n, v in theirs.items() if n[0] != "_"}
+    assert FORM.read_settings(settings) == imported
+
+
+@pytest.mark.parametrize("changes", [{}, {"patch_size": 2, "num_refiner_layers": 1}], ids=str)
+def test_flops_and_parameters_are_those_of_the_formulas(changes: Any) -> None:
+    model = FORM.read_settings({**SETTINGS, **changes}).model
+    batch, _ = pack_of(model, sizes=[(3, 6, 4), (2, 4, 8), (5, 2, 4)])
+    shape = (batch.layout, batch.grids, batch.conditions["context"].layout)
+    assert PackFlops(model).forward(*shape, convention="hardware") == forward_flops(model, *shape, padding=True)
+    assert count_parameters(model) == num_parameters(model)
+
+
+@pytest.mark.usefixtures("one_rank_world")
+def test_the_published_size_has_its_parameters() -> None:
+    model = FORM.read_settings({}).model
+    assert model == HunyuanVideoConfig(ffn_hidden_size=8192, image_to_video=True, null_text="empty")
+    with torch.device("meta"):
+        published = sum(parameter.numel() for parameter in HunyuanVideo15Transformer3DModel().parameters())
+    assert published / 1e9 == pytest.approx(8.33, abs=0.006)
+    assert count_parameters(model) == published
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"use_meanflow": True}, "use_meanflow=True"),
+        ({"qk_norm": "layer_norm"}, "qk_norm='layer_norm'"),
+        ({"in_channels": 8}, r"in_channels=8 \(only 9\)"),
+        ({"task_type": "sr"}, "task_type"),
+    ],
+)
+def test_settings_that_ours_cannot_follow_are_refused(change: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FORM.read_settings({**SETTINGS, **change})
