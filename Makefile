@@ -178,7 +178,7 @@ lint: $(VENV)/.installed ## ruff and mypy
 	$(VENV)/bin/mypy
 
 test-parallel: $(VENV)/.installed ## the long tests: full runs, every layout, up to eight ranks
-	$(VENV)/bin/python -m pytest tests/parallel tests/integration tests/laws tests/unit/kernels tests/unit/planner -m slow -n 2 --dist loadfile --no-loadscope-reorder
+	$(VENV)/bin/python -m pytest tests/parallel tests/integration tests/laws tests/unit -m slow -n 2 --dist loadfile --no-loadscope-reorder
 
 test-faults: $(VENV)/.installed ## the long tests of faults: kills, damage, restarts, bad numbers, hangs
 	$(VENV)/bin/python -m pytest tests/faults -m slow -n 2 --dist loadfile --no-loadscope-reorder

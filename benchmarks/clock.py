@@ -8,9 +8,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Optional
 
-from dit.backends.device import describe, device_seconds, use_cuda
+import torch
+
+from dit.backends.device import describe, local_device, use_cuda
 
 WARM_UP = 3
+CACHE_BYTES = 256 << 20  # overwritten before a call, more than the caches of a GPU
 DRY = "dry"
 """Status of a row without measurements."""
 
@@ -20,6 +23,21 @@ def fake_tensors(dry: bool) -> AbstractContextManager[Any]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(allow_non_fake_inputs=True) if dry else nullcontext()
+
+
+def device_seconds(call: Callable[[], object], repeats: int) -> list[float]:
+    """Measure the GPU seconds of a call, with cold caches and without the time that the host needs to issue it."""
+    flush = torch.empty(CACHE_BYTES, dtype=torch.int8, device=local_device())
+    times = []
+    for _ in range(repeats):
+        flush.zero_()  # overwrites the caches; the host issues the call meanwhile
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        call()
+        after.record()
+        torch.cuda.synchronize()
+        times.append(before.elapsed_time(after) / 1e3)
+    return times
 
 
 def medians(calls: Mapping[str, Callable[[], object]], repeats: int, *, dry: bool = False) -> dict[str, float]:

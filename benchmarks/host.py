@@ -25,17 +25,16 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from benchmarks.passes import Case, PlainBlock, layer
+from benchmarks.waits import PHASES, count_waits
 from dit.backends import process_groups
 from dit.errors import EXIT_OK, ConfigError, one_line_errors
 from dit.kernels.layer_kernels import EAGER, fused
 from dit.layout import SequenceLayout
 from dit.parallel.dims import ParallelConfig
 from dit.planner.job import Job
-from dit.planner.trace import count_waits
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.terminal import echo
 from dit.tracing.packs import PackShape
-from dit.tracing.waits import PHASES
 from dit.verify.tiny import tiny_model
 from launch import environment
 from launch.config_file import built

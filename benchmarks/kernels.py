@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.clock import append
+from benchmarks.clock import append, device_seconds
 from benchmarks.layer_traffic import WRITE_ONLY
 from benchmarks.prediction import device_of
-from dit.backends.device import describe, device_seconds, local_device, use_cuda
+from dit.backends.device import describe, local_device, use_cuda
 from dit.errors import EXIT_OK, one_line_errors
 from dit.planner.devices import B200, H100, H200
 from dit.terminal import echo

@@ -38,12 +38,20 @@ KINDS: tuple[AttentionKind, ...] = ("spatial", "temporal")
 DRAWN = (4, 2, 2)
 """(t, h, w) of the clip that is drawn, on two ranks."""
 STAGES, SAMPLES, PATCHES, LAYERS = 4, 8, (1, 16, 16), 28
-MICRO_BATCHES = 8
+MICRO_BATCHES = {"segments": 2, "stages": 8}
+"""Enough for a steady state, from which the numbers of one micro-batch follow."""
 
 
-def job(model: ModelConfig, parallel: ParallelConfig, pack: PackShape, world_size: int, rank: int = 0) -> Job:
+def job(
+    model: ModelConfig,
+    parallel: ParallelConfig,
+    pack: PackShape,
+    world_size: int,
+    rank: int = 0,
+    micro_batches: int = MICRO_BATCHES["segments"],
+) -> Job:
     """Return a step in bf16 with gradients in float32, of several micro-batches."""
-    training = TrainingConfig(precision="bf16", ema_decay=None, global_batch_size=MICRO_BATCHES * SAMPLES)
+    training = TrainingConfig(precision="bf16", ema_decay=None, global_batch_size=micro_batches * SAMPLES)
     return Job(
         model,
         FlowMatching(),
@@ -53,7 +61,7 @@ def job(model: ModelConfig, parallel: ParallelConfig, pack: PackShape, world_siz
         pack,
         world_size,
         rank,
-        MICRO_BATCHES,
+        micro_batches,
         kernels=torch.device("cpu"),
     )
 
@@ -77,7 +85,8 @@ def stage_jobs() -> list[Job]:
     """Return the stages of a DiT-XL of classes."""
     model = DiTConfig(num_classes=1000, hidden_size=HIDDEN, num_layers=LAYERS, num_attention_heads=16)
     parallel = ParallelConfig(pipeline_model_parallel_size=STAGES)
-    return [job(model, parallel, PackShape((PATCHES,) * SAMPLES), STAGES, rank) for rank in range(STAGES)]
+    pack = PackShape((PATCHES,) * SAMPLES)
+    return [job(model, parallel, pack, STAGES, rank, MICRO_BATCHES["stages"]) for rank in range(STAGES)]
 
 
 def exchanged(step: StepTrace) -> int:

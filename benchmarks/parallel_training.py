@@ -64,7 +64,7 @@ def micro_batch(
     others = {}
     # Texts and pictures that some samples do not have.
     for name, width, counts in (("context_2", 10, (index % 3, 2)), ("image_tokens", 6, (3, 4 * (index % 2)))):
-        texts = SequenceLayout.of_texts(counts)
+        texts = SequenceLayout.from_lengths(counts, may_be_empty=True)
         others[name] = per_text_token(torch.randn(sum(counts), width, generator=generator), texts)
     return PackedBatch(
         latents_TC=latents,
@@ -74,12 +74,12 @@ def micro_batch(
         grids=grids,
         keys=(f"{index}a", f"{index}b"),
         conditions=Conditions(
+            others,
             label=per_sample(torch.tensor(label)),
             context=per_text_token(context, context_layout),
             pooled=per_sample(pooled),
             fps=per_sample(torch.tensor([24.0, 8.0 + index])),
             first_frames=per_latent_token(layout.insert_padding(first)),
-            **others,
         ),
     )
 

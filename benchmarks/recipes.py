@@ -1,4 +1,4 @@
-"""Runs to measure and to compare: rows of NeMo's published tables, its parallel matrix and stages, context parallelism.
+"""Runs to measure and to compare: the rows of NeMo's published table, of its parallel matrix, and of its stages.
 
 All feed synthetic latents. Time one with `torchrun --standalone --nproc-per-node N -m benchmarks.step --factory NAME`,
 which reports TFLOPS in three labelled conventions, tokens/s per GPU and peak memory. NeMo's figures were published for
@@ -13,8 +13,8 @@ from dit.parallel.dims import ParallelConfig
 from dit.settings import CheckpointConfig, LoggingConfig, SamplingConfig, TrainingConfig
 from dit.training.pretrain import pretrain
 from energon_data.mock import MockData
-from recipes import imagen, moviegen, stdit
-from recipes.components import adamw_large, dit_cross_7b, dit_cross_28b, dit_s, stdit_3b
+from recipes import moviegen
+from recipes.components import adamw_large, dit_cross_7b, dit_cross_28b, dit_s
 from recipes.dit import as_large_model, as_mock, on_tensor_parallel, text_conditional, with_fsdp
 
 CLIP_8K = (32, 32, 32)
@@ -310,146 +310,3 @@ def stage_30b_74k() -> run.Partial:
     activations are recomputed; --dryrun estimates 59 GiB on each GPU, 16 with `training.recompute=full`.
     """
     return _stage("stage_30b_74k", moviegen.pretrain_ditllama30b_stage3_mock())
-
-
-def _stdit(name: str, comm: str, context_size: int) -> run.Partial:
-    """Return four pairs of ST-DiT-3B on one clip of 73,728 tokens, with context parallelism only.
-
-    For 8192 tokens: `data.height=32 data.width=32`.
-    """
-    recipe = as_mock(stdit.open_sora(name, stdit_3b()), CLIP_74K, text_tokens=300)
-    recipe.model.num_layers = 8
-    recipe.training.global_batch_size = 1
-    recipe.training.recompute = "selective"
-    recipe.parallel = run.Config(
-        ParallelConfig, context_parallel_size=context_size, spatial_temporal_comm=comm, overlap_grad_reduce=True
-    )
-    return recipe
-
-
-@run.cli.factory(target=pretrain)
-def bench_stdit_hybrid_cp1() -> run.Partial:
-    """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 1, attention made local by all-to-all: one GPU of 80 GB.
-
-    No communication; the baseline for the others. --dryrun estimates 56 GiB.
-    """
-    return _stdit("bench_stdit_hybrid_cp1", "hybrid", 1)
-
-
-@run.cli.factory(target=pretrain)
-def bench_stdit_ring_cp1() -> run.Partial:
-    """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 1, attention on the ring: one GPU of 80 GB.
-
-    The same as bench_stdit_hybrid_cp1, for both columns to start at the same point.
-    """
-    return _stdit("bench_stdit_ring_cp1", "context", 1)
-
-
-@run.cli.factory(target=pretrain)
-def bench_stdit_hybrid_cp2() -> run.Partial:
-    """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 2, attention made local by all-to-all: 2 x 80 GB.
-
-    A forward pass sends 151 MB (bf16) per GPU and temporal attention, 1/2 of the ring, and nothing for spatial
-    attention. --dryrun estimates 29 GiB on each.
-    """
-    return _stdit("bench_stdit_hybrid_cp2", "hybrid", 2)
-
-
-@run.cli.factory(target=pretrain)
-def bench_stdit_ring_cp2() -> run.Partial:
-    """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 2, attention on the ring: 2 x 80 GB.
-
-    A forward pass sends 302 MB (bf16) per GPU and self-attention, spatial or temporal; a backward pass twice that.
-    """
-    return _stdit("bench_stdit_ring_cp2", "context", 2)
-
-
-@run.cli.factory(target=pretrain)
-def bench_stdit_hybrid_cp4() -> run.Partial:
-    """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 4, attention made local by all-to-all: 4 x 80 GB.
-
-    A forward pass sends 113 MB (bf16) per GPU and temporal attention, 1/4 of the ring, and nothing for spatial
-    attention. --dryrun estimates 16 GiB on each.
-    """
-    return _stdit("bench_stdit_hybrid_cp4", "hybrid", 4)
-
-
-@run.cli.factory(target=pretrain)
-def bench_stdit_ring_cp4() -> run.Partial:
-    """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 4, attention on the ring: 4 x 80 GB.
-
-    A forward pass sends 453 MB (bf16) per GPU and self-attention, spatial or temporal; a backward pass twice that.
-    """
-    return _stdit("bench_stdit_ring_cp4", "context", 4)
-
-
-@run.cli.factory(target=pretrain)
-def bench_stdit_hybrid_cp8() -> run.Partial:
-    """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 8, attention made local by all-to-all: 8 x 80 GB.
-
-    A forward pass sends 66 MB (bf16) per GPU and temporal attention, 1/8 of the ring, and nothing for spatial
-    attention. --dryrun estimates 9.7 GiB on each.
-    """
-    return _stdit("bench_stdit_hybrid_cp8", "hybrid", 8)
-
-
-@run.cli.factory(target=pretrain)
-def bench_stdit_ring_cp8() -> run.Partial:
-    """4 pairs of ST-DiT-3B (578 M) at 73,728 tokens, CP 8, attention on the ring: 8 x 80 GB.
-
-    A forward pass sends 528 MB (bf16) per GPU and self-attention, spatial or temporal; a backward pass twice that.
-    """
-    return _stdit("bench_stdit_ring_cp8", "context", 8)
-
-
-def _imagen(recipe: run.Partial, name: str, pixels: int, batch: int, micro_batch: int) -> run.Partial:
-    """Return 15 steps on synthetic pictures, with the batch of the published speed on 32 GPUs."""
-    as_mock(recipe, (1, pixels, pixels), text_tokens=imagen.TEXT_TOKENS)
-    recipe.training.run_dir = f"runs/{name}"
-    recipe.training.global_batch_size, recipe.training.micro_batch_size = batch, micro_batch
-    return recipe
-
-
-@run.cli.factory(target=pretrain)
-def bench_imagen_500m_res_64() -> run.Partial:
-    """Imagen's base model (525 M) on synthetic pictures of 64 px, 2048 per step: 32 x 80 GB.
-
-    15 steps. NeMo publishes 1.489 steps/s on 32 A100 and 3.162 on 32 H100.
-    """
-    return _imagen(imagen.imagen_500m_res_64(), "bench_imagen_500m_res_64", 64, 2048, 64)
-
-
-@run.cli.factory(target=pretrain)
-def bench_imagen_2b_res_64() -> run.Partial:
-    """Imagen's larger base model (2.17 B) on synthetic pictures of 64 px, 512 per step: 32 x 80 GB.
-
-    15 steps. NeMo publishes 1.661 steps/s on 32 A100 and 3.631 on 32 H100.
-    """
-    return _imagen(imagen.imagen_2b_res_64(), "bench_imagen_2b_res_64", 64, 512, 16)
-
-
-@run.cli.factory(target=pretrain)
-def bench_imagen_400m_res_256() -> run.Partial:
-    """Imagen's regular super-resolution (408 M) on synthetic pictures of 256 px, 512 per step: 32 x 80 GB.
-
-    15 steps. NeMo publishes 1.609 steps/s on 32 A100 and 3.166 on 32 H100.
-    """
-    return _imagen(imagen.imagen_400m_res_256(), "bench_imagen_400m_res_256", 256, 512, 16)
-
-
-@run.cli.factory(target=pretrain)
-def bench_imagen_600m_res_256() -> run.Partial:
-    """Imagen's Efficient UNet (646 M) on synthetic pictures of 256 px, 2048 per step: 32 x 80 GB.
-
-    15 steps. NeMo publishes 1.264 steps/s on 32 A100 and 2.668 on 32 H100.
-    """
-    return _imagen(imagen.imagen_600m_res_256(), "bench_imagen_600m_res_256", 256, 2048, 64)
-
-
-@run.cli.factory(target=pretrain)
-def bench_imagen_600m_res_1024() -> run.Partial:
-    """Imagen's Efficient UNet (639 M) on synthetic crops of 256 px, 2048 per step: 32 x 80 GB.
-
-    15 steps. NeMo publishes 1.319 steps/s on 32 A100 and 2.837 on 32 H100.
-    """
-    return _imagen(imagen.imagen_600m_res_1024(), "bench_imagen_600m_res_1024", 256, 2048, 64)

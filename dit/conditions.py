@@ -175,7 +175,7 @@ class Condition:
         if self.axis == "sample":
             return Entry(self.axis, torch.stack(tensors))
         if self.axis == "text":
-            texts = SequenceLayout.of_texts([len(text) for text in tensors])
+            texts = SequenceLayout.from_lengths([len(text) for text in tensors], may_be_empty=self.may_be_empty)
             return Entry(self.axis, tensors[0] if len(tensors) == 1 else torch.cat(tensors), texts)
         return Entry(self.axis, layout.insert_padding(patchify_all(tensors, *patch)))
 
@@ -185,7 +185,7 @@ class Condition:
         if value is None or self.shape is None:
             return None
         if self.axis == "text":
-            texts = SequenceLayout.of_texts([0 if self.may_be_empty else 1] * layout.num_samples)
+            texts = SequenceLayout.from_lengths([0 if self.may_be_empty else 1] * layout.num_samples, may_be_empty=True)
             return Entry(self.axis, torch.full((texts.total_tokens, *self.shape), value, dtype=self.dtype), texts)
         if self.axis == "latent":
             width = self.shape[0] * patch[0] * patch[1] ** 2
@@ -241,7 +241,9 @@ class Entry:
     def without_tokens(self) -> "Entry":
         """Return texts without tokens."""
         assert self.layout is not None
-        layout = SequenceLayout.of_texts([0] * self.layout.num_samples, device=self.layout.device)
+        layout = SequenceLayout.from_lengths(
+            [0] * self.layout.num_samples, device=self.layout.device, may_be_empty=True
+        )
         return replace(self, values=self.values[:0], layout=layout)
 
     def followed_by(self, other: "Entry") -> "Entry":
@@ -354,11 +356,9 @@ class Conditions(Mapping[str, Entry]):
     def unconditional(self, required: Sequence[Condition], layout: SequenceLayout) -> "Conditions":
         """Drop every droppable condition for all samples: the unconditional branch of guidance."""
         everywhere_S = torch.ones(layout.num_samples, dtype=torch.bool, device=layout.device)
-        present = {c: self[c.name] for c in required if c.dropout is not None and c.name in self}
-        return self | {
-            c.name: entry.without_tokens() if c.may_be_empty else entry.drop(c, everywhere_S, layout)
-            for c, entry in present.items()
-        }
+        droppable = [c for c in required if c.dropout is not None and c.name in self]
+        dropped = {c.name: self[c.name].drop(c, everywhere_S, layout) for c in droppable}
+        return self | dropped | {c.name: self[c.name].without_tokens() for c in droppable if c.may_be_empty}
 
     def followed_by(self, others: "Conditions") -> "Conditions":
         """Concatenate the conditions of another pack of the same number of samples."""

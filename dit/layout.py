@@ -119,6 +119,7 @@ class SequenceLayout:
         multiple_of: int = 1,
         total_tokens: Optional[int] = None,
         device: torch.device | str = "cpu",
+        may_be_empty: bool = False,
     ) -> "SequenceLayout":
         """Return the layout of samples of the given lengths, packed one after the other.
 
@@ -126,21 +127,10 @@ class SequenceLayout:
             lengths: real tokens per sample.
             multiple_of: every sample is padded to a multiple of this number of tokens.
             total_tokens: tokens of the pack. Default: the sum of the padded lengths.
+            may_be_empty: for optional texts.
         """
-        if not lengths or min(lengths) < 1:
+        if not lengths or min(lengths) < (0 if may_be_empty else 1):
             raise BatchError(f"a pack needs samples of at least one token, got lengths {list(lengths)}")
-        return cls.of_texts(lengths, multiple_of=multiple_of, total_tokens=total_tokens, device=device)
-
-    @classmethod
-    def of_texts(
-        cls,
-        lengths: Sequence[int],
-        *,
-        multiple_of: int = 1,
-        total_tokens: Optional[int] = None,
-        device: torch.device | str = "cpu",
-    ) -> "SequenceLayout":
-        """Return the layout of texts, which may be empty; arguments as of `from_lengths`."""
         padded = tuple(-(-n // multiple_of) * multiple_of for n in lengths)
         total = sum(padded) if total_tokens is None else total_tokens
         if sum(padded) > total:

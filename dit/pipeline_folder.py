@@ -31,6 +31,7 @@ TEXT_ENCODERS: Mapping[str, Mapping[str, str]] = {
     "Flux2KleinPipeline": {"text_encoder": "{}:prompt=chat:layer=9+18+27:padded"},
     "QwenImagePipeline": {"text_encoder": "{}:prompt=qwen_image"},
     "ZImagePipeline": {"text_encoder": "{}:prompt=chat_thinking:layer=-2"},
+    "PRXPipeline": {"text_encoder": "{}:prompt=lower_case:max_tokens=256"},
     **dict.fromkeys(("HunyuanVideo15Pipeline", "HunyuanVideo15ImageToVideoPipeline"), _HUNYUAN_VIDEO),
     **dict.fromkeys(("WanPipeline", "WanImageToVideoPipeline", "WanVACEPipeline"), _WAN),
     **dict.fromkeys(("SanaPipeline", "SanaSprintPipeline"), _SANA),

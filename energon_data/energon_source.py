@@ -177,7 +177,7 @@ class EnergonSource:
         If settings that group samples changed, the items after the state are read with the former settings, and samples
         that were selected into packs but not delivered are selected again.
         """
-        saved = self._settings | position.state["settings"]  # older versions stored fewer settings
+        saved = position.state["settings"]
         changed = [k for k, v in self._settings.items() if saved[k] != v]
         if not changed:
             return position
@@ -213,9 +213,6 @@ class EnergonSource:
             self._loader.restore_state_rank(
                 SavableDataLoaderState(worker_states=[worker], next_worker_id=0, micro_batch_size=batch_size)
             )
-        # Older versions used Energon's workers, whose position is an earlier state and a number of items.
-        for _ in range(state.get("behind", 0)):
-            self.next()
 
     def _may_change(self) -> set[str]:
         """Return the settings that determine the grouping of samples, but not the samples after a position."""

@@ -313,7 +313,7 @@ class IndexedSource:
         former settings, and samples of the buffer that were not delivered are selected again.
         """
         settings = self._settings()
-        saved = settings | position.state["settings"]  # older versions stored fewer settings
+        saved = position.state["settings"]
         changed = [name for name, now in settings.items() if saved[name] != now]
         if not changed:
             return position

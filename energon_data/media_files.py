@@ -296,11 +296,7 @@ def pixels_of(frames: Sequence[Image.Image]) -> Tensor:
 
 
 def read_pixels(data: bytes, extension: str) -> Tensor:
-    """Decode a picture or video.
-
-    Returns:
-        `[3, T, H, W]` uint8; a picture has one frame.
-    """
+    """Decode a picture or video to `[3, T, H, W]`, uint8; a picture has one frame."""
     if extension in VIDEOS:
         frames = [frame for frame, _ in sampled_frames(data, None, Deadline())]
         if not frames:

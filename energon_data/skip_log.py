@@ -147,10 +147,8 @@ class SkipLog:
 
     def load(self, stream: int, state: dict[str, Any], *, is_reported: bool = True) -> None:
         """Continue the counts of one stream; only one of the ranks that share it reports them."""
-        # Older states store dropped samples only by reason.
-        dropped = state.get("dropped") or [[reason, "", n] for reason, n in state.get("reasons", {}).items()]
-        by_reason_and_kind = {(reason, kind): n for reason, kind, n in dropped}
-        self._by_stream[stream] = SampleCounts(Counter(state.get("used", {})), Counter(by_reason_and_kind))
+        dropped = {(reason, kind): n for reason, kind, n in state["dropped"]}
+        self._by_stream[stream] = SampleCounts(Counter(state["used"]), Counter(dropped))
         if is_reported:
             self._reported += self._by_stream[stream]
         self._lost[stream] = int(state["lost"])

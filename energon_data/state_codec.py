@@ -60,8 +60,6 @@ def from_plain(value: object) -> Any:
     tag, content = value[_TAG], value["value"]
     if tag == "bytes":
         return bytes(content.to(torch.uint8).numpy())
-    if tag == "tuple":  # written by older versions
-        return tuple(from_plain(v) for v in content)
     items = {from_plain(k): from_plain(v) for k, v in content}
     if tag == "dict":
         return items

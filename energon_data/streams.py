@@ -324,14 +324,13 @@ class StreamGroup:
             raise DataError(f"the data state lacks the streams {missing}; merge the states of all data-parallel ranks")
         self._consumed = state["next"]
         for s, source in self._sources.items():
-            position = source.adapt(Position(streams[s]["position"], streams[s].get("behind", 0)))
+            position = source.adapt(Position(streams[s]["position"], streams[s]["behind"]))
             source.load(position.state)
             self._read[s] = self._consumed_of(s)
             self._to_discard[s] = position.offset
             is_first = s % math.gcd(self._num_streams, self._dp_size) == self._dp_rank  # of the ranks that share it
             self._log.load(s, streams[s]["skipped"], is_reported=is_first)
-            # Older states have no count; any number gives valid noise.
-            self._drawn[s] = streams[s].get("drawn", 0)
+            self._drawn[s] = streams[s]["drawn"]
 
     def samples_per_s(self) -> float:
         """Return the samples per second that this rank's streams can produce, measured since the last call."""

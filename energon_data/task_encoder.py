@@ -160,20 +160,12 @@ class DiffusionTaskEncoder(DefaultTaskEncoder):
         return clip
 
     def clip_of(self, sample: dict[str, Any], visit: Visit, *, cook: Callable[..., Clip]) -> Optional[Clip]:
-        """Decode, augment, cook, filter and encode one sample.
-
-        Returns:
-            None if the sample is dropped; the ledger has the reason.
-        """
+        """Decode, augment, cook, filter and encode one sample; None if it is dropped, with the reason in the ledger."""
         make = partial(self._cooked, sample, visit, cook)
         return self.encoded_clip(sample["__key__"], sample["__shard__"], make)
 
     def encoded_clip(self, key: str, shard: str, make: Callable[[], Clip]) -> Optional[Clip]:
-        """Create, filter and encode one sample.
-
-        Returns:
-            None if the sample is dropped; the ledger has the reason.
-        """
+        """Create, filter and encode one sample; None if it is dropped, with the reason in the ledger."""
         clip: Optional[Clip] = None
 
         def drop(reason: str, detail: str, *, damaged: bool) -> None:

@@ -74,11 +74,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> list[str]:
-    """Write the file or folder.
-
-    Returns:
-        Sentences about differences of the other code base, one sentence each.
-    """
+    """Write the file or folder; return a sentence for each difference of the other code base."""
     folder, out = Path(args.checkpoint), Path(args.out)
     if not folder.is_dir():
         raise CheckpointError(f"--checkpoint {folder} is no folder; give a run folder, or one checkpoint folder in it")

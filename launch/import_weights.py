@@ -87,11 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> list[str]:
-    """Write the run folder.
-
-    Returns:
-        Sentences about differences of our network, and about the source of the metadata.
-    """
+    """Write the run folder; return sentences about differences of our network and the source of the metadata."""
     source = Path(args.source)
     if not source.exists():
         raise ConfigError(f"--from {source} does not exist; give a file of weights or a folder in the diffusers layout")

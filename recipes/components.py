@@ -14,11 +14,11 @@ from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
 from dit.models.flux.config import FluxConfig
 from dit.models.flux2.config import Flux2Config
-from dit.models.hunyuan_video.config import HunyuanVideoConfig
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.lora_config import LoRAConfig
 from dit.models.lumina2.config import Lumina2Config
 from dit.models.moviegen.config import MovieGenConfig
+from dit.models.prx.config import PRXConfig
 from dit.models.qwen_image.config import QwenImageConfig
 from dit.models.sana.config import SanaConfig
 from dit.models.sd3.config import SD3Config
@@ -34,16 +34,7 @@ from dit.objectives.edm import EDM
 from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.losses import UncertaintyWeighting
 from dit.objectives.vq_autoencoding import VQAutoencoding
-from dit.optimizer.schedules import (
-    WSD,
-    Constant,
-    Cosine,
-    InverseSqrt,
-    Linear,
-    OneCycle,
-    Schedule,
-    TorchOneCycle,
-)
+from dit.optimizer.schedules import WSD, Constant, Cosine, InverseSqrt, Linear, OneCycle, Schedule, TorchOneCycle
 from dit.settings import OptimizerConfig
 from energon_data.dataset import EnergonData
 from energon_data.mock import MockData
@@ -176,6 +167,12 @@ def qwen_image_20b() -> run.Config[QwenImageConfig]:
 
 
 @run.cli.factory(target=ModelConfig)
+def prx_1_2b() -> run.Config[PRXConfig]:
+    """PRX (1.17 B): 16 layers of width 1792, 28 heads; text of 2304."""
+    return run.Config(PRXConfig)
+
+
+@run.cli.factory(target=ModelConfig)
 def sana_1_6b() -> run.Config[SanaConfig]:
     """SANA 1.6B (1.60 B): 20 layers of width 2240, 70 heads of linear attention; 32 latent channels, text of 2304."""
     return run.Config(SanaConfig)
@@ -204,12 +201,6 @@ def lumina2_2b() -> run.Config[Lumina2Config]:
 def z_image_6b() -> run.Config[ZImageConfig]:
     """Z-Image (6.15 B): 2 refiners and 30 blocks of width 3840, 30 heads; text of 2560."""
     return run.Config(ZImageConfig, num_single_layers=30)
-
-
-@run.cli.factory(target=ModelConfig)
-def hunyuan_video_8b() -> run.Config[HunyuanVideoConfig]:
-    """HunyuanVideo 1.5 (8.33 B): 54 joint blocks of width 2048, 16 heads; 32 latent channels, text of 3584."""
-    return run.Config(HunyuanVideoConfig, num_joint_layers=54)
 
 
 @run.cli.factory(target=ModelConfig)

@@ -24,8 +24,9 @@ from dit.parallel.build import parameter_shapes
 from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.components import dit_cross_s, hunyuan_video_8b, lumina2_2b, z_image_6b
+from recipes.components import dit_cross_s, lumina2_2b, prx_1_2b, z_image_6b
 from recipes.dit import text_conditional
+from recipes.hunyuan_video import hunyuan_video_8b
 
 WEIGHTS, ADAM, MOMENTS, AVERAGE, FROZEN = 6, 4, 8, 4, 2
 """Bytes per parameter: bf16 weight and float32 gradient; float32 weight and moments of Adam; average; frozen weight."""
@@ -210,13 +211,23 @@ def finetune_lumina2(base: Optional[str] = None, gpus: Optional[int] = 1, gpu_me
 
 
 @run.cli.factory(target=pretrain)
+def finetune_prx(base: Optional[str] = None, gpus: Optional[int] = 1, gpu_memory: int = 24) -> run.Partial:
+    """All weights of PRX (1.17 B) in the pipeline `models/prx` of diffusers, as finetune: one 24 GB GPU."""
+    return _fit(_on_base("finetune_prx", base, Published("models/prx", prx_1_2b(), 3.0)), gpus, gpu_memory)
+
+
+@run.cli.factory(target=pretrain)
 def finetune_hunyuan_video(base: Optional[str] = None, gpus: Optional[int] = 8, gpu_memory: int = 80) -> run.Partial:
     """All weights of HunyuanVideo 1.5 (8.33 B) in the pipeline `models/hunyuan-video`: 8 x 80 GB.
 
-    As finetune. Clips need embeddings of Qwen2.5-VL, and may have those of byT5 (`text_2`) and SigLIP (`image_tokens`).
+    As finetune; `--dryrun` estimates 65 GiB on each GPU for 121 frames of 1280 x 720. Clips need embeddings of
+    Qwen2.5-VL, and may have those of byT5 (`text_2`) and SigLIP (`image_tokens`).
     """
     published = Published("models/hunyuan-video", hunyuan_video_8b(), time_shift=5.0)
-    return _fit(_on_base("finetune_hunyuan_video", base, published), gpus, gpu_memory)
+    recipe = _fit(_on_base("finetune_hunyuan_video", base, published), gpus, gpu_memory)
+    if gpus is not None and gpus > 1:
+        recipe.parallel.data_parallel = "fsdp"  # leaves room for the activations of a clip
+    return recipe
 
 
 @run.cli.factory(target=pretrain)

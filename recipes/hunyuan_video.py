@@ -12,11 +12,16 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.components import hunyuan_video_8b
 from recipes.dit import in_seconds, on_tensor_parallel, text_conditional, with_fsdp
 
 CLIP_TOKENS = 49_290
 """Of a latent of 31 x 30 x 53: 121 frames of 848 x 480 through an autoencoder of 4 x 16 x 16."""
+
+
+@run.cli.factory(target=ModelConfig)
+def hunyuan_video_8b() -> run.Config[HunyuanVideoConfig]:
+    """HunyuanVideo 1.5 (8.33 B): 54 joint blocks of width 2048, 16 heads; 32 latent channels, text of 3584."""
+    return run.Config(HunyuanVideoConfig, num_joint_layers=54)
 
 
 def _hunyuan(name: str, model: run.Config[ModelConfig]) -> run.Partial:

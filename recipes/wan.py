@@ -9,7 +9,6 @@ import nemo_run as run
 from dit.models.base import ModelConfig
 from dit.models.wan.config import WanConfig
 from dit.objectives.flow_matching import FlowMatching
-from dit.parallel.dims import ParallelConfig
 from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from recipes.components import wan_1_3b, wan_2_2_ti2v_5b, wan_14b
@@ -21,7 +20,7 @@ CLIP_720P = (31, 44, 80)
 """Latent (frames, height, width) of 27,280 tokens: 121 frames of 704 x 1280 through an autoencoder of 4 x 16 x 16."""
 
 
-def _wan(name: str, model: run.Config[ModelConfig]) -> run.Partial:
+def wan(name: str, model: run.Config[ModelConfig]) -> run.Partial:
     """Return flow matching with times moved towards noise, as long sequences want them.
 
     Texts are left out for one sample in ten, this project's choice.
@@ -39,14 +38,14 @@ def tiny_wan() -> run.Partial:
 
     Packs of 128 tokens, 20 steps; the loss falls by a tenth or more.
     """
-    recipe = as_tiny(_wan("tiny_wan", run.Config(WanConfig)))
+    recipe = as_tiny(wan("tiny_wan", run.Config(WanConfig)))
     recipe.model.ffn_hidden_size = 128
     return recipe
 
 
-def _mock(name: str, model: run.Config[ModelConfig], samples: int) -> run.Partial:
+def mock(name: str, model: run.Config[ModelConfig], samples: int) -> run.Partial:
     """Return 15 steps of synthetic clips under DFM's layout."""
-    recipe = on_tensor_parallel(as_mock(as_large_model(_wan(name, model)), CLIP_480P), 2)
+    recipe = on_tensor_parallel(as_mock(as_large_model(wan(name, model)), CLIP_480P), 2)
     recipe.parallel.context_parallel_size = 4
     recipe.training.global_batch_size = samples
     return recipe
@@ -59,7 +58,7 @@ def wan_1_3b_mock() -> run.Partial:
     Every GPU works on 9360 tokens of a clip. Cheap activations are recomputed; `--dryrun` estimates 22 GiB on each, 23
     without.
     """
-    recipe = _mock("wan_1_3b_mock", wan_1_3b(), 8)
+    recipe = mock("wan_1_3b_mock", wan_1_3b(), 8)
     recipe.training.recompute = "selective"
     return recipe
 
@@ -71,7 +70,7 @@ def wan_14b_mock() -> run.Partial:
     15 steps. `--dryrun` estimates 75 GiB on each GPU, 70 with `training.recompute=selective`.
     DFM publishes 325.8 TFLOP/s for each of 128 H100 with this model, clip and layout: 1974 tokens/s.
     """
-    return with_fsdp(_mock("wan_14b_mock", wan_14b(), 16))
+    return with_fsdp(mock("wan_14b_mock", wan_14b(), 16))
 
 
 @run.cli.factory(target=pretrain)
@@ -80,7 +79,7 @@ def tiny_wan_image_to_video() -> run.Partial:
 
     Packs of 128 tokens, 20 steps; clean tokens do not count in the loss, which falls by a tenth or more.
     """
-    recipe = as_tiny(_wan("tiny_wan_image_to_video", run.Config(WanConfig)))
+    recipe = as_tiny(wan("tiny_wan_image_to_video", run.Config(WanConfig)))
     recipe.model.ffn_hidden_size = 128
     recipe.data.clean_first_frame = 0.5
     return recipe
@@ -93,48 +92,8 @@ def wan_2_2_ti2v_5b_mock() -> run.Partial:
     The first frame of half of the clips is clean, so that one model draws clips from a text, and from a text and a
     picture. Clips have the published size: 121 frames of 1280 x 704 through an autoencoder of 4 x 16 x 16.
     """
-    recipe = with_fsdp(_mock("wan_2_2_ti2v_5b_mock", wan_2_2_ti2v_5b(), 16))
+    recipe = with_fsdp(mock("wan_2_2_ti2v_5b_mock", wan_2_2_ti2v_5b(), 16))
     recipe.data.frames, recipe.data.height, recipe.data.width = CLIP_720P
     recipe.data.clean_first_frame = 0.5
     recipe.objective.time_shift = 5.0
     return recipe
-
-
-@run.cli.factory(target=pretrain)
-def bench_wan14b_37k_tp2sp_cp4() -> run.Partial:
-    """Wan 2.1 14B (14.3 B) at 37,440 tokens, TP 2 + SP, CP 4, 24 of 40 layers recomputed: 128 x 80 GB, 69 GiB each.
-
-    DFM's row: 325.8 TFLOP/s for each of 128 H100, where 8 layers recomputed are enough. Its batch is not published, 64
-    clips are assumed. Weights are replicated over data-parallel ranks, the optimizer's states are not.
-    """
-    recipe = _mock("bench_wan14b_37k_tp2sp_cp4", wan_14b(), 64)
-    recipe.training.recompute, recipe.training.recompute_layers = "full", 24
-    return recipe
-
-
-def _on_one_gpu(name: str, num_layers: int) -> run.Partial:
-    """Return layers of Wan 14B that fit one GPU: two numbers give the time of a layer, and of the ends."""
-    recipe = as_mock(as_large_model(_wan(name, wan_14b())), CLIP_480P)
-    recipe.model.num_layers = num_layers
-    recipe.training.global_batch_size = 1
-    recipe.training.recompute = "selective"
-    recipe.parallel = run.Config(ParallelConfig, data_parallel="ddp")
-    return recipe
-
-
-@run.cli.factory(target=pretrain, name="bench_wan14b_37k_1gpu_L2")
-def bench_wan14b_37k_1gpu_l2() -> run.Partial:
-    """2 layers of Wan 14B (936 M) at 37,440 tokens on one GPU of 80 GB, 39 GiB: with ..._L4, the time of a layer.
-
-    Cheap activations are recomputed. The time of bench_wan14b_37k_1gpu_L4 minus this one's is that of two layers.
-    """
-    return _on_one_gpu("bench_wan14b_37k_1gpu_L2", 2)
-
-
-@run.cli.factory(target=pretrain, name="bench_wan14b_37k_1gpu_L4")
-def bench_wan14b_37k_1gpu_l4() -> run.Partial:
-    """4 layers of Wan 14B (1.64 B) at 37,440 tokens on one GPU of 141 GB, 72 GiB.
-
-    See bench_wan14b_37k_1gpu_L2; cheap activations are recomputed here, too, and attention is most of the work.
-    """
-    return _on_one_gpu("bench_wan14b_37k_1gpu_L4", 4)

@@ -27,12 +27,22 @@ for name in (
     "tests.parallel.pipeline_cases",
     "benchmarks.parallel_training",
     "dit.verify.trial",
+    "megatron.core.models.backends",
+    "numpy.ma",
+    "torch.distributed._tools",
+    "torch.testing._internal.composite_compliance",
+    "torch.utils.serialization",
 ):
     import_module(name)
 
 from dit.models.base import ModelConfig  # noqa: E402
+from dit.models.registry import BACKBONES  # noqa: E402
 from dit.monitoring import flops  # noqa: E402
 from dit.tracing.forward import ForwardCost  # noqa: E402
+
+for backbone in BACKBONES.values():
+    for path in (backbone.config, backbone.model):
+        import_module(path.partition(":")[0])
 
 COUNTED: dict[str, tuple[Any, Any]] = {}
 

@@ -89,11 +89,7 @@ def device_numbers(values: Sequence[Any], dtype: torch.dtype = torch.float32) ->
 
 
 def begin_copy_to_host(values: torch.Tensor) -> Callable[[], list[float]]:
-    """Start an asynchronous copy of a small tensor to the host.
-
-    Returns:
-        A function that waits for the copy and returns the values.
-    """
+    """Start an asynchronous copy of a small tensor to the host; return a function that waits for its values."""
     if not values.is_cuda:
         return values.tolist
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -167,21 +163,6 @@ def synchronize() -> None:
     """Wait until the device has finished all queued work."""
     if use_cuda():
         torch.cuda.synchronize()
-
-
-def device_seconds(call: Callable[[], object], repeats: int, cache_bytes: int = 256 << 20) -> list[float]:
-    """Measure the GPU seconds of a call, with cold caches and without the time that the host needs to issue it."""
-    flush = torch.empty(cache_bytes, dtype=torch.int8, device=local_device())
-    times = []
-    for _ in range(repeats):
-        flush.zero_()  # overwrites the caches; the host issues the call meanwhile
-        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        before.record()
-        call()
-        after.record()
-        torch.cuda.synchronize()
-        times.append(before.elapsed_time(after) / 1e3)
-    return times
 
 
 def peak_bytes(call: Callable[[], object]) -> Optional[int]:

@@ -44,10 +44,6 @@ class ExpertDispatch:
         return list(tokens.split(sizes)), list(weights.split(sizes))
 
     def collect(self, y_PD: Tensor) -> Tensor:
-        """Combine: send the experts' outputs back to the ranks of the tokens, and sum them per token.
-
-        Returns:
-            `[T, D]`; zeros for a token that no expert took.
-        """
+        """Combine: sum the experts' outputs per token on its rank, `[T, D]`; zeros for a token without expert."""
         dispatcher = self._dispatcher
         return dispatcher.combine_postprocess(dispatcher.token_combine(dispatcher.combine_preprocess(y_PD)))

@@ -49,10 +49,10 @@ Order = Optional[tuple[Tensor, Tensor]]
 class ContextAttention:
     """Self-attention over a context-parallel group, in place of the attention of one device.
 
-    Replicated keys (text) need no communication. In joint attention over text and image (`JointLayout`) the text is
-    replicated and the image is split. On every rank, text and image queries attend to the rank's copy of the text, and
-    to all image keys by the scheme. A rank uses only the text outputs of its own copy, and an exchange of heads sends
-    their gradients back to it, so the sum of the parameter gradients over ranks is exact.
+    Replicated keys (text) need no communication. In attention to text and image (keys with a `JointLayout`) the text is
+    replicated and the image is split. On every rank, the queries of both, or of the image only, attend to the rank's
+    copy of the text, and to all image keys by the scheme. A rank uses only the text outputs of its own copy, and an
+    exchange of heads sends their gradients back to it, so the sum of the parameter gradients over ranks is exact.
 
     Attributes:
         local: the attention of this device, for full samples and for text.
@@ -77,8 +77,8 @@ class ContextAttention:
         self, q_TNH: Tensor, k_KNH: Tensor, v_KNH: Tensor, layout_q: SequenceLayout, layout_k: SequenceLayout
     ) -> Tensor:
         layout_q, layout_k = layout_q.gathered, layout_k.gathered
-        if isinstance(layout_q, JointLayout):
-            return self._joint(q_TNH, k_KNH, v_KNH, layout_q)
+        if isinstance(layout_k, JointLayout):
+            return self._joint(q_TNH, k_KNH, v_KNH, layout_q, layout_k)
         if layout_q.local_indices is None:  # replicated queries and keys
             return self.local(q_TNH, k_KNH, v_KNH, layout_q, layout_k)
         partition = context_partition(layout_q, self.group.size(), self.split)
@@ -135,43 +135,57 @@ class ContextAttention:
             out = _Ring.apply(self._across(blocks[index], partition, inner.size()), q, k, v)
         return heads_for_tokens(out, inner, order)
 
-    def _joint(self, q_JNH: Tensor, k_JNH: Tensor, v_JNH: Tensor, joint: JointLayout) -> Tensor:
-        """Attend from the text and the local image queries to the text and to the image keys of all ranks."""
+    def _joint(
+        self, q_TNH: Tensor, k_JNH: Tensor, v_JNH: Tensor, layout_q: SequenceLayout, joint: JointLayout
+    ) -> Tensor:
+        """Attend to the text and to the image keys of all ranks.
+
+        Args:
+            layout_q: `joint` for queries of the text and the local image, or the layout of the local image.
+        """
         partition = context_partition(joint.image, self.group.size(), self.split)
         (text_k, image_k), (text_v, image_v) = joint.split(k_JNH), joint.split(v_JNH)
-        tensors = (q_JNH, image_k, image_v, text_k, text_v)
+        queries = joint if layout_q is joint else joint.local_image
+        tensors = (q_TNH, image_k, image_v, text_k, text_v)
         if self.comm == "p2p":
-            plan = _Plan(joint, partition.blocks(), self.group, self.kernel, replicated=joint.text)
+            plan = _Plan(queries, partition.blocks(), self.group, self.kernel, replicated=joint.text)
             return _Ring.apply(plan, *tensors)
         if self.comm == "all_gather":
-            return _GatheredKeys.apply(self._gathering(joint, partition, joint.text), *tensors)
-        return self._joint_by_heads(joint.split(q_JNH), (text_k, image_k), (text_v, image_v), joint, partition)
+            return _GatheredKeys.apply(self._gathering(queries, partition, joint.text), *tensors)
+        text_q, image_q = joint.split(q_TNH) if layout_q is joint else (None, q_TNH)
+        return self._joint_by_heads((text_q, text_k, text_v), [image_q, image_k, image_v], joint, partition)
 
     def _joint_by_heads(
         self,
-        q: tuple[Tensor, Tensor],
-        k: tuple[Tensor, Tensor],
-        v: tuple[Tensor, Tensor],
+        texts: tuple[Optional[Tensor], Tensor, Tensor],
+        images: list[Tensor],
         joint: JointLayout,
         partition: TokenPartition,
     ) -> Tensor:
         """Attend as in `_by_heads`; a rank processes only some heads of its text copy, then gathers all heads.
 
         Args:
-            q, k, v: tensors of text and image.
+            texts: queries, keys and values of the text; None for no queries.
+            images: those of the image.
         """
         inner, index = self._inner()
         order, blocks = partition.order(index, inner.size()), partition.blocks(inner.size())
-        images = tokens_for_heads([x[1] for x in (q, k, v)], inner, order)
-        texts = [x[0].chunk(inner.size(), 1)[inner.rank()] for x in (q, k, v)]
+        image_q, *image_kv = tokens_for_heads(images, inner, order)
+        text_q, text_k, text_v = (None if x is None else x.chunk(inner.size(), 1)[inner.rank()] for x in texts)
+        assert text_k is not None
+        assert text_v is not None
         layout = joint_layout(joint.text, blocks[index])
+        queries = blocks[index] if text_q is None else layout
+        q_TNH = image_q if text_q is None else layout.join(text_q, image_q)
         if self.comm == "a2a":
-            q_JNH, k_JNH, v_JNH = (layout.join(*pair) for pair in zip(texts, images))
-            out_JNH = self.local(q_JNH, k_JNH, v_JNH, layout, layout)
+            k_JNH, v_JNH = (layout.join(*pair) for pair in zip((text_k, text_v), image_kv))
+            out_TNH = self.local(q_TNH, k_JNH, v_JNH, queries, layout)
         else:
-            plan = self._across(layout, partition, inner.size(), joint.text)
-            out_JNH = _Ring.apply(plan, layout.join(texts[0], images[0]), *images[1:], *texts[1:])
-        text, image = layout.split(out_JNH)
+            plan = self._across(queries, partition, inner.size(), joint.text)
+            out_TNH = _Ring.apply(plan, q_TNH, *image_kv, text_k, text_v)
+        if text_q is None:
+            return heads_for_tokens(out_TNH, inner, order)
+        text, image = layout.split(out_TNH)
         return joint.join(_GatherHeads.apply(text, inner), heads_for_tokens(image, inner, order))
 
 

@@ -7,6 +7,7 @@ DIFFUSERS = {
     "FluxTransformer2DModel": "dit.convert.diffusers_flux:DiffusersFlux",
     "HunyuanVideo15Transformer3DModel": "dit.convert.diffusers_hunyuan_video:DiffusersHunyuanVideo",
     "Lumina2Transformer2DModel": "dit.convert.diffusers_lumina2:DiffusersLumina2",
+    "PRXTransformer2DModel": "dit.convert.diffusers_prx:DiffusersPRX",
     "PixArtTransformer2DModel": "dit.convert.diffusers_pixart:DiffusersPixArt",
     "QwenImageTransformer2DModel": "dit.convert.diffusers_qwen_image:DiffusersQwenImage",
     "SD3Transformer2DModel": "dit.convert.diffusers_sd3:DiffusersSD3",

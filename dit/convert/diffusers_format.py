@@ -71,6 +71,12 @@ def learned_nulls(shapes: Mapping[str, Shape]) -> dict[str, str]:
     return {name: why for name in NULLS if name in shapes}
 
 
+def mlp_ratio(ffn_size: int, width: int) -> float:
+    """Return the `mlp_ratio` whose product with the width, rounded down, is the inner width of an MLP."""
+    ratio = ffn_size / width
+    return ratio if int(ratio * width) == ffn_size else (ffn_size + 0.5) / width
+
+
 def square_side(class_name: str, latent_size: LatentSize, multiple: int) -> tuple[int, list[str]]:
     """Return the `sample_size` of a square with the area of the latent, and a note if the latent is not a square."""
     frames, height, width = latent_size

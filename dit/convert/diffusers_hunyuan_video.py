@@ -31,26 +31,6 @@ class DiffusersHunyuanVideo(DiffusersStreams[HunyuanVideoConfig]):
     class_name = "HunyuanVideo15Transformer3DModel"
     config_class = HunyuanVideoConfig
     fixed = ("qk_norm", "use_meanflow")
-    defaults: Mapping[str, Any] = {
-        "in_channels": 65,
-        "out_channels": 32,
-        "num_attention_heads": 16,
-        "attention_head_dim": 128,
-        "num_layers": 54,
-        "num_refiner_layers": 2,
-        "mlp_ratio": 4.0,
-        "patch_size": 1,
-        "patch_size_t": 1,
-        "qk_norm": "rms_norm",
-        "text_embed_dim": 3584,
-        "text_embed_2_dim": 1472,
-        "image_embed_dim": 1152,
-        "rope_theta": 256.0,
-        "rope_axes_dim": [16, 56, 56],
-        "target_size": 640,
-        "task_type": "i2v",
-        "use_meanflow": False,
-    }
     names: Mapping[str, str] = {
         "embed.linear": "x_embedder.proj",
         "embed_text": "context_embedder.proj_in",

@@ -174,6 +174,16 @@ PIPELINES = {
         times="end",
         shift_by_tokens="scheduler",
     ),
+    "PRXTransformer2DModel": Pipeline(
+        "PRXPipeline",
+        (TextPart("text_encoder", ("t5gemma",), "a T5Gemma", cut=True),),
+        flow=True,
+        shift=True,
+        guided_by_texts=True,
+        times="none",
+        arguments=("use_resolution_binning=False",),
+        note="PRXPipeline also removes URLs, brackets and some words from prompts; see its `TextPreprocessor`",
+    ),
     "SanaTransformer2DModel": Pipeline(
         "SanaPipeline",
         (TextPart("text_encoder", ("gemma2",), "a Gemma 2"),),

@@ -16,7 +16,14 @@ from typing import Any, ClassVar, Optional
 import torch
 from torch import Tensor
 
-from dit.convert.diffusers_format import DiffusersTransformer, LatentSize, TrainedModel, learned_nulls, square_side
+from dit.convert.diffusers_format import (
+    DiffusersTransformer,
+    LatentSize,
+    TrainedModel,
+    learned_nulls,
+    mlp_ratio,
+    square_side,
+)
 from dit.convert.rules import Axes, ByHead, Pointwise, Rule, RuleBook, Shape, require, with_bias
 from dit.models.sana.config import SanaConfig
 from dit.objectives.flow_matching import FlowMatching
@@ -99,7 +106,7 @@ class DiffusersSana(DiffusersTransformer[SanaConfig]):
         settings = self.write_sizes(model) | {
             "cross_attention_head_dim": model.hidden_size // model.num_cross_attention_heads,
             "cross_attention_dim": model.hidden_size,
-            "mlp_ratio": _ratio(model.ffn_size, model.hidden_size),
+            "mlp_ratio": mlp_ratio(model.ffn_size, model.hidden_size),
             "sample_size": side,
             "qk_norm": FULL_WIDTH if model.qk_layernorm else None,
         }
@@ -142,9 +149,3 @@ class DiffusersSana(DiffusersTransformer[SanaConfig]):
             rules.append(Rule(f"{layer}.mlp.linear_fc2.weight", (f"{block}.ff.conv_point.weight",), Pointwise()))
             rules.append(Rule(f"{layer}.modulation.table", (f"{block}.scale_shift_table",)))
         return RuleBook(shapes, rules, unmatched=learned_nulls(shapes))
-
-
-def _ratio(ffn_size: int, width: int) -> float:
-    """Return the `mlp_ratio` whose product with the width, rounded down, is the size of the feed-forward."""
-    ratio = ffn_size / width
-    return ratio if int(ratio * width) == ffn_size else (ffn_size + 0.5) / width

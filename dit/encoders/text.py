@@ -26,6 +26,8 @@ from dit.encoders.text_config import (
     TextEncoderConfig,
     as_conditions,
     check_text_encoder,
+    config_of,
+    encoder_config,
     source_of,
 )
 from dit.encoders.vae import DTYPES, Precision
@@ -60,7 +62,7 @@ class TextEncoder:
         kind = self.geometry.kind
         self._tokenizer = _load_tokenizer(config.name)
         self._dropped = config.around.dropped(len(self._tokenizer(config.around.before)["input_ids"]))
-        options = {**source_of(config.name), **options_of(kind), "dtype": DTYPES[precision]}
+        options = {**source_of(config.name), **options_of(kind, config_of(config.name)), "dtype": DTYPES[precision]}
         self._model = load_network(class_of(kind), f"text encoder {config.name!r}", **options).to(device)
 
     def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
@@ -145,6 +147,11 @@ class TextEncoder:
         if self.geometry.kind == "sentence":  # the pooling layer is not loaded, because its output is not used
             state |= {"pooler.dense.weight": torch.zeros(size, size), "pooler.dense.bias": torch.zeros(size)}
         self._model.save_pretrained(encoder, state_dict=state)
+        if self.geometry.kind == "t5gemma":  # diffusers reads a configuration of encoder and decoder
+            from transformers import T5GemmaConfig
+
+            own = self._model.config.to_dict()
+            T5GemmaConfig(encoder=own, decoder=own).save_pretrained(encoder)
         self._tokenizer.save_pretrained(tokenizer)
         return type(self._model).__name__, type(self._tokenizer).__name__
 
@@ -186,6 +193,10 @@ def class_of(kind: str) -> Any:
     """Return the class of transformers that loads a kind of network."""
     import transformers
 
+    if kind == "t5gemma":  # without its decoder
+        from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
+
+        return T5GemmaEncoder
     names = {
         "sentence": "BertModel",
         "t5": "T5EncoderModel",
@@ -200,8 +211,10 @@ def class_of(kind: str) -> Any:
     return getattr(transformers, names[kind])
 
 
-def options_of(kind: str) -> dict[str, Any]:
-    """Return constructor arguments, in addition to the configuration, for a kind of network."""
+def options_of(kind: str, config: Any) -> dict[str, Any]:
+    """Return constructor arguments for a kind of network, in addition to its own configuration."""
+    if kind == "t5gemma":
+        return {"config": encoder_config(config)}
     return {"add_pooling_layer": False} if kind == "sentence" else {}  # the mean of the tokens is used instead
 
 

@@ -35,12 +35,25 @@ from dit.pipeline_folder import PIPELINE_INDEX, name_a_part, text_encoders_of
 
 Value = TypeVar("Value")
 Kind = Literal[
-    "identity", "sentence", "t5", "umt5", "clip", "clip_projected", "qwen3", "qwen2_5_vl", "mistral3", "gemma2"
+    "identity",
+    "sentence",
+    "t5",
+    "umt5",
+    "t5gemma",
+    "clip",
+    "clip_projected",
+    "qwen3",
+    "qwen2_5_vl",
+    "mistral3",
+    "gemma2",
 ]
 LANGUAGE_MODELS = ("qwen3", "qwen2_5_vl", "mistral3", "gemma2")
 """Causal models; their own padding is masked."""
+OF_ANY_LENGTH = ("t5", "umt5", "t5gemma", *LANGUAGE_MODELS)
+"""Kinds with relative positions."""
 ENTRIES = tuple(condition.stored_as[0] for condition in (CONTEXT, CONTEXT_2, POOLED))
 """Entries that an encoder can make: the names under which samples store embeddings."""
+T5GEMMA = ("t5gemma", "t5_gemma_module")  # `model_type` of both networks, and of one
 IDENTITY = "identity"  # the bytes of a text
 MAX_TOKENS = 512  # in the pipelines of diffusers; T5 has no limit, and that of language models is far higher
 FLAGS = ("padded", "zero_padded", "joined", "appended")
@@ -188,7 +201,7 @@ class TextEncoderConfig:
                 + (f"use layers from {-last} to {last - 1}" if last else "leave it out")
             )
         max_tokens = geometry.max_tokens if self.max_tokens is None else self.max_tokens
-        if max_tokens > geometry.max_tokens and geometry.kind not in ("t5", "umt5", *LANGUAGE_MODELS):
+        if max_tokens > geometry.max_tokens and geometry.kind not in OF_ANY_LENGTH:
             raise ConfigError(
                 f"text encoder {self.name!r} reads {geometry.max_tokens} tokens, not max_tokens={max_tokens}; use at "
                 f"most {geometry.max_tokens}"
@@ -334,9 +347,16 @@ def config_of(name: str) -> Any:
         ) from error
 
 
+def encoder_config(config: Any) -> Any:
+    """Return the configuration of T5Gemma's encoder, which a file has with or without that of its decoder."""
+    return getattr(config, "encoder", config)
+
+
 def _geometry_of(name: str, config: Any) -> TextGeometry:
     kind, network = config.model_type, config.get_text_config()
-    if kind in ("t5", "umt5", *LANGUAGE_MODELS):
+    if kind in T5GEMMA:
+        kind, network = "t5gemma", encoder_config(config)
+    if kind in OF_ANY_LENGTH:
         width, layers = network.hidden_size, network.num_hidden_layers
         return TextGeometry(kind=kind, width=width, pooled=None, max_tokens=MAX_TOKENS, num_layers=layers)
     if kind in ("clip", "clip_text_model"):
@@ -352,6 +372,6 @@ def _geometry_of(name: str, config: Any) -> TextGeometry:
         size = config.hidden_size
         return TextGeometry(kind="sentence", width=size, pooled=size, max_tokens=config.max_position_embeddings)
     raise ConfigError(
-        f"text encoder {name!r} is a {kind}; supported kinds are t5, umt5, clip, clip_text_model, bert, "
-        f"{', '.join(LANGUAGE_MODELS)}"
+        f"text encoder {name!r} is a {kind}; supported kinds are clip, clip_text_model, bert, "
+        f"{', '.join(OF_ANY_LENGTH)}"
     )

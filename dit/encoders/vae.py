@@ -258,11 +258,7 @@ class VAE:
 
     @torch.no_grad()
     def decode(self, latent_BCTHW: Tensor) -> Tensor:
-        """Decode latents of one shape.
-
-        Returns:
-            `[B, 3, T, H, W]` float32, clamped to [-1, 1].
-        """
+        """Decode latents of one shape to `[B, 3, T, H, W]`, float32, clamped to [-1, 1]."""
         latent = latent_BCTHW.to(self._mean.device, torch.float32)
         if self._model is None:
             return latent.clamp(-1, 1)
@@ -324,11 +320,7 @@ def identity_convolution(channels: int) -> nn.Conv2d:
 
 
 def encode_together(vae: VAE, clips: Sequence[Tensor], batch: int) -> list[Tensor]:
-    """Encode clips of any shapes in batches of one shape.
-
-    Returns:
-        The latent of each clip, in the same order, float32 on the host.
-    """
+    """Encode clips of any shapes in batches of one shape; return the latent of each clip, float32 on the host."""
     latents: dict[int, Tensor] = {}
     for part in in_batches([clip.shape for clip in clips], lambda _: batch):
         encoded = vae.encode(torch.stack([clips[i] for i in part])).cpu()

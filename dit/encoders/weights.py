@@ -45,8 +45,8 @@ def _text_encoder(name: str, precision: vae.Precision) -> int:
     config: Any = text_config.config_of(name)
     build: Any = text.class_of(kind)
     with torch.device("meta"):
-        own = config if isinstance(config, build.config_class) else config.text_config
-        model = build(own, **text.options_of(kind))
+        own = config if isinstance(config, build.config_class) else config.get_text_config()
+        model = build(**{"config": own, **text.options_of(kind, config)})
     return _bytes(model, precision)
 
 

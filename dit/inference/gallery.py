@@ -87,11 +87,7 @@ class Gallery:
         return name
 
     def gather(self) -> bool:
-        """Gather the samples of all ranks on rank 0 (collective).
-
-        Returns:
-            Whether this is rank 0, which writes the grid, the record and the latents.
-        """
+        """Gather the samples of all ranks on rank 0, which writes them; return whether this is rank 0 (collective)."""
         local = (self._pictures, self._latents, self._files, self.shown)
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return True

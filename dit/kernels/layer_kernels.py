@@ -62,6 +62,7 @@ class LayerKernels:
     split_heads: SplitHeads
     gelu_tanh: Activation
     swiglu: Activation
+    geglu_tanh: Activation
     norm_groups: NormGroups
     adds_bias: bool
 
@@ -73,6 +74,7 @@ EAGER = LayerKernels(
     rope.split_heads,
     modulation.gelu_tanh,
     modulation.swiglu,
+    modulation.geglu_tanh,
     group_norm.norm_groups,
     adds_bias=False,
 )
@@ -89,6 +91,7 @@ def fused() -> LayerKernels:
         heads.split_heads,
         activations.gelu_tanh,
         activations.swiglu,
+        activations.geglu_tanh,
         group_norm.norm_groups,
         adds_bias=True,
     )

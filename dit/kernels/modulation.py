@@ -147,6 +147,17 @@ def gelu_tanh(x_TF: Tensor, bias_F: Optional[Tensor] = None) -> Tensor:
 @recomputable
 def swiglu(x_TF: Tensor, bias_F: Optional[Tensor] = None) -> Tensor:
     """Compute SiLU(gate) * up, where gate and up alternate in x + bias: `[T, 2 F]` becomes `[T, F]` (Shazeer 2020)."""
-    x_TF = x_TF if bias_F is None else x_TF + bias_F
-    gate_TF, up_TF = x_TF.unflatten(-1, (-1, 2)).unbind(-1)
+    gate_TF, up_TF = _gate_and_up(x_TF, bias_F)
     return F.silu(gate_TF) * up_TF
+
+
+@recomputable
+def geglu_tanh(x_TF: Tensor, bias_F: Optional[Tensor] = None) -> Tensor:
+    """Compute GELU(gate) * up, with the GELU of `gelu_tanh` in the place of the SiLU of `swiglu`."""
+    gate_TF, up_TF = _gate_and_up(x_TF, bias_F)
+    return F.gelu(gate_TF, approximate="tanh") * up_TF
+
+
+def _gate_and_up(x_TF: Tensor, bias_F: Optional[Tensor]) -> tuple[Tensor, ...]:
+    x_TF = x_TF if bias_F is None else x_TF + bias_F
+    return x_TF.unflatten(-1, (-1, 2)).unbind(-1)

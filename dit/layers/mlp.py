@@ -1,7 +1,7 @@
 """Feed-forward sub-layers, with the inner width split over tensor-parallel ranks."""
 
 from collections.abc import Mapping
-from typing import Optional
+from typing import ClassVar, Optional
 
 from torch import Tensor, nn
 
@@ -44,10 +44,12 @@ class SwiGLU(nn.Module):
     Source: Shazeer 2020, arXiv:2002.05202, Eq. 6; Llama 3 (arXiv:2407.21783) without biases.
     """
 
+    kernel: ClassVar[str] = "swiglu"
+
     def __init__(self, hidden_size: int, ffn_hidden_size: int, provider: LayerProvider, *, bias: bool = False) -> None:
         super().__init__()
         init = xavier_uniform(hidden_size, ffn_hidden_size)
-        self.activation = provider.kernels.swiglu
+        self.activation = getattr(provider.kernels, self.kernel)
         self.linear_fc1 = provider.column_linear(
             hidden_size, 2 * ffn_hidden_size, bias=bias, init=init, returns_bias=True
         )
@@ -57,6 +59,12 @@ class SwiGLU(nn.Module):
     def forward(self, x_TD: Tensor, layout: Optional[SequenceLayout] = None) -> PendingBias:
         """Apply the layer to each token; `layout` is unused, see `MLP`."""
         return self.linear_fc2(self.activation(*self.linear_fc1(x_TD)))
+
+
+class GeGLU(SwiGLU):
+    """Down(GELU(gate(x)) * up(x)), with the tanh approximation of GELU; otherwise as `SwiGLU`."""
+
+    kernel = "geglu_tanh"
 
 
 MLPS: Mapping[str, type[MLP | SwiGLU]] = {"gelu_tanh": MLP, "swiglu": SwiGLU}

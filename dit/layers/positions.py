@@ -90,7 +90,7 @@ class RotaryPositions:
             shortest is unchanged (bloc97 2023; used by Cosmos).
         factors: extension of t, h and w; 1 for none.
         time_only: whether all features rotate with t, for temporal attention.
-        axes: features of each axis, even numbers that add up to `head_size`. Default: the split above.
+        axes: features of each axis, even numbers (or 0) that add up to `head_size`. Default: the split above.
         axis_names: names of the axes; those after t, h and w are never extended.
 
     Source: Su et al. 2021, arXiv:2104.09864, Eq. 34, on each axis; the split of the head is that of Cosmos and Wan.
@@ -142,10 +142,10 @@ def check_rope(rotary: RotaryPositions) -> None:
     """Check the sizes of a rotary embedding."""
     if rotary.axes is not None:
         names = rotary.axis_names
-        if len(rotary.axes) != len(names) or min(rotary.axes) < 2 or any(size % 2 for size in rotary.axes):
+        if len(rotary.axes) != len(names) or min(rotary.axes) < 0 or any(size % 2 for size in rotary.axes):
             raise ConfigError(
-                f"model.rope_axes={list(rotary.axes)} must be {len(names)} even numbers of at least 2, one for each of "
-                f"{', '.join(names)}"
+                f"model.rope_axes={list(rotary.axes)} must be {len(names)} even numbers, one for each of "
+                f"{', '.join(names)}; 0 for none"
             )
         if sum(rotary.axes) != rotary.head_size:
             raise ConfigError(

@@ -22,7 +22,9 @@ def text_layout(batch: PackedBatch, condition: str = CONTEXT.name, *, missing: i
     layout = batch.conditions.layout(condition)
     if layout is not None:
         return layout
-    return SequenceLayout.of_texts([missing] * batch.layout.num_samples, device=batch.layout.device)
+    return SequenceLayout.from_lengths(
+        [missing] * batch.layout.num_samples, device=batch.layout.device, may_be_empty=True
+    )
 
 
 class TextTokens(nn.Module):

@@ -45,6 +45,7 @@ BACKBONES = {
     "ldm_unet": Entry("dit.models.ldm_unet.config:LDMUNetConfig", "dit.models.ldm_unet.model:LDMUNet"),
     "lumina2": Entry("dit.models.lumina2.config:Lumina2Config", "dit.models.streams.model:Streams"),
     "moviegen": Entry("dit.models.moviegen.config:MovieGenConfig", "dit.models.moviegen.model:MovieGen"),
+    "prx": Entry("dit.models.prx.config:PRXConfig", "dit.models.prx.model:PRX"),
     "qwen_image": Entry("dit.models.qwen_image.config:QwenImageConfig", "dit.models.streams.model:Streams"),
     "sana": Entry("dit.models.sana.config:SanaConfig", "dit.models.sana.model:Sana"),
     "sd3": Entry("dit.models.sd3.config:SD3Config", "dit.models.streams.model:Streams"),

@@ -2,14 +2,14 @@
 
     eager   AdamW | copy to the model | average      one pass over all elements each
     triton  all of them in one pass (`dit.kernels.fused.adamw`), then the same gather of weights
-    muon    the weights of blocks by `Muon`, all others by the fused kernel or its reference
+    muon    the weights of blocks by `Muon`, all others by the fused kernel or torch's
 
 The first two have the same state, so that a run may continue with the other one. The device omits the update of a bad
 step (`StepNumbers.is_good`), so the host may queue an update before it knows the numbers of the step. All but the first
 can be repeated as a CUDA graph, whose inputs are the numbers of the step and the rates of each group of parameters.
 
-With `optimizer.offload`, Adam's moments are in host memory; the fused kernel, or its reference in eager mode, updates
-them in parts.
+With `optimizer.offload`, Adam's moments are in host memory; the fused kernel, or torch's in eager mode, updates them in
+parts.
 """
 
 from collections.abc import Iterator, Sequence

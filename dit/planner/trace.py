@@ -41,8 +41,6 @@ from dit.planner.trace_cache import read_traces, write_traces
 from dit.tracing.counter import StepCounter, StepTrace
 from dit.tracing.numbers import numbers_without_values
 from dit.tracing.routing import experts_evenly_full
-from dit.tracing.sequence import Operation, SequenceRecorder
-from dit.tracing.waits import WaitCounter, Waits, meta_device
 from dit.tracing.world import fake_world
 
 Result = TypeVar("Result")
@@ -82,7 +80,7 @@ class Tracer:
         return self.run(trace_here, jobs)
 
     def run(self, function: Callable[[Job], Result], jobs: Sequence[Job]) -> list[Result]:
-        """Return the results of a function of this module for each job, computed in the process."""
+        """Return the results of a function of a module for each job, computed in the process."""
         self.send(function, jobs)
         return cast("list[Result]", self.receive())
 
@@ -176,18 +174,6 @@ def trace(jobs: Sequence[Job]) -> list[StepTrace]:
         return tracer(jobs)
 
 
-def count_waits(job: Job) -> Waits:
-    """Count copies and waits of a job's step in a new process, in which no table of a pack is cached."""
-    with Tracer() as tracer:
-        return tracer.run(count_waits_here, [job])[0]
-
-
-def record_steps(job: Job, steps: int) -> list[list[Operation]]:
-    """Record the operations of consecutive steps of a job in a new process, after two others."""
-    with Tracer() as tracer:
-        return tracer.run(functools.partial(record_steps_here, steps=steps), [job])[0]
-
-
 def _trace_process(pipe: Any, inherited: Any) -> None:
     """Main function of the tracing process, which ends when the caller closes its end of the pipe.
 
@@ -241,41 +227,6 @@ def trace_here(job: Job) -> StepTrace:
                 return step
         finally:
             process_groups.release()
-
-
-def count_waits_here(job: Job) -> Waits:
-    """Count copies and waits of a job's step in this process; see `trace_here`."""
-    from dit.backends import process_groups
-    from dit.planner.program import Program
-
-    with fake_world(job.rank, job.world_size), experts_evenly_full():
-        groups, counter = process_groups.initialize(job.parallel), WaitCounter()
-        try:
-            with meta_device(counter):
-                Program(job, groups, counter, late=True).run()
-        finally:
-            process_groups.release()
-    return counter.result
-
-
-def record_steps_here(job: Job, steps: int) -> list[list[Operation]]:
-    """Record the operations of consecutive steps of a job in this process; see `trace_here`."""
-    from dit.backends import process_groups
-    from dit.planner.program import Program
-
-    recorded = []
-    with fake_world(job.rank, job.world_size), experts_evenly_full():
-        groups, recorder = process_groups.initialize(job.parallel), SequenceRecorder()
-        try:
-            with meta_device(recorder):
-                program = Program(job, groups, recorder, late=True)
-                program.run()
-                for _ in range(steps):
-                    program.run_again()
-                    recorded.append(recorder.operations)
-        finally:
-            process_groups.release()
-    return recorded
 
 
 @functools.cache

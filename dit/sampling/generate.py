@@ -160,11 +160,7 @@ def generate(
     sampling: SamplingConfig,
     **options: Any,
 ) -> Tensor:
-    """Generate samples of one shape, see `generate_each`.
-
-    Returns:
-        Latents `[N, C, T, H, W]`, float32.
-    """
+    """Generate samples of one shape, see `generate_each`, as latents `[N, C, T, H, W]`, float32."""
     return torch.stack(generate_each(network, objective, batch, spec, sampling, **options))
 
 

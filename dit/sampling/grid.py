@@ -146,11 +146,7 @@ def spread(count: int, limit: int) -> list[int]:
 
 
 def save_png(image: "Image", path: str | Path) -> Path:
-    """Write a PNG atomically.
-
-    Returns:
-        The path; its folder is created if missing.
-    """
+    """Write a PNG atomically, in a folder that is created if missing; return the path."""
     buffer = BytesIO()
     image.save(buffer, format="PNG")
     return write_complete(path, buffer.getvalue())

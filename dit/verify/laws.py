@@ -90,7 +90,7 @@ def padded_texts(batch: PackedBatch, fill: float) -> PackedBatch:
     texts = {}
     for name, entry in batch.conditions.items():
         if entry.layout is not None:
-            layout = SequenceLayout.of_texts(entry.layout.lengths, multiple_of=4)
+            layout = SequenceLayout.from_lengths(entry.layout.lengths, multiple_of=4, may_be_empty=True)
             values = layout.insert_padding(entry.values).masked_fill(~layout.valid_T[:, None], fill)
             texts[name] = per_text_token(values, layout, entry.dropped_S)
     return replace(batch, conditions=batch.conditions | texts)

@@ -35,6 +35,10 @@ def _call_pixart(
     return [module(latents[:, :, 0], conditions["context"][None], step).sample[:, :, None]]
 
 
+def _call_prx(module: nn.Module, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]) -> Sequence[Tensor]:
+    return [module(latents[:, :, 0], step / 1000, conditions["context"][None]).sample[:, :, None]]
+
+
 def _call_wan(module: nn.Module, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]) -> Sequence[Tensor]:
     return [module(latents, step.float(), conditions["context"][None]).sample]
 
@@ -156,6 +160,7 @@ CALLS: Mapping[str, Call] = {
     "AutoencoderKL": call_autoencoder,
     "VQModel": call_vq,
     "DiTTransformer2DModel": _call_dit,
+    "PRXTransformer2DModel": _call_prx,
     "PixArtTransformer2DModel": _call_pixart,
     "SanaTransformer2DModel": _call_pixart,
     "HunyuanVideo15Transformer3DModel": call_hunyuan_video,

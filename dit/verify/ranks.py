@@ -106,10 +106,12 @@ def run_world(
     Raises:
         UserError, RuntimeError: see `run_ranks`.
     """
+    import torch
+
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "cases.pkl").write_bytes(pickle.dumps(list(cases)))
     run_ranks(partial(_rank_of_world, world_size, free_port()), world_size, folder, timeout_s=timeout_s, device=device)
-    return pickle.loads((folder / "results.pkl").read_bytes())
+    return torch.load(folder / "results.pt", weights_only=False)
 
 
 def _rank_of_world(world_size: int, port: int, folder: Path, rank: int) -> None:
@@ -130,5 +132,5 @@ def _rank_of_world(world_size: int, port: int, folder: Path, rank: int) -> None:
         results.append(function(case))
         gc.collect()  # models refer to process groups, whose threads end only when they are collected
     if rank == 0:
-        (folder / "results.pkl").write_bytes(pickle.dumps(results))
+        torch.save(results, folder / "results.pt")  # several times as fast as pickling tensors one by one
     process_groups.destroy()

@@ -97,8 +97,9 @@ def tiny_model(model: ModelConfig, parallel: ParallelConfig, fp8: Optional[Fp8] 
     if settings.get("position_embedding") == "learned_3d":
         sizes["max_grid"] = [max(sides) for sides in zip(*tiny_grids(model, tiny_sides(parallel, fp8)))]
     if settings.get("position_embedding") == "rope_3d":
-        middle = [HEAD_SIZE // 2] if len(settings.get("rope_axes") or ()) < 4 else [HEAD_SIZE // 4] * 2
-        sizes["rope_axes"] = [HEAD_SIZE // 4, *middle, HEAD_SIZE // 4]
+        quarter, axes = HEAD_SIZE // 4, settings.get("rope_axes") or [1]
+        middle = [2 * quarter] if len(axes) < 4 else [quarter] * 2
+        sizes["rope_axes"] = [quarter, *middle, quarter] if axes[0] else [0, 2 * quarter, 2 * quarter]
     tiny = replace(model, **{name: size for name, size in sizes.items() if settings.get(name) is not None})
     tiny.validate()
     return tiny

@@ -23,11 +23,7 @@ COLOURS = {
 
 
 def make(preparation: Preparation, args: argparse.Namespace) -> Optional[UnitRecord]:
-    """Make a data set, or describe it with `--dry-run`; rank 0 prints.
-
-    Returns:
-        The counts; None for a dry run.
-    """
+    """Make a data set, or describe it with `--dry-run`; rank 0 prints. Return the counts; None for a dry run."""
     first = Ranks().is_first
     if args.dry_run:
         if first:

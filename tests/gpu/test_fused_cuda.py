@@ -78,7 +78,7 @@ def test_heads(heads, size, dtype):
 
 
 @pytest.mark.parametrize("dtype", RTOL, ids=str)
-@pytest.mark.parametrize("name", ["gelu_tanh", "swiglu"])
+@pytest.mark.parametrize("name", ["gelu_tanh", "swiglu", "geglu_tanh"])
 def test_activations(name, dtype):
     check(lambda kernels, x, bias: [getattr(kernels, name)(x, bias)], draws((3584, 4608), (4608,)), dtype)
 

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -38,16 +39,20 @@ def test_a_recipe_trains_resumes_and_draws(tmp_path):
     """The newcomer's path: train on two ranks, continue from the run's own record on one, look at samples."""
     run_dir = tmp_path / "run"
     short = ["training.num_steps=2", "schedule.warmup_steps=1"]
-    done = torchrun("--factory", "tiny_dit", f"training.run_dir={run_dir}", *short, "objective=edm")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("EDM(") == 1
-    assert json.loads((run_dir / "exit.json").read_text())["code"] == 0
-
+    first = ["--yes", "--factory", "tiny_dit", f"training.run_dir={run_dir}", *short, "objective=edm"]
     picture = tmp_path / "x.png"
     again = ["--yes", "--yaml", str(run_dir / "config.yaml"), "training.num_steps=3"]
     draw = ["--checkpoint", str(run_dir), "--steps", "2", "--out", str(picture)]
-    jobs = {"again": Job(actions.train, {"arguments": again}), "draw": Job(actions.draw, {"arguments": draw})}
+    jobs = {
+        "first": Job(actions.train, {"arguments": first}, 2),
+        "record": Job(Path.read_text, {"self": run_dir / "exit.json"}),
+        "again": Job(actions.train, {"arguments": again}),
+        "draw": Job(actions.draw, {"arguments": draw}),
+    }
     ended = run_jobs(tmp_path / "world", jobs)
+    assert [rank.code for rank in ended["first"]] == [0, 0], ended["first"][0].err
+    assert [rank.out.count("EDM(") for rank in ended["first"]] == [1, 0]
+    assert json.loads(ended["record"])["code"] == 0
     assert ended["again"].code == 0, ended["again"].err
     steps = [json.loads(line).get("step") for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert max(s for s in steps if s is not None) == 3

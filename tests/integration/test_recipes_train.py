@@ -20,6 +20,7 @@ RUNS = {
     "tiny_moviegen": {"parallel__data_parallel": "fsdp"},
     "tiny_ecdit": {"parallel__expert_model_parallel_size": 2},
     "tiny_flux": {},
+    "tiny_prx": TP2SP,
     "tiny_sana": TP2SP,
     "tiny_hunyuan_video": {"parallel__context_parallel_size": 2},
     "tiny_wan": TP2SP,

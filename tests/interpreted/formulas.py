@@ -75,6 +75,12 @@ def swiglu(x: Tensor, bias: Optional[Tensor]) -> list[Tensor]:
     return [gate / (1 + torch.exp(-gate)) * up]
 
 
+def geglu(x: Tensor, bias: Optional[Tensor]) -> list[Tensor]:
+    """GELU of the gate, times up, of alternating features."""
+    x = x if bias is None else x + bias
+    return [gelu(x[:, 0::2], None)[0] * x[:, 1::2]]
+
+
 Function = Callable[..., Sequence[Tensor]]
 
 

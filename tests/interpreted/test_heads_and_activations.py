@@ -77,13 +77,13 @@ def test_values_and_unchanged_heads_are_views():
     assert q.data_ptr() != x.data_ptr()
 
 
-@pytest.mark.parametrize("name", ["gelu", "swiglu"])
+@pytest.mark.parametrize("name", ["gelu", "swiglu", "geglu"])
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
     ("tokens", "width"), [(3, 2), (5, 250), (2, 8192), pytest.param(133, 10, marks=pytest.mark.slow)]
 )
 def test_activations_are_the_formulas(name, bias, tokens, width):
-    function = activations.gelu_tanh if name == "gelu" else activations.swiglu
+    function = getattr(activations, {"gelu": "gelu_tanh", "geglu": "geglu_tanh"}.get(name, name))
     shapes = (tokens, width), (width,) if bias else None
     for precision in ("fp32", "bf16") if width == 250 else ("fp32",):
         dtype, ulps = DTYPES[precision]
@@ -91,7 +91,7 @@ def test_activations_are_the_formulas(name, bias, tokens, width):
         formulas.check(lambda x, b: [function(x, b)], getattr(formulas, name), formulas.draws(*shapes), dtype, ulps)
 
 
-@pytest.mark.parametrize("name", ["gelu_tanh", "swiglu"])
+@pytest.mark.parametrize("name", ["gelu_tanh", "swiglu", "geglu_tanh"])
 def test_large_numbers_stay_finite(name):
     x = torch.tensor([[-1e4, 1e4, 1e4, -1e4, 3e4, 3e4]]).requires_grad_()
     out = getattr(activations, name)(x)

@@ -257,6 +257,23 @@ BACKBONES = {
         refused=("num_query_groups", "rope_theta", "rope_factors", "rope_scaling"),
         given={"rope_theta": {}, "rope_factors": {}, "rope_scaling": {}},
     ),
+    "prx": Row(
+        recipe="tiny_prx",
+        quick=("cp2", "tp2_sp"),
+        other={"rope_factors": [1.0, 4.0, 1.0]},
+        also={name: {"rope_axes": [4, 8, 4]} for name in ("hidden_size", "num_attention_heads")},
+        refused=("position_embedding",),
+        text_tokens=1,
+    ),
+    "prx of diffusers": Row(
+        recipe="prx_512",
+        quick=("pp2",),
+        other={"rope_factors": [1.0, 4.0, 1.0], "null_text": "learned"},
+        also={name: {"rope_axes": [0, 8, 8]} for name in ("hidden_size", "num_attention_heads")},
+        given={"rope_scaling": {"rope_factors": [1.0, 3.0, 2.0]}},
+        refused=("position_embedding",),
+        text_tokens=1,
+    ),
     "lumina2": Row(
         recipe="lumina2_1024",
         quick=("cp2", "tp2_sp", "pp2"),

@@ -98,6 +98,7 @@ PUBLIC = {
     "lumina2": "Lumina2Transformer2DModel",
     "qwen_image": "QwenImageTransformer2DModel",
     "sd3": "SD3Transformer2DModel",
+    "prx of diffusers": "PRXTransformer2DModel",
     "sana": "SanaTransformer2DModel",
     "wan": "WanTransformer3DModel",
     "ldm_unet": "UNet2DConditionModel",

@@ -38,6 +38,7 @@ MORE_MODELS = {
         **{"backbone": "flux", "num_joint_layers": 1, "num_single_layers": 1, "ffn_hidden_size": 48, "pooled_size": 6},
         "rope_axes": [2, 4, 2],
     },
+    "prx": {"backbone": "prx", "num_layers": 2, "ffn_hidden_size": 48, "rope_axes": [0, 4, 4]},
     "experts": {**MODELS["moviegen"], "num_experts": 4, "moe_ffn_hidden_size": 48, "moe_capacity_factor": 1.5},
     "experts_top_k": {**MODELS["moviegen"], "num_experts": 4, "moe_ffn_hidden_size": 48, "moe_router": "top_k"},
 }
@@ -57,7 +58,7 @@ PADDING_CASES = [
     if "ep2" not in layout or "experts" in model
 ]
 PADDING_QUICK = {
-    **dict.fromkeys(("moviegen", "wan_sincos", "flux"), ("cp2_ddp_overlap",)),
+    **dict.fromkeys(("moviegen", "wan_sincos", "flux", "prx"), ("cp2_ddp_overlap",)),
     "dit_cross": ("cp2_distributed_optimizer_overlap", "cp2_fsdp"),
     "experts": ("cp2_ep2_overlap",),
 }

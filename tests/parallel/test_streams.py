@@ -49,6 +49,8 @@ MODELS = {
         **{"backbone": "z_image", "num_joint_layers": 2, "num_single_layers": 2, "ffn_hidden_size": 48},
         **{"rope_axes": [2, 4, 2], "learned_padding": 8},
     },
+    # The text has keys and values, but no queries.
+    "prx": {"backbone": "prx", "num_layers": 4, "ffn_hidden_size": 48, "rope_axes": [0, 4, 4]},
     "wan": {"backbone": "wan", "ffn_hidden_size": 48},
 }
 
@@ -78,7 +80,7 @@ LAYOUTS = {
     },
 }
 # Four layers, so that stages begin and end among the two streams, at the joint, and behind it.
-FLUX_ALONE = {
+FLUX_AND_PRX = {
     "cp4_two_level": (cp(4, "a2a+p2p", context_a2a_size=2), PACKED),
     "pp4": ({"pipeline_model_parallel_size": 4}, PACKED),
     "pp2_tp2_sp": ({"pipeline_model_parallel_size": 2, **SP}, PACKED),
@@ -100,7 +102,7 @@ RELATIVES = {
 def layouts_of(model: str, ranks: int) -> dict:
     if model in ("flux2", "hunyuan_video", "qwen_image", "sd3", "lumina2", "z_image"):
         return RELATIVES[ranks]
-    return {**LAYOUTS[ranks], **(FLUX_ALONE if (model, ranks) == ("flux", 4) else {})}
+    return {**LAYOUTS[ranks], **(FLUX_AND_PRX if model in ("flux", "prx") and ranks == 4 else {})}
 
 
 CASES = {

@@ -21,6 +21,7 @@ from dit.models.imagen_config import ImagenConfig
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.lumina2.config import Lumina2Config
 from dit.models.moviegen.config import MovieGenConfig
+from dit.models.prx.config import PRXConfig
 from dit.models.qwen_image.config import QwenImageConfig
 from dit.models.sana.config import SanaConfig
 from dit.models.sd3.config import SD3Config
@@ -218,6 +219,23 @@ def _wan(c: WanConfig, layout: SequenceLayout, texts: SequenceLayout, padding: b
     per_row = h * (h + 2 * kv) + 3 * h * h + 2 * h * c.ffn_size
     layer = rows * per_row + text_rows * 2 * kv * h + 2 * pairs * h
     once = samples * (_conditioner(c) + 6 * h * h) + text_rows * ((c.context_size or 0) + h) * h
+    return once + rows * h * (c.token_channels + c.output_features) + c.num_layers * layer
+
+
+def _prx_weights(c: PRXConfig) -> int:
+    h, text = c.hidden_size, c.context_size or 0
+    layer = 6 * h * (h + 1) + 6 * h * h + 3 * c.head_size + 3 * h * c.ffn_size
+    ends = (c.token_channels + 1) * h + 2 * h * (h + 1) + (h + 1) * c.output_features
+    time = (CONDITION_FEATURES + 1) * h + (h + 1) * h
+    return ends + time + (text + 1) * h + text * (c.null_text == "learned") + c.num_layers * layer
+
+
+def _prx(c: PRXConfig, layout: SequenceLayout, texts: SequenceLayout, padding: bool) -> int:
+    """The text has keys and values, but no queries."""
+    h, samples, rows, text_rows = c.hidden_size, layout.num_samples, _rows(layout, padding), _rows(texts, padding)
+    pairs = sum(n * (n + k) for n, k in zip(layout.lengths, texts.lengths, strict=True))
+    layer = rows * (4 * h * h + 3 * h * c.ffn_size) + text_rows * 2 * h * h + 2 * pairs * h + samples * 6 * h * h
+    once = samples * (CONDITION_FEATURES + 3 * h) * h + text_rows * (c.context_size or 0) * h
     return once + rows * h * (c.token_channels + c.output_features) + c.num_layers * layer
 
 
@@ -526,6 +544,7 @@ PARAMETERS: dict[type, Any] = {
     **dict.fromkeys((Lumina2Config, ZImageConfig), _sandwich_weights),
     HunyuanVideoConfig: _hunyuan_weights,
     MovieGenConfig: _moviegen_weights,
+    PRXConfig: _prx_weights,
     SanaConfig: _sana_weights,
     STDiTConfig: _stdit_weights,
     UNetConfig: _unet_weights,
@@ -538,6 +557,7 @@ MULTIPLY_ADDS: dict[type, Any] = {
     **dict.fromkeys((Lumina2Config, ZImageConfig), _sandwich_model),
     HunyuanVideoConfig: _hunyuan,
     MovieGenConfig: _moviegen,
+    PRXConfig: _prx,
     SanaConfig: _sana,
     STDiTConfig: _stdit,
     WanConfig: _wan,

@@ -38,43 +38,22 @@ from dit.models.lora_config import LoRAConfig
 from dit.parallel.build import parameter_shapes
 from dit.verify.public import CALLS
 from tests.conftest import BuildModel
-from tests.parity import (
-    test_convert_flux,
-    test_convert_pixart,
-    test_convert_streams,
-    test_convert_unet,
-    test_convert_wan,
-)
+from tests.parity import test_convert_streams, test_convert_unet
 from tests.parity.convert_cases import load, page_blocks, random_weights, relative_error, run
+from tests.parity.test_convert_transformers import FAMILIES, PIXART_STEPS, flux, normal, wan
 
 RTOL = 4e-5  # float32: W + B A and B (A x) round at other places; equal models differ by 1e-5
 LORA = LoRAConfig(rank=3, alpha=12.0, targets=["layers.*"])
 
 
-def drawn(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
-def flux(network: Any, theirs: Any, model: ModelConfig) -> tuple[Tensor, Tensor]:
-    images, texts, pooled = drawn(2, 4, 8, 6), drawn(2, 5, 20), drawn(2, 12)
-    time, others = test_convert_flux.TIME, {"pooled": pooled}
-    here = run(network, model, images[:, :, None], time, texts=list(texts), others=others)[:, :, 0]
-    return here, test_convert_flux.predict(theirs, images, texts, pooled)
-
-
 def pixart(network: Any, theirs: Any, model: ModelConfig) -> tuple[Tensor, Tensor]:
-    images, texts, steps = drawn(3, 4, 8, 8), drawn(3, 5, 20), test_convert_pixart.STEPS
+    images, texts, steps = normal(3, 4, 8, 8), normal(3, 5, 20), PIXART_STEPS
     here = run(network, model, images[:, :, None], steps / 1000, texts=list(texts))[:, :, 0]
     return here, theirs(images, texts, steps).sample
 
 
-def wan(network: Any, theirs: Any, model: ModelConfig) -> tuple[Tensor, Tensor]:
-    clips, texts, steps = drawn(2, 4, 4, 8, 6), drawn(2, 5, 20), test_convert_wan.STEPS
-    return run(network, model, clips, steps / 1000, texts=list(texts)), theirs(clips, steps, texts).sample
-
-
 def unet(network: Any, theirs: Any, model: ModelConfig) -> tuple[Tensor, Tensor]:
-    images, texts, steps = drawn(2, 4, 8, 8), drawn(2, 5, 10), torch.tensor([20.0, 700.0])
+    images, texts, steps = normal(2, 4, 8, 8), normal(2, 5, 10), torch.tensor([20.0, 700.0])
     here = run(network, model, images[:, :, None], steps / 1000, texts=list(texts))[:, :, 0]
     return here, theirs(images, steps, texts).sample
 
@@ -84,8 +63,8 @@ def unet_model() -> nn.Module:
 
 
 def stream(network: Any, theirs: Any, model: Any) -> tuple[Tensor, Tensor]:
-    images, texts = drawn(1, 4, 1, 8, 6), drawn(1, 5, 20)
-    pooled = {} if model.pooled_size is None else {"pooled": drawn(1, model.pooled_size)}
+    images, texts = normal(1, 4, 1, 8, 6), normal(1, 5, 20)
+    pooled = {} if model.pooled_size is None else {"pooled": normal(1, model.pooled_size)}
     here = run(network, model, images, torch.tensor([0.25]), texts=list(texts), others=pooled)
     conditions = {"context": texts[0], **pooled}
     (there,) = CALLS[type(theirs).__name__](theirs, images, torch.tensor([250.0]), conditions)
@@ -238,7 +217,7 @@ class Case:
 
 SD3_MEDIUM = test_convert_streams.FAMILIES["sd3.5_medium"]
 CASES = {
-    "flux": Case(DiffusersFlux(), test_convert_flux.diffusers_model, flux, FLUX, targets=("layers.*",)),
+    "flux": Case(DiffusersFlux(), FAMILIES["flux"].small, flux, FLUX, targets=("layers.*",)),
     **{
         name: Case(family.form, partial(family.theirs, **family.settings), stream, native, targets=("layers.*",))
         for name, native in (("flux2_klein", FLUX2), ("qwen_image", QWEN_IMAGE))
@@ -251,9 +230,9 @@ CASES = {
         SD3,
         targets=("layers.*.linear_*", "layers.*.image.modulation.linear"),
     ),
-    "pixart": Case(DiffusersPixArt(), test_convert_pixart.diffusers_model, pixart, PIXART),
+    "pixart": Case(DiffusersPixArt(), FAMILIES["pixart"].small, pixart, PIXART),
     "unet": Case(DiffusersUNet(), unet_model, unet, UNET, prefix="", targets=("*.attentions.*",)),
-    "wan": Case(DiffusersWan(), test_convert_wan.diffusers_model, wan, WAN),
+    "wan": Case(DiffusersWan(), FAMILIES["wan"].small, wan, WAN),
 }
 
 

@@ -1,4 +1,4 @@
-"""FLUX.2, Qwen-Image, Stable Diffusion 3, Lumina 2 and Z-Image to and from diffusers.
+"""FLUX.2, Qwen-Image, Stable Diffusion 3, Lumina 2, Z-Image and PRX to and from diffusers.
 
 Equal outputs and gradients, exact round trips, published sizes.
 """
@@ -11,6 +11,7 @@ import torch
 from diffusers import (
     Flux2Transformer2DModel,
     Lumina2Transformer2DModel,
+    PRXTransformer2DModel,
     QwenImageTransformer2DModel,
     SD3Transformer2DModel,
     ZImageTransformer2DModel,
@@ -22,13 +23,14 @@ from dit.conditions import per_sample
 from dit.convert.diffusers_flux2 import DiffusersFlux2
 from dit.convert.diffusers_format import DiffusersFormat
 from dit.convert.diffusers_lumina2 import DiffusersLumina2
+from dit.convert.diffusers_prx import DiffusersPRX
 from dit.convert.diffusers_qwen_image import DiffusersQwenImage
 from dit.convert.diffusers_sampling import how_to_sample
 from dit.convert.diffusers_sd3 import DiffusersSD3
 from dit.convert.diffusers_z_image import DiffusersZImage
 from dit.errors import ConfigError
 from dit.layout import SequenceLayout
-from dit.models.streams.config import StreamsConfig
+from dit.models.prx.config import PRXConfig
 from dit.monitoring.flops import PackFlops
 from dit.parallel.build import count_parameters, parameter_shapes
 from dit.patchify import unpatchify
@@ -63,6 +65,10 @@ Z_IMAGE: dict[str, Any] = {
     **{"dim": 48, "n_layers": 2, "n_refiner_layers": 2, "n_heads": 3, "n_kv_heads": 3, "in_channels": 4},
     **{"axes_dims": (4, 8, 4), "cap_feat_dim": 20, "t_scale": 10.0},
 }
+PRX: dict[str, Any] = {
+    **{"hidden_size": 48, "depth": 2, "num_heads": 3, "mlp_ratio": 2.5, "axes_dim": [6, 10], "theta": 100.0},
+    **{"in_channels": 4, "context_in_dim": 20, "time_factor": 100.0},
+}
 FAMILIES = {
     "flux2_dev": Family(DiffusersFlux2(), Flux2Transformer2DModel, {**FLUX2, "mlp_ratio": 2.0}),
     "flux2_klein": Family(DiffusersFlux2(), Flux2Transformer2DModel, {**FLUX2, "guidance_embeds": False}),
@@ -73,6 +79,8 @@ FAMILIES = {
     ),
     "lumina2": Family(DiffusersLumina2(), Lumina2Transformer2DModel, LUMINA2),
     "z_image": Family(DiffusersZImage(), ZImageTransformer2DModel, Z_IMAGE),
+    "prx": Family(DiffusersPRX(), PRXTransformer2DModel, PRX),
+    "prx of single positions": Family(DiffusersPRX(), PRXTransformer2DModel, {**PRX, "patch_size": 1}),
     "sd3": Family(DiffusersSD3(), SD3Transformer2DModel, {**SD3, "patch_size": 1}),
     "sd3.5_medium": Family(
         DiffusersSD3(), SD3Transformer2DModel, {**SD3, "qk_norm": "rms_norm", "dual_attention_layers": (0, 1)}
@@ -85,7 +93,7 @@ def family(request: pytest.FixtureRequest) -> Family:
     return FAMILIES[request.param]
 
 
-def import_random(family: Family) -> tuple[Any, StreamsConfig, dict[str, Tensor]]:
+def import_random(family: Family) -> tuple[Any, Any, dict[str, Tensor]]:
     """Return diffusers' module with random weights, our settings and the imported weights."""
     theirs = family.theirs(**family.settings).eval()
     state = random_weights({name: tuple(x.shape) for name, x in theirs.named_parameters()}, seed=1)
@@ -96,7 +104,9 @@ def import_random(family: Family) -> tuple[Any, StreamsConfig, dict[str, Tensor]
     weights = rules.from_external(state)
     assert_same_bits(rules.to_external(weights), state)
     # At the usual scale of 4 the sinusoid's angles reach 4000, where theirs, in float32, are off by 1e-4.
-    model = imported.model if imported.model.guidance is None else replace(imported.model, guidance=0.25)
+    model = imported.model
+    if getattr(model, "guidance", None) is not None:
+        model = replace(model, guidance=0.25)
     return theirs, model, weights
 
 
@@ -106,12 +116,12 @@ def latents_and_texts() -> tuple[list[Tensor], list[Tensor]]:
     return latents, [torch.randn(n, 20, generator=generator) for n in TEXTS]
 
 
-def pack_of(model: StreamsConfig, samples: slice = slice(None)) -> PackedBatch:
+def pack_of(model: Any, samples: slice = slice(None)) -> PackedBatch:
     """Return a pack of some of the samples, with pooled texts if the model reads them."""
     latents, texts = latents_and_texts()
     batch = packed(model, latents[samples], texts[samples])
-    if model.pooled_size is not None:
-        pooled_SD = torch.randn(len(SIDES), model.pooled_size, generator=torch.Generator().manual_seed(4))
+    if (pooled_size := getattr(model, "pooled_size", None)) is not None:
+        pooled_SD = torch.randn(len(SIDES), pooled_size, generator=torch.Generator().manual_seed(4))
         batch.conditions |= {"pooled": per_sample(pooled_SD[samples])}
     return batch
 
@@ -136,8 +146,10 @@ def test_a_pack_of_two_sizes_is_two_calls_of_diffusers(build_model: BuildModel, 
     batch, times = pack_of(model), torch.tensor([0.25, 0.75])
     ours = load(build_model(model), weights)(batch.latents_TC, times, batch)
     for i, out_TC in enumerate(ours.split(list(batch.layout.lengths))):
-        conditions = {"context": texts[i]} | ({} if model.guidance is None else {"guidance": torch.tensor([0.25])})
-        if model.pooled_size is not None:
+        conditions = {"context": texts[i]}
+        if getattr(model, "guidance", None) is not None:
+            conditions |= {"guidance": torch.tensor([0.25])}
+        if "pooled" in batch.conditions:
             conditions |= {"pooled": batch.conditions["pooled"].values[i : i + 1]}
         (exact,) = CALLS[family.form.class_name](theirs, latents[i][None], 1000 * times[i : i + 1], conditions)
         assert relative_error(unpatchify(out_TC, batch.grids[i], 1, model.patch_spatial), exact[0]) <= RTOL
@@ -217,6 +229,7 @@ PUBLISHED = {
     "Qwen-Image": (DiffusersQwenImage(), QwenImageTransformer2DModel, {}, 20.43),
     "Lumina-Image 2.0": (DiffusersLumina2(), Lumina2Transformer2DModel, {"cap_feat_dim": 2304}, 2.61),
     "Z-Image": (DiffusersZImage(), ZImageTransformer2DModel, {}, 6.15),
+    "PRX": (DiffusersPRX(), PRXTransformer2DModel, {}, 1.170691648),
     "Stable Diffusion 3.5 large": (DiffusersSD3(), SD3Transformer2DModel, SD3_LARGE, 8.06),
     "Stable Diffusion 3.5 medium": (
         DiffusersSD3(),
@@ -254,3 +267,28 @@ def test_properties_that_diffusers_does_not_have_are_refused(setting: str) -> No
     form = DiffusersFlux2()
     with pytest.raises(ConfigError, match=f"Flux2Transformer2DModel does not support this model: {setting}="):
         form.write_settings(form.config_class(**{setting: CHANGES[setting]}), (1, 8, 8))
+
+
+PRX_CHANGES: dict[str, Any] = {
+    **{"out_channels": 8, "patch_temporal": 2, "layernorm_epsilon": 1e-5, "rope_axes": [16, 24, 24]},
+    "rope_factors": [1.0, 2.0, 2.0],
+}
+
+
+@pytest.mark.parametrize("setting", PRX_CHANGES)
+def test_prx_of_diffusers_draws_pictures_of_its_own_channels(setting: str) -> None:
+    with pytest.raises(ConfigError, match=f"PRXTransformer2DModel does not support this model: .*{setting}="):
+        DiffusersPRX().write_settings(PRXConfig(**{setting: PRX_CHANGES[setting]}), (1, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"context_size": None}, "PRX needs text"),
+        ({"rope_axes": [0, 32, 30]}, "add up to 62"),
+        ({"rope_axes": [0]}, "3 even"),
+    ],
+)
+def test_impossible_prx_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        PRXConfig(**changes).validate()

@@ -31,8 +31,10 @@ from transformers import (
     Qwen3ForCausalLM,
     T5Config,
     T5EncoderModel,
+    T5GemmaConfig,
     T5Tokenizer,
 )
+from transformers.models.t5gemma.modeling_t5gemma import T5GemmaEncoder
 
 from energon_data.prepare.__main__ import main as prepare
 
@@ -102,6 +104,7 @@ LANGUAGE_MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "qwen3": (28, {"chat": QWEN_CHAT}),
     "qwen2_5_vl": (3, {}),
     "gemma2": (3, {"side": "left", "adds_start": True}),
+    "t5gemma": (3, {"side": "left", "adds_start": True}),
 }
 """Layers and settings of the tokenizer of each kind of language model, as the pipelines need them."""
 
@@ -122,6 +125,8 @@ def language_model(kind: str, layers: int) -> Any:
     sizes |= {"initializer_range": 0.4, "bos_token_id": 1, "eos_token_id": 2}
     if kind == "qwen3":
         return Qwen3ForCausalLM(Qwen3Config(**sizes)).eval()
+    if kind == "t5gemma":
+        return T5GemmaEncoder(T5GemmaConfig(encoder=sizes, decoder=sizes).encoder).eval()
     if kind == "gemma2":
         return Gemma2Model(Gemma2Config(**sizes)).eval()
     vision = {"hidden_size": 8, "intermediate_size": 12, "num_attention_heads": 2, "num_hidden_layers": 1}

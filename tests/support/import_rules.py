@@ -198,6 +198,6 @@ HEAVY_HOMES = {
         *("dit/step/", "dit/planner/", "dit/tracing/"),
     ),
     "megatron.energon": ("energon_data/", "benchmarks/loader.py"),
-    "nemo_run": ("recipes/", "launch/", "examples/", "benchmarks/recipes.py"),
+    "nemo_run": ("recipes/", "launch/", "examples/", "benchmarks/recipes.py", "benchmarks/model_recipes.py"),
     "wandb": ("dit/monitoring/wandb_sink.py", "energon_data/report/wandb_table.py"),
 }

@@ -9,6 +9,7 @@ from diffusers.models.transformers.pixart_transformer_2d import PixArtTransforme
 from diffusers.models.transformers.sana_transformer import SanaTransformer2DModel
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15Transformer3DModel
+from diffusers.models.transformers.transformer_prx import PRXTransformer2DModel
 from diffusers.models.transformers.transformer_sd3 import SD3Transformer2DModel
 from diffusers.models.transformers.transformer_wan import WanTransformer3DModel
 from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
@@ -47,6 +48,9 @@ NETWORKS = {
         caption_channels=20,
         num_layers=2,
         sample_size=8,
+    ),
+    "prx": lambda: PRXTransformer2DModel(
+        in_channels=4, context_in_dim=20, hidden_size=48, num_heads=4, depth=2, axes_dim=[6, 6]
     ),
     "hunyuan_video": lambda: HunyuanVideo15Transformer3DModel(
         **{"in_channels": 9, "out_channels": 4, "num_attention_heads": 4, "attention_head_dim": 12, "num_layers": 2},

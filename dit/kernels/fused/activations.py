@@ -1,4 +1,4 @@
-"""Fused GELU and SwiGLU with the bias of the linear before them; see `dit.kernels.modulation`."""
+"""Fused GELU, SwiGLU and GeGLU with the bias of the linear before them; see `dit.kernels.modulation`."""
 
 from typing import Any, Optional
 
@@ -11,30 +11,35 @@ from dit.kernels.recompute import recomputes
 
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, bias: Optional[Tensor], gated: bool) -> Tensor:
+    def forward(ctx: Any, x: Tensor, bias: Optional[Tensor], gate: int) -> Tensor:
         ctx.save_for_backward(x, bias)
-        ctx.gated = gated
-        return ops.activation(x, bias, gated)
+        ctx.gate = gate
+        return ops.activation(x, bias, gate)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Optional[Tensor], ...]:
         x, bias = ctx.saved_tensors
-        grad_x, sums = ops.activation_backward(grad.contiguous(), x, bias, ctx.gated)
+        grad_x, sums = ops.activation_backward(grad.contiguous(), x, bias, ctx.gate)
         return grad_x, None if bias is None else ops.column_sums(sums, bias.dtype), None
 
 
-def _apply(x: Tensor, bias_F: Optional[Tensor], gated: bool) -> Tensor:
+def _apply(x: Tensor, bias_F: Optional[Tensor], gate: int) -> Tensor:
     x_TF = x.contiguous().view(-1, x.shape[-1])
-    out_TF = _Activation.apply(x_TF, bias_F, gated)
-    recomputes(out_TF, ops.activation, x_TF, bias_F, gated)
+    out_TF = _Activation.apply(x_TF, bias_F, gate)
+    recomputes(out_TF, ops.activation, x_TF, bias_F, gate)
     return out_TF.view(*x.shape[:-1], -1)
 
 
 def gelu_tanh(x_TF: Tensor, bias_F: Optional[Tensor] = None) -> Tensor:
     """See `dit.kernels.modulation.gelu_tanh`."""
-    return _apply(x_TF, bias_F, False)
+    return _apply(x_TF, bias_F, 0)
 
 
 def swiglu(x_TF: Tensor, bias_F: Optional[Tensor] = None) -> Tensor:
     """See `dit.kernels.modulation.swiglu`."""
-    return _apply(x_TF, bias_F, True)
+    return _apply(x_TF, bias_F, ops.SILU)
+
+
+def geglu_tanh(x_TF: Tensor, bias_F: Optional[Tensor] = None) -> Tensor:
+    """See `dit.kernels.modulation.geglu_tanh`."""
+    return _apply(x_TF, bias_F, ops.GELU)

@@ -294,32 +294,36 @@ def _(sums, dtype):  # type: ignore[no-untyped-def]
     return sums.new_empty(sums.shape[1], dtype=dtype)
 
 
+SILU, GELU = 1, 2
+"""Activations of a gate, for the kernels."""
+
+
 @operator("activation")
-def activation(x_TF: Tensor, bias_F: Optional[Tensor], gated: bool) -> Tensor:
-    """Compute GELU(x + bias), or SiLU(gate) * up with alternating features."""
+def activation(x_TF: Tensor, bias_F: Optional[Tensor], gate: int) -> Tensor:
+    """Compute GELU(x + bias), or an activated gate * up with alternating features; `gate` is 0, `SILU` or `GELU`."""
     from dit.kernels.fused.gpu import activations as gpu
 
-    out = _activation_output(x_TF, gated)
-    gpu.activation(x_TF, bias_F, gated, out)
+    out = _activation_output(x_TF, gate)
+    gpu.activation(x_TF, bias_F, gate, out)
     return out
 
 
-def _activation_output(x: Tensor, gated: bool) -> Tensor:
-    return x.new_empty((x.shape[0], x.shape[1] // 2 if gated else x.shape[1]))
+def _activation_output(x: Tensor, gate: int) -> Tensor:
+    return x.new_empty((x.shape[0], x.shape[1] // 2 if gate else x.shape[1]))
 
 
 @results_of("activation")
-def _(x, bias, gated):  # type: ignore[no-untyped-def]
-    return _activation_output(x, gated)
+def _(x, bias, gate):  # type: ignore[no-untyped-def]
+    return _activation_output(x, gate)
 
 
 @operator("activation_backward")
-def activation_backward(grad: Tensor, x_TF: Tensor, bias_F: Optional[Tensor], gated: bool) -> tuple[Tensor, Tensor]:
+def activation_backward(grad: Tensor, x_TF: Tensor, bias_F: Optional[Tensor], gate: int) -> tuple[Tensor, Tensor]:
     """Return the gradient of x, and a float32 matrix whose column sums are the gradient of the bias."""
     from dit.kernels.fused.gpu import activations as gpu
 
     outputs = _activation_backward_outputs(x_TF, bias_F)
-    gpu.activation_backward(grad, x_TF, bias_F, gated, ROWS_OF_TILES, outputs)
+    gpu.activation_backward(grad, x_TF, bias_F, gate, ROWS_OF_TILES, outputs)
     return outputs
 
 
@@ -329,5 +333,5 @@ def _activation_backward_outputs(x: Tensor, bias: Optional[Tensor]) -> tuple[Ten
 
 
 @results_of("activation_backward")
-def _(grad, x, bias, gated):  # type: ignore[no-untyped-def]
+def _(grad, x, bias, gate):  # type: ignore[no-untyped-def]
     return _activation_backward_outputs(x, bias)

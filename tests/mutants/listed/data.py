@@ -6,8 +6,8 @@ from tests.mutants.listed.paths import (
     CORRUPTION,
     DAMAGE,
     DATA_API,
-    FLUX,
     FOLDER,
+    FORMULAS,
     GENERATE,
     HOSTILE,
     INDEXED,
@@ -158,7 +158,7 @@ MUTANTS = (
         "dit/joint_layout.py",
         "torch.where(on_host.valid_T, part, 2)",
         "torch.where(on_host.valid_T, 1 - part, 2)",
-        (FLUX,),
+        (FORMULAS,),
     ),
     Mutant(
         "packing: selected by the padding of the layout",

@@ -5,7 +5,7 @@ from tests.mutants.listed.paths import (
     CHOICE,
     COMPILED,
     DIT,
-    DIT_CROSS,
+    FORMULAS,
     FP8,
     FP8_LAYOUTS,
     FP8_SETTINGS,
@@ -43,7 +43,7 @@ MUTANTS = (
         "dit/kernels/rope.py",
         "rotate(q, rotation), rotate(k, rotation), v",
         "rotate(q, rotation), k, v",
-        (ROTARY, DIT_CROSS),
+        (ROTARY, FORMULAS),
     ),
     Mutant(
         "attention: padding is a query of the real keys",
@@ -169,6 +169,20 @@ MUTANTS = (
         "dit/kernels/segment_groups.py",
         "members[lengths].append(i)",
         "members[lengths[0], lengths[0]].append(i)",
+        (ATTENTION,),
+    ),
+    Mutant(
+        "attention: texts are padded with keys of the next sample",
+        "dit/kernels/segment_groups.py",
+        "np.minimum(index_M, lengths_S1 - 1)",
+        "index_M",
+        (ATTENTION,),
+    ),
+    Mutant(
+        "attention: padded keys have weights",
+        "dit/kernels/segment_groups.py",
+        "index_M < lengths_S1)",
+        "index_M <= lengths_S1)",
         (ATTENTION,),
     ),
     Mutant(

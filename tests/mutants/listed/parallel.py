@@ -77,6 +77,13 @@ MUTANTS = (
         ("tests/unit/kernels/test_attention_blocks.py",),
     ),
     Mutant(
+        "context parallel: queries of the image have the layout of text and image",
+        "dit/context_parallel/attention.py",
+        "queries = joint if layout_q is joint else joint.local_image",
+        "queries = joint",
+        (BACKBONES,),
+    ),
+    Mutant(
         "context parallel: balanced chunks not mirrored",
         "dit/context_parallel/partition.py",
         "torch.minimum(chunk_T, chunks - 1 - chunk_T)",

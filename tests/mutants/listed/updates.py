@@ -266,7 +266,7 @@ MUTANTS = (
     ),
     Mutant(
         "waits: a copy from memory that is not page-locked is no wait",
-        "dit/tracing/waits.py",
+        "benchmarks/waits.py",
         "if non_blocking and source.untyped_storage()._cdata in self._pinned:",
         "if non_blocking:",
         (f"{CALLS}::test_every_copy_and_wait_of_the_host_is_counted",),

@@ -1,16 +1,16 @@
 """The modelled bandwidth of kernels: by hand from registers, shared memory and bytes, and of all fused operations."""
 
 import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 import torch
 
 from benchmarks import kernels
 from benchmarks.kernels import CHIPS, LATENCY_S, OTHERWISE, Traffic, kind_of, occupancy
+from tests.integration import actions
+from tests.support.ranks import Job, run_jobs
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, from the extra `dev`")
 H100 = CHIPS["h100"]
@@ -31,12 +31,9 @@ def test_programs_of_a_multiprocessor_are_those_of_the_tightest_limit(registers,
     assert occupancy(registers, shared_bytes, warps, H100) == programs
 
 
-def run(*arguments: str) -> dict:
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.kernels", "--json", *arguments]
-    environment = {**os.environ, "DIT_DEVICE": "cpu", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def run(folder: Path, *arguments: str) -> dict:
+    job = Job(actions.command, {"main": kernels.main, "arguments": ["--json", *arguments]})
+    return json.loads(run_jobs(folder, {"table": job})["table"].out.splitlines()[-1])
 
 
 def check(found: dict, device: str) -> None:
@@ -54,9 +51,9 @@ def check(found: dict, device: str) -> None:
 
 
 @needs_triton
-def test_the_update_and_the_noise_move_what_their_tensors_have():
+def test_the_update_and_the_noise_move_what_their_tensors_have(tmp_path):
     """Two parameters of 2**24 elements: 5 tensors and a factor read, 4 and a half written. Noise: two results."""
-    found = run("--only", "AdamW", "noise")
+    found = run(tmp_path, "--only", "AdamW", "noise")
     check(found, "h200")
     update, noise = found["calls"]
     assert (update["read"], update["written"]) == ((2 * 5 * 4 << 24) + 4, 2 * (4 * 4 + 2) << 24)
@@ -68,8 +65,8 @@ def test_the_update_and_the_noise_move_what_their_tensors_have():
 @needs_triton
 @pytest.mark.slow
 @pytest.mark.parametrize("device", CHIPS)
-def test_every_fused_operation_has_a_modelled_bandwidth_without_spills(device):
-    found = run("--device", device)
+def test_every_fused_operation_has_a_modelled_bandwidth_without_spills(tmp_path, device):
+    found = run(tmp_path, "--device", device)
     check(found, device)
     assert len(found["calls"]) >= 16
 

@@ -1,13 +1,12 @@
 """Passes over memory, kernels and saved numbers of a layer have bars; they are counts of the program."""
 
 import json
-import os
-import subprocess
-import sys
 
 import pytest
 
-from benchmarks.passes import CASES, OUTSIDE
+from benchmarks.passes import CASES, OUTSIDE, main
+from tests.integration import actions
+from tests.support.ranks import Job, run_jobs
 
 # Forward and backward passes of two sub-layers, and of three; whole passes, as the statistics of the norms and the
 # texts (77 tokens per sample) are some hundredths.
@@ -17,13 +16,11 @@ SELECTIVE = "fused, selective recompute"
 
 
 @pytest.fixture(scope="module")
-def found():
-    """The table, from a process of its own: a world of one rank spoils it for others."""
-    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.passes", "--json", "--kinds", "fused", SELECTIVE]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+def found(tmp_path_factory):
+    """The table, from another process: a world of one rank cannot follow it in the same one."""
+    arguments = {"main": main, "arguments": ["--json", "--kinds", "fused", SELECTIVE]}
+    ended = run_jobs(tmp_path_factory.mktemp("passes"), {"table": Job(actions.command, arguments)})["table"]
+    return json.loads(ended.out.splitlines()[-1])
 
 
 def passes(row, direction):

@@ -122,6 +122,13 @@ def of_guidance(pipeline: Any, options: dict[str, Any]) -> Entries:
     return {"text": [*rows(tokens, mask), rows(negative, negative_mask)[0]]}
 
 
+def of_prx(pipeline: Any, options: dict[str, Any]) -> Entries:
+    """With lower case as the only change of a prompt; the pipeline also removes some words and signs."""
+    pipeline.text_preprocessor.clean_text = lambda text: text.lower().strip()
+    tokens, mask, negative, negative_mask = pipeline.encode_prompt(TEXTS, device="cpu")
+    return {"text": [*rows(tokens, mask), rows(negative, negative_mask)[0]]}
+
+
 @dataclass(frozen=True)
 class Case:
     """A pipeline of diffusers: its encoders in their order, its encoding, and arguments that its call passes on."""
@@ -143,6 +150,12 @@ def qwen_vl(root: Path) -> tuple[Any, Any]:
 
 def gemma(root: Path) -> tuple[Any, Any]:
     return language_model("gemma2", 3), byte_tokenizer(side="left", adds_start=True)
+
+
+def t5gemma(root: Path) -> tuple[Any, Any]:
+    tokenizer = byte_tokenizer(side="left", adds_start=True)
+    tokenizer.model_max_length = 256
+    return language_model("t5gemma", 3), tokenizer
 
 
 HUNYUAN_VIDEO_VAE = diffusers.AutoencoderKLHunyuanVideo15(latent_channels=4, block_out_channels=(8,) * 5)
@@ -176,6 +189,7 @@ CASES = {
     "sd3": Case(diffusers.StableDiffusion3Pipeline, (projected_clip, projected_clip, wide_t5), of_sd3),
     "z image": Case(diffusers.ZImagePipeline, (qwen3(4),), of_a_list),
     "lumina 2": Case(diffusers.Lumina2Pipeline, (gemma,), of_guidance),
+    "prx": Case(diffusers.PRXPipeline, (t5gemma,), of_prx, ()),
     "sana": Case(diffusers.SanaPipeline, (gemma,), of_guidance, ("max_sequence_length", "complex_human_instruction")),
 }
 

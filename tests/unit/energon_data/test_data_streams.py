@@ -216,24 +216,6 @@ def test_background_reads_the_same_and_resumes_anywhere(
         resumed.close()
 
 
-@pytest.mark.parametrize("background", [False, True])
-def test_states_of_older_versions_are_continued(mixed_folder: Path, background: bool) -> None:
-    """They counted the deliveries behind a position inside it, and had no such count outside."""
-    data = EnergonData(path=str(mixed_folder), num_streams=2, shuffle_buffer=10, background=False)
-    stream = build(data)
-    batches, state = take(stream, 4), stream.state_dict()
-    for one in state["streams"].values():
-        del one["behind"]
-        one["position"]["behind"] = 1
-    batches += take(stream, 8)
-    data.background = background
-    resumed = build(data)
-    resumed.load_state_dict(through_disk(state))
-    for found, expected in zip(take(resumed, 6), batches[6:], strict=True):
-        assert found.keys == expected.keys
-    resumed.close()
-
-
 def test_one_epoch_has_every_sample_once(mixed_folder: Path) -> None:
     data = EnergonData(path=str(mixed_folder), num_streams=3, shuffle_buffer=0)
     keys = [key for batch in take(build(data, mbs=5), 15) for key in batch.keys]

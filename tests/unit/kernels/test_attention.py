@@ -122,17 +122,41 @@ def test_samples_of_equal_lengths_share_a_call(lengths_q, lengths_k, calls):
     assert sorted(batches) == calls
 
 
-def test_a_sample_in_a_shared_call_never_sees_another():
+@pytest.mark.parametrize(
+    ("lengths_q", "lengths_k", "calls"),
+    [((4, 4, 4), (2, 3, 5), [3]), ((512, 512), (1, 600), [1, 1])],
+    ids=["short texts", "too much padding"],
+)
+def test_short_texts_of_all_samples_share_a_call(monkeypatch: pytest.MonkeyPatch, lengths_q, lengths_k, calls):
+    batches = []
+    monkeypatch.setattr("dit.kernels.attention.sdpa", lambda q, *_, **__: batches.append(len(q)) or torch.zeros_like(q))
+    case = AttentionCase("texts", lengths_q, lengths_k)
+    segment_sdpa(*case.qkv(), *case.layouts())
+    assert batches == calls
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        AttentionCase("self", (4, 6, 14, 3), multiple_of_q=4),
+        AttentionCase("groups", (4, 6, 14, 3), (4, 2, 2, 3), multiple_of_q=4),
+        AttentionCase("padded keys", (4, 4, 4, 4), (4, 2, 5, 3)),
+    ],
+    ids=lambda case: case.name,
+)
+def test_a_sample_in_a_shared_call_never_sees_another(case: AttentionCase):
     """NaN in every token of one sample reaches no other sample's output and gradient."""
-    case = AttentionCase("mixed", (4, 6, 14, 3), multiple_of_q=4)
-    layout, _ = case.layouts()
-    bad_T = layout.segment_ids_T == 1
-    leaves = [x.masked_fill(bad_T[:, None, None], float("nan")).requires_grad_() for x in case.qkv()]
-    out = segment_sdpa(*leaves, layout, layout)
+    layout_q, layout_k = case.layouts()
+    bad_T, bad_K = (layout.segment_ids_T == 1 for layout in (layout_q, layout_k))
+    leaves = [
+        x.masked_fill(bad[:, None, None], float("nan")).requires_grad_()
+        for x, bad in zip(case.qkv(), (bad_T, bad_K, bad_K))
+    ]
+    out = segment_sdpa(*leaves, layout_q, layout_k)
     assert out[~bad_T].isfinite().all()
-    assert out[bad_T & layout.valid_T].isnan().all()
+    assert out[bad_T & layout_q.valid_T].isnan().all()
     out[~bad_T].sum().backward()
-    assert all(x.grad[~bad_T].isfinite().all() for x in leaves)
+    assert all(x.grad[~bad].isfinite().all() for x, bad in zip(leaves, (bad_T, bad_K, bad_K)))
 
 
 def test_groups_are_made_once_for_all_layers():

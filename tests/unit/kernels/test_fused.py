@@ -106,6 +106,7 @@ CASES = {
     ),
     "gelu": ("activations.activation_kernel", MLP, {"GATED": 0, "BIAS": 1, "COLUMNS": 1024, "ROWS": 16}, 4, 8),
     "gelu_backward": ("activations.activation_backward_kernel", MLP, {"GATED": 0, "BIAS": 1, "COLUMNS": 1024}, 4, 8),
+    "geglu": ("activations.activation_kernel", MLP, {"GATED": 2, "BIAS": 0, "COLUMNS": 2048, "ROWS": 16}, 4, 8),
     "swiglu": ("activations.activation_kernel", MLP, {"GATED": 1, "BIAS": 0, "COLUMNS": 2048, "ROWS": 16}, 4, 8),
     "adamw": (
         "adamw.adamw_kernel",
@@ -137,6 +138,7 @@ CASES = {
         4,
         8,
     ),
+    "geglu_backward": ("activations.activation_backward_kernel", MLP, {"GATED": 2, "BIAS": 0, "COLUMNS": 2048}, 4, 8),
     "swiglu_backward": ("activations.activation_backward_kernel", MLP, {"GATED": 1, "BIAS": 0, "COLUMNS": 2048}, 4, 8),
 }
 QUICK = ("residual_norm_backward-4096", "heads_backward", "swiglu", "adamw", "norm_groups_backward-512", "noise")

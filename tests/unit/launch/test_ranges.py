@@ -49,6 +49,7 @@ BASES = {
     ("tiny_flux", "model=sd3_5_medium"): ("model",),
     ("tiny_flux", "model=lumina2_2b"): ("model",),
     ("tiny_flux", "model=z_image_6b"): ("model",),
+    ("tiny_prx",): ("model",),
     ("tiny_sana",): ("model",),
     ("tiny_hunyuan_video",): ("model",),
     ("tiny_wan",): ("model",),

@@ -29,6 +29,7 @@ BACKBONES = (
     "sd3",
     "lumina2",
     "moviegen",
+    "prx",
     "sana",
     "wan",
     "z_image",
@@ -44,6 +45,7 @@ OPTIONS = {
     "sd3": {"num_joint_layers": 2, "num_dual_layers": 1, "pooled_size": 6},
     "lumina2": {"num_joint_layers": 1, "num_single_layers": 1, "num_query_groups": 2, "rope_axes": [4, 2, 2]},
     "moviegen": {"num_query_groups": 2},
+    "prx": {"ffn_hidden_size": 48, "rope_axes": [0, 4, 4]},
     "sana": {"num_cross_attention_heads": 2, "patch_spatial": 2},
     "z_image": {"num_joint_layers": 1, "num_single_layers": 1, "ffn_hidden_size": 48, "rope_axes": [4, 2, 2]},
 }

@@ -17,6 +17,7 @@ from recipes.finetune import (
     finetune_hunyuan_video,
     finetune_lora,
     finetune_lumina2,
+    finetune_prx,
     finetune_z_image,
     finetune_z_image_lora,
 )
@@ -102,6 +103,7 @@ def test_mlperf_measures_at_its_samples_with_its_optimizer() -> None:
         (finetune_z_image, "models/z-image", 6_154_908_736, None),
         (finetune_z_image_lora, "models/z-image", 6_154_908_736, 16),
         (finetune_lumina2, "models/lumina2", 2_609_769_152, None),
+        (finetune_prx, "models/prx", 1_170_691_648, None),
         (finetune_hunyuan_video, "models/hunyuan-video", 8_326_608_160, None),
     ],
 )

@@ -12,6 +12,7 @@ import torch
 
 from benchmarks.host import wait_job
 from benchmarks.step import build_parser, config_of
+from benchmarks.waits import WaitCounter, count_waits, meta_device
 from dit import philox
 from dit.backends import device
 from dit.backends.process_groups import ProcessGroups
@@ -20,8 +21,6 @@ from dit.layout import to_device
 from dit.models.base import ModelConfig
 from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
-from dit.planner.trace import count_waits
-from dit.tracing.waits import WaitCounter, meta_device
 from dit.training import pretrain
 from dit.training.pretrain import Run
 from energon_data.mock import MockData

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 from benchmarks.host import wait_job
-from dit.planner.trace import record_steps
+from benchmarks.sequence import SequenceRecorder, differences, record_steps
+from benchmarks.waits import meta_device
 from dit.tracing.packs import PackShape
-from dit.tracing.sequence import SequenceRecorder, differences
-from dit.tracing.waits import meta_device
 
 STEPS = 8
 KEYS = ("dit/objectives/addressed_noise.py",)

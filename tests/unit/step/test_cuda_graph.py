@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from benchmarks.host import wait_job
+from benchmarks.sequence import SequenceRecorder, differences
 from benchmarks.step import build_parser, config_of
+from benchmarks.waits import META, meta_device
 from dit import philox
 from dit.backends import process_groups
 from dit.backends.graphs import WARM_UP, Graphed, NoCopiesFromHost, Runner, call
@@ -34,8 +36,6 @@ from dit.step.forward_step import training_forward_step
 from dit.step.schedule import Logs, Schedule, forward_backward
 from dit.step.train_step import Action, Step, StepObserver, settle, train_step
 from dit.tracing.packs import PackShape, batch_of
-from dit.tracing.sequence import SequenceRecorder, differences
-from dit.tracing.waits import META, meta_device
 from dit.tracing.world import fake_world
 from dit.training.pretrain import Run
 from dit.verify.ranks import run_world

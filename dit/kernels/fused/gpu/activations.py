@@ -1,4 +1,4 @@
-"""Triton kernels of the activations of an MLP: GELU(x + bias) and SiLU(gate) * up, in float32."""
+"""Triton kernels of the activations of an MLP: GELU(x + bias), SiLU(gate) * up and GELU(gate) * up, in float32."""
 
 from typing import Optional
 
@@ -27,6 +27,13 @@ def _gelu_argument(x):
 
 
 @triton.jit
+def _gelu_slope(x):
+    # 1 - sigmoid(u) loses digits.
+    u = _gelu_argument(x)
+    return tl.sigmoid(u) * (1.0 + x * tl.sigmoid(-u) * 1.5957691216057308 * (1.0 + 0.134145 * x * x))
+
+
+@triton.jit
 def activation_kernel(
     x,
     bias,
@@ -38,7 +45,7 @@ def activation_kernel(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Compute GELU(x + bias), or SiLU(gate) * up.
+    """Compute GELU(x + bias), or for GATED=1 SiLU(gate) * up, for GATED=2 GELU(gate) * up.
 
     `width` is the width of x. With a gate, gate and up features alternate, and the output is half as wide.
     """
@@ -50,7 +57,8 @@ def activation_kernel(
             gate, up = tl.split(tl.reshape(value, [COLUMNS // 2, 2]))
             inner = tl.program_id(1) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
             at = out + row * (width // 2) + inner
-            tl.store(at, (gate * tl.sigmoid(gate) * up).to(out.dtype.element_ty), mask=inner < width // 2)
+            u = _gelu_argument(gate) if GATED == 2 else gate
+            tl.store(at, (gate * tl.sigmoid(u) * up).to(out.dtype.element_ty), mask=inner < width // 2)
         else:
             at = out + row * width + columns
             tl.store(at, (value * tl.sigmoid(_gelu_argument(value))).to(out.dtype.element_ty), mask=columns < width)
@@ -80,14 +88,16 @@ def activation_backward_kernel(
             gate, up = tl.split(tl.reshape(value, [COLUMNS // 2, 2]))
             inner = tl.program_id(1) * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
             dy = tl.load(grad + row * (width // 2) + inner, mask=inner < width // 2, other=0.0).to(tl.float32)
-            s = tl.sigmoid(gate)
-            dgate = dy * up * s * (1.0 + gate * tl.sigmoid(-gate))
-            change = tl.reshape(tl.join(dgate, dy * gate * s), [COLUMNS])
+            if GATED == 2:
+                s = tl.sigmoid(_gelu_argument(gate))
+                slope = _gelu_slope(gate)
+            else:
+                s = tl.sigmoid(gate)
+                slope = s * (1.0 + gate * tl.sigmoid(-gate))
+            change = tl.reshape(tl.join(dy * up * slope, dy * gate * s), [COLUMNS])
         else:
             dy = tl.load(grad + row * width + columns, mask=columns < width, other=0.0).to(tl.float32)
-            u = _gelu_argument(value)
-            slope = 1.5957691216057308 * (1.0 + 0.134145 * value * value)
-            change = dy * tl.sigmoid(u) * (1.0 + value * tl.sigmoid(-u) * slope)  # 1 - sigmoid(u) loses digits
+            change = dy * _gelu_slope(value)
         tl.store(grad_x + row * width + columns, change.to(grad_x.dtype.element_ty), mask=columns < width)
         if BIAS:
             total += change
@@ -95,13 +105,13 @@ def activation_backward_kernel(
         tl.store(sums + tl.program_id(0).to(tl.int64) * width + columns, total, mask=columns < width)
 
 
-def activation(x_TF: Tensor, bias_F: Optional[Tensor], gated: bool, out: Tensor) -> None:
+def activation(x_TF: Tensor, bias_F: Optional[Tensor], gate: int, out: Tensor) -> None:
     """Launch the forward kernel."""
     tokens, width = x_TF.shape
-    columns = COLUMNS << gated  # input columns
+    columns = COLUMNS << (gate > 0)  # input columns
     activation_kernel[cdiv(tokens, FORWARD_ROWS), cdiv(width, columns)](
         *(x_TF, bias_F, out, tokens, width),
-        GATED=gated,
+        GATED=gate,
         BIAS=bias_F is not None,
         COLUMNS=columns,
         ROWS=FORWARD_ROWS,
@@ -110,14 +120,14 @@ def activation(x_TF: Tensor, bias_F: Optional[Tensor], gated: bool, out: Tensor)
 
 
 def activation_backward(
-    grad: Tensor, x_TF: Tensor, bias_F: Optional[Tensor], gated: bool, rows: int, outputs: tuple[Tensor, Tensor]
+    grad: Tensor, x_TF: Tensor, bias_F: Optional[Tensor], gate: int, rows: int, outputs: tuple[Tensor, Tensor]
 ) -> None:
     """Launch the backward kernel; `outputs` are the gradient of x and the sums of the blocks."""
     tokens, width = x_TF.shape
-    columns = COLUMNS << gated
+    columns = COLUMNS << (gate > 0)
     activation_backward_kernel[cdiv(tokens, rows), cdiv(width, columns)](
         *(grad, x_TF, bias_F, *outputs, tokens, width, rows),
-        GATED=gated,
+        GATED=gate,
         BIAS=bias_F is not None,
         COLUMNS=columns,
         num_warps=4,

@@ -9,12 +9,19 @@ A CUDA graph repeats the kernels of one step, so all steps must have
 
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from dit.tracing.waits import WaitCounter
+from benchmarks.waits import WaitCounter, meta_device
+from dit.backends import process_groups
+from dit.planner.job import Job
+from dit.planner.program import Program
+from dit.planner.trace import Tracer
+from dit.tracing.routing import experts_evenly_full
+from dit.tracing.world import fake_world
 
 
 class Operation(NamedTuple):
@@ -74,3 +81,26 @@ def differences(one: Sequence[Operation], other: Sequence[Operation]) -> Counter
         elif x.live != y.live:
             differing[f"memory {x.name}, {x.line}"] += 1
     return differing
+
+
+def record_steps(job: Job, steps: int) -> list[list[Operation]]:
+    """Record the operations of consecutive steps of a job in a new process, after two others."""
+    with Tracer() as tracer:
+        return tracer.run(partial(record_steps_here, steps=steps), [job])[0]
+
+
+def record_steps_here(job: Job, steps: int) -> list[list[Operation]]:
+    """Record the operations of consecutive steps of a job in this process; see `dit.planner.trace.trace_here`."""
+    recorded = []
+    with fake_world(job.rank, job.world_size), experts_evenly_full():
+        groups, recorder = process_groups.initialize(job.parallel), SequenceRecorder()
+        try:
+            with meta_device(recorder):
+                program = Program(job, groups, recorder, late=True)
+                program.run()
+                for _ in range(steps):
+                    program.run_again()
+                    recorded.append(recorder.operations)
+        finally:
+            process_groups.release()
+    return recorded

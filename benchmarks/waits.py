@@ -26,9 +26,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dit import layout, pack_copy
-from dit.backends import device, megatron_cpu
+from dit.backends import device, megatron_cpu, process_groups
 from dit.patches import patches
+from dit.planner.job import Job
+from dit.planner.program import Program
+from dit.planner.trace import Tracer
 from dit.tracing.counter import ANSWER, NUMBER, StepCounter
+from dit.tracing.routing import experts_evenly_full
+from dit.tracing.world import fake_world
 
 META = torch.device("meta")
 PHASES = ("load", "forward", "backward", "reduction", "update")
@@ -40,7 +45,7 @@ PHASE_OF_PART = {
     "end": "update",
 }
 """Phase of each part of a step. Backward passes run inside the second part, in the autograd engine."""
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 NO_CAUSE = {Path(__file__), Path(__file__).with_name("sequence.py"), Path(megatron_cpu.__file__)}
 """Files that only forward the calls of others."""
 
@@ -185,3 +190,21 @@ def meta_device(counter: WaitCounter) -> Iterator[None]:
             patch(owner, name, counter.filling(getattr(owner, name)))
         with counter:
             yield
+
+
+def count_waits(job: Job) -> Waits:
+    """Count copies and waits of a job's step in a new process, in which no table of a pack is cached."""
+    with Tracer() as tracer:
+        return tracer.run(count_waits_here, [job])[0]
+
+
+def count_waits_here(job: Job) -> Waits:
+    """Count copies and waits of a job's step in this process; see `dit.planner.trace.trace_here`."""
+    with fake_world(job.rank, job.world_size), experts_evenly_full():
+        groups, counter = process_groups.initialize(job.parallel), WaitCounter()
+        try:
+            with meta_device(counter):
+                Program(job, groups, counter, late=True).run()
+        finally:
+            process_groups.release()
+    return counter.result

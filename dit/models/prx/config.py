@@ -1,0 +1,43 @@
+"""Sizes of the PRX backbone."""
+
+from dataclasses import dataclass, field, replace
+from typing import Literal, Optional
+
+from dit.errors import ConfigError
+from dit.models.base import TransformerSizes
+from dit.models.conditioned import NullText, NullTextConditioned
+from dit.models.transformer_config import TransformerModelConfig
+from dit.ranges import check_choice
+
+Positions = Literal["rope_3d"]
+
+
+@dataclass(kw_only=True)
+class PRXConfig(TransformerModelConfig, NullTextConditioned):
+    """PRX: image tokens attend to themselves and to the text, whose tokens no layer changes.
+
+    The defaults are the model with 1.2 B parameters, for texts of T5Gemma 2B and latents of FLUX.1's autoencoder.
+
+    Attributes:
+        num_layers: number of blocks.
+        rope_axes: features of a head that rotate with t, h and w.
+    """
+
+    in_channels: int = 16
+    context_size: Optional[int] = 2304
+    hidden_size: int = 1792
+    num_layers: int = 16
+    num_attention_heads: int = 28
+    ffn_hidden_size: Optional[int] = 6272
+    position_embedding: Positions = "rope_3d"
+    rope_axes: list[int] = field(default_factory=lambda: [0, 32, 32])
+
+    def validate(self) -> None:
+        self.check_sizes()
+        check_choice("model.null_text", self.null_text, NullText)
+        if self.context_size is None:
+            raise ConfigError("model.context_size=None, but PRX needs text; set it to the width of the embeddings")
+        self.check_positions(self.rope_axes)
+
+    def megatron_sizes(self) -> TransformerSizes:
+        return replace(super().megatron_sizes(), add_bias_linear=False, qk_layernorm=True)

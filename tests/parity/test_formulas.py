@@ -1,0 +1,370 @@
+"""Packed, parallel-ready backbones compute the formulas of their papers: outputs and every gradient."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dit.conditions import per_sample
+from dit.errors import BatchError
+from dit.joint_layout import joint_layout
+from dit.kernels.linear_attention import linear_attention
+from dit.layers.positions import RotaryPositions, sincos, spanning
+from dit.layout import SequenceLayout
+from dit.models.base import ModelConfig
+from dit.models.dit_cross.config import DiTCrossConfig
+from dit.models.flux.config import FluxConfig
+from dit.models.moviegen.config import MovieGenConfig
+from dit.models.sana.config import SanaConfig
+from dit.models.stdit.config import STDiTConfig
+from dit.models.wan.config import WanConfig
+from tests.conftest import BuildModel
+from tests.parity.reference_cross import CrossReference, Leaves
+from tests.parity.reference_flux import DROPPED_TOKENS, FluxReference
+from tests.parity.reference_sana import SanaReference
+from tests.parity.reference_stdit import STDiTReference
+from tests.parity.reference_wan import WanReference
+from tests.support.batches import DENSE, MIXED, Sample, draw, pack, pooled_size
+from tests.support.reference import RTOL, relative_error
+
+SIZES: dict[str, Any] = {
+    **{"hidden_size": 48, "num_layers": 2, "num_attention_heads": 4, "in_channels": 3, "context_size": 10},
+}
+ALL_IN_ONE = ["spatial+full+temporal"]
+CONSTANTS = {"layernorm_epsilon": 1e-2, "time_scale": 30.0}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A backbone, its reference, and the settings to compare it with.
+
+    Attributes:
+        sizes: changes of `SIZES`; `...` removes a size.
+    """
+
+    config: type[ModelConfig]
+    sizes: dict[str, Any]
+    variants: dict[str, dict[str, Any]]
+    reference: Callable[[Any, Leaves], Any] = CrossReference
+
+    def small(self, **changes: Any) -> Any:
+        sizes = {**SIZES, **self.sizes, **changes}
+        made = self.config(**{name: size for name, size in sizes.items() if size is not ...})
+        made.validate()
+        return made
+
+
+FAMILIES = {
+    "dit_cross": Family(
+        DiTCrossConfig,
+        {},
+        {
+            "default": {},
+            "grouped": {"num_query_groups": 2, "num_classes": 5},
+            "plain_heads": {"qk_layernorm": False, "add_bias": True, "fps_conditioning": False},
+            "size": {"size_conditioning": True, "patch_temporal": 2, "out_channels": 5},
+            "low_rank": {"adaln_lora_rank": 6, "add_bias": True, "ffn_hidden_size": 40},
+            "sincos_2d": {"position_embedding": "sincos_2d"},
+            "rope": {"position_embedding": "rope_3d", "num_query_groups": 1},
+            "rope_ntk": {"position_embedding": "rope_3d", "rope_factors": [2.0, 1.5, 1.0], "rope_theta": 500.0},
+            "rope_linear": {
+                **{"position_embedding": "rope_3d", "rope_factors": [2.0, 1.5, 1.0], "rope_scaling": "linear"},
+            },
+            "constants": CONSTANTS,
+        },
+    ),
+    "moviegen": Family(
+        MovieGenConfig,
+        {"num_query_groups": 2, "ffn_hidden_size": 56, "max_grid": [4, 5, 6]},
+        {
+            "default": {},
+            "plain_heads": {"qk_layernorm": False, "num_query_groups": None, "num_classes": 5},
+            "conditions": {"fps_conditioning": True, "size_conditioning": True, "patch_temporal": 2},
+            "rope": {
+                **{"position_embedding": "rope_3d", "rope_factors": [2.0, 1.0, 1.0], "ffn_hidden_size": None},
+                "max_grid": ...,
+            },
+            "sincos_3d": {"position_embedding": "sincos_3d", "max_grid": ...},
+            "experts_choose": {"num_experts": 4, "moe_ffn_hidden_size": 24, "moe_capacity_factor": 1.5},
+            "tokens_choose": {"num_experts": 3, "moe_router": "top_k", "moe_top_k": 2, "moe_aux_loss_coeff": 0.0},
+            "constants": {**CONSTANTS, "out_channels": 2},
+        },
+    ),
+    "flux": Family(
+        FluxConfig,
+        {
+            **{"num_layers": ..., "num_joint_layers": 2, "num_single_layers": 2, "pooled_size": 7},
+            **{"ffn_hidden_size": 40, "rope_axes": [2, 6, 4]},
+        },
+        {
+            "default": {},
+            "guidance": {"guidance": 3.5, "time_scale": 30.0},
+            "sincos_3d": {"position_embedding": "sincos_3d", "rope_axes": [16, 56, 56]},
+            "constants": {"layernorm_epsilon": 1e-2, "rope_theta": 50.0, "out_channels": 5, "patch_temporal": 2},
+            "single": {"num_joint_layers": 1, "num_single_layers": 3, "rope_axes": [4, 4, 4]},
+            "rope_ntk": {"rope_factors": [2.0, 1.5, 3.0]},
+            "rope_linear": {"rope_factors": [2.0, 1.5, 3.0], "rope_scaling": "linear"},
+        },
+        FluxReference,
+    ),
+    "wan": Family(
+        WanConfig,
+        {"ffn_hidden_size": 56},
+        {
+            "default": {},
+            "grouped": {"num_query_groups": 2, "num_classes": 5, "fps_conditioning": True, "size_conditioning": True},
+            "sincos_3d": {"position_embedding": "sincos_3d"},
+            "plain_heads": {"qk_layernorm": False, "out_channels": 5, "patch_temporal": 2},
+            "constants": {**CONSTANTS, "rope_theta": 500.0, "rope_factors": [2.0, 1.5, 1.0]},
+            "rope_linear": {"rope_factors": [2.0, 1.5, 3.0], "rope_scaling": "linear"},
+        },
+        WanReference,
+    ),
+    "sana": Family(
+        SanaConfig,
+        {"hidden_size": 24, "num_attention_heads": 2, "num_cross_attention_heads": 3, "ffn_hidden_size": 28},
+        {
+            "default": {},
+            "sana 1.5": {"qk_layernorm": True, "out_channels": 5},
+            "conditions": {"num_classes": 5, "fps_conditioning": True, "size_conditioning": True, "patch_spatial": 2},
+            "positions": {"position_embedding": "sincos_2d", **CONSTANTS},
+        },
+        SanaReference,
+    ),
+    "stdit": Family(
+        STDiTConfig,
+        {},
+        {
+            "alternating": {},
+            "all_in_one": {"layer_pattern": ALL_IN_ONE, "num_classes": 5, "num_query_groups": 2},
+            "pixart": {
+                **{"layer_pattern": ["full"], "qk_layernorm": False, "fps_conditioning": False},
+                **{"temporal_rope": False, "position_span": 8.0, "out_channels": 6},
+            },
+            "rope": {"layer_pattern": ALL_IN_ONE, "position_embedding": "rope_3d", "temporal_rope": False},
+            "both_ropes": {"position_embedding": "rope_3d", "rope_factors": [2.0, 1.0, 1.0], "rope_theta": 500.0},
+            "span_3d": {"position_embedding": "sincos_3d", "position_span": 3.5, "temporal_rope": False},
+            "ropes_linear": {
+                **{"position_embedding": "rope_3d", "rope_factors": [2.0, 1.5, 3.0], "rope_scaling": "linear"},
+                "layer_pattern": ALL_IN_ONE,
+            },
+            "conditions": {
+                **{"position_embedding": "sincos_3d", "size_conditioning": True, "patch_temporal": 2},
+                "add_bias": False,
+            },
+            "constants": {**CONSTANTS, "ffn_hidden_size": 56, "position_span": 3.5},
+        },
+        STDiTReference,
+    ),
+}
+VARIANTS = [(name, variant) for name, family in FAMILIES.items() for variant in family.variants]
+PADDINGS = {"rows": {"multiple_of": 8}, "all": {"multiple_of": 4, "tail": 12, "context_multiple_of": 4}}
+PADDED: dict[str, dict[str, Any]] = {"dit_cross": {"num_query_groups": 2}, "stdit": {"layer_pattern": ALL_IN_ONE}}
+CLIPS = [*DENSE, Sample(DENSE[0].grid, None)]
+DENSE_CASES = [
+    ("dit_cross", {"num_query_groups": 2, "num_classes": 5}, CLIPS),
+    ("moviegen", {}, CLIPS),
+    ("flux", {}, [replace(sample, text_tokens=n) for sample, n in zip(DENSE, (3, None, 3))]),
+    ("flux", {}, [replace(sample, text_tokens=n) for sample, n in zip(DENSE, (2, None, 1))]),
+    ("wan", {}, CLIPS),
+    ("sana", {}, CLIPS),
+    ("sana", {}, [*DENSE, Sample((1, 3, 2), None)]),  # a run of one size is one batch of the convolution
+    ("stdit", {"layer_pattern": ["temporal", "full"]}, CLIPS),
+]
+
+
+def small(name: str, **changes: Any) -> Any:
+    return FAMILIES[name].small(**changes)
+
+
+def check(build_model: BuildModel, name: str, config: Any, samples: list[Sample], **padding: int) -> nn.Module:
+    """Run the pack once through ours, each sample alone through the reference; compare outputs and all gradients."""
+    model = build_model(config, perturb=0.1)
+    batch, leaves = pack(samples, config, **padding), Leaves(model)
+    reference = FAMILIES[name].reference(config, leaves)
+    inputs, time = draw(batch)
+    out = model(inputs, time, batch)
+    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(6))
+    loss = torch.zeros((), dtype=torch.float64)
+    for i, (sample, start, length) in enumerate(zip(samples, batch.layout.starts, batch.layout.lengths)):
+        rows = slice(start, start + length)
+        conditions: dict[str, Any] = {"fps": sample.fps, "label": sample.label}
+        if (size := pooled_size(config)) is not None:
+            conditions["pooled"] = sample.pooled(size)
+        text = sample.text(config.context_size)
+        exact = reference.run(inputs[rows], time[i : i + 1], sample.grid, text, **conditions)
+        assert relative_error(out[rows], exact) <= RTOL, f"sample {i}"
+        loss = loss + (exact * cotangent[rows].double()).sum()
+    loss.backward()
+    valid = batch.layout.valid_T
+    (out[valid] * cotangent[valid]).sum().backward()
+    errors = {}
+    for parameter_name, parameter in model.named_parameters():
+        exact = leaves[parameter_name].grad
+        assert exact is not None, f"the reference does not use {parameter_name}"
+        assert exact.norm() > 0, f"{parameter_name} has no gradient, so the comparison shows nothing"
+        errors[parameter_name] = relative_error(parameter.grad, exact)
+    wrong = {parameter: error for parameter, error in errors.items() if not error <= RTOL}
+    assert not wrong, wrong
+    return model
+
+
+@pytest.mark.parametrize(("name", "variant"), VARIANTS)
+def test_mixed_pack_is_the_formulas(build_model: BuildModel, name: str, variant: str) -> None:
+    """Images and clips of one pack differ in time, length, text, frame rate and class; none affects another."""
+    check(build_model, name, small(name, **FAMILIES[name].variants[variant]), MIXED)
+
+
+@pytest.mark.parametrize("padding", PADDINGS)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_padded_pack_is_the_formulas(build_model: BuildModel, name: str, padding: str) -> None:
+    check(build_model, name, small(name, **PADDED.get(name, {})), MIXED, **PADDINGS[padding])
+
+
+@pytest.mark.parametrize(("name", "changes", "samples"), DENSE_CASES, ids=lambda value: str(value)[:20])
+def test_dense_batch_is_the_formulas(build_model: BuildModel, name: str, changes: dict, samples: list[Sample]) -> None:
+    """Equal grids take the dense path of attention; texts have equal or different lengths, and one is dropped."""
+    check(build_model, name, small(name, **changes), samples)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [*((name, {}) for name in FAMILIES), ("dit_cross", {"adaln_lora_rank": 6}), ("stdit", PADDED["stdit"])],
+    ids=str,
+)
+def test_blocks_start_as_the_identity(build_model: BuildModel, name: str, changes: dict) -> None:
+    """At initialisation each block returns its input bit for bit (plus positions in Movie Gen); the output is zero."""
+    config = small(name, **changes)
+    model, batch = build_model(config), pack(MIXED, config, multiple_of=4)
+    seen = []
+
+    def compare(layer: nn.Module, inputs: tuple, outputs: Any) -> None:
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        expected = (inputs[0] + inputs[1],) if name == "moviegen" else inputs[: len(outputs)]
+        assert all(map(torch.equal, outputs, expected))
+        assert all(x.any() for x in outputs)
+        seen.append(layer)
+
+    for layer in model.layers.values():
+        layer.register_forward_hook(compare)
+    out = model(*draw(batch), batch)
+    assert seen == list(model.layers.values())
+    assert torch.equal(out, torch.zeros_like(out))
+
+
+def test_every_text_token_counts_and_only_for_its_sample(build_model: BuildModel) -> None:
+    """The derivative of one sample's output by the texts is zero for every other text, and for its own if dropped."""
+    config = small("dit_cross")
+    model, batch = build_model(config, perturb=0.1), pack(MIXED, config)
+    context = batch.conditions["context"].values.clone().requires_grad_()
+    leaf = replace(batch.conditions["context"], values=context)
+    out = model(*draw(batch), replace(batch, conditions=batch.conditions | {"context": leaf}))
+    for i, (start, length) in enumerate(zip(batch.layout.starts, batch.layout.lengths)):
+        (grad,) = torch.autograd.grad(out[start : start + length].square().sum(), context, retain_graph=True)
+        own = (batch.conditions["context"].layout.segment_ids_T == i) & (MIXED[i].text_tokens is not None)
+        assert (grad[own].abs().sum(1) > 0).all()
+        assert not grad[~own].any()
+
+
+def test_missing_frame_rate_is_thirty(build_model: BuildModel) -> None:
+    config = small("dit_cross", size_conditioning=True)
+    model = build_model(config, perturb=0.1)
+    named = pack([Sample((2, 2, 2), 3, fps=30.0)], config)
+    inputs, time = draw(named)
+    unnamed = replace(named, conditions=named.conditions.without("fps"))
+    other = replace(named, conditions=named.conditions | {"fps": per_sample(torch.tensor([24.0]))})
+    assert torch.equal(model(inputs, time, named), model(inputs, time, unnamed))
+    assert not torch.allclose(model(inputs, time, named), model(inputs, time, other), rtol=1e-3)
+
+
+@pytest.mark.parametrize("grid", [(5, 2, 2), (1, 6, 2), (1, 2, 7)])
+def test_samples_beyond_the_position_tables_are_refused(build_model: BuildModel, grid: tuple[int, int, int]) -> None:
+    """Nothing aliases: the last row works, the next is an error that names the sample; rotary positions have no end."""
+    config = small("moviegen")
+    model = build_model(config, perturb=0.1)
+    fits = pack([Sample((4, 5, 6), 2)], config)
+    assert model(*draw(fits), fits).isfinite().all()
+    batch = pack([Sample((1, 2, 2), 2), Sample(grid, 3)], config)
+    with pytest.raises(BatchError, match=rf"sample '1' has \({grid[0]}, {grid[1]}, {grid[2]}\).*\(4, 5, 6\)"):
+        model(*draw(batch), batch)
+    rotary = build_model(small("moviegen", **FAMILIES["moviegen"].variants["rope"]), perturb=0.1)
+    assert rotary(*draw(batch), batch).isfinite().all()
+
+
+def test_joint_packs_hold_every_row_once() -> None:
+    """Text first, then image and padding, sample by sample; and the way back."""
+    batch = pack(MIXED, small("flux"), multiple_of=8, tail=8, context_multiple_of=4)
+    texts, layout = batch.conditions["context"].layout, batch.layout
+    joint = joint_layout(texts, layout)
+    text, image = torch.arange(texts.total_tokens), 1000 + torch.arange(layout.total_tokens)
+    rows = joint.join(text, image)
+    for i, start in enumerate(joint.starts):
+        own = [*range(texts.starts[i], texts.starts[i] + texts.lengths[i])]
+        own += [1000 + n for n in range(layout.starts[i], layout.starts[i] + layout.lengths[i])]
+        assert rows[start : start + joint.lengths[i]].tolist() == own
+    assert sorted(rows.tolist()) == text.tolist() + image.tolist()
+    assert all(torch.equal(a, b) for a, b in zip(joint.split(rows), (text, image)))
+
+
+def test_missing_text_is_one_null_token(build_model: BuildModel) -> None:
+    """A dropped text keeps its length, so joint attention distinguishes it from a missing one (one null token)."""
+    config = small("flux")
+    model = build_model(config, perturb=0.1)
+    dropped = pack([Sample((2, 2, 2)), Sample((1, 3, 3))], config)
+    inputs, time = draw(dropped)
+    assert dropped.conditions["context"].layout.lengths == (DROPPED_TOKENS,) * 2
+    absent = replace(dropped, conditions=dropped.conditions.without("context", "pooled"))
+    one = pack([Sample((2, 2, 2), 1), Sample((1, 3, 3), 1)], config)
+    gone = {name: replace(one.conditions[name], dropped_S=torch.tensor([True, True])) for name in ("context", "pooled")}
+    one = replace(one, conditions=one.conditions | gone)
+    assert torch.equal(model(inputs, time, absent), model(inputs, time, one))
+    assert relative_error(model(inputs, time, dropped), model(inputs, time, one)) > 1e-3
+
+
+def test_pooled_texts_are_one_for_each_sample() -> None:
+    batch = pack(MIXED, small("flux"))
+    three = {"pooled": per_sample(batch.conditions["pooled"].values[:3])}
+    with pytest.raises(BatchError, match="'pooled' has 3 rows, needs 4"):
+        replace(batch, conditions=batch.conditions | three).validate()
+
+
+@pytest.mark.parametrize("size", [128, 96, 20])
+def test_the_head_is_split_as_in_wan(size: int) -> None:
+    """Features of t, h, w: d - 4 (d // 6), 2 (d // 6), 2 (d // 6)."""
+    third = 2 * (size // 6)
+    assert tuple(2 * pairs for pairs in RotaryPositions(size).pairs()) == (size - 2 * third, third, third)
+
+
+def test_sums_are_float32_in_half_precision_and_an_empty_sample_has_none() -> None:
+    """A sum over 4096 equal keys in bf16 would stop at 256; padding has output zero, whatever it contains."""
+    layout = SequenceLayout((0, 4096), (0, 4096), 4100)
+    x = torch.ones(4100, 1, 2, dtype=torch.bfloat16)
+    x[4096:] = torch.nan
+    seen: list[Tensor] = []
+    out = linear_attention(x, x, 3 * x, layout, lambda sums: seen.append(sums) or sums)
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, torch.where(layout.valid_T[:, None, None], 3.0, 0.0).expand(-1, 1, 2).bfloat16())
+    assert torch.equal(seen[0][0], torch.zeros(1, 2, 3))
+    assert torch.equal(seen[0][1, 0], torch.tensor([[12288.0, 12288.0, 4096.0]] * 2))
+
+
+def test_spatial_attention_does_not_see_other_frames(build_model: BuildModel) -> None:
+    """Nor temporal attention other columns: a token changes the outputs of its segment and no others."""
+    for kind, feels in (("spatial", lambda t, h, w: t == 1), ("temporal", lambda t, h, w: (h, w) == (0, 2))):
+        config = small("stdit", layer_pattern=[kind], num_layers=1)
+        model, batch = build_model(config, perturb=0.1), pack([Sample((3, 2, 3), 4)], config)
+        inputs, time = draw(batch)
+        changed = inputs.clone()
+        changed[1 * 6 + 0 * 3 + 2] += 1.0  # (1, 0, 2)
+        moved = (model(changed, time, batch) - model(inputs, time, batch)).abs().sum(1) > 0
+        assert moved.tolist() == [feels(*index) for index in batch.positions_T3.tolist()]
+
+
+def test_span_hides_the_resolution() -> None:
+    """With a span, twice the grid puts every second patch where the small grid's patches are."""
+    batches = (pack([Sample(grid, 1)], small("stdit")) for grid in ((1, 2, 3), (1, 4, 6)))
+    coarse, fine = (sincos(spanning(b.positions_T3, b.layout, b.grid_sizes(), 8.0), 48, "sincos_2d") for b in batches)
+    torch.testing.assert_close(fine.view(4, 6, 48)[::2, ::2].flatten(0, 1), coarse)
