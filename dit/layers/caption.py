@@ -23,14 +23,13 @@ TextPooling = Literal["attention", "mean"]
 
 def missing_tokens(layout: SequenceLayout, padded: Optional[int]) -> Tensor:
     """Return the number of padding tokens that extend each text to `padded` tokens, `[S, 1]`; zeros for None."""
-    counts = [max((padded or 0) - length, 0) for length in layout.lengths]
-    return layout.tensor(counts)[:, None]
+    return ((padded or 0) - layout.lengths_S).clamp(min=0)[:, None]
 
 
 def mean_of_texts(x_KD: Tensor, layout: SequenceLayout, padding_D: Tensor, padded: Optional[int]) -> Tensor:
     """Return the mean over the tokens of each text `[S, D]`, float32; see `normalise_texts`."""
     missing_S1 = missing_tokens(layout, padded)
-    count_S1 = layout.lengths_S[:, None] + missing_S1
+    count_S1 = (layout.lengths_S[:, None] + missing_S1).clamp(min=1)
     sums_SD = layout.sum_per_sample(x_KD.float())
     return (sums_SD if padded is None else sums_SD + missing_S1 * padding_D.float()) / count_S1
 

@@ -36,7 +36,7 @@ OBJECTIVE = FlowMatching(shift_by_tokens=[0.5, 1.15, 4, 64])
 """The times of a sample depend on its length."""
 SEED = 8
 """With it, the texts of some samples are dropped, and those of empty samples are not."""
-RTOL = 1e-6
+RTOL = 2e-6
 """Relative error of each gradient in fp32."""
 
 

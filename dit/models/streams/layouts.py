@@ -16,6 +16,7 @@ from typing import Optional
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dit.backends.provider import LayerProvider
 from dit.joint_layout import JointLayout, joint_layout
@@ -34,6 +35,7 @@ class StreamLayouts:
         streams: joint layout of these.
         padding: layout of the learned tokens of the image; None for none.
         single: layout in one stream.
+        sources_K: index of each extended text token in the batch, -1 for learned tokens; None for none.
     """
 
     given: SequenceLayout
@@ -42,28 +44,30 @@ class StreamLayouts:
     streams: JointLayout
     padding: Optional[SequenceLayout]
     single: JointLayout
+    sources_K: Optional[Tensor]
 
     @classmethod
     def of(
         cls, given: SequenceLayout, image: SequenceLayout, multiple: int, provider: LayerProvider
     ) -> "StreamLayouts":
         """Return the layouts of texts and images that are extended to multiples of `multiple`."""
-        texts = pad_tokens(given if multiple == 1 else given.table(_extended, multiple), provider)
+        extended_texts = given if multiple == 1 else given.table(_extended, multiple)
+        sources_K = None if multiple == 1 else extended_texts.table(_sources, given)
+        texts = pad_tokens(extended_texts, provider)
         missing = None if multiple == 1 else image.table(_missing, multiple)
         if missing is None or not missing.total_tokens:
             joint = joint_layout(texts, image)
-            return cls(given, texts, image, joint, None, joint)
+            return cls(given, texts, image, joint, None, joint, sources_K)
         padding = pad_tokens(missing, provider)
         extended = joint_layout(padding, image)
         single = joint_layout(joint_layout(texts, padding), image)
-        return cls(given, texts, extended, joint_layout(texts, extended), padding, single)
+        return cls(given, texts, extended, joint_layout(texts, extended), padding, single, sources_K)
 
     def extend_texts(self, x_K: Tensor) -> Tensor:
         """Insert zeros for the learned tokens of texts, and for padding."""
-        if self.texts.num_local_tokens == len(x_K):
-            return x_K
-        sources_K = self.texts.table(_sources, self.given)
-        return x_K.index_select(0, sources_K.clamp(min=0)).masked_fill(sources_K[:, None] < 0, 0)
+        if self.sources_K is not None:
+            x_K = x_K.index_select(0, self.sources_K.clamp(min=0)).masked_fill(self.sources_K[:, None] < 0, 0)
+        return pad(x_K, (0, 0) * (x_K.dim() - 1) + (0, self.texts.total_tokens - len(x_K)))
 
     def extend_image(self, x_T: Tensor, learned: Tensor) -> Tensor:
         """Insert the learned token of the image, or its position, in all places."""

@@ -329,8 +329,8 @@ MUTANTS = (
     Mutant(
         "Imagen: the norm of a text counts its padding",
         "dit/layers/caption.py",
-        "(layout.lengths_S[:, None] + missing_S1)",
-        "(layout.cu_seqlens_padded.diff()[:, None] + missing_S1)",
+        "(layout.lengths_S[:, None] + missing_S1) * x_KGC",
+        "(layout.cu_seqlens_padded.diff()[:, None] + missing_S1) * x_KGC",
         (IMAGEN,),
     ),
     Mutant(

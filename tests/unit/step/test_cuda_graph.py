@@ -394,11 +394,11 @@ def test_passes_on_a_device_wait_and_copy_nothing_and_are_equal_in_nine_steps(re
         ("tiny_dit", "eager", 1),
         ("pretrain_7b", "triton", 2),
         ("flux_12b", "triton", 1),
-        ("qwen_image_1024", "triton", 2),
-        ("sd3_5_medium_1024", "eager", 1),
-        ("lumina2_1024", "triton", 1),
         ("z_image_1024", "triton", 2),
-        ("pretrain_ditllama5b", "triton", 1),
+        pytest.param("qwen_image_1024", "triton", 2, marks=pytest.mark.slow),
+        pytest.param("sd3_5_medium_1024", "eager", 1, marks=pytest.mark.slow),
+        pytest.param("lumina2_1024", "triton", 1, marks=pytest.mark.slow),
+        pytest.param("pretrain_ditllama5b", "triton", 1, marks=pytest.mark.slow),
     ],
 )
 def test_passes_of_packs_wait_and_copy_nothing_and_are_equal_in_nine_steps(
