@@ -18,6 +18,8 @@ from typing import Optional
 import torch
 from torch import Tensor
 
+from dit.layout import to_device
+
 
 @dataclass(frozen=True)
 class Elements:
@@ -71,7 +73,7 @@ class Rates:
     @cached_property
     def on_device(self) -> Tensor:
         """The values, `[9]`, float32, on the device of the clipping factor."""
-        return torch.tensor(self.values(), device=self.clip.device) if self.table is None else self.table
+        return to_device(torch.tensor(self.values()), self.clip.device) if self.table is None else self.table
 
     @property
     def changes(self) -> Tensor:
