@@ -118,8 +118,8 @@ MUTANTS = (
     Mutant(
         "fused GELU: the slope of another polynomial",
         "dit/kernels/fused/gpu/activations.py",
-        "1.0 + 0.134145 * value * value",
-        "1.0 + 0.044715 * value * value",
+        "1.0 + 0.134145 * x * x",
+        "1.0 + 0.044715 * x * x",
         (FUSED_KERNELS,),
     ),
     Mutant(

@@ -386,8 +386,8 @@ MUTANTS = (
     Mutant(
         "fixed packs: padding is a sample",
         "dit/fixed_packs.py",
-        "lengths, padded = layout.lengths + none, layout.padded_lengths + none",
-        "lengths, padded = layout.lengths + (tokens - layout.total_tokens, *none[1:]), layout.padded_lengths + none",
+        "lengths, padded = layout.lengths + empty, layout.padded_lengths + empty",
+        "lengths, padded = layout.lengths + (tokens - layout.total_tokens, *empty[1:]), layout.padded_lengths + empty",
         (FIXED_PACKS,),
     ),
     Mutant(
