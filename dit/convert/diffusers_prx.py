@@ -37,7 +37,7 @@ class DiffusersPRX(DiffusersFormat[PRXConfig]):
     class_name = "PRXTransformer2DModel"
     config_class = PRXConfig
     fixed = ("time_max_period",)
-    only: Mapping[str, Any] = {"patch_temporal": 1, "layernorm_epsilon": 1e-6}
+    only: Mapping[str, Any] = {"patch_temporal": 1, "layernorm_epsilon": 1e-6, "position_embedding": "rope_3d"}
     same: Mapping[str, str] = {
         "in_channels": "in_channels",
         "patch_spatial": "patch_size",

@@ -60,7 +60,7 @@ class StepNumbers:
         run: calls the operations on the device.
 
     Attributes:
-        on_device: loss, gradient norm, requests, whether the update is applied, gradient factor, `[5]`, float64.
+        on_device: loss, gradient norm, requests, 1 or NaN if the update is omitted, gradient factor, `[5]`, float64.
         grad_norm: gradient norm before clipping, `[]`, float64.
         is_good: whether the update is applied, `[]`, bool; see `HostNumbers`.
     """
@@ -92,7 +92,7 @@ class StepNumbers:
 
 
 def _reduce(optimizer: MegatronOptimizer, groups: ProcessGroups, num_terms: int, local: Tensor) -> Tensor:
-    """Return the fields of `HostNumbers`, then the gradient factor.
+    """Return `StepNumbers.on_device`.
 
     Args:
         local: limits of loss and norm, request to stop, sums.
@@ -107,4 +107,4 @@ def _reduce(optimizer: MegatronOptimizer, groups: ProcessGroups, num_terms: int,
     grad_norm = squares.sqrt() * factor / math.sqrt(optimizer.gradient_copies)
     # A limit is finite, and comparisons with NaN are false.
     is_good = (loss > -math.inf) & (loss <= local[0]) & (grad_norm <= local[1])
-    return torch.stack([loss, grad_norm, requests, is_good.double(), factor])
+    return torch.stack([loss, grad_norm, requests, torch.where(is_good, 1.0, math.nan).double(), factor])

@@ -216,9 +216,8 @@ class FusedUpdate:
             numbers: `StepNumbers.on_device`.
             table: `Rates.values` of each group of parameters, on the device.
         """
-        _, grad_norm, _, is_good, factor = numbers.unbind()
-        factor = master_weights.factor_of_update(factor, grad_norm, self.clip_grad)
-        factor = torch.where(is_good > 0, factor, torch.nan).float()
+        _, grad_norm, _, guard, factor = numbers.unbind()
+        factor = (master_weights.factor_of_update(factor, grad_norm, self.clip_grad) * guard).float()
         of_muon: dict[str, tuple[Elements, Rates]] = {}
         for of_group, row, (_, _, members) in zip(rates, table, self.of_group, strict=True):
             of_group = replace(of_group, clip=factor, table=row)

@@ -324,6 +324,7 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--write", action="store_true", help="write tests/faults/kill_campaign.md")
     args = parser.parse_args(argv)
     folder, began = Path(tempfile.mkdtemp()), time.monotonic()
+    os.environ["COUNTED_OPERATIONS"] = str(folder)
     try:
         rows = campaign(folder, args.kills, args.seed)
     finally:

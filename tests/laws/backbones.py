@@ -261,17 +261,21 @@ BACKBONES = {
         recipe="tiny_prx",
         quick=("cp2", "tp2_sp"),
         other={"rope_factors": [1.0, 4.0, 1.0]},
-        also={name: {"rope_axes": [4, 8, 4]} for name in ("hidden_size", "num_attention_heads")},
-        refused=("position_embedding",),
+        also={
+            **{name: {"rope_axes": [4, 8, 4]} for name in ("hidden_size", "num_attention_heads")},
+            "position_embedding": {"rope_axes": [0, 32, 32]},
+        },
         text_tokens=1,
     ),
     "prx of diffusers": Row(
         recipe="prx_512",
         quick=("pp2",),
         other={"rope_factors": [1.0, 4.0, 1.0], "null_text": "learned"},
-        also={name: {"rope_axes": [0, 8, 8]} for name in ("hidden_size", "num_attention_heads")},
+        also={
+            **{name: {"rope_axes": [0, 8, 8]} for name in ("hidden_size", "num_attention_heads")},
+            "position_embedding": {"rope_axes": [0, 32, 32]},
+        },
         given={"rope_scaling": {"rope_factors": [1.0, 3.0, 2.0]}},
-        refused=("position_embedding",),
         text_tokens=1,
     ),
     "lumina2": Row(
@@ -391,7 +395,8 @@ BACKBONES = {
     ),
 }
 NAMES = list(BACKBONES)
-CONDITIONED = [name for name in NAMES if "autoencoder" not in name]
+ALWAYS_GIVEN = ("prx of diffusers",)  # the empty text replaces a dropped one
+CONDITIONED = [name for name in NAMES if "autoencoder" not in name and name not in ALWAYS_GIVEN]
 
 
 @cache

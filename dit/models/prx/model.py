@@ -28,7 +28,8 @@ class PRX(TokenStack[PRXConfig]):
     its length, as null tokens, all of which are attended to (see `Streams`).
 
     Source: Photoroom 2025 (PRX), `transformer_prx.py` of diffusers. Deviations: packs of any lengths instead of padded
-    texts with a mask; clips, if t has a share of `rope_axes`; the head is zero-initialised.
+    texts with a mask; clips, if t has a share of `rope_axes`; the head is zero-initialised; sine-cosine
+    positions are an option.
     """
 
     fsdp_units = (PRXLayer,)
@@ -37,7 +38,8 @@ class PRX(TokenStack[PRXConfig]):
         super().__init__(config, provider, stage)
         size, context_size = config.hidden_size, config.context_size
         assert context_size is not None
-        self.rotary = config.rotary(config.rope_axes)
+        if self.rotary is not None:
+            self.rotary = config.rotary(config.rope_axes)
         self.conditioner = Conditioner(size, provider, time_scale=config.time_scale)
         self.text = TextTokens(context_size, provider, learned_null=config.null_text == "learned")
         # Like the null token, replicated over tensor-parallel ranks and pipeline stages.
