@@ -212,7 +212,10 @@ def finetune_lumina2(base: Optional[str] = None, gpus: Optional[int] = 1, gpu_me
 
 @run.cli.factory(target=pretrain)
 def finetune_prx(base: Optional[str] = None, gpus: Optional[int] = 1, gpu_memory: int = 24) -> run.Partial:
-    """All weights of PRX (1.17 B) in the pipeline `models/prx` of diffusers, as finetune: one 24 GB GPU."""
+    """All weights of PRX (1.17 B) in the pipeline `models/prx` of diffusers: one 24 GB GPU.
+
+    As finetune. Pictures: `python -m energon_data.prepare images --vae models/prx --text-encoder models/prx`.
+    """
     return _fit(_on_base("finetune_prx", base, Published("models/prx", prx_1_2b(), 3.0)), gpus, gpu_memory)
 
 

@@ -52,11 +52,11 @@ def check(found: dict, device: str) -> None:
 
 @needs_triton
 def test_the_update_and_the_noise_move_what_their_tensors_have(tmp_path):
-    """Two parameters of 2**24 elements: 5 tensors and a factor read, 4 and a half written. Noise: two results."""
+    """Two parameters of 2**24 elements: 5 tensors, a factor and 9 rates read, 4 and a half written. Noise: two results."""
     found = run(tmp_path, "--only", "AdamW", "noise")
     check(found, "h200")
     update, noise = found["calls"]
-    assert (update["read"], update["written"]) == ((2 * 5 * 4 << 24) + 4, 2 * (4 * 4 + 2) << 24)
+    assert (update["read"], update["written"]) == ((2 * 5 * 4 << 24) + 4 * 10, 2 * (4 * 4 + 2) << 24)
     tokens = 8 * 8192
     assert noise["written"] == tokens * 16 * 2 * 4
     assert noise["read"] == pytest.approx(tokens * (16 * 2 + 2 * 8), rel=1e-3)  # segment and place of each token

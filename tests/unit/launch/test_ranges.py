@@ -81,6 +81,7 @@ MAY_BE_ZERO = {
         "model.shift_factor",
         "model.num_single_layers",
         "model.num_dual_layers",
+        "model.num_refiner_layers",
         "model.class_dropout",
         "model.context_dropout",
         "model.dropout",
