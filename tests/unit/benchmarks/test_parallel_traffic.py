@@ -7,22 +7,18 @@ import pytest
 from benchmarks import parallel_traffic as traffic
 from benchmarks.parallel_matrix import PAGE
 from dit.planner.trace import trace
-from tests.support.ranks import rows, selected
 
 BF16, FP32 = 2, 4
 
 
 @pytest.fixture(scope="module")
-def steps(request):
-    """The traces of the jobs of selected tests, from one process."""
-    ranks = {ranks for (ranks,) in selected(request, ("ranks",))}
+def steps():
+    """The traces of all jobs, from one process."""
     jobs, stages = traffic.segment_jobs(), traffic.stage_jobs()
-    jobs = {key: job for key, job in jobs.items() if key[1] in ranks}
     found = trace([*jobs.values(), *stages])
     return dict(zip(jobs, found)), found[len(jobs) :]
 
 
-@pytest.mark.slow
 def test_the_page_shows_the_counted_bytes(steps):
     segments, stages = steps
     start, end = traffic.MARKS
@@ -31,7 +27,7 @@ def test_the_page_shows_the_counted_bytes(steps):
         assert part in section, "run python -m benchmarks.parallel_traffic --write"
 
 
-@pytest.mark.parametrize("ranks", rows([(ranks,) for ranks in traffic.RANKS], lambda ranks: ranks == 4))
+@pytest.mark.parametrize("ranks", traffic.RANKS)
 def test_the_hybrid_sends_a_share_of_the_ring(steps, ranks):
     """Ring: keys and values of T/c tokens to c - 1 ranks; hybrid: tokens and results, all but the own share."""
     t, h, w = traffic.GRID

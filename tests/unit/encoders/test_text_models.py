@@ -240,5 +240,5 @@ def test_an_invalid_line_is_refused_with_the_cure(folder, line, fault):
 
 def test_another_kind_of_network_is_refused(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    with pytest.raises(ConfigError, match="is a gpt2; supported kinds are .*t5"):
+    with pytest.raises(ConfigError, match=r"is a gpt2; supported kinds are .*t5"):
         check_text_encoder(str(tmp_path))

@@ -9,7 +9,7 @@ import pytest
 from dit.encoders.pretrained import load_network
 from dit.terminal import announce
 
-MOST_CPU_S = 2.0  # until the first line, of which nemo-run takes most
+MOST_CPU_S = 3.0  # until the first line, of which nemo-run takes most
 STOPPED_AT_TORCH = """
 import os, runpy, sys, time
 
