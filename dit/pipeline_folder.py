@@ -27,6 +27,7 @@ TEXT_ENCODERS: Mapping[str, Mapping[str, str]] = {
     "PixArtAlphaPipeline": {"text_encoder": "{}:prompt=lower_case:max_tokens=120"},
     "PixArtSigmaPipeline": {"text_encoder": "{}:prompt=lower_case:max_tokens=300"},
     **dict.fromkeys(("FluxPipeline", "FluxKontextPipeline", "FluxFillPipeline", "FluxControlPipeline"), _FLUX),
+    "ChromaPipeline": {"text_encoder": "{}:padded_once"},
     "Flux2Pipeline": {"text_encoder": "{}:prompt=flux2:layer=10+20+30:padded"},
     "Flux2KleinPipeline": {"text_encoder": "{}:prompt=chat:layer=9+18+27:padded"},
     "QwenImagePipeline": {"text_encoder": "{}:prompt=qwen_image"},

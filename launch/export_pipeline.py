@@ -143,12 +143,15 @@ def check_encoders(pipeline: Pipeline, line: Optional[str]) -> list[TextEncoderC
         makes, pads = required.makes, "text" in required.makes  # a pooled vector does not depend on padding
         needs = f"{part.known} that makes {' and '.join(f'`{entry}`' for entry in makes)}"
         needs += f", with{'' if required.padded else 'out'} `:padded`" if pads else ""
-        needs += ", with `:zero_padded`" if required.zero_padded else ""
+        needs += "".join(f", with `:{name}`" for name in ("padded_once", "zero_padded") if getattr(required, name))
         needs += f", `:prompt={required.prompt}`" if required.prompt != "plain" and pipeline.note is None else ""
         needs += f", `:layer={required.layer_names}`" if required.layers else ""
         flags = ("joined", "appended")
         needs += "".join(f", `:{flag}`" for flag in flags if getattr(required, flag))
-        same = {name: getattr(required, name) for name in ("layers", "zero_padded", *flags, *["padded"] * pads)}
+        same = {
+            name: getattr(required, name)
+            for name in ("layers", "padded_once", "zero_padded", *flags, *["padded"] * pads)
+        }
         fitting = [
             encoder
             for encoder, kind in available

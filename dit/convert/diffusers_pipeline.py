@@ -70,7 +70,7 @@ class Pipeline:
         reads_sizes: calls the model with the sizes and the crop of the original.
         reads_adapters: has `load_lora_weights`.
         arguments: further arguments of the call.
-        note: what it does with a prompt, if the encoder of the run does not (`prompt=`).
+        note: what it does with a prompt, unlike our sampler, if the encoder of the run does not (`prompt=`).
     """
 
     class_name: str
@@ -121,6 +121,17 @@ PIPELINES = {
         flow=True,
         shift=True,
         shift_by_tokens="scheduler",
+    ),
+    "ChromaTransformer2DModel": Pipeline(
+        "ChromaPipeline",
+        (TextPart("text_encoder", ("t5",), "a T5"),),
+        flow=True,
+        shift=True,
+        guided_by_texts=True,
+        shift_by_tokens="scheduler",
+        index=MappingProxyType({"image_encoder": [None, None], "feature_extractor": [None, None]}),
+        note="ChromaPipeline of diffusers 0.38 adds its mask of numbers to the scores of attention, so tokens attend to "
+        "padding (huggingface/diffusers issue 13619); our sampler masks padding, as the published training",
     ),
     "Flux2Transformer2DModel": Pipeline(
         "Flux2KleinPipeline",

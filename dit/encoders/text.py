@@ -94,7 +94,8 @@ class TextEncoder:
         """Return the length of the embedding of a text."""
         if self.config.padded or self.config.zero_padded:
             return self.geometry.max_tokens
-        return len(ids) - len(range(len(ids))[self._dropped])
+        rows = len(ids) - len(range(len(ids))[self._dropped])
+        return min(rows + self.config.padded_once, self.geometry.max_tokens)
 
     @torch.no_grad()
     def forward(self, ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
@@ -114,7 +115,8 @@ class TextEncoder:
         kind, layers = self.geometry.kind, self.config.layers
         if kind == "identity":
             return torch.nn.functional.one_hot(torch.tensor(ids, device=self.device), self.geometry.width), None
-        inputs = self._padded(ids) if self.config.padded else {"input_ids": torch.tensor(ids, device=self.device)}
+        pads = self.config.padded or self.config.padded_once
+        inputs = self._padded(ids) if pads else {"input_ids": torch.tensor(ids, device=self.device)}
         options = {"use_cache": False} if kind in LANGUAGE_MODELS else {}
         out = self._model(**inputs, **options, output_hidden_states=bool(layers))
         tokens = torch.cat([out.hidden_states[i] for i in layers], -1) if layers else out.last_hidden_state
@@ -125,14 +127,16 @@ class TextEncoder:
         return tokens, out.pooler_output if kind == "clip" else None
 
     def _padded(self, ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Return token ids with padding on the side of the tokenizer, and the mask of language models."""
-        shape = len(ids), self.geometry.max_tokens + self._dropped.stop - self._dropped.start
+        """Return token ids with padding on the side of the tokenizer, and a mask unless the encoder attends to it."""
+        length = self.geometry.max_tokens + self._dropped.stop - self._dropped.start
+        shape = len(ids), min(len(ids[0]) + 1, length) if self.config.padded_once else length
         ids_BK, mask_BK = torch.full(shape, self._tokenizer.pad_token_id), torch.zeros(shape, dtype=torch.int64)
         for row, numbers in enumerate(ids):
             start = shape[1] - len(numbers) if self._tokenizer.padding_side == "left" else 0
             ids_BK[row, start : start + len(numbers)] = torch.tensor(numbers)
             mask_BK[row, start : start + len(numbers)] = 1
-        masks = {"attention_mask": mask_BK.to(self.device)} if self.geometry.kind in LANGUAGE_MODELS else {}
+        is_masked = self.config.padded_once or self.geometry.kind in LANGUAGE_MODELS
+        masks = {"attention_mask": mask_BK.to(self.device)} if is_masked else {}
         return {"input_ids": ids_BK.to(self.device), **masks}
 
     def save(self, encoder: Path, tokenizer: Path, *, cut: bool) -> tuple[str, str]:

@@ -37,6 +37,7 @@ from dit.encoders.vae import VAE
 from dit.errors import ConfigError
 from dit.inference.generator import Generator
 from dit.models.base import ModelConfig
+from dit.models.chroma.config import ChromaConfig
 from dit.models.dit.config import DiTConfig
 from dit.models.flux.config import FluxConfig
 from dit.models.flux2.config import Flux2Config
@@ -82,6 +83,7 @@ UNET_XL |= {"head_size": 4, "transformer_layers": [0, 2], "mid_transformer_layer
 JOINED = "text={clip}:layer=penultimate:padded,text+pooled={projected}:layer=penultimate:padded:joined"
 FLUX = {"in_channels": 4, "patch_spatial": 2, "context_size": T5_WIDTH, "pooled_size": CLIP_WIDTH, "hidden_size": 48}
 FLUX |= {"num_attention_heads": 4, "num_joint_layers": 1, "num_single_layers": 2, "ffn_hidden_size": 192}
+CHROMA = {name: size for name, size in FLUX.items() if name != "pooled_size"} | {"null_text": "empty"}
 WAN = {**SIZES, "ffn_hidden_size": 96, "context_size": T5_WIDTH}
 STREAMS = {"in_channels": 4, "hidden_size": 48, "num_attention_heads": 4, "num_joint_layers": 2, "null_text": "empty"}
 FLUX2 = {**STREAMS, "num_single_layers": 2, "ffn_hidden_size": 96, "rope_axes": [2, 4, 4, 2]}
@@ -156,6 +158,14 @@ CASES = {
         FlowMatching(shift_by_tokens=[0.5, 1.15, 8, 64]),
         "text={t5}:max_tokens=9:padded,pooled={clip}",
         guidance=1.0,
+        quant=False,
+    ),
+    "chroma": Case(
+        "ChromaPipeline",
+        ChromaConfig(**CHROMA, approximator=[16, 24, 2], rope_axes=[2, 4, 6]),
+        FlowMatching(shift_by_tokens=[0.5, 1.15, 8, 64]),
+        "{t5}:max_tokens=9:padded_once",
+        shift=0.2,
         quant=False,
     ),
     "wan": Case(
@@ -319,6 +329,9 @@ def test_the_pipeline_draws_what_our_sampler_draws(
     if case.pipeline == "PRXPipeline":  # needs ftfy, which changes no prompt here
         as_it_is = SimpleNamespace(fix_text=lambda text: text)
         monkeypatch.setattr("diffusers.pipelines.prx.pipeline_prx.ftfy", as_it_is, raising=False)
+    if case.pipeline == "ChromaPipeline":  # its mask of numbers, added to scores, masks nothing
+        mask_of = pipeline._prepare_attention_mask
+        pipeline._prepare_attention_mask = lambda **words: mask_of(**words).bool()
     pipeline.set_progress_bar_config(disable=True)
     [code] = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     call = page_call(code)
@@ -332,7 +345,7 @@ def test_the_pipeline_draws_what_our_sampler_draws(
         assert pipeline.get_label_ids(["class 2", "class 0"]) == [2, 0]
     else:
         call["latents"] = noise
-        if case.pipeline in ("FluxPipeline", "QwenImagePipeline"):
+        if case.pipeline in ("FluxPipeline", "ChromaPipeline", "QwenImagePipeline"):
             call["latents"] = pipeline._pack_latents(noise, 2, case.model.in_channels, *case.size)
         elif case.pipeline.startswith("Flux2"):
             call["latents"] = pipeline._patchify_latents(noise)

@@ -162,7 +162,9 @@ class Streams(Backbone):
     def of_layer(self, layer: int, condition: Condition) -> Condition:
         """Return the part of the modulations of all layers for one layer; a conditioning vector unchanged."""
         indices = self.model_config.sublayers(layer)
-        return condition if indices is None else [condition[i] for i in indices]
+        if indices is None or isinstance(condition, Tensor):
+            return condition
+        return [condition[i] for i in indices]
 
     def text_layout(self, batch: PackedBatch) -> SequenceLayout:
         """Return the layout of the text stream."""

@@ -108,6 +108,12 @@ def of_hunyuan_video(pipeline: Any, options: dict[str, Any]) -> Entries:
     return {"text": rows(*pipeline._get_mllm_prompt_embeds(*parts, system_message=message, crop_start=start))}
 
 
+def of_chroma(pipeline: Any, options: dict[str, Any]) -> Entries:
+    """With the padding token that the mask of the transformer selects."""
+    found = pipeline.encode_prompt([*TEXTS, ""], device="cpu", do_classifier_free_guidance=False, **options)
+    return {"text": rows(found[0], found[2])}
+
+
 def of_a_list(pipeline: Any, options: dict[str, Any]) -> Entries:
     return {"text": pipeline.encode_prompt([*TEXTS, ""], device="cpu", **options)[0]}
 
@@ -172,6 +178,7 @@ def projected_clip(root: Path) -> tuple[Any, Any]:
 
 CASES = {
     "flux": Case(diffusers.FluxPipeline, (clip, t5), of_flux),
+    "chroma": Case(diffusers.ChromaPipeline, (t5,), of_chroma),
     "flux2": Case(diffusers.Flux2Pipeline, (mistral,), of_one_tensor),
     "flux2 klein": Case(diffusers.Flux2KleinPipeline, (qwen3(28),), of_one_tensor),
     "qwen image": Case(diffusers.QwenImagePipeline, (qwen_vl,), of_a_mask),
