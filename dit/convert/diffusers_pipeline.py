@@ -130,7 +130,7 @@ PIPELINES = {
         guided_by_texts=True,
         shift_by_tokens="scheduler",
         index=MappingProxyType({"image_encoder": [None, None], "feature_extractor": [None, None]}),
-        note="ChromaPipeline of diffusers 0.38 adds its mask of numbers to the scores of attention, so tokens attend to "
+        note="ChromaPipeline of diffusers 0.38 adds its mask of numbers to scores of attention, so tokens attend to "
         "padding (huggingface/diffusers issue 13619); our sampler masks padding, as the published training",
     ),
     "Flux2Transformer2DModel": Pipeline(
