@@ -249,7 +249,7 @@ class Approximator(nn.Module):
         self.linear_out = provider.replicated_linear(width, hidden_size, bias=bias, init=ZEROS)
 
     def forward(self, time_S: Tensor) -> list[SublayerModulation]:
-        times_F = [timestep_features(t, self.features // 4) for t in (self.time_scale * time_S, 0 * time_S)]
+        times_F = [timestep_features(t, self.features // 4) for t in (time_S.double() * self.time_scale, 0 * time_S)]
         index_VF = index_features(3 * self.num_sublayers + 2, self.features // 2, time_S.device)
         per_sample = torch.cat(times_F, -1)[:, None].expand(-1, len(index_VF), -1)
         x_SVF = torch.cat([per_sample, index_VF.expand(len(time_S), -1, -1)], -1).to(self.linear_in.weight.dtype)
@@ -267,7 +267,7 @@ class _SiluBlock(nn.Module):
 
     def __init__(self, width: int, provider: LayerProvider, *, bias: bool) -> None:
         super().__init__()
-        self.norm = RMSNorm(width, provider, eps=torch.finfo(torch.float32).eps)
+        self.norm = RMSNorm(width, provider, eps=torch.finfo(torch.float32).eps)  # the default of `nn.RMSNorm`
         init = xavier_uniform(width, width)
         self.linear_1, self.linear_2 = (
             provider.replicated_linear(width, width, bias=bias, init=init) for _ in range(2)

@@ -79,13 +79,12 @@ class Streams(Backbone):
             self.modulation = Approximator(
                 size, count, provider, sizes=sizes, time_scale=config.time_scale, bias=bias, eps=eps
             )
-            replicate_on_all_stages(self.modulation.parameters())
         if config.block == "sandwich" and config.modulation_silu:
             self.modulation = nn.SiLU()
         if config.shared_modulation:
             count = 5 if config.num_single_layers else 4
             self.modulation = Modulation(size, count, provider, condition_size=width, bias=bias, eps=eps)
-            replicate_on_all_stages(self.modulation.parameters())
+        replicate_on_all_stages(self.modulation.parameters())
         if stage.first:
             self.embed = PatchEmbedding(config.input_features, size, provider, bias=bias)
             self.text = TextTokens(config.context_size, provider, stream=True, learned_null=learned_null)

@@ -215,6 +215,27 @@ MUTANTS = (
         (f"{CONVERT_STREAMS}::test_a_pack_of_two_sizes_is_two_calls_of_diffusers",),
     ),
     Mutant(
+        "Chroma: text and image have each other's modulations",
+        "dit/models/streams/config.py",
+        "for start in (joint, 0))",
+        "for start in (0, joint))",
+        (f"{CONVERT_STREAMS}::test_a_pack_of_two_sizes_is_two_calls_of_diffusers",),
+    ),
+    Mutant(
+        "Chroma: the index of a modulation is embedded in float64",
+        "dit/layers/adaln.py",
+        "(index_V1 * exponent.double().exp().float()).double()",
+        "index_V1 * exponent.double().exp()",
+        (f"{CONVERT_STREAMS}::test_a_pack_of_two_sizes_is_two_calls_of_diffusers",),
+    ),
+    Mutant(
+        "Chroma: T5 attends to the padding token",
+        "dit/encoders/text.py",
+        "is_masked = self.config.padded_once or self.geometry.kind in LANGUAGE_MODELS",
+        "is_masked = self.geometry.kind in LANGUAGE_MODELS",
+        ("tests/unit/encoders/test_pipeline_texts.py",),
+    ),
+    Mutant(
         "flops: learned tokens are not counted",
         "dit/tracing/forward.py",
         "(multiple := model.sample_multiple) > 1",
