@@ -10,7 +10,10 @@ PIPELINE_INDEX = "model_index.json"
 _FLUX = {"text_encoder_2": "text={}:padded", "text_encoder": "pooled={}"}
 _WAN = {"text_encoder": "{}:prompt=wan:zero_padded"}
 _SANA = {"text_encoder": "{}:prompt=sana:max_tokens=300"}
-_HUNYUAN_VIDEO = {"text_encoder": "{}:prompt=hunyuan_video:layer=-3:max_tokens=1000"}  # without the shown text
+_HUNYUAN_VIDEO = {
+    "text_encoder": "{}:prompt=hunyuan_video:layer=-3:max_tokens=1000",
+    "text_encoder_2": "text_2={}:prompt=shown_texts:max_tokens=256",
+}
 _LUMINA = {"text_encoder": "{}:prompt=lumina2:layer=-2:max_tokens=256"}
 TEXT_ENCODERS: Mapping[str, Mapping[str, str]] = {
     "DiTPipeline": {},

@@ -87,8 +87,8 @@ class TextEncoder:
                 "%d texts are truncated to the %d tokens of %s, such as %.60r of %d tokens",
                 *(len(long), max_tokens, self.config.name, texts[long[0]], len(ids[long[0]])),
             )
-            return self._tokenizer(rendered, truncation=True, max_length=limit, **options)["input_ids"]
-        return ids
+            ids = self._tokenizer(rendered, truncation=True, max_length=limit, **options)["input_ids"]
+        return [numbers if text or not around.may_be_empty else [] for numbers, text in zip(ids, rendered, strict=True)]
 
     def rows(self, ids: Sequence[int]) -> int:
         """Return the length of the embedding of a text."""
@@ -113,6 +113,8 @@ class TextEncoder:
 
     def _embed(self, ids: Sequence[Sequence[int]]) -> tuple[Tensor, Optional[Tensor]]:
         kind, layers = self.geometry.kind, self.config.layers
+        if not ids[0]:
+            return torch.zeros(len(ids), 0, self.geometry.width, device=self.device), None
         if kind == "identity":
             return torch.nn.functional.one_hot(torch.tensor(ids, device=self.device), self.geometry.width), None
         pads = self.config.padded or self.config.padded_once
@@ -162,7 +164,7 @@ class TextEncoder:
     def batches(self, ids: Sequence[Sequence[int]]) -> list[list[int]]:
         """Group token ids of equal length (after padding) into batches for `forward`; return the indices."""
         lengths = [self.geometry.max_tokens if self.config.padded else len(numbers) for numbers in ids]
-        return in_batches(lengths, lambda length: MAX_BATCH_TOKENS // length)
+        return in_batches(lengths, lambda length: MAX_BATCH_TOKENS // max(1, length))
 
     def encode(self, texts: Sequence[str]) -> dict[str, list[Tensor]]:
         """Embed texts; equal texts are computed once. An embedding does not depend on the other texts.

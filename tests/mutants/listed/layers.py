@@ -229,6 +229,13 @@ MUTANTS = (
         (f"{CONVERT_STREAMS}::test_a_pack_of_two_sizes_is_two_calls_of_diffusers",),
     ),
     Mutant(
+        "HunyuanVideo: a caption without a shown text has the end token of one",
+        "dit/encoders/text.py",
+        "if text or not around.may_be_empty else []",
+        "if text or numbers else []",
+        ("tests/unit/encoders/test_pipeline_texts.py",),
+    ),
+    Mutant(
         "Chroma: T5 attends to the padding token",
         "dit/encoders/text.py",
         "is_masked = self.config.padded_once or self.geometry.kind in LANGUAGE_MODELS",

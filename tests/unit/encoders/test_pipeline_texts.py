@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoTokenizer,
+    ByT5Tokenizer,
     CLIPTextModel,
     CLIPTextModelWithProjection,
     T5Config,
@@ -35,7 +36,12 @@ from tests.support.encoders import (
 )
 
 ROUNDING = {"rtol": 1e-4, "atol": 2e-5}  # fp32: padded batches add in another order
-TEXTS = ["A red &amp;  circle", "blue", "a red circle left of a blue square " * 20]
+TEXTS = [
+    "A red &amp;  circle",
+    "blue",
+    'signs: "open" and “closed”, "open"',
+    "a red circle left of a blue square " * 20,
+]
 Entries = dict[str, list[Tensor]]
 
 
@@ -71,6 +77,12 @@ def wide_t5(root: Path) -> tuple[Any, Any]:
     return T5EncoderModel(T5Config(d_model=2 * CLIP_WIDTH + 8, **T5_SIZES)).eval(), tokenizer
 
 
+def byt5(root: Path) -> tuple[Any, Any]:
+    """With a token for each byte."""
+    torch.manual_seed(8)
+    return T5EncoderModel(T5Config(d_model=T5_WIDTH, **{**T5_SIZES, "vocab_size": 384})).eval(), ByT5Tokenizer()
+
+
 def mistral(root: Path) -> tuple[Any, Any]:
     """The pipeline calls the tokenizer as its processor, which needs torchvision."""
     return language_model("mistral3", 31), byte_tokenizer(PIXTRAL_CHAT, side="left", adds_start=True)
@@ -102,10 +114,10 @@ def of_a_mask(pipeline: Any, options: dict[str, Any]) -> Entries:
 
 
 def of_hunyuan_video(pipeline: Any, options: dict[str, Any]) -> Entries:
-    """Without the shown text, which is in quotes."""
-    parts = pipeline.text_encoder, pipeline.tokenizer, [*TEXTS, ""], "cpu", pipeline.tokenizer_max_length
-    message, start = pipeline.system_message, pipeline.prompt_template_encode_start_idx
-    return {"text": rows(*pipeline._get_mllm_prompt_embeds(*parts, system_message=message, crop_start=start))}
+    """The shown text is that in quotes; most captions have none."""
+    tokens, mask, shown, shown_mask = pipeline.encode_prompt([*TEXTS, ""], device="cpu", batch_size=len(TEXTS) + 1)
+    assert shown_mask.sum(1).gt(0).tolist() == ['"' in text for text in [*TEXTS, ""]]
+    return {"text": rows(tokens, mask), "text_2": rows(shown, shown_mask)}
 
 
 def of_chroma(pipeline: Any, options: dict[str, Any]) -> Entries:
@@ -184,10 +196,10 @@ CASES = {
     "qwen image": Case(diffusers.QwenImagePipeline, (qwen_vl,), of_a_mask),
     "hunyuan video": Case(
         diffusers.HunyuanVideo15Pipeline,
-        (qwen_vl_chat,),
+        (qwen_vl_chat, byt5),
         of_hunyuan_video,
         (),
-        {**dict.fromkeys(("text_encoder_2", "tokenizer_2", "guider")), "vae": HUNYUAN_VIDEO_VAE},
+        {"guider": None, "vae": HUNYUAN_VIDEO_VAE},
     ),
     "wan": Case(diffusers.WanPipeline, (umt5,), of_one_tensor),
     "sdxl": Case(diffusers.StableDiffusionXLPipeline, (clip, projected_clip), of_sdxl, ()),
