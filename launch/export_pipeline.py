@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
 from dit.convert.diffusers_format import TrainedModel, format_of_model
-from dit.convert.diffusers_pipeline import Pipeline, loading_lines, model_index, num_steps_of, pipeline_of
+from dit.convert.diffusers_pipeline import GUIDER, Pipeline, loading_lines, model_index, num_steps_of, pipeline_of
 from dit.convert.diffusers_sampling import PAGE, SCHEDULER_CONFIG, page, scheduler_config, spaced_scheduler
 from dit.convert.run_record import CONFIG_KEY, to_record
 from dit.convert.state_files import to_json, write_diffusers
@@ -82,6 +82,7 @@ def write_pipeline(
     }
     pixels = geometry.pixel_shape(*trained.latent_size)
     code = loading_lines(pipeline, trained, pixels=pixels, most_tokens=token_limits)
+    guider = {"_class_name": GUIDER, "guidance_scale": trained.sampling.get("guidance_scale", 1.0)}
     rules = form.rules(trained.model, parameter_shapes(trained.model), trained.latent_size)
     write_diffusers(
         {**settings, CONFIG_KEY: to_record(trained)},
@@ -91,6 +92,7 @@ def write_pipeline(
         texts={
             PAGE: page(trained, pipeline.class_name, notes=notes, folder=form.part, code=code),
             f"scheduler/{SCHEDULER_CONFIG}": to_json(scheduler),
+            **({"guider/guider_config.json": to_json(guider)} if pipeline.scale is None else {}),
         },
         others=write_parts,
         max_shard_bytes=max_shard_bytes,

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from transformers import (
     AutoTokenizer,
-    ByT5Tokenizer,
     CLIPTextModel,
     CLIPTextModelWithProjection,
     T5Config,
@@ -31,6 +30,7 @@ from tests.support.encoders import (
     T5_WIDTH,
     byte_tokenizer,
     language_model,
+    save_byt5,
     save_clip,
     save_t5,
 )
@@ -78,9 +78,8 @@ def wide_t5(root: Path) -> tuple[Any, Any]:
 
 
 def byt5(root: Path) -> tuple[Any, Any]:
-    """With a token for each byte."""
-    torch.manual_seed(8)
-    return T5EncoderModel(T5Config(d_model=T5_WIDTH, **{**T5_SIZES, "vocab_size": 384})).eval(), ByT5Tokenizer()
+    folder = save_byt5(root / "byt5")
+    return T5EncoderModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
 
 
 def mistral(root: Path) -> tuple[Any, Any]:
