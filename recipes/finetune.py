@@ -232,8 +232,8 @@ def finetune_chroma(base: Optional[str] = None, gpus: Optional[int] = 8, gpu_mem
 def finetune_hunyuan_video(base: Optional[str] = None, gpus: Optional[int] = 8, gpu_memory: int = 80) -> run.Partial:
     """All weights of HunyuanVideo 1.5 (8.33 B) in the pipeline `models/hunyuan-video`: 8 x 80 GB.
 
-    As finetune; `--dryrun` estimates 65 GiB on each GPU for 121 frames of 1280 x 720. Clips need embeddings of
-    Qwen2.5-VL, and may have those of byT5 (`text_2`) and SigLIP (`image_tokens`).
+    As finetune; `--dryrun` estimates 65 GiB on each GPU for 121 frames of 1280 x 720. The pipeline is `--vae` and
+    `--text-encoder` of the clips; they may have tokens of SigLIP (`image_tokens`), too.
     """
     published = Published("models/hunyuan-video", hunyuan_video_8b(), time_shift=5.0)
     recipe = _fit(_on_base("finetune_hunyuan_video", base, published), gpus, gpu_memory)
