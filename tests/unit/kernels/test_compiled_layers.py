@@ -214,11 +214,10 @@ def test_experts_bf16_and_adapters_have_the_numbers_of_eager_layers(
 def test_generated_code_has_the_numbers_of_eager_layers(one_rank_world: ProcessGroups) -> None:
     """The compiler of `training.kernels=compile` itself."""
     torch._dynamo.reset()
-    model = replace(config_of("dit_cross"), num_layers=2)
+    model = replace(config_of("dit_cross"), num_layers=1)
     eager, network = (network_of(model, one_rank_world, kernels=kernels) for kernels in ("eager", "compile"))
-    for kind in ("dense", "padded"):
-        batch = batch_of(model, kind)
-        assert same(step(network, model, batch), step(eager, model, batch)), kind
+    batch = batch_of(model, "padded")
+    assert same(step(network, model, batch), step(eager, model, batch))
 
 
 def test_the_backbone_of_the_page_has_the_numbers_of_eager_layers(
