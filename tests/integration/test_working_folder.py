@@ -43,6 +43,7 @@ def test_ranks_have_the_working_folder_of_their_caller(tmp_path):
     assert {(logs / f"working_folder_{rank}").read_text() for rank in (0, 1)} == {str(tmp_path)}
 
 
+@pytest.mark.slow
 def test_what_a_demo_leaves_in_the_clone_changes_no_result(tmp_path, letters_data):
     """This test trains for minutes if it reads `data/letters`."""
     clone = tmp_path / "clone"
