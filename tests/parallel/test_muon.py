@@ -85,10 +85,12 @@ def results(request, tmp_path_factory):
         worlds[1]["one", kind] = case({}, **options)
         worlds[2] |= {(name, kind): case(LAYOUTS[name], **options) for of, name in halves if of == kind}
     sizes = {name: size for size, layouts in ((1, ["one"]), (2, LAYOUTS), (4, FOUR)) for name in layouts}
-    for first, then in ((first, RESUMED[first]) for (first,) in resumed):
+    for first, then in RESUMED.items():
         shared = {"run_dir": folder / first}
-        worlds[sizes[first]][first, "saved"] = case(ALL[first], steps=SAVED_AT, save=True, **shared)
-        worlds[sizes[then]][first, "resumed"] = case(ALL[then], steps=STEPS - SAVED_AT, **shared)
+        if (first,) in resumed or first == "one":  # from which the adapters start
+            worlds[sizes[first]][first, "saved"] = case(ALL[first], steps=SAVED_AT, save=True, **shared)
+        if (first,) in resumed:
+            worlds[sizes[then]][first, "resumed"] = case(ALL[then], steps=STEPS - SAVED_AT, **shared)
     for model, layouts in OF_MODELS.items():
         options = on_base.get(model, {})
         worlds[1]["one", model] = case({}, model, **options)
