@@ -7,15 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
-from dit.batch import PackedBatch
 from dit.kernels.fused.gpu.noise import _radius, random_words
 from dit.kernels.fused.noise import mix
 from dit.layout import CLEAN, SequenceLayout
 from dit.levels import with_levels
 from dit.objectives.addressed_noise import AddressedNoise
-from dit.objectives.ddpm import DDPM
-from dit.objectives.edm import EDM
-from dit.objectives.flow_matching import FlowMatching
 from dit.philox import MASK32, philox
 from tests.interpreted.formulas import ULP
 
@@ -144,22 +140,3 @@ def test_mixtures_of_one_noise_in_bf16_latents():
         size = (a * x0.double()).abs() + b.abs() * radius
         error = (ours.double() - (a * x0.double() + b * eps)).abs() / size
         assert float(error.max()) <= (NORMAL_ULPS + 2) * ULP[torch.float32]
-
-
-OBJECTIVES = {
-    "flow": FlowMatching(),
-    "edm": EDM(),
-    "offset": DDPM(prediction="v", noise_offset=0.3),
-}
-
-
-@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
-def test_an_objective_prepares_the_eager_numbers(objective):
-    """Inputs, targets, times and weights; the samples keep noise levels of their own."""
-    x0 = torch.randn(37, 6, generator=torch.Generator().manual_seed(3))
-    batch = PackedBatch(x0, torch.zeros(37, 3).long(), PADDED, IDS, ((1, 1, 1),) * 3, ("a", "b", "c"))
-    ours, theirs = (objective.prepare(batch, noise_of(PADDED, kernel=kernel)) for kernel in (mix, None))
-    assert torch.equal(ours.time_S, theirs.time_S)
-    assert torch.equal(ours.weight_S, theirs.weight_S)
-    for name in ("inputs_TC", "target_TC"):
-        torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), rtol=1e-5, atol=1e-5)
