@@ -10,7 +10,10 @@ PIPELINE_INDEX = "model_index.json"
 _FLUX = {"text_encoder_2": "text={}:padded", "text_encoder": "pooled={}"}
 _WAN = {"text_encoder": "{}:prompt=wan:zero_padded"}
 _SANA = {"text_encoder": "{}:prompt=sana:max_tokens=300"}
-_HUNYUAN_VIDEO = {"text_encoder": "{}:prompt=hunyuan_video:layer=-3:max_tokens=1000"}  # without the shown text
+_HUNYUAN_VIDEO = {
+    "text_encoder": "{}:prompt=hunyuan_video:layer=-3:max_tokens=1000",
+    "text_encoder_2": "text_2={}:prompt=shown_texts:max_tokens=256",
+}
 _LUMINA = {"text_encoder": "{}:prompt=lumina2:layer=-2:max_tokens=256"}
 TEXT_ENCODERS: Mapping[str, Mapping[str, str]] = {
     "DiTPipeline": {},
@@ -27,6 +30,7 @@ TEXT_ENCODERS: Mapping[str, Mapping[str, str]] = {
     "PixArtAlphaPipeline": {"text_encoder": "{}:prompt=lower_case:max_tokens=120"},
     "PixArtSigmaPipeline": {"text_encoder": "{}:prompt=lower_case:max_tokens=300"},
     **dict.fromkeys(("FluxPipeline", "FluxKontextPipeline", "FluxFillPipeline", "FluxControlPipeline"), _FLUX),
+    "ChromaPipeline": {"text_encoder": "{}:padded_once"},
     "Flux2Pipeline": {"text_encoder": "{}:prompt=flux2:layer=10+20+30:padded"},
     "Flux2KleinPipeline": {"text_encoder": "{}:prompt=chat:layer=9+18+27:padded"},
     "QwenImagePipeline": {"text_encoder": "{}:prompt=qwen_image"},

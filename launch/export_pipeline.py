@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Optional
 
 from dit.convert.diffusers_format import TrainedModel, format_of_model
-from dit.convert.diffusers_pipeline import Pipeline, loading_lines, model_index, num_steps_of, pipeline_of
+from dit.convert.diffusers_pipeline import GUIDER, Pipeline, loading_lines, model_index, num_steps_of, pipeline_of
 from dit.convert.diffusers_sampling import PAGE, SCHEDULER_CONFIG, page, scheduler_config, spaced_scheduler
 from dit.convert.run_record import CONFIG_KEY, to_record
 from dit.convert.state_files import to_json, write_diffusers
@@ -82,6 +82,7 @@ def write_pipeline(
     }
     pixels = geometry.pixel_shape(*trained.latent_size)
     code = loading_lines(pipeline, trained, pixels=pixels, most_tokens=token_limits)
+    guider = {"_class_name": GUIDER, "guidance_scale": trained.sampling.get("guidance_scale", 1.0)}
     rules = form.rules(trained.model, parameter_shapes(trained.model), trained.latent_size)
     write_diffusers(
         {**settings, CONFIG_KEY: to_record(trained)},
@@ -91,6 +92,7 @@ def write_pipeline(
         texts={
             PAGE: page(trained, pipeline.class_name, notes=notes, folder=form.part, code=code),
             f"scheduler/{SCHEDULER_CONFIG}": to_json(scheduler),
+            **({"guider/guider_config.json": to_json(guider)} if pipeline.scale is None else {}),
         },
         others=write_parts,
         max_shard_bytes=max_shard_bytes,
@@ -143,12 +145,15 @@ def check_encoders(pipeline: Pipeline, line: Optional[str]) -> list[TextEncoderC
         makes, pads = required.makes, "text" in required.makes  # a pooled vector does not depend on padding
         needs = f"{part.known} that makes {' and '.join(f'`{entry}`' for entry in makes)}"
         needs += f", with{'' if required.padded else 'out'} `:padded`" if pads else ""
-        needs += ", with `:zero_padded`" if required.zero_padded else ""
+        needs += "".join(f", with `:{name}`" for name in ("padded_once", "zero_padded") if getattr(required, name))
         needs += f", `:prompt={required.prompt}`" if required.prompt != "plain" and pipeline.note is None else ""
         needs += f", `:layer={required.layer_names}`" if required.layers else ""
         flags = ("joined", "appended")
         needs += "".join(f", `:{flag}`" for flag in flags if getattr(required, flag))
-        same = {name: getattr(required, name) for name in ("layers", "zero_padded", *flags, *["padded"] * pads)}
+        same = {
+            name: getattr(required, name)
+            for name in ("layers", "padded_once", "zero_padded", *flags, *["padded"] * pads)
+        }
         fitting = [
             encoder
             for encoder, kind in available

@@ -24,7 +24,7 @@ from dit.parallel.build import parameter_shapes
 from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.components import dit_cross_s, lumina2_2b, prx_1_2b, z_image_6b
+from recipes.components import chroma_9b, dit_cross_s, lumina2_2b, prx_1_2b, z_image_6b
 from recipes.dit import text_conditional
 from recipes.hunyuan_video import hunyuan_video_8b
 
@@ -220,11 +220,20 @@ def finetune_prx(base: Optional[str] = None, gpus: Optional[int] = 1, gpu_memory
 
 
 @run.cli.factory(target=pretrain)
+def finetune_chroma(base: Optional[str] = None, gpus: Optional[int] = 8, gpu_memory: int = 80) -> run.Partial:
+    """All weights of Chroma (8.90 B) in the pipeline `models/chroma` of diffusers: 8 x 80 GB.
+
+    As finetune. Pictures: `python -m energon_data.prepare images --vae models/chroma --text-encoder models/chroma`.
+    """
+    return _fit(_on_base("finetune_chroma", base, Published("models/chroma", chroma_9b(), 3.0)), gpus, gpu_memory)
+
+
+@run.cli.factory(target=pretrain)
 def finetune_hunyuan_video(base: Optional[str] = None, gpus: Optional[int] = 8, gpu_memory: int = 80) -> run.Partial:
     """All weights of HunyuanVideo 1.5 (8.33 B) in the pipeline `models/hunyuan-video`: 8 x 80 GB.
 
-    As finetune; `--dryrun` estimates 65 GiB on each GPU for 121 frames of 1280 x 720. Clips need embeddings of
-    Qwen2.5-VL, and may have those of byT5 (`text_2`) and SigLIP (`image_tokens`).
+    As finetune; `--dryrun` estimates 65 GiB on each GPU for 121 frames of 1280 x 720. The pipeline is `--vae` and
+    `--text-encoder` of the clips; they may have tokens of SigLIP (`image_tokens`), too.
     """
     published = Published("models/hunyuan-video", hunyuan_video_8b(), time_shift=5.0)
     recipe = _fit(_on_base("finetune_hunyuan_video", base, published), gpus, gpu_memory)

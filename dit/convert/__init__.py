@@ -2,6 +2,7 @@
 
 DIFFUSERS = {
     "AutoencoderKL": "dit.convert.diffusers_autoencoder:DiffusersAutoencoder",
+    "ChromaTransformer2DModel": "dit.convert.diffusers_flux:DiffusersChroma",
     "DiTTransformer2DModel": "dit.convert.diffusers_dit:DiffusersDiT",
     "Flux2Transformer2DModel": "dit.convert.diffusers_flux2:DiffusersFlux2",
     "FluxTransformer2DModel": "dit.convert.diffusers_flux:DiffusersFlux",

@@ -1,13 +1,14 @@
-"""Convert diffusers' `FluxTransformer2DModel` (FLUX.1) to and from our FLUX.
+"""Convert diffusers' `FluxTransformer2DModel` (FLUX.1) and `ChromaTransformer2DModel` to and from our models.
 
-Differences of diffusers' model, besides those in `dit.convert.diffusers_streams`:
+Differences of diffusers' models, besides those in `dit.convert.diffusers_streams`:
 
 * in single-stream blocks, the matrix of the MLP is separate, too; their output projection has all inputs of attention
   first, then all of the MLP, while ours are ordered by head;
 * the guidance scale of a distilled network is an argument, and a setting (`guidance`) here. Times and guidance are the
   same; both code bases multiply by 1000.
 
-Source: diffusers 0.38, `models/transformers/transformer_flux.py`, names and settings; black-forest-labs/flux.
+Source: diffusers 0.38, `models/transformers/transformer_flux.py` and `transformer_chroma.py`, names and settings;
+black-forest-labs/flux.
 """
 
 from collections.abc import Mapping
@@ -20,25 +21,23 @@ from dit.convert.diffusers_streams import (
     PATCH,
     TEXT,
     DiffusersStreams,
+    Model,
     StreamNames,
     head_norms,
     outer_names,
 )
 from dit.convert.rules import TRAIN_THAT_WAY, ByHead, Rule, with_bias
 from dit.errors import ConfigError
+from dit.models.chroma.config import ChromaConfig
 from dit.models.flux.config import FluxConfig
 
 DEV_GUIDANCE = 3.5
 
 
-class DiffusersFlux(DiffusersStreams[FluxConfig]):
-    """`FluxTransformer2DModel`."""
+class Flux1Blocks(DiffusersStreams[Model]):
+    """A class with the blocks of FLUX.1."""
 
-    class_name = "FluxTransformer2DModel"
-    config_class = FluxConfig
     fixed = ("patch_size",)
-    names: Mapping[str, str] = outer_names("time_text_embed", time="timestep", pooled="text", guidance="guidance")
-    free = frozenset({"num_single_layers", "pooled_size", "guidance"})
     streams: Mapping[str, StreamNames] = {
         "image": IMAGE("ff.net.0.proj", "ff.net.2", "norm1.linear"),
         "text": TEXT("ff_context.net.0.proj", "ff_context.net.2", "norm1_context.linear"),
@@ -56,33 +55,24 @@ class DiffusersFlux(DiffusersStreams[FluxConfig]):
         (r"single_transformer_blocks\.(\d+)\.norm\.linear", r"single_blocks.\1.modulation.lin"),
     )
 
-    def read(self, published: Mapping[str, Any]) -> TrainedModel:
+    def sizes(self, published: Mapping[str, Any]) -> dict[str, Any]:
         channels, out_channels = published["in_channels"], published["out_channels"]
         if (out_channels or 0) % PATCH**2:
             raise ConfigError(f"out_channels={out_channels} must be a multiple of {PATCH**2}, the positions of a patch")
-        sizes = self.sizes(published)
-        model = FluxConfig(
-            **sizes,
-            out_channels=None if out_channels in (None, channels) else out_channels // PATCH**2,
-            pooled_size=published["pooled_projection_dim"],
-            num_single_layers=published["num_single_layers"],
-            ffn_hidden_size=4 * sizes["hidden_size"],
-            guidance=DEV_GUIDANCE if published["guidance_embeds"] else None,
-        )
-        return self.trained(model, time_shift=3.0, num_steps=28)
+        sizes = super().sizes(published)
+        return sizes | {
+            "out_channels": None if out_channels in (None, channels) else out_channels // PATCH**2,
+            "num_single_layers": published["num_single_layers"],
+            "ffn_hidden_size": 4 * sizes["hidden_size"],
+        }
 
-    def write(self, model: FluxConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
-        if model.pooled_size is None:
-            raise ConfigError(f"model.pooled_size=None, but {self.class_name} needs a pooled text; {TRAIN_THAT_WAY}")
-        settings = self.write_sizes(model) | {
+    def write_sizes(self, model: Model) -> dict[str, Any]:
+        return super().write_sizes(model) | {
             "out_channels": None if model.output_features == model.token_channels else model.output_features,
             "num_single_layers": model.num_single_layers,
-            "pooled_projection_dim": model.pooled_size,
-            "guidance_embeds": model.guidance is not None,
         }
-        return settings, []
 
-    def single(self, model: FluxConfig, layer: str, block: str) -> list[Rule]:
+    def single(self, model: Model, layer: str, block: str) -> list[Rule]:
         heads, size, share = model.num_attention_heads, model.head_size, model.ffn_size // model.num_attention_heads
         inward = ByHead(heads, (size, size, size, share), turned=(0, 1))
         outward = ByHead(heads, (size, share), fused=True, dim=1)
@@ -94,3 +84,57 @@ class DiffusersFlux(DiffusersStreams[FluxConfig]):
             Rule(f"{layer}.linear_out.bias", (f"{block}.proj_out.bias",)),
             *head_norms(layer, f"{block}.attn.norm_q", f"{block}.attn.norm_k"),
         ]
+
+
+class DiffusersFlux(Flux1Blocks[FluxConfig]):
+    """`FluxTransformer2DModel`."""
+
+    class_name = "FluxTransformer2DModel"
+    config_class = FluxConfig
+    names: Mapping[str, str] = outer_names("time_text_embed", time="timestep", pooled="text", guidance="guidance")
+    free = frozenset({"num_single_layers", "pooled_size", "guidance"})
+
+    def read(self, published: Mapping[str, Any]) -> TrainedModel:
+        pooled, guidance = published["pooled_projection_dim"], DEV_GUIDANCE if published["guidance_embeds"] else None
+        model = FluxConfig(**self.sizes(published), pooled_size=pooled, guidance=guidance)
+        return self.trained(model, time_shift=3.0, num_steps=28)
+
+    def write(self, model: FluxConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
+        if model.pooled_size is None:
+            raise ConfigError(f"model.pooled_size=None, but {self.class_name} needs a pooled text; {TRAIN_THAT_WAY}")
+        added = {"pooled_projection_dim": model.pooled_size, "guidance_embeds": model.guidance is not None}
+        return self.write_sizes(model) | added, []
+
+
+APPROXIMATOR = ("approximator_num_channels", "approximator_hidden_dim", "approximator_layers")
+
+
+class DiffusersChroma(Flux1Blocks[ChromaConfig]):
+    """`ChromaTransformer2DModel`, whose guidance layer computes the modulations of all blocks."""
+
+    class_name = "ChromaTransformer2DModel"
+    config_class = ChromaConfig
+    names: Mapping[str, str] = outer_names("") | {
+        "modulation.linear_in": "distilled_guidance_layer.in_proj",
+        "modulation.linear_out": "distilled_guidance_layer.out_proj",
+    }
+    free = frozenset({"num_single_layers", "approximator"})
+
+    def read(self, published: Mapping[str, Any]) -> TrainedModel:
+        approximator = [published[name] for name in APPROXIMATOR]
+        model = ChromaConfig(**self.sizes(published), approximator=approximator, null_text="empty")
+        return self.trained(model, time_shift=3.0, num_steps=35, guidance_scale=5.0)
+
+    def write(self, model: ChromaConfig, latent_size: LatentSize) -> tuple[dict[str, Any], list[str]]:
+        if model.approximator is None:
+            raise ConfigError(f"model.approximator=None, but {self.class_name} has this network; {TRAIN_THAT_WAY}")
+        return self.write_sizes(model) | dict(zip(APPROXIMATOR, model.approximator)), []
+
+    def shared(self, model: ChromaConfig) -> list[Rule]:
+        rules = list[Rule]()
+        for i in range((model.approximator or [0])[-1]):
+            ours, theirs = f"modulation.blocks.{i}", "distilled_guidance_layer"
+            rules.append(Rule(f"{ours}.norm.weight", (f"{theirs}.norms.{i}.weight",)))
+            for linear in ("linear_1", "linear_2"):
+                rules += with_bias(f"{ours}.{linear}", f"{theirs}.layers.{i}.{linear}")
+        return rules

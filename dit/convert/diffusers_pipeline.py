@@ -24,10 +24,13 @@ from dit.models.base import ModelConfig
 from dit.objectives.ddpm import DDPM
 from dit.objectives.flow_matching import FlowMatching
 from dit.objectives.noise_levels import REFERENCE_STEPS
+from dit.pipeline_folder import TEXT_ENCODERS
 
 CLIP = ("clip",)
 FLUX2_SHIFT = (1.62160747, 2.02335116, 256, 4096)
 """`compute_empirical_mu` for 50 steps, which is linear up to 4300 tokens."""
+GUIDER = "ClassifierFreeGuidance"
+"""Class of the part `guider`."""
 WAN_FPS = 16
 """Frames per second of Wan's clips."""
 T5_LIKE = ("t5", "umt5", "sentence")
@@ -58,7 +61,7 @@ class Pipeline:
         flow: runs flow matching, otherwise DDPM of `REFERENCE_STEPS` steps.
         shift: adds the `shift_factor` of the autoencoder; the others ignore it.
         guided_by_texts: leads away from the embedding of the empty text.
-        scale: argument of the call for the scale of guidance.
+        scale: argument of the call for the scale of guidance; None for a part `guider` that has it.
         scale_of_none: value of this argument without guidance.
         keeps_norm: guides as `sampling.guidance_norm`.
         zeros: entry of `model_index.json` that, if true, replaces that embedding by zeros; None for no such entry.
@@ -70,7 +73,7 @@ class Pipeline:
         reads_sizes: calls the model with the sizes and the crop of the original.
         reads_adapters: has `load_lora_weights`.
         arguments: further arguments of the call.
-        note: what it does with a prompt, if the encoder of the run does not (`prompt=`).
+        note: what it does with a prompt, unlike our sampler, if the encoder of the run does not (`prompt=`).
     """
 
     class_name: str
@@ -78,7 +81,7 @@ class Pipeline:
     flow: bool = False
     shift: bool = False
     guided_by_texts: bool = False
-    scale: str = "guidance_scale"
+    scale: Optional[str] = "guidance_scale"
     scale_of_none: float = 1.0
     keeps_norm: bool = False
     zeros: Optional[str] = None
@@ -121,6 +124,17 @@ PIPELINES = {
         flow=True,
         shift=True,
         shift_by_tokens="scheduler",
+    ),
+    "ChromaTransformer2DModel": Pipeline(
+        "ChromaPipeline",
+        (TextPart("text_encoder", ("t5",), "a T5"),),
+        flow=True,
+        shift=True,
+        guided_by_texts=True,
+        shift_by_tokens="scheduler",
+        index=MappingProxyType({"image_encoder": [None, None], "feature_extractor": [None, None]}),
+        note="ChromaPipeline of diffusers 0.38 adds its mask of numbers to scores of attention, so tokens attend to "
+        "padding (huggingface/diffusers issue 13619); our sampler masks padding, as the published training",
     ),
     "Flux2Transformer2DModel": Pipeline(
         "Flux2KleinPipeline",
@@ -192,6 +206,18 @@ PIPELINES = {
         vae="AutoencoderDC",
         times="argument",
         arguments=("use_resolution_binning=False",),
+    ),
+    "HunyuanVideo15Transformer3DModel": Pipeline(
+        "HunyuanVideo15Pipeline",
+        (
+            TextPart("text_encoder", ("qwen2_5_vl",), "a Qwen2.5-VL", cut=True),
+            TextPart("text_encoder_2", ("t5",), "a byT5", cut=True),
+        ),
+        flow=True,
+        guided_by_texts=True,
+        scale=None,
+        vae="AutoencoderKLHunyuanVideo15",
+        draws_clips=True,
     ),
     "WanTransformer3DModel": Pipeline(
         "WanPipeline",
@@ -273,7 +299,14 @@ def _model_faults(pipeline: Pipeline, trained: TrainedModel) -> list[str]:
     model = trained.model
     names = {condition.name for condition in model.conditions()}
     faults = []
-    if extra := sorted(names & {"control", "context_2", *(() if pipeline.reads_sizes else ("size_and_crop",))}):
+    reads_second = any("text_2" in line for line in TEXT_ENCODERS[pipeline.class_name].values())
+    without = {
+        "control",
+        "first_frames",
+        "context_2" * (not reads_second),
+        "size_and_crop" * (not pipeline.reads_sizes),
+    }
+    if extra := sorted(names & without):
         faults.append(f"has no {', '.join(extra)}, which this model takes")
     text = next((condition for condition in model.conditions() if condition.name == "context"), None)
     nulls = ("empty text",) if pipeline.zeros is None else ("empty text", 0.0)
@@ -306,6 +339,7 @@ def model_index(
         "scheduler": ["diffusers", scheduler["_class_name"]],
         form.part: ["diffusers", form.class_name],
         "vae": ["diffusers", pipeline.vae],
+        **({"guider": ["diffusers", GUIDER]} if pipeline.scale is None else {}),
         **{name: ["transformers", class_name] for name, class_name in classes.items()},
     }
 
@@ -329,7 +363,7 @@ def loading_lines(
     scale = getattr(trained.model, "guidance", None) if distilled else sampling.get("guidance_scale")
     steps = num_steps_of(trained)
     call = [f"num_inference_steps={steps + (pipeline.times == 'end')}"]
-    call += [f"{pipeline.scale}={(scale or 1.0) - 1.0 + pipeline.scale_of_none}"]
+    call += [f"{pipeline.scale}={(scale or 1.0) - 1.0 + pipeline.scale_of_none}"] * (pipeline.scale is not None)
     call += [f"sigmas=[1 - i / {steps} for i in range({steps})]"] * (pipeline.times == "argument")
     if pipeline.texts:
         prompt = repr((sampling.get("prompts") or ["a red circle"])[0])

@@ -31,6 +31,7 @@ class Prompt:
         template: arguments of the chat template.
         dropped: rows to remove from the embedding, from the number of tokens in `before`.
         bare_empty: the empty caption, for guidance, has no text around it.
+        may_be_empty: a caption whose text is empty has an embedding without rows.
     """
 
     clean: Callable[[str], str] = str
@@ -40,6 +41,7 @@ class Prompt:
     template: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     dropped: Callable[[int], slice] = _nothing
     bare_empty: bool = False
+    may_be_empty: bool = False
 
     def render(self, caption: str, tokenizer: Any) -> str:
         """Return the text of a caption.
@@ -63,6 +65,12 @@ def _clean_html(caption: str) -> str:
     if find_spec("ftfy") is not None:
         caption = import_module("ftfy").fix_text(caption)
     return re.sub(r"\s+", " ", html.unescape(html.unescape(caption))).strip()
+
+
+def _shown_texts(caption: str) -> str:
+    """Return the parts of a caption in quotes, each once."""
+    shown = dict.fromkeys(straight or curly for straight, curly in re.findall('"(.*?)"|“(.*?)”', caption))
+    return "".join(f'Text "{text}". ' for text in shown)
 
 
 def _of_user(words: str) -> Chat:
@@ -133,6 +141,7 @@ PROMPTS = {
         template={"add_generation_prompt": True},
         dropped=lambda tokens: slice(0, 108),  # the tokens before the caption in Qwen's vocabulary
     ),
+    "shown_texts": Prompt(clean=_shown_texts, may_be_empty=True),
     "lumina2": Prompt(before=f"{LUMINA2_SYSTEM} <Prompt Start> ", bare_empty=True),
     "sana": Prompt(
         clean=_lower_case,

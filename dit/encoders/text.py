@@ -87,14 +87,15 @@ class TextEncoder:
                 "%d texts are truncated to the %d tokens of %s, such as %.60r of %d tokens",
                 *(len(long), max_tokens, self.config.name, texts[long[0]], len(ids[long[0]])),
             )
-            return self._tokenizer(rendered, truncation=True, max_length=limit, **options)["input_ids"]
-        return ids
+            ids = self._tokenizer(rendered, truncation=True, max_length=limit, **options)["input_ids"]
+        return [numbers if text or not around.may_be_empty else [] for numbers, text in zip(ids, rendered, strict=True)]
 
     def rows(self, ids: Sequence[int]) -> int:
         """Return the length of the embedding of a text."""
         if self.config.padded or self.config.zero_padded:
             return self.geometry.max_tokens
-        return len(ids) - len(range(len(ids))[self._dropped])
+        rows = len(ids) - len(range(len(ids))[self._dropped])
+        return min(rows + self.config.padded_once, self.geometry.max_tokens)
 
     @torch.no_grad()
     def forward(self, ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
@@ -112,9 +113,12 @@ class TextEncoder:
 
     def _embed(self, ids: Sequence[Sequence[int]]) -> tuple[Tensor, Optional[Tensor]]:
         kind, layers = self.geometry.kind, self.config.layers
+        if not ids[0]:
+            return torch.zeros(len(ids), 0, self.geometry.width, device=self.device), None
         if kind == "identity":
             return torch.nn.functional.one_hot(torch.tensor(ids, device=self.device), self.geometry.width), None
-        inputs = self._padded(ids) if self.config.padded else {"input_ids": torch.tensor(ids, device=self.device)}
+        pads = self.config.padded or self.config.padded_once
+        inputs = self._padded(ids) if pads else {"input_ids": torch.tensor(ids, device=self.device)}
         options = {"use_cache": False} if kind in LANGUAGE_MODELS else {}
         out = self._model(**inputs, **options, output_hidden_states=bool(layers))
         tokens = torch.cat([out.hidden_states[i] for i in layers], -1) if layers else out.last_hidden_state
@@ -125,14 +129,16 @@ class TextEncoder:
         return tokens, out.pooler_output if kind == "clip" else None
 
     def _padded(self, ids: Sequence[Sequence[int]]) -> dict[str, Tensor]:
-        """Return token ids with padding on the side of the tokenizer, and the mask of language models."""
-        shape = len(ids), self.geometry.max_tokens + self._dropped.stop - self._dropped.start
+        """Return token ids with padding on the side of the tokenizer, and a mask unless the encoder attends to it."""
+        length = self.geometry.max_tokens + self._dropped.stop - self._dropped.start
+        shape = len(ids), min(len(ids[0]) + 1, length) if self.config.padded_once else length
         ids_BK, mask_BK = torch.full(shape, self._tokenizer.pad_token_id), torch.zeros(shape, dtype=torch.int64)
         for row, numbers in enumerate(ids):
             start = shape[1] - len(numbers) if self._tokenizer.padding_side == "left" else 0
             ids_BK[row, start : start + len(numbers)] = torch.tensor(numbers)
             mask_BK[row, start : start + len(numbers)] = 1
-        masks = {"attention_mask": mask_BK.to(self.device)} if self.geometry.kind in LANGUAGE_MODELS else {}
+        is_masked = self.config.padded_once or self.geometry.kind in LANGUAGE_MODELS
+        masks = {"attention_mask": mask_BK.to(self.device)} if is_masked else {}
         return {"input_ids": ids_BK.to(self.device), **masks}
 
     def save(self, encoder: Path, tokenizer: Path, *, cut: bool) -> tuple[str, str]:
@@ -158,7 +164,7 @@ class TextEncoder:
     def batches(self, ids: Sequence[Sequence[int]]) -> list[list[int]]:
         """Group token ids of equal length (after padding) into batches for `forward`; return the indices."""
         lengths = [self.geometry.max_tokens if self.config.padded else len(numbers) for numbers in ids]
-        return in_batches(lengths, lambda length: MAX_BATCH_TOKENS // length)
+        return in_batches(lengths, lambda length: MAX_BATCH_TOKENS // max(1, length))
 
     def encode(self, texts: Sequence[str]) -> dict[str, list[Tensor]]:
         """Embed texts; equal texts are computed once. An embedding does not depend on the other texts.

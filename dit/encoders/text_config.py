@@ -13,7 +13,8 @@ One line selects encoders, on the command line, in settings and in the record of
     ENCODER  [ENTRY + ENTRY ... =] NAME [: OPTION] ...
     ENTRY    text (the default), text_2 or pooled: the names under which samples store the embeddings
     NAME     all-minilm-l6-v2, identity, a folder in transformers' layout, or OWNER/REPOSITORY[/FOLDER] on the hub
-    OPTION   prompt=NAME, layer=penultimate, layer=9+18+27, max_tokens=N, padded, zero_padded, joined, or appended
+    OPTION   prompt=NAME, layer=penultimate, layer=9+18+27, max_tokens=N, padded, padded_once, zero_padded, joined, or
+             appended
 
 An encoder that is only the folder of a pipeline stands for the encoders of its class, see `dit.pipeline_folder`.
 """
@@ -56,7 +57,8 @@ ENTRIES = tuple(condition.stored_as[0] for condition in (CONTEXT, CONTEXT_2, POO
 T5GEMMA = ("t5gemma", "t5_gemma_module")  # `model_type` of both networks, and of one
 IDENTITY = "identity"  # the bytes of a text
 MAX_TOKENS = 512  # in the pipelines of diffusers; T5 has no limit, and that of language models is far higher
-FLAGS = ("padded", "zero_padded", "joined", "appended")
+PADDINGS = ("padded", "padded_once", "zero_padded")
+FLAGS = (*PADDINGS, "joined", "appended")
 PENULTIMATE = (-2,)
 
 
@@ -119,6 +121,8 @@ class TextEncoderConfig:
         max_tokens: longer embeddings are truncated to this length; None for the longest text that the encoder reads.
         padded: pad every text to `max_tokens` and store the padding, as the pipelines of Stable Diffusion and FLUX do,
             whose weights expect it. T5 and CLIP attend to the padding. Otherwise texts have no padding.
+        padded_once: add the output at one padding token, to which the other tokens do not attend, as Chroma's pipeline
+            does; a text of `max_tokens` has none.
         zero_padded: pad every embedding to `max_tokens` with zeros, to which the model attends, as Wan's pipeline does;
             the encoder does not read them.
         joined: append the features of each token, and of the pooled vector, to those of the previous encoders in the
@@ -132,6 +136,7 @@ class TextEncoderConfig:
     layers: tuple[int, ...] = ()
     max_tokens: Optional[int] = None
     padded: bool = False
+    padded_once: bool = False
     zero_padded: bool = False
     joined: bool = False
     appended: bool = False
@@ -190,10 +195,11 @@ class TextEncoderConfig:
             raise ConfigError(
                 f"text encoder {self.name!r} makes no pooled vector; use CLIP or a sentence encoder for it"
             )
-        if self.padded and self.zero_padded:
-            raise ConfigError(f"text encoder {self.name!r} has :padded and :zero_padded; choose one of the two")
-        if (self.padded or self.zero_padded) and geometry.kind == "identity":
-            raise ConfigError(f"text encoder {self.name!r} has no padding; leave out :padded and :zero_padded")
+        paddings = " and ".join(f":{name}" for name in PADDINGS if getattr(self, name))
+        if " and " in paddings:
+            raise ConfigError(f"text encoder {self.name!r} has {paddings}; choose one of them")
+        if paddings and geometry.kind == "identity":
+            raise ConfigError(f"text encoder {self.name!r} has no padding; leave out {paddings}")
         last = geometry.num_layers
         if any(not -last <= layer < last for layer in self.layers):
             raise ConfigError(

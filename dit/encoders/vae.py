@@ -30,8 +30,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 IDENTITY = "identity"  # pixels are their own latents
 FRAMEWISE = ("AutoencoderKL", "AutoencoderKLFlux2", "AutoencoderDC", "VQModel")
 """Classes of diffusers that encode each frame separately."""
-KINDS = (*FRAMEWISE, "AutoencoderKLWan", "AutoencoderKLQwenImage", "AutoencoderKLHunyuanVideo")
+KINDS = (
+    *FRAMEWISE,
+    *("AutoencoderKLWan", "AutoencoderKLQwenImage", "AutoencoderKLHunyuanVideo", "AutoencoderKLHunyuanVideo15"),
+)
 """Supported classes of diffusers; those not in `FRAMEWISE` are causal in time."""
+WITHOUT_BATCHES = ("AutoencoderKLHunyuanVideo15",)
+"""Classes that accept one clip: in diffusers 0.38, the mask of their attention has no axis for heads."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,8 +258,11 @@ class VAE:
             flat = encoded.latent_dist.mode() if "latent_dist" in encoded else encoded[0]
             z = flat.unflatten(0, (-1, frames)).transpose(1, 2)
         else:
-            z = self._model.encode(pixels).latent_dist.mode()
+            z = torch.cat([self._model.encode(clips).latent_dist.mode() for clips in self._batches(pixels)])
         return _unfold((self._fold(z) - self._mean) / self._std)
+
+    def _batches(self, clips: Tensor) -> Sequence[Tensor]:
+        return clips.split(1 if self.geometry.kind in WITHOUT_BATCHES else len(clips))
 
     @torch.no_grad()
     def decode(self, latent_BCTHW: Tensor) -> Tensor:
@@ -268,7 +276,7 @@ class VAE:
             flat = self._model.decode(z.transpose(1, 2).flatten(0, 1)).sample
             pixels = flat.unflatten(0, (-1, latent.shape[2])).transpose(1, 2)
         else:
-            pixels = self._model.decode(z).sample
+            pixels = torch.cat([self._model.decode(clips).sample for clips in self._batches(z)])
         return pixels.float().clamp(-1, 1)
 
     @torch.no_grad()

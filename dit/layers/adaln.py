@@ -3,9 +3,11 @@
 Suffix S counts samples, or their noise levels if a sample has several (`SequenceLayout.levels`).
 """
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, Optional
 
+import torch
 from torch import Tensor, nn
 
 from dit.backends.init import ONES, ZEROS, xavier_uniform
@@ -14,6 +16,7 @@ from dit.backends.provider import LayerProvider
 from dit.backends.sharding import GradientCovers, replicate_on_all_stages
 from dit.kernels.layer_kernels import LayerKernels
 from dit.kernels.modulation import NormModulation
+from dit.layers.embeddings import timestep_features
 from dit.layout import SequenceLayout
 
 
@@ -208,6 +211,79 @@ class SelectedModulation(nn.Module):
 
     def forward(self, shared: Sequence[SublayerModulation]) -> Sequence[SublayerModulation]:
         return shared[self.sublayers]
+
+
+class Approximator(nn.Module):
+    """A network from the time and the index of a vector to this vector: shift, scale or gate of a sub-layer.
+
+        cos, sin of t | cos, sin of 0 | cos, sin of the index -- Linear - (x + MLP(RMSNorm(x))) ... - Linear --> vector
+
+    The index is embedded in float32 at a thousand times its value, so rounding is part of the published weights.
+    Vectors are ordered by sub-layer; the last two are shift and scale of the head. All vectors begin as zeros.
+
+    Args:
+        num_sublayers: number of sub-layers with a gate.
+        sizes: features, hidden size and number of blocks.
+
+    Source: `transformer_chroma.py` of diffusers, where 0 is the guidance scale of FLUX.1.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_sublayers: int,
+        provider: LayerProvider,
+        *,
+        sizes: Sequence[int],
+        time_scale: float,
+        bias: bool,
+        eps: float,
+    ) -> None:
+        super().__init__()
+        self.features, width, count = sizes
+        self.num_sublayers, self.time_scale, self.eps, self.kernels = num_sublayers, time_scale, eps, provider.kernels
+        self.linear_in = provider.replicated_linear(
+            self.features, width, bias=bias, init=xavier_uniform(self.features, width)
+        )
+        self.blocks = nn.ModuleList(_SiluBlock(width, provider, bias=bias) for _ in range(count))
+        self.linear_out = provider.replicated_linear(width, hidden_size, bias=bias, init=ZEROS)
+
+    def forward(self, time_S: Tensor) -> list[SublayerModulation]:
+        times_F = [timestep_features(t, self.features // 4) for t in (time_S.double() * self.time_scale, 0 * time_S)]
+        index_VF = index_features(3 * self.num_sublayers + 2, self.features // 2, time_S.device)
+        per_sample = torch.cat(times_F, -1)[:, None].expand(-1, len(index_VF), -1)
+        x_SVF = torch.cat([per_sample, index_VF.expand(len(time_S), -1, -1)], -1).to(self.linear_in.weight.dtype)
+        x_SVF = self.linear_in(x_SVF)
+        for block in self.blocks:
+            x_SVF = block(x_SVF)
+        *chunks, shift_SD, scale_SD = self.linear_out(x_SVF).unbind(1)
+        triples = zip(chunks[0::3], chunks[1::3], chunks[2::3])
+        mods = [SublayerModulation(*triple, self.eps, self.kernels) for triple in triples]
+        return [*mods, SublayerModulation(shift_SD, scale_SD, None, self.eps, self.kernels)]
+
+
+class _SiluBlock(nn.Module):
+    """x + Linear(SiLU(Linear(RMSNorm(x))))."""
+
+    def __init__(self, width: int, provider: LayerProvider, *, bias: bool) -> None:
+        super().__init__()
+        self.norm = RMSNorm(width, provider, eps=torch.finfo(torch.float32).eps)  # the default of `nn.RMSNorm`
+        init = xavier_uniform(width, width)
+        self.linear_1, self.linear_2 = (
+            provider.replicated_linear(width, width, bias=bias, init=init) for _ in range(2)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.linear_2(nn.functional.silu(self.linear_1(self.norm(x))))
+
+
+def index_features(count: int, size: int, device: torch.device) -> Tensor:
+    """Return cosines, then sines, of 1000 times the indices in float32, `[count, size]`, equal on all devices."""
+    half = size // 2
+    exponent = -math.log(10000) * torch.arange(half, dtype=torch.float32, device=device) / half
+    index_V1 = 1000 * torch.arange(count, dtype=torch.float32, device=device)[:, None]
+    angle = (index_V1 * exponent.double().exp().float()).double()
+    return torch.cat([angle.cos(), angle.sin()], -1).float()
 
 
 class SharedModulation(nn.Module):

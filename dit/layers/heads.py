@@ -1,5 +1,6 @@
 """Output layers, which compute the prediction of each patch."""
 
+from collections.abc import Sequence
 from typing import Optional
 
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 from dit.backends.init import ZEROS
 from dit.backends.provider import LayerProvider
 from dit.kernels.modulation import NormModulation
-from dit.layers.adaln import RMSNorm
+from dit.layers.adaln import RMSNorm, SublayerModulation
 from dit.layout import SequenceLayout
 
 
@@ -49,6 +50,18 @@ class FinalLayer(nn.Module):
         eps = self.eps if self.norm is None else self.norm.eps
         norm = NormModulation(shift_SD, scale_SD, eps, weight_D)
         return self.linear(self.kernels.norm_modulate(x_TD, norm, layout.level_layout)[1])
+
+
+class ModulatedFinalLayer(nn.Module):
+    """`FinalLayer` for a modulation that another layer computes."""
+
+    def __init__(self, hidden_size: int, out_features: int, provider: LayerProvider, *, bias: bool = True) -> None:
+        super().__init__()
+        self.linear = provider.replicated_linear(hidden_size, out_features, bias=bias, init=ZEROS)
+
+    def forward(self, x_TD: Tensor, modulations: Sequence[SublayerModulation], layout: SequenceLayout) -> Tensor:
+        """Return the prediction, modulated by the last of `modulations`."""
+        return self.linear(modulations[-1].norm_modulate(x_TD, layout)[1])
 
 
 class TableFinalLayer(nn.Module):

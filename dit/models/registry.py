@@ -31,6 +31,7 @@ class Entry:
 
 BACKBONES = {
     "autoencoder": Entry("dit.models.autoencoder.config:AutoencoderConfig", "dit.models.autoencoder.model:Autoencoder"),
+    "chroma": Entry("dit.models.chroma.config:ChromaConfig", "dit.models.streams.model:Streams"),
     "ddpm_unet": Entry("dit.models.ddpm_unet.config:DDPMUNetConfig", "dit.models.ddpm_unet.model:DDPMUNet"),
     "dit": Entry("dit.models.dit.config:DiTConfig", "dit.models.dit.model:DiT"),
     "dit_cross": Entry("dit.models.dit_cross.config:DiTCrossConfig", "dit.models.dit_cross.model:DiTCross"),

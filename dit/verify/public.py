@@ -68,7 +68,7 @@ def _position_ids(grid: tuple[int, int], num_texts: int, axes: int, device: torc
 
 
 def call_flux(module: Any, latents: Tensor, step: Tensor, conditions: Mapping[str, Tensor]) -> Sequence[Tensor]:
-    """Call FLUX.1 or FLUX.2 as the pipelines do."""
+    """Call FLUX.1, FLUX.2 or Chroma as the pipelines do."""
     tokens, grid = _tokens(latents)
     texts = conditions["context"].view(len(latents), -1, conditions["context"].shape[-1])
     ids, text_ids = _position_ids(grid, texts.shape[1], len(module.config["axes_dims_rope"]), latents.device)
@@ -165,6 +165,7 @@ CALLS: Mapping[str, Call] = {
     "SanaTransformer2DModel": _call_pixart,
     "HunyuanVideo15Transformer3DModel": call_hunyuan_video,
     "WanTransformer3DModel": _call_wan,
+    "ChromaTransformer2DModel": call_flux,
     "FluxTransformer2DModel": call_flux,
     "Flux2Transformer2DModel": call_flux,
     "Lumina2Transformer2DModel": call_lumina2,

@@ -74,6 +74,7 @@ def tiny_model(model: ModelConfig, parallel: ParallelConfig, fp8: Optional[Fp8] 
         "num_classes": 5,
         "context_size": 12,
         "pooled_size": 6,
+        "approximator": [16, 24, 2],
         "glyph_size": 10,
         "glyph_hidden_size": 16,
         "image_context_size": 6,

@@ -35,6 +35,8 @@ LAYOUTS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "unet_distributed_optimizer2": ("unet", 2, {"data__text_tokens": 8}),
     "sd3_tp2": ("sd3", 2, SP),
     "prx_tp2": ("prx", 2, SP),
+    "chroma_tp2": ("chroma", 2, SP),
+    "chroma_pp2": ("chroma", 2, PP),
     "sana_tp2": ("sana", 2, SP),
     "hunyuan_video_tp2": ("hunyuan_video", 2, SP),
     "hunyuan_video_pp2": ("hunyuan_video", 2, PP),

@@ -91,6 +91,7 @@ OTHER: dict[str, Any] = {
     "ffn_hidden_size": 64,
     "out_channels": 8,
     "shared_modulation": lambda value: not value,
+    "approximator": [16, 32, 1],
     "activation": lambda value: "swiglu" if value == "gelu_tanh" else "gelu_tanh",
     "num_dual_layers": lambda value: 1 - value,
     "text_output": lambda value: not value,
@@ -182,7 +183,7 @@ BACKBONES = {
         recipe="flux_12b",
         quick=("fsdp2_bf16",),
         other={"rope_factors": [1.0, 4.0, 1.0]},  # one pair of features turns with t, which ntk never slows
-        refused=("num_query_groups", "modulation_silu", "learned_padding"),
+        refused=("approximator", "num_query_groups", "modulation_silu", "learned_padding"),
         also={
             "hidden_size": {"rope_axes": [4, 8, 4]},
             "num_attention_heads": {"rope_axes": [4, 8, 4]},
@@ -193,6 +194,25 @@ BACKBONES = {
             "position_crop": {"position_embedding": "sincos_2d", "rope_axes": [16, 56, 56]},
         },
         text_tokens=1,  # a dropped text keeps its length in joint attention, a missing one is one null token
+    ),
+    "chroma": Row(
+        recipe="finetune_chroma",
+        quick=("pp2", "tp2_sp"),
+        other={"rope_factors": [1.0, 4.0, 1.0], "null_text": "learned"},
+        refused=(
+            *("num_query_groups", "modulation_silu", "learned_padding", "block", "num_dual_layers", "guidance"),
+            *("shared_modulation", "pooled_size", "condition_limit", "time_hidden_size"),
+        ),
+        also={
+            "hidden_size": {"rope_axes": [4, 8, 4]},
+            "num_attention_heads": {"rope_axes": [4, 8, 4]},
+            "position_embedding": {"rope_axes": [16, 56, 56]},
+        },
+        given={
+            "text_output": {"num_single_layers": 0},
+            "position_crop": {"position_embedding": "sincos_2d", "rope_axes": [16, 56, 56]},
+        },
+        text_tokens=1,
     ),
     "flux2": Row(
         recipe="flux2_32b",
@@ -209,6 +229,7 @@ BACKBONES = {
             "num_query_groups",
             "modulation_silu",
             "learned_padding",
+            "approximator",
         ),  # its blocks share modulations
         also={
             "hidden_size": {"rope_axes": [4, 4, 4, 4]},
@@ -237,7 +258,7 @@ BACKBONES = {
         recipe="sd3_5_medium_1024",
         quick=("tp2_sp",),
         other={"rope_factors": [1.0, 1.0, 4.0]},
-        refused=("num_query_groups", "modulation_silu", "learned_padding", "block"),
+        refused=("approximator", "num_query_groups", "modulation_silu", "learned_padding", "block"),
         # Single blocks read the text of the last joint block; a shared modulation excludes parts of single blocks.
         given={
             "num_single_layers": {"text_output": True},
@@ -280,6 +301,7 @@ BACKBONES = {
     "lumina2": Row(
         recipe="lumina2_1024",
         quick=("pp2",),
+        refused=("approximator",),
         other={"rope_factors": [1.0, 4.0, 1.0], "text_positions": "after_image"},
         given={
             "num_dual_layers": JOINT,
@@ -298,6 +320,7 @@ BACKBONES = {
     "z_image": Row(
         recipe="z_image_1024",
         quick=("cp2",),
+        refused=("approximator",),
         other={"rope_factors": [1.0, 4.0, 1.0], "text_positions": "after_image"},
         given={
             **dict.fromkeys(("num_dual_layers", "shared_modulation"), UNPADDED),
@@ -394,7 +417,7 @@ BACKBONES = {
     ),
 }
 NAMES = list(BACKBONES)
-ALWAYS_GIVEN = ("prx of diffusers",)  # the empty text replaces a dropped one
+ALWAYS_GIVEN = ("chroma", "prx of diffusers")  # the empty text replaces a dropped one
 CONDITIONED = [name for name in NAMES if "autoencoder" not in name and name not in ALWAYS_GIVEN]
 
 

@@ -131,4 +131,4 @@ def test_only_token_backbones_take_several_levels() -> None:
     refusing = {name for name in NAMES if not config_of(name).supports.abilities()[Ability.LEVELS]}
     assert {name for name in NAMES if "unet" in name or "autoencoder" in name or name == "imagen"} <= refusing
     assert {"wan", "dit", "dit_cross", "moviegen", "experts", "stdit"} <= set(LEVELED)
-    assert set(EDITED) == {"flux", "flux2"}
+    assert set(EDITED) == {"chroma", "flux", "flux2"}

@@ -19,6 +19,10 @@ MODELS = {
         **{"backbone": "flux", "num_joint_layers": 2, "num_single_layers": 2, "ffn_hidden_size": 48, "pooled_size": 6},
         **{"rope_axes": [2, 4, 2], "guidance": 3.5},
     },
+    "chroma": {
+        **{"backbone": "chroma", "num_joint_layers": 2, "num_single_layers": 2, "ffn_hidden_size": 48},
+        **{"approximator": [8, 12, 2], "rope_axes": [2, 4, 2]},
+    },
     "flux2": {
         **{"backbone": "flux2", "num_joint_layers": 2, "num_single_layers": 2, "ffn_hidden_size": 48},
         **{"rope_axes": [2, 2, 2, 2], "guidance": 3.5},
@@ -82,7 +86,7 @@ FLUX_AND_PRX = {
     "pp4": ({"pipeline_model_parallel_size": 4}, PACKED),
     "pp2_tp2_sp": ({"pipeline_model_parallel_size": 2, **SP}, PACKED),
 }
-# FLUX's relatives: the shared modulations on every stage, refiners, other positions on every rank.
+# FLUX's relatives: shared or approximated modulations on every stage, refiners, other positions on every rank.
 RELATIVES = {
     2: {
         "tp2": (TP, PACKED),
@@ -96,7 +100,7 @@ RELATIVES = {
 
 
 def layouts_of(model: str, ranks: int) -> dict:
-    if model in ("flux2", "hunyuan_video", "qwen_image", "sd3", "lumina2", "z_image"):
+    if model in ("chroma", "flux2", "hunyuan_video", "qwen_image", "sd3", "lumina2", "z_image"):
         return RELATIVES[ranks]
     return {**LAYOUTS[ranks], **(FLUX_AND_PRX if model in ("flux", "prx") and ranks == 4 else {})}
 

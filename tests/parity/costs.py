@@ -10,6 +10,7 @@ from typing import Any, Optional
 from dit.layout import SequenceLayout
 from dit.models.autoencoder.config import AutoencoderConfig
 from dit.models.base import ModelConfig
+from dit.models.chroma.config import ChromaConfig
 from dit.models.ddpm_unet.config import DDPMUNetConfig
 from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
@@ -265,6 +266,8 @@ def _streams_matrices(c: StreamsConfig) -> tuple[int, int]:
 def _streams_modulations(c: StreamsConfig) -> int:
     """Return the rows of all modulations, as multiples of the width."""
     joint, single = c.num_joint_layers, c.num_single_layers
+    if c.approximator is not None:
+        return 0
     if c.shared_modulation:
         return 12 * min(joint, 1) + 3 * min(single, 1)
     return 12 * joint + 3 * single + 3 * c.num_dual_layers - (0 if c.text_output else 4)
@@ -315,6 +318,10 @@ def _sandwich_model(c: StreamsConfig, layout: SequenceLayout, texts: SequenceLay
 
 def _streams_conditioner(c: StreamsConfig) -> int:
     h, sinusoids, pooled = c.hidden_size, 1 + (c.guidance is not None), c.pooled_size
+    if c.approximator is not None:  # instead of the head's modulation, too
+        features, width, blocks = c.approximator
+        vectors = 12 * c.num_joint_layers + 3 * c.num_single_layers + 2
+        return vectors * (features * width + 2 * blocks * width * width + width * h) - 2 * h * h
     return sinusoids * (CONDITION_FEATURES * h + h * h) + (0 if pooled is None else pooled * h + h * h)
 
 
@@ -328,6 +335,10 @@ def _streams_weights(c: StreamsConfig) -> int:
     embedders = 1 + (c.guidance is not None) + (c.pooled_size is not None)
     nulls = (text + (c.pooled_size or 0)) * (c.null_text == "learned")
     conditioner = _streams_conditioner(c) + bias * 2 * embedders * h
+    if c.approximator is not None:
+        features, width, blocks = c.approximator
+        linears = (features + bias) * width + blocks * 2 * width * (width + bias) + (width + bias) * h
+        conditioner = linears + blocks * width - 2 * h * (h + bias)
     embed = (c.token_channels + bias) * h + (text + bias) * h + text * c.text_norm + nulls
     head = 2 * h * (h + bias) + (h + bias) * c.output_features
     layers = 2 * c.num_joint_layers * stream + c.num_single_layers * single
@@ -540,7 +551,7 @@ PARAMETERS: dict[type, Any] = {
     DiTConfig: _dit_weights,
     DiTCrossConfig: _dit_cross_weights,
     EfficientUNetConfig: _efficient_unet_weights,
-    **dict.fromkeys((FluxConfig, Flux2Config, QwenImageConfig, SD3Config), _streams_weights),
+    **dict.fromkeys((ChromaConfig, FluxConfig, Flux2Config, QwenImageConfig, SD3Config), _streams_weights),
     **dict.fromkeys((Lumina2Config, ZImageConfig), _sandwich_weights),
     HunyuanVideoConfig: _hunyuan_weights,
     MovieGenConfig: _moviegen_weights,
@@ -553,7 +564,7 @@ PARAMETERS: dict[type, Any] = {
 MULTIPLY_ADDS: dict[type, Any] = {
     DiTConfig: _dit,
     DiTCrossConfig: _dit_cross,
-    **dict.fromkeys((FluxConfig, Flux2Config, QwenImageConfig, SD3Config), _streams),
+    **dict.fromkeys((ChromaConfig, FluxConfig, Flux2Config, QwenImageConfig, SD3Config), _streams),
     **dict.fromkeys((Lumina2Config, ZImageConfig), _sandwich_model),
     HunyuanVideoConfig: _hunyuan,
     MovieGenConfig: _moviegen,

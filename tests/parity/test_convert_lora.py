@@ -98,6 +98,12 @@ FLUX = dict(
         ]
     ]
 )
+CHROMA = {name: parts for name, parts in FLUX.items() if "mod" not in name}
+CHROMA |= {  # has a third block
+    name.replace(".0.", ".2."): [part.replace(".0.", ".2.", 1) for part in parts]
+    for name, parts in CHROMA.items()
+    if name.startswith("single_blocks.0.")
+}
 FLUX2 = dict(
     [
         entry
@@ -220,7 +226,7 @@ CASES = {
     "flux": Case(DiffusersFlux(), FAMILIES["flux"].small, flux, FLUX, targets=("layers.*",)),
     **{
         name: Case(family.form, partial(family.theirs, **family.settings), stream, native, targets=("layers.*",))
-        for name, native in (("flux2_klein", FLUX2), ("qwen_image", QWEN_IMAGE))
+        for name, native in (("chroma", CHROMA), ("flux2_klein", FLUX2), ("qwen_image", QWEN_IMAGE))
         for family in [test_convert_streams.FAMILIES[name]]
     },
     "sd3.5_medium": Case(

@@ -1,4 +1,4 @@
-"""FLUX.2, Qwen-Image, Stable Diffusion 3, Lumina 2, Z-Image and PRX to and from diffusers.
+"""FLUX.2, Chroma, Qwen-Image, Stable Diffusion 3, Lumina 2, Z-Image and PRX to and from diffusers.
 
 Equal outputs and gradients, exact round trips, published sizes.
 """
@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from diffusers import (
+    ChromaTransformer2DModel,
     Flux2Transformer2DModel,
     FluxTransformer2DModel,
     Lumina2Transformer2DModel,
@@ -22,7 +23,7 @@ from torch.nn.functional import pad
 
 from dit.batch import PackedBatch
 from dit.conditions import per_sample
-from dit.convert.diffusers_flux import DiffusersFlux
+from dit.convert.diffusers_flux import DiffusersChroma, DiffusersFlux
 from dit.convert.diffusers_flux2 import DiffusersFlux2
 from dit.convert.diffusers_format import DiffusersFormat
 from dit.convert.diffusers_lumina2 import DiffusersLumina2
@@ -39,7 +40,7 @@ from dit.objectives.base import shared_time
 from dit.parallel.build import count_parameters, parameter_shapes
 from dit.patchify import grid_positions, unpatchify
 from dit.sampling.references import add_references
-from dit.verify.public import CALLS, compare_public
+from dit.verify.public import CALLS, call_flux, compare_public
 from tests.conftest import BuildModel
 from tests.parity.convert_cases import assert_same_bits, load, packed, random_weights, relative_error
 from tests.parity.costs import forward_flops, num_parameters
@@ -58,6 +59,10 @@ class Family:
 
 COMMON = {"num_layers": 2, "attention_head_dim": 16, "num_attention_heads": 3, "joint_attention_dim": 20}
 FLUX2: dict[str, Any] = {**COMMON, "in_channels": 16, "num_single_layers": 2, "axes_dims_rope": (4, 4, 4, 4)}
+CHROMA: dict[str, Any] = {
+    **{**COMMON, "in_channels": 16, "num_single_layers": 3, "axes_dims_rope": (4, 6, 6)},
+    **{"approximator_num_channels": 16, "approximator_hidden_dim": 24, "approximator_layers": 2},
+}
 SD3: dict[str, Any] = {
     **{**COMMON, "num_layers": 3, "in_channels": 4, "out_channels": 4, "caption_projection_dim": 48},
     **{"pooled_projection_dim": 12, "sample_size": 16, "pos_embed_max_size": 24},
@@ -77,6 +82,7 @@ PRX: dict[str, Any] = {
 FAMILIES = {
     "flux2_dev": Family(DiffusersFlux2(), Flux2Transformer2DModel, {**FLUX2, "mlp_ratio": 2.0}),
     "flux2_klein": Family(DiffusersFlux2(), Flux2Transformer2DModel, {**FLUX2, "guidance_embeds": False}),
+    "chroma": Family(DiffusersChroma(), ChromaTransformer2DModel, CHROMA),
     "qwen_image": Family(
         DiffusersQwenImage(),
         QwenImageTransformer2DModel,
@@ -201,6 +207,23 @@ def test_pictures_are_edited_as_by_the_pipelines_of_diffusers(build_model: Build
 
 
 @torch.no_grad()
+def test_a_masked_text_of_chroma_is_a_shorter_one(build_model: BuildModel) -> None:
+    """Other numbers in the padding change nothing. The mask is of bool: attention adds numbers to its scores."""
+    theirs, model, weights = import_random(FAMILIES["chroma"])
+    latents, texts = latents_and_texts()
+    batch = packed(model, latents[:1], texts[:1])
+    ours = load(build_model(model), weights)(batch.latents_TC, torch.tensor([0.25]), batch)
+    padded = torch.cat([texts[0], torch.randn(4, 20)])
+    mask = torch.arange(len(padded) + batch.layout.total_tokens)[None]
+    mask = (mask < TEXTS[0]) | (mask >= len(padded))
+    theirs.register_forward_pre_hook(
+        lambda _, words, named: (words, {**named, "attention_mask": mask}), with_kwargs=True
+    )
+    (exact,) = call_flux(theirs, latents[0][None], torch.tensor([250.0]), {"context": padded})
+    assert relative_error(unpatchify(ours, batch.grids[0], 1, 2), exact[0]) <= RTOL
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("sides", [((8, 16), (10, 6)), ((8, 16), (16, 8))], ids=["one", "none"])
 def test_samples_of_a_pack_may_have_no_learned_tokens(build_model: BuildModel, sides: Any) -> None:
     """An image of 32 tokens of Z-Image, and one of 15 or 32."""
@@ -271,6 +294,7 @@ PUBLISHED = {
         },
         3.88,
     ),
+    "Chroma": (DiffusersChroma(), ChromaTransformer2DModel, {}, 8.899983424),
     "Qwen-Image": (DiffusersQwenImage(), QwenImageTransformer2DModel, {}, 20.43),
     "Lumina-Image 2.0": (DiffusersLumina2(), Lumina2Transformer2DModel, {"cap_feat_dim": 2304}, 2.61),
     "Z-Image": (DiffusersZImage(), ZImageTransformer2DModel, {}, 6.15),

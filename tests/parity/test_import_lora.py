@@ -31,6 +31,7 @@ RTOL = 1e-5  # float32: W x + B (A x) in another order
 # Their adapters of each class: attention and MLP; some layers alone, so that q has an adapter, or v, and k has none.
 TARGETS = {
     "flux": ["to_q", "to_v", "add_k_proj", "attn.to_out.0", "proj_mlp", "norm1.linear"],
+    "chroma": ["to_q", "to_v", "add_k_proj", "attn.to_out.0", "proj_mlp"],
     "flux2_klein": ["attn.to_q", "to_v", "add_k_proj", "to_qkv_mlp_proj", "ff.linear_in"],
     "qwen_image": ["to_q", "to_v", "add_k_proj", "attn.to_out.0", "img_mlp.net.2", "txt_mod.1"],
     "sd3.5_medium": ["attn.to_q", "attn.to_v", "attn2.to_k", "add_k_proj", "attn.to_out.0", "ff.net.2", "norm1.linear"],

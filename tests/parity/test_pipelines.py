@@ -18,6 +18,7 @@ from diffusers import (
     AutoencoderDC,
     AutoencoderKL,
     AutoencoderKLFlux2,
+    AutoencoderKLHunyuanVideo15,
     AutoencoderKLQwenImage,
     AutoencoderKLWan,
     DiffusionPipeline,
@@ -37,9 +38,11 @@ from dit.encoders.vae import VAE
 from dit.errors import ConfigError
 from dit.inference.generator import Generator
 from dit.models.base import ModelConfig
+from dit.models.chroma.config import ChromaConfig
 from dit.models.dit.config import DiTConfig
 from dit.models.flux.config import FluxConfig
 from dit.models.flux2.config import Flux2Config
+from dit.models.hunyuan_video.config import HunyuanVideoConfig
 from dit.models.ldm_unet.config import LDMUNetConfig
 from dit.models.lumina2.config import Lumina2Config
 from dit.models.prx.config import PRXConfig
@@ -64,6 +67,7 @@ from tests.support.encoders import (
     LANGUAGE_WIDTH,
     PROJECTION,
     T5_WIDTH,
+    save_byt5,
     save_clip,
     save_language_model,
     save_t5,
@@ -82,6 +86,7 @@ UNET_XL |= {"head_size": 4, "transformer_layers": [0, 2], "mid_transformer_layer
 JOINED = "text={clip}:layer=penultimate:padded,text+pooled={projected}:layer=penultimate:padded:joined"
 FLUX = {"in_channels": 4, "patch_spatial": 2, "context_size": T5_WIDTH, "pooled_size": CLIP_WIDTH, "hidden_size": 48}
 FLUX |= {"num_attention_heads": 4, "num_joint_layers": 1, "num_single_layers": 2, "ffn_hidden_size": 192}
+CHROMA = {name: size for name, size in FLUX.items() if name != "pooled_size"} | {"null_text": "empty"}
 WAN = {**SIZES, "ffn_hidden_size": 96, "context_size": T5_WIDTH}
 STREAMS = {"in_channels": 4, "hidden_size": 48, "num_attention_heads": 4, "num_joint_layers": 2, "null_text": "empty"}
 FLUX2 = {**STREAMS, "num_single_layers": 2, "ffn_hidden_size": 96, "rope_axes": [2, 4, 4, 2]}
@@ -92,6 +97,8 @@ SANDWICH = {**STREAMS, "num_single_layers": 2, "rope_axes": [4, 4, 4], "context_
 LUMINA2 = {**SANDWICH, "num_query_groups": 2, "ffn_hidden_size": 96}
 PRX = {**SIZES, "in_channels": 4, "context_size": LANGUAGE_WIDTH, "rope_axes": [0, 6, 6], "null_text": "empty"}
 SANA = {**SIZES, "in_channels": 4, "context_size": LANGUAGE_WIDTH, "num_cross_attention_heads": 2, "null_text": "empty"}
+HUNYUAN_VIDEO = {**STREAMS, "context_size": LANGUAGE_WIDTH, "glyph_size": T5_WIDTH}
+HUNYUAN_VIDEO |= {"image_context_size": 6, "rope_axes": [4, 4, 4]}
 SD3_LINE = (
     "text+pooled={projected}:layer=penultimate:padded,text+pooled={projected}:layer=penultimate:padded:joined,"
     "text={wide_t5}:max_tokens=9:padded:appended"
@@ -124,6 +131,7 @@ class Case:
     blocks: int = 3
     size: tuple[int, int] = (8, 8)
     frames: int = 1
+    prompts: tuple[str, ...] = PROMPTS
 
 
 CASES = {
@@ -156,6 +164,14 @@ CASES = {
         FlowMatching(shift_by_tokens=[0.5, 1.15, 8, 64]),
         "text={t5}:max_tokens=9:padded,pooled={clip}",
         guidance=1.0,
+        quant=False,
+    ),
+    "chroma": Case(
+        "ChromaPipeline",
+        ChromaConfig(**CHROMA, approximator=[16, 24, 2], rope_axes=[2, 4, 6]),
+        FlowMatching(shift_by_tokens=[0.5, 1.15, 8, 64]),
+        "{t5}:max_tokens=9:padded_once",
+        shift=0.2,
         quant=False,
     ),
     "wan": Case(
@@ -199,11 +215,27 @@ CASES = {
         shift=0.2,
     ),
     "prx": Case("PRXPipeline", PRXConfig(**PRX), SHIFTED, "{t5gemma}:prompt=lower_case", shift=0.2),
+    "hunyuan video": Case(
+        "HunyuanVideo15Pipeline",
+        HunyuanVideoConfig(**HUNYUAN_VIDEO),
+        FlowMatching(time_shift=5.0),
+        "{qwen2_5_vl}:prompt=hunyuan_video:layer=-3:max_tokens=1000,text_2={byt5}:prompt=shown_texts",
+        size=(4, 6),
+        frames=2,
+        prompts=('a sign "stop"', "blue"),
+    ),
     "sana": Case("SanaPipeline", SanaConfig(**SANA), SHIFTED, "{gemma2}:prompt=sana:max_tokens=300", quant=False),
 }
 VAES = {
     "WanPipeline": (AutoencoderKLWan, {"base_dim": 8, "num_res_blocks": 1}),
     "QwenImagePipeline": (AutoencoderKLQwenImage, {"base_dim": 8, "num_res_blocks": 1}),
+    "HunyuanVideo15Pipeline": (
+        AutoencoderKLHunyuanVideo15,
+        {
+            **{"latent_channels": 4, "block_out_channels": (8, 8, 8), "layers_per_block": 1},
+            **{"spatial_compression_ratio": 4, "temporal_compression_ratio": 2},
+        },
+    ),
     "SanaPipeline": (
         AutoencoderDC,
         {
@@ -242,6 +274,7 @@ ENCODERS = {
     "t5": save_t5,
     "wide_t5": partial(save_t5, width=2 * CLIP_WIDTH + 4),
     "clip": save_clip,
+    "byt5": save_byt5,
     "projected": partial(save_clip, projected=True),
     **{kind: partial(save_language_model, kind) for kind in LANGUAGE_MODELS},
 }
@@ -280,7 +313,7 @@ def ours(generator: Generator, case: Case, **sampling: Any) -> tuple[Tensor, Ten
         given: Mapping[str, Any] = {"label": [2, 0]}
     else:
         encoders = load_text_encoders(generator.text_encoder or "")
-        given = as_conditions(encoders.encode(PROMPTS), case.model.conditions())
+        given = as_conditions(encoders.encode(case.prompts), case.model.conditions())
     latents = generator.generate(conditions=given, **sampling)
     vae = VAE(generator.config.sampling.vae or "")
     tokens = prod(case.size) // generator.spec.patch_volume * case.frames
@@ -319,27 +352,30 @@ def test_the_pipeline_draws_what_our_sampler_draws(
     if case.pipeline == "PRXPipeline":  # needs ftfy, which changes no prompt here
         as_it_is = SimpleNamespace(fix_text=lambda text: text)
         monkeypatch.setattr("diffusers.pipelines.prx.pipeline_prx.ftfy", as_it_is, raising=False)
+    if case.pipeline == "ChromaPipeline":  # its mask of numbers, added to scores, masks nothing
+        mask_of = pipeline._prepare_attention_mask
+        pipeline._prepare_attention_mask = lambda **words: mask_of(**words).bool()
     pipeline.set_progress_bar_config(disable=True)
     [code] = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     call = page_call(code)
     given = "prompt" if case.encoders else "class_labels"
     assert given in call
-    call[given] = list(PROMPTS) if case.encoders else [2, 0]  # ZImagePipeline writes into the list
-    is_clip = case.pipeline == "WanPipeline"
+    call[given] = list(case.prompts) if case.encoders else [2, 0]  # ZImagePipeline writes into the list
+    is_clip = case.frames > 1
     noise, expected = (noise, expected) if is_clip else (noise[:, :, 0], expected[:, :, 0])
     if case.pipeline == "DiTPipeline":
         monkeypatch.setattr("diffusers.pipelines.dit.pipeline_dit.randn_tensor", lambda **_: noise)
         assert pipeline.get_label_ids(["class 2", "class 0"]) == [2, 0]
     else:
         call["latents"] = noise
-        if case.pipeline in ("FluxPipeline", "QwenImagePipeline"):
+        if case.pipeline in ("FluxPipeline", "ChromaPipeline", "QwenImagePipeline"):
             call["latents"] = pipeline._pack_latents(noise, 2, case.model.in_channels, *case.size)
         elif case.pipeline.startswith("Flux2"):
             call["latents"] = pipeline._patchify_latents(noise)
     if "negative_prompt" in call:
         call["negative_prompt"] = [call["negative_prompt"]] * 2
     calls = [call]
-    if case.pipeline == "PRXPipeline":  # draws one prompt at a time
+    if case.pipeline in ("PRXPipeline", "HunyuanVideo15Pipeline"):  # draws one prompt at a time
         calls = [{**call, "prompt": p, "latents": x[None]} for p, x in zip(call["prompt"], call["latents"])]
     outputs = [pipeline(**words, output_type="np") for words in calls]
     drawn = [torch.from_numpy(output.frames if is_clip else output.images) for output in outputs]

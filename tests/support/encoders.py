@@ -14,6 +14,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from transformers import (
+    ByT5Tokenizer,
     CLIPTextConfig,
     CLIPTextModel,
     CLIPTextModelWithProjection,
@@ -98,11 +99,20 @@ def byte_tokenizer(chat: Optional[str] = None, *, side: str = "right", adds_star
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)
 
 
+def save_byt5(folder: Path) -> Path:
+    """Save a T5 with a token for each byte."""
+    torch.manual_seed(8)
+    sizes = {"d_model": T5_WIDTH, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "vocab_size": 384}
+    T5EncoderModel(T5Config(**sizes)).eval().save_pretrained(folder)
+    ByT5Tokenizer().save_pretrained(folder)
+    return folder
+
+
 LANGUAGE_WIDTH = 8
 LANGUAGE_MODELS: dict[str, tuple[int, dict[str, Any]]] = {
     "mistral3": (31, {"chat": PIXTRAL_CHAT, "side": "left", "adds_start": True}),
     "qwen3": (28, {"chat": QWEN_CHAT}),
-    "qwen2_5_vl": (3, {}),
+    "qwen2_5_vl": (3, {"chat": QWEN_CHAT}),
     "gemma2": (3, {"side": "left", "adds_start": True}),
     "t5gemma": (3, {"side": "left", "adds_start": True}),
 }

@@ -7,6 +7,7 @@ from diffusers.models.modeling_utils import ModelMixin
 from diffusers.models.transformers.dit_transformer_2d import DiTTransformer2DModel
 from diffusers.models.transformers.pixart_transformer_2d import PixArtTransformer2DModel
 from diffusers.models.transformers.sana_transformer import SanaTransformer2DModel
+from diffusers.models.transformers.transformer_chroma import ChromaTransformer2DModel
 from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
 from diffusers.models.transformers.transformer_hunyuan_video15 import HunyuanVideo15Transformer3DModel
 from diffusers.models.transformers.transformer_prx import PRXTransformer2DModel
@@ -36,6 +37,14 @@ SD3 = {
 NETWORKS = {
     "flux": lambda: FluxTransformer2DModel(
         **FLUX, joint_attention_dim=20, pooled_projection_dim=12, axes_dims_rope=(4, 6, 6), guidance_embeds=True
+    ),
+    "chroma": lambda: ChromaTransformer2DModel(
+        **FLUX,
+        joint_attention_dim=20,
+        axes_dims_rope=(4, 6, 6),
+        approximator_num_channels=16,
+        approximator_hidden_dim=24,
+        approximator_layers=2,
     ),
     "sana": lambda: SanaTransformer2DModel(
         num_attention_heads=4,

@@ -46,6 +46,8 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
         num_dual_layers: first joint blocks, in which the image has a second attention, over itself.
         text_output: compute the text after the last joint block, for single blocks.
         shared_modulation: blocks share their modulations.
+        approximator: `[features, hidden size, number of blocks]` of a network that computes the modulations of all
+            blocks and of the head, instead of a linear layer in each; None for none.
         add_bias: use biases in all linear layers; of `sandwich`, in attention and MLPs, and always in the others.
         qk_layernorm: normalise queries and keys (RMSNorm of each head).
         activation: of the MLPs; SwiGLU has `ffn_hidden_size` gated features.
@@ -80,6 +82,7 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
     num_dual_layers: int = 0
     text_output: bool = True
     shared_modulation: bool = False
+    approximator: Optional[list[int]] = None
     add_bias: bool = True
     qk_layernorm: bool = True
     activation: Activation = "gelu_tanh"
@@ -139,6 +142,19 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
         """Output features of the first linear layer of an MLP."""
         return self.ffn_size * (2 if self.activation == "swiglu" else 1)
 
+    def sublayers(self, layer: int) -> Optional[list[int]]:
+        """Return the indices of a layer's sub-layers in modulations that all layers share; None for its own ones.
+
+        Of a joint layer: attention and MLP of the text, then of the image.
+        """
+        joint, single = self.num_joint_layers, self.num_single_layers
+        if self.shared_modulation:
+            return [0, 1, 2, 3] if layer < joint else [4]
+        if self.approximator is None:
+            return None
+        text, image = (single + 2 * (start + layer) for start in (joint, 0))
+        return [text, text + 1, image, image + 1] if layer < joint else [layer - joint]
+
     @property
     def position_axes(self) -> tuple[str, ...]:
         return (*super().position_axes, *(["text index"] if self.text_positions == "own_axis" else []))
@@ -167,6 +183,8 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
                 f"the heads; use {nearest}"
             )
         self._check_blocks()
+        if self.approximator is not None:
+            self._check_approximator(self.approximator)
         self.check_positions(self.rope_axes)
         if self.position_embedding != "rope_3d":
             names = ["rope_axes", "text_positions", "centred_positions"]
@@ -190,6 +208,21 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
                 f"model.num_single_layers={self.num_single_layers} with model.block={self.block}: its two streams meet "
                 "only in single blocks, and each block has its own modulation and one attention; use 0, False and at "
                 "least 1"
+            )
+
+    def _check_approximator(self, sizes: list[int]) -> None:
+        if len(sizes) != 3 or min(sizes) < 1 or sizes[0] % 8:
+            raise ConfigError(
+                f"model.approximator={sizes} must be three positive numbers: features (a multiple of 8), hidden size "
+                "and number of blocks"
+            )
+        needed = {"block": "adaln_zero", "num_dual_layers": 0, "shared_modulation": False}
+        needed |= dict.fromkeys(("pooled_size", "guidance", "condition_limit", "time_hidden_size"))
+        wrong = [f"model.{name}={getattr(self, name)}" for name in needed if getattr(self, name) != needed[name]]
+        if wrong:
+            raise ConfigError(
+                f"{', '.join(wrong)} with model.approximator={sizes}, which computes all modulations from the time; "
+                f"use {needed}, or model.approximator=None"
             )
 
     def _check_blocks(self) -> None:

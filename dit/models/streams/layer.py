@@ -19,9 +19,9 @@ from dit.layout import SequenceLayout
 from dit.models.streams.config import LayerKind, StreamsConfig
 
 Condition = Tensor | Sequence[SublayerModulation]
-"""Conditioning vector of each sample, or the modulations of `SUBLAYERS` that all layers share."""
+"""Conditioning vector of each sample, or the modulations of the block's sub-layers (`StreamsConfig.sublayers`)."""
 
-SUBLAYERS = {"text": slice(0, 2), "image": slice(2, 4), "single": slice(4, 5)}
+SUBLAYERS = {"text": slice(0, 2), "image": slice(2, 4), "single": slice(0, 1)}
 """Sub-layers of the streams of a joint block, and of a single block."""
 
 
@@ -35,7 +35,7 @@ def _modulation(
         output: False for the norm before attention only.
     """
     sublayers = SUBLAYERS[part]
-    if config.shared_modulation:
+    if config.sublayers(0) is not None:
         return SelectedModulation(sublayers)
     count, eps = (sublayers.stop - sublayers.start + dual if output else 1), config.layernorm_epsilon
     size, width = config.hidden_size, config.condition_width

@@ -8,9 +8,9 @@ from dit.backends.provider import LayerProvider
 from dit.backends.sharding import replicate_on_all_stages
 from dit.batch import PackedBatch
 from dit.kernels.attention import Attention
-from dit.layers.adaln import Modulation, RMSNorm
+from dit.layers.adaln import Approximator, Modulation, RMSNorm
 from dit.layers.conditioner import Conditioner
-from dit.layers.heads import FinalLayer
+from dit.layers.heads import FinalLayer, ModulatedFinalLayer
 from dit.layers.positions import add_sincos
 from dit.layers.text import TextTokens, text_layout
 from dit.layers.tokens import (
@@ -25,7 +25,7 @@ from dit.layout import SequenceLayout
 from dit.levels import time_of_samples
 from dit.models.base import Backbone, Stage
 from dit.models.streams.config import StreamsConfig
-from dit.models.streams.layer import SUBLAYERS, JointLayer, SingleLayer
+from dit.models.streams.layer import Condition, JointLayer, SingleLayer
 from dit.models.streams.layouts import StreamLayouts
 from dit.models.streams.sandwich import RefinerLayer, SandwichLayer
 
@@ -63,23 +63,29 @@ class Streams(Backbone):
         learned_null = config.null_text == "learned"
         rope = config.position_embedding == "rope_3d"
         self.rotary = config.rotary(config.rope_axes) if rope else None
-        self.conditioner = Conditioner(
-            width,
-            provider,
-            time_scale=config.time_scale,
-            inner_size=config.time_hidden_size,
-            pooled_size=config.pooled_size,
-            learned_null=learned_null,
-            guidance=config.guidance,
-            bias=bias,
-        )
         self.modulation: nn.Module = nn.Identity()
+        if config.approximator is None:
+            self.conditioner = Conditioner(
+                width,
+                provider,
+                time_scale=config.time_scale,
+                inner_size=config.time_hidden_size,
+                pooled_size=config.pooled_size,
+                learned_null=learned_null,
+                guidance=config.guidance,
+                bias=bias,
+            )
+        else:
+            count, sizes = config.num_single_layers + 4 * config.num_joint_layers, config.approximator
+            self.modulation = Approximator(
+                size, count, provider, sizes=sizes, time_scale=config.time_scale, bias=bias, eps=eps
+            )
         if config.block == "sandwich" and config.modulation_silu:
             self.modulation = nn.SiLU()
         if config.shared_modulation:
-            last = SUBLAYERS["single" if config.num_single_layers else "image"]
-            self.modulation = Modulation(size, last.stop, provider, condition_size=width, bias=bias, eps=eps)
-            replicate_on_all_stages(self.modulation.parameters())
+            count = 5 if config.num_single_layers else 4
+            self.modulation = Modulation(size, count, provider, condition_size=width, bias=bias, eps=eps)
+        replicate_on_all_stages(self.modulation.parameters())
         if stage.first:
             self.embed = PatchEmbedding(config.input_features, size, provider, bias=bias)
             self.text = TextTokens(config.context_size, provider, stream=True, learned_null=learned_null)
@@ -99,9 +105,11 @@ class Streams(Backbone):
         if stage.last:
             shifted = config.block != "sandwich"
             eps = eps if shifted else SANDWICH_HEAD_EPSILON
-            self.head = FinalLayer(
+            self.head: FinalLayer | ModulatedFinalLayer = FinalLayer(
                 size, config.output_features, provider, eps=eps, condition_size=width, shifted=shifted, bias=bias
             )
+            if config.approximator is not None:
+                self.head = ModulatedFinalLayer(size, config.output_features, provider, bias=bias)
 
     def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
         provider = self.provider
@@ -117,8 +125,9 @@ class Streams(Backbone):
             rotation_J = self.rotary(layouts.to_single(text_KA, image_TA))
             of_streams = rotation_J if layouts.padding is None else self.rotary(layouts.streams.join(text_KA, image_TA))
         time_S = 1 - time_S if self.model_config.reversed_time else time_S
-        cond_SD = self.conditioner(time_S, batch)
-        condition = self.modulation(cond_SD)
+        approximated = self.model_config.approximator is not None
+        cond = time_S if approximated else self.conditioner(time_S, batch)
+        condition = self.modulation(cond)
         positions_T3 = sincos_positions(self.model_config, batch)
         layout, _ = shard_tokens(layouts.image, provider)
         local_texts, _ = shard_tokens(texts, provider)
@@ -135,19 +144,28 @@ class Streams(Backbone):
                 text_KD, x_TD = rows_D.split([local_texts.num_local_tokens, layout.num_local_tokens])
             for i in range(self.stage.layers.start, min(single, self.stage.layers.stop)):
                 layer = self.layers[str(i)]
-                text_KD, x_TD = layer(text_KD, x_TD, condition, local_texts, layout, layouts.streams, of_streams)
+                text_KD, x_TD = layer(
+                    text_KD, x_TD, self.of_layer(i, condition), local_texts, layout, layouts.streams, of_streams
+                )
             if single >= self.stage.layers.stop and not self.post_process:
                 return to_next_stage(torch.cat([text_KD, x_TD]))
             # Under sequence parallelism, tokens are redistributed over the ranks here.
             x_JD = layouts.to_single(unshard_tokens(text_KD, provider), unshard_tokens(x_TD, provider))
             _, (x_JD,) = shard_tokens(joint, provider, x_JD)
         for i in range(single, self.stage.layers.stop):
-            x_JD = self.layers[str(i)](x_JD, condition, local_joint, joint, rotation_J)
+            x_JD = self.layers[str(i)](x_JD, self.of_layer(i, condition), local_joint, joint, rotation_J)
         if not self.post_process:
             return to_next_stage(x_JD)
         # The head also processes the few text tokens; dropping them first would communicate wider tensors.
-        out_JC = gather_tokens(self.head(x_JD, cond_SD, local_joint), provider)
+        out_JC = gather_tokens(self.head(x_JD, condition if approximated else cond, local_joint), provider)
         return joint.split(out_JC)[1]
+
+    def of_layer(self, layer: int, condition: Condition) -> Condition:
+        """Return the part of the modulations of all layers for one layer; a conditioning vector unchanged."""
+        indices = self.model_config.sublayers(layer)
+        if indices is None or isinstance(condition, Tensor):
+            return condition
+        return [condition[i] for i in indices]
 
     def text_layout(self, batch: PackedBatch) -> SequenceLayout:
         """Return the layout of the text stream."""

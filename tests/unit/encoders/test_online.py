@@ -60,16 +60,20 @@ def test_an_encoded_pack_is_that_of_stored_latents_and_embeddings(folder, one_ra
         assert found.to("cpu").latents_TC.requires_grad is False
 
 
-@pytest.mark.parametrize("options", ["max_tokens=9:zero_padded", "prompt=lower_case:max_tokens=9:padded"])
-def test_stored_padding_has_the_length_of_the_longest_text(folder, one_rank_world, options):
+@pytest.mark.parametrize(
+    "options", ["max_tokens=9:zero_padded", "max_tokens=9:padded_once", "prompt=lower_case:max_tokens=9:padded"]
+)
+def test_stored_padding_has_the_lengths_of_encoded_texts(folder, one_rank_world, options):
     line = f"{folder}/t5:{options}"
     spec = replace(SPEC, conditions=tuple(c for c in SPEC.conditions if c.name != "pooled"))
     raw, encoding = packs(folder, "pixels", spec, online_text_encoder=line)
     encode, encoders = OnlineEncoders(encoding, spec, CPU, one_rank_world.tp_cp), TextEncoders(line)
     for pack in raw:
-        expected = torch.cat(encoders.encode(pack.raw.captions)["text"])
+        texts = encoders.encode(pack.raw.captions)["text"]
+        expected, lengths = torch.cat(texts), [len(text) for text in texts]
         found = encode(pack).conditions
-        assert set(found.layout("context").lengths) == {9}
+        assert list(found.layout("context").lengths) == lengths
+        assert (set(lengths) == {9}) != ("padded_once" in options)
         torch.testing.assert_close(found["context"].values[: len(expected)], expected)
 
 

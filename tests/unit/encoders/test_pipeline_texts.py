@@ -30,12 +30,18 @@ from tests.support.encoders import (
     T5_WIDTH,
     byte_tokenizer,
     language_model,
+    save_byt5,
     save_clip,
     save_t5,
 )
 
 ROUNDING = {"rtol": 1e-4, "atol": 2e-5}  # fp32: padded batches add in another order
-TEXTS = ["A red &amp;  circle", "blue", "a red circle left of a blue square " * 20]
+TEXTS = [
+    "A red &amp;  circle",
+    "blue",
+    'signs: "open" and “closed”, "open"',
+    "a red circle left of a blue square " * 20,
+]
 Entries = dict[str, list[Tensor]]
 
 
@@ -71,6 +77,11 @@ def wide_t5(root: Path) -> tuple[Any, Any]:
     return T5EncoderModel(T5Config(d_model=2 * CLIP_WIDTH + 8, **T5_SIZES)).eval(), tokenizer
 
 
+def byt5(root: Path) -> tuple[Any, Any]:
+    folder = save_byt5(root / "byt5")
+    return T5EncoderModel.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+
+
 def mistral(root: Path) -> tuple[Any, Any]:
     """The pipeline calls the tokenizer as its processor, which needs torchvision."""
     return language_model("mistral3", 31), byte_tokenizer(PIXTRAL_CHAT, side="left", adds_start=True)
@@ -102,10 +113,16 @@ def of_a_mask(pipeline: Any, options: dict[str, Any]) -> Entries:
 
 
 def of_hunyuan_video(pipeline: Any, options: dict[str, Any]) -> Entries:
-    """Without the shown text, which is in quotes."""
-    parts = pipeline.text_encoder, pipeline.tokenizer, [*TEXTS, ""], "cpu", pipeline.tokenizer_max_length
-    message, start = pipeline.system_message, pipeline.prompt_template_encode_start_idx
-    return {"text": rows(*pipeline._get_mllm_prompt_embeds(*parts, system_message=message, crop_start=start))}
+    """The shown text is that in quotes; most captions have none."""
+    tokens, mask, shown, shown_mask = pipeline.encode_prompt([*TEXTS, ""], device="cpu", batch_size=len(TEXTS) + 1)
+    assert shown_mask.sum(1).gt(0).tolist() == ['"' in text for text in [*TEXTS, ""]]
+    return {"text": rows(tokens, mask), "text_2": rows(shown, shown_mask)}
+
+
+def of_chroma(pipeline: Any, options: dict[str, Any]) -> Entries:
+    """With the padding token that the mask of the transformer selects."""
+    found = pipeline.encode_prompt([*TEXTS, ""], device="cpu", do_classifier_free_guidance=False, **options)
+    return {"text": rows(found[0], found[2])}
 
 
 def of_a_list(pipeline: Any, options: dict[str, Any]) -> Entries:
@@ -172,15 +189,16 @@ def projected_clip(root: Path) -> tuple[Any, Any]:
 
 CASES = {
     "flux": Case(diffusers.FluxPipeline, (clip, t5), of_flux),
+    "chroma": Case(diffusers.ChromaPipeline, (t5,), of_chroma),
     "flux2": Case(diffusers.Flux2Pipeline, (mistral,), of_one_tensor),
     "flux2 klein": Case(diffusers.Flux2KleinPipeline, (qwen3(28),), of_one_tensor),
     "qwen image": Case(diffusers.QwenImagePipeline, (qwen_vl,), of_a_mask),
     "hunyuan video": Case(
         diffusers.HunyuanVideo15Pipeline,
-        (qwen_vl_chat,),
+        (qwen_vl_chat, byt5),
         of_hunyuan_video,
         (),
-        {**dict.fromkeys(("text_encoder_2", "tokenizer_2", "guider")), "vae": HUNYUAN_VIDEO_VAE},
+        {"guider": None, "vae": HUNYUAN_VIDEO_VAE},
     ),
     "wan": Case(diffusers.WanPipeline, (umt5,), of_one_tensor),
     "sdxl": Case(diffusers.StableDiffusionXLPipeline, (clip, projected_clip), of_sdxl, ()),

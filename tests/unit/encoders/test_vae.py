@@ -11,6 +11,7 @@ from diffusers import (
     AutoencoderKL,
     AutoencoderKLFlux2,
     AutoencoderKLHunyuanVideo,
+    AutoencoderKLHunyuanVideo15,
     AutoencoderKLQwenImage,
     AutoencoderKLWan,
     Flux2Pipeline,
@@ -59,13 +60,17 @@ MODELS = {
     "normalised": (AutoencoderKL, NORMALISED),
     "wan": (AutoencoderKLWan, {"base_dim": 8, "num_res_blocks": 1}),
     "hunyuan": (AutoencoderKLHunyuanVideo, HUNYUAN),
+    "hunyuan 1.5": (
+        AutoencoderKLHunyuanVideo15,
+        {"latent_channels": 4, "block_out_channels": (8,) * 5, "layers_per_block": 1},
+    ),
     "vq": (VQModel, VQ),
     "flux2": (AutoencoderKLFlux2, {name: IMAGE[name] for name in list(IMAGE)[:5]}),
     "dc": (AutoencoderDC, DC),
     "qwen image": (AutoencoderKLQwenImage, {"base_dim": 8, "num_res_blocks": 1}),
     "wan 2.2": (AutoencoderKLWan, WAN_2_2),
 }
-SCALED = ("hunyuan", "vq", "dc")
+SCALED = ("hunyuan", "hunyuan 1.5", "vq", "dc")
 
 
 @pytest.fixture(scope="module")
@@ -130,12 +135,12 @@ def test_latents_and_pixels_are_those_of_diffusers(saved, name):
         elif vae.geometry.time == 1:  # frame by frame
             z = torch.stack([model.encode(pixels[:, :, t]).latent_dist.mean for t in range(frames)], 2)
         else:
-            z = model.encode(pixels).latent_dist.mean
+            z = torch.cat([model.encode(clip[None]).latent_dist.mean for clip in pixels])
         expected = (z - mean) * factor
         if vae.geometry.time == 1:
             decoded = torch.stack([model.decode(z[:, :, t]).sample for t in range(frames)], 2)
         else:
-            decoded = model.decode(z).sample
+            decoded = torch.cat([model.decode(clip[None]).sample for clip in z])
     latent = vae.encode(pixels)
     torch.testing.assert_close(latent, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(vae.decode(latent), decoded.clamp(-1, 1), rtol=1e-4, atol=1e-4)

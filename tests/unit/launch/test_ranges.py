@@ -44,6 +44,7 @@ BASES = {
     ("tiny_moviegen",): ("model",),
     ("tiny_stdit",): ("model",),
     ("tiny_flux",): ("model",),
+    ("tiny_flux", "model=chroma_9b"): ("model",),
     ("tiny_flux", "model=flux2_klein_4b"): ("model",),
     ("tiny_flux", "model=qwen_image_20b"): ("model",),
     ("tiny_flux", "model=sd3_5_medium"): ("model",),

@@ -23,6 +23,7 @@ BACKBONES = (
     "dit_cross",
     "stdit",
     "flux",
+    "chroma",
     "flux2",
     "hunyuan_video",
     "qwen_image",
@@ -36,6 +37,10 @@ BACKBONES = (
 )
 OPTIONS = {
     "flux": {"num_joint_layers": 1, "num_single_layers": 1, "pooled_size": 6, "rope_axes": [4, 2, 2]},
+    "chroma": {
+        **{"num_joint_layers": 1, "num_single_layers": 1, "ffn_hidden_size": 48, "rope_axes": [4, 2, 2]},
+        "approximator": [8, 12, 1],
+    },
     "flux2": {"num_joint_layers": 1, "num_single_layers": 1, "ffn_hidden_size": 48, "rope_axes": [2, 2, 2, 2]},
     "hunyuan_video": {
         **{"num_joint_layers": 2, "patch_spatial": 2, "rope_axes": [4, 2, 2], "glyph_size": 10},

@@ -14,6 +14,7 @@ from recipes.finetune import (
     WAYS,
     Way,
     finetune,
+    finetune_chroma,
     finetune_hunyuan_video,
     finetune_lora,
     finetune_lumina2,
@@ -104,6 +105,7 @@ def test_mlperf_measures_at_its_samples_with_its_optimizer() -> None:
         (finetune_z_image_lora, "models/z-image", 6_154_908_736, 16),
         (finetune_lumina2, "models/lumina2", 2_609_769_152, None),
         (finetune_prx, "models/prx", 1_170_691_648, None),
+        (finetune_chroma, "models/chroma", 8_899_983_424, None),
         (finetune_hunyuan_video, "models/hunyuan-video", 8_326_608_160, None),
     ],
 )

@@ -1,0 +1,26 @@
+"""Sizes of Chroma."""
+
+from dataclasses import dataclass, field
+from typing import Optional
+
+from dit.models.streams.config import StreamsConfig
+
+
+@dataclass(kw_only=True)
+class ChromaConfig(StreamsConfig):
+    """Chroma: FLUX.1 whose modulations come from one network, without pooled text. The defaults are the 8.9B model.
+
+    Texts are those of T5-XXL with one padding token (`dit.encoders.text_config`, `padded_once`).
+
+    Source: diffusers 0.38, `transformer_chroma.py` and `pipeline_chroma.py`; lodestones/Chroma1-HD.
+    """
+
+    in_channels: int = 16
+    context_size: Optional[int] = 4096
+    hidden_size: int = 3072
+    num_attention_heads: int = 24
+    num_joint_layers: int = 19
+    num_single_layers: int = 38
+    ffn_hidden_size: Optional[int] = 12288
+    approximator: Optional[list[int]] = field(default_factory=lambda: [64, 5120, 5])
+    rope_axes: list[int] = field(default_factory=lambda: [16, 56, 56])
