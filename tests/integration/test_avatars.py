@@ -13,6 +13,8 @@ from tests.integration import actions
 from tests.integration.runs import loss_values, overrides
 from tests.support.ranks import Job, run_jobs
 
+pytestmark = pytest.mark.slow
+
 STEPS, COUNT = 12, 48
 TINY: dict[str, Any] = {
     "data__background": False,

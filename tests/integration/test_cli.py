@@ -20,9 +20,8 @@ def torchrun(*arguments: str, ranks: int = 2) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
 
 
-@pytest.mark.parametrize(
-    ("run_dir", "succeeds"), [pytest.param("fine", True, marks=pytest.mark.slow), ("RANK1:data", False)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("run_dir", "succeeds"), [("fine", True), ("RANK1:data", False)])
 def test_torchrun_fails_when_one_rank_fails(run_dir, succeeds):
     """torchrun turns the rank's code 3 into 1; nemo-run's own main would make it 0, a success."""
     done = torchrun("--factory", OWN, f"training.run_dir={run_dir}")

@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import matplotlib
+import pytest
 from PIL import Image
 
 from examples.letters.edits import read_drawings
@@ -49,6 +50,7 @@ def commands(target: str) -> list[str]:
     return [line.replace("all-minilm-l6-v2", "identity") for line in lines]
 
 
+@pytest.mark.slow
 def test_the_commands_of_the_demo_edit_held_out_letters(tmp_path: Path) -> None:
     (tmp_path / "fonts").mkdir()
     for name in FONTS:

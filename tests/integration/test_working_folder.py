@@ -1,7 +1,6 @@
 """Tests run outside of the clone: data sets, runs and pictures that commands left there change no result."""
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 
 import dit
 from dit.verify.ranks import run_ranks
-from tests.mutants.runner import copy_tree, run_tests
 from tests.support.repository import REPOSITORY, changed, outputs
 
 
@@ -41,17 +39,6 @@ def test_ranks_have_the_working_folder_of_their_caller(tmp_path):
     logs.mkdir()
     run_ranks(_write_working_folder, 2, logs, timeout_s=120.0)
     assert {(logs / f"working_folder_{rank}").read_text() for rank in (0, 1)} == {str(tmp_path)}
-
-
-def test_what_a_demo_leaves_in_the_clone_changes_no_result(tmp_path, letters_data):
-    """This test trains for minutes if it reads `data/letters`."""
-    clone = tmp_path / "clone"
-    copy_tree(clone)
-    shutil.copytree(letters_data, clone / "data" / "letters")
-    (clone / "runs").mkdir()
-    (clone / "samples.png").touch()
-    test = "tests/integration/test_speedrun.py::test_settings_without_a_race_are_refused"
-    assert run_tests([test], clone).seen_by is None
 
 
 def test_new_deleted_and_changed_outputs_in_the_clone_are_seen(tmp_path):

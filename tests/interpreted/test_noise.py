@@ -7,15 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
-from dit.batch import PackedBatch
-from dit.kernels.fused.gpu.noise import COUNTERS, random_words
+from dit.kernels.fused.gpu.noise import _radius, random_words
 from dit.kernels.fused.noise import mix
 from dit.layout import CLEAN, SequenceLayout
 from dit.levels import with_levels
 from dit.objectives.addressed_noise import AddressedNoise
-from dit.objectives.ddpm import DDPM
-from dit.objectives.edm import EDM
-from dit.objectives.flow_matching import FlowMatching
 from dit.philox import MASK32, philox
 from tests.interpreted.formulas import ULP
 
@@ -24,6 +20,7 @@ IDS = torch.tensor([3, 2**62 + 5, -(2**33) - 41], dtype=torch.int64)
 DRAWS = torch.tensor([9, 2**40, 0], dtype=torch.int64)
 PADDED = SequenceLayout.from_lengths([9, 2, 13], multiple_of=4, total_tokens=37)
 LAYOUTS = {
+    "tokens": SequenceLayout.from_lengths([1, 1, 1]),
     "dense": SequenceLayout.from_lengths([6, 6, 6]),
     "ragged_padded": PADDED,
     "any_order": PADDED.select(torch.randperm(37, generator=torch.Generator().manual_seed(1))[:21]),
@@ -83,31 +80,40 @@ def normals(layout, seed, channels):
     return (torch.stack(x, -1).flatten(1)[:, :channels] for x in (numbers, radii))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("seed", SEEDS.values(), ids=SEEDS)
-@pytest.mark.parametrize("channels", [1, 10, 16, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 64, 770))])
+# Each layout, kind of seed and number of channels, in pairs: one channel and two programs, channels that four divides
+# and does not, a number of counters per token that is no power of two.
+PURE_NOISE = [
+    *(("tokens", "pack", 770), ("ragged_padded", "samples", 10), ("any_order", "negative", 16)),
+    *(("many", "samples", 1), ("many", "pack", 3), ("dense", "negative", 64)),
+]
+
+
+@pytest.mark.parametrize(("layout", "seed", "channels"), PURE_NOISE)
 def test_pure_noise_is_the_transform_of_the_words(layout, seed, channels):
-    """With x0 times 0 and noise times 1; numbers of channels that four divides and does not."""
+    """With x0 times 0 and noise times 1."""
+    layout, seed = LAYOUTS[layout], SEEDS[seed]
     zeros, ones = torch.zeros(3), torch.ones(3)
     x0 = torch.randn(layout.num_local_tokens, channels)
-    (got,) = noise_of(layout, seed).mix(x0, (zeros, ones))
+    (noise,) = noise_of(layout, seed).mix(x0, (zeros, ones))
     want, radius = normals(layout, seed, channels)
-    assert got.shape == x0.shape
-    assert float(((got.double() - want).abs() / radius).max()) <= NORMAL_ULPS * ULP[torch.float32]
+    assert noise.shape == x0.shape
+    assert float(((noise.double() - want).abs() / radius).max()) <= NORMAL_ULPS * ULP[torch.float32]
+
+
+@triton.jit
+def radius_kernel(u, out, COUNT: tl.constexpr):
+    at = tl.arange(0, COUNT)
+    tl.store(out + at, _radius(tl.load(u + at)))
 
 
 def test_the_ends_of_the_logarithm_have_their_digits():
-    """Near u = 1 the radius is small, and a logarithm without care has none; near 0 it is largest."""
-    layout = SequenceLayout.from_lengths([COUNTERS * 40])
-    noise = AddressedNoise(SEED, 1, IDS[:1], layout, None, mix)
-    (got,) = noise.mix(torch.zeros(COUNTERS * 40, 4), (0.0, 1.0))
-    element = layout.token_index_T[:, None]
-    words = words_of(noise, 1, IDS[:1], SEED, element)
-    radius = (-2 * (((words[0] >> 9).double() + 0.5) * 2.0**-23).log()).sqrt()[:, 0]
-    assert radius.min() < 0.03
-    assert radius.max() > 4
-    ours = got[:, :2].double().norm(dim=1)
-    assert float(((ours - radius).abs() / radius).max()) <= NORMAL_ULPS * ULP[torch.float32]
+    """The 2,048 numbers u next to 0, and those next to 1, where the radius is small and cancellation costs digits."""
+    steps = torch.arange(2048) + 0.5
+    u = torch.cat([steps, 2**23 - steps]).float() * 2.0**-23
+    radius = torch.empty(4096)
+    radius_kernel[(1,)](u, radius, COUNT=4096)
+    want = (-2 * u.double().log()).sqrt()
+    assert float(((radius.double() - want).abs() / want).max()) <= NORMAL_ULPS * ULP[torch.float32]
 
 
 def test_mixtures_have_the_coefficients_of_noise_levels():
@@ -122,11 +128,11 @@ def test_mixtures_have_the_coefficients_of_noise_levels():
             torch.testing.assert_close(one, two, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("count", [2, 3, 5])
-def test_mixtures_of_one_noise_in_bf16_latents(count):
+def test_mixtures_of_one_noise_in_bf16_latents():
+    """Three: the kernel mixes two, then the third."""
     generator = torch.Generator().manual_seed(2)
     x0 = torch.randn(37, 6, generator=generator).bfloat16()
-    pairs = [tuple(torch.randn(2, 3, generator=generator)) for _ in range(count)]
+    pairs = [tuple(torch.randn(2, 3, generator=generator)) for _ in range(3)]
     got = noise_of(PADDED).mix(x0, *pairs)
     eps, radius = normals(PADDED, SEED, 6)
     for ours, (a, b) in zip(got, pairs, strict=True):
@@ -134,24 +140,3 @@ def test_mixtures_of_one_noise_in_bf16_latents(count):
         size = (a * x0.double()).abs() + b.abs() * radius
         error = (ours.double() - (a * x0.double() + b * eps)).abs() / size
         assert float(error.max()) <= (NORMAL_ULPS + 2) * ULP[torch.float32]
-
-
-OBJECTIVES = {
-    "flow": FlowMatching(),
-    "flow_x0": FlowMatching(prediction="x0"),
-    "edm": EDM(),
-    **{f"ddpm_{p}": DDPM(prediction=p) for p in ("noise", "x0", "v")},
-    "offset": DDPM(prediction="v", noise_offset=0.3),
-}
-
-
-@pytest.mark.parametrize("objective", OBJECTIVES.values(), ids=OBJECTIVES)
-def test_an_objective_prepares_the_eager_numbers(objective):
-    """Inputs, targets, times and weights; the samples keep noise levels of their own."""
-    x0 = torch.randn(37, 6, generator=torch.Generator().manual_seed(3))
-    batch = PackedBatch(x0, torch.zeros(37, 3).long(), PADDED, IDS, ((1, 1, 1),) * 3, ("a", "b", "c"))
-    ours, theirs = (objective.prepare(batch, noise_of(PADDED, kernel=kernel)) for kernel in (mix, None))
-    assert torch.equal(ours.time_S, theirs.time_S)
-    assert torch.equal(ours.weight_S, theirs.weight_S)
-    for name in ("inputs_TC", "target_TC"):
-        torch.testing.assert_close(getattr(ours, name), getattr(theirs, name), rtol=1e-5, atol=1e-5)

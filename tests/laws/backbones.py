@@ -272,14 +272,14 @@ BACKBONES = {
     ),
     "sana": Row(
         recipe="tiny_sana",
-        quick=("tp2_sp", "cp2"),
+        quick=("cp2",),
         other={"num_cross_attention_heads": 4, "position_embedding": "sincos_2d"},
         refused=("num_query_groups", "rope_theta", "rope_factors", "rope_scaling"),
         given={"rope_theta": {}, "rope_factors": {}, "rope_scaling": {}},
     ),
     "prx": Row(
         recipe="tiny_prx",
-        quick=("cp2", "tp2_sp"),
+        quick=("tp2_sp",),
         other={"rope_factors": [1.0, 4.0, 1.0]},
         also={
             **{name: {"rope_axes": [4, 8, 4]} for name in ("hidden_size", "num_attention_heads")},
@@ -300,7 +300,7 @@ BACKBONES = {
     ),
     "lumina2": Row(
         recipe="lumina2_1024",
-        quick=("cp2", "tp2_sp", "pp2"),
+        quick=("pp2",),
         refused=("approximator",),
         other={"rope_factors": [1.0, 4.0, 1.0], "text_positions": "after_image"},
         given={
@@ -319,7 +319,7 @@ BACKBONES = {
     ),
     "z_image": Row(
         recipe="z_image_1024",
-        quick=("cp2", "tp2_sp", "pp2"),
+        quick=("cp2",),
         refused=("approximator",),
         other={"rope_factors": [1.0, 4.0, 1.0], "text_positions": "after_image"},
         given={
@@ -337,7 +337,7 @@ BACKBONES = {
     ),
     "hunyuan_video": Row(
         recipe="tiny_hunyuan_video",
-        quick=("cp2", "tp2_sp", "pp2"),
+        quick=("tp2_sp",),
         other={
             **{"rope_factors": [1.0, 4.0, 1.0], "num_refiner_layers": 1, "glyph_size": 14, "glyph_hidden_size": 24},
             **{"image_context_size": 9, "image_to_video": False},

@@ -23,14 +23,12 @@ MODELS = {
 LAYOUTS = {
     "tp2": {"tensor_model_parallel_size": 2},
     "tp2_sp": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-    "distributed_optimizer2": {},
     "cp2": {"context_parallel_size": 2},
-    "fsdp2": {"data_parallel": "fsdp"},
     "pp2": {"pipeline_model_parallel_size": 2},
 }
-# Positions of another kind meet the layouts that share out rows.
-FEWER = {"dit_cross_rope": ("tp2_sp", "cp2"), "dit_rope": ("tp2_sp", "cp2"), "wan_sincos": ("tp2_sp",)}
-CASES = [(model, layout) for model in MODELS for layout in LAYOUTS if layout in FEWER.get(model, LAYOUTS)]
+# Positions of another kind meet the layouts that split rows; `tests/laws` has the other layouts of two ranks.
+SPLIT_ROWS = ("tp2_sp", "cp2")
+CASES = [(model, layout) for model in MODELS for layout in LAYOUTS if model == "dit_cross" or layout in SPLIT_ROWS]
 
 # The last two of a step's four packs are two samples of one token: the second context-parallel rank has only padding.
 MORE_MODELS = {

@@ -42,7 +42,10 @@ EXPERT_LAYOUTS = {
     4: {"ep2_fsdp4": EP2, "ep2_tp2_sp_fsdp2": {**EP2, **TP2SP}, "experts_hybrid2x2": HYBRID},
 }
 CASES = [(name, packed) for named in LAYOUTS.values() for name in named for packed in (False, True)]
-ROW = ("name", "packed")
+ROW, EXPERT_ROW, RESUMED_ROW = ("name", "packed"), ("expert_layout",), ("resumed", "saved")
+QUICK = {("fsdp1", False), *((name, True) for name in ("fsdp1", "fsdp2", "fsdp2_optim_grads", "fsdp2_optim"))}
+QUICK |= {("tp2_sp_fsdp2", True), ("hybrid2x2", True)}
+QUICK_EXPERTS = ("ep2_fsdp_optim2", "experts_hybrid2x2")
 SHARDINGS = ("optim", "optim_grads", "optim_grads_params")
 SMALL = ("awkward", "frozen", "joined")
 SHAPES = ["1x8x8", "1x6x6", "1x4x6"]  # 16, 9 and 6 tokens: their padding depends on the layout
@@ -59,6 +62,8 @@ NOISE_RTOL = 1e-3  # the gradient of the keys' bias is rounding noise; this test
 def results(request, tmp_path_factory):
     """Every selected case's numbers; each world size starts once."""
     folder, wanted = tmp_path_factory.mktemp("fsdp"), selected(request, ROW)
+    resumed = {name for name, _ in selected(request, RESUMED_ROW)}
+    expert_layouts = {name for (name,) in selected(request, EXPERT_ROW)}
     saves = {"steps": 2, "look_after": True, "save": True, "steps_after": 2}
 
     def run(name, parallel, **options):
@@ -114,7 +119,6 @@ def results(request, tmp_path_factory):
         1: {
             "hybrid2x2_to_ddp1": resumes("hybrid2x2", DDP),
             "fsdp2_to_ddp1": resumes("fsdp2", DDP),
-            "distributed2_to_one": resumes("distributed2", DISTRIBUTED),
             "run_one": run("one", DDP, **saves),
             **{f"{backbone}_one": small(backbone, DDP) for backbone in SMALL},
             "frozen_fsdp1": small("frozen", FSDP),
@@ -125,12 +129,13 @@ def results(request, tmp_path_factory):
     }
     found = {}
     for world, named in more.items():  # in this order: what one writes, others read
-        cases = {**named}
+        cases = {name: case for name, case in named.items() if name in resumed or name not in RESUMED}
         for name, parallel in LAYOUTS[world].items():
             packings = (packed for packed in (False, True) if (name, packed) in wanted)
             cases |= {f"{name}_{packed}": {"parallel": parallel, "packed": packed} for packed in packings}
         for name, parallel in EXPERT_LAYOUTS.get(world, {}).items():
-            cases[name] = {"parallel": parallel, "packed": True, "model": EXPERTS}
+            if name in expert_layouts:
+                cases[name] = {"parallel": parallel, "packed": True, "model": EXPERTS}
         found |= dict(zip(cases, run_world(world, list(cases.values()), folder / f"world{world}")))
     return found
 
@@ -147,15 +152,18 @@ def assert_same(given, expected):
     assert [name for name in expected if not torch.equal(given[name], expected[name])] == []
 
 
-@pytest.mark.parametrize(ROW, rows(CASES, lambda name, packed: packed or name in ("fsdp1", "fsdp2")))
+@pytest.mark.parametrize(ROW, rows(CASES, lambda *case: case in QUICK))
 def test_fsdp_equals_one_rank(results, name, packed):
     assert_equal_training(results[f"one_{packed}"], results[f"{name}_{packed}"])
 
 
-@pytest.mark.parametrize("name", [name for named in EXPERT_LAYOUTS.values() for name in named])
-def test_fsdp_with_experts_equals_one_rank(results, name):
+@pytest.mark.parametrize(
+    EXPERT_ROW,
+    rows([(name,) for named in EXPERT_LAYOUTS.values() for name in named], lambda name: name in QUICK_EXPERTS),
+)
+def test_fsdp_with_experts_equals_one_rank(results, expert_layout):
     """An expert's weights are sharded over the ranks of this expert, the others over all."""
-    assert_equal_training(results["one_experts"], results[name])
+    assert_equal_training(results["one_experts"], results[expert_layout])
 
 
 def test_experts_go_to_one_rank_to_the_bit(results):
@@ -244,40 +252,41 @@ RESUMED = {
     "distributed2_to_tp2_sp": "run_distributed2",
     "distributed2_to_cp2": "run_distributed2",
     "distributed2_to_pp2": "run_distributed2",
-    "distributed2_to_one": "run_distributed2",
     "fsdp2_to_hybrid2x2": "run_fsdp2",
     "hybrid2x2_to_hybrid2x2": "run_hybrid2x2",
     "hybrid2x2_to_fsdp4": "run_hybrid2x2",
     "hybrid2x2_to_ddp1": "run_hybrid2x2",
 }
+QUICK_RESUMED = ("fsdp2_to_distributed2", "distributed2_to_fsdp2_optim", "fsdp2_to_hybrid2x2", "hybrid2x2_to_ddp1")
+RESUMED_CASES = rows(RESUMED.items(), lambda name, saved: name in QUICK_RESUMED)
 
 
-@pytest.mark.parametrize(("name", "saved"), RESUMED.items())
-def test_checkpoints_are_read_to_the_bit_on_another_layout(results, name, saved):
+@pytest.mark.parametrize(RESUMED_ROW, RESUMED_CASES)
+def test_checkpoints_are_read_to_the_bit_on_another_layout(results, resumed, saved):
     """Weights, average, both moments and Adam's step count; the next step is that of the run that went on."""
-    run, resumed = results[saved], results[name]
-    assert resumed["resumed_at"] == 2
-    assert_same(resumed["before"], run["after"])
-    assert resumed["grad_norms"] == pytest.approx(run["grad_norms"][2:], rel=SUM_RTOL)
-    assert_close(resumed["after"], run["at_end"], ADAM_RTOL)
+    run, other = results[saved], results[resumed]
+    assert other["resumed_at"] == 2
+    assert_same(other["before"], run["after"])
+    assert other["grad_norms"] == pytest.approx(run["grad_norms"][2:], rel=SUM_RTOL)
+    assert_close(other["after"], run["at_end"], ADAM_RTOL)
 
 
-@pytest.mark.parametrize(("name", "saved"), RESUMED.items())
-def test_samples_and_held_out_loss_are_those_of_the_run_that_saved(results, name, saved):
-    seen, expected = results[name]["looks_before"], results[saved]["looks_after"]
+@pytest.mark.parametrize(RESUMED_ROW, RESUMED_CASES)
+def test_samples_and_held_out_loss_are_those_of_the_run_that_saved(results, resumed, saved):
+    seen, expected = results[resumed]["looks_before"], results[saved]["looks_after"]
     assert seen["held_out"] == pytest.approx(expected["held_out"], rel=SUM_RTOL)
     for kind in ("averaged", "raw"):
         torch.testing.assert_close(seen[kind], expected[kind], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("name", "saved"), RESUMED.items())
-def test_a_resumed_run_on_packs_of_several_sizes_is_the_run_of_one_rank(results, name, saved):
+@pytest.mark.parametrize(RESUMED_ROW, RESUMED_CASES)
+def test_a_resumed_run_on_packs_of_several_sizes_is_the_run_of_one_rank(results, resumed, saved):
     """Its samples are those that the run of one rank trains on after the save, and its state ends as there."""
-    one, resumed = results["run_one"], results[name]
+    one, other = results["run_one"], results[resumed]
     assert results[saved]["samples"] == one["samples"]
-    assert sorted(one["samples"] + resumed["samples"]) == one["samples_at_end"]
-    assert resumed["grad_norms"] == pytest.approx(one["grad_norms"][2:], rel=SUM_RTOL)
-    assert_close(resumed["after"], one["at_end"], NOISE_RTOL)
+    assert sorted(one["samples"] + other["samples"]) == one["samples_at_end"]
+    assert other["grad_norms"] == pytest.approx(one["grad_norms"][2:], rel=SUM_RTOL)
+    assert_close(other["after"], one["at_end"], NOISE_RTOL)
 
 
 @pytest.mark.parametrize("kind", HYBRIDS)

@@ -6,6 +6,7 @@ import torch
 from benchmarks.parallel_world import run_world
 from dit.models.lora_config import LoRAConfig
 from dit.parallel.dims import ParallelConfig
+from tests.support.ranks import rows, selected
 
 TASK = "tests.parallel.fsdp_worker:train"
 SETTINGS = {
@@ -41,6 +42,9 @@ ALL = {"one": {}, **LAYOUTS, **FOUR}
 RESUMED = {"tp": "fsdp", "fsdp": "pp", "distributed": "tp", "one": "hybrid", "hybrid": "distributed"}
 """Layout of the second part of a run, by that of the first one."""
 STEPS, SAVED_AT = 4, 2
+ROW, MODEL_ROW, HALF_ROW, RESUMED_ROW = ("layout",), ("model", "layout_of_model"), ("kind", "name"), ("first",)
+QUICK, QUICK_MODELS, QUICK_RESUMED = ("tp", "fsdp", "offload"), ("experts", "lora"), ("tp",)
+QUICK_HALF = {("bf16", "fsdp"), ("fp8", "ddp")}
 BOUND = 1e-6
 """Newton-Schulz multiplies the rounding of small singular values by up to 3.4445 ** 5."""
 HALF = {
@@ -65,30 +69,35 @@ def case(parallel, model="plain", **options):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("muon")
+    plain, models, halves, resumed = (selected(request, row) for row in (ROW, MODEL_ROW, HALF_ROW, RESUMED_ROW))
     on_base = {"lora": {"checkpoint": {"interval": 0, "start_from": str(folder / "one")}}}
     offloaded = {
         "optimizer": {**SETTINGS["optimizer"], "offload": True},
         "training": {"global_batch_size": 4, "ema_decay": 0.5, "ema_offload": True},
     }
-    worlds = {1: {"one": case({})}, 4: {name: case(parallel) for name, parallel in FOUR.items()}, 2: {}}
-    worlds[2] = {name: case(parallel) for name, parallel in LAYOUTS.items()}
+    worlds = {1: {"one": case({})}}
+    for size, layouts in ((4, FOUR), (2, LAYOUTS)):
+        worlds[size] = {name: case(parallel) for name, parallel in layouts.items() if (name,) in plain}
     worlds[2]["offload"] = case(LAYOUTS["distributed"], **offloaded)
     for kind, options in HALF.items():
         worlds[1]["one", kind] = case({}, **options)
-        worlds[2] |= {(name, kind): case(LAYOUTS[name], **options) for of, name in HALF_RTOL if of == kind}
+        worlds[2] |= {(name, kind): case(LAYOUTS[name], **options) for of, name in halves if of == kind}
     sizes = {name: size for size, layouts in ((1, ["one"]), (2, LAYOUTS), (4, FOUR)) for name in layouts}
     for first, then in RESUMED.items():
         shared = {"run_dir": folder / first}
-        worlds[sizes[first]][first, "saved"] = case(ALL[first], steps=SAVED_AT, save=True, **shared)
-        worlds[sizes[then]][first, "resumed"] = case(ALL[then], steps=STEPS - SAVED_AT, **shared)
+        if (first,) in resumed or first == "one":  # from which the adapters start
+            worlds[sizes[first]][first, "saved"] = case(ALL[first], steps=SAVED_AT, save=True, **shared)
+        if (first,) in resumed:
+            worlds[sizes[then]][first, "resumed"] = case(ALL[then], steps=STEPS - SAVED_AT, **shared)
     for model, layouts in OF_MODELS.items():
         options = on_base.get(model, {})
         worlds[1]["one", model] = case({}, model, **options)
-        worlds[2] |= {name: case(parallel, model, **options) for name, parallel in layouts.items()}
+        named = {name for of, name in models if of == model}
+        worlds[2] |= {name: case(layouts[name], model, **options) for name in named}
     found = {}
-    for size, named in worlds.items():
+    for size, named in ((size, named) for size, named in worlds.items() if named):
         found |= dict(zip(named, run_world(size, list(named.values()), folder / f"world{size}")))
     return found
 
@@ -108,17 +117,20 @@ def test_only_weights_of_blocks_have_no_second_moment(results):
     assert names - by_adamw == {f"layers.{i}.{linear}.weight" for i in range(2) for linear in linears}
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, *FOUR, "offload"])
-def test_a_layout_trains_as_one_rank(results, name):
-    assert_equal(results[name], results["one"])
+@pytest.mark.parametrize(ROW, rows([(name,) for name in (*LAYOUTS, *FOUR, "offload")], lambda name: name in QUICK))
+def test_a_layout_trains_as_one_rank(results, layout):
+    assert_equal(results[layout], results["one"])
 
 
-@pytest.mark.parametrize(("model", "name"), [(model, name) for model, names in OF_MODELS.items() for name in names])
-def test_a_layout_of_other_models_trains_as_one_rank(results, model, name):
-    assert_equal(results[name], results["one", model])
+@pytest.mark.parametrize(
+    MODEL_ROW,
+    rows([(model, n) for model, names in OF_MODELS.items() for n in names], lambda model, n: model in QUICK_MODELS),
+)
+def test_a_layout_of_other_models_trains_as_one_rank(results, model, layout_of_model):
+    assert_equal(results[layout_of_model], results["one", model])
 
 
-@pytest.mark.parametrize(("kind", "name"), HALF_RTOL)
+@pytest.mark.parametrize(HALF_ROW, rows(HALF_RTOL, lambda *case: case in QUICK_HALF))
 def test_half_precision_trains_as_one_rank(results, kind, name):
     """Errors are relative to the change of a weight in all steps."""
     run, one = results[name, kind]["after"], results["one", kind]
@@ -127,7 +139,7 @@ def test_half_precision_trains_as_one_rank(results, kind, name):
     assert {key: error for key, error in errors.items() if error > HALF_RTOL[kind, name]} == {}
 
 
-@pytest.mark.parametrize("first", RESUMED)
+@pytest.mark.parametrize(RESUMED_ROW, rows([(name,) for name in RESUMED], lambda name: name in QUICK_RESUMED))
 def test_a_run_resumes_on_another_layout(results, first):
     run = results[first, "resumed"]
     assert run["resumed_at"] == SAVED_AT

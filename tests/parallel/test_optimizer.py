@@ -25,7 +25,7 @@ ROW = ("name", "precision")
 OFFLOAD_ROW = ("offloaded",)
 HALF_QUICK = {"bf16": ("ddp2", "distributed2", "fsdp2"), "fp16": ("distributed2", "fsdp2_optim")}
 OFFLOAD_QUICK = ("distributed1", "fsdp2")
-RESUMED = ("ddp2", "distributed2", "fsdp2")
+RESUMED = ("distributed2", "fsdp2")
 NUM_STEPS, SAVED_AT = 5, 3
 
 SETTINGS = {

@@ -65,16 +65,13 @@ def cp(size: int, comm: str, split: str = "contiguous", **others) -> dict:
 
 TP = {"tensor_model_parallel_size": 2}
 SP = {**TP, "sequence_parallel": True}
-# ranks: {layout: which packs}
-BOTH, PACKED = (True, False), (True,)
+# ranks: {layout: which packs}; `tests/laws` has the other layouts of two ranks, on packs.
+BOTH, PACKED, DENSE = (True, False), (True,), (False,)
 LAYOUTS = {
     2: {
         "tp2": (TP, PACKED),
-        "tp2_sp": (SP, BOTH),
-        "pp2": ({"pipeline_model_parallel_size": 2}, BOTH),
-        "distributed_optimizer2": ({}, PACKED),
-        "fsdp2": ({"data_parallel": "fsdp"}, PACKED),
-        "cp2_ring": (cp(2, "p2p", "load_balanced"), BOTH),
+        "pp2": ({"pipeline_model_parallel_size": 2}, DENSE),
+        "cp2_ring": (cp(2, "p2p", "load_balanced"), DENSE),
         "cp2_all_gather": (cp(2, "all_gather"), PACKED),
         "cp2_a2a": (cp(2, "a2a", "load_balanced"), PACKED),
     },
@@ -89,8 +86,7 @@ FLUX_AND_PRX = {
     "pp4": ({"pipeline_model_parallel_size": 4}, PACKED),
     "pp2_tp2_sp": ({"pipeline_model_parallel_size": 2, **SP}, PACKED),
 }
-# FLUX's relatives: shared or approximated modulations on every stage, refiners, other positions on every
-# rank; `tests/laws` has two ranks.
+# FLUX's relatives: shared or approximated modulations on every stage, refiners, other positions on every rank.
 RELATIVES = {
     2: {
         "tp2": (TP, PACKED),

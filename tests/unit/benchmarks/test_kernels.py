@@ -51,6 +51,7 @@ def check(found: dict, device: str) -> None:
 
 
 @needs_triton
+@pytest.mark.slow
 def test_the_update_and_the_noise_move_what_their_tensors_have(tmp_path):
     """Two parameters of 2**24 elements: 5 tensors, a factor and 9 rates read, 4.5 written. Noise: two results."""
     found = run(tmp_path, "--only", "AdamW", "noise")

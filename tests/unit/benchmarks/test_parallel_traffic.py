@@ -19,6 +19,7 @@ def steps():
     return dict(zip(jobs, found)), found[len(jobs) :]
 
 
+@pytest.mark.slow
 def test_the_page_shows_the_counted_bytes(steps):
     segments, stages = steps
     start, end = traffic.MARKS
@@ -27,6 +28,7 @@ def test_the_page_shows_the_counted_bytes(steps):
         assert part in section, "run python -m benchmarks.parallel_traffic --write"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", traffic.RANKS)
 def test_the_hybrid_sends_a_share_of_the_ring(steps, ranks):
     """Ring: keys and values of T/c tokens to c - 1 ranks; hybrid: tokens and results, all but the own share."""
@@ -37,6 +39,7 @@ def test_the_hybrid_sends_a_share_of_the_ring(steps, ranks):
         assert traffic.exchanged(steps[0][kind, ranks, "hybrid"]) == hybrid
 
 
+@pytest.mark.slow
 def test_a_pipeline_sends_activations_and_sums_the_conditioner(steps):
     stages, tokens = steps[1], traffic.SAMPLES * traffic.PATCHES[1] * traffic.PATCHES[2]
     drawing = traffic.pipeline_drawing(stages)

@@ -234,12 +234,18 @@ def test_a_killed_worker_is_named(opened: Open) -> None:
         take(iter(stream.next, None), 100)  # some were sent before
 
 
-@pytest.mark.parametrize("how", ["exit", "kill"])
-def test_workers_end_with_the_training_process(how: str) -> None:
-    """Also if it is killed while they work on an item; a run that ends prints nothing about them."""
+@pytest.mark.parametrize(("how", "longer"), [("exit", 0), ("kill", 1)])
+def test_workers_end_with_the_training_process(how: str, longer: int) -> None:
+    """Also if it is killed while they work on an item; a run that ends prints nothing about them.
+
+    The address of the fork server's socket has at most 107 bytes, so it is not in a temporary folder of a longer name.
+    In a new process, the first use of multiprocessing starts a resource tracker, which unblocks signals; signals to all
+    processes of a run do not end the fork server.
+    """
     program = """
 import os, signal, sys, time
 from functools import partial
+from multiprocessing import forkserver
 sys.path.insert(0, sys.argv[2])
 from small_data import spec
 from energon_data.workers.background import BackgroundSource
@@ -248,21 +254,37 @@ from tests.support.sources import Watched
 if __name__ == "__main__":
     stream = BackgroundSource(partial(Watched, spec(), seconds=600), "a test")
     stream._start()
+    lines = open(f"/proc/{forkserver._forkserver._forkserver_pid}/status").read().splitlines()
+    (mask,) = (int(line.split()[1], 16) for line in lines if line.startswith("SigBlk:"))
+    print(os.path.dirname(os.path.dirname(forkserver._forkserver._forkserver_address)))
+    print([bool(mask >> number - 1 & 1) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)])
     print(stream._worker.pid, flush=True)
     time.sleep(0.5)
     if sys.argv[1] == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
 """
     command = [sys.executable, "-c", program, how, str(Path(__file__).parent)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as training:
-        assert training.stdout is not None
-        worker = int(training.stdout.readline())
-        assert training.wait() == (0 if how == "exit" else -signal.SIGKILL)
-        is_gone = gone(worker)
-        if not is_gone:
-            os.kill(worker, signal.SIGKILL)
-        assert is_gone, "the item takes 600 s"
-        assert training.communicate() == ("", "")
+    with tempfile.TemporaryDirectory(dir=SHORT_FOLDER) as parent:
+        folder = Path(parent, "x" * (LONGEST_FOLDER + longer - len(f"{parent}/")))
+        folder.mkdir()
+        with subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "TMPDIR": str(folder)},
+        ) as training:
+            assert training.stdout is not None
+            socket_folder, blocked, worker = (training.stdout.readline().strip() for _ in range(3))
+            assert training.wait() == (0 if how == "exit" else -signal.SIGKILL)
+            is_gone = gone(int(worker))
+            if not is_gone:
+                os.kill(int(worker), signal.SIGKILL)
+            assert is_gone, "the item takes 600 s"
+            assert training.communicate() == ("", "")
+        assert socket_folder == (SHORT_FOLDER if longer else str(folder))
+        assert list(folder.iterdir()) == []
+    assert blocked == "[True, True, True]"
 
 
 def test_close_ends_a_worker_whose_fork_server_was_killed(opened: Open) -> None:
@@ -279,56 +301,6 @@ def test_close_ends_a_worker_whose_fork_server_was_killed(opened: Open) -> None:
     if not is_gone:
         os.kill(worker.pid, signal.SIGKILL)
     assert is_gone
-
-
-@pytest.mark.parametrize("longer", [0, 1])
-def test_the_temporary_folder_may_have_a_long_name(longer: int) -> None:
-    """The address of a socket has at most 107 bytes."""
-    program = """
-import os, sys
-from functools import partial
-sys.path.insert(0, sys.argv[1])
-from multiprocessing import forkserver
-from small_data import spec
-from energon_data.workers.background import BackgroundSource
-from tests.support.sources import Watched
-
-if __name__ == "__main__":
-    stream = BackgroundSource(partial(Watched, spec()), "a test")
-    print(os.path.dirname(os.path.dirname(forkserver._forkserver._forkserver_address)))
-    stream.next()
-    stream.close()
-"""
-    with tempfile.TemporaryDirectory(dir=SHORT_FOLDER) as parent:
-        folder = Path(parent, "x" * (LONGEST_FOLDER + longer - len(f"{parent}/")))
-        folder.mkdir()
-        command = [sys.executable, "-c", program, str(Path(__file__).parent)]
-        environment = {**os.environ, "TMPDIR": str(folder)}
-        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-        assert done.stdout.strip() == (SHORT_FOLDER if longer else str(folder))
-        assert list(folder.iterdir()) == []
-
-
-def test_signals_to_all_processes_of_a_run_do_not_end_the_fork_server() -> None:
-    """In a new process, whose first use of multiprocessing starts its resource tracker, which unblocks signals."""
-    program = """
-import signal, sys
-from functools import partial
-from multiprocessing import forkserver
-sys.path.insert(0, sys.argv[1])
-from small_data import spec
-from energon_data.workers.background import BackgroundSource
-from tests.support.sources import Watched
-
-if __name__ == "__main__":
-    stream = BackgroundSource(partial(Watched, spec()), "a test")
-    lines = open(f"/proc/{forkserver._forkserver._forkserver_pid}/status").read().splitlines()
-    (mask,) = (int(line.split()[1], 16) for line in lines if line.startswith("SigBlk:"))
-    print([bool(mask >> number - 1 & 1) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)])
-"""
-    command = [sys.executable, "-c", program, str(Path(__file__).parent)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert done.stdout == "[True, True, True]\n"
 
 
 def test_the_fork_server_imports_modules_for_all_workers(tmp_path: Path) -> None:

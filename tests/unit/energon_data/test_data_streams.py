@@ -45,7 +45,7 @@ def case(request: pytest.FixtureRequest, mixed_folder: Path, picture_folder: Pat
 def test_order_does_not_depend_on_data_parallel_size(case: tuple[DataConfig, int]) -> None:
     data, mbs = case
     alone = take(build(data, mbs=mbs), 24)
-    for dp in (2, 3, 4, 8):  # 3 ranks share all four streams, ranks r and r + 4 of 8 one of them
+    for dp in (2, 3, 8):  # 3 ranks share all four streams, ranks r and r + 4 of 8 one of them
         ranks = [build(data, rank, dp, mbs) for rank in range(dp)]
         same(alone, [next(ranks[j % dp]) for j in range(24)])
 
@@ -63,7 +63,7 @@ def test_every_draw_of_a_run_has_its_own_number(case: tuple[DataConfig, int]) ->
     assert len(set(draws)) == len(draws)
 
 
-@pytest.mark.parametrize("steps", [0, 1, 3, 8])
+@pytest.mark.parametrize("steps", [0, 8])
 def test_resume_continues_bit_for_bit(case: tuple[DataConfig, int], steps: int) -> None:
     data, mbs = case
     stream = build(data, mbs=mbs)
@@ -79,7 +79,7 @@ def test_resume_continues_bit_for_bit(case: tuple[DataConfig, int], steps: int) 
     same(rest, take(twice, 13))
 
 
-@pytest.mark.parametrize("worlds", [(2, 4), (4, 2), (1, 2, 3, 8), (8, 1, 6)])
+@pytest.mark.parametrize("worlds", [(1, 2, 3, 8), (8, 1, 6)])
 def test_resume_on_other_numbers_of_ranks(case: tuple[DataConfig, int], worlds: tuple[int, ...]) -> None:
     """A step has 24 micro-batches; four streams are read by more and by fewer ranks, in turn."""
     data, mbs = case
@@ -157,9 +157,10 @@ def test_every_layout_trains_on_the_same_packs(
         assert len({len(pack.keys) for pack in packs[1]}) > 1, "packs of several sizes"
 
 
-@pytest.mark.parametrize("source", ["folder", "blend"])
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("steps", [1, 5, 9])
+@pytest.mark.parametrize(
+    ("source", "background", "steps"),
+    [("folder", True, 1), ("folder", False, 5), ("folder", False, 9), ("blend", False, 1), ("blend", True, 9)],
+)
 def test_packs_in_flight_are_selected_again_for_another_multiple(
     mixed_folder: Path, source: str, background: bool, steps: int
 ) -> None:
@@ -268,7 +269,7 @@ def test_of_long_texts_the_first_tokens_stay(mixed_folder: Path) -> None:
         assert torch.equal(after.conditions["context"].values, torch.cat([text[:3] for text in texts]))
 
 
-@pytest.mark.parametrize("dp", [1, 2, 4])
+@pytest.mark.parametrize("dp", [1, 4])
 @pytest.mark.parametrize("packing", [{}, PACKED], ids=["dense", "packed"])
 def test_validation_is_the_same_pass_on_any_layout(mixed_folder: Path, dp: int, packing: dict[str, Any]) -> None:
     """Every sample is counted once; ranks without a last micro-batch get one that does not count."""
@@ -301,7 +302,7 @@ def test_a_position_that_cannot_be_read_again_is_not_converted(damaged_after: Ca
         build(after, mbs=1).load_state_dict(state)
 
 
-@pytest.mark.parametrize("dp", [1, 2, 4, 8])
+@pytest.mark.parametrize("dp", [1, 2, 8])
 def test_ranks_that_share_a_stream_report_its_samples_once(
     damaged_after: Callable[[int], Path], tmp_path: Path, dp: int
 ) -> None:
@@ -359,7 +360,7 @@ def test_the_held_out_pass_reads_no_sample_after_its_limit(mixed_folder: Path, t
     assert sum(batch.layout.num_samples for batch in passed) == 5
 
 
-@pytest.mark.parametrize("limit", [5, 12, 21, 100])
+@pytest.mark.parametrize("limit", [5, 100])
 @pytest.mark.parametrize("options", [{}, {"bucket_by_shape": True}, PACKED], ids=["dense", "buckets", "packed"])
 def test_held_out_samples_do_not_depend_on_micro_batches(
     mixed_folder: Path, limit: int, options: dict[str, Any]

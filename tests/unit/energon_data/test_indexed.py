@@ -264,8 +264,7 @@ def test_a_position_of_other_data_is_refused() -> None:
             stream(data, seed=seed).load_state_dict(state)
 
 
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("taken", [1, 3, 8])
+@pytest.mark.parametrize(("taken", "background"), [(1, False), (3, True), (8, False)])
 @pytest.mark.parametrize(
     ("settings", "spec", "new_settings", "new_spec"),
     [

@@ -31,6 +31,8 @@ from energon_data.prepare.preparation import Preparation
 from energon_data.prepare.videos import Cut, clips_of
 from energon_data.prepare.wording import Wording
 from energon_data.samples import SampleError
+from tests.integration import actions
+from tests.support.ranks import Job, run_jobs
 from tests.unit.energon_data.awkward_media import (
     EXIF_ORIENTATION,
     MATRICES,
@@ -432,18 +434,16 @@ def test_kill_9_and_the_same_command_give_the_same_shards(tmp_path):
     assert shards(out) == shards(tmp_path / "undisturbed")
 
 
-def test_ranks_of_torchrun_make_the_shards_of_one_process(tmp_path):
+def test_ranks_make_the_shards_of_one_process(tmp_path):
     """Four units on three ranks; only rank 0 reports."""
     command = ["images", "--in", str(folder_of_pictures(tmp_path / "in", 8)), "--samples-per-shard", "2"]
     command += ["--validation", "0.3", "--processes", "1"]
     assert main([*command, "--out", str(tmp_path / "alone")]) == 0
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m", "energon_data.prepare"]
-    done = subprocess.run(
-        [sys.executable, *torchrun, *command, "--out", str(tmp_path / "out")], capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    job = Job(actions.prepare, {"arguments": [*command, "--out", str(tmp_path / "out")]}, ranks=3)
+    ended = run_jobs(tmp_path / "world", {"prepare": job})["prepare"]
+    assert [rank.code for rank in ended] == [0, 0, 0], ended
     assert shards(tmp_path / "out") == shards(tmp_path / "alone")
-    assert done.stdout.count("8 samples in") == 1
+    assert [rank.out.count("8 samples in") for rank in ended] == [1, 0, 0]
     assert not (tmp_path / ".out.partial").exists()
 
 

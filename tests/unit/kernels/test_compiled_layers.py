@@ -83,16 +83,16 @@ def same(result: Tensor, expected: Tensor, rtol: float = RTOL) -> bool:
 @pytest.mark.parametrize(
     ("name", "kinds"),
     [
-        ("dit", PACKS),
+        ("dit", ["dense", "padded"]),
         *((name, ["padded"]) for name in BACKBONES[1:]),
-        *(pytest.param(name, PACKS, marks=pytest.mark.slow) for name in BACKBONES[1:]),
+        *(pytest.param(name, PACKS, marks=pytest.mark.slow) for name in ("dit", "wan")),
     ],
 )
 def test_every_kind_of_pack_has_the_numbers_of_eager_layers(
     one_rank_world: ProcessGroups, counter: CompileCounterWithBackend, name: str, kinds: Sequence[str]
 ) -> None:
     """A pack of one sample, a dense batch, a ragged pack and one with padding."""
-    model = replace(config_of(name), num_layers=2)
+    model = replace(config_of(name), num_layers=1)
     eager, network = (network_of(model, one_rank_world, kernels=kernels) for kernels in ("eager", "compile"))
     for kind in kinds:
         batch = batch_of(model, kind)
@@ -100,11 +100,12 @@ def test_every_kind_of_pack_has_the_numbers_of_eager_layers(
     assert counter.frame_count > 0
 
 
+@pytest.mark.slow
 def test_samples_with_several_levels_have_the_numbers_of_eager_layers(
     one_rank_world: ProcessGroups, counter: CompileCounterWithBackend
 ) -> None:
     """Packs of other lengths and numbers of levels need no further graph."""
-    model = replace(config_of("wan"), num_layers=2)
+    model = replace(config_of("wan"), num_layers=1)
     eager, network = (network_of(model, one_rank_world, kernels=kernels) for kernels in ("eager", "compile"))
     counts = []
     for numbers in ([0, 1, 2, 3], [2, 1, 3], [1, 2, 3, 4, 5], [4, 0, 3, 1]):
@@ -120,7 +121,7 @@ def test_packs_of_other_lengths_and_more_layers_need_no_further_graph(
 ) -> None:
     """After two ragged packs, whose numbers of samples and tokens differ, sizes are dynamic."""
     graphs = []
-    for layers in (1, 3):
+    for layers in (1, 2):
         model = replace(config_of("dit"), num_layers=layers)
         torch._dynamo.reset()
         counter.clear()
@@ -154,7 +155,7 @@ class Saved:
 def saved_by_a_layer(model: ModelConfig, batch: PackedBatch, groups: ProcessGroups, recompute: str) -> float:
     """Return the saved numbers of a compiled layer, in tokens x hidden size."""
     nbytes = []
-    for layers in (1, 3):
+    for layers in (1, 2):
         torch._dynamo.reset()  # the choice of saved tensors is made for all layers of the process
         network = network_of(replace(model, num_layers=layers), groups, kernels="compile", recompute=recompute)
         saved = Saved(network)
@@ -162,7 +163,7 @@ def saved_by_a_layer(model: ModelConfig, batch: PackedBatch, groups: ProcessGrou
             prediction_TC, loss_of = training_forward_step(EDM(), model, 7, 0)(iter([batch]), network)
             loss_of(prediction_TC)
         nbytes.append(saved.nbytes)
-    return (nbytes[1] - nbytes[0]) / 2 / 4 / batch.layout.total_tokens / model.hidden_size
+    return (nbytes[1] - nbytes[0]) / 4 / batch.layout.total_tokens / model.hidden_size
 
 
 MOST_SAVED = {"dit": 14, "dit_cross": 24, "moviegen": 21, "wan": 20}
@@ -184,17 +185,18 @@ def test_a_compiled_layer_saves_less_under_selective_recompute(
 def test_recomputed_layers_have_the_numbers_of_eager_layers(
     one_rank_world: ProcessGroups, counter: CompileCounterWithBackend, recompute: str
 ) -> None:
-    model = replace(config_of("dit_cross"), num_layers=2)
+    model = replace(config_of("dit_cross"), num_layers=1)
     eager = network_of(model, one_rank_world)
     network = network_of(model, one_rank_world, kernels="compile", recompute=recompute)
     batch = batch_of(model, "padded")
     assert same(step(network, model, batch), step(eager, model, batch))
 
 
+@pytest.mark.slow
 def test_experts_bf16_and_adapters_have_the_numbers_of_eager_layers(
     one_rank_world: ProcessGroups, counter: CompileCounterWithBackend
 ) -> None:
-    base = replace(config_of("dit"), num_layers=2)
+    base = replace(config_of("dit"), num_layers=1)
     for model, precision, rtol in (
         (base, "bf16", BF16_RTOL),
         (replace(base, num_experts=4), "fp32", RTOL),
@@ -214,11 +216,10 @@ def test_experts_bf16_and_adapters_have_the_numbers_of_eager_layers(
 def test_generated_code_has_the_numbers_of_eager_layers(one_rank_world: ProcessGroups) -> None:
     """The compiler of `training.kernels=compile` itself."""
     torch._dynamo.reset()
-    model = replace(config_of("dit_cross"), num_layers=2)
+    model = replace(config_of("dit_cross"), num_layers=1)
     eager, network = (network_of(model, one_rank_world, kernels=kernels) for kernels in ("eager", "compile"))
-    for kind in ("dense", "padded"):
-        batch = batch_of(model, kind)
-        assert same(step(network, model, batch), step(eager, model, batch)), kind
+    batch = batch_of(model, "padded")
+    assert same(step(network, model, batch), step(eager, model, batch))
 
 
 def test_the_backbone_of_the_page_has_the_numbers_of_eager_layers(
@@ -228,9 +229,8 @@ def test_the_backbone_of_the_page_has_the_numbers_of_eager_layers(
     page = pages.shown_files(Path("docs/adding-a-backbone.md"))
     (tmp_path / "page_backbone.py").write_text(page["side_by_side.py"])
     monkeypatch.syspath_prepend(tmp_path)
-    model = import_module("page_backbone").SideBySideConfig(hidden_size=64, num_layers=2, num_attention_heads=4)
+    model = import_module("page_backbone").SideBySideConfig(hidden_size=64, num_layers=1, num_attention_heads=4)
     eager, network = (network_of(model, one_rank_world, kernels=kernels) for kernels in ("eager", "compile"))
-    for kind in ("dense", "padded"):
-        batch = batch_of(model, kind)
-        assert same(step(network, model, batch), step(eager, model, batch)), kind
+    batch = batch_of(model, "padded")
+    assert same(step(network, model, batch), step(eager, model, batch))
     assert counter.frame_count > 0

@@ -12,6 +12,7 @@ import pytest
 
 from dit.errors import BatchError, CheckpointError, ConfigError, DataError, MachineError, NotFiniteError
 from dit.monitoring.exit_record import ExitRecord, Outcome, is_peer_lost, read_outcome, write_outcome
+from dit.verify.ranks import FORKS
 
 GLOO_CLOSED = "[../third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:31713"
 
@@ -182,8 +183,7 @@ def test_only_communication_errors_count_as_lost_peers(error, lost):
 def test_a_real_gloo_peer_loss_is_recognised(tmp_path):
     """The error on the survivor of a killed peer is recognised as a consequence."""
     torch = pytest.importorskip("torch")
-    context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=_lose_a_peer, args=(str(tmp_path), rank)) for rank in range(2)]
+    ranks = [FORKS.Process(target=_lose_a_peer, args=(str(tmp_path), rank)) for rank in range(2)]
     for process in ranks:
         process.start()
     for process in ranks:

@@ -17,7 +17,7 @@ from dit.parallel.dims import ParallelConfig
 from dit.planner.devices import H100
 from dit.planner.job import Job
 from dit.planner.time import Cluster, cost_of, product_seconds, step_time
-from dit.planner.trace import trace
+from dit.planner.trace import Tracer
 from dit.settings import OptimizerConfig, TrainingConfig
 from dit.tracing.packs import PackShape
 
@@ -108,8 +108,15 @@ def test_owners_are_balanced_and_have_a_part():
     assert all(weights[f"w{i}"].sources == [weights[f"w{i}"].owner] for i in range(8))
 
 
+@pytest.fixture(scope="module")
+def trace():
+    """One process traces all jobs of this module."""
+    with Tracer() as tracer:
+        yield tracer
+
+
 @pytest.mark.parametrize("data_parallel", ["ddp", "distributed_optimizer", "fsdp"])
-def test_a_plan_counts_one_moment_and_the_operations(data_parallel):
+def test_a_plan_counts_one_moment_and_the_operations(trace, data_parallel):
     model, training = tiny_model(num_layers=2), TrainingConfig(ema_decay=None)
     adamw, by_muon = OptimizerConfig(), OptimizerConfig(algorithm="muon")
     parts = (ParallelConfig(data_parallel=data_parallel), training, PackShape(((1, 4, 8),), text_lengths=(4,)))
@@ -126,7 +133,7 @@ def test_a_plan_counts_one_moment_and_the_operations(data_parallel):
     ("data_parallel", "tensor", "least", "most"),
     [("ddp", 1, 3, 3), ("distributed_optimizer", 1, 0, 1), ("fsdp", 1, 0, 1), ("distributed_optimizer", 2, 1, 2)],
 )
-def test_a_plan_counts_each_matrix_once_and_its_exchange(data_parallel, tensor, least, most):
+def test_a_plan_counts_each_matrix_once_and_its_exchange(trace, data_parallel, tensor, least, most):
     """Four ranks have the operations of one; replicas send three copies, others the parts that the owner lacks.
 
     Args:
@@ -148,7 +155,7 @@ def test_a_plan_counts_each_matrix_once_and_its_exchange(data_parallel, tensor, 
     assert least <= round(sent / torch.bfloat16.itemsize / elements, 3) <= most
 
 
-def test_a_plan_adds_the_time_of_products_and_exchange():
+def test_a_plan_adds_the_time_of_products_and_exchange(trace):
     model, training = tiny_model(num_layers=2), TrainingConfig(ema_decay=None)
     layout, pack = ParallelConfig(data_parallel="ddp"), PackShape(((1, 4, 8),), text_lengths=(4,))
     jobs = [

@@ -86,7 +86,7 @@ def test_training_never_sees_the_held_out_combinations_and_pairs():
     assert chosen["trained"][:10] == choose("trained", 10)
 
 
-@pytest.mark.parametrize(("noise", "share"), [(0, 1.0), (10, 1.0), (40, 0.98)])
+@pytest.mark.parametrize(("noise", "share"), [(0, 1.0), (40, 0.98)])
 def test_the_judge_reads_drawings(noise, share):
     avatars = [avatar for kind in KINDS for avatar in choose(kind, 50)]
     noisy = draw(avatars) + np.random.default_rng(0).normal(0, noise, (len(avatars), design.SIZE, design.SIZE, 3))
