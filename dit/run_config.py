@@ -345,7 +345,7 @@ def _reasons_of_packs(config: RunConfig, spec: BatchSpec, maxima: PackMaxima) ->
             not config.model.fixes_packs,
             f"model={type(config.model).__name__}",
             "its layers read the lengths of samples on the host",
-            "use model=DiTConfig",
+            "use model=DiTConfig, without routing",
         ),
         (
             levels is not None,

@@ -20,6 +20,7 @@ from dit.models.lumina2.config import Lumina2Config
 from dit.models.moviegen.config import MovieGenConfig
 from dit.models.prx.config import PRXConfig
 from dit.models.qwen_image.config import QwenImageConfig
+from dit.models.routing_config import RoutingConfig
 from dit.models.sana.config import SanaConfig
 from dit.models.sd3.config import SD3Config
 from dit.models.stdit.config import STDiTConfig
@@ -302,6 +303,18 @@ def ddpm_unet_512() -> run.Config[DDPMUNetConfig]:
 def lora() -> run.Config[LoRAConfig]:
     """Low-rank adapters of rank 16 in attention and MLP of every block; `model.lora=lora model.lora.rank=4`."""
     return run.Config(LoRAConfig)
+
+
+@run.cli.factory(target=RoutingConfig)
+def tread() -> run.Config[RoutingConfig]:
+    """In training, half of the tokens skip all layers but the first 2 and the last 3 (TREAD); `model.routing=tread`."""
+    return run.Config(RoutingConfig)
+
+
+@run.cli.factory(target=RoutingConfig)
+def sprint() -> run.Config[RoutingConfig]:
+    """In training, 75 % of the tokens skip all layers but 2 and 2, then a linear layer fuses both paths (SPRINT)."""
+    return run.Config(RoutingConfig, share=0.75, last_layers=2, rejoin="fused", path_dropout=0.05)
 
 
 @run.cli.factory(target=ModelConfig)
