@@ -15,6 +15,10 @@ from dit.models.dit.config import DiTConfig
 from dit.models.routing_config import RoutingConfig
 from dit.models.token_routing import select_kept, shorter_layout
 from dit.monitoring.flops import PackFlops
+from dit.objectives.flow_matching import FlowMatching
+from dit.parallel.dims import ParallelConfig, check_parallel
+from dit.settings import TrainingConfig
+from dit.step.forward_step import training_forward_step
 from tests.conftest import BuildModel
 from tests.parity import weights
 from tests.parity.reference_dit import ReferenceDiT, normalise, silu
@@ -192,6 +196,36 @@ def test_every_noise_level_of_a_sample_keeps_its_share() -> None:
     assert shorter.lengths == (5, 3)
     assert shorter.levels is not None
     assert (shorter.levels.layout.lengths, shorter.levels.numbers) == ((1, 4, 3), (-1, 0, 0))
+
+
+def test_every_step_of_training_draws_other_tokens(build_model: BuildModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    model_config = config(num_layers=4, routing=TREAD)
+    model, keys = build_model(model_config), []
+    forward = model.forward
+
+    def recorded(inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
+        keys.append(batch.draw_keys_S)
+        return forward(inputs_TC, time_S, batch)
+
+    monkeypatch.setattr(model, "forward", recorded)
+    for seed, step in ((7, 0), (7, 1), (8, 0)):
+        training_forward_step(FlowMatching(), model_config, seed, step)(iter([routed_pack(model_config)]), model)
+    assert len(torch.cat(keys).unique()) == 3 * len(SAMPLES)
+
+
+def test_a_fused_middle_is_on_one_pipeline_stage() -> None:
+    model, training = config(num_layers=6, routing=SPRINT), TrainingConfig(global_batch_size=4)
+
+    def check(model: DiTConfig, layers: Optional[list[int]]) -> None:
+        stages = 2 if layers is None else len(layers)
+        layout = ParallelConfig(pipeline_model_parallel_size=stages, pipeline_layers=layers)
+        check_parallel(model, layout, training, stages)
+
+    with pytest.raises(ConfigError, match=r"stages of \[3, 3\] layers cut layers 2 to 4, .* \(such as \[2, 3, 1\]\)"):
+        check(model, None)
+    check(model, [2, 3, 1])
+    check(model, [2, 4])
+    check(config(num_layers=6, routing=TREAD), None)
 
 
 def test_counted_operations_are_those_of_the_kept_tokens() -> None:
