@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks.parallel_training import tiny_model
+from dit.models.routing_config import RoutingConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.planner.job import Job, steady_state
@@ -35,6 +36,12 @@ CASES = {
     # Layers of 1.2 B parameters: the gradients of four wait for their reduction, and no more.
     "fsdp": ({"num_layers": 10, "hidden_size": 8192}, {"data_parallel": "fsdp"}, 1),
     "one_rank": ({"num_layers": 6}, {}, 4),
+    "tread": ({"num_layers": 12, "routing": RoutingConfig()}, {"pipeline_model_parallel_size": 2}, 4),
+    "sprint": (
+        {"num_layers": 12, "routing": RoutingConfig(share=0.75, last_layers=2, rejoin="fused", path_dropout=0.05)},
+        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+        2,
+    ),
     "fsdp_of_one_rank": ({"num_layers": 6, "hidden_size": 8192}, {"data_parallel": "fsdp"}, 4),
 }
 
