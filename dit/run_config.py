@@ -14,6 +14,7 @@ from dit.fixed_packs import PackMaxima
 from dit.kernels.recompute import check_recompute
 from dit.models.base import Ability, ModelConfig
 from dit.models.conditioned import ClassConditioned, TextConditioned
+from dit.models.routing_config import TokenRouted
 from dit.objectives.base import Objective
 from dit.objectives.edm import VarianceExplodingPath
 from dit.optimizer.schedules import Constant, Schedule
@@ -272,6 +273,12 @@ def check_cuda_graph(config: RunConfig, spec: BatchSpec) -> None:
     maxima = config.fixed_packs(spec)
     reasons = (
         (
+            isinstance(config.model, TokenRouted) and config.model.routing is not None,
+            "model.routing",
+            "it computes tables of the kept tokens from lengths",
+            "use model.routing=none",
+        ),
+        (
             config.data.mixes_shapes(spec) and maxima is None,
             f"data={type(config.data).__name__}",
             "batches have other lengths in every step",
@@ -345,7 +352,7 @@ def _reasons_of_packs(config: RunConfig, spec: BatchSpec, maxima: PackMaxima) ->
             not config.model.fixes_packs,
             f"model={type(config.model).__name__}",
             "its layers read the lengths of samples on the host",
-            "use model=DiTConfig, without routing",
+            "use model=DiTConfig",
         ),
         (
             levels is not None,

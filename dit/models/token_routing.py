@@ -48,7 +48,7 @@ def select_kept(keys_S: Tensor, layout: SequenceLayout, share: float) -> Tensor:
 
     Of every sample (of every noise level in it), a random share is not kept; at least one token is.
     """
-    pack = layout.plain
+    pack = layout if layout.local_indices is None else layout.plain
     scores_P = _words(keys_S[pack.segment_ids_T], pack.token_index_T, 0)[0]
     return select_tokens(scores_P[:, None], layout.level_layout, 1 - share)[:, 0]
 
