@@ -241,6 +241,12 @@ def _check_fp8(model: ModelConfig, parallel: ParallelConfig, fp8: Fp8) -> None:
             f"parallel.context_parallel_size={cp} replicates the texts of model={name} over ranks, and a rank would "
             "quantise only its part of their gradient; use context_parallel_size=1, or",
         ),
+        (
+            (cp > 1 or parallel.sequence_parallel) and model.draws_in_training,
+            f"parallel.context_parallel_size={cp} and sequence_parallel={parallel.sequence_parallel} pad the shorter "
+            "pack of model.routing, and padding counts in scales; use context_parallel_size=1 and "
+            "sequence_parallel=False, or",
+        ),
     ):
         if refused:
             raise ConfigError(f"training.fp8={fp8} is not available: {why} training.fp8=None")

@@ -228,6 +228,22 @@ def test_a_fused_middle_is_on_one_pipeline_stage() -> None:
     check(config(num_layers=6, routing=TREAD), None)
 
 
+def test_quantised_products_need_a_pack_without_padding_of_the_layout() -> None:
+    model, training = (
+        config(hidden_size=64, num_layers=6, routing=TREAD),
+        TrainingConfig(global_batch_size=4, fp8="mxfp8"),
+    )
+    layouts = (
+        ParallelConfig(context_parallel_size=2),
+        ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True),
+    )
+    for layout in layouts:
+        with pytest.raises(ConfigError, match=r"sequence_parallel=(True|False) pad the shorter pack of model\.routing"):
+            check_parallel(model, layout, training, 2)
+    check_parallel(replace(model, routing=None), ParallelConfig(context_parallel_size=2), training, 2)
+    check_parallel(model, ParallelConfig(), training, 1)
+
+
 def test_counted_operations_are_those_of_the_kept_tokens() -> None:
     grid, kept = (1, 6, 4), (1, 3, 2)
 
