@@ -191,8 +191,10 @@ def test_a_share_of_the_samples_skips_the_middle(build_model: BuildModel) -> Non
 def test_every_noise_level_of_a_sample_keeps_its_share() -> None:
     layout = SequenceLayout.from_lengths([10, 6], multiple_of=4)
     layout = with_levels(layout, [[(2, -1), (8, 0)], []])
-    kept_P, shorter = select_kept(KEYS_S[:2], layout, 0.5), shorter_layout(layout, 0.5, 1, 1)
-    assert [int(kept_P[a:b].sum()) for a, b in ((0, 2), (2, 10), (12, 18))] == [1, 4, 3]
+    shorter = shorter_layout(layout, 0.5, 1, 1)
+    for draw in range(20):
+        kept_P = select_kept(torch.tensor([draw, draw << 33]), layout, 0.5)
+        assert [int(kept_P[a:b].sum()) for a, b in ((0, 2), (2, 10), (12, 18))] == [1, 4, 3]
     assert shorter.lengths == (5, 3)
     assert shorter.levels is not None
     assert (shorter.levels.layout.lengths, shorter.levels.numbers) == ((1, 4, 3), (-1, 0, 0))
