@@ -332,16 +332,8 @@ def ldm_unet_small() -> run.Config[LDMUNetConfig]:
 @run.cli.factory(target=ModelConfig)
 def sdxl_unet() -> run.Config[LDMUNetConfig]:
     """Latent-diffusion UNet (2.57 B), that of Stable Diffusion XL: text of 2048, pooled of 1280, width 320 to 1280."""
-    return run.Config(
-        LDMUNetConfig,
-        context_size=2048,
-        block_out_channels=[320, 640, 1280],
-        transformer_layers=[0, 2, 10],
-        mid_transformer_layers=10,
-        head_size=64,
-        pooled_size=1280,
-        null_text="zeros",
-    )
+    layers = {"block_out_channels": [320, 640, 1280], "transformer_layers": [0, 2, 10], "mid_transformer_layers": 10}
+    return run.Config(LDMUNetConfig, context_size=2048, head_size=64, pooled_size=1280, null_text="zeros", **layers)
 
 
 @run.cli.factory(target=Objective)

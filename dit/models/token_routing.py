@@ -17,7 +17,6 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple, Optional
 
 import torch
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor, nn
 
 from dit.backends.init import normal, xavier_uniform
@@ -27,7 +26,7 @@ from dit.context_parallel.attention import ContextAttention
 from dit.context_parallel.partition import chunks_per_sample, context_partition
 from dit.kernels.attention import Attention
 from dit.layers.routing import expert_capacity, select_tokens
-from dit.layers.tokens import shard_tokens, unshard_tokens
+from dit.layers.tokens import gather_from_ranks, shard_tokens, unshard_tokens
 from dit.layout import SequenceLayout
 from dit.levels import with_levels
 from dit.models.routing_config import TokenRouted
@@ -133,8 +132,8 @@ class TokenRouting(nn.Module):
         return torch.where(taken_T[:, None], gathered.index_select(0, index_T), others_TD)
 
     def _gather(self, x_T: Tensor) -> Tensor:
-        """Gather the tokens of the context-parallel ranks, rank by rank; the backward pass sums their gradients."""
-        return x_T if self.context is None else gather_from_sequence_parallel_region(x_T, group=self.context.group)
+        """Gather the tokens of the context-parallel ranks."""
+        return x_T if self.context is None else gather_from_ranks(x_T, self.context.group)
 
     def _places(self, layout: SequenceLayout, tokens: Tensor) -> Tensor:
         """Return the indices of tokens of the global pack in the gathered pack."""
