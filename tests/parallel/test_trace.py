@@ -24,7 +24,6 @@ MODELS = {"ep2": "experts", "pp2_vpp2": "deep"}
 CASES = {
     **{name: {"model": MODELS.get(name, "dit"), "parallel": layout} for name, layout in LAYOUTS.items()},
     "unet": {"model": "unet", "parallel": LAYOUTS["ddp"]},
-    "tread_cp2": {"model": "tread", "parallel": LAYOUTS["cp2_ring"]},
     "cross_bf16": {"model": "dit_cross", "parallel": LAYOUTS["tp2_sp"], "precision": "bf16"},
     "cross_recompute": {"model": "dit_cross", "parallel": LAYOUTS["ddp"], "recompute": "full"},
 }

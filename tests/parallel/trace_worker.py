@@ -10,7 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks.parallel_training import tiny_model
 from dit.backends import process_groups
 from dit.models.base import ModelConfig
-from dit.models.routing_config import RoutingConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig
 from dit.planner.job import Job
@@ -31,7 +30,6 @@ MODELS: dict[str, dict[str, Any]] = {
     "dit": {"hidden_size": 64, "num_layers": 2},
     "experts": {"hidden_size": 64, "num_layers": 2, "num_experts": 4},
     "deep": {"hidden_size": 64, "num_layers": 4},
-    "tread": {"hidden_size": 64, "num_layers": 4, "routing": RoutingConfig(first_layers=1, last_layers=1)},
     "dit_cross": {"backbone": "dit_cross", "hidden_size": 64, "num_layers": 2},
 }
 PACK = PackShape(((1, 8, 8), (1, 4, 8), (2, 4, 4)), text_lengths=(5, 7, 3), multiple_of=4, total_tokens=128)

@@ -37,11 +37,6 @@ CASES = {
     "fsdp": ({"num_layers": 10, "hidden_size": 8192}, {"data_parallel": "fsdp"}, 1),
     "one_rank": ({"num_layers": 6}, {}, 4),
     "tread": ({"num_layers": 12, "routing": RoutingConfig()}, {"pipeline_model_parallel_size": 2}, 4),
-    "sprint": (
-        {"num_layers": 24, "routing": RoutingConfig(share=0.75, last_layers=2, rejoin="fused", path_dropout=0.05)},
-        {"tensor_model_parallel_size": 2, "sequence_parallel": True},
-        2,
-    ),
     "fsdp_of_one_rank": ({"num_layers": 6, "hidden_size": 8192}, {"data_parallel": "fsdp"}, 4),
 }
 
