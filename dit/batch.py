@@ -51,7 +51,8 @@ class PackedBatch:
         loss_weight_S: weight of each sample in the loss, float32; None for ones.
         draws_S: draw number of each sample in the training data, int64. It is unique in a step and distinguishes
             copies of a sample. None for data that are read once, such as validation data.
-        dropout_S: dropout key of each sample, int64; None outside training, which disables dropout.
+        draw_keys_S: key of each sample for random numbers inside the network, int64; None outside training, which
+            disables dropout and token routing.
         negatives_TC: for each token, one of another sample (`dit.objectives.contrastive`); None without contrast.
         repeated: whether another rank also has this micro-batch. Validation repeats micro-batches so that all ranks run
             the same number of forward passes; repeated ones are excluded from all sums.
@@ -69,7 +70,7 @@ class PackedBatch:
     conditions: Conditions = field(default_factory=Conditions)
     loss_weight_S: Optional[Tensor] = None
     draws_S: Optional[Tensor] = None
-    dropout_S: Optional[Tensor] = None
+    draw_keys_S: Optional[Tensor] = None
     negatives_TC: Optional[Tensor] = None
     repeated: bool = False
     grids_S3: Optional[Tensor] = None
@@ -114,7 +115,7 @@ class PackedBatch:
             "grids": (len(self.grids), S),
             "keys": (len(self.keys), S),
         }
-        for name in ("loss_weight_S", "draws_S", "dropout_S"):
+        for name in ("loss_weight_S", "draws_S", "draw_keys_S"):
             value = getattr(self, name)
             if value is not None:
                 sizes[name] = (len(value), S)

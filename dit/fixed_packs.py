@@ -60,7 +60,7 @@ class PackMaxima:
             conditions=Conditions({name: self._entry(entry) for name, entry in batch.conditions.items()}),
             loss_weight_S=rows(batch.loss_weight_S),
             draws_S=rows(batch.draws_S),
-            dropout_S=rows(batch.dropout_S),
+            draw_keys_S=rows(batch.draw_keys_S),
         )
 
     def _entry(self, entry: Entry) -> Entry:

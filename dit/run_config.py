@@ -14,6 +14,7 @@ from dit.fixed_packs import PackMaxima
 from dit.kernels.recompute import check_recompute
 from dit.models.base import Ability, ModelConfig
 from dit.models.conditioned import ClassConditioned, TextConditioned
+from dit.models.routing_config import TokenRouted
 from dit.objectives.base import Objective
 from dit.objectives.edm import VarianceExplodingPath
 from dit.optimizer.schedules import Constant, Schedule
@@ -271,6 +272,12 @@ def check_cuda_graph(config: RunConfig, spec: BatchSpec) -> None:
     experts, stages = config.model.megatron_sizes().num_moe_experts, parallel.pipeline_model_parallel_size
     maxima = config.fixed_packs(spec)
     reasons = (
+        (
+            isinstance(config.model, TokenRouted) and config.model.routing is not None,
+            "model.routing",
+            "it computes tables of the kept tokens from lengths",
+            "use model.routing=none",
+        ),
         (
             config.data.mixes_shapes(spec) and maxima is None,
             f"data={type(config.data).__name__}",

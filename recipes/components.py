@@ -21,6 +21,7 @@ from dit.models.lumina2.config import Lumina2Config
 from dit.models.moviegen.config import MovieGenConfig
 from dit.models.prx.config import PRXConfig
 from dit.models.qwen_image.config import QwenImageConfig
+from dit.models.routing_config import RoutingConfig
 from dit.models.sana.config import SanaConfig
 from dit.models.sd3.config import SD3Config
 from dit.models.stdit.config import STDiTConfig
@@ -311,6 +312,18 @@ def lora() -> run.Config[LoRAConfig]:
     return run.Config(LoRAConfig)
 
 
+@run.cli.factory(target=RoutingConfig)
+def tread() -> run.Config[RoutingConfig]:
+    """In training, half of the tokens skip all layers but the first 2 and the last 3 (TREAD); `model.routing=tread`."""
+    return run.Config(RoutingConfig)
+
+
+@run.cli.factory(target=RoutingConfig)
+def sprint() -> run.Config[RoutingConfig]:
+    """In training, 75 % of the tokens skip all layers but 2 and 2, then a linear layer fuses both paths (SPRINT)."""
+    return run.Config(RoutingConfig, share=0.75, last_layers=2, rejoin="fused", path_dropout=0.05)
+
+
 @run.cli.factory(target=ModelConfig)
 def ldm_unet() -> run.Config[LDMUNetConfig]:
     """Latent-diffusion UNet (860 M), that of Stable Diffusion v1: 4 latent channels, text of 768, width 320 to 1280."""
@@ -326,16 +339,8 @@ def ldm_unet_small() -> run.Config[LDMUNetConfig]:
 @run.cli.factory(target=ModelConfig)
 def sdxl_unet() -> run.Config[LDMUNetConfig]:
     """Latent-diffusion UNet (2.57 B), that of Stable Diffusion XL: text of 2048, pooled of 1280, width 320 to 1280."""
-    return run.Config(
-        LDMUNetConfig,
-        context_size=2048,
-        block_out_channels=[320, 640, 1280],
-        transformer_layers=[0, 2, 10],
-        mid_transformer_layers=10,
-        head_size=64,
-        pooled_size=1280,
-        null_text="zeros",
-    )
+    layers = {"block_out_channels": [320, 640, 1280], "transformer_layers": [0, 2, 10], "mid_transformer_layers": 10}
+    return run.Config(LDMUNetConfig, context_size=2048, head_size=64, pooled_size=1280, null_text="zeros", **layers)
 
 
 @run.cli.factory(target=Objective)

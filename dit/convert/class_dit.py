@@ -53,6 +53,8 @@ def check_expressible(model: DiTConfig, side: str, **also: int) -> None:
     require(fault, {name: getattr(model, name) for name in supported}, supported, TRAIN_THAT_WAY)
     if model.num_classes is None:
         require(fault, {"num_classes": None}, {"num_classes": "a number"}, "train with classes")
+    if model.routing is not None:
+        require(fault, {"routing.rejoin": model.routing.rejoin}, {"routing.rejoin": "unchanged"}, TRAIN_THAT_WAY)
 
 
 def position_table(model: DiTConfig, side: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Counter-based dropout: each mask element is a function of (key of the sample, layer, element).
 
-A key encodes (seed, step, sample, draw), see `PackedBatch.dropout_S`. Masks do not depend on the layout, and recomputed
-activations get the same masks.
+A key encodes (seed, step, sample, draw), see `PackedBatch.draw_keys_S`. Masks do not depend on the layout, and
+recomputed activations get the same masks.
 """
 
 from typing import Optional

@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from dit.layout import SequenceLayout
+from dit.layout import SequenceLayout, to_device
 
 
 def expert_capacity(length: int, num_experts: int, capacity_factor: float) -> int:
@@ -50,7 +50,7 @@ def _slots(
     for length in lengths:
         selected.append(torch.arange(first, first + expert_capacity(length, num_experts, capacity_factor)))
         first += length
-    return _Slots(segment_T.to(device), torch.cat(selected).to(device))
+    return _Slots(to_device(segment_T, device), to_device(torch.cat(selected), device))
 
 
 def select_tokens(scores_TE: Tensor, layout: SequenceLayout, capacity_factor: float) -> Tensor:

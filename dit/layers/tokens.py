@@ -12,6 +12,7 @@ import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.utils import make_viewless_tensor
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from dit.backends.init import xavier_uniform
 from dit.backends.provider import LayerProvider
@@ -52,6 +53,11 @@ def unshard_tokens(x_TD: Tensor, provider: LayerProvider) -> Tensor:
     if not provider.sequence_parallel:
         return x_TD
     return gather_from_sequence_parallel_region(x_TD, tensor_parallel_output_grad=True, group=provider.tp_group)
+
+
+def gather_from_ranks(x_T: Tensor, group: ProcessGroup) -> Tensor:
+    """Gather the local tokens of the ranks of a group, rank by rank; the backward pass sums their gradients."""
+    return gather_from_sequence_parallel_region(x_T, group=group)
 
 
 def gather_tokens(x_TD: Tensor, provider: LayerProvider) -> Tensor:

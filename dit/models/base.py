@@ -177,9 +177,18 @@ class ModelConfig(ABC):
         return self.in_channels * self.patch_temporal * self.patch_spatial**2
 
     @property
-    def activation_dropout(self) -> float:
-        """Dropout rate of activations in training."""
-        return 0.0
+    def draws_in_training(self) -> bool:
+        """Whether the network draws random numbers in training, from `PackedBatch.draw_keys_S`."""
+        return False
+
+    @property
+    def uncut_layers(self) -> range:
+        """Layers that must be on one pipeline stage."""
+        return range(0)
+
+    def middle_tokens(self, length: int) -> int:
+        """Return the number of tokens of a sample in the layers with the fewest tokens, in training."""
+        return length
 
     @property
     def takes_references(self) -> bool:

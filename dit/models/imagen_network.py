@@ -79,7 +79,7 @@ class ImagenNetwork(Backbone):
                 vector_SE = vector_SE + 0.0 * context_KD.sum()
         if self.label is not None:
             vector_SE = vector_SE + self.label(batch.conditions[LABEL.name].values)
-        return BlockConditions(vector_SE, context_KD, texts, batch.dropout_S)
+        return BlockConditions(vector_SE, context_KD, texts, batch.draw_keys_S)
 
     @abstractmethod
     def predict(self, x_NCHW: Tensor, conditions: BlockConditions) -> Tensor:

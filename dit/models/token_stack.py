@@ -3,15 +3,19 @@
 inputs_TC --shard--> embed --> layer 0 --> layer 1 --> ... --> head --gather--> prediction
              (SP)     first stage   |  or received from / sent to other pipeline stages
                                     +-- layer_inputs: conditioning, text, layout, rotation
+
+With `model.routing`, the middle layers run on some of the tokens (`dit.models.token_routing`).
 """
 
 from abc import abstractmethod
+from collections.abc import Sequence
 from typing import Any, Generic, Optional, TypeVar
 
 from torch import Tensor, nn
 
 from dit.backends.provider import LayerProvider
 from dit.batch import PackedBatch
+from dit.kernels.attention import Attention
 from dit.kernels.rope import Rotation
 from dit.layers.conditioner import Conditioner
 from dit.layers.positions import add_sincos
@@ -19,6 +23,8 @@ from dit.layers.tokens import from_previous_stage, gather_tokens, shard_tokens, 
 from dit.layout import SequenceLayout
 from dit.models.base import Backbone, Stage
 from dit.models.cross_config import CrossAttentionModelConfig
+from dit.models.routing_config import TokenRouted
+from dit.models.token_routing import TokenRouting
 from dit.models.transformer_config import TransformerModelConfig
 
 Config = TypeVar("Config", bound=TransformerModelConfig)
@@ -49,12 +55,20 @@ class TokenStack(Backbone, Generic[Config]):
     layers: nn.ModuleDict
     head: nn.Module
 
-    def __init__(self, config: Config, provider: LayerProvider, stage: Stage) -> None:
+    def __init__(
+        self, config: Config, provider: LayerProvider, stage: Stage, attention: Optional[Attention] = None
+    ) -> None:
         super().__init__(stage)
         self.config = provider.config
         self.model_config = config
         self.provider = provider
         self.rotary = config.rotary() if config.position_embedding == "rope_3d" else None
+        self.middle, self.routing = range(0), None
+        if isinstance(config, TokenRouted) and config.routing is not None:
+            assert attention is not None
+            self.middle = config.middle_layers
+            if any(i in self.middle for i in stage.layers):
+                self.routing = TokenRouting(config, provider, attention)
 
     @abstractmethod
     def layer_inputs(
@@ -90,8 +104,32 @@ class TokenStack(Backbone, Generic[Config]):
             x_TD = add_sincos(self.embed_tokens(inputs_TC, layout), fixed_T3, self.model_config.position_embedding)
         else:
             x_TD = from_previous_stage(self.input_tensor)
-        for layer in self.layers.values():
-            x_TD = layer(x_TD, *inputs)
+        before, middle, after = self._parts()
+        x_TD = _run(before, x_TD, inputs)
+        if self.routing is not None:
+
+            def run_middle(x_TD: Tensor, routed: PackedBatch) -> Tensor:
+                if routed is batch:
+                    return _run(middle, x_TD, inputs)
+                shorter, (positions_T3,) = shard_tokens(routed.layout, self.provider, routed.positions_T3)
+                return _run(middle, x_TD, self.layer_inputs(cond_SD, positions_T3, shorter, routed))
+
+            x_TD = self.routing(x_TD, batch, layout, run_middle)
+        x_TD = _run(after, x_TD, inputs)
         if not self.post_process:
             return to_next_stage(x_TD)
         return gather_tokens(self.head(x_TD, cond_SD, layout), self.provider)
+
+    def _parts(self) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
+        """Return the local layers before, in and after the middle; without routing, all are after it."""
+        start, stop = self.middle.start, self.middle.stop
+        parts: tuple[list[nn.Module], list[nn.Module], list[nn.Module]] = ([], [], [])
+        for i, layer in self.layers.items():
+            parts[(int(i) >= start) + (int(i) >= stop)].append(layer)
+        return parts
+
+
+def _run(layers: Sequence[nn.Module], x_TD: Tensor, inputs: tuple[Any, ...]) -> Tensor:
+    for layer in layers:
+        x_TD = layer(x_TD, *inputs)
+    return x_TD

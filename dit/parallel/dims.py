@@ -144,14 +144,20 @@ def _check_fsdp(parallel: ParallelConfig) -> None:
             )
 
 
-def _check_pipeline(parallel: ParallelConfig, num_layers: int) -> None:
+def _check_pipeline(parallel: ParallelConfig, num_layers: int, uncut: range) -> None:
     pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
     if vpp is not None and (pp == 1 or vpp < 2):
         raise ConfigError(
             f"parallel.virtual_pipeline_model_parallel_size={vpp} needs at least 2 chunks and a "
             f"parallel.pipeline_model_parallel_size of at least 2, got {pp}; set it to None for one chunk per rank"
         )
-    split_layers(num_layers, pp, vpp, parallel.pipeline_layers)
+    split = split_layers(num_layers, pp, vpp, parallel.pipeline_layers)
+    if any(end in uncut[1:] for end in itertools.accumulate(split)):
+        raise ConfigError(
+            f"pipeline stages of {split} layers cut layers {uncut.start} to {uncut.stop - 1}, which "
+            "model.routing.rejoin=fused needs on one stage; set parallel.pipeline_layers (such as "
+            f"{[n for n in (uncut.start, len(uncut), num_layers - uncut.stop) if n]}), or use rejoin=unchanged"
+        )
 
 
 def _check_experts(parallel: ParallelConfig, num_experts: Optional[int]) -> None:
@@ -235,6 +241,12 @@ def _check_fp8(model: ModelConfig, parallel: ParallelConfig, fp8: Fp8) -> None:
             f"parallel.context_parallel_size={cp} replicates the texts of model={name} over ranks, and a rank would "
             "quantise only its part of their gradient; use context_parallel_size=1, or",
         ),
+        (
+            (cp > 1 or parallel.sequence_parallel) and model.draws_in_training,
+            f"parallel.context_parallel_size={cp} and sequence_parallel={parallel.sequence_parallel} pad the shorter "
+            "pack of model.routing, and padding counts in scales; use context_parallel_size=1 and "
+            "sequence_parallel=False, or",
+        ),
     ):
         if refused:
             raise ConfigError(f"training.fp8={fp8} is not available: {why} training.fp8=None")
@@ -257,7 +269,7 @@ def check_parallel(
     _check_heads(parallel, sizes)
     if parallel.data_parallel == "fsdp":
         _check_fsdp(parallel)
-    _check_pipeline(parallel, sizes.num_layers)
+    _check_pipeline(parallel, sizes.num_layers, model.uncut_layers)
     _check_experts(parallel, sizes.num_moe_experts)
     _check_sequence(parallel)
     _check_context(parallel, sizes.num_query_groups or sizes.num_attention_heads)

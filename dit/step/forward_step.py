@@ -60,8 +60,8 @@ class TrainingForwardStep:
         address = self.seed, self.step, batch.sample_ids_S, batch.layout, batch.draws_S
         noise = AddressedNoise(*address, mixer, model.in_channels)
         batch = self.objective.augment(drop_conditions(batch, noise, model), model.conditions(), noise, draw=True)
-        if model.activation_dropout:
-            batch = replace(batch, dropout_S=noise.keys_S("dropout"))
+        if model.draws_in_training:
+            batch = replace(batch, draw_keys_S=noise.keys_S("dropout"))
         prepared = self.objective.prepare(batch, noise)
         prediction_TC = network(prepared.inputs_TC, prepared.time_S, batch)
         return prediction_TC, partial(self._loss, prepared, batch)

@@ -105,8 +105,10 @@ def features(model: ModelConfig, grid: Grid, text: int) -> list[int]:
     if (multiple := model.sample_multiple) > 1:
         n, text = (-(-count // multiple) * multiple for count in (n, text))
         numbers += [n, text, n * n, n * text, text * text]
+    if (middle := model.middle_tokens(n)) < n:
+        numbers += [middle, middle * middle, middle * text]
     if isinstance(model, ExpertOptions) and model.num_experts is not None:
-        numbers.append(model.routed_pairs((n,)))  # rounded up for each sample
+        numbers += [model.routed_pairs((tokens,)) for tokens in {n, model.middle_tokens(n)}]  # rounded up per sample
     return numbers
 
 

@@ -62,6 +62,7 @@ def batch_of(model: ModelConfig, pack: PackShape) -> PackedBatch:
         keys=tuple(map(str, range(samples))),
         conditions=pack_conditions(spec.conditions, values_by_name, layout, spec.patch),
         draws_S=torch.arange(samples),
+        draw_keys_S=torch.arange(samples) if model.draws_in_training else None,
     )
 
 

@@ -93,6 +93,11 @@ def tiny_model(model: ModelConfig, parallel: ParallelConfig, fp8: Optional[Fp8] 
         sizes["lora"] = replace(
             settings["lora"], targets=[_of_any_layer(target) for target in settings["lora"].targets]
         )
+    if settings.get("routing") is not None:
+        # A fused middle is on the last pipeline stage; another one is on several, if there are several.
+        fused, layers = settings["routing"].rejoin == "fused", sizes["num_layers"]
+        last = layers // _stages(parallel) if fused else layers - 1
+        sizes["routing"] = replace(settings["routing"], first_layers=max(1, layers - last), last_layers=int(last > 1))
     if settings.get("out_channels") is not None:
         sizes["out_channels"] = 4 * settings["out_channels"] // settings["in_channels"]
     if settings.get("position_embedding") == "learned_3d":
@@ -147,11 +152,15 @@ def _of_any_layer(target: str) -> str:
 
 def _depth(settings: dict[str, Any], parallel: ParallelConfig) -> dict[str, int]:
     """Return the layers of each kind: a multiple of pipeline stages and of the layer pattern, at least two."""
-    stages = parallel.pipeline_model_parallel_size * (parallel.virtual_pipeline_model_parallel_size or 1)
-    layers = multiple_of(math.lcm(stages, len(settings.get("layer_pattern", [None]))), 2)
+    fewest = 2 if settings.get("routing") is None else 4
+    layers = multiple_of(math.lcm(_stages(parallel), len(settings.get("layer_pattern", [None]))), fewest)
     single = layers - layers // 2 if settings.get("num_single_layers") else 0
     depths = {"num_layers": layers, "num_joint_layers": layers - single, "num_single_layers": single}
     return {**depths, "num_dual_layers": min(settings.get("num_dual_layers", 0), 1)}
+
+
+def _stages(parallel: ParallelConfig) -> int:
+    return parallel.pipeline_model_parallel_size * (parallel.virtual_pipeline_model_parallel_size or 1)
 
 
 def _levels() -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 from dit.batch import PackedBatch
 from dit.models.base import ModelConfig
 from dit.models.lora_config import LoRAConfig
+from dit.models.routing_config import RoutingConfig
 from dit.objectives.autoencoding import Autoencoding
 from dit.objectives.base import Objective
 from dit.objectives.ddpm import DDPM
@@ -126,6 +127,7 @@ OTHER: dict[str, Any] = {
     "moe_top_k": 1,
     "moe_aux_loss_coeff": 0.5,
     "lora": LoRAConfig(rank=2),
+    "routing": lambda value: RoutingConfig(first_layers=1, last_layers=0) if value is None else None,
 }
 LEARNED_POSITIONS: dict[str, Any] = {
     "given": {
@@ -170,6 +172,16 @@ AUTOENCODER_OTHER: dict[str, Any] = {
 BACKBONES = {
     "dit": Row(recipe="tiny_dit", quick=("tp2_sp", "fsdp2"), other={"position_embedding": "sincos_2d"}),
     "dit_cross": Row(recipe="pretrain_7b", quick=("tp2_sp",), other={"position_embedding": "sincos_2d"}),
+    "tread": Row(
+        recipe="tests.laws.routed.tread_cross",
+        quick=("tp2_sp", "cp2", "pp2"),
+        other={"position_embedding": "sincos_2d"},
+    ),
+    "sprint": Row(
+        recipe="tests.laws.routed.sprint_dit",
+        quick=("tp2_sp", "cp2", "pp2", "fsdp2"),
+        other={"position_embedding": "sincos_2d"},
+    ),
     "stdit": Row(
         recipe="pretrain_stdit_xl",
         quick=("cp2",),

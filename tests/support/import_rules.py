@@ -46,7 +46,8 @@ MAY_IMPORT = {
         *("dit.conditions", "dit.condition_table", "dit.kernels", "dit.backends"),
     },
     "dit.models": {
-        *("dit.errors", "dit.ranges", "dit.layout", "dit.joint_layout", "dit.batch", "dit.patchify", "dit.resize"),
+        *("dit.errors", "dit.ranges", "dit.philox", "dit.levels", "dit.layout", "dit.joint_layout", "dit.batch"),
+        *("dit.patchify", "dit.resize"),
         *(
             "dit.conditions",
             "dit.condition_table",

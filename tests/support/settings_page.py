@@ -24,6 +24,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "settings.md"
 PARTS = {
     "model": [entry.config for entry in BACKBONES.values()],
     "model.lora": ["dit.models.lora_config:LoRAConfig"],
+    "model.routing": ["dit.models.routing_config:RoutingConfig"],
     "data": ["energon_data.dataset:EnergonData", "energon_data.mock:MockData"],
     "objective": list(OBJECTIVES.values()),
     "objective.adversarial": ["dit.objectives.adversarial:Adversarial"],

@@ -6,11 +6,12 @@ from typing import ClassVar
 from dit.models.base import TransformerSizes
 from dit.models.conditioned import ClassConditioned, TextConditioned
 from dit.models.expert_options import ExpertOptions
-from dit.models.transformer_config import Positions, TransformerModelConfig
+from dit.models.routing_config import TokenRouted
+from dit.models.transformer_config import Positions
 
 
 @dataclass(kw_only=True)
-class DiTConfig(ExpertOptions, TransformerModelConfig, TextConditioned, ClassConditioned):
+class DiTConfig(ExpertOptions, TokenRouted, TextConditioned, ClassConditioned):
     """DiT with adaLN-Zero, conditioned on class, pooled text or both; its MLPs may be mixtures of experts.
 
     Attributes:
@@ -21,7 +22,6 @@ class DiTConfig(ExpertOptions, TransformerModelConfig, TextConditioned, ClassCon
     """
 
     compiles: ClassVar[bool] = True
-    fixes_packs: ClassVar[bool] = True
 
     num_layers: int = 12
     qk_layernorm: bool = False

@@ -32,7 +32,7 @@ class DiT(TokenStack[DiTConfig]):
     fsdp_units = (DiTLayer,)
 
     def __init__(self, config: DiTConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
-        super().__init__(config, provider, stage)
+        super().__init__(config, provider, stage, attention)
         self.conditioner = Conditioner(
             config.hidden_size,
             provider,

@@ -5,11 +5,12 @@ from typing import ClassVar, Optional
 
 from dit.models.base import TransformerSizes
 from dit.models.cross_config import CrossAttentionModelConfig
+from dit.models.routing_config import TokenRouted
 from dit.models.transformer_config import Positions
 
 
 @dataclass(kw_only=True)
-class DiTCrossConfig(CrossAttentionModelConfig):
+class DiTCrossConfig(CrossAttentionModelConfig, TokenRouted):
     """DiT with text cross-attention, conditioned on time, frame rate, size and class by adaLN-Zero.
 
     Attributes:
@@ -18,7 +19,6 @@ class DiTCrossConfig(CrossAttentionModelConfig):
     """
 
     compiles: ClassVar[bool] = True
-    fixes_packs: ClassVar[bool] = True
 
     add_bias: bool = False
     adaln_lora_rank: Optional[int] = None

@@ -29,7 +29,7 @@ class DiTCross(TokenStack[DiTCrossConfig]):
     fsdp_units = (DiTCrossLayer,)
 
     def __init__(self, config: DiTCrossConfig, provider: LayerProvider, attention: Attention, stage: Stage) -> None:
-        super().__init__(config, provider, stage)
+        super().__init__(config, provider, stage, attention)
         size = config.hidden_size
         assert config.context_size is not None
         self.conditioner = cross_conditioner(config, provider)

@@ -41,8 +41,8 @@ class UNetConfig(ImagenConfig):
         return super().attended_channels | {self.channels[-1]}
 
     @property
-    def activation_dropout(self) -> float:
-        return self.dropout
+    def draws_in_training(self) -> bool:
+        return self.dropout > 0
 
     def validate(self) -> None:
         check_ranges("model", self, {"condition_size": WIDTH, "dropout": SHARE_BELOW_1})

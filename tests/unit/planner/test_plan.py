@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from benchmarks.parallel_training import tiny_model
+from dit.models.routing_config import RoutingConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.dims import ParallelConfig, ParallelDims
 from dit.planner.job import Job, steady_state
@@ -35,6 +36,7 @@ CASES = {
     # Layers of 1.2 B parameters: the gradients of four wait for their reduction, and no more.
     "fsdp": ({"num_layers": 10, "hidden_size": 8192}, {"data_parallel": "fsdp"}, 1),
     "one_rank": ({"num_layers": 6}, {}, 4),
+    "tread": ({"num_layers": 12, "routing": RoutingConfig()}, {"pipeline_model_parallel_size": 2}, 4),
     "fsdp_of_one_rank": ({"num_layers": 6, "hidden_size": 8192}, {"data_parallel": "fsdp"}, 4),
 }
 

@@ -20,6 +20,7 @@ from dit.backends.graphs import WARM_UP, Graphed, NoCopiesFromHost, Runner, call
 from dit.backends.process_groups import ProcessGroups
 from dit.errors import BatchError, ConfigError
 from dit.fixed_packs import PackMaxima
+from dit.models.routing_config import RoutingConfig
 from dit.optimizer.ema import EMA
 from dit.optimizer.master_weights import master_shards, set_rates
 from dit.optimizer.schedules import TorchOneCycle
@@ -458,6 +459,11 @@ def test_updates_wait_and_copy_nothing_and_are_equal_in_nine_steps(
         ("tiny_dit_pack", {"kernels": "compile"}, "packs and training.kernels=compile, .* use training.kernels=auto"),
         ("tiny_dit", {"shapes": ["1x8x8", "1x8x16"]}, "data=MockData, because batches .* set data.max_tokens_per_pack"),
         ("tiny_ecdit", {}, r"num_moe_experts=\d+, because .* use a model without experts"),
+        (
+            "tiny_dit",
+            {"routing": RoutingConfig(first_layers=1, last_layers=0)},
+            "model.routing, because .* use model.routing=none",
+        ),
         ("tiny_dit", {"pipeline_model_parallel_size": 2}, "pipeline_model_parallel_size=2, .* use .*size=1"),
         ("tiny_dit", {"data_parallel": "fsdp"}, "fsdp, .* use parallel.data_parallel=distributed_optimizer"),
         ("tiny_dit", {"overlap_grad_reduce": True}, "overlap_grad_reduce=True, .* use .*=False"),
@@ -476,7 +482,7 @@ def test_runs_that_no_graph_can_repeat_are_errors(recipe: str, words: dict[str, 
     config.check()
     config.training.cuda_graph = True
     for name, value in words.items():
-        parts = config.parallel, config.training, config.data, config.optimizer, config
+        parts = config.parallel, config.training, config.data, config.optimizer, config.model, config
         part = next(x for x in parts if hasattr(x, name))
         setattr(part, name, value)
     with pytest.raises(

@@ -1,0 +1,97 @@
+"""Settings of token routing."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Literal, Optional
+
+from dit.errors import ConfigError
+from dit.layers.routing import expert_capacity
+from dit.models.transformer_config import TransformerModelConfig
+from dit.ranges import SHARE, SHARE_BELOW_1, Range, check_choice, check_ranges, check_unused, whole
+
+RANGES: dict[str, Range] = {
+    "share": SHARE_BELOW_1,
+    "first_layers": whole(0, 1000),
+    "last_layers": whole(0, 1000),
+    "path_dropout": SHARE,
+}
+
+
+@dataclass(kw_only=True)
+class RoutingConfig:
+    """Token routing: in training, a share of the tokens of every sample skips the middle layers.
+
+    Validation and sampling use all tokens.
+
+    Attributes:
+        share: share of the tokens of a sample that skip; 0 to fine-tune with all tokens.
+        first_layers, last_layers: layers before and after the middle, which see all tokens.
+        rejoin: tokens that skipped continue as they entered the middle; or a linear layer fuses the input of the middle
+            with its output, in which a learned vector replaces them.
+        path_dropout: share of the samples whose output of the middle is replaced for all tokens.
+
+    Source: `unchanged` is TREAD, Krause et al. 2025, arXiv:2501.04765; `fused` is SPRINT, Park et al. 2025,
+    arXiv:2510.21986.
+    """
+
+    share: float = 0.5
+    first_layers: int = 2
+    last_layers: int = 3
+    rejoin: Literal["unchanged", "fused"] = "unchanged"
+    path_dropout: float = 0.0
+
+    def middle(self, num_layers: int) -> range:
+        """Return the layers that see the remaining tokens."""
+        return range(self.first_layers, num_layers - self.last_layers)
+
+    def validate(self, num_layers: int) -> None:
+        """Check the range of every field, and that there is a middle."""
+        check_ranges("model.routing", self, RANGES)
+        check_choice("model.routing.rejoin", self.rejoin, Literal["unchanged", "fused"])
+        if self.rejoin == "unchanged":
+            check_unused("model.routing", self, ["path_dropout"], "with rejoin=unchanged", "use rejoin=fused")
+        if not self.middle(num_layers):
+            raise ConfigError(
+                f"model.routing: first_layers={self.first_layers} and last_layers={self.last_layers} leave no middle "
+                f"of num_layers={num_layers}; their sum must be below it"
+            )
+
+
+@dataclass(kw_only=True)
+class TokenRouted(TransformerModelConfig):
+    """A transformer whose middle layers may see only some of the tokens in training.
+
+    Attributes:
+        routing: token routing; None if all layers see all tokens.
+    """
+
+    routing: Optional[RoutingConfig] = None
+
+    def validate(self) -> None:
+        super().validate()
+        if self.routing is not None:
+            self.routing.validate(self.num_layers)
+
+    @property
+    def middle_layers(self) -> range:
+        """Layers that see some of the tokens in training; empty without routing."""
+        return range(0) if self.routing is None else self.routing.middle(self.num_layers)
+
+    @property
+    def draws_in_training(self) -> bool:
+        return self.routing is not None
+
+    @property
+    def fixes_packs(self) -> bool:  # type: ignore[override]
+        return self.routing is None
+
+    @property
+    def uncut_layers(self) -> range:
+        is_fused = self.routing is not None and self.routing.rejoin == "fused"
+        return self.middle_layers if is_fused else range(0)
+
+    def middle_tokens(self, length: int) -> int:
+        return length if self.routing is None else expert_capacity(length, 1, 1 - self.routing.share)
+
+    def layer_kind(self, layer: int) -> Hashable:
+        return layer in self.middle_layers

@@ -1,0 +1,26 @@
+"""Recipes with token routing, for the laws of backbones: TREAD with texts, and SPRINT with noise levels in samples."""
+
+import nemo_run as run
+
+from dit.training.pretrain import pretrain
+from recipes.components import sprint, tread
+from recipes.dit import pretrain_7b
+from recipes.tiny import tiny_dit
+
+
+@run.cli.factory(target=pretrain)
+def tread_cross() -> run.Partial:
+    """DiT-7B with cross-attention, in which half of the tokens skip the middle layers."""
+    recipe = pretrain_7b()
+    recipe.model.routing = tread()
+    return recipe
+
+
+@run.cli.factory(target=pretrain)
+def sprint_dit() -> run.Partial:
+    """tiny_dit, in which three quarters of the tokens skip the middle layers, and half of the samples skip it."""
+    recipe = tiny_dit()
+    recipe.model.num_layers, recipe.model.routing = 5, sprint()
+    recipe.model.routing.path_dropout = 0.5
+    recipe.data.clean_first_frame = 0.5
+    return recipe
