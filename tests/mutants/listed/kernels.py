@@ -55,8 +55,8 @@ MUTANTS = (
     Mutant(
         "fused norm: the gradient of the scale is that of the shift",
         "dit/kernels/fused/gpu/residual_norm.py",
-        "sum_gn += g * normed",
-        "sum_gn += g",
+        "gn_a += g * normed_a",
+        "gn_a += g",
         (FUSED_KERNELS,),
     ),
     Mutant(
@@ -125,8 +125,22 @@ MUTANTS = (
     Mutant(
         "fused norm: odd widths count what lies outside",
         "dit/kernels/fused/gpu/residual_norm.py",
-        "tl.where(inside, value - average, 0.0)",
-        "value - average",
+        "tl.where(b < size, value_b - average, 0.0)",
+        "value_b - average",
+        (FUSED_KERNELS,),
+    ),
+    Mutant(
+        "fused norm: the gradient does not see the second tile",
+        "dit/kernels/fused/gpu/residual_norm.py",
+        "along += tl.sum(grad_b * normed_b, 0)",
+        "along += 0.0",
+        (FUSED_KERNELS,),
+    ),
+    Mutant(
+        "fused norm: one block of rows per multiprocessor",
+        "dit/kernels/fused/blocks.py",
+        "tokens // (PROGRAMS * multiprocessors)",
+        "tokens // multiprocessors",
         (FUSED_KERNELS,),
     ),
     Mutant(
