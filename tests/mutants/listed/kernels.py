@@ -11,6 +11,8 @@ from tests.mutants.listed.paths import (
     FP8_SETTINGS,
     FUSED_KERNELS,
     FUSED_OPS,
+    GROUPED,
+    MOE,
     ROTARY,
     STABLE,
 )
@@ -72,6 +74,13 @@ MUTANTS = (
         "_read(gradient + at, inside, WHOLE) * clip",
         "_read(gradient + at, inside, WHOLE)",
         (FUSED_KERNELS,),
+    ),
+    Mutant(
+        "experts: the gradient of the weights is that of all rows",
+        "dit/kernels/grouped.py",
+        "grouped_mm(grad_PN.mT, x_PK, offs=ends_E)",
+        "grouped_mm(grad_PN.mT, x_PK, offs=torch.full_like(ends_E, len(x_PK)))",
+        (GROUPED, MOE),
     ),
     Mutant(
         "fused AdamW: chunks overlap",
