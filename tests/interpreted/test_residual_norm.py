@@ -137,11 +137,12 @@ def test_less_than_half_of_a_tile_is_masked(size):
 
 @pytest.mark.parametrize("multiprocessors", [132, 148])
 @pytest.mark.parametrize("tokens", [16, 4096, 8192, 20000, 1 << 20])
-def test_every_multiprocessor_has_four_blocks_with_sums(tokens, multiprocessors):
+def test_every_multiprocessor_has_four_or_five_blocks_with_sums(tokens, multiprocessors):
+    """Five, except for the rest of the tokens: 132 multiprocessors that have 4.1 blocks each take the time of 5."""
     rows = rows_of_blocks(tokens, multiprocessors)
     assert FEWEST_ROWS <= rows <= MOST_ROWS
     assert rows == FEWEST_ROWS or tokens >= 4 * multiprocessors * rows
-    assert rows == MOST_ROWS or tokens < 4 * multiprocessors * (rows + 1)
+    assert rows == MOST_ROWS or tokens <= 5 * multiprocessors * rows
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

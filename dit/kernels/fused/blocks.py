@@ -21,8 +21,8 @@ from torch import Tensor
 from dit.layout import SequenceLayout
 
 MOST_ROWS, FEWEST_ROWS = 64, 8
-PROGRAMS = 4
-"""Smallest number of blocks with sums per multiprocessor, unless blocks would have fewer than `FEWEST_ROWS` rows."""
+PROGRAMS = 5
+"""Largest number of blocks with sums per multiprocessor, if `MOST_ROWS` allows it; the smallest is then 4."""
 BLOCKS_OF_PICTURE = 4
 """Smallest number of blocks per picture, unless blocks would have fewer than `FEWEST_ROWS` rows."""
 ROWS_OF_TILES = 128
@@ -47,8 +47,8 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def rows_of_blocks(tokens: int, multiprocessors: int) -> int:
-    """Return the rows of a block with sums: the largest number that still gives enough blocks for a GPU."""
-    return min(max(tokens // (PROGRAMS * multiprocessors), FEWEST_ROWS), MOST_ROWS)
+    """Return the rows of a block with sums, so that every multiprocessor has nearly the same number of blocks."""
+    return min(max(cdiv(tokens, PROGRAMS * multiprocessors), FEWEST_ROWS), MOST_ROWS)
 
 
 def rows_of_pictures(positions: int) -> int:

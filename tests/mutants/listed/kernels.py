@@ -148,8 +148,8 @@ MUTANTS = (
     Mutant(
         "fused norm: one block of rows per multiprocessor",
         "dit/kernels/fused/blocks.py",
-        "tokens // (PROGRAMS * multiprocessors)",
-        "tokens // multiprocessors",
+        "cdiv(tokens, PROGRAMS * multiprocessors)",
+        "cdiv(tokens, multiprocessors)",
         (FUSED_KERNELS,),
     ),
     Mutant(
