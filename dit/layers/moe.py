@@ -4,7 +4,7 @@ Shape suffixes: T local tokens, S samples, E experts, P tokens of one expert, D 
 """
 
 from collections import deque
-from typing import Literal, Optional
+from typing import Literal, Optional, cast
 
 import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -48,7 +48,7 @@ class Experts(nn.ModuleDict):
         Args:
             counts: tokens of each expert, in the order of the tokens; on the host.
         """
-        experts = list(self.values())
+        experts = [cast("Expert", expert) for expert in self.values()]
         if any(layer._forward_hooks for layer in self.modules()):  # such as adapters
             return torch.cat([e(tokens) for e, tokens in zip(experts, tokens_PD.split(counts.tolist()), strict=True)])
         ends = to_device(counts.cumsum(0).to(torch.int32), tokens_PD.device)

@@ -76,6 +76,20 @@ MUTANTS = (
         (FUSED_KERNELS,),
     ),
     Mutant(
+        "fused gradients: a full block replaces the sum",
+        "dit/kernels/fused/gpu/gradients.py",
+        "_read(main + at, inside, WHOLE) + _read(gradient + at, inside, WHOLE)",
+        "_read(main + at, inside, False) * (not WHOLE) + _read(gradient + at, inside, WHOLE)",
+        (FUSED_KERNELS,),
+    ),
+    Mutant(
+        "fused gradients: one kernel adds two gradients to one parameter",
+        "dit/kernels/fused/gradients.py",
+        "len({m.data_ptr() for m in mains}) == len(mains)",
+        "mains",
+        (FUSED_KERNELS,),
+    ),
+    Mutant(
         "experts: the gradient of the weights is that of all rows",
         "dit/kernels/grouped.py",
         "grouped_mm(grad_PN.mT, x_PK, offs=ends_E)",
@@ -154,7 +168,7 @@ MUTANTS = (
     ),
     Mutant(
         "fused sums: a block of the next sample, too",
-        "dit/kernels/fused/gpu/residual_norm.py",
+        "dit/kernels/fused/gpu/segment_sums.py",
         "tl.where(everything, segments, segment + 1)",
         "tl.where(everything, segments, segment + 2)",
         (FUSED_KERNELS,),

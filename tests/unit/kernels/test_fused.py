@@ -13,6 +13,7 @@ import torch
 from dit.errors import ConfigError
 from dit.kernels.choice import Target, choose
 from dit.kernels.resolve import LAYERS
+from tests.support.calls import CallCounter
 from tests.support.repository import REPOSITORY
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, from the extra `dev`")
@@ -95,7 +96,7 @@ CASES = {
         8,
     ),
     "segment_sums": (
-        "residual_norm.segment_sums_kernel",
+        "segment_sums.segment_sums_kernel",
         {**TOKENS, **STATISTICS, **MODULATIONS},
         {"COLUMNS": 64, "BLOCKS": 32, **PARTS},
         4,
@@ -118,6 +119,13 @@ CASES = {
         "adamw.adamw_kernel",
         ADAMW,
         {"AVERAGE": 1, "MODEL": 1, "HALF": 0, "ALIGNED": 1, "BLOCK": 512, "CHUNK": 16384},
+        4,
+        8,
+    ),
+    "add_gradients": (
+        "gradients.add_gradients_kernel",
+        ADAMW,
+        {"HALF": 0, "ALIGNED": 1, "BLOCK": 1024, "CHUNK": 16384},
         4,
         8,
     ),
@@ -148,7 +156,7 @@ CASES = {
     "swiglu_backward": ("activations.activation_backward_kernel", MLP, {"GATED": 1, "BIAS": 0, "COLUMNS": 2048}, 4, 8),
 }
 QUICK = ("residual_norm_backward-1152", "heads_backward", "swiglu", "adamw", "norm_groups_backward-512", "noise")
-WIDTHS_64 = {"adamw": 7 + 1, "group_sums-512": 1, "noise": 2 + 4}
+WIDTHS_64 = {"adamw": 7 + 1, "add_gradients": 3, "group_sums-512": 1, "noise": 2 + 4}
 """Accesses of 64 bits, where a program has no more: the row of a table of addresses, and four elements as bf16; the
 first position of a block; latents of four channels, and whole numbers that say whose they are."""
 SPILLS = {"norm_groups_backward-128": 2, "norm_groups_backward-512": 2, "residual_norm_backward-8192": 4}
@@ -180,6 +188,21 @@ def test_a_kernel_compiles_without_spills_and_reads_128_bits_at_once(case: str, 
         assert made.copies[128] == copies * flags["WIDTH"] // (8 * 32 * warps)
         if flags["REST"]:
             assert made.copies[16 * flags["REST"] // (32 * warps)] >= copies
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_one_kernel_adds_the_gradients_of_all_parameters(dtype):
+    """Gradients in fp32 are torch's to add, in one kernel, too."""
+    from benchmarks.ahead_of_time import record_launches
+    from dit.kernels.fused.gpu.gradients import CHUNK
+    from dit.kernels.fused.gradients import add_gradients
+
+    sizes = (8, CHUNK, CHUNK + 8)
+    with record_launches() as launches, CallCounter() as calls:
+        add_gradients([torch.zeros(n) for n in sizes], [torch.ones(n, dtype=dtype) for n in sizes])
+    fused = [("add_gradients_kernel", 4)] if dtype == torch.bfloat16 else []
+    assert [(launch.name, launch.grid) for launch in launches] == fused
+    assert calls.by_operation["_foreach_add_"] == 1 - len(fused)
 
 
 def test_the_auto_setting_runs_eager_everywhere_until_a_gpu_has_passed():

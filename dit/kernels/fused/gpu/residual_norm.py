@@ -17,8 +17,6 @@ from torch import Tensor
 from dit.kernels.fused.blocks import Blocks, cdiv
 
 ROWS_OF_TABLE = tl.constexpr(3)
-SUM_COLUMNS, SUM_BLOCKS = 64, 32
-"""Columns of a program of the sums kernel, and blocks that it loads at once."""
 COLUMNS = 512
 """Columns of a program of the backward kernel without a norm, which needs no sum over a row."""
 ROWS_IN_FLIGHT, SHARED_BYTES = 2, 192 * 1024
@@ -313,83 +311,6 @@ def residual_norm_backward_kernel(
         _store_sums(into, b, size, g_b, gn_b, dy_b, d_b, GATE, BIAS, NORM)
 
 
-@triton.jit
-def segment_sums_kernel(
-    sums,
-    offsets,
-    table,
-    gate,
-    bias,
-    scale,
-    weight,
-    grad_shift,
-    grad_scale,
-    grad_gate,
-    grad_bias,
-    grad_weight,
-    gate_stride,
-    scale_stride,
-    size,
-    segments,
-    COLUMNS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    GATE: tl.constexpr,
-    BIAS: tl.constexpr,
-    NORM: tl.constexpr,
-    WEIGHT: tl.constexpr,
-):
-    """Sum the blocks of one segment in the order of the table; the last program sums all blocks (bias, weight)."""
-    segment = tl.program_id(0)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = columns < size
-    kinds = 2 * NORM + GATE + BIAS
-    everything = segment == segments
-    start = tl.load(offsets + tl.where(everything, 0, segment))
-    stop = tl.load(offsets + tl.where(everything, segments, segment + 1))
-    zeros = tl.zeros([BLOCKS, COLUMNS], tl.float32)
-    sum_g, sum_gn, sum_dy, sum_d = zeros, zeros, zeros, zeros
-    for block in range(start, stop, BLOCKS):
-        blocks = block + tl.arange(0, BLOCKS)
-        mask = (blocks < stop)[:, None] & inside[None, :]
-        at = blocks.to(tl.int64)[:, None] * kinds * size + columns[None, :]
-        owner = tl.load(table + blocks * ROWS_OF_TABLE + 2, mask=blocks < stop, other=0).to(tl.int64)[:, None]
-        if NORM:
-            of_block = tl.load(sums + at + size, mask=mask, other=0.0)
-            if WEIGHT:
-                row = owner * scale_stride + columns[None, :]
-                factor = 1.0 + tl.load(scale + row, mask=mask & everything, other=0.0).to(tl.float32)
-                of_block *= factor
-            sum_gn += of_block
-            sum_g += tl.load(sums + at, mask=mask, other=0.0)
-        if GATE:
-            sum_dy += tl.load(sums + at + 2 * NORM * size, mask=mask, other=0.0)
-        if BIAS:
-            of_block = tl.load(sums + at + (2 * NORM + GATE) * size, mask=mask, other=0.0)
-            if GATE:
-                row = owner * gate_stride + columns[None, :]
-                factor = tl.load(gate + row, mask=mask & everything, other=0.0).to(tl.float32)
-                of_block *= tl.where(everything, factor, 1.0)
-            sum_d += of_block
-    if everything:
-        if BIAS:
-            tl.store(grad_bias + columns, tl.sum(sum_d, 0).to(grad_bias.dtype.element_ty), mask=inside)
-        if WEIGHT:
-            tl.store(grad_weight + columns, tl.sum(sum_gn, 0).to(grad_weight.dtype.element_ty), mask=inside)
-    else:
-        at = segment.to(tl.int64) * size + columns
-        if NORM:
-            tl.store(grad_shift + at, tl.sum(sum_g, 0).to(grad_shift.dtype.element_ty), mask=inside)
-            factor = tl.sum(sum_gn, 0)
-            if WEIGHT:
-                factor *= tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-            tl.store(grad_scale + at, factor.to(grad_scale.dtype.element_ty), mask=inside)
-        if GATE:
-            total = tl.sum(sum_dy, 0)
-            if BIAS:
-                total += tl.sum(sum_d, 0) * tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-            tl.store(grad_gate + at, total.to(grad_gate.dtype.element_ty), mask=inside)
-
-
 def tiles(size: int) -> tuple[int, int]:
     """Split a row into two tiles, because the width of a tile is a power of two: 1152 = 1024 + 128.
 
@@ -436,9 +357,9 @@ def residual_norm(
     width, rest = tiles(x_TD.shape[1])
     residual_norm_kernel[(len(blocks.table),)](
         *(x_TD, y_TD, gate_SD, bias_D, shift_SD, scale_SD, weight_D, *outputs, blocks.table),
-        *map(_stride, (gate_SD, shift_SD, scale_SD)),
+        *map(stride, (gate_SD, shift_SD, scale_SD)),
         *(x_TD.shape[1], eps),
-        **_flags(gate_SD, bias_D, scale_SD, weight_D),
+        **flags(gate_SD, bias_D, scale_SD, weight_D),
         WIDTH=width,
         REST=rest,
         RESIDUAL=y_TD is not None,
@@ -470,9 +391,9 @@ def residual_norm_backward(
     tokens = [x for x in (grad_normed, grad_out, x_TD, y_TD) if x is not None]
     residual_norm_backward_kernel[grid](
         *(grad_normed, grad_out, x_TD, y_TD, gate_SD, scale_SD, weight_D, mean, rstd, *outputs, blocks.table),
-        *map(_stride, (gate_SD, scale_SD)),
+        *map(stride, (gate_SD, scale_SD)),
         size,
-        **_flags(gate_SD, bias_D, scale_SD, weight_D),
+        **flags(gate_SD, bias_D, scale_SD, weight_D),
         WIDTH=width,
         REST=rest,
         STAGES=stages(width + rest, sum(x.element_size() for x in tokens)),
@@ -482,30 +403,7 @@ def residual_norm_backward(
     )
 
 
-def segment_sums(
-    sums: Tensor,
-    gate_SD: Optional[Tensor],
-    bias_D: Optional[Tensor],
-    scale_SD: Optional[Tensor],
-    weight_D: Optional[Tensor],
-    blocks: Blocks,
-    outputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-) -> None:
-    """Launch the sums kernel; `outputs` are the gradients of shift, scale, gate, bias and weight."""
-    size, segments = sums.shape[-1], len(blocks.offsets) - 1
-    grid = segments + (bias_D is not None or weight_D is not None), cdiv(size, SUM_COLUMNS)
-    segment_sums_kernel[grid](
-        *(sums, blocks.offsets, blocks.table, gate_SD, bias_D, scale_SD, weight_D, *outputs),
-        *map(_stride, (gate_SD, scale_SD)),
-        *(size, segments),
-        **_flags(gate_SD, bias_D, scale_SD, weight_D),
-        COLUMNS=SUM_COLUMNS,
-        BLOCKS=SUM_BLOCKS,
-        num_warps=4,
-    )
-
-
-def _flags(gate: Any, bias: Any, scale: Any, weight: Any) -> dict[str, Any]:
+def flags(gate: Any, bias: Any, scale: Any, weight: Any) -> dict[str, Any]:
     """Return the flags of the parts of a kernel that a call uses."""
     return {
         "GATE": gate is not None,
@@ -515,7 +413,7 @@ def _flags(gate: Any, bias: Any, scale: Any, weight: Any) -> dict[str, Any]:
     }
 
 
-def _stride(x_SD: Optional[Tensor]) -> int:
+def stride(x_SD: Optional[Tensor]) -> int:
     """Return the row stride of a modulation, which may be a slice of a wider tensor."""
     if x_SD is None:
         return 0
