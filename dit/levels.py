@@ -21,6 +21,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from dit.batch import PackedBatch
 from dit.errors import BatchError
 from dit.layout import CLEAN, Levels, SequenceLayout
 from dit.patchify import Grid, grid_positions
@@ -57,6 +58,23 @@ def reference_positions(reference: Grid, grid: Grid) -> Tensor:
         reference, grid: (t, h, w) of the reference and of the sample.
     """
     return grid_positions(reference) + torch.tensor([grid[0], 0, 0])
+
+
+def time_of_samples(time_L: Tensor, batch: PackedBatch) -> tuple[Tensor, PackedBatch]:
+    """Return the time of each sample `[S]`, and the pack with one level per sample.
+
+    For networks that modulate the clean tokens of a reference like the noised tokens of their sample.
+    """
+    levels = batch.layout.levels
+    if levels is None:
+        return time_L, batch
+    if levels.numbers.count(0) != batch.layout.num_samples or not set(levels.numbers) <= {0, CLEAN}:
+        raise BatchError(
+            f"segments have the levels {levels.numbers}, but this network has one time per sample: each sample needs "
+            f"one segment of level 0, and the others must be clean ({CLEAN})"
+        )
+    time_S = batch.layout.sum_levels(time_L.masked_fill(levels.clean_L, 0.0))
+    return time_S, replace(batch, layout=replace(batch.layout, levels=None))
 
 
 def with_levels(layout: SequenceLayout, segments: Sequence[Sequence[Segment]]) -> SequenceLayout:

@@ -135,8 +135,8 @@ class RunConfig:
         if self.training.cuda_graph:
             check_cuda_graph(self, spec)
         if (setting := self.data.levels_setting()) is not None:
-            has_references = bool(getattr(self.data, "references", False))
-            check_levels(self.model, self.objective, setting, "data without it", references=has_references)
+            references = bool(getattr(self.data, "references", False))
+            check_levels(self.model, self.objective, setting, "data without it", references=references)
         return dims, spec
 
     def fixed_packs(self, spec: BatchSpec) -> Optional[PackMaxima]:
@@ -397,12 +397,13 @@ def check_levels(
         cure: what to use otherwise.
         references: whether samples have clean tokens outside their grid.
     """
-    model.check_supports(Ability.LEVELS, setting, cure)
+    if not references or "reference" not in setting:
+        model.check_supports(Ability.LEVELS, setting, cure)
     if references and not model.takes_references:
         raise ConfigError(
             f"a reference has tokens outside the grid of its sample, and {type(model).__name__} needs a grid for "
-            "spatial and temporal attention and for learned_3d positions; use model.layer_pattern=['full'] or "
-            f"model.position_embedding=rope_3d, or {cure}"
+            "spatial and temporal attention, centred and learned_3d positions; use model.layer_pattern=['full'] or "
+            f"model.position_embedding=rope_3d, another model such as wan, or {cure}"
         )
     if not objective.takes_levels:
         raise ConfigError(

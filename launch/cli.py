@@ -44,7 +44,6 @@ change any setting
 flags
   -f, --factory RECIPE     recipe to run (a name from --list, or package.module.function of your own)
       --yaml FILE|RUN_DIR  start from a saved configuration, or a run folder's, instead of a recipe
-      --nemo-config FILE   start from a training document of NeMo's Imagen; prints what each of its keys becomes
       --yes                do not ask before starting (required under torchrun and in scripts)
       --dryrun             settings, parameter count, memory per rank, FLOPs; needs no GPU and no data
       --world-size N       ranks to plan for with --dryrun (default: as launched, or the smallest that fits)
@@ -72,7 +71,6 @@ class Options:
 
     factory: Optional[str] = None
     yaml: Optional[str] = None
-    nemo_config: Optional[str] = None
     yes: bool = False
     dryrun: bool = False
     world_size: Optional[int] = None
@@ -90,7 +88,7 @@ class Options:
     @property
     def source(self) -> Optional[str]:
         """What selects the run: a recipe or a file."""
-        return self.factory or self.yaml or self.nemo_config
+        return self.factory or self.yaml
 
     @property
     def starts_training(self) -> bool:
@@ -110,7 +108,6 @@ _TAKES_VALUE = {
     "factory",
     "describe",
     "yaml",
-    "nemo_config",
     "to_yaml",
     "world_size",
     "tokens",

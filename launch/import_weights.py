@@ -25,11 +25,10 @@ if TYPE_CHECKING:
     from dit.objectives.base import Objective
 
 LORA = "lora"
-IMPORT_FORMATS = (*FORMATS, "nemo_imagen", LORA)
-NEMO_ENCODER = "the files do not name the text encoder (NeMo's is google-t5/t5-11b): give --text-encoder for prompts"
+IMPORT_FORMATS = (*FORMATS, LORA)
 DESCRIPTION = (
-    "Write a run folder with weights from facebookresearch/DiT, diffusers or NeMo's Imagen, or with adapters (LoRA) "
-    "from other code bases, for sampling or fine-tuning."
+    "Write a run folder with weights from facebookresearch/DiT or diffusers, or with adapters (LoRA) from other code "
+    "bases, for sampling or fine-tuning."
 )
 EXAMPLES = """\
 examples
@@ -37,7 +36,6 @@ examples
   python -m launch.sample --checkpoint runs/dit_xl2 --label 207
   python -m launch.import_weights --from stable-diffusion-xl-base-1.0 --format diffusers --out runs/sdxl
   python -m launch.import_weights --from PixArt-XL-2/transformer --format diffusers --drop-variance --out runs/pixart
-  python -m launch.import_weights --from imagen.nemo --format nemo_imagen --out runs/imagen    (docs/nemo.md)
   torchrun ... -m launch.train ... checkpoint.start_from=runs/pixart        (docs/fine-tuning.md)
   python -m launch.import_weights --from my-lora --format lora --base runs/pixart --out runs/lora
 
@@ -53,11 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser of the command."""
     parser = command_parser("launch.import_weights", DESCRIPTION, EXAMPLES)
     parser.add_argument(
-        "--from",
-        dest="source",
-        required=True,
-        metavar="PATH",
-        help="folder (diffusers, lora), .safetensors or .pt, or .nemo or .ckpt (nemo_imagen)",
+        "--from", dest="source", required=True, metavar="PATH", help="folder (diffusers, lora), .safetensors or .pt"
     )
     parser.add_argument("--format", required=True, choices=IMPORT_FORMATS, help="format of the files")
     parser.add_argument("--base", metavar="RUN", help="run of the model that the adapters of --format lora change")
@@ -67,9 +61,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--num-attention-heads", type=at_least_one, metavar="N", help="of a dit file of another width than S, B, L, XL"
-    )
-    parser.add_argument(
-        "--nemo-config", metavar="FILE", help="training document (YAML) for a nemo_imagen file that is not a .nemo"
     )
     parser.add_argument(
         "--text-encoder",
@@ -92,10 +83,7 @@ def run(args: argparse.Namespace) -> list[str]:
     if not source.exists():
         raise ConfigError(f"--from {source} does not exist; give a file of weights or a folder in the diffusers layout")
     if args.format not in ("dit", LORA) and args.num_attention_heads is not None:
-        source_of_heads = "config.json" if args.format == "diffusers" else "training document"
-        raise ConfigError(f"--num-attention-heads is for --format dit; the {source_of_heads} has it")
-    if args.format != "nemo_imagen" and args.nemo_config is not None:
-        raise ConfigError(f"--nemo-config is for --format nemo_imagen, not {args.format}; leave it out")
+        raise ConfigError("--num-attention-heads is for --format dit; config.json has it")
     if (args.format == LORA) != (args.base is not None):
         raise ConfigError(f"--format {LORA} and --base RUN belong together: adapters change the model of a run")
     environment.prepare()
@@ -110,12 +98,7 @@ def run(args: argparse.Namespace) -> list[str]:
     from dit.settings import SamplingConfig
 
     objective = None if args.objective is None else read_objective(args.objective)
-    if args.format == "nemo_imagen":
-        content = read_nemo_imagen(source, args.nemo_config)
-        if args.text_encoder is None:
-            content.trained.notes.append(NEMO_ENCODER)
-    else:
-        content = read_original(source, args) if args.format == "dit" else read_diffusers_folder(source)
+    content = read_original(source, args) if args.format == "dit" else read_diffusers_folder(source)
     weights = content.rules.from_external(content.tensors)
     if args.drop_variance:
         mean, weights = drop_variance(content.trained, weights)
@@ -178,8 +161,8 @@ class Content:
     """The content of the imported files.
 
     Attributes:
-        recorded: whether the files have the record of `launch.export`, NeMo's settings, or the schedule of a pipeline,
-            so that nothing is assumed.
+        recorded: whether the files have the record of `launch.export` or the schedule of a pipeline, so that nothing
+            is assumed.
     """
 
     trained: "TrainedModel"
@@ -262,35 +245,6 @@ def read_diffusers_folder(source: Path) -> Content:
     trained = network.trained
     rules = network.rules(trained.model)
     return Content(trained, rules, tensors, network.recorded, network.autoencoder, network.notes)
-
-
-def read_nemo_imagen(source: Path, document: Optional[str]) -> Content:
-    """Read a checkpoint of NeMo's Imagen.
-
-    Args:
-        document: of the training; None for the settings in a `.nemo` file.
-    """
-    import fiddle
-
-    from dit.convert import nemo_imagen
-    from dit.convert.diffusers_format import TrainedModel
-    from dit.parallel.build import parameter_shapes
-    from dit.safe_files import read_yaml
-    from launch import nemo_config
-    from launch.train import load_component
-
-    stored, tensors, notes = nemo_imagen.read(source)
-    if document is not None:
-        stored = read_yaml(Path(document), ConfigError, "give the path of a YAML file with --nemo-config")
-    elif stored is None:
-        raise ConfigError(f"{source} does not have the settings of its network; give --nemo-config FILE, or a .nemo")
-    task, size = nemo_config.load_network(stored, document or source, load_component)
-    model, objective = fiddle.build(task.model), fiddle.build(task.objective)
-    model.validate()
-    names = ("solver", "num_steps", "guidance_scale", "thresholding")
-    sampling = {name: getattr(task.sampling, name) for name in names}
-    trained = TrainedModel(model, objective, (1, size, size), sampling, notes=notes)
-    return Content(trained, nemo_imagen.rules(model, parameter_shapes(model)), tensors, recorded=True)
 
 
 @one_line_errors

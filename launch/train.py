@@ -129,21 +129,15 @@ def _execute(options: cli.Options) -> int:
 
 def _check(options: cli.Options) -> None:
     """Check the command line before the heavy imports."""
-    sources = [flag for flag in ("factory", "yaml", "nemo_config") if getattr(options, flag)]
-    if len(sources) > 1:
-        flags = " and ".join(f"--{flag.replace('_', '-')}" for flag in sources)
-        raise ConfigError(f"{flags} both select the run; give one of them, and overrides for the rest")
-    if not sources:
-        raise ConfigError(
-            "no recipe selected; give --factory NAME (--list shows all), --yaml FILE or --nemo-config FILE"
-        )
+    if options.factory and options.yaml:
+        raise ConfigError("--factory and --yaml both select the run; give one of them, and overrides for the rest")
+    if not options.source:
+        raise ConfigError("no recipe selected; give --factory NAME (--list shows all) or --yaml FILE")
     if (options.world_size or options.tokens or options.text_tokens or options.device) and not options.dryrun:
         raise ConfigError(
             "--world-size, --tokens, --text-tokens and --device only plan; add --dryrun, or start that many ranks with "
             "torchrun"
         )
-    if options.nemo_config:
-        cli.check_keys(options.overrides)
     if options.factory:
         cli.check_factory(options.factory)
         if "." not in options.factory.partition("(")[0]:  # a user's recipe may have other parts
@@ -188,22 +182,13 @@ def _note_export(task: "run.Partial") -> None:
 
 
 def resolve(options: cli.Options) -> "run.Partial":
-    """Return the configured task: the recipe (or that of a file) with the overrides applied.
-
-    Rank 0 prints the settings that result from a document of NeMo.
-    """
+    """Return the configured task: the recipe (or that of a file) with the overrides applied."""
     from launch import config_file, overrides
 
     if options.yaml:
         from dit.training.pretrain import pretrain
 
         task = config_file.load(options.yaml, pretrain, load_component)
-    elif options.nemo_config:
-        from launch import nemo_config
-
-        task, rows = nemo_config.load(options.nemo_config, load_component)
-        if environment.rank() == 0:
-            echo(nemo_config.table(rows), flush=True)
     else:
         task = call_recipe(str(options.factory), start=overrides.value_in(options.overrides, START))
     overrides.apply_overrides(task, options.overrides, load_component)

@@ -1,8 +1,7 @@
 """Read tensor files without executing code, and write them atomically.
 
 `.safetensors` files have only tensors. `.pt`, `.pth`, `.bin` and `.ckpt` are pickles, read by torch's `weights_only`
-reader, which builds tensors and plain containers and raises for everything else. A `.nemo` file is a tar archive of a
-YAML document and such a pickle.
+reader, which builds tensors and plain containers and raises for everything else.
 """
 
 import argparse
@@ -29,7 +28,6 @@ CONFIG = "config.json"
 STEM = "diffusion_pytorch_model"
 INDEX = f"{STEM}.safetensors.index.json"
 PICKLES = (".pt", ".pth", ".bin", ".ckpt")
-NEMO_CONFIG, NEMO_WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 PLAIN = "save plain tensors by name, best as .safetensors"
 MAX_SHARD_BYTES = 10 * 1000**3  # as in diffusers
 
@@ -71,32 +69,6 @@ def _tensors_of(loaded: object, path: Path) -> dict[str, Tensor]:
     if odd:
         raise ConfigError(f"{path} has other objects than tensors: {', '.join(odd[:3])}; save a model's state_dict()")
     return loaded
-
-
-def read_nemo(path: Path) -> tuple[Any, dict[str, Tensor]]:
-    """Read the settings and the tensors of a `.nemo` file, without extracting it."""
-    try:
-        with safe_files.open_tar(path) as members:
-            absent = [name for name in (NEMO_CONFIG, NEMO_WEIGHTS) if name not in members]
-            if absent:
-                raise ConfigError(
-                    f"{path} has no {absent[0]}, but {', '.join(sorted(members)[:5]) or 'no files'}; weights "
-                    "of several model-parallel ranks are not read: save the model again with save_to() on one GPU"
-                )
-            text = members[NEMO_CONFIG].read(safe_files.LONGEST_YAML + 1)
-            if len(text) > safe_files.LONGEST_YAML:
-                raise ValueError(f"{NEMO_CONFIG} is longer than {safe_files.LONGEST_YAML:,} bytes")
-            settings = safe_files.parse_yaml(text)
-            return settings, _tensors_of(_read_pickle(members[NEMO_WEIGHTS], path, PLAIN), path)
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read: {error.strerror or error}; give a complete .nemo file") from error
-    except ConfigError:
-        raise
-    except ValueError as error:
-        raise ConfigError(
-            f"{path} is not a supported archive: {' '.join(str(error).split())}; give a complete .nemo file (files of "
-            "NeMo before 1.7 are compressed: rename them to .gz and gunzip them)"
-        ) from error
 
 
 def read_metadata(path: Path) -> dict[str, str]:

@@ -183,8 +183,8 @@ class ModelConfig(ABC):
 
     @property
     def takes_references(self) -> bool:
-        """Whether a sample may have tokens outside its grid, such as those of a picture to edit."""
-        return True
+        """Whether a sample may have clean tokens outside its grid, such as those of a picture to edit."""
+        return self.supports.levels
 
     @property
     def sample_multiple(self) -> int:

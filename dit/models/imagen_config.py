@@ -13,7 +13,7 @@ from dit.ranges import COUNT, LAYERS, SHARE, WIDTH, check_choice, check_ranges, 
 from dit.resize import Kernel, LowResolution
 
 SAMPLING_AUGMENTATION = 0.002
-"""Default noise level of the low-resolution picture in sampling, as in NeMo's Imagen."""
+"""Default noise level of the low-resolution picture in sampling."""
 
 AttentionType = Literal["self", "cross", "fused", "stacked"]
 
@@ -37,13 +37,12 @@ class ImagenConfig(TextConditioned, ClassConditioned):
         init_kernel_size: kernel size of the first convolution.
         text_pooling: pooling of the text to the conditioning vector.
         null_token: append a learned token to every text.
-        padded_text_tokens: zero-padded text length, for NeMo's weights.
         learned_time_features: even number of features of a time embedding with learned frequencies; None for fixed
             sinusoids.
         scale_shift_norm: scale and shift a norm's output by the conditioning vector, or add it before the norm.
         stable_attention: use attention whose backward pass does not overflow in half precision.
         low_resolution_factor: condition on a picture smaller by this factor, stored or computed.
-        low_resolution_kernel: bicubic kernel that enlarges it; `opencv` (a = -0.75) for NeMo.
+        low_resolution_kernel: bicubic kernel that enlarges it; of `opencv`, a = -0.75.
         noise_augmentation: in training, add noise of a random level to that picture, and condition on the level.
     """
 
@@ -66,7 +65,6 @@ class ImagenConfig(TextConditioned, ClassConditioned):
     init_kernel_size: int = 3
     text_pooling: Literal["attention", "mean"] = "attention"
     null_token: bool = False
-    padded_text_tokens: Optional[int] = None
     learned_time_features: Optional[int] = None
     scale_shift_norm: bool = True
     stable_attention: bool = False
@@ -74,7 +72,7 @@ class ImagenConfig(TextConditioned, ClassConditioned):
     low_resolution_kernel: Kernel = "pil"
     noise_augmentation: bool = False
 
-    removed_settings: ClassVar[Mapping[str, object]] = {"channels_last": True}
+    removed_settings: ClassVar[Mapping[str, object]] = {"channels_last": True, "padded_text_tokens": None}
 
     @property
     def vector_size(self) -> int:
@@ -124,7 +122,6 @@ class ImagenConfig(TextConditioned, ClassConditioned):
             self,
             {
                 **dict.fromkeys((*widths, "num_attention_heads", "norm_num_groups", "learned_time_features"), WIDTH),
-                "padded_text_tokens": COUNT,
                 **dict.fromkeys(("class_dropout", "context_dropout"), SHARE),
                 **dict.fromkeys(("patch_spatial", "init_kernel_size"), whole(1, 64)),
                 "low_resolution_factor": whole(2, 64),

@@ -46,7 +46,6 @@ class ImagenNetwork(Backbone):
                 pooling=config.text_pooling,
                 null_token=config.null_token,
                 groups=config.norm_num_groups if self.attends_to_text else None,
-                padded=config.padded_text_tokens,
             )
         self.label = None if config.num_classes is None else LabelEmbedder(config.num_classes, size, provider)
         self.reads_low_resolution = config.low_resolution_factor is not None

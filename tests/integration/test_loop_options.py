@@ -1,6 +1,6 @@
 """Options of the loop against what they say, from the files of small runs: averages, validation, hooks, resuming.
 
-The stability study and a document of NeMo's train in the same start of ranks.
+The stability study trains in the same start of ranks.
 """
 
 import json
@@ -27,14 +27,13 @@ from tests.integration.runs import (
 )
 from tests.support import faults
 from tests.support.ranks import Job, run_jobs
-from tests.unit.launch.pages import blocks, run_line, shown_commands, shown_files
+from tests.unit.launch.pages import shown_files
 
 pytestmark = pytest.mark.slow
 
 NUM_STEPS, DECAY, START = 7, 0.75, 1
 ROUNDING = {"rtol": 1e-5, "atol": 1e-6}  # fp32: one multiplication and one addition
 LOOP = {"training__ema_decay": DECAY, "training__ema_start_step": START}
-NEMO_PAGE = Path("docs/nemo.md")
 STUDY = [
     *("--rates", "1e-3", "1e30", "--batches", "4", "--steps", "4", "--outlier", "3", "--after", "2"),
     *("--warmup", "2", "--clip", "100", "model.block_out_channels=[8,16]", "objective.prediction=v"),
@@ -79,10 +78,6 @@ def done(folder: Path) -> dict[str, Any]:
         (folder / name).write_text(text)
     ours = partial(faults.own_package, folder, "my_hooks")
     add("page", fault=ours, training__hooks="['my_hooks.Print']", training__num_steps=3)
-    (folder / "imagen.yaml").write_text(next(b.text for b in blocks(NEMO_PAGE) if b.language == "yaml"))
-    jobs["document"] = Job(
-        run_line, {"line": next(line for line in shown_commands(NEMO_PAGE) if "--yes" in line), "folder": folder}
-    )
     jobs["study"] = Job(
         actions.command,
         {
@@ -195,11 +190,6 @@ def test_a_checkpoint_that_cannot_be_resumed_is_refused(done: dict[str, Any]) ->
     assert "checkpoint.resume_from" in done["nowhere"].err
     assert "remove one of the two" in done["two starts"].err
     assert "training.ema_start_step: 1 -> 2" in done["other"].err
-
-
-def test_a_document_of_nemo_trains(done: dict[str, Any], folder: Path) -> None:
-    assert done["document"].code == 0, done["document"].err
-    assert sorted(losses(folder / "runs" / "imagen-base64")) == [2]
 
 
 def test_the_stability_study(done: dict[str, Any], folder: Path) -> None:

@@ -145,7 +145,6 @@ IMAGEN_OTHER: dict[str, Any] = {
     "init_kernel_size": 5,
     "text_pooling": "mean",
     "null_token": True,
-    "padded_text_tokens": 9,
     "learned_time_features": 6,
     "scale_shift_norm": False,
     "stable_attention": True,

@@ -21,10 +21,12 @@ from launch.train import call_recipe
 from launch.verify import MockPacks, Pair, compare, tiny_pair
 from tests.conftest import BuildModel
 from tests.laws.backbones import NAMES, config_of, run_of
-from tests.support.levels import LeveledPacks, LeveledStream
+from tests.support.levels import LeveledPacks, LeveledStream, references_of, segments_of
 from tests.support.ranks import rows, selected
 
 LEVELED = [name for name in NAMES if config_of(name).supports.levels]
+EDITED = [name for name in NAMES if config_of(name).takes_references and name not in LEVELED]
+"""Backbones whose clean tokens have the time of their sample."""
 SAMPLES = (0, 1, 2, 3, 4)
 RTOL = 1e-6
 """Relative error of a loss and of all gradients together in fp32."""
@@ -42,12 +44,16 @@ def step_of(model: Backbone, name: str, packs: Any, numbers: tuple[int, ...], **
     return {"loss": total.detach().double(), "tokens": count.double(), **gradients}
 
 
-@pytest.mark.parametrize("name", LEVELED)
+def kinds_of(name: str) -> Any:
+    return references_of if name in EDITED else segments_of
+
+
+@pytest.mark.parametrize("name", [*LEVELED, *EDITED])
 def test_a_pack_equals_its_samples(build_model: BuildModel, one_rank_world: ProcessGroups, name: str) -> None:
     """Loss, number of tokens and gradients of samples with several levels, padded, against each sample by itself."""
     model = build_model(config_of(name))
     disturb_constants([model], one_rank_world)
-    packs = LeveledPacks(MockPacks(config_of(name)))
+    packs = LeveledPacks(MockPacks(config_of(name)), kinds_of(name))
     together = step_of(model, name, packs, SAMPLES, multiple_of=10, tail=16)
     single = [step_of(model, name, packs, (number,)) for number in SAMPLES]
     summed = {key: sum(x[key] for x in single if key in x) for key in together}
@@ -71,15 +77,19 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 ROW = ("name", "layout")
 # Experts need sequence parallelism.
-CASES = [(name, layout) for name in LEVELED for layout in LAYOUTS if (name, layout) != ("experts", "tp2")]
-QUICK = {("wan", layout) for layout in LAYOUTS} | {("dit", "tp2_sp"), ("dit", "cp2"), ("dit", "pp2")}
+CASES = [(name, layout) for name in [*LEVELED, *EDITED] for layout in LAYOUTS if (name, layout) != ("experts", "tp2")]
+QUICK = (
+    {("wan", layout) for layout in LAYOUTS}
+    | {("dit", "tp2_sp"), ("dit", "cp2"), ("dit", "pp2")}
+    | {("flux2", "tp2_sp_cp2")}
+)
 
 
 def pair_of(name: str, layout: str) -> Pair:
     """Return the tiny form of a recipe with several levels in a sample."""
     ranks, parallel = LAYOUTS[layout]
     pair = tiny_pair(replace(run_of(name), parallel=ParallelConfig(**parallel)), ranks)
-    stream, objective = LeveledStream(pair.one.stream), FlowMatching()
+    stream, objective = LeveledStream(pair.one.stream, kinds_of(name)), FlowMatching()
     return replace(
         pair,
         one=replace(pair.one, stream=stream, objective=objective),
@@ -124,3 +134,4 @@ def test_only_token_backbones_take_several_levels() -> None:
     refusing = {name for name in NAMES if not config_of(name).supports.abilities()[Ability.LEVELS]}
     assert {name for name in NAMES if "unet" in name or "autoencoder" in name or name == "imagen"} <= refusing
     assert {"wan", "dit", "dit_cross", "moviegen", "experts", "stdit"} <= set(LEVELED)
+    assert set(EDITED) == {"flux", "flux2"}

@@ -49,8 +49,6 @@ class ImagenReference:
 
     def caption(self, text: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tokens that attention reads and norms, and the text's share of the conditioning vector."""
-        padding = max(len(text), self.config.padded_text_tokens or 0) - len(text)
-        text = torch.cat([text, text.new_zeros(padding, text.shape[1])])
         tokens = self.w.linear(text, "caption.to_tokens")
         if self.config.text_pooling == "attention":
             score = self.w["caption.pooling.to_score"]
@@ -62,7 +60,6 @@ class ImagenReference:
         vector = self.w.linear(self.layer_norm(pooled, "caption.norm"), "caption.linear_1")
         if self.config.null_token:
             tokens = torch.cat([self.w["caption.null_token"][None], tokens])
-        self.num_read = len(tokens) - padding
         return tokens, self.w.linear(F.silu(vector), "caption.linear_2")
 
     def layer_norm(self, x: Tensor, name: str) -> Tensor:
@@ -106,7 +103,7 @@ class ImagenReference:
             k, v = self.one_by_one(source, f"{name}.to_kv")[0].flatten(1).T.chunk(2, 1)
             keys, values = [k], [v]
         if kind != "self":
-            text = self.norm(self.tokens.T[None], f"{name}.norm_context")[0].T[: self.num_read]
+            text = self.norm(self.tokens.T[None], f"{name}.norm_context")[0].T
             k, v = self.w.linear(text, f"{name}.context_to_kv").chunk(2, 1)
             keys, values = [*keys, k], [*values, v]
         out = self.softmax_attention(self.one_by_one(normed, f"{name}.to_q"), keys, values)

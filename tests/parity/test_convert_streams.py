@@ -10,6 +10,7 @@ import pytest
 import torch
 from diffusers import (
     Flux2Transformer2DModel,
+    FluxTransformer2DModel,
     Lumina2Transformer2DModel,
     PRXTransformer2DModel,
     QwenImageTransformer2DModel,
@@ -17,9 +18,11 @@ from diffusers import (
     ZImageTransformer2DModel,
 )
 from torch import Tensor
+from torch.nn.functional import pad
 
 from dit.batch import PackedBatch
 from dit.conditions import per_sample
+from dit.convert.diffusers_flux import DiffusersFlux
 from dit.convert.diffusers_flux2 import DiffusersFlux2
 from dit.convert.diffusers_format import DiffusersFormat
 from dit.convert.diffusers_lumina2 import DiffusersLumina2
@@ -32,8 +35,10 @@ from dit.errors import ConfigError
 from dit.layout import SequenceLayout
 from dit.models.prx.config import PRXConfig
 from dit.monitoring.flops import PackFlops
+from dit.objectives.base import shared_time
 from dit.parallel.build import count_parameters, parameter_shapes
-from dit.patchify import unpatchify
+from dit.patchify import grid_positions, unpatchify
+from dit.sampling.references import add_references
 from dit.verify.public import CALLS, compare_public
 from tests.conftest import BuildModel
 from tests.parity.convert_cases import assert_same_bits, load, packed, random_weights, relative_error
@@ -153,6 +158,46 @@ def test_a_pack_of_two_sizes_is_two_calls_of_diffusers(build_model: BuildModel, 
             conditions |= {"pooled": batch.conditions["pooled"].values[i : i + 1]}
         (exact,) = CALLS[family.form.class_name](theirs, latents[i][None], 1000 * times[i : i + 1], conditions)
         assert relative_error(unpatchify(out_TC, batch.grids[i], 1, model.patch_spatial), exact[0]) <= RTOL
+
+
+FLUX1: dict[str, Any] = {**COMMON, "in_channels": 16, "num_single_layers": 2, "pooled_projection_dim": 12}
+EDITING = {
+    "flux_kontext": (Family(DiffusersFlux(), FluxTransformer2DModel, {**FLUX1, "axes_dims_rope": (4, 6, 6)}), 1),
+    "flux2_dev": (FAMILIES["flux2_dev"], 10),
+    "flux2_klein": (FAMILIES["flux2_klein"], 10),
+}
+"""Families that edit pictures, and the position of the reference on the first axis."""
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", EDITING)
+def test_pictures_are_edited_as_by_the_pipelines_of_diffusers(build_model: BuildModel, name: str) -> None:
+    """The reference follows the picture, with the time of the picture, at another position on the first axis."""
+    family, start = EDITING[name]
+    theirs, model, weights = import_random(family)
+    _, texts = latents_and_texts()
+    references = [torch.randn(4, 1, h, w, generator=torch.Generator().manual_seed(5)) for h, w in ((6, 8), (4, 2))]
+    spec, time = model.batch_spec(micro_batch_size=2, multiple_of=4), torch.tensor([0.25])
+    batch = add_references(pack_of(model), references, spec)
+    network = load(build_model(model), weights)
+    ours = network(batch.latents_TC, shared_time(time, batch.layout), batch)
+    for i, (begin, (t, h, w)) in enumerate(zip(batch.layout.starts, batch.grids)):
+        length, tokens = batch.layout.lengths[i], t * h * w
+        # Features of a token have the channel first in diffusers.
+        x_TC = batch.latents_TC[begin : begin + length].unflatten(1, (4, 4)).transpose(1, 2).flatten(1)
+        ids = torch.cat([grid_positions(grid) for grid in ((t, h, w), (1, *[n // 2 for n in references[i].shape[2:]]))])
+        ids[tokens:, 0] = start
+        axes = len(theirs.config.axes_dims_rope)
+        text_ids = torch.zeros(len(texts[i]), axes)
+        text_ids[:, 3:] = torch.arange(len(texts[i]))[:, None]
+        others = {"guidance": torch.tensor([0.25])} if getattr(model, "guidance", None) is not None else {}
+        if "pooled" in batch.conditions:
+            others["pooled_projections"] = batch.conditions["pooled"].values[i : i + 1]
+        exact = theirs(
+            x_TC[None], texts[i][None], timestep=time, img_ids=pad(ids, (0, axes - 3)), txt_ids=text_ids, **others
+        ).sample[0, :tokens]
+        exact_TC = exact.unflatten(1, (4, 4)).transpose(1, 2).flatten(1)
+        assert relative_error(ours[begin : begin + tokens], exact_TC) <= RTOL
 
 
 @torch.no_grad()

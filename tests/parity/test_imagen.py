@@ -38,8 +38,6 @@ COMMON: dict[str, dict[str, Any]] = {
     "stable": {"stable_attention": True},
     "added": {"scale_shift_norm": False},
     "null_mean": {"null_token": True, "text_pooling": "mean"},
-    "padded": {"padded_text_tokens": 5},
-    "padded_null_mean": {"padded_text_tokens": 9, "null_token": True, "text_pooling": "mean"},
     "learned_time": {"learned_time_features": 6},
     "heads": {"head_size": None, "num_attention_heads": 2, "init_kernel_size": 5},
     "noised": {"low_resolution_factor": 4, "noise_augmentation": True},

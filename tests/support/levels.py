@@ -1,6 +1,6 @@
 """Packs whose samples have several noise levels."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,13 @@ def segments_of(number: int, tokens: int) -> list[Segment]:
     }[number % 5]
 
 
-def leveled(batch: PackedBatch) -> PackedBatch:
+def references_of(number: int, tokens: int) -> list[Segment]:
+    """Return segments in which the last tokens are clean, as those of a reference; none in every third sample."""
+    clean = max(1, tokens // 3)
+    return [(tokens - clean, 0), (clean, CLEAN)] if number % 3 else []
+
+
+def leveled(batch: PackedBatch, segments_of: Callable[[int, int], list[Segment]] = segments_of) -> PackedBatch:
     """Give the samples of a pack several noise levels, by the id of the sample."""
     ids = batch.sample_ids_S.tolist()
     segments = [segments_of(number, tokens) for number, tokens in zip(ids, batch.layout.lengths)]
@@ -35,9 +41,10 @@ class LeveledPacks:
     """`launch.verify.MockPacks` whose samples have several noise levels."""
 
     packs: Any
+    segments_of: Callable[[int, int], list[Segment]] = segments_of
 
     def __call__(self, numbers: Sequence[int], *, multiple_of: int = 1, tail: int = 0) -> PackedBatch:
-        return leveled(self.packs(numbers, multiple_of=multiple_of, tail=tail))
+        return leveled(self.packs(numbers, multiple_of=multiple_of, tail=tail), self.segments_of)
 
 
 @dataclass(frozen=True)
@@ -45,6 +52,7 @@ class LeveledStream:
     """A stream of `dit.verify.trial.Trial` whose samples have several noise levels."""
 
     stream: Any
+    segments_of: Callable[[int, int], list[Segment]] = segments_of
 
     def __call__(self, dp_rank: int, dp_size: int, token_multiple: int) -> Iterator[PackedBatch]:
-        return map(leveled, self.stream(dp_rank, dp_size, token_multiple))
+        return (leveled(batch, self.segments_of) for batch in self.stream(dp_rank, dp_size, token_multiple))

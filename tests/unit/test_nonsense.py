@@ -18,7 +18,7 @@ from dit.checkpoint.manifest import MANIFEST, read_manifest, verify_folder
 from dit.checkpoint.records import read_metadata, read_record
 from dit.checkpoint.state_files import StateReader
 from dit.convert.diffusers_format import format_of_settings
-from dit.convert.state_files import read_diffusers, read_nemo, read_tensors
+from dit.convert.state_files import read_diffusers, read_tensors
 from dit.convert.state_files import read_metadata as read_weights_metadata
 from dit.encoders.vae import Geometry
 from dit.errors import CheckpointError, ConfigError, DataError, UserError
@@ -31,7 +31,6 @@ from energon_data.prepare.folders import list_folder
 from energon_data.prepare.lists import read_list
 from energon_data.prepare.tensors import read_archive
 from energon_data.samples import SampleError, unseal
-from launch import nemo_config
 from launch.config_file import load
 from launch.run_status import read_status
 from tests.support.bounded import bounded
@@ -69,7 +68,6 @@ JSON_READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
 YAML_READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "config.yaml": ("config.yaml", lambda file: read_record(file.parent)),
     "--yaml": ("config.yaml", lambda file: load(file, function, nothing)),
-    "--nemo-config": ("nemo.yaml", lambda file: nemo_config.load(file, nothing)),
 }
 
 
@@ -95,11 +93,11 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(tmp_path: Path, name: str) 
         bounded(lambda: read(tmp_path / file))
 
 
-@pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt", "weights.nemo"])
+@pytest.mark.parametrize("name", ["weights.safetensors", "weights.pt"])
 def test_a_pipe_in_place_of_weights_is_not_waited_for(tmp_path: Path, name: str) -> None:
     os.mkfifo(tmp_path / name)
     with pytest.raises(ConfigError, match="not a regular file"):
-        bounded(lambda: (read_nemo if name.endswith("nemo") else read_tensors)(tmp_path / name))
+        bounded(lambda: read_tensors(tmp_path / name))
 
 
 @pytest.mark.parametrize("content", [None, b"", b"\xff" * 100])
@@ -168,13 +166,6 @@ def test_yaml_may_repeat_parts_by_aliases() -> None:
         "b": {"k": [1]},
         "c": {"k": [1], "d": 2.5},
     }
-
-
-def test_references_of_a_nemo_document_expand_to_a_bounded_text(tmp_path: Path) -> None:
-    lines = [f"k{i}: '{('${k' + str(i + 1) + '}') * 10}'" for i in range(12)]
-    document = "\n".join(["model: {unet_type: base}", *lines, "k12: text"])
-    with pytest.raises(ConfigError, match="become a text of more than 10,000 characters"):
-        bounded(lambda: nemo_config.load(written(tmp_path / "nemo.yaml", document), nothing))
 
 
 def index(folder: Path, shape: list[int], boxes: list[list[Any]]) -> Path:

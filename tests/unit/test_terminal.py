@@ -107,9 +107,8 @@ def test_entries_of_a_data_set_reach_no_terminal(tmp_path: Path, capsys: pytest.
         lambda file: ["--yes", "--factory", "tiny_dit", f"training.num_steps={ATTACK}"],
         lambda file: ["--yes", "--yaml", file('{"_target_": "pretrain", "model\\e[2J": 1}')],
         lambda file: ["--yes", "--yaml", file('{"_target_": "pretrain", "model": "\\e[2J"}')],
-        lambda file: ["--yes", "--nemo-config", file('{"model": {"unet_type": "\\e[2J", "\\e]0;": "\\e[2J"}}')],
     ],
-    ids=["name of an override", "value of an override", "name in --yaml", "value in --yaml", "--nemo-config"],
+    ids=["name of an override", "value of an override", "name in --yaml", "value in --yaml"],
 )
 def test_settings_in_errors_reach_no_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: Callable[[Callable[[str], str]], list[str]]

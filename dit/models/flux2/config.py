@@ -1,7 +1,7 @@
 """Sizes of FLUX.2."""
 
 from dataclasses import dataclass, field
-from typing import Optional
+from typing import ClassVar, Optional
 
 from dit.models.streams.config import Activation, StreamsConfig, TextPositions
 
@@ -15,6 +15,8 @@ class Flux2Config(StreamsConfig):
 
     Source: diffusers 0.38, `transformer_flux2.py` and `pipeline_flux2.py`.
     """
+
+    frame_spacing: ClassVar[int] = 10
 
     in_channels: int = 32
     context_size: Optional[int] = 15360

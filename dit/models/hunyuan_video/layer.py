@@ -72,7 +72,7 @@ class TextRefiner(nn.Module):
         Args:
             context_KC: embeddings of the texts, not split over ranks.
         """
-        mean_SC = mean_of_texts(context_KC, layout, context_KC.new_zeros(context_KC.shape[1]), None)
+        mean_SC = mean_of_texts(context_KC, layout)
         pooled_SD = self.linear_1(mean_SC.to(context_KC.dtype))
         return self.time(time_S) + self.linear_2(nn.functional.silu(pooled_SD))
 

@@ -70,6 +70,8 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
     supports: ClassVar[Supports] = Supports(levels=False)
     splits_all_tokens: ClassVar[bool] = False
     fixes_packs: ClassVar[bool] = True
+    frame_spacing: ClassVar[int] = 1
+    """Distance of two frames, such as a picture and its reference, on the axis t of the rotary positions."""
 
     block: Block = "adaln_zero"
     num_joint_layers: int
@@ -110,6 +112,13 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
     def condition_width(self) -> int:
         """Width of the conditioning vector."""
         return min(self.hidden_size, self.condition_limit or self.hidden_size)
+
+    @property
+    def takes_references(self) -> bool:
+        """References are tokens of the image stream at other positions, with the time of their sample."""
+        has_latents = any(condition.axis == "latent" for condition in self.conditions())
+        is_rotary = self.position_embedding == "rope_3d" and not self.centred_positions
+        return is_rotary and self.block == "adaln_zero" and not has_latents
 
     @property
     def sample_multiple(self) -> int:

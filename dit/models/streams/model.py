@@ -22,6 +22,7 @@ from dit.layers.tokens import (
     unshard_tokens,
 )
 from dit.layout import SequenceLayout
+from dit.levels import time_of_samples
 from dit.models.base import Backbone, Stage
 from dit.models.streams.config import StreamsConfig
 from dit.models.streams.layer import SUBLAYERS, JointLayer, SingleLayer
@@ -104,6 +105,7 @@ class Streams(Backbone):
 
     def forward(self, inputs_TC: Tensor, time_S: Tensor, batch: PackedBatch) -> Tensor:
         provider = self.provider
+        time_S, batch = time_of_samples(time_S, batch)
         layouts = StreamLayouts.of(self.text_layout(batch), batch.layout, self.model_config.learned_padding, provider)
         texts, joint = layouts.texts, layouts.single
         rotation_J = of_streams = None
@@ -196,6 +198,8 @@ def token_positions(config: StreamsConfig, batch: PackedBatch, texts: SequenceLa
     `transformer_lumina2.py` of diffusers.
     """
     image_T3, index_K1 = batch.positions_T3, texts.token_index_T[:, None]
+    if config.frame_spacing > 1:
+        image_T3 = image_T3 * image_T3.new_tensor([config.frame_spacing, 1, 1])
     if config.centred_positions:
         below_S2 = (batch.grid_sizes()[:, 1:] + 1) // 2
         image_T3 = image_T3 - batch.layout.per_token(nn.functional.pad(below_S2, (1, 0)))

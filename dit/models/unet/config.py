@@ -28,8 +28,8 @@ class UNetConfig(ImagenConfig):
         ("resample_with_conv", "resample_blocks"), "resampling=conv, pool or block"
     )
     removed_settings: ClassVar[Mapping[str, object]] = {
-        "resample_with_conv": True,
-        "resample_blocks": False,
+        **ImagenConfig.removed_settings,
+        **{"resample_with_conv": True, "resample_blocks": False},
     }
 
     @property

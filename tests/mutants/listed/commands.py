@@ -7,7 +7,6 @@ from tests.mutants.listed.paths import (
     FOLDER_DAMAGE,
     IMPORT_LORA,
     INCEPTION,
-    NEMO,
     OVERRIDES,
     OWN_DATA,
     PIPELINES,
@@ -20,13 +19,6 @@ from tests.mutants.listed.paths import (
 from tests.mutants.runner import Mutant
 
 MUTANTS = (
-    Mutant(
-        "a resolution of NeMo is a level too deep",
-        "launch/nemo_keys.py",
-        "sorted(sides.index(side) for",
-        "sorted(sides.index(side) + 1 for",
-        (NEMO,),
-    ),
     Mutant(
         "pictograms: a drawing that is as near pushes the one asked for back",
         "examples/pictograms/score.py",

@@ -309,6 +309,20 @@ MUTANTS = (
         ("tests/unit/objectives/test_objectives.py",),
     ),
     Mutant(
+        "levels: the time of a sample includes that of its reference",
+        "dit/levels.py",
+        "sum_levels(time_L.masked_fill(levels.clean_L, 0.0))",
+        "sum_levels(time_L + levels.clean_L)",
+        ("tests/parity/test_convert_streams.py::test_pictures_are_edited_as_by_the_pipelines_of_diffusers",),
+    ),
+    Mutant(
+        "levels: the reference of FLUX.2 is the next frame",
+        "dit/models/flux2/config.py",
+        "frame_spacing: ClassVar[int] = 10",
+        "frame_spacing: ClassVar[int] = 1",
+        ("tests/parity/test_convert_streams.py::test_pictures_are_edited_as_by_the_pipelines_of_diffusers",),
+    ),
+    Mutant(
         "levels: clean tokens count in the loss",
         "dit/layout.py",
         "return self.valid_T & ~self.levels.clean_L[self.levels.layout.segment_ids_T]",
