@@ -20,7 +20,7 @@ from torch.utils.flop_counter import register_flop_formula
 from dit.kernels.fused.operators import operator, results_of
 
 ONES = 8
-"""Columns of ones for the gradients of the biases; a grouped product needs a multiple of 8."""
+"""Columns of ones in the product that sums rows; a grouped product needs a multiple of 8."""
 
 
 @operator("grouped_product")
@@ -45,6 +45,12 @@ def grouped_gradient(grad_PN: Tensor, x_PK: Tensor, ends_E: Tensor) -> Tensor:
     return torch.stack([grad.mT @ rows for grad, rows in zip(grad_PN.split(sizes), x_PK.split(sizes), strict=True)])
 
 
+@operator("grouped_sums")
+def grouped_sums(x_PN: Tensor, ends_E: Tensor) -> Tensor:
+    """Sum the rows of each group, `[E, N]`: their product with ones."""
+    return grouped_gradient(x_PN, x_PN.new_ones(len(x_PN), ONES), ends_E)[..., 0].contiguous()
+
+
 @results_of("grouped_product")
 def _(x, matrices, ends):  # type: ignore[no-untyped-def]
     return x.new_empty(x.shape[0], matrices.shape[2])
@@ -55,7 +61,12 @@ def _(grad, x, ends):  # type: ignore[no-untyped-def]
     return x.new_empty(ends.shape[0], grad.shape[1], x.shape[1])
 
 
-@register_flop_formula([torch.ops.dit.grouped_product, torch.ops.dit.grouped_gradient, torch.ops.aten._grouped_mm])
+@results_of("grouped_sums")
+def _(x, ends):  # type: ignore[no-untyped-def]
+    return x.new_empty(ends.shape[0], x.shape[1])
+
+
+@register_flop_formula([torch.ops.dit.grouped_product, torch.ops.dit.grouped_gradient])
 def _flops(a: Sequence[int], b: Sequence[int], *_: object, **__: object) -> int:
     """A group has part of the rows, so the products of all groups are as large as one of all rows."""
     rows, columns = a
@@ -93,7 +104,7 @@ class _GroupedLinear(torch.autograd.Function):
         grad_x = grouped_product(grad_PN, torch.stack(weights), ends_E) if ctx.needs_input_grad[0] else None
         gradients = list(grouped_gradient(grad_PN, x_PK, ends_E))
         if ctx.has_bias:
-            gradients += grouped_gradient(grad_PN, grad_PN.new_ones(len(grad_PN), ONES), ends_E)[..., 0]
+            gradients += grouped_sums(grad_PN, ends_E)
         return grad_x, None, None, *gradients
 
 
