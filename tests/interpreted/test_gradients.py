@@ -26,9 +26,3 @@ def test_the_sums_are_those_of_torch_to_the_bit(dtype, shift):
     add_gradients([main[:-1] for main in mains], gradients)
     for got, exact in zip(mains, want, strict=True):
         assert torch.equal(got, exact)
-
-
-def test_two_gradients_of_one_parameter_are_added_one_after_the_other():
-    main = torch.zeros(5)
-    add_gradients([main, main], [torch.ones(5, dtype=torch.bfloat16)] * 2)
-    assert torch.equal(main, torch.full((5,), 2.0))

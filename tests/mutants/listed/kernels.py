@@ -83,13 +83,6 @@ MUTANTS = (
         (FUSED_KERNELS,),
     ),
     Mutant(
-        "fused gradients: one kernel adds two gradients to one parameter",
-        "dit/kernels/fused/gradients.py",
-        "len({m.data_ptr() for m in mains}) == len(mains)",
-        "mains",
-        (FUSED_KERNELS,),
-    ),
-    Mutant(
         "experts: the gradient of the weights is that of all rows",
         "dit/kernels/grouped.py",
         "grouped_mm(grad_PN.mT, x_PK, offs=ends_E)",

@@ -203,6 +203,11 @@ def test_one_kernel_adds_the_gradients_of_all_parameters(dtype):
     fused = [("add_gradients_kernel", 4)] if dtype == torch.bfloat16 else []
     assert [(launch.name, launch.grid) for launch in launches] == fused
     assert calls.by_operation["_foreach_add_"] == 1 - len(fused)
+    main = torch.zeros(8)
+    with record_launches() as launches:  # programs would add to one parameter at the same time
+        add_gradients([main, main], [torch.ones(8, dtype=dtype)] * 2)
+    assert not launches
+    assert torch.equal(main, torch.full((8,), 2.0))
 
 
 def test_the_auto_setting_runs_eager_everywhere_until_a_gpu_has_passed():
