@@ -3,6 +3,7 @@
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ class Compiled:
         spills: instructions that read or write local memory.
         shared_bytes: shared memory per program.
         loads, stores: instructions that read and write global memory, by their width in bits.
+        copies: instructions that copy global to shared memory, by their width in bits; the program does not wait.
     """
 
     registers: int
@@ -44,12 +46,15 @@ class Compiled:
     shared_bytes: int
     loads: Mapping[int, int]
     stores: Mapping[int, int]
+    copies: Mapping[int, int]
 
     @property
     def accesses(self) -> dict[int, int]:
         """Instructions that read or write global memory, by their width in bits."""
-        widths = {*self.loads, *self.stores}
-        return {width: self.loads.get(width, 0) + self.stores.get(width, 0) for width in sorted(widths)}
+        counts = Counter[int]()
+        for of_kind in (self.loads, self.stores, self.copies):
+            counts.update(of_kind)
+        return dict(sorted(counts.items()))
 
 
 def compiled(
@@ -92,9 +97,10 @@ def compiled(
             [TOOLS / "cuobjdump", "-res-usage", file.name], capture_output=True, text=True, check=True
         )
         code = subprocess.run([TOOLS / "nvdisasm", file.name], capture_output=True, text=True, check=True).stdout
-    numbers = dict(re.findall(r"(REG|STACK|SHARED|LOCAL):(\d+)", usage.stdout))
+    registers = int(re.findall(r"REG:(\d+)", usage.stdout)[0])
     spills = len(re.findall(r"\b(?:LDL|STL)\b", code))
-    return Compiled(int(numbers["REG"]), spills, int(numbers["SHARED"]), _widths("LDG", code), _widths("STG", code))
+    widths = (_widths(instruction, code) for instruction in ("LDG", "STG", "LDGSTS"))
+    return Compiled(registers, spills, binary.metadata.shared, *widths)
 
 
 def _widths(instruction: str, code: str) -> dict[int, int]:
@@ -114,6 +120,7 @@ class Launch:
     Attributes:
         grid: number of programs.
         types, flags, num_warps, maxnreg: arguments of `compiled`.
+        sizes: other whole numbers.
     """
 
     kernel: Any
@@ -122,6 +129,7 @@ class Launch:
     types: Mapping[str, str] = field(default_factory=dict)
     flags: Mapping[str, object] = field(default_factory=dict)
     maxnreg: Optional[int] = None
+    sizes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -154,7 +162,8 @@ def record_launches() -> Iterator[list[Launch]]:
             programs *= size
         types = {name: kind for name, value in values.items() if (kind := _kind(value)) is not None}
         flags = {p.name: values[p.name] for p in kernel.params if p.is_constexpr}
-        launches.append(Launch(kernel, programs, num_warps, types, flags, maxnreg))
+        sizes = {name: value for name, value in values.items() if isinstance(value, int) and name not in flags}
+        launches.append(Launch(kernel, programs, num_warps, types, flags, maxnreg, sizes))
 
     JITFunction.run = run
     try:

@@ -3,12 +3,13 @@
 Without a GPU this is a model, not a measurement. Each kernel is compiled for the device. Registers and shared memory of
 the machine code determine the number of concurrent programs per multiprocessor, and its loads the bytes in flight:
 
-    bytes in flight = programs at once x threads x bytes of a thread's widest loads
+    bytes in flight = programs at once x threads x bytes of a thread's widest loads x unmasked share
     modelled        = min(bandwidth, bytes in flight / latency x (reads + writes) / reads) x balance
     balance         = programs / (programs of the multiprocessor that has most x multiprocessors)
 
-This is an upper bound, because barriers, instructions and caches are ignored. On a GPU the same command also times each
-call with cold caches and prints the measurements.
+Rows that a loop copies to shared memory in advance are in flight, the row that it processes is not. This is an upper
+bound, because barriers, instructions and caches are ignored. On a GPU the same command also times each call with cold
+caches and prints the measurements.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from dit.terminal import echo
 from dit.tracing.repeats import tensors_in
 
 BF16, FP32 = torch.bfloat16, torch.float32
-TOKENS, HIDDEN, HEADS = 8192, 4096, 32
+TOKENS, HIDDEN, HEAD_SIZE = 8192, 4096, 128
 LENGTHS = [3000, 410, 1999, 2005]
 
 
@@ -127,12 +128,13 @@ class Traffic(TorchDispatchMode):
         return out
 
 
-def cases(device: torch.device) -> dict[str, Callable[[], object]]:
+def cases(device: torch.device, chip: Chip, hidden: int = HIDDEN) -> dict[str, Callable[[], object]]:
     """Return every fused operation at a size of published models, by name."""
     from dit.kernels.adamw import Elements, Rates
     from dit.kernels.fused import noise, ops, picture_ops
     from dit.kernels.fused.adamw import adamw
     from dit.kernels.fused.blocks import FORWARD_ROWS, blocks_of, rows_of_blocks, rows_of_pictures
+    from dit.kernels.fused.residual_norm import WIDEST_WITH_BIAS
     from dit.layout import SequenceLayout
     from dit.objectives.addressed_noise import AddressedNoise
 
@@ -142,17 +144,18 @@ def cases(device: torch.device) -> dict[str, Callable[[], object]]:
     def empty(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    x, y, grad = (empty(TOKENS, HIDDEN) for _ in range(3))
-    gate, shift, scale = (empty(samples, HIDDEN) for _ in range(3))
-    bias, mean, rstd = empty(HIDDEN), empty(TOKENS, dtype=FP32), empty(TOKENS, dtype=FP32)
-    size = HIDDEN // HEADS
-    heads, of_head = empty(TOKENS, HEADS, 3, size), empty(size)
+    x, y, grad = (empty(TOKENS, hidden) for _ in range(3))
+    gate, shift, scale = (empty(samples, hidden) for _ in range(3))
+    bias = empty(hidden) if hidden <= WIDEST_WITH_BIAS else None
+    mean, rstd = empty(TOKENS, dtype=FP32), empty(TOKENS, dtype=FP32)
+    size, count = HEAD_SIZE, hidden // HEAD_SIZE
+    heads, of_head = empty(TOKENS, count, 3, size), empty(size)
     cos, sin = (empty(TOKENS, 1, size // 2, dtype=FP32) for _ in range(2))
-    q = empty(TOKENS, HEADS, size)
-    inner, of_inner, of_gated = empty(TOKENS, 4 * HIDDEN), empty(TOKENS, 4 * HIDDEN), empty(TOKENS, 2 * HIDDEN)
-    forward, backward = blocks_of(layout, FORWARD_ROWS), blocks_of(layout, rows_of_blocks(TOKENS))
+    q = empty(TOKENS, count, size)
+    inner, of_inner, of_gated = empty(TOKENS, 4 * hidden), empty(TOKENS, 4 * hidden), empty(TOKENS, 2 * hidden)
+    forward, backward = blocks_of(layout, FORWARD_ROWS), blocks_of(layout, rows_of_blocks(TOKENS, chip.multiprocessors))
     tables = (forward.table, forward.offsets), (backward.table, backward.offsets)
-    sums = empty(len(backward.table), 4, HIDDEN, dtype=FP32)
+    sums = empty(len(backward.table), 3 + (bias is not None), hidden, dtype=FP32)
     pictures, channels = empty(16, 64 * 64, 256), 256
     rows, weight = rows_of_pictures(64 * 64), empty(channels, dtype=FP32)
     of_blocks = empty(16 * 64 * 64 // rows, 2, channels, dtype=FP32)
@@ -178,7 +181,7 @@ def cases(device: torch.device) -> dict[str, Callable[[], object]]:
         "sums of segments": lambda: ops.segment_sums(sums, *modulated, *tables[1], BF16),
         "heads: norm + RoPE": lambda: ops.heads(heads[:, :, :2], of_head, of_head, cos, sin, True, 1e-6),
         "heads: gradient": lambda: ops.heads_backward(
-            *(q, q, q, heads[:, :, :2], of_head, of_head, cos, sin, HEADS, 1e-6, False)
+            *(q, q, q, heads[:, :, :2], of_head, of_head, cos, sin, count, 1e-6, False)
         ),
         "GELU + bias": lambda: ops.activation(inner, None, False),
         "GELU: gradient": lambda: ops.activation_backward(of_inner, inner, None, False),
@@ -206,6 +209,19 @@ def occupancy(registers: int, shared_bytes: int, warps: int, chip: Chip) -> int:
     return min(PROGRAMS, WARPS // warps, REGISTERS // of_warp // warps, chip.shared_bytes // (shared_bytes + 1024))
 
 
+def unmasked(launch: Any) -> float:
+    """Return the share of the lanes of a kernel's tiles that have columns."""
+    tile = launch.flags.get("WIDTH", launch.flags.get("COLUMNS", 1)) + launch.flags.get("REST", 0)
+    size = launch.sizes.get("size", launch.sizes.get("channels", tile))
+    return float(size / (-(-size // tile) * tile))
+
+
+def _loads_in_flight(launch: Any, binary: Any) -> dict[int, float]:
+    """Return loads of a thread by width; a loop of N stages has its copies N times, for N - 1 rows in advance."""
+    stages, copies = launch.flags.get("STAGES", 1), binary.copies
+    return {w: binary.loads.get(w, 0) + copies.get(w, 0) * (stages - 1) / stages for w in {*binary.loads, *copies}}
+
+
 def model(case: str, call: Callable[[], object], chip: Chip) -> tuple[Call, list[Row]]:
     """Compile the kernels of a call for a chip, and model their bandwidth; nothing runs."""
     from benchmarks.ahead_of_time import record_launches
@@ -216,9 +232,10 @@ def model(case: str, call: Callable[[], object], chip: Chip) -> tuple[Call, list
     for launch in launches:
         binary = launch.compiled(chip.capability)
         programs = occupancy(binary.registers, binary.shared_bytes, launch.num_warps, chip)
-        widest = max(binary.loads)
+        loads = _loads_in_flight(launch, binary)
+        widest = max(loads)
         at_once = min(launch.grid, programs * chip.multiprocessors)
-        in_flight = at_once * launch.num_warps * 32 * binary.loads[widest] * widest // 8
+        in_flight = int(at_once * launch.num_warps * 32 * loads[widest] * widest / 8 * unmasked(launch))
         balance = launch.grid / (-(-launch.grid // chip.multiprocessors) * chip.multiprocessors)
         reached = in_flight / LATENCY_S * (traffic.read + traffic.written) / traffic.read
         modelled = min(chip.bandwidth, reached) * balance
@@ -267,12 +284,13 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=__doc__)
     parser.add_argument("--device", choices=CHIPS, help=f"modelled device (this GPU if known, else {OTHERWISE})")
     parser.add_argument("--only", nargs="+", metavar="TEXT", help="operations whose name contains one of these")
+    parser.add_argument("--hidden", type=int, default=HIDDEN, help="hidden size of the layers")
     parser.add_argument("--json", action="store_true", help="print the numbers as JSON")
     parser.add_argument("--out", type=Path, help="append one JSON line per operation to this file")
     args = parser.parse_args(argv)
     device = args.device or kind_of(describe()) or OTHERWISE
     chip, calls, rows = CHIPS[device], [], []
-    for case, operation in cases(local_device()).items():
+    for case, operation in cases(local_device(), chip, args.hidden).items():
         if args.only and not any(text in case for text in args.only):
             continue
         call, kernels = model(case, operation, chip)

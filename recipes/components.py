@@ -9,7 +9,6 @@ import nemo_run as run
 from dit.data_api import DataConfig
 from dit.models.autoencoder.config import AutoencoderConfig
 from dit.models.base import ModelConfig
-from dit.models.chroma.config import ChromaConfig
 from dit.models.ddpm_unet.config import DDPMUNetConfig
 from dit.models.dit.config import DiTConfig
 from dit.models.dit_cross.config import DiTCrossConfig
@@ -140,12 +139,6 @@ def flux_dev() -> run.Config[FluxConfig]:
 def flux_two_layers() -> run.Config[FluxConfig]:
     """FLUX.1 cut to one block of each kind (535 M); otherwise as flux_dev."""
     return run.Config(FluxConfig, num_joint_layers=1, num_single_layers=1)
-
-
-@run.cli.factory(target=ModelConfig)
-def chroma_9b() -> run.Config[ChromaConfig]:
-    """Chroma (8.90 B): FLUX.1 with a network of 278 M that computes all modulations; text of 4096."""
-    return run.Config(ChromaConfig)
 
 
 @run.cli.factory(target=ModelConfig)

@@ -24,8 +24,9 @@ from dit.parallel.build import parameter_shapes
 from dit.settings import SamplingConfig
 from dit.training.pretrain import pretrain
 from energon_data.dataset import EnergonData
-from recipes.components import chroma_9b, dit_cross_s, lumina2_2b, prx_1_2b, z_image_6b
+from recipes.components import dit_cross_s, lumina2_2b, prx_1_2b, z_image_6b
 from recipes.dit import text_conditional
+from recipes.flux import chroma_9b
 from recipes.hunyuan_video import hunyuan_video_8b
 
 WEIGHTS, ADAM, MOMENTS, AVERAGE, FROZEN = 6, 4, 8, 4, 2

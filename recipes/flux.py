@@ -8,6 +8,7 @@ FLUX.1 and Stable Diffusion 3 also a pooled text embedding (`pooled.npy`).
 import nemo_run as run
 
 from dit.models.base import ModelConfig
+from dit.models.chroma.config import ChromaConfig
 from dit.models.flux.config import FluxConfig
 from dit.objectives.flow_matching import FlowMatching
 from dit.optimizer.schedules import Constant
@@ -30,6 +31,12 @@ from recipes.dit import as_mock, in_seconds, on_tensor_parallel, text_conditiona
 
 IMAGE_1024 = (1, 128, 128)
 """Latent (frames, height, width) of 4096 tokens."""
+
+
+@run.cli.factory(target=ModelConfig)
+def chroma_9b() -> run.Config[ChromaConfig]:
+    """Chroma (8.90 B): FLUX.1 with a network of 278 M that computes all modulations; text of 4096."""
+    return run.Config(ChromaConfig)
 
 
 def flux(name: str, model: run.Config[ModelConfig]) -> run.Partial:

@@ -26,7 +26,7 @@ class ExpertDispatch:
         assert config.moe_expert_capacity_factor is not None
         self._dispatcher = MoEAlltoAllTokenDispatcher(len(experts), list(experts), config, groups)
 
-    def send(self, x_TD: Tensor, selected_TE: Tensor, weights_TE: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def send(self, x_TD: Tensor, selected_TE: Tensor, weights_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Dispatch every selected token to its experts.
 
         Args:
@@ -34,14 +34,14 @@ class ExpertDispatch:
             weights_TE: weight of each pair.
 
         Returns:
-            The tokens of all ranks and their weights, for each local expert.
+            The tokens of all ranks grouped by local expert `[P, D]`, their weights `[P]`, and the number of tokens of
+            each expert, on the host.
         """
         dispatcher = self._dispatcher
         tokens, weights = dispatcher.dispatch_preprocess(x_TD, selected_TE, weights_TE)
         tokens, weights = dispatcher.token_dispatch(tokens, weights)
         tokens, counts, weights = dispatcher.dispatch_postprocess(tokens, weights)
-        sizes = counts.tolist()
-        return list(tokens.split(sizes)), list(weights.split(sizes))
+        return tokens, weights, counts
 
     def collect(self, y_PD: Tensor) -> Tensor:
         """Combine: sum the experts' outputs per token on its rank, `[T, D]`; zeros for a token without expert."""

@@ -10,6 +10,7 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from dit.kernels.adamw import AddGradients
 from dit.patches import patches
 
 PENDING_BYTES = 64 << 20
@@ -74,15 +75,15 @@ class DataParallel(DistributedDataParallel):
     gradient of the previous step, which saves one write and one read. Main gradients of parameters without a gradient
     are set to zero before the reduction; until then they are stale.
 
-    Batching saves calls from Python. On a GPU, torch adds a list of tensors by one fused kernel only if all have one
-    dtype, as in fp32 training; adding bf16 gradients to fp32 sums takes one kernel per tensor, as without batching (not
-    measured on a GPU).
+    Megatron-Core can also let the product that computes a gradient add it (`gradient_accumulation_fusion`). That needs
+    Apex's CUDA extension `fused_weight_gradient_mlp_cuda`, and main gradients that are zero before a step.
 
-    Source: `can_use_fast_route` in ATen/native/ForeachUtils.h of torch 2.13.
+    Args:
+        add: adds gradients to main gradients; `dit.kernels.fused.gradients.add_gradients` takes one kernel for all.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._pending = _Pending()
+    def __init__(self, *args: Any, add: AddGradients = torch._foreach_add_, **kwargs: Any) -> None:
+        self._pending, self._add = _Pending(), add
         self._stale: set[nn.Parameter] = set()  # parameters whose main gradients are of the previous step
         super().__init__(*args, **kwargs)
         assert not self.config.gradient_accumulation_fusion  # linears would add to stale main gradients
@@ -149,7 +150,7 @@ class DataParallel(DistributedDataParallel):
         for param, grad in pending:
             (first if param in self._stale else further).append((param, grad))
             self._stale.discard(param)
-        for write, pairs in ((torch._foreach_copy_, first), (torch._foreach_add_, further)):
+        for write, pairs in ((torch._foreach_copy_, first), (self._add, further)):
             if pairs:
                 write(_main_gradients(param for param, _ in pairs), [grad for _, grad in pairs])
         self._reduce_if_overlapped([param for param, _ in pending])

@@ -69,9 +69,10 @@ def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> Tr
     training = config.training
     chunks = build_model(config.model, config.parallel, training, groups, auxiliary=config.objective.auxiliary)
     base = load_base(config, chunks, groups)
+    target = target_of(config.model, training.precision)
     # Autograd accumulates gradients on the stream of the wrapper's constructor. A graph cannot use the default stream.
     with side_stream() if training.cuda_graph else nullcontext():
-        wrapped = wrap(chunks, config.parallel, groups)
+        wrapped = wrap(chunks, config.parallel, groups, target, training.kernels)
     optimizer = build_optimizer(
         wrapped, config.optimizer, config.parallel, training, groups, auxiliary=config.objective.auxiliary
     )
@@ -89,7 +90,6 @@ def build_state(config: RunConfig, spec: BatchSpec, groups: ProcessGroups) -> Tr
         log_dir=training.run_dir if groups.is_data_reader else None,
         micro_batches_per_step=training.global_batch_size // spec.micro_batch_size,
     )
-    target = target_of(config.model, training.precision)
     parts, run = (optimizer, shards, ema, config.optimizer, groups), runner(graphed=training.cuda_graph)
     update = build_update(*parts, target, training.kernels, run)
     scale = loss_scale_of(optimizer)

@@ -85,6 +85,9 @@ AdamW = Callable[[Sequence[Elements], Rates], None]
 """Updates parameters in place; either all or none have an average, and either all or none have model weights."""
 
 
+AddGradients = Callable[[list[Tensor], list[Tensor]], object]
+"""Adds gradients to main gradients in place."""
+
 DECAY, AVERAGE, RATE, STEP = 0, 6, 7, 8
 """Places of numbers in `Rates.values`: learning rate times weight decay, weight of the average, learning rate, step."""
 

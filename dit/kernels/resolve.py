@@ -6,7 +6,9 @@ torch, and other kernels on machines where `tests/gpu` has passed with them (`di
 
 from typing import Optional
 
-from dit.kernels.adamw import AdamW
+import torch
+
+from dit.kernels.adamw import AdamW, AddGradients
 from dit.kernels.attention import Attention, flash_attention, segment_sdpa, torch_flash, varlen_attention
 from dit.kernels.attention_blocks import BlockAttention, EagerBlocks, FlashBlocks
 from dit.kernels.choice import (
@@ -15,7 +17,9 @@ from dit.kernels.choice import (
     UNVERIFIED,
     Implementation,
     Op,
+    Target,
     capability,
+    choose,
     code_generator,
     half_on_cuda,
     head_sizes,
@@ -114,6 +118,19 @@ OPTIMIZER = Op[Optional[AdamW]](
     setting="training.kernels",
 )
 """AdamW, weight average and model copy in one pass, see `dit.kernels.adamw`; None for Megatron-Core with torch's."""
+
+
+def add_gradients(target: Target, requested: str) -> AddGradients:
+    """Return the addition to main gradients that belongs to the selected `OPTIMIZER`.
+
+    Args:
+        requested: `training.kernels`.
+    """
+    if choose(OPTIMIZER, target, requested).name != "triton":
+        return torch._foreach_add_
+    from dit.kernels.fused.gradients import add_gradients as fused_addition
+
+    return fused_addition
 
 
 OPS: tuple[Op[object], ...] = (

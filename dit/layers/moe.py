@@ -4,7 +4,7 @@ Shape suffixes: T local tokens, S samples, E experts, P tokens of one expert, D 
 """
 
 from collections import deque
-from typing import Literal, Optional
+from typing import Literal, Optional, cast
 
 import torch
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from dit.backends.init import normal, xavier_uniform
 from dit.backends.provider import LayerProvider
 from dit.backends.sharding import set_matrices
+from dit.kernels.grouped import grouped_linear
 from dit.kernels.recompute import first_run
 from dit.layers.mlp import GATED
 from dit.layers.routing import balancing_loss, select_experts, select_tokens
-from dit.layout import SequenceLayout
+from dit.layout import SequenceLayout, to_device
 
 
 class Expert(nn.Module):
@@ -36,6 +37,28 @@ class Expert(nn.Module):
 
     def forward(self, x_TD: Tensor) -> Tensor:
         return self.linear_fc2(self.activation(self.linear_fc1(x_TD), None))
+
+
+class Experts(nn.ModuleDict):
+    """The local experts, named by global index, so that a name refers to the same expert under every layout."""
+
+    def forward(self, tokens_PD: Tensor, counts: Tensor) -> Tensor:
+        """Apply each expert to its tokens.
+
+        Args:
+            counts: tokens of each expert, in the order of the tokens; on the host.
+        """
+        experts = [cast("Expert", expert) for expert in self.values()]
+        if any(layer._forward_hooks for layer in self.modules()):  # such as adapters
+            return torch.cat([e(tokens) for e, tokens in zip(experts, tokens_PD.split(counts.tolist()), strict=True)])
+        ends = to_device(counts.cumsum(0).to(torch.int32), tokens_PD.device)
+        inner_PF = experts[0].activation(_linears(tokens_PD, ends, [e.linear_fc1 for e in experts]), None)
+        return _linears(inner_PF, ends, [e.linear_fc2 for e in experts])
+
+
+def _linears(x: Tensor, ends: Tensor, layers: list[nn.Linear]) -> Tensor:
+    biases = [layer.bias for layer in layers] if layers[0].bias is not None else None
+    return grouped_linear(x, ends, [layer.weight for layer in layers], biases)
 
 
 class MoE(nn.Module):
@@ -86,8 +109,7 @@ class MoE(nn.Module):
         self.capacity_factor, self.top_k, self.aux_loss_coeff = capacity_factor, top_k, aux_loss_coeff
         local_experts = provider.local_experts(num_experts)
         self.router = provider.replicated_linear(hidden_size, num_experts, bias=False, init=normal(0.02))
-        # Named by global index, so that a name refers to the same expert under every layout.
-        self.experts = nn.ModuleDict(
+        self.experts = Experts(
             {str(i): Expert(hidden_size, ffn_hidden_size, provider, bias=bias, gated=gated) for i in local_experts}
         )
         self.dispatch = provider.expert_dispatch(local_experts)
@@ -101,12 +123,9 @@ class MoE(nn.Module):
         else:
             selected_TE = select_experts(scores_TE, layout.valid_T, self.top_k)
         assert self.dispatch is not None, "a model on the meta device cannot run"
-        tokens, weights = self.dispatch.send(x_TD, selected_TE, scores_TE)
-        outputs = [
-            (expert(tokens_PD) * weights_P[:, None]).to(x_TD.dtype)
-            for expert, tokens_PD, weights_P in zip(self.experts.values(), tokens, weights, strict=True)
-        ]
-        y_TD = self.dispatch.collect(torch.cat(outputs))
+        tokens_PD, weights_P, counts = self.dispatch.send(x_TD, selected_TE, scores_TE)
+        y_PD = self.experts(tokens_PD, counts) * weights_P[:, None]
+        y_TD = self.dispatch.collect(y_PD.to(x_TD.dtype))
         aux_loss = None
         if self.routing == "top_k":
             counts_SE = self.provider.sum_over_sample_ranks(layout.sum_per_sample(selected_TE.float()))

@@ -24,7 +24,7 @@ from dit.kernels.attention import Attention
 from dit.kernels.choice import AUTO, Target, choose
 from dit.kernels.compiled import compile_layers, run_eagerly
 from dit.kernels.recompute import recompute_activations
-from dit.kernels.resolve import ATTENTION, ATTENTION_BLOCKS, LAYERS
+from dit.kernels.resolve import ATTENTION, ATTENTION_BLOCKS, LAYERS, add_gradients
 from dit.models.base import Backbone, ModelConfig, Stage
 from dit.models.registry import build_backbone
 from dit.parallel.dims import ParallelConfig, check_supported
@@ -233,10 +233,20 @@ def build_model(
     return chunks
 
 
-def wrap(chunks: Sequence[Backbone], parallel: ParallelConfig, groups: ProcessGroups) -> list[Any]:
+def wrap(
+    chunks: Sequence[Backbone],
+    parallel: ParallelConfig,
+    groups: ProcessGroups,
+    target: Optional[Target] = None,
+    kernels: str = "eager",
+) -> list[Any]:
     """Wrap a model's chunks for data parallelism: DDP, distributed optimizer or FSDP, with fp32 gradient reduction.
 
     Forward passes must call the wrappers, because under FSDP the unwrapped chunks lack the unsharded weights.
+
+    Args:
+        target: target for which the addition of gradients is selected; None for torch's.
+        kernels: `training.kernels`.
     """
     config = chunks[0].config
     config.finalize_model_grads_func = finalize_gradients
@@ -245,6 +255,7 @@ def wrap(chunks: Sequence[Backbone], parallel: ParallelConfig, groups: ProcessGr
         config.no_sync_func = sharded[0].no_sync if reduces_in_backward(sharded[0]) else None
         return sharded
     interleaved = len(chunks) > 1
+    add = torch._foreach_add_ if target is None else add_gradients(target, kernels)
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
         overlap_grad_reduce=parallel.overlap_grad_reduce,
@@ -254,7 +265,7 @@ def wrap(chunks: Sequence[Backbone], parallel: ParallelConfig, groups: ProcessGr
     )
     wrapped = [
         # The communication of later chunks overlaps with the computation of other chunks, without small buckets.
-        DataParallel(config, settings, chunk, disable_bucketing=i > 0, pg_collection=groups.collection)
+        DataParallel(*(config, settings, chunk), disable_bucketing=i > 0, pg_collection=groups.collection, add=add)
         for i, chunk in enumerate(chunks)
     ]
     no_sync, grad_sync, param_sync = (

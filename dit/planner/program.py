@@ -124,7 +124,8 @@ class Program:
         chunks = build(job.stages)
         if self.groups.pp.size() > 1:
             counter.received_shape = self._between_stages(build)
-        wrapped = wrap(chunks, job.parallel, self.groups)
+        target = target_of(job.model, training.precision, job.kernels)
+        wrapped = wrap(chunks, job.parallel, self.groups, target, training.kernels)
         weights = counter.live
         optimizer = build_optimizer(wrapped, job.optimizer, job.parallel, training, self.groups)
         shards = master_shards(optimizer, chunks, job.optimizer)
@@ -132,7 +133,6 @@ class Program:
         decay = None if training.ema_offload else training.ema_decay
         ema = None if decay is None else EMA(shards, decay, sigma_rel=training.ema_sigma_rel or ())
         average = counter.live - before
-        target = target_of(job.model, training.precision, job.kernels)
         self.mix = noise_kernel(job.model, training, job.kernels)
         update = build_update(optimizer, shards, ema, job.optimizer, self.groups, target, training.kernels)
         self._create_optimizer_state(wrapped, optimizer, update)

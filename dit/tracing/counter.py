@@ -243,6 +243,12 @@ class StepCounter(TorchDispatchMode):
         if name in PRODUCTS:
             a, b = args[PRODUCTS[name] : PRODUCTS[name] + 2]
             product = Product(math.prod(a.shape[:-2]), a.shape[-2], b.shape[-1], a.shape[-1], nbytes)
+        elif name == "grouped_product":
+            groups, k, n = args[1].shape
+            product = Product(groups, len(args[0]) // groups, n, k, nbytes)
+        elif name == "grouped_gradient":
+            groups, n, k = result.shape
+            product = Product(groups, n, k, len(args[0]) // groups, nbytes)
         elif "convolution" in name:
             output = args[0] if "backward" in name else result  # or its gradient
             rows, columns = output.numel() // output.shape[1], output.shape[1]

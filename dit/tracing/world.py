@@ -54,11 +54,11 @@ class LocalGroups:
 class LocalDispatch:
     """Dispatches tokens to local experts; only counts matter, because tokens have no values."""
 
-    def send(self, x_TD: Tensor, selected_TE: Tensor, weights_TE: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+    def send(self, x_TD: Tensor, selected_TE: Tensor, weights_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         self._home = x_TD
-        counts = selected_TE.sum(0).tolist()
-        tokens = [x_TD.new_empty(count, x_TD.shape[1]) for count in counts]
-        return tokens, [weights_TE.new_empty(count) for count in counts]
+        counts = selected_TE.sum(0)
+        total = int(counts.sum())
+        return x_TD.new_empty(total, x_TD.shape[1]), weights_TE.new_empty(total), counts
 
     def collect(self, y_PD: Tensor) -> Tensor:
         return torch.empty_like(self._home)

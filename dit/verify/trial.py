@@ -183,7 +183,8 @@ def build(trial: Trial) -> Built:
     world_size = dist.get_world_size() if dist.is_initialized() else process_groups.world_size_from_environment()
     dims = check_parallel(model, parallel, training, world_size)
     groups, chunks = build_chunks(trial)
-    wrapped = wrap(chunks, parallel, groups)
+    target = target_of(model, training.precision)
+    wrapped = wrap(chunks, parallel, groups, target, training.kernels)
     optimizer = build_optimizer(
         wrapped, trial.optimizer, parallel, training, groups, auxiliary=trial.objective.auxiliary
     )
@@ -191,7 +192,6 @@ def build(trial: Trial) -> Built:
     ema, lengths = None, training.ema_sigma_rel or ()
     if training.ema_decay is not None:
         ema = EMA(shards, training.ema_decay, offload=training.ema_offload, sigma_rel=lengths)
-    target = target_of(model, training.precision)
     return Built(
         trial=trial,
         dims=dims,

@@ -120,6 +120,20 @@ def test_adamw(half, shift):
         assert torch.equal(ours.model, ours.main.to(half))
 
 
+@pytest.mark.verifies("optimizer.triton")
+@pytest.mark.parametrize("half", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shift", [0, 3], ids=["aligned", "not_aligned"])
+def test_addition_of_gradients(half, shift):
+    """That of torch to the bit, in one rounding."""
+    from dit.kernels.fused.gradients import add_gradients
+
+    mains = [draws((size + shift,))[0].float()[shift:] for size in (5, 16384 * 3 + 77, 1 << 22)]
+    gradients = [torch.cat([main[:shift], main]).flip(0).to(half)[shift:] for main in mains]
+    want = [main + gradient.float() for main, gradient in zip(mains, gradients, strict=True)]
+    add_gradients(mains, gradients)
+    assert all(map(torch.equal, mains, want))
+
+
 @pytest.mark.verifies("noise.triton")
 @pytest.mark.parametrize("channels", [10, 16, 64])
 def test_noise(channels):

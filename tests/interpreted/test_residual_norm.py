@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from dit.kernels.fused import residual_norm as fused
-from dit.kernels.fused.blocks import blocks_of
+from dit.kernels.fused.blocks import FEWEST_ROWS, MOST_ROWS, blocks_of, rows_of_blocks
+from dit.kernels.fused.gpu.residual_norm import tiles
 from dit.kernels.modulation import NormModulation
 from dit.layout import SequenceLayout
 from tests.interpreted import formulas
@@ -78,7 +79,7 @@ def test_every_part_is_the_formula(parts, precision):
     check(PADDED, 48, parts, precision)
 
 
-@pytest.mark.parametrize("width", [5, 77, 128, pytest.param(1152, marks=SLOW), pytest.param(4096, marks=SLOW), 4100])
+@pytest.mark.parametrize("width", [5, 77, 1152, *(pytest.param(n, marks=SLOW) for n in (128, 3072, 4096, 5120)), 4100])
 def test_every_width_is_the_formula(width):
     """The bias of widths above 4096 is added before the kernel."""
     few = SequenceLayout.from_lengths([2, 1], total_tokens=4)
@@ -124,6 +125,25 @@ def test_the_last_residual_may_be_unused():
     want = x.detach().double().requires_grad_()
     formulas.residual_norm(DENSE, want, None, None, None, shift, scale, None, EPS)[1].square().sum().backward()
     torch.testing.assert_close(x.grad.double(), want.grad, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 40, 77, 384, 1000, 1152, 1536, 3072, 4096, 5120, 6144, 7168])
+def test_less_than_half_of_a_tile_is_masked(size):
+    first, rest = tiles(size)
+    assert first & (first - 1) == rest & (rest - 1) == 0
+    assert 0 <= first + rest - size < max(rest, first) / 2
+    assert rest or size in (1, 4096, 1000, 7168)
+    assert first + rest == size or size in (77, 1000, 7168)
+
+
+@pytest.mark.parametrize("multiprocessors", [132, 148])
+@pytest.mark.parametrize("tokens", [16, 4096, 8192, 20000, 1 << 20])
+def test_every_multiprocessor_has_four_or_five_blocks_with_sums(tokens, multiprocessors):
+    """Five, except for the rest of the tokens: 132 multiprocessors that have 4.1 blocks each take the time of 5."""
+    rows = rows_of_blocks(tokens, multiprocessors)
+    assert FEWEST_ROWS <= rows <= MOST_ROWS
+    assert rows == FEWEST_ROWS or tokens >= 4 * multiprocessors * rows
+    assert rows == MOST_ROWS or tokens <= 5 * multiprocessors * rows
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)

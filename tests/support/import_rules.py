@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "dit.boxes": set(),
     "dit.layout": {"dit.errors"},
     "dit.joint_layout": {"dit.layout"},
-    "dit.levels": {"dit.errors", "dit.layout", "dit.patchify"},
+    "dit.levels": {"dit.errors", "dit.batch", "dit.layout", "dit.patchify"},
     "dit.pack_copy": {"dit.layout"},
     "dit.conditions": {"dit.errors", "dit.patchify", "dit.layout", "dit.pack_copy"},
     "dit.condition_table": {"dit.errors", "dit.conditions"},

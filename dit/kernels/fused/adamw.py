@@ -9,6 +9,7 @@ from torch import Tensor
 
 from dit.kernels.adamw import Elements, Rates
 from dit.kernels.fused.blocks import cdiv
+from dit.layout import to_device
 
 VECTOR_BYTES = 16
 """Size of a vectorised memory access, which requires aligned addresses."""
@@ -42,17 +43,11 @@ def adamw_op(
     rows = tuple(
         (*(tensor.data_ptr() for tensor in tensors), tensors[0].numel()) for tensors in zip(*columns, strict=True)
     )
-    aligned_rows: list[tuple[int, ...]] = []
-    unaligned_rows: list[tuple[int, ...]] = []
-    for row in rows:
-        unaligned = any(address % VECTOR_BYTES for address in row[:-1])
-        (unaligned_rows if unaligned else aligned_rows).append(row)
     half = bool(models) and models[0].dtype == torch.float16
     parts = {"average": bool(averages), "model": bool(models), "half": half}
-    for aligned, group in ((True, aligned_rows), (False, unaligned_rows)):
-        if group:
-            table, chunks = _tables(tuple(group), gpu.CHUNK, mains[0].device)
-            gpu.adamw(table, chunks, clip, rates, **parts, aligned=aligned)
+    for aligned, group in by_alignment(rows):
+        table, chunks = _cached_tables(group, gpu.CHUNK, mains[0].device)
+        gpu.adamw(table, chunks, clip, rates, **parts, aligned=aligned)
 
 
 @adamw_op.register_fake
@@ -60,19 +55,23 @@ def _(gradients, mains, exp_avgs, exp_avg_sqs, averages, models, clip, rates):  
     return None
 
 
-@lru_cache(maxsize=TABLES)
-def _tables(rows: Addresses, chunk: int, device: torch.device) -> tuple[Tensor, Tensor]:
+def by_alignment(rows: Sequence[tuple[int, ...]]) -> list[tuple[bool, Addresses]]:
+    """Split rows of addresses, then elements, by whether all addresses allow vectorised accesses."""
+    aligned = [not any(address % VECTOR_BYTES for address in row[:-1]) for row in rows]
+    groups = [(kind, tuple(row for row, of_row in zip(rows, aligned) if of_row == kind)) for kind in (True, False)]
+    return [(kind, group) for kind, group in groups if group]
+
+
+def tables(rows: Addresses, chunk: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return the tables of addresses and of chunks of all parameters, on the device."""
     counts = torch.tensor([cdiv(row[-1], chunk) for row in rows])
     owners = torch.repeat_interleave(torch.arange(len(rows)), counts)
     numbers = torch.arange(len(owners)) - (counts.cumsum(0) - counts)[owners]
     chunks = torch.stack([owners, numbers], 1).int()
-    tables = torch.tensor(rows), chunks.contiguous()
-    if device.type == "cuda":  # a pageable copy would synchronise the host
-        return tables[0].pin_memory().to(device, non_blocking=True), tables[1].pin_memory().to(
-            device, non_blocking=True
-        )
-    return tables
+    return to_device(torch.tensor(rows), device), to_device(chunks.contiguous(), device)
+
+
+_cached_tables = lru_cache(maxsize=TABLES)(tables)
 
 
 def adamw(parameters: Sequence[Elements], rates: Rates) -> None:

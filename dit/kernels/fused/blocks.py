@@ -12,6 +12,7 @@ The sums of a segment's blocks are added in the order of the table, without atom
 """
 
 from dataclasses import dataclass
+from functools import cache
 from itertools import accumulate
 
 import torch
@@ -20,8 +21,8 @@ from torch import Tensor
 from dit.layout import SequenceLayout
 
 MOST_ROWS, FEWEST_ROWS = 64, 8
-ENOUGH_BLOCKS = 128
-"""Approximately the number of multiprocessors of a large GPU."""
+PROGRAMS = 5
+"""Largest number of blocks with sums per multiprocessor, if `MOST_ROWS` allows it; the smallest is then 4."""
 BLOCKS_OF_PICTURE = 4
 """Smallest number of blocks per picture, unless blocks would have fewer than `FEWEST_ROWS` rows."""
 ROWS_OF_TILES = 128
@@ -37,12 +38,17 @@ def cdiv(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def rows_of_blocks(tokens: int) -> int:
-    """Return the rows of a block with sums: the largest number that still gives enough blocks for a GPU."""
-    rows = MOST_ROWS
-    while rows > FEWEST_ROWS and tokens < rows * ENOUGH_BLOCKS:
-        rows //= 2
-    return rows
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Return the number of multiprocessors of a GPU; for another device or without a GPU that of an H100."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return 132
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def rows_of_blocks(tokens: int, multiprocessors: int) -> int:
+    """Return the rows of a block with sums, so that every multiprocessor has nearly the same number of blocks."""
+    return min(max(cdiv(tokens, PROGRAMS * multiprocessors), FEWEST_ROWS), MOST_ROWS)
 
 
 def rows_of_pictures(positions: int) -> int:
@@ -77,7 +83,7 @@ def blocks_with_sums(layout: SequenceLayout) -> Blocks:
 
 
 def _blocks_with_sums(layout: SequenceLayout) -> Blocks:
-    return _blocks(layout, rows_of_blocks(layout.num_local_tokens))
+    return _blocks(layout, rows_of_blocks(layout.num_local_tokens, multiprocessors(layout.device)))
 
 
 def _blocks(layout: SequenceLayout, rows: int) -> Blocks:

@@ -148,7 +148,7 @@ def segment_sums(
     Returns:
         The gradients of shift, scale and gate, `[S, D]` in `dtype`, and of bias and weight, `[D]` in their dtypes.
     """
-    from dit.kernels.fused.gpu import residual_norm as gpu
+    from dit.kernels.fused.gpu import segment_sums as gpu
 
     outputs = _sums_outputs(sums_BKD, gate_SD, bias_D, scale_SD, weight_D, offsets_S, dtype)
     blocks = Blocks(table_B3, offsets_S)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dit.kernels.fused import ops
-from dit.kernels.fused.blocks import FORWARD_ROWS, blocks_of, blocks_with_sums
+from dit.kernels.fused.blocks import FORWARD_ROWS, MOST_ROWS, blocks_of, blocks_with_sums
 from dit.kernels.modulation import NormModulation
 from dit.kernels.recompute import recomputes
 from dit.layout import SequenceLayout
@@ -47,7 +47,8 @@ class _ResidualNorm(torch.autograd.Function):
         if y is None:
             out = x
         ctx.residual, ctx.dtype = y is not None, x.dtype
-        ctx.blocks = blocks_with_sums(layout) if any(ctx.needs_input_grad) else None
+        if any(ctx.needs_input_grad):
+            ctx.blocks = blocks_of(layout, MOST_ROWS) if scale is None else blocks_with_sums(layout)
         ctx.set_materialize_grads(False)
         for_gate = None if gate is None else y
         if scale is None:

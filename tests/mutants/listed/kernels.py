@@ -11,6 +11,8 @@ from tests.mutants.listed.paths import (
     FP8_SETTINGS,
     FUSED_KERNELS,
     FUSED_OPS,
+    GROUPED,
+    MOE,
     ROTARY,
     STABLE,
 )
@@ -55,8 +57,8 @@ MUTANTS = (
     Mutant(
         "fused norm: the gradient of the scale is that of the shift",
         "dit/kernels/fused/gpu/residual_norm.py",
-        "sum_gn += g * normed",
-        "sum_gn += g",
+        "gn_a += g * normed_a",
+        "gn_a += g",
         (FUSED_KERNELS,),
     ),
     Mutant(
@@ -72,6 +74,20 @@ MUTANTS = (
         "_read(gradient + at, inside, WHOLE) * clip",
         "_read(gradient + at, inside, WHOLE)",
         (FUSED_KERNELS,),
+    ),
+    Mutant(
+        "fused gradients: a full block replaces the sum",
+        "dit/kernels/fused/gpu/gradients.py",
+        "_read(main + at, inside, WHOLE) + _read(gradient + at, inside, WHOLE)",
+        "_read(main + at, inside, False) * (not WHOLE) + _read(gradient + at, inside, WHOLE)",
+        (FUSED_KERNELS,),
+    ),
+    Mutant(
+        "experts: the gradient of the weights is that of all rows",
+        "dit/kernels/grouped.py",
+        "grouped_mm(grad_PN.mT, x_PK, offs=ends_E)",
+        "grouped_mm(grad_PN.mT, x_PK, offs=torch.full_like(ends_E, len(x_PK)))",
+        (GROUPED, MOE),
     ),
     Mutant(
         "fused AdamW: chunks overlap",
@@ -125,13 +141,27 @@ MUTANTS = (
     Mutant(
         "fused norm: odd widths count what lies outside",
         "dit/kernels/fused/gpu/residual_norm.py",
-        "tl.where(inside, value - average, 0.0)",
-        "value - average",
+        "tl.where(b < size, value_b - average, 0.0)",
+        "value_b - average",
+        (FUSED_KERNELS,),
+    ),
+    Mutant(
+        "fused norm: the gradient does not see the second tile",
+        "dit/kernels/fused/gpu/residual_norm.py",
+        "along += tl.sum(grad_b * normed_b, 0)",
+        "along += 0.0",
+        (FUSED_KERNELS,),
+    ),
+    Mutant(
+        "fused norm: one block of rows per multiprocessor",
+        "dit/kernels/fused/blocks.py",
+        "cdiv(tokens, PROGRAMS * multiprocessors)",
+        "cdiv(tokens, multiprocessors)",
         (FUSED_KERNELS,),
     ),
     Mutant(
         "fused sums: a block of the next sample, too",
-        "dit/kernels/fused/gpu/residual_norm.py",
+        "dit/kernels/fused/gpu/segment_sums.py",
         "tl.where(everything, segments, segment + 1)",
         "tl.where(everything, segments, segment + 2)",
         (FUSED_KERNELS,),

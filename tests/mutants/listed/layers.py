@@ -148,8 +148,8 @@ MUTANTS = (
     Mutant(
         "experts: outputs not weighted",
         "dit/layers/moe.py",
-        "(expert(tokens_PD) * weights_P[:, None])",
-        "(expert(tokens_PD) * torch.ones_like(weights_P)[:, None])",
+        "self.experts(tokens_PD, counts) * weights_P[:, None]",
+        "self.experts(tokens_PD, counts) * torch.ones_like(weights_P)[:, None]",
         (MOE,),
     ),
     Mutant(

@@ -18,6 +18,7 @@ MOE, ROUTING = "tests/unit/layers/test_moe.py", "tests/parity/test_token_routing
 ATTENTION = "tests/unit/kernels/test_attention.py"
 CHOICE, COMPILED = "tests/unit/kernels/test_choice.py", "tests/unit/kernels/test_compiled_layers.py"
 FUSED = "tests/unit/kernels/test_fused.py"
+GROUPED = "tests/unit/kernels/test_grouped.py"
 FUSED_KERNELS = f"{FUSED}::test_every_kernel_is_its_formula_in_the_interpreter"
 FUSED_OPS = "tests/unit/kernels/test_modulation.py"
 FP8, FP8_SETTINGS, FP8_LAYOUTS = (f"tests/{room}/test_fp8.py" for room in ("unit/kernels", "unit/parallel", "parallel"))

@@ -137,7 +137,7 @@ MUTANTS = (
     Mutant(
         "gradients: each micro-batch replaces those before it",
         "dit/backends/gradients.py",
-        "(torch._foreach_add_, further)",
+        "(self._add, further)",
         "(torch._foreach_copy_, further)",
         (DP,),
         "Gradients of all micro-batches except the last are set to zero.",

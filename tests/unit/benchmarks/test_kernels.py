@@ -96,7 +96,7 @@ def test_a_measurement_stands_beside_the_model_of_its_own_kind_of_device(name, k
 
 def test_the_kind_of_the_present_device_is_modelled_unless_another_is_asked_for(monkeypatch, capsys):
     monkeypatch.setattr(kernels, "describe", lambda: "NVIDIA B200")
-    monkeypatch.setattr(kernels, "cases", lambda device: {})
+    monkeypatch.setattr(kernels, "cases", lambda *_: {})
     assert kernels.main([]) == 0
     assert kernels.main(["--device", "h100"]) == 0
     monkeypatch.setattr(kernels, "describe", lambda: "CPU")

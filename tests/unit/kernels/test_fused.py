@@ -13,6 +13,7 @@ import torch
 from dit.errors import ConfigError
 from dit.kernels.choice import Target, choose
 from dit.kernels.resolve import LAYERS
+from tests.support.calls import CallCounter
 from tests.support.repository import REPOSITORY
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="needs triton, from the extra `dev`")
@@ -44,7 +45,7 @@ def test_more_sizes_and_layouts_in_the_interpreter():
 
 
 PARTS = {"GATE": 1, "BIAS": 1, "NORM": 1, "WEIGHT": 0}
-ROWS = {"RESIDUAL": 1, "RMS": 0, **PARTS}
+ROWS = {"RMS": 0, **PARTS}
 TOKENS = dict.fromkeys(("x", "y", "gate", "bias", "shift", "scale", "weight", "out", "normed"), BF16)
 STATISTICS = {"mean": FP32, "rstd": FP32, "table": INT32, "offsets": INT32, "sums": FP32}
 GRADIENTS = dict.fromkeys(("grad_normed", "grad_out", "grad_x", "grad_y"), BF16)
@@ -62,34 +63,40 @@ NOISE |= dict.fromkeys(("segments", "tokens_of_sample", "ids", "step"), INT64)
 # Kernel, tensors, constants, warps, and the programs of a multiprocessor that its 65,536 registers must hold.
 CASES = {
     **{
-        f"residual_norm-{width}": (
+        f"residual_norm-{width + rest}": (
             "residual_norm.residual_norm_kernel",
             {**TOKENS, **STATISTICS},
-            {"WIDTH": width, **ROWS},
+            {"WIDTH": width, "REST": rest, "RESIDUAL": 1, **ROWS},
             warps,
             programs,
         )
-        for width, warps, programs in ((1024, 2, 8), (4096, 8, 2), (8192, 16, 1))
+        for width, rest, warps, programs in ((1024, 128, 2, 8), (2048, 1024, 8, 2), (4096, 0, 16, 1), (8192, 0, 16, 1))
     },
     **{
-        f"residual_norm_backward-{width}": (
+        f"residual_norm_backward-{width + rest}": (
             "residual_norm.residual_norm_backward_kernel",
             {**TOKENS, **STATISTICS, **GRADIENTS},
-            {"WIDTH": width, "PASSED": 1, **ROWS, **changes},
+            {"WIDTH": width, "REST": rest, "STAGES": 3, "PASSED": 1, **ROWS, **changes},
             warps,
             programs,
         )
-        for width, warps, programs, changes in ((1024, 2, 5, {}), (4096, 8, 1, {}), (8192, 16, 1, {"BIAS": 0}))
+        for width, rest, warps, programs, changes in (
+            (1024, 128, 2, 4, {}),
+            (2048, 1024, 8, 1, {}),
+            (4096, 0, 16, 1, {}),
+            (4096, 1024, 16, 1, {"BIAS": 0}),
+            (8192, 0, 16, 1, {"BIAS": 0, "STAGES": 1}),
+        )
     },
     "residual_backward": (
         "residual_norm.residual_norm_backward_kernel",
         {**TOKENS, **STATISTICS, **GRADIENTS},
-        {"WIDTH": 4096, "PASSED": 1, **ROWS, "NORM": 0},
-        8,
+        {"WIDTH": 512, "REST": 0, "STAGES": 3, "PASSED": 1, **ROWS, "NORM": 0},
         2,
+        8,
     ),
     "segment_sums": (
-        "residual_norm.segment_sums_kernel",
+        "segment_sums.segment_sums_kernel",
         {**TOKENS, **STATISTICS, **MODULATIONS},
         {"COLUMNS": 64, "BLOCKS": 32, **PARTS},
         4,
@@ -112,6 +119,13 @@ CASES = {
         "adamw.adamw_kernel",
         ADAMW,
         {"AVERAGE": 1, "MODEL": 1, "HALF": 0, "ALIGNED": 1, "BLOCK": 512, "CHUNK": 16384},
+        4,
+        8,
+    ),
+    "add_gradients": (
+        "gradients.add_gradients_kernel",
+        ADAMW,
+        {"HALF": 0, "ALIGNED": 1, "BLOCK": 1024, "CHUNK": 16384},
         4,
         8,
     ),
@@ -141,11 +155,11 @@ CASES = {
     "geglu_backward": ("activations.activation_backward_kernel", MLP, {"GATED": 2, "BIAS": 0, "COLUMNS": 2048}, 4, 8),
     "swiglu_backward": ("activations.activation_backward_kernel", MLP, {"GATED": 1, "BIAS": 0, "COLUMNS": 2048}, 4, 8),
 }
-QUICK = ("residual_norm_backward-4096", "heads_backward", "swiglu", "adamw", "norm_groups_backward-512", "noise")
-WIDTHS_64 = {"adamw": 7 + 1, "group_sums-512": 1, "noise": 2 + 4}
+QUICK = ("residual_norm_backward-1152", "heads_backward", "swiglu", "adamw", "norm_groups_backward-512", "noise")
+WIDTHS_64 = {"adamw": 7 + 1, "add_gradients": 3, "group_sums-512": 1, "noise": 2 + 4}
 """Accesses of 64 bits, where a program has no more: the row of a table of addresses, and four elements as bf16; the
 first position of a block; latents of four channels, and whole numbers that say whose they are."""
-SPILLS = {"norm_groups_backward-128": 2, "norm_groups_backward-512": 2}
+SPILLS = {"norm_groups_backward-128": 2, "norm_groups_backward-512": 2, "residual_norm_backward-8192": 4}
 """Instructions by which the ptxas of Triton 3.9 gains a program on sm_90; a limit of registers makes sm_100 spill."""
 REGISTERS = 65536
 """Of a multiprocessor of both GPUs; a thread gets them in eights."""
@@ -166,8 +180,34 @@ def test_a_kernel_compiles_without_spills_and_reads_128_bits_at_once(case: str, 
     assert -(-made.registers // 8) * 8 * 32 * warps * programs <= REGISTERS, f"{made.registers} registers"
     # Scalars of rows are 32 bits, and so are sums at the end of a program; 64 bits would be tokens in halves.
     assert set(made.accesses) <= {16, 32, 64, 128}
-    assert made.accesses.get(64, 0) == WIDTHS_64.get(case, 0)
+    if not flags.get("REST"):
+        assert made.accesses.get(64, 0) == WIDTHS_64.get(case, 0)
     assert made.accesses[128] >= (2 if kernel == "group_norm.group_sums_kernel" else 3)
+    if flags.get("STAGES", 1) > 1:  # two rows before the loop and one inside of it, of both gradients, x and y
+        copies = 3 * (2 * flags["NORM"] + flags["PASSED"] + flags["GATE"])
+        assert made.copies[128] == copies * flags["WIDTH"] // (8 * 32 * warps)
+        if flags["REST"]:
+            assert made.copies[16 * flags["REST"] // (32 * warps)] >= copies
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_one_kernel_adds_the_gradients_of_all_parameters(dtype):
+    """Gradients in fp32 are torch's to add, in one kernel, too."""
+    from benchmarks.ahead_of_time import record_launches
+    from dit.kernels.fused.gpu.gradients import CHUNK
+    from dit.kernels.fused.gradients import add_gradients
+
+    sizes = (8, CHUNK, CHUNK + 8)
+    with record_launches() as launches, CallCounter() as calls:
+        add_gradients([torch.zeros(n) for n in sizes], [torch.ones(n, dtype=dtype) for n in sizes])
+    fused = [("add_gradients_kernel", 4)] if dtype == torch.bfloat16 else []
+    assert [(launch.name, launch.grid) for launch in launches] == fused
+    assert calls.by_operation["_foreach_add_"] == 1 - len(fused)
+    main = torch.zeros(8)
+    with record_launches() as launches:  # programs would add to one parameter at the same time
+        add_gradients([main, main], [torch.ones(8, dtype=dtype)] * 2)
+    assert not launches
+    assert torch.equal(main, torch.full((8,), 2.0))
 
 
 def test_the_auto_setting_runs_eager_everywhere_until_a_gpu_has_passed():

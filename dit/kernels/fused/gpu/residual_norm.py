@@ -2,6 +2,10 @@
 
 A program processes one block of the table of `dit.kernels.fused.blocks`. Its rows belong to one segment, so shift,
 scale and gate are one row each, and the sums of their gradients stay in registers. All arithmetic is float32.
+
+The width of a tile is a power of two, so a row is processed as two tiles:
+
+    columns   0 ................. 1023 | 1024 .. 1151          tile a: WIDTH = 1024, tile b: REST = 128
 """
 
 from typing import Any, Optional
@@ -13,8 +17,48 @@ from torch import Tensor
 from dit.kernels.fused.blocks import Blocks, cdiv
 
 ROWS_OF_TABLE = tl.constexpr(3)
-SUM_COLUMNS, SUM_BLOCKS = 64, 32
-"""Columns of a program of the sums kernel, and blocks that it loads at once."""
+COLUMNS = 512
+"""Columns of a program of the backward kernel without a norm, which needs no sum over a row."""
+ROWS_IN_FLIGHT, SHARED_BYTES = 2, 192 * 1024
+"""Rows that the backward kernel copies in advance, and the shared memory of a program for them."""
+WIDEST_COPIED = 6144
+"""For wider rows, the modulation of the segment and the sums leave no registers for copies in advance."""
+
+
+@triton.jit
+def _load(at, columns, size):
+    return tl.load(at + columns, mask=columns < size, other=0.0)
+
+
+@triton.jit
+def _store(at, columns, size, value):
+    tl.store(at + columns, value.to(at.dtype.element_ty), mask=columns < size)
+
+
+@triton.jit
+def _factor(scale, weight, columns, size, WEIGHT: tl.constexpr):
+    factor = 1.0 + _load(scale, columns, size).to(tl.float32)
+    if WEIGHT:
+        factor *= _load(weight, columns, size).to(tl.float32)
+    return factor
+
+
+@triton.jit
+def _residual(
+    x, y, gate_row, bias_row, out, columns, size, RESIDUAL: tl.constexpr, GATE: tl.constexpr, BIAS: tl.constexpr
+):
+    """Store a tile of x' = x + gate (y + bias), and return the stored values."""
+    value = _load(x, columns, size).to(tl.float32)
+    if RESIDUAL:
+        added = _load(y, columns, size).to(tl.float32)
+        if BIAS:
+            added += bias_row
+        if GATE:
+            added *= gate_row
+        stored = (value + added).to(out.dtype.element_ty)
+        _store(out, columns, size, stored)
+        value = stored.to(tl.float32)
+    return value
 
 
 @triton.jit
@@ -37,6 +81,7 @@ def residual_norm_kernel(
     size,
     eps,
     WIDTH: tl.constexpr,
+    REST: tl.constexpr,
     RESIDUAL: tl.constexpr,
     GATE: tl.constexpr,
     BIAS: tl.constexpr,
@@ -47,39 +92,112 @@ def residual_norm_kernel(
     """Compute x' = x + gate (y + bias), and norm(x') weight (1 + scale) + shift of the stored x'."""
     entry = table + tl.program_id(0) * ROWS_OF_TABLE
     first, rows, segment = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2).to(tl.int64)
-    columns = tl.arange(0, WIDTH)
-    inside = columns < size
+    a = tl.arange(0, WIDTH)
+    if REST:
+        b = WIDTH + tl.arange(0, REST)
+    gate_a, gate_b, bias_a, bias_b = 0.0, 0.0, 0.0, 0.0
     if GATE:
-        gate_row = tl.load(gate + segment * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        gate_a = _load(gate + segment * gate_stride, a, size).to(tl.float32)
+        if REST:
+            gate_b = _load(gate + segment * gate_stride, b, size).to(tl.float32)
     if BIAS:
-        bias_row = tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
+        bias_a = _load(bias, a, size).to(tl.float32)
+        if REST:
+            bias_b = _load(bias, b, size).to(tl.float32)
     if NORM:
-        shift_row = tl.load(shift + segment * shift_stride + columns, mask=inside, other=0.0).to(tl.float32)
-        factor = 1.0 + tl.load(scale + segment * scale_stride + columns, mask=inside, other=0.0).to(tl.float32)
-        if WEIGHT:
-            factor *= tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+        shift_a = _load(shift + segment * shift_stride, a, size).to(tl.float32)
+        factor_a = _factor(scale + segment * scale_stride, weight, a, size, WEIGHT)
+        if REST:
+            shift_b = _load(shift + segment * shift_stride, b, size).to(tl.float32)
+            factor_b = _factor(scale + segment * scale_stride, weight, b, size, WEIGHT)
     for i in range(rows):
         row = (first + i).to(tl.int64)
-        at = row * size + columns
-        value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
-        if RESIDUAL:
-            added = tl.load(y + at, mask=inside, other=0.0).to(tl.float32)
-            if BIAS:
-                added += bias_row
-            if GATE:
-                added *= gate_row
-            stored = (value + added).to(out.dtype.element_ty)
-            tl.store(out + at, stored, mask=inside)
-            value = stored.to(tl.float32)
+        at = row * size
+        value_a = _residual(x + at, y + at if RESIDUAL else y, gate_a, bias_a, out + at, a, size, RESIDUAL, GATE, BIAS)
+        if REST:
+            value_b = _residual(
+                x + at, y + at if RESIDUAL else y, gate_b, bias_b, out + at, b, size, RESIDUAL, GATE, BIAS
+            )
         if NORM:
             if not RMS:
-                average = tl.sum(value, 0) / size
+                average = tl.sum(value_a, 0)
+                if REST:
+                    average += tl.sum(value_b, 0)
+                average /= size
                 tl.store(mean + row, average)
-                value = tl.where(inside, value - average, 0.0)
-            inverse = 1.0 / tl.sqrt(tl.sum(value * value, 0) / size + eps)
+                value_a = tl.where(a < size, value_a - average, 0.0)
+                if REST:
+                    value_b = tl.where(b < size, value_b - average, 0.0)
+            square = tl.sum(value_a * value_a, 0)
+            if REST:
+                square += tl.sum(value_b * value_b, 0)
+            inverse = 1.0 / tl.sqrt(square / size + eps)
             tl.store(rstd + row, inverse)
-            modulated = value * inverse * factor + shift_row
-            tl.store(normed + at, modulated.to(normed.dtype.element_ty), mask=inside)
+            _store(normed + at, a, size, value_a * inverse * factor_a + shift_a)
+            if REST:
+                _store(normed + at, b, size, value_b * inverse * factor_b + shift_b)
+
+
+@triton.jit
+def _normed_and_products(
+    x, grad_normed, scale_row, weight_row, average, inverse, columns, size, RMS: tl.constexpr, WEIGHT: tl.constexpr
+):
+    """Return a tile of the normalised tokens n, of the gradient g of the modulated tokens, and of that of n."""
+    normed = _load(x, columns, size).to(tl.float32)
+    if not RMS:
+        normed -= average
+    normed *= inverse  # values outside are arbitrary, because their gradient is 0
+    g = _load(grad_normed, columns, size).to(tl.float32)
+    factor = 1.0 + scale_row.to(tl.float32)
+    if WEIGHT:
+        factor *= weight_row.to(tl.float32)
+    return normed, g, g * factor
+
+
+@triton.jit
+def _finish_tile(
+    grad,
+    grad_out,
+    y,
+    gate_row,
+    grad_x,
+    grad_y,
+    columns,
+    size,
+    sum_dy,
+    sum_d,
+    PASSED: tl.constexpr,
+    GATE: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+):
+    """Add the gradient of x', store the gradients of x and y, and return the sums for gate and bias with this row."""
+    if PASSED:
+        grad += _load(grad_out, columns, size).to(tl.float32)
+    if NORM:
+        _store(grad_x, columns, size, grad)
+    if GATE:
+        sum_dy += grad * _load(y, columns, size).to(tl.float32)
+    if BIAS:
+        sum_d += grad
+    if GATE:
+        _store(grad_y, columns, size, grad * gate_row.to(tl.float32))
+    return sum_dy, sum_d
+
+
+@triton.jit
+def _store_sums(
+    into, columns, size, sum_g, sum_gn, sum_dy, sum_d, GATE: tl.constexpr, BIAS: tl.constexpr, NORM: tl.constexpr
+):
+    if NORM:
+        _store(into, columns, size, sum_g)
+        _store(into + size, columns, size, sum_gn)
+        into += 2 * size
+    if GATE:
+        _store(into, columns, size, sum_dy)
+        into += size
+    if BIAS:
+        _store(into, columns, size, sum_d)
 
 
 @triton.jit
@@ -101,8 +219,9 @@ def residual_norm_backward_kernel(
     scale_stride,
     size,
     WIDTH: tl.constexpr,
+    REST: tl.constexpr,
+    STAGES: tl.constexpr,
     PASSED: tl.constexpr,
-    RESIDUAL: tl.constexpr,
     GATE: tl.constexpr,
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
@@ -112,140 +231,113 @@ def residual_norm_backward_kernel(
     """Compute the gradients of the tokens, and up to four sums over the rows of the block.
 
     With n the normalised tokens, g the gradient of the modulated tokens and d the gradient of the residual, the sums
-    are of g, of g n, of d y, and of d.
+    are of g, of g n, of d y, and of d. While a row is processed, the next STAGES - 1 rows are copied to shared memory.
+    Without a norm, the columns are split over programs, too.
     """
     block = tl.program_id(0)
     entry = table + block * ROWS_OF_TABLE
     first, rows, segment = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2).to(tl.int64)
-    columns = tl.arange(0, WIDTH)
-    inside = columns < size
-    zeros = tl.zeros([WIDTH], tl.float32)
-    sum_g, sum_gn, sum_dy, sum_d = zeros, zeros, zeros, zeros
-    for i in range(rows):
-        row = (first + i).to(tl.int64)
-        at = row * size
-        grad = zeros
-        if NORM:
-            normed = tl.load(x + at + columns, mask=inside, other=0.0).to(tl.float32)
-            inverse = tl.load(rstd + row)
-            if not RMS:
-                normed -= tl.load(mean + row)
-            normed *= inverse  # values outside are arbitrary, because their gradient is 0
-            g = tl.load(grad_normed + at + columns, mask=inside, other=0.0).to(tl.float32)
-            sum_g += g
-            sum_gn += g * normed
-            # The row is the same for every token of the block; the cache holds it, so that registers are free.
-            factor = 1.0 + tl.load(scale + segment * scale_stride + columns, mask=inside, other=0.0).to(tl.float32)
-            if WEIGHT:
-                factor *= tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-            g *= factor
-            along = tl.sum(g * normed, 0) / size
-            grad = (g - normed * along) * inverse if RMS else (g - tl.sum(g, 0) / size - normed * along) * inverse
-        if PASSED:
-            grad += tl.load(grad_out + at + columns, mask=inside, other=0.0).to(tl.float32)
-        if NORM:
-            tl.store(grad_x + at + columns, grad.to(grad_x.dtype.element_ty), mask=inside)
-        if RESIDUAL:
-            if GATE:
-                added = tl.load(y + at + columns, mask=inside, other=0.0).to(tl.float32)
-                sum_dy += grad * added
-            if BIAS:
-                sum_d += grad
-            if GATE:
-                grad *= tl.load(gate + segment * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
-                tl.store(grad_y + at + columns, grad.to(grad_y.dtype.element_ty), mask=inside)
-    into = sums + block.to(tl.int64) * (2 * NORM + GATE + BIAS) * size + columns
-    if NORM:
-        tl.store(into, sum_g, mask=inside)
-        tl.store(into + size, sum_gn, mask=inside)
-        into += 2 * size
+    a = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    zeros_a = tl.zeros([WIDTH], tl.float32)
+    g_a, gn_a, dy_a, d_a = zeros_a, zeros_a, zeros_a, zeros_a
+    gate_a, scale_a, weight_a, average, inverse = 0.0, 0.0, 0.0, 0.0, 0.0
+    if REST:
+        b = WIDTH + tl.arange(0, REST)
+        zeros_b = tl.zeros([REST], tl.float32)
+        g_b, gn_b, dy_b, d_b = zeros_b, zeros_b, zeros_b, zeros_b
+        gate_b, scale_b, weight_b = 0.0, 0.0, 0.0
+    # Rows of modulations are the same for every token of the block; they stay in registers in their dtype.
     if GATE:
-        tl.store(into, sum_dy, mask=inside)
-        into += size
-    if BIAS:
-        tl.store(into, sum_d, mask=inside)
-
-
-@triton.jit
-def segment_sums_kernel(
-    sums,
-    offsets,
-    table,
-    gate,
-    bias,
-    scale,
-    weight,
-    grad_shift,
-    grad_scale,
-    grad_gate,
-    grad_bias,
-    grad_weight,
-    gate_stride,
-    scale_stride,
-    size,
-    segments,
-    COLUMNS: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    GATE: tl.constexpr,
-    BIAS: tl.constexpr,
-    NORM: tl.constexpr,
-    WEIGHT: tl.constexpr,
-):
-    """Sum the blocks of one segment in the order of the table; the last program sums all blocks (bias, weight)."""
-    segment = tl.program_id(0)
-    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = columns < size
-    kinds = 2 * NORM + GATE + BIAS
-    everything = segment == segments
-    start = tl.load(offsets + tl.where(everything, 0, segment))
-    stop = tl.load(offsets + tl.where(everything, segments, segment + 1))
-    zeros = tl.zeros([BLOCKS, COLUMNS], tl.float32)
-    sum_g, sum_gn, sum_dy, sum_d = zeros, zeros, zeros, zeros
-    for block in range(start, stop, BLOCKS):
-        blocks = block + tl.arange(0, BLOCKS)
-        mask = (blocks < stop)[:, None] & inside[None, :]
-        at = blocks.to(tl.int64)[:, None] * kinds * size + columns[None, :]
-        owner = tl.load(table + blocks * ROWS_OF_TABLE + 2, mask=blocks < stop, other=0).to(tl.int64)[:, None]
-        if NORM:
-            of_block = tl.load(sums + at + size, mask=mask, other=0.0)
-            if WEIGHT:
-                row = owner * scale_stride + columns[None, :]
-                factor = 1.0 + tl.load(scale + row, mask=mask & everything, other=0.0).to(tl.float32)
-                of_block *= factor
-            sum_gn += of_block
-            sum_g += tl.load(sums + at, mask=mask, other=0.0)
-        if GATE:
-            sum_dy += tl.load(sums + at + 2 * NORM * size, mask=mask, other=0.0)
-        if BIAS:
-            of_block = tl.load(sums + at + (2 * NORM + GATE) * size, mask=mask, other=0.0)
-            if GATE:
-                row = owner * gate_stride + columns[None, :]
-                factor = tl.load(gate + row, mask=mask & everything, other=0.0).to(tl.float32)
-                of_block *= tl.where(everything, factor, 1.0)
-            sum_d += of_block
-    if everything:
-        if BIAS:
-            tl.store(grad_bias + columns, tl.sum(sum_d, 0).to(grad_bias.dtype.element_ty), mask=inside)
+        gate_a = _load(gate + segment * gate_stride, a, size)
+        if REST:
+            gate_b = _load(gate + segment * gate_stride, b, size)
+    if NORM:
+        scale_a = _load(scale + segment * scale_stride, a, size)
+        if REST:
+            scale_b = _load(scale + segment * scale_stride, b, size)
         if WEIGHT:
-            tl.store(grad_weight + columns, tl.sum(sum_gn, 0).to(grad_weight.dtype.element_ty), mask=inside)
-    else:
-        at = segment.to(tl.int64) * size + columns
+            weight_a = _load(weight, a, size)
+            if REST:
+                weight_b = _load(weight, b, size)
+    for i in tl.range(0, rows, num_stages=STAGES):
+        at = (first + i).to(tl.int64) * size
+        gate_row, scale_row, weight_row = gate_a, scale_a, weight_a
+        if STAGES == 1:  # the cache holds these rows, so that registers are free; `REST` is 0
+            if GATE:
+                gate_row = _load(gate + segment * gate_stride, a, size)
+            if NORM:
+                scale_row = _load(scale + segment * scale_stride, a, size)
+                if WEIGHT:
+                    weight_row = _load(weight, a, size)
+        grad_a = zeros_a
+        if REST:
+            grad_b = zeros_b
         if NORM:
-            tl.store(grad_shift + at, tl.sum(sum_g, 0).to(grad_shift.dtype.element_ty), mask=inside)
-            factor = tl.sum(sum_gn, 0)
-            if WEIGHT:
-                factor *= tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
-            tl.store(grad_scale + at, factor.to(grad_scale.dtype.element_ty), mask=inside)
-        if GATE:
-            total = tl.sum(sum_dy, 0)
-            if BIAS:
-                total += tl.sum(sum_d, 0) * tl.load(bias + columns, mask=inside, other=0.0).to(tl.float32)
-            tl.store(grad_gate + at, total.to(grad_gate.dtype.element_ty), mask=inside)
+            inverse = tl.load(rstd + first + i)
+            if not RMS:
+                average = tl.load(mean + first + i)
+            normed_a, g, grad_a = _normed_and_products(
+                x + at, grad_normed + at, scale_row, weight_row, average, inverse, a, size, RMS, WEIGHT
+            )
+            g_a += g
+            gn_a += g * normed_a
+            along, total = tl.sum(grad_a * normed_a, 0), 0.0
+            if not RMS:
+                total = tl.sum(grad_a, 0)
+            if REST:
+                normed_b, g, grad_b = _normed_and_products(
+                    x + at, grad_normed + at, scale_b, weight_b, average, inverse, b, size, RMS, WEIGHT
+                )
+                g_b += g
+                gn_b += g * normed_b
+                along += tl.sum(grad_b * normed_b, 0)
+                if not RMS:
+                    total += tl.sum(grad_b, 0)
+            grad_a = (grad_a - total / size - normed_a * (along / size)) * inverse
+            if REST:
+                grad_b = (grad_b - total / size - normed_b * (along / size)) * inverse
+        passed = grad_out + at if PASSED else grad_out
+        gated, to_x, to_y = (y + at if GATE else y), grad_x + at, grad_y + at
+        dy_a, d_a = _finish_tile(
+            grad_a, passed, gated, gate_row, to_x, to_y, a, size, dy_a, d_a, PASSED, GATE, BIAS, NORM
+        )
+        if REST:
+            dy_b, d_b = _finish_tile(
+                grad_b, passed, gated, gate_b, to_x, to_y, b, size, dy_b, d_b, PASSED, GATE, BIAS, NORM
+            )
+    into = sums + block.to(tl.int64) * (2 * NORM + GATE + BIAS) * size
+    _store_sums(into, a, size, g_a, gn_a, dy_a, d_a, GATE, BIAS, NORM)
+    if REST:
+        _store_sums(into, b, size, g_b, gn_b, dy_b, d_b, GATE, BIAS, NORM)
 
 
-def warps(width: int) -> int:
-    """Return the warps of a program with one row in registers: 16 elements per thread, up to 8192 columns."""
-    return min(max(width // 512, 1), 16)
+def tiles(size: int) -> tuple[int, int]:
+    """Split a row into two tiles, because the width of a tile is a power of two: 1152 = 1024 + 128.
+
+    Returns:
+        Widths of both tiles; 0 for no second tile. Less than half of a tile is masked.
+    """
+    first = 1 << (size.bit_length() - 1)
+    rest = triton.next_power_of_2(size - first) if size > first else 0
+    return (2 * first, 0) if rest == first else (first, rest)
+
+
+def warps(width: int, rest: int) -> int:
+    """Return the warps of a program with one row in registers: 8 elements of the first tile per thread.
+
+    If threads would then have one element of the second tile, they get 16: copies to shared memory have at least 4
+    bytes per thread.
+    """
+    return min(max(width // (512 if 0 < rest < width // 4 else 256), 1), 16)
+
+
+def stages(width: int, element_bytes: int) -> int:
+    """Return 1 + the rows that a program copies to shared memory in advance: two, or fewer if they do not fit.
+
+    Args:
+        element_bytes: bytes of one element of all tensors that are read.
+    """
+    return 1 if width > WIDEST_COPIED else 1 + min(SHARED_BYTES // (width * element_bytes), ROWS_IN_FLIGHT)
 
 
 def residual_norm(
@@ -262,15 +354,17 @@ def residual_norm(
     outputs: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> None:
     """Launch the forward kernel; `outputs` are the residual, the modulated tokens, mean and 1 / std of each token."""
-    width = triton.next_power_of_2(x_TD.shape[1])
+    width, rest = tiles(x_TD.shape[1])
     residual_norm_kernel[(len(blocks.table),)](
         *(x_TD, y_TD, gate_SD, bias_D, shift_SD, scale_SD, weight_D, *outputs, blocks.table),
-        *map(_stride, (gate_SD, shift_SD, scale_SD)),
+        *map(stride, (gate_SD, shift_SD, scale_SD)),
         *(x_TD.shape[1], eps),
-        **_flags(y_TD, gate_SD, bias_D, scale_SD, weight_D),
+        **flags(gate_SD, bias_D, scale_SD, weight_D),
         WIDTH=width,
+        REST=rest,
+        RESIDUAL=y_TD is not None,
         RMS=rms,
-        num_warps=warps(width),
+        num_warps=warps(width, rest),
     )
 
 
@@ -290,48 +384,28 @@ def residual_norm_backward(
 ) -> None:
     """Launch the backward kernel; `outputs` are the gradients of x and y and the sums of the blocks."""
     size = outputs[2].shape[2]
-    width = triton.next_power_of_2(size)
-    residual_norm_backward_kernel[(len(blocks.table),)](
+    if scale_SD is None:
+        grid, width, rest = (len(blocks.table), cdiv(size, COLUMNS)), COLUMNS, 0
+    else:
+        grid, (width, rest) = (len(blocks.table), 1), tiles(size)
+    tokens = [x for x in (grad_normed, grad_out, x_TD, y_TD) if x is not None]
+    residual_norm_backward_kernel[grid](
         *(grad_normed, grad_out, x_TD, y_TD, gate_SD, scale_SD, weight_D, mean, rstd, *outputs, blocks.table),
-        *map(_stride, (gate_SD, scale_SD)),
+        *map(stride, (gate_SD, scale_SD)),
         size,
-        **_flags(gate_SD if bias_D is None else bias_D, gate_SD, bias_D, scale_SD, weight_D),
+        **flags(gate_SD, bias_D, scale_SD, weight_D),
         WIDTH=width,
+        REST=rest,
+        STAGES=stages(width + rest, sum(x.element_size() for x in tokens)),
         PASSED=grad_out is not None,
         RMS=mean is None,
-        num_warps=warps(width),
+        num_warps=warps(width, rest),
     )
 
 
-def segment_sums(
-    sums: Tensor,
-    gate_SD: Optional[Tensor],
-    bias_D: Optional[Tensor],
-    scale_SD: Optional[Tensor],
-    weight_D: Optional[Tensor],
-    blocks: Blocks,
-    outputs: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
-) -> None:
-    """Launch the sums kernel; `outputs` are the gradients of shift, scale, gate, bias and weight."""
-    size, segments = sums.shape[-1], len(blocks.offsets) - 1
-    flags = _flags(None, gate_SD, bias_D, scale_SD, weight_D)
-    del flags["RESIDUAL"]
-    grid = segments + (bias_D is not None or weight_D is not None), cdiv(size, SUM_COLUMNS)
-    segment_sums_kernel[grid](
-        *(sums, blocks.offsets, blocks.table, gate_SD, bias_D, scale_SD, weight_D, *outputs),
-        *map(_stride, (gate_SD, scale_SD)),
-        *(size, segments),
-        **flags,
-        COLUMNS=SUM_COLUMNS,
-        BLOCKS=SUM_BLOCKS,
-        num_warps=4,
-    )
-
-
-def _flags(y: Any, gate: Any, bias: Any, scale: Any, weight: Any) -> dict[str, Any]:
+def flags(gate: Any, bias: Any, scale: Any, weight: Any) -> dict[str, Any]:
     """Return the flags of the parts of a kernel that a call uses."""
     return {
-        "RESIDUAL": y is not None,
         "GATE": gate is not None,
         "BIAS": bias is not None,
         "NORM": scale is not None,
@@ -339,7 +413,7 @@ def _flags(y: Any, gate: Any, bias: Any, scale: Any, weight: Any) -> dict[str, A
     }
 
 
-def _stride(x_SD: Optional[Tensor]) -> int:
+def stride(x_SD: Optional[Tensor]) -> int:
     """Return the row stride of a modulation, which may be a slice of a wider tensor."""
     if x_SD is None:
         return 0
