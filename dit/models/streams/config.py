@@ -218,11 +218,15 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
             )
         needed = {"block": "adaln_zero", "num_dual_layers": 0, "shared_modulation": False}
         needed |= dict.fromkeys(("pooled_size", "guidance", "condition_limit", "time_hidden_size"))
-        wrong = [f"model.{name}={getattr(self, name)}" for name in needed if getattr(self, name) != needed[name]]
+        wrong = [name for name in needed if getattr(self, name) != needed[name]]
         if wrong:
+            given, cure = (
+                ", ".join(f"model.{name}={value(name)}" for name in wrong)
+                for value in (lambda name: getattr(self, name), needed.__getitem__)
+            )
             raise ConfigError(
-                f"{', '.join(wrong)} with model.approximator={sizes}, which computes all modulations from the time; "
-                f"use {needed}, or model.approximator=None"
+                f"{given} with model.approximator={sizes}, which computes all modulations from the time; use {cure}, "
+                "or model.approximator=None"
             )
 
     def _check_blocks(self) -> None:

@@ -142,6 +142,8 @@ def may_be(words: tuple[str, ...], key: str, value: Any) -> bool:
         return False
     if words[-1] in ("model=lumina2_2b", "model=z_image_6b") and key == "model.num_single_layers":
         return False  # text and image meet only there
+    if words[-1] == "model=chroma_9b" and key == "model.guidance":
+        return False  # its modulations come from the time only
     table = {-1: MAY_BE_NEGATIVE, 0: MAY_BE_ZERO, HUGE: MAY_BE_HUGE, 1e30: MAY_BE_HUGE}
     return not isinstance(value, list) and key in table.get(value, ())
 

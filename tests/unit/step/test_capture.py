@@ -19,11 +19,12 @@ DENSE = PackShape(((1, 16, 16),) * 4)
 PACKS = [
     PackShape(grids, total_tokens=2048)
     for grids in (
-        ((1, 16, 16), (1, 8, 8), (4, 8, 8), (1, 4, 4)),
-        ((1, 4, 4), (4, 8, 8), (1, 16, 16), (1, 8, 8)),
-        ((1, 16, 8), (2, 8, 8), (1, 4, 8), (4, 16, 16)),
+        ((1, 16, 16), (1, 8, 8), (4, 8, 8), (1, 8, 16)),
+        ((1, 8, 16), (4, 8, 8), (1, 16, 16), (1, 8, 8)),
+        ((1, 16, 8), (2, 8, 8), (1, 8, 8), (4, 16, 16)),
     )
 ]
+"""All lengths are multiples of the rows of a block, so that the kernels have equal tables of blocks."""
 ATTENTION = {"numbers torch_attn._varlen_attn.default", "numbers torch_attn._varlen_attn_backward.default"}
 """The length of the longest sample is a number on the host."""
 
