@@ -220,13 +220,11 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
         needed |= dict.fromkeys(("pooled_size", "guidance", "condition_limit", "time_hidden_size"))
         wrong = [name for name in needed if getattr(self, name) != needed[name]]
         if wrong:
-            given, cure = (
-                ", ".join(f"model.{name}={value(name)}" for name in wrong)
-                for value in (lambda name: getattr(self, name), needed.__getitem__)
-            )
+            settings = ", ".join(f"model.{name}={getattr(self, name)}" for name in wrong)
+            cure = ", ".join(f"model.{name}={needed[name]}" for name in wrong)
             raise ConfigError(
-                f"{given} with model.approximator={sizes}, which computes all modulations from the time; use {cure}, "
-                "or model.approximator=None"
+                f"{settings} with model.approximator={sizes}, which computes all modulations from the time; use "
+                f"{cure}, or model.approximator=None"
             )
 
     def _check_blocks(self) -> None:
