@@ -2,8 +2,8 @@
 
 A sample may consist of several segments with their own noise level: a clean first frame and the other frames (image to
 video), frames with a level each, a masked region in a clean picture, a picture to generate and a clean reference
-picture. Time, modulation and loss weight are per segment; attention, conditions and noise stay per sample. Tokens of a
-segment are contiguous, wherever they are in the picture, because their positions are values.
+picture. Time, modulation and loss weight are per segment; attention, conditions and noise stay per sample. The tokens
+of a segment are contiguous in the pack, so a region may need several; positions are stored per token.
 
 Sample a has a clean first frame of two tokens, sample b has one level (`.` is padding, which belongs to the last
 segment of its sample):
@@ -27,7 +27,7 @@ from dit.layout import CLEAN, Levels, SequenceLayout
 from dit.patchify import Grid, grid_positions
 
 Segment = tuple[int, int]
-"""Tokens of a segment, and the number of its level in the sample."""
+"""Number of tokens, and level: `CLEAN`, 0 or n, see `dit.layout.Levels.numbers`."""
 
 
 def first_frames_clean(grids: Sequence[Grid]) -> list[list[Segment]]:
@@ -40,7 +40,7 @@ def first_frames_clean(grids: Sequence[Grid]) -> list[list[Segment]]:
 
 
 def unmasked_clean(mask_T: Tensor) -> list[Segment]:
-    """Return segments of a sample whose unmasked tokens are clean; empty if all tokens are masked, or none.
+    """Return segments of a sample whose unmasked tokens are clean; empty (one level) if all or no tokens are masked.
 
     Args:
         mask_T: bool, one entry for each token of the sample, in their order.

@@ -408,9 +408,10 @@ def check_levels(
         model.check_supports(Ability.LEVELS, setting, cure)
     if references and not model.takes_references:
         raise ConfigError(
-            f"a reference has tokens outside the grid of its sample, and {type(model).__name__} needs a grid for "
-            "spatial and temporal attention, centred and learned_3d positions; use model.layer_pattern=['full'] or "
-            f"model.position_embedding=rope_3d, another model such as wan, or {cure}"
+            f"a reference has tokens outside the grid of its sample, which {type(model).__name__} with these settings "
+            "does not support (spatial and temporal attention, centred or learned_3d positions need the grid); use "
+            "model.layer_pattern=['full'] or model.position_embedding=rope_3d where the model has them, another model "
+            f"such as wan, or {cure}"
         )
     if not objective.takes_levels:
         raise ConfigError(

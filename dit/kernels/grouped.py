@@ -1,10 +1,10 @@
-"""The linear layers of all experts as one matrix product: each group of rows is multiplied by its own matrix.
+"""One linear layer of all experts as one matrix product: each group of rows is multiplied by its own matrix.
 
     rows      | 0 1 2 | 3 | 4 5 6 7 |         ends (3, 4, 8)
     matrix       W0    W1      W2
 
-torch's grouped product computes it in one kernel. It needs bf16 and sizes that are multiples of 8 on a GPU; other
-products are computed one group after the other.
+torch's grouped product computes it in one kernel. It needs bf16 and sizes that are multiples of 8 on a GPU, and bf16 or
+fp32 on a CPU; other products are computed one group after the other.
 
 Shape suffixes: P rows, E groups, K input features, N output features.
 """
@@ -25,10 +25,10 @@ ONES = 8
 
 @operator("grouped_product")
 def grouped_product(x_PK: Tensor, matrices_EKN: Tensor, ends_E: Tensor) -> Tensor:
-    """Multiply each group of rows by its matrix, `[P, N]`.
+    """Return each group of rows times its matrix, `[P, N]`.
 
     Args:
-        ends_E: row after each group, int32.
+        ends_E: index of the row after the last one of each group, int32.
     """
     if _is_supported(x_PK, x_PK.shape[1], matrices_EKN.shape[2]):
         return grouped_mm(x_PK, matrices_EKN, offs=ends_E)
@@ -85,7 +85,7 @@ def _sizes(ends_E: Tensor) -> list[int]:
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Saves the parameters, not their stacked copy; the backward pass stacks them again."""
+    """Saves the weights, not their stacked copy; the backward pass stacks them again."""
 
     @staticmethod
     def forward(ctx: Any, x_PK: Tensor, ends_E: Tensor, count: int, *parameters: Tensor) -> Tensor:
@@ -114,7 +114,7 @@ def grouped_linear(
     """Compute x W^T + b with the weight `[N, K]` and the bias `[N]` of each group of rows.
 
     Args:
-        ends_E: row after each group, int32.
+        ends_E: index of the row after the last one of each group, int32.
     """
     y_PN: Tensor = _GroupedLinear.apply(x_PK, ends_E, len(weights), *weights, *(biases or ()))
     return y_PN

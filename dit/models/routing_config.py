@@ -24,11 +24,11 @@ class RoutingConfig:
     Validation and sampling use all tokens.
 
     Attributes:
-        share: share of the tokens of a sample that skip; 0 to fine-tune with all tokens.
+        share: share of the tokens of a sample that skip the middle; with 0 none does, but `path_dropout` still applies.
         first_layers, last_layers: layers before and after the middle, which see all tokens.
-        rejoin: tokens that skipped continue as they entered the middle; or a linear layer fuses the input of the middle
-            with its output, in which a learned vector replaces them.
-        path_dropout: share of the samples whose output of the middle is replaced for all tokens.
+        rejoin: `unchanged`: skipping tokens leave the middle as they entered it. `fused`: a linear layer fuses input
+            and output of the middle; a learned vector is the output of skipping tokens.
+        path_dropout: probability of a sample that the learned vector replaces its whole output of the middle.
 
     Source: `unchanged` is TREAD, Krause et al. 2025, arXiv:2501.04765; `fused` is SPRINT, Park et al. 2025,
     arXiv:2510.21986.

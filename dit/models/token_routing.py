@@ -1,14 +1,18 @@
 """Token routing: in training, the middle layers run on a shorter pack with some of the tokens of every sample.
 
     layers      before       middle     after
-    sample a    a0 a1 a2     a0 a2      a0 a1 a2        unchanged: a1 is the input of the middle
-    sample b    b0 b1        b1         b0 b1           fused: linear(input, output), with a learned vector for a1, b0
+    sample a    a0 a1 a2     a0 a2      a0 a1 a2
+    sample b    b0 b1        b1         b0 b1
+
+`unchanged`: a1 and b0 leave the middle as they entered it. `fused`: linear(input, output of the middle) of all tokens,
+with a learned vector as the output of a1 and b0.
 
 The selection is a function of (key of the sample, token), so it is the same on every layout and pipeline stage. Under
-sequence and context parallelism, the ranks that have tokens of a sample gather the pack before the middle and after it,
-and each takes its part of the shorter pack, of which every rank has the same number of tokens.
+sequence and context parallelism, ranks gather the full pack before the middle and the shorter pack after it; each
+takes its part, equally many tokens per rank.
 
-Shape suffixes: T local tokens, P tokens of the global pack, R real tokens of the global shorter pack, D hidden size.
+Shape suffixes: T local tokens of the full or the shorter pack, P tokens of the global pack, R real tokens of the global
+shorter pack, D hidden size.
 """
 
 from collections.abc import Callable
@@ -45,7 +49,7 @@ def _words(keys: Tensor, counter: Tensor, use: int) -> Words:
 def select_kept(keys_S: Tensor, layout: SequenceLayout, share: float) -> Tensor:
     """Return whether a token of the global pack is kept for the middle layers, bool `[P]`.
 
-    Of every sample (of every noise level in it), a random share is not kept; at least one token is.
+    Of every segment of one noise level, ceil((1 - share) x length) random tokens are kept, so at least one.
     """
     pack = layout if layout.local_indices is None else layout.plain
     scores_P = _words(keys_S[pack.segment_ids_T], pack.token_index_T, 0)[0]
@@ -70,10 +74,11 @@ def shorter_layout(layout: SequenceLayout, share: float, multiple_of: int, pack_
 
 
 class _Route(NamedTuple):
-    """The way of the tokens through the middle.
+    """Indices that lead tokens into the middle and out of it.
 
     Attributes:
-        batch: the local tokens of the shorter pack, before sequence parallelism splits them.
+        batch: the batch with positions and layout of the shorter pack, before sequence parallelism splits them; its
+            other tensors are those of the full pack.
         source: for each of these tokens, its index in the gathered tokens of the full pack, and whether it is real.
         target: for each local token of the full pack, its index in the gathered tokens of the shorter pack, and whether
             it is kept.
@@ -85,7 +90,7 @@ class _Route(NamedTuple):
 
 
 class TokenRouting(nn.Module):
-    """Runs the middle layers of a stage; described above.
+    """Runs the middle layers of a stage on some of the tokens.
 
     Args:
         config: settings of the model, with `routing`.
@@ -109,7 +114,7 @@ class TokenRouting(nn.Module):
 
         Args:
             batch: the pack, with positions and layout before sequence parallelism splits them.
-            layout: layout of the local tokens.
+            layout: layout of `x_TD`, after that split.
         """
         others_TD = x_TD if self.fuse is None else self.mask.expand_as(x_TD)
         keys_S = batch.draw_keys_S
@@ -126,17 +131,17 @@ class TokenRouting(nn.Module):
             y_TD = torch.where(layout.per_token(uniform_S) < self.path_dropout, others_TD, y_TD)
         return self.fuse(torch.cat([x_TD, y_TD], 1))
 
-    def _take(self, x_TD: Tensor, index_T: Tensor, taken_T: Tensor, others_TD: Tensor) -> Tensor:
-        """Return tokens of all ranks where `taken_T` is True, and others elsewhere."""
+    def _take(self, x_TD: Tensor, index_T: Tensor, use_T: Tensor, others_TD: Tensor) -> Tensor:
+        """Return `x_TD` of all ranks at `index_T` where `use_T` is True, and `others_TD` elsewhere."""
         gathered = self._gather(unshard_tokens(x_TD, self.provider))
-        return torch.where(taken_T[:, None], gathered.index_select(0, index_T), others_TD)
+        return torch.where(use_T[:, None], gathered.index_select(0, index_T), others_TD)
 
     def _gather(self, x_T: Tensor) -> Tensor:
         """Gather the tokens of the context-parallel ranks."""
         return x_T if self.context is None else gather_from_ranks(x_T, self.context.group)
 
     def _places(self, layout: SequenceLayout, tokens: Tensor) -> Tensor:
-        """Return the indices of tokens of the global pack in the gathered pack."""
+        """Convert indices in the global pack to indices in the pack that is gathered rank by rank."""
         if self.context is None:
             return tokens
         size = self.context.group.size()

@@ -8,9 +8,10 @@ from dit.models.streams.config import StreamsConfig
 
 @dataclass(kw_only=True)
 class ChromaConfig(StreamsConfig):
-    """Chroma: FLUX.1 whose modulations come from one network, without pooled text. The defaults are the 8.9B model.
+    """Chroma: FLUX.1 without pooled text and guidance; one network computes all modulations. The defaults are the 8.9B.
 
-    Texts are those of T5-XXL with one padding token (`dit.encoders.text_config`, `padded_once`).
+    Texts are the embeddings of T5-XXL, and that of one padding token if the text is not of maximal length
+    (`dit.encoders.text_config`, `padded_once`).
 
     Source: diffusers 0.38, `transformer_chroma.py` and `pipeline_chroma.py`; lodestones/Chroma1-HD.
     """

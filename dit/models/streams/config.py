@@ -46,8 +46,8 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
         num_dual_layers: first joint blocks, in which the image has a second attention, over itself.
         text_output: compute the text after the last joint block, for single blocks.
         shared_modulation: blocks share their modulations.
-        approximator: `[features, hidden size, number of blocks]` of a network that computes the modulations of all
-            blocks and of the head, instead of a linear layer in each; None for none.
+        approximator: `[input features, hidden size, residual blocks]` of one network that computes the modulations of
+            all layers and of the head; None: each computes its own.
         add_bias: use biases in all linear layers; of `sandwich`, in attention and MLPs, and always in the others.
         qk_layernorm: normalise queries and keys (RMSNorm of each head).
         activation: of the MLPs; SwiGLU has `ffn_hidden_size` gated features.
@@ -118,7 +118,10 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
 
     @property
     def takes_references(self) -> bool:
-        """References are tokens of the image stream at other positions, with the time of their sample."""
+        """Whether reference tokens can join the image stream, with the time of their sample.
+
+        They need rotary positions that are not centred, joint attention from the first block on, and no latents.
+        """
         has_latents = any(condition.axis == "latent" for condition in self.conditions())
         is_rotary = self.position_embedding == "rope_3d" and not self.centred_positions
         return is_rotary and self.block == "adaln_zero" and not has_latents
@@ -143,9 +146,9 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
         return self.ffn_size * (2 if self.activation == "swiglu" else 1)
 
     def sublayers(self, layer: int) -> Optional[list[int]]:
-        """Return the indices of a layer's sub-layers in modulations that all layers share; None for its own ones.
+        """Return the indices of a layer's modulations in the list of the whole model; None if it computes its own.
 
-        Of a joint layer: attention and MLP of the text, then of the image.
+        The order in a joint layer is attention and MLP of the text, then of the image.
         """
         joint, single = self.num_joint_layers, self.num_single_layers
         if self.shared_modulation:
@@ -216,12 +219,12 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
                 f"model.approximator={sizes} must be three positive numbers: features (a multiple of 8), hidden size "
                 "and number of blocks"
             )
-        needed = {"block": "adaln_zero", "num_dual_layers": 0, "shared_modulation": False}
-        needed |= dict.fromkeys(("pooled_size", "guidance", "condition_limit", "time_hidden_size"))
-        wrong = [name for name in needed if getattr(self, name) != needed[name]]
+        required = {"block": "adaln_zero", "num_dual_layers": 0, "shared_modulation": False}
+        required |= dict.fromkeys(("pooled_size", "guidance", "condition_limit", "time_hidden_size"))
+        wrong = [name for name in required if getattr(self, name) != required[name]]
         if wrong:
             settings = ", ".join(f"model.{name}={getattr(self, name)}" for name in wrong)
-            cure = ", ".join(f"model.{name}={needed[name]}" for name in wrong)
+            cure = ", ".join(f"model.{name}={required[name]}" for name in wrong)
             raise ConfigError(
                 f"{settings} with model.approximator={sizes}, which computes all modulations from the time; use "
                 f"{cure}, or model.approximator=None"

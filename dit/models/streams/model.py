@@ -125,8 +125,8 @@ class Streams(Backbone):
             rotation_J = self.rotary(layouts.to_single(text_KA, image_TA))
             of_streams = rotation_J if layouts.padding is None else self.rotary(layouts.streams.join(text_KA, image_TA))
         time_S = 1 - time_S if self.model_config.reversed_time else time_S
-        approximated = self.model_config.approximator is not None
-        cond = time_S if approximated else self.conditioner(time_S, batch)
+        has_approximator = self.model_config.approximator is not None
+        cond = time_S if has_approximator else self.conditioner(time_S, batch)
         condition = self.modulation(cond)
         positions_T3 = sincos_positions(self.model_config, batch)
         layout, _ = shard_tokens(layouts.image, provider)
@@ -157,7 +157,7 @@ class Streams(Backbone):
         if not self.post_process:
             return to_next_stage(x_JD)
         # The head also processes the few text tokens; dropping them first would communicate wider tensors.
-        out_JC = gather_tokens(self.head(x_JD, condition if approximated else cond, local_joint), provider)
+        out_JC = gather_tokens(self.head(x_JD, condition if has_approximator else cond, local_joint), provider)
         return joint.split(out_JC)[1]
 
     def of_layer(self, layer: int, condition: Condition) -> Condition:
