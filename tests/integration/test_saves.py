@@ -132,7 +132,7 @@ def test_a_save_that_fails_leaves_training_running(
     if "disk" in name:
         assert "File too large" in log_of(folder, name, 0 if name == "disk of rank 0" else 1)
     else:
-        assert "save_timeout_s=1" in log_of(folder, name)
+        assert any("save_timeout_s=1" in log_of(folder, name, rank) for rank in range(2))  # of the first to see it
 
 
 def test_three_failures_in_a_row_end_the_run_on_all_ranks(ended: dict[str, Any], folder: Path) -> None:

@@ -150,7 +150,7 @@ def test_a_worker_has_no_part_of_the_training_process(opened: Open, tmp_path: Pa
         parent = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
         assert parent != os.getpid()
         assert len(list(Path(f"/proc/{parent}/task").iterdir())) == 1, "a fork of threads"
-        assert str(tmp_path / "open") not in {os.readlink(path) for path in Path(f"/proc/{worker}/fd").iterdir()}
+        assert str(tmp_path / "open") not in {os.path.realpath(path) for path in Path(f"/proc/{worker}/fd").iterdir()}
         os.close(file)
     finally:
         gc.enable()
