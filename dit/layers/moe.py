@@ -51,9 +51,20 @@ class Experts(nn.ModuleDict):
         experts = [cast("Expert", expert) for expert in self.values()]
         if any(layer._forward_hooks for layer in self.modules()):  # such as adapters
             return torch.cat([e(tokens) for e, tokens in zip(experts, tokens_PD.split(counts.tolist()), strict=True)])
+        self._run_pre_hooks()
         ends = to_device(counts.cumsum(0).to(torch.int32), tokens_PD.device)
         inner_PF = experts[0].activation(_linears(tokens_PD, ends, [e.linear_fc1 for e in experts]), None)
         return _linears(inner_PF, ends, [e.linear_fc2 for e in experts])
+
+    def _run_pre_hooks(self) -> None:
+        """Run the hooks of the layers, whose forward methods grouped products replace.
+
+        Megatron-Core's hooks wait for the gather of the updated weights (`parallel.overlap_param_gather`).
+        """
+        for layer in self.modules():
+            if layer is not self:
+                for key, hook in layer._forward_pre_hooks.items():
+                    hook(layer, (), *([{}] if key in layer._forward_pre_hooks_with_kwargs else []))
 
 
 def _linears(x: Tensor, ends: Tensor, layers: list[nn.Linear]) -> Tensor:

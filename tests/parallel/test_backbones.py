@@ -58,7 +58,7 @@ PADDING_CASES = [
 PADDING_QUICK = {
     **dict.fromkeys(("moviegen", "wan_sincos", "flux", "prx"), ("cp2_ddp_overlap",)),
     "dit_cross": ("cp2_distributed_optimizer_overlap", "cp2_fsdp"),
-    "experts": ("cp2_ep2_overlap",),
+    "experts": ("cp2_ep2_overlap", "cp2_distributed_optimizer_overlap"),
 }
 ROW = ("model", "padding_layout")
 

@@ -146,6 +146,13 @@ MUTANTS = (
         (MOE, MOE_PARITY),
     ),
     Mutant(
+        "experts: their updated weights are not waited for",
+        "dit/layers/moe.py",
+        "        self._run_pre_hooks()",
+        "        pass",
+        ("tests/parallel/test_backbones.py::test_a_rank_with_nothing_but_padding_equals_one_rank",),
+    ),
+    Mutant(
         "experts: outputs not weighted",
         "dit/layers/moe.py",
         "self.experts(tokens_PD, counts) * weights_P[:, None]",
