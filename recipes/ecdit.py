@@ -51,10 +51,10 @@ def pretrain_ecditllama1b() -> run.Partial:
 
 @run.cli.factory(target=pretrain)
 def pretrain_ecditllama1b_ep8() -> run.Partial:
-    """EC-DiT-1B (7.18 B, 1.54 B per token), as pretrain_ecditllama1b, experts shared by 8: 32 x 141 GB, 75 GiB each.
+    """EC-DiT-1B (7.18 B, 1.54 B per token), as pretrain_ecditllama1b, experts shared by 8: 32 x 141 GB, 77 GiB each.
 
     Tokens are sent to the experts (8 of each layer per GPU), instead of gathering the experts; the distributed
-    optimizer in place of FSDP. With micro-batches of 36 it takes 44 GiB.
+    optimizer in place of FSDP. With micro-batches of 36 it takes 54 GiB.
     """
     recipe = pretrain_ecditllama1b()
     recipe.training.run_dir = "runs/pretrain_ecditllama1b_ep8"
