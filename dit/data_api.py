@@ -158,6 +158,10 @@ class DataConfig(ABC):
         """
         return None
 
+    def references_setting(self) -> Optional[str]:
+        """Return the setting that adds clean references to samples, with its value; None if none does."""
+        return None
+
     @abstractmethod
     def validate(self, spec: BatchSpec, dp_size: int, micro_batches_per_step: int) -> None:
         """Check the settings, folder, sizes and number of streams before anything is built.

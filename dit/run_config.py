@@ -136,8 +136,9 @@ class RunConfig:
         if self.training.cuda_graph:
             check_cuda_graph(self, spec)
         if (setting := self.data.levels_setting()) is not None:
-            references = bool(getattr(self.data, "references", False))
-            check_levels(self.model, self.objective, setting, "data without it", references=references)
+            check_levels(self.model, self.objective, setting, "data without it")
+        if (setting := self.data.references_setting()) is not None:
+            check_references(self.model, self.objective, setting, "data without it")
         return dims, spec
 
     def fixed_packs(self, spec: BatchSpec) -> Optional[PackMaxima]:
@@ -345,7 +346,7 @@ def check_cuda_graph(config: RunConfig, spec: BatchSpec) -> None:
 def _reasons_of_packs(config: RunConfig, spec: BatchSpec, maxima: PackMaxima) -> Iterator[tuple[bool, str, str, str]]:
     """Yield the settings with which no CUDA graph can repeat packs: whether they apply, setting, reason and cure."""
     training, context_ranks = config.training, config.parallel.context_parallel_size
-    levels = config.data.levels_setting()
+    levels = config.data.levels_setting() or config.data.references_setting()
     has_texts = any(condition.axis == "text" for condition in spec.conditions)
     for applies, setting, reason, cure in (
         (
@@ -394,25 +395,30 @@ def _reasons_of_packs(config: RunConfig, spec: BatchSpec, maxima: PackMaxima) ->
         yield applies, f"packs and {setting}", reason, f"{cure}, or data of one shape without data.max_tokens_per_pack"
 
 
-def check_levels(
-    model: ModelConfig, objective: Objective, setting: str, cure: str, *, references: bool = False
-) -> None:
+def check_levels(model: ModelConfig, objective: Objective, setting: str, cure: str) -> None:
     """Check that model and objective support several noise levels in a sample.
 
     Args:
         setting: setting that requires them, with its value.
         cure: what to use otherwise.
-        references: whether samples have clean tokens outside their grid.
     """
-    if not references or "reference" not in setting:
-        model.check_supports(Ability.LEVELS, setting, cure)
-    if references and not model.takes_references:
+    model.check_supports(Ability.LEVELS, setting, cure)
+    _check_clean_tokens(objective, setting, cure)
+
+
+def check_references(model: ModelConfig, objective: Objective, setting: str, cure: str) -> None:
+    """Check that model and objective support clean tokens outside the grid of a sample; arguments as `check_levels`."""
+    if not model.takes_references:
         raise ConfigError(
             f"a reference has tokens outside the grid of its sample, which {type(model).__name__} with these settings "
             "does not support (spatial and temporal attention, centred or learned_3d positions need the grid); use "
             "model.layer_pattern=['full'] or model.position_embedding=rope_3d where the model has them, another model "
             f"such as wan, or {cure}"
         )
+    _check_clean_tokens(objective, setting, cure)
+
+
+def _check_clean_tokens(objective: Objective, setting: str, cure: str) -> None:
     if not objective.takes_levels:
         raise ConfigError(
             f"{setting} needs several noise levels in a sample, and the objective has one: {objective}; use "

@@ -35,9 +35,8 @@ class ReaderSettings(StreamSettings):
     max_lost_samples: int = 0
     references: bool = False
 
-    def levels_setting(self) -> Optional[str]:
-        """Return the setting, with its value, that gives samples several noise levels; None if none does."""
-        return super().levels_setting() or ("data.references=True" if self.references else None)
+    def references_setting(self) -> Optional[str]:
+        return "data.references=True" if self.references else None
 
     def check_references(self, spec: BatchSpec) -> None:
         """Check that references do not meet conditions along the latent, which have the size of the sample."""

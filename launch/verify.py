@@ -196,7 +196,8 @@ def pair_of(config: "RunConfig", world_size: int, fp8: "Optional[Fp8]" = None) -
     replicas = world_size // (pp * tp * parallel.context_parallel_size)
     # The interleaved schedule needs a multiple of the stages.
     micro_batches = multiple_of(max(1, replicas) * pp, 4)
-    recipe, share = config.training, 0.5 if config.data.levels_setting() and model.supports.levels else 0.0
+    has_levels = config.data.levels_setting() or config.data.references_setting()
+    recipe, share = config.training, 0.5 if has_levels and model.supports.levels else 0.0
     t, s, grids = model.patch_temporal, model.patch_spatial, tiny_grids(model, tiny_sides(parallel, fp8))
     data = MockData(
         shapes=[f"{frames * t}x{height * s}x{width * s}" for frames, height, width in grids],

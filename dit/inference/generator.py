@@ -28,7 +28,7 @@ from dit.objectives.flow_matching import FlowMatching
 from dit.parallel.build import build_model
 from dit.parallel.dims import ParallelConfig
 from dit.patchify import frames_to_patch, patchify
-from dit.run_config import RunConfig, check_levels
+from dit.run_config import RunConfig, check_levels, check_references
 from dit.sampling.generate import ConditionalNetwork, LowNoise, empty_pack, generate_each
 from dit.sampling.guidance import needs_unconditional
 from dit.sampling.references import add_references
@@ -145,7 +145,7 @@ class Generator:
         if known is not None and mask is not None:
             batch = self._around(known, mask, batch)
         if references is not None:
-            check_levels(self.config.model, self.config.objective, "a reference", "no reference", references=True)
+            check_references(self.config.model, self.config.objective, "a reference", "no reference")
             batch = add_references(batch, references, self.spec)
         latents = self.generate_pack(
             batch,

@@ -178,7 +178,7 @@ class ModelConfig(ABC):
 
     @property
     def draws_in_training(self) -> bool:
-        """Whether the network draws random numbers in training, from `PackedBatch.draw_keys_S`."""
+        """Whether the network needs the random keys `PackedBatch.draw_keys_S` in training."""
         return False
 
     @property
@@ -192,7 +192,7 @@ class ModelConfig(ABC):
 
     @property
     def takes_references(self) -> bool:
-        """Whether a sample may have clean tokens outside its grid, such as those of a picture to edit."""
+        """Whether samples may have clean tokens outside their grid, for example a picture to edit."""
         return self.supports.levels
 
     @property

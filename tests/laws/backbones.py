@@ -169,6 +169,18 @@ AUTOENCODER_OTHER: dict[str, Any] = {
     "scaling_factor": 3.0,
     "shift_factor": 0.5,
 }
+FLUX1: dict[str, Any] = {
+    "also": {
+        "hidden_size": {"rope_axes": [4, 8, 4]},
+        "num_attention_heads": {"rope_axes": [4, 8, 4]},
+        "position_embedding": {"rope_axes": [16, 56, 56]},
+    },
+    "given": {
+        "text_output": {"num_single_layers": 0},
+        "position_crop": {"position_embedding": "sincos_2d", "rope_axes": [16, 56, 56]},
+    },
+    "text_tokens": 1,  # a dropped text keeps its length in joint attention, a missing one is one null token
+}
 BACKBONES = {
     "dit": Row(recipe="tiny_dit", quick=("tp2_sp", "fsdp2"), other={"position_embedding": "sincos_2d"}),
     "dit_cross": Row(recipe="pretrain_7b", quick=("tp2_sp",), other={"position_embedding": "sincos_2d"}),
@@ -196,16 +208,7 @@ BACKBONES = {
         quick=("fsdp2_bf16",),
         other={"rope_factors": [1.0, 4.0, 1.0]},  # one pair of features turns with t, which ntk never slows
         refused=("approximator", "num_query_groups", "modulation_silu", "learned_padding"),
-        also={
-            "hidden_size": {"rope_axes": [4, 8, 4]},
-            "num_attention_heads": {"rope_axes": [4, 8, 4]},
-            "position_embedding": {"rope_axes": [16, 56, 56]},
-        },
-        given={
-            "text_output": {"num_single_layers": 0},
-            "position_crop": {"position_embedding": "sincos_2d", "rope_axes": [16, 56, 56]},
-        },
-        text_tokens=1,  # a dropped text keeps its length in joint attention, a missing one is one null token
+        **FLUX1,
     ),
     "chroma": Row(
         recipe="finetune_chroma",
@@ -215,16 +218,7 @@ BACKBONES = {
             *("num_query_groups", "modulation_silu", "learned_padding", "block", "num_dual_layers", "guidance"),
             *("shared_modulation", "pooled_size", "condition_limit", "time_hidden_size"),
         ),
-        also={
-            "hidden_size": {"rope_axes": [4, 8, 4]},
-            "num_attention_heads": {"rope_axes": [4, 8, 4]},
-            "position_embedding": {"rope_axes": [16, 56, 56]},
-        },
-        given={
-            "text_output": {"num_single_layers": 0},
-            "position_crop": {"position_embedding": "sincos_2d", "rope_axes": [16, 56, 56]},
-        },
-        text_tokens=1,
+        **FLUX1,
     ),
     "flux2": Row(
         recipe="flux2_32b",

@@ -1,4 +1,4 @@
-"""Recipes with token routing, for the laws of backbones: TREAD with texts, and SPRINT with noise levels in samples."""
+"""Recipes with token routing, for the laws of backbones: TREAD with texts, SPRINT with several noise levels."""
 
 import nemo_run as run
 

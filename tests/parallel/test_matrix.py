@@ -9,7 +9,7 @@ from benchmarks.parallel_matrix import MISSION, SMALL, Outcome, not_carried, run
 from dit.verify.compare import BOUNDS, compare_training
 from tests.support.reference import assert_equal_training
 
-# Rows of the table that shard the state in a way of their own; other files of this folder have the layouts of the rest.
+# These rows shard the optimizer state differently; other files of this folder test the other layouts.
 SHARDINGS = ("hybrid FSDP, 2 instances of 2", "TP 4 + SP", "PP 2 x VPP 2", "EP 2 x TP 2 + SP")
 ROWS = [*(row for row in SMALL if row.name in SHARDINGS), *MISSION]
 

@@ -118,7 +118,7 @@ class StreamsConfig(TransformerModelConfig, NullTextConditioned):
 
     @property
     def takes_references(self) -> bool:
-        """Whether reference tokens can join the image stream, with the time of their sample.
+        """Whether the image stream accepts reference tokens, which have the time of their sample.
 
         They need rotary positions that are not centred, joint attention from the first block on, and no latents.
         """
