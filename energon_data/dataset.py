@@ -1,10 +1,10 @@
 """Energon data sets as a `DataConfig`, with checks before anything is built."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Optional
+from typing import TYPE_CHECKING, Any, Literal, Optional
 
 from dit.batch import PackedBatch
 from dit.condition_table import CONTEXT, LABEL
@@ -99,8 +99,6 @@ class EnergonData(ReaderSettings, DataConfig):
     online_precision: Literal["fp32", "bf16"] = "fp32"
     validation_split: str = "val"
     validation_samples: Optional[int] = 512
-
-    removed_settings: ClassVar[Mapping[str, object]] = {"max_abs_latent": 1e3, "train_split": "train"}
 
     @property
     def longest_text(self) -> Optional[int]:

@@ -20,7 +20,6 @@ from itertools import chain
 from pathlib import Path
 
 from dit import extensions
-from dit.config_record import removed_settings
 from dit.errors import ConfigError
 from dit.terminal import echo
 
@@ -184,11 +183,6 @@ def no_such_setting(owner: Callable[..., object], path: str, name: str, names: I
         path: dotted path of the part; empty for the run itself.
     """
     at, names = f"{path}." if path else "", list(names)
-    if replacement := getattr(owner, "former_settings", {}).get(name):
-        return f"{at}{name}: {owner.__name__} has no setting {name!r} any more; use {at}{replacement}"
-    removed = removed_settings(owner)
-    if name in removed:
-        return f"{at}{name}: {owner.__name__} has no setting {name!r} any more; it is always {removed[name]}"
     near = [at + key for key in closest(name, names)]
     hint = f"did you mean {' or '.join(near)}?" if near else f"it has {', '.join(names)}"
     return f"{at}{name}: {owner.__name__} has no setting {name!r}; {hint}"

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dit.config_record import CLASS_KEY, to_record, without_removed
+from dit.config_record import CLASS_KEY, to_record
 from dit.errors import ConfigError
 from dit.run_config import RunConfig
 
@@ -116,7 +116,7 @@ def _part_changes(name: str, saved: Mapping[str, Any], part: "DataclassInstance"
     if old_class != new_class:
         yield Change(name, old_class, new_class)
         return
-    saved, new, defaults = without_removed(type(part), saved), to_record(part), to_record(_defaults(part))
+    new, defaults = to_record(part), to_record(_defaults(part))
     for key in dict.fromkeys([*new, *saved]):
         old, now = saved.get(key, defaults.get(key)), new.get(key, "no longer a setting")
         if key != CLASS_KEY and old != now:
