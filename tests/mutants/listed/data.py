@@ -308,13 +308,6 @@ MUTANTS = (
         (FOLDER,),
     ),
     Mutant(
-        "false colours: the weakest components",
-        "energon_data/report/false_colours.py",
-        "variances.flip(0).clamp(min=0), vectors.flip(1)",
-        "variances.clamp(min=0), vectors",
-        (INSPECT,),
-    ),
-    Mutant(
         "prepare: archives of one name in two folders are one",
         "energon_data/prepare/archives.py",
         "return path.relative_to(root).as_posix() if",
