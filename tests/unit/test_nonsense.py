@@ -31,7 +31,7 @@ from energon_data.prepare.folders import list_folder
 from energon_data.prepare.lists import read_list
 from energon_data.samples import SampleError, unseal
 from launch.config_file import load
-from launch.run_status import read_status
+from launch.status import read_status
 from tests.support.bounded import bounded
 from tests.unit.checkpoint.checkpoints import leftovers, make_store, save
 

@@ -91,14 +91,14 @@ MUTANTS = (
     ),
     Mutant(
         "status: the age of a heartbeat does not matter",
-        "launch/run_status.py",
+        "launch/status.py",
         "self.now - self.beat <= FRESH_S",
         "self.now - self.beat >= 0",
         (STATUS,),
     ),
     Mutant(
         "status: a checkpoint that the run is behind is its step",
-        "launch/run_status.py",
+        "launch/status.py",
         "if published >= began]",
         "if published]",
         (STATUS,),
