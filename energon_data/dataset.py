@@ -37,7 +37,7 @@ class EnergonData(ReaderSettings, DataConfig):
     """Samples from WebDataset shards, read by Megatron-Energon.
 
     Attributes:
-        path: a data set folder with `.nv-meta`, or a metadataset `.yaml`.
+        path: a data set folder with `.nv-meta`.
         blend: data sets with weights instead of `path`: `[{path: DIR, weight: 3}, ...]`.
         blend_steps: steps at which the weights change; each weight is then a list.
         shuffle_buffer: samples shuffled in memory.
@@ -189,7 +189,7 @@ class EnergonData(ReaderSettings, DataConfig):
 
     def folders(self, split: str) -> list[SplitInfo]:
         """Check all folders; arguments and errors as in `check_dataset`."""
-        return [info for path in self._paths() for info in check_dataset(path, split)]
+        return [check_dataset(path, split) for path in self._paths()]
 
     def _paths(self) -> list[str]:
         return [self.path] if self.blend is None else [member.path for member in self._members()]

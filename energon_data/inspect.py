@@ -43,7 +43,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("data", metavar="DIR", help="a data set folder, or the .yaml of a blend (data.path)")
+    parser.add_argument("data", metavar="DIR", help="a data set folder (data.path)")
     parser.add_argument("--split", default="train", help="(%(default)s)")
     parser.add_argument(
         "--samples", type=int, default=1000, metavar="N", help="samples to read per folder; 0 for all (%(default)s)"
@@ -225,17 +225,6 @@ def decoder(name: str) -> Callable[[Tensor], Tensor]:
     return decoded
 
 
-def inspected(
-    survey_result: Survey, args: argparse.Namespace, patch: tuple[int, int, int], sheet: Optional[Path]
-) -> str:
-    """Return the summary of one folder."""
-    lines = [*shard_lines(survey_result), *content_lines(survey_result)]
-    lines += token_lines(survey_result, patch, pack=args.pack, multiple_of=args.multiple_of)
-    if sheet is not None:
-        lines.append(write_sheet(survey_result, sheet, args.vae))
-    return "\n".join(lines)
-
-
 @one_line_errors
 def main(argv: Optional[Sequence[str]] = None) -> int:
     """Run the command and return its exit code."""
@@ -248,18 +237,18 @@ def main(argv: Optional[Sequence[str]] = None) -> int:
     if args.vae is not None and args.sheet is None:
         raise ConfigError(f"--vae {args.vae} decodes the samples of the sheet; add --sheet FILE.png")
     show: Callable[[Tensor], Tensor] = middle_frame if args.vae is None else decoder(args.vae)
-    for number, info in enumerate(check_dataset(args.data, args.split)):
-        sheet = args.sheet if args.sheet is None or number == 0 else args.sheet.with_stem(f"{args.sheet.stem}_{number}")
-        if number:
-            echo()
-        survey_result = survey(
-            info,
-            limit=args.samples or None,
-            pictures=args.tiles if sheet is not None else 0,
-            show=show,
-            require_checksums=not args.no_checksums,
-        )
-        echo(inspected(survey_result, args, patch, sheet), flush=True)
+    survey_result = survey(
+        check_dataset(args.data, args.split),
+        limit=args.samples or None,
+        pictures=0 if args.sheet is None else args.tiles,
+        show=show,
+        require_checksums=not args.no_checksums,
+    )
+    lines = [*shard_lines(survey_result), *content_lines(survey_result)]
+    lines += token_lines(survey_result, patch, pack=args.pack, multiple_of=args.multiple_of)
+    if args.sheet is not None:
+        lines.append(write_sheet(survey_result, args.sheet, args.vae))
+    echo(*lines, sep="\n", flush=True)
     return EXIT_OK
 
 

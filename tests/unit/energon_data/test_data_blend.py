@@ -103,15 +103,6 @@ def test_a_curriculum_does_not_depend_on_the_ranks(members: dict[str, Path]) -> 
     same(take(alone, 30), [next(ranks[j % 2]) for j in range(30)])
 
 
-def test_one_stage_is_the_metadataset_that_energon_reads(members: dict[str, Path], tmp_path: Path) -> None:
-    file = tmp_path / "blend.yaml"
-    rows = "\n".join(f"      - {{weight: {w}, path: {members[n]}}}" for n, w in {"a": 1, "b": 3}.items())
-    file.write_text(f"__module__: megatron.energon\n__class__: MetadatasetV2\nsplits:\n  train:\n    blend:\n{rows}\n")
-    read = EnergonData(path=str(file), num_streams=2, shuffle_buffer=8)
-    _, stream = build(members, {"a": 1, "b": 3})
-    same(take(stream, 12), take(read.build_train(spec(), dp_rank=0, dp_size=1, seed=5, log_dir=None), 12))
-
-
 def test_held_out_data_are_those_of_every_member_once(members: dict[str, Path]) -> None:
     data, _ = build(members, STAGES, blend_steps=[3, 5])
     keys = [key for batch in data.build_validation(spec(), dp_rank=0, dp_size=1) for key in batch.keys]

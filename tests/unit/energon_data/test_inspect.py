@@ -67,7 +67,7 @@ def test_samples_that_patches_do_not_divide_are_reported(mixed_folder: Path, cap
 @pytest.mark.parametrize(("capacity", "multiple_of"), [(24, 1), (16, 1), (20, 8)])
 def test_packs_fill_as_those_of_the_loader(mixed_folder: Path, capacity: int, multiple_of: int):
     """In one buffer of all samples both pack the same; tokens are real where no padding is."""
-    (info,) = check_dataset(str(mixed_folder), "train")
+    info = check_dataset(str(mixed_folder), "train")
     lengths = [one.tokens((1, 2, 2)) for one in survey(info, limit=None).seen]
     expected = expected_packing(lengths, capacity, buffer=75, multiple_of=multiple_of)
     data = EnergonData(
@@ -95,7 +95,7 @@ def test_packing_of_few_samples_repeats_them_and_leaves_long_ones_out():
 
 
 def test_a_part_of_a_large_folder_is_read_evenly(mixed_folder: Path, capsys: pytest.CaptureFixture):
-    (info,) = check_dataset(str(mixed_folder), "train")
+    info = check_dataset(str(mixed_folder), "train")
     assert [one.key for one in survey(info, limit=5).seen] == [f"train_clip{i:05d}" for i in (0, 15, 30, 45, 60)]
     assert page(capsys, str(mixed_folder), "--samples", "5")["read"] == ["5 of them, evenly distributed"]
 
@@ -169,7 +169,7 @@ def test_latents_are_decoded_where_an_autoencoder_is_named(tmp_path: Path, capsy
     capsys.readouterr()
     found = page(capsys, str(root / "latents"), "--sheet", str(sheet), "--vae", str(vae))
     assert found["sheet"] == [f"{sheet}: 12 samples; latents decoded by {vae}"]
-    (info,) = check_dataset(root / "latents", "train")
+    info = check_dataset(root / "latents", "train")
     shown = survey(info, limit=None, pictures=12, show=lambda latent: latent[:, 0]).shown
     pixels = np.asarray(Image.open(sheet))
     for index, (_, latent) in enumerate(shown):
