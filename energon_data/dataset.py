@@ -57,7 +57,6 @@ class EnergonData(ReaderSettings, DataConfig):
         crop_size: crop to this height and width, after resizing.
         random_crop: crop at a random position; held-out data at the centre.
         flip: probability of mirroring; not of held-out data.
-        corrupt_low_resolution: blur, resize and add noise to low-resolution pictures in training.
         vary_captions: draw one of a sample's captions at each read.
         require_checksums: count samples without CRC32 as damaged.
         online_vae: autoencoder that encodes stored pixels in every step.
@@ -91,7 +90,6 @@ class EnergonData(ReaderSettings, DataConfig):
     crop_size: Optional[list[int]] = None
     random_crop: bool = True
     flip: float = 0.0
-    corrupt_low_resolution: bool = False
     vary_captions: bool = True
     require_checksums: bool = True
     online_vae: Optional[str] = None
@@ -228,7 +226,6 @@ class EnergonData(ReaderSettings, DataConfig):
 
     def _options(self, spec: BatchSpec, *, held_out: bool = False) -> "EncoderOptions":
         from energon_data.augment import Augmentation
-        from energon_data.corruption import Corruption
         from energon_data.filters import Filters, Limits
         from energon_data.task_encoder import EncoderOptions
 
@@ -257,7 +254,6 @@ class EnergonData(ReaderSettings, DataConfig):
                 max_tokens=min(lengths) if lengths else None,
             ),
             augmentation=augmentation,
-            corruption=Corruption() if self.corrupt_low_resolution and not held_out else None,
             vary_captions=self.vary_captions and not held_out,
             require_checksums=self.require_checksums,
             max_text_tokens=self.max_text_tokens,
